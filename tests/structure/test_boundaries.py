@@ -1,0 +1,117 @@
+"""The folder tree is the architecture: which folder may include what, as one table."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Third-party headers -> folders whose own files may include them.
+ALLOWED = {
+    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis")),
+    "Eigen": (r"<Eigen/", ("core/attention", "tools/bench", "tools/cli")),
+    "OpenMP": (r"<omp\.h>", ("core/attention", "tools/cli", "tools/bench")),
+    "Highway": (r"[<\"]hwy/", ("core/attention", "tools/cli")),
+    "Boost": (r"<boost/", ("tools/cli",)),
+    "fmt": (r"<fmt/", ("core", "analysis", "tools", "tests")),
+    "JSON": (r"<nlohmann/", ("core/trace", "analysis", "tools/cli", "tests")),
+    "xxHash": (r"<xxhash\.h>", ("core/trace", "analysis", "tools/cli")),
+    "CUDA": (r"[<\"](cuda|cublas|cub/|cutlass|cute/)", ("cuda",)),
+    "GoogleTest": (r"<g(test|mock)/", ("tests",)),
+    "Google Benchmark": (r"<benchmark/", ("tools/bench",)),
+}
+
+# Our own folders -> folders whose headers they may include.
+LAYERS = {
+    "core": ("core",),
+    "core/trace": ("core", "core/trace"),
+    "core/attention": ("core", "core/trace", "core/attention"),
+    "core/policies": ("core", "core/trace", "core/attention", "core/policies"),
+    "core/replay": ("core", "core/trace", "core/attention", "core/policies", "core/replay"),
+    "analysis": ("core", "core/trace", "core/attention", "core/policies", "core/replay", "analysis"),
+    "cuda": ("core", "core/trace", "core/attention", "cuda"),
+}
+
+
+def sources():
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.h", "*.cpp", "*.cu", "*.in"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in tracked.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*([<"][^>"]+[>"])', (ROOT / path).read_text(), re.MULTILINE)
+
+
+def inside(path: Path, folders: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def own_folder(include: str) -> str | None:
+    """The folder of an include of ours: relative to core/ or to the project's root."""
+    name = include.strip('<>"')
+    for base in ("core", "."):
+        target = Path(base) / name
+        if (ROOT / target).is_file():
+            return str(target.parent)
+    return None
+
+
+def layer_of(folder: str) -> str | None:
+    fits = [layer for layer in LAYERS if Path(folder).is_relative_to(layer)]
+    return max(fits, key=len) if fits else None
+
+
+def test_there_are_sources():
+    assert len(sources()) > 30
+
+
+@pytest.mark.parametrize("library", ALLOWED)
+def test_third_party_headers_stay_where_they_belong(library):
+    pattern, folders = ALLOWED[library]
+    wrong = [f"{path}: {name}" for path in sources() for name in includes(path) if re.match(pattern, name) and not inside(path, folders)]
+    assert not wrong, f"{library} is included outside {', '.join(folders)}"
+
+
+def test_data_walks_one_way():
+    wrong = []
+    for path in sources():
+        layer = layer_of(str(path.parent))
+        if layer is None:
+            continue
+        for include in includes(path):
+            folder = own_folder(include)
+            if folder is not None and layer_of(folder) not in LAYERS[layer]:
+                wrong.append(f"{path}: {include}")
+    assert not wrong
+
+
+def test_policies_are_one_file_each_and_see_only_policies():
+    papers = [path for path in sources() if inside(path, ("core/policies/papers",))]
+    assert papers
+    for path in papers:
+        assert path.suffix == ".cpp", f"{path}: a policy has no header"
+        for include in includes(path):
+            name = include.strip('<>"')
+            ours = own_folder(include)
+            assert ours is None or name == "random.h" or name.startswith("policies/"), f"{path}: {include}"
+
+
+def test_below_tools_nothing_prints_or_exits():
+    wrong = []
+    for path in sources():
+        if not inside(path, ("core", "analysis", "cuda")) or path.name == "registry.h":  # stops on a duplicate name
+            continue
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+            code = line.split("//")[0]
+            if re.search(r"\b(std::cout|std::cerr|printf|puts|std::exit|exit|abort|quick_exit)\s*(<<|\()", code) and "snprintf" not in code:
+                wrong.append(f"{path}:{number}: {line.strip()}")
+    assert not wrong
+
+
+def test_no_folder_is_a_drawer():
+    names = {part for path in sources() for part in path.parts[:-1]}
+    assert not names & {"utils", "util", "common", "misc", "priv", "helpers", "lib"}
