@@ -1,0 +1,44 @@
+#include "nearest.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <vector>
+
+namespace kvreplay {
+namespace {
+
+/// Levenshtein distance.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({row[j] + 1, diagonal + 1, replaced});
+    }
+  }
+  return row.back();
+}
+
+}  // namespace
+
+std::string nearest(std::string_view name, std::span<const std::string> known) {
+  std::string best, all;
+  std::size_t best_distance = name.size() / 3 + 2;
+  for (const std::string& candidate : known) {
+    all += (all.empty() ? "" : ", ") + candidate;
+    const bool begins = !name.empty() && candidate.starts_with(name);
+    const std::size_t d = begins ? 1 : distance(name, candidate);
+    if (d < best_distance) {
+      best_distance = d;
+      best = candidate;
+    }
+  }
+  return best.empty() ? "one of " + all : best;
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,185 @@
+#include "parameters.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cmath>
+
+#include "nearest.h"
+
+namespace kvreplay {
+namespace {
+
+template <class Number>
+Number parse_number(const std::string& where, std::string_view text, const char* kind) {
+  Number value{};
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (problem != std::errc{} || end != text.data() + text.size() || text.empty())
+    throw Error{Refusal::usage, where, "not a number", kind, "\"" + std::string(text) + "\""};
+  return value;
+}
+
+std::string quoted(std::string_view text) { return "\"" + std::string(text) + "\""; }
+
+std::string range_text(const IntRange& range) {
+  const std::string most = range.up_to == UpTo::prompt                     ? "P"
+                           : range.up_to == UpTo::layers                   ? "L"
+                           : range.most == std::numeric_limits<int>::max() ? ""
+                                                                           : std::to_string(range.most);
+  return std::to_string(range.least) + ".." + most + (range.odd ? ", odd" : "");
+}
+
+}  // namespace
+
+int parse_int(const std::string& where, std::string_view text) {
+  return parse_number<int>(where, text, "a whole number");
+}
+
+double parse_real(const std::string& where, std::string_view text) {
+  const double value = parse_number<double>(where, text, "a number");
+  if (!std::isfinite(value)) throw Error{Refusal::usage, where, "not finite", "a number", std::string(text)};
+  return value;
+}
+
+Amount Amount::parse(std::string_view where_text, std::string_view text) {
+  const std::string where{where_text};
+  if (text.ends_with('%')) return fraction(parse_real(where, text.substr(0, text.size() - 1)) / 100.0);
+  if (text.find_first_of(".eE") != std::string_view::npos) return fraction(parse_real(where, text));
+  const int n = parse_int(where, text);
+  if (n < 0) throw Error{Refusal::usage, where, "out of range", "0 or more", std::string(text)};
+  return tokens(n);
+}
+
+int Amount::of(int whole) const {
+  return is_fraction() ? static_cast<int>(std::floor(share * static_cast<double>(whole))) : count;
+}
+
+std::string Amount::text() const {
+  if (!is_fraction()) return std::to_string(count);
+  const std::string shortest = fmt::format("{}", share);
+  return shortest.find_first_of(".e") == std::string::npos ? shortest + ".0" : shortest;
+}
+
+std::string Parameter::assignment() const {
+  const std::string value = text();
+  const bool nested = value.find_first_of(",:=") != std::string::npos;
+  return name + "=" + (nested ? "(" + value + ")" : value);
+}
+
+Parameter& Parameters::declare(std::string name, std::string help, std::string range,
+                               std::function<std::string()> text) {
+  Parameter& parameter = all_.emplace_back();
+  parameter.name = std::move(name);
+  parameter.help = std::move(help);
+  parameter.range = std::move(range);
+  parameter.default_text = text();
+  parameter.text = std::move(text);
+  return parameter;
+}
+
+void Parameters::add(std::string name, int& value, IntRange range, std::string help) {
+  Parameter& parameter =
+      declare(std::move(name), std::move(help), range_text(range), [&value] { return std::to_string(value); });
+  parameter.up_to = range.up_to;
+  if (range.up_to != UpTo::any) parameter.tokens = [&value] { return value; };
+  parameter.set = [&value, range, where = where(parameter.name)](std::string_view text) {
+    const int read = parse_int(where, text);
+    if (read < range.least || read > range.most || (range.odd && read % 2 == 0))
+      throw Error{Refusal::usage, where, "out of range", range_text(range), std::string(text)};
+    value = read;
+  };
+}
+
+void Parameters::add(std::string name, double& value, RealRange range, std::string help) {
+  const std::string limits = fmt::format("{}..{}", range.least, range.most);
+  Parameter& parameter =
+      declare(std::move(name), std::move(help), limits, [&value] { return fmt::format("{}", value); });
+  parameter.set = [&value, range, limits, where = where(parameter.name)](std::string_view text) {
+    const double read = parse_real(where, text);
+    if (read < range.least || read > range.most)
+      throw Error{Refusal::usage, where, "out of range", limits, std::string(text)};
+    value = read;
+  };
+}
+
+void Parameters::add(std::string name, bool& value, std::string help) {
+  Parameter& parameter = declare(std::move(name), std::move(help), "false | true",
+                                 [&value] { return std::string(value ? "true" : "false"); });
+  parameter.set = [&value, where = where(parameter.name)](std::string_view text) {
+    if (text != "true" && text != "false")
+      throw Error{Refusal::usage, where, "not a truth value", "false or true", quoted(text)};
+    value = text == "true";
+  };
+}
+
+void Parameters::add(std::string name, Amount& value, std::string help) {
+  Parameter& parameter = declare(std::move(name), std::move(help), "tokens 0..P, or a fraction 0.0..1.0 of the budget",
+                                 [&value] { return value.text(); });
+  parameter.up_to = UpTo::prompt;
+  parameter.tokens = [&value] { return value.is_fraction() ? 0 : value.count; };
+  parameter.set = [&value, where = where(parameter.name)](std::string_view text) {
+    const Amount read = Amount::parse(where, text);
+    if (read.is_fraction() && (read.share < 0.0 || read.share > 1.0))
+      throw Error{Refusal::usage, where, "out of range", "tokens, or a fraction 0.0..1.0", std::string(text)};
+    value = read;
+  };
+}
+
+void Parameters::add_seed(std::string name, std::uint64_t& value, std::string help) {
+  Parameter& parameter =
+      declare(std::move(name), std::move(help), "0..2^64-1", [&value] { return std::to_string(value); });
+  parameter.is_seed = true;
+  parameter.set = [&value, where = where(parameter.name)](std::string_view text) {
+    value = parse_number<std::uint64_t>(where, text, "a whole number, 0 or more");
+  };
+}
+
+void Parameters::add(std::string name, std::string& value, std::string range,
+                     std::function<std::string(std::string_view)> normal, std::string help) {
+  Parameter& parameter = declare(std::move(name), std::move(help), std::move(range), [&value] { return value; });
+  parameter.set = [&value, normal = std::move(normal)](std::string_view text) { value = normal(text); };
+}
+
+void Parameters::set(std::string_view name, std::string_view text) {
+  if (name == "preset" && !presets_.empty()) {
+    std::vector<std::string> names;
+    for (const Preset& preset : presets_) {
+      if (preset.name == text) {
+        for (const auto& [key, value] : preset.values) set(key, value);
+        return;
+      }
+      names.push_back(preset.name);
+    }
+    refuse_word(where("preset"), text, names);
+  }
+  if (const Parameter* parameter = find(name)) return parameter->set(text);
+  std::vector<std::string> names;
+  for (const Parameter& parameter : all_) names.push_back(parameter.name);
+  if (!presets_.empty()) names.emplace_back("preset");
+  if (names.empty()) throw Error{Refusal::usage, owner_, "takes no parameters", "", std::string(name)};
+  throw Error{Refusal::usage, owner_, "unknown parameter", nearest(name, names), std::string(name)};
+}
+
+const Parameter* Parameters::find(std::string_view name) const {
+  for (const Parameter& parameter : all_)
+    if (parameter.name == name) return &parameter;
+  return nullptr;
+}
+
+std::string Parameters::canonical() const {
+  std::string line;
+  for (const Parameter& parameter : all_) line += (line.empty() ? "" : ",") + parameter.assignment();
+  return line;
+}
+
+std::string Parameters::joined(std::span<const std::string> words) {
+  std::string all;
+  for (const std::string& word : words) all += (all.empty() ? "" : " | ") + word;
+  return all;
+}
+
+void Parameters::refuse_word(const std::string& where, std::string_view text, std::span<const std::string> words) {
+  throw Error{Refusal::usage, where, "unknown value", nearest(text, words), quoted(text)};
+}
+
+}  // namespace kvreplay
