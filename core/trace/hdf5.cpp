@@ -1,0 +1,468 @@
+#include "trace/hdf5.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+
+namespace kvreplay::hdf5 {
+namespace {
+
+// A file that a full disk keeps from closing stays behind in the library, whose clean-up at exit then crashes (1.10.8).
+// All handles close themselves, so there is nothing to clean up. This has to come before every other call.
+[[maybe_unused]] const herr_t no_clean_up_at_exit = H5dont_atexit();
+
+struct Innermost {
+  std::string message;
+  bool disk_full = false;
+};
+
+herr_t visit_error(unsigned depth, const H5E_error2_t* error, void* result) {
+  Innermost& innermost = *static_cast<Innermost*>(result);
+  const std::string_view text = error->desc != nullptr ? error->desc : "";
+  if (depth == 0) innermost.message = text;
+  for (const int full : {ENOSPC, EDQUOT, EFBIG})
+    if (text.find(fmt::format("errno = {},", full)) != std::string_view::npos) innermost.disk_full = true;
+  return 0;
+}
+
+/// Whether an identifier or a status is good; otherwise the failure is thrown.
+template <class Status>
+Status require(Status status, const std::string& where, const std::string& what) {
+  if (status < 0) throw failure(where, what);
+  return status;
+}
+
+Handle property_list(hid_t kind) { return {require(H5Pcreate(kind), "HDF5", "cannot make a property list"), H5Pclose}; }
+
+Handle access_properties() {
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  // The environment reaches every version of HDF5; the property that does the same exists from 1.10.7 on.
+  setenv("HDF5_USE_FILE_LOCKING", "FALSE", 0);
+  Handle access = property_list(H5P_FILE_ACCESS);
+  H5Pset_libver_bounds(access.id(), H5F_LIBVER_V18, H5F_LIBVER_V110);
+  H5Pset_alignment(access.id(), 65536, 4096);
+  return access;
+}
+
+Handle untimed(hid_t kind) {
+  Handle creation = property_list(kind);
+  H5Pset_obj_track_times(creation.id(), false);
+  return creation;
+}
+
+Type copy_of(hid_t type) { return {require(H5Tcopy(type), "HDF5", "cannot copy a type"), H5Tclose}; }
+
+/// An IEEE-like little-endian float of 16 bits: sign, exponent, mantissa from the top.
+Type half_float(std::size_t exponent_bits, std::size_t mantissa_bits, std::size_t bias) {
+  Type type = copy_of(H5T_IEEE_F32LE);
+  // Fields first, size last: HDF5 refuses fields that reach beyond the size.
+  H5Tset_fields(type.id(), 15, mantissa_bits, exponent_bits, 0, mantissa_bits);
+  H5Tset_precision(type.id(), 16);
+  H5Tset_size(type.id(), 2);
+  H5Tset_ebias(type.id(), bias);
+  return type;
+}
+
+const char* class_name(H5T_class_t type_class) {
+  switch (type_class) {
+    case H5T_TIME:
+      return "time";
+    case H5T_BITFIELD:
+      return "bitfield";
+    case H5T_OPAQUE:
+      return "opaque";
+    case H5T_COMPOUND:
+      return "compound";
+    case H5T_REFERENCE:
+      return "reference";
+    case H5T_ENUM:
+      return "enumeration";
+    case H5T_VLEN:
+      return "variable-length sequence";
+    case H5T_ARRAY:
+      return "array";
+    default:
+      return "unknown type";
+  }
+}
+
+herr_t add_link_name(hid_t, const char* name, const H5L_info_t*, void* names) {
+  static_cast<std::vector<std::string>*>(names)->emplace_back(name);
+  return 0;
+}
+
+herr_t add_attribute_name(hid_t, const char* name, const H5A_info_t*, void* names) {
+  static_cast<std::vector<std::string>*>(names)->emplace_back(name);
+  return 0;
+}
+
+}  // namespace
+
+hsize_t elements(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), hsize_t{1}, std::multiplies<>());
+}
+
+std::string to_string(const Shape& shape) {
+  return shape.empty() ? "scalar" : fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+Error failure(const std::string& where, const std::string& what) {
+  Innermost innermost;
+  H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, visit_error, &innermost);
+  H5Eclear2(H5E_DEFAULT);
+  if (innermost.disk_full) return {Refusal::resources, where, "disk full", {}, {}};
+  return {Refusal::input, where, innermost.message.empty() ? what : what + ": " + innermost.message};
+}
+
+Type Type::int32() { return copy_of(H5T_STD_I32LE); }
+Type Type::int64() { return copy_of(H5T_STD_I64LE); }
+Type Type::float32() { return copy_of(H5T_IEEE_F32LE); }
+Type Type::float64() { return copy_of(H5T_IEEE_F64LE); }
+Type Type::float16() { return half_float(5, 10, 15); }
+Type Type::bfloat16() { return half_float(8, 7, 127); }
+
+Type Type::of(DType type) {
+  return type == DType::float16 ? float16() : type == DType::bfloat16 ? bfloat16() : float32();
+}
+
+Type Type::utf8(std::size_t bytes) {
+  Type type = copy_of(H5T_C_S1);
+  H5Tset_size(type.id(), std::max(bytes, std::size_t{1}));
+  H5Tset_cset(type.id(), H5T_CSET_UTF8);
+  H5Tset_strpad(type.id(), H5T_STR_NULLPAD);
+  return type;
+}
+
+std::string Type::name() const {
+  const H5T_class_t type_class = H5Tget_class(id());
+  const std::size_t size = bytes();
+  if (type_class == H5T_STRING)
+    return H5Tis_variable_str(id()) > 0 ? "variable-length string" : fmt::format("string of {} bytes", size);
+  if (type_class == H5T_OPAQUE) return fmt::format("opaque of {} bytes", size);
+  if (type_class != H5T_INTEGER && type_class != H5T_FLOAT) return class_name(type_class);
+
+  const H5T_order_t byte_order = H5Tget_order(id());
+  const std::string order = byte_order == H5T_ORDER_BE && size > 1 ? "big-endian "
+                            : byte_order == H5T_ORDER_VAX          ? "VAX-order "
+                                                                   : "";
+  if (type_class == H5T_INTEGER)
+    return fmt::format("{}{}int{}", order, H5Tget_sign(id()) == H5T_SGN_NONE ? "u" : "", H5Tget_precision(id()));
+  std::size_t sign = 0, exponent = 0, exponent_bits = 0, mantissa = 0, mantissa_bits = 0;
+  H5Tget_fields(id(), &sign, &exponent, &exponent_bits, &mantissa, &mantissa_bits);
+  if (size == 2 && exponent_bits == 8) return order + "bfloat16";
+  if (exponent_bits == (size == 2 ? 5U : size == 4 ? 8U : 11U)) return fmt::format("{}float{}", order, size * 8);
+  return fmt::format("{}float of {} bytes with {} exponent and {} mantissa bits", order, size, exponent_bits,
+                     mantissa_bits);
+}
+
+Type Type::compound(std::size_t bytes) {
+  return {require(H5Tcreate(H5T_COMPOUND, bytes), "HDF5", "cannot make a compound type"), H5Tclose};
+}
+
+void Type::insert(const char* name, std::size_t offset, const Type& member) {
+  require(H5Tinsert(id(), name, offset, member.id()), "HDF5", "cannot extend a compound type");
+}
+
+std::optional<Type> Type::member(const char* name) const {
+  const int index = H5Tget_member_index(id(), name);
+  if (index < 0) {
+    H5Eclear2(H5E_DEFAULT);
+    return std::nullopt;
+  }
+  return Type{require(H5Tget_member_type(id(), static_cast<unsigned>(index)), "HDF5", "cannot read a compound type"),
+              H5Tclose};
+}
+
+std::size_t Type::member_offset(const char* name) const {
+  return H5Tget_member_offset(id(), static_cast<unsigned>(H5Tget_member_index(id(), name)));
+}
+
+Space Space::of(const Shape& shape) {
+  const hid_t id =
+      shape.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr);
+  return {require(id, "HDF5", "cannot make a shape " + to_string(shape)), H5Sclose};
+}
+
+void Object::write_attribute(const std::string& name, const Type& type, const void* value) {
+  if (has_attribute(name)) require(H5Adelete(id(), name.c_str()), where(name), "cannot be replaced");
+  const Space scalar = Space::of({});
+  const Handle attribute{require(H5Acreate2(id(), name.c_str(), type.id(), scalar.id(), H5P_DEFAULT, H5P_DEFAULT),
+                                 where(name), "cannot be made"),
+                         H5Aclose};
+  require(H5Awrite(attribute.id(), type.id(), value), where(name), "cannot be written");
+}
+
+void Object::set_attribute(const std::string& name, std::string_view text) {
+  const std::string stored = text.empty() ? std::string(1, '\0') : std::string(text);
+  write_attribute(name, Type::utf8(stored.size()), stored.data());
+}
+
+void Object::set_attribute(const std::string& name, std::int64_t number) {
+  write_attribute(name, Type::int64(), &number);
+}
+
+void Object::set_attribute(const std::string& name, double number) { write_attribute(name, Type::float64(), &number); }
+
+bool Object::has_attribute(const std::string& name) const {
+  return require(H5Aexists(id(), name.c_str()), where(name), "cannot be looked up") > 0;
+}
+
+std::vector<std::string> Object::attribute_names() const {
+  std::vector<std::string> names;
+  hsize_t next = 0;
+  require(H5Aiterate2(id(), H5_INDEX_NAME, H5_ITER_INC, &next, add_attribute_name, &names), where(),
+          "attributes cannot be listed");
+  return names;
+}
+
+Handle Object::open_attribute(const std::string& name, H5T_class_t type_class, const char* expected) const {
+  if (!has_attribute(name)) throw Error{Refusal::input, where(name), "missing attribute", expected, "none"};
+  Handle attribute{require(H5Aopen(id(), name.c_str(), H5P_DEFAULT), where(name), "cannot be opened"), H5Aclose};
+  const Type type{require(H5Aget_type(attribute.id()), where(name), "type cannot be read"), H5Tclose};
+  if (H5Tget_class(type.id()) != type_class || H5Tis_variable_str(type.id()) > 0 ||
+      (type_class != H5T_STRING && type.bytes() > 8))
+    throw Error{Refusal::input, where(name), "type", expected, type.name()};
+  const Space space{require(H5Aget_space(attribute.id()), where(name), "shape cannot be read"), H5Sclose};
+  if (H5Sget_simple_extent_type(space.id()) != H5S_SCALAR) {
+    Shape shape(static_cast<std::size_t>(std::max(0, H5Sget_simple_extent_ndims(space.id()))));
+    H5Sget_simple_extent_dims(space.id(), shape.data(), nullptr);
+    throw Error{Refusal::input, where(name), "shape", "scalar",
+                H5Sget_simple_extent_type(space.id()) == H5S_NULL ? "empty" : to_string(shape)};
+  }
+  return attribute;
+}
+
+std::string Object::string_attribute(const std::string& name) const {
+  const Handle attribute = open_attribute(name, H5T_STRING, "fixed-length string");
+  const Type type{H5Aget_type(attribute.id()), H5Tclose};
+  std::string bytes(type.bytes(), '\0');
+  require(H5Aread(attribute.id(), type.id(), bytes.data()), where(name), "cannot be read");
+  return unpadded(type, bytes);
+}
+
+std::int64_t Object::integer_attribute(const std::string& name) const {
+  const Handle attribute = open_attribute(name, H5T_INTEGER, "integer");
+  long long number = 0;
+  require(H5Aread(attribute.id(), H5T_NATIVE_LLONG, &number), where(name), "cannot be read");
+  return number;
+}
+
+double Object::float_attribute(const std::string& name) const {
+  const Handle attribute = open_attribute(name, H5T_FLOAT, "float");
+  double number = 0;
+  require(H5Aread(attribute.id(), H5T_NATIVE_DOUBLE, &number), where(name), "cannot be read");
+  return number;
+}
+
+Type Dataset::type() const { return {require(H5Dget_type(id()), where(), "type cannot be read"), H5Tclose}; }
+
+Shape Dataset::shape() const {
+  const Space space{require(H5Dget_space(id()), where(), "shape cannot be read"), H5Sclose};
+  if (H5Sget_simple_extent_type(space.id()) == H5S_NULL)
+    throw Error{Refusal::input, where(), "shape", "elements", "an empty dataspace"};
+  const int rank = require(H5Sget_simple_extent_ndims(space.id()), where(), "shape cannot be read");
+  Shape shape(static_cast<std::size_t>(rank));
+  if (rank > 0) H5Sget_simple_extent_dims(space.id(), shape.data(), nullptr);
+  return shape;
+}
+
+std::optional<std::uint64_t> Dataset::offset() const {
+  const haddr_t address = H5Dget_offset(id());
+  if (address == HADDR_UNDEF) {
+    H5Eclear2(H5E_DEFAULT);
+    return std::nullopt;
+  }
+  return address;
+}
+
+H5D_layout_t Dataset::layout() const {
+  const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
+  return H5Pget_layout(creation.id());
+}
+
+bool Dataset::chunked() const { return layout() == H5D_CHUNKED; }
+bool Dataset::compact() const { return layout() == H5D_COMPACT; }
+
+void Dataset::require_plain_storage() const {
+  const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
+  if (H5Pget_layout(creation.id()) == H5D_VIRTUAL)
+    throw Error{Refusal::input, where(), "layout", "contiguous or chunked", "virtual"};
+  if (H5Pget_external_count(creation.id()) > 0)
+    throw Error{Refusal::input, where(), "layout", "stored in this file", "external files"};
+  const int filters = require(H5Pget_nfilters(creation.id()), where(), "filters cannot be read");
+  for (int f = 0; f < filters; ++f) {
+    unsigned flags = 0, settings = 0;
+    std::size_t values = 0;
+    char name[64] = "";
+    const H5Z_filter_t filter =
+        H5Pget_filter2(creation.id(), static_cast<unsigned>(f), &flags, &values, nullptr, sizeof name, name, &settings);
+    if (filter != H5Z_FILTER_DEFLATE && filter != H5Z_FILTER_SHUFFLE)
+      throw Error{Refusal::input, where(), "filter", "deflate or shuffle",
+                  name[0] != '\0' ? std::string(name) : fmt::format("filter number {}", filter)};
+  }
+}
+
+void Dataset::read(const Type& type, void* elements) const {
+  require(H5Dread(id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements), where(), "cannot be read");
+}
+
+void Dataset::write(const Type& type, const void* elements) {
+  require(H5Dwrite(id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements), where(), "cannot be written");
+}
+
+void Dataset::require_type(const Type& expected) const {
+  const Type found = type();
+  if (!(found == expected)) throw Error{Refusal::input, where(), "type", expected.name(), found.name()};
+}
+
+std::string Dataset::text() const {
+  const Type found = type();
+  if (H5Tget_class(found.id()) != H5T_STRING || H5Tis_variable_str(found.id()) > 0)
+    throw Error{Refusal::input, where(), "type", "fixed-length string", found.name()};
+  if (!shape().empty()) throw Error{Refusal::input, where(), "shape", "scalar", to_string(shape())};
+  std::string bytes(found.bytes(), '\0');
+  read(found, bytes.data());
+  return unpadded(found, bytes);
+}
+
+std::string unpadded(const Type& type, std::string_view bytes) {
+  const H5T_str_t padding = H5Tget_strpad(type.id());
+  if (padding == H5T_STR_NULLTERM) return std::string(bytes.substr(0, bytes.find('\0')));
+  const auto last = bytes.find_last_not_of(padding == H5T_STR_SPACEPAD ? ' ' : '\0');
+  return std::string(bytes.substr(0, last == std::string_view::npos ? 0 : last + 1));
+}
+
+std::string Group::where_of(const std::string& name) const {
+  return where() + (where().ends_with('/') ? "" : "/") + name;
+}
+
+Group::Member Group::member(const std::string& name) const {
+  if (require(H5Lexists(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be looked up") == 0)
+    return Member::none;
+  H5L_info_t link;
+  require(H5Lget_info(id(), name.c_str(), &link, H5P_DEFAULT), where_of(name), "cannot be looked up");
+  if (link.type != H5L_TYPE_HARD)
+    throw Error{Refusal::input, where_of(name), "link", "an object of this file",
+                link.type == H5L_TYPE_SOFT ? "a soft link" : "a link out of it"};
+  const Handle object{require(H5Oopen(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be opened"), H5Oclose};
+  const H5I_type_t type = H5Iget_type(object.id());
+  return type == H5I_GROUP ? Member::group : type == H5I_DATASET ? Member::dataset : Member::other;
+}
+
+std::vector<std::string> Group::names() const {
+  std::vector<std::string> names;
+  hsize_t next = 0;
+  require(H5Literate(id(), H5_INDEX_NAME, H5_ITER_INC, &next, add_link_name, &names), where(), "cannot be listed");
+  return names;
+}
+
+Group Group::group(const std::string& name) const {
+  const std::string at = where_of(name);
+  return {Handle{require(H5Gopen2(id(), name.c_str(), H5P_DEFAULT), at, "cannot be opened"), H5Gclose}, at};
+}
+
+Dataset Group::dataset(const std::string& name) const {
+  const std::string at = where_of(name);
+  return {Handle{require(H5Dopen2(id(), name.c_str(), H5P_DEFAULT), at, "cannot be opened"), H5Dclose}, at};
+}
+
+Group Group::create_group(const std::string& name) {
+  const std::string at = where_of(name);
+  const Handle creation = untimed(H5P_GROUP_CREATE);
+  return {Handle{require(H5Gcreate2(id(), name.c_str(), H5P_DEFAULT, creation.id(), H5P_DEFAULT), at, "cannot be made"),
+                 H5Gclose},
+          at};
+}
+
+void Group::remove(const std::string& name) {
+  require(H5Ldelete(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be removed");
+}
+
+Dataset Group::create_dataset(const std::string& name, const Type& type, const Shape& shape) {
+  const std::string at = where_of(name);
+  const Handle creation = untimed(H5P_DATASET_CREATE);
+  H5Pset_layout(creation.id(), H5D_CONTIGUOUS);
+  H5Pset_alloc_time(creation.id(), H5D_ALLOC_TIME_EARLY);
+  H5Pset_fill_time(creation.id(), H5D_FILL_TIME_NEVER);
+  const Space space = Space::of(shape);
+  return {Handle{require(H5Dcreate2(id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, creation.id(), H5P_DEFAULT),
+                         at, "cannot be made"),
+                 H5Dclose},
+          at};
+}
+
+Dataset Group::create_deflated(const std::string& name, const Type& type, const Shape& shape, const Shape& chunk,
+                               int level) {
+  const std::string at = where_of(name);
+  const Handle creation = untimed(H5P_DATASET_CREATE);
+  H5Pset_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data());
+  H5Pset_shuffle(creation.id());
+  H5Pset_deflate(creation.id(), static_cast<unsigned>(level));
+  const Space space = Space::of(shape);
+  return {Handle{require(H5Dcreate2(id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, creation.id(), H5P_DEFAULT),
+                         at, "cannot be made"),
+                 H5Dclose},
+          at};
+}
+
+Dataset Group::write_text(const std::string& name, std::string_view text) {
+  const std::string stored = text.empty() ? std::string(1, '\0') : std::string(text);
+  const Type type = Type::utf8(stored.size());
+  Dataset dataset = create_dataset(name, type, {});
+  dataset.write(type, stored.data());
+  return dataset;
+}
+
+File File::create(const std::filesystem::path& path) {
+  const Handle access = access_properties();
+  const Handle creation = property_list(H5P_FILE_CREATE);
+  H5Pset_obj_track_times(creation.id(), false);
+  return {Handle{require(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation.id(), access.id()), path.string(),
+                         "cannot be made"),
+                 H5Fclose},
+          path.string() + ":/"};
+}
+
+File File::create_in_memory(const std::string& name) {
+  constexpr std::size_t growth = std::size_t{1} << 20;
+  const Handle access = access_properties();
+  require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
+  const Handle creation = property_list(H5P_FILE_CREATE);
+  H5Pset_obj_track_times(creation.id(), false);
+  return {Handle{require(H5Fcreate(name.c_str(), H5F_ACC_TRUNC, creation.id(), access.id()), name, "cannot be made"),
+                 H5Fclose},
+          name + ":/"};
+}
+
+File File::open(const std::filesystem::path& path) {
+  const Handle access = access_properties();
+  return {
+      Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.id()), path.string(), "cannot be opened"), H5Fclose},
+      path.string() + ":/"};
+}
+
+File File::open_writable(const std::filesystem::path& path) {
+  const Handle access = access_properties();
+  return {
+      Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDWR, access.id()), path.string(), "cannot be opened"), H5Fclose},
+      path.string() + ":/"};
+}
+
+void File::flush() { require(H5Fflush(id(), H5F_SCOPE_GLOBAL), where(), "cannot be flushed"); }
+
+std::span<const std::byte> File::image() {
+  flush();
+  const ssize_t bytes = require(H5Fget_file_image(id(), nullptr, 0), where(), "has no size");
+  void* memory = nullptr;
+  require(H5Fget_vfd_handle(id(), H5P_DEFAULT, &memory), where(), "has no image");
+  return {*static_cast<const std::byte* const*>(memory), static_cast<std::size_t>(bytes)};
+}
+
+void File::close() { require(H5Fclose(handle_.release()), where(), "cannot be closed"); }
+
+}  // namespace kvreplay::hdf5

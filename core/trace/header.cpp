@@ -1,0 +1,355 @@
+#include "trace/header.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "error.h"
+
+namespace kvreplay {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "traces are mapped as they are: little-endian machines only");
+
+using Member = std::variant<std::string TraceHeader::*, int TraceHeader::*, bool TraceHeader::*, double TraceHeader::*,
+                            DType TraceHeader::*, std::vector<std::int32_t> TraceHeader::*,
+                            std::vector<double> TraceHeader::*, std::vector<Span> TraceHeader::*>;
+
+/// Where the header keeps what the schema names. An enumeration of words is the number of its word in `one_of`.
+const std::pair<std::string_view, Member> members[] = {
+    {"/@producer", &TraceHeader::producer},
+    {"/@created", &TraceHeader::created},
+    {"/@synthetic", &TraceHeader::synthetic},
+    {"/model@name", &TraceHeader::model},
+    {"/model@architecture", &TraceHeader::architecture},
+    {"/model@n_layers", &TraceHeader::layers},
+    {"/model@n_query_heads", &TraceHeader::query_heads},
+    {"/model@n_kv_heads", &TraceHeader::kv_heads},
+    {"/model@head_dim", &TraceHeader::head_dim},
+    {"/model@dtype", &TraceHeader::dtype},
+    {"/model@softmax_scale", &TraceHeader::softmax_scale},
+    {"/model@logit_softcap", &TraceHeader::logit_softcap},
+    {"/model@source_hash", &TraceHeader::source_hash},
+    {"/model/rope@style", &TraceHeader::rope_interleaved},
+    {"/tokens@prefill", &TraceHeader::prefill},
+    {"/model/sliding_window", &TraceHeader::sliding_window},
+    {"/model/layer_index", &TraceHeader::layer_index},
+    {"/model/rope/inv_freq", &TraceHeader::inv_freq},
+    {"/model/rope/attention_scaling", &TraceHeader::attention_scaling},
+    {"/tokens/ids", &TraceHeader::ids},
+    {"/tokens/offsets", &TraceHeader::offsets},
+    {"/tokens/text", &TraceHeader::text},
+    {"/spans", &TraceHeader::spans},
+};
+
+const Member* member_of(const SchemaEntry& entry) {
+  const auto found = std::ranges::find(members, entry.object, &std::pair<std::string_view, Member>::first);
+  return found == std::end(members) ? nullptr : &found->second;
+}
+
+/// What the writer alone decides.
+Value constant_of(const SchemaEntry& entry) {
+  if (entry.name == "format") return schema().format;
+  if (entry.name == "version") return schema().version;
+  if (entry.name == "complete") return std::int64_t{1};
+  throw Error{Refusal::internal, entry.object, "the schema names it, the header has no place for it"};
+}
+
+bool is_empty(const Value& value) {
+  return std::visit(
+      [](const auto& v) {
+        if constexpr (requires { v.empty(); }) return v.empty();
+        return false;
+      },
+      value);
+}
+
+std::string range_of(const SchemaEntry& entry) {
+  if (entry.above) return fmt::format("above {}", *entry.above);
+  if (entry.min && entry.max)
+    return *entry.min == *entry.max ? fmt::format("{}", *entry.min) : fmt::format("{} to {}", *entry.min, *entry.max);
+  return entry.min ? fmt::format("at least {}", *entry.min) : fmt::format("at most {}", entry.max.value_or(0));
+}
+
+template <class Number>
+bool in_range(const SchemaEntry& entry, Number number) {
+  const double value = static_cast<double>(number);
+  return !(entry.above && value <= *entry.above) && !(entry.min && value < *entry.min) &&
+         !(entry.max && value > *entry.max);
+}
+
+constexpr std::size_t all_valid = std::numeric_limits<std::size_t>::max();
+
+/// The first byte that is not UTF-8, or `all_valid`; counts characters (code points) on the way.
+std::size_t first_invalid_byte(std::string_view text, std::int64_t& characters) {
+  characters = 0;
+  for (std::size_t i = 0; i < text.size(); ++characters) {
+    const auto byte = [&](std::size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0U; };
+    const unsigned lead = byte(i);
+    const std::size_t length = lead < 0x80                   ? 1
+                               : lead >= 0xC2 && lead < 0xE0 ? 2
+                               : (lead & 0xF0U) == 0xE0      ? 3
+                               : lead >= 0xF0 && lead < 0xF5 ? 4
+                                                             : 0;
+    if (length == 0) return i;
+    for (std::size_t k = 1; k < length; ++k)
+      if ((byte(i + k) & 0xC0U) != 0x80) return i;
+    const unsigned second = byte(i + 1);
+    const bool overlong = (lead == 0xE0 && second < 0xA0) || (lead == 0xF0 && second < 0x90);
+    const bool surrogate = lead == 0xED && second > 0x9F;
+    if (overlong || surrogate || (lead == 0xF4 && second > 0x8F)) return i;
+    i += length;
+  }
+  return all_valid;
+}
+
+template <class Number>
+void append(std::string& bytes, Number number) {
+  char raw[sizeof number];
+  std::memcpy(raw, &number, sizeof number);
+  bytes.append(raw, sizeof number);
+}
+
+std::string bytes_of(const Value& value) {
+  std::string bytes;
+  std::visit(
+      [&](const auto& v) {
+        using V = std::decay_t<decltype(v)>;
+        if constexpr (std::is_same_v<V, std::string>) {
+          bytes = v;
+        } else if constexpr (std::is_same_v<V, std::vector<Span>>) {
+          for (const Span& span : v) {
+            bytes += span.name + '\0' + span.kind + '\0';
+            append(bytes, static_cast<std::int32_t>(span.begin));
+            append(bytes, static_cast<std::int32_t>(span.end));
+          }
+        } else if constexpr (std::is_arithmetic_v<V>) {
+          append(bytes, v);
+        } else {
+          for (const auto element : v) append(bytes, element);
+        }
+      },
+      value);
+  return bytes;
+}
+
+/// A header vector as the dataset it becomes: the last dimension is what is left.
+std::vector<std::uint64_t> shape_of(const SchemaEntry& entry, const Value& value, std::uint64_t rows) {
+  if (entry.shape.empty()) return {};
+  const std::uint64_t elements = std::visit(
+      [](const auto& v) -> std::uint64_t {
+        if constexpr (requires { v.size(); }) return v.size();
+        return 1;
+      },
+      value);
+  if (entry.shape.size() == 1 || rows == 0 || elements % rows != 0) return {elements};
+  return {rows, elements / rows};
+}
+
+}  // namespace
+
+std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry) {
+  if (entry.group == "/model/rope" && !header.has_rope) return std::nullopt;
+  const Member* member = member_of(entry);
+  if (member == nullptr) return constant_of(entry);
+  const Value value = std::visit(
+      [&](auto pointer) -> Value {
+        const auto& v = header.*pointer;
+        using V = std::decay_t<decltype(v)>;
+        if constexpr (std::is_same_v<V, bool> || std::is_same_v<V, DType>) {
+          if (entry.type == "string") return entry.one_of.at(static_cast<std::size_t>(v));
+          return static_cast<std::int64_t>(v);
+        } else if constexpr (std::is_same_v<V, int>) {
+          return std::int64_t{v};
+        } else {
+          return v;
+        }
+      },
+      *member);
+  if (!entry.required && is_empty(value)) return std::nullopt;
+  return value;
+}
+
+void set_header_value(TraceHeader& header, const SchemaEntry& entry, Value value) {
+  const Member* member = member_of(entry);
+  if (member == nullptr) return;
+  std::visit(
+      [&](auto pointer) {
+        auto& v = header.*pointer;
+        using V = std::decay_t<decltype(v)>;
+        if constexpr (std::is_same_v<V, bool> || std::is_same_v<V, DType>) {
+          if (entry.type == "string")
+            v = static_cast<V>(std::ranges::find(entry.one_of, std::get<std::string>(value)) - entry.one_of.begin());
+          else
+            v = static_cast<V>(std::get<std::int64_t>(value));
+        } else if constexpr (std::is_same_v<V, int>) {
+          v = static_cast<int>(std::get<std::int64_t>(value));
+        } else {
+          v = std::get<V>(std::move(value));
+        }
+      },
+      *member);
+}
+
+std::string object_in_layer(const SchemaEntry& entry, int layer) {
+  return fmt::format("/layers/{:03}/{}", layer, entry.name);
+}
+
+std::optional<std::int64_t> Rules::known(const std::string& dimension) const {
+  if (!dimension.empty() && dimension.find_first_not_of("0123456789") == std::string::npos)
+    return std::stoll(dimension);
+  if (const std::size_t star = dimension.find('*'); star != std::string::npos) {
+    const auto left = known(dimension.substr(0, star)), right = known(dimension.substr(star + 1));
+    return left && right ? std::optional(*left * *right) : std::nullopt;
+  }
+  const auto found = sizes_.find(dimension);
+  return found == sizes_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::string Rules::expected_shape(const SchemaEntry& entry) const {
+  if (entry.shape.empty()) return "scalar";
+  std::vector<std::string> words;
+  for (const std::string& dimension : entry.shape) {
+    const auto size = known(dimension);
+    words.push_back(size ? std::to_string(*size) : dimension);
+  }
+  return fmt::format("[{}]", fmt::join(words, ", "));
+}
+
+void Rules::check_shape(const std::string& object, const SchemaEntry& entry, const std::vector<std::uint64_t>& found) {
+  bool fits = found.size() == entry.shape.size();
+  for (std::size_t i = 0; fits && i < found.size(); ++i) {
+    const auto size = known(entry.shape[i]);
+    fits = size ? found[i] == static_cast<std::uint64_t>(*size)
+                : found[i] <= std::numeric_limits<std::int32_t>::max() && (found[i] > 0 || entry.shape[i] == "n");
+  }
+  if (!fits)
+    throw Error{Refusal::input, where(object), "shape", expected_shape(entry),
+                found.empty() ? "scalar" : fmt::format("[{}]", fmt::join(found, ", "))};
+  for (std::size_t i = 0; i < found.size(); ++i)
+    if (!known(entry.shape[i])) bind(entry.shape[i], static_cast<std::int64_t>(found[i]));
+  if (entry.type == "span") sizes_.erase("n");
+}
+
+void Rules::check_value(const std::string& object, const SchemaEntry& entry, const Value& value) {
+  const auto refuse = [&](const std::string& what, const std::string& expected, const std::string& found) {
+    throw Error{Refusal::input, where(object), what, expected, found};
+  };
+  if (const auto* text = std::get_if<std::string>(&value)) {
+    std::int64_t characters = 0;
+    if (const std::size_t byte = first_invalid_byte(*text, characters); byte != all_valid)
+      refuse("value", "UTF-8", fmt::format("byte {:#04x} at {}", static_cast<unsigned char>((*text)[byte]), byte));
+    if (!entry.equals.empty() && *text != entry.equals) refuse("value", entry.equals, fmt::format("\"{}\"", *text));
+    if (!entry.one_of.empty() && std::ranges::find(entry.one_of, *text) == entry.one_of.end())
+      refuse("value", fmt::format("{}", fmt::join(entry.one_of, " or ")), fmt::format("\"{}\"", *text));
+  } else if (const auto* integer = std::get_if<std::int64_t>(&value)) {
+    if (!in_range(entry, *integer) || *integer > std::numeric_limits<std::int32_t>::max())
+      refuse("value", range_of(entry), fmt::format("{}", *integer));
+    if (!entry.dimension.empty()) bind(entry.dimension, *integer);
+  } else if (const auto* number = std::get_if<double>(&value)) {
+    if (!std::isfinite(*number)) refuse("value", "a finite number", fmt::format("{}", *number));
+    if (!in_range(entry, *number)) refuse("value", range_of(entry), fmt::format("{}", *number));
+  } else if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&value)) {
+    const auto below = known(entry.below);
+    for (std::size_t i = 0; i < integers->size(); ++i) {
+      const std::int32_t element = (*integers)[i];
+      const std::string found = fmt::format("{} at element {}", element, i);
+      if (!in_range(entry, element)) refuse("value", range_of(entry), found);
+      if (below && element >= *below) refuse("value", fmt::format("below {} ({})", *below, entry.below), found);
+      if (entry.ascending && i > 0 && element <= (*integers)[i - 1])
+        refuse("order", "strictly ascending", fmt::format("{} after {} at element {}", element, (*integers)[i - 1], i));
+    }
+  } else if (const auto* numbers = std::get_if<std::vector<double>>(&value)) {
+    for (std::size_t i = 0; i < numbers->size(); ++i) {
+      const std::string found = fmt::format("{} at element {}", (*numbers)[i], i);
+      if (!std::isfinite((*numbers)[i])) refuse("value", "finite numbers", found);
+      if (!in_range(entry, (*numbers)[i])) refuse("value", range_of(entry), found);
+    }
+  }
+}
+
+void Rules::check_relations(const TraceHeader& header) const {
+  for (const SchemaEntry& entry : schema().attributes) {
+    const auto value = header_value(header, entry);
+    const std::int64_t* number = value ? std::get_if<std::int64_t>(&*value) : nullptr;
+    if (number == nullptr) continue;
+    if (const auto most = known(entry.at_most); most && *number > *most)
+      throw Error{Refusal::input, where(entry.object), "value", fmt::format("at most {} ({})", *most, entry.at_most),
+                  fmt::format("{}", *number)};
+    if (const auto whole = known(entry.divides); whole && *whole % *number != 0)
+      throw Error{Refusal::input, where(entry.object), "value",
+                  fmt::format("a divisor of {} ({})", *whole, entry.divides), fmt::format("{}", *number)};
+  }
+  for (const SchemaEntry& entry : schema().datasets)
+    if (!entry.per_layer() && !entry.with.empty() && header_value(header, entry) &&
+        !header_value(header, schema().entry(entry.with)))
+      throw Error{Refusal::input, where(entry.object), "alone", entry.with + " beside it", "none"};
+
+  if (2 * header.rope_pairs > header.head_dim)
+    throw Error{Refusal::input, where("/model/rope/inv_freq"), "shape",
+                fmt::format("at most {} pairs (2r <= d)", header.head_dim / 2), fmt::format("{}", header.rope_pairs)};
+
+  std::int64_t characters = 0;
+  first_invalid_byte(header.text, characters);
+  for (std::size_t t = 0; 2 * t < header.offsets.size(); ++t) {
+    const std::int32_t begin = header.offsets[2 * t], end = header.offsets[2 * t + 1];
+    if (begin > end || end > characters)
+      throw Error{Refusal::input, where("/tokens/offsets"), "range",
+                  fmt::format("begin <= end <= {} characters", characters),
+                  fmt::format("[{}, {}) at token {}", begin, end, t)};
+  }
+  for (std::size_t s = 0; s < header.spans.size(); ++s) {
+    const Span& span = header.spans[s];
+    for (const auto& [word, text] : {std::pair{"name", &span.name}, std::pair{"kind", &span.kind}}) {
+      if (text->empty() || first_invalid_byte(*text, characters) != all_valid)
+        throw Error{Refusal::input, where("/spans"), word, "UTF-8, at least one character",
+                    fmt::format("{} in span {}", text->empty() ? "none" : "other bytes", s)};
+    }
+    if (span.begin < 0 || span.begin >= span.end || span.end > header.tokens())
+      throw Error{Refusal::input, where("/spans"), "range", fmt::format("0 <= begin < end <= {} (T)", header.tokens()),
+                  fmt::format("[{}, {}) in span {} \"{}\"", span.begin, span.end, s, span.name)};
+  }
+}
+
+void Rules::check_header(const TraceHeader& header) {
+  for (const SchemaEntry& entry : schema().attributes)
+    if (const auto value = header_value(header, entry)) check_value(entry.object, entry, *value);
+  for (const SchemaEntry& entry : schema().datasets) {
+    if (entry.per_layer()) continue;
+    const auto value = header_value(header, entry);
+    if (!value) continue;
+    const auto rows = entry.shape.empty() ? std::nullopt : known(entry.shape[0]);
+    check_shape(entry.object, entry, shape_of(entry, *value, static_cast<std::uint64_t>(rows.value_or(0))));
+    check_value(entry.object, entry, *value);
+  }
+  if (header.has_rope && size("r") != header.rope_pairs)
+    throw Error{Refusal::input, where("/model/rope/inv_freq"), "shape", fmt::format("{} pairs", header.rope_pairs),
+                fmt::format("{}", size("r"))};
+  check_relations(header);
+}
+
+void hash_value(Hash& hash, const std::string& object, const Value& value) {
+  const std::string bytes = bytes_of(value);
+  std::string length;
+  append(length, static_cast<std::uint64_t>(bytes.size()));
+  hash.update(object + '\0');
+  hash.update(length);
+  hash.update(bytes);
+}
+
+void hash_header(Hash& hash, const TraceHeader& header) {
+  for (const std::vector<SchemaEntry>* entries : {&schema().attributes, &schema().datasets})
+    for (const SchemaEntry& entry : *entries)
+      if (entry.hashed && !entry.per_layer())
+        if (const auto value = header_value(header, entry)) hash_value(hash, entry.object, *value);
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,61 @@
+// A trace's header as the schema sees it: values by object, and the rules that hold for them, whoever brings them: the
+// reader from a file, the writer from a program.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "trace/hash.h"
+#include "trace/schema.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+using Value =
+    std::variant<std::string, std::int64_t, double, std::vector<std::int32_t>, std::vector<double>, std::vector<Span>>;
+
+/// What the object's value is in `header`; none: an optional object that is left out.
+std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry);
+
+/// The opposite. `format`, `version` and `complete` have no place in the header and are dropped.
+void set_header_value(TraceHeader& header, const SchemaEntry& entry, Value value);
+
+/// "/layers/{layer}/k" for layer 3: "/layers/003/k"; four digits and more where needed.
+std::string object_in_layer(const SchemaEntry& entry, int layer);
+
+/// The rules of the format for one file. Everything refused is an Error{input} whose where is "FILE:/object/path".
+class Rules {
+ public:
+  explicit Rules(std::string file) : file_(std::move(file)) {}
+
+  std::string where(const std::string& object) const { return file_ + ":" + object; }
+
+  /// A dimension that is known from now on: from an attribute, or from the first shape that has it.
+  void bind(const std::string& dimension, std::int64_t size) { sizes_[dimension] = size; }
+  std::int64_t size(const std::string& dimension) const { return sizes_.at(dimension); }
+
+  void check_shape(const std::string& object, const SchemaEntry& entry, const std::vector<std::uint64_t>& found);
+  /// Binds the dimension that the value is, if it is one.
+  void check_value(const std::string& object, const SchemaEntry& entry, const Value& value);
+  /// What holds between objects, once all have been seen.
+  void check_relations(const TraceHeader& header) const;
+  /// All of it, of a header that is not in a file yet.
+  void check_header(const TraceHeader& header);
+
+ private:
+  std::optional<std::int64_t> known(const std::string& dimension) const;
+  std::string expected_shape(const SchemaEntry& entry) const;
+
+  std::string file_;
+  std::map<std::string, std::int64_t> sizes_;
+};
+
+/// Into a trace hash: object, NUL, length of the value in bytes (64 bits), value; traces/FORMAT.md has the values.
+void hash_value(Hash& hash, const std::string& object, const Value& value);
+void hash_header(Hash& hash, const TraceHeader& header);
+
+}  // namespace kvreplay

@@ -1,0 +1,54 @@
+// The format of a trace as data: schema.json, compiled in. Reader, writer, validator and documentation know no other
+// list of objects.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvreplay {
+
+/// One attribute or dataset and the rules of its value.
+struct SchemaEntry {
+  std::string group;               // "/model": what must exist for the entry to matter
+  std::string name;                // "n_layers"
+  std::string object;              // "/model@n_layers", "/tokens/ids": as messages and tables name it
+  std::string type;                // string int float | int32 float64 real span string
+  std::vector<std::string> shape;  // datasets: dimensions by name, number or product ("Hq*d")
+  bool attribute = false;
+  bool required = false;
+  bool hashed = true;      // part of the trace hash
+  bool ascending = false;  // strictly
+  std::optional<double> min, max, above;
+  std::string equals;               // strings: the one value
+  std::vector<std::string> one_of;  // strings: the values, in the order of the enumeration behind them
+  std::string dimension;            // the dimension that this attribute's value is
+  std::string at_most, below;       // dimensions that bound each value
+  std::string divides;              // a dimension that is a multiple of the value
+  std::string with;                 // a dataset that is present exactly when this one is
+  bool per_layer() const { return group.starts_with("/layers/"); }
+};
+
+struct SchemaGroup {
+  std::string path;
+  bool required = false;
+};
+
+struct Schema {
+  std::string format;
+  std::int64_t version = 0;
+  std::vector<SchemaGroup> groups;
+  std::vector<SchemaEntry> attributes;  // of groups; those of tensors are `tensor_attributes`
+  std::vector<SchemaEntry> tensor_attributes;
+  std::vector<SchemaEntry> datasets;
+
+  const SchemaEntry& entry(std::string_view object) const;
+};
+
+/// Parsed once. A schema that does not parse is a bug of ours: the program stops.
+const Schema& schema();
+
+}  // namespace kvreplay

@@ -1,0 +1,351 @@
+#include "trace/synth.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <cmath>
+#include <functional>
+#include <span>
+#include <thread>
+#include <utility>
+
+#include "error.h"
+#include "nearest.h"
+#include "random.h"
+#include "trace/float_types.h"
+
+namespace kvreplay {
+namespace {
+
+// Purposes of a number, first in its chain after the seed; the fixture's tags are the first three.
+enum Tag : std::uint64_t { queries = 1, keys = 2, values = 3, token_numbers = 4, directions = 5, copies = 6 };
+
+constexpr int vocabulary = 1000;
+constexpr int sink_tokens = 4;
+constexpr int repeated_block = 64;
+constexpr std::size_t block_bytes = std::size_t{8} << 20;
+
+/// Which row is wanted: tag, layer, head, position.
+struct Row {
+  Tag tag;
+  int layer;
+  int head;
+  int token;
+};
+
+using RowMaker = std::function<void(Row, std::span<float>)>;
+
+double normal(std::uint64_t chain_so_far, std::uint64_t component) {
+  const std::uint64_t at = mix(chain_so_far ^ component);
+  return gaussian(mix(at), mix(at ^ 1U));
+}
+
+void fill_gaussian(std::uint64_t start, std::span<float> row) {
+  for (std::size_t c = 0; c < row.size(); ++c) row[c] = static_cast<float>(normal(start, c));
+}
+
+std::uint64_t coordinates(const SynthOptions& options, Row row) {
+  return chain(options.seed, static_cast<std::uint64_t>(row.tag), row.layer, row.head, row.token);
+}
+
+/// A direction for each layer and KV head that its queries and keys share: along it they are moved so far that the
+/// logit of a moved query and a moved key rises by `gain`.
+class SharedDirections {
+ public:
+  SharedDirections(const SynthOptions& options, double gain)
+      : kv_heads_(options.kv_heads), group_(options.query_heads / options.kv_heads) {
+    const double length = std::sqrt(gain * std::sqrt(static_cast<double>(options.head_dim)));
+    for (int l = 0; l < options.layers; ++l)
+      for (int h = 0; h < kv_heads_; ++h) {
+        std::vector<float>& direction = directions_.emplace_back(static_cast<std::size_t>(options.head_dim));
+        fill_gaussian(chain(options.seed, static_cast<std::uint64_t>(directions), l, h), direction);
+        double square = 0.0;
+        for (const float component : direction) square += double{component} * component;
+        for (float& component : direction) component *= static_cast<float>(length / std::sqrt(square));
+      }
+  }
+
+  void add(Row row, std::span<float> to) const {
+    const int kv_head = row.tag == queries ? row.head / group_ : row.head;
+    const std::vector<float>& direction = directions_[static_cast<std::size_t>(row.layer * kv_heads_ + kv_head)];
+    for (std::size_t c = 0; c < to.size(); ++c) to[c] += direction[c];
+  }
+
+ private:
+  int kv_heads_, group_;
+  std::vector<std::vector<float>> directions_;
+};
+
+int tokens_of(const SynthOptions& options) { return options.prefill + options.continuation; }
+
+struct Range {
+  int begin = 0;
+  int end = 0;
+  bool contains(int t) const { return begin <= t && t < end; }
+};
+
+/// The last prompt tokens ask; a region in the middle answers.
+Range question_of(const SynthOptions& options) {
+  return {options.prefill - std::clamp(options.prefill / 6, 1, 16), options.prefill};
+}
+Range needle_of(const SynthOptions& options) {
+  const int before_question = question_of(options).begin;
+  const int length = std::clamp(before_question / 6, 1, 16);
+  return {(before_question - length) / 2, (before_question - length) / 2 + length};
+}
+
+RowMaker gaussian_rows(const SynthOptions& options) {
+  return [options](Row row, std::span<float> to) { fill_gaussian(coordinates(options, row), to); };
+}
+
+RowMaker sink_rows(const SynthOptions& options) {
+  return
+      [options, shared = SharedDirections(options, std::log(tokens_of(options)) + 4.0)](Row row, std::span<float> to) {
+        fill_gaussian(coordinates(options, row), to);
+        const bool sink = row.token < sink_tokens;
+        if (row.tag == queries || (row.tag == keys && sink)) shared.add(row, to);
+        if (row.tag == values && sink)
+          for (float& component : to) component *= 0.1F;
+      };
+}
+
+RowMaker needle_rows(const SynthOptions& options) {
+  const Range needle = needle_of(options), question = question_of(options);
+  const SharedDirections shared(options, std::log(tokens_of(options)) + 4.0);
+  return [=](Row row, std::span<float> to) {
+    fill_gaussian(coordinates(options, row), to);
+    if ((row.tag == queries && row.token >= question.begin) || (row.tag == keys && needle.contains(row.token)))
+      shared.add(row, to);
+  };
+}
+
+/// Turns the pairs of one row by `position`, as RoPE does.
+void turn(const std::vector<double>& inv_freq, bool interleaved, int position, std::span<float> row) {
+  const std::size_t pairs = inv_freq.size();
+  for (std::size_t i = 0; i < pairs; ++i) {
+    const double cosine = std::cos(position * inv_freq[i]), sine = std::sin(position * inv_freq[i]);
+    float& x = row[interleaved ? 2 * i : i];
+    float& y = row[interleaved ? 2 * i + 1 : i + pairs];
+    const double real = x, imaginary = y;
+    x = static_cast<float>(real * cosine - imaginary * sine);
+    y = static_cast<float>(real * sine + imaginary * cosine);
+  }
+}
+
+std::vector<double> frequencies(const SynthOptions& options) {
+  std::vector<double> inv_freq;
+  if (options.rope_base > 0.0)
+    for (int i = 0; i < options.head_dim / 2; ++i)
+      inv_freq.push_back(std::pow(options.rope_base, -2.0 * i / options.head_dim));
+  return inv_freq;
+}
+
+/// Token t copies token t mod block, nearly, before RoPE. RoPE changes nothing about the other kinds' Gaussians, and
+/// what they plant is planted after it.
+RowMaker repeat_rows(const SynthOptions& options) {
+  const int block = std::clamp(options.prefill / 4, 1, repeated_block);
+  const std::vector<double> inv_freq = frequencies(options);
+  return [=](Row row, std::span<float> to) {
+    const int token = row.token;
+    if (row.tag != queries) row.token %= block;
+    fill_gaussian(coordinates(options, row), to);
+    row.token = token;
+    if (row.tag != queries && token >= block) {
+      const std::uint64_t start = chain(coordinates(options, row), static_cast<std::uint64_t>(copies));
+      for (std::size_t c = 0; c < to.size(); ++c) to[c] += static_cast<float>(0.1 * normal(start, c));
+    }
+    if (row.tag != values) turn(inv_freq, options.rope_interleaved, token, to);
+  };
+}
+
+RowMaker integer_rows(const SynthOptions& options) {
+  return [options](Row row, std::span<float> to) {
+    const std::uint64_t start = coordinates(options, row);
+    for (std::size_t c = 0; c < to.size(); ++c) to[c] = static_cast<float>(mix(start ^ c) % 9) - 4.0F;
+  };
+}
+
+RowMaker fixture_rows(const SynthOptions&) {
+  return [](Row row, std::span<float> to) {
+    const std::uint64_t start = chain(static_cast<std::uint64_t>(row.tag), row.layer, row.head, row.token);
+    for (std::size_t c = 0; c < to.size(); ++c) to[c] = (static_cast<float>(mix(start ^ c) % 33) - 16.0F) / 8.0F;
+  };
+}
+
+SynthOptions with_kind(std::string kind) { return {.kind = std::move(kind)}; }
+
+SynthOptions fixture_defaults() {
+  return {.kind = "fixture",
+          .layers = 4,
+          .query_heads = 4,
+          .kv_heads = 2,
+          .head_dim = 4,
+          .prefill = 12,
+          .continuation = 4,
+          .rope_base = 100.0};
+}
+
+struct Kind {
+  SynthKind card;
+  RowMaker (*rows)(const SynthOptions&);
+};
+
+const std::vector<Kind>& kinds() {
+  static const std::vector<Kind> all = {
+      {{"gaussian", "independent standard normal queries, keys and values", with_kind("gaussian")}, gaussian_rows},
+      {{"sinks", "every query attends to the first 4 tokens, whose values are small", with_kind("sinks")}, sink_rows},
+      {{"needle", "question and continuation attend to a region in the middle of the prompt", with_kind("needle")},
+       needle_rows},
+      {{"repeat", "keys and values repeat in blocks of tokens, nearly", with_kind("repeat")}, repeat_rows},
+      {{"integer", "whole numbers from -4 to 4: exact in every type, with many ties", with_kind("integer")},
+       integer_rows},
+      {{"fixture", "eighths from -2 to 2 that anybody can generate: the project's fixture, without seed",
+        fixture_defaults()},
+       fixture_rows},
+  };
+  return all;
+}
+
+const Kind& kind_of(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Kind& kind : kinds()) {
+    if (kind.card.name == name) return kind;
+    names.push_back(kind.card.name);
+  }
+  throw Error{Refusal::usage, name, "unknown kind of synthetic trace", nearest(name, names), name};
+}
+
+void require(bool holds, const char* option, const std::string& expected, const std::string& found) {
+  if (!holds) throw Error{Refusal::usage, option, "value", expected, found};
+}
+
+/// The rest the writer refuses; here is what would not come to it.
+void check(const SynthOptions& options) {
+  kind_of(options.kind);
+  for (const auto& [name, value] : {std::pair{"layers", options.layers}, std::pair{"query_heads", options.query_heads},
+                                    std::pair{"kv_heads", options.kv_heads}, std::pair{"head_dim", options.head_dim},
+                                    std::pair{"prefill", options.prefill}})
+    require(value >= 1, name, "at least 1", std::to_string(value));
+  require(options.query_heads % options.kv_heads == 0, "kv_heads", fmt::format("a divisor of {}", options.query_heads),
+          std::to_string(options.kv_heads));
+  require(options.continuation >= 0, "continuation", "at least 0", std::to_string(options.continuation));
+  require(options.last_queries >= 0 && options.last_queries <= tokens_of(options), "last_queries",
+          fmt::format("0 to {}", tokens_of(options)), std::to_string(options.last_queries));
+  require(!options.sliding_window.empty(), "sliding_window", "at least one number", "none");
+  require(options.rope_base >= 0.0, "rope_base", "at least 0", fmt::format("{}", options.rope_base));
+  require(options.kind != "fixture" || options.seed == 0, "seed", "0: the fixture has none",
+          fmt::format("{}", options.seed));
+  require(options.kind != "needle" || question_of(options).begin >= 1, "prefill", "at least 2 for a needle",
+          std::to_string(options.prefill));
+}
+
+TraceHeader header_of(const SynthOptions& options) {
+  TraceHeader header;
+  header.producer = "kvreplay synth";
+  header.synthetic = true;
+  header.model = "synthetic " + options.kind;
+  header.architecture = "none";
+  header.layers = options.layers;
+  header.query_heads = options.query_heads;
+  header.kv_heads = options.kv_heads;
+  header.head_dim = options.head_dim;
+  header.dtype = options.dtype;
+  header.softmax_scale = 1.0 / std::sqrt(static_cast<double>(options.head_dim));
+  header.logit_softcap = options.logit_softcap;
+  const std::vector<double> inv_freq = frequencies(options);
+  header.has_rope = !inv_freq.empty();
+  header.rope_interleaved = options.rope_interleaved;
+  header.rope_pairs = static_cast<int>(inv_freq.size());
+  for (int l = 0; l < options.layers; ++l) {
+    header.sliding_window.push_back(
+        options.sliding_window[static_cast<std::size_t>(l) % options.sliding_window.size()]);
+    header.layer_index.push_back(l);
+    header.inv_freq.insert(header.inv_freq.end(), inv_freq.begin(), inv_freq.end());
+    if (header.has_rope) header.attention_scaling.push_back(1.0);
+  }
+  header.prefill = options.prefill;
+  for (int t = 0; t < tokens_of(options); ++t) {
+    const auto id =
+        static_cast<std::int32_t>(chain(options.seed, static_cast<std::uint64_t>(token_numbers), t) % vocabulary);
+    header.ids.push_back(id);
+    header.offsets.push_back(static_cast<std::int32_t>(header.text.size()));
+    header.text += fmt::format("w{} ", id);
+    header.offsets.push_back(static_cast<std::int32_t>(header.text.size()));
+  }
+  const Range question = question_of(options);
+  if (question.begin > 0) header.spans.push_back({"context", "context", 0, question.begin});
+  if (options.kind == "needle") {
+    const Range needle = needle_of(options);
+    header.spans.push_back({"needle", "needle", needle.begin, needle.end});
+  }
+  header.spans.push_back({"question", "question", question.begin, question.end});
+  if (options.continuation > 0) header.spans.push_back({"answer", "answer", options.prefill, tokens_of(options)});
+  return header;
+}
+
+/// Makes the rows [begin, end) of one tensor, counted head by head over `positions`, with as many threads as help.
+void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& options,
+               std::span<const std::int32_t> positions, std::size_t begin, std::span<std::byte> to) {
+  const auto dim = static_cast<std::size_t>(options.head_dim);
+  const std::size_t row_bytes = dim * size_of(options.dtype), rows = to.size() / row_bytes;
+  const auto part = [&](std::size_t first, std::size_t last) {
+    std::vector<float> row(dim);
+    for (std::size_t r = first; r < last; ++r) {
+      const std::size_t at = begin + r;
+      maker({tag, layer, static_cast<int>(at / positions.size()), positions[at % positions.size()]}, row);
+      for (std::size_t c = 0; c < dim; ++c) store(to.data() + r * row_bytes, options.dtype, c, row[c]);
+    }
+  };
+  const std::size_t most = std::max(1U, std::thread::hardware_concurrency());
+  const std::size_t parts = std::clamp(to.size() / 65536, std::size_t{1}, most);
+  std::vector<std::jthread> threads;
+  for (std::size_t p = 1; p < parts; ++p) threads.emplace_back(part, rows * p / parts, rows * (p + 1) / parts);
+  part(0, rows / parts);
+}
+
+}  // namespace
+
+const std::vector<SynthKind>& synth_kinds() {
+  static const std::vector<SynthKind> cards = [] {
+    std::vector<SynthKind> all;
+    for (const Kind& kind : kinds()) all.push_back(kind.card);
+    return all;
+  }();
+  return cards;
+}
+
+SynthOptions synth_defaults(const std::string& kind) { return kind_of(kind).card.defaults; }
+
+void synthesise(const SynthOptions& options, const std::filesystem::path& path) {
+  check(options);
+  const RowMaker maker = kind_of(options.kind).rows(options);
+  TraceWriter writer(path, header_of(options), options.existing);
+
+  std::vector<std::int32_t> all;
+  for (int t = 0; t < tokens_of(options); ++t) all.push_back(t);
+  const std::size_t stored = options.last_queries > 0 ? static_cast<std::size_t>(options.last_queries) : all.size();
+  const std::span<const std::int32_t> last = std::span<const std::int32_t>(all).last(stored);
+
+  const std::size_t row_bytes = static_cast<std::size_t>(options.head_dim) * size_of(options.dtype);
+  const std::size_t rows_in_block = std::max(std::size_t{1}, block_bytes / row_bytes);
+  std::vector<std::byte> block;
+  const auto write = [&](Tag tag, int layer, int heads, std::span<const std::int32_t> positions, auto append) {
+    const std::size_t rows = static_cast<std::size_t>(heads) * positions.size();
+    for (std::size_t r = 0; r < rows; r += rows_in_block) {
+      block.resize(std::min(rows_in_block, rows - r) * row_bytes);
+      make_rows(maker, tag, layer, options, positions, r, block);
+      append(block);
+    }
+  };
+  for (int l = 0; l < options.layers; ++l) {
+    writer.begin_layer(options.dtype, stored < all.size() ? last : std::span<const std::int32_t>{});
+    write(queries, l, options.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
+    write(keys, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
+    write(values, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_v(rows); });
+  }
+  writer.finish();
+}
+
+}  // namespace kvreplay

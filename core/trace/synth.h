@@ -1,0 +1,47 @@
+// Synthetic traces of any shape: the same bits for the same options, whatever the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "trace/tensor.h"
+#include "trace/writer.h"
+
+namespace kvreplay {
+
+struct SynthOptions {
+  std::string kind = "gaussian";
+  int layers = 4;         // L
+  int query_heads = 8;    // Hq
+  int kv_heads = 2;       // Hkv
+  int head_dim = 64;      // d
+  int prefill = 256;      // P
+  int continuation = 32;  // G
+  DType dtype = DType::float16;
+  std::uint64_t seed = 0;
+  int last_queries = 0;                   // store the last N queries; 0: all
+  std::vector<int> sliding_window = {0};  // W of layers 0, 1, ..., repeated as often as needed; 0: none
+  double logit_softcap = 0.0;             // 0: none
+  double rope_base = 10000.0;             // inv_freq[i] = base^(-2i/d); 0: no RoPE
+  bool rope_interleaved = false;
+  Existing existing = Existing::refuse;
+};
+
+struct SynthKind {
+  std::string name;
+  std::string summary;
+  SynthOptions defaults;
+};
+
+/// gaussian, sinks, needle, repeat, integer, fixture.
+const std::vector<SynthKind>& synth_kinds();
+
+/// The options of one kind before anything is changed; an unknown name is an Error{usage} with the nearest.
+SynthOptions synth_defaults(const std::string& kind);
+
+/// Writes the trace. Options that contradict each other are an Error{usage}.
+void synthesise(const SynthOptions& options, const std::filesystem::path& path);
+
+}  // namespace kvreplay

@@ -1,0 +1,523 @@
+#include "trace/trace.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "error.h"
+#include "trace/hash.h"
+#include "trace/hdf5.h"
+#include "trace/header.h"
+#include "trace/schema.h"
+
+namespace kvreplay {
+namespace {
+
+/// Deflate cannot make more than this of one byte.
+constexpr std::uint64_t largest_inflation = 1032;
+
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&&) = delete;
+  ~FileDescriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+/// A file's bytes, read when they are touched.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(const FileDescriptor& file, std::uint64_t length, const std::string& where) : length_(length) {
+    void* mapped = ::mmap(nullptr, length_, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file.get(), 0);
+    if (mapped == MAP_FAILED)
+      throw Error{Refusal::resources, where, std::string("cannot be mapped: ") + std::strerror(errno)};
+    base_ = static_cast<std::byte*>(mapped);
+  }
+  Mapping(Mapping&& other) noexcept
+      : base_(std::exchange(other.base_, nullptr)), length_(std::exchange(other.length_, 0)) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(base_, other.base_);
+    std::swap(length_, other.length_);
+    return *this;
+  }
+  ~Mapping() {
+    if (base_ != nullptr) ::munmap(base_, length_);
+  }
+
+  const std::byte* at(std::uint64_t offset) const { return base_ + offset; }
+
+  /// Pages that the range touches are read ahead.
+  void read_ahead(std::uint64_t offset, std::uint64_t bytes) const {
+    const std::uint64_t begin = offset / page() * page();
+    ::madvise(base_ + begin, offset + bytes - begin, MADV_WILLNEED);
+  }
+  /// Pages that lie wholly in the range are let go.
+  void let_go(std::uint64_t offset, std::uint64_t bytes) const {
+    const std::uint64_t begin = (offset + page() - 1) / page() * page(), end = (offset + bytes) / page() * page();
+    if (begin < end) ::madvise(base_ + begin, end - begin, MADV_DONTNEED);
+  }
+
+ private:
+  static std::uint64_t page() {
+    static const auto size = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    return size;
+  }
+
+  std::byte* base_ = nullptr;
+  std::uint64_t length_ = 0;
+};
+
+/// Where a tensor lies: at an offset of the mapped file, or in chunks that HDF5 puts together.
+struct TensorPlace {
+  std::string path;
+  DType dtype = DType::float32;
+  std::vector<std::uint64_t> shape = {};
+  std::optional<std::uint64_t> offset = {};
+  std::string xxh3 = {};
+
+  std::uint64_t bytes() const { return hdf5::elements({shape.begin(), shape.end()}) * size_of(dtype); }
+};
+
+struct LayerPlaces {
+  std::vector<std::int32_t> query_positions;
+  std::vector<TensorPlace> tensors;  // q, k, v, and wo where it is stored
+};
+
+struct Contents {
+  TraceHeader header;
+  std::vector<LayerPlaces> layers;
+};
+
+FileDescriptor open_file(const std::string& where, std::uint64_t& length) {
+  FileDescriptor file{::open(where.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+  if (file.get() < 0) throw Error{Refusal::input, where, std::string("cannot be opened: ") + std::strerror(errno)};
+  struct stat status{};
+  if (::fstat(file.get(), &status) != 0)
+    throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
+  if (!S_ISREG(status.st_mode))
+    throw Error{Refusal::input, where, "kind", "a file", S_ISDIR(status.st_mode) ? "a directory" : "a device or pipe"};
+  length = static_cast<std::uint64_t>(status.st_size);
+  return file;
+}
+
+/// Before HDF5 sees the file: it is one, its superblock is checksummed, and it ends where it says.
+void check_superblock(const FileDescriptor& file, std::uint64_t length, const std::string& where) {
+  constexpr std::string_view signature{"\x89HDF\r\n\x1a\n", 8};
+  std::array<unsigned char, 36> bytes{};
+  const ssize_t got = ::pread(file.get(), bytes.data(), bytes.size(), 0);
+  if (got < 0) throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
+  if (length == 0) throw Error{Refusal::input, where, "length", "an HDF5 file", "0 bytes"};
+  if (std::memcmp(bytes.data(), signature.data(), signature.size()) != 0)
+    throw Error{Refusal::input, where, "signature", "an HDF5 file", "other bytes"};
+  if (static_cast<std::size_t>(got) < bytes.size())
+    throw Error{Refusal::input, where, "length", fmt::format("at least {} bytes", bytes.size()),
+                fmt::format("{} bytes", length)};
+  if (bytes[8] < 2 || bytes[8] > 3)
+    throw Error{Refusal::input, where, "superblock version", "2 or 3", fmt::format("{}", bytes[8])};
+  if (bytes[9] != 8 || bytes[10] != 8)
+    throw Error{Refusal::input, where, "size of offsets and lengths", "8 and 8 bytes",
+                fmt::format("{} and {}", bytes[9], bytes[10])};
+  std::uint64_t end_of_file = 0;
+  std::memcpy(&end_of_file, bytes.data() + 28, sizeof end_of_file);
+  if (end_of_file > length)
+    throw Error{Refusal::input, where, "length", fmt::format("{} bytes", end_of_file), fmt::format("{} bytes", length)};
+}
+
+/// Walks the schema through one file.
+class Reader {
+ public:
+  Reader(const hdf5::File& file, std::string path, std::uint64_t length)
+      : file_(file), length_(length), rules_(std::move(path)) {}
+
+  Contents read() {
+    read_attributes("/", file_);
+    for (const SchemaGroup& group : schema().groups) {
+      if (group.path.ends_with("{layer}")) continue;
+      if (const auto found = find_group(group.path, group.required)) read_attributes(group.path, *found);
+    }
+    for (const SchemaEntry& entry : schema().datasets)
+      if (!entry.per_layer()) read_header_dataset(entry);
+    if (contents_.header.has_rope) contents_.header.rope_pairs = static_cast<int>(rules_.size("r"));
+    rules_.check_relations(contents_.header);
+    for (int l = 0; l < contents_.header.layers; ++l) read_layer(l);
+    return std::move(contents_);
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& object, const std::string& what, const std::string& expected,
+                           const std::string& found) const {
+    throw Error{Refusal::input, rules_.where(object), what, expected, found};
+  }
+
+  void require_kind(const std::string& object, hdf5::Group::Member found, hdf5::Group::Member expected) const {
+    if (found == expected) return;
+    const auto name = [](hdf5::Group::Member member) {
+      return member == hdf5::Group::Member::group     ? "a group"
+             : member == hdf5::Group::Member::dataset ? "a dataset"
+             : member == hdf5::Group::Member::none    ? "none"
+                                                      : "a named type";
+    };
+    refuse(object, found == hdf5::Group::Member::none ? "missing" : "kind", name(expected), name(found));
+  }
+
+  /// The group, step by step from the root; none: it is optional and not there.
+  std::optional<hdf5::Group> find_group(const std::string& path, bool required) const {
+    std::optional<hdf5::Group> group;
+    for (std::size_t begin = 1; begin < path.size();) {
+      const std::size_t end = std::min(path.find('/', begin), path.size());
+      const std::string name = path.substr(begin, end - begin);
+      const hdf5::Group& parent = group ? *group : static_cast<const hdf5::Group&>(file_);
+      const hdf5::Group::Member found = parent.member(name);
+      if (found == hdf5::Group::Member::none && !required) return std::nullopt;
+      require_kind(path.substr(0, end), found, hdf5::Group::Member::group);
+      group = parent.group(name);
+      begin = end + 1;
+    }
+    return group;
+  }
+
+  void read_attributes(const std::string& group, const hdf5::Object& object) {
+    if (group == "/model/rope") contents_.header.has_rope = true;
+    for (const SchemaEntry& entry : schema().attributes)
+      if (entry.group == group && (entry.required || object.has_attribute(entry.name))) read_attribute(entry, object);
+  }
+
+  void read_attribute(const SchemaEntry& entry, const hdf5::Object& object) {
+    Value value;
+    if (entry.type == "string") value = object.string_attribute(entry.name);
+    if (entry.type == "int") value = object.integer_attribute(entry.name);
+    if (entry.type == "float") value = object.float_attribute(entry.name);
+    if (entry.object == "/@version" && std::get<std::int64_t>(value) > schema().version)
+      refuse(entry.object, "newer than this program reads", fmt::format("at most {}", schema().version),
+             fmt::format("{}", std::get<std::int64_t>(value)));
+    rules_.check_value(entry.object, entry, value);
+    set_header_value(contents_.header, entry, std::move(value));
+  }
+
+  /// The dataset, if it is there or has to be, as far as storage goes.
+  std::optional<hdf5::Dataset> find_dataset(const hdf5::Group& parent, const SchemaEntry& entry,
+                                            const std::string& object) const {
+    const hdf5::Group::Member found = parent.member(entry.name);
+    if (found == hdf5::Group::Member::none && !entry.required) return std::nullopt;
+    require_kind(object, found, hdf5::Group::Member::dataset);
+    hdf5::Dataset dataset = parent.dataset(entry.name);
+    dataset.require_plain_storage();
+    return dataset;
+  }
+
+  /// Its elements lie in the file, and no more of them than a file of this length can hold.
+  void check_storage(const std::string& object, const hdf5::Dataset& dataset, std::uint64_t bytes) const {
+    if (bytes == 0) return;
+    if (dataset.chunked()) {
+      if (bytes / largest_inflation > length_)
+        refuse(object, "size", fmt::format("at most {} bytes in a file of {}", length_ * largest_inflation, length_),
+               fmt::format("{} bytes", bytes));
+      return;
+    }
+    if (dataset.compact()) return;
+    const auto offset = dataset.offset();
+    if (!offset) refuse(object, "storage", fmt::format("{} bytes", bytes), "none allocated");
+    if (*offset > length_ || bytes > length_ - *offset)
+      refuse(object, "storage", fmt::format("{} bytes before the file's end at {}", bytes, length_),
+             fmt::format("them at {}", *offset));
+  }
+
+  void require_type(const std::string& object, const hdf5::Dataset& dataset, const hdf5::Type& expected) const {
+    const hdf5::Type found = dataset.type();
+    if (!(found == expected)) refuse(object, "type", expected.name(), found.name());
+  }
+
+  Value read_value(const hdf5::Dataset& dataset, const SchemaEntry& entry, const std::string& object) {
+    if (entry.type == "int32") require_type(object, dataset, hdf5::Type::int32());
+    if (entry.type == "float64") require_type(object, dataset, hdf5::Type::float64());
+    if (entry.type == "span") require_span_type(object, dataset.type());
+    if (entry.type == "string") require_string(object, "", dataset.type());
+    const hdf5::Shape shape = dataset.shape();
+    rules_.check_shape(object, entry, {shape.begin(), shape.end()});
+    check_storage(object, dataset, hdf5::elements(shape) * dataset.type().bytes());
+    if (entry.type == "int32") return dataset.values<std::int32_t>();
+    if (entry.type == "float64") return dataset.values<double>();
+    if (entry.type == "span") return read_spans(dataset);
+    return dataset.text();
+  }
+
+  void read_header_dataset(const SchemaEntry& entry) {
+    if (entry.group == "/model/rope" && !contents_.header.has_rope) return;
+    const auto parent = entry.group == "/" ? std::nullopt : find_group(entry.group, true);
+    const auto dataset = find_dataset(parent ? *parent : static_cast<const hdf5::Group&>(file_), entry, entry.object);
+    if (!dataset) return;
+    Value value = read_value(*dataset, entry, entry.object);
+    rules_.check_value(entry.object, entry, value);
+    set_header_value(contents_.header, entry, std::move(value));
+  }
+
+  void require_string(const std::string& object, const std::string& member, const hdf5::Type& type) const {
+    if (!type.is_fixed_string()) refuse(object, "type" + member, "fixed-length string", type.name());
+  }
+
+  void require_span_type(const std::string& object, const hdf5::Type& type) const {
+    if (!type.is_compound()) refuse(object, "type", "compound of name, kind, begin, end", type.name());
+    for (const char* name : {"name", "kind", "begin", "end"}) {
+      const auto member = type.member(name);
+      const std::string of_member = std::string(" of member \"") + name + "\"";
+      if (!member) refuse(object, "missing" + of_member, "compound of name, kind, begin, end", "none");
+      const bool word = name[0] == 'n' || name[0] == 'k';
+      if (word) require_string(object, of_member, *member);
+      if (!word && !(*member == hdf5::Type::int32())) refuse(object, "type" + of_member, "int32", member->name());
+    }
+  }
+
+  static std::vector<Span> read_spans(const hdf5::Dataset& dataset) {
+    const hdf5::Type type = dataset.type();
+    const auto count = static_cast<std::size_t>(hdf5::elements(dataset.shape()));
+    std::string bytes(count * type.bytes(), '\0');
+    if (count > 0) dataset.read(type, bytes.data());
+    const auto text = [&](std::string_view row, const char* name) {
+      const hdf5::Type member = *type.member(name);
+      return hdf5::unpadded(member, row.substr(type.member_offset(name), member.bytes()));
+    };
+    const auto number = [&](std::string_view row, const char* name) {
+      std::int32_t value = 0;
+      std::memcpy(&value, row.data() + type.member_offset(name), sizeof value);
+      return value;
+    };
+    std::vector<Span> spans;
+    for (std::size_t s = 0; s < count; ++s) {
+      const std::string_view row = std::string_view(bytes).substr(s * type.bytes(), type.bytes());
+      spans.push_back({text(row, "name"), text(row, "kind"), number(row, "begin"), number(row, "end")});
+    }
+    return spans;
+  }
+
+  void read_layer(int l) {
+    const std::string path = fmt::format("/layers/{:03}", l);
+    const hdf5::Group group = *find_group(path, true);
+    LayerPlaces& layer = contents_.layers.emplace_back();
+    // The positions first: they say how many queries there are.
+    rules_.bind("Tq", rules_.size("T"));
+    const SchemaEntry& positions = schema().entry("/layers/{layer}/q_positions");
+    const std::string positions_object = object_in_layer(positions, l);
+    if (const auto dataset = find_dataset(group, positions, positions_object)) {
+      if (const hdf5::Shape shape = dataset->shape(); shape.size() == 1 && shape[0] > 0 && shape[0] <= INT32_MAX)
+        rules_.bind("Tq", static_cast<std::int64_t>(shape[0]));
+      const Value value = read_value(*dataset, positions, positions_object);
+      rules_.check_value(positions_object, positions, value);
+      layer.query_positions = std::get<std::vector<std::int32_t>>(value);
+    }
+    for (const SchemaEntry& entry : schema().datasets)
+      if (entry.per_layer() && entry.type == "real")
+        if (auto tensor = find_tensor(group, entry, object_in_layer(entry, l)))
+          layer.tensors.push_back(std::move(*tensor));
+  }
+
+  std::optional<TensorPlace> find_tensor(const hdf5::Group& group, const SchemaEntry& entry,
+                                         const std::string& object) {
+    const auto dataset = find_dataset(group, entry, object);
+    if (!dataset) return std::nullopt;
+    TensorPlace place{.path = object};
+    const hdf5::Type type = dataset->type();
+    const auto dtype = std::ranges::find_if(all_dtypes, [&](DType known) { return type == hdf5::Type::of(known); });
+    if (dtype == std::end(all_dtypes)) refuse(object, "type", "float16, bfloat16 or float32", type.name());
+    place.dtype = *dtype;
+    const hdf5::Shape shape = dataset->shape();
+    place.shape.assign(shape.begin(), shape.end());
+    rules_.check_shape(object, entry, place.shape);
+    if (dataset->compact()) refuse(object, "layout", "contiguous or chunked", "compact");
+    check_storage(object, *dataset, place.bytes());
+    if (!dataset->chunked()) place.offset = dataset->offset();
+    for (const SchemaEntry& attribute : schema().tensor_attributes)
+      if (dataset->has_attribute(attribute.name)) place.xxh3 = tensor_hash(*dataset, attribute, object);
+    return place;
+  }
+
+  std::string tensor_hash(const hdf5::Dataset& dataset, const SchemaEntry& attribute, const std::string& object) const {
+    const std::string digits = dataset.string_attribute(attribute.name);
+    if (digits.size() != 32 || digits.find_first_not_of("0123456789abcdef") != std::string::npos)
+      refuse(object + "@" + attribute.name, "value", "32 lower-case hexadecimal digits", fmt::format("\"{}\"", digits));
+    return digits;
+  }
+
+  static constexpr DType all_dtypes[] = {DType::float16, DType::bfloat16, DType::float32};
+
+  const hdf5::File& file_;
+  std::uint64_t length_;
+  Rules rules_;
+  Contents contents_;
+};
+
+std::string name_of(DType type) { return schema().entry("/model@dtype").one_of.at(static_cast<std::size_t>(type)); }
+
+std::string name_of(const std::filesystem::path& path) {
+  return path.extension() == ".h5" ? path.stem().string() : path.filename().string();
+}
+
+}  // namespace
+
+class Trace::State {
+ public:
+  explicit State(const std::filesystem::path& path) : path_(path), name_(name_of(path)) {
+    std::uint64_t length = 0;
+    const FileDescriptor file = open_file(path_.string(), length);
+    check_superblock(file, length, path_.string());
+    const hdf5::File hdf5_file = hdf5::File::open(path_);
+    Contents contents = Reader(hdf5_file, path_.string(), length).read();
+    header_ = std::move(contents.header);
+    layers_ = std::move(contents.layers);
+    mapping_ = Mapping(file, length, path_.string());
+  }
+
+  const LayerPlaces& places(int l) const { return layers_.at(static_cast<std::size_t>(l)); }
+
+  TensorView view(int l, std::size_t t) const {
+    const TensorPlace& place = places(l).tensors[t];
+    const std::byte* data = place.offset ? mapping_.at(*place.offset) : archived(l)[t].data();
+    const auto size = [&](std::size_t i) { return static_cast<int>(place.shape[i]); };
+    if (place.shape.size() == 2) return {data, place.dtype, 1, size(0), size(1)};
+    return {data, place.dtype, size(0), size(1), size(2)};
+  }
+
+  std::string make_hash(const Trace& trace) const {
+    Hash hash;
+    hash_header(hash, header_);
+    for (int l = 0; l < header_.layers; ++l) {
+      const std::vector<StoredTensor> tensors = trace.tensors(l);
+      for (const SchemaEntry& entry : schema().datasets) {
+        if (!entry.per_layer()) continue;
+        const std::string object = object_in_layer(entry, l);
+        if (entry.type == "int32" && !places(l).query_positions.empty())
+          hash_value(hash, object, places(l).query_positions);
+        for (const StoredTensor& tensor : tensors) {
+          if (tensor.path != object) continue;
+          const std::string digits =
+              tensor.xxh3.empty() ? hash_of({tensor.view.data, tensor.view.bytes()}) : tensor.xxh3;
+          hash_value(hash, object,
+                     fmt::format("{} [{}] {}", name_of(tensor.view.dtype), fmt::join(tensor.shape, ", "), digits));
+        }
+      }
+      if (!trace.states_hashes()) trace.release(l);
+    }
+    return hash.digits();
+  }
+
+  std::filesystem::path path_;
+  std::string name_;
+  TraceHeader header_;
+  std::vector<LayerPlaces> layers_;
+  Mapping mapping_;
+  mutable std::string hash_;
+
+ private:
+  /// The chunked tensors of layer l, put together; those of the last layer asked for are kept.
+  const std::vector<std::vector<std::byte>>& archived(int l) const {
+    if (archived_layer_ == l) return archived_;
+    archived_layer_ = -1;
+    archived_.clear();
+    const hdf5::File file = hdf5::File::open(path_);
+    for (const TensorPlace& place : places(l).tensors) {
+      std::vector<std::byte>& bytes = archived_.emplace_back();
+      if (place.offset) continue;
+      bytes.resize(place.bytes());
+      file.dataset(place.path.substr(1)).read(hdf5::Type::of(place.dtype), bytes.data());
+    }
+    archived_layer_ = l;
+    return archived_;
+  }
+
+  mutable int archived_layer_ = -1;
+  mutable std::vector<std::vector<std::byte>> archived_;
+};
+
+Trace::Trace(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Trace::Trace(Trace&&) noexcept = default;
+Trace& Trace::operator=(Trace&&) noexcept = default;
+Trace::~Trace() = default;
+
+void require_file(const std::filesystem::path& path) {
+  std::uint64_t length = 0;
+  open_file(path.string(), length);
+}
+
+Trace Trace::open(const std::filesystem::path& path) { return Trace(std::make_unique<State>(path)); }
+
+const std::filesystem::path& Trace::path() const { return state_->path_; }
+const std::string& Trace::name() const { return state_->name_; }
+const TraceHeader& Trace::header() const { return state_->header_; }
+
+const std::string& Trace::hash() const {
+  if (state_->hash_.empty()) state_->hash_ = state_->make_hash(*this);
+  return state_->hash_;
+}
+
+bool Trace::states_hashes() const {
+  return std::ranges::all_of(state_->layers_, [](const LayerPlaces& layer) {
+    return std::ranges::none_of(layer.tensors, [](const TensorPlace& tensor) { return tensor.xxh3.empty(); });
+  });
+}
+
+LayerTensors Trace::layer(int l) const {
+  const TraceHeader& header = state_->header_;
+  const auto at = static_cast<std::size_t>(l);
+  LayerTensors tensors;
+  tensors.q = state_->view(l, 0);
+  tensors.k = state_->view(l, 1);
+  tensors.v = state_->view(l, 2);
+  tensors.query_positions = query_positions(l);
+  tensors.softmax_scale = static_cast<float>(header.softmax_scale);
+  tensors.logit_softcap = static_cast<float>(header.logit_softcap);
+  tensors.sliding_window = header.sliding_window[at];
+  if (header.has_rope) {
+    const auto pairs = static_cast<std::size_t>(header.rope_pairs);
+    tensors.rope = {std::span(header.inv_freq).subspan(at * pairs, pairs), header.attention_scaling[at],
+                    header.rope_interleaved};
+  }
+  return tensors;
+}
+
+std::vector<StoredTensor> Trace::tensors(int l) const {
+  std::vector<StoredTensor> all;
+  const LayerPlaces& places = state_->places(l);
+  for (std::size_t t = 0; t < places.tensors.size(); ++t) {
+    const TensorPlace& place = places.tensors[t];
+    StoredTensor& tensor = all.emplace_back(StoredTensor{place.path, state_->view(l, t), {}, place.xxh3});
+    for (const std::uint64_t size : place.shape) tensor.shape.push_back(static_cast<int>(size));
+  }
+  return all;
+}
+
+std::span<const std::int32_t> Trace::query_positions(int l) const { return state_->places(l).query_positions; }
+
+void Trace::prefetch(int l) const {
+  for (const TensorPlace& place : state_->places(l).tensors)
+    if (place.offset) state_->mapping_.read_ahead(*place.offset, place.bytes());
+}
+
+void Trace::release(int l) const {
+  for (const TensorPlace& place : state_->places(l).tensors)
+    if (place.offset) state_->mapping_.let_go(*place.offset, place.bytes());
+}
+
+std::size_t Trace::tensor_bytes() const {
+  std::size_t bytes = 0;
+  for (const LayerPlaces& layer : state_->layers_)
+    for (const TensorPlace& place : layer.tensors) bytes += place.bytes();
+  return bytes;
+}
+
+}  // namespace kvreplay

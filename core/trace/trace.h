@@ -1,0 +1,115 @@
+// A trace: the Q/K/V tensors of one model on one input, opened, checked and mapped. The format is traces/FORMAT.md.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "trace/tensor.h"
+
+namespace kvreplay {
+
+/// A named range of tokens [begin, end).
+struct Span {
+  std::string name;
+  std::string kind;
+  int begin = 0;
+  int end = 0;
+
+  friend bool operator==(const Span&, const Span&) = default;
+};
+
+/// Everything in a trace but the tensors.
+struct TraceHeader {
+  std::string producer, created;
+  bool synthetic = false;
+
+  std::string model, architecture;
+  int layers = 0;                // L, stored layers
+  int query_heads = 0;           // Hq
+  int kv_heads = 0;              // Hkv
+  int head_dim = 0;              // d
+  DType dtype = DType::float32;  // the model computed in it
+  double softmax_scale = 1.0;
+  double logit_softcap = 0.0;
+  std::string source_hash;
+
+  std::vector<std::int32_t> sliding_window;  // [L]
+  std::vector<std::int32_t> layer_index;     // [L], the model's own numbers
+
+  bool has_rope = false;
+  bool rope_interleaved = false;
+  int rope_pairs = 0;                     // r
+  std::vector<double> inv_freq;           // [L, r]
+  std::vector<double> attention_scaling;  // [L]
+
+  int prefill = 0;                    // P
+  std::vector<std::int32_t> ids;      // [T]
+  std::vector<std::int32_t> offsets;  // [T, 2], or empty
+  std::string text;                   // UTF-8, or empty
+  std::vector<Span> spans;
+
+  int tokens() const { return static_cast<int>(ids.size()); }  // T
+  int continuation() const { return tokens() - prefill; }      // G
+  int group() const { return query_heads / kv_heads; }
+};
+
+/// A tensor as the file has it.
+struct StoredTensor {
+  std::string path;        // "/layers/003/k"
+  TensorView view;         // output projections are one head of `hidden` tokens of Hq*d components
+  std::vector<int> shape;  // as in the file
+  std::string xxh3;        // stated by the file; empty: not stated
+};
+
+/// Throws, in open()'s words, where there is no file that can be read at all.
+void require_file(const std::filesystem::path& path);
+
+/// An open trace. Opening checks every shape, type, range and the file's length, and reads no tensor data.
+class Trace {
+ public:
+  /// Throws Error{input} that names the object, what was expected and what was found.
+  static Trace open(const std::filesystem::path& path);
+
+  Trace(Trace&&) noexcept;
+  Trace& operator=(Trace&&) noexcept;
+  ~Trace();
+
+  const std::filesystem::path& path() const;
+  /// The file's name without its last ".h5": what tables and results call the trace.
+  const std::string& name() const;
+  const TraceHeader& header() const;
+
+  /// XXH3-128 of the header's values and of every tensor's hash, 32 hexadecimal digits. A trace without stored
+  /// tensor hashes is read once to make them.
+  const std::string& hash() const;
+  /// Whether every tensor's hash is in the file, so that hash() is immediate.
+  bool states_hashes() const;
+
+  /// Stored layer l. Mapped where the file is contiguous; read through HDF5 into memory that the result's trace keeps
+  /// until another archived layer is asked for, where it is chunked.
+  LayerTensors layer(int l) const;
+
+  /// q, k, v and, where it is stored, wo of layer l; lifetime as for layer().
+  std::vector<StoredTensor> tensors(int l) const;
+
+  /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.
+  std::span<const std::int32_t> query_positions(int l) const;
+
+  /// Asks the system to read layer l ahead, or to let its pages go.
+  void prefetch(int l) const;
+  void release(int l) const;
+
+  /// Bytes of all tensors.
+  std::size_t tensor_bytes() const;
+
+ private:
+  class State;
+  explicit Trace(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace kvreplay

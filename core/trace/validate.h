@@ -1,0 +1,26 @@
+// What opening a trace does not check, because it means reading every number.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "error.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+struct DeepReport {
+  std::vector<Error> problems;  // empty: valid. Each names its object as the reader's errors do
+  std::int64_t numbers = 0;     // elements looked at
+  int hashes = 0;               // stored tensor hashes that were recomputed
+  int tensors = 0;              // tensors in all; those without a stored hash have nothing to compare with
+  int rope_layers = 0;          // layers whose keys could be held against RoPE
+};
+
+/// Every number finite (the first that is not, with layer, tensor, head, position, component); stored hashes equal to
+/// recomputed ones; keys not such as a model has before RoPE (traces/FORMAT.md says what can be concluded and when).
+/// `progress` hears the fraction done.
+DeepReport validate_deep(const Trace& trace, const std::function<void(double)>& progress = {});
+
+}  // namespace kvreplay
