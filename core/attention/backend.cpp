@@ -1,0 +1,14 @@
+#include "attention/backend.h"
+
+namespace kvreplay {
+
+Registry<BackendCard>& backends() {
+  static Registry<BackendCard> registry("backend");
+  return registry;
+}
+
+std::unique_ptr<Backend> make_backend(const std::string& name, int threads) {
+  return backends().get(name).make(threads);
+}
+
+}  // namespace kvreplay

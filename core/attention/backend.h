@@ -1,0 +1,125 @@
+// The O(n²) work and nothing else, behind pure virtual calls: one implementation for each kind of machine.
+//
+// a(t,j) is the softmax over the visible keys j of query t (j <= t; j > t - W in a layer with a sliding window W) of
+// z(t,j) = softmax_scale <q_t, k_j>, soft-capped where the layer says so. Inputs are widened to float32, the row
+// maximum is subtracted, sums over rows and keys are float64 or compensated, in an order that does not depend on the
+// number of threads: the same input gives the same bits. Equal keys give equal results, wherever they stand.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/kept_set.h"
+#include "matrix.h"
+#include "registry.h"
+#include "trace/tensor.h"
+
+namespace kvreplay {
+
+/// Where a resident token is taken to stand: where it was captured, or at its slot 0, 1, 2 ... in the resident list.
+enum class Positions { original, cache };
+
+/// Column sums of attention: out[h, i] = sum over `queries` t of weight_t * a(t, key i).
+struct AttentionSums {
+  std::span<const std::int32_t> queries;  // positions, ascending, stored in the trace
+  std::span<const double> weights = {};   // one a query; empty: 1
+  /// Keys that take part, as [resident_rows, n] ascending positions, one row for all KV heads or one for each; the
+  /// softmax runs over them alone (those <= t) and the columns are they. Empty: all visible keys take part.
+  std::span<const std::int32_t> resident = {};
+  int resident_rows = 1;
+  int columns = 0;                            // without `resident`: sums are returned for keys [0, columns)
+  Positions positions = Positions::original;  // cache: key at its slot, the query at its own (it must be resident)
+  bool own_key = true;                        // false: a(t,t) takes part in the softmax but not in the sums
+};
+
+/// What all metrics need of one eval query t, one query head and one kept set K' (the kept keys below the boundary, all
+/// keys from the boundary on, and t itself; each if visible). õ = Σ_{K'} a v / Σ_{K'} a, o = Σ a v.
+struct Moments {
+  double mass = 0;         // Σ_{K'} a
+  double square = 0;       // Σ_{K'} a²
+  double prompt_mass = 0;  // the same over K' ∩ [0, boundary)
+  double prompt_square = 0;
+  double nosink_mass = 0;  // the same over K' ∩ [sink_tokens, boundary)
+  double nosink_square = 0;
+  double output_square = 0;  // ‖õ‖²
+  double output_dot = 0;     // <o, õ>
+  double error_square = 0;   // ‖o − õ‖²
+  double logit_square = 0;   // Σ z² over K' ∩ [0, boundary)
+  double unaligned_dot = 0;  // Σ_i a(t, i) a(t, K'_i), K'_i the i-th kept key below the boundary
+};
+
+/// The first tokens that the `nosink` variants of the metrics leave out.
+inline constexpr int sink_tokens = 4;
+
+/// full [Hq, queries] is the set that keeps everything; kept [sets, Hq, queries]. A set that keeps all visible keys has
+/// the same bits as `full`, and mass exactly 1.
+struct KeptMoments {
+  std::vector<Moments> full;
+  std::vector<Moments> kept;
+};
+
+/// What the general comparison says of one query and head: a over all visible keys against ã, the softmax over K' of
+/// whatever the store kept, written out in full.
+struct Comparison {
+  double dot = 0;                 // <a, ã>
+  double full_square = 0;         // ‖a‖²
+  double stored_square = 0;       // ‖ã‖²
+  double l1 = 0;                  // ‖a − ã‖₁
+  double mass = 0;                // Σ_{K'} a
+  double output_full_square = 0;  // ‖o‖²
+  double output_square = 0;       // ‖õ‖², õ = Σ ã ṽ
+  double output_dot = 0;          // <o, õ>
+  double error_square = 0;        // ‖o − õ‖²
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  /// One line for people and for run.json: what computes, and at which SIMD level or on which device.
+  virtual std::string description() const = 0;
+
+  /// [Hq, columns], or [Hq, n] over a resident list of n.
+  virtual Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) = 0;
+
+  /// Moments of every set at every query (positions, ascending, stored). Sets cover [0, boundary).
+  virtual KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
+                                   std::span<const KeptSet* const> sets) = 0;
+
+  /// The general path, for stores that transform what they keep: `stored` holds K̃ and Ṽ for the tokens of the layer,
+  /// `positions` says where kept tokens stand. [Hq, queries].
+  virtual std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored,
+                                                    Positions positions, std::span<const std::int32_t> queries,
+                                                    int boundary, const KeptSet& set) = 0;
+
+  /// [heads, tokens]: p-norms of the first `tokens` rows of each head; p >= 1.
+  virtual Matrix norms(const TensorView& tensor, int tokens, double p) = 0;
+
+  /// max_{j != i} cos(w_i, w_j) for i < tokens, w_i = row i of all heads concatenated; a zero vector has cosine 0, one
+  /// token alone has 0. Within 1e-6 of float64.
+  virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
+
+  /// Bytes the largest call on such a layer needs beyond the trace and its results, for planning.
+  virtual std::size_t working_set(const LayerTensors& layer, int sets) const = 0;
+};
+
+/// Backends register by name; `threads` 0 means all.
+struct BackendCard {
+  std::string name;
+  std::string summary;
+  std::unique_ptr<Backend> (*make)(int threads);
+};
+
+/// Why this machine cannot run the backend called `name` is an Error{capability}; an unknown name an Error{usage}.
+std::unique_ptr<Backend> make_backend(const std::string& name, int threads);
+
+Registry<BackendCard>& backends();
+
+struct RegisteredBackend {
+  explicit RegisteredBackend(BackendCard card) { backends().add(std::move(card)); }
+};
+
+}  // namespace kvreplay

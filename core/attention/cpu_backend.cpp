@@ -1,0 +1,70 @@
+#include "attention/cpu_backend.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvreplay {
+namespace {
+
+const RegisteredBackend registered{
+    {.name = "cpu",
+     .summary = "SIMD tiles on all cores; exact, the same bits for any number of threads",
+     .make = [](int threads) -> std::unique_ptr<Backend> { return std::make_unique<CpuBackend>(threads); }}};
+
+}  // namespace
+
+CpuBackend::CpuBackend(int threads)
+    : kernels_(tile_kernels()), threads_(threads > 0 ? threads : omp_get_max_threads()) {
+  scratch_.reserve(static_cast<std::size_t>(threads_));
+  for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_);
+}
+
+std::string CpuBackend::description() const { return std::string("cpu ") + kernels_.level; }
+
+CpuBackend::Scratch& CpuBackend::scratch() { return scratch_[static_cast<std::size_t>(omp_get_thread_num())]; }
+
+Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
+  Matrix norms(tensor.heads, tokens);
+#pragma omp parallel num_threads(threads_)
+  {
+    float* vector = scratch().staging.at_least(static_cast<std::size_t>(tensor.dim));
+#pragma omp for collapse(2) schedule(static)
+    for (int head = 0; head < tensor.heads; ++head) {
+      for (int token = 0; token < tokens; ++token) {
+        kernels_.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
+        double highest = 0.0;
+        double sum = 0.0;
+        for (int c = 0; c < tensor.dim; ++c) {
+          const double size = std::abs(static_cast<double>(vector[c]));
+          highest = std::max(highest, size);
+          sum += p == 1.0 ? size : p == 2.0 ? size * size : std::pow(size, p);
+        }
+        norms(head, token) = std::isinf(p) ? highest
+                             : p == 1.0    ? sum
+                             : p == 2.0    ? std::sqrt(sum)
+                                           : std::pow(sum, 1.0 / p);
+      }
+    }
+  }
+  return norms;
+}
+
+std::size_t CpuBackend::working_set(const LayerTensors& layer, int sets) const {
+  const auto tokens = static_cast<std::size_t>(layer.k.tokens);
+  const auto threads = static_cast<std::size_t>(threads_);
+  const auto dim = static_cast<std::size_t>(layer.k.dim);
+  // Buffers stay from call to call, so they add up: packed keys of one KV head (of similarity, 16 MiB); column sums of
+  // some 40 segments or of all query heads; and for each thread 192 rows of exponentials, 96 of logits, and the
+  // weighted values of every set for 96 rows.
+  const std::size_t keys = std::max(tokens * dim * sizeof(float), std::size_t{16} << 20);
+  const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(std::max(40, layer.q.heads));
+  const std::size_t rows = threads * (192 + 96) * tokens * sizeof(float);
+  const std::size_t values = threads * 96 * static_cast<std::size_t>(sets + 2) * (dim + 32) * sizeof(double);
+  // The general comparison takes some 32 rows of two softmaxes in float64 a thread, and keeps nothing.
+  const std::size_t comparison = threads * 32 * tokens * 2 * sizeof(double);
+  return std::max(keys + columns + rows + values, comparison);
+}
+
+}  // namespace kvreplay

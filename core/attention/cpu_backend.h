@@ -1,0 +1,50 @@
+// The backend for CPUs: SIMD tiles (tile.h) under OpenMP. Work is cut into pieces that do not depend on the number of
+// threads, each piece has its own sums, and these are added in order.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/aligned_buffer.h"
+#include "attention/backend.h"
+#include "attention/softmax_block.h"
+#include "attention/tile.h"
+
+namespace kvreplay {
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(int threads);
+
+  std::string description() const override;
+  Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
+  KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
+                           std::span<const KeptSet* const> sets) override;
+  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
+                                            std::span<const std::int32_t> queries, int boundary,
+                                            const KeptSet& set) override;
+  Matrix norms(const TensorView& tensor, int tokens, double p) override;
+  std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override;
+  std::size_t working_set(const LayerTensors& layer, int sets) const override;
+
+ private:
+  /// What one thread works in, kept from call to call.
+  struct Scratch {
+    explicit Scratch(const TileKernels& kernels) : block(kernels) {}
+    SoftmaxBlock block;
+    std::vector<BlockRow> rows;
+    AlignedBuffer<float> staging, keys, values, spare, factors;
+    AlignedBuffer<double> sums;
+  };
+  Scratch& scratch();
+
+  const TileKernels& kernels_;
+  int threads_;
+  std::vector<Scratch> scratch_;
+  AlignedBuffer<float> packed_keys_;
+  AlignedBuffer<double> partial_sums_;
+};
+
+}  // namespace kvreplay

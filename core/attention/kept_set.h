@@ -1,0 +1,72 @@
+// The kept positions of one layer: one bitset a row, a row for each head of the policy's granularity.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvreplay {
+
+/// A policy's granularity: one set for each KV head, for each query head, or one for the layer.
+enum class Heads { kv, query, layer };
+
+constexpr int rows_of(Heads heads, int query_heads, int kv_heads) {
+  return heads == Heads::kv ? kv_heads : heads == Heads::query ? query_heads : 1;
+}
+
+class KeptSet {
+ public:
+  KeptSet() = default;
+  /// Nothing kept of `tokens` positions in `rows` rows.
+  KeptSet(Heads heads, int rows, int tokens)
+      : heads_(heads), rows_(rows), tokens_(tokens), bits_(static_cast<std::size_t>(rows) * words()) {}
+
+  Heads heads() const { return heads_; }
+  int rows() const { return rows_; }
+  int tokens() const { return tokens_; }
+
+  void keep(int row, int position) { word(row, position) |= bit(position); }
+  void drop(int row, int position) { word(row, position) &= ~bit(position); }
+  bool keeps(int row, int position) const { return (bits_[index(row, position)] & bit(position)) != 0; }
+  int count(int row) const {
+    int n = 0;
+    for (const std::uint64_t w : row_bits(row)) n += std::popcount(w);
+    return n;
+  }
+  /// Ascending.
+  std::vector<std::int32_t> positions(int row) const {
+    std::vector<std::int32_t> kept;
+    kept.reserve(static_cast<std::size_t>(count(row)));
+    const std::span<const std::uint64_t> bits = row_bits(row);
+    for (std::size_t w = 0; w < bits.size(); ++w)
+      for (std::uint64_t rest = bits[w]; rest != 0; rest &= rest - 1)
+        kept.push_back(static_cast<std::int32_t>(w * 64) + std::countr_zero(rest));
+    return kept;
+  }
+  std::span<const std::uint64_t> row_bits(int row) const {
+    return {bits_.data() + static_cast<std::size_t>(row) * words(), words()};
+  }
+  /// The row that query head h reads, `group` query heads to a KV head.
+  int row_of(int query_head, int group) const {
+    return heads_ == Heads::kv ? query_head / group : heads_ == Heads::query ? query_head : 0;
+  }
+
+  friend bool operator==(const KeptSet&, const KeptSet&) = default;
+
+ private:
+  std::size_t words() const { return (static_cast<std::size_t>(tokens_) + 63) / 64; }
+  std::size_t index(int row, int position) const {
+    return static_cast<std::size_t>(row) * words() + static_cast<std::size_t>(position) / 64;
+  }
+  std::uint64_t& word(int row, int position) { return bits_[index(row, position)]; }
+  static std::uint64_t bit(int position) { return std::uint64_t{1} << (position % 64); }
+
+  Heads heads_ = Heads::kv;
+  int rows_ = 0;
+  int tokens_ = 0;
+  std::vector<std::uint64_t> bits_;
+};
+
+}  // namespace kvreplay

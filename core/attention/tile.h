@@ -1,0 +1,102 @@
+// The backend's inner loops over tiles of query rows by keys, once for each SIMD level in the binary. The best level
+// that the machine has is chosen at run time; the environment variable KVREPLAY_SIMD names a lower one.
+//
+// Keys are packed in tiles of `keys` columns, queries in panels of `rows` rows, both dimension-major: [dim, keys] and
+// [dim, rows]. Every column of a tile goes through the same operations in the same order, so equal keys give equal
+// results wherever they stand; what lies past the last row or key is padding, never another loop.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "trace/tensor.h"
+
+namespace kvreplay {
+
+/// Which keys the rows of one panel see: row r sees [first_r, end_r).
+struct PanelRange {
+  int lowest_first = 0;
+  int highest_first = 0;
+  int lowest_end = 0;
+  int highest_end = 0;
+
+  bool sees_some(int begin, int end) const { return begin < highest_end && end > lowest_first; }
+  bool sees_all(int begin, int end) const { return begin >= highest_first && end <= lowest_end; }
+};
+
+/// A block of query rows and its exponentials p = 2^(x - R), x = logit * log2(e). R, the row's reference, is an
+/// integer: it is subtracted in the exponent, so that any R gives the same bits of p but for its scale. All pointers
+/// are the caller's, 64-byte aligned.
+struct TileBlock {
+  int panels = 0;
+  int dim = 0;
+  int first_tile = 0;              // the first tile that any row sees: where `exponentials` begins
+  const float* queries = nullptr;  // [panels, dim, rows], scaled so that a product is x (or, capped, tanh's argument)
+  const std::int32_t* first = nullptr;  // [panels * rows]
+  const std::int32_t* end = nullptr;    // [panels * rows]
+  const PanelRange* ranges = nullptr;   // [panels]
+  float cap = 0.0F;                     // x = cap * tanh(product); 0: x = product
+  float* reference = nullptr;           // [panels * rows] R, -infinity until the row has seen a key
+  std::int32_t* exponent = nullptr;     // [panels * rows] R once more, as the fast path wants it
+  bool* settled = nullptr;              // [panels] all rows have a reference, within the fast path's range
+  float* lane_sums = nullptr;           // [panels * rows, keys] Σ p since the last fold
+  double* row_sums = nullptr;           // [panels * rows] Σ p before it
+  float* exponentials = nullptr;  // [tiles, panels, rows, keys]; a tile that a panel does not see is left as it is
+  float* logits = nullptr;        // the same of x, 0 where not visible; null: not wanted
+};
+
+/// One key of a weighted sum over keys: its weight and logit for the rows of a panel (of the first panel of a block;
+/// the others follow at the distance of one tile), and its value vector.
+struct WeightedKey {
+  const float* weights = nullptr;    // [rows]
+  const float* logits = nullptr;     // [rows]
+  const float* unaligned = nullptr;  // [rows] the weights of the key whose number is this key's rank
+  const float* values = nullptr;     // [padded dim]
+};
+
+/// Sums over keys for the rows of one panel.
+struct WeightSums {
+  static constexpr int most_rows = 16;
+  double weight[most_rows] = {};
+  double square[most_rows] = {};
+  double logit_square[most_rows] = {};
+  double unaligned_dot[most_rows] = {};
+};
+
+struct TileKernels {
+  const char* level;  // Highway's name of it
+  int rows;
+  int keys;
+
+  /// Exact widening of `count` numbers.
+  void (*widen)(const std::byte* source, DType type, int count, float* out);
+  /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
+  void (*pack)(const float* vectors, int count, int dim, int width, float* out);
+
+  /// Logits of one tile -> exponentials and row sums. False: some logit stands so far above its row's reference that
+  /// 2^(x - R) would leave float's range; then references must be raised and the block begun again.
+  bool (*exponentials)(const TileBlock& block, const float* keys, int tile);
+  /// reference = max(reference, ceil(largest visible x of this tile)).
+  void (*raise_references)(const TileBlock& block, const float* keys, int tile);
+  /// row_sums += lane_sums, which begin again.
+  void (*fold_row_sums)(const TileBlock& block);
+  /// columns[key] += Σ over the rows [begin, end) of factors[row] * p[row, key].
+  void (*add_columns)(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns);
+  /// Turns each [rows, keys] piece of the tile into [keys, rows]; unseen pieces become zeros.
+  void (*turn_key_major)(const TileBlock& block, int tile, float* values);
+
+  /// For panel `panel`: out[row, c] += Σ_i weights_i[row] * values_i[c], float32 within the call, float64 in out.
+  /// `dim` is a multiple of `keys`.
+  void (*add_weighted_values)(const WeightedKey* terms, int count, int panel, int dim, double* out);
+  /// The sums of WeightSums over the terms, for panel `panel`.
+  void (*add_weights)(const WeightedKey* terms, int count, int panel, WeightSums& sums);
+
+  /// out[rows, keys] = product of one panel of rows and one tile of keys.
+  void (*products)(const float* panel, const float* tile, int dim, float* out);
+};
+
+/// The kernels of the best level of this machine that KVREPLAY_SIMD allows. Throws Error{usage} when it names none.
+const TileKernels& tile_kernels();
+
+}  // namespace kvreplay
