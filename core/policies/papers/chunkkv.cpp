@@ -1,0 +1,43 @@
+#include "policies/parts/chunks.h"
+#include "policies/parts/grouping.h"
+#include "policies/parts/sharing.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct ChunkKv {
+  static constexpr Card card{
+      .name = "chunkkv",
+      .summary = "whole chunks of tokens by the attention of the last prompt queries; layers may reuse a set",
+      .paper = "Liu et al. 2025, ChunkKV, arXiv:2502.00299, algorithms 1 and 2",
+      .score = "s[chunk] = sum over its tokens j and the last `window` queries t of softmax_j(q_t k_j)",
+  };
+
+  // Algorithm 1 is written for one head; the code of its first author sums over heads and keeps one set per layer.
+  Grouping grouping{.heads = Heads::layer};
+  Chunks chunks = {};
+  int reuse = 1;
+
+  void parameters(Parameters& p) {
+    chunks.parameters(p);
+    grouping.parameters(p);
+    p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "layers that share the first one's set");
+  }
+
+  Plan plan() const {
+    return {
+        .heads = grouping.heads,
+        .needs = last_queries(chunks.window),
+        .score =
+            [*this](const LayerView& view) { return grouping(view.window_attention(chunks.window), view.group()); },
+        .select = chunks.selector(),
+        .share = every(reuse),
+    };
+  }
+};
+
+const Registered<ChunkKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

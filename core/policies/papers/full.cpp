@@ -1,0 +1,22 @@
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Full {
+  static constexpr Card card{
+      .name = "full",
+      .summary = "keeps every token: the control, with all errors exactly 0",
+      .paper = "",
+      .score = "none",
+  };
+
+  void parameters(Parameters&) {}
+
+  Plan plan() const { return {.allocate = Everything{}}; }
+};
+
+const Registered<Full> registered;
+
+}  // namespace
+}  // namespace kvreplay

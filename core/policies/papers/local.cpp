@@ -1,0 +1,23 @@
+#include "policies/parts/top_k.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Local {
+  static constexpr Card card{
+      .name = "local",
+      .summary = "the most recent tokens",
+      .paper = "baseline of SCA (table 3), whose caption reads as if one token stayed; B of them is meant",
+      .score = "none: the last B tokens",
+  };
+
+  void parameters(Parameters&) {}
+
+  Plan plan() const { return {.select = top_k({.recent = Amount::fraction(1.0)})}; }
+};
+
+const Registered<Local> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,101 @@
+#include "policies/parts/chunks.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "policies/parts/ranking.h"
+
+namespace kvreplay {
+namespace {
+
+const RegisteredPart registered{{"chunks", PartKind::selector, "whole chunks of neighbouring tokens, best first"}};
+
+constexpr Choice<Fill> fill_words[] = {{"cut", Fill::cut}, {"none", Fill::none}, {"tokens", Fill::tokens}};
+constexpr Choice<ChunkScore> score_words[] = {{"sum", ChunkScore::sum}, {"mean", ChunkScore::mean}};
+constexpr Choice<WindowMode> window_words[] = {{"reserve", WindowMode::reserve}, {"replace", WindowMode::replace}};
+
+std::vector<double> chunk_scores(std::span<const double> scores, int chunk, ChunkScore how) {
+  std::vector<double> of_chunks;
+  for (std::size_t begin = 0; begin < scores.size(); begin += static_cast<std::size_t>(chunk)) {
+    const std::size_t size = std::min(static_cast<std::size_t>(chunk), scores.size() - begin);
+    const std::span<const double> members = scores.subspan(begin, size);
+    const double sum = std::accumulate(members.begin(), members.end(), 0.0);
+    of_chunks.push_back(how == ChunkScore::mean ? sum / static_cast<double>(size) : sum);
+  }
+  return of_chunks;
+}
+
+/// Chunk numbers, best first, ties to the lower position.
+std::vector<std::int32_t> ranked(std::span<const double> scores) {
+  std::vector<std::int32_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::greater{},
+                           [scores](std::int32_t i) { return scores[static_cast<std::size_t>(i)]; });
+  return order;
+}
+
+/// Positions of the best `whole` chunks, and of the first tokens of the next ones up to `slots`, ascending.
+std::vector<std::int32_t> take(std::span<const std::int32_t> order, std::size_t whole, int slots, int chunk,
+                               int tokens) {
+  std::vector<std::int32_t> taken;
+  for (std::size_t i = 0; i < std::min(whole, order.size()) && slots > 0; ++i) {
+    const int begin = order[i] * chunk;
+    const int size = std::min({chunk, tokens - begin, slots});
+    for (int j = begin; j < begin + size; ++j) taken.push_back(j);
+    slots -= size;
+  }
+  std::ranges::sort(taken);
+  return taken;
+}
+
+/// Fills `taken` up to `slots` with the best single tokens that are not in it.
+void fill_with_tokens(std::vector<std::int32_t>& taken, std::span<const double> scores, int slots) {
+  std::vector<std::int32_t> rest;
+  std::vector<double> rest_scores;
+  for (std::int32_t j = 0; j < static_cast<std::int32_t>(scores.size()); ++j) {
+    if (std::ranges::binary_search(taken, j)) continue;
+    rest.push_back(j);
+    rest_scores.push_back(scores[static_cast<std::size_t>(j)]);
+  }
+  const int missing = slots - static_cast<int>(taken.size());
+  for (const std::int32_t i : largest(rest_scores, missing)) taken.push_back(rest[static_cast<std::size_t>(i)]);
+  std::ranges::sort(taken);
+}
+
+}  // namespace
+
+void Chunks::parameters(Parameters& p) {
+  p.add("chunk", chunk, IntRange{.least = 1}, "tokens in a chunk; the last one may be short");
+  p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
+  p.add<Fill>("fill", fill, fill_words, "what becomes of slots that no whole chunk fits into");
+  p.add<ChunkScore>("chunk_score", score, score_words, "a chunk's score from its tokens' scores");
+  p.add<WindowMode>("window_mode", window_mode, window_words,
+                    "the window has slots of its own, or replaces the last of the chosen positions");
+}
+
+Selector Chunks::selector() const {
+  return [part = *this](const Row& row) {
+    const int recent = std::min(part.window, row.budget);
+    const int slots = row.budget - recent;
+    const bool reserve = part.window_mode == WindowMode::reserve;
+    const int tokens = reserve ? row.prompt - recent : row.prompt;
+    const int to_divide = reserve ? slots : row.budget;
+
+    const std::span<const double> scores = row.scores.first(static_cast<std::size_t>(tokens));
+    const std::vector<std::int32_t> order = ranked(chunk_scores(scores, part.chunk, part.score));
+    const bool only_whole = part.fill != Fill::cut || !reserve;
+    const std::size_t whole = only_whole ? static_cast<std::size_t>(to_divide / part.chunk) : order.size();
+
+    std::vector<std::int32_t> taken = take(order, whole, to_divide, part.chunk, tokens);
+    if (part.fill == Fill::tokens) fill_with_tokens(taken, scores, to_divide);
+    taken.resize(std::min(taken.size(), static_cast<std::size_t>(slots)));
+
+    std::vector<std::int32_t> by_rule(static_cast<std::size_t>(recent));
+    std::iota(by_rule.begin(), by_rule.end(), row.prompt - recent);
+    Kept kept{{}, 0, recent};
+    std::ranges::set_union(taken, by_rule, std::back_inserter(kept.positions));
+    return kept;
+  };
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,31 @@
+// Whole chunks of neighbouring tokens instead of single ones (Liu et al. 2025, ChunkKV, Algorithm 1).
+#pragma once
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// What becomes of slots that no whole chunk fits into.
+enum class Fill {
+  cut,    // the next best chunk is cut to what is left
+  none,   // they stay empty: the best floor((B - window) / chunk) chunks, literally
+  tokens  // the best single tokens outside the chosen chunks
+};
+enum class ChunkScore { sum, mean };
+enum class WindowMode {
+  reserve,  // chunks cover the tokens before the window, which has its own slots
+  replace   // chunks cover all tokens; the chosen ones, in order, are cut to B - window positions, the window appended
+};
+
+struct Chunks {
+  int chunk = 10;
+  int window = 8;
+  Fill fill = Fill::cut;
+  ChunkScore score = ChunkScore::sum;
+  WindowMode window_mode = WindowMode::reserve;
+
+  void parameters(Parameters& p);
+  Selector selector() const;
+};
+
+}  // namespace kvreplay

@@ -1,0 +1,47 @@
+#include "policies/parts/grouping.h"
+
+#include <algorithm>
+
+namespace kvreplay {
+namespace {
+
+constexpr Choice<Heads> heads_words[] = {{"kv", Heads::kv}, {"query", Heads::query}, {"layer", Heads::layer}};
+constexpr Choice<Aggregate> aggregate_words[] = {
+    {"mean", Aggregate::mean}, {"sum", Aggregate::sum}, {"max", Aggregate::max}};
+
+void reduce(const Matrix& in, int first, int count, Aggregate how, std::span<double> out) {
+  std::ranges::copy(in.row(first), out.begin());
+  for (int h = first + 1; h < first + count; ++h) {
+    const std::span<const double> row = in.row(h);
+    for (std::size_t j = 0; j < out.size(); ++j)
+      out[j] = how == Aggregate::max ? std::max(out[j], row[j]) : out[j] + row[j];
+  }
+  if (how == Aggregate::mean)
+    for (double& value : out) value /= count;
+}
+
+}  // namespace
+
+void add_heads(Parameters& p, Heads& heads) {
+  p.add<Heads>("heads", heads, heads_words, "one set per KV head, per query head, or one for the layer");
+}
+
+void Grouping::parameters(Parameters& p) {
+  add_heads(p, heads);
+  p.add<Aggregate>("agg", aggregate, aggregate_words, "how a group's query heads become one row (heads=kv)");
+}
+
+Matrix Grouping::operator()(const Matrix& per_query_head, int group) const {
+  if (heads == Heads::query) return per_query_head;
+  if (heads == Heads::layer) {
+    Matrix layer(1, per_query_head.columns());
+    reduce(per_query_head, 0, per_query_head.rows(), Aggregate::sum, layer.row(0));
+    return layer;
+  }
+  Matrix grouped(per_query_head.rows() / group, per_query_head.columns());
+  for (int row = 0; row < grouped.rows(); ++row)
+    reduce(per_query_head, row * group, group, aggregate, grouped.row(row));
+  return grouped;
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,115 @@
+// The parts that policies are made of, on rows small enough to follow by hand.
+
+#include <gtest/gtest.h>
+
+#include "policies/parts/allocation.h"
+#include "policies/parts/chunks.h"
+#include "policies/parts/grouping.h"
+#include "policies/parts/pooling.h"
+#include "policies/parts/ranking.h"
+#include "policies/parts/sharing.h"
+#include "policies/parts/top_k.h"
+
+namespace kvreplay {
+namespace {
+
+using Positions32 = std::vector<std::int32_t>;
+using Scores = std::vector<double>;
+
+Matrix matrix(const std::vector<Scores>& rows) {
+  Matrix m(static_cast<int>(rows.size()), static_cast<int>(rows.front().size()));
+  for (int r = 0; r < m.rows(); ++r) std::ranges::copy(rows[static_cast<std::size_t>(r)], m.row(r).begin());
+  return m;
+}
+
+Scores row(const Matrix& m, int r) { return {m.row(r).begin(), m.row(r).end()}; }
+
+Positions32 chosen(const Selector& select, const Scores& scores, int budget) {
+  return select({scores, static_cast<int>(scores.size()), budget}).positions;
+}
+
+TEST(Largest, TiesGoToTheLowerPosition) {
+  const Scores scores{1, 5, 5, 2, 5, 0};
+  EXPECT_EQ(largest(scores, 2), (Positions32{1, 2}));
+  EXPECT_EQ(largest(scores, 4), (Positions32{1, 2, 3, 4}));
+  EXPECT_EQ(largest(scores, 0), Positions32{});
+  EXPECT_EQ(largest(scores, 9), (Positions32{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(largest(Scores(70, 1.0), 3), (Positions32{0, 1, 2}));
+}
+
+TEST(Pooling, MaxAndAverageOfTheExample) {
+  const Matrix scores = matrix({{1, 5, 2, 2, 0}});
+  EXPECT_EQ(row(pooled(scores, Pool::max, 3, 5), 0), (Scores{5, 5, 5, 2, 2}));
+  const Scores average = row(pooled(scores, Pool::average, 3, 5), 0);
+  const Scores expected{2, 8.0 / 3, 3, 4.0 / 3, 2.0 / 3};
+  for (std::size_t i = 0; i < 5; ++i) EXPECT_DOUBLE_EQ(average[i], expected[i]);
+  EXPECT_EQ(row(pooled(scores, Pool::none, 3, 5), 0), row(scores, 0));
+  EXPECT_EQ(row(pooled(scores, Pool::max, 3, 2), 0), (Scores{5, 5, 2, 2, 0})) << "columns of the window are left alone";
+}
+
+TEST(Pooling, KernelWiderThanTheRow) {
+  EXPECT_EQ(row(pooled(matrix({{1, 3, 2}}), Pool::max, 99, 3), 0), (Scores{3, 3, 3}));
+}
+
+TEST(Grouping, MeanSumMaxOfAGroupAndSumOfTheLayer) {
+  const Matrix heads = matrix({{1, 4}, {3, 2}, {5, 0}, {7, 8}});
+  const auto kv = [&](Aggregate how) { return Grouping{Heads::kv, how}(heads, 2); };
+  EXPECT_EQ(row(kv(Aggregate::mean), 0), (Scores{2, 3}));
+  EXPECT_EQ(row(kv(Aggregate::sum), 1), (Scores{12, 8}));
+  EXPECT_EQ(row(kv(Aggregate::max), 1), (Scores{7, 8}));
+  const Matrix layer = Grouping{Heads::layer, Aggregate::mean}(heads, 2);
+  EXPECT_EQ(layer.rows(), 1);
+  EXPECT_EQ(row(layer, 0), (Scores{16, 14}));
+  EXPECT_EQ(Grouping({Heads::query, Aggregate::mean})(heads, 2).rows(), 4);
+}
+
+TEST(TopK, ProtectsSinksThenRecentWithinTheBudget) {
+  const Scores scores{0, 1, 9, 3, 8, 0, 0, 0};
+  EXPECT_EQ(chosen(top_k({.sinks = 1, .recent = Amount::tokens(2)}), scores, 5), (Positions32{0, 2, 4, 6, 7}));
+  EXPECT_EQ(chosen(top_k({.sinks = 4, .recent = Amount::tokens(3)}), scores, 5), (Positions32{0, 1, 2, 3, 7}));
+  EXPECT_EQ(chosen(top_k({.sinks = 4}), scores, 3), (Positions32{0, 1, 2}));
+  EXPECT_EQ(chosen(top_k({.recent = Amount::fraction(0.5)}), scores, 5), (Positions32{2, 3, 4, 6, 7}));
+  EXPECT_EQ(chosen(top_k({.recent = Amount::tokens(8)}), scores, 3), (Positions32{5, 6, 7}));
+}
+
+TEST(TopKAnywhere, KeepsFewerWhereHeavyTokensAreRecent) {
+  const Scores scores{1, 2, 0, 0, 9, 8};
+  EXPECT_EQ(chosen(top_k_anywhere({.recent = Amount::tokens(2)}), scores, 4), (Positions32{4, 5}));
+  EXPECT_EQ(chosen(top_k({.recent = Amount::tokens(2)}), scores, 4), (Positions32{0, 1, 4, 5}));
+}
+
+TEST(Chunks, CutsTheLastChunkToTheBudget) {
+  const Scores scores{1, 0, 2, 0, 5, 0, 3, 1, 1, 2, 0, 0};  // chunks of 3: sums 3, 5, 5, 2; a window of 2
+  Chunks chunks{.chunk = 3, .window = 2};
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 7, 10, 11}));
+  chunks.fill = Fill::none;
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 10, 11}));
+  chunks.fill = Fill::tokens;
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{2, 3, 4, 5, 6, 10, 11}));
+  chunks.fill = Fill::cut;
+  chunks.score = ChunkScore::mean;
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 9, 10, 11}));
+}
+
+TEST(Chunks, BudgetWithinTheWindowKeepsTheLastTokens) {
+  const Chunks chunks{.chunk = 3, .window = 4};
+  EXPECT_EQ(chosen(chunks.selector(), Scores(10, 1.0), 3), (Positions32{7, 8, 9}));
+}
+
+TEST(Sharing, FirstOfEveryN) {
+  const Sharing share = every(3);
+  EXPECT_EQ(share(0, 7), 0);
+  EXPECT_EQ(share(2, 7), 0);
+  EXPECT_EQ(share(6, 7), 6);
+  EXPECT_EQ(no_sharing()(5, 7), 5);
+}
+
+TEST(Allocation, BestEntriesOfHeadsAndLayersTogether) {
+  const Matrix first = matrix({{9, 8, 1}, {7, 0, 0}}), second = matrix({{0, 0, 0}, {2, 3, 4}});
+  EXPECT_EQ(ranked_within_layer()(first, 2), (std::vector<int>{3, 1}));
+  const std::vector<Matrix> all{first, second};
+  EXPECT_EQ(ranked_across_layers()(all, 1), (std::vector<std::vector<int>>{{2, 1}, {0, 1}}));
+}
+
+}  // namespace
+}  // namespace kvreplay
