@@ -1,0 +1,92 @@
+// Replays policies over a small trace and keeps everything that the engine hands out.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "replay/replay.h"
+#include "trace/synth.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+/// A file of this process alone, gone with the object.
+class TemporaryTrace {
+ public:
+  explicit TemporaryTrace(SynthOptions options)
+      : path_(std::filesystem::temp_directory_path() /
+              ("kvreplay-" + std::to_string(::getpid()) + "-" + std::to_string(next_++) + ".h5")) {
+    options.existing = Existing::replace;
+    synthesise(options, path_);
+  }
+  TemporaryTrace(const TemporaryTrace&) = delete;
+  TemporaryTrace& operator=(const TemporaryTrace&) = delete;
+  ~TemporaryTrace() { std::filesystem::remove(path_); }
+  Trace open() const { return Trace::open(path_); }
+
+ private:
+  static inline int next_ = 0;
+  std::filesystem::path path_;
+};
+
+struct RecordedRun : Sink {
+  std::map<std::pair<int, int>, LayerSelection> selections;        // (cell, treated layer)
+  std::map<std::pair<int, int>, std::vector<Moments>> moments;     // (cell, layer): all queries and heads seen
+  std::map<int, std::vector<Moments>> full;                        // layer
+  std::map<int, Matrix> eval_attention;                            // layer
+  std::map<std::pair<int, int>, std::vector<Comparison>> general;  // (cell, layer)
+  std::map<std::pair<int, int>, int> general_query;
+  std::map<std::pair<int, int>, Matrix> observables;  // (layer, 0 window(2) | 1 cumulative)
+
+  void layer(const LayerView& view, Backend&) override {
+    eval_attention[view.layer()] = view.eval_attention();
+    observables[{view.layer(), 0}] = view.window_attention(2);
+    observables[{view.layer(), 1}] = view.cumulative_attention();
+  }
+  void selected(const LayerView& view, int cell, const LayerSelection& selection, const CellSeconds&) override {
+    selections[{cell, view.layer()}] = selection;
+  }
+  void measured(const LayerView& view, std::span<const int> cells, int, int count,
+                const KeptMoments& block) override {
+    const std::size_t size = static_cast<std::size_t>(count) * static_cast<std::size_t>(view.query_heads());
+    full[view.layer()].insert(full[view.layer()].end(), block.full.begin(), block.full.end());
+    for (std::size_t i = 0; i < cells.size(); ++i) {
+      std::vector<Moments>& all = moments[{cells[i], view.layer()}];
+      const auto begin = block.kept.begin() + static_cast<std::ptrdiff_t>(i * size);
+      all.insert(all.end(), begin, begin + static_cast<std::ptrdiff_t>(size));
+    }
+  }
+  void compared(const LayerView& view, int cell, int query, std::span<const Comparison> comparison) override {
+    general[{cell, view.layer()}] = {comparison.begin(), comparison.end()};
+    general_query[{cell, view.layer()}] = query;
+  }
+
+  double recall(int cell, int layer) const {
+    double sum = 0;
+    const std::vector<Moments>& all = moments.at({cell, layer});
+    for (const Moments& m : all) sum += m.mass;
+    return sum / static_cast<double>(all.size());
+  }
+};
+
+inline Conditions default_conditions(const Trace& trace) {
+  const int prompt = boundary(trace, "prompt");
+  return {prompt, eval_queries(trace, prompt, "continuation"), treated_layers(trace, false)};
+}
+
+inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 2) {
+  const std::unique_ptr<Backend> backend = make_backend("cpu", threads);
+  const Conditions conditions = default_conditions(trace);
+  std::vector<Cell> cells;
+  for (const std::string& policy : policies) cells.push_back({ConfiguredPolicy::parse(policy), budget});
+  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy);
+  RecordedRun run;
+  replay(*backend, trace, conditions, cells, run);
+  return run;
+}
+
+}  // namespace kvreplay
