@@ -78,11 +78,24 @@ LayerSelection empty_selection(const LayerView& view, Heads heads) {
           view.layer()};
 }
 
+/// A row that keeps all. Its scores do not matter; what stays by rule is what the selector says of a budget of P.
+Kept whole_row(const Selector& select, int prompt) {
+  const std::vector<double> no_scores(static_cast<std::size_t>(prompt));
+  const Kept by_rule = select({no_scores, prompt, prompt});
+  return {all_positions(prompt), by_rule.sinks, by_rule.recent};
+}
+
+void keep_row(LayerSelection& selection, int row, const Kept& kept, int allowed, const std::string& policy) {
+  keep_row(selection.set, row, kept.positions, allowed, policy);
+  selection.sinks[static_cast<std::size_t>(row)] = kept.sinks;
+  selection.recent[static_cast<std::size_t>(row)] = kept.recent;
+}
+
 /// Every row keeps all: what a budget of P or more means.
-LayerSelection whole_prompt(const LayerView& view, Heads heads) {
-  LayerSelection selection = empty_selection(view, heads);
-  const std::vector<std::int32_t> all = all_positions(view.prompt());
-  for (int row = 0; row < selection.set.rows(); ++row) keep_row(selection.set, row, all, view.prompt(), "full");
+LayerSelection whole_prompt(const LayerView& view, const Plan& plan) {
+  LayerSelection selection = empty_selection(view, plan.heads);
+  const Kept all = whole_row(plan.select, view.prompt());
+  for (int row = 0; row < selection.set.rows(); ++row) keep_row(selection, row, all, view.prompt(), "full");
   std::ranges::fill(selection.granted, view.prompt());
   return selection;
 }
@@ -181,7 +194,7 @@ class Replay {
       return;
     }
     if (job.keeps_everything(conditions_.boundary)) {
-      job.selections[l] = whole_prompt(view, job.plan.heads);
+      job.selections[l] = whole_prompt(view, job.plan);
       return;
     }
     const int source = job.plan.share(view.layer(), layers());
@@ -222,10 +235,8 @@ class Replay {
       selection.granted[r] = count;
       if (count == 0) continue;
       const Row question{scores.empty() ? std::span<const double>() : scores.row(row), prompt, count};
-      const Kept kept = count == prompt ? Kept{all_positions(prompt)} : job.plan.select(question);
-      keep_row(selection.set, row, kept.positions, count, job.name);
-      selection.sinks[r] = kept.sinks;
-      selection.recent[r] = kept.recent;
+      keep_row(selection, row, count == prompt ? whole_row(job.plan.select, prompt) : job.plan.select(question), count,
+               job.name);
     }
     // A policy whose layers share one budget is held against it as a whole, where its counts are made.
     const long slots = std::accumulate(selection.granted.begin(), selection.granted.end(), 0L);

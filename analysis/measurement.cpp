@@ -1,0 +1,326 @@
+#include "analysis/measurement.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kvreplay {
+namespace {
+
+constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
+
+template <class Of>
+const Of* measure_as(const MetricName& name) {
+  return std::get_if<Of>(&find_variant(name)->measure);
+}
+
+bool wants(std::span<const MetricName> names, bool (*is_kind)(const MetricVariant&)) {
+  return std::ranges::any_of(names, [&](const MetricName& name) { return is_kind(*find_variant(name)); });
+}
+
+template <class Of>
+bool is(const MetricVariant& variant) {
+  return std::holds_alternative<Of>(variant.measure);
+}
+
+LayerValues without_heads(double layer) {
+  LayerValues values;
+  values.layer = layer;
+  return values;
+}
+
+/// Row l of the values; the matrix is made when its first layer is known.
+void set_layer(Values& values, const LayerValues& of_layer, int stored_layer, int layers) {
+  const int heads = static_cast<int>(of_layer.heads.size());
+  if (values.empty()) values = Values(layers + 1, heads + 1, undefined);
+  for (int h = 0; h < heads; ++h) values(stored_layer, h) = of_layer.heads[static_cast<std::size_t>(h)];
+  values(stored_layer, heads) = of_layer.layer;
+}
+
+/// The row of all layers, from those of the treated ones.
+void set_all_layers(Values& values, std::span<const int> treated, double (*over_layers)(std::span<const double>)) {
+  for (int column = 0; column < values.columns(); ++column) {
+    std::vector<double> by_layer;
+    for (const int layer : treated) by_layer.push_back(values(layer, column));
+    values(values.rows() - 1, column) = over_layers(by_layer);
+  }
+}
+
+/// [L+1, Hq+1] from the means of each treated layer and query head.
+Values values_by_head(const Matrix& means, std::span<const int> treated, int layers) {
+  Values values;
+  for (int l = 0; l < means.rows(); ++l) {
+    const std::span<const double> heads = means.row(l);
+    set_layer(values, {{heads.begin(), heads.end()}, mean(heads)}, treated[static_cast<std::size_t>(l)], layers);
+  }
+  set_all_layers(values, treated, mean);
+  return values;
+}
+
+Values single(double value) { return Values(1, 1, value); }
+
+/// The part of [L, rows, P] that belongs to one row.
+std::span<float> row_of(std::vector<float>& tokens, int rows, int prompt, int layer, int row) {
+  const std::size_t width = static_cast<std::size_t>(prompt);
+  const std::size_t index =
+      static_cast<std::size_t>(layer) * static_cast<std::size_t>(rows) + static_cast<std::size_t>(row);
+  return std::span(tokens).subspan(index * width, width);
+}
+
+std::vector<float> undefined_tokens(int layers, int rows, int prompt) {
+  return std::vector<float>(
+      static_cast<std::size_t>(layers) * static_cast<std::size_t>(rows) * static_cast<std::size_t>(prompt),
+      std::numeric_limits<float>::quiet_NaN());
+}
+
+void copy_as_float(std::span<const double> from, std::span<float> to) {
+  std::ranges::transform(from, to.begin(), [](double value) { return static_cast<float>(value); });
+}
+
+/// Where the moments of one cell, query head and query of a block lie.
+std::size_t place(std::size_t cell, int query_heads, int head, int count, int query) {
+  return (cell * static_cast<std::size_t>(query_heads) + static_cast<std::size_t>(head)) *
+             static_cast<std::size_t>(count) +
+         static_cast<std::size_t>(query);
+}
+
+template <class Of>
+MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int query_heads) {
+  std::vector<MomentMeans::Function> functions;
+  for (const MetricName& name : wanted.metrics)
+    if (const auto* of = measure_as<Of>(name)) functions.push_back(of->from_moments);
+  return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads};
+}
+
+template <class Of>
+void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans& means, const Conditions& conditions,
+                int layers) {
+  std::size_t function = 0;
+  for (const MetricName& name : wanted.metrics)
+    if (measure_as<Of>(name) != nullptr)
+      values[name] = values_by_head(means.means(function++, conditions.eval_queries.size()), conditions.layers, layers);
+}
+
+double recall(const Moments& kept, const Moments&) { return kept.mass; }
+
+void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int count,
+               const KeptMoments& moments) {
+  for (std::size_t i = 0; i < cells.size(); ++i)
+    for (int head = 0; head < view.query_heads(); ++head)
+      for (int query = 0; query < count; ++query)
+        means[static_cast<std::size_t>(cells[i])].add(view.layer(), head,
+                                                      moments.kept[place(i, view.query_heads(), head, count, query)],
+                                                      moments.full[place(0, view.query_heads(), head, count, query)]);
+}
+
+double share_done(const LayerView& view, int walk, int walks) {
+  return (walk + static_cast<double>(view.layer() + 1) / view.layers()) / walks;
+}
+
+}  // namespace
+
+bool Wanted::of_moments() const { return wants(metrics, is<OfMoments>); }
+
+MomentMeans::MomentMeans(std::vector<Function> functions, int layers, int query_heads)
+    : functions_(std::move(functions)), sums_(functions_.size(), Matrix(layers, query_heads)) {}
+
+void MomentMeans::add(int layer, int head, const Moments& kept, const Moments& full) {
+  for (std::size_t f = 0; f < functions_.size(); ++f) sums_[f](layer, head) += functions_[f](kept, full);
+}
+
+Matrix MomentMeans::means(std::size_t function, std::size_t queries) const {
+  Matrix result = sums_[function];
+  for (double& value : result.values()) value /= static_cast<double>(queries);
+  return result;
+}
+
+Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::vector<Wanted> wanted,
+                         WantedOfTrace of_trace, std::function<void(double, int)> heard)
+    : trace_(trace),
+      conditions_(conditions),
+      wanted_(std::move(wanted)),
+      of_trace_(std::move(of_trace)),
+      heard_(std::move(heard)),
+      results_(wanted_.size()),
+      expected_(wanted_.size(), std::vector<std::vector<ExpectedRecall>>(conditions.layers.size())) {
+  const TraceHeader& header = trace.header();
+  for (std::size_t c = 0; c < wanted_.size(); ++c) {
+    means_.push_back(means_of<OfMoments>(wanted_[c], conditions, header.query_heads));
+    recall_.emplace_back(std::vector<MomentMeans::Function>{recall}, static_cast<int>(conditions.layers.size()),
+                         header.query_heads);
+    results_[c].selections.resize(conditions.layers.size());
+    results_[c].seconds.resize(conditions.layers.size());
+  }
+  trace_result_.observable_seconds.resize(conditions.layers.size());
+  for (const MetricName& name : of_trace_.metrics)
+    trace_result_.tokens[name] = undefined_tokens(header.layers, 1, conditions.boundary);
+  if (of_trace_.eval_attention) trace_result_.eval_attention = undefined_tokens(header.layers, 1, conditions.boundary);
+  if (of_trace_.eval_attention_by_head)
+    trace_result_.eval_attention_by_head = undefined_tokens(header.layers, header.query_heads, conditions.boundary);
+}
+
+void Measurement::layer(const LayerView& view, Backend& backend) {
+  const int prompt = view.prompt();
+  for (const MetricName& name : of_trace_.metrics) {
+    const std::vector<double> tokens = measure_as<OfTrace>(name)->measure(view, backend);
+    copy_as_float(tokens, row_of(trace_result_.tokens[name], 1, prompt, view.stored_layer(), 0));
+    set_layer(trace_result_.values[name], without_heads(mean(tokens)), view.stored_layer(), trace_.header().layers);
+  }
+  if (of_trace_.eval_attention) {
+    const Matrix& sums = view.eval_attention();
+    const std::span<float> tokens = row_of(trace_result_.eval_attention, 1, prompt, view.stored_layer(), 0);
+    for (int j = 0; j < prompt; ++j) {
+      double total = 0;
+      for (int head = 0; head < sums.rows(); ++head) total += sums(head, j);
+      tokens[static_cast<std::size_t>(j)] = static_cast<float>(total / sums.rows());
+    }
+  }
+  if (of_trace_.eval_attention_by_head)
+    for (int head = 0; head < view.query_heads(); ++head)
+      copy_as_float(view.eval_attention().row(head), row_of(trace_result_.eval_attention_by_head, view.query_heads(),
+                                                            prompt, view.stored_layer(), head));
+}
+
+void Measurement::scored(const LayerView& view, int cell, const Matrix& scores) {
+  const std::size_t c = static_cast<std::size_t>(cell);
+  if (!wanted_[c].scores || scores.empty()) return;
+  std::vector<float>& all = results_[c].scores;
+  if (all.empty()) all = undefined_tokens(trace_.header().layers, scores.rows(), view.prompt());
+  for (int row = 0; row < scores.rows(); ++row)
+    copy_as_float(scores.row(row), row_of(all, scores.rows(), view.prompt(), view.stored_layer(), row));
+}
+
+void Measurement::selected(const LayerView& view, int cell, const LayerSelection& selection,
+                           const CellSeconds& seconds) {
+  const std::size_t c = static_cast<std::size_t>(cell);
+  const std::size_t l = static_cast<std::size_t>(view.layer());
+  CellResult& result = results_[c];
+  result.selections[l] = selection;
+  result.seconds[l] = seconds;
+  const LayerFacts facts{view, selection};
+  for (const MetricName& name : wanted_[c].metrics) {
+    if (const auto* of = measure_as<OfLayer>(name))
+      set_layer(result.values[name], of->measure(facts), view.stored_layer(), trace_.header().layers);
+    if (const auto* of = measure_as<OfSpan>(name))
+      for (const Span& span : trace_.header().spans)
+        if (name.variant.substr(0, name.variant.rfind('.')) == span.name)
+          set_layer(result.values[name], without_heads(of->measure(facts, span)), view.stored_layer(),
+                    trace_.header().layers);
+  }
+  if (wanted_[c].of_moments()) expected_[c][l] = expected_recall(view, selection.set);
+}
+
+void Measurement::note(int cell, std::optional<Violation> violation, const LayerView& view, int head) {
+  std::optional<Violation>& first = results_[static_cast<std::size_t>(cell)].violation;
+  if (!violation || first) return;
+  first = std::move(violation);
+  first->stored_layer = view.stored_layer();
+  first->head = head;
+}
+
+void Measurement::measured(const LayerView& view, std::span<const int> cells, int first, int count,
+                           const KeptMoments& moments) {
+  add_block(means_, view, cells, count, moments);
+  add_block(recall_, view, cells, count, moments);
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const KeptSet& set =
+        results_[static_cast<std::size_t>(cells[i])].selections[static_cast<std::size_t>(view.layer())].set;
+    for (int head = 0; head < view.query_heads(); ++head) {
+      const bool keeps_everything = set.count(set.row_of(head, view.group())) == set.tokens();
+      for (int query = 0; query < count; ++query)
+        note(cells[i],
+             check_moments(moments.kept[place(i, view.query_heads(), head, count, query)],
+                           moments.full[place(0, view.query_heads(), head, count, query)], keeps_everything),
+             view, head);
+    }
+  }
+  block_ = {{cells.begin(), cells.end()}, first, count, moments};
+}
+
+void Measurement::compared(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) {
+  const auto found = std::ranges::find(block_.cells, cell);
+  if (found == block_.cells.end() || query < block_.first || query >= block_.first + block_.count)
+    throw Error{Refusal::internal, "measurement", "a comparison outside the block measured last"};
+  const auto i = static_cast<std::size_t>(found - block_.cells.begin());
+  for (int head = 0; head < view.query_heads(); ++head) {
+    const int in_block = query - block_.first;
+    note(cell,
+         check_comparison(comparisons[static_cast<std::size_t>(head)],
+                          block_.moments.kept[place(i, view.query_heads(), head, block_.count, in_block)],
+                          block_.moments.full[place(0, view.query_heads(), head, block_.count, in_block)]),
+         view, head);
+  }
+}
+
+void Measurement::layer_done(const LayerView& view, int walk, int walks) {
+  const std::size_t l = static_cast<std::size_t>(view.layer());
+  trace_result_.observable_seconds[l] += view.observable_seconds();
+  for (std::size_t c = 0; c < wanted_.size(); ++c) {
+    if (expected_[c][l].empty()) continue;
+    const Matrix recalls = recall_[c].means(0, view.eval_queries().size());
+    const KeptSet& set = results_[c].selections[l].set;
+    for (int row = 0; row < set.rows(); ++row) {
+      std::vector<double> of_row;
+      for (int head = 0; head < view.query_heads(); ++head)
+        if (set.row_of(head, view.group()) == row) of_row.push_back(recalls(view.layer(), head));
+      note(static_cast<int>(c), check_recall(expected_[c][l][static_cast<std::size_t>(row)], mean(of_row)), view, row);
+    }
+    expected_[c][l].clear();
+  }
+  if (heard_) heard_(share_done(view, walk, walks), view.layer() + 1);
+}
+
+CellResult Measurement::take_cell(int cell) {
+  const std::size_t c = static_cast<std::size_t>(cell);
+  const Wanted& wanted = wanted_[c];
+  CellResult result = std::move(results_[c]);
+  for (auto& [name, values] : result.values) {
+    const auto* of = measure_as<OfLayer>(name);
+    set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
+  }
+  if (wanted.of_moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header().layers);
+  for (const MetricName& name : wanted.metrics)
+    if (const auto* of = measure_as<OfCell>(name)) result.values[name] = single(of->measure(result.selections));
+  for (const MetricVariant& variant : metrics().get("jaccard_matrix").variants)
+    result.matrices[variant.name] = std::get<OfLayerPairs>(variant.measure).measure(result.selections);
+  if (wanted.budget > 0 && !result.violation) result.violation = check_budget(result.selections, wanted.budget);
+  return result;
+}
+
+TraceResult Measurement::take_trace() {
+  for (auto& [name, values] : trace_result_.values) set_all_layers(values, conditions_.layers, mean);
+  return std::move(trace_result_);
+}
+
+AllQueriesMeasurement::AllQueriesMeasurement(const Trace& trace, const Conditions& conditions,
+                                             std::vector<Wanted> wanted, std::function<void(double, int)> heard)
+    : trace_(trace), conditions_(conditions), wanted_(std::move(wanted)), heard_(std::move(heard)) {
+  for (const Wanted& of_cell : wanted_)
+    means_.push_back(means_of<OfAllQueries>(of_cell, conditions, trace.header().query_heads));
+}
+
+void AllQueriesMeasurement::measured(const LayerView& view, std::span<const int> cells, int /*first*/, int count,
+                                     const KeptMoments& moments) {
+  add_block(means_, view, cells, count, moments);
+}
+
+void AllQueriesMeasurement::layer_done(const LayerView& view, int walk, int walks) {
+  if (heard_) heard_(share_done(view, walk, walks), view.layer() + 1);
+}
+
+ValuesByMetric AllQueriesMeasurement::take_cell(int cell) const {
+  const std::size_t c = static_cast<std::size_t>(cell);
+  ValuesByMetric values;
+  add_values<OfAllQueries>(values, wanted_[c], means_[c], conditions_, trace_.header().layers);
+  return values;
+}
+
+bool AllQueriesMeasurement::wanted_by(const Wanted& wanted) { return wants(wanted.metrics, is<OfAllQueries>); }
+
+const char* word(Heads heads) { return heads == Heads::kv ? "kv" : heads == Heads::query ? "query" : "layer"; }
+
+Heads heads_of(std::string_view word) {
+  return word == "kv" ? Heads::kv : word == "query" ? Heads::query : Heads::layer;
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,137 @@
+// The engine's sink: what it hears becomes the values, sets and matrices of each cell, and the laws of self_check.h are
+// held against all of it.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "analysis/metrics/metric.h"
+#include "analysis/self_check.h"
+#include "replay/replay.h"
+
+namespace kvreplay {
+
+/// Values of one metric and variant: [L+1, H+1] over the layers of the trace and the rows or query heads that the
+/// metric has (H = 0: none). The last row is all layers, the last column all heads. NaN: undefined, or a layer that is
+/// not treated. [1, 1]: of the whole cell only.
+using Values = Matrix;
+using ValuesByMetric = std::map<MetricName, Values>;
+
+/// What is wanted of one cell.
+struct Wanted {
+  std::vector<MetricName> metrics;  // spelled out by metrics_of_trace
+  int budget = 0;                   // tokens; 0: none is held against the cell
+  bool scores = false;
+
+  /// Whether some metric needs the moments of the eval queries: Cell::measure.
+  bool of_moments() const;
+};
+
+struct CellResult {
+  std::vector<LayerSelection> selections;  // [treated]
+  std::vector<CellSeconds> seconds;        // [treated]
+  ValuesByMetric values;
+  std::map<std::string, Matrix> matrices;  // [treated, treated], by variant of jaccard_matrix
+  std::vector<float> scores;               // [L, H, P] when wanted, NaN where a layer has none
+  std::optional<Violation> violation;      // the first
+};
+
+/// What is wanted of the trace itself.
+struct WantedOfTrace {
+  std::vector<MetricName> metrics;
+  bool eval_attention = false;
+  bool eval_attention_by_head = false;
+};
+
+struct TraceResult {
+  ValuesByMetric values;
+  std::map<MetricName, std::vector<float>> tokens;  // [L, P] behind the values; NaN where a layer is not treated
+  std::vector<float> eval_attention;                // [L, P] mean over query heads; sums over eval queries
+  std::vector<float> eval_attention_by_head;        // [L, Hq, P]
+  std::vector<double> observable_seconds;           // [treated]
+};
+
+/// Means over eval queries of functions of the moments, by treated layer and query head, summed in the order of the
+/// queries.
+class MomentMeans {
+ public:
+  using Function = double (*)(const Moments& kept, const Moments& full);
+
+  MomentMeans() = default;
+  MomentMeans(std::vector<Function> functions, int layers, int query_heads);
+  void add(int layer, int head, const Moments& kept, const Moments& full);
+  /// [treated, Hq] of one function.
+  Matrix means(std::size_t function, std::size_t queries) const;
+
+ private:
+  std::vector<Function> functions_;
+  std::vector<Matrix> sums_;
+};
+
+class Measurement final : public Sink {
+ public:
+  /// `heard` is told the share of this trace that is done and the treated layers finished in this walk.
+  Measurement(const Trace& trace, const Conditions& conditions, std::vector<Wanted> wanted, WantedOfTrace of_trace,
+              std::function<void(double, int)> heard = {});
+
+  void layer(const LayerView& view, Backend& backend) override;
+  void scored(const LayerView& view, int cell, const Matrix& scores) override;
+  void selected(const LayerView& view, int cell, const LayerSelection& selection, const CellSeconds& seconds) override;
+  void measured(const LayerView& view, std::span<const int> cells, int first, int count,
+                const KeptMoments& moments) override;
+  void compared(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) override;
+  void layer_done(const LayerView& view, int walk, int walks) override;
+
+  /// After the replay; each once.
+  CellResult take_cell(int cell);
+  TraceResult take_trace();
+
+ private:
+  void note(int cell, std::optional<Violation> violation, const LayerView& view, int head);
+
+  const Trace& trace_;
+  const Conditions& conditions_;
+  std::vector<Wanted> wanted_;
+  WantedOfTrace of_trace_;
+  std::function<void(double, int)> heard_;
+  std::vector<CellResult> results_;
+  std::vector<MomentMeans> means_;   // of what is wanted
+  std::vector<MomentMeans> recall_;  // of every measured cell, wanted or not: it is held against the oracle
+  std::vector<std::vector<std::vector<ExpectedRecall>>> expected_;  // [cell][treated][H]
+  TraceResult trace_result_;
+  struct Block {
+    std::vector<int> cells;
+    int first = 0;
+    int count = 0;
+    KeptMoments moments;
+  } block_;
+};
+
+/// A second pass with every token as eval query, for the metrics of OfAllQueries: nothing else is heard.
+class AllQueriesMeasurement final : public Sink {
+ public:
+  AllQueriesMeasurement(const Trace& trace, const Conditions& conditions, std::vector<Wanted> wanted,
+                        std::function<void(double, int)> heard = {});
+  void measured(const LayerView& view, std::span<const int> cells, int first, int count,
+                const KeptMoments& moments) override;
+  void layer_done(const LayerView& view, int walk, int walks) override;
+  ValuesByMetric take_cell(int cell) const;
+
+  static bool wanted_by(const Wanted& wanted);
+
+ private:
+  const Trace& trace_;
+  const Conditions& conditions_;
+  std::vector<Wanted> wanted_;
+  std::vector<MomentMeans> means_;
+  std::function<void(double, int)> heard_;
+};
+
+/// "kv", "query" or "layer", and back.
+const char* word(Heads heads);
+Heads heads_of(std::string_view word);
+
+}  // namespace kvreplay

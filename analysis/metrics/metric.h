@@ -1,0 +1,118 @@
+// Metrics: what is measured, said once. A metric registers itself with its card; the type of a variant's measure says
+// what it is computed from, and so what a run must provide for it.
+#pragma once
+
+#include <compare>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "attention/backend.h"
+#include "attention/layer_view.h"
+#include "matrix.h"
+#include "registry.h"
+#include "replay/replay.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+/// One treated layer of one cell.
+struct LayerFacts {
+  const LayerView& view;
+  const LayerSelection& selection;
+};
+
+/// By row of the policy's granularity (empty: the metric has no rows), and for the layer.
+struct LayerValues {
+  std::vector<double> heads;
+  double layer = 0;
+};
+
+double mean(std::span<const double> values);
+double sum(std::span<const double> values);
+double harmonic_mean(std::span<const double> values);
+
+/// At one eval query and query head; averaged over the eval queries, then the heads, then the layers. `full` are the
+/// moments of the set that keeps everything. Metrics that the general comparison also yields have both functions.
+struct OfMoments {
+  double (*from_moments)(const Moments& kept, const Moments& full);
+  double (*from_comparison)(const Comparison&) = nullptr;
+};
+/// The same with every token of the trace as eval query: a pass of its own.
+struct OfAllQueries {
+  double (*from_moments)(const Moments& kept, const Moments& full);
+};
+/// Of one layer's selection; `over_layers` makes the value of all layers.
+struct OfLayer {
+  LayerValues (*measure)(const LayerFacts&);
+  double (*over_layers)(std::span<const double>) = mean;
+};
+/// The same for each span of tokens below the boundary: the variant's full name is SPAN.NAME.
+struct OfSpan {
+  double (*measure)(const LayerFacts&, const Span&);
+};
+/// Of the selections of all treated layers; NaN: undefined.
+struct OfCell {
+  double (*measure)(std::span<const LayerSelection>);
+};
+/// [treated, treated], written beside the selections; no row of a table.
+struct OfLayerPairs {
+  Matrix (*measure)(std::span<const LayerSelection>);
+};
+/// Of a layer of the trace, whatever is kept: one value a token, averaged over the tokens, then the layers.
+struct OfTrace {
+  std::vector<double> (*measure)(const LayerView&, Backend&);
+};
+/// Wall time of one layer. Kept apart from all other results, so that these compare equal.
+struct OfSeconds {
+  double (*measure)(const CellSeconds&);
+};
+
+using Measure = std::variant<OfMoments, OfAllQueries, OfLayer, OfSpan, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
+
+struct MetricVariant {
+  std::string name;  // empty: the metric itself
+  std::string summary;
+  Measure measure;
+  bool by_default = false;  // computed when nothing is asked for
+};
+
+struct MetricCard {
+  std::string name;
+  std::string summary;
+  std::string unit;
+  std::string formula;
+  std::string source;  // paper and equation, or kvreplay
+  std::string edges;   // what becomes of 0/0, of one token, of one layer
+  std::vector<MetricVariant> variants;
+};
+
+Registry<MetricCard>& metrics();
+
+struct RegisteredMetric {
+  explicit RegisteredMetric(MetricCard card) { metrics().add(std::move(card)); }
+};
+
+/// "attention_recall:prompt" is {attention_recall, prompt}.
+struct MetricName {
+  std::string metric;
+  std::string variant;
+
+  std::string text() const { return variant.empty() ? metric : metric + ":" + variant; }
+  friend auto operator<=>(const MetricName&, const MetricName&) = default;
+};
+
+/// What `--metrics` asks for: NAME[:VARIANT],...; empty: every metric in its default variants. Throws Error{usage} with
+/// the nearest name. A span's variant is SPAN.any, or any for all spans.
+std::vector<MetricName> parse_metrics(std::string_view text);
+
+/// The variant's declaration, also of a span's variant; null when there is none.
+const MetricVariant* find_variant(const MetricName& name);
+
+/// `asked` with each variant of spans spelled out for the spans below `boundary`; jaccard is always in it. Sorted,
+/// unique.
+std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std::span<const Span> spans, int boundary);
+
+}  // namespace kvreplay

@@ -1,0 +1,45 @@
+// What eviction does to the output of attention at an eval query: o = Σ a v against õ = Σ ã v.
+#include <cmath>
+
+#include "analysis/metrics/metric.h"
+#include "analysis/metrics/quotients.h"
+
+namespace kvreplay {
+namespace {
+
+double output_cosine(const Moments& kept, const Moments& full) {
+  return cosine(kept.output_dot, kept.output_square, full.output_square, 1.0);
+}
+double output_cosine(const Comparison& compared) {
+  return cosine(compared.output_dot, compared.output_square, compared.output_full_square, 1.0);
+}
+
+double output_error(const Moments& kept, const Moments& full) {
+  return std::sqrt(quotient(kept.error_square, full.output_square, 0.0));
+}
+double output_error(const Comparison& compared) {
+  return std::sqrt(quotient(compared.error_square, compared.output_full_square, 0.0));
+}
+
+const RegisteredMetric output_cosine_metric{{
+    .name = "output_cosine",
+    .summary = "cosine between the attention output with the full and with the kept cache",
+    .unit = "cosine",
+    .formula = "<o,õ> / (|o| |õ|), o = sum of a v, õ = sum over K' of a v / sum over K' of a",
+    .source = "kvreplay",
+    .edges = "exactly 1 when everything is kept; both outputs zero -> 1, one zero -> 0",
+    .variants = {{"", "per query head", OfMoments{output_cosine, output_cosine}, true}},
+}};
+
+const RegisteredMetric output_error_metric{{
+    .name = "output_error",
+    .summary = "distance between the two attention outputs, relative to the full one",
+    .unit = "relative L2 norm",
+    .formula = "|o - õ|_2 / |o|_2",
+    .source = "kvreplay",
+    .edges = "exactly 0 when everything is kept; 0/0 -> 0; undefined when only o is zero",
+    .variants = {{"", "per query head", OfMoments{output_error, output_error}, true}},
+}};
+
+}  // namespace
+}  // namespace kvreplay

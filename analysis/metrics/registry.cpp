@@ -1,0 +1,99 @@
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "analysis/metrics/metric.h"
+
+namespace kvreplay {
+namespace {
+
+std::vector<std::string> variant_names(const MetricCard& card) {
+  std::vector<std::string> names;
+  for (const MetricVariant& variant : card.variants) names.push_back(variant.name);
+  return names;
+}
+
+const MetricVariant* variant_of(const MetricCard& card, std::string_view name) {
+  for (const MetricVariant& variant : card.variants)
+    if (variant.name == name) return &variant;
+  return nullptr;
+}
+
+bool is_of_span(const MetricVariant& variant) { return std::holds_alternative<OfSpan>(variant.measure); }
+
+/// "needle.any" is the variant "any" of the span "needle".
+std::string_view without_span(std::string_view variant) { return variant.substr(variant.rfind('.') + 1); }
+
+void add_variants(const MetricCard& card, std::string_view asked, std::vector<MetricName>& names) {
+  if (const std::string name{asked}; find_variant({card.name, name}) != nullptr)
+    return names.push_back({card.name, name});
+  if (!asked.empty())
+    throw Error{Refusal::usage, card.name, "unknown variant", nearest(asked, variant_names(card)), std::string(asked)};
+  for (const MetricVariant& variant : card.variants) names.push_back({card.name, variant.name});
+}
+
+}  // namespace
+
+double sum(std::span<const double> values) { return std::accumulate(values.begin(), values.end(), 0.0); }
+
+double mean(std::span<const double> values) { return sum(values) / static_cast<double>(values.size()); }
+
+double harmonic_mean(std::span<const double> values) {
+  double reciprocals = 0;
+  for (const double value : values) reciprocals += 1.0 / value;
+  return static_cast<double>(values.size()) / reciprocals;
+}
+
+Registry<MetricCard>& metrics() {
+  static Registry<MetricCard> registry{"metric"};
+  return registry;
+}
+
+const MetricVariant* find_variant(const MetricName& name) {
+  const MetricCard* card = metrics().find(name.metric);
+  if (card == nullptr) return nullptr;
+  if (const MetricVariant* variant = variant_of(*card, name.variant)) return variant;
+  const MetricVariant* of_span = variant_of(*card, without_span(name.variant));
+  return of_span != nullptr && is_of_span(*of_span) ? of_span : nullptr;
+}
+
+std::vector<MetricName> parse_metrics(std::string_view text) {
+  std::vector<MetricName> names;
+  if (text.empty()) {
+    for (const std::string& name : metrics().names())
+      for (const MetricVariant& variant : metrics().get(name).variants)
+        if (variant.by_default) names.push_back({name, variant.name});
+    return names;
+  }
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string_view piece = text.substr(begin, end - begin);
+    const std::size_t colon = std::min(piece.find(':'), piece.size());
+    const MetricCard& card = metrics().get(piece.substr(0, colon));
+    add_variants(card, colon == piece.size() ? "" : piece.substr(colon + 1), names);
+    begin = end + 1;
+  }
+  return names;
+}
+
+std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std::span<const Span> spans, int boundary) {
+  std::set<MetricName> names;
+  const auto add = [&](const MetricName& name) {
+    const MetricVariant& variant = *find_variant(name);
+    if (!is_of_span(variant)) {
+      names.insert(name);
+      return;
+    }
+    for (const Span& span : spans) {
+      const std::string spelled = span.name + "." + variant.name;
+      if (span.end <= boundary && (name.variant == variant.name || name.variant == spelled))
+        names.insert({name.metric, spelled});
+    }
+  };
+  for (const MetricName& name : asked) add(name);
+  for (const MetricVariant& variant : metrics().get("jaccard_adjacent").variants)
+    add({"jaccard_adjacent", variant.name});
+  return {names.begin(), names.end()};
+}
+
+}  // namespace kvreplay

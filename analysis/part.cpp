@@ -1,0 +1,370 @@
+#include "analysis/part.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+
+#include "analysis/replaced_file.h"
+#include "trace/hdf5.h"
+
+namespace kvreplay {
+namespace {
+
+using hdf5::File;
+using hdf5::Group;
+using hdf5::Shape;
+
+constexpr const char* part_format = "kvpart";
+
+std::size_t index(int i) { return static_cast<std::size_t>(i); }
+hsize_t extent(int n) { return static_cast<hsize_t>(n); }
+
+void set_numbers(const Group& object, const std::string& name, const std::vector<int>& numbers) {
+  const std::vector<std::int32_t> stored(numbers.begin(), numbers.end());
+  const hdf5::Type type = hdf5::Type::int32();
+  const hdf5::Space space = hdf5::Space::of({stored.size()});
+  const hdf5::Handle attribute{H5Acreate2(object.id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, H5P_DEFAULT),
+                               H5Aclose};
+  if (attribute.id() < 0 || H5Awrite(attribute.id(), type.id(), stored.data()) < 0)
+    throw hdf5::failure(object.where(name), "cannot be written");
+}
+
+std::vector<int> numbers_of(const Group& object, const std::string& name) {
+  const hdf5::Handle attribute{H5Aopen(object.id(), name.c_str(), H5P_DEFAULT), H5Aclose};
+  if (attribute.id() < 0) throw hdf5::failure(object.where(name), "cannot be read");
+  const hdf5::Space space{H5Aget_space(attribute.id()), H5Sclose};
+  std::vector<std::int32_t> stored(static_cast<std::size_t>(H5Sget_simple_extent_npoints(space.id())));
+  const hdf5::Type type = hdf5::Type::int32();
+  if (H5Aread(attribute.id(), type.id(), stored.data()) < 0) throw hdf5::failure(object.where(name), "cannot be read");
+  return {stored.begin(), stored.end()};
+}
+
+void copy(const Group& from, const std::string& name, const Group& to) {
+  if (H5Ocopy(from.id(), name.c_str(), to.id(), name.c_str(), H5P_DEFAULT, H5P_DEFAULT) < 0)
+    throw hdf5::failure(to.where() + "/" + name, "cannot be copied from " + from.where());
+}
+
+void write_matrix(Group& group, const std::string& name, const Matrix& matrix) {
+  group.write(name, matrix.values(), {extent(matrix.rows()), extent(matrix.columns())});
+}
+
+void write_values(Group& group, const ValuesByMetric& all) {
+  int number = 0;
+  for (const auto& [name, values] : all) {
+    const std::string dataset = fmt::format("{:03}", number++);
+    hdf5::Dataset written = group.write(dataset, std::span<const double>(values.values()),
+                                        {extent(values.rows()), extent(values.columns())});
+    written.set_attribute("metric", name.metric);
+    written.set_attribute("variant", name.variant);
+  }
+}
+
+ValuesByMetric read_values(const Group& group) {
+  ValuesByMetric all;
+  for (const std::string& name : group.names()) {
+    const hdf5::Dataset dataset = group.dataset(name);
+    const Shape shape = dataset.shape();
+    if (shape.size() != 2) throw Error{Refusal::input, dataset.where(), "shape", "[L+1, H+1]", hdf5::to_string(shape)};
+    Values values(static_cast<int>(shape[0]), static_cast<int>(shape[1]));
+    const std::vector<double> stored = dataset.values<double>();
+    std::ranges::copy(stored, values.values().begin());
+    all[{dataset.string_attribute("metric"), dataset.string_attribute("variant")}] = std::move(values);
+  }
+  return all;
+}
+
+int integer(const Group& group, const std::string& name) { return static_cast<int>(group.integer_attribute(name)); }
+
+void write_conditions(Group& group, const PartTrace& trace) {
+  group.set_attribute("trace_hash", trace.hash);
+  group.set_attribute("model", trace.model);
+  group.set_attribute("dtype", trace.dtype);
+  group.set_attribute("synthetic", std::int64_t{trace.synthetic});
+  const std::pair<const char*, int> sizes[] = {{"prompt", trace.prompt},     {"tokens", trace.tokens},
+                                               {"layers", trace.layers},     {"query_heads", trace.query_heads},
+                                               {"kv_heads", trace.kv_heads}, {"head_dim", trace.head_dim},
+                                               {"boundary", trace.boundary}, {"n_queries", trace.n_queries}};
+  for (const auto& [name, size] : sizes) group.set_attribute(name, std::int64_t{size});
+  group.set_attribute("eval", trace.eval);
+  group.set_attribute("backend", trace.backend);
+  set_numbers(group, "treated", trace.treated);
+  set_numbers(group, "layer_index", trace.layer_index);
+}
+
+PartTrace read_conditions(const Group& group, const std::string& name) {
+  PartTrace trace;
+  trace.name = name;
+  trace.hash = group.string_attribute("trace_hash");
+  trace.model = group.string_attribute("model");
+  trace.dtype = group.string_attribute("dtype");
+  trace.synthetic = group.integer_attribute("synthetic") != 0;
+  const std::pair<const char*, int*> sizes[] = {{"prompt", &trace.prompt},     {"tokens", &trace.tokens},
+                                                {"layers", &trace.layers},     {"query_heads", &trace.query_heads},
+                                                {"kv_heads", &trace.kv_heads}, {"head_dim", &trace.head_dim},
+                                                {"boundary", &trace.boundary}, {"n_queries", &trace.n_queries}};
+  for (const auto& [attribute, size] : sizes) *size = integer(group, attribute);
+  trace.eval = group.string_attribute("eval");
+  trace.backend = group.string_attribute("backend");
+  trace.treated = numbers_of(group, "treated");
+  trace.layer_index = numbers_of(group, "layer_index");
+  trace.has_eval_attention = group.member("eval_attention") == Group::Member::dataset;
+  trace.has_eval_attention_by_head = group.member("eval_attention_heads") == Group::Member::dataset;
+  return trace;
+}
+
+using Words = std::pair<const char*, std::string PartCell::*>;
+constexpr Words words[] = {{"role", &PartCell::role},   {"policy", &PartCell::policy}, {"params", &PartCell::params},
+                           {"label", &PartCell::label}, {"paper", &PartCell::paper},   {"heads", &PartCell::heads},
+                           {"agg", &PartCell::agg},     {"budget", &PartCell::budget}};
+
+void write_cell_facts(Group& group, const PartCell& cell) {
+  for (const auto& [name, member] : words) group.set_attribute(name, cell.*member);
+  group.set_attribute("budget_tokens", std::int64_t{cell.budget_tokens});
+  group.set_attribute("seed", std::to_string(cell.seed));
+  group.set_attribute("kept_tokens", cell.kept_tokens);
+  group.set_attribute("scores", std::int64_t{cell.has_scores});
+}
+
+PartCell read_cell_facts(const Group& group, const std::string& id) {
+  PartCell cell;
+  cell.id = id;
+  for (const auto& [name, member] : words) cell.*member = group.string_attribute(name);
+  cell.budget_tokens = integer(group, "budget_tokens");
+  const std::string seed = group.string_attribute("seed");
+  std::from_chars(seed.data(), seed.data() + seed.size(), cell.seed);
+  cell.kept_tokens = group.float_attribute("kept_tokens");
+  cell.has_scores = group.integer_attribute("scores") != 0;
+  return cell;
+}
+
+void write_seconds(Group& group, const std::string& id, const std::vector<CellSeconds>& seconds) {
+  std::vector<double> flat;
+  for (const CellSeconds& layer : seconds) flat.insert(flat.end(), {layer.score, layer.select});
+  group.write(id, std::span<const double>(flat), {seconds.size(), 2});
+}
+
+std::vector<CellSeconds> read_seconds(const Group& group, const std::string& id) {
+  const std::vector<double> flat = group.dataset(id).values<double>();
+  std::vector<CellSeconds> seconds;
+  for (std::size_t i = 0; i + 1 < flat.size(); i += 2) seconds.push_back({flat[i], flat[i + 1]});
+  return seconds;
+}
+
+/// One column of [L, H] numbers of a selection; `untreated` where a layer is left as it is.
+std::vector<std::int32_t> by_row(const CellResult& made, const PartTrace& trace,
+                                 std::vector<int> LayerSelection::* member, std::int32_t untreated) {
+  const std::size_t rows = index(made.selections.front().set.rows());
+  std::vector<std::int32_t> all(index(trace.layers) * rows, untreated);
+  for (std::size_t l = 0; l < trace.treated.size(); ++l)
+    for (std::size_t row = 0; row < rows; ++row)
+      all[index(trace.treated[l]) * rows + row] = (made.selections[l].*member)[row];
+  return all;
+}
+
+void write_sets(Group& group, const CellResult& made, const PartTrace& trace) {
+  const int rows = made.selections.front().set.rows();
+  std::vector<std::int64_t> offsets{0};
+  std::vector<std::int32_t> positions;
+  std::vector<std::int32_t> sources(index(trace.layers), -1);
+  std::size_t next = 0;
+  for (int layer = 0; layer < trace.layers; ++layer) {
+    const bool treated = next < trace.treated.size() && trace.treated[next] == layer;
+    for (int row = 0; row < rows; ++row) {
+      if (treated) {
+        const std::vector<std::int32_t> kept = made.selections[next].set.positions(row);
+        positions.insert(positions.end(), kept.begin(), kept.end());
+      }
+      offsets.push_back(static_cast<std::int64_t>(positions.size()));
+    }
+    if (treated) {
+      sources[index(layer)] = trace.treated[index(made.selections[next].source)];
+      ++next;
+    }
+  }
+  const Shape of_rows{extent(trace.layers), extent(rows)};
+  group.write("offsets", offsets);
+  group.write("positions", positions);
+  group.write("layer_source", sources);
+  const std::pair<const char*, std::vector<int> LayerSelection::*> columns[] = {
+      {"budget", &LayerSelection::granted}, {"sinks", &LayerSelection::sinks}, {"recent", &LayerSelection::recent}};
+  for (const auto& [name, member] : columns)
+    group.write(name, std::span<const std::int32_t>(by_row(made, trace, member, 0)), of_rows);
+  for (const auto& [variant, matrix] : made.matrices) write_matrix(group, "jaccard_" + variant, matrix);
+  if (!made.scores.empty())
+    group.write("scores", std::span<const float>(made.scores),
+                {extent(trace.layers), made.scores.size() / index(trace.layers) / index(trace.boundary),
+                 extent(trace.boundary)});
+}
+
+void set_cell_attributes(Group& group, const PartCell& cell, const PartTrace& trace) {
+  const std::pair<const char*, const std::string*> attributes[] = {
+      {"trace", &trace.name},   {"trace_hash", &trace.hash}, {"policy", &cell.policy}, {"params", &cell.params},
+      {"budget", &cell.budget}, {"heads", &cell.heads},      {"role", &cell.role}};
+  for (const auto& [name, text] : attributes) group.set_attribute(name, *text);
+  group.set_attribute("budget_tokens", std::int64_t{cell.budget_tokens});
+  group.set_attribute("open_loop", std::int64_t{1});
+}
+
+/// Per-token arrays of the trace: what is new, and what the old part has of the rest.
+void write_trace_arrays(Group& group, const std::optional<Group>& old, const PartTrace& trace,
+                        const TraceResult& result) {
+  const hsize_t layers = extent(trace.layers), heads = extent(trace.query_heads), prompt = extent(trace.boundary);
+  for (const auto& [name, tokens] : result.tokens)
+    group.write(name.text(), std::span<const float>(tokens), {layers, prompt});
+  if (!result.eval_attention.empty())
+    group.write("eval_attention", std::span<const float>(result.eval_attention), {layers, prompt});
+  if (!result.eval_attention_by_head.empty())
+    group.write("eval_attention_heads", std::span<const float>(result.eval_attention_by_head), {layers, heads, prompt});
+  if (!old) return;
+  for (const std::string& name : old->names())
+    if (old->member(name) == Group::Member::dataset && name != "spans" && group.member(name) == Group::Member::none)
+      copy(*old, name, group);
+}
+
+void copy_text(const std::filesystem::path& source, const Group& group) {
+  const File file = File::open(source);
+  for (const char* name : {"tokens", "spans"})
+    if (file.member(name) != Group::Member::none) copy(file, name, group);
+}
+
+/// The image of a file in memory becomes the file.
+void replace_file(const std::filesystem::path& path, File& file) {
+  const std::span<const std::byte> image = file.image();
+  kvreplay::replace_file(path, {reinterpret_cast<const char*>(image.data()), image.size()});
+}
+
+}  // namespace
+
+const PartCell* Part::find(const std::string& id) const {
+  for (const PartCell& cell : cells)
+    if (cell.id == id) return &cell;
+  return nullptr;
+}
+
+Part read_part(const std::filesystem::path& path) {
+  const File file = File::open(path);
+  if (!file.has_attribute("format") || file.string_attribute("format") != part_format)
+    throw Error{Refusal::input, path.string(), "format", part_format, "another file"};
+  if (const auto version = file.integer_attribute("version"); version != 1)
+    throw Error{Refusal::input, path.string(), "version", "1", std::to_string(version)};
+  const Group traces = file.group("traces");
+  const std::vector<std::string> names = traces.names();
+  if (names.size() != 1)
+    throw Error{Refusal::input, traces.where(), "traces of one part", "1", std::to_string(names.size())};
+  Part part;
+  part.trace = read_conditions(traces.group(names.front()), names.front());
+  const Group values = file.group("values"), seconds = file.group("seconds");
+  part.trace.values = read_values(values.group("trace"));
+  part.trace.observable_seconds = seconds.dataset("observables").values<double>();
+  for (const std::string& id : file.group("cells").names()) {
+    const Group of_cell = values.group(id);
+    PartCell cell = read_cell_facts(of_cell, id);
+    cell.values = read_values(of_cell);
+    cell.seconds = read_seconds(seconds, id);
+    part.cells.push_back(std::move(cell));
+  }
+  return part;
+}
+
+std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
+                                            const PartTrace& trace) {
+  const File file = File::open(path);
+  const Group group = file.group("cells").group(id);
+  const Heads heads = heads_of(group.string_attribute("heads"));
+  const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
+  const auto offsets = group.dataset("offsets").values<std::int64_t>();
+  const auto positions = group.dataset("positions").values<std::int32_t>();
+  const auto sources = group.dataset("layer_source").values<std::int32_t>();
+  const auto granted = group.dataset("budget").values<std::int32_t>();
+  const auto sinks = group.dataset("sinks").values<std::int32_t>();
+  const auto recent = group.dataset("recent").values<std::int32_t>();
+  const std::size_t all_rows = index(trace.layers) * index(rows);
+  if (offsets.size() != all_rows + 1 || granted.size() != all_rows || sinks.size() != all_rows ||
+      recent.size() != all_rows || sources.size() != index(trace.layers) ||
+      offsets.back() != static_cast<std::int64_t>(positions.size()))
+    throw Error{Refusal::input, group.where(), "sizes of a selection", fmt::format("{} rows", all_rows),
+                fmt::format("{} offsets", offsets.size())};
+
+  std::vector<LayerSelection> selections;
+  for (const int layer : trace.treated) {
+    LayerSelection selection{KeptSet(heads, rows, trace.boundary), {}, {}, {}, 0};
+    for (int row = 0; row < rows; ++row) {
+      const std::size_t r = index(layer) * index(rows) + index(row);
+      for (auto i = offsets[r]; i < offsets[r + 1]; ++i) {
+        const std::int32_t position = positions.at(static_cast<std::size_t>(i));
+        if (position < 0 || position >= trace.boundary)
+          throw Error{Refusal::input, group.where(), "kept position", fmt::format("0..{}", trace.boundary - 1),
+                      std::to_string(position)};
+        selection.set.keep(row, position);
+      }
+      selection.granted.push_back(granted[r]);
+      selection.sinks.push_back(sinks[r]);
+      selection.recent.push_back(recent[r]);
+    }
+    const auto source = std::ranges::find(trace.treated, sources[index(layer)]);
+    selection.source = static_cast<int>(source - trace.treated.begin());
+    selections.push_back(std::move(selection));
+  }
+  return selections;
+}
+
+void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
+                const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& source) {
+  std::optional<File> old;
+  if (std::filesystem::exists(path)) old = File::open(path);
+  File file = File::create_in_memory(path.string());
+  {
+    file.set_attribute("format", part_format);
+    file.set_attribute("version", std::int64_t{1});
+    Group traces = file.create_group("traces");
+    Group of_trace = traces.create_group(trace.name);
+    write_conditions(of_trace, trace);
+    std::optional<Group> old_trace;
+    if (old) old_trace = old->group("traces").group(trace.name);
+    write_trace_arrays(of_trace, old_trace, trace, result);
+    if (source) copy_text(*source, of_trace);
+
+    Group sets = file.create_group("cells"), values = file.create_group("values"),
+          seconds = file.create_group("seconds");
+    Group of_trace_values = values.create_group("trace");
+    write_values(of_trace_values, trace.values);
+    seconds.write("observables", trace.observable_seconds);
+    for (const auto& [cell, made] : cells) {
+      if (made != nullptr) {
+        Group group = sets.create_group(cell.id);
+        set_numbers(group, "layers", trace.treated);
+        write_sets(group, *made, trace);
+      } else {
+        copy(old->group("cells"), cell.id, sets);
+      }
+      Group group = sets.group(cell.id);
+      set_cell_attributes(group, cell, trace);
+      Group of_cell = values.create_group(cell.id);
+      write_cell_facts(of_cell, cell);
+      write_values(of_cell, cell.values);
+      write_seconds(seconds, cell.id, cell.seconds);
+    }
+  }
+  replace_file(path, file);
+}
+
+void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts) {
+  File file = File::create_in_memory(path.string());
+  {
+    file.set_attribute("format", "kvselections");
+    file.set_attribute("version", std::int64_t{1});
+    const Group traces = file.create_group("traces"), cells = file.create_group("cells");
+    for (const std::filesystem::path& part : parts) {
+      const File from = File::open(part);
+      const Group from_traces = from.group("traces"), from_cells = from.group("cells");
+      for (const std::string& name : from_traces.names()) copy(from_traces, name, traces);
+      // A copy of a trace under another name has the same cells, number by number.
+      for (const std::string& id : from_cells.names())
+        if (cells.member(id) == Group::Member::none) copy(from_cells, id, cells);
+    }
+  }
+  replace_file(path, file);
+}
+
+}  // namespace kvreplay

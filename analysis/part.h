@@ -1,0 +1,83 @@
+// parts/TRACE.h5: all that a run knows of one trace, the unit that is finished or not.
+//
+//   /traces/NAME    as in selections.h5: sizes, conditions, redundancy, eval attention, tokens, spans
+//   /cells/ID       as in selections.h5: sets and matrices
+//   /values/ID      who the cell is, and every value [L+1, H+1]; /values/trace: values of the trace itself
+//   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "analysis/measurement.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+/// The trace of a part, and the conditions that all its cells share.
+struct PartTrace {
+  std::string name, hash, model, dtype;
+  bool synthetic = false;
+  int prompt = 0;  // as captured; `boundary` tokens of it are under compression
+  int tokens = 0;
+  int layers = 0;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+
+  std::string eval;  // as asked for
+  int boundary = 0;
+  int n_queries = 0;
+  std::string backend;
+  std::vector<int> treated;      // stored layers
+  std::vector<int> layer_index;  // the model's own number of each stored layer: what tables show
+
+  ValuesByMetric values;
+  std::vector<double> observable_seconds;  // [treated]
+  bool has_eval_attention = false;
+  bool has_eval_attention_by_head = false;
+};
+
+struct PartCell {
+  std::string id, role, policy, params, label, paper, heads, agg, budget;
+  int budget_tokens = 0;
+  std::uint64_t seed = 0;
+  double kept_tokens = 0;
+  bool has_scores = false;
+  ValuesByMetric values;
+  std::vector<CellSeconds> seconds;  // [treated]
+};
+
+struct Part {
+  PartTrace trace;
+  std::vector<PartCell> cells;
+
+  const PartCell* find(const std::string& id) const;
+};
+
+/// Throws Error{input} for a file that is no part.
+Part read_part(const std::filesystem::path& path);
+
+/// The sets of one cell of a part: [treated].
+std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
+                                            const PartTrace& trace);
+
+/// A cell to be written: `made` holds its sets; null: they are those of the part that is replaced.
+struct CellToWrite {
+  PartCell cell;
+  const CellResult* made = nullptr;
+};
+
+/// Replaces the part at `path`. What `result` does not hold of the trace is taken from the part that is replaced.
+/// `source` is the trace's file, whose tokens and spans are copied; empty: they are not. Throws Error{resources} when
+/// the disk is full; the old part is then still there.
+void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
+                const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& source);
+
+/// Writes selections.h5: the traces and cells of these parts.
+void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts);
+
+}  // namespace kvreplay

@@ -1,0 +1,59 @@
+#include "analysis/replaced_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "error.h"
+
+namespace kvreplay {
+namespace {
+
+/// Of the system call that has just failed.
+Error failed(const std::filesystem::path& path) {
+  const int reason = errno;
+  const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
+  return {full ? Refusal::resources : Refusal::input, path.string(), full ? "disk full" : "cannot be written", "",
+          std::strerror(reason)};
+}
+
+bool bring_to_disk(const std::filesystem::path& path) {
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) return false;
+  const bool synced = fsync(descriptor) == 0;
+  const int reason = errno;
+  close(descriptor);
+  errno = reason;
+  return synced;
+}
+
+}  // namespace
+
+ReplacedFile::ReplacedFile(std::filesystem::path path)
+    : path_(std::move(path)), partial_(path_.string() + ".partial"), stream_(partial_, std::ios::binary) {
+  if (!stream_) throw failed(partial_);
+}
+
+void ReplacedFile::write(std::string_view content) {
+  if (!stream_.write(content.data(), static_cast<std::streamsize>(content.size()))) throw failed(partial_);
+}
+
+void ReplacedFile::finish() {
+  errno = 0;
+  stream_.close();
+  if (!stream_ || !bring_to_disk(partial_)) throw failed(partial_);
+  if (std::rename(partial_.c_str(), path_.c_str()) != 0) throw failed(path_);
+}
+
+void replace_file(const std::filesystem::path& path, std::string_view content) {
+  ReplacedFile file(path);
+  file.write(content);
+  file.finish();
+}
+
+}  // namespace kvreplay

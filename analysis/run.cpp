@@ -1,0 +1,563 @@
+#include "analysis/run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <set>
+#include <system_error>
+
+#include "analysis/measurement.h"
+#include "analysis/part.h"
+#include "analysis/replaced_file.h"
+#include "analysis/run_json.h"
+#include "nearest.h"
+#include "trace/hash.h"
+
+namespace kvreplay {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// What is to be done for one cell, and what an earlier run has left of it.
+struct CellWork {
+  PartCell facts = {};  // id to budget; after the run: all of it
+  ConfiguredPolicy policy;
+  std::vector<MetricName> wanted;
+  std::vector<MetricName> missing = {};
+  bool found = false;  // in the part
+  bool lacks_scores = false;
+  std::string error = {};
+  bool computed = false;
+
+  /// Sets that are there are used again, unless scores are wanted, which only scoring makes.
+  bool uses_known_sets() const { return found && !lacks_scores; }
+  bool to_compute() const { return error.empty() && (!found || lacks_scores || !missing.empty()); }
+};
+
+struct TraceWork {
+  TraceSummary summary;
+  Conditions conditions;
+  std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
+  PartTrace facts;
+  std::optional<Part> part;  // from an earlier run
+  WantedOfTrace of_trace;
+  std::vector<CellWork> cells;
+  std::vector<std::string> warnings;
+
+  fs::path part_path(const fs::path& output) const { return output / "parts" / (summary.name + ".h5"); }
+};
+
+const char* dtype_word(DType type) {
+  return type == DType::float16 ? "float16" : type == DType::bfloat16 ? "bfloat16" : "float32";
+}
+
+std::string cell_id(const RunRequest& request, const PartTrace& trace, const PartCell& cell) {
+  Hash hash;
+  hash.update(
+      fmt::format("kvreplay cell\nnumerics={}\ntrace={}\npolicy={}\nparams={}\nbudget={}\nboundary={}\neval={}\n"
+                  "sliding={}\nseed={}\nbackend={}\n",
+                  numerics, trace.hash, cell.policy, cell.params, cell.budget_tokens, trace.boundary, trace.eval,
+                  request.treat_sliding ? "treat" : "skip", cell.seed, trace.backend));
+  return hash.digits().substr(0, 16);
+}
+
+/// Traces, cells and their names must be able to mean something before anything is opened.
+void check_request(const RunRequest& request) {
+  if (request.traces.empty()) throw Error{Refusal::usage, "replay", "no trace", "at least one"};
+  if (request.policies.empty()) throw Error{Refusal::usage, "replay", "no policy", "at least one"};
+  if (request.budgets.empty()) throw Error{Refusal::usage, "replay", "no budget", "at least one"};
+  backends().get(request.backend);
+  if (request.output.empty()) throw Error{Refusal::usage, "output", "no folder for results"};
+  std::error_code ignored;
+  if (!fs::exists(request.output, ignored)) return;
+  if (!fs::is_directory(request.output, ignored))
+    throw Error{Refusal::usage, request.output.string(), "not a folder", "a folder for results", "a file"};
+  const bool ours = fs::exists(request.output / "parts") || fs::exists(request.output / "run.json");
+  if (!ours && !fs::is_empty(request.output))
+    throw Error{Refusal::usage, request.output.string(), "holds other things", "an empty folder, or one of results",
+                fs::directory_iterator(request.output)->path().filename().string()};
+}
+
+/// A part that an earlier run has left belongs to the same trace under the same conditions, or it is in the way.
+void check_part(const fs::path& path, const PartTrace& found, const PartTrace& expected) {
+  const auto same = [&](const char* what, const std::string& wanted, const std::string& there) {
+    if (wanted != there)
+      throw Error{Refusal::usage, path.string(),
+                  std::string(what) + " of the earlier results (another folder keeps both, --force replaces them)",
+                  wanted, there};
+  };
+  same("trace hash", expected.hash, found.hash);
+  same("boundary", std::to_string(expected.boundary), std::to_string(found.boundary));
+  same("eval", expected.eval, found.eval);
+  same("number of treated layers", std::to_string(expected.treated.size()), std::to_string(found.treated.size()));
+  same("backend", expected.backend, found.backend);
+}
+
+PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditions& conditions) {
+  const TraceHeader& header = trace.header();
+  PartTrace facts;
+  facts.name = trace.name();
+  facts.hash = trace.hash();
+  facts.model = header.model;
+  facts.dtype = dtype_word(header.dtype);
+  facts.synthetic = header.synthetic;
+  facts.prompt = header.prefill;
+  facts.tokens = header.tokens();
+  facts.layers = header.layers;
+  facts.query_heads = header.query_heads;
+  facts.kv_heads = header.kv_heads;
+  facts.head_dim = header.head_dim;
+  facts.eval = request.eval;
+  facts.boundary = conditions.boundary;
+  facts.n_queries = static_cast<int>(conditions.eval_queries.size());
+  facts.backend = request.backend;
+  facts.treated = conditions.layers;
+  facts.layer_index.assign(header.layer_index.begin(), header.layer_index.end());
+  return facts;
+}
+
+void fill_summary(TraceSummary& summary, const PartTrace& facts) {
+  summary.name = facts.name;
+  summary.hash = facts.hash;
+  summary.model = facts.model;
+  summary.dtype = facts.dtype;
+  summary.synthetic = facts.synthetic;
+  summary.prompt = facts.boundary;
+  summary.continuation = facts.tokens - facts.boundary;
+  summary.layers = static_cast<int>(facts.treated.size());
+  summary.stored_layers = facts.layers;
+  summary.query_heads = facts.query_heads;
+  summary.kv_heads = facts.kv_heads;
+  summary.n_queries = facts.n_queries;
+}
+
+template <class Of>
+bool is(const MetricName& name) {
+  return std::holds_alternative<Of>(find_variant(name)->measure);
+}
+
+/// Metrics with values of a cell: those of the trace, of pairs of layers and of time are kept elsewhere.
+bool is_of_cell(const MetricName& name) {
+  return !is<OfTrace>(name) && !is<OfLayerPairs>(name) && !is<OfSeconds>(name);
+}
+
+std::vector<MetricName> without(const std::vector<MetricName>& wanted, const ValuesByMetric& there) {
+  std::vector<MetricName> missing = {};
+  std::ranges::copy_if(wanted, std::back_inserter(missing),
+                       [&](const MetricName& name) { return !there.contains(name); });
+  return missing;
+}
+
+void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy& policy, const Budget& budget,
+              const std::string& role, const std::vector<MetricName>& wanted) {
+  CellWork cell{.policy = policy, .wanted = wanted};
+  PartCell& facts = cell.facts;
+  facts.role = role;
+  facts.policy = policy.name();
+  facts.params = policy.params();
+  facts.label = policy.label();
+  facts.paper = policy.card().paper;
+  const Parameters parameters = policy.parameters();
+  facts.agg = parameters.find("agg") != nullptr ? parameters.find("agg")->text() : "";
+  facts.heads = word(policy.plan().heads);
+  facts.budget = budget.literal;
+  facts.budget_tokens = budget.tokens(work.conditions.boundary);
+  facts.seed = request.seed;
+  facts.id = cell_id(request, work.facts, facts);
+
+  const auto same = std::ranges::find(work.cells, facts.id, [](const CellWork& other) { return other.facts.id; });
+  if (same != work.cells.end()) {
+    if (same->facts.budget != facts.budget && role == "asked")
+      work.warnings.push_back(fmt::format("{}: budgets {} and {} are both {} tokens: {} is replayed once",
+                                          work.summary.name, same->facts.budget, facts.budget, facts.budget_tokens,
+                                          facts.label));
+    return;
+  }
+  if (const PartCell* found = work.part ? work.part->find(facts.id) : nullptr) {
+    cell.found = true;
+    cell.missing = without(wanted, found->values);
+    cell.lacks_scores = request.save_scores && !found->has_scores && policy.plan().score;
+  } else {
+    cell.missing = wanted;
+  }
+  work.cells.push_back(std::move(cell));
+}
+
+/// Controls join what was asked; what was asked for comes first and gives a cell its role.
+std::vector<ConfiguredPolicy> controls(std::uint64_t seed) {
+  std::vector<ConfiguredPolicy> all;
+  for (const char* name : {"full", "random", "oracle"}) all.push_back(ConfiguredPolicy::parse(name, seed));
+  return all;
+}
+
+void check_cells(TraceWork& work, const Trace& trace) {
+  for (CellWork& cell : work.cells) {
+    try {
+      check_policy(trace, work.conditions, cell.policy);
+    } catch (const Error& error) {
+      if (error.refusal() == Refusal::usage) throw;
+      cell.error = error.what();
+    }
+  }
+}
+
+TraceWork prepare(const RunRequest& request, const fs::path& path) {
+  TraceWork work;
+  work.summary.path = path;
+  work.summary.name = path.stem().string();
+  const Trace trace = Trace::open(path);
+  work.conditions.boundary = boundary(trace, request.boundary);
+  work.conditions.eval_queries = eval_queries(trace, work.conditions.boundary, request.eval);
+  work.conditions.layers = treated_layers(trace, request.treat_sliding);
+  work.facts = facts_of(trace, request, work.conditions);
+  fill_summary(work.summary, work.facts);
+
+  if (const fs::path part = work.part_path(request.output); !request.force && fs::exists(part)) {
+    work.part = read_part(part);
+    check_part(part, work.part->trace, work.facts);
+    work.facts = work.part->trace;
+  }
+  const std::vector<MetricName> wanted =
+      metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
+  std::vector<MetricName> of_cells;
+  for (const MetricName& name : wanted) {
+    if (is_of_cell(name)) of_cells.push_back(name);
+    if (is<OfTrace>(name) && !work.facts.values.contains(name)) work.of_trace.metrics.push_back(name);
+  }
+  work.of_trace.eval_attention = !work.facts.has_eval_attention;
+  work.of_trace.eval_attention_by_head = request.save_attention && !work.facts.has_eval_attention_by_head;
+  if (std::ranges::any_of(of_cells, is<OfAllQueries>)) {
+    work.all_queries = work.conditions;
+    work.all_queries->eval_queries = eval_queries(trace, work.conditions.boundary, "all");
+  }
+  for (const Budget& budget : request.budgets) {
+    for (const ConfiguredPolicy& policy : request.policies) add_cell(work, request, policy, budget, "asked", of_cells);
+    for (const ConfiguredPolicy& policy : controls(request.seed))
+      add_cell(work, request, policy, budget, "control", of_cells);
+  }
+  check_cells(work, trace);
+  return work;
+}
+
+void check_names(const std::vector<TraceWork>& works) {
+  std::set<std::string> names, hashes;
+  for (const TraceWork& work : works) {
+    if (!names.insert(work.summary.name).second)
+      throw Error{Refusal::usage, work.summary.path.string(), "another trace has the same name",
+                  "names that tell results apart", work.summary.name};
+    if (!work.summary.hash.empty() && !hashes.insert(work.summary.hash).second)
+      throw Error{Refusal::usage, work.summary.path.string(), "the same trace is given twice", "", work.summary.hash};
+  }
+}
+
+/// A span that was named with a metric must be in some trace.
+void check_spans(const RunRequest& request, const std::vector<TraceWork>& works) {
+  for (const MetricName& name : request.metrics) {
+    const std::size_t dot = name.variant.rfind('.');
+    if (!is<OfSpan>(name) || dot == std::string::npos) continue;
+    const auto has = [&](const TraceWork& work) {
+      return std::ranges::any_of(
+          work.cells, [&](const CellWork& cell) { return std::ranges::find(cell.wanted, name) != cell.wanted.end(); });
+    };
+    if (std::ranges::none_of(works, has))
+      throw Error{Refusal::usage, name.text(), "no trace has such a span below the boundary", "",
+                  name.variant.substr(0, dot)};
+  }
+}
+
+std::vector<TraceWork> prepare(const RunRequest& request) {
+  check_request(request);
+  std::vector<TraceWork> works;
+  std::optional<Error> first;
+  bool served = false;
+  for (const fs::path& path : request.traces) {
+    try {
+      works.push_back(prepare(request, path));
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::input) throw;
+      if (!first) first = error;
+      TraceWork failed;
+      failed.summary.path = path;
+      failed.summary.name = path.stem().string();
+      failed.summary.error = error.what();
+      works.push_back(std::move(failed));
+    }
+    for (const CellWork& cell : works.back().cells)
+      served = served || (cell.facts.role == "asked" && cell.error.empty());
+  }
+  if (!served) {
+    // Asked for something, and nothing of it can be had: that is a refusal, not a run with failures.
+    if (first) throw *first;
+    for (const TraceWork& work : works)
+      for (const CellWork& cell : work.cells)
+        if (!cell.error.empty()) check_policy(Trace::open(work.summary.path), work.conditions, cell.policy);
+  }
+  check_names(works);
+  check_spans(request, works);
+  return works;
+}
+
+/// Cells to compute and what is wanted of each; `of` says whose work cell i is.
+struct Batch {
+  std::vector<Cell> cells;
+  std::vector<Wanted> wanted;
+  std::vector<CellWork*> of;
+};
+
+Batch batch(TraceWork& work, const RunRequest& request) {
+  Batch result;
+  for (CellWork& cell : work.cells) {
+    if (!cell.to_compute()) continue;
+    Wanted wanted{cell.missing, cell.facts.budget_tokens, request.save_scores};
+    const bool unbounded = std::holds_alternative<Everything>(cell.policy.plan().allocate);
+    if (unbounded) wanted.budget = 0;
+    Cell made{.policy = cell.policy, .budget = cell.facts.budget_tokens, .measure = wanted.of_moments()};
+    if (cell.uses_known_sets()) made.known = read_selections(work.part_path(request.output), cell.facts.id, work.facts);
+    result.cells.push_back(std::move(made));
+    result.wanted.push_back(std::move(wanted));
+    result.of.push_back(&cell);
+  }
+  return result;
+}
+
+double mean_kept(const std::vector<LayerSelection>& selections) {
+  double kept = 0, rows = 0;
+  for (const LayerSelection& layer : selections)
+    for (int row = 0; row < layer.set.rows(); ++row, ++rows) kept += layer.set.count(row);
+  return kept / rows;
+}
+
+/// The second pass: the same sets, measured at every token.
+void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& work, const Batch& first,
+                         std::vector<CellResult>& results, const std::function<void(double, int)>& heard,
+                         const std::function<bool()>& interrupted) {
+  Batch second;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < first.cells.size(); ++i) {
+    if (!AllQueriesMeasurement::wanted_by(first.wanted[i])) continue;
+    Cell cell = first.cells[i];
+    cell.known = results[i].selections;
+    cell.measure = true;
+    second.cells.push_back(std::move(cell));
+    second.wanted.push_back(first.wanted[i]);
+    places.push_back(i);
+  }
+  if (places.empty()) return;
+  AllQueriesMeasurement measurement(trace, *work.all_queries, second.wanted, heard);
+  replay(backend, trace, *work.all_queries, second.cells, measurement, interrupted);
+  for (std::size_t i = 0; i < places.size(); ++i)
+    results[places[i]].values.merge(measurement.take_cell(static_cast<int>(i)));
+}
+
+/// What the run knows of a cell after it was measured.
+void complete(CellWork& cell, const Part* part, CellResult& result) {
+  const PartCell* found = cell.found ? part->find(cell.facts.id) : nullptr;
+  const std::string role = cell.facts.role;
+  if (cell.uses_known_sets()) {
+    cell.facts = *found;
+  } else {
+    cell.facts.heads = word(result.selections.front().set.heads());
+    cell.facts.kept_tokens = mean_kept(result.selections);
+    cell.facts.has_scores = !result.scores.empty();
+    cell.facts.seconds = result.seconds;
+    if (found != nullptr) cell.facts.values = found->values;
+  }
+  cell.facts.role = role;
+  for (auto& [name, values] : result.values) cell.facts.values[name] = std::move(values);
+  cell.computed = true;
+}
+
+/// A cell that was once asked for stays so.
+std::string stronger_role(const std::string& found, const std::string& now) { return found == "asked" ? found : now; }
+
+void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_result, const Batch& made,
+           const std::vector<CellResult>& results) {
+  std::vector<CellToWrite> cells;
+  std::set<std::string> replaced;
+  for (std::size_t i = 0; i < made.of.size(); ++i) {
+    CellWork& cell = *made.of[i];
+    if (!cell.computed) continue;
+    if (cell.found) cell.facts.role = stronger_role(work.part->find(cell.facts.id)->role, cell.facts.role);
+    cells.push_back({cell.facts, cell.uses_known_sets() ? nullptr : &results[i]});
+    replaced.insert(cell.facts.id);
+  }
+  bool changed = !cells.empty() || !trace_result.tokens.empty() || work.of_trace.eval_attention ||
+                 work.of_trace.eval_attention_by_head;
+  if (work.part)
+    for (const PartCell& found : work.part->cells) {
+      if (replaced.contains(found.id)) continue;
+      cells.push_back({found});
+      const auto now = std::ranges::find(work.cells, found.id, [](const CellWork& cell) { return cell.facts.id; });
+      if (now == work.cells.end()) continue;
+      cells.back().cell.role = stronger_role(found.role, now->facts.role);
+      changed = changed || cells.back().cell.role != found.role;
+    }
+  if (!changed) return;
+  const fs::path path = work.part_path(request.output);
+  if (request.force) fs::remove(path);
+  write_part(path, work.facts, trace_result, cells, request.no_text ? std::nullopt : std::optional(work.summary.path));
+}
+
+/// Violations by law, for the line that a run ends with.
+using Tally = std::map<Law, int>;
+
+void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
+             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
+  const Trace trace = Trace::open(work.summary.path);
+  Batch made = batch(work, request);
+  const bool second_pass = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
+  const double first_share = second_pass ? 0.5 : 1.0;
+  const auto in_first = [&](double share, int layers) { heard(share * first_share, layers); };
+  const auto in_second = [&](double share, int layers) { heard(first_share + share * (1 - first_share), layers); };
+
+  Measurement measurement(trace, work.conditions, made.wanted, work.of_trace, in_first);
+  const bool of_trace =
+      !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
+  if (made.cells.empty() && !of_trace) return write(request, work, {}, made, {});
+  replay(backend, trace, work.conditions, made.cells, measurement, interrupted);
+
+  std::vector<CellResult> results;
+  for (std::size_t i = 0; i < made.cells.size(); ++i) results.push_back(measurement.take_cell(static_cast<int>(i)));
+  measure_all_queries(backend, trace, work, made, results, in_second, interrupted);
+  TraceResult trace_result = measurement.take_trace();
+  for (const auto& [name, values] : trace_result.values) work.facts.values[name] = values;
+  if (work.facts.observable_seconds.empty()) work.facts.observable_seconds = trace_result.observable_seconds;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (const std::optional<Violation>& violation = results[i].violation) {
+      ++tally[violation->law];
+      made.of[i]->error = violation->text();
+    } else {
+      complete(*made.of[i], work.part ? &*work.part : nullptr, results[i]);
+    }
+  }
+  write(request, work, trace_result, made, results);
+}
+
+CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
+  const PartCell* found = work.part ? work.part->find(cell.facts.id) : nullptr;
+  const PartCell& facts = cell.computed || found == nullptr ? cell.facts : *found;
+  CellSummary summary{.trace = work.summary.name,
+                      .id = facts.id,
+                      .role = cell.facts.role,
+                      .policy = facts.policy,
+                      .params = facts.params,
+                      .label = facts.label,
+                      .paper = facts.paper,
+                      .heads = facts.heads,
+                      .budget = cell.facts.budget,
+                      .budget_tokens = facts.budget_tokens,
+                      .kept_tokens = facts.kept_tokens,
+                      .error = cell.error};
+  if (!cell.error.empty()) {
+    summary.state = CellState::failed;
+    return summary;
+  }
+  summary.state = cell.computed ? CellState::done : CellState::skipped;
+  for (const auto& [name, values] : facts.values)
+    summary.values[name] = values(values.rows() - 1, values.columns() - 1);
+  for (const CellSeconds& layer : facts.seconds) summary.select_seconds += layer.score + layer.select;
+  return summary;
+}
+
+/// A trace that could not be opened has no cells of its own: what was asked of it has failed.
+std::vector<CellSummary> failed_cells(const RunRequest& request, const TraceSummary& trace) {
+  std::vector<CellSummary> cells;
+  for (const Budget& budget : request.budgets)
+    for (const ConfiguredPolicy& policy : request.policies)
+      cells.push_back({.trace = trace.name,
+                       .role = "asked",
+                       .policy = policy.name(),
+                       .params = policy.params(),
+                       .label = policy.label(),
+                       .paper = policy.card().paper,
+                       .budget = budget.literal,
+                       .state = CellState::failed,
+                       .error = trace.error});
+  return cells;
+}
+
+std::string verdict(const Tally& tally, Law law, const std::string& good, const std::string& what) {
+  const auto found = tally.find(law);
+  return found == tally.end() ? good : fmt::format("{} VIOLATED in {} cells", what, found->second);
+}
+
+void make_folders(const fs::path& output) {
+  std::error_code problem;
+  fs::create_directories(output / "parts", problem);
+  if (problem)
+    throw Error{problem == std::errc::no_space_on_device ? Refusal::resources : Refusal::usage, output.string(),
+                "cannot be made", "a folder for results", problem.message()};
+}
+
+}  // namespace
+
+int RunSummary::failed() const {
+  return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellSummary::state));
+}
+
+std::vector<PlannedTrace> plan_run(const RunRequest& request) {
+  std::vector<PlannedTrace> plans;
+  for (TraceWork& work : prepare(request)) {
+    PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
+    if (work.summary.error.empty()) {
+      Batch made = batch(work, request);
+      plan.conditions = work.conditions;
+      plan.all_queries = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
+      plan.skipped = static_cast<int>(
+          std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
+      plan.cells = std::move(made.cells);
+    }
+    plans.push_back(std::move(plan));
+  }
+  return plans;
+}
+
+RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress,
+               const std::function<bool()>& interrupted) {
+  const auto start = std::chrono::system_clock::now();
+  std::vector<TraceWork> works = prepare(request);
+  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
+  make_folders(request.output);
+
+  RunSummary summary{.output = request.output};
+  Tally tally;
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    TraceWork& work = works[i];
+    const auto heard = [&](double share, int layers) {
+      if (progress)
+        progress({static_cast<int>(i), static_cast<int>(works.size()), work.summary.name, layers, work.summary.layers,
+                  (static_cast<double>(i) + share) / static_cast<double>(works.size())});
+    };
+    if (work.summary.error.empty()) {
+      try {
+        compute(request, *backend, work, tally, heard, interrupted);
+      } catch (const Error& error) {
+        const Refusal refusal = error.refusal();
+        if (refusal != Refusal::input && refusal != Refusal::internal && refusal != Refusal::capability) throw;
+        for (CellWork& cell : work.cells)
+          if (cell.to_compute()) {
+            cell.error = error.what();
+            cell.computed = false;
+          }
+      }
+      summary.warnings.insert(summary.warnings.end(), work.warnings.begin(), work.warnings.end());
+      work.summary.observable_seconds = sum(work.facts.observable_seconds);
+      for (const CellWork& cell : work.cells) summary.cells.push_back(summary_of(work, cell));
+    } else {
+      const std::vector<CellSummary> failed = failed_cells(request, work.summary);
+      summary.cells.insert(summary.cells.end(), failed.begin(), failed.end());
+    }
+    summary.traces.push_back(work.summary);
+  }
+  assemble(request.output, request.detail);
+  summary.self_check = {verdict(tally, Law::full, "full 0", "full"), verdict(tally, Law::budget, "budget ok", "budget"),
+                        verdict(tally, Law::identity, "identities ok", "identities"),
+                        verdict(tally, Law::oracle, "none above its oracle", "oracle bound")};
+  replace_file(request.output / "run.json",
+               run_json(request, summary, backend->description(), start, std::chrono::system_clock::now()));
+  return summary;
+}
+
+}  // namespace kvreplay

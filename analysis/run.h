@@ -1,0 +1,131 @@
+// A run: traces x policies x budgets -> a folder of results. Finished work is never done twice.
+//
+// The folder holds parts/TRACE.h5, the unit that is finished or not, and what is assembled from the parts: results.csv,
+// selections.h5, seconds.csv, run.json. Every file is written as NAME.partial and renamed.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "analysis/metrics/metric.h"
+#include "analysis/results.h"
+#include "policies/configured.h"
+#include "replay/replay.h"
+
+namespace kvreplay {
+
+struct RunRequest {
+  std::vector<std::filesystem::path> traces;
+  std::vector<ConfiguredPolicy> policies;  // what was asked; the controls full, random and oracle join by themselves
+  std::vector<Budget> budgets;
+  std::vector<MetricName> metrics;  // as parse_metrics makes them
+  Detail detail = Detail::layer;
+  std::string eval = "continuation";
+  std::string boundary = "prompt";
+  bool treat_sliding = false;
+  bool save_scores = false;
+  bool save_attention = false;
+  std::uint64_t seed = 0;
+  std::string backend = "cpu";
+  int threads = 0;  // 0: all
+  std::filesystem::path output;
+  bool force = false;             // what the folder's parts hold is computed again
+  bool no_text = false;           // tokens and spans are not copied into the results
+  std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
+  std::map<std::string, std::string> build;
+};
+
+/// How far a run is. `done` is the share of the whole run, 0 ... 1.
+struct Progress {
+  int trace = 0;  // from 0
+  int traces = 1;
+  std::string name;
+  int layer = 0;  // treated layers finished in this walk
+  int layers = 1;
+  double done = 0;
+};
+
+enum class CellState {
+  done,     // computed, or completed by new metrics, in this run
+  skipped,  // everything was there from an earlier run
+  failed
+};
+
+/// One cell as tables and run.json show it. A cell is a trace, a policy with all its values and a budget. Its id is the
+/// first 16 hexadecimal digits of the XXH3-128 of these lines, each ended by a newline: "kvreplay cell", then numerics,
+/// trace (its hash), policy, params, budget (tokens), boundary (tokens), eval, sliding (skip | treat), seed and backend
+/// as KEY=VALUE. `numerics` is raised whenever a number of ours changes: the same id means the same numbers.
+struct CellSummary {
+  std::string trace = {};
+  std::string id = {};
+  std::string role = {};    // asked | control
+  std::string policy = {};  // the name
+  std::string params = {};  // every value
+  std::string label = {};   // the name and what differs from the defaults
+  std::string paper = {};
+  std::string heads = {};   // kv | query | layer
+  std::string budget = {};  // as asked
+  int budget_tokens = 0;
+  double kept_tokens = 0;                    // mean a layer and head
+  std::map<MetricName, double> values = {};  // over all layers and heads; NaN: undefined
+  double select_seconds = 0;                 // scoring and selection, all layers, shared observables apart
+  CellState state = CellState::done;
+  std::string error = {};
+};
+
+struct TraceSummary {
+  std::string name = {};
+  std::filesystem::path path = {};
+  std::string hash = {};
+  std::string model = {};
+  std::string dtype = {};
+  bool synthetic = false;
+  int prompt = 0;        // tokens under compression
+  int continuation = 0;  // tokens after them
+  int layers = 0;        // treated
+  int stored_layers = 0;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int n_queries = 0;              // eval queries
+  double observable_seconds = 0;  // shared by all policies
+  std::string error = {};         // the whole trace failed
+};
+
+struct RunSummary {
+  std::filesystem::path output = {};
+  std::vector<TraceSummary> traces = {};
+  std::vector<CellSummary> cells = {};       // by trace, budget as asked, then policy as asked, controls last
+  std::vector<std::string> self_check = {};  // "full 0", "budget ok", ...; what is violated says where
+  std::vector<std::string> warnings = {};
+
+  int failed() const;  // cells; the program's exit code is 6 when there are any
+};
+
+/// What a run would do with one trace, for --dry-run.
+struct PlannedTrace {
+  std::string name = {};
+  std::filesystem::path path = {};
+  std::string hash = {};
+  Conditions conditions = {};
+  std::vector<Cell> cells =
+      {};           // to be computed; `known` where only metrics are missing, `measure` where moments are needed
+  int skipped = 0;  // cells that are already there, whole
+  bool all_queries = false;  // a second pass over every token is needed
+};
+
+inline constexpr int numerics = 1;
+
+/// Opens and checks everything, computes nothing and writes nothing. Throws as run() does.
+std::vector<PlannedTrace> plan_run(const RunRequest& request);
+
+/// Throws Error{usage} for what cannot be meant, before anything is computed; Error{input} when no trace can serve any
+/// policy that was asked for; Error{resources} for a full disk and Error{interrupted}, both with finished parts kept.
+/// What fails later, or for some traces or policies only, is a failed cell of the summary and the run goes on.
+RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress = {},
+               const std::function<bool()>& interrupted = {});
+
+}  // namespace kvreplay

@@ -1,0 +1,114 @@
+#include "analysis/run_json.h"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "analysis/self_check.h"
+
+namespace kvreplay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string utc(std::chrono::system_clock::time_point time) {
+  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::chrono::system_clock::to_time_t(time)));
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+const char* detail_word(Detail detail) {
+  return detail == Detail::summary ? "summary" : detail == Detail::layer ? "layer" : "head";
+}
+
+Json policy_json(const ConfiguredPolicy& policy) {
+  Json parameters = Json::object();
+  const Parameters declared = policy.parameters();
+  for (const Parameter& parameter : declared.all()) parameters[parameter.name] = parameter.text();
+  return {
+      {"label", policy.label()}, {"name", policy.name()}, {"parameters", parameters}, {"paper", policy.card().paper}};
+}
+
+Json input_json(const TraceSummary& trace) {
+  Json input = {{"path", trace.path.string()}, {"trace", trace.name}};
+  if (trace.error.empty())
+    input.update({{"trace_hash", trace.hash},
+                  {"model", trace.model},
+                  {"synthetic", trace.synthetic},
+                  {"prompt", trace.prompt},
+                  {"continuation", trace.continuation},
+                  {"layers", trace.stored_layers},
+                  {"treated_layers", trace.layers},
+                  {"eval_queries", trace.n_queries}});
+  else
+    input["error"] = trace.error;
+  return input;
+}
+
+Json cell_json(const CellSummary& cell) {
+  Json result = {{"cell", cell.id},
+                 {"trace", cell.trace},
+                 {"role", cell.role},
+                 {"policy", cell.policy},
+                 {"params", cell.params},
+                 {"budget", cell.budget},
+                 {"budget_tokens", cell.budget_tokens},
+                 {"state", word(cell.state)}};
+  if (!cell.error.empty()) result["error"] = cell.error;
+  return result;
+}
+
+template <class Items, class Convert>
+Json list(const Items& items, Convert convert) {
+  Json result = Json::array();
+  for (const auto& item : items) result.push_back(convert(item));
+  return result;
+}
+
+}  // namespace
+
+const char* word(CellState state) {
+  return state == CellState::done ? "done" : state == CellState::skipped ? "skipped" : "failed";
+}
+
+std::string run_json(const RunRequest& request, const RunSummary& summary, const std::string& backend,
+                     std::chrono::system_clock::time_point start, std::chrono::system_clock::time_point end) {
+  const Json result = {
+      {"schema", "kvreplay-run/1"},
+      {"argv", request.argv},
+      {"start", utc(start)},
+      {"end", utc(end)},
+      {"host", host_name()},
+      {"build", request.build},
+      {"backend", {{"name", request.backend}, {"description", backend}}},
+      {"inputs", list(summary.traces, input_json)},
+      {"policies", list(request.policies, policy_json)},
+      {"options",
+       {{"budgets", list(request.budgets, [](const Budget& budget) { return Json(budget.literal); })},
+        {"metrics", list(request.metrics, [](const MetricName& name) { return Json(name.text()); })},
+        {"detail", detail_word(request.detail)},
+        {"eval", request.eval},
+        {"boundary", request.boundary},
+        {"sliding", request.treat_sliding ? "treat" : "skip"},
+        {"threads", request.threads},
+        {"save_scores", request.save_scores},
+        {"save_attention", request.save_attention},
+        {"text", !request.no_text}}},
+      {"numerics", numerics},
+      {"seed", request.seed},
+      {"open_loop", true},
+      {"self_check",
+       {{"result", summary.self_check}, {"path_tolerance", path_tolerance}, {"oracle_tolerance", oracle_tolerance}}},
+      {"warnings", summary.warnings},
+      {"cells", list(summary.cells, cell_json)},
+  };
+  return result.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace kvreplay

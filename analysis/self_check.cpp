@@ -1,0 +1,151 @@
+#include "analysis/self_check.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+
+#include "analysis/metrics/metric.h"
+
+namespace kvreplay {
+namespace {
+
+std::string number(double value) { return fmt::format("{:.17g}", value); }
+
+Violation broken(Law law, std::string what, double expected, double found) {
+  return {.law = law, .what = std::move(what), .expected = number(expected), .found = number(found)};
+}
+
+/// A metric that both paths yield, and its value when nothing is evicted.
+struct TwoPaths {
+  std::string name;
+  OfMoments measure;
+  double when_all_is_kept;
+};
+
+const std::vector<TwoPaths>& metrics_of_two_paths() {
+  static const std::vector<TwoPaths> found = [] {
+    const Moments everything{.mass = 1,
+                             .square = 1,
+                             .prompt_mass = 1,
+                             .prompt_square = 1,
+                             .nosink_mass = 1,
+                             .nosink_square = 1,
+                             .output_square = 1,
+                             .output_dot = 1,
+                             .error_square = 0,
+                             .logit_square = 1,
+                             .unaligned_dot = 1};
+    std::vector<TwoPaths> list;
+    for (const std::string& name : metrics().names())
+      for (const MetricVariant& variant : metrics().get(name).variants)
+        if (const auto* measure = std::get_if<OfMoments>(&variant.measure);
+            measure != nullptr && measure->from_comparison != nullptr)
+          list.push_back(
+              {MetricName{name, variant.name}.text(), *measure, measure->from_moments(everything, everything)});
+    return list;
+  }();
+  return found;
+}
+
+/// Fails for NaN too.
+bool agree(double expected, double found, double tolerance) {
+  return std::abs(expected - found) <= tolerance * std::max(1.0, std::abs(expected));
+}
+
+}  // namespace
+
+std::string Violation::text() const {
+  std::string where;
+  if (stored_layer >= 0) where += fmt::format("layer {}", stored_layer);
+  if (head >= 0) where += fmt::format(", head {}", head);
+  if (!where.empty()) where += ": ";
+  return fmt::format("{}{}: expected {}, found {}", where, what, expected, found);
+}
+
+std::optional<Violation> check_moments(const Moments& kept, const Moments& full, bool keeps_everything) {
+  if (keeps_everything) {
+    for (const TwoPaths& metric : metrics_of_two_paths())
+      if (const double found = metric.measure.from_moments(kept, full); !(found == metric.when_all_is_kept))
+        return broken(Law::full, metric.name + " of a set that keeps everything", metric.when_all_is_kept, found);
+    return std::nullopt;
+  }
+  const struct {
+    const char* what;
+    double part, whole;
+  } sums[] = {{"mass on kept keys", kept.mass, full.mass},
+              {"mass on kept keys below the boundary", kept.prompt_mass, full.prompt_mass},
+              {"squares on kept keys", kept.square, full.square},
+              {"squares on kept keys below the boundary", kept.prompt_square, full.prompt_square},
+              {"mass on kept keys after the sinks", kept.nosink_mass, full.nosink_mass},
+              {"squares on kept keys after the sinks", kept.nosink_square, full.nosink_square},
+              {"squared logits of kept keys", kept.logit_square, full.logit_square}};
+  // The added term is for sums so small that the whole of them was lost to underflow.
+  for (const auto& [what, part, whole] : sums)
+    if (!(part >= 0 && part <= whole * (1 + oracle_tolerance) + 1e-30))
+      return Violation{.law = Law::identity, .what = what, .expected = "0.." + number(whole), .found = number(part)};
+  return std::nullopt;
+}
+
+std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full) {
+  for (const TwoPaths& metric : metrics_of_two_paths()) {
+    const double expected = metric.measure.from_comparison(compared);
+    const double found = metric.measure.from_moments(kept, full);
+    const bool both_undefined = !std::isfinite(expected) && !std::isfinite(found);
+    if (!both_undefined && !agree(expected, found, path_tolerance))
+      return broken(Law::identity, metric.name + " by comparison and by moments", expected, found);
+  }
+  return std::nullopt;
+}
+
+std::vector<ExpectedRecall> expected_recall(const LayerView& view, const KeptSet& set) {
+  const Matrix& sums = view.eval_attention();
+  std::vector<ExpectedRecall> rows;
+  for (int row = 0; row < set.rows(); ++row) {
+    std::vector<double> column(static_cast<std::size_t>(view.prompt()));
+    int heads = 0;
+    for (int head = 0; head < view.query_heads(); ++head) {
+      if (set.row_of(head, view.group()) != row) continue;
+      ++heads;
+      for (int j = 0; j < view.prompt(); ++j) column[static_cast<std::size_t>(j)] += sums(head, j);
+    }
+    const double pairs = static_cast<double>(view.eval_queries().size()) * heads;
+    // What does not fall on prompt tokens other than the query itself falls on keys that nobody can evict.
+    const double always_kept = pairs - std::accumulate(column.begin(), column.end(), 0.0);
+    double kept = 0;
+    for (const std::int32_t j : set.positions(row)) kept += column[static_cast<std::size_t>(j)];
+    const auto best = column.begin() + set.count(row);
+    std::nth_element(column.begin(), best, column.end(), std::greater<>());
+    const double best_kept = std::accumulate(column.begin(), best, 0.0);
+    rows.push_back({(always_kept + kept) / pairs, (always_kept + best_kept) / pairs});
+  }
+  return rows;
+}
+
+std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall) {
+  if (!agree(expected.of_set, recall, path_tolerance))
+    return broken(Law::identity, "attention_recall by eval attention and by moments", expected.of_set, recall);
+  if (!(recall <= expected.of_oracle + oracle_tolerance))
+    return Violation{.law = Law::oracle,
+                     .what = "attention_recall above the oracle with the same counts",
+                     .expected = "at most " + number(expected.of_oracle),
+                     .found = number(recall)};
+  return std::nullopt;
+}
+
+std::optional<Violation> check_budget(std::span<const LayerSelection> layers, int budget) {
+  long kept = 0, allowed = 0;
+  for (const LayerSelection& layer : layers) {
+    for (int row = 0; row < layer.set.rows(); ++row) kept += layer.set.count(row);
+    allowed += static_cast<long>(layer.set.rows()) * budget;
+  }
+  if (kept <= allowed) return std::nullopt;
+  return Violation{.law = Law::budget,
+                   .what = "kept slots",
+                   .expected = "at most " + std::to_string(allowed),
+                   .found = std::to_string(kept)};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,58 @@
+// What must hold in every run: a cell that breaks a law of this page is failed, and says where.
+//
+// - A set that keeps everything has recall and cosines of exactly 1 and errors of exactly 0.
+// - A sum over some keys is at most the sum over all: mass <= 1, squares <= the full ones.
+// - The general comparison, which builds ã, agrees with the kept moments (identities: attention_l1 = 2 (1 - m),
+//   attention_cosine² = Σ_{K'} a² / Σ a²) within `path_tolerance`, relative above 1.
+// - Recall equals what the column sums of the eval queries' attention say of the kept set, within `path_tolerance`.
+// - No set recalls more than the tokens of the greatest such sums do, as many of them, within `oracle_tolerance`.
+// - Kept slots are within layers * rows * budget.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+#include "replay/replay.h"
+
+namespace kvreplay {
+
+inline constexpr double path_tolerance = 1e-5;
+inline constexpr double oracle_tolerance = 1e-6;
+
+enum class Law { full, budget, identity, oracle };
+
+/// Rows, not heads, where a law speaks of rows of the policy's granularity.
+struct Violation {
+  Law law;
+  int stored_layer = -1;  // -1: the whole cell
+  int head = -1;          // -1: the whole layer
+  std::string what;
+  std::string expected;
+  std::string found;
+
+  /// "layer 3, head 1: attention_l1: expected 0, found 0.25"
+  std::string text() const;
+};
+
+/// Head and layer are the caller's to fill in.
+std::optional<Violation> check_moments(const Moments& kept, const Moments& full, bool keeps_everything);
+std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full);
+
+/// Recall of one row of a policy's granularity, mean over eval queries and the row's query heads, as the sums of
+/// attention that each prompt token gets (a query's own key left out) say it.
+struct ExpectedRecall {
+  double of_set = 0;     // of the kept set
+  double of_oracle = 0;  // of the best set of that size
+};
+
+/// [H]. Reads LayerView::eval_attention.
+std::vector<ExpectedRecall> expected_recall(const LayerView& view, const KeptSet& set);
+
+std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall);
+
+/// Selections of all treated layers against a budget of tokens a row.
+std::optional<Violation> check_budget(std::span<const LayerSelection> layers, int budget);
+
+}  // namespace kvreplay

@@ -1,0 +1,199 @@
+#include "analysis/table.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <optional>
+
+namespace kvreplay {
+namespace {
+
+constexpr std::size_t widest = 140;
+
+enum class Best { none, largest, smallest };
+
+struct Column {
+  std::string title;
+  std::function<double(const CellSummary&)> value;
+  std::function<std::string(double)> text;
+  Best best;
+};
+
+double value_of(const CellSummary& cell, const MetricName& name) {
+  const auto found = cell.values.find(name);
+  return found == cell.values.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
+}
+
+std::string three_digits(double value) { return fmt::format("{:.3f}", value); }
+std::string one_digit(double value) { return fmt::format("{:.1f}", value); }
+
+std::string duration(double seconds) {
+  if (seconds < 1e-3) return fmt::format("{:.0f} us", seconds * 1e6);
+  if (seconds < 1) return fmt::format("{:.1f} ms", seconds * 1e3);
+  return fmt::format("{:.2f} s", seconds);
+}
+
+Column metric(const char* title, MetricName name, Best best) {
+  return {title, [name = std::move(name)](const CellSummary& cell) { return value_of(cell, name); }, three_digits,
+          best};
+}
+
+/// The columns that some cell has a value for.
+std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
+  std::vector<Column> all{
+      {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Best::none},
+      {"held", [](const CellSummary& cell) { return value_of(cell, {"held_tokens", ""}); }, one_digit, Best::none},
+      metric("recall", {"attention_recall", ""}, Best::largest),
+      metric("att.cos", {"attention_cosine", ""}, Best::largest),
+      metric("att.l1", {"attention_l1", ""}, Best::smallest),
+      metric("out.cos", {"output_cosine", ""}, Best::largest),
+      metric("out.err", {"output_error", ""}, Best::smallest),
+      metric("kv.l1", {"kv_l1_loss", ""}, Best::smallest),
+      metric("jaccard", {"jaccard_adjacent", "mean"}, Best::none),
+      metric("needle", {"span_recall", "needle.mean"}, Best::largest),
+      metric("answer", {"span_recall", "answer.mean"}, Best::largest),
+      metric("question", {"span_recall", "question.mean"}, Best::largest),
+  };
+  std::erase_if(all, [&](const Column& column) {
+    return std::ranges::all_of(cells, [&](const CellSummary& cell) { return std::isnan(column.value(cell)); });
+  });
+  all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration, Best::smallest});
+  return all;
+}
+
+std::string grouped(long number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t i = digits.size(); i > 3; i -= 3) digits.insert(i - 3, " ");
+  return digits;
+}
+
+/// Characters, not bytes; names are ASCII, but a user's parameter may hold anything.
+std::size_t length(std::string_view text) {
+  return static_cast<std::size_t>(
+      std::ranges::count_if(text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; }));
+}
+
+std::string left(const std::string& text, std::size_t width) {
+  return text + std::string(width - std::min(width, length(text)), ' ');
+}
+
+std::string right(const std::string& text, std::size_t width) {
+  return std::string(width - std::min(width, length(text)), ' ') + text;
+}
+
+std::string cut(const std::string& text, std::size_t width) {
+  if (text.size() <= width) return text;
+  std::size_t end = width - 3;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U) --end;
+  return text.substr(0, end) + "...";
+}
+
+std::string shown_name(const CellSummary& cell) { return cell.role == "control" ? "(" + cell.label + ")" : cell.label; }
+
+/// Sets of query heads hold as many times the memory as there are query heads to a KV head.
+std::string shown_heads(const CellSummary& cell, const TraceSummary& trace) {
+  return cell.heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads)) : cell.heads;
+}
+
+std::optional<double> best_of(const Column& column, const std::vector<const CellSummary*>& cells) {
+  std::optional<double> best;
+  int compared = 0;
+  for (const CellSummary* cell : cells) {
+    const double value = column.value(*cell);
+    if (cell->role == "control" || cell->state == CellState::failed || std::isnan(value)) continue;
+    ++compared;
+    if (!best || (column.best == Best::largest ? value > *best : value < *best)) best = value;
+  }
+  return column.best == Best::none || compared < 2 ? std::nullopt : best;
+}
+
+std::string trace_line(const TraceSummary& trace) {
+  const std::string left_out = trace.layers == trace.stored_layers
+                                   ? ""
+                                   : fmt::format(" ({} left as they are)", trace.stored_layers - trace.layers);
+  return fmt::format("trace    {}  P {} + G {}   {} layers{}   {} query / {} kv heads   {}{}        OPEN LOOP\n",
+                     trace.name, trace.prompt, trace.continuation, trace.layers, left_out, trace.query_heads,
+                     trace.kv_heads, trace.dtype, trace.synthetic ? "   synthetic" : "");
+}
+
+std::string budget_line(const TraceSummary& trace, const CellSummary& cell) {
+  const bool fraction = cell.budget.find_first_of(".%eE") != std::string::npos;
+  return fmt::format("budget   {}{} tokens a layer on average, {} slots a head, sinks and window included\n",
+                     fraction ? cell.budget + " of P = " : "", cell.budget_tokens,
+                     grouped(static_cast<long>(cell.budget_tokens) * trace.layers));
+}
+
+std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*>& cells,
+                 const std::vector<Column>& columns) {
+  std::vector<std::vector<std::string>> texts;
+  std::vector<std::size_t> widths;
+  for (const Column& column : columns) {
+    const std::optional<double> best = best_of(column, cells);
+    std::vector<std::string> text;
+    for (const CellSummary* cell : cells) {
+      const double value = column.value(*cell);
+      const bool is_best = best && cell->role != "control" && value == *best;
+      text.push_back((std::isnan(value) ? std::string("-") : column.text(value)) + (is_best ? "*" : " "));
+    }
+    std::size_t width = column.title.size() + 1;
+    for (const std::string& one : text) width = std::max(width, one.size());
+    widths.push_back(width);
+    texts.push_back(std::move(text));
+  }
+  std::size_t taken = 2 + std::string("query 16x").size(), name_width = std::string("policy").size();
+  for (const std::size_t width : widths) taken += width + 1;
+  for (const CellSummary* cell : cells) name_width = std::max(name_width, length(shown_name(*cell)));
+  name_width = std::min(name_width, widest - std::min(taken, widest - 12));
+
+  std::string lines = left("policy", name_width) + "  " + left("heads", 9);
+  for (std::size_t c = 0; c < columns.size(); ++c) lines += " " + right(columns[c].title + " ", widths[c]);
+  lines.erase(lines.find_last_not_of(' ') + 1);
+  lines += '\n';
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    std::string line = left(cut(shown_name(*cells[i]), name_width), name_width) + "  ";
+    if (cells[i]->state == CellState::failed) {
+      line = cut(line + "failed: " + cells[i]->error, widest);
+    } else {
+      line += left(shown_heads(*cells[i], trace), 9);
+      for (std::size_t c = 0; c < columns.size(); ++c) line += " " + right(texts[c][i], widths[c]);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    lines += line + '\n';
+  }
+  return lines;
+}
+
+}  // namespace
+
+std::string table(const RunSummary& summary) {
+  std::string text;
+  double observables = 0;
+  for (const TraceSummary& trace : summary.traces) {
+    if (!trace.error.empty()) {
+      text += fmt::format("trace    {}  failed: {}\n\n", trace.name, trace.error);
+      continue;
+    }
+    observables += trace.observable_seconds;
+    text += trace_line(trace);
+    std::vector<CellSummary> of_trace;
+    std::ranges::copy_if(summary.cells, std::back_inserter(of_trace),
+                         [&](const CellSummary& cell) { return cell.trace == trace.name; });
+    const std::vector<Column> columns = columns_of(of_trace);
+    for (std::size_t first = 0; first < of_trace.size();) {
+      std::vector<const CellSummary*> group;
+      while (first + group.size() < of_trace.size() &&
+             of_trace[first + group.size()].budget_tokens == of_trace[first].budget_tokens)
+        group.push_back(&of_trace[first + group.size()]);
+      text += budget_line(trace, of_trace[first]) + rows(trace, group, columns) + '\n';
+      first += group.size();
+    }
+  }
+  text += "self-check";
+  for (std::size_t i = 0; i < summary.self_check.size(); ++i) text += (i == 0 ? " " : " | ") + summary.self_check[i];
+  return text + fmt::format("     observables {} shared     {}\n", duration(observables), summary.output.string());
+}
+
+}  // namespace kvreplay

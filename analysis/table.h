@@ -1,0 +1,14 @@
+// The table that a run prints: one row a policy, grouped by budget.
+#pragma once
+
+#include <string>
+
+#include "analysis/run.h"
+
+namespace kvreplay {
+
+/// At most 140 columns wide. Controls are in parentheses, `*` marks the best of what was asked for in each column and
+/// budget. Ends with a newline.
+std::string table(const RunSummary& summary);
+
+}  // namespace kvreplay

@@ -1,0 +1,299 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "analysis/metrics/metric.h"
+#include "fake_backend.h"
+
+namespace kvreplay::testing {
+namespace {
+
+template <class Of>
+Of measure(const std::string& metric, const std::string& variant = "") {
+  const MetricVariant* found = find_variant({metric, variant});
+  EXPECT_NE(found, nullptr) << metric << ":" << variant;
+  return std::get<Of>(found->measure);
+}
+
+/// One query that sees keys 0, 1, 2 with attention .5 .3 .2 and values (1,0) (0,1) (1,1); 0 and 2 are kept.
+const Moments full_moments{.mass = 1,
+                           .square = 0.38,
+                           .prompt_mass = 1,
+                           .prompt_square = 0.38,
+                           .output_square = 0.74,
+                           .output_dot = 0.74,
+                           .logit_square = 9,
+                           .unaligned_dot = 0.38};
+const Moments kept_moments{.mass = 0.7,
+                           .square = 0.29,
+                           .prompt_mass = 0.7,
+                           .prompt_square = 0.29,
+                           .output_square = 53.0 / 49,
+                           .output_dot = 5.9 / 7,
+                           .error_square = 0.09 + 0.045 / 0.98,
+                           .logit_square = 4,
+                           .unaligned_dot = 0.5 * 0.5 + 0.3 * 0.2};
+/// The same with the renormalised attention 5/7, 0, 2/7 written out.
+const Comparison compared{.dot = 2.9 / 7,
+                          .full_square = 0.38,
+                          .stored_square = 29.0 / 49,
+                          .l1 = 1.5 / 7 + 0.3 + 0.6 / 7,
+                          .mass = 0.7,
+                          .output_full_square = 0.74,
+                          .output_square = 53.0 / 49,
+                          .output_dot = 5.9 / 7,
+                          .error_square = 0.09 + 0.045 / 0.98};
+
+double from_moments(const std::string& metric, const std::string& variant = "") {
+  return measure<OfMoments>(metric, variant).from_moments(kept_moments, full_moments);
+}
+
+TEST(MetricsOfMoments, OfThreeKeysByHand) {
+  EXPECT_DOUBLE_EQ(from_moments("attention_recall"), 0.7);
+  EXPECT_DOUBLE_EQ(from_moments("attention_recall", "prompt"), 0.7);
+  EXPECT_NEAR(from_moments("attention_cosine"), 0.873589, 1e-6);
+  EXPECT_NEAR(from_moments("attention_l1"), 0.6, 1e-15);
+  EXPECT_NEAR(from_moments("output_cosine"), 0.942103, 1e-6);
+  EXPECT_NEAR(from_moments("output_error"), 0.428571, 1e-6);
+  EXPECT_NEAR(from_moments("attention_cosine", "logits"), 2.0 / 3, 1e-15);
+  EXPECT_NEAR(from_moments("attention_cosine", "unaligned"), 0.31 / std::sqrt(0.29 * 0.38), 1e-15);
+}
+
+TEST(MetricsOfMoments, TheGeneralPathSaysTheSame) {
+  for (const char* metric : {"attention_recall", "attention_cosine", "attention_l1", "output_cosine", "output_error"}) {
+    const auto of = measure<OfMoments>(metric);
+    ASSERT_NE(of.from_comparison, nullptr) << metric;
+    EXPECT_NEAR(of.from_comparison(compared), of.from_moments(kept_moments, full_moments), 1e-15) << metric;
+  }
+}
+
+TEST(MetricsOfMoments, NothingOverNothing) {
+  const Moments none;
+  EXPECT_EQ(measure<OfMoments>("attention_recall", "nosink").from_moments(none, none), 1);
+  EXPECT_EQ(measure<OfMoments>("attention_recall", "prompt").from_moments(none, none), 1);
+  EXPECT_EQ(measure<OfMoments>("attention_cosine").from_moments(none, none), 0);
+  EXPECT_EQ(measure<OfMoments>("attention_cosine", "logits").from_moments(none, none), 0);
+  EXPECT_EQ(measure<OfMoments>("attention_cosine", "unaligned").from_moments(none, full_moments), 0);
+  EXPECT_EQ(measure<OfMoments>("output_cosine").from_moments(none, none), 1);
+  EXPECT_EQ(measure<OfMoments>("output_cosine").from_moments(none, full_moments), 0);
+  EXPECT_EQ(measure<OfMoments>("output_error").from_moments(none, none), 0);
+}
+
+TEST(MetricsOfMoments, EverythingKeptIsExact) {
+  const Moments odd{.mass = 1, .square = 0.1, .output_square = 0.3, .output_dot = 0.3};
+  EXPECT_EQ(measure<OfMoments>("attention_recall").from_moments(odd, odd), 1);
+  EXPECT_EQ(measure<OfMoments>("attention_cosine").from_moments(odd, odd), 1);
+  EXPECT_EQ(measure<OfMoments>("attention_l1").from_moments(odd, odd), 0);
+  EXPECT_EQ(measure<OfMoments>("output_cosine").from_moments(odd, odd), 1);
+  EXPECT_EQ(measure<OfMoments>("output_error").from_moments(odd, odd), 0);
+}
+
+LayerSelection selection(Heads heads, int tokens, const std::vector<std::vector<int>>& kept, int sinks = 0,
+                         int recent = 0) {
+  const std::size_t rows = kept.size();
+  LayerSelection made{KeptSet(heads, static_cast<int>(rows), tokens), std::vector<int>(rows, sinks),
+                      std::vector<int>(rows, recent), std::vector<int>(rows, 0), 0};
+  for (std::size_t row = 0; row < rows; ++row)
+    for (const int j : kept[row]) made.set.keep(static_cast<int>(row), j);
+  return made;
+}
+
+/// 4 query and 2 KV heads of 3 float16 numbers; 4 prompt and 2 more tokens. Norms of keys: 1 2 3 4 and 2 2 2 2; of
+/// values: ten times as much.
+class MetricsOfLayer : public ::testing::Test {
+ protected:
+  MetricsOfLayer() {
+    tensors.q = {nullptr, DType::float16, 4, 6, 3};
+    tensors.k = tensors.v = {nullptr, DType::float16, 2, 6, 3};
+  }
+
+  LayerValues value(const std::string& metric, const std::string& variant, const LayerSelection& made) {
+    const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 4}, eval);
+    Matrix norms(2, 4);
+    for (int j = 0; j < 4; ++j) {
+      norms(0, j) = j + 1;
+      norms(1, j) = 2;
+    }
+    backend.norm_values = norms;
+    view.key_norms(1);
+    for (double& norm : backend.norm_values.values()) norm *= 10;
+    view.value_norms(1);
+    return measure<OfLayer>(metric, variant).measure({view, made});
+  }
+  LayerValues value(const std::string& metric, const LayerSelection& made) { return value(metric, "", made); }
+
+  FakeBackend backend;
+  LayerTensors tensors;
+  std::vector<std::int32_t> eval{4, 5};
+};
+
+TEST_F(MetricsOfLayer, KvL1LossIsARatioOfSums) {
+  const LayerSelection made = selection(Heads::kv, 4, {{3}, {0, 1}});
+  const LayerValues loss = value("kv_l1_loss", made);
+  EXPECT_EQ(loss.heads, (std::vector<double>{0.6, 0.5}));
+  EXPECT_DOUBLE_EQ(loss.layer, (6.0 + 4.0) / 18);
+  EXPECT_DOUBLE_EQ(value("kv_l1_loss", "key", made).layer, 10.0 / 18);
+  EXPECT_DOUBLE_EQ(value("kv_l1_loss", "absolute", made).layer, 110.0 / (8 * 6));
+  EXPECT_DOUBLE_EQ(value("kv_l1_loss", "token", made).layer, 5.0 / 8);
+  // 1 - f rho, f = 3/8.
+  EXPECT_DOUBLE_EQ(1 - 3.0 / 8 * value("kv_l1_loss", "rho", made).layer, loss.layer);
+}
+
+TEST_F(MetricsOfLayer, KvL1LossKnowsKeysFromValues) {
+  LayerSelection made = selection(Heads::kv, 4, {{}, {}});
+  EXPECT_EQ(value("kv_l1_loss", "absolute", made).layer, 18 * 11.0 / (8 * 6));
+  EXPECT_EQ(value("kv_l1_loss", "value", made).layer, 1);
+  EXPECT_TRUE(std::isnan(value("kv_l1_loss", "rho", made).layer));
+}
+
+TEST_F(MetricsOfLayer, KvL1LossByGranularity) {
+  // A query head's row is held against its KV head; one set for the layer against both.
+  const LayerValues query = value("kv_l1_loss", selection(Heads::query, 4, {{3}, {2, 3}, {0}, {}}));
+  EXPECT_EQ(query.heads, (std::vector<double>{0.6, 0.3, 0.75, 1}));
+  EXPECT_DOUBLE_EQ(query.layer, (6.0 + 3 + 6 + 8) / 36);
+  const LayerValues layer = value("kv_l1_loss", selection(Heads::layer, 4, {{3}}));
+  EXPECT_EQ(layer.heads.size(), 1U);
+  EXPECT_DOUBLE_EQ(layer.layer, 12.0 / 18);
+}
+
+TEST_F(MetricsOfLayer, BudgetsWithAndWithoutWhatIsProtected) {
+  const LayerSelection made = selection(Heads::kv, 4, {{0, 1, 3}, {0, 3}}, 1, 1);
+  EXPECT_EQ(value("layer_budget", made).heads, (std::vector<double>{3, 2}));
+  EXPECT_EQ(value("layer_budget", made).layer, 2.5);
+  EXPECT_EQ(value("layer_budget", "unprotected", made).heads, (std::vector<double>{1, 0}));
+  EXPECT_EQ(value("kept_tokens", made).layer, 2.5);
+  EXPECT_EQ(value("compression", made).layer, 4 / 2.5);
+}
+
+TEST_F(MetricsOfLayer, BytesByGranularity) {
+  // 2 tensors of 3 numbers of 2 bytes: 12 bytes a token and KV head.
+  EXPECT_EQ(value("kv_bytes", selection(Heads::kv, 4, {{0, 1, 3}, {0, 3}})).layer, 12 * 5);
+  EXPECT_EQ(value("kv_bytes", selection(Heads::layer, 4, {{0, 1, 3}})).layer, 12 * 6);
+  const LayerSelection query = selection(Heads::query, 4, {{0, 1}, {1, 2}, {3}, {3}});
+  EXPECT_EQ(value("kv_bytes", query).layer, 12 * 6);
+  EXPECT_EQ(value("kv_bytes", "union", query).layer, 12 * 4);
+  EXPECT_EQ(value("kv_bytes", "attention-heads", selection(Heads::layer, 4, {{0, 1, 3}})).layer, 12 * 4 * 3);
+}
+
+TEST_F(MetricsOfLayer, HeldTokensSeeTheContinuationAndThemselves) {
+  const LayerSelection made = selection(Heads::kv, 4, {{0, 1, 3}, {0}});
+  EXPECT_EQ(value("held_tokens", made).layer, 2 + 1.5);
+  eval = {1, 2};  // inside the prompt: query 2 is held beside what is kept up to it
+  EXPECT_EQ(value("held_tokens", made).layer, ((2 + 3) + (2 + 2)) / 4.0);
+  eval = {5};
+  tensors.sliding_window = 3;  // sees 3, 4, 5
+  EXPECT_EQ(value("held_tokens", made).layer, (3 + 2) / 2.0);
+}
+
+TEST_F(MetricsOfLayer, SpanRecall) {
+  const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 4}, eval);
+  const LayerSelection made = selection(Heads::kv, 4, {{3}, {1, 2}});
+  const Span wide{"needle", "needle", 1, 4}, narrow{"needle", "needle", 1, 3};
+  const auto of = [&](const char* variant, const Span& span) {
+    return measure<OfSpan>("span_recall", variant).measure({view, made}, span);
+  };
+  EXPECT_EQ(of("any", wide), 1);
+  EXPECT_DOUBLE_EQ(of("any", narrow), 2.0 / 2);
+  EXPECT_DOUBLE_EQ(of("mean", wide), 3.0 / 6);
+  EXPECT_EQ(of("full", wide), 0);
+  EXPECT_EQ(of("full", narrow), 1);
+}
+
+TEST(MetricsOverLayers, BytesAddUpAndCompressionIsOfTheMean) {
+  const std::vector<double> layers{2, 4};
+  EXPECT_EQ(measure<OfLayer>("kv_bytes").over_layers(layers), 6);
+  EXPECT_EQ(measure<OfLayer>("layer_budget").over_layers(layers), 3);
+  // 12 tokens, 6 and 3 kept: 12 / 4.5.
+  EXPECT_DOUBLE_EQ(measure<OfLayer>("compression").over_layers(layers), 12 / 4.5);
+}
+
+TEST(Jaccard, ByHandInAllReadings) {
+  // Sinks {0} and recent {5} go first, except in +protected.
+  const std::vector<LayerSelection> layers{selection(Heads::kv, 6, {{0, 1, 2, 5}, {0, 3, 5}}, 1, 1),
+                                           selection(Heads::kv, 6, {{0, 2, 3, 5}, {0, 3, 5}}, 1, 1)};
+  const auto value = [&](const char* variant) {
+    const double adjacent = measure<OfCell>("jaccard_adjacent", variant).measure(layers);
+    const Matrix matrix = measure<OfLayerPairs>("jaccard_matrix", variant).measure(layers);
+    EXPECT_EQ(matrix(0, 1), adjacent) << variant;
+    EXPECT_EQ(matrix(1, 0), adjacent) << variant;
+    EXPECT_EQ(matrix(1, 1), 1) << variant;
+    return adjacent;
+  };
+  EXPECT_DOUBLE_EQ(value("first"), 1.0 / 3);
+  EXPECT_DOUBLE_EQ(value("mean"), (1.0 / 3 + 1) / 2);
+  EXPECT_DOUBLE_EQ(value("union"), 2.0 / 3);
+  EXPECT_DOUBLE_EQ(value("first+protected"), 3.0 / 5);
+  EXPECT_DOUBLE_EQ(value("mean+protected"), (3.0 / 5 + 1) / 2);
+  EXPECT_DOUBLE_EQ(value("union+protected"), 4.0 / 5);
+}
+
+TEST(Jaccard, EmptySetsAndASingleLayer) {
+  const LayerSelection empty = selection(Heads::layer, 6, {{}}), one = selection(Heads::layer, 6, {{4}});
+  const auto first = measure<OfCell>("jaccard_adjacent", "first");
+  EXPECT_EQ(first.measure(std::vector{empty, empty}), 1);
+  EXPECT_EQ(first.measure(std::vector{empty, one}), 0);
+  EXPECT_TRUE(std::isnan(first.measure(std::vector{one})));
+}
+
+TEST(MetricRegistry, EveryCardIsWhole) {
+  ASSERT_FALSE(metrics().names().empty());
+  for (const std::string& name : metrics().names()) {
+    const MetricCard& card = metrics().get(name);
+    for (const std::string& text : {card.summary, card.unit, card.formula, card.source, card.edges})
+      EXPECT_FALSE(text.empty()) << name;
+    ASSERT_FALSE(card.variants.empty()) << name;
+    for (const MetricVariant& variant : card.variants) EXPECT_FALSE(variant.summary.empty()) << name;
+  }
+}
+
+TEST(MetricNames, DefaultIsEveryMetricInItsBaseVariants) {
+  const std::vector<MetricName> names = parse_metrics("");
+  const auto has = [&](const MetricName& name) { return std::ranges::find(names, name) != names.end(); };
+  EXPECT_TRUE(has({"attention_recall", ""}));
+  EXPECT_FALSE(has({"attention_recall", "prompt"}));
+  EXPECT_FALSE(has({"attention_cosine", "rows"}));
+  EXPECT_TRUE(has({"span_recall", "full"}));
+  EXPECT_TRUE(has({"jaccard_adjacent", "union+protected"}));
+}
+
+TEST(MetricNames, AMetricWithoutABaseVariantMeansAllOfThem) {
+  EXPECT_EQ(
+      parse_metrics("attention_cosine:prompt,span_recall"),
+      (std::vector<MetricName>{
+          {"attention_cosine", "prompt"}, {"span_recall", "any"}, {"span_recall", "mean"}, {"span_recall", "full"}}));
+  EXPECT_EQ(parse_metrics("span_recall:my.needle.any"), (std::vector<MetricName>{{"span_recall", "my.needle.any"}}));
+}
+
+TEST(MetricNames, UnknownOnesAreAnsweredWithTheNearest) {
+  const auto refusal = [](const char* text) {
+    try {
+      parse_metrics(text);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(refusal("attention_recal"),
+            "attention_recal: unknown metric: expected attention_recall, found attention_recal");
+  EXPECT_EQ(refusal("attention_cosine:logit"), "attention_cosine: unknown variant: expected logits, found logit");
+  EXPECT_NE(refusal("span_recall:needle.most"), "accepted");
+  EXPECT_NE(refusal("kv_bytes:needle.any"), "accepted");
+  EXPECT_NE(refusal("kv_bytes,"), "accepted");
+}
+
+TEST(MetricNames, SpansOfATraceSpellOutTheirVariants) {
+  const std::vector<Span> spans{{"needle", "needle", 2, 5}, {"late", "answer", 8, 12}};
+  const auto spelled = [&](const char* asked) {
+    std::vector<MetricName> names = metrics_of_trace(parse_metrics(asked), spans, 10);
+    std::erase_if(names, [](const MetricName& name) { return name.metric == "jaccard_adjacent"; });
+    return names;
+  };
+  EXPECT_EQ(spelled("span_recall:any"), (std::vector<MetricName>{{"span_recall", "needle.any"}}));
+  EXPECT_EQ(spelled("span_recall:needle.full"), (std::vector<MetricName>{{"span_recall", "needle.full"}}));
+  EXPECT_TRUE(spelled("span_recall:late.any").empty());
+  EXPECT_EQ(metrics_of_trace(parse_metrics("kv_bytes"), spans, 10).size(), 7U);  // with jaccard in six readings
+}
+
+}  // namespace
+}  // namespace kvreplay::testing

@@ -1,0 +1,410 @@
+#include "analysis/run.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+
+#include "analysis/compare_runs.h"
+#include "analysis/csv.h"
+#include "analysis/table.h"
+#include "trace/hdf5.h"
+#include "trace/synth.h"
+#include "trace_files.h"
+
+namespace kvreplay {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string content(const fs::path& path) {
+  std::ifstream stream(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+std::vector<std::map<std::string, std::string>> rows(const fs::path& path) {
+  const auto lines = parse_csv(path.string(), content(path));
+  std::vector<std::map<std::string, std::string>> all;
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    all.emplace_back();
+    for (std::size_t c = 0; c < lines[0].size(); ++c) all.back()[lines[0][c]] = lines[i].at(c);
+  }
+  return all;
+}
+
+std::string refusal(const RunRequest& request) {
+  try {
+    run(request);
+  } catch (const Error& error) {
+    return std::to_string(error.exit_code()) + " " + error.what();
+  }
+  return "no refusal";
+}
+
+/// The CPU's numbers, but for half of the mass of the last set's keys.
+class ForgetfulBackend final : public Backend {
+ public:
+  explicit ForgetfulBackend(int threads) : sound_(make_backend("cpu", threads)) {}
+
+  std::string description() const override { return "forgetful"; }
+  Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override {
+    return sound_->attention_sums(layer, what);
+  }
+  KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
+                           std::span<const KeptSet* const> sets) override {
+    KeptMoments moments = sound_->kept_moments(layer, queries, boundary, sets);
+    for (std::size_t i = moments.kept.size() - moments.full.size(); i < moments.kept.size(); ++i)
+      moments.kept[i].mass /= 2;
+    return moments;
+  }
+  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
+                                            std::span<const std::int32_t> queries, int boundary,
+                                            const KeptSet& set) override {
+    return sound_->compare_attention(layer, stored, positions, queries, boundary, set);
+  }
+  Matrix norms(const TensorView& tensor, int tokens, double p) override { return sound_->norms(tensor, tokens, p); }
+  std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override {
+    return sound_->similarity_row_maxima(tensor, tokens);
+  }
+  std::size_t working_set(const LayerTensors& layer, int sets) const override {
+    return sound_->working_set(layer, sets);
+  }
+
+ private:
+  std::unique_ptr<Backend> sound_;
+};
+
+const RegisteredBackend forgetful{
+    {.name = "forgetful", .summary = "wrong about one set", .make = [](int threads) -> std::unique_ptr<Backend> {
+       return std::make_unique<ForgetfulBackend>(threads);
+     }}};
+
+class Run : public TraceFiles {
+ protected:
+  fs::path synth(const std::string& kind, const std::string& name) {
+    const fs::path path = file(name + ".h5");
+    SynthOptions options = synth_defaults(kind);
+    options.existing = Existing::replace;
+    if (kind != "fixture") {
+      options.layers = 2;
+      options.query_heads = 4;
+      options.kv_heads = 2;
+      options.head_dim = 8;
+      options.prefill = 40;
+      options.continuation = 6;
+    }
+    synthesise(options, path);
+    return path;
+  }
+
+  RunRequest request(std::vector<fs::path> traces, const std::string& policies = "snapkv:window=2,kernel=3",
+                     const std::string& metrics = "") {
+    RunRequest made;
+    made.traces = std::move(traces);
+    for (const std::string& text : split_policies(policies)) made.policies.push_back(ConfiguredPolicy::parse(text));
+    made.budgets = {Budget::parse("6")};
+    made.metrics = parse_metrics(metrics);
+    made.output = folder() / "out";
+    made.threads = 1;
+    return made;
+  }
+};
+
+const CellSummary& cell(const RunSummary& summary, const std::string& policy) {
+  for (const CellSummary& one : summary.cells)
+    if (one.policy == policy) return one;
+  throw std::runtime_error("no cell of " + policy);
+}
+
+TEST_F(Run, ControlsStandBesideWhatWasAsked) {
+  const RunSummary summary = run(request({synth("fixture", "f1")}));
+  ASSERT_EQ(summary.cells.size(), 4U);
+  EXPECT_EQ(cell(summary, "snapkv").role, "asked");
+  for (const char* control : {"full", "random", "oracle"}) EXPECT_EQ(cell(summary, control).role, "control");
+  for (const CellSummary& one : summary.cells) EXPECT_EQ(one.state, CellState::done) << one.policy << one.error;
+  EXPECT_EQ(summary.failed(), 0);
+  EXPECT_EQ(summary.self_check,
+            (std::vector<std::string>{"full 0", "budget ok", "identities ok", "none above its oracle"}));
+  const auto& full = cell(summary, "full").values;
+  EXPECT_EQ(full.at({"attention_recall", ""}), 1);
+  EXPECT_EQ(full.at({"attention_l1", ""}), 0);
+  EXPECT_EQ(full.at({"output_error", ""}), 0);
+  EXPECT_EQ(full.at({"kv_l1_loss", ""}), 0);
+  // B = 6 of 12, continuation 4: eval query t holds 6 + 1 ... 6 + 4.
+  EXPECT_EQ(cell(summary, "snapkv").values.at({"held_tokens", ""}), 8.5);
+  EXPECT_NEAR(cell(summary, "snapkv").values.at({"attention_recall", ""}), 0.588619, 1e-6);
+}
+
+TEST_F(Run, ASecondRunComputesNothingAndSaysTheSame) {
+  const RunRequest asked = request({synth("gaussian", "a"), synth("sinks", "b")}, "h2o,local");
+  run(asked);
+  const std::string results = content(asked.output / "results.csv"), seconds = content(asked.output / "seconds.csv");
+  const auto part = fs::last_write_time(asked.output / "parts" / "a.h5");
+  const RunSummary again = run(asked);
+  for (const CellSummary& one : again.cells) EXPECT_EQ(one.state, CellState::skipped);
+  EXPECT_EQ(content(asked.output / "results.csv"), results);
+  EXPECT_EQ(content(asked.output / "seconds.csv"), seconds);
+  EXPECT_EQ(fs::last_write_time(asked.output / "parts" / "a.h5"), part);
+}
+
+TEST_F(Run, AFreshRunEqualsAnotherFreshRun) {
+  RunRequest asked = request({synth("needle", "a")}, "h2o,chunkkv");
+  run(asked);
+  const fs::path first = asked.output;
+  asked.output = folder() / "again";
+  asked.threads = 2;
+  run(asked);
+  EXPECT_EQ(content(first / "results.csv"), content(asked.output / "results.csv"));
+  EXPECT_TRUE(compare_runs(first, asked.output).equal());
+}
+
+TEST_F(Run, AnAddedMetricIsComputedFromTheStoredSets) {
+  RunRequest asked = request({synth("needle", "a")}, "snapkv:window=4", "attention_recall");
+  run(asked);
+  const std::string seconds = content(asked.output / "seconds.csv");
+  asked.metrics = parse_metrics("attention_recall,kv_l1_loss:key,attention_cosine:rows,span_recall");
+  const std::vector<PlannedTrace> plan = plan_run(asked);
+  ASSERT_EQ(plan.size(), 1U);
+  ASSERT_EQ(plan[0].cells.size(), 4U);
+  EXPECT_EQ(plan[0].cells[0].known.size(), 2U);
+  EXPECT_FALSE(plan[0].cells[0].measure);
+  EXPECT_TRUE(plan[0].all_queries);
+  const RunSummary added = run(asked);
+  EXPECT_EQ(cell(added, "snapkv").state, CellState::done);
+  EXPECT_EQ(content(asked.output / "seconds.csv"), seconds);  // nothing was scored again
+
+  RunRequest whole = asked;
+  whole.output = folder() / "whole";
+  const RunSummary at_once = run(whole);
+  EXPECT_EQ(content(asked.output / "results.csv"), content(whole.output / "results.csv"));
+  EXPECT_TRUE(compare_runs(asked.output, whole.output).equal());
+  EXPECT_EQ(cell(at_once, "full").values.at({"attention_cosine", "rows"}), 1);
+}
+
+TEST_F(Run, RowsAreTheCosineOverEveryToken) {
+  RunRequest asked = request({synth("gaussian", "a")}, "snapkv", "attention_cosine:rows");
+  const RunSummary rows_of_continuation = run(asked);
+  asked.output = folder() / "all";
+  asked.eval = "all";
+  asked.metrics = parse_metrics("attention_cosine");
+  const RunSummary all = run(asked);
+  EXPECT_EQ(cell(rows_of_continuation, "snapkv").values.at({"attention_cosine", "rows"}),
+            cell(all, "snapkv").values.at({"attention_cosine", ""}));
+}
+
+TEST_F(Run, ResultsAreTidySortedAndComplete) {
+  RunRequest asked = request({synth("fixture", "f1")}, "snapkv:window=2,kernel=3,h2o:recent=3");
+  asked.detail = Detail::head;
+  run(asked);
+  const auto all = rows(asked.output / "results.csv");
+  std::vector<std::vector<std::string>> order;
+  int heads = 0, trace_rows = 0;
+  for (const auto& row : all) {
+    const auto number = [](const std::string& text) { return text == "all" ? "z" : text; };
+    order.push_back({row.at("trace"), row.at("policy"), row.at("params"), row.at("budget"), number(row.at("layer")),
+                     number(row.at("head")), row.at("metric"), row.at("variant")});
+    EXPECT_NE(row.at("value"), "nan");
+    if (row.at("policy") == "h2o" && row.at("metric") == "attention_recall" && row.at("layer") == "2")
+      heads += row.at("head") == "all" ? 0 : 1;
+    if (row.at("role") == "trace") {
+      ++trace_rows;
+      EXPECT_EQ(row.at("policy"), "");
+    }
+  }
+  EXPECT_TRUE(std::ranges::is_sorted(order));
+  EXPECT_EQ(std::ranges::adjacent_find(order), order.end());
+  EXPECT_EQ(heads, 4);
+  EXPECT_EQ(trace_rows, 2 * (4 + 1));  // keys and values, four layers and all
+  EXPECT_EQ(content(asked.output / "results.csv").find("seconds"), std::string::npos);
+
+  // Another detail is another view of the same parts.
+  asked.detail = Detail::summary;
+  run(asked);
+  for (const auto& row : rows(asked.output / "results.csv")) {
+    EXPECT_EQ(row.at("layer"), "all");
+    EXPECT_EQ(row.at("head"), "all");
+  }
+}
+
+TEST_F(Run, SelectionsHoldSetsMatricesAndTheTrace) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  asked.save_scores = asked.save_attention = true;
+  const RunSummary summary = run(asked);
+  const hdf5::File made = hdf5::File::open(asked.output / "selections.h5");
+  const hdf5::Group group = made.group("cells").group(cell(summary, "snapkv").id);
+  const auto offsets = group.dataset("offsets").values<std::int64_t>();
+  ASSERT_EQ(offsets.size(), 4U * 2 + 1);
+  const auto positions = group.dataset("positions").values<std::int32_t>();
+  EXPECT_EQ((std::vector<std::int32_t>(positions.begin(), positions.begin() + offsets[1])),
+            (std::vector<std::int32_t>{1, 2, 3, 4, 10, 11}));
+  EXPECT_EQ(group.dataset("recent").values<std::int32_t>(), std::vector<std::int32_t>(8, 2));
+  EXPECT_EQ(group.dataset("scores").shape(), (hdf5::Shape{4, 2, 12}));
+  EXPECT_NEAR(group.dataset("jaccard_union").values<double>()[1], 0.5, 1e-12);
+  const hdf5::Group trace = made.group("traces").group("f1");
+  EXPECT_EQ(trace.dataset("redundancy_key").shape(), (hdf5::Shape{4, 12}));
+  EXPECT_NEAR(trace.dataset("redundancy_key").values<float>()[0], 0.659, 1e-4);
+  EXPECT_EQ(trace.dataset("eval_attention_heads").shape(), (hdf5::Shape{4, 4, 12}));
+  EXPECT_EQ(trace.group("tokens").dataset("ids").shape(), (hdf5::Shape{16}));
+}
+
+TEST_F(Run, SlidingLayersHaveNoRows) {
+  const fs::path path = file("sliding.h5");
+  SynthOptions options = synth_defaults("gaussian");
+  options.layers = 3;
+  options.head_dim = 8;
+  options.prefill = 40;
+  options.continuation = 4;
+  options.sliding_window = {0, 16, 0};
+  synthesise(options, path);
+  const RunRequest asked = request({path}, "snapkv");
+  const RunSummary summary = run(asked);
+  EXPECT_EQ(summary.traces.at(0).layers, 2);
+  for (const auto& row : rows(asked.output / "results.csv")) EXPECT_NE(row.at("layer"), "1");
+  const hdf5::File made = hdf5::File::open(asked.output / "selections.h5");
+  const hdf5::Group group = made.group("cells").group(cell(summary, "snapkv").id);
+  EXPECT_EQ(group.dataset("layer_source").values<std::int32_t>(), (std::vector<std::int32_t>{0, -1, 2}));
+  EXPECT_EQ(group.dataset("jaccard_mean").shape(), (hdf5::Shape{2, 2}));
+  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped);
+}
+
+TEST_F(Run, EqualBudgetsAreOneCell) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  asked.budgets = {Budget::parse("6"), Budget::parse("0.5")};
+  const RunSummary summary = run(asked);
+  EXPECT_EQ(summary.cells.size(), 4U);
+  EXPECT_EQ(summary.warnings.size(), 1U);
+}
+
+TEST_F(Run, AControlThatIsAskedForIsAsked) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  run(asked);
+  asked.policies.push_back(ConfiguredPolicy::parse("random"));
+  const RunSummary again = run(asked);
+  EXPECT_EQ(cell(again, "random").role, "asked");
+  EXPECT_EQ(cell(again, "random").state, CellState::skipped);
+  for (const auto& row : rows(asked.output / "results.csv"))
+    EXPECT_EQ(row.at("role") == "asked", row.at("policy") == "random" || row.at("policy") == "snapkv");
+}
+
+TEST_F(Run, OneBrokenTraceDoesNotStopTheOthers) {
+  const fs::path broken = file("broken.h5");
+  std::ofstream(broken) << "no trace";
+  const RunRequest asked = request({broken, synth("fixture", "f1")});
+  const RunSummary summary = run(asked);
+  EXPECT_EQ(summary.failed(), 1);
+  EXPECT_EQ(summary.cells.at(0).state, CellState::failed);
+  EXPECT_EQ(cell(summary, "oracle").state, CellState::done);
+  EXPECT_FALSE(rows(asked.output / "results.csv").empty());
+  EXPECT_NE(table(summary).find("broken  failed"), std::string::npos);
+}
+
+TEST_F(Run, AViolatedLawFailsTheCellAndSaysWhere) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  asked.backend = "forgetful";
+  const RunSummary summary = run(asked);
+  EXPECT_EQ(summary.failed(), 1);
+  const CellSummary& failed = cell(summary, "oracle");
+  EXPECT_EQ(failed.state, CellState::failed);
+  EXPECT_TRUE(
+      failed.error.starts_with("layer 0, head 0: attention_recall by eval attention and by moments: expected 0.7"))
+      << failed.error;
+  EXPECT_EQ(summary.self_check.at(2), "identities VIOLATED in 1 cells");
+  // Its numbers are shown nowhere, and the next run computes it again.
+  for (const auto& row : rows(asked.output / "results.csv")) EXPECT_NE(row.at("policy"), "oracle");
+  EXPECT_NE(table(summary).find("failed: layer 0"), std::string::npos);
+  EXPECT_EQ(cell(run(asked), "oracle").state, CellState::failed);
+}
+
+TEST_F(Run, WhatCannotBeMeantStopsBeforeAnythingIsWritten) {
+  const fs::path trace = synth("fixture", "f1");
+  const fs::path broken = file("broken.h5");
+  std::ofstream(broken) << "no trace";
+  EXPECT_TRUE(refusal(request({broken})).starts_with("3 "));
+  EXPECT_TRUE(refusal(request({trace}, "streaming-llm:sinks=4000"))
+                  .starts_with("2 streaming-llm:sinks: larger than the trace"));
+  EXPECT_TRUE(refusal(request({trace}, "snapkv", "span_recall:needle.any"))
+                  .starts_with("2 span_recall:needle.any: no trace has such a span"));
+  fs::create_directory(folder() / "other");
+  fs::copy_file(trace, folder() / "other" / "f1.h5");
+  EXPECT_NE(refusal(request({trace, folder() / "other" / "f1.h5"})).find("another trace has the same name"),
+            std::string::npos);
+  fs::copy_file(trace, file("copy.h5"));
+  EXPECT_NE(refusal(request({trace, file("copy.h5")})).find("the same trace is given twice"), std::string::npos);
+  EXPECT_FALSE(fs::exists(folder() / "out"));
+}
+
+TEST_F(Run, FoldersOfOthersAreLeftAlone) {
+  const RunRequest asked = request({synth("fixture", "f1")});
+  fs::create_directory(asked.output);
+  std::ofstream(asked.output / "thesis.tex") << "precious";
+  EXPECT_NE(refusal(asked).find("holds other things"), std::string::npos);
+  EXPECT_EQ(content(asked.output / "thesis.tex"), "precious");
+  EXPECT_FALSE(fs::exists(asked.output / "parts"));
+}
+
+TEST_F(Run, OtherConditionsNeedAnotherFolderOrForce) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  run(asked);
+  asked.eval = "last:3";
+  EXPECT_NE(refusal(asked).find("eval of the earlier results"), std::string::npos);
+  asked.force = true;
+  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::done);
+  for (const auto& row : rows(asked.output / "results.csv")) EXPECT_EQ(row.at("eval"), "last:3");
+}
+
+TEST_F(Run, AnInterruptedRunGoesOnWhereItStopped) {
+  const RunRequest asked = request({synth("gaussian", "a"), synth("sinks", "b")}, "h2o");
+  bool first_done = false;
+  const auto progress = [&](const Progress& at) { first_done = first_done || at.trace == 1; };
+  EXPECT_THROW(run(asked, progress, [&] { return first_done; }), Error);
+  EXPECT_TRUE(fs::exists(asked.output / "parts" / "a.h5"));
+  EXPECT_FALSE(fs::exists(asked.output / "parts" / "b.h5"));
+  // What a killed run leaves behind is replaced.
+  std::ofstream(asked.output / "parts" / "b.h5.partial") << "half a part";
+  std::ofstream(asked.output / "results.csv.partial") << "half a table";
+  const RunSummary resumed = run(asked);
+  for (const CellSummary& one : resumed.cells)
+    EXPECT_EQ(one.state, one.trace == "a" ? CellState::skipped : CellState::done);
+  EXPECT_FALSE(fs::exists(asked.output / "parts" / "b.h5.partial"));
+  EXPECT_FALSE(fs::exists(asked.output / "results.csv.partial"));
+
+  RunRequest at_once = asked;
+  at_once.output = folder() / "at_once";
+  run(at_once);
+  EXPECT_EQ(content(asked.output / "results.csv"), content(at_once.output / "results.csv"));
+}
+
+TEST_F(Run, ProgressGrowsToOne) {
+  for (const char* metrics : {"kv_l1_loss", "attention_cosine:rows"}) {
+    double last = 0;
+    RunRequest asked = request({synth("gaussian", "a"), synth("sinks", "b")}, "h2o", metrics);
+    asked.output = folder() / metrics;
+    run(asked, [&](const Progress& at) {
+      EXPECT_GE(at.done, last);
+      last = at.done;
+    });
+    EXPECT_DOUBLE_EQ(last, 1) << metrics;
+  }
+}
+
+TEST_F(Run, TheTableIsNarrowAndSaysOpenLoop) {
+  RunRequest asked =
+      request({synth("needle", "a")},
+              "snapkv,h2o:heads=query,oracle:counts=(chunkkv:chunk=3,window=4,fill=tokens,chunk_score=mean)");
+  const std::string text = table(run(asked));
+  std::size_t widest = 0;
+  const std::size_t rows_end = text.find("self-check");  // its line ends with the folder, which may be long
+  for (std::size_t begin = 0; begin < rows_end;) {
+    const std::size_t end = text.find('\n', begin);
+    widest = std::max(widest, end - begin);
+    begin = end + 1;
+  }
+  EXPECT_LE(widest, 140U);
+  for (const char* part : {"OPEN LOOP", "(full)", "(oracle)", "query 2x", "needle", "self-check full 0 | budget ok",
+                           "budget   6 tokens a layer on average, 12 slots a head"})
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+}
+
+}  // namespace
+}  // namespace kvreplay

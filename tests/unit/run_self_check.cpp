@@ -1,0 +1,122 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "analysis/self_check.h"
+#include "fake_backend.h"
+
+namespace kvreplay::testing {
+namespace {
+
+const Moments all{.mass = 1, .square = 0.4, .output_square = 2, .output_dot = 2};
+
+TEST(SelfCheck, ASetThatKeepsEverythingIsExact) {
+  EXPECT_FALSE(check_moments(all, all, true));
+  Moments off = all;
+  off.mass = std::nextafter(1.0, 0.0);
+  const auto recall = check_moments(off, all, true);
+  ASSERT_TRUE(recall);
+  EXPECT_EQ(recall->law, Law::full);
+  EXPECT_FALSE(check_moments(off, all, false));
+  off = all;
+  off.error_square = 1e-30;
+  ASSERT_TRUE(check_moments(off, all, true));
+  EXPECT_EQ(check_moments(off, all, true)->what, "output_error of a set that keeps everything");
+}
+
+TEST(SelfCheck, PartsDoNotExceedTheWhole) {
+  Moments kept = all;
+  kept.square = 0.41;
+  const auto violation = check_moments(kept, all, false);
+  ASSERT_TRUE(violation);
+  EXPECT_EQ(violation->law, Law::identity);
+  EXPECT_EQ(violation->what, "squares on kept keys");
+  kept.square = std::nan("");
+  EXPECT_TRUE(check_moments(kept, all, false));
+}
+
+/// Attention .5 .3 .2 of values (1,0) (0,1) (1,1); keys 0 and 2 kept.
+const Moments full{.mass = 1, .square = 0.38, .output_square = 0.74, .output_dot = 0.74};
+const Moments kept{.mass = 0.7,
+                   .square = 0.29,
+                   .output_square = 53.0 / 49,
+                   .output_dot = 5.9 / 7,
+                   .error_square = 0.09 + 0.045 / 0.98};
+const Comparison compared{.dot = 2.9 / 7,
+                          .full_square = 0.38,
+                          .stored_square = 29.0 / 49,
+                          .l1 = 0.6,
+                          .mass = 0.7,
+                          .output_full_square = 0.74,
+                          .output_square = 53.0 / 49,
+                          .output_dot = 5.9 / 7,
+                          .error_square = 0.09 + 0.045 / 0.98};
+
+TEST(SelfCheck, BothPathsAgreeWithinTheTolerance) {
+  EXPECT_FALSE(check_comparison(compared, kept, full));
+  Comparison off = compared;
+  off.l1 += 2 * path_tolerance;
+  const auto violation = check_comparison(off, kept, full);
+  ASSERT_TRUE(violation);
+  EXPECT_EQ(violation->law, Law::identity);
+  EXPECT_EQ(violation->what, "attention_l1 by comparison and by moments");
+  off.l1 = 0.6 + path_tolerance / 2;
+  EXPECT_FALSE(check_comparison(off, kept, full));
+}
+
+TEST(SelfCheck, ExpectedRecallByHand) {
+  // 2 query heads share one KV head; 3 prompt tokens, 2 eval queries. Column sums over the group: .6 .9 .3, so of the
+  // 4 pairs' mass 4 - 1.8 = 2.2 lies where nothing is evicted.
+  FakeBackend backend;
+  LayerTensors tensors;
+  tensors.q = {nullptr, DType::float32, 2, 5, 4};
+  tensors.k = tensors.v = {nullptr, DType::float32, 1, 5, 4};
+  backend.sums = Matrix(2, 3);
+  const double sums[2][3] = {{0.1, 0.8, 0.2}, {0.5, 0.1, 0.1}};
+  for (int h = 0; h < 2; ++h)
+    for (int j = 0; j < 3; ++j) backend.sums(h, j) = sums[h][j];
+  const std::vector<std::int32_t> eval{3, 4};
+  const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 3}, eval);
+  KeptSet set(Heads::kv, 1, 3);
+  set.keep(0, 0);
+  const std::vector<ExpectedRecall> rows = expected_recall(view, set);
+  ASSERT_EQ(rows.size(), 1U);
+  EXPECT_DOUBLE_EQ(rows[0].of_set, (2.2 + 0.6) / 4);
+  EXPECT_DOUBLE_EQ(rows[0].of_oracle, (2.2 + 0.9) / 4);
+
+  KeptSet by_query(Heads::query, 2, 3);
+  by_query.keep(1, 1);
+  by_query.keep(1, 2);
+  const std::vector<ExpectedRecall> queries = expected_recall(view, by_query);
+  ASSERT_EQ(queries.size(), 2U);
+  EXPECT_DOUBLE_EQ(queries[0].of_set, (2 - 1.1) / 2);
+  EXPECT_DOUBLE_EQ(queries[1].of_set, (2 - 0.7 + 0.2) / 2);
+  EXPECT_DOUBLE_EQ(queries[1].of_oracle, (2 - 0.7 + 0.6) / 2);
+}
+
+TEST(SelfCheck, NothingRecallsMoreThanItsOracle) {
+  EXPECT_FALSE(check_recall({0.7, 0.8}, 0.7));
+  EXPECT_EQ(check_recall({0.7, 0.8}, 0.75)->law, Law::identity);
+  EXPECT_EQ(check_recall({0.8, 0.8}, 0.8 + 5e-6)->law, Law::oracle);
+  EXPECT_FALSE(check_recall({0.8, 0.8}, 0.8 + 5e-7));
+  EXPECT_TRUE(check_recall({0.8, 0.8}, std::nan("")));
+}
+
+TEST(SelfCheck, SlotsAreCountedOverAllLayers) {
+  LayerSelection rich{KeptSet(Heads::kv, 2, 8), {0, 0}, {0, 0}, {0, 0}, 0}, poor = rich;
+  for (int j = 0; j < 5; ++j) rich.set.keep(0, j);
+  for (int j = 0; j < 3; ++j) poor.set.keep(1, j);
+  EXPECT_FALSE(check_budget(std::vector{rich, poor}, 2));
+  poor.set.keep(0, 7);
+  const auto violation = check_budget(std::vector{rich, poor}, 2);
+  ASSERT_TRUE(violation);
+  EXPECT_EQ(violation->text(), "kept slots: expected at most 8, found 9");
+}
+
+TEST(SelfCheck, AViolationSaysWhere) {
+  const Violation violation{Law::full, 3, 1, "attention_l1", "0", "0.25"};
+  EXPECT_EQ(violation.text(), "layer 3, head 1: attention_l1: expected 0, found 0.25");
+}
+
+}  // namespace
+}  // namespace kvreplay::testing
