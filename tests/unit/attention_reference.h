@@ -1,0 +1,288 @@
+// Random layers, and what the backend computes written once more, naively and in float64.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "attention/backend.h"
+#include "random.h"
+
+namespace kvreplay::testing {
+
+struct LayerShape {
+  int query_heads = 4;
+  int kv_heads = 2;
+  int tokens = 33;
+  int dim = 8;
+  DType dtype = DType::float32;
+  double spread = 1.0;  // of the numbers in q and k
+  int sliding_window = 0;
+  float softcap = 0.0F;
+  int first_stored_query = -1;  // -1: all are stored
+  int stored_query_step = 1;
+  int rope_pairs = 0;
+  bool interleaved = false;
+  std::uint64_t seed = 1;
+};
+
+inline std::uint16_t to_float16(float value) {
+  // Normal numbers and zero only, truncated: test data need no rounding, but must be exactly what both sides read.
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u;
+  const int exponent = static_cast<int>(bits >> 23 & 0xFFu) - 127 + 15;
+  if (exponent <= 0) return static_cast<std::uint16_t>(sign);
+  return static_cast<std::uint16_t>(sign | static_cast<std::uint32_t>(exponent) << 10 | (bits >> 13 & 0x3FFu));
+}
+
+inline float from_float16(std::uint16_t half) {
+  const int exponent = half >> 10 & 0x1F;
+  const double fraction = static_cast<double>(half & 0x3FF) / 1024.0;
+  const double size = exponent == 0 ? std::ldexp(fraction, -14) : std::ldexp(1.0 + fraction, exponent - 15);
+  return static_cast<float>((half & 0x8000) != 0 ? -size : size);
+}
+
+/// A tensor in its stored type, and the numbers that it holds.
+class RandomTensor {
+ public:
+  RandomTensor(int heads, int tokens, int dim, DType dtype, double spread, std::uint64_t seed)
+      : heads_(heads), tokens_(tokens), dim_(dim), dtype_(dtype) {
+    const auto count =
+        static_cast<std::size_t>(heads) * static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
+    bytes_.resize(count * size_of(dtype));
+    for (std::size_t i = 0; i < count; ++i)
+      set(i, static_cast<float>(spread * gaussian(chain(seed, i, 0), chain(seed, i, 1))));
+  }
+
+  void set(int head, int token, int c, float value) { set(index(head, token, c), value); }
+  double at(int head, int token, int c) const {
+    const std::size_t i = index(head, token, c);
+    if (dtype_ == DType::float32) {
+      float value;
+      std::memcpy(&value, bytes_.data() + 4 * i, 4);
+      return static_cast<double>(value);
+    }
+    std::uint16_t half;
+    std::memcpy(&half, bytes_.data() + 2 * i, 2);
+    if (dtype_ == DType::float16) return static_cast<double>(from_float16(half));
+    return static_cast<double>(std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16));
+  }
+  std::vector<double> row(int head, int token) const {
+    std::vector<double> numbers;
+    for (int c = 0; c < dim_; ++c) numbers.push_back(at(head, token, c));
+    return numbers;
+  }
+  TensorView view() const { return {bytes_.data(), dtype_, heads_, tokens_, dim_}; }
+
+ private:
+  std::size_t index(int head, int token, int c) const {
+    return (static_cast<std::size_t>(head) * static_cast<std::size_t>(tokens_) + static_cast<std::size_t>(token)) *
+               static_cast<std::size_t>(dim_) +
+           static_cast<std::size_t>(c);
+  }
+  void set(std::size_t i, float value) {
+    if (dtype_ == DType::float32) {
+      std::memcpy(bytes_.data() + 4 * i, &value, 4);
+      return;
+    }
+    const std::uint16_t half = dtype_ == DType::float16
+                                   ? to_float16(value)
+                                   : static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+    std::memcpy(bytes_.data() + 2 * i, &half, 2);
+  }
+
+  int heads_, tokens_, dim_;
+  DType dtype_;
+  std::vector<std::byte> bytes_;
+};
+
+inline std::vector<std::int32_t> range(int begin, int end, int step = 1) {
+  std::vector<std::int32_t> positions;
+  for (int position = begin; position < end; position += step) positions.push_back(position);
+  return positions;
+}
+
+class RandomLayer {
+ public:
+  explicit RandomLayer(const LayerShape& shape)
+      : shape_(shape),
+        stored_queries_(shape.first_stored_query < 0
+                            ? std::vector<std::int32_t>{}
+                            : range(shape.first_stored_query, shape.tokens, shape.stored_query_step)),
+        q(shape.query_heads, stored_queries_.empty() ? shape.tokens : static_cast<int>(stored_queries_.size()),
+          shape.dim, shape.dtype, shape.spread, chain(shape.seed, 1)),
+        k(shape.kv_heads, shape.tokens, shape.dim, shape.dtype, shape.spread, chain(shape.seed, 2)),
+        v(shape.kv_heads, shape.tokens, shape.dim, shape.dtype, 1.0, chain(shape.seed, 3)) {
+    for (int i = 0; i < shape.rope_pairs; ++i) inv_freq_.push_back(std::pow(10.0, -0.5 * i));
+  }
+
+  LayerTensors tensors() const {
+    LayerTensors tensors;
+    tensors.q = q.view();
+    tensors.k = k.view();
+    tensors.v = v.view();
+    tensors.query_positions = stored_queries_;
+    tensors.softmax_scale = 1.0F / std::sqrt(static_cast<float>(shape_.dim));
+    tensors.logit_softcap = shape_.softcap;
+    tensors.sliding_window = shape_.sliding_window;
+    tensors.rope = {inv_freq_, 1.0, shape_.interleaved};
+    return tensors;
+  }
+  const LayerShape& shape() const { return shape_; }
+  int group() const { return shape_.query_heads / shape_.kv_heads; }
+
+  std::vector<double> query(int head, int position) const {
+    const auto& stored = stored_queries_;
+    if (stored.empty()) return q.row(head, position);
+    return q.row(head, static_cast<int>(std::find(stored.begin(), stored.end(), position) - stored.begin()));
+  }
+
+  /// rot(x, distance) over the stored pairs, as complex numbers.
+  std::vector<double> rotated(std::vector<double> x, int distance) const {
+    const std::size_t pairs = inv_freq_.size();
+    for (std::size_t i = 0; i < pairs; ++i) {
+      const std::size_t first = shape_.interleaved ? 2 * i : i;
+      const std::size_t second = shape_.interleaved ? 2 * i + 1 : i + pairs;
+      const double size = std::hypot(x[first], x[second]);
+      const double angle = std::atan2(x[second], x[first]) + distance * inv_freq_[i];
+      x[first] = size * std::cos(angle);
+      x[second] = size * std::sin(angle);
+    }
+    return x;
+  }
+
+  double logit(const std::vector<double>& query, const std::vector<double>& key) const {
+    const double z = static_cast<double>(1.0F / std::sqrt(static_cast<float>(shape_.dim))) *
+                     std::inner_product(query.begin(), query.end(), key.begin(), 0.0);
+    return shape_.softcap > 0.0F
+               ? static_cast<double>(shape_.softcap) * std::tanh(z / static_cast<double>(shape_.softcap))
+               : z;
+  }
+
+  bool visible(int query, int key) const {
+    return key <= query && (shape_.sliding_window == 0 || key > query - shape_.sliding_window);
+  }
+
+  /// Logits of query `position` over all tokens, -infinity where not visible.
+  std::vector<double> logits(int head, int position) const {
+    std::vector<double> z(static_cast<std::size_t>(shape_.tokens), -HUGE_VAL);
+    const std::vector<double> vector = query(head, position);
+    for (int key = 0; key < shape_.tokens; ++key) {
+      if (visible(position, key)) z[static_cast<std::size_t>(key)] = logit(vector, k.row(head / group(), key));
+    }
+    return z;
+  }
+
+ private:
+  LayerShape shape_;
+  std::vector<std::int32_t> stored_queries_;
+
+ public:
+  RandomTensor q, k, v;
+
+ private:
+  std::vector<double> inv_freq_;
+};
+
+inline std::vector<double> softmax(std::vector<double> z) {
+  const double highest = *std::max_element(z.begin(), z.end());
+  if (highest == -HUGE_VAL) return std::vector<double>(z.size(), 0.0);
+  double sum = 0.0;
+  for (double& x : z) sum += x = std::exp(x - highest);
+  for (double& x : z) x /= sum;
+  return z;
+}
+
+inline Matrix reference_sums(const RandomLayer& layer, const AttentionSums& what) {
+  const auto& shape = layer.shape();
+  const int columns =
+      what.resident.empty() ? what.columns : static_cast<int>(what.resident.size()) / what.resident_rows;
+  Matrix sums(shape.query_heads, columns);
+  for (int head = 0; head < shape.query_heads; ++head) {
+    const int row = what.resident_rows > 1 ? head / layer.group() : 0;
+    for (std::size_t i = 0; i < what.queries.size(); ++i) {
+      const int t = what.queries[i];
+      const double weight = what.weights.empty() ? 1.0 : what.weights[i];
+      std::vector<int> keys;
+      if (what.resident.empty()) {
+        for (int key = 0; key < shape.tokens; ++key) keys.push_back(key);
+      } else {
+        for (int slot = 0; slot < columns; ++slot)
+          keys.push_back(what.resident[static_cast<std::size_t>(row * columns + slot)]);
+      }
+      const bool moves = what.positions == Positions::cache;
+      std::vector<double> query = layer.query(head, t);
+      if (moves)
+        query = layer.rotated(query, static_cast<int>(std::find(keys.begin(), keys.end(), t) - keys.begin()) - t);
+      std::vector<double> z;
+      for (std::size_t slot = 0; slot < keys.size(); ++slot) {
+        std::vector<double> key = layer.k.row(head / layer.group(), keys[slot]);
+        if (moves) key = layer.rotated(key, static_cast<int>(slot) - keys[slot]);
+        z.push_back(layer.visible(t, keys[slot]) ? layer.logit(query, key) : -HUGE_VAL);
+      }
+      const std::vector<double> a = softmax(z);
+      for (std::size_t slot = 0; slot < keys.size() && slot < static_cast<std::size_t>(columns); ++slot) {
+        if (what.own_key || keys[slot] != t) sums(head, static_cast<int>(slot)) += weight * a[slot];
+      }
+    }
+  }
+  return sums;
+}
+
+/// Moments of one head and query; `set` null: everything.
+inline Moments reference_moments(const RandomLayer& layer, int head, int t, int boundary, const KeptSet* set) {
+  const auto& shape = layer.shape();
+  const std::vector<double> z = layer.logits(head, t);
+  const std::vector<double> a = softmax(z);
+  const auto holds = [&](int key) {
+    return layer.visible(t, key) &&
+           (key >= boundary || key == t || set == nullptr || set->keeps(set->row_of(head, layer.group()), key));
+  };
+  std::vector<double> kept_logits = z;
+  for (int key = 0; key < shape.tokens; ++key)
+    if (!holds(key)) kept_logits[static_cast<std::size_t>(key)] = -HUGE_VAL;
+  const std::vector<double> kept = softmax(kept_logits);
+  Moments moments;
+  std::size_t rank = 0;
+  std::vector<double> full_output(static_cast<std::size_t>(shape.dim)), output(full_output);
+  for (int key = 0; key < shape.tokens; ++key) {
+    const auto at = static_cast<std::size_t>(key);
+    for (int c = 0; c < shape.dim; ++c) {
+      full_output[static_cast<std::size_t>(c)] += a[at] * layer.v.at(head / layer.group(), key, c);
+      output[static_cast<std::size_t>(c)] += kept[at] * layer.v.at(head / layer.group(), key, c);
+    }
+    if (!holds(key)) continue;
+    moments.mass += a[at];
+    moments.square += a[at] * a[at];
+    if (key >= boundary) continue;
+    moments.prompt_mass += a[at];
+    moments.prompt_square += a[at] * a[at];
+    moments.logit_square += z[at] * z[at];
+    moments.unaligned_dot += a[at] * a[rank++];
+    if (key < sink_tokens) continue;
+    moments.nosink_mass += a[at];
+    moments.nosink_square += a[at] * a[at];
+  }
+  for (std::size_t c = 0; c < output.size(); ++c) {
+    moments.output_square += output[c] * output[c];
+    moments.output_dot += output[c] * full_output[c];
+    moments.error_square += (output[c] - full_output[c]) * (output[c] - full_output[c]);
+  }
+  return moments;
+}
+
+/// About `share` of the positions, at random.
+inline KeptSet random_set(Heads heads, const LayerShape& shape, int tokens, double share, std::uint64_t seed) {
+  KeptSet set(heads, rows_of(heads, shape.query_heads, shape.kv_heads), tokens);
+  for (int row = 0; row < set.rows(); ++row)
+    for (int position = 0; position < tokens; ++position)
+      if (uniform(chain(seed, row, position)) < share) set.keep(row, position);
+  return set;
+}
+
+}  // namespace kvreplay::testing

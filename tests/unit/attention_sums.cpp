@@ -1,0 +1,296 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <limits>
+
+#include "attention_reference.h"
+#include "error.h"
+
+namespace kvreplay::testing {
+namespace {
+
+Matrix sums(const RandomLayer& layer, const AttentionSums& what, int threads = 2) {
+  return make_backend("cpu", threads)->attention_sums(layer.tensors(), what);
+}
+
+void expect_near(const Matrix& found, const Matrix& expected, double tolerance) {
+  ASSERT_EQ(found.rows(), expected.rows());
+  ASSERT_EQ(found.columns(), expected.columns());
+  for (int row = 0; row < found.rows(); ++row)
+    for (int column = 0; column < found.columns(); ++column)
+      ASSERT_NEAR(found(row, column), expected(row, column), tolerance * (1.0 + expected(row, column)))
+          << "row " << row << ", column " << column;
+}
+
+void expect_same_bits(const Matrix& a, const Matrix& b) {
+  ASSERT_EQ(a.values().size(), b.values().size());
+  for (std::size_t i = 0; i < a.values().size(); ++i) ASSERT_EQ(a.values()[i], b.values()[i]) << i;
+}
+
+/// KVREPLAY_SIMD for one scope.
+class SimdLevel {
+ public:
+  explicit SimdLevel(const char* level) { setenv("KVREPLAY_SIMD", level, 1); }
+  ~SimdLevel() { unsetenv("KVREPLAY_SIMD"); }
+  SimdLevel(const SimdLevel&) = delete;
+  SimdLevel& operator=(const SimdLevel&) = delete;
+};
+
+const std::vector<LayerShape> shapes{
+    {.query_heads = 4, .kv_heads = 2, .tokens = 33, .dim = 8},
+    {.query_heads = 6, .kv_heads = 1, .tokens = 100, .dim = 33},  // multi-query
+    {.query_heads = 2, .kv_heads = 2, .tokens = 257, .dim = 64},
+    {.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1},
+    {.query_heads = 3, .kv_heads = 1, .tokens = 31, .dim = 512},
+    {.query_heads = 9, .kv_heads = 3, .tokens = 130, .dim = 20, .dtype = DType::float16},
+    {.query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 16, .dtype = DType::bfloat16},
+    {.query_heads = 4, .kv_heads = 2, .tokens = 300, .dim = 8, .sliding_window = 40},
+    {.query_heads = 4, .kv_heads = 2, .tokens = 150, .dim = 8, .sliding_window = 1},
+    {.query_heads = 4, .kv_heads = 2, .tokens = 120, .dim = 8, .spread = 3.0, .softcap = 5.0F},
+    {.query_heads = 2, .kv_heads = 1, .tokens = 1500, .dim = 4},  // many segments, many folds of row sums
+};
+
+class AttentionSumsOf : public ::testing::TestWithParam<LayerShape> {};
+
+TEST_P(AttentionSumsOf, AllQueriesAreThoseOfBruteForce) {
+  const RandomLayer layer(GetParam());
+  const auto queries = range(0, GetParam().tokens);
+  const AttentionSums what{.queries = queries, .columns = GetParam().tokens};
+  expect_near(sums(layer, what), reference_sums(layer, what), 2e-6);
+}
+
+TEST_P(AttentionSumsOf, SomeQueriesWithWeightsAndFewerColumns) {
+  const RandomLayer layer(GetParam());
+  const auto queries = range(GetParam().tokens / 2, GetParam().tokens, 3);
+  std::vector<double> weights;
+  for (std::size_t i = 0; i < queries.size(); ++i) weights.push_back(0.5 + static_cast<double>(i % 4));
+  const AttentionSums what{
+      .queries = queries, .weights = weights, .columns = (GetParam().tokens + 1) / 2, .own_key = false};
+  expect_near(sums(layer, what), reference_sums(layer, what), 2e-6);
+}
+
+TEST_P(AttentionSumsOf, HasTheSameBitsForAnyNumberOfThreads) {
+  const RandomLayer layer(GetParam());
+  const auto queries = range(0, GetParam().tokens);
+  for (const int first : {0, GetParam().tokens - std::min(GetParam().tokens, 5)}) {
+    const AttentionSums what{.queries = std::span(queries).subspan(static_cast<std::size_t>(first)),
+                             .columns = GetParam().tokens};
+    const Matrix one = sums(layer, what, 1);
+    expect_same_bits(sums(layer, what, 2), one);
+    expect_same_bits(sums(layer, what, 3), one);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, AttentionSumsOf, ::testing::ValuesIn(shapes));
+
+class ResidentSums : public ::testing::TestWithParam<LayerShape> {};
+
+TEST_P(ResidentSums, RunOverTheListAlone) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  // Queries are the last tokens, which are resident; the lists of the KV heads differ.
+  const auto queries = range(shape.tokens - 5, shape.tokens);
+  std::vector<std::int32_t> resident;
+  for (int row = 0; row < shape.kv_heads; ++row) {
+    for (int i = 0; i < 40; ++i) resident.push_back(2 * i + (row + i) % 2);
+    resident.insert(resident.end(), queries.begin(), queries.end());
+  }
+  for (const Positions positions : {Positions::original, Positions::cache}) {
+    AttentionSums what{
+        .queries = queries, .resident = resident, .resident_rows = shape.kv_heads, .positions = positions};
+    expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
+    what.resident = std::span(resident).first(45);
+    what.resident_rows = 1;
+    what.own_key = false;
+    expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
+  }
+}
+
+TEST_P(ResidentSums, OfManyQueries) {
+  const RandomLayer layer(GetParam());
+  const auto queries = range(0, GetParam().tokens);
+  const auto resident = range(0, GetParam().tokens, 3);
+  const AttentionSums what{.queries = queries, .resident = resident};
+  expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
+}
+
+const std::vector<LayerShape> rotated_shapes{
+    {.tokens = 100, .dim = 8, .rope_pairs = 4},
+    {.tokens = 100, .dim = 8, .rope_pairs = 4, .interleaved = true},
+    {.tokens = 100, .dim = 12, .dtype = DType::bfloat16, .rope_pairs = 3},
+    {.tokens = 100, .dim = 12, .rope_pairs = 2, .interleaved = true},
+    {.query_heads = 6, .kv_heads = 1, .tokens = 100, .dim = 8},
+    {.tokens = 300, .dim = 8, .sliding_window = 250, .rope_pairs = 4},
+};
+
+INSTANTIATE_TEST_SUITE_P(Styles, ResidentSums, ::testing::ValuesIn(rotated_shapes));
+
+TEST(AttentionSumsWith, PartialQueriesReadTheStoredOnes) {
+  const RandomLayer layer({.tokens = 64, .first_stored_query = 3, .stored_query_step = 7});
+  const std::vector<std::int32_t> queries{10, 38, 59};
+  const AttentionSums what{.queries = queries, .columns = 64};
+  expect_near(sums(layer, what), reference_sums(layer, what), 2e-6);
+  const std::vector<std::int32_t> missing{10, 12};
+  try {
+    sums(layer, {.queries = missing, .columns = 64});
+    FAIL() << "query 12 is not stored";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::input);
+    EXPECT_STREQ(error.what(), "q: stored queries: expected position 12, found none");
+  }
+}
+
+TEST(AttentionSumsWith, EveryBitPatternOfFloat16IsWidenedExactly) {
+  // One query against one key a token, values 0 and 1: the sums are a softmax of the widened numbers themselves.
+  constexpr int tokens = 2048;
+  std::vector<std::uint16_t> halves;  // positive subnormals and normals, up to 8
+  for (int i = 0; i < tokens; ++i) halves.push_back(static_cast<std::uint16_t>(i * 9));
+  const std::vector<float> widened = [&] {
+    std::vector<float> numbers;
+    for (const std::uint16_t half : halves) numbers.push_back(from_float16(half));
+    return numbers;
+  }();
+  const TensorView half_view{reinterpret_cast<const std::byte*>(halves.data()), DType::float16, 1, tokens, 1};
+  const TensorView float_view{reinterpret_cast<const std::byte*>(widened.data()), DType::float32, 1, tokens, 1};
+  const auto backend = make_backend("cpu", 1);
+  for (const double p : {1.0, 2.0})
+    expect_same_bits(backend->norms(half_view, tokens, p), backend->norms(float_view, tokens, p));
+  const auto queries = range(tokens - 3, tokens);
+  LayerTensors half_layer, float_layer;
+  half_layer.q = half_layer.k = half_layer.v = half_view;
+  float_layer.q = float_layer.k = float_layer.v = float_view;
+  const AttentionSums what{.queries = queries, .columns = tokens};
+  expect_same_bits(backend->attention_sums(half_layer, what), backend->attention_sums(float_layer, what));
+}
+
+TEST(AttentionSumsWith, LargeLogitsNeitherOverflowNorVanish) {
+  for (const double spread : {10.0, 60.0, 180.0}) {  // logits up to about 50, 2,000, 20,000 in size
+    LayerShape shape{.query_heads = 2, .kv_heads = 1, .tokens = 200, .dim = 8, .spread = spread};
+    RandomLayer layer(shape);
+    // Keys that grow: every row's largest logit stands late.
+    for (int token = 0; token < shape.tokens; ++token)
+      for (int c = 0; c < shape.dim; ++c)
+        layer.k.set(0, token, c, static_cast<float>(layer.k.at(0, token, c) * token / shape.tokens));
+    const auto queries = range(0, shape.tokens);
+    const AttentionSums what{.queries = queries, .columns = shape.tokens};
+    // A logit z is known to about 1e-7 * z.
+    expect_near(sums(layer, what), reference_sums(layer, what), 1e-7 * spread * spread);
+    const Matrix one = sums(layer, what, 1);
+    expect_same_bits(sums(layer, what, 3), one);
+    for (int head = 0; head < 2; ++head) {
+      double total = 0.0;
+      for (const double sum : one.row(head)) total += sum;
+      EXPECT_NEAR(total, shape.tokens, 1e-4);
+    }
+  }
+}
+
+TEST(AttentionSumsWith, AHugeLogitAfterAReferenceFarBelowIsRepaired) {
+  // The first tile holds logits of -9,000 or so, a late key one of +9,000: nothing but it is attended to.
+  LayerShape shape{.query_heads = 1, .kv_heads = 1, .tokens = 400, .dim = 4};
+  RandomLayer layer(shape);
+  for (int token = 0; token < shape.tokens; ++token) {
+    for (int c = 0; c < shape.dim; ++c) {
+      layer.q.set(0, token, c, 100.0F);
+      layer.k.set(0, token, c, token == 300 ? 45.0F : -45.0F);
+    }
+  }
+  const std::vector<std::int32_t> queries = range(350, 400);
+  const Matrix found = sums(layer, {.queries = queries, .columns = 400});
+  for (int token = 0; token < 400; ++token) EXPECT_EQ(found(0, token), token == 300 ? 50.0 : 0.0) << token;
+}
+
+TEST(AttentionSumsWith, ALogitOfMinusMillionsCountsForNothing) {
+  LayerShape shape{.query_heads = 1, .kv_heads = 1, .tokens = 400, .dim = 4};
+  RandomLayer layer(shape);
+  for (int token = 0; token < shape.tokens; ++token) {
+    for (int c = 0; c < shape.dim; ++c) {
+      layer.q.set(0, token, c, 1000.0F);
+      layer.k.set(0, token, c, token == 200 ? -5500.0F : 1.0F);
+    }
+  }
+  const std::vector<std::int32_t> queries = range(300, 400);
+  const Matrix found = sums(layer, {.queries = queries, .columns = 300});
+  EXPECT_EQ(found(0, 200), 0.0);
+  EXPECT_EQ(found(0, 199), found(0, 0));
+  EXPECT_GT(found(0, 0), 0.1);
+}
+
+TEST(AttentionSumsWith, WeightsOfManySizesKeepTheBitsForAnyNumberOfThreads) {
+  // Sums of numbers of one size are exact in float64 in any order; these are not.
+  const RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 1500, .dim = 4});
+  const auto queries = range(0, 1500);
+  std::vector<double> weights;
+  for (const int t : queries) weights.push_back(std::exp2(t / 100 * 37 % 81 - 40));
+  const AttentionSums what{.queries = queries, .weights = weights, .columns = 1500};
+  const Matrix one = sums(layer, what, 1);
+  expect_near(one, reference_sums(layer, what), 1e-5);
+  expect_same_bits(sums(layer, what, 2), one);
+  expect_same_bits(sums(layer, what, 3), one);
+}
+
+TEST(AttentionSumsWith, EqualKeysHaveEqualSumsWhereverTheyStand) {
+  for (const LayerShape& shape : {LayerShape{.tokens = 700, .dim = 33, .spread = 2.0},
+                                  LayerShape{.tokens = 700, .dim = 8, .spread = 3.0, .softcap = 20.0F}}) {
+    RandomLayer layer(shape);
+    const std::vector<int> equal{0, 1, 17, 31, 32, 300, 511, 600};
+    for (const int token : equal)
+      for (int head = 0; head < shape.kv_heads; ++head)
+        for (int c = 0; c < shape.dim; ++c) layer.k.set(head, token, c, 0.25F * static_cast<float>(c % 5));
+    // Few queries, and many: keys packed as they are used, and before.
+    for (const int first : {690, 601}) {
+      const auto queries = range(first, 700);
+      const Matrix found = sums(layer, {.queries = queries, .columns = 700});
+      for (int head = 0; head < shape.query_heads; ++head)
+        for (const int token : equal) EXPECT_EQ(found(head, token), found(head, 0)) << token;
+    }
+  }
+}
+
+TEST(AttentionSumsWith, NumbersThatAreNoneAreRefused) {
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const int token : {0, 5, 150}) {
+      RandomLayer layer({.tokens = 200});
+      layer.k.set(1, token, 3, bad);
+      const auto queries = range(0, 200);
+      EXPECT_THROW(sums(layer, {.queries = queries, .columns = 200}), Error) << bad << " at " << token;
+    }
+  }
+}
+
+TEST(SimdLevels, AgreeAndAreNamed) {
+  const RandomLayer layer({.tokens = 300, .dim = 20, .dtype = DType::float16, .sliding_window = 200});
+  const auto queries = range(0, 300);
+  const AttentionSums what{.queries = queries, .columns = 300};
+  const Matrix expected = reference_sums(layer, what);
+  int levels = 0;
+  for (const char* level : {"SSSE3", "SSE4", "AVX2", "AVX3", "NEON"}) {
+    const SimdLevel forced(level);
+    try {
+      EXPECT_EQ(make_backend("cpu", 1)->description(), std::string("cpu ") + level);
+    } catch (const Error&) {
+      continue;  // not of this machine
+    }
+    ++levels;
+    expect_near(sums(layer, what), expected, 2e-6);
+  }
+  EXPECT_GE(levels, 1);
+}
+
+TEST(SimdLevels, AnUnknownOneIsRefused) {
+  const SimdLevel forced("MMX");
+  EXPECT_THROW(make_backend("cpu", 1), Error);
+}
+
+TEST(Backends, AnUnknownOneIsRefusedWithTheNearest) {
+  try {
+    make_backend("cpi", 1);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::usage);
+    EXPECT_NE(error.expected().find("cpu"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace kvreplay::testing

@@ -1,0 +1,111 @@
+#include <gtest/gtest.h>
+
+#include "attention_reference.h"
+
+namespace kvreplay::testing {
+namespace {
+
+std::vector<double> token_vector(const RandomTensor& tensor, int heads, int token) {
+  std::vector<double> all;
+  for (int head = 0; head < heads; ++head) {
+    const std::vector<double> row = tensor.row(head, token);
+    all.insert(all.end(), row.begin(), row.end());
+  }
+  return all;
+}
+
+double cosine(const std::vector<double>& a, const std::vector<double>& b) {
+  const double size = std::sqrt(std::inner_product(a.begin(), a.end(), a.begin(), 0.0) *
+                                std::inner_product(b.begin(), b.end(), b.begin(), 0.0));
+  return size > 0.0 ? std::inner_product(a.begin(), a.end(), b.begin(), 0.0) / size : 0.0;
+}
+
+TEST(Norms, AreThoseOfBruteForce) {
+  for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+    const RandomTensor tensor(3, 40, 33, dtype, 2.0, 5);
+    for (const double p : {1.0, 1.5, 2.0, 3.0}) {
+      const Matrix found = make_backend("cpu", 2)->norms(tensor.view(), 37, p);
+      ASSERT_EQ(found.rows(), 3);
+      ASSERT_EQ(found.columns(), 37);
+      for (int head = 0; head < 3; ++head) {
+        for (int token = 0; token < 37; ++token) {
+          double sum = 0.0;
+          for (const double x : tensor.row(head, token)) sum += std::pow(std::abs(x), p);
+          EXPECT_NEAR(found(head, token), std::pow(sum, 1.0 / p), 1e-12 * sum);
+        }
+      }
+    }
+  }
+  const RandomTensor tensor(1, 5, 9, DType::float32, 2.0, 5);
+  const Matrix found = make_backend("cpu", 1)->norms(tensor.view(), 5, HUGE_VAL);
+  for (int token = 0; token < 5; ++token) {
+    double highest = 0.0;
+    for (const double x : tensor.row(0, token)) highest = std::max(highest, std::abs(x));
+    EXPECT_EQ(found(0, token), highest);
+  }
+}
+
+struct SimilarityCase {
+  int heads, tokens, dim;
+  DType dtype;
+};
+
+class SimilarityOf : public ::testing::TestWithParam<SimilarityCase> {};
+
+TEST_P(SimilarityOf, RowsHasTheMaximaOfBruteForceAndBitsForAnyThreads) {
+  const auto [heads, tokens, dim, dtype] = GetParam();
+  const RandomTensor tensor(heads, tokens + 3, dim, dtype, 2.0, 11);
+  const std::vector<double> found = make_backend("cpu", 1)->similarity_row_maxima(tensor.view(), tokens);
+  ASSERT_EQ(found.size(), static_cast<std::size_t>(tokens));
+  std::vector<std::vector<double>> vectors;
+  for (int token = 0; token < tokens; ++token) vectors.push_back(token_vector(tensor, heads, token));
+  for (int i = 0; i < tokens; ++i) {
+    double highest = tokens == 1 ? 0.0 : -2.0;
+    for (int j = 0; j < tokens; ++j)
+      if (j != i)
+        highest = std::max(highest, cosine(vectors[static_cast<std::size_t>(i)], vectors[static_cast<std::size_t>(j)]));
+    EXPECT_NEAR(found[static_cast<std::size_t>(i)], highest, 1e-6) << i;
+  }
+  EXPECT_EQ(make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), tokens), found);
+  EXPECT_EQ(make_backend("cpu", 3)->similarity_row_maxima(tensor.view(), tokens), found);
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SimilarityOf,
+                         ::testing::Values(SimilarityCase{2, 33, 8, DType::float32},
+                                           SimilarityCase{1, 1, 4, DType::float32},
+                                           SimilarityCase{1, 2, 1, DType::float32},
+                                           SimilarityCase{3, 257, 33, DType::float16},
+                                           SimilarityCase{8, 200, 128, DType::bfloat16},  // longer than one chunk
+                                           SimilarityCase{4, 130, 512, DType::float32}));
+
+TEST(Similarity, OfAZeroVectorIsZeroAndOfEqualVectorsOne) {
+  RandomTensor tensor(2, 100, 8, DType::float32, 1.0, 3);
+  for (int head = 0; head < 2; ++head) {
+    for (int c = 0; c < 8; ++c) {
+      tensor.set(head, 40, c, 0.0F);
+      tensor.set(head, 90, c, static_cast<float>(tensor.at(head, 3, c)));
+    }
+  }
+  const std::vector<double> found = make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), 100);
+  EXPECT_EQ(found[40], 0.0);
+  EXPECT_NEAR(found[3], 1.0, 1e-6);
+  EXPECT_EQ(found[90], found[3]);
+}
+
+TEST(Similarity, OfLongNearlyEqualVectorsStaysWithinAMillionth) {
+  // Partial sums grow to 1: the hardest case for float32.
+  RandomTensor tensor(8, 40, 512, DType::float32, 0.05, 3);
+  for (int head = 0; head < 8; ++head)
+    for (int token = 0; token < 40; ++token)
+      for (int c = 0; c < 512; ++c) tensor.set(head, token, c, static_cast<float>(1.0 + tensor.at(head, token, c)));
+  const std::vector<double> found = make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), 40);
+  for (int i = 0; i < 40; ++i) {
+    double highest = -2.0;
+    for (int j = 0; j < 40; ++j)
+      if (j != i) highest = std::max(highest, cosine(token_vector(tensor, 8, i), token_vector(tensor, 8, j)));
+    EXPECT_NEAR(found[static_cast<std::size_t>(i)], highest, 1e-6);
+  }
+}
+
+}  // namespace
+}  // namespace kvreplay::testing

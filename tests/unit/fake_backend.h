@@ -1,0 +1,53 @@
+// A backend whose answers are written by hand, and which counts what it is asked.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+
+namespace kvreplay::testing {
+
+class FakeBackend final : public Backend {
+ public:
+  Matrix sums;
+  Matrix norm_values;
+  KeptMoments moments;
+  std::vector<Comparison> comparisons;
+  std::vector<double> similarities;
+
+  int calls = 0;
+  std::vector<std::int32_t> asked_queries;
+  AttentionSums asked;  // its spans are not kept
+  double asked_norm = 0;
+
+  std::string description() const override { return "fake"; }
+  Matrix attention_sums(const LayerTensors&, const AttentionSums& what) override {
+    ++calls;
+    asked_queries.assign(what.queries.begin(), what.queries.end());
+    asked = what;
+    return sums;
+  }
+  KeptMoments kept_moments(const LayerTensors&, std::span<const std::int32_t>, int,
+                           std::span<const KeptSet* const>) override {
+    ++calls;
+    return moments;
+  }
+  std::vector<Comparison> compare_attention(const LayerTensors&, const LayerTensors&, Positions,
+                                            std::span<const std::int32_t>, int, const KeptSet&) override {
+    ++calls;
+    return comparisons;
+  }
+  Matrix norms(const TensorView&, int, double p) override {
+    ++calls;
+    asked_norm = p;
+    return norm_values;
+  }
+  std::vector<double> similarity_row_maxima(const TensorView&, int) override {
+    ++calls;
+    return similarities;
+  }
+  std::size_t working_set(const LayerTensors&, int) const override { return 0; }
+};
+
+}  // namespace kvreplay::testing

@@ -1,0 +1,217 @@
+// Synthetic traces: the fixture bit for bit, and that each kind is what its summary says.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <vector>
+
+#include "error.h"
+#include "random.h"
+#include "trace/compare.h"
+#include "trace/float_types.h"
+#include "trace/synth.h"
+#include "trace_files.h"
+
+namespace kvreplay {
+namespace {
+
+class Synth : public TraceFiles {
+ protected:
+  Trace make(const SynthOptions& options, const std::string& name = "trace.h5") {
+    synthesise(options, file(name));
+    return Trace::open(file(name));
+  }
+};
+
+double component(const TensorView& view, int head, int token, int c) {
+  return load(view.row(head, token), view.dtype, static_cast<std::size_t>(c));
+}
+
+double dot(const TensorView& a, int head_a, int token_a, const TensorView& b, int head_b, int token_b) {
+  double sum = 0;
+  for (int c = 0; c < a.dim; ++c) sum += component(a, head_a, token_a, c) * component(b, head_b, token_b, c);
+  return sum;
+}
+
+/// Softmax over visible keys, summed over `keys`.
+double attention(const LayerTensors& layer, int head, int query, int begin, int end) {
+  double all = 0, wanted = 0;
+  for (int j = 0; j <= query; ++j) {
+    const double weight = std::exp(layer.softmax_scale * dot(layer.q, head, query, layer.k, head / layer.group(), j));
+    all += weight;
+    if (begin <= j && j < end) wanted += weight;
+  }
+  return wanted / all;
+}
+
+TEST_F(Synth, FixtureHasItsPublishedValues) {
+  for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32}) {
+    SynthOptions options = synth_defaults("fixture");
+    options.dtype = dtype;
+    options.existing = Existing::replace;
+    const Trace trace = make(options);
+    const TraceHeader& header = trace.header();
+    EXPECT_EQ(std::vector({header.layers, header.query_heads, header.kv_heads, header.head_dim, header.prefill,
+                           header.continuation()}),
+              std::vector({4, 4, 2, 4, 12, 4}));
+    EXPECT_EQ(header.softmax_scale, 0.5);
+    EXPECT_EQ(header.inv_freq, std::vector<double>({1, 0.1, 1, 0.1, 1, 0.1, 1, 0.1}));
+    EXPECT_EQ(header.attention_scaling, std::vector<double>(4, 1.0));
+    EXPECT_FALSE(header.rope_interleaved);
+    EXPECT_TRUE(header.synthetic);
+
+    const double q[] = {-1.625, 1.625, -2, -0.875}, k[] = {-1.5, 0.875, 0.375, 0.5},
+                 v[] = {-1.625, -0.125, -1.875, 0.5};
+    for (int c = 0; c < 4; ++c) {
+      EXPECT_EQ(component(trace.layer(0).q, 0, 0, c), q[c]);
+      EXPECT_EQ(component(trace.layer(0).k, 0, 0, c), k[c]);
+      EXPECT_EQ(component(trace.layer(0).v, 0, 0, c), v[c]);
+    }
+    for (int l = 0; l < 4; ++l) {
+      const LayerTensors layer = trace.layer(l);
+      int tag = 0;
+      for (const TensorView& view : {layer.q, layer.k, layer.v}) {
+        ++tag;
+        for (int h = 0; h < view.heads; ++h)
+          for (int t = 0; t < 16; ++t)
+            for (int c = 0; c < 4; ++c)
+              ASSERT_EQ(component(view, h, t, c),
+                        (static_cast<double>(chain(static_cast<std::uint64_t>(tag), l, h, t, c) % 33) - 16) / 8);
+      }
+    }
+  }
+}
+
+TEST_F(Synth, TheSameOptionsGiveTheSameBitsAndAnotherSeedOthers) {
+  for (const SynthKind& kind : synth_kinds()) {
+    SynthOptions options = kind.defaults;
+    options.layers = 2;
+    const Trace first = make(options, kind.name + "1.h5"), second = make(options, kind.name + "2.h5");
+    EXPECT_EQ(first.hash(), second.hash()) << kind.name;
+    EXPECT_TRUE(compare(first, second).empty());
+    if (kind.name == "fixture") continue;
+    options.seed = 1;
+    EXPECT_NE(make(options, kind.name + "3.h5").hash(), first.hash()) << kind.name;
+  }
+}
+
+/// Blocks of rows and shares of threads leave no mark: each number depends on where it stands alone.
+TEST_F(Synth, ALongTraceBeginsAsAShortOne) {
+  SynthOptions options = synth_defaults("integer");
+  options.layers = 1;
+  options.prefill = 100;
+  const Trace small = make(options, "small.h5");
+  options.prefill = 20000;
+  const Trace large = make(options, "large.h5");
+  for (int h = 0; h < options.query_heads; ++h)
+    for (int t = 0; t < 132; ++t)
+      ASSERT_EQ(std::memcmp(small.layer(0).q.row(h, t), large.layer(0).q.row(h, t), small.layer(0).q.row_bytes()), 0);
+}
+
+TEST_F(Synth, LastQueriesAreThoseOfTheWholeTrace) {
+  SynthOptions options = synth_defaults("gaussian");
+  const Trace whole = make(options, "whole.h5");
+  options.last_queries = 10;
+  const Trace part = make(options, "part.h5");
+  const LayerTensors layer = part.layer(1);
+  ASSERT_EQ(layer.q.tokens, 10);
+  ASSERT_EQ(layer.query_positions.size(), 10U);
+  for (int i = 0; i < 10; ++i) {
+    const int position = whole.header().tokens() - 10 + i;
+    EXPECT_EQ(layer.query_positions[static_cast<std::size_t>(i)], position);
+    for (int h = 0; h < 8; ++h)
+      EXPECT_EQ(std::memcmp(layer.q.row(h, i), whole.layer(1).q.row(h, position), layer.q.row_bytes()), 0);
+  }
+}
+
+TEST_F(Synth, GaussianHasMeanZeroAndVarianceOne) {
+  const Trace trace = make(synth_defaults("gaussian"));
+  const TensorView q = trace.layer(3).q;
+  double sum = 0, square = 0, fourth = 0;
+  const auto count = static_cast<double>(q.bytes() / size_of(q.dtype));
+  for (int h = 0; h < q.heads; ++h)
+    for (int t = 0; t < q.tokens; ++t)
+      for (int c = 0; c < q.dim; ++c) {
+        const double x = component(q, h, t, c);
+        sum += x;
+        square += x * x;
+        fourth += x * x * x * x;
+      }
+  // Five standard errors of 147,456 samples.
+  EXPECT_NEAR(sum / count, 0, 5 / std::sqrt(count));
+  EXPECT_NEAR(square / count, 1, 5 * std::sqrt(2 / count));
+  EXPECT_NEAR(fourth / count, 3, 5 * std::sqrt(96 / count));
+}
+
+TEST_F(Synth, SinksAttractMostAttention) {
+  const Trace trace = make(synth_defaults("sinks"));
+  const Trace plain = make(synth_defaults("gaussian"), "plain.h5");
+  for (int h = 0; h < 8; ++h)
+    for (const int t : {50, 200, 287}) {
+      EXPECT_GT(attention(trace.layer(2), h, t, 0, 4), 0.5);
+      EXPECT_LT(attention(plain.layer(2), h, t, 0, 4), 0.3);
+    }
+}
+
+TEST_F(Synth, OnlyLateQueriesAttendToTheNeedle) {
+  const Trace trace = make(synth_defaults("needle"));
+  const auto& spans = trace.header().spans;
+  const auto needle = std::ranges::find(spans, "needle", &Span::name),
+             question = std::ranges::find(spans, "question", &Span::name);
+  ASSERT_NE(needle, spans.end());
+  ASSERT_NE(question, spans.end());
+  for (int h = 0; h < 8; ++h) {
+    EXPECT_GT(attention(trace.layer(1), h, question->begin, needle->begin, needle->end), 0.7);
+    EXPECT_GT(attention(trace.layer(1), h, 287, needle->begin, needle->end), 0.7);
+    EXPECT_LT(attention(trace.layer(1), h, question->begin - 1, needle->begin, needle->end), 0.3);
+  }
+}
+
+TEST_F(Synth, RepeatedValuesAreNearlyEqual) {
+  const Trace trace = make(synth_defaults("repeat"));
+  const TensorView v = trace.layer(0).v;
+  const auto cosine = [&](int a, int b) {
+    return dot(v, 0, a, v, 0, b) / std::sqrt(dot(v, 0, a, v, 0, a) * dot(v, 0, b, v, 0, b));
+  };
+  EXPECT_GT(cosine(3, 3 + 64), 0.95);
+  EXPECT_GT(cosine(10, 10 + 128), 0.95);
+  EXPECT_LT(std::abs(cosine(3, 4)), 0.6);
+}
+
+TEST_F(Synth, WindowsRepeatOverTheLayers) {
+  SynthOptions options = synth_defaults("integer");
+  options.sliding_window = {16, 0};
+  options.layers = 5;
+  options.logit_softcap = 30;
+  const Trace trace = make(options);
+  EXPECT_EQ(trace.header().sliding_window, (std::vector<std::int32_t>{16, 0, 16, 0, 16}));
+  EXPECT_EQ(trace.layer(2).sliding_window, 16);
+  EXPECT_EQ(trace.layer(2).logit_softcap, 30.0F);
+}
+
+TEST_F(Synth, RefusesWhatCannotBeMeant) {
+  const auto refusal = [&](auto change) -> std::string {
+    SynthOptions options = synth_defaults("gaussian");
+    change(options);
+    try {
+      synthesise(options, file("refused.h5"));
+    } catch (const Error& error) {
+      EXPECT_EQ(error.refusal(), Refusal::usage);
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(refusal([](SynthOptions& o) { o.kv_heads = 3; }), "kv_heads: value: expected a divisor of 8, found 3");
+  EXPECT_EQ(refusal([](SynthOptions& o) { o.layers = 0; }), "layers: value: expected at least 1, found 0");
+  EXPECT_EQ(refusal([](SynthOptions& o) { o.last_queries = 289; }),
+            "last_queries: value: expected 0 to 288, found 289");
+  EXPECT_EQ(refusal([](SynthOptions& o) { o.kind = "gausian"; }),
+            "gausian: unknown kind of synthetic trace: expected gaussian, found gausian");
+  EXPECT_FALSE(std::filesystem::exists(file("refused.h5")));
+  EXPECT_FALSE(std::filesystem::exists(file("refused.h5.partial")));
+}
+
+}  // namespace
+}  // namespace kvreplay
