@@ -1,0 +1,332 @@
+"""Broken command lines, each refused in its own words with its own exit code, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_traces import PROGRAM
+
+USAGE, INPUT, CAPABILITY, RESOURCES = 2, 3, 4, 5
+
+# Commands as one would type them in a folder with fixture.h5 (P 12, G 4, L 4), prompt.h5 (no continuation), late.h5
+# (P 32, G 4, only the last 8 queries), window.h5 (sliding windows only), note.txt and the
+# folder foreign/, which holds a file of somebody else.
+REPLAY = "replay fixture.h5"
+H2O = f"{REPLAY} -p h2o -b 0.5"
+POLICIES = "one of chunkkv, full, h2o, local, oracle, random, snapkv, streaming-llm"
+SPANS = "one of context, question, answer"
+
+LINES: list[tuple[int, str, str]] = [
+    # the program
+    (USAGE, "snyth", "snyth: unknown command: expected synth, found snyth"),
+    (USAGE, "help replya", "replya: unknown command: expected replay, found replya"),
+    (USAGE, "--versoin", "kvreplay: unknown option: expected --version, found --versoin"),
+    (USAGE, "doctor now", "doctor: superfluous argument: found now"),
+    (USAGE, "completion tosh", "completion: unknown shell: expected bash, found tosh"),
+    (USAGE, "completion", "completion: missing argument: expected bash|zsh|fish"),
+    (
+        CAPABILITY,
+        "capture",
+        "capture: kvreplay-capture is not installed: expected python3 -m pip install '.[capture]' in "
+        "kvreplay's source folder",
+    ),
+    (
+        CAPABILITY,
+        "plot out",
+        "plot: kvreplay-plot is not installed: expected python3 -m pip install '.[plot]' in kvreplay's source folder",
+    ),
+    # lists
+    (USAGE, "policies snapkw", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (USAGE, "policies h2o full", "policies: superfluous argument: found full"),
+    (USAGE, "policies h2o --parts", "--parts: lists all parts: expected no policy, found h2o"),
+    (USAGE, "metrics kv_byte", "kv_byte: unknown metric: expected kv_bytes, found kv_byte"),
+    # synth
+    (USAGE, "synth", "synth: missing argument: expected KIND"),
+    (USAGE, "synth gausian -o new.h5", "gausian: unknown kind of synthetic trace: expected gaussian, found gausian"),
+    (USAGE, "synth fixture", "synth: no file to write: expected -o FILE"),
+    (USAGE, "synth sinks needle -o new.h5", "synth: superfluous argument: found needle"),
+    (USAGE, "synth sinks -o new.h5 --layers 0", "--layers: out of range: expected 1..2147483647, found 0"),
+    (USAGE, "synth sinks -o new.h5 --kv-heads 3", "kv_heads: value: expected a divisor of 8, found 3"),
+    (
+        USAGE,
+        "synth sinks -o new.h5 --dtype int8",
+        "--dtype: unknown value: expected one of float16, bfloat16, float32, found int8",
+    ),
+    (
+        USAGE,
+        "synth sinks -o new.h5 --queries first:3",
+        "--queries: unknown choice: expected all or last:N, found first:3",
+    ),
+    (
+        USAGE,
+        "synth sinks -o new.h5 --sliding-window 4,-1",
+        "--sliding-window: out of range: expected 0 or more, found -1",
+    ),
+    (USAGE, "synth sinks -o new.h5 --softcap soft", '--softcap: not a number: expected a number, found "soft"'),
+    (
+        INPUT,
+        "synth sinks -o fixture.h5",
+        "fixture.h5: exists: expected a new name, or leave to replace it, found a file",
+    ),
+    (INPUT, "synth sinks -o none/new.h5", "none/new.h5.partial: cannot be made: No such file or directory"),
+    # reading
+    (USAGE, "info", "info: missing argument: expected TRACE..."),
+    (INPUT, "info none.h5", "none.h5: cannot be opened: No such file or directory"),
+    (INPUT, "info note.txt", "note.txt: signature: expected an HDF5 file, found other bytes"),
+    (INPUT, "validate none.h5", "none.h5: cannot be opened: No such file or directory"),
+    (INPUT, "validate foreign", "foreign: kind: expected a file, found a directory"),
+    (USAGE, "diff fixture.h5", "diff: missing argument: expected TRACE|RUN TRACE|RUN"),
+    (USAGE, "diff fixture.h5 fixture.h5 --tolerance -1", "--tolerance: out of range: expected 0 or more, found -1"),
+    (INPUT, "diff fixture.h5 none.h5", "none.h5: no such file or folder"),
+    (INPUT, "diff fixture.h5 note.txt", "note.txt: signature: expected an HDF5 file, found other bytes"),
+    # what to replay
+    (USAGE, "replay", "replay: missing argument: expected TRACE..."),
+    (USAGE, "replay -p h2o -b 0.5", "replay: missing argument: expected TRACE..."),
+    (USAGE, f"{REPLAY} -b 0.5", "replay: no policy to replay: expected -p POLICY,..."),
+    (USAGE, f"{REPLAY} -p h2o", "replay: no budget: expected -b BUDGET,..."),
+    (INPUT, "replay none.h5 -p h2o -b 0.5", "none.h5: cannot be opened: No such file or directory"),
+    (INPUT, "replay foreign -p h2o -b 0.5", "foreign: kind: expected a file, found a directory"),
+    (
+        USAGE,
+        f"{H2O} fixture.h5",
+        "fixture.h5: another trace has the same name: expected names that tell results apart, found fixture",
+    ),
+    (
+        INPUT,
+        "replay prompt.h5 -p h2o -b 0.5",
+        "prompt.h5: no continuation to measure at: expected tokens after the "
+        "prompt, or another --eval such as last:32, found 0 tokens",
+    ),
+    (
+        INPUT,
+        "replay late.h5 -p h2o -b 0.5",
+        "late.h5:/layers/000/q_positions: too few stored queries for h2o: expected queries 0..31, found no query 0",
+    ),
+    (
+        INPUT,
+        "replay late.h5 -p local -b 0.5 --eval all",
+        "late.h5:/layers/000/q_positions: too few stored queries for "
+        "--eval all: expected queries 0..35, found no query 0",
+    ),
+    (
+        INPUT,
+        "replay window.h5 -p h2o -b 0.5",
+        "window.h5: every layer has a sliding window: expected a layer without one, or --sliding treat",
+    ),
+    # policies
+    (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (USAGE, f"{REPLAY} -p zzzzzzzz -b 0.5", f"zzzzzzzz: unknown policy: expected {POLICIES}, found zzzzzzzz"),
+    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", "h2o,,full: empty policy: expected NAME[:KEY=VALUE,...]"),
+    (USAGE, f"{REPLAY} -p window=3 -b 0.5", "window=3: value without a policy: expected NAME[:KEY=VALUE,...]"),
+    (USAGE, f"{REPLAY} -p snapkv:windwo=3 -b 0.5", "snapkv: unknown parameter: expected window, found windwo"),
+    (USAGE, f"{REPLAY} -p full:x=1 -b 0.5", "full: takes no parameters: found x"),
+    (USAGE, f"{REPLAY} -p snapkv:window -b 0.5", 'snapkv: not a parameter: expected KEY=VALUE, found "window"'),
+    (USAGE, f"{REPLAY} -p snapkv:window=3,window=4 -b 0.5", "snapkv: given twice: found window"),
+    (USAGE, f"{REPLAY} -p snapkv:window=x -b 0.5", 'snapkv:window: not a number: expected a whole number, found "x"'),
+    (USAGE, f"{REPLAY} -p snapkv:window=0 -b 0.5", "snapkv:window: out of range: expected 1.., found 0"),
+    (USAGE, f"{REPLAY} -p snapkv:kernel=4 -b 0.5", "snapkv:kernel: out of range: expected 1.., odd, found 4"),
+    (
+        USAGE,
+        f"{REPLAY} -p snapkv:pool=sum -b 0.5",
+        'snapkv:pool: unknown value: expected one of none, max, avg, found "sum"',
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p snapkv:preset=mine -b 0.5",
+        'snapkv:preset: unknown value: expected one of factory, snapkv-paper, snapkv-code, kvpress, found "mine"',
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p h2o:recent=1.5 -b 0.5",
+        "h2o:recent: out of range: expected tokens, or a fraction 0.0..1.0, found 1.5",
+    ),
+    (USAGE, f"{REPLAY} -p h2o:recent=-1 -b 0.5", "h2o:recent: out of range: expected 0 or more, found -1"),
+    (
+        USAGE,
+        f"{REPLAY} -p h2o:overlap=maybe -b 0.5",
+        'h2o:overlap: not a truth value: expected false or true, found "maybe"',
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p random:seed=-1 -b 0.5",
+        'random:seed: not a number: expected a whole number, 0 or more, found "-1"',
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p streaming-llm:sinks=13 -b 0.5",
+        "streaming-llm:sinks: larger than the trace: expected at most 12 tokens, found 13",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p chunkkv:reuse=5 -b 0.5",
+        "chunkkv:reuse: larger than the trace: expected at most 4 layers, found 5",
+    ),
+    (USAGE, f"{REPLAY} -p oracle:counts=(snapkv -b 0.5", "oracle:counts=(snapkv: parentheses do not match"),
+    (USAGE, f"{REPLAY} -p oracle:counts=(snapkw) -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (
+        USAGE,
+        f"{REPLAY} -p oracle:counts=(oracle:counts=(h2o)) -b 0.5",
+        "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=(h2o)",
+    ),
+    # budgets
+    (USAGE, f"{REPLAY} -p h2o -b 0", "budget 0: out of range: expected 1 token or more, found 0"),
+    (USAGE, f"{REPLAY} -p h2o -b -3", "budget -3: out of range: expected 1 token or more, found -3"),
+    (USAGE, f"{REPLAY} -p h2o -b 1.5", "budget 1.5: out of range: expected a fraction in (0, 1], found 1.5"),
+    (USAGE, f"{REPLAY} -p h2o -b 0.0", "budget 0.0: out of range: expected a fraction in (0, 1], found 0.0"),
+    (USAGE, f"{REPLAY} -p h2o -b 200%", "budget 200%: out of range: expected a fraction in (0, 1], found 200%"),
+    (USAGE, f"{REPLAY} -p h2o -b 0.1,abc", 'budget abc: not a number: expected a whole number, found "abc"'),
+    (USAGE, f"{REPLAY} -p h2o -b ,", "budget: empty: expected a fraction in (0, 1] or a count of tokens"),
+    # options
+    (USAGE, f"{H2O} --budgte 3", "replay: unknown option: expected --budget, found --budgte"),
+    (USAGE, f"{REPLAY} -p", "--policy: needs a value: expected POLICY,..."),
+    (USAGE, f"{REPLAY} -p h2o -b", "--budget: needs a value: expected BUDGET,..."),
+    (USAGE, f"{H2O} --output=", "--output: needs a value: expected DIR"),
+    (USAGE, f"{H2O} --force=yes", "--force: takes no value"),
+    (USAGE, f"{H2O} --device cpu --device cpu", "--device: given twice"),
+    (USAGE, f"{H2O} --device gpu", "--device: unknown device: expected auto, cpu or cuda[:N], found gpu"),
+    (USAGE, f"{H2O} --device cuda:x", '--device: not a number: expected a whole number, found "x"'),
+    (
+        USAGE,
+        f"{H2O} --metrics atention_recall",
+        "atention_recall: unknown metric: expected attention_recall, found atention_recall",
+    ),
+    (
+        USAGE,
+        f"{H2O} --metrics attention_recall:promt",
+        "attention_recall: unknown variant: expected prompt, found promt",
+    ),
+    (USAGE, f"{H2O} --detail heads", "--detail: unknown value: expected head, found heads"),
+    (USAGE, f"{H2O} --save scores,score", "--save: unknown value: expected scores, found score"),
+    (USAGE, f"{H2O} --sliding maybe", "--sliding: unknown value: expected one of skip, treat, found maybe"),
+    (
+        USAGE,
+        f"{H2O} --progress sometimes",
+        "--progress: unknown value: expected one of auto, always, never, found sometimes",
+    ),
+    (USAGE, f"{H2O} --threads -1", "--threads: out of range: expected 0..4096, found -1"),
+    (USAGE, f"{H2O} --threads two", '--threads: not a number: expected a whole number, found "two"'),
+    (USAGE, f"{H2O} --seed -1", '--seed: not a seed: expected 0..2^64-1, found "-1"'),
+    (
+        USAGE,
+        f"{H2O} --memory lots",
+        '--memory: not a size: expected a number of bytes, or of k, M, G or T, found "lots"',
+    ),
+    (
+        USAGE,
+        f"{H2O} --eval tomorrow",
+        "eval: unknown choice of queries: expected one of continuation, last:N, span:NAME, "
+        "all, stride:K, found tomorrow",
+    ),
+    (USAGE, f"{H2O} --eval last:0", "eval last:0: out of range: expected 1 or more, found 0"),
+    (USAGE, f"{H2O} --eval last:13", "eval last:13: longer than the prompt: expected at most 12, found 13"),
+    (USAGE, f"{H2O} --eval stride:0", "eval stride:0: out of range: expected 1 or more, found 0"),
+    (INPUT, f"{H2O} --eval span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
+    (USAGE, f"{H2O} --boundary 0", "boundary 0: outside the prompt: expected 1..12, found 0"),
+    (USAGE, f"{H2O} --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
+    (USAGE, f"{H2O} --boundary half", 'boundary half: not a number: expected a whole number, found "half"'),
+    (INPUT, f"{H2O} --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
+    (USAGE, f"{H2O} -o foreign", "foreign: holds other things: expected an empty folder, or one of results, found x"),
+    (USAGE, f"{H2O} -o note.txt", "note.txt: not a folder: expected a folder for results, found a file"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the lines are typed."""
+    folder = tmp_path_factory.mktemp("command_lines")
+    for line in (
+        "fixture -o fixture.h5",
+        "gaussian -o prompt.h5 --layers 1 --prompt 16 --continuation 0",
+        "gaussian -o late.h5 --layers 1 --prompt 32 --continuation 4 --queries last:8",
+        "gaussian -o window.h5 --layers 2 --prompt 32 --sliding-window 8",
+    ):
+        subprocess.run([PROGRAM, "synth", *line.split()], cwd=folder, check=True, capture_output=True)
+    (folder / "note.txt").write_text("no trace\n")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "x").write_text("somebody else's\n")
+    return folder
+
+
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Type `line`, where no other program of kvreplay is installed."""
+    bare = {**os.environ, "PATH": "/usr/bin:/bin"}
+    return subprocess.run([PROGRAM, *line.split()], cwd=folder, env=bare, capture_output=True, text=True, timeout=300)
+
+
+def listing(folder: Path) -> set[tuple[Path, int]]:
+    return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("code", "line", "message"), LINES, ids=[line for _, line, _ in LINES])
+def test_a_broken_line_is_refused(code: int, line: str, message: str, folder: Path) -> None:
+    if code == CAPABILITY and (PROGRAM.parent / f"kvreplay-{line.split()[0]}").exists():
+        pytest.skip("it lies beside the program")
+    before = listing(folder)
+    answer = run(line, folder)
+    assert (answer.returncode, answer.stderr, answer.stdout) == (code, f"kvreplay: {message}\n", "")
+    assert listing(folder) == before
+
+
+def test_the_lines_differ() -> None:
+    assert len({line for _, line, _ in LINES}) == len(LINES) >= 40
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_missing_device_is_a_missing_capability(device: str, folder: Path) -> None:
+    if '"cuda",' in run("doctor --json", folder).stdout and "no CUDA in this build" not in run("doctor", folder).stdout:
+        pytest.skip("a build with CUDA")
+    answer = run(f"{H2O} --device {device}", folder)
+    assert answer.returncode == CAPABILITY
+    assert answer.stderr == f"kvreplay: --device {device}: no CUDA in this build: expected --device cpu\n"
+
+
+def test_a_plan_that_does_not_fit_is_refused(folder: Path) -> None:
+    answer = run(f"{H2O} --memory 1k -o new", folder)
+    assert answer.returncode == RESOURCES
+    assert answer.stderr.startswith("kvreplay: --memory: too small for the plan: expected ")
+    assert answer.stderr.endswith(" MiB, found 1.0 KiB\n")
+    assert not (folder / "new").exists()
+
+
+def test_an_empty_policy_is_refused(folder: Path) -> None:
+    words = [PROGRAM, "replay", "fixture.h5", "-p", "", "-b", "0.5"]
+    answer = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (USAGE, "")
+    assert "empty policy" in answer.stderr
+
+
+def test_a_trace_under_two_names_is_refused(folder: Path) -> None:
+    shutil.copy(folder / "fixture.h5", folder / "copy.h5")
+    [trace] = json.loads(run("info --json --no-estimate copy.h5", folder).stdout)
+    answer = run("replay fixture.h5 copy.h5 -p h2o -b 0.5", folder)
+    expected = f"kvreplay: copy.h5: the same trace is given twice: found {trace['hash']}\n"
+    assert (answer.returncode, answer.stdout, answer.stderr) == (USAGE, "", expected)
+
+
+def test_a_run_is_not_compared_with_a_trace(folder: Path) -> None:
+    assert run(f"{H2O} -o run", folder).returncode == 0
+    answer = run("diff fixture.h5 run", folder)
+    expected = "kvreplay: run: cannot be compared with fixture.h5: expected a trace, found a run or its selections\n"
+    assert (answer.returncode, answer.stderr) == (USAGE, expected)
+
+
+def test_a_run_with_failed_cells_lists_them(folder: Path) -> None:
+    answer = run("replay late.h5 -p h2o,local -b 0.5 -o partly", folder)
+    assert answer.returncode == 6
+    assert answer.stderr == (
+        "kvreplay: failed: late, h2o at 0.5: late.h5:/layers/000/q_positions: too few stored queries for h2o: expected "
+        "queries 0..31, found no query 0\n"
+    )
+    assert "local" in answer.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_behind_stdout_is_no_success(folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        answer = subprocess.run([PROGRAM, "policies"], cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (answer.returncode, answer.stderr) == (RESOURCES, "kvreplay: standard output: cannot be written\n")

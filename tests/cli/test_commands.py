@@ -1,0 +1,260 @@
+"""Every command does what it says, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import h5py
+import pytest
+from program import done, kvreplay
+
+POLICIES = {"chunkkv", "full", "h2o", "local", "oracle", "random", "snapkv", "streaming-llm"}
+COMMANDS = {"doctor", "synth", "info", "validate", "replay", "diff", "policies", "metrics", "completion", "help"}
+REPLAY = ["-p", "snapkv:window=2,kernel=3,h2o:recent=3", "-b", "6"]
+
+
+def test_the_overview_lists_every_command(tmp_path: Path) -> None:
+    overview = done(folder=tmp_path)
+    assert overview == done("help", folder=tmp_path) == done("--help", folder=tmp_path)
+    listed = {line.split()[0] for line in overview.splitlines() if line.startswith("  ")}
+    assert COMMANDS <= listed
+
+
+def test_help_of_a_command_is_that_of_its_option(tmp_path: Path) -> None:
+    for command in COMMANDS:
+        text = done("help", command, folder=tmp_path)
+        assert text == done(command, "--help", folder=tmp_path)
+        assert text.startswith(f"kvreplay {command}")
+
+
+def test_version_names_version_and_commit(tmp_path: Path) -> None:
+    name, version, commit = done("--version", folder=tmp_path).split()
+    assert name == "kvreplay"
+    assert [part.isdigit() for part in version.split(".")] == [True] * 3
+    assert commit[0] == "(" and commit[-1] == ")"
+
+
+def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:
+    found = json.loads(done("doctor", "--json", folder=tmp_path))
+    assert {"HDF5", "Eigen", "Highway", "Boost", "fmt"} <= found["libraries"].keys()
+    assert all(version[0].isdigit() for version in found["libraries"].values())
+    assert found["threads"] == len(os.sched_getaffinity(0))
+    assert found["page size"] == os.sysconf("SC_PAGE_SIZE")
+    assert 0 < found["memory"]["free_bytes"] <= found["memory"]["bytes"]
+    backends = {backend["name"]: backend for backend in found["backends"]}
+    assert backends["cpu"]["runs"]
+    assert "cuda" in backends
+    assert {"capture", "plot"} <= {program["name"] for program in found["programs"]}
+    assert "no CUDA" in done("doctor", folder=tmp_path) or backends["cuda"]["runs"]
+
+
+def test_synth_obeys_its_options(tmp_path: Path) -> None:
+    shape = "--layers 3 --query-heads 6 --kv-heads 2 --head-dim 8 --prompt 20 --continuation 5".split()
+    more = "--dtype bfloat16 --queries last:7 --sliding-window 0,9 --softcap 30 --seed 3".split()
+    done("synth", "needle", "-o", "a.h5", *shape, *more, folder=tmp_path)
+    with h5py.File(tmp_path / "a.h5") as file:
+        model = file["model"].attrs
+        assert [model[key] for key in ("n_layers", "n_query_heads", "n_kv_heads", "head_dim")] == [3, 6, 2, 8]
+        assert model["logit_softcap"] == 30
+        assert list(file["model/sliding_window"]) == [0, 9, 0]
+        assert file["tokens"].attrs["prefill"] == 20
+        assert file["layers/000/q"].shape == (6, 7, 8)
+        assert file["layers/000/k"].shape == (2, 25, 8)
+        assert list(file["layers/000/q_positions"]) == list(range(18, 25))
+        assert file["layers/000/k"].id.get_type().get_fields() == (15, 7, 8, 0, 7)
+        assert any(span["name"] == b"needle" for span in file["spans"])
+
+
+def test_synth_replaces_only_by_force(tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "a.h5", folder=tmp_path)
+    before = (tmp_path / "a.h5").stat().st_ino
+    assert kvreplay("synth", "fixture", "-o", "a.h5", folder=tmp_path).code == 3
+    assert (tmp_path / "a.h5").stat().st_ino == before
+    done("synth", "fixture", "-o", "a.h5", "--force", folder=tmp_path)
+    assert (tmp_path / "a.h5").stat().st_ino != before
+
+
+def test_info_says_what_the_trace_is_and_serves(traces: Path) -> None:
+    [found] = json.loads(done("info", "--json", "fixture.h5", folder=traces))
+    keys = ["layers", "query_heads", "kv_heads", "head_dim", "prompt", "continuation", "tensor_bytes", "synthetic"]
+    assert [found[key] for key in keys] == [4, 4, 2, 4, 12, 4, 4 * (4 + 2 + 2) * 16 * 4 * 2, True]
+    assert {policy["name"]: policy["served"] for policy in found["policies"]} == dict.fromkeys(POLICIES, True)
+    assert found["estimate"]["seconds"] > 0
+    text = done("info", "--no-estimate", "fixture.h5", "long.h5", folder=traces)
+    assert "P 12 + G 4" in text and "P 512 + G 64" in text and "about" not in text
+
+
+def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
+    shape = "--prompt 20 --continuation 0 --queries last:10".split()
+    done("synth", "gaussian", "-o", "a.h5", *shape, folder=tmp_path)
+    [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
+    refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
+    assert set(refused) == {"h2o", "oracle"}
+    assert refused["h2o"] == (
+        "a.h5:/layers/000/q_positions: too few stored queries for h2o: expected queries 0..19, found no query 0"
+    )
+    assert len(found["notes"]) == 1 and "no continuation" in found["notes"][0]
+
+
+def test_validate_says_yes_and_no(traces: Path, tmp_path: Path) -> None:
+    assert done("validate", traces / "fixture.h5", folder=tmp_path) == f"{traces / 'fixture.h5'}: valid\n"
+    assert "2048 numbers" in done("validate", "--deep", traces / "fixture.h5", folder=tmp_path)
+
+    shutil.copy(traces / "fixture.h5", tmp_path / "nan.h5")
+    with h5py.File(tmp_path / "nan.h5", "r+") as file:
+        file["layers/002/v"][1, 3, 2] = float("nan")
+    assert kvreplay("validate", "nan.h5", folder=tmp_path).code == 0
+    answer = kvreplay("validate", "--deep", "--json", traces / "fixture.h5", "nan.h5", folder=tmp_path)
+    assert answer.code == 1
+    good, bad = json.loads(answer.out)
+    assert (good["valid"], bad["valid"]) == (True, False)
+    assert any("/layers/002/v" in problem for problem in bad["problems"])
+
+    (tmp_path / "text.h5").write_text("no trace")
+    answer = kvreplay("validate", "text.h5", folder=tmp_path)
+    assert (answer.code, answer.err) == (1, "")
+    assert answer.out.startswith("text.h5: invalid\n")
+
+
+def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
+    policies = json.loads(done("policies", "--json", folder=tmp_path))
+    assert {policy["name"] for policy in policies} == POLICIES
+    snapkv = json.loads(done("policies", "snapkv", "--json", folder=tmp_path))
+    assert snapkv in policies
+    window = next(parameter for parameter in snapkv["parameters"] if parameter["name"] == "window")
+    assert window["default"] == "8"
+    text = done("policies", "snapkv", folder=tmp_path)
+    assert "window=8" in text and "arXiv:2404.14469" in text and "preset=kvpress" in text
+
+    names = {metric["name"] for metric in json.loads(done("metrics", "--json", folder=tmp_path))}
+    assert {"attention_recall", "kv_l1_loss", "jaccard_matrix", "redundancy_key", "kv_bytes"} <= names
+    for metric in names:
+        card = json.loads(done("metrics", metric, "--json", folder=tmp_path))
+        assert card["formula"] and card["source"]
+        assert card["formula"] in done("metrics", metric, folder=tmp_path)
+
+
+@pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],
+                                   ["metrics", "jaccard_matrix"]])  # fmt: skip
+def test_markdown_tables_are_whole(words: list[str], tmp_path: Path) -> None:
+    rows = [line for line in done(*words, "--markdown", folder=tmp_path).splitlines() if line.startswith("|")]
+    assert len(rows) > 2
+    tables: list[int] = []
+    for row in rows:
+        bars = row.replace("\\|", "").count("|")
+        if set(row) <= set("| -"):
+            tables.append(bars)
+    assert all(row.replace("\\|", "").count("|") in tables for row in rows)
+
+
+def test_replay_prints_a_table_and_fills_the_folder(traces: Path, tmp_path: Path) -> None:
+    table = done("replay", traces / "fixture.h5", *REPLAY, folder=tmp_path)
+    assert "OPEN LOOP" in table and "snapkv" in table and "(oracle)" in table and "self-check full 0" in table
+    names = sorted(str(path.relative_to(tmp_path / "kvreplay-out")) for path in (tmp_path / "kvreplay-out").rglob("*"))
+    assert names == ["parts", "parts/fixture.h5", "results.csv", "run.json", "seconds.csv", "selections.h5"]
+    record = json.loads((tmp_path / "kvreplay-out/run.json").read_text())
+    assert record["argv"][1:] == ["replay", str(traces / "fixture.h5"), *REPLAY]
+    assert record["build"]["version"] and record["build"]["HDF5"]
+
+
+def test_replay_as_json_has_the_numbers_of_the_fixture(traces: Path, tmp_path: Path) -> None:
+    found = json.loads(done("replay", traces / "fixture.h5", *REPLAY, "--json", folder=tmp_path))
+    recall = {cell["policy"]: cell["values"]["attention_recall"] for cell in found["cells"]}
+    assert recall["snapkv"] == pytest.approx(0.588619, abs=1e-6)
+    assert recall["h2o"] == pytest.approx(0.578642, abs=1e-6)
+    assert recall["oracle"] == pytest.approx(0.736435, abs=1e-6)
+    assert recall["full"] == 1
+    assert found["self_check"] == ["full 0", "budget ok", "identities ok", "none above its oracle"]
+
+
+def test_a_dry_run_plans_and_writes_nothing(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", *REPLAY, "-o", "out"]
+    planned = json.loads(done(*words, "--dry-run", "--json", folder=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    [trace] = planned["traces"]
+    assert {cell["policy"].split(":")[0] for cell in trace["cells"]} == {"snapkv", "h2o", "full", "random", "oracle"}
+    assert trace["skipped"] == 0 and planned["seconds"] > 0 and planned["memory_bytes"] > 0
+    done(*words, folder=tmp_path)
+    [trace] = json.loads(done(*words, "--dry-run", "--json", folder=tmp_path))["traces"]
+    assert (trace["cells"], trace["skipped"]) == ([], 5)
+    assert "5 cells" in done(*words, "--dry-run", folder=tmp_path)
+
+
+def test_diff_answers_for_traces_and_runs(traces: Path, tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "same.h5", folder=tmp_path)
+    done("synth", "integer", "-o", "one.h5", folder=tmp_path)
+    done("synth", "integer", "-o", "other.h5", "--seed", "1", folder=tmp_path)
+    assert done("diff", traces / "fixture.h5", "same.h5", folder=tmp_path) == "equal\n"
+    answer = kvreplay("diff", "one.h5", "other.h5", folder=tmp_path)
+    assert answer.code == 1 and "/layers/000/q" in answer.out
+    assert json.loads(kvreplay("diff", "one.h5", "other.h5", "--json", folder=tmp_path).out)["equal"] is False
+    assert kvreplay("diff", "one.h5", "other.h5", "--tolerance", "1000", folder=tmp_path).code == 1  # ids differ too
+
+    for name, budget in (("a", "6"), ("b", "6"), ("c", "5")):
+        done("replay", traces / "fixture.h5", "-p", "h2o", "-b", budget, "-o", name, folder=tmp_path)
+    assert done("diff", "a", "b", folder=tmp_path) == "equal\n"
+    assert done("diff", "a/selections.h5", "b/selections.h5", folder=tmp_path) == "equal\n"
+    answer = kvreplay("diff", "a", "c", folder=tmp_path)
+    assert answer.code == 1 and answer.out.splitlines()[-1].endswith("differences")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_of_its_shell(shell: str, tmp_path: Path) -> None:
+    script = done("completion", shell, folder=tmp_path)
+    for word in (*COMMANDS, "snapkv", "attention_recall", "continuation", "budget"):
+        assert word in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    subprocess.run(
+        [shell, "-n", "-c", script] if shell != "fish" else [shell, "-n"], input=script, text=True, check=True
+    )
+
+
+def completed(*words: str, folder: Path) -> list[str]:
+    """What bash offers for the last of `words`."""
+    line = " ".join(f"'{word}'" for word in words)
+    script = (
+        done("completion", "bash", folder=folder)
+        + f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kvreplay; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_bash_completes_names_options_and_values(tmp_path: Path) -> None:
+    assert completed("kvreplay", "va", folder=tmp_path) == ["validate"]
+    assert completed("kvreplay", "replay", "--bud", folder=tmp_path) == ["--budget"]
+    assert completed("kvreplay", "replay", "--detail", "h", folder=tmp_path) == ["head"]
+    assert completed("kvreplay", "replay", "-p", "full,sn", folder=tmp_path) == ["full,snapkv"]
+    assert completed("kvreplay", "replay", "--metrics", "kv_l", folder=tmp_path) == ["kv_l1_loss"]
+    assert completed("kvreplay", "policies", "stream", folder=tmp_path) == ["streaming-llm"]
+    assert completed("kvreplay", "synth", "need", folder=tmp_path) == ["needle"]
+
+
+def test_an_unknown_command_runs_the_program_of_that_name(tmp_path: Path) -> None:
+    tool = tmp_path / "kvreplay-hello"
+    tool.write_text('#!/bin/sh\necho "hello $1"\nexit 17\n')
+    tool.chmod(0o755)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    answer = kvreplay("hello", "you", folder=tmp_path, env=path)
+    assert (answer.code, answer.out, answer.err) == (17, "hello you\n", "")
+
+
+def test_paths_may_have_spaces_and_any_letters(traces: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "a trace äöü 痕跡.h5"
+    shutil.copy(traces / "fixture.h5", trace)
+    assert json.loads(done("info", "--json", "--no-estimate", trace, folder=tmp_path))[0]["name"] == trace.stem
+    table = done("replay", trace, *REPLAY, "-o", "a run äöü", folder=tmp_path)
+    assert trace.stem in table
+    assert (tmp_path / "a run äöü" / "parts" / trace.name).is_file()
+
+
+def test_progress_is_written_only_where_it_is_wanted(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", *REPLAY]
+    assert kvreplay(*words, "-o", "a", folder=tmp_path).err == ""
+    shown = kvreplay(*words, "-o", "b", "--progress", "always", folder=tmp_path)
+    assert shown.err.splitlines()[-1].startswith("100 %")
+    assert "layer 4 of 4" in shown.err

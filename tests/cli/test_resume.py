@@ -1,0 +1,127 @@
+"""Finished work is never done twice, interrupted work goes on, and the results are the same whatever happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import h5py
+import pytest
+from program import done, kvreplay, start
+
+POLICIES = ["-p", "snapkv,h2o,chunkkv", "-b", "0.1,0.2"]
+
+
+def states(output: Path) -> set[str]:
+    return {cell["state"] for cell in json.loads((output / "run.json").read_text())["cells"]}
+
+
+def test_a_second_run_computes_nothing(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", *POLICIES, "-o", "out"]
+    done(*words, folder=tmp_path)
+    part = tmp_path / "out/parts/long.h5"
+    before = part.stat()
+    results = (tmp_path / "out/results.csv").read_bytes()
+    assert states(tmp_path / "out") == {"done"}
+    again = json.loads(done(*words, "--json", folder=tmp_path))
+    assert {cell["state"] for cell in again["cells"]} == {"skipped"}
+    assert (part.stat().st_mtime_ns, part.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert (tmp_path / "out/results.csv").read_bytes() == results
+
+
+def test_force_computes_again(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "-o", "out"]
+    done(*words, folder=tmp_path)
+    again = json.loads(done(*words, "--force", "--json", folder=tmp_path))
+    assert {cell["state"] for cell in again["cells"]} == {"done"}
+
+
+def test_an_added_metric_adds_itself_alone(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-p", "h2o", "-b", "6"]
+    done(*words, "--metrics", "kv_l1_loss", "-o", "out", folder=tmp_path)
+    few = (tmp_path / "out/results.csv").read_text().splitlines()
+    done(*words, "--metrics", "kv_l1_loss,kv_bytes", "-o", "out", folder=tmp_path)
+    more = (tmp_path / "out/results.csv").read_text().splitlines()
+    assert set(few) < set(more)
+    column = more[0].split(",").index("metric")
+    assert all(",kv_bytes," in row for row in set(more) - set(few)) and column > 0
+    done(*words, "--metrics", "kv_l1_loss,kv_bytes", "-o", "fresh", folder=tmp_path)
+    assert done("diff", "out", "fresh", folder=tmp_path) == "equal\n"
+
+
+def test_an_added_policy_leaves_the_others_alone(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-b", "6", "-o", "out", "--json"]
+    done(*words, "-p", "h2o", folder=tmp_path)
+    cells = json.loads(done(*words, "-p", "h2o,snapkv", folder=tmp_path))["cells"]
+    assert {cell["policy"] for cell in cells if cell["state"] == "done"} == {"snapkv"}
+    assert {cell["policy"] for cell in cells if cell["state"] == "skipped"} == {"h2o", "full", "random", "oracle"}
+
+
+def test_results_are_the_same_for_any_number_of_threads(traces: Path, tmp_path: Path) -> None:
+    for threads in "123":
+        done("replay", traces / "long.h5", *POLICIES, "--threads", threads, "-o", threads, folder=tmp_path)
+    for threads in "23":
+        assert done("diff", "1", threads, folder=tmp_path) == "equal\n"
+        assert (tmp_path / "1/results.csv").read_bytes() == (tmp_path / threads / "results.csv").read_bytes()
+
+
+def several(folder: Path, n: int) -> list[str]:
+    """n traces that each take a while."""
+    shape = "--layers 12 --prompt 512 --continuation 32 --head-dim 32".split()
+    names = [f"trace{i}.h5" for i in range(n)]
+    for seed, name in enumerate(names):
+        done("synth", "sinks", "-o", name, *shape, "--seed", str(seed), folder=folder)
+    return names
+
+
+def wait_for_first_part(output: Path, process: subprocess.Popen[str]) -> None:
+    """Until one trace is finished and the others are not."""
+    deadline = time.monotonic() + 120
+    while not list(output.glob("parts/*.h5")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda blow: blow.name)
+def test_a_stopped_replay_leaves_whole_parts_and_goes_on(blow: signal.Signals, tmp_path: Path) -> None:
+    names = several(tmp_path, 3)
+    words = ["replay", *names, *POLICIES]
+    process = start(*words, "-o", "out", folder=tmp_path)
+    wait_for_first_part(tmp_path / "out", process)
+    process.send_signal(blow)
+    _, err = process.communicate(timeout=120)
+    if blow == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        assert err.startswith("kvreplay: ") and "interrupted" in err
+
+    parts = sorted((tmp_path / "out/parts").glob("*.h5"))
+    assert 1 <= len(parts) < len(names)
+    for part in parts:
+        with h5py.File(part) as file:
+            assert len(file) > 0
+    if blow == signal.SIGKILL:
+        for whole in ("results.csv", "selections.h5", "run.json"):
+            assert not (tmp_path / "out" / whole).exists()
+
+    finished = {part: part.stat().st_mtime_ns for part in parts}
+    done(*words, "-o", "out", folder=tmp_path)
+    assert {part: part.stat().st_mtime_ns for part in parts} == finished
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    done(*words, "-o", "fresh", folder=tmp_path)
+    assert done("diff", "out", "fresh", folder=tmp_path) == "equal\n"
+    assert (tmp_path / "out/results.csv").read_bytes() == (tmp_path / "fresh/results.csv").read_bytes()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_refused(traces: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    answer = kvreplay("replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "-o", closed / "out", folder=tmp_path)
+    assert answer.code == 3 and str(closed) in answer.err

@@ -1,0 +1,55 @@
+#include "command.h"
+
+#include <algorithm>
+
+namespace kvreplay {
+namespace {
+
+constexpr std::string_view list_mark = ",...";
+
+std::vector<std::string> alternatives(std::string_view value) {
+  if (is_list(value)) value.remove_suffix(list_mark.size());
+  return split(value, '|');
+}
+
+/// The part of an alternative before its placeholder.
+std::string_view word(std::string_view alternative) {
+  return alternative.substr(0, std::min(alternative.find_first_of("[ABCDEFGHIJKLMNOPQRSTUVWXYZ"), alternative.size()));
+}
+
+}  // namespace
+
+std::vector<std::string> split(std::string_view text, char separator) {
+  std::vector<std::string> pieces;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find(separator), text.size());
+    if (end > 0) pieces.emplace_back(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return pieces;
+}
+
+std::vector<std::string> words_of(std::string_view value) {
+  std::vector<std::string> words;
+  for (const std::string& alternative : alternatives(value))
+    if (!word(alternative).empty()) words.emplace_back(word(alternative));
+  return words;
+}
+
+bool only_words(std::string_view value) {
+  return !value.empty() && std::ranges::all_of(alternatives(value), [](std::string_view a) { return word(a) == a; });
+}
+
+bool is_list(std::string_view value) { return value.ends_with(list_mark); }
+
+OperandCount operand_count(std::string_view operands) {
+  OperandCount count;
+  for (const std::string& operand : split(operands, ' ')) {
+    if (!operand.starts_with('[')) ++count.least;
+    if (operand.find("...") != std::string::npos) return {count.least, -1};
+    ++count.most;
+  }
+  return count;
+}
+
+}  // namespace kvreplay

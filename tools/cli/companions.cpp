@@ -1,0 +1,63 @@
+#include "companions.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "commands.h"
+#include "error.h"
+#include "nearest.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Companion table[] = {
+    {"capture", "a real model's queries, keys and values as a trace",
+     "python3 -m pip install '.[capture]' in kvreplay's source folder"},
+    {"plot", "figures of a run: heatmaps, curves, kept positions",
+     "python3 -m pip install '.[plot]' in kvreplay's source folder"},
+};
+
+}  // namespace
+
+std::span<const Companion> companions() { return table; }
+
+std::optional<std::filesystem::path> find_companion(std::string_view name) {
+  if (name.empty() || name.find('/') != std::string_view::npos) return std::nullopt;
+  std::vector<std::filesystem::path> folders;
+  std::error_code problem;
+  if (const auto self = std::filesystem::read_symlink("/proc/self/exe", problem); !problem)
+    folders.push_back(self.parent_path());
+  const char* path = std::getenv("PATH");
+  for (const std::string& folder : split(path == nullptr ? "" : path, ':')) folders.emplace_back(folder);
+  for (const std::filesystem::path& folder : folders) {
+    const std::filesystem::path program = folder / ("kvreplay-" + std::string(name));
+    if (std::filesystem::is_regular_file(program, problem) && access(program.c_str(), X_OK) == 0) return program;
+  }
+  return std::nullopt;
+}
+
+void run_companion(const std::string& name, const std::vector<std::string>& arguments) {
+  const auto known = std::ranges::find(table, name, &Companion::name);
+  const std::optional<std::filesystem::path> program = find_companion(name);
+  if (!program && known != std::end(table))
+    throw Error{Refusal::capability, name, "kvreplay-" + name + " is not installed", known->install};
+  if (!program) {
+    std::vector<std::string> names;
+    for (const Command* command : commands()) names.emplace_back(command->name);
+    for (const Companion& companion : table) names.emplace_back(companion.name);
+    throw Error{Refusal::usage, name, "unknown command", nearest(name, names), name};
+  }
+  std::vector<std::string> words{program->string()};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<char*> raw;
+  for (std::string& word : words) raw.push_back(word.data());
+  raw.push_back(nullptr);
+  execv(program->c_str(), raw.data());
+  throw Error{Refusal::capability, program->string(), std::strerror(errno)};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,204 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "arguments.h"
+#include "commands.h"
+#include "machine.h"
+#include "output.h"
+#include "policies/configured.h"
+#include "replay/estimate.h"
+#include "replay/replay.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {
+    {"no-estimate", 0, "", "", "without time and memory, which are measured on this machine"},
+    json_option,
+};
+
+/// The budget at which time and memory are estimated.
+constexpr double estimated_budget = 0.1;
+
+const char* name_of(DType type) {
+  return type == DType::float16 ? "float16" : type == DType::bfloat16 ? "bfloat16" : "float32";
+}
+
+/// A policy, and why the trace cannot serve it; empty: it can.
+struct Service {
+  ConfiguredPolicy policy;
+  std::string refused;
+};
+
+/// What the trace can be used for, with everything at its default where the trace allows it.
+struct Use {
+  Conditions conditions;
+  std::vector<std::string> notes;  // defaults that the trace refuses
+  std::vector<Service> policies;
+};
+
+Use use_of(const Trace& trace) {
+  Use use;
+  const TraceHeader& header = trace.header();
+  use.conditions.boundary = header.prefill;
+  const auto fallback = [&use](auto preferred, auto otherwise) {
+    try {
+      return preferred();
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::input) throw;
+      use.notes.emplace_back(error.what());
+      return otherwise();
+    }
+  };
+  use.conditions.layers =
+      fallback([&] { return treated_layers(trace, false); }, [&] { return treated_layers(trace, true); });
+  use.conditions.eval_queries = fallback([&] { return eval_queries(trace, header.prefill, "continuation"); },
+                                         [] { return std::vector<std::int32_t>{}; });
+  for (const std::string& name : policies().names()) {
+    Service service{ConfiguredPolicy::parse(name), ""};
+    try {
+      check_policy(trace, use.conditions, service.policy);
+      if (service.policy.plan().needs.future_queries && use.conditions.eval_queries.empty())
+        service.refused = "reads the eval queries, and there are none by default";
+    } catch (const Error& error) {
+      service.refused = error.what();
+    }
+    use.policies.push_back(std::move(service));
+  }
+  return use;
+}
+
+Estimate cost_of(const Trace& trace, const Use& use) {
+  std::vector<Cell> cells;
+  const int budget = Budget::parse(fmt::format("{}", estimated_budget)).tokens(use.conditions.boundary);
+  for (const Service& service : use.policies)
+    if (service.refused.empty()) cells.push_back({.policy = service.policy, .budget = budget});
+  return estimate(*make_backend(backend_of_device("auto"), 0), trace, use.conditions, cells);
+}
+
+std::string stored_queries(const Trace& trace) {
+  const auto stored = [&trace](int l) { return trace.query_positions(l); };
+  const TraceHeader& header = trace.header();
+  std::size_t least = static_cast<std::size_t>(header.tokens());
+  for (int l = 0; l < header.layers; ++l)
+    if (!stored(l).empty()) least = std::min(least, stored(l).size());
+  return least == static_cast<std::size_t>(header.tokens()) ? "all" : fmt::format("{} of {}", least, header.tokens());
+}
+
+/// "none", "4096 in all layers", or "4096 in 5 of 6 layers".
+std::string windows(const TraceHeader& header) {
+  std::vector<std::int32_t> sizes;
+  for (const std::int32_t window : header.sliding_window)
+    if (window > 0 && std::ranges::find(sizes, window) == sizes.end()) sizes.push_back(window);
+  if (sizes.empty()) return "none";
+  std::string text;
+  for (const std::int32_t size : sizes) {
+    const auto n = std::ranges::count(header.sliding_window, size);
+    text += fmt::format("{}{} in {} of {} layers", text.empty() ? "" : ", ", size, n, header.layers);
+  }
+  return text;
+}
+
+Json as_json(const Trace& trace, const Use& use, const Estimate* cost) {
+  const TraceHeader& header = trace.header();
+  Json document{{"path", trace.path().string()},
+                {"name", trace.name()},
+                {"hash", trace.hash()},
+                {"producer", header.producer},
+                {"created", header.created},
+                {"synthetic", header.synthetic},
+                {"model", header.model},
+                {"architecture", header.architecture},
+                {"dtype", name_of(header.dtype)},
+                {"stored_dtype", name_of(trace.layer(0).k.dtype)},
+                {"layers", header.layers},
+                {"query_heads", header.query_heads},
+                {"kv_heads", header.kv_heads},
+                {"head_dim", header.head_dim},
+                {"prompt", header.prefill},
+                {"continuation", header.continuation()},
+                {"stored_queries", stored_queries(trace)},
+                {"sliding_window", header.sliding_window},
+                {"layer_index", header.layer_index},
+                {"softmax_scale", header.softmax_scale},
+                {"logit_softcap", header.logit_softcap},
+                {"rope_pairs", header.rope_pairs},
+                {"tensor_bytes", trace.tensor_bytes()},
+                {"spans", Json::array()},
+                {"policies", Json::array()},
+                {"notes", use.notes}};
+  for (const Span& span : header.spans)
+    document["spans"].push_back({{"name", span.name}, {"kind", span.kind}, {"begin", span.begin}, {"end", span.end}});
+  for (const Service& service : use.policies)
+    document["policies"].push_back(
+        {{"name", service.policy.name()}, {"served", service.refused.empty()}, {"why_not", service.refused}});
+  if (cost != nullptr)
+    document["estimate"] = {
+        {"seconds", cost->seconds}, {"memory_bytes", cost->memory_bytes}, {"disk_bytes", cost->disk_bytes}};
+  return document;
+}
+
+void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
+  const TraceHeader& header = trace.header();
+  std::string served;
+  for (const Service& service : use.policies)
+    if (service.refused.empty()) served += (served.empty() ? "" : ", ") + service.policy.name();
+  std::vector<std::vector<std::string>> rows{
+      {"trace", fmt::format("{}  {} of tensors in {}", trace.path().string(), size_text(trace.tensor_bytes()),
+                            name_of(trace.layer(0).k.dtype))},
+      {"hash", trace.hash()},
+      {"written", fmt::format("{} by {}", header.created, header.producer)},
+      {"model", fmt::format("{}  {}  computed in {}{}", header.model, header.architecture, name_of(header.dtype),
+                            header.synthetic ? "  synthetic" : "")},
+      {"tokens", fmt::format("P {} + G {}", header.prefill, header.continuation())},
+      {"shape", fmt::format("{} layers  {} query / {} kv heads  d {}", header.layers, header.query_heads,
+                            header.kv_heads, header.head_dim)},
+      {"queries", stored_queries(trace)},
+      {"window", windows(header)},
+      {"scale", header.logit_softcap > 0.0 ? fmt::format("{}  softcap {}", header.softmax_scale, header.logit_softcap)
+                                           : fmt::format("{}", header.softmax_scale)},
+      {"rope", header.has_rope
+                   ? fmt::format("{} pairs of {}", header.rope_pairs, header.rope_interleaved ? "neighbours" : "halves")
+                   : "none"}};
+  for (const Span& span : header.spans)
+    rows.push_back({"span", fmt::format("{}  {}  [{}, {})", span.name, span.kind, span.begin, span.end)});
+  rows.push_back({"serves", served.empty() ? "no policy" : served});
+  for (const Service& service : use.policies)
+    if (!service.refused.empty()) rows.push_back({"not", service.policy.name() + ": " + service.refused});
+  for (const std::string& note : use.notes) rows.push_back({"note", note});
+  if (cost != nullptr)
+    rows.push_back({"replay", fmt::format("all of these at {}: about {}, {} of memory, {} of results", estimated_budget,
+                                          duration_text(cost->seconds), size_text(cost->memory_bytes),
+                                          size_text(cost->disk_bytes))});
+  print_columns(rows);
+}
+
+int run(const Arguments& arguments) {
+  Json document = Json::array();
+  bool first = true;
+  for (const std::string& path : arguments.operands()) {
+    const Trace trace = Trace::open(path);
+    const Use use = use_of(trace);
+    const bool estimated = !arguments.given("no-estimate");
+    const Estimate cost = estimated ? cost_of(trace, use) : Estimate{};
+    if (arguments.given("json")) {
+      document.push_back(as_json(trace, use, estimated ? &cost : nullptr));
+      continue;
+    }
+    if (!first) fmt::print("\n");
+    first = false;
+    print_text(trace, use, estimated ? &cost : nullptr);
+  }
+  if (arguments.given("json")) print_json(document);
+  return 0;
+}
+
+}  // namespace
+
+const Command info_command{"info", "what is in a trace, which policies it can serve, and what that would cost",
+                           "TRACE...", options, run};
+
+}  // namespace kvreplay

@@ -1,0 +1,86 @@
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "analysis/metrics/metric.h"
+#include "arguments.h"
+#include "commands.h"
+#include "output.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {
+    {"markdown", 0, "", "", "as Markdown"},
+    json_option,
+};
+
+std::string full_name(const MetricCard& card, const MetricVariant& variant) {
+  return MetricName{card.name, variant.name}.text();
+}
+
+Json as_json(const MetricCard& card) {
+  Json document{{"name", card.name},       {"summary", card.summary}, {"unit", card.unit},
+                {"formula", card.formula}, {"source", card.source},   {"edges", card.edges}};
+  document["variants"] = Json::array();
+  for (const MetricVariant& variant : card.variants)
+    document["variants"].push_back(
+        {{"name", full_name(card, variant)}, {"summary", variant.summary}, {"by_default", variant.by_default}});
+  return document;
+}
+
+void print_text(const MetricCard& card) {
+  print_columns({{card.name, card.summary, card.unit}});
+  print_columns({{"formula", card.formula}, {"source", card.source}, {"edges", card.edges}}, 2);
+  std::vector<std::vector<std::string>> rows;
+  for (const MetricVariant& variant : card.variants)
+    rows.push_back({full_name(card, variant), variant.by_default ? "default" : "on request", variant.summary});
+  print_columns(rows, 2);
+}
+
+void print_markdown(const MetricCard& card) {
+  fmt::print("### `{}`\n\n{}. Unit: {}. Source: {}. Edges: {}.\n\n`{}`\n\n", card.name, card.summary, card.unit,
+             card.source, card.edges, card.formula);
+  fmt::print("| variant | measured | meaning |\n| --- | --- | --- |\n");
+  for (const MetricVariant& variant : card.variants)
+    fmt::print("| `{}` | {} | {} |\n", full_name(card, variant), variant.by_default ? "by default" : "on request",
+               markdown_cell(variant.summary));
+}
+
+int list(const Arguments& arguments) {
+  Json document = Json::array();
+  std::vector<std::vector<std::string>> rows;
+  for (const std::string& name : metrics().names()) {
+    const MetricCard& card = metrics().get(name);
+    document.push_back(as_json(card));
+    rows.push_back({name, card.unit, card.summary});
+  }
+  if (arguments.given("json")) {
+    print_json(document);
+  } else if (arguments.given("markdown")) {
+    fmt::print("| metric | unit | meaning |\n| --- | --- | --- |\n");
+    for (const auto& row : rows)
+      fmt::print("| `{}` | {} | {} |\n", row[0], markdown_cell(row[1]), markdown_cell(row[2]));
+  } else {
+    print_columns(rows);
+  }
+  return 0;
+}
+
+int run(const Arguments& arguments) {
+  if (arguments.operands().empty()) return list(arguments);
+  const MetricCard& card = metrics().get(arguments.operands().front());
+  if (arguments.given("json"))
+    print_json(as_json(card));
+  else if (arguments.given("markdown"))
+    print_markdown(card);
+  else
+    print_text(card);
+  return 0;
+}
+
+}  // namespace
+
+const Command metrics_command{"metrics", "what is measured, with formulas and sources", "[METRIC]", options, run};
+
+}  // namespace kvreplay

@@ -1,0 +1,27 @@
+// Results on stdout: words, tables and JSON.
+#pragma once
+
+#include <cstddef>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvreplay {
+
+using Json = nlohmann::ordered_json;
+
+/// Indented, one document a call. Bytes that are no UTF-8 are replaced.
+void print_json(const Json& value);
+
+/// Columns padded to their widest entry, two spaces between, the last one as it is. Widths count characters.
+void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 0);
+
+/// "23.4 MiB"; "120 ms", "1.2 s", "3 min 20 s".
+std::string size_text(std::size_t bytes);
+std::string duration_text(double seconds);
+
+/// A cell of a Markdown table.
+std::string markdown_cell(std::string_view text);
+
+}  // namespace kvreplay

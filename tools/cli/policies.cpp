@@ -1,0 +1,141 @@
+#include <fmt/format.h>
+
+#include <iterator>
+#include <nlohmann/json.hpp>
+
+#include "arguments.h"
+#include "commands.h"
+#include "output.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {
+    {"parts", 0, "", "", "the parts that policies are made of"},
+    {"markdown", 0, "", "", "as Markdown"},
+    json_option,
+};
+
+constexpr Choice<PartKind> part_kinds[] = {{"scorer", PartKind::scorer},
+                                           {"selector", PartKind::selector},
+                                           {"allocator", PartKind::allocator},
+                                           {"sharing", PartKind::sharing}};
+
+std::string assignments(const Preset& preset) {
+  std::string text;
+  for (const auto& [key, value] : preset.values) text += (text.empty() ? "" : ",") + key + "=" + value;
+  return text;
+}
+
+Json as_json(Policy& policy) {
+  const Card& card = policy.card();
+  Json document{{"name", card.name}, {"summary", card.summary}, {"paper", card.paper}, {"score", card.score}};
+  document["parameters"] = Json::array();
+  document["presets"] = Json::array();
+  const Parameters parameters = policy.parameters();
+  for (const Parameter& parameter : parameters.all())
+    document["parameters"].push_back({{"name", parameter.name},
+                                      {"default", parameter.default_text},
+                                      {"range", parameter.range},
+                                      {"help", parameter.help}});
+  for (const Preset& preset : parameters.presets())
+    document["presets"].push_back({{"name", preset.name}, {"who", preset.who}, {"values", assignments(preset)}});
+  return document;
+}
+
+void print_text(Policy& policy) {
+  const Card& card = policy.card();
+  print_columns({{card.name, card.summary, card.paper}});
+  if (*card.score != '\0') fmt::print("  {}\n", card.score);
+  const Parameters parameters = policy.parameters();
+  std::vector<std::vector<std::string>> rows;
+  for (const Parameter& parameter : parameters.all())
+    rows.push_back({parameter.name + "=" + parameter.default_text, parameter.range, parameter.help});
+  print_columns(rows, 2);
+  rows.clear();
+  for (const Preset& preset : parameters.presets())
+    rows.push_back({"preset=" + preset.name, assignments(preset), preset.who});
+  print_columns(rows, 2);
+}
+
+void print_markdown(Policy& policy) {
+  const Card& card = policy.card();
+  fmt::print("### `{}`\n\n{}.", card.name, card.summary);
+  if (*card.paper != '\0') fmt::print(" {}.", card.paper);
+  if (*card.score != '\0') fmt::print("\n\n`{}`", card.score);
+  const Parameters parameters = policy.parameters();
+  fmt::print("\n");
+  if (!parameters.all().empty()) fmt::print("\n| parameter | default | range | meaning |\n| --- | --- | --- | --- |\n");
+  for (const Parameter& parameter : parameters.all())
+    fmt::print("| `{}` | {} | {} | {} |\n", parameter.name, markdown_cell(parameter.default_text),
+               markdown_cell(parameter.range), markdown_cell(parameter.help));
+  if (!parameters.presets().empty()) fmt::print("\n| preset | sets | who |\n| --- | --- | --- |\n");
+  for (const Preset& preset : parameters.presets())
+    fmt::print("| `{}` | `{}` | {} |\n", preset.name, assignments(preset), markdown_cell(preset.who));
+}
+
+int list_parts(const Arguments& arguments) {
+  Json document = Json::array();
+  std::vector<std::vector<std::string>> rows;
+  for (const Choice<PartKind>& kind : part_kinds)
+    for (const std::string& name : parts().names()) {
+      const PartCard& part = parts().get(name);
+      if (part.kind != kind.value) continue;
+      document.push_back({{"name", name}, {"kind", kind.word}, {"summary", part.summary}});
+      rows.push_back({kind.word, name, part.summary});
+    }
+  if (arguments.given("json")) {
+    print_json(document);
+  } else if (arguments.given("markdown")) {
+    fmt::print("| kind | part | what it does |\n| --- | --- | --- |\n");
+    for (const auto& row : rows) fmt::print("| {} | `{}` | {} |\n", row[0], row[1], markdown_cell(row[2]));
+  } else {
+    print_columns(rows);
+  }
+  return 0;
+}
+
+int list_policies(const Arguments& arguments) {
+  Json document = Json::array();
+  std::vector<std::vector<std::string>> rows;
+  for (const std::string& name : policies().names()) {
+    const auto policy = policies().get(name).make();
+    document.push_back(as_json(*policy));
+    rows.push_back({name, policy->card().summary, policy->card().paper});
+  }
+  if (arguments.given("json")) {
+    print_json(document);
+  } else if (arguments.given("markdown")) {
+    fmt::print("| policy | what stays | paper |\n| --- | --- | --- |\n");
+    for (const auto& row : rows)
+      fmt::print("| `{}` | {} | {} |\n", row[0], markdown_cell(row[1]), markdown_cell(row[2]));
+  } else {
+    print_columns(rows);
+  }
+  return 0;
+}
+
+int run(const Arguments& arguments) {
+  if (arguments.given("parts")) {
+    if (!arguments.operands().empty())
+      throw Error{Refusal::usage, "--parts", "lists all parts", "no policy", arguments.operands().front()};
+    return list_parts(arguments);
+  }
+  if (arguments.operands().empty()) return list_policies(arguments);
+  const auto policy = policies().get(arguments.operands().front()).make();
+  if (arguments.given("json"))
+    print_json(as_json(*policy));
+  else if (arguments.given("markdown"))
+    print_markdown(*policy);
+  else
+    print_text(*policy);
+  return 0;
+}
+
+}  // namespace
+
+const Command policies_command{"policies", "what can be replayed, with papers and parameters", "[POLICY]", options,
+                               run};
+
+}  // namespace kvreplay

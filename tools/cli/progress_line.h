@@ -1,0 +1,32 @@
+// One line on stderr that tells how far the work is, at what rate, and how long it will go on.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <string_view>
+
+namespace kvreplay {
+
+class ProgressLine {
+ public:
+  /// `when` is auto (stderr is a terminal), always or never. Where stderr is no terminal the line is not redrawn but
+  /// written anew every few seconds.
+  explicit ProgressLine(std::string_view when);
+  /// Wipes the line, so that what follows starts on a clean one.
+  ~ProgressLine();
+  ProgressLine(const ProgressLine&) = delete;
+  ProgressLine& operator=(const ProgressLine&) = delete;
+
+  /// `share` of all work is done, 0 ... 1; `what` says what is being worked on.
+  void show(double share, std::string_view what);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const bool terminal_;
+  const bool shown_;
+  bool drawn_ = false;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point next_ = start_;
+};
+
+}  // namespace kvreplay

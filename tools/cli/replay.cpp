@@ -1,0 +1,253 @@
+#include "replay/replay.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "analysis/run.h"
+#include "analysis/table.h"
+#include "arguments.h"
+#include "build.h"
+#include "commands.h"
+#include "interruption.h"
+#include "machine.h"
+#include "output.h"
+#include "progress_line.h"
+#include "replay/estimate.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {
+    {"policy", 'p', "POLICY,...", "", "NAME or NAME:KEY=VALUE,...; may be repeated", true},
+    {"budget", 'b', "BUDGET,...", "", "tokens kept a layer and head: 0.1, 10% or 512; may be repeated", true},
+    {"metrics", 0, "METRIC,...", "", "NAME or NAME:VARIANT; default: all in their base variants", true},
+    {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
+    {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
+    {"boundary", 0, "prompt|TOKENS|span:NAME", "prompt", "how many tokens are under compression"},
+    {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: left as they are, or treated too"},
+    {"save", 0, "scores|attention,...", "", "what selections.h5 gets beside sets and matrices"},
+    {"device", 0, "auto|cpu|cuda[:N]", "auto", "what computes"},
+    {"threads", 0, "N", "0", "threads; 0: all"},
+    {"memory", 0, "SIZE", "", "refuse a plan that needs more; default: what is free"},
+    {"seed", 0, "N", "0", "the default of every seed parameter"},
+    {"output", 'o', "DIR", "kvreplay-out", "the folder of results; what it holds is not computed again"},
+    {"force", 0, "", "", "compute again what the folder holds"},
+    {"no-text", 0, "", "", "results without the trace's text"},
+    {"dry-run", 0, "", "", "only say what would be computed, and what it would cost"},
+    progress_option,
+    json_option,
+};
+
+std::string joined(const std::vector<std::string>& texts) {
+  std::string all;
+  for (const std::string& text : texts) all += (all.empty() ? "" : ",") + text;
+  return all;
+}
+
+std::map<std::string, std::string> build_facts(const std::string& backend_description) {
+  std::map<std::string, std::string> facts{{"version", build_version()},
+                                           {"git", build_commit()},
+                                           {"compiler", build_compiler()},
+                                           {"backend", backend_description},
+                                           {"cuda", backends().find("cuda") == nullptr ? "no" : "yes"}};
+  for (const auto& [name, version] : build_libraries()) facts[name] = version;
+  return facts;
+}
+
+RunRequest requested(const Arguments& arguments) {
+  if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
+  if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
+  RunRequest request;
+  request.traces.assign(arguments.operands().begin(), arguments.operands().end());
+  request.seed = arguments.seed("seed");
+  for (const std::string& text : arguments.all("policy"))
+    for (const std::string& policy : split_policies(text))
+      request.policies.push_back(ConfiguredPolicy::parse(policy, request.seed));
+  for (const std::string& text : arguments.all("budget")) {
+    const std::vector<std::string> literals = split(text, ',');
+    if (literals.empty()) request.budgets.push_back(Budget::parse(""));
+    for (const std::string& literal : literals) request.budgets.push_back(Budget::parse(literal));
+  }
+  request.metrics = parse_metrics(joined(arguments.all("metrics")));
+  request.detail = parse_detail(arguments.text("detail"));
+  request.eval = arguments.text("eval");
+  request.boundary = arguments.text("boundary");
+  request.treat_sliding = arguments.text("sliding") == "treat";
+  const std::vector<std::string> saved = split(arguments.text("save"), ',');
+  request.save_scores = std::ranges::find(saved, "scores") != saved.end();
+  request.save_attention = std::ranges::find(saved, "attention") != saved.end();
+  request.backend = backend_of_device(arguments.text("device"));
+  request.threads = arguments.whole_number("threads", 0, 4096);
+  request.output = arguments.text("output");
+  request.force = arguments.given("force");
+  request.no_text = arguments.given("no-text");
+  request.argv = arguments.command_line();
+  return request;
+}
+
+/// The largest demand of a whole run.
+Estimate sum(const std::vector<Estimate>& costs) {
+  Estimate all;
+  for (const Estimate& cost : costs) {
+    all.seconds += cost.seconds;
+    all.disk_bytes += cost.disk_bytes;
+    all.memory_bytes = std::max(all.memory_bytes, cost.memory_bytes);
+  }
+  return all;
+}
+
+std::vector<Estimate> costs_of(Backend& backend, const std::vector<PlannedTrace>& plan) {
+  std::vector<Estimate> costs;
+  for (const PlannedTrace& planned : plan) {
+    Estimate cost;
+    if (!planned.cells.empty()) {
+      const Trace trace = Trace::open(planned.path);
+      cost = estimate(backend, trace, planned.conditions, planned.cells);
+      if (planned.all_queries) {
+        Conditions everywhere = planned.conditions;
+        everywhere.eval_queries = eval_queries(trace, planned.conditions.boundary, "all");
+        cost.seconds += estimate(backend, trace, everywhere, planned.cells).seconds;
+      }
+    }
+    costs.push_back(cost);
+  }
+  return costs;
+}
+
+void require_resources(const Arguments& arguments, const Estimate& cost, const RunRequest& request) {
+  const bool limited = arguments.given("memory");
+  const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
+  if (cost.memory_bytes > memory)
+    throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
+                size_text(cost.memory_bytes), size_text(memory)};
+  if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
+    throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
+                size_text(cost.disk_bytes), size_text(disk)};
+}
+
+void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& plan, const std::vector<Estimate>& costs) {
+  const Estimate all = sum(costs);
+  Json document{{"seconds", all.seconds},
+                {"memory_bytes", all.memory_bytes},
+                {"disk_bytes", all.disk_bytes},
+                {"traces", Json::array()}};
+  std::vector<std::vector<std::string>> rows{{"trace", "to compute", "already done", "time", "memory", "results"}};
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    const PlannedTrace& planned = plan[i];
+    rows.push_back({planned.name, fmt::format("{} cells", planned.cells.size()),
+                    fmt::format("{} cells", planned.skipped), duration_text(costs[i].seconds),
+                    size_text(costs[i].memory_bytes), size_text(costs[i].disk_bytes)});
+    Json cells = Json::array();
+    for (const Cell& cell : planned.cells)
+      cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
+    document["traces"].push_back({{"name", planned.name},
+                                  {"path", planned.path.string()},
+                                  {"hash", planned.hash},
+                                  {"boundary", planned.conditions.boundary},
+                                  {"n_queries", planned.conditions.eval_queries.size()},
+                                  {"layers", planned.conditions.layers},
+                                  {"cells", cells},
+                                  {"skipped", planned.skipped},
+                                  {"seconds", costs[i].seconds},
+                                  {"memory_bytes", costs[i].memory_bytes},
+                                  {"disk_bytes", costs[i].disk_bytes}});
+  }
+  rows.push_back({"all", "", "", duration_text(all.seconds), size_text(all.memory_bytes), size_text(all.disk_bytes)});
+  if (arguments.given("json"))
+    print_json(document);
+  else
+    print_columns(rows);
+}
+
+const char* name_of(CellState state) {
+  return state == CellState::done ? "done" : state == CellState::skipped ? "skipped" : "failed";
+}
+
+Json as_json(const RunSummary& summary) {
+  Json document{{"output", summary.output.string()}, {"open_loop", true},       {"self_check", summary.self_check},
+                {"warnings", summary.warnings},      {"traces", Json::array()}, {"cells", Json::array()}};
+  for (const TraceSummary& trace : summary.traces)
+    document["traces"].push_back({{"name", trace.name},
+                                  {"path", trace.path.string()},
+                                  {"hash", trace.hash},
+                                  {"model", trace.model},
+                                  {"synthetic", trace.synthetic},
+                                  {"prompt", trace.prompt},
+                                  {"continuation", trace.continuation},
+                                  {"layers", trace.layers},
+                                  {"query_heads", trace.query_heads},
+                                  {"kv_heads", trace.kv_heads},
+                                  {"n_queries", trace.n_queries},
+                                  {"observable_seconds", trace.observable_seconds},
+                                  {"error", trace.error}});
+  for (const CellSummary& cell : summary.cells) {
+    Json values = Json::object();
+    for (const auto& [name, value] : cell.values) values[name.text()] = std::isnan(value) ? Json() : Json(value);
+    document["cells"].push_back({{"trace", cell.trace},
+                                 {"id", cell.id},
+                                 {"role", cell.role},
+                                 {"policy", cell.policy},
+                                 {"params", cell.params},
+                                 {"label", cell.label},
+                                 {"heads", cell.heads},
+                                 {"budget", cell.budget},
+                                 {"budget_tokens", cell.budget_tokens},
+                                 {"kept_tokens", cell.kept_tokens},
+                                 {"select_seconds", cell.select_seconds},
+                                 {"state", name_of(cell.state)},
+                                 {"error", cell.error},
+                                 {"values", values}});
+  }
+  return document;
+}
+
+std::string doing(const Progress& progress) {
+  const std::string which =
+      progress.traces > 1 ? fmt::format("trace {} of {}, ", progress.trace + 1, progress.traces) : "";
+  return fmt::format("{}{}, layer {} of {}", which, progress.name, progress.layer, progress.layers);
+}
+
+void report_troubles(const RunSummary& summary) {
+  for (const std::string& warning : summary.warnings) fmt::print(stderr, "kvreplay: warning: {}\n", warning);
+  for (const CellSummary& cell : summary.cells)
+    if (cell.state == CellState::failed)
+      fmt::print(stderr, "kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
+}
+
+int run_replay(const Arguments& arguments) {
+  RunRequest request = requested(arguments);
+  if (arguments.given("memory")) arguments.bytes("memory");
+  heed_interruptions();
+  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
+  request.build = build_facts(backend->description());
+
+  const std::vector<PlannedTrace> plan = plan_run(request);
+  const std::vector<Estimate> costs = costs_of(*backend, plan);
+  require_resources(arguments, sum(costs), request);
+  if (arguments.given("dry-run")) {
+    print_plan(arguments, plan, costs);
+    return 0;
+  }
+
+  const RunSummary summary = [&] {
+    ProgressLine line(arguments.text("progress"));
+    return run(request, [&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
+  }();
+  if (arguments.given("json"))
+    print_json(as_json(summary));
+  else
+    fmt::print("{}", table(summary));
+  report_troubles(summary);
+  return summary.failed() > 0 ? 6 : 0;
+}
+
+}  // namespace
+
+const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",
+                             options, run_replay};
+
+}  // namespace kvreplay

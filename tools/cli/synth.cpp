@@ -1,0 +1,108 @@
+#include "trace/synth.h"
+
+#include <fmt/format.h>
+
+#include <limits>
+
+#include "arguments.h"
+#include "commands.h"
+#include "error.h"
+#include "output.h"
+#include "parameters.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {
+    {"output", 'o', "FILE", "", "the trace to write"},
+    {"layers", 0, "N", "", "L"},
+    {"query-heads", 0, "N", "", "Hq"},
+    {"kv-heads", 0, "N", "", "Hkv; divides the query heads"},
+    {"head-dim", 0, "N", "", "d"},
+    {"prompt", 0, "N", "", "P, prompt tokens"},
+    {"continuation", 0, "N", "", "G, tokens after the prompt"},
+    {"dtype", 0, "float16|bfloat16|float32", "", "the stored type"},
+    {"seed", 0, "N", "", "other numbers, same shape"},
+    {"queries", 0, "all|last:N", "all", "which queries are stored"},
+    {"sliding-window", 0, "W,...", "", "windows of layers 0, 1 and so on, repeated as often as needed; 0: none"},
+    {"softcap", 0, "C", "", "logits become C tanh(z/C); 0: none"},
+    {"rope-base", 0, "X", "", "inv_freq[i] = X^(-2i/d); 0: no RoPE"},
+    {"rope-interleaved", 0, "", "", "pairs (2i, 2i+1) instead of (i, i+d/2)"},
+    {"force", 0, "", "", "replace an existing file"},
+};
+
+constexpr int many = std::numeric_limits<int>::max();
+
+DType dtype_of(const std::string& word) {
+  return word == "float16" ? DType::float16 : word == "bfloat16" ? DType::bfloat16 : DType::float32;
+}
+
+int last_queries(const std::string& text) {
+  if (text == "all") return 0;
+  if (!text.starts_with("last:")) throw Error{Refusal::usage, "--queries", "unknown choice", "all or last:N", text};
+  const int n = parse_int("--queries", text.substr(5));
+  if (n < 1) throw Error{Refusal::usage, "--queries", "out of range", "last:1 or more", text};
+  return n;
+}
+
+std::vector<int> windows(const std::string& text) {
+  std::vector<int> all;
+  for (const std::string& piece : split(text, ',')) {
+    all.push_back(parse_int("--sliding-window", piece));
+    if (all.back() < 0) throw Error{Refusal::usage, "--sliding-window", "out of range", "0 or more", piece};
+  }
+  return all;
+}
+
+SynthOptions requested(const Arguments& arguments) {
+  SynthOptions wanted = synth_defaults(arguments.operands().front());
+  const auto number = [&](const char* option, int& value, int least) {
+    if (arguments.given(option)) value = arguments.whole_number(option, least, many);
+  };
+  number("layers", wanted.layers, 1);
+  number("query-heads", wanted.query_heads, 1);
+  number("kv-heads", wanted.kv_heads, 1);
+  number("head-dim", wanted.head_dim, 1);
+  number("prompt", wanted.prefill, 1);
+  number("continuation", wanted.continuation, 0);
+  if (arguments.given("dtype")) wanted.dtype = dtype_of(arguments.text("dtype"));
+  if (arguments.given("seed")) wanted.seed = arguments.seed("seed");
+  if (arguments.given("queries")) wanted.last_queries = last_queries(arguments.text("queries"));
+  if (arguments.given("sliding-window")) wanted.sliding_window = windows(arguments.text("sliding-window"));
+  if (arguments.given("softcap"))
+    wanted.logit_softcap = arguments.real_number("softcap", 0.0, std::numeric_limits<double>::max());
+  if (arguments.given("rope-base"))
+    wanted.rope_base = arguments.real_number("rope-base", 0.0, std::numeric_limits<double>::max());
+  if (arguments.given("rope-interleaved")) wanted.rope_interleaved = true;
+  if (arguments.given("force")) wanted.existing = Existing::replace;
+  return wanted;
+}
+
+int run(const Arguments& arguments) {
+  const SynthOptions wanted = requested(arguments);
+  if (!arguments.given("output")) throw Error{Refusal::usage, "synth", "no file to write", "-o FILE"};
+  const std::string path = arguments.text("output");
+  synthesise(wanted, path);
+  fmt::print("{}  {}  P {} + G {}  {} layers  {} query / {} kv heads  {}\n", path, wanted.kind, wanted.prefill,
+             wanted.continuation, wanted.layers, wanted.query_heads, wanted.kv_heads,
+             size_text(std::filesystem::file_size(path)));
+  return 0;
+}
+
+std::string kinds() {
+  std::string text = "kinds, and what the options are without being given\n";
+  for (const SynthKind& kind : synth_kinds()) {
+    const SynthOptions& d = kind.defaults;
+    text += fmt::format(
+        "  {:10} {}\n             --layers {} --query-heads {} --kv-heads {} --head-dim {} --prompt {} "
+        "--continuation {}\n",
+        kind.name, kind.summary, d.layers, d.query_heads, d.kv_heads, d.head_dim, d.prefill, d.continuation);
+  }
+  return text;
+}
+
+}  // namespace
+
+const Command synth_command{"synth", "writes a synthetic trace of any shape", "KIND", options, run, kinds};
+
+}  // namespace kvreplay
