@@ -1,0 +1,120 @@
+"""Small traces for comparing the program with the reference: each has one property that breaks a rule easily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from write_trace import Content
+
+
+def normal(
+    seed: int, n_layers: int, query_heads: int, kv_heads: int, d: int, prompt: int, tokens: int, **others: object
+) -> Content:
+    """Normal numbers, logits of about unit size."""
+    generator = np.random.default_rng(seed)
+
+    def tensors(heads: int) -> list[np.ndarray]:
+        return [generator.normal(size=(heads, tokens, d)) for _ in range(n_layers)]
+
+    content = Content(q=tensors(query_heads), k=tensors(kv_heads), v=tensors(kv_heads), prompt=prompt, **others)
+    content.scale = 1.5 * d**-0.5
+    return content
+
+
+def grouped_queries() -> Content:
+    spans = {"needle": ("needle", 20, 26), "question": ("question", 60, 67), "reply": ("answer", 67, 76)}
+    return normal(1, 3, 6, 2, 40, 67, 76, spans=spans, rope=True)
+
+
+def one_kv_head() -> Content:
+    return normal(2, 2, 5, 1, 8, 41, 46, dtype="float16")
+
+
+def one_kv_head_a_query_head() -> Content:
+    return normal(3, 2, 3, 3, 33, 53, 57, dtype="bfloat16")
+
+
+def one_layer() -> Content:
+    return normal(4, 1, 4, 2, 16, 29, 36)
+
+
+def prompt_shorter_than_the_window() -> Content:
+    return normal(5, 2, 4, 2, 8, 5, 9)
+
+
+def one_prompt_token() -> Content:
+    return normal(6, 1, 2, 1, 4, 1, 3)
+
+
+def equal_keys() -> Content:
+    """Every prompt key of a head is the same: all scores of a window tie."""
+    content = normal(7, 2, 4, 2, 8, 37, 42)
+    for keys in content.k:
+        keys[:] = keys[:, :1]
+    return content
+
+
+def repeated_keys() -> Content:
+    """Few different keys: ties between some positions, differences between others."""
+    content = normal(8, 3, 4, 2, 8, 48, 55)
+    generator = np.random.default_rng(8)
+    for keys in content.k:
+        keys[:] = keys[:, generator.integers(0, 5, keys.shape[1])]
+    return content
+
+
+def last_queries_only() -> Content:
+    """Queries of the last 8 prompt tokens and of the continuation."""
+    content = normal(9, 2, 4, 2, 12, 45, 51)
+    content.q_positions = np.arange(37, 51)
+    content.q = [queries[:, content.q_positions] for queries in content.q]
+    return content
+
+
+def sliding_windows() -> Content:
+    """Layers that are left alone between treated ones; numbered by their place in a larger model."""
+    return normal(10, 5, 4, 2, 8, 40, 47, windows=[0, 8, 0, 16, 0], layer_index=[2, 3, 5, 8, 9])
+
+
+def softcap() -> Content:
+    return normal(11, 2, 4, 2, 16, 33, 39, softcap=1.25)
+
+
+def large_logits() -> Content:
+    """Logits up to a hundred, whose products are exact in float32: steps of 1/8, queries times 8.
+
+    No attention is as small as 2^-110 of its row's largest, which the program counts as 0.
+    """
+    content = normal(12, 2, 4, 2, 8, 43, 50, dtype="float16")
+    for tensors in (content.q, content.k, content.v):
+        tensors[:] = [np.clip(np.rint(8 * values), -16, 16) / 8 for values in tensors]
+    content.q = [8 * queries for queries in content.q]
+    content.scale = 0.5
+    return content
+
+
+def many_layers() -> Content:
+    return normal(13, 7, 2, 2, 4, 31, 35)
+
+
+def no_continuation() -> Content:
+    return normal(14, 2, 4, 2, 8, 30, 30)
+
+
+TRACES: list[Callable[[], Content]] = [
+    grouped_queries,
+    one_kv_head,
+    one_kv_head_a_query_head,
+    one_layer,
+    prompt_shorter_than_the_window,
+    one_prompt_token,
+    equal_keys,
+    repeated_keys,
+    last_queries_only,
+    sliding_windows,
+    softcap,
+    large_logits,
+    many_layers,
+    no_continuation,
+]
