@@ -1,0 +1,415 @@
+"""Does every figure of a run show its numbers, and the same bytes each time; is what cannot be drawn refused?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from make_run import CHUNKKV, H2O, NINE, SNAPKV, Policy, make_run
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from kvreplay.plot import heatmap, lines, style
+from kvreplay.plot.choice import Choice, split_policies
+from kvreplay.plot.command import FORMATS, KINDS, main
+from kvreplay.results import Run, Selection
+
+BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
+NEEDLES = [(f"needle-{i}", 200 * (1 + i % 2), 0.1 + 0.3 * (i // 2)) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("plot") / "run")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("plot") / "many", traces=NEEDLES)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "broken", policies=[SNAPKV], budgets=["0.1"])
+
+
+def drawn(kind: str, run: Path, folder: Path, *options: str) -> pd.DataFrame:
+    data = folder / "numbers.csv"
+    assert main([kind, str(run), "-o", str(folder / "figure.svg"), "--data", str(data), *options]) == 0
+    return pd.read_csv(data)
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    assert main([str(one) for one in arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def cell_of(run: Path, policy: str, budget: str, trace: str = "demo") -> h5py.Group:
+    file = h5py.File(run / "selections.h5")
+    wanted = (policy, budget, trace)
+    return next(g for g in file["cells"].values() if wanted == tuple(g.attrs[k] for k in ("policy", "budget", "trace")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_written_in_every_format_and_is_the_same_twice(kind, run, tmp_path, capsys):
+    def files(folder: Path) -> list[Path]:
+        return [folder / f"figure.{suffix}" for suffix in FORMATS]
+
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        options = [text for path in files(folder) for text in ("-o", str(path))]
+        assert main([kind, str(run), *options]) == 0
+        assert capsys.readouterr().out.split() == [str(path) for path in files(folder)]
+    for first, second in zip(files(tmp_path / "first"), files(tmp_path / "second"), strict=True):
+        assert first.read_bytes().startswith(BEGINNINGS[first.suffix[1:]])
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_bytes_do_not_depend_on_the_process_or_on_the_users_settings(run, tmp_path):
+    (tmp_path / "matplotlibrc").write_text("axes.facecolor: red\nfont.size: 30\n")
+    command = [sys.executable, "-m", "kvreplay.plot.command", "heatmap", str(run), "-o", str(tmp_path / "other.svg")]
+    subprocess.run(command, check=True, env={"PYTHONPATH": ":".join(sys.path), "MATPLOTLIBRC": str(tmp_path)})
+    assert main(["heatmap", str(run), "-o", str(tmp_path / "here.svg")]) == 0
+    assert (tmp_path / "other.svg").read_bytes() == (tmp_path / "here.svg").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("plot") / "single", [H2O], layers=1, budgets=["32"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_policy_with_one_layer_at_one_budget_is_drawn(kind, single, tmp_path):
+    assert main([kind, str(single), "-o", str(tmp_path / "figure.png")]) == 0
+
+
+def test_a_figure_goes_into_the_run_when_nothing_is_said(broken, capsys):
+    assert main(["budgets", str(broken)]) == 0
+    assert capsys.readouterr().out == f"{broken / 'figures' / 'budgets.svg'}\n"
+    assert (broken / "figures" / "budgets.svg").exists()
+
+
+@pytest.mark.parametrize("variant", ["first", "mean", "union"])
+def test_heatmap_shows_the_stored_matrix_and_its_adjacent_mean(variant, run, tmp_path):
+    data = drawn("heatmap", run, tmp_path, "--variant", variant)
+    assert set(data["budget"]) == {0.1} and list(data["policy"].unique()) == ["chunkkv", "h2o", "snapkv"]
+    for policy, rows in data.groupby("policy"):
+        stored = cell_of(run, str(policy), "0.1")[f"jaccard_{variant}"][()]
+        shown = rows[rows["quantity"] == "jaccard"].pivot(index="layer", columns="other_layer", values="value")
+        np.testing.assert_array_equal(shown.to_numpy(), stored)
+        adjacent = rows[rows["quantity"] == "adjacent_mean"]["value"].item()
+        assert adjacent == pytest.approx((stored[0, 1] + stored[1, 2] + stored[2, 3]) / 3, abs=1e-15)
+
+
+@pytest.mark.parametrize("variant", ["first", "mean", "union"])
+def test_chance_is_what_independent_layers_of_the_same_sizes_share(variant, tmp_path):
+    policy = Policy("lean", alike=0.0, sinks=4, recent=8, slope=1.0)
+    run = make_run(tmp_path / "run", [policy], layers=3, budgets=["0.2"], kv_heads=3)
+    chance = drawn("heatmap", run, tmp_path, "--variant", variant).set_index("quantity").loc["adjacent_chance", "value"]
+
+    group, random, prompt = cell_of(run, "lean", "0.2"), np.random.default_rng(5), 480
+    sizes = np.diff(group["offsets"][()]).reshape(3, 3) - 12
+
+    def sets(layer: int) -> list[set[int]]:
+        return [set(random.choice(prompt - 12, size, replace=False).tolist()) for size in sizes[layer]]
+
+    def similarity(a: list[set[int]], b: list[set[int]]) -> float:
+        if variant == "union":
+            a, b = [set().union(*a)], [set().union(*b)]
+        pairs = [len(x & y) / len(x | y) for x, y in zip(a, b, strict=True)]
+        return pairs[0] if variant == "first" else float(np.mean(pairs))
+
+    draws = [np.mean([similarity(sets(i), sets(i + 1)) for i in (0, 1)]) for _ in range(400)]
+    assert chance == pytest.approx(np.mean(draws), abs=0.012)
+
+
+def test_chance_of_the_first_head_leaves_the_others_out():
+    sizes = np.array([[2, 6], [2, 6]])
+    selection = Selection(
+        layers=np.arange(2), offsets=np.array([0, *np.cumsum(sizes)]),
+        positions=np.concatenate([np.arange(size) for size in sizes.ravel()]), granted=sizes,
+        sinks=0 * sizes, recent=0 * sizes, jaccard={}, boundary=10,
+    )  # fmt: skip
+    assert heatmap.chance(selection, "first") == pytest.approx(0.2 / 1.8)
+    assert heatmap.chance(selection, "mean") == pytest.approx((0.2 / 1.8 + 0.6 / 1.4) / 2)
+    assert heatmap.chance(selection, "union") == pytest.approx(0.6 / 1.4)
+
+
+def test_chance_at_equal_shares_is_f_over_2_minus_f(tmp_path):
+    run = make_run(tmp_path / "run", [Policy("lean", recent=0)], budgets=["0.1"])
+    data = drawn("heatmap", run, tmp_path).set_index("quantity")
+    assert data.loc["adjacent_chance", "value"] == pytest.approx(0.1 / 1.9, abs=1e-15)
+
+
+def test_kept_shows_the_share_of_heads_at_each_position(run, tmp_path):
+    data = drawn("kept", run, tmp_path, "-b", "0.2", "-p", "h2o")
+    group = cell_of(run, "h2o", "0.2")
+    rows = np.split(group["positions"][()], group["offsets"][1:-1])
+    counted = [[sum(p in row for row in rows[3 * layer : 3 * layer + 3]) / 3 for p in range(480)] for layer in range(4)]
+    shown = data.pivot(index="layer", columns="begin", values="kept_share").to_numpy()
+    np.testing.assert_allclose(shown, counted, atol=1e-15)
+    assert (data["end"] - data["begin"] == 1).all()
+
+
+def test_kept_of_a_long_prompt_is_drawn_in_means_that_lose_no_token(tmp_path):
+    run = make_run(tmp_path / "run", [H2O], 2, ["0.1"], [("long", 2500, 0.5)])
+    data = drawn("kept", run, tmp_path)
+    width = data["end"] - data["begin"]
+    assert width.max() == 3 and data["end"].max() == 2500
+    kept = (data["kept_share"] * width).groupby(data["layer"]).sum()
+    np.testing.assert_allclose(kept, 250, rtol=1e-12)
+
+
+def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
+    data = drawn("redundancy", run, tmp_path)
+    with h5py.File(run / "selections.h5") as file:
+        stored = file["traces/demo/redundancy_value"][()].astype(np.float64)
+    layer = data[(data["tensor"] == "value") & (data["by"] == "layer")]
+    np.testing.assert_allclose(layer["median"], np.median(stored, axis=1), atol=1e-15)
+    first = data[(data["tensor"] == "value") & (data["by"] == "position")].iloc[0]
+    assert (first["begin"], first["end"]) == (0, 8)
+    assert first["upper_quartile"] == pytest.approx(np.quantile(stored[:, :8], 0.75), abs=1e-15)
+
+
+def test_budgets_counts_kept_tokens(tmp_path):
+    run = make_run(tmp_path / "run", NINE, 5, ["0.1"])
+    data = drawn("budgets", run, tmp_path, "-p", "pyramid-kv")
+    group = cell_of(run, "pyramid-kv", "0.1")
+    lengths = np.diff(group["offsets"][()]).reshape(5, 3)
+    np.testing.assert_array_equal(data["kept_mean"], lengths.mean(axis=1))
+    assert data["kept_mean"].iloc[0] > 2 * data["kept_mean"].iloc[-1]
+
+
+def test_curve_shows_the_values_of_results_csv_with_controls(run, tmp_path):
+    data = drawn("curve", run, tmp_path, "--metric", "attention_recall:prompt")
+    table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    mine = table[(table["metric"] == "attention_recall") & (table["variant"] == "prompt") & (table["layer"] == "all")]
+    assert len(data) == len(mine) == 18
+    assert set(data["policy"][data["role"] == "control"]) == {"full", "random", "oracle"}
+    expected = {(row["policy"], float(row["budget"])): float(row["value"]) for _, row in mine.iterrows()}
+    assert {(row["policy"], row["budget"]): row["mean"] for _, row in data.iterrows()} == expected
+
+
+def test_several_traces_are_a_mean_with_a_t_interval(many, tmp_path):
+    stats = pytest.importorskip("scipy.stats")
+    data = drawn("curve", many, tmp_path).set_index(["policy", "budget"]).loc[("h2o", 0.2)]
+    table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
+    mine = table[(table["policy"] == "h2o") & (table["budget"] == "0.2") & (table["layer"] == "all")]
+    values = mine[(mine["metric"] == "attention_recall") & (mine["variant"] == "")]["value"].astype(float)
+    low, high = stats.t.interval(0.95, 5, values.mean(), stats.sem(values))
+    assert (data["traces"], data["mean"]) == (6, pytest.approx(values.mean(), abs=1e-15))
+    assert (data["low"], data["high"]) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
+    for freedom in (1, 2, 3, 4, 7, 30, 301):
+        assert lines.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+def test_layers_shows_single_layers_at_one_budget(run, tmp_path):
+    data = drawn("layers", run, tmp_path, "--metric", "kv_bytes", "-b", "0.3", "-p", "chunkkv")
+    assert list(data["layer"]) == [0, 1, 2, 3] and set(data["policy"]) == {"chunkkv"}
+    assert list(data["mean"]) == [256.0 * 144] * 4
+
+
+def test_needle_shows_span_recall_at_its_depth_and_length(many, tmp_path):
+    data = drawn("needle", many, tmp_path).set_index(["policy", "prompt_tokens", "depth_from"])
+    table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
+    mine = table[(table["metric"] == "span_recall") & (table["layer"] == "all") & (table["budget"] == "0.1")]
+    value = mine[(mine["trace"] == "needle-3") & (mine["policy"] == "snapkv")]["value"].item()
+    shown = data.loc[("snapkv", 400, 0.4)]
+    assert (shown["traces"], shown["span_recall"]) == (1, float(value))
+    assert len(data) == 18
+
+
+def test_policies_are_called_by_name_until_parameters_tell_them_apart(tmp_path):
+    other = Policy("chunkkv", "chunk=20,window=8,heads=layer,reuse=1", "layer")
+    nested = Policy("oracle", "scope=head,heads=kv,counts=(snapkv:window=32,kernel=5)")
+    labels = set(Run(make_run(tmp_path / "run", [SNAPKV, CHUNKKV, other, nested], budgets=["0.1"])).cells["label"])
+    nested_label = "oracle:counts=(snapkv:window=32,kernel=5)"
+    assert labels == {"snapkv", "chunkkv:chunk=10", "chunkkv:chunk=20", nested_label, "oracle", "full", "random"}
+
+
+def test_policies_are_chosen_as_replay_writes_them(wide):
+    def labels(*asked: str) -> list[str]:
+        return Choice(Run(wide), policies=asked).labels(controls=True)
+
+    assert labels("chunkkv") == ["chunkkv:reuse=1", "chunkkv:reuse=4"]
+    assert labels("chunkkv:chunk=10,reuse=4", "h2o:recent=0.5") == ["chunkkv:reuse=4", "h2o"]
+    assert labels("snapkv:window=32", "random") == ["snapkv:window=32,kernel=5,pool=avg,heads=query", "random"]
+
+
+def test_a_failed_cell_is_not_drawn(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", [SNAPKV, H2O], budgets=["0.1"])
+    about = json.loads((folder / "run.json").read_text())
+    about["cells"] = [{"cell": f"{i:016x}", "trace": "demo", "state": "failed" if i else "done"} for i in range(2)]
+    (folder / "run.json").write_text(json.dumps(about))
+    data = drawn("curve", folder, tmp_path)
+    assert set(data["policy"]) == {"snapkv", "full", "random", "oracle"}
+    assert capsys.readouterr().err == "kvreplay: curve: 1 failed cells are not drawn\n"
+
+
+def test_a_boundary_before_the_end_of_the_prompt_bounds_every_map(tmp_path):
+    folder = make_run(tmp_path / "run", [Policy("lean", recent=0)], budgets=["0.1"])
+    with h5py.File(folder / "selections.h5", "r+") as file:
+        trace = file["traces/demo"]
+        trace.attrs["prompt"], trace.attrs["boundary"] = 520, 480
+    assert drawn("kept", folder, tmp_path)["end"].max() == 480
+    chance = drawn("heatmap", folder, tmp_path).set_index("quantity").loc["adjacent_chance", "value"]
+    assert chance == pytest.approx(0.1 / 1.9, abs=1e-15)
+
+
+def test_what_two_cells_differ_in_besides_parameters_becomes_part_of_their_names(broken):
+    table = (broken / "results.csv").read_text()
+    again = [line.replace("continuation", "last:16").replace("0" * 15, "f" * 15) for line in table.splitlines()[1:]]
+    (broken / "results.csv").write_text(table + "\n".join(again) + "\n")
+    assert set(Run(broken).cells["label"]) >= {"snapkv:eval=continuation", "snapkv:eval=last:16"}
+
+
+def test_a_policy_keeps_its_colour_whatever_else_is_drawn():
+    asked = ["a", "b", "c"]
+    assert style.line_style("b", "asked", asked)["color"] == style.COLOURS[1]
+    looks = [style.line_style(str(i), "asked", [str(k) for k in range(9)]) for i in range(9)]
+    assert len({(look["color"], str(look["linestyle"]), look["marker"]) for look in looks}) == 9
+    greys = [style.line_style(name, "control", asked) for name in ("full", "random", "oracle")]
+    assert len({look["color"] for look in greys}) == 1 and len({str(look["linestyle"]) for look in greys}) == 3
+
+
+def test_labels_are_moved_apart_as_little_as_needed():
+    np.testing.assert_allclose(style.spread(np.array([0.5, 0.5, 0.1]), 0.1, 0, 1), [0.45, 0.55, 0.1])
+    np.testing.assert_allclose(style.spread(np.array([1.0, 1.0]), 0.1, 0, 1), [0.9, 1.0])
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("plot") / "wide", NINE, 32, ["0.05", "0.1", "0.4"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, single, wide):
+    for folder in (single, wide):
+        with style.settings():
+            figure = import_module(f"kvreplay.plot.{kind}").draw(Choice(Run(folder))).figure
+            figure.set_dpi(200)
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            hidden = {tick.label1 for page in figure.axes for axis in (page.xaxis, page.yaxis)
+                      for tick in axis.get_major_ticks() if not page.axison or tick not in axis._update_ticks()}
+            texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+            texts = [text for text in texts if text not in hidden]
+            boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
+        page = figure.bbox
+        for i, (line, box) in enumerate(boxes):
+            assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, line
+            for other, beside in boxes[:i]:
+                across = min(box.x1, beside.x1) - max(box.x0, beside.x0)
+                along = min(box.y1, beside.y1) - max(box.y0, beside.y0)
+                assert across <= 1 or along <= 2, (line, other)
+        assert min(text.get_fontsize() for text in texts) >= 8
+
+
+def test_policy_lists_split_as_the_replay_command_splits_them():
+    assert split_policies(["h2o,snapkv:window=32,kernel=5", "oracle:counts=(snapkv:window=8,kernel=3)"]) == [
+        "h2o", "snapkv:window=32,kernel=5", "oracle:counts=(snapkv:window=8,kernel=3)"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["heatmaps"], "plot: no such figure: expected heatmap, found heatmaps"),
+        (["curve", "--metric", "atention_recall"], "--metric: no such metric in this run: expected attention_recall,"),
+        (["curve", "--metric", "span_recall"], "expected span_recall:code word.mean, found span_recall"),
+        (["heatmap", "-p", "snapvk"], "-p: no such policy in this run: expected snapkv, found snapvk"),
+        (["heatmap", "-b", "0.15"], "-b: no such budget in this run: expected 0.1, found 0.15"),
+        (["kept", "--trace", "demos"], "--trace: no such trace in this run: expected demo, found demos"),
+        (["kept", "-o", "figure.jpg"], "-o: format: expected a name ending in .svg, .pdf, .png, found figure.jpg"),
+        (["kept", "--data", "numbers.txt"], "--data: format: expected a name ending in .csv, found numbers.txt"),
+        (["needle", "--metric", "span_recall:men"], "expected mean, found men"),
+        (["heatmap", "--variant", "none"], "plot: argument --variant: invalid choice"),
+        (["heatmap", "--colour"], "plot: unrecognized arguments: --colour"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_nearest(options, words, run, capsys):
+    assert words in refused(capsys, 2, options[0], run, *options[1:])
+
+
+def test_an_empty_command_line_says_what_is_missing(capsys):
+    assert "the following arguments are required: KIND, RUN" in refused(capsys, 2)
+
+
+@pytest.mark.parametrize("name", ["results.csv", "selections.h5", "run.json"])
+def test_a_folder_without_its_files_is_no_run(name, broken, capsys):
+    (broken / name).unlink()
+    line = refused(capsys, 3, "heatmap", broken)
+    assert line.startswith(f"kvreplay: {broken}: not a finished run: expected ") and line.endswith(f"found no {name}\n")
+
+
+def test_damaged_files_are_refused_by_name(broken, capsys):
+    table = (broken / "results.csv").read_text()
+    (broken / "results.csv").write_text(table.replace(",metric,", ",metrik,", 1))
+    assert "results.csv: columns: expected trace, " in refused(capsys, 3, "curve", broken)
+    number = table.splitlines()[3].split(",")[-7]
+    (broken / "results.csv").write_text(table.replace(f",{number},", ",nan?,"))
+    assert "results.csv:4: value: expected a number or nothing, found nan?" in refused(capsys, 3, "curve", broken)
+    (broken / "results.csv").write_text(table)
+    (broken / "run.json").write_text(json.dumps({"schema": "kvreplay-run/2"}))
+    assert "schema: expected kvreplay-run/1, found kvreplay-run/2" in refused(capsys, 3, "curve", broken)
+    (broken / "run.json").write_text("{")
+    assert "run.json: unreadable: expected JSON" in refused(capsys, 3, "curve", broken)
+
+
+def test_damaged_selections_are_refused_by_object(broken, capsys):
+    for change, words in (
+        (lambda f: f["cells/0000000000000000/positions"].write_direct(np.full(12 * 48, 480, np.int32)),
+         "0000000000000000: positions: expected 0 to 479, found 480 to 480"),
+        (lambda f: f["cells/0000000000000000/positions"].write_direct(np.zeros(12 * 48, np.int32)), None),
+        (lambda f: f.__delitem__("cells/0000000000000000/sinks"), "0000000000000000/sinks: missing"),
+        (lambda f: f["cells/0000000000000000"].attrs.__delitem__("layers"), "attribute layers"),
+        (lambda f: f.__delitem__("cells/0000000000000000"), "/cells/0000000000000000: missing"),
+        (lambda f: f["traces/demo"].attrs.__delitem__("prompt"), "attributes: expected model, prompt"),
+        (lambda f: f.attrs.__setitem__("version", 2), "expected kvselections version 1, found kvselections version 2"),
+    ):
+        with h5py.File(broken / "selections.h5", "r+") as file:
+            change(file)
+        with h5py.File(broken / "selections.h5", "r") as file:
+            assert file.attrs["format"] == "kvselections"
+        if words:
+            assert words in refused(capsys, 3, "kept", broken)
+    (broken / "selections.h5").write_bytes(b"no HDF5")
+    assert "selections.h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "kept", broken)
+
+
+def test_what_the_run_does_not_hold_cannot_be_drawn(broken, capsys):
+    with h5py.File(broken / "selections.h5", "r+") as file:
+        del file["traces/demo/spans"], file["traces/demo/redundancy_key"], file["traces/demo/redundancy_value"]
+    assert "no needle: expected traces with a span of kind needle" in refused(capsys, 3, "needle", broken)
+    assert "redundancy not measured" in refused(capsys, 3, "redundancy", broken)
+    wanted = "expected values by layer (replay --detail layer), found none of held_tokens"
+    assert wanted in refused(capsys, 3, "layers", broken, "--metric", "held_tokens")
+
+
+def test_a_policy_without_fixed_sets_is_left_out_with_a_word(run, tmp_path, capsys):
+    folder = make_run(tmp_path / "run", [SNAPKV, H2O], budgets=["0.1"])
+    with h5py.File(folder / "selections.h5", "r+") as file:
+        del file["cells/0000000000000001/offsets"]
+    assert main(["heatmap", str(folder)]) == 0
+    assert capsys.readouterr().err == "kvreplay: heatmap: h2o keeps no fixed set\n"
+    assert "expected a cell with a fixed set" in refused(capsys, 3, "heatmap", folder, "-p", "h2o")
+
+
+def test_without_matplotlib_it_says_what_to_install(run):
+    code = "import sys; sys.modules['matplotlib'] = None; from kvreplay.plot.command import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "heatmap", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)})
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "kvreplay: plot: matplotlib is not installed: expected pip install 'kvreplay[plot]'\n"
+
+
+def test_a_place_that_cannot_be_written_is_named(run, capsys):
+    assert "/dev/null" in refused(capsys, 3, "budgets", run, "-o", "/dev/null/figure.svg")

@@ -1,0 +1,52 @@
+"""Who gets the budget? Kept tokens by layer, a panel a policy."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from kvreplay.plot.choice import Choice
+from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet, line_style
+
+
+def draw(choice: Choice) -> Drawing:
+    """Bars: mean over heads; a thin line spans the heads of a layer where they differ; dashed: the budget."""
+    trace = choice.one_trace()
+    cells = choice.cells(trace)
+    columns = min(len(cells), 3)
+    panel = (1.85, 1.05)
+    names = PanelNames.of([(cell.label, cell.heads) for cell in cells], panel[0])
+    asked = choice.run.cells
+    asked = asked[(asked["trace"] == trace.name) & (asked["budget"] == choice.budgets[0])]["budget_tokens"].iloc[0]
+    sheet = Sheet(
+        len(cells), panel, columns, left=0.65, right=0.12, above=0.1, gap=(0.18, 0.35), below=0.42,
+        headings=names.headings(columns), title=choice.title or "Kept tokens by layer",
+        subtitle=f"{choice.budget_line()} (dashed); bars: mean over heads; thin lines: least to most of them",
+        caption=choice.caption(),
+    )  # fmt: skip
+    top = max(cell.selection.kept.max() for cell in cells)
+    data = []
+    for i, cell in enumerate(cells):
+        axis, layers, kept = sheet.axes[i], cell.selection.layers, cell.selection.kept
+        colour = line_style(cell.label, cell.role, choice.asked_labels)["color"]
+        mean, least, most = kept.mean(axis=1), kept.min(axis=1), kept.max(axis=1)
+        axis.bar(layers, mean, width=0.8, color=colour, alpha=0.75, linewidth=0)
+        uneven = least < most
+        axis.vlines(layers[uneven], least[uneven], most[uneven], color="black", linewidth=0.7)
+        axis.axhline(asked, color=QUIET, linewidth=0.8, linestyle=(0, (4, 2)))
+        axis.set_ylim(0, 1.08 * max(top, asked))
+        axis.set_xlim(-0.7, trace.layers - 0.3)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        axis.yaxis.get_major_locator().set_params(integer=True, nbins=4)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelleft=i % columns == 0)
+        if i % columns == 0:
+            axis.set_ylabel("tokens per head")
+        if i + columns >= len(cells):
+            axis.set_xlabel("layer")
+        names.write(axis, i)
+        data.append(pd.DataFrame({
+            "policy": cell.label, "heads": cell.heads, "budget": choice.budgets[0],
+            "layer": layers, "kept_mean": mean, "kept_least": least, "kept_most": most,
+        }))  # fmt: skip
+    return Drawing(sheet.figure, pd.concat(data, ignore_index=True))

@@ -1,0 +1,206 @@
+"""What of a run is drawn: policies, budget, traces and metric as asked on the command line, or what suits most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import pandas as pd
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.plot.nearest import nearest
+from kvreplay.results import Run, Selection, TraceFacts, parameters, split_outside_parentheses
+
+VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}
+
+
+def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """`asked` in the order of `known`; a name that is not known is refused with the nearest."""
+    for name in asked:
+        if name not in known:
+            raise Error(flag, f"no such {what} in this run", nearest(name, known), name, Refusal.USAGE)
+    return [name for name in known if name in asked]
+
+
+@dataclass(frozen=True)
+class DrawnCell:
+    """A cell with its selection."""
+
+    label: str
+    heads: str
+    role: str
+    selection: Selection
+
+
+@dataclass
+class Choice:
+    """A run and what was asked for; empty means: not asked. `notes` collects what the reader of stderr should know."""
+
+    run: Run
+    policies: Sequence[str] = ()
+    budgets_asked: Sequence[str] = ()
+    traces_asked: Sequence[str] = ()
+    metric_asked: str = ""
+    variant: str = "mean"
+    title: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def asked_labels(self) -> list[str]:
+        """Labels of the run that are no controls, sorted: a policy's place here gives its colour in every figure."""
+        cells = self.run.cells
+        return sorted(set(cells["label"][cells["role"] != "control"]))
+
+    def role(self, label: str) -> str:
+        """asked or control."""
+        return "asked" if label in self.asked_labels else "control"
+
+    def labels(self, controls: bool) -> list[str]:
+        """What to draw: -p as labels or as replay writes policies, else all that was asked for, and controls if wanted.
+
+        A name takes all labels of that policy, name:key=value,… those with these values.
+        """
+        rest = sorted(set(self.run.cells["label"]) - set(self.asked_labels))
+        known = self.asked_labels + rest
+        if not self.policies:
+            return known if controls or not self.asked_labels else list(self.asked_labels)
+        cells = self.run.cells[["label", "policy", "params"]].drop_duplicates()
+        chosen: set[str] = set()
+        for asked in self.policies:
+            name, _, pairs = asked.partition(":")
+            wanted = parameters(pairs).items()
+            same = cells["params"].map(lambda line: wanted <= parameters(line).items())  # noqa: B023
+            labels = set(cells["label"][(cells["policy"] == name) & same])
+            chosen |= labels or set(pick("-p", "policy", [asked], known))
+        return [label for label in known if label in chosen]
+
+    @cached_property
+    def traces(self) -> list[str]:
+        """The traces to draw, sorted; of one model, since layers and heads of two models have nothing in common."""
+        known = sorted(set(self.run.cells["trace"]))
+        if not known:
+            raise Error(str(self.run.folder / "results.csv"), "empty", "at least one cell", "none")
+        chosen = pick("--trace", "trace", self.traces_asked, known) if self.traces_asked else known
+        models = sorted({self.run.trace(name).model for name in chosen})
+        if len(models) > 1:
+            found = f"{len(chosen)} traces of " + ", ".join(models)
+            raise Error("--trace", "choose traces of one model", "--trace NAME", found, Refusal.USAGE)
+        return chosen
+
+    def one_trace(self) -> TraceFacts:
+        """The trace of a figure that shows one: the first."""
+        if len(self.traces) > 1:
+            self.notes.append(f"one trace is drawn, {self.traces[0]}; --trace chooses another of {len(self.traces)}")
+        return self.run.trace(self.traces[0])
+
+    @cached_property
+    def budget_sizes(self) -> dict[str, float]:
+        """Mean tokens of each budget of the run, in ascending order."""
+        return self.run.cells.groupby("budget")["budget_tokens"].mean().sort_values(kind="stable").to_dict()
+
+    @cached_property
+    def known_budgets(self) -> list[str]:
+        """Budgets that the run was asked for, as asked, in ascending order."""
+        asked = set(self.run.cells["budget"][self.run.cells["role"] != "control"])
+        return [budget for budget in self.budget_sizes if budget in asked or not asked]
+
+    @property
+    def budgets(self) -> list[str]:
+        """The budgets to draw: -b, else all."""
+        return pick("-b", "budget", self.budgets_asked or self.known_budgets, self.known_budgets)
+
+    def budget_line(self) -> str:
+        """The budget of a figure that shows one, in words."""
+        budget = self.budgets[0]
+        cells = self.run.cells[(self.run.cells["budget"] == budget) & self.run.cells["trace"].isin(self.traces)]
+        sizes = sorted({f"{tokens:,.0f}" for tokens in cells["budget_tokens"]}, key=lambda one: (len(one), one))
+        tokens = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        others = f", smallest of {', '.join(self.budgets)}" if len(self.budgets) > 1 else ""
+        return f"budget {budget}{others}: {tokens} tokens per layer and head on average"
+
+    def cells(self, trace: TraceFacts, controls: bool = False) -> list[DrawnCell]:
+        """The cells of one trace at one budget that have a fixed set, in the order of `labels`."""
+        table = self.run.cells
+        table = table[(table["trace"] == trace.name) & (table["budget"] == self.budgets[0])].set_index("label")
+        drawn = []
+        for label in self.labels(controls):
+            if label not in table.index:
+                self.notes.append(f"{label} has no cell at budget {self.budgets[0]}")
+                continue
+            row = table.loc[[label]].iloc[0]
+            selection = self.run.selection(row["cell"], trace.boundary)
+            if selection is None:
+                self.notes.append(f"{label} keeps no fixed set")
+            else:
+                drawn.append(DrawnCell(label, row["heads"], self.role(label), selection))
+        if not drawn:
+            raise Error(str(self.run.folder), "nothing to draw", "a cell with a fixed set", "none")
+        return drawn
+
+    @cached_property
+    def metric(self) -> tuple[str, str]:
+        """Name and variant."""
+        rows = self.run.table[self.run.table["role"] != "trace"]
+        pairs = rows[["metric", "variant"]].drop_duplicates().itertuples(index=False, name=None)
+        known = {name + (f":{variant}" if variant else ""): (name, variant) for name, variant in pairs}
+        return known[pick("--metric", "metric", [self.metric_asked or "attention_recall"], sorted(known))[0]]
+
+    @property
+    def metric_name(self) -> str:
+        """NAME[:VARIANT]."""
+        return ":".join(filter(None, self.metric))
+
+    @property
+    def metric_words(self) -> str:
+        """The metric as a heading calls it."""
+        name, variant = self.metric
+        return name.replace("_", " ").capitalize() + (f", {variant}," if variant else "")
+
+    @property
+    def metric_axis(self) -> str:
+        """The metric with its unit, for an axis."""
+        name, variant = self.metric
+        units = set(self.run.table["unit"][self.run.table["metric"] == name]) - {"", "1"}
+        unit = f" ({units.pop()})" if units else ""
+        return name.replace("_", " ") + (f", {variant}" if variant else "") + unit
+
+    def rows(self, metric: str) -> pd.DataFrame:
+        """Rows of results.csv of a metric over heads (`head` = all), of the chosen traces."""
+        table = self.run.table
+        mine = (table["role"] != "trace") & (table["metric"] == metric) & (table["head"] == "all")
+        return table[mine & table["trace"].isin(self.traces)]
+
+    def values(self) -> pd.DataFrame:
+        """Rows of the chosen metric, policies with controls, and budgets; a control may have budgets of its own."""
+        name, variant = self.metric
+        rows = self.rows(name)
+        hidden = set(self.known_budgets) - set(self.budgets)
+        return rows[(rows["variant"] == variant) & rows["label"].isin(self.labels(True)) & ~rows["budget"].isin(hidden)]
+
+    def caption(self, *more: str) -> str:
+        """Where the numbers come from, and what every number of a replay is: open loop."""
+        facts = [self.run.trace(name) for name in self.traces]
+        if len(facts) == 1:
+            fact = facts[0]
+            heads = f"{fact.query_heads} query and {fact.kv_heads} KV heads"
+            tokens = f"{fact.prompt:,} prompt and {fact.tokens - fact.prompt:,} continuation tokens"
+            line = f"{fact.model}, {heads}; trace {fact.name}, {tokens}"
+        else:
+            line = f"{facts[0].model}, {len(facts)} traces"
+        synthetic = self.run.cells[self.run.cells["trace"].isin(self.traces)]["synthetic"].isin(["1", "true"]).any()
+        pieces = [line, "Synthetic numbers: no model made them" if synthetic else "", *more]
+        return ". ".join(piece for piece in pieces if piece) + ". Open loop: queries as captured under the full cache."
+
+
+def split_policies(values: Sequence[str]) -> list[str]:
+    """Policies of comma lists: a piece with `=` before any `:` or `(` belongs to the policy before it."""
+    names: list[str] = []
+    for value in values:
+        for i, piece in enumerate(split_outside_parentheses(value)):
+            head = piece.split(":")[0].split("(")[0]
+            if i and "=" in head:
+                names[-1] += "," + piece
+            else:
+                names.append(piece)
+    return names

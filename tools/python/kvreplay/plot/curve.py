@@ -1,0 +1,47 @@
+"""What does a budget buy? A metric over the budget, a line a policy."""
+
+from __future__ import annotations
+
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from kvreplay.plot.choice import Choice
+from kvreplay.plot.lines import draw_lines, rows_to_draw
+from kvreplay.plot.style import Drawing, label_ends
+
+PANEL = (2.5, 2.3)  # inches
+LOGARITHMIC = 4  # the largest budget over the smallest from which the axis is logarithmic
+
+
+def draw(choice: Choice) -> Drawing:
+    """Budgets on the axis by their mean tokens, named as they were asked for."""
+    rows = rows_to_draw(choice, by_layer=False)
+    drawing, axis, ends = draw_lines(
+        choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
+        title=f"{choice.metric_words} by budget", subtitle="over all layers; controls in grey",
+    )  # fmt: skip
+    sizes = [choice.budget_sizes[budget] for budget in choice.budgets]
+    low, high = min(sizes), max(sizes)
+    if high >= LOGARITHMIC * low:
+        axis.set_xscale("log")
+        edge = (high / low) ** 0.04
+        axis.set_xlim(low / edge, high * edge)
+    else:
+        edge = 0.04 * (high - low) or 0.5 * low
+        axis.set_xlim(low - edge, high + edge)
+    axis.xaxis.set_major_locator(FixedLocator(sizes))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticklabels(choice.budgets)
+    axis.set_xlabel(budget_axis(choice.budgets))
+    label_ends(axis, ends, PANEL[1])
+    names = {size: budget for budget, size in choice.budget_sizes.items()}
+    data = drawing.data.rename(columns={"tokens": "budget_tokens"})
+    data.insert(4, "budget", data["budget_tokens"].map(names))
+    return Drawing(drawing.figure, data)
+
+
+def budget_axis(budgets: list[str]) -> str:
+    """What the numbers on the axis are: a budget with a point or % is a share of the prompt, any other a count."""
+    shares = ["." in budget or "%" in budget for budget in budgets]
+    if all(shares):
+        return "budget (share of the prompt kept)"
+    return "budget (share of the prompt or tokens)" if any(shares) else "budget (tokens per layer and head)"

@@ -1,0 +1,106 @@
+"""A metric drawn as one line a policy, named at its end: what `curve` and `layers` share."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from kvreplay.errors import Error
+from kvreplay.plot.choice import Choice
+from kvreplay.plot.style import Drawing, LineEnd, Sheet, label_room, line_style, quiet_frame
+
+INTERVAL = "Band: 95 % t interval of the mean over traces"
+PER_QUERY_HEAD = "\u2020"
+MOST_MARKERS = 8  # a line of more points goes without
+
+
+def t_quantile(freedom: int, share: float = 0.95) -> float:
+    """The t that |T| exceeds with probability 1 - share, T of Student's distribution with `freedom` degrees.
+
+    For whole degrees the probability within ±t is a finite sum in the sine and cosine of atan(t/sqrt(freedom))
+    (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4); it grows with the angle, which is bisected.
+    """
+
+    def within(angle: float) -> float:
+        odd = freedom % 2
+        term = total = math.cos(angle) if odd else 1.0
+        for k in range(2 + odd, freedom - 1, 2):
+            term *= (k - 1) / k * math.cos(angle) ** 2
+            total += term
+        if not odd:
+            return math.sin(angle) * total
+        return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < share else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def mean_over_traces(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Columns `by`, `traces` (count), `mean`, `low`, `high`: the 95 % t interval, NaN for a single trace."""
+    found = rows.groupby(by, sort=True)["value"].agg(traces="count", mean="mean", deviation="std").reset_index()
+    quantiles = found["traces"].map({n: t_quantile(n - 1) for n in set(found["traces"]) if n > 1})
+    half = quantiles * found["deviation"] / np.sqrt(found["traces"])
+    return found.drop(columns="deviation").assign(low=found["mean"] - half, high=found["mean"] + half)
+
+
+def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
+    """The chosen metric's defined values of single layers, or those over all layers."""
+    rows = choice.values()
+    rows = rows[(rows["layer"] != "all") == by_layer].dropna(subset="value")
+    if rows.empty:
+        wanted = "values by layer (replay --detail layer)" if by_layer else "a value over all layers"
+        found = "none of " + choice.metric_name
+        raise Error(str(choice.run.folder / "results.csv"), "nothing to draw", wanted, found)
+    return rows
+
+
+def draw_lines(
+    choice: Choice, rows: pd.DataFrame, x: str, panel: tuple[float, float], title: str, subtitle: str
+) -> tuple[Drawing, Axes, list[LineEnd]]:
+    """Means of `rows` over traces along the column `x`, with bands where there are several traces.
+
+    A control with a single value beside lines that have more holds everywhere: it is drawn across. The caller sets the
+    scale of x, then names the lines with `label_ends`.
+    """
+    found = mean_over_traces(rows, ["label", x])
+    heads = rows.groupby("label")["heads"].first()
+    facts = [choice.run.trace(name) for name in choice.traces]
+    group = max(fact.query_heads // fact.kv_heads for fact in facts)
+    labels = [label for label in choice.labels(controls=True) if label in heads.index]
+    marked = [label for label in labels if heads[label] == "query" and group > 1]
+    names = {label: label + (f" {PER_QUERY_HEAD}" if label in marked else "") for label in labels}
+    note = f"{PER_QUERY_HEAD} one set for each query head: its cache holds {group} times as much" if marked else ""
+    several = found["traces"].max() > 1
+    sheet = Sheet(
+        1, panel, left=0.62, right=label_room(list(names.values())), above=0.12, below=0.45,
+        title=choice.title or title, subtitle=subtitle, caption=choice.caption(note, INTERVAL if several else ""),
+    )  # fmt: skip
+    axis, ends = sheet.axes[0], []
+    for label in labels:
+        line = found[found["label"] == label]
+        look = line_style(label, choice.role(label), choice.asked_labels)
+        value = line["mean"].iloc[-1]
+        if several:
+            axis.fill_between(line[x], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
+        if len(line) == 1 and choice.role(label) == "control":
+            axis.axhline(value, **look)
+            ends.append(LineEnd(names[label], found[x].max(), value, look["color"]))
+        else:
+            if len(line) > MOST_MARKERS:
+                look.pop("marker", None)
+            axis.plot(line[x], line["mean"], **look)
+            ends.append(LineEnd(names[label], line[x].iloc[-1], value, look["color"]))
+    quiet_frame(axis)
+    axis.set_ylabel(choice.metric_axis)
+    axis.set_ylim(axis.get_ylim())
+    data = found.rename(columns={"label": "policy"})
+    data.insert(1, "role", data["policy"].map(choice.role))
+    data.insert(2, "heads", data["policy"].map(heads))
+    data.insert(3, "metric", choice.metric_name)
+    return Drawing(sheet.figure, data), axis, ends

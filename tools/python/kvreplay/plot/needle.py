@@ -1,0 +1,101 @@
+"""Is the needle kept, however deep it lies? Span recall by prompt length and depth, a panel a policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.plot.choice import Choice
+from kvreplay.plot.nearest import nearest
+from kvreplay.plot.style import Drawing, PanelNames, Sheet, columns_for
+
+DEPTHS = 10  # rows: tenths of the prompt
+SAME_LENGTH = 1.1  # prompts within this factor of the shortest of a column share it
+VARIANTS = {"any": "by at least one head", "mean": "mean over heads", "full": "whole by at least one head"}
+
+
+def columns_of(lengths: list[int]) -> dict[int, int]:
+    """The column of each prompt length: one more than SAME_LENGTH longer than a column's shortest begins the next."""
+    columns: dict[int, int] = {}
+    shortest = 0
+    for length in sorted(set(lengths)):
+        if not columns or length > SAME_LENGTH * shortest:
+            shortest = length
+            columns[length] = len(set(columns.values()))
+        else:
+            columns[length] = max(columns.values())
+    return columns
+
+
+def draw(choice: Choice) -> Drawing:
+    """One matrix a policy; a cell is the mean over its traces' needles, crossed out where the run has none."""
+    measure = choice.metric_asked.partition(":")[2] or "mean"
+    if measure not in VARIANTS:
+        raise Error("--metric", "no such variant of span_recall", nearest(measure, VARIANTS), measure, Refusal.USAGE)
+    facts = {name: choice.run.trace(name) for name in choice.traces}
+    needles = pd.DataFrame(
+        [
+            {"trace": fact.name, "variant": f"{span.name}.{measure}", "prompt_tokens": fact.prompt,
+             "depth": (span.begin + span.end) / (2 * fact.prompt)}
+            for fact in facts.values() for span in fact.spans if span.kind == "needle" and span.end <= fact.prompt
+        ],
+        columns=["trace", "variant", "prompt_tokens", "depth"],
+    )  # fmt: skip
+    where = str(choice.run.folder)
+    if needles.empty:
+        raise Error(where, "no needle", "traces with a span of kind needle in the prompt", f"{len(facts)} without")
+    rows = choice.rows("span_recall")
+    rows = rows[(rows["layer"] == "all") & (rows["budget"] == choice.budgets[0])].dropna(subset="value")
+    rows = rows[["trace", "variant", "label", "heads", "value"]].merge(needles, on=["trace", "variant"])
+    if rows.empty:
+        raise Error(where, "nothing to draw", f"span_recall:NEEDLE.{measure} of a needle span", "none")
+
+    column = columns_of(list(rows["prompt_tokens"]))
+    rows["column"] = rows["prompt_tokens"].map(column)
+    rows["row"] = np.minimum((rows["depth"] * DEPTHS).astype(int), DEPTHS - 1)
+    cells = rows.groupby(["label", "heads", "row", "column"])["value"].agg(["mean", "count"]).reset_index()
+    lengths = rows.drop_duplicates(["trace", "column"]).groupby("column")["prompt_tokens"].mean()
+
+    labels = [label for label in choice.labels(controls=False) if label in set(rows["label"])]
+    columns = columns_for(len(labels))
+    panel = (float(np.clip(0.34 * len(lengths), 1.1, 1.75)), 1.5)
+    heads = rows.groupby("label")["heads"].first()
+    names = PanelNames.of([(label, heads[label]) for label in labels], panel[0])
+    sheet = Sheet(
+        len(labels), panel, columns, left=0.62, right=0.8, above=0.1, gap=(0.2, 0.55), below=0.47,
+        headings=names.headings(columns),
+        title=choice.title or "Needle tokens kept, by depth and prompt length",
+        subtitle=f"{choice.budget_line()}; span recall, {VARIANTS[measure]}, mean over layers",
+        caption=choice.caption("A cell is the mean over its traces, crossed where there is none"),
+    )  # fmt: skip
+    data = []
+    for i, label in enumerate(labels):
+        axis = sheet.axes[i]
+        mine = cells[cells["label"] == label]
+        grid = np.full((DEPTHS, len(lengths)), np.nan)
+        grid[mine["row"], mine["column"]] = mine["mean"]
+        image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        empty = np.argwhere(np.isnan(grid))
+        axis.plot(empty[:, 1], empty[:, 0], "x", color="#c8c8c8", markersize=3, markeredgewidth=0.6)
+        step = -(-len(lengths) * 0.33 // panel[0])
+        shown = np.arange(0, len(lengths), max(1, int(step)))
+        axis.set_xticks(shown, [short(lengths.iloc[k]) for k in shown])
+        axis.set_yticks([-0.5, DEPTHS / 2 - 0.5, DEPTHS - 0.5], ["0", "50", "100"])
+        axis.tick_params(labelleft=i % columns == 0)
+        if i % columns == 0:
+            axis.set_ylabel("depth of the needle / %")
+        axis.set_xlabel("prompt tokens")
+        names.write(axis, i)
+        data.append(pd.DataFrame({
+            "policy": label, "heads": heads[label], "budget": choice.budgets[0], "measure": measure,
+            "prompt_tokens": mine["column"].map(lengths), "depth_from": mine["row"] / DEPTHS,
+            "depth_to": (mine["row"] + 1) / DEPTHS, "traces": mine["count"], "span_recall": mine["mean"],
+        }))  # fmt: skip
+    sheet.colour_bar(image, "share of the needle kept")
+    return Drawing(sheet.figure, pd.concat(data, ignore_index=True))
+
+
+def short(tokens: float) -> str:
+    """A prompt length for a narrow tick: 480, 3.2k, 128k."""
+    return f"{tokens:.0f}" if tokens < 1000 else f"{tokens / 1000:.3g}k"

@@ -1,0 +1,78 @@
+"""How alike are tokens? Redundancy of keys and of values, by layer and by position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from kvreplay.errors import Error
+from kvreplay.plot.choice import Choice
+from kvreplay.plot.style import (
+    COLOURS,
+    Drawing,
+    LineEnd,
+    Sheet,
+    label_ends,
+    label_room,
+    layer_axis,
+    quiet_frame,
+)
+
+BINS = 60  # at most, along the prompt
+KINDS = {"key": COLOURS[0], "value": COLOURS[1]}
+
+
+def quartiles(values: np.ndarray, axis: int) -> np.ndarray:
+    """Lower quartile, median and upper quartile: [3, …]."""
+    return np.quantile(values.astype(np.float64), [0.25, 0.5, 0.75], axis=axis)
+
+
+def draw(choice: Choice) -> Drawing:
+    """Medians with quartiles: over tokens for each layer, over layers and neighbouring tokens for each position."""
+    trace = choice.one_trace()
+    if not trace.redundancy:
+        where = f"{choice.run.folder / 'selections.h5'}:/traces/{trace.name}"
+        raise Error(where, "redundancy not measured", "redundancy_key, redundancy_value", "neither")
+    per_bin = -(-trace.boundary // BINS)
+    edges = np.append(np.arange(0, trace.boundary, per_bin), trace.boundary)
+    panel = (2.45, 1.9)
+    sheet = Sheet(
+        2, panel, 2, left=0.58, right=label_room(list(KINDS)), above=0.12, gap=(0.25, 0), below=0.42,
+        title=choice.title or "Redundancy: cosine similarity to the most similar other token of the prompt",
+        subtitle="line: median; band: quartiles; left over tokens, right over layers"
+        + (f" and {per_bin} neighbouring tokens" if per_bin > 1 else ""),
+        caption=choice.caption("Token vectors: all KV heads of a layer together"),
+    )  # fmt: skip
+    by_layer, by_position = sheet.axes
+    ends, data = [], []
+    for kind, values in trace.redundancy.items():
+        colour = KINDS[kind]
+        layer = np.flatnonzero(~np.isnan(values).any(axis=1))
+        values = values[layer]
+        layers = quartiles(values, axis=1)
+        pairs = zip(edges[:-1], edges[1:], strict=True)
+        positions = np.stack([quartiles(values[:, a:b].ravel(), axis=0) for a, b in pairs], axis=1)
+        middle = (edges[:-1] + edges[1:] - 1) / 2
+        for axis, x, (low, median, high) in ((by_layer, layer, layers), (by_position, middle, positions)):
+            axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+            axis.plot(x, median, color=colour, marker="o" if len(x) < 3 else None)
+        ends.append(LineEnd(kind, middle[-1], positions[1, -1], colour))
+        begins, ends_of = {"layer": layer, "position": edges[:-1]}, {"layer": layer + 1, "position": edges[1:]}
+        for by, (low, median, high) in {"layer": layers, "position": positions}.items():
+            data.append(pd.DataFrame({
+                "tensor": kind, "by": by, "begin": begins[by], "end": ends_of[by],
+                "lower_quartile": low, "median": median, "upper_quartile": high,
+            }))  # fmt: skip
+    bottom = min(axis.get_ylim()[0] for axis in sheet.axes)
+    top = max(axis.get_ylim()[1] for axis in sheet.axes)
+    for axis in sheet.axes:
+        axis.set_ylim(bottom, top)
+        quiet_frame(axis)
+    layer_axis(by_layer, layer)
+    by_layer.set_ylabel("redundancy (cosine)")
+    by_position.set_xlabel("position of the token in the prompt")
+    by_position.set_xlim(0, trace.boundary)
+    by_position.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    by_position.tick_params(labelleft=False)
+    label_ends(by_position, ends, panel[1])
+    return Drawing(sheet.figure, pd.concat(data, ignore_index=True))

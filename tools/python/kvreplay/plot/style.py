@@ -1,0 +1,297 @@
+"""How every figure looks: sizes in inches, fonts of 8 points and more, colours that everybody can tell apart.
+
+A figure is laid out from its panels outwards, so a panel has the same size whatever surrounds it: title, captions and
+margins add to the page, they never take from the panel.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context, rcParamsDefault
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+from matplotlib.ticker import MaxNLocator
+
+PAGE = 7.0  # inches: both columns of a two-column page
+COLUMN = 3.35  # inches: one of them, the narrowest figure
+POINT = 1 / 72  # inches
+SMALL, MEDIUM, LARGE = 8.0, 9.0, 10.0  # points
+LINE = 1.3  # line height over font size
+QUIET = "#595959"
+
+# Okabe and Ito's palette without yellow, which is faint on white; ordered so that neighbours differ most.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX<>"
+DASHES = ("-", (0, (4, 1.2)), (0, (1.2, 1)))
+CONTROLS = {
+    "full": {"color": "#6e6e6e", "linestyle": "-"},
+    "oracle": {"color": "#6e6e6e", "linestyle": (0, (5, 2))},
+    "random": {"color": "#6e6e6e", "linestyle": (0, (1, 1.5))},
+}
+SAVED_AS = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}, "png": {}}
+
+SETTINGS = rcParamsDefault | {
+    "font.size": SMALL,
+    "axes.titlesize": MEDIUM,
+    "axes.labelsize": SMALL,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": QUIET,
+    "axes.labelcolor": "black",
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "xtick.labelcolor": "black",
+    "ytick.labelcolor": "black",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.6,
+    "savefig.dpi": 200,
+    "svg.hashsalt": "kvreplay",
+    "pdf.fonttype": 42,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure and the numbers drawn in it."""
+
+    figure: Figure
+    data: pd.DataFrame
+
+
+def line_style(label: str, role: str, asked: Sequence[str]) -> dict[str, object]:
+    """Colour, dash and marker of a policy: by its place among the labels `asked` for in the run, greys for controls."""
+    if role == "control":
+        return CONTROLS.get(label.partition(":")[0], CONTROLS["random"]) | {"linewidth": 1.1, "zorder": 1.5}
+    place = list(asked).index(label)
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "zorder": 2.5,
+    }
+
+
+@cache
+def width_of(line: str, size: float = SMALL, weight: str = "normal") -> float:
+    """Inches that a line of text takes."""
+    if not line.strip():
+        return 0.0
+    return float(TextPath((0, 0), line, size=size, prop=FontProperties(weight=weight)).get_extents().xmax) * POINT
+
+
+def wrap(line: str, width: float, size: float = SMALL, weight: str = "normal") -> list[str]:
+    """The text in lines of at most `width` inches, broken behind spaces, commas and colons."""
+    lines = [""]
+    for piece in re.findall(r"[^ ,:]*[,:]? *", line):
+        if lines[-1] and width_of((lines[-1] + piece).rstrip(), size, weight) > width:
+            lines.append("")
+        lines[-1] += piece
+    return [one.rstrip() for one in lines]
+
+
+class Sheet:
+    """A grid of equal panels, sized in inches, with a title and a subtitle above it and a caption below."""
+
+    def __init__(
+        self,
+        count: int,
+        panel: tuple[float, float],
+        columns: int = 1,
+        left: float = 0.5,
+        right: float = 0.1,
+        above: float = 0.0,
+        gap: tuple[float, float] = (0.3, 0.5),
+        below: float = 0.45,
+        headings: Sequence[float] = (),
+        title: str = "",
+        subtitle: str = "",
+        caption: str = "",
+    ) -> None:
+        """Room in inches: `above` the first row of panels, `gap` between panels, `below` the last for ticks and labels;
+        `headings` over each row, for the names of its panels."""
+        rows = -(-count // columns)
+        names = np.cumsum(headings or [0.0] * rows)
+        grid_width = columns * panel[0] + (columns - 1) * gap[0]
+        width = max(left + grid_width + right, COLUMN)
+        margin = 0.08
+        room = 0.98 * (width - 2 * margin)  # programs that show the page may set text a little wider
+        heading = [(one, LARGE, "bold", "black") for one in wrap(title, room, LARGE, "bold")]
+        heading += [(one, SMALL, "normal", "black") for one in wrap(subtitle, room)]
+        footing = [(one, SMALL, "normal", QUIET) for one in wrap(caption, room)]
+        top = margin + sum(size * LINE * POINT for _, size, _, _ in heading) + above
+        bottom = margin + sum(size * LINE * POINT for _, size, _, _ in footing) + below
+        height = top + names[-1] + rows * panel[1] + (rows - 1) * gap[1] + bottom
+        self.figure = Figure(figsize=(width, height))
+        self.size = (width, height)
+        self.axes: list[Axes] = []
+        for i in range(count):
+            row, column = divmod(i, columns)
+            x = left + column * (panel[0] + gap[0])
+            y = height - top - names[row] - (row + 1) * panel[1] - row * gap[1]
+            self.axes.append(self.place(x, y, *panel))
+        self.grid = (left, bottom, grid_width, height - top - names[0] - bottom)
+        y = height - margin
+        for one, size, weight, colour in heading:
+            y -= size * LINE * POINT
+            self.write(margin, y, one, size=size, weight=weight, color=colour)
+        y = bottom - below
+        for one, size, weight, colour in footing:
+            y -= size * LINE * POINT
+            self.write(margin, y, one, size=size, weight=weight, color=colour)
+
+    def place(self, x: float, y: float, width: float, height: float) -> Axes:
+        """Axes at inches from the lower left corner."""
+        w, h = self.size
+        return self.figure.add_axes((x / w, y / h, width / w, height / h))
+
+    def write(self, x: float, y: float, line: str, **look: object) -> None:
+        """Text at inches from the lower left corner, its descenders above `y`."""
+        self.figure.text(x / self.size[0], (y + 0.03) / self.size[1], line, va="baseline", **look)
+
+    def colour_bar(self, image: object, label: str, **options: object) -> None:
+        """The scale that all panels share, right of them."""
+        x, y, width, height = self.grid
+        tall = min(height, 2.4)
+        axis = self.place(x + width + 0.15, y + height - tall, 0.1, tall)
+        bar = self.figure.colorbar(image, cax=axis, **options)
+        bar.set_label(label)
+        bar.outline.set_linewidth(0.6)
+
+
+@dataclass(frozen=True)
+class PanelNames:
+    """What stands over each panel: the policy, broken where it is long, and its granularity."""
+
+    lines: list[list[tuple[str, str]]]  # (text, weight), from the top
+
+    @classmethod
+    def of(cls, policies: Sequence[tuple[str, str]], width: float) -> PanelNames:
+        """From (label, heads) of each panel; a label that tells the heads is enough."""
+        lines = []
+        for label, heads in policies:
+            bold = [(line, "bold") for line in wrap(label, width, SMALL, "bold")]
+            lines.append(bold if f"heads={heads}" in label else [*bold, (f"heads={heads}", "normal")])
+        return cls(lines)
+
+    def headings(self, columns: int) -> list[float]:
+        """Inches that the names of each row of panels take."""
+        rows = [self.lines[i : i + columns] for i in range(0, len(self.lines), columns)]
+        return [max(len(lines) for lines in row) * SMALL * LINE * POINT for row in rows]
+
+    def write(self, axis: Axes, panel: int) -> None:
+        """Over the panel's upper left corner."""
+        for row, (line, weight) in enumerate(reversed(self.lines[panel])):
+            lift = 3 + row * SMALL * LINE
+            axis.annotate(line, (0, 1), (0, lift), "axes fraction", "offset points", weight=weight)
+
+
+def columns_for(count: int) -> int:
+    """Columns of a grid of small squares that stays readable on a page."""
+    return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
+
+
+def layer_ticks(axis: object, layers: Sequence[int], most: int = 7) -> None:
+    """Ticks at indices 0 … n-1, labelled with the layers' own numbers; evenly stepped, 0 and round steps first."""
+    steps = [step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100) if (len(layers) - 1) // step + 1 <= most]
+    ticks = np.arange(0, len(layers), steps[0] if steps else len(layers))
+    axis.set_ticks(ticks, [str(layers[i]) for i in ticks])
+
+
+def layer_axis(axis: Axes, layers: Sequence[int]) -> None:
+    """An x axis from the first to the last layer, ticks at whole numbers."""
+    margin = 0.02 * (max(layers) - min(layers)) or 0.5
+    axis.set_xlim(min(layers) - margin, max(layers) + margin)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+    axis.set_xlabel("layer")
+
+
+def quiet_frame(axis: Axes) -> None:
+    """Only the two axes that carry ticks, and a light horizontal grid."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#e3e3e3", linewidth=0.6)
+
+
+def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+    """Places nearest to `wanted` (least squares) that lie at least `gap` apart, within [low, high] where they fit.
+
+    With z = wanted - i*gap in ascending order this is isotonic regression: neighbours that violate it share their mean.
+    """
+    order = np.argsort(wanted, kind="stable")
+    blocks: list[list[float]] = []
+    for i, value in enumerate(wanted[order]):
+        blocks.append([value - i * gap, 1])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            mean, count = blocks.pop()
+            other, more = blocks.pop()
+            blocks.append([(mean * count + other * more) / (count + more), count + more])
+    z = np.concatenate([np.full(int(count), mean) for mean, count in blocks])
+    places = np.clip(z, low, max(low, high - (len(z) - 1) * gap)) + gap * np.arange(len(z))
+    found = np.empty_like(places)
+    found[order] = places
+    return found
+
+
+@dataclass(frozen=True)
+class LineEnd:
+    """Where a line ends, and what stands beside it."""
+
+    label: str
+    x: float
+    y: float
+    colour: str
+
+
+def label_room(labels: Sequence[str]) -> float:
+    """Inches right of the axes that `label_ends` needs."""
+    return max((width_of(one) for one in labels), default=0) + 0.36
+
+
+def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None:
+    """Names lines at their right end instead of in a legend: labels in the order of the lines, moved apart."""
+    if not ends:
+        return
+    low, high = axis.get_ylim()
+    inches = np.array([(end.y - low) / (high - low) * panel_height for end in ends])
+    line = SMALL * LINE * POINT
+    room = max(panel_height, len(ends) * line)
+    places = spread(inches, line, (panel_height - room) / 2, (panel_height + room) / 2)
+    right = axis.get_xlim()[1]
+    width = axis.get_position().width * axis.figure.get_figwidth()
+    for end, place in zip(ends, places, strict=True):
+        start = axis.transAxes.inverted().transform(axis.transData.transform((min(end.x, right), end.y)))
+        bend = (1 + 0.2 / width, place / panel_height)
+        for a, b, look in ((start, (1.0, start[1]), ":"), ((1.0, start[1]), bend, "-")):
+            axis.plot(*zip(a, b, strict=True), transform=axis.transAxes, color=end.colour, linestyle=look,
+                      linewidth=0.6, clip_on=False, zorder=1)  # fmt: skip
+        at = (1 + 0.24 / width, bend[1])
+        axis.text(*at, end.label, transform=axis.transAxes, color=end.colour, va="center_baseline")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes svg, pdf or png by the path's suffix, without dates: the same figure gives the same bytes."""
+    kind = path.suffix[1:].lower()
+    page = io.BytesIO()
+    figure.savefig(page, format=kind, metadata=SAVED_AS[kind])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(page.getvalue())
+
+
+def settings() -> object:
+    """The context in which a figure is drawn and saved, whatever the user's own matplotlib settings are."""
+    return rc_context(SETTINGS)
