@@ -1,0 +1,195 @@
+"""Does a capture that is killed, stopped, refused or out of disk leave nothing that looks whole?"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvreplay.capture.command import main
+from kvreplay.capture.recorder import Recorder
+from kvreplay.errors import Error
+from kvreplay.trace import Trace, TraceWriter
+
+Folder = Callable[..., Path]
+
+# A capture whose second layer waits, so that it can be stopped in the middle.
+SLOW = """
+import sys, time
+from kvreplay.capture import recorder
+from kvreplay.capture.command import main
+record = recorder.Recorder.__call__
+def slowly(self, call):
+    record(self, call)
+    if call.layer == 1:
+        self.trace.flush()
+        print("in the middle", flush=True)
+        time.sleep(60)
+recorder.Recorder.__call__ = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+WITHOUT_TORCH = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "torch" else find(name, *package)
+from kvreplay.capture.command import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def words(folder: Path, out: Path, *more: str) -> list[str]:
+    return ["--model", str(folder), "--prompt", "Rain " * 30, "-o", str(out), "--progress", "never", *more]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_stopped_in_the_middle(stop: signal.Signals, model_folder: Folder, tmp_path: Path) -> None:
+    out = tmp_path / "t.h5"
+    command = [sys.executable, "-c", SLOW, *words(model_folder("llama"), out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the middle\n"
+        time.sleep(0.2)
+        process.send_signal(stop)
+        _, message = process.communicate(timeout=30)
+    assert not out.exists()
+    partial = tmp_path / "t.h5.partial"
+    if stop == signal.SIGKILL:
+        assert partial.exists()  # nobody was left to remove it, and it does not look whole:
+        with pytest.raises(Error):
+            Trace(partial)
+    else:
+        assert process.returncode == 130
+        assert "interrupted" in message and message.count("\n") == 1
+        assert not partial.exists()
+    assert main(words(model_folder("llama"), out)) == 0  # what was left behind is in nobody's way
+    assert Trace(out).layers == 4
+
+
+def test_disk_full(model_folder: Folder, tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: writing fails in the middle of a layer."""
+    out = tmp_path / "t.h5"
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    command = [sys.executable, "-m", "kvreplay.capture.command", *words(model_folder("llama"), out)]
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert (
+        done.stderr
+        == f"kvreplay: {out}: disk: expected room for the whole trace, found no space left (nothing is kept)\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_disk_is_seen_beforehand(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert main(words(model_folder("llama"), tmp_path / "t.h5")) == 5
+    assert "MB free, found 0.0 MB" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_output_is_kept_unless_forced(
+    model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.h5"
+    out.write_text("mine")
+    assert main(words(model_folder("llama"), out)) == 2
+    assert (
+        capsys.readouterr().err
+        == f"kvreplay: {out}: output: expected a new file (or --force), found an existing file\n"
+    )
+    assert out.read_text() == "mine"
+    assert main(words(model_folder("llama"), out, "--force")) == 0
+    assert Trace(out).layers == 4
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_wrong_trace_is_found_and_removed(
+    every: bool,
+    model_folder: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One value in layer 2 is off by a tenth of itself where every query sees it."""
+    write = TraceWriter.layer
+
+    def wrongly(self: TraceWriter, number: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, **rest: object) -> None:
+        if number == 2:
+            v = v.copy()
+            v[:, 0] *= np.float32(1.1)
+        write(self, number, q, k, v, **rest)
+
+    monkeypatch.setattr(TraceWriter, "layer", wrongly)
+    assert main(words(model_folder("llama"), tmp_path / "t.h5", *(["--verify"] if every else []))) == 1
+    assert "layer 2, head" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_that_a_type_cannot_hold(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Recorder.__call__
+
+    def larger(self: Recorder, call: object) -> None:
+        call.k[0, 3, 2] = 1e30  # type: ignore[attr-defined]
+        record(self, call)
+
+    monkeypatch.setattr(Recorder, "__call__", larger)
+    assert main(words(model_folder("llama"), tmp_path / "t.h5", "--store-dtype", "float16")) == 3
+    assert "/layers/000/k: value: expected finite in float16" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--laiers", "0"], "capture: option: expected --layers, found --laiers"),
+        (["--layers", "0,9"], "--layers: value: expected layers of this model, 0 to 3, found 9"),
+        (["--layers", "3-1"], "expected numbers and ranges like 0,3-5, found '3-1'"),
+        (["--queries", "first:3"], "expected all or last:N, found 'first:3'"),
+        (["--generate", "-1"], "expected a whole number of at least 0, found '-1'"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--span", "x=absent"], "--span: x: expected 'absent' in the text, found no match"),
+        (["--generate", "2", "--continuation", "c.txt"], "not allowed with argument"),
+    ],
+)
+def test_bad_command_lines(
+    change: list[str], message: str, model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(model_folder("llama"), tmp_path / "t.h5", *change)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("kvreplay: ") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["nowhere.gguf", "folder", "file.bin"])
+def test_models_that_cannot_be_loaded(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.bin").write_text("x")
+    assert main(words(tmp_path / model, tmp_path / "t.h5")) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    """torch cannot be found: one line, exit 4."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words(tmp_path, tmp_path / "t.h5")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert (
+        done.stderr
+        == "kvreplay: capture: package: expected torch (pip install 'kvreplay[capture]'), found no such package\n"
+    )

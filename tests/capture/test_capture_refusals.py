@@ -1,0 +1,108 @@
+"""Is what a trace cannot describe refused by its name, with exit code 3 and nothing written?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import CONFIGS, SIZES, build, character_tokenizer
+
+from kvreplay.capture.capture import probe, uniform
+from kvreplay.capture.command import main
+from kvreplay.capture.observe import mask_window
+from kvreplay.errors import Error
+
+TINY = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+CASES = {
+    "deepseek_v3": (
+        lambda: transformers.DeepseekV3Config(**SIZES, kv_lora_rank=8, q_lora_rank=8, n_routed_experts=4),
+        "multi-head latent attention (MLA)",
+    ),
+    "t5": (lambda: transformers.T5Config(vocab_size=128, d_model=48, d_kv=12, d_ff=64), "encoder-decoder"),
+    "gpt_oss": (lambda: transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2), "attention sinks"),
+    "bloom": (lambda: transformers.BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=4), "ALiBi"),
+    "mpt": (lambda: transformers.MptConfig(vocab_size=128, d_model=48, n_layers=2, n_heads=4), "ALiBi"),
+    "falcon": (lambda: transformers.FalconConfig(**TINY, alibi=True), "ALiBi"),
+    "llama4": (
+        lambda: transformers.Llama4TextConfig(**SIZES, attention_chunk_size=32, num_local_experts=2),
+        "chunked attention",
+    ),
+    "gemma3n": (
+        lambda: transformers.Gemma3nTextConfig(**{**SIZES, "num_hidden_layers": 6}, num_kv_shared_layers=2),
+        "keys and values shared between layers",
+    ),
+    "qwen2_vl": (
+        lambda: transformers.Qwen2VLConfig(
+            text_config={**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}}
+        ),
+        "multimodal RoPE",
+    ),
+    "mamba": (
+        lambda: transformers.MambaConfig(vocab_size=128, hidden_size=48, num_hidden_layers=2),
+        "no attention interface",
+    ),
+    "gpt_j": (
+        lambda: transformers.GPTJConfig(vocab_size=128, n_embd=48, n_layer=2, n_head=4, rotary_dim=8),
+        "no attention interface",
+    ),
+    "bert": (lambda: transformers.BertConfig(**TINY, intermediate_size=64), "causal attention"),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_refused_by_name(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, name = CASES[kind]
+    folder = tmp_path / "model"
+    if kind in ("mamba", "gpt_j", "bert"):
+        build(make()).save_pretrained(folder)
+    else:
+        make().save_pretrained(folder)  # no weights: it is refused before they are read
+    character_tokenizer().save_pretrained(folder)
+    out = tmp_path / "out"
+    out.mkdir()
+    code = main(["--model", str(folder), "--prompt", "A few words", "-o", str(out / "t.h5"), "--progress", "never"])
+    message = capsys.readouterr().err
+    assert code == 3, message
+    assert name in message
+    assert message.startswith("kvreplay: ") and message.count("\n") == 1
+    assert list(out.iterdir()) == []
+
+
+def test_head_counts_that_differ_by_layer() -> None:
+    model = build(CONFIGS["llama"])
+    wider = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, head_dim=16)
+    model.model.layers[2].self_attn = type(model.model.layers[2].self_attn)(wider, 2)
+    model.model.layers[2].self_attn.config = model.config
+    calls, _ = probe(model, "mixed", 5, 20)
+    with pytest.raises(Error, match=r"head counts that differ by layer: 4/4/16 in layer 2") as refusal:
+        uniform(calls, "mixed")
+    assert refusal.value.exit_code == 3
+
+
+@pytest.mark.parametrize("change", ["frequencies", "scaling"])
+def test_rope_that_the_keys_do_not_show(change: str) -> None:
+    """The buffers say one thing, the rotation another."""
+    model = build(CONFIGS["llama"])
+    rotary = model.model.rotary_emb
+    run = rotary.forward
+    factor = 1.01 if change == "frequencies" else 1.0
+
+    def elsewhere(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines, sines = run(x, position_ids.float() * factor)
+        return (cosines, sines) if change == "frequencies" else (1.05 * cosines, 1.05 * sines)
+
+    rotary.forward = elsewhere
+    with pytest.raises(Error, match="RoPE|cosines and sines"):
+        probe(model, "strange", 5, 20)
+
+
+def test_mask_kinds() -> None:
+    t, j = torch.arange(40)[:, None], torch.arange(40)[None, :]
+    causal = j <= t
+    assert mask_window(causal[None, None]) == 0
+    assert mask_window((causal & (j > t - 7))[None, None]) == 7
+    assert mask_window((causal & (j // 8 == t // 8))[None, None]) is None  # chunks
+    assert mask_window(torch.ones(1, 1, 40, 40, dtype=torch.bool)) is None  # both directions
+    assert mask_window(torch.zeros(1, 1, 40, 40)) is None  # added numbers

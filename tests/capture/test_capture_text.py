@@ -1,0 +1,189 @@
+"""Do prompts, offsets and spans say where in the text each token is?"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tiny_models import character_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kvreplay.capture.command import main
+from kvreplay.capture.prompts import Prompt, encode, fit, read_prompts
+from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
+from kvreplay.errors import Error
+from kvreplay.trace import Span, Trace
+
+TEXT = "The key hangs behind the green lamp. Größe, 世界 and 😀! The end.\n"
+ROW = {
+    "context": "Much is said here. The key hangs behind the green lamp. More is said.",
+    "input": "Where does the key hang?",
+    "answers": ["under the mat", "behind the green lamp"],
+    "needle": "The key hangs behind the green lamp.",
+}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE with few merges: characters outside ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT.encode("ascii", "ignore").decode()] * 4, trainer)
+    return tokenizer
+
+
+def sentence_tokenizer() -> Tokenizer:
+    """Words that carry their space in front, which is dropped at the start of a text."""
+    words = ["▁The", "▁key", "▁hangs", "▁behind", "s", "."]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="."))
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def test_offsets_of_bytes_map_back_to_the_text() -> None:
+    tokenizer = byte_tokenizer()
+    encoded = tokenizer.encode(TEXT)
+    text, offsets = decode_with_offsets(lambda ids: tokenizer.decode(list(ids)), encoded.ids)
+    assert text == TEXT
+    assert any(one == other for one, other in zip(offsets, offsets[1:], strict=False))  # a shared character
+    covered = [0] * len(text)
+    for begin, end in set(offsets):
+        for character in range(begin, end):
+            covered[character] += 1
+    assert covered == [1] * len(text)
+    # Where a token is whole characters, its own text stands at its offsets.
+    for token, (begin, end) in zip(encoded.ids, offsets, strict=True):
+        alone = tokenizer.decode([token])
+        if "\ufffd" not in alone:
+            assert text[begin:end] == alone
+
+
+def test_offsets_of_words_with_their_space() -> None:
+    tokenizer = sentence_tokenizer()
+    text, offsets = decode_with_offsets(lambda ids: tokenizer.decode(list(ids)), [0, 1, 4, 2, 5])
+    assert text == "The keys hangs."
+    assert [text[begin:end] for begin, end in offsets] == ["The", " key", "s", " hangs", "."]
+
+
+def test_offsets_of_broken_bytes_stay_in_order() -> None:
+    tokenizer = byte_tokenizer()
+    generator = random.Random(1)
+    ids = [generator.randrange(tokenizer.get_vocab_size()) for _ in range(500)]
+    text, offsets = decode_with_offsets(lambda some: tokenizer.decode(list(some)), ids)
+    assert len(offsets) == 500
+    assert all(0 <= begin <= end <= len(text) for begin, end in offsets)
+    assert all(one[0] <= other[0] for one, other in zip(offsets, offsets[1:], strict=False))
+    assert offsets[-1][1] == len(text)
+
+
+def test_spans_by_text_and_by_regex() -> None:
+    text = "say key, then key again: 42"
+    offsets = [(i, i + 1) for i in range(len(text))]
+    requests = [
+        SpanRequest.parse(argument) for argument in ("first=key", "last:question=key", r"answer=/again: (\d+)/")
+    ]
+    spans = find_spans(Prompt("p", text), requests, text, offsets, len(text))
+    assert spans == [Span("first", "first", 4, 7), Span("last", "question", 14, 17), Span("answer", "answer", 25, 27)]
+    for argument in ("nothing", "=text", "name=", "name=/(/"):
+        with pytest.raises(Error) as refusal:
+            SpanRequest.parse(argument)
+        assert refusal.value.exit_code == 2
+    with pytest.raises(Error, match="no match"):
+        find_spans(Prompt("p", text), [SpanRequest.parse("x=elsewhere")], text, offsets, len(text))
+
+
+def write_prompts(folder: Path, ending: str) -> Path:
+    path = folder / f"prompts.{ending}"
+    if ending == "jsonl":
+        path.write_text(json.dumps(ROW) + "\n\n" + json.dumps({"prompt": "second"}) + "\n", "utf-8")
+    elif ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW, {**ROW, "context": "second"}]), path)
+    else:
+        path.write_text(ROW["context"] + "\n", "utf-8")
+    return path
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+def test_prompt_files(ending: str, tmp_path: Path) -> None:
+    path = write_prompts(tmp_path, ending)
+    prompts = read_prompts(path, None)
+    assert [prompt.context for prompt in prompts] == [ROW["context"]] + ["second"] * (ending != "txt")
+    assert len(read_prompts(path, 1)) == 1
+    if ending != "txt":
+        assert prompts[0].text == f"{ROW['context']}\n\n{ROW['input']}"
+        assert prompts[0].answers == tuple(ROW["answers"])
+        assert prompts[0].needle == ROW["needle"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("p.csv", "a,b", 2),
+        ("p.jsonl", "{", 3),
+        ("p.jsonl", "[1]", 3),
+        ("p.jsonl", '{"input": "x"}', 3),
+        ("p.jsonl", "", 3),
+        ("p.parquet", "not parquet", 3),
+        ("missing.txt", None, 3),
+    ],
+)
+def test_bad_prompt_files(name: str, content: str | None, code: int, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content, "utf-8")
+    with pytest.raises(Error) as refusal:
+        read_prompts(tmp_path / name, None)
+    assert refusal.value.exit_code == code
+
+
+def test_a_long_prompt_loses_the_middle_of_its_context() -> None:
+    tokenizer = character_tokenizer()
+    prompt = Prompt("p", "".join(str(i % 10) for i in range(200)), "why?")
+    whole = encode(tokenizer, prompt, chat=True)
+    cut, ids = fit(tokenizer, prompt, True, len(whole) - 60)
+    assert len(ids) == len(whole) - 60
+    assert cut.context == prompt.context[:70] + prompt.context[130:]
+    assert tokenizer.decode(ids).endswith("why?\n[reply] ")
+    with pytest.raises(Error) as refusal:
+        fit(tokenizer, prompt, True, 12)
+    assert refusal.value.exit_code == 2
+
+
+def test_a_row_becomes_a_trace_with_its_spans(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, "jsonl")
+    out = tmp_path / "t.h5"
+    words = ["--model", str(model_folder("llama")), "--prompts", str(prompts), "--chat", "--generate", "4"]
+    assert main([*words, "-o", str(out), "--progress", "never", "--span", "more:context=/More (is) said/"]) == 0
+    trace = Trace(out)
+    offsets = trace["/tokens/offsets"]
+    found = {
+        span.name: (span.kind, trace.text[offsets[span.begin][0] : offsets[span.end - 1][1]]) for span in trace.spans
+    }
+    assert found == {
+        "context": ("context", ROW["context"]),
+        "needle": ("needle", ROW["needle"]),
+        "question": ("question", ROW["input"]),
+        "answer": ("answer", ROW["answers"][1]),
+        "more": ("context", "is"),
+    }
+    prompt_end = offsets[trace.prompt_tokens - 1][1]
+    assert trace.text[:prompt_end] == f"[user] {ROW['context']}\n\n{ROW['input']}\n[reply] "
+
+
+def test_several_prompts_fill_a_folder(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, "jsonl")
+    out = tmp_path / "traces"
+    words = ["--model", str(model_folder("llama")), "--prompts", str(prompts), "-n", "2", "--progress", "never"]
+    assert main([*words, "-o", str(out)]) == 0
+    assert [Trace(path).tokens for path in sorted(out.iterdir())] == [
+        len(ROW["context"] + ROW["input"]) + 2,
+        len("second"),
+    ]
+    assert main([*words, "-o", str(tmp_path / "one.h5")]) == 2

@@ -1,0 +1,273 @@
+"""`kvreplay capture`: options, messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvreplay import __version__
+from kvreplay.errors import Error, Refusal
+
+DTYPES = ("float16", "bfloat16", "float32")
+DESCRIPTION = """Captures queries, keys and values of a language model as a trace: the continuation first (generated
+or given), then one pass over all tokens, each layer written as it is computed and checked against the model's own
+attention output."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors as one line, with the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Error("capture", message, exit_code=Refusal.USAGE)
+
+    def refuse_unknown(self, words: Sequence[str]) -> None:
+        """Unknown options come before missing ones: a misspelt option is both."""
+        takes_value = {option for action in self._actions if action.nargs != 0 for option in action.option_strings}
+        known = [option for action in self._actions for option in action.option_strings]
+        previous = ""
+        for word in words:
+            name = word.partition("=")[0]
+            if word.startswith("--") and name not in known and previous not in takes_value:
+                near = difflib.get_close_matches(name, known, 1)
+                expected = near[0] if near else "one that --help lists"
+                raise Error("capture", "option", expected, name, Refusal.USAGE)
+            previous = word
+
+
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, found {text!r}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    return _count(text, 0)
+
+
+def _queries(text: str) -> int | None:
+    """all -> None, last:N -> N."""
+    match = re.fullmatch(r"last:([1-9]\d*)", text)
+    if text != "all" and not match:
+        raise argparse.ArgumentTypeError(f"expected all or last:N, found {text!r}")
+    return int(match.group(1)) if match else None
+
+
+def _layers(text: str) -> frozenset[int]:
+    """0,3-5 -> {0, 3, 4, 5}."""
+    chosen: set[int] = set()
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        begin, end = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if begin > end:
+            raise argparse.ArgumentTypeError(f"expected numbers and ranges like 0,3-5, found {text!r}")
+        chosen.update(range(begin, end + 1))
+    return frozenset(chosen)
+
+
+def parser() -> _Parser:
+    """The options; every one has its help."""
+    build = _Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False)
+    add = build.add_argument
+    add("--version", action="version", version=f"kvreplay {__version__}")
+    add("--model", required=True, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
+    add("--name", help="the model's name in the trace (default: as given with --model)")
+    source = build.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help=".txt (one prompt), .jsonl or .parquet (columns context, input, answers as LongBench; or prompt; or text)",
+    )
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("-n", type=_count, metavar="N", help="the first N prompts of the file (default: 1)", default=1)
+    add("--max-tokens", type=_count, metavar="N", help="a longer prompt loses the middle of its context")
+    continuation = build.add_mutually_exclusive_group()
+    continuation.add_argument(
+        "--generate",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="continue by N tokens, greedily; end of text is not chosen before (default: 0)",
+    )
+    continuation.add_argument(
+        "--continuation", type=Path, metavar="FILE", help="continue by this text (teacher forced)"
+    )
+    add(
+        "--queries",
+        type=_queries,
+        default="all",
+        metavar="all|last:N",
+        help="store all queries, or the prompt's last N and the continuation's",
+    )
+    add("--layers", type=_layers, metavar="0,3-5", help="store these layers only")
+    add(
+        "--span",
+        action="append",
+        default=[],
+        metavar="NAME[:KIND]=TEXT|/REGEX/",
+        help="name the tokens of a text; may be repeated",
+    )
+    add("--with-wo", action="store_true", help="store each layer's output projection too")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="the type to compute in (default: the model's own)")
+    add("--store-dtype", choices=DTYPES, help="the type to store (default: the type the model computed in)")
+    add("--verify", action="store_true", help="recompute every attention output from the trace, not 64 queries a layer")
+    add(
+        "-o",
+        dest="output",
+        type=Path,
+        required=True,
+        metavar="FILE|DIR",
+        help="the trace; a folder for several prompts",
+    )
+    add("--force", action="store_true", help="replace an existing trace")
+    add("--threads", type=_count, metavar="N", help="threads to compute with (default: all cores)")
+    add("--seed", type=_natural, default=0, metavar="N", help="seed of every random choice (default: 0)")
+    add(
+        "--progress",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="a bar on stderr (default: on a terminal)",
+    )
+    return build
+
+
+def _outputs(output: Path, names: Sequence[str], force: bool) -> list[Path]:
+    """One path a prompt, each new (or --force), and their folder."""
+    from kvreplay.trace import refuse_existing
+
+    is_folder = output.is_dir() or len(names) > 1
+    if is_folder and output.suffix == ".h5":
+        raise Error("-o", f"{len(names)} prompts", "a folder", str(output), Refusal.USAGE)
+    paths = [output / f"{name}.h5" for name in names] if is_folder else [output]
+    for path in paths:
+        refuse_existing(path, force)
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error("-o", str(output), "a folder that can be made", str(error), Refusal.USAGE) from error
+    return paths
+
+
+def _require_packages() -> None:
+    """The optional packages, or one line that says what to install."""
+    import importlib.util
+
+    for package in ("torch", "transformers", "accelerate", "gguf", "h5py", "ml_dtypes", "numpy", "xxhash", "tqdm"):
+        if importlib.util.find_spec(package) is None:
+            expected = f"{package} (pip install 'kvreplay[capture]')"
+            raise Error("capture", "package", expected, "no such package", Refusal.CAPABILITY)
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _quiet_libraries(show: bool) -> None:
+    """transformers' bars and advice are not ours to print."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if not show:
+        transformers.logging.disable_progress_bar()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Everything after the options are read."""
+    _require_packages()
+    from kvreplay.capture.prompts import Prompt, read_prompts
+
+    if arguments.prompts:
+        prompts = read_prompts(arguments.prompts, arguments.n)
+    else:
+        prompts = [Prompt("prompt", arguments.prompt)]
+    paths = _outputs(arguments.output, [prompt.name for prompt in prompts], arguments.force)
+    try:
+        continuation = arguments.continuation.read_text("utf-8") if arguments.continuation else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Error(str(arguments.continuation), "continuation", "a text that can be read", str(error)) from error
+    if arguments.continuation and not continuation:
+        raise Error(str(arguments.continuation), "continuation", "at least one token", "an empty file")
+    show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
+
+    if not show:
+        os.environ["TQDM_DISABLE"] = "1"  # transformers has bars of its own
+    from kvreplay.capture.spans import SpanRequest
+
+    spans = tuple(SpanRequest.parse(text) for text in arguments.span)
+
+    import torch
+    import transformers
+    from tqdm import tqdm
+
+    from kvreplay.capture.capture import Choices, capture
+    from kvreplay.capture.model import Source, load
+
+    _quiet_libraries(show)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    transformers.set_seed(arguments.seed)
+    source = Source.parse(arguments.model)
+    model, tokenizer = load(source, arguments.dtype)
+    choices = Choices(
+        name=arguments.name or source.name,
+        chat=arguments.chat,
+        max_tokens=arguments.max_tokens,
+        generate=arguments.generate,
+        continuation=continuation,
+        last_queries=arguments.queries,
+        layers=arguments.layers,
+        spans=spans,
+        with_wo=arguments.with_wo,
+        store_dtype=arguments.store_dtype,
+        verify_all=arguments.verify,
+        force=arguments.force,
+        source_hash=source.hash(),
+    )
+
+    def progress(layers: int) -> Any:
+        return tqdm(total=layers, unit=" layers", desc="capture", disable=not show, file=sys.stderr)
+
+    for prompt, path in zip(prompts, paths, strict=True):
+        before = _peak_mib()
+        captured = capture(model, tokenizer, prompt, path, choices, progress)
+        worst = captured.worst
+        print(
+            f"trace    {path}  P {captured.prompt_tokens} + G {captured.tokens - captured.prompt_tokens}   "
+            f"{captured.layers} layers   {captured.query_heads} query / {captured.kv_heads} kv heads   "
+            f"{captured.dtype}   {path.stat().st_size / 1e6:.1f} MB\n"
+            f"verify   {captured.checked_queries} queries a layer recomputed from the trace: largest deviation "
+            f"{worst.found:.2e} of sum a|v|, rounding allows {worst.allowed:.2e} "
+            f"(layer {worst.layer}, head {worst.head}, query {worst.position})\n"
+            f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
+            flush=True,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; the value is its exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end removes the partial file too
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        options = parser()
+        options.refuse_unknown(words)
+        run(options.parse_args(words))
+    except Error as error:
+        print(f"kvreplay: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("kvreplay: capture: interrupted, nothing is kept of the trace under way", file=sys.stderr)
+        return Refusal.INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

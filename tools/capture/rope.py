@@ -1,0 +1,144 @@
+"""Which rotary embedding each layer applies: found in the model's modules, proved on its keys.
+
+A single token attends to itself alone, so its hidden states do not depend on its position, and its key at position p
+is its key at position 0 rotated by p: that tells for every layer which frequencies it uses, how components pair,
+and whether it rotates at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvreplay.capture.refusals import refused
+
+STYLES = ("halves", "interleaved")
+SUFFIX = "inv_freq"
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """One rotary module's data: radians a position [r], and the factor on cosine and sine."""
+
+    inv_freq: np.ndarray
+    attention_scaling: float
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary data of all observed layers; a row of zeros: the layer does not rotate."""
+
+    style: str
+    inv_freq: np.ndarray  # float64 [L,r]
+    attention_scaling: np.ndarray  # float64 [L]
+
+
+def rotary_modules(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that hold frequencies."""
+    return [m for m in decoder.modules() if any(name.endswith(SUFFIX) for name, _ in m.named_buffers(recurse=False))]
+
+
+def frequencies(decoder: torch.nn.Module) -> list[Frequencies]:
+    """The distinct rotary data among a model's modules, as they stand after its latest pass."""
+    found: list[Frequencies] = []
+    for module in rotary_modules(decoder):
+        for name, buffer in module.named_buffers(recurse=False):
+            if not name.endswith(SUFFIX) or name.endswith("original_" + SUFFIX):
+                continue
+            prefix = name.removesuffix(SUFFIX)
+            scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+            candidate = Frequencies(buffer.detach().double().cpu().numpy().reshape(-1), scaling)
+            if not any(same(candidate, other) for other in found):
+                found.append(candidate)
+    return found
+
+
+def same(one: Frequencies, other: Frequencies) -> bool:
+    return np.array_equal(one.inv_freq, other.inv_freq) and one.attention_scaling == other.attention_scaling
+
+
+def rotate(x: np.ndarray, angles: np.ndarray, style: str) -> np.ndarray:
+    """Rotates component pairs of x [..., d] by angles [r]; components from 2r on stay."""
+    r = len(angles)
+    first, second = (slice(0, r), slice(r, 2 * r)) if style == "halves" else (slice(0, 2 * r, 2), slice(1, 2 * r, 2))
+    turned = x.copy()
+    turned[..., first] = x[..., first] * np.cos(angles) - x[..., second] * np.sin(angles)
+    turned[..., second] = x[..., first] * np.sin(angles) + x[..., second] * np.cos(angles)
+    return turned
+
+
+def _deviation(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference, relative to the largest component."""
+    return float(np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30))
+
+
+def identify(
+    name: str,
+    candidates: list[Frequencies],
+    keys_at: Callable[[int], list[np.ndarray]],
+    position: int,
+    rounding: float,
+) -> Rope | None:
+    """The RoPE of every layer; None if no layer has any.
+
+    `keys_at(p)` are all layers' keys [Hkv,d] of one token at position p, `rounding` the unit of the type they were
+    computed in. The last call is for `position`, so that length-dependent frequencies stand as they will in the pass.
+    """
+    tolerance = 16 * rounding + 1e-6 * position + 1e-5  # rounding of products; angles are float32 in the model
+    at_start, moved = keys_at(0), keys_at(position)
+    unmoved = [_deviation(after, before) <= tolerance for before, after in zip(at_start, moved, strict=True)]
+    if not candidates:
+        lengths = [
+            _deviation(np.linalg.norm(after, axis=-1), np.linalg.norm(before, axis=-1)) <= tolerance
+            for before, after in zip(at_start, moved, strict=True)
+        ]
+        if all(lengths) and not all(unmoved):
+            raise refused(name, "keys rotated by unknown frequencies", "RoPE with its inv_freq in a module")
+        return None
+    if all(unmoved):
+        return None
+    pairs = max(len(candidate.inv_freq) for candidate in candidates)
+    fits: list[dict[str, Frequencies]] = []
+    for layer, (before, after) in enumerate(zip(at_start, moved, strict=True)):
+        if unmoved[layer]:
+            still = Frequencies(np.zeros(pairs), 1.0)
+            fits.append(dict.fromkeys(STYLES, still))
+            continue
+        fit: dict[str, Frequencies] = {}
+        for style in STYLES:
+            usable = [c for c in candidates if 2 * len(c.inv_freq) <= before.shape[-1]]
+            errors = [_deviation(after, rotate(before, position * c.inv_freq, style)) for c in usable]
+            if errors and min(errors) <= tolerance:
+                fit[style] = usable[int(np.argmin(errors))]
+        if not fit:
+            raise refused(name, f"layer {layer}: keys that its RoPE does not explain", "keys rotated by position alone")
+        fits.append(fit)
+    style = next((s for s in STYLES if all(s in fit for fit in fits)), None)
+    if style is None or any(len(fit[style].inv_freq) != pairs for fit in fits):
+        raise refused(name, "RoPE that pairs components differently by layer", "one pairing for all layers")
+    return Rope(
+        style,
+        np.stack([fit[style].inv_freq for fit in fits]),
+        np.array([fit[style].attention_scaling for fit in fits]),
+    )
+
+
+def produced_deviation(
+    candidates: list[Frequencies], produced: list[tuple[np.ndarray, np.ndarray]], position: int
+) -> float:
+    """How far the cosines and sines that rotary modules produced are from those of the nearest candidate."""
+    return max((min(_table_deviation(c, table, position) for c in candidates) for table in produced), default=0.0)
+
+
+def _table_deviation(candidate: Frequencies, table: tuple[np.ndarray, np.ndarray], position: int) -> float:
+    """A module gives cosines and sines of the angles once, or twice: one after the other, or in pairs."""
+    angles = position * candidate.inv_freq
+    layouts = (angles, np.tile(angles, 2), np.repeat(angles, 2))
+    deviations = [np.inf]
+    for layout in (layout for layout in layouts if layout.size == table[0].size):
+        expected = candidate.attention_scaling * np.stack([np.cos(layout), np.sin(layout)])
+        deviations.append(float(np.max(np.abs(np.stack([x.reshape(-1) for x in table]) - expected))))
+    return min(deviations)

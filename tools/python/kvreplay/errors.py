@@ -1,0 +1,32 @@
+"""The one error type of the Python tools: where, what, expected, found, and the exit code of the program."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Refusal(IntEnum):
+    """Why something is refused; the value is the program's exit code."""
+
+    NO = 1  # done, and the answer is "no"
+    USAGE = 2  # a flag, name or value that cannot be meant
+    INPUT = 3  # a file or model that cannot be read, or that lacks what is needed
+    CAPABILITY = 4  # this machine cannot do it: an optional package is missing
+    RESOURCES = 5  # memory or disk would not suffice
+    INTERNAL = 70  # a bug of ours
+    INTERRUPTED = 130  # the user stopped the program
+
+
+class Error(Exception):
+    """One line, `WHERE: WHAT: expected EXPECTED, found FOUND`; empty pieces are left out."""
+
+    def __init__(
+        self, where: str, what: str, expected: str = "", found: str = "", exit_code: int = Refusal.INPUT
+    ) -> None:
+        self.where = where
+        self.what = what
+        self.expected = expected
+        self.found = found
+        self.exit_code = int(exit_code)
+        pieces = [f"{verb} {value}" for verb, value in (("expected", expected), ("found", found)) if value]
+        super().__init__(": ".join([where, what] + ([", ".join(pieces)] if pieces else [])))

@@ -1,0 +1,166 @@
+"""The trace's schema, `schema.json`, as a checker: the one table that writer and reader obey."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kvreplay.errors import Error, Refusal
+
+REAL_TYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+ARRAY_TYPES = {"int32": np.dtype(np.int32), "float64": np.dtype(np.float64)}
+ATTRIBUTE_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "int": (int, np.integer),
+    "float": (float, np.floating),
+}
+
+_LAYER = re.compile(r"^(/layers/)\d+")
+_TENSOR = re.compile(r"^(/layers/\{layer\}/)[^/]+$")
+_MODEL_DIMENSION = re.compile(r"(/\w+)@(\w+)")
+
+
+def _pattern(path: str) -> str:
+    return _LAYER.sub(r"\1{layer}", path)
+
+
+def load() -> dict[str, Any]:
+    """The schema as written, for whoever prints it."""
+    return json.loads(files("kvreplay").joinpath("schema.json").read_text("utf-8"))
+
+
+@dataclass
+class Checker:
+    """Holds one trace against the schema: each object as it comes, and at the end what is missing.
+
+    `where` names the trace in every message. A dimension is bound by the attribute its help names, or by the
+    first dataset that has it; one first met inside a layer holds for that layer alone.
+    """
+
+    where: str
+    schema: dict[str, Any] = field(default_factory=load)
+    dimensions: dict[str, int] = field(default_factory=dict)
+    layer_dimensions: dict[str, dict[str, int]] = field(default_factory=dict)
+    present: set[str] = field(default_factory=set)
+
+    def _refuse(self, place: str, what: str, expected: str, found: Any) -> Error:
+        return Error(f"{self.where}:{place}", what, expected, str(found), Refusal.INPUT)
+
+    def group(self, path: str) -> None:
+        """Notes a group; unknown groups are ignored."""
+        self.present.add(path)
+
+    def attribute_rule(self, path: str, name: str) -> dict[str, Any] | None:
+        places = {_pattern(path), _TENSOR.sub(r"\1{tensor}", _pattern(path))}
+        found = (rule for rule in self.schema["attributes"] if rule["object"] in places and rule["name"] == name)
+        return next(found, None)
+
+    def dataset_rule(self, path: str) -> dict[str, Any] | None:
+        return next((rule for rule in self.schema["datasets"] if rule["path"] == _pattern(path)), None)
+
+    def attribute(self, path: str, name: str, value: Any) -> None:
+        """Type and range of one attribute; unknown ones are ignored."""
+        rule = self.attribute_rule(path, name)
+        if rule is None:
+            return
+        place = f"{path}@{name}"
+        if not isinstance(value, ATTRIBUTE_TYPES[rule["type"]]):
+            raise self._refuse(place, "type", rule["type"], type(value).__name__)
+        if "equals" in rule and value != rule["equals"]:
+            raise self._refuse(place, "value", repr(rule["equals"]), repr(value))
+        if "one_of" in rule and value not in rule["one_of"]:
+            raise self._refuse(place, "value", " or ".join(rule["one_of"]), repr(value))
+        if rule["type"] != "string":
+            self._range(place, rule, np.asarray(value))
+        self.present.add(place)
+        for dimension, text in self.schema["dimensions"].items():
+            named = _MODEL_DIMENSION.search(text)
+            if named and named.groups() == (path, name):
+                self.dimensions[dimension] = int(value)
+
+    def shape(self, path: str, shape: tuple[int, ...]) -> None:
+        """A dataset's shape against the dimensions known so far; binds the new ones."""
+        rule = self.dataset_rule(path)
+        if rule is None:
+            return
+        layer = _LAYER.match(path)
+        scope = self.layer_dimensions.setdefault(layer.group(), {}) if layer else self.dimensions
+        known = {**self.dimensions, **scope}
+        agrees = len(shape) == len(rule["shape"])
+        for wanted, length in zip(rule["shape"], shape, strict=False):
+            factors = [int(word) if word.isdigit() else known.get(word) for word in str(wanted).split("*")]
+            if None in factors:
+                scope[wanted] = length
+            else:
+                agrees = agrees and int(np.prod(factors)) == length
+        if not agrees:
+            expected = ", ".join(f"{w} = {known[w]}" if w in known else str(w) for w in rule["shape"])
+            raise self._refuse(path, "shape", f"[{expected}]", list(shape))
+        self.present.add(path)
+
+    def element_type(self, path: str, dtype: np.dtype) -> None:
+        """A dataset's element type; strings and compounds are the writer's and the reader's own business."""
+        rule = self.dataset_rule(path)
+        if rule is None or rule["type"] in ("string", "span"):
+            return
+        allowed = REAL_TYPES if rule["type"] == "real" else {rule["type"]: ARRAY_TYPES[rule["type"]]}
+        if dtype not in allowed.values():
+            raise self._refuse(path, "type", " or ".join(allowed), dtype)
+
+    def values(self, path: str, array: np.ndarray) -> None:
+        """Range and order of a small dataset's values."""
+        rule = self.dataset_rule(path)
+        if rule is None or array.size == 0:
+            return
+        self._range(path, rule, array)
+        if rule.get("ascending") and np.any(np.diff(array) <= 0):
+            raise self._refuse(path, "order", "ascending", f"{array[np.argmax(np.diff(array) <= 0) + 1]} out of order")
+
+    def _range(self, place: str, rule: dict[str, Any], array: np.ndarray) -> None:
+        checks = {
+            "min": ("at least", array < rule.get("min", 0)),
+            "max": ("at most", array > rule.get("max", 0)),
+            "above": ("above", array <= rule.get("above", 0)),
+        }
+        if array.dtype.kind == "f" and not np.all(np.isfinite(array)):
+            raise self._refuse(place, "value", "finite", array[~np.isfinite(array)].flat[0])
+        for key, (words, bad) in checks.items():
+            if key in rule and np.any(bad):
+                raise self._refuse(place, "value", f"{words} {rule[key]}", array[bad].flat[0])
+
+    def span(self, name: str, kind: str, begin: int, end: int) -> None:
+        """One named token range."""
+        tokens = self.dimensions["T"]
+        if not 0 <= begin < end <= tokens:
+            expected = f"0 <= begin < end <= {tokens}"
+            raise self._refuse("/spans", f"range of span {name} ({kind})", expected, f"[{begin}, {end})")
+
+    def finish(self) -> None:
+        """Everything required is there, and every layer has its queries."""
+        layers = [f"/layers/{layer:03d}" for layer in range(self.dimensions.get("L", 0))]
+        for rule in self.schema["groups"] + self.schema["datasets"]:
+            parent = rule["path"].rsplit("/", 1)[0]
+            if not rule["required"] or (parent == "/model/rope" and parent not in self.present):
+                continue
+            in_layers = [rule["path"].replace("/layers/{layer}", layer) for layer in layers]
+            for path in in_layers if "{layer}" in rule["path"] else [rule["path"]]:
+                if path not in self.present:
+                    raise self._refuse(path, "object", "present", "nothing")
+        for rule in self.schema["attributes"]:
+            owned = rule["object"] == "/" or rule["object"] in self.present
+            if rule["required"] and owned and f"{rule['object']}@{rule['name']}" not in self.present:
+                raise self._refuse(f"{rule['object']}@{rule['name']}", "attribute", "present", "nothing")
+        for layer in layers:
+            queries = self.layer_dimensions[layer]["Tq"]
+            if f"{layer}/q_positions" not in self.present and queries != self.dimensions["T"]:
+                raise self._refuse(f"{layer}/q", "queries without q_positions", str(self.dimensions["T"]), queries)

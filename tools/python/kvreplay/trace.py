@@ -1,0 +1,357 @@
+"""Traces from Python: a writer that streams layer by layer, and a reader that maps what lies in the file.
+
+Shapes: q [Hq,Tq,d], k and v [Hkv,T,d], each float16, bfloat16 (ml_dtypes) or float32, as the schema says.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import h5py
+import ml_dtypes
+import numpy as np
+import xxhash
+
+from kvreplay import __version__
+from kvreplay.errors import Error, Refusal
+from kvreplay.schema import REAL_TYPES, Checker
+
+ALIGNMENT_THRESHOLD, ALIGNMENT = 65536, 4096  # bytes: tensors start on a page, so that they can be mapped
+HEADER_ROOM = 1 << 18  # bytes: far more than the headers that HDF5 writes between two datasets
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [begin, end) under a name."""
+
+    name: str
+    kind: str
+    begin: int
+    end: int
+
+
+def _file_type(dtype: np.dtype) -> h5py.h5t.TypeID:
+    """The HDF5 type of an element type; bfloat16 is a float of sign 1, exponent 8, mantissa 7 bits."""
+    if dtype != BFLOAT16:
+        return h5py.h5t.py_create(dtype, logical=True)
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    """Bytes as HDF5 wants them: bfloat16 travels as its 16 bits, everything little-endian and contiguous."""
+    array = np.ascontiguousarray(array)
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+def _is_bfloat16(kind: h5py.h5t.TypeID) -> bool:
+    return isinstance(kind, h5py.h5t.TypeFloatID) and kind.equal(_file_type(BFLOAT16))
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """A finished trace is replaced only on request."""
+    if path.exists() and not force:
+        raise Error(str(path), "output", "a new file (or --force)", "an existing file", Refusal.USAGE)
+
+
+class TraceWriter:
+    """Writes PATH.partial, and renames it to PATH when all is there; on any exception the partial file goes.
+
+    with TraceWriter(path) as trace:
+        trace.attributes("/model", n_layers=2, ...)
+        trace.dataset("/tokens/ids", ids)
+        trace.layer(0, q, k, v)
+    """
+
+    def __init__(self, path: str | Path, force: bool = False) -> None:
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        refuse_existing(self.path, force)
+        self._checker = Checker(str(self.path))
+        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+        access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V110)
+        access.set_alignment(ALIGNMENT_THRESHOLD, ALIGNMENT)
+        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+        access.set_file_locking(False, True)
+        creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+        creation.set_obj_track_times(False)
+        try:
+            self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+            self._descriptor = os.open(self.partial, os.O_RDWR)
+        except OSError as error:
+            raise Error(str(self.path), "output", "a folder that can be written", str(error), Refusal.USAGE) from error
+
+    def __enter__(self) -> TraceWriter:
+        self.attributes(
+            "/",
+            format=self._checker.schema["format"],
+            version=self._checker.schema["version"],
+            producer=f"kvreplay {__version__}",
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            if self._file.valid:
+                self._file.close()
+            os.close(self._descriptor)
+            self.partial.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        self._checker.attribute("/", "complete", 1)
+        self._checker.finish()
+        self.flush()
+        self._write_attribute("/", "complete", 1)
+        self.flush()
+        size = self._file.get_filesize()
+        self._file.close()
+        os.ftruncate(self._descriptor, size)
+        os.fsync(self._descriptor)
+        os.replace(self.partial, self.path)
+
+    def _reserve(self, size: int) -> None:
+        """Disk for `size` more bytes and the headers around them. HDF5 itself does not survive a full disk."""
+        try:
+            os.posix_fallocate(self._descriptor, 0, self._file.get_filesize() + size + HEADER_ROOM)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            found = "no space left (nothing is kept)"
+            raise Error(str(self.path), "disk", "room for the whole trace", found, Refusal.RESOURCES) from error
+
+    def flush(self) -> None:
+        """All written so far is in the file, for whoever reads it back."""
+        h5py.h5f.flush(self._file)
+
+    def _group(self, path: str) -> None:
+        """Creates a group and those above it, without times."""
+        built = ""
+        for name in path.strip("/").split("/"):
+            built += f"/{name}"
+            if built == "/" or built.encode() in self._file:
+                continue
+            creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+            creation.set_obj_track_times(False)
+            h5py.h5g.create(self._file, built.encode(), gcpl=creation)
+            self._checker.group(built)
+
+    def attributes(self, path: str, **values: Any) -> None:
+        """Attributes of a group (made if new) or dataset, each checked."""
+        if path != "/" and path.encode() not in self._file:
+            self._group(path)
+        for name, value in values.items():
+            if self._checker.attribute_rule(path, name) is None:
+                raise Error(f"{self.path}:{path}@{name}", "attribute", "one of the schema", name, Refusal.INTERNAL)
+            self._checker.attribute(path, name, value)
+            self._write_attribute(path, name, value)
+
+    def _write_attribute(self, path: str, name: str, value: Any) -> None:
+        target = h5py.h5o.open(self._file, path.encode())
+        if isinstance(value, str):
+            kind, data = _fixed_string(value)
+        else:
+            data = np.asarray(value, np.float64 if isinstance(value, (float, np.floating)) else np.int64)
+            kind = h5py.h5t.py_create(data.dtype)
+        scalar = h5py.h5s.create(h5py.h5s.SCALAR)
+        h5py.h5a.create(target, name.encode(), kind, scalar).write(data, mtype=kind)
+
+    def dataset(self, path: str, data: np.ndarray | str | Sequence[Span]) -> int:
+        """Writes one dataset of the schema, contiguous and allocated early. Returns its byte offset in the file."""
+        rule = self._checker.dataset_rule(path)
+        if rule is None:
+            raise Error(f"{self.path}:{path}", "dataset", "one of the schema", path, Refusal.INTERNAL)
+        if rule["type"] == "string":
+            file_type, array = _fixed_string(str(data))
+        elif rule["type"] == "span":
+            file_type, array = self._spans(list(data))
+        else:
+            array = np.asarray(data)
+            file_type = _file_type(array.dtype)
+        self._checker.element_type(path, array.dtype)
+        self._checker.shape(path, array.shape)
+        if rule["type"] in ("int32", "float64"):
+            self._checker.values(path, array)
+        self._group(path.rsplit("/", 1)[0] or "/")
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_obj_track_times(False)
+        creation.set_layout(h5py.h5d.CONTIGUOUS)
+        creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        self._reserve(array.nbytes)
+        created = h5py.h5d.create(self._file, path.encode(), file_type, space, dcpl=creation)
+        created.write(h5py.h5s.ALL, h5py.h5s.ALL, _storable(array), mtype=file_type)
+        if rule["type"] == "real" and self._checker.attribute_rule(path, "xxh3") and rule["shape"][-1] == "d":
+            self.attributes(path, xxh3=xxhash.xxh3_128(_storable(array)).hexdigest())
+        return int(created.get_offset())
+
+    def _spans(self, spans: list[Span]) -> tuple[h5py.h5t.TypeID, np.ndarray]:
+        for span in spans:
+            self._checker.span(span.name, span.kind, span.begin, span.end)
+        columns = self._checker.schema["compounds"]["span"]
+        rows = [[getattr(span, column["name"]) for column in columns] for span in spans]
+        members = []
+        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+            if column["type"] == "string":
+                length = max(len(value.encode()) for value in values)
+                members.append((column["name"], h5py.string_dtype("utf-8", max(1, length))))
+            else:
+                members.append((column["name"], np.dtype(column["type"])))
+        encoded = [tuple(value.encode() if isinstance(value, str) else value for value in row) for row in rows]
+        array = np.array(encoded, dtype=members)
+        return h5py.h5t.py_create(array.dtype, logical=True), array
+
+    def layer(
+        self,
+        number: int,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        q_positions: np.ndarray | None = None,
+        wo: np.ndarray | None = None,
+    ) -> None:
+        """One layer, whole: q [Hq,Tq,d], k and v [Hkv,T,d], wo [hidden, Hq*d]."""
+        base = f"/layers/{number:03d}"
+        if q_positions is not None:
+            self.dataset(f"{base}/q_positions", np.asarray(q_positions, np.int32))
+        for name, array in (("q", q), ("k", k), ("v", v), ("wo", wo)):
+            if array is not None:
+                self.dataset(f"{base}/{name}", array)
+
+    def read_back(self, number: int, name: str) -> np.ndarray:
+        """A tensor of a written layer as it lies in the file, mapped."""
+        self.flush()
+        dataset = h5py.h5d.open(self._file, f"/layers/{number:03d}/{name}".encode())
+        return _mapped(self.partial, dataset)
+
+
+def _fixed_string(text: str) -> tuple[h5py.h5t.TypeID, np.ndarray]:
+    """A scalar string of fixed length, UTF-8, padded with nulls (a null inside would end it)."""
+    data = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8")
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(max(1, len(data)))
+    kind.set_cset(h5py.h5t.CSET_UTF8)
+    kind.set_strpad(h5py.h5t.STR_NULLPAD)
+    return kind, np.array(data, dtype=f"S{max(1, len(data))}")
+
+
+def _mapped(path: Path, dataset: h5py.h5d.DatasetID) -> np.ndarray:
+    """A dataset's elements: mapped where they lie contiguous, read through HDF5 where they are chunked."""
+    kind = dataset.get_type()
+    dtype = BFLOAT16 if _is_bfloat16(kind) else kind.dtype
+    offset = dataset.get_offset()
+    if offset is not None and dtype.byteorder != ">" and np.prod(dataset.shape):
+        return np.memmap(path, dtype, "r", offset, dataset.shape)
+    array = np.empty(dataset.shape, np.uint16 if dtype == BFLOAT16 else dtype)
+    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array, mtype=kind)
+    return array.view(dtype)
+
+
+class Trace:
+    """A finished trace, checked against the schema when it is opened; tensors are mapped, not copied.
+
+    `prompt_tokens` P, `tokens` T, `layers` L; `trace["/layers/000/k"]` any array; `trace.attribute("/model", "name")`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = h5py.File(self.path, "r", locking=False)
+        except OSError as error:
+            raise Error(str(path), "file", "a trace that can be read", str(error), Refusal.INPUT) from error
+        try:
+            self._check()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.close()
+
+    def _check(self) -> None:
+        checker = Checker(str(self.path))
+        objects: list[tuple[str, Any]] = [("/", self._file)]
+        self._file.visititems(lambda name, item: objects.append((f"/{name}", item)))
+        for path, item in objects:
+            checker.group(path)
+            for name in item.attrs:
+                checker.attribute(path, name, self.attribute(path, name))
+        checker.present -= {path for path, item in objects if isinstance(item, h5py.Dataset)}
+        datasets = [(path, item) for path, item in objects if isinstance(item, h5py.Dataset)]
+        # /tokens/ids binds T, which the layers need.
+        for path, item in sorted(datasets, key=lambda pair: (pair[0] != "/tokens/ids", pair[0].startswith("/layers"))):
+            checker.element_type(path, BFLOAT16 if _is_bfloat16(item.id.get_type()) else item.dtype)
+            checker.shape(path, item.shape)
+            rule = checker.dataset_rule(path)
+            if rule and rule["type"] in ("int32", "float64"):
+                checker.values(path, self[path])
+        checker.finish()
+        for span in self.spans:
+            checker.span(span.name, span.kind, span.begin, span.end)
+        if self.prompt_tokens > self.tokens:
+            raise Error(f"{self.path}:/tokens@prefill", "value", f"at most {self.tokens}", str(self.prompt_tokens))
+
+    def attribute(self, path: str, name: str) -> Any:
+        """An attribute as str, int or float."""
+        value = self._file[path].attrs[name]
+        if isinstance(value, bytes):
+            return value.decode("utf-8")
+        return value.item() if isinstance(value, np.generic) else value
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._file
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        return _mapped(self.path, self._file[path].id)
+
+    @property
+    def tokens(self) -> int:
+        return self._file["/tokens/ids"].shape[0]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.attribute("/tokens", "prefill"))
+
+    @property
+    def layers(self) -> int:
+        return int(self.attribute("/model", "n_layers"))
+
+    @property
+    def text(self) -> str:
+        return self._file["/tokens/text"][()].decode("utf-8") if "/tokens/text" in self else ""
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(self._read_spans())
+
+    def _read_spans(self) -> Iterator[Span]:
+        for row in self._file["/spans"][()] if "/spans" in self else ():
+            yield Span(row["name"].decode("utf-8"), row["kind"].decode("utf-8"), int(row["begin"]), int(row["end"]))
+
+    def q_positions(self, layer: int) -> np.ndarray:
+        """The positions [Tq] of a layer's stored queries."""
+        path = f"/layers/{layer:03d}/q_positions"
+        return self[path] if path in self else np.arange(self.tokens, dtype=np.int32)
+
+
+def expected_bytes(shapes: Sequence[tuple[tuple[int, ...], str]]) -> int:
+    """Bytes of tensors given as (shape, type name), each rounded up to a page."""
+    sizes = (int(np.prod(shape)) * REAL_TYPES[name].itemsize for shape, name in shapes)
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
