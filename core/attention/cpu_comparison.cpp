@@ -1,4 +1,5 @@
 // The general comparison, plainly: two softmaxes written out in float64.
+#include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -34,7 +35,6 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
   const int query_count = static_cast<int>(queries.size());
   const int group = layer.group();
   const auto dim = static_cast<std::size_t>(layer.q.dim);
-  const auto value_dim = static_cast<std::size_t>(layer.v.dim);
   std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * static_cast<std::size_t>(query_count));
   if (query_count == 0) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
@@ -64,7 +64,9 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
       int head, query, set_row;
       QueryPlace place;
       std::vector<float> vector, moved_vector;
-      std::vector<double> full, kept, full_output, output;
+      std::vector<double> full, kept;
+      // Eigen's own memory is aligned, so its reductions take the same order every time.
+      Eigen::VectorXd full_output, output;
     };
     std::vector<Row> rows;
     int end_key = 0;
@@ -77,8 +79,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
         rotate(layer.rope, moved(row.set_row, row.place.own), row.moved_vector);
         row.full.assign(static_cast<std::size_t>(row.place.end), -HUGE_VAL);
         row.kept = row.full;
-        row.full_output.assign(value_dim, 0.0);
-        row.output = row.full_output;
+        row.full_output = row.output = Eigen::VectorXd::Zero(layer.v.dim);
         end_key = std::max(end_key, row.place.end);
         rows.push_back(std::move(row));
       }
@@ -107,17 +108,15 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
       softmax(row.kept);
     }
 
-    std::vector<float> value(value_dim), stored_value(value_dim);
+    Eigen::VectorXf value(layer.v.dim), stored_value(layer.v.dim);
     for (int key = 0; key < end_key; ++key) {
       const auto at = static_cast<std::size_t>(key);
       kernels_.widen(layer.v.row(kv_head, key), layer.v.dtype, layer.v.dim, value.data());
       kernels_.widen(stored.v.row(kv_head, key), stored.v.dtype, stored.v.dim, stored_value.data());
       for (Row& row : rows) {
         if (key < row.place.first || key >= row.place.end) continue;
-        for (std::size_t c = 0; c < value_dim; ++c) {
-          row.full_output[c] += row.full[at] * static_cast<double>(value[c]);
-          row.output[c] += row.kept[at] * static_cast<double>(stored_value[c]);
-        }
+        row.full_output += row.full[at] * value.cast<double>();
+        row.output += row.kept[at] * stored_value.cast<double>();
       }
     }
 
@@ -132,13 +131,10 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
         comparison.l1 += std::abs(a - kept);
         if (key >= boundary || key == row.place.own || set.keeps(row.set_row, key)) comparison.mass += a;
       }
-      for (std::size_t c = 0; c < value_dim; ++c) {
-        const double error = row.full_output[c] - row.output[c];
-        comparison.output_full_square += row.full_output[c] * row.full_output[c];
-        comparison.output_square += row.output[c] * row.output[c];
-        comparison.output_dot += row.full_output[c] * row.output[c];
-        comparison.error_square += error * error;
-      }
+      comparison.output_full_square = row.full_output.squaredNorm();
+      comparison.output_square = row.output.squaredNorm();
+      comparison.output_dot = row.full_output.dot(row.output);
+      comparison.error_square = (row.full_output - row.output).squaredNorm();
       result[static_cast<std::size_t>(row.head) * static_cast<std::size_t>(query_count) +
              static_cast<std::size_t>(row.query)] = comparison;
     }

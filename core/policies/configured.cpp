@@ -69,16 +69,15 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
       values.emplace_back(piece.substr(0, equals), without_parentheses(piece.substr(equals + 1)));
     }
   }
-  std::stable_partition(values.begin(), values.end(), [](const auto& pair) { return pair.first == "preset"; });
-
   Parameters parameters = configured.policy_->parameters();
   for (const Parameter& parameter : parameters.all())
     if (parameter.is_seed) parameter.set(std::to_string(seed));
-  for (const auto& [key, value] : values) {
+  for (const auto& [key, value] : values)
     if (!configured.given_.insert(std::string(key)).second)
       throw Error{Refusal::usage, configured.name_, "given twice", "", std::string(key)};
-    parameters.set(key, value);
-  }
+  for (const bool is_preset : {true, false})
+    for (const auto& [key, value] : values)
+      if ((key == "preset") == is_preset) parameters.set(key, value);
   return configured;
 }
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr Option options[] = {
     {"parts", 0, "", "", "the parts that policies are made of"},
+    {"names", 0, "", "", "names alone, one a line"},
     {"markdown", 0, "", "", "as Markdown"},
     json_option,
 };
@@ -96,6 +97,11 @@ int list_parts(const Arguments& arguments) {
   return 0;
 }
 
+int list_names() {
+  for (const std::string& name : policies().names()) fmt::print("{}\n", name);
+  return 0;
+}
+
 int list_policies(const Arguments& arguments) {
   Json document = Json::array();
   std::vector<std::vector<std::string>> rows;
@@ -122,6 +128,7 @@ int run(const Arguments& arguments) {
       throw Error{Refusal::usage, "--parts", "lists all parts", "no policy", arguments.operands().front()};
     return list_parts(arguments);
   }
+  if (arguments.given("names")) return list_names();
   if (arguments.operands().empty()) return list_policies(arguments);
   const auto policy = policies().get(arguments.operands().front()).make();
   if (arguments.given("json"))

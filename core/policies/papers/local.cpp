@@ -8,7 +8,7 @@ struct Local {
   static constexpr Card card{
       .name = "local",
       .summary = "the most recent tokens",
-      .paper = "baseline of SCA (table 3), whose caption reads as if one token stayed; B of them is meant",
+      .paper = "",
       .score = "none: the last B tokens",
   };
 

@@ -25,15 +25,6 @@ std::vector<double> chunk_scores(std::span<const double> scores, int chunk, Chun
   return of_chunks;
 }
 
-/// Chunk numbers, best first, ties to the lower position.
-std::vector<std::int32_t> ranked(std::span<const double> scores) {
-  std::vector<std::int32_t> order(scores.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, std::greater{},
-                           [scores](std::int32_t i) { return scores[static_cast<std::size_t>(i)]; });
-  return order;
-}
-
 /// Positions of the best `whole` chunks, and of the first tokens of the next ones up to `slots`, ascending.
 std::vector<std::int32_t> take(std::span<const std::int32_t> order, std::size_t whole, int slots, int chunk,
                                int tokens) {

@@ -7,7 +7,10 @@
 
 namespace kvreplay {
 
-/// Indices of the `count` largest scores, ascending; of equal scores the lower index stays.
+/// All indices, best first; of equal scores the lower index comes first.
+std::vector<std::int32_t> ranked(std::span<const double> scores);
+
+/// Indices of the `count` best, ascending.
 std::vector<std::int32_t> largest(std::span<const double> scores, int count);
 
 }  // namespace kvreplay
