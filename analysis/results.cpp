@@ -47,31 +47,32 @@ struct Owner {
 
   std::string line(const Place& place, const MetricName& name, double value) const {
     const auto of_cell = [this](auto member) { return cell != nullptr ? cell->*member : std::string(); };
-    return csv_line({trace.name,
-                     trace.hash,
-                     trace.model,
-                     role(),
-                     of_cell(&PartCell::policy),
-                     of_cell(&PartCell::params),
-                     of_cell(&PartCell::heads),
-                     of_cell(&PartCell::agg),
-                     of_cell(&PartCell::budget),
-                     cell != nullptr ? std::to_string(cell->budget_tokens) : "",
-                     cell != nullptr ? csv_number(cell->kept_tokens) : "",
-                     std::to_string(trace.boundary),
-                     trace.eval,
-                     std::to_string(trace.n_queries),
-                     place_text(place.layer < 0 ? place.layer : trace.layer_index[static_cast<std::size_t>(place.layer)]),
-                     place_text(place.head),
-                     name.metric,
-                     name.variant,
-                     csv_number(value),
-                     metrics().get(name.metric).unit,
-                     "true",
-                     trace.synthetic ? "true" : "false",
-                     trace.backend,
-                     cell != nullptr ? std::to_string(cell->seed) : "",
-                     of_cell(&PartCell::id)});
+    return csv_line(
+        {trace.name,
+         trace.hash,
+         trace.model,
+         role(),
+         of_cell(&PartCell::policy),
+         of_cell(&PartCell::params),
+         of_cell(&PartCell::heads),
+         of_cell(&PartCell::agg),
+         of_cell(&PartCell::budget),
+         cell != nullptr ? std::to_string(cell->budget_tokens) : "",
+         cell != nullptr ? csv_number(cell->kept_tokens) : "",
+         std::to_string(trace.boundary),
+         trace.eval,
+         std::to_string(trace.n_queries),
+         place_text(place.layer < 0 ? place.layer : trace.layer_index[static_cast<std::size_t>(place.layer)]),
+         place_text(place.head),
+         name.metric,
+         name.variant,
+         csv_number(value),
+         metrics().get(name.metric).unit,
+         "true",
+         trace.synthetic ? "true" : "false",
+         trace.backend,
+         cell != nullptr ? std::to_string(cell->seed) : "",
+         of_cell(&PartCell::id)});
   }
 };
 
@@ -99,8 +100,8 @@ std::string seconds_line(const Part& part, const PartCell* cell, std::size_t lay
                          double value) {
   const auto of_cell = [cell](auto member) { return cell != nullptr ? cell->*member : std::string(); };
   return csv_line({part.trace.name, of_cell(&PartCell::policy), of_cell(&PartCell::params), of_cell(&PartCell::budget),
-                   std::to_string(part.trace.layer_index[static_cast<std::size_t>(part.trace.treated[layer])]), name.metric, name.variant, csv_number(value), "s",
-                   of_cell(&PartCell::id)});
+                   std::to_string(part.trace.layer_index[static_cast<std::size_t>(part.trace.treated[layer])]),
+                   name.metric, name.variant, csv_number(value), "s", of_cell(&PartCell::id)});
 }
 
 void write_seconds(ReplacedFile& file, const Part& part) {

@@ -7,8 +7,8 @@ A page holds blocks of the form
     what it prints
     ```
 
-and, between `<!-- COMMAND -->` and `<!-- end -->`, text that COMMAND prints. Run as a program with page names, this file
-replaces both by what the commands print now.
+and, between `<!-- COMMAND -->` and `<!-- end -->`, text that COMMAND prints. Run as a program with page names, this
+file replaces both by what the commands print now.
 """
 
 import re

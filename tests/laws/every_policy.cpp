@@ -32,9 +32,12 @@ SynthOptions shape(const std::string& kind, int layers, int query_heads, int kv_
 
 std::vector<TraceCase> cases() {
   std::vector<TraceCase> all{
-      {"grouped", shape("gaussian", 3, 6, 2, 32, 97, 9)},    {"multi_query", shape("sinks", 2, 4, 1, 24, 64, 5)},
-      {"one_layer", shape("integer", 1, 2, 2, 8, 50, 3)},    {"shorter_than_window", shape("gaussian", 2, 4, 2, 16, 5, 2)},
-      {"repeated_tokens", shape("repeat", 2, 4, 2, 16, 80, 4)}, {"one_token", shape("gaussian", 2, 2, 1, 8, 1, 1)},
+      {"grouped", shape("gaussian", 3, 6, 2, 32, 97, 9)},
+      {"multi_query", shape("sinks", 2, 4, 1, 24, 64, 5)},
+      {"one_layer", shape("integer", 1, 2, 2, 8, 50, 3)},
+      {"shorter_than_window", shape("gaussian", 2, 4, 2, 16, 5, 2)},
+      {"repeated_tokens", shape("repeat", 2, 4, 2, 16, 80, 4)},
+      {"one_token", shape("gaussian", 2, 2, 1, 8, 1, 1)},
       {"sliding", shape("gaussian", 4, 4, 2, 16, 60, 6)},
   };
   all.back().options.sliding_window = {7, 0};
@@ -152,7 +155,8 @@ TEST_P(EveryPolicy, ObeysTheIdentitiesOfEviction) {
         EXPECT_NEAR(general.l1, 2.0 * (1.0 - general.mass), 1e-6);
         EXPECT_NEAR(general.dot / std::sqrt(general.full_square * general.stored_square),
                     std::sqrt(kept.square / full.square), 1e-6);
-        EXPECT_NEAR(std::sqrt(kept.error_square), std::sqrt(general.error_square), 1e-5 * std::sqrt(full.output_square) + 1e-9);
+        EXPECT_NEAR(std::sqrt(kept.error_square), std::sqrt(general.error_square),
+                    1e-5 * std::sqrt(full.output_square) + 1e-9);
       }
     }
     EXPECT_FALSE(run.general.empty());
@@ -179,8 +183,16 @@ TEST(Oracle, GlobalScopeBoundsEveryPolicyOfItsGranularity) {
     SCOPED_TRACE(one.name);
     const TemporaryTrace file(one.options);
     const Trace trace = file.open();
-    std::vector<std::string> asked{"oracle:scope=global", "oracle:scope=layer", "oracle", "oracle:counts=(snapkv)",
-                                   "snapkv", "h2o", "chunkkv", "random", "local", "streaming-llm"};
+    std::vector<std::string> asked{"oracle:scope=global",
+                                   "oracle:scope=layer",
+                                   "oracle",
+                                   "oracle:counts=(snapkv)",
+                                   "snapkv",
+                                   "h2o",
+                                   "chunkkv",
+                                   "random",
+                                   "local",
+                                   "streaming-llm"};
     const RecordedRun run = record(trace, asked, 12);
     const auto layers = static_cast<int>(default_conditions(trace).layers.size());
     const auto mean = [&](int cell) {
@@ -191,7 +203,8 @@ TEST(Oracle, GlobalScopeBoundsEveryPolicyOfItsGranularity) {
     for (int cell = 1; cell < static_cast<int>(asked.size()); ++cell)
       EXPECT_LE(mean(cell), mean(0) + 1e-9) << asked[static_cast<std::size_t>(cell)];
     EXPECT_LE(mean(2), mean(1) + 1e-9) << "a layer's heads may share their slots";
-    for (int l = 0; l < layers; ++l) EXPECT_EQ(run.selections.at({3, l}).set.count(0), run.selections.at({4, l}).set.count(0));
+    for (int l = 0; l < layers; ++l)
+      EXPECT_EQ(run.selections.at({3, l}).set.count(0), run.selections.at({4, l}).set.count(0));
   }
 }
 

@@ -120,8 +120,7 @@ TEST_F(Fixture, ChunkKv) {
   const Sets all_first = each_with(Sets(4, {{0, 1, 2, 3}}), {10, 11});
   EXPECT_EQ(sets(chunkkv + ",reuse=4"), all_first);
   EXPECT_EQ(sets(chunkkv + ",reuse=2"), all_first);
-  EXPECT_EQ(sets(chunkkv + ",fill=none"),
-            each_with({{{0, 1, 2}}, {{3, 4, 5}}, {{0, 1, 2}}, {{6, 7, 8}}}, {10, 11}));
+  EXPECT_EQ(sets(chunkkv + ",fill=none"), each_with({{{0, 1, 2}}, {{3, 4, 5}}, {{0, 1, 2}}, {{6, 7, 8}}}, {10, 11}));
   EXPECT_EQ(sets(chunkkv + ",window_mode=replace"),
             (Sets{{{0, 1, 2, 3, 10, 11}}, {{3, 4, 5, 6, 10, 11}}, {{0, 1, 2, 3, 10, 11}}, {{0, 1, 2, 6, 10, 11}}}));
 }

@@ -1,10 +1,11 @@
 // Replays policies over a small trace and keeps everything that the engine hands out.
 #pragma once
 
+#include <unistd.h>
+
 #include <filesystem>
 #include <map>
 #include <string>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -50,8 +51,7 @@ struct RecordedRun : Sink {
   void selected(const LayerView& view, int cell, const LayerSelection& selection, const CellSeconds&) override {
     selections[{cell, view.layer()}] = selection;
   }
-  void measured(const LayerView& view, std::span<const int> cells, int, int count,
-                const KeptMoments& block) override {
+  void measured(const LayerView& view, std::span<const int> cells, int, int count, const KeptMoments& block) override {
     const std::size_t size = static_cast<std::size_t>(count) * static_cast<std::size_t>(view.query_heads());
     full[view.layer()].insert(full[view.layer()].end(), block.full.begin(), block.full.end());
     for (std::size_t i = 0; i < cells.size(); ++i) {

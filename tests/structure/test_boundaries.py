@@ -37,7 +37,11 @@ LAYERS = {
 
 def sources():
     tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.h", "*.cpp", "*.cu", "*.in"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard", "*.h", "*.cpp", "*.cu", "*.in"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [Path(line) for line in tracked.stdout.splitlines() if (ROOT / line).exists()]
 
@@ -72,7 +76,12 @@ def test_there_are_sources():
 @pytest.mark.parametrize("library", ALLOWED)
 def test_third_party_headers_stay_where_they_belong(library):
     pattern, folders = ALLOWED[library]
-    wrong = [f"{path}: {name}" for path in sources() for name in includes(path) if re.match(pattern, name) and not inside(path, folders)]
+    wrong = [
+        f"{path}: {name}"
+        for path in sources()
+        for name in includes(path)
+        if re.match(pattern, name) and not inside(path, folders)
+    ]
     assert not wrong, f"{library} is included outside {', '.join(folders)}"
 
 
@@ -107,7 +116,10 @@ def test_below_tools_nothing_prints_or_exits():
             continue
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
             code = line.split("//")[0]
-            if re.search(r"\b(std::cout|std::cerr|printf|puts|std::exit|exit|abort|quick_exit)\s*(<<|\()", code) and "snprintf" not in code:
+            if (
+                re.search(r"\b(std::cout|std::cerr|printf|puts|std::exit|exit|abort|quick_exit)\s*(<<|\()", code)
+                and "snprintf" not in code
+            ):
                 wrong.append(f"{path}:{number}: {line.strip()}")
     assert not wrong
 

@@ -25,12 +25,15 @@ std::string refusal_of_policy(const std::string& text) {
 
 TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
   using Pieces = std::vector<std::string>;
-  EXPECT_EQ(split_policies("h2o,snapkv:window=32,pool=avg,random"), (Pieces{"h2o", "snapkv:window=32,pool=avg", "random"}));
+  EXPECT_EQ(split_policies("h2o,snapkv:window=32,pool=avg,random"),
+            (Pieces{"h2o", "snapkv:window=32,pool=avg", "random"}));
   EXPECT_EQ(split_policies("h2o,recent=3"), (Pieces{"h2o:recent=3"}));
   EXPECT_EQ(split_policies("oracle:counts=(snapkv:window=2,kernel=3),local"),
             (Pieces{"oracle:counts=(snapkv:window=2,kernel=3)", "local"}));
-  EXPECT_EQ(refusal_of([] { split_policies("window=3"); }), "window=3: value without a policy: expected NAME[:KEY=VALUE,...]");
-  EXPECT_EQ(refusal_of([] { split_policies("h2o,,local"); }), "h2o,,local: empty policy: expected NAME[:KEY=VALUE,...]");
+  EXPECT_EQ(refusal_of([] { split_policies("window=3"); }),
+            "window=3: value without a policy: expected NAME[:KEY=VALUE,...]");
+  EXPECT_EQ(refusal_of([] { split_policies("h2o,,local"); }),
+            "h2o,,local: empty policy: expected NAME[:KEY=VALUE,...]");
   EXPECT_EQ(refusal_of([] { split_policies("oracle:counts=(h2o"); }), "oracle:counts=(h2o: parentheses do not match");
   EXPECT_EQ(refusal_of([] { split_policies("h2o)"); }), "h2o): parentheses do not match");
 }
@@ -43,7 +46,8 @@ TEST(ConfiguredPolicy, LabelNamesWhatDiffersAndParamsNameAll) {
   EXPECT_EQ(ConfiguredPolicy::parse("oracle:counts=(snapkv:window=8,kernel=5)").params(),
             "heads=kv,agg=mean,scope=head,counts=(snapkv:kernel=5)");
   const std::string label = ConfiguredPolicy::parse("oracle:counts=(snapkv:kernel=5)").label();
-  EXPECT_EQ(ConfiguredPolicy::parse(label).params(), ConfiguredPolicy::parse("oracle:counts=(snapkv:kernel=5)").params());
+  EXPECT_EQ(ConfiguredPolicy::parse(label).params(),
+            ConfiguredPolicy::parse("oracle:counts=(snapkv:kernel=5)").params());
 }
 
 TEST(ConfiguredPolicy, PresetComesFirstAndValuesOverrideIt) {
@@ -64,16 +68,20 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("snapkv:window=3,window=4"), "snapkv: given twice: found window");
   EXPECT_EQ(refusal_of_policy("snapkv:window=0"), "snapkv:window: out of range: expected 1.., found 0");
   EXPECT_EQ(refusal_of_policy("snapkv:kernel=4"), "snapkv:kernel: out of range: expected 1.., odd, found 4");
-  EXPECT_EQ(refusal_of_policy("snapkv:window=3x"), "snapkv:window: not a number: expected a whole number, found \"3x\"");
+  EXPECT_EQ(refusal_of_policy("snapkv:window=3x"),
+            "snapkv:window: not a number: expected a whole number, found \"3x\"");
   EXPECT_EQ(refusal_of_policy("snapkv:window="), "snapkv:window: not a number: expected a whole number, found \"\"");
   EXPECT_EQ(refusal_of_policy("snapkv:pool=mx"), "snapkv:pool: unknown value: expected max, found \"mx\"");
-  EXPECT_EQ(refusal_of_policy("snapkv:preset=factry"), "snapkv:preset: unknown value: expected factory, found \"factry\"");
+  EXPECT_EQ(refusal_of_policy("snapkv:preset=factry"),
+            "snapkv:preset: unknown value: expected factory, found \"factry\"");
   EXPECT_EQ(refusal_of_policy("h2o:recent=1.5"),
             "h2o:recent: out of range: expected tokens, or a fraction 0.0..1.0, found 1.5");
   EXPECT_EQ(refusal_of_policy("h2o:recent=-3"), "h2o:recent: out of range: expected 0 or more, found -3");
-  EXPECT_EQ(refusal_of_policy("h2o:overlap=yes"), "h2o:overlap: not a truth value: expected false or true, found \"yes\"");
+  EXPECT_EQ(refusal_of_policy("h2o:overlap=yes"),
+            "h2o:overlap: not a truth value: expected false or true, found \"yes\"");
   EXPECT_EQ(refusal_of_policy("local:recent=3"), "local: takes no parameters: found recent");
-  EXPECT_EQ(refusal_of_policy("random:heads=query"), "random:heads: unknown value: expected one of kv, layer, found \"query\"");
+  EXPECT_EQ(refusal_of_policy("random:heads=query"),
+            "random:heads: unknown value: expected one of kv, layer, found \"query\"");
   EXPECT_EQ(refusal_of_policy("oracle:counts=(oracle:counts=h2o)"),
             "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=h2o");
 }
