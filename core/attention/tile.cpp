@@ -349,20 +349,23 @@ void widen(const std::byte* source, DType type, int count, float* out) {
     return;
   }
   const hn::Rebind<std::uint16_t, Floats> halves;
-  const auto widen_lanes = [&](const std::uint16_t* from) HWY_ATTR {
-    const auto bits = hn::LoadU(halves, from);
+  // Copied first: elements of a file may lie at odd addresses.
+  const auto widen_lanes = [&](const std::byte* from) HWY_ATTR {
+    HWY_ALIGN std::uint16_t copied[lanes];
+    std::memcpy(copied, from, sizeof copied);
+    const auto bits = hn::Load(halves, copied);
     if (type == DType::bfloat16) {
       return hn::BitCast(floats, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Floats>(), bits)));
     }
     return hn::PromoteTo(floats, hn::BitCast(hn::Rebind<hwy::float16_t, Floats>(), bits));
   };
-  const auto* half = reinterpret_cast<const std::uint16_t*>(source);
+  constexpr int element = sizeof(std::uint16_t);
   int i = 0;
-  for (; i + lanes <= count; i += lanes) hn::StoreU(widen_lanes(half + i), floats, out + i);
+  for (; i + lanes <= count; i += lanes) hn::StoreU(widen_lanes(source + i * element), floats, out + i);
   if (i < count) {
-    HWY_ALIGN std::uint16_t rest[lanes] = {};
+    std::byte rest[lanes * element] = {};
     HWY_ALIGN float wide[lanes];
-    std::memcpy(rest, half + i, static_cast<std::size_t>(count - i) * sizeof(std::uint16_t));
+    std::memcpy(rest, source + i * element, static_cast<std::size_t>(count - i) * element);
     hn::Store(widen_lanes(rest), floats, wide);
     std::memcpy(out + i, wide, static_cast<std::size_t>(count - i) * sizeof(float));
   }
