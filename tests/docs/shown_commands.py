@@ -49,7 +49,7 @@ def replayed(block: str) -> str:
 
 def without_times(text: str) -> str:
     """Durations differ from run to run, and the columns that hold them; nothing else may."""
-    text = re.sub(r"\d+(\.\d+)?(e-?\d+)? ?(ms|s|min)\b", "TIME", text)
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)? ?(us|ms|s|min)\b\*?", "TIME", text)
     return re.sub(r"[ \t]+", " ", text)
 
 

@@ -1,6 +1,8 @@
 """What the pages show is what the commands print."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from shown_commands import CONSOLE, GENERATED, ROOT, commands, replayed, run, without_times
@@ -26,3 +28,7 @@ def test_links_and_pictures_exist(page):
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     missing = [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]
     assert targets and not missing
+
+
+def test_tables_of_the_format_page_are_those_of_the_schema():
+    subprocess.run([sys.executable, ROOT / "traces" / "format_tables.py", "--check"], check=True)
