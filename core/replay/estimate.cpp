@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "random.h"
@@ -10,8 +10,16 @@
 namespace kvreplay {
 namespace {
 
-constexpr int sample_tokens = 1024;
+constexpr int sample_tokens = 2048;
 constexpr int sample_queries = 64;
+constexpr int sample_sets = 4;
+
+// What a run costs whatever its size: opening, checking, writing and syncing files.
+constexpr double seconds_a_trace = 0.1, seconds_a_cell = 0.01;
+// Ranking one token of one row.
+constexpr double seconds_a_candidate = 1.5e-8;
+// One line of results.csv, and about how many a cell has for each layer and for each head of it.
+constexpr std::size_t line_bytes = 250, lines_a_layer = 20;
 
 /// A random float32 layer of the trace's head shape.
 struct SampleLayer {
@@ -32,16 +40,17 @@ struct SampleLayer {
   LayerTensors tensors;
 };
 
-/// Seconds of the second of two calls: the first one warms up caches, threads and buffers.
+/// The shortest of some calls, after one that warms up caches, threads and buffers.
 template <class Call>
 double seconds_of(Call call) {
-  double seconds = 0;
-  for (int i = 0; i < 2; ++i) {
+  double shortest = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < 4; ++i) {
     const auto start = std::chrono::steady_clock::now();
     call();
-    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (i > 0) shortest = std::min(shortest, seconds);
   }
-  return seconds;
+  return shortest;
 }
 
 std::vector<std::int32_t> range(int begin, int end) {
@@ -50,73 +59,124 @@ std::vector<std::int32_t> range(int begin, int end) {
   return all;
 }
 
+/// Seconds of the backend's calls on the sample layer.
+struct Rates {
+  double cumulative = 0;  // all sample tokens over themselves
+  double rows = 0;        // sample_queries over the sample tokens
+  double moments = 0;     // the same for kept moments, sets that keep nothing
+  double kept = 0;        // and for each set that keeps everything
+  double similarity = 0;  // sample tokens with one another
+};
+
+Rates measured(Backend& backend, const LayerTensors& sample) {
+  Rates rates;
+  const std::vector<std::int32_t> all = range(0, sample_tokens);
+  const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
+  rates.cumulative = seconds_of([&] { backend.attention_sums(sample, {.queries = all, .columns = sample_tokens}); });
+  rates.rows = seconds_of([&] { backend.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });
+  rates.similarity = seconds_of([&] { backend.similarity_row_maxima(sample.k, sample_tokens); });
+  // Sets that differ, since equal ones are computed once: set i keeps every second token of its own.
+  const auto moments_of = [&](bool half) {
+    std::vector<KeptSet> sets(sample_sets, KeptSet(Heads::kv, sample.k.heads, sample_tokens));
+    std::vector<const KeptSet*> pointers;
+    for (int i = 0; i < sample_sets; ++i) {
+      KeptSet& set = sets[static_cast<std::size_t>(i)];
+      for (int row = 0; row < set.rows(); ++row) {
+        set.keep(row, i);
+        for (int j = i % 2; half && j < sample_tokens - sample_sets; j += 2) set.keep(row, j);
+      }
+      pointers.push_back(&set);
+    }
+    return seconds_of([&] { backend.kept_moments(sample, last, sample_tokens, pointers); });
+  };
+  rates.moments = moments_of(false);
+  rates.kept = std::max(0.0, moments_of(true) - rates.moments) / (0.5 * sample_sets);
+  return rates;
+}
+
+/// Rows of a cell's selection, and whether it must see all layers' scores first.
+struct Shape {
+  std::size_t rows = 0;
+  bool across_layers = false;
+};
+
+Shape shape_of(const Plan& plan, const TraceHeader& header) {
+  return {static_cast<std::size_t>(rows_of(plan.heads, header.query_heads, header.kv_heads)),
+          std::holds_alternative<AcrossLayers>(plan.allocate)};
+}
+
 }  // namespace
 
-Estimate estimate(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells) {
+Estimate estimate(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
+                  const Demand& demand) {
   const TraceHeader& header = trace.header();
   const SampleLayer sample(header);
-  const double n = sample_tokens, prompt = conditions.boundary, tokens = header.tokens();
-  const double queries = static_cast<double>(conditions.eval_queries.size());
-  const double layers = static_cast<double>(conditions.layers.size());
+  const Rates rates = measured(backend, sample.tensors);
+  const double prompt = conditions.boundary, tokens = header.tokens();
+  const auto positions = static_cast<std::size_t>(conditions.boundary);
+  const std::size_t layers = conditions.layers.size();
+  const auto query_heads = static_cast<std::size_t>(header.query_heads);
 
   int window = 0;
-  bool cumulative = false;
-  double kept_share = 0;
+  bool cumulative = false, second_walk = false;
+  int measured_cells = 0;
+  double kept_share = 0, candidates = 0;  // of one layer, all cells
+  std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0;
   for (const Cell& cell : cells) {
     const Plan plan = cell.policy.plan();
+    const Shape shape = shape_of(plan, header);
+    const bool whole = std::holds_alternative<Everything>(plan.allocate) || cell.budget >= conditions.boundary;
+    const double share = whole ? 1.0 : cell.budget / prompt;
     if (cell.known.empty()) {
       window = std::max(window, std::min(plan.needs.last_queries, conditions.boundary));
       cumulative |= plan.needs.all_queries;
+      second_walk |= shape.across_layers;
+      candidates += whole ? 0.0 : static_cast<double>(shape.rows) * prompt;
+      if (demand.save_scores) score_bytes += shape.rows * positions * layers * sizeof(float);
+      // Scores of all layers, and for the ranking a copy of them and its order.
+      if (shape.across_layers)
+        ranking_bytes += shape.rows * positions * layers * (2 * sizeof(double) + sizeof(std::int32_t));
     }
-    const bool whole = std::holds_alternative<Everything>(plan.allocate);
-    if (cell.measure) kept_share += whole ? 1.0 : std::min(1.0, cell.budget / prompt);
+    if (cell.measure) {
+      ++measured_cells;
+      kept_share += share;
+    }
+    set_bits += shape.rows * positions / 8 * layers;
+    position_bytes += static_cast<std::size_t>(share * prompt) * shape.rows * layers * sizeof(std::int32_t);
   }
 
-  Estimate total;
-  double layer_seconds = 0;
-  if (cumulative) {
-    const std::vector<std::int32_t> all = range(0, sample_tokens);
-    const double s =
-        seconds_of([&] { backend.attention_sums(sample.tensors, {.queries = all, .columns = sample_tokens}); });
-    layer_seconds += s * (prompt / n) * (prompt / n);
-  }
-  // Window attention, and eval attention, which the bound of the self-check always needs.
-  const std::vector<std::int32_t> last = range(sample_tokens - sample_queries, sample_tokens);
-  const double row_block =
-      seconds_of([&] { backend.attention_sums(sample.tensors, {.queries = last, .columns = sample_tokens}); });
-  layer_seconds += row_block * (window + queries) / sample_queries * tokens / n;
-  // Moments: a part for the attention itself, a part that grows with what is kept.
-  const KeptSet none(Heads::kv, header.kv_heads, sample_tokens);
-  KeptSet half(Heads::kv, header.kv_heads, sample_tokens);
-  for (int row = 0; row < half.rows(); ++row)
-    for (int j = 0; j < sample_tokens; j += 2) half.keep(row, j);
-  const auto moments_of = [&](const KeptSet& set) {
-    const std::vector<const KeptSet*> sets(4, &set);
-    return seconds_of([&] { backend.kept_moments(sample.tensors, last, sample_tokens, sets); });
+  const double square = prompt / sample_tokens * (prompt / sample_tokens);
+  const auto at_queries = [&](double queries, double visible) {
+    return queries / sample_queries * visible / sample_tokens;
   };
-  const double base = moments_of(none), with_half = std::max(moments_of(half), base);
-  const double blocks = queries / sample_queries * tokens / n;
-  layer_seconds += blocks * (base + (with_half - base) / 2.0 * kept_share);
-  const double similarity = seconds_of([&] { backend.similarity_row_maxima(sample.tensors.k, sample_tokens); });
-  layer_seconds += 2.0 * similarity * (prompt / n) * (prompt / n);
-
-  const bool second_walk = std::ranges::any_of(
-      cells, [](const Cell& cell) { return std::holds_alternative<AcrossLayers>(cell.policy.plan().allocate); });
+  const auto moments_at = [&](double blocks) { return blocks * (rates.moments + rates.kept * kept_share); };
+  const double queries = static_cast<double>(conditions.eval_queries.size());
+  double layer_seconds = demand.similarity_passes * rates.similarity * square + candidates * seconds_a_candidate;
+  if (cumulative) layer_seconds += rates.cumulative * square;
+  if (!cells.empty()) layer_seconds += rates.rows * at_queries(window + queries, tokens);
+  if (measured_cells > 0) layer_seconds += moments_at(at_queries(queries, tokens));
+  if (demand.every_query) layer_seconds += moments_at(at_queries(tokens, tokens / 2.0));
   // Reading from disk at 1 GB/s, slow enough for a cold cache on common drives.
   const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (second_walk ? 2.0 : 1.0);
-  total.seconds = std::max(layer_seconds * layers, reading);
+  const bool anything = !cells.empty() || demand.similarity_passes > 0;
 
-  const std::size_t heads = static_cast<std::size_t>(header.query_heads);
-  const std::size_t cell_bits = static_cast<std::size_t>(header.kv_heads) * static_cast<std::size_t>(prompt) / 8;
-  const std::size_t observables = 3 * heads * static_cast<std::size_t>(prompt) * sizeof(double);
-  const std::size_t moments = cells.size() * heads * sample_queries * sizeof(Moments);
-  LayerTensors layer = trace.layer(conditions.layers.front());
-  total.memory_bytes = backend.working_set(layer, static_cast<int>(cells.size())) + observables + moments +
-                       cells.size() * cell_bits * conditions.layers.size() * 2 +
-                       static_cast<std::size_t>(prompt * layers) * 3 * sizeof(double) + (std::size_t{32} << 20);
-  const double positions = kept_share * prompt * layers * header.kv_heads * sizeof(std::int32_t);
-  const double metrics = static_cast<double>(cells.size()) * (layers + 1) * (header.query_heads + 1) * 8 * 20;
-  total.disk_bytes = static_cast<std::size_t>(2 * positions + metrics + prompt * layers * 3 * sizeof(float));
+  Estimate total;
+  total.seconds = anything ? std::max(layer_seconds * static_cast<double>(layers), reading) + seconds_a_trace +
+                                 seconds_a_cell * static_cast<double>(cells.size())
+                           : 0.0;
+
+  const std::size_t values = cells.size() * (layers + 1) * (query_heads + 1) * lines_a_layer * sizeof(double);
+  const std::size_t attention = demand.save_attention ? query_heads * positions * layers * sizeof(float) : 0;
+  const std::size_t maps = 3 * positions * layers * sizeof(float);
+  const std::size_t part = position_bytes + score_bytes + attention + maps + values;
+  const std::size_t observables = 3 * query_heads * positions * sizeof(double);
+  const std::size_t moments =
+      static_cast<std::size_t>(measured_cells + 1) * query_heads * sample_queries * sizeof(Moments);
+  // A part is made in memory and written at once, and so is the file of all selections.
+  const std::size_t program = std::size_t{32} << 20;
+  total.memory_bytes = backend.working_set(trace.layer(conditions.layers.front()), static_cast<int>(cells.size())) +
+                       observables + moments + ranking_bytes + 2 * set_bits + 2 * part + program;
+  total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;
 }
 

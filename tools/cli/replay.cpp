@@ -68,9 +68,7 @@ RunRequest requested(const Arguments& arguments) {
     for (const std::string& policy : split_policies(text))
       request.policies.push_back(ConfiguredPolicy::parse(policy, request.seed));
   for (const std::string& text : arguments.all("budget")) {
-    const std::vector<std::string> literals = split(text, ',');
-    if (literals.empty()) request.budgets.push_back(Budget::parse(""));
-    for (const std::string& literal : literals) request.budgets.push_back(Budget::parse(literal));
+    for (const std::string& literal : split(text, ',')) request.budgets.push_back(Budget::parse(literal));
   }
   request.metrics = parse_metrics(joined(arguments.all("metrics")));
   request.detail = parse_detail(arguments.text("detail"));
@@ -103,17 +101,10 @@ Estimate sum(const std::vector<Estimate>& costs) {
 std::vector<Estimate> costs_of(Backend& backend, const std::vector<PlannedTrace>& plan) {
   std::vector<Estimate> costs;
   for (const PlannedTrace& planned : plan) {
-    Estimate cost;
-    if (!planned.cells.empty()) {
-      const Trace trace = Trace::open(planned.path);
-      cost = estimate(backend, trace, planned.conditions, planned.cells);
-      if (planned.all_queries) {
-        Conditions everywhere = planned.conditions;
-        everywhere.eval_queries = eval_queries(trace, planned.conditions.boundary, "all");
-        cost.seconds += estimate(backend, trace, everywhere, planned.cells).seconds;
-      }
-    }
-    costs.push_back(cost);
+    const bool failed = planned.conditions.layers.empty();
+    costs.push_back(
+        failed ? Estimate{}
+               : estimate(backend, Trace::open(planned.path), planned.conditions, planned.cells, planned.demand));
   }
   return costs;
 }
@@ -123,10 +114,10 @@ void require_resources(const Arguments& arguments, const Estimate& cost, const R
   const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
   if (cost.memory_bytes > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
-                size_text(cost.memory_bytes), size_text(memory)};
+                "at least " + size_text(cost.memory_bytes), size_text(memory)};
   if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
     throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
-                size_text(cost.disk_bytes), size_text(disk)};
+                "at least " + size_text(cost.disk_bytes), size_text(disk)};
 }
 
 void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& plan, const std::vector<Estimate>& costs) {
