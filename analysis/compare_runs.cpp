@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "analysis/csv.h"
+#include "analysis/part.h"
 #include "analysis/results.h"
 #include "trace/hdf5.h"
 
@@ -139,7 +140,10 @@ void compare_sets(const std::string& where, const Group& first, const Group& sec
   }
   const auto ours = first.dataset("positions").values<std::int32_t>();
   const auto theirs = second.dataset("positions").values<std::int32_t>();
-  const std::size_t rows_a_layer = (our_offsets.size() - 1) / std::max<std::size_t>(1, layers.empty() ? 1 : layers[0]);
+  check_offsets(first.where() + "/offsets", our_offsets, ours.size());
+  check_offsets(second.where() + "/offsets", their_offsets, theirs.size());
+  const std::size_t rows_a_layer =
+      std::max<std::size_t>(1, (our_offsets.size() - 1) / std::max<std::size_t>(1, layers.empty() ? 1 : layers[0]));
   const auto row = [](const auto& positions, const auto& offsets, std::size_t r) {
     return std::span(positions).subspan(static_cast<std::size_t>(offsets[r]),
                                         static_cast<std::size_t>(offsets[r + 1] - offsets[r]));

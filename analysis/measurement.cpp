@@ -1,5 +1,7 @@
 #include "analysis/measurement.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -101,8 +103,6 @@ void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans&
       values[name] = values_by_head(means.means(function++, conditions.eval_queries.size()), conditions.layers, layers);
 }
 
-double recall(const Moments& kept, const Moments&) { return kept.mass; }
-
 void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int count,
                const KeptMoments& moments) {
   for (std::size_t i = 0; i < cells.size(); ++i)
@@ -144,10 +144,10 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
       results_(wanted_.size()),
       expected_(wanted_.size(), std::vector<std::vector<ExpectedRecall>>(conditions.layers.size())) {
   const TraceHeader& header = trace.header();
+  const MomentMeans::Function recall = measure_as<OfMoments>({"attention_recall", ""})->from_moments;
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
     means_.push_back(means_of<OfMoments>(wanted_[c], conditions, header.query_heads));
-    recall_.emplace_back(std::vector<MomentMeans::Function>{recall}, static_cast<int>(conditions.layers.size()),
-                         header.query_heads);
+    recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), header.query_heads);
     results_[c].selections.resize(conditions.layers.size());
     results_[c].seconds.resize(conditions.layers.size());
   }
@@ -202,10 +202,9 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
     if (const auto* of = measure_as<OfLayer>(name))
       set_layer(result.values[name], of->measure(facts), view.stored_layer(), trace_.header().layers);
     if (const auto* of = measure_as<OfSpan>(name))
-      for (const Span& span : trace_.header().spans)
-        if (name.variant.substr(0, name.variant.rfind('.')) == span.name)
-          set_layer(result.values[name], without_heads(of->measure(facts, span)), view.stored_layer(),
-                    trace_.header().layers);
+      if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
+        set_layer(result.values[name], without_heads(of->measure(facts, *span)), view.stored_layer(),
+                  trace_.header().layers);
   }
   if (wanted_[c].of_moments()) expected_[c][l] = expected_recall(view, selection.set);
 }
@@ -220,6 +219,11 @@ void Measurement::note(int cell, std::optional<Violation> violation, const Layer
 
 void Measurement::measured(const LayerView& view, std::span<const int> cells, int first, int count,
                            const KeptMoments& moments) {
+  // All that is shown is relative to the full attention: without it there is nothing to say of any cell.
+  if (!std::ranges::all_of(moments.full, is_finite))
+    throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
+                "attention is not a number (kvreplay validate --deep says where)", "finite queries, keys and values",
+                "others"};
   add_block(means_, view, cells, count, moments);
   add_block(recall_, view, cells, count, moments);
   for (std::size_t i = 0; i < cells.size(); ++i) {

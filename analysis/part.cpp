@@ -1,9 +1,12 @@
 #include "analysis/part.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <charconv>
+#include <functional>
+#include <limits>
 
 #include "analysis/replaced_file.h"
 #include "trace/hdf5.h"
@@ -34,7 +37,9 @@ std::vector<int> numbers_of(const Group& object, const std::string& name) {
   const hdf5::Handle attribute{H5Aopen(object.id(), name.c_str(), H5P_DEFAULT), H5Aclose};
   if (attribute.id() < 0) throw hdf5::failure(object.where(name), "cannot be read");
   const hdf5::Space space{H5Aget_space(attribute.id()), H5Sclose};
-  std::vector<std::int32_t> stored(static_cast<std::size_t>(H5Sget_simple_extent_npoints(space.id())));
+  const hssize_t count = H5Sget_simple_extent_npoints(space.id());
+  if (count < 0) throw hdf5::failure(object.where(name), "cannot be read");
+  std::vector<std::int32_t> stored(static_cast<std::size_t>(count));
   const hdf5::Type type = hdf5::Type::int32();
   if (H5Aread(attribute.id(), type.id(), stored.data()) < 0) throw hdf5::failure(object.where(name), "cannot be read");
   return {stored.begin(), stored.end()};
@@ -60,21 +65,53 @@ void write_values(Group& group, const ValuesByMetric& all) {
   }
 }
 
-ValuesByMetric read_values(const Group& group) {
+void require_shape(const hdf5::Dataset& dataset, const Shape& expected) {
+  if (const Shape shape = dataset.shape(); shape != expected)
+    throw Error{Refusal::input, dataset.where(), "shape", hdf5::to_string(expected), hdf5::to_string(shape)};
+}
+
+/// All elements of a dataset that must have this shape.
+template <class Element>
+std::vector<Element> read_shaped(const Group& group, const std::string& name, const Shape& expected) {
+  const hdf5::Dataset dataset = group.dataset(name);
+  require_shape(dataset, expected);
+  return dataset.values<Element>();
+}
+
+ValuesByMetric read_values(const Group& group, const PartTrace& trace) {
   ValuesByMetric all;
   for (const std::string& name : group.names()) {
     const hdf5::Dataset dataset = group.dataset(name);
+    const MetricName metric{dataset.string_attribute("metric"), dataset.string_attribute("variant")};
+    if (find_variant(metric) == nullptr)
+      throw Error{Refusal::input, dataset.where(), "metric", "one that there is", metric.text()};
     const Shape shape = dataset.shape();
-    if (shape.size() != 2) throw Error{Refusal::input, dataset.where(), "shape", "[L+1, H+1]", hdf5::to_string(shape)};
+    if (shape.size() != 2 || (shape[0] != 1 && shape[0] != extent(trace.layers) + 1) || shape[1] < 1 ||
+        shape[1] > extent(trace.query_heads) + 1)
+      throw Error{Refusal::input, dataset.where(), "shape",
+                  fmt::format("[{} or 1, 1..{}]", trace.layers + 1, trace.query_heads + 1), hdf5::to_string(shape)};
     Values values(static_cast<int>(shape[0]), static_cast<int>(shape[1]));
     const std::vector<double> stored = dataset.values<double>();
     std::ranges::copy(stored, values.values().begin());
-    all[{dataset.string_attribute("metric"), dataset.string_attribute("variant")}] = std::move(values);
+    all[metric] = std::move(values);
   }
   return all;
 }
 
-int integer(const Group& group, const std::string& name) { return static_cast<int>(group.integer_attribute(name)); }
+/// A count, or a number of tokens, heads or layers.
+int count(const Group& group, const std::string& name, int least) {
+  const std::int64_t number = group.integer_attribute(name);
+  if (number < least || number > std::numeric_limits<int>::max())
+    throw Error{Refusal::input, group.where(name), "range", fmt::format("at least {}", least), std::to_string(number)};
+  return static_cast<int>(number);
+}
+
+Heads read_heads(const Group& group) {
+  const std::string text = group.string_attribute("heads");
+  const Heads heads = heads_of(text);
+  if (word(heads) != text) throw Error{Refusal::input, group.where("heads"), "heads", "kv, query or layer", text};
+  return heads;
+}
 
 void write_conditions(Group& group, const PartTrace& trace) {
   group.set_attribute("trace_hash", trace.hash);
@@ -88,8 +125,33 @@ void write_conditions(Group& group, const PartTrace& trace) {
   for (const auto& [name, size] : sizes) group.set_attribute(name, std::int64_t{size});
   group.set_attribute("eval", trace.eval);
   group.set_attribute("backend", trace.backend);
+  group.set_attribute("numerics", std::int64_t{trace.numerics});
   set_numbers(group, "treated", trace.treated);
   set_numbers(group, "layer_index", trace.layer_index);
+}
+
+/// What the rest of a part is read by.
+void check_conditions(const Group& group, const PartTrace& trace) {
+  if (trace.layer_index.size() != index(trace.layers))
+    throw Error{Refusal::input, group.where("layer_index"), "layers", std::to_string(trace.layers),
+                std::to_string(trace.layer_index.size())};
+  if (trace.treated.empty() || trace.treated.front() < 0 || trace.treated.back() >= trace.layers ||
+      std::ranges::adjacent_find(trace.treated, std::greater_equal<>()) != trace.treated.end())
+    throw Error{Refusal::input, group.where("treated"), "layers", fmt::format("ascending in 0..{}", trace.layers - 1),
+                fmt::format("{}", fmt::join(trace.treated, ","))};
+  if (trace.boundary > trace.tokens)
+    throw Error{Refusal::input, group.where("boundary"), "range", fmt::format("1..{}", trace.tokens),
+                std::to_string(trace.boundary)};
+  if (trace.query_heads % trace.kv_heads != 0)
+    throw Error{Refusal::input, group.where("query_heads"), "heads", fmt::format("a multiple of {}", trace.kv_heads),
+                std::to_string(trace.query_heads)};
+}
+
+/// An array of the trace that need not be there.
+bool has_array(const Group& group, const std::string& name, const Shape& shape) {
+  if (group.member(name) != Group::Member::dataset) return false;
+  require_shape(group.dataset(name), shape);
+  return true;
 }
 
 PartTrace read_conditions(const Group& group, const std::string& name) {
@@ -103,13 +165,16 @@ PartTrace read_conditions(const Group& group, const std::string& name) {
                                                 {"layers", &trace.layers},     {"query_heads", &trace.query_heads},
                                                 {"kv_heads", &trace.kv_heads}, {"head_dim", &trace.head_dim},
                                                 {"boundary", &trace.boundary}, {"n_queries", &trace.n_queries}};
-  for (const auto& [attribute, size] : sizes) *size = integer(group, attribute);
+  for (const auto& [attribute, size] : sizes) *size = count(group, attribute, 1);
   trace.eval = group.string_attribute("eval");
   trace.backend = group.string_attribute("backend");
+  trace.numerics = count(group, "numerics", 0);
   trace.treated = numbers_of(group, "treated");
   trace.layer_index = numbers_of(group, "layer_index");
-  trace.has_eval_attention = group.member("eval_attention") == Group::Member::dataset;
-  trace.has_eval_attention_by_head = group.member("eval_attention_heads") == Group::Member::dataset;
+  check_conditions(group, trace);
+  const hsize_t layers = extent(trace.layers), heads = extent(trace.query_heads), prompt = extent(trace.boundary);
+  trace.has_eval_attention = has_array(group, "eval_attention", {layers, prompt});
+  trace.has_eval_attention_by_head = has_array(group, "eval_attention_heads", {layers, heads, prompt});
   return trace;
 }
 
@@ -130,9 +195,12 @@ PartCell read_cell_facts(const Group& group, const std::string& id) {
   PartCell cell;
   cell.id = id;
   for (const auto& [name, member] : words) cell.*member = group.string_attribute(name);
-  cell.budget_tokens = integer(group, "budget_tokens");
+  read_heads(group);
+  cell.budget_tokens = count(group, "budget_tokens", 0);
   const std::string seed = group.string_attribute("seed");
-  std::from_chars(seed.data(), seed.data() + seed.size(), cell.seed);
+  const auto [end, problem] = std::from_chars(seed.data(), seed.data() + seed.size(), cell.seed);
+  if (problem != std::errc{} || end != seed.data() + seed.size())
+    throw Error{Refusal::input, group.where("seed"), "number", "0..2^64-1", seed};
   cell.kept_tokens = group.float_attribute("kept_tokens");
   cell.has_scores = group.integer_attribute("scores") != 0;
   return cell;
@@ -144,8 +212,8 @@ void write_seconds(Group& group, const std::string& id, const std::vector<CellSe
   group.write(id, std::span<const double>(flat), {seconds.size(), 2});
 }
 
-std::vector<CellSeconds> read_seconds(const Group& group, const std::string& id) {
-  const std::vector<double> flat = group.dataset(id).values<double>();
+std::vector<CellSeconds> read_seconds(const Group& group, const std::string& id, const PartTrace& trace) {
+  const std::vector<double> flat = read_shaped<double>(group, id, {trace.treated.size(), 2});
   std::vector<CellSeconds> seconds;
   for (std::size_t i = 0; i + 1 < flat.size(); i += 2) seconds.push_back({flat[i], flat[i + 1]});
   return seconds;
@@ -242,6 +310,13 @@ const PartCell* Part::find(const std::string& id) const {
   return nullptr;
 }
 
+void check_offsets(const std::string& where, std::span<const std::int64_t> offsets, std::size_t length) {
+  if (offsets.empty() || offsets.front() != 0 || !std::ranges::is_sorted(offsets) ||
+      offsets.back() != static_cast<std::int64_t>(length))
+    throw Error{Refusal::input, where, "offsets", fmt::format("ascending from 0 to {}", length),
+                offsets.empty() ? "none" : fmt::format("from {} to {}", offsets.front(), offsets.back())};
+}
+
 Part read_part(const std::filesystem::path& path) {
   const File file = File::open(path);
   if (!file.has_attribute("format") || file.string_attribute("format") != part_format)
@@ -255,13 +330,13 @@ Part read_part(const std::filesystem::path& path) {
   Part part;
   part.trace = read_conditions(traces.group(names.front()), names.front());
   const Group values = file.group("values"), seconds = file.group("seconds");
-  part.trace.values = read_values(values.group("trace"));
-  part.trace.observable_seconds = seconds.dataset("observables").values<double>();
+  part.trace.values = read_values(values.group("trace"), part.trace);
+  part.trace.observable_seconds = read_shaped<double>(seconds, "observables", {part.trace.treated.size()});
   for (const std::string& id : file.group("cells").names()) {
     const Group of_cell = values.group(id);
     PartCell cell = read_cell_facts(of_cell, id);
-    cell.values = read_values(of_cell);
-    cell.seconds = read_seconds(seconds, id);
+    cell.values = read_values(of_cell, part.trace);
+    cell.seconds = read_seconds(seconds, id, part.trace);
     part.cells.push_back(std::move(cell));
   }
   return part;
@@ -271,38 +346,45 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
                                             const PartTrace& trace) {
   const File file = File::open(path);
   const Group group = file.group("cells").group(id);
-  const Heads heads = heads_of(group.string_attribute("heads"));
+  const Heads heads = read_heads(group);
   const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
-  const auto offsets = group.dataset("offsets").values<std::int64_t>();
-  const auto positions = group.dataset("positions").values<std::int32_t>();
-  const auto sources = group.dataset("layer_source").values<std::int32_t>();
-  const auto granted = group.dataset("budget").values<std::int32_t>();
-  const auto sinks = group.dataset("sinks").values<std::int32_t>();
-  const auto recent = group.dataset("recent").values<std::int32_t>();
-  const std::size_t all_rows = index(trace.layers) * index(rows);
-  if (offsets.size() != all_rows + 1 || granted.size() != all_rows || sinks.size() != all_rows ||
-      recent.size() != all_rows || sources.size() != index(trace.layers) ||
-      offsets.back() != static_cast<std::int64_t>(positions.size()))
-    throw Error{Refusal::input, group.where(), "sizes of a selection", fmt::format("{} rows", all_rows),
-                fmt::format("{} offsets", offsets.size())};
+  const hsize_t layers = extent(trace.layers), all_rows = layers * extent(rows);
+  const auto offsets = read_shaped<std::int64_t>(group, "offsets", {all_rows + 1});
+  const auto sources = read_shaped<std::int32_t>(group, "layer_source", {layers});
+  const auto granted = read_shaped<std::int32_t>(group, "budget", {layers, extent(rows)});
+  const auto sinks = read_shaped<std::int32_t>(group, "sinks", {layers, extent(rows)});
+  const auto recent = read_shaped<std::int32_t>(group, "recent", {layers, extent(rows)});
+  const Shape stored = group.dataset("positions").shape();
+  check_offsets(group.where() + "/offsets", offsets, stored.size() == 1 ? stored[0] : 0);
+  const auto positions = read_shaped<std::int32_t>(group, "positions", {static_cast<hsize_t>(offsets.back())});
 
   std::vector<LayerSelection> selections;
   for (const int layer : trace.treated) {
     LayerSelection selection{KeptSet(heads, rows, trace.boundary), {}, {}, {}, 0};
+    const auto refuse = [&](const char* dataset, const char* what, const std::string& expected, const auto& found) {
+      throw Error{Refusal::input, group.where() + "/" + dataset, fmt::format("{} of layer {}", what, layer), expected,
+                  fmt::format("{}", found)};
+    };
     for (int row = 0; row < rows; ++row) {
       const std::size_t r = index(layer) * index(rows) + index(row);
-      for (auto i = offsets[r]; i < offsets[r + 1]; ++i) {
-        const std::int32_t position = positions.at(static_cast<std::size_t>(i));
-        if (position < 0 || position >= trace.boundary)
-          throw Error{Refusal::input, group.where(), "kept position", fmt::format("0..{}", trace.boundary - 1),
-                      std::to_string(position)};
-        selection.set.keep(row, position);
+      std::int32_t least = 0;
+      for (auto i = static_cast<std::size_t>(offsets[r]); i < static_cast<std::size_t>(offsets[r + 1]); ++i) {
+        if (positions[i] < least || positions[i] >= trace.boundary)
+          refuse("positions", "kept position", fmt::format("ascending in 0..{}", trace.boundary - 1), positions[i]);
+        selection.set.keep(row, positions[i]);
+        least = positions[i] + 1;
       }
+      if (granted[r] < 0) refuse("budget", "budget", "at least 0", granted[r]);
+      if (sinks[r] < 0 || sinks[r] > trace.boundary)
+        refuse("sinks", "sinks", fmt::format("0..{}", trace.boundary), sinks[r]);
+      if (recent[r] < 0 || recent[r] > trace.boundary - sinks[r])
+        refuse("recent", "recent tokens", fmt::format("0..{}", trace.boundary - sinks[r]), recent[r]);
       selection.granted.push_back(granted[r]);
       selection.sinks.push_back(sinks[r]);
       selection.recent.push_back(recent[r]);
     }
     const auto source = std::ranges::find(trace.treated, sources[index(layer)]);
+    if (source == trace.treated.end()) refuse("layer_source", "source", "a treated layer", sources[index(layer)]);
     selection.source = static_cast<int>(source - trace.treated.begin());
     selections.push_back(std::move(selection));
   }
@@ -310,9 +392,10 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
 }
 
 void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
-                const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& source) {
+                const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
+                const std::optional<std::filesystem::path>& source) {
   std::optional<File> old;
-  if (std::filesystem::exists(path)) old = File::open(path);
+  if (earlier) old = File::open(*earlier);
   File file = File::create_in_memory(path.string());
   {
     file.set_attribute("format", part_format);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,7 @@ struct PartTrace {
   std::string eval;  // as asked for
   int boundary = 0;
   int n_queries = 0;
+  int numerics = 0;  // the version of our numbers
   std::string backend;
   std::vector<int> treated;      // stored layers
   std::vector<int> layer_index;  // the model's own number of each stored layer: what tables show
@@ -58,24 +60,29 @@ struct Part {
   const PartCell* find(const std::string& id) const;
 };
 
-/// Throws Error{input} for a file that is no part.
+/// Throws Error{input} for a file that is no part, or a damaged one.
 Part read_part(const std::filesystem::path& path);
 
-/// The sets of one cell of a part: [treated].
+/// The sets of one cell of a part: [treated]. Throws Error{input} for sets that cannot be.
 std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
                                             const PartTrace& trace);
 
-/// A cell to be written: `made` holds its sets; null: they are those of the part that is replaced.
+/// Rows of a list lie one after another: row r is [offsets[r], offsets[r+1]) of `length`. Throws Error{input}.
+void check_offsets(const std::string& where, std::span<const std::int64_t> offsets, std::size_t length);
+
+/// A cell to be written: `made` holds its sets; null: they are those of the earlier part.
 struct CellToWrite {
   PartCell cell;
   const CellResult* made = nullptr;
 };
 
-/// Replaces the part at `path`. What `result` does not hold of the trace is taken from the part that is replaced.
+/// Writes the part at `path`, or replaces it. What is not made anew, sets and arrays of the trace, is taken from
+/// `earlier`, which may be the part that is replaced; empty: there is nothing else.
 /// `source` is the trace's file, whose tokens and spans are copied; empty: they are not. Throws Error{resources} when
 /// the disk is full; the old part is then still there.
 void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
-                const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& source);
+                const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
+                const std::optional<std::filesystem::path>& source);
 
 /// Writes selections.h5: the traces and cells of these parts.
 void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts);

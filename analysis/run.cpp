@@ -1,6 +1,7 @@
 #include "analysis/run.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
@@ -8,6 +9,7 @@
 #include <set>
 #include <system_error>
 
+#include "analysis/folder_lock.h"
 #include "analysis/measurement.h"
 #include "analysis/part.h"
 #include "analysis/replaced_file.h"
@@ -26,7 +28,7 @@ struct CellWork {
   ConfiguredPolicy policy;
   std::vector<MetricName> wanted;
   std::vector<MetricName> missing = {};
-  bool found = false;  // in the part
+  bool found = false;  // in the part, and not to be made anew
   bool lacks_scores = false;
   std::string error = {};
   bool computed = false;
@@ -46,20 +48,19 @@ struct TraceWork {
   std::vector<CellWork> cells;
   std::vector<std::string> warnings;
 
+  const PartCell* earlier(const std::string& id) const { return part ? part->find(id) : nullptr; }
   fs::path part_path(const fs::path& output) const { return output / "parts" / (summary.name + ".h5"); }
 };
 
-const char* dtype_word(DType type) {
-  return type == DType::float16 ? "float16" : type == DType::bfloat16 ? "bfloat16" : "float32";
-}
+std::string numbers(const std::vector<int>& all) { return fmt::format("{}", fmt::join(all, ",")); }
 
-std::string cell_id(const RunRequest& request, const PartTrace& trace, const PartCell& cell) {
+std::string cell_id(const PartTrace& trace, const PartCell& cell) {
   Hash hash;
   hash.update(
       fmt::format("kvreplay cell\nnumerics={}\ntrace={}\npolicy={}\nparams={}\nbudget={}\nboundary={}\neval={}\n"
-                  "sliding={}\nseed={}\nbackend={}\n",
-                  numerics, trace.hash, cell.policy, cell.params, cell.budget_tokens, trace.boundary, trace.eval,
-                  request.treat_sliding ? "treat" : "skip", cell.seed, trace.backend));
+                  "layers={}\nseed={}\nbackend={}\n",
+                  trace.numerics, trace.hash, cell.policy, cell.params, cell.budget_tokens, trace.boundary, trace.eval,
+                  numbers(trace.treated), cell.seed, trace.backend));
   return hash.digits().substr(0, 16);
 }
 
@@ -91,8 +92,40 @@ void check_part(const fs::path& path, const PartTrace& found, const PartTrace& e
   same("trace hash", expected.hash, found.hash);
   same("boundary", std::to_string(expected.boundary), std::to_string(found.boundary));
   same("eval", expected.eval, found.eval);
-  same("number of treated layers", std::to_string(expected.treated.size()), std::to_string(found.treated.size()));
+  same("treated layers", numbers(expected.treated), numbers(found.treated));
   same("backend", expected.backend, found.backend);
+  same("numerics", std::to_string(expected.numerics), std::to_string(found.numerics));
+  // The rest follows from the hash, unless the part is damaged.
+  same("trace name", expected.name, found.name);
+  same("layers", numbers(expected.layer_index), numbers(found.layer_index));
+  same("prompt, tokens, heads and eval queries",
+       numbers({expected.prompt, expected.tokens, expected.query_heads, expected.kv_heads, expected.head_dim,
+                expected.n_queries}),
+       numbers({found.prompt, found.tokens, found.query_heads, found.kv_heads, found.head_dim, found.n_queries}));
+}
+
+/// What an earlier run has left of the trace; with `force`, nothing where it would be in the way.
+std::optional<Part> earlier_part(const fs::path& path, const PartTrace& expected, bool force) {
+  if (!fs::exists(path)) return std::nullopt;
+  try {
+    Part part = read_part(path);
+    check_part(path, part.trace, expected);
+    return part;
+  } catch (const Error&) {
+    if (!force) throw;
+    return std::nullopt;
+  }
+}
+
+/// A trace names its part and its group in results.
+void check_name(const Trace& trace) {
+  const std::string& name = trace.name();
+  const bool printable = std::ranges::none_of(name, [](char c) { return c == '/' || (c >= 0 && c < ' ') || c == 127; });
+  if (name.empty() || name == "." || name == ".." || !printable)
+    throw Error{Refusal::input, trace.path().string(), "name", "one that results can bear",
+                name.empty() ? "none"
+                : printable  ? name
+                             : "control characters"};
 }
 
 PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditions& conditions) {
@@ -101,7 +134,7 @@ PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditio
   facts.name = trace.name();
   facts.hash = trace.hash();
   facts.model = header.model;
-  facts.dtype = dtype_word(header.dtype);
+  facts.dtype = name_of(header.dtype);
   facts.synthetic = header.synthetic;
   facts.prompt = header.prefill;
   facts.tokens = header.tokens();
@@ -113,6 +146,7 @@ PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditio
   facts.boundary = conditions.boundary;
   facts.n_queries = static_cast<int>(conditions.eval_queries.size());
   facts.backend = request.backend;
+  facts.numerics = numerics;
   facts.treated = conditions.layers;
   facts.layer_index.assign(header.layer_index.begin(), header.layer_index.end());
   return facts;
@@ -165,7 +199,7 @@ void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy
   facts.budget = budget.literal;
   facts.budget_tokens = budget.tokens(work.conditions.boundary);
   facts.seed = request.seed;
-  facts.id = cell_id(request, work.facts, facts);
+  facts.id = cell_id(work.facts, facts);
 
   const auto same = std::ranges::find(work.cells, facts.id, [](const CellWork& other) { return other.facts.id; });
   if (same != work.cells.end()) {
@@ -175,7 +209,7 @@ void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy
                                           facts.label));
     return;
   }
-  if (const PartCell* found = work.part ? work.part->find(facts.id) : nullptr) {
+  if (const PartCell* found = work.earlier(facts.id); found != nullptr && !request.force) {
     cell.found = true;
     cell.missing = without(wanted, found->values);
     cell.lacks_scores = request.save_scores && !found->has_scores && policy.plan().score;
@@ -208,29 +242,28 @@ TraceWork prepare(const RunRequest& request, const fs::path& path) {
   work.summary.path = path;
   work.summary.name = path.stem().string();
   const Trace trace = Trace::open(path);
+  check_name(trace);
   work.conditions.boundary = boundary(trace, request.boundary);
-  work.conditions.eval_queries = eval_queries(trace, work.conditions.boundary, request.eval);
+  work.conditions.eval_queries = eval_queries(trace, request.eval);
   work.conditions.layers = treated_layers(trace, request.treat_sliding);
   work.facts = facts_of(trace, request, work.conditions);
   fill_summary(work.summary, work.facts);
 
-  if (const fs::path part = work.part_path(request.output); !request.force && fs::exists(part)) {
-    work.part = read_part(part);
-    check_part(part, work.part->trace, work.facts);
-    work.facts = work.part->trace;
-  }
+  work.part = earlier_part(work.part_path(request.output), work.facts, request.force);
+  if (work.part) work.facts = work.part->trace;
+  const auto lacks = [&](bool there) { return request.force || !there; };
   const std::vector<MetricName> wanted =
       metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
   std::vector<MetricName> of_cells;
   for (const MetricName& name : wanted) {
     if (is_of_cell(name)) of_cells.push_back(name);
-    if (is<OfTrace>(name) && !work.facts.values.contains(name)) work.of_trace.metrics.push_back(name);
+    if (is<OfTrace>(name) && lacks(work.facts.values.contains(name))) work.of_trace.metrics.push_back(name);
   }
-  work.of_trace.eval_attention = !work.facts.has_eval_attention;
-  work.of_trace.eval_attention_by_head = request.save_attention && !work.facts.has_eval_attention_by_head;
+  work.of_trace.eval_attention = lacks(work.facts.has_eval_attention);
+  work.of_trace.eval_attention_by_head = request.save_attention && lacks(work.facts.has_eval_attention_by_head);
   if (std::ranges::any_of(of_cells, is<OfAllQueries>)) {
     work.all_queries = work.conditions;
-    work.all_queries->eval_queries = eval_queries(trace, work.conditions.boundary, "all");
+    work.all_queries->eval_queries = eval_queries(trace, "all");
   }
   for (const Budget& budget : request.budgets) {
     for (const ConfiguredPolicy& policy : request.policies) add_cell(work, request, policy, budget, "asked", of_cells);
@@ -310,7 +343,9 @@ Batch batch(TraceWork& work, const RunRequest& request) {
   Batch result;
   for (CellWork& cell : work.cells) {
     if (!cell.to_compute()) continue;
-    Wanted wanted{cell.missing, cell.facts.budget_tokens, request.save_scores};
+    const PartCell* earlier = work.earlier(cell.facts.id);
+    Wanted wanted{cell.missing, cell.facts.budget_tokens,
+                  request.save_scores || (earlier != nullptr && earlier->has_scores)};
     const bool unbounded = std::holds_alternative<Everything>(cell.policy.plan().allocate);
     if (unbounded) wanted.budget = 0;
     Cell made{.policy = cell.policy, .budget = cell.facts.budget_tokens, .measure = wanted.of_moments()};
@@ -351,26 +386,31 @@ void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& 
     results[places[i]].values.merge(measurement.take_cell(static_cast<int>(i)));
 }
 
-/// What the run knows of a cell after it was measured.
-void complete(CellWork& cell, const Part* part, CellResult& result) {
-  const PartCell* found = cell.found ? part->find(cell.facts.id) : nullptr;
-  const std::string role = cell.facts.role;
+/// An earlier cell as it is asked for now: its budget in the last words; what was once asked for stays so.
+PartCell asked_again(const PartCell& earlier, const PartCell& now) {
+  PartCell cell = earlier;
+  cell.budget = now.budget;
+  if (now.role == "asked") cell.role = now.role;
+  return cell;
+}
+
+/// What the run knows of a cell after it was measured. Values that nobody has measured again stay.
+void complete(CellWork& cell, const PartCell* earlier, CellResult& result) {
   if (cell.uses_known_sets()) {
-    cell.facts = *found;
+    cell.facts = asked_again(*earlier, cell.facts);
   } else {
     cell.facts.heads = word(result.selections.front().set.heads());
     cell.facts.kept_tokens = mean_kept(result.selections);
     cell.facts.has_scores = !result.scores.empty();
     cell.facts.seconds = result.seconds;
-    if (found != nullptr) cell.facts.values = found->values;
+    if (earlier != nullptr) {
+      cell.facts.values = earlier->values;
+      cell.facts.role = asked_again(*earlier, cell.facts).role;
+    }
   }
-  cell.facts.role = role;
   for (auto& [name, values] : result.values) cell.facts.values[name] = std::move(values);
   cell.computed = true;
 }
-
-/// A cell that was once asked for stays so.
-std::string stronger_role(const std::string& found, const std::string& now) { return found == "asked" ? found : now; }
 
 void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_result, const Batch& made,
            const std::vector<CellResult>& results) {
@@ -379,7 +419,6 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
   for (std::size_t i = 0; i < made.of.size(); ++i) {
     CellWork& cell = *made.of[i];
     if (!cell.computed) continue;
-    if (cell.found) cell.facts.role = stronger_role(work.part->find(cell.facts.id)->role, cell.facts.role);
     cells.push_back({cell.facts, cell.uses_known_sets() ? nullptr : &results[i]});
     replaced.insert(cell.facts.id);
   }
@@ -391,13 +430,13 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
       cells.push_back({found});
       const auto now = std::ranges::find(work.cells, found.id, [](const CellWork& cell) { return cell.facts.id; });
       if (now == work.cells.end()) continue;
-      cells.back().cell.role = stronger_role(found.role, now->facts.role);
-      changed = changed || cells.back().cell.role != found.role;
+      cells.back().cell = asked_again(found, now->facts);
+      changed = changed || cells.back().cell.role != found.role || cells.back().cell.budget != found.budget;
     }
   if (!changed) return;
   const fs::path path = work.part_path(request.output);
-  if (request.force) fs::remove(path);
-  write_part(path, work.facts, trace_result, cells, request.no_text ? std::nullopt : std::optional(work.summary.path));
+  write_part(path, work.facts, trace_result, cells, work.part ? std::optional(path) : std::nullopt,
+             request.no_text ? std::nullopt : std::optional(work.summary.path));
 }
 
 /// Violations by law, for the line that a run ends with.
@@ -423,20 +462,21 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   measure_all_queries(backend, trace, work, made, results, in_second, interrupted);
   TraceResult trace_result = measurement.take_trace();
   for (const auto& [name, values] : trace_result.values) work.facts.values[name] = values;
-  if (work.facts.observable_seconds.empty()) work.facts.observable_seconds = trace_result.observable_seconds;
+  if (request.force || work.facts.observable_seconds.empty())
+    work.facts.observable_seconds = trace_result.observable_seconds;
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (const std::optional<Violation>& violation = results[i].violation) {
       ++tally[violation->law];
       made.of[i]->error = violation->text();
     } else {
-      complete(*made.of[i], work.part ? &*work.part : nullptr, results[i]);
+      complete(*made.of[i], work.earlier(made.of[i]->facts.id), results[i]);
     }
   }
   write(request, work, trace_result, made, results);
 }
 
 CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
-  const PartCell* found = work.part ? work.part->find(cell.facts.id) : nullptr;
+  const PartCell* found = work.earlier(cell.facts.id);
   const PartCell& facts = cell.computed || found == nullptr ? cell.facts : *found;
   CellSummary summary{.trace = work.summary.name,
                       .id = facts.id,
@@ -504,7 +544,10 @@ std::vector<PlannedTrace> plan_run(const RunRequest& request) {
     if (work.summary.error.empty()) {
       Batch made = batch(work, request);
       plan.conditions = work.conditions;
-      plan.all_queries = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
+      plan.demand = {.similarity_passes = static_cast<int>(work.of_trace.metrics.size()),
+                     .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
+                     .save_scores = request.save_scores,
+                     .save_attention = work.of_trace.eval_attention_by_head};
       plan.skipped = static_cast<int>(
           std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
       plan.cells = std::move(made.cells);
@@ -517,9 +560,16 @@ std::vector<PlannedTrace> plan_run(const RunRequest& request) {
 RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress,
                const std::function<bool()>& interrupted) {
   const auto start = std::chrono::system_clock::now();
+  // Locked before it is read; a folder that is not there yet is made only when there is something to compute.
+  std::optional<FolderLock> lock;
+  if (std::error_code ignored; fs::is_directory(request.output, ignored)) lock.emplace(request.output);
   std::vector<TraceWork> works = prepare(request);
   const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
   make_folders(request.output);
+  if (!lock) {
+    lock.emplace(request.output);
+    if (!fs::is_empty(request.output / "parts")) refuse_second_run(request.output);
+  }
 
   RunSummary summary{.output = request.output};
   Tally tally;

@@ -1,7 +1,8 @@
 // A run: traces x policies x budgets -> a folder of results. Finished work is never done twice.
 //
 // The folder holds parts/TRACE.h5, the unit that is finished or not, and what is assembled from the parts: results.csv,
-// selections.h5, seconds.csv, run.json. Every file is written as NAME.partial and renamed.
+// selections.h5, seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run at a time writes
+// into a folder.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include "analysis/metrics/metric.h"
 #include "analysis/results.h"
 #include "policies/configured.h"
+#include "replay/estimate.h"
 #include "replay/replay.h"
 
 namespace kvreplay {
@@ -33,7 +35,7 @@ struct RunRequest {
   std::string backend = "cpu";
   int threads = 0;  // 0: all
   std::filesystem::path output;
-  bool force = false;             // what the folder's parts hold is computed again
+  bool force = false;             // what is asked is computed again; a part under other conditions is replaced
   bool no_text = false;           // tokens and spans are not copied into the results
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
   std::map<std::string, std::string> build;
@@ -57,8 +59,9 @@ enum class CellState {
 
 /// One cell as tables and run.json show it. A cell is a trace, a policy with all its values and a budget. Its id is the
 /// first 16 hexadecimal digits of the XXH3-128 of these lines, each ended by a newline: "kvreplay cell", then numerics,
-/// trace (its hash), policy, params, budget (tokens), boundary (tokens), eval, sliding (skip | treat), seed and backend
-/// as KEY=VALUE. `numerics` is raised whenever a number of ours changes: the same id means the same numbers.
+/// trace (its hash), policy, params, budget (tokens), boundary (tokens), eval, layers (stored numbers of the treated
+/// ones, with commas), seed and backend as KEY=VALUE. `numerics` is raised whenever a number of ours changes: the same
+/// id means the same numbers.
 struct CellSummary {
   std::string trace = {};
   std::string id = {};
@@ -114,7 +117,7 @@ struct PlannedTrace {
   std::vector<Cell> cells =
       {};           // to be computed; `known` where only metrics are missing, `measure` where moments are needed
   int skipped = 0;  // cells that are already there, whole
-  bool all_queries = false;  // a second pass over every token is needed
+  Demand demand = {};
 };
 
 inline constexpr int numerics = 1;
@@ -122,7 +125,8 @@ inline constexpr int numerics = 1;
 /// Opens and checks everything, computes nothing and writes nothing. Throws as run() does.
 std::vector<PlannedTrace> plan_run(const RunRequest& request);
 
-/// Throws Error{usage} for what cannot be meant, before anything is computed; Error{input} when no trace can serve any
+/// Throws Error{usage} for what cannot be meant and for a folder that another run writes into, before anything is
+/// computed; Error{input} when no trace can serve any
 /// policy that was asked for; Error{resources} for a full disk and Error{interrupted}, both with finished parts kept.
 /// What fails later, or for some traces or policies only, is a failed cell of the summary and the run goes on.
 RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress = {},

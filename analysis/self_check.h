@@ -1,6 +1,7 @@
 // What must hold in every run: a cell that breaks a law of this page is failed, and says where.
 //
 // - A set that keeps everything has recall and cosines of exactly 1 and errors of exactly 0.
+// - Everything is a finite number.
 // - A sum over some keys is at most the sum over all: mass <= 1, squares <= the full ones.
 // - The general comparison, which builds ã, agrees with the kept moments (identities: attention_l1 = 2 (1 - m),
 //   attention_cosine² = Σ_{K'} a² / Σ a²) within `path_tolerance`, relative above 1.
@@ -35,6 +36,9 @@ struct Violation {
   /// "layer 3, head 1: attention_l1: expected 0, found 0.25"
   std::string text() const;
 };
+
+/// Whether every sum is a number.
+bool is_finite(const Moments& moments);
 
 /// Head and layer are the caller's to fill in.
 std::optional<Violation> check_moments(const Moments& kept, const Moments& full, bool keeps_everything);

@@ -58,7 +58,7 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
       metric("question", {"span_recall", "question.mean"}, Best::largest),
   };
   std::erase_if(all, [&](const Column& column) {
-    return std::ranges::all_of(cells, [&](const CellSummary& cell) { return std::isnan(column.value(cell)); });
+    return std::ranges::all_of(cells, [&](const CellSummary& cell) { return !std::isfinite(column.value(cell)); });
   });
   all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration, Best::smallest});
   return all;
@@ -103,7 +103,7 @@ std::optional<double> best_of(const Column& column, const std::vector<const Cell
   int compared = 0;
   for (const CellSummary* cell : cells) {
     const double value = column.value(*cell);
-    if (cell->role == "control" || cell->state == CellState::failed || std::isnan(value)) continue;
+    if (cell->role == "control" || cell->state == CellState::failed || !std::isfinite(value)) continue;
     ++compared;
     if (!best || (column.best == Best::largest ? value > *best : value < *best)) best = value;
   }
@@ -136,7 +136,7 @@ std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*
     for (const CellSummary* cell : cells) {
       const double value = column.value(*cell);
       const bool is_best = best && cell->role != "control" && value == *best;
-      text.push_back((std::isnan(value) ? std::string("-") : column.text(value)) + (is_best ? "*" : " "));
+      text.push_back((std::isfinite(value) ? column.text(value) : std::string("-")) + (is_best ? "*" : " "));
     }
     std::size_t width = column.title.size() + 1;
     for (const std::string& one : text) width = std::max(width, one.size());

@@ -16,7 +16,8 @@ enum class Refusal : int {
   interrupted = 130  // the user stopped the run
 };
 
-/// `what()` is one line: "WHERE: WHAT: expected EXPECTED, found FOUND"; empty pieces are left out.
+/// `what()` is one line: "WHERE: WHAT: expected EXPECTED, found FOUND"; empty pieces are left out, control characters
+/// escaped.
 class Error : public std::exception {
  public:
   Error(Refusal refusal, std::string where, std::string what, std::string expected = {}, std::string found = {});

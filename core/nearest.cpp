@@ -27,6 +27,7 @@ std::size_t distance(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::string nearest(std::string_view name, std::span<const std::string> known) {
+  constexpr std::size_t few = 4;  // read at a glance
   std::string best, all;
   std::size_t best_distance = name.size() / 3 + 2;
   for (const std::string& candidate : known) {
@@ -38,7 +39,8 @@ std::string nearest(std::string_view name, std::span<const std::string> known) {
       best = candidate;
     }
   }
-  return best.empty() ? "one of " + all : best;
+  if (known.size() == 1) return all;
+  return best.empty() || known.size() <= few ? "one of " + all : best;
 }
 
 }  // namespace kvreplay

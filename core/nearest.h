@@ -1,4 +1,4 @@
-// An unknown name is answered with the nearest known one.
+// An unknown name is answered with the nearest known one, or with all where they are few.
 #pragma once
 
 #include <span>
@@ -7,7 +7,8 @@
 
 namespace kvreplay {
 
-/// "NEAREST" by edit distance when something is near, else all `known` names, comma-separated: for Error's `expected`.
+/// For Error's `expected`: "one of A, B, C" where at most four names are `known` or nothing is near, else the nearest
+/// by edit distance.
 std::string nearest(std::string_view name, std::span<const std::string> known);
 
 }  // namespace kvreplay

@@ -10,16 +10,21 @@
 namespace kvreplay {
 namespace {
 
+std::string quoted(std::string_view text) { return "\"" + std::string(text) + "\""; }
+
 template <class Number>
-Number parse_number(const std::string& where, std::string_view text, const char* kind) {
+Number parse_number(const std::string& where, std::string_view text, const char* kind,
+                    Number least = std::numeric_limits<Number>::lowest(),
+                    Number most = std::numeric_limits<Number>::max()) {
   Number value{};
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (problem != std::errc{} || end != text.data() + text.size() || text.empty())
-    throw Error{Refusal::usage, where, "not a number", kind, "\"" + std::string(text) + "\""};
+  const bool too_large = problem == std::errc::result_out_of_range;
+  if ((problem != std::errc{} && !too_large) || end != text.data() + text.size())
+    throw Error{Refusal::usage, where, "not a number", kind, quoted(text)};
+  if (too_large || value < least || value > most)
+    throw Error{Refusal::usage, where, "out of range", fmt::format("{}..{}", least, most), std::string(text)};
   return value;
 }
-
-std::string quoted(std::string_view text) { return "\"" + std::string(text) + "\""; }
 
 std::string range_text(const IntRange& range) {
   const std::string most = range.up_to == UpTo::prompt                     ? "P"
@@ -31,14 +36,34 @@ std::string range_text(const IntRange& range) {
 
 }  // namespace
 
-int parse_int(const std::string& where, std::string_view text) {
-  return parse_number<int>(where, text, "a whole number");
+int parse_int(const std::string& where, std::string_view text, int least, int most) {
+  return parse_number<int>(where, text, "a whole number", least, most);
 }
 
 double parse_real(const std::string& where, std::string_view text) {
   const double value = parse_number<double>(where, text, "a number");
   if (!std::isfinite(value)) throw Error{Refusal::usage, where, "not finite", "a number", std::string(text)};
   return value;
+}
+
+std::vector<std::string_view> split_list(const std::string& where, std::string_view text) {
+  std::vector<std::string_view> pieces;
+  int depth = 0;
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i <= text.size() && depth >= 0; ++i) {
+    if (i == text.size() || (text[i] == ',' && depth == 0)) {
+      pieces.push_back(text.substr(begin, i - begin));
+      begin = i + 1;
+    } else if (text[i] == '(') {
+      ++depth;
+    } else if (text[i] == ')') {
+      --depth;
+    }
+  }
+  if (depth != 0) throw Error{Refusal::usage, where, "parentheses do not match", "", quoted(text)};
+  for (const std::string_view piece : pieces)
+    if (piece.empty()) throw Error{Refusal::usage, where, "empty piece of a list", "", quoted(text)};
+  return pieces;
 }
 
 Amount Amount::parse(std::string_view where_text, std::string_view text) {

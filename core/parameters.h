@@ -139,7 +139,12 @@ class Parameters {
 };
 
 /// Reads a whole text as a number; throws Error{usage} at `where`.
-int parse_int(const std::string& where, std::string_view text);
+int parse_int(const std::string& where, std::string_view text, int least = std::numeric_limits<int>::min(),
+              int most = std::numeric_limits<int>::max());
 double parse_real(const std::string& where, std::string_view text);
+
+/// The pieces of a comma-separated list; commas inside parentheses do not separate. Throws Error{usage} at `where` for
+/// an empty piece and for parentheses that do not match.
+std::vector<std::string_view> split_list(const std::string& where, std::string_view text);
 
 }  // namespace kvreplay

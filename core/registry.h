@@ -37,6 +37,7 @@ class Registry {
   /// Throws Error{usage} that offers the nearest name.
   const Card& get(std::string_view name) const {
     if (const Card* card = find(name)) return *card;
+    if (name.empty()) throw Error{Refusal::usage, kind_, "no name", nearest(name, names())};
     throw Error{Refusal::usage, std::string(name), "unknown " + kind_, nearest(name, names()), std::string(name)};
   }
 

@@ -111,8 +111,8 @@ std::vector<MetricName> parse_metrics(std::string_view text);
 /// The variant's declaration, also of a span's variant; null when there is none.
 const MetricVariant* find_variant(const MetricName& name);
 
-/// `asked` with each variant of spans spelled out for the spans below `boundary`; jaccard is always in it. Sorted,
-/// unique.
+/// `asked` with each variant of spans spelled out for the spans below `boundary`, of equal names the first;
+/// jaccard is always in it. Sorted, unique.
 std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std::span<const Span> spans, int boundary);
 
 }  // namespace kvreplay

@@ -65,13 +65,10 @@ std::vector<MetricName> parse_metrics(std::string_view text) {
         if (variant.by_default) names.push_back({name, variant.name});
     return names;
   }
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    const std::string_view piece = text.substr(begin, end - begin);
+  for (const std::string_view piece : split_list("metric", text)) {
     const std::size_t colon = std::min(piece.find(':'), piece.size());
     const MetricCard& card = metrics().get(piece.substr(0, colon));
     add_variants(card, colon == piece.size() ? "" : piece.substr(colon + 1), names);
-    begin = end + 1;
   }
   return names;
 }
@@ -86,7 +83,8 @@ std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std:
     }
     for (const Span& span : spans) {
       const std::string spelled = span.name + "." + variant.name;
-      if (span.end <= boundary && (name.variant == variant.name || name.variant == spelled))
+      const bool first = &span == find_span(spans, span.name);
+      if (first && span.end <= boundary && (name.variant == variant.name || name.variant == spelled))
         names.insert({name.metric, spelled});
     }
   };

@@ -7,25 +7,6 @@
 namespace kvreplay {
 namespace {
 
-/// Splits at commas outside parentheses. Throws Error{usage} when parentheses do not match.
-std::vector<std::string_view> pieces(std::string_view text) {
-  std::vector<std::string_view> found;
-  int depth = 0;
-  std::size_t begin = 0;
-  for (std::size_t i = 0; i <= text.size(); ++i) {
-    if (i == text.size() || (text[i] == ',' && depth == 0)) {
-      found.push_back(text.substr(begin, i - begin));
-      begin = i + 1;
-    } else if (text[i] == '(') {
-      ++depth;
-    } else if (text[i] == ')' && --depth < 0) {
-      break;
-    }
-  }
-  if (depth != 0) throw Error{Refusal::usage, std::string(text), "parentheses do not match"};
-  return found;
-}
-
 /// "key=value": an '=' before any ':' or '('.
 bool is_assignment(std::string_view piece) {
   const std::size_t mark = piece.find_first_of("=:(");
@@ -41,11 +22,10 @@ std::string_view without_parentheses(std::string_view value) {
 
 std::vector<std::string> split_policies(std::string_view text) {
   std::vector<std::string> found;
-  for (const std::string_view piece : pieces(text)) {
-    if (piece.empty()) throw Error{Refusal::usage, std::string(text), "empty policy", "NAME[:KEY=VALUE,...]"};
+  for (const std::string_view piece : split_list("policy", text)) {
     if (is_assignment(piece)) {
       if (found.empty())
-        throw Error{Refusal::usage, std::string(piece), "value without a policy", "NAME[:KEY=VALUE,...]"};
+        throw Error{Refusal::usage, "policy", "value without a policy", "NAME[:KEY=VALUE,...]", std::string(piece)};
       found.back() += (found.back().find(':') == std::string::npos ? ":" : ",") + std::string(piece);
     } else {
       found.emplace_back(piece);
@@ -62,7 +42,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
 
   std::vector<std::pair<std::string_view, std::string_view>> values;
   if (colon != std::string_view::npos) {
-    for (const std::string_view piece : pieces(text.substr(colon + 1))) {
+    for (const std::string_view piece : split_list(configured.name_, text.substr(colon + 1))) {
       const std::size_t equals = piece.find('=');
       if (equals == std::string_view::npos || equals == 0)
         throw Error{Refusal::usage, configured.name_, "not a parameter", "KEY=VALUE", "\"" + std::string(piece) + "\""};
@@ -78,6 +58,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   for (const bool is_preset : {true, false})
     for (const auto& [key, value] : values)
       if ((key == "preset") == is_preset) parameters.set(key, value);
+  configured.plan();  // throws when values contradict each other
   return configured;
 }
 
@@ -115,8 +96,7 @@ Budget Budget::parse(std::string_view text) {
     if (!(budget.fraction > 0.0 && budget.fraction <= 1.0))
       throw Error{Refusal::usage, where, "out of range", "a fraction in (0, 1]", std::string(text)};
   } else {
-    budget.count = parse_int(where, text);
-    if (budget.count < 1) throw Error{Refusal::usage, where, "out of range", "1 token or more", std::string(text)};
+    budget.count = parse_int(where, text, 1);
   }
   return budget;
 }

@@ -10,11 +10,9 @@ namespace kvreplay {
 namespace {
 
 const Span& find_span(const Trace& trace, std::string_view name) {
+  if (const Span* found = find_span(trace.header().spans, name)) return *found;
   std::vector<std::string> known;
-  for (const Span& span : trace.header().spans) {
-    if (span.name == name) return span;
-    known.push_back(span.name);
-  }
+  for (const Span& span : trace.header().spans) known.push_back(span.name);
   if (known.empty()) throw Error{Refusal::input, trace.path().string(), "has no spans", "span " + std::string(name)};
   throw Error{Refusal::input, trace.path().string(), "no such span", nearest(name, known), std::string(name)};
 }
@@ -55,7 +53,7 @@ void require_queries(const Trace& trace, std::span<const int> layers, std::span<
 
 }  // namespace
 
-std::vector<std::int32_t> eval_queries(const Trace& trace, int /*boundary*/, std::string_view text) {
+std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text) {
   const TraceHeader& header = trace.header();
   std::vector<std::int32_t> queries;
   if (text == "continuation") {
@@ -109,7 +107,10 @@ std::vector<int> treated_layers(const Trace& trace, bool treat_sliding) {
 
 void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
   policy.check_limits(conditions.boundary, static_cast<int>(conditions.layers.size()));
-  const Needs needs = policy.plan().needs;
+  const Plan plan = policy.plan();
+  if (const auto* counts = std::get_if<CountsOf>(&plan.allocate))
+    check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy));
+  const Needs needs = plan.needs;
   const int first = needs.all_queries ? 0 : std::max(0, conditions.boundary - needs.last_queries);
   const std::vector<std::int32_t> wanted = positions(first, conditions.boundary);
   if (!wanted.empty()) require_queries(trace, conditions.layers, wanted, policy.name());

@@ -143,7 +143,7 @@ class Replay {
 
   void poll() const {
     if (interrupted_ && interrupted_())
-      throw Error{Refusal::interrupted, trace_.path().string(), "interrupted; finished cells are kept"};
+      throw Error{Refusal::interrupted, trace_.path().string(), "interrupted; finished traces are kept"};
   }
 
   void walk(int number, int walks) {

@@ -27,7 +27,7 @@ struct Conditions {
 
 /// Which tokens metrics are taken at: "continuation", "last:N", "span:NAME", "all", "stride:K". Throws Error{usage} for
 /// the text, Error{input} for a trace without such queries.
-std::vector<std::int32_t> eval_queries(const Trace& trace, int boundary, std::string_view text);
+std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text);
 
 /// "prompt", a number of tokens, or "span:NAME" (its end). Throws as eval_queries.
 int boundary(const Trace& trace, std::string_view text);

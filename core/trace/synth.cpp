@@ -7,7 +7,9 @@
 #include <cassert>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -23,6 +25,7 @@ namespace {
 enum Tag : std::uint64_t { queries = 1, keys = 2, values = 3, token_numbers = 4, directions = 5, copies = 6 };
 
 constexpr int vocabulary = 1000;
+constexpr int most_tokens = std::numeric_limits<int>::max() / 5;  // a token's text is at most "w999 "
 constexpr int sink_tokens = 4;
 constexpr int repeated_block = 64;
 constexpr std::size_t block_bytes = std::size_t{8} << 20;
@@ -230,7 +233,10 @@ void check(const SynthOptions& options) {
     require(value >= 1, name, "at least 1", std::to_string(value));
   require(options.query_heads % options.kv_heads == 0, "kv_heads", fmt::format("a divisor of {}", options.query_heads),
           std::to_string(options.kv_heads));
-  require(options.continuation >= 0, "continuation", "at least 0", std::to_string(options.continuation));
+  require(options.continuation >= 0 && options.continuation < most_tokens, "continuation",
+          fmt::format("0 to {}", most_tokens - 1), std::to_string(options.continuation));
+  require(options.prefill <= most_tokens - options.continuation, "prefill",
+          fmt::format("at most {}", most_tokens - options.continuation), std::to_string(options.prefill));
   require(options.last_queries >= 0 && options.last_queries <= tokens_of(options), "last_queries",
           fmt::format("0 to {}", tokens_of(options)), std::to_string(options.last_queries));
   require(!options.sliding_window.empty(), "sliding_window", "at least one number", "none");
@@ -239,6 +245,25 @@ void check(const SynthOptions& options) {
           fmt::format("{}", options.seed));
   require(options.kind != "needle" || question_of(options).begin >= 1, "prefill", "at least 2 for a needle",
           std::to_string(options.prefill));
+}
+
+/// Bytes of the tensors, which are nearly all of a trace. A real number, since any options may be asked for.
+double size_of_trace(const SynthOptions& options) {
+  const double keys_and_values = 2.0 * options.kv_heads * tokens_of(options);
+  const double stored = options.last_queries > 0 ? options.last_queries : tokens_of(options);
+  return options.layers * (options.query_heads * stored + keys_and_values) * options.head_dim *
+         static_cast<double>(size_of(options.dtype));
+}
+
+void require_space(const SynthOptions& options, const std::filesystem::path& path) {
+  const std::filesystem::path folder = std::filesystem::absolute(path).parent_path();
+  std::error_code unknown;  // the writer refuses a folder that is not there
+  const auto available = static_cast<double>(std::filesystem::space(folder, unknown).available);
+  if (const double size = size_of_trace(options); !unknown && size > available) {
+    constexpr double mebibyte = 1 << 20;
+    throw Error{Refusal::resources, path.string(), "too little space on the disk for the trace",
+                fmt::format("at least {:.1f} MiB", size / mebibyte), fmt::format("{:.1f} MiB", available / mebibyte)};
+  }
 }
 
 TraceHeader header_of(const SynthOptions& options) {
@@ -320,6 +345,7 @@ SynthOptions synth_defaults(const std::string& kind) { return kind_of(kind).card
 
 void synthesise(const SynthOptions& options, const std::filesystem::path& path) {
   check(options);
+  require_space(options, path);
   const RowMaker maker = kind_of(options.kind).rows(options);
   TraceWriter writer(path, header_of(options), options.existing);
 

@@ -41,7 +41,8 @@ const std::vector<SynthKind>& synth_kinds();
 /// The options of one kind before anything is changed; an unknown name is an Error{usage} with the nearest.
 SynthOptions synth_defaults(const std::string& kind);
 
-/// Writes the trace. Options that contradict each other are an Error{usage}.
+/// Writes the trace. Options that contradict each other are an Error{usage}, a trace that the disk has no room for
+/// is an Error{resources}, before anything is written.
 void synthesise(const SynthOptions& options, const std::filesystem::path& path);
 
 }  // namespace kvreplay

@@ -10,6 +10,9 @@ namespace kvreplay {
 enum class DType { float16, bfloat16, float32 };
 
 constexpr std::size_t size_of(DType type) { return type == DType::float32 ? 4 : 2; }
+constexpr const char* name_of(DType type) {
+  return type == DType::float16 ? "float16" : type == DType::bfloat16 ? "bfloat16" : "float32";
+}
 
 /// [heads, tokens, dim], contiguous, at any byte address: small tensors lie in a file wherever there was room. Lives as
 /// long as what it was taken from.

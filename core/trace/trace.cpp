@@ -362,8 +362,6 @@ class Reader {
   Contents contents_;
 };
 
-std::string name_of(DType type) { return schema().entry("/model@dtype").one_of.at(static_cast<std::size_t>(type)); }
-
 std::string name_of(const std::filesystem::path& path) {
   return path.extension() == ".h5" ? path.stem().string() : path.filename().string();
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "trace/tensor.h"
@@ -21,6 +22,13 @@ struct Span {
 
   friend bool operator==(const Span&, const Span&) = default;
 };
+
+/// The first span of that name; null: there is none. A name that is given twice means its first span everywhere.
+inline const Span* find_span(std::span<const Span> spans, std::string_view name) {
+  for (const Span& span : spans)
+    if (span.name == name) return &span;
+  return nullptr;
+}
 
 /// Everything in a trace but the tensors.
 struct TraceHeader {

@@ -61,7 +61,7 @@ struct TraceWriter::State {
     if (header.created.empty()) header.created = now();
     rules.check_header(header);
     if (existing == Existing::refuse && std::filesystem::exists(path))
-      throw Error{Refusal::input, path.string(), "exists", "a new name, or leave to replace it", "a file"};
+      throw Error{Refusal::input, path.string(), "exists", "a new name, or --force to replace it", "a file"};
     fd = ::open(partial.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (fd < 0) throw system_failure(errno, partial.string(), "cannot be made");
   }

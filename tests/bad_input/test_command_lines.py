@@ -25,9 +25,9 @@ LINES: list[tuple[int, str, str]] = [
     # the program
     (USAGE, "snyth", "snyth: unknown command: expected synth, found snyth"),
     (USAGE, "help replya", "replya: unknown command: expected replay, found replya"),
-    (USAGE, "--versoin", "kvreplay: unknown option: expected --version, found --versoin"),
+    (USAGE, "--versoin", "kvreplay: unknown option: expected one of --help, --version, found --versoin"),
     (USAGE, "doctor now", "doctor: superfluous argument: found now"),
-    (USAGE, "completion tosh", "completion: unknown shell: expected bash, found tosh"),
+    (USAGE, "completion tosh", "completion: unknown shell: expected one of bash, zsh, fish, found tosh"),
     (USAGE, "completion", "completion: missing argument: expected bash|zsh|fish"),
     (
         CAPABILITY,
@@ -67,11 +67,21 @@ LINES: list[tuple[int, str, str]] = [
         "synth sinks -o new.h5 --sliding-window 4,-1",
         "--sliding-window: out of range: expected 0 or more, found -1",
     ),
+    (
+        USAGE,
+        "synth sinks -o new.h5 --sliding-window 4,,8",
+        '--sliding-window: empty piece of a list: found "4,,8"',
+    ),
+    (
+        USAGE,
+        "synth sinks -o new.h5 --prompt 2147483647",
+        "prefill: value: expected at most 429496697, found 2147483647",
+    ),
     (USAGE, "synth sinks -o new.h5 --softcap soft", '--softcap: not a number: expected a number, found "soft"'),
     (
         INPUT,
         "synth sinks -o fixture.h5",
-        "fixture.h5: exists: expected a new name, or leave to replace it, found a file",
+        "fixture.h5: exists: expected a new name, or --force to replace it, found a file",
     ),
     (INPUT, "synth sinks -o none/new.h5", "none/new.h5.partial: cannot be made: No such file or directory"),
     # reading
@@ -121,8 +131,15 @@ LINES: list[tuple[int, str, str]] = [
     # policies
     (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
     (USAGE, f"{REPLAY} -p zzzzzzzz -b 0.5", f"zzzzzzzz: unknown policy: expected {POLICIES}, found zzzzzzzz"),
-    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", "h2o,,full: empty policy: expected NAME[:KEY=VALUE,...]"),
-    (USAGE, f"{REPLAY} -p window=3 -b 0.5", "window=3: value without a policy: expected NAME[:KEY=VALUE,...]"),
+    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty piece of a list: found "h2o,,full"'),
+    (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty piece of a list: found "h2o,"'),
+    (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty piece of a list: found ""'),
+    (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}"),
+    (
+        USAGE,
+        f"{REPLAY} -p window=3 -b 0.5",
+        "policy: value without a policy: expected NAME[:KEY=VALUE,...], found window=3",
+    ),
     (USAGE, f"{REPLAY} -p snapkv:windwo=3 -b 0.5", "snapkv: unknown parameter: expected window, found windwo"),
     (USAGE, f"{REPLAY} -p full:x=1 -b 0.5", "full: takes no parameters: found x"),
     (USAGE, f"{REPLAY} -p snapkv:window -b 0.5", 'snapkv: not a parameter: expected KEY=VALUE, found "window"'),
@@ -166,7 +183,11 @@ LINES: list[tuple[int, str, str]] = [
         f"{REPLAY} -p chunkkv:reuse=5 -b 0.5",
         "chunkkv:reuse: larger than the trace: expected at most 4 layers, found 5",
     ),
-    (USAGE, f"{REPLAY} -p oracle:counts=(snapkv -b 0.5", "oracle:counts=(snapkv: parentheses do not match"),
+    (
+        USAGE,
+        f"{REPLAY} -p oracle:counts=(snapkv -b 0.5",
+        '--policy: parentheses do not match: found "oracle:counts=(snapkv"',
+    ),
     (USAGE, f"{REPLAY} -p oracle:counts=(snapkw) -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
     (
         USAGE,
@@ -174,13 +195,20 @@ LINES: list[tuple[int, str, str]] = [
         "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=(h2o)",
     ),
     # budgets
-    (USAGE, f"{REPLAY} -p h2o -b 0", "budget 0: out of range: expected 1 token or more, found 0"),
-    (USAGE, f"{REPLAY} -p h2o -b -3", "budget -3: out of range: expected 1 token or more, found -3"),
+    (USAGE, f"{REPLAY} -p h2o -b 0", "budget 0: out of range: expected 1..2147483647, found 0"),
+    (USAGE, f"{REPLAY} -p h2o -b -3", "budget -3: out of range: expected 1..2147483647, found -3"),
     (USAGE, f"{REPLAY} -p h2o -b 1.5", "budget 1.5: out of range: expected a fraction in (0, 1], found 1.5"),
     (USAGE, f"{REPLAY} -p h2o -b 0.0", "budget 0.0: out of range: expected a fraction in (0, 1], found 0.0"),
     (USAGE, f"{REPLAY} -p h2o -b 200%", "budget 200%: out of range: expected a fraction in (0, 1], found 200%"),
     (USAGE, f"{REPLAY} -p h2o -b 0.1,abc", 'budget abc: not a number: expected a whole number, found "abc"'),
-    (USAGE, f"{REPLAY} -p h2o -b ,", "budget: empty: expected a fraction in (0, 1] or a count of tokens"),
+    (
+        USAGE,
+        f"{REPLAY} -p h2o -b 99999999999",
+        "budget 99999999999: out of range: expected 1..2147483647, found 99999999999",
+    ),
+    (USAGE, f"{REPLAY} -p h2o -b ,", '--budget: empty piece of a list: found ","'),
+    (USAGE, f"{REPLAY} -p h2o -b 6,,6", '--budget: empty piece of a list: found "6,,6"'),
+    (USAGE, f"{REPLAY} -p h2o -b 6,", '--budget: empty piece of a list: found "6,"'),
     # options
     (USAGE, f"{H2O} --budgte 3", "replay: unknown option: expected --budget, found --budgte"),
     (USAGE, f"{REPLAY} -p", "--policy: needs a value: expected POLICY,..."),
@@ -198,10 +226,13 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{H2O} --metrics attention_recall:promt",
-        "attention_recall: unknown variant: expected prompt, found promt",
+        "attention_recall: unknown variant: expected one of prompt, nosink, found promt",
     ),
-    (USAGE, f"{H2O} --detail heads", "--detail: unknown value: expected head, found heads"),
-    (USAGE, f"{H2O} --save scores,score", "--save: unknown value: expected scores, found score"),
+    (USAGE, f"{H2O} --metrics ,", '--metrics: empty piece of a list: found ","'),
+    (USAGE, f"{H2O} --metrics kv_bytes,", '--metrics: empty piece of a list: found "kv_bytes,"'),
+    (USAGE, f"{H2O} --detail heads", "--detail: unknown value: expected one of summary, layer, head, found heads"),
+    (USAGE, f"{H2O} --save scores,score", "--save: unknown value: expected one of scores, attention, found score"),
+    (USAGE, f"{H2O} --save scores,", '--save: empty piece of a list: found "scores,"'),
     (USAGE, f"{H2O} --sliding maybe", "--sliding: unknown value: expected one of skip, treat, found maybe"),
     (
         USAGE,
@@ -209,6 +240,7 @@ LINES: list[tuple[int, str, str]] = [
         "--progress: unknown value: expected one of auto, always, never, found sometimes",
     ),
     (USAGE, f"{H2O} --threads -1", "--threads: out of range: expected 0..4096, found -1"),
+    (USAGE, f"{H2O} --threads 99999999999", "--threads: out of range: expected 0..4096, found 99999999999"),
     (USAGE, f"{H2O} --threads two", '--threads: not a number: expected a whole number, found "two"'),
     (USAGE, f"{H2O} --seed -1", '--seed: not a seed: expected 0..2^64-1, found "-1"'),
     (
@@ -288,7 +320,7 @@ def test_a_missing_device_is_a_missing_capability(device: str, folder: Path) -> 
 def test_a_plan_that_does_not_fit_is_refused(folder: Path) -> None:
     answer = run(f"{H2O} --memory 1k -o new", folder)
     assert answer.returncode == RESOURCES
-    assert answer.stderr.startswith("kvreplay: --memory: too small for the plan: expected ")
+    assert answer.stderr.startswith("kvreplay: --memory: too small for the plan: expected at least ")
     assert answer.stderr.endswith(" MiB, found 1.0 KiB\n")
     assert not (folder / "new").exists()
 
@@ -297,7 +329,25 @@ def test_an_empty_policy_is_refused(folder: Path) -> None:
     words = [PROGRAM, "replay", "fixture.h5", "-p", "", "-b", "0.5"]
     answer = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (USAGE, "")
-    assert "empty policy" in answer.stderr
+    assert answer.stderr == 'kvreplay: --policy: empty piece of a list: found ""\n'
+
+
+def test_a_trace_larger_than_the_disk_is_refused_before_it_is_written(folder: Path) -> None:
+    before = listing(folder)
+    answer = run("synth gaussian -o new.h5 --layers 60000 --query-heads 64 --kv-heads 64 --prompt 1000000", folder)
+    assert (answer.returncode, answer.stdout) == (RESOURCES, "")
+    # 3 tensors x layers x heads x (prompt + continuation) x head_dim x 2 bytes
+    size = 3 * 60000 * 64 * (1000000 + 32) * 64 * 2 / 2**20
+    start = f"kvreplay: new.h5: too little space on the disk for the trace: expected at least {size:.1f} MiB, found "
+    assert answer.stderr.startswith(start)
+    assert answer.stderr.endswith(" MiB\n")
+    assert listing(folder) == before
+
+
+def test_control_characters_do_not_break_the_line(folder: Path) -> None:
+    answer = subprocess.run([PROGRAM, "info", "no\nsuch\x1b[1m\ttrace.h5"], cwd=folder, capture_output=True, text=True)
+    assert answer.returncode == INPUT
+    assert answer.stderr == "kvreplay: no\\nsuch\\x1b[1m\\x09trace.h5: cannot be opened: No such file or directory\n"
 
 
 def test_a_trace_under_two_names_is_refused(folder: Path) -> None:

@@ -75,7 +75,7 @@ struct RecordedRun : Sink {
 
 inline Conditions default_conditions(const Trace& trace) {
   const int prompt = boundary(trace, "prompt");
-  return {prompt, eval_queries(trace, prompt, "continuation"), treated_layers(trace, false)};
+  return {prompt, eval_queries(trace, "continuation"), treated_layers(trace, false)};
 }
 
 inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 2) {

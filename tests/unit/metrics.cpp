@@ -49,6 +49,15 @@ double from_moments(const std::string& metric, const std::string& variant = "") 
   return measure<OfMoments>(metric, variant).from_moments(kept_moments, full_moments);
 }
 
+TEST(MetricNames, OfTwoSpansOfOneNameTheFirstCounts) {
+  const std::vector<MetricName> asked = parse_metrics("span_recall");
+  const auto spans_of = [&](const std::vector<Span>& spans) {
+    return std::ranges::count(metrics_of_trace(asked, spans, 10), "span_recall", &MetricName::metric);
+  };
+  EXPECT_EQ(spans_of({{"s", "context", 2, 4}, {"s", "context", 8, 12}}), 3);
+  EXPECT_EQ(spans_of({{"s", "context", 8, 12}, {"s", "context", 2, 4}}), 0);
+}
+
 TEST(MetricsOfMoments, OfThreeKeysByHand) {
   EXPECT_DOUBLE_EQ(from_moments("attention_recall"), 0.7);
   EXPECT_DOUBLE_EQ(from_moments("attention_recall", "prompt"), 0.7);

@@ -31,11 +31,12 @@ TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
   EXPECT_EQ(split_policies("oracle:counts=(snapkv:window=2,kernel=3),local"),
             (Pieces{"oracle:counts=(snapkv:window=2,kernel=3)", "local"}));
   EXPECT_EQ(refusal_of([] { split_policies("window=3"); }),
-            "window=3: value without a policy: expected NAME[:KEY=VALUE,...]");
-  EXPECT_EQ(refusal_of([] { split_policies("h2o,,local"); }),
-            "h2o,,local: empty policy: expected NAME[:KEY=VALUE,...]");
-  EXPECT_EQ(refusal_of([] { split_policies("oracle:counts=(h2o"); }), "oracle:counts=(h2o: parentheses do not match");
-  EXPECT_EQ(refusal_of([] { split_policies("h2o)"); }), "h2o): parentheses do not match");
+            "policy: value without a policy: expected NAME[:KEY=VALUE,...], found window=3");
+  EXPECT_EQ(refusal_of([] { split_policies("h2o,,local"); }), "policy: empty piece of a list: found \"h2o,,local\"");
+  EXPECT_EQ(refusal_of([] { split_policies(""); }), "policy: empty piece of a list: found \"\"");
+  EXPECT_EQ(refusal_of([] { split_policies("oracle:counts=(h2o"); }),
+            "policy: parentheses do not match: found \"oracle:counts=(h2o\"");
+  EXPECT_EQ(refusal_of([] { split_policies("h2o)"); }), "policy: parentheses do not match: found \"h2o)\"");
 }
 
 TEST(ConfiguredPolicy, LabelNamesWhatDiffersAndParamsNameAll) {
@@ -71,9 +72,12 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("snapkv:window=3x"),
             "snapkv:window: not a number: expected a whole number, found \"3x\"");
   EXPECT_EQ(refusal_of_policy("snapkv:window="), "snapkv:window: not a number: expected a whole number, found \"\"");
-  EXPECT_EQ(refusal_of_policy("snapkv:pool=mx"), "snapkv:pool: unknown value: expected max, found \"mx\"");
-  EXPECT_EQ(refusal_of_policy("snapkv:preset=factry"),
-            "snapkv:preset: unknown value: expected factory, found \"factry\"");
+  EXPECT_EQ(refusal_of_policy("snapkv:pool=mx"),
+            "snapkv:pool: unknown value: expected one of none, max, avg, found \"mx\"");
+  EXPECT_EQ(
+      refusal_of_policy("snapkv:preset=factry"),
+      "snapkv:preset: unknown value: expected one of factory, snapkv-paper, snapkv-code, kvpress, found \"factry\"");
+  EXPECT_EQ(refusal_of_policy("snapkv:windw=3,"), "snapkv: empty piece of a list: found \"windw=3,\"");
   EXPECT_EQ(refusal_of_policy("h2o:recent=1.5"),
             "h2o:recent: out of range: expected tokens, or a fraction 0.0..1.0, found 1.5");
   EXPECT_EQ(refusal_of_policy("h2o:recent=-3"), "h2o:recent: out of range: expected 0 or more, found -3");
@@ -84,6 +88,15 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
             "random:heads: unknown value: expected one of kv, layer, found \"query\"");
   EXPECT_EQ(refusal_of_policy("oracle:counts=(oracle:counts=h2o)"),
             "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=h2o");
+}
+
+TEST(ConfiguredPolicy, OracleTakesCountsFromAPolicyThatHasSome) {
+  EXPECT_EQ(refusal_of_policy("oracle:counts=(full)"),
+            "oracle:counts: counts of a policy without a budget: expected a policy that evicts, found full");
+  EXPECT_EQ(
+      refusal_of_policy("oracle:scope=global,counts=(h2o)"),
+      "oracle: heads and scope come from the counted policy: expected counts without heads and scope, found heads "
+      "or scope beside counts=(h2o)");
 }
 
 TEST(ConfiguredPolicy, ValueOfTheUserMustFitTheTraceAndADefaultIsClamped) {
@@ -110,11 +123,12 @@ TEST(Budget, LiteralWithAPointIsAFraction) {
 
 TEST(Budget, RefusesInOneLine) {
   const auto refusal = [](const char* text) { return refusal_of([text] { Budget::parse(text); }); };
-  EXPECT_EQ(refusal("0"), "budget 0: out of range: expected 1 token or more, found 0");
-  EXPECT_EQ(refusal("-3"), "budget -3: out of range: expected 1 token or more, found -3");
+  EXPECT_EQ(refusal("0"), "budget 0: out of range: expected 1..2147483647, found 0");
+  EXPECT_EQ(refusal("-3"), "budget -3: out of range: expected 1..2147483647, found -3");
   EXPECT_EQ(refusal("0.0"), "budget 0.0: out of range: expected a fraction in (0, 1], found 0.0");
   EXPECT_EQ(refusal("1.5"), "budget 1.5: out of range: expected a fraction in (0, 1], found 1.5");
   EXPECT_EQ(refusal("200%"), "budget 200%: out of range: expected a fraction in (0, 1], found 200%");
+  EXPECT_EQ(refusal("99999999999"), "budget 99999999999: out of range: expected 1..2147483647, found 99999999999");
   EXPECT_EQ(refusal("abc"), "budget abc: not a number: expected a whole number, found \"abc\"");
   EXPECT_EQ(refusal(""), "budget: empty: expected a fraction in (0, 1] or a count of tokens");
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <fstream>
 #include <iterator>
+#include <limits>
 
 #include "analysis/compare_runs.h"
 #include "analysis/csv.h"
@@ -169,7 +170,7 @@ TEST_F(Run, AnAddedMetricIsComputedFromTheStoredSets) {
   ASSERT_EQ(plan[0].cells.size(), 4U);
   EXPECT_EQ(plan[0].cells[0].known.size(), 2U);
   EXPECT_FALSE(plan[0].cells[0].measure);
-  EXPECT_TRUE(plan[0].all_queries);
+  EXPECT_TRUE(plan[0].demand.every_query);
   const RunSummary added = run(asked);
   EXPECT_EQ(cell(added, "snapkv").state, CellState::done);
   EXPECT_EQ(content(asked.output / "seconds.csv"), seconds);  // nothing was scored again
@@ -386,6 +387,156 @@ TEST_F(Run, ProgressGrowsToOne) {
     });
     EXPECT_DOUBLE_EQ(last, 1) << metrics;
   }
+}
+
+TEST_F(Run, ForceMakesAnewWhatIsAskedAndKeepsTheRest) {
+  RunRequest asked = request({synth("fixture", "f1")}, "h2o,local", "kv_l1_loss,redundancy_key");
+  asked.save_scores = asked.save_attention = true;
+  run(asked);
+  const std::string results = content(asked.output / "results.csv"), sets = content(asked.output / "selections.h5");
+  RunRequest forced = asked;
+  forced.policies = {ConfiguredPolicy::parse("h2o")};
+  forced.metrics = parse_metrics("kv_l1_loss");
+  forced.save_scores = forced.save_attention = false;
+  forced.force = true;
+  const RunSummary again = run(forced);
+  for (const CellSummary& one : again.cells) EXPECT_EQ(one.state, CellState::done);
+  EXPECT_EQ(content(asked.output / "results.csv"), results);
+  EXPECT_TRUE(compare_runs(asked.output, asked.output).equal());
+  asked.force = false;
+  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped) << one.policy;
+  EXPECT_EQ(content(asked.output / "selections.h5").size(), sets.size());
+}
+
+TEST_F(Run, ForceLosesNothingWhenItCannotWrite) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  run(asked);
+  const fs::path part = asked.output / "parts" / "f1.h5";
+  const std::string before = content(part);
+  fs::create_directory(part.string() + ".partial");  // where the new part would be written
+  asked.force = true;
+  EXPECT_EQ(run(asked).failed(), 4);
+  EXPECT_EQ(content(part), before);
+}
+
+TEST_F(Run, OtherNumericsAreOtherConditions) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  run(asked);
+  {
+    const hdf5::File made = hdf5::File::open_writable(asked.output / "parts" / "f1.h5");
+    hdf5::Group trace = made.group("traces").group("f1");
+    EXPECT_EQ(trace.integer_attribute("numerics"), numerics);
+    H5Adelete(trace.id(), "numerics");
+    trace.set_attribute("numerics", std::int64_t{numerics + 1});
+  }
+  EXPECT_NE(refusal(asked).find("numerics of the earlier results"), std::string::npos);
+  asked.force = true;
+  EXPECT_EQ(run(asked).failed(), 0);
+}
+
+TEST_F(Run, ABudgetIsShownAsItWasAskedLast) {
+  RunRequest asked = request({synth("fixture", "f1")}, "h2o", "kv_l1_loss");
+  asked.budgets = {Budget::parse("0.5")};
+  run(asked);
+  asked.budgets = {Budget::parse("6")};
+  const auto all_say_six = [&] {
+    return std::ranges::all_of(rows(asked.output / "results.csv"),
+                               [](auto& row) { return row.at("role") == "trace" || row.at("budget") == "6"; });
+  };
+  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped);
+  EXPECT_TRUE(all_say_six());
+  asked.budgets = {Budget::parse("50%")};
+  run(asked);
+  asked.budgets = {Budget::parse("6")};
+  asked.metrics = parse_metrics("kv_l1_loss,kv_bytes");
+  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::done);
+  EXPECT_TRUE(all_say_six());
+}
+
+TEST_F(Run, TheSameLayersAreTheSameWork) {
+  RunRequest asked = request({synth("fixture", "f1")});
+  const std::string id = run(asked).cells.at(0).id;
+  asked.treat_sliding = true;  // no layer of it slides
+  const RunSummary again = run(asked);
+  EXPECT_EQ(again.cells.at(0).id, id);
+  EXPECT_EQ(again.cells.at(0).state, CellState::skipped);
+}
+
+TEST_F(Run, ValuesThatAreNotNumbersFailTheTrace) {
+  const fs::path path = synth("fixture", "f1");
+  {
+    const hdf5::File file = hdf5::File::open_writable(path);
+    hdf5::Dataset values = file.group("layers").group("002").dataset("v");
+    std::vector<float> all(hdf5::elements(values.shape()));
+    values.read(hdf5::Type::float32(), all.data());
+    all[0] = std::numeric_limits<float>::quiet_NaN();
+    values.write(hdf5::Type::float32(), all.data());
+  }
+  const RunSummary summary = run(request({path}));
+  EXPECT_EQ(summary.failed(), 4);
+  const std::string& error = summary.cells.at(0).error;
+  EXPECT_NE(error.find("/layers/002: attention is not a number (kvreplay validate --deep"), std::string::npos) << error;
+}
+
+TEST_F(Run, NamesThatResultsCannotBear) {
+  const fs::path trace = synth("fixture", "f1");
+  for (const char* name : {"...h5", "line\nbreak.h5", "..h5"}) {
+    fs::copy_file(trace, file(name));
+    EXPECT_TRUE(refusal(request({file(name)})).starts_with("3 ")) << name << refusal(request({file(name)}));
+  }
+  EXPECT_FALSE(fs::exists(folder() / "out"));
+}
+
+TEST_F(Run, OneRunAtATimeWritesIntoAFolder) {
+  const RunRequest asked = request({synth("fixture", "f1")});
+  std::string second;
+  run(asked, [&](const Progress&) { second = refusal(asked); });
+  EXPECT_TRUE(second.starts_with("2 ")) << second;
+  EXPECT_NE(second.find("another run writes here"), std::string::npos) << second;
+  EXPECT_EQ(refusal(asked), "no refusal");
+}
+
+TEST_F(Run, OfTwoSpansOfOneNameTheFirstCounts) {
+  const fs::path path = synth("needle", "a");
+  const RunSummary before = run(request({path}, "random", "span_recall"));
+  bool renamed = false;
+  {
+    const hdf5::File file = hdf5::File::open_writable(path);
+    hdf5::Dataset spans = file.dataset("spans");
+    const hdf5::Type type = spans.type();
+    std::vector<char> bytes(type.bytes() * hdf5::elements(spans.shape()));
+    spans.read(type, bytes.data());
+    // The span after the needle takes its name.
+    const std::size_t name = type.member_offset("name"), width = type.member("name")->bytes();
+    const std::size_t spans_count = hdf5::elements(spans.shape());
+    for (std::size_t s = 0; s + 1 < spans_count; ++s)
+      if (std::string(&bytes[s * type.bytes() + name]).starts_with("needle")) {
+        std::copy_n(&bytes[s * type.bytes() + name], width, &bytes[(s + 1) * type.bytes() + name]);
+        renamed = true;
+        break;
+      }
+    spans.write(type, bytes.data());
+  }
+  ASSERT_TRUE(renamed);
+  RunRequest asked = request({path}, "random", "span_recall");
+  asked.output = folder() / "twice";
+  EXPECT_EQ(cell(run(asked), "random").values.at({"span_recall", "needle.mean"}),
+            cell(before, "random").values.at({"span_recall", "needle.mean"}));
+}
+
+TEST(Table, WhatIsNotFiniteIsADash) {
+  RunSummary summary;
+  summary.traces = {{.name = "t", .layers = 1, .stored_layers = 1}};
+  for (const double error : {std::numeric_limits<double>::infinity(), 0.5, 0.25})
+    summary.cells.push_back(
+        {.trace = "t",
+         .role = "asked",
+         .label = "p",
+         .values = {{{"output_error", ""}, error}, {{"output_cosine", ""}, -std::numeric_limits<double>::infinity()}}});
+  const std::string text = table(summary);
+  EXPECT_EQ(text.find("inf"), std::string::npos) << text;
+  EXPECT_EQ(text.find("out.cos"), std::string::npos) << text;
+  EXPECT_NE(text.find("0.250*"), std::string::npos) << text;
 }
 
 TEST_F(Run, TheTableIsNarrowAndSaysOpenLoop) {

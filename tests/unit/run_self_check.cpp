@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 
 #include "analysis/self_check.h"
 #include "fake_backend.h"
@@ -62,6 +63,25 @@ TEST(SelfCheck, BothPathsAgreeWithinTheTolerance) {
   EXPECT_EQ(violation->what, "attention_l1 by comparison and by moments");
   off.l1 = 0.6 + path_tolerance / 2;
   EXPECT_FALSE(check_comparison(off, kept, full));
+}
+
+TEST(SelfCheck, WhatIsNotANumberAgreesWithNothing) {
+  Moments odd_kept = kept;
+  Comparison odd = compared;
+  odd_kept.error_square = odd.error_square = std::nan("");
+  EXPECT_TRUE(check_comparison(odd, odd_kept, full));
+  EXPECT_TRUE(check_moments(odd_kept, full, false));
+  EXPECT_FALSE(check_moments(kept, full, false));
+  odd_kept = kept;
+  odd_kept.output_dot = std::numeric_limits<double>::infinity();
+  EXPECT_TRUE(check_moments(odd_kept, full, false));
+  // Only o is zero: the relative error is infinite on both paths, or it is not the same.
+  Moments no_output = full;
+  odd = compared;
+  no_output.output_square = odd.output_full_square = 0;
+  EXPECT_FALSE(check_comparison(odd, kept, no_output));
+  odd.output_full_square = 0.74;
+  EXPECT_TRUE(check_comparison(odd, kept, no_output));
 }
 
 TEST(SelfCheck, ExpectedRecallByHand) {

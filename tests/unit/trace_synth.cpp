@@ -203,6 +203,11 @@ TEST_F(Synth, RefusesWhatCannotBeMeant) {
     }
     return "accepted";
   };
+  // Five characters a token: the offsets of the text are 32 bits wide.
+  EXPECT_EQ(refusal([](SynthOptions& o) { o.prefill = 2147483647; }),
+            "prefill: value: expected at most 429496697, found 2147483647");
+  EXPECT_EQ(refusal([](SynthOptions& o) { o.continuation = 2147483647; }),
+            "continuation: value: expected 0 to 429496728, found 2147483647");
   EXPECT_EQ(refusal([](SynthOptions& o) { o.kv_heads = 3; }), "kv_heads: value: expected a divisor of 8, found 3");
   EXPECT_EQ(refusal([](SynthOptions& o) { o.layers = 0; }), "layers: value: expected at least 1, found 0");
   EXPECT_EQ(refusal([](SynthOptions& o) { o.last_queries = 289; }),
@@ -210,6 +215,21 @@ TEST_F(Synth, RefusesWhatCannotBeMeant) {
   EXPECT_EQ(refusal([](SynthOptions& o) { o.kind = "gausian"; }),
             "gausian: unknown kind of synthetic trace: expected gaussian, found gausian");
   EXPECT_FALSE(std::filesystem::exists(file("refused.h5")));
+  EXPECT_FALSE(std::filesystem::exists(file("refused.h5.partial")));
+}
+
+TEST_F(Synth, RefusesWhatTheDiskHasNoRoomFor) {
+  SynthOptions options = synth_defaults("gaussian");
+  options.prefill = 100000000;
+  options.layers = 60000;
+  try {
+    synthesise(options, file("refused.h5"));
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::resources);
+    // (8 + 2 * 2) heads x 100000032 tokens x 64 x 2 bytes x 60000 layers / 2^20
+    EXPECT_EQ(error.expected(), "at least 8789065312.5 MiB");
+  }
   EXPECT_FALSE(std::filesystem::exists(file("refused.h5.partial")));
 }
 

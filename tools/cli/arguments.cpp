@@ -104,11 +104,14 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
     std::vector<std::string>& values = values_[option.string_key];
     if (!values.empty() && !declared.repeatable) throw Error{Refusal::usage, flag(option.string_key), "given twice"};
     values.push_back(option.value.empty() ? "" : option.value.front());
+    const std::string_view value = values.back();
+    const auto pieces = is_list(declared.value) ? split_list(flag(option.string_key), value) : std::vector{value};
     if (!only_words(declared.value)) continue;
     const std::vector<std::string> offered = words_of(declared.value);
-    for (const std::string& word : is_list(declared.value) ? split(values.back(), ',') : std::vector{values.back()})
+    for (const std::string_view word : pieces)
       if (std::ranges::find(offered, word) == offered.end())
-        throw Error{Refusal::usage, flag(option.string_key), "unknown value", nearest(word, offered), word};
+        throw Error{Refusal::usage, flag(option.string_key), "unknown value", nearest(word, offered),
+                    std::string(word)};
   }
   if (given(help_option.name)) return;
   const OperandCount count = operand_count(command.operands);
@@ -130,11 +133,7 @@ std::vector<std::string> Arguments::all(std::string_view option) const {
 }
 
 int Arguments::whole_number(std::string_view option, int least, int most) const {
-  const std::string value = text(option);
-  const int number = parse_int(flag(option), value);
-  if (number < least || number > most)
-    throw Error{Refusal::usage, flag(option), "out of range", fmt::format("{}..{}", least, most), value};
-  return number;
+  return parse_int(flag(option), text(option), least, most);
 }
 
 double Arguments::real_number(std::string_view option, double least, double most) const {

@@ -16,7 +16,8 @@ namespace kvreplay {
 class Arguments {
  public:
   /// `program` is argv[0], `words` what follows the command's name. Throws Error{usage} for unknown options with the
-  /// nearest, missing and superfluous values, words that an option does not offer, and a wrong number of operands.
+  /// nearest, missing and superfluous values, empty pieces of lists, words that an option does not offer, and a wrong
+  /// number of operands.
   Arguments(const Command& command, std::string program, std::span<const std::string> words);
 
   const Command& command() const { return command_; }

@@ -23,10 +23,6 @@ constexpr Option options[] = {
 /// The budget at which time and memory are estimated.
 constexpr double estimated_budget = 0.1;
 
-const char* name_of(DType type) {
-  return type == DType::float16 ? "float16" : type == DType::bfloat16 ? "bfloat16" : "float32";
-}
-
 /// A policy, and why the trace cannot serve it; empty: it can.
 struct Service {
   ConfiguredPolicy policy;
@@ -55,8 +51,8 @@ Use use_of(const Trace& trace) {
   };
   use.conditions.layers =
       fallback([&] { return treated_layers(trace, false); }, [&] { return treated_layers(trace, true); });
-  use.conditions.eval_queries = fallback([&] { return eval_queries(trace, header.prefill, "continuation"); },
-                                         [] { return std::vector<std::int32_t>{}; });
+  use.conditions.eval_queries =
+      fallback([&] { return eval_queries(trace, "continuation"); }, [] { return std::vector<std::int32_t>{}; });
   for (const std::string& name : policies().names()) {
     Service service{ConfiguredPolicy::parse(name), ""};
     try {

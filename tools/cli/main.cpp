@@ -73,7 +73,7 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     return refused("out of memory", Refusal::resources);
   } catch (const std::filesystem::filesystem_error& error) {
-    return refused(error.path1().string() + ": " + error.code().message(), Refusal::input);
+    return refused(Error{Refusal::input, error.path1().string(), error.code().message()}.what(), Refusal::input);
   } catch (const std::exception& error) {
     return refused(error.what(), Refusal::internal);
   }

@@ -37,7 +37,11 @@ struct Oracle {
   static std::string normal_counts(std::string_view text) {
     if (text == "none") return "none";
     const ConfiguredPolicy counted = ConfiguredPolicy::parse(text);
-    if (std::holds_alternative<CountsOf>(counted.plan().allocate))
+    const Allocator allocate = counted.plan().allocate;
+    if (std::holds_alternative<Everything>(allocate))
+      throw Error{Refusal::usage, "oracle:counts", "counts of a policy without a budget", "a policy that evicts",
+                  std::string(text)};
+    if (std::holds_alternative<CountsOf>(allocate))
       throw Error{Refusal::usage, "oracle:counts", "counts of counts", "a policy with counts of its own",
                   std::string(text)};
     return counted.label();
@@ -53,6 +57,9 @@ struct Oracle {
     if (scope == Scope::global) plan.allocate = ranked_across_layers();
     if (counts == "none") return plan;
 
+    if (grouping.heads != Heads::kv || scope != Scope::head)
+      throw Error{Refusal::usage, "oracle", "heads and scope come from the counted policy",
+                  "counts without heads and scope", "heads or scope beside counts=(" + counts + ")"};
     const Plan counted = ConfiguredPolicy::parse(counts).plan();
     plan.heads = counted.heads;
     plan.needs.last_queries = counted.needs.last_queries;
