@@ -17,6 +17,19 @@ def test_commands_print_what_is_shown(page, block):
     assert without_times(replayed(block)) == without_times(block)
 
 
+def test_policy_of_the_readme_is_the_one_in_the_tree():
+    [shown] = re.findall(r"```cpp\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown in (ROOT / "core/policies/papers/snapkv.cpp").read_text()
+
+
+def test_python_of_the_readme_runs():
+    """After the replay that the page shows first."""
+    [shown] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    run(commands(CONSOLE.findall((ROOT / "README.md").read_text())[0])[0])
+    printed = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "snapkv" in printed and "oracle" in printed
+
+
 @pytest.mark.parametrize("page, found", GENERATED_PARTS, ids=[found[1] for _, found in GENERATED_PARTS])
 def test_generated_parts_are_up_to_date(page, found):
     _, command, shown, _ = found
