@@ -98,6 +98,16 @@ def test_a_figure_goes_into_the_run_when_nothing_is_said(broken, capsys):
     assert (broken / "figures" / "budgets.svg").exists()
 
 
+@pytest.mark.parametrize("kind", ["heatmap", "kept", "budgets"])
+def test_layers_carry_the_models_own_numbers(kind, broken, tmp_path):
+    with h5py.File(broken / "selections.h5", "a") as file:
+        [trace] = file["traces"].values()
+        layers = int(trace.attrs["layers"])
+        trace.attrs["layer_index"] = np.arange(layers, dtype=np.int32) * 3 + 5
+    shown = drawn(kind, broken, tmp_path)["layer"].dropna().unique()
+    assert sorted(shown) == [3 * layer + 5 for layer in range(layers)]
+
+
 @pytest.mark.parametrize("variant", ["first", "mean", "union"])
 def test_heatmap_shows_the_stored_matrix_and_its_adjacent_mean(variant, run, tmp_path):
     data = drawn("heatmap", run, tmp_path, "--variant", variant)
@@ -135,7 +145,7 @@ def test_chance_is_what_independent_layers_of_the_same_sizes_share(variant, tmp_
 def test_chance_of_the_first_head_leaves_the_others_out():
     sizes = np.array([[2, 6], [2, 6]])
     selection = Selection(
-        layers=np.arange(2), offsets=np.array([0, *np.cumsum(sizes)]),
+        layers=np.arange(2), numbers=np.arange(2), offsets=np.array([0, *np.cumsum(sizes)]),
         positions=np.concatenate([np.arange(size) for size in sizes.ravel()]), granted=sizes,
         sinks=0 * sizes, recent=0 * sizes, jaccard={}, boundary=10,
     )  # fmt: skip

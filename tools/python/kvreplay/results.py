@@ -31,6 +31,7 @@ class Selection:
     """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated."""
 
     layers: np.ndarray  # int [n], ascending
+    numbers: np.ndarray  # int [n], the model's own numbers of these layers: what figures and tables show
     offsets: np.ndarray  # int [L*H+1]
     positions: np.ndarray  # int [offsets[-1]]
     granted: np.ndarray  # int [L,H], tokens
@@ -78,6 +79,7 @@ class TraceFacts:
     boundary: int  # tokens under compression
     tokens: int  # T
     layers: int  # L
+    layer_numbers: np.ndarray  # int [L], the model's own numbers
     query_heads: int
     kv_heads: int
     spans: list[Span]
@@ -169,8 +171,10 @@ class Run:
             raise Error(where, "positions", f"0 to {boundary - 1}", f"{positions.min()} to {positions.max()}")
         if "layers" not in group.attrs:
             raise Error(where, "attribute layers", "the treated layers", "none")
+        layers = np.asarray(group.attrs["layers"], dtype=int).ravel()
         return Selection(
-            layers=np.asarray(group.attrs["layers"], dtype=int).ravel(),
+            layers=layers,
+            numbers=layer_numbers(self._object("/traces/" + text(group.attrs["trace"])), len(granted))[layers],
             offsets=offsets,
             positions=positions,
             granted=granted,
@@ -196,6 +200,7 @@ class Run:
             redundancy={
                 kind: group["redundancy_" + kind][()] for kind in ("key", "value") if "redundancy_" + kind in group
             },
+            layer_numbers=layer_numbers(group, int(group.attrs["layers"])),
             **{key: int(group.attrs[key]) for key in "prompt tokens layers query_heads kv_heads".split()},
         )
 
@@ -210,6 +215,11 @@ class Run:
             where = f"{self.folder / 'selections.h5'}:{group.name}/{name}"
             raise Error(where, "missing", "a dataset", "nothing")
         return group[name][()]
+
+
+def layer_numbers(trace: h5py.Group, layers: int) -> np.ndarray:
+    """The model's own number of each stored layer: int [L]."""
+    return np.asarray(trace.attrs.get("layer_index", np.arange(layers)), dtype=int)
 
 
 def text(value: object) -> str:

@@ -27,7 +27,7 @@ def draw(choice: Choice) -> Drawing:
     top = max(cell.selection.kept.max() for cell in cells)
     data = []
     for i, cell in enumerate(cells):
-        axis, layers, kept = sheet.axes[i], cell.selection.layers, cell.selection.kept
+        axis, layers, kept = sheet.axes[i], cell.selection.numbers, cell.selection.kept
         colour = line_style(cell.label, cell.role, choice.asked_labels)["color"]
         mean, least, most = kept.mean(axis=1), kept.min(axis=1), kept.max(axis=1)
         axis.bar(layers, mean, width=0.8, color=colour, alpha=0.75, linewidth=0)
@@ -35,7 +35,7 @@ def draw(choice: Choice) -> Drawing:
         axis.vlines(layers[uneven], least[uneven], most[uneven], color="black", linewidth=0.7)
         axis.axhline(asked, color=QUIET, linewidth=0.8, linestyle=(0, (4, 2)))
         axis.set_ylim(0, 1.08 * max(top, asked))
-        axis.set_xlim(-0.7, trace.layers - 0.3)
+        axis.set_xlim(trace.layer_numbers[0] - 0.7, trace.layer_numbers[-1] + 0.7)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axis.yaxis.get_major_locator().set_params(integer=True, nbins=4)
         axis.spines[["top", "right"]].set_visible(False)

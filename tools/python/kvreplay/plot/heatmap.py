@@ -54,7 +54,7 @@ def draw(choice: Choice) -> Drawing:
     )  # fmt: skip
     data = []
     for i, (cell, matrix) in enumerate(zip(cells, matrices, strict=True)):
-        axis, layers = sheet.axes[i], cell.selection.layers
+        axis, layers = sheet.axes[i], cell.selection.numbers
         image = axis.imshow(matrix, cmap="cividis", vmin=0, vmax=end, interpolation="nearest")
         layer_ticks(axis.xaxis, layers)
         layer_ticks(axis.yaxis, layers)

@@ -76,7 +76,7 @@ def draw(choice: Choice) -> Drawing:
         brackets(axis, spans, rows, width / trace.boundary, max(strip, STEP))
     data = []
     for i, cell in enumerate(cells):
-        axis, layers = sheet.axes[i], cell.selection.layers
+        axis, layers = sheet.axes[i], cell.selection.numbers
         share = cell.selection.mask().mean(axis=1)  # [n,P]
         drawn = np.add.reduceat(share, edges[:-1], axis=1) / np.diff(edges)
         axis.imshow(

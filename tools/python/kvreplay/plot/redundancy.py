@@ -47,8 +47,8 @@ def draw(choice: Choice) -> Drawing:
     ends, data = [], []
     for kind, values in trace.redundancy.items():
         colour = KINDS[kind]
-        layer = np.flatnonzero(~np.isnan(values).any(axis=1))
-        values = values[layer]
+        measured = ~np.isnan(values).any(axis=1)
+        layer, values = trace.layer_numbers[measured], values[measured]
         layers = quartiles(values, axis=1)
         pairs = zip(edges[:-1], edges[1:], strict=True)
         positions = np.stack([quartiles(values[:, a:b].ravel(), axis=0) for a, b in pairs], axis=1)
