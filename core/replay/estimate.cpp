@@ -59,41 +59,6 @@ std::vector<std::int32_t> range(int begin, int end) {
   return all;
 }
 
-/// Seconds of the backend's calls on the sample layer.
-struct Rates {
-  double cumulative = 0;  // all sample tokens over themselves
-  double rows = 0;        // sample_queries over the sample tokens
-  double moments = 0;     // the same for kept moments, sets that keep nothing
-  double kept = 0;        // and for each set that keeps everything
-  double similarity = 0;  // sample tokens with one another
-};
-
-Rates measured(Backend& backend, const LayerTensors& sample) {
-  Rates rates;
-  const std::vector<std::int32_t> all = range(0, sample_tokens);
-  const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
-  rates.cumulative = seconds_of([&] { backend.attention_sums(sample, {.queries = all, .columns = sample_tokens}); });
-  rates.rows = seconds_of([&] { backend.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });
-  rates.similarity = seconds_of([&] { backend.similarity_row_maxima(sample.k, sample_tokens); });
-  // Sets that differ, since equal ones are computed once: set i keeps every second token of its own.
-  const auto moments_of = [&](bool half) {
-    std::vector<KeptSet> sets(sample_sets, KeptSet(Heads::kv, sample.k.heads, sample_tokens));
-    std::vector<const KeptSet*> pointers;
-    for (int i = 0; i < sample_sets; ++i) {
-      KeptSet& set = sets[static_cast<std::size_t>(i)];
-      for (int row = 0; row < set.rows(); ++row) {
-        set.keep(row, i);
-        for (int j = i % 2; half && j < sample_tokens - sample_sets; j += 2) set.keep(row, j);
-      }
-      pointers.push_back(&set);
-    }
-    return seconds_of([&] { backend.kept_moments(sample, last, sample_tokens, pointers); });
-  };
-  rates.moments = moments_of(false);
-  rates.kept = std::max(0.0, moments_of(true) - rates.moments) / (0.5 * sample_sets);
-  return rates;
-}
-
 /// Rows of a cell's selection, and whether it must see all layers' scores first.
 struct Shape {
   std::size_t rows = 0;
@@ -107,11 +72,40 @@ Shape shape_of(const Plan& plan, const TraceHeader& header) {
 
 }  // namespace
 
-Estimate estimate(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
-                  const Demand& demand) {
+const Estimator::Rates& Estimator::rates_of(const TraceHeader& header) {
+  const auto [place, is_new] = rates_.try_emplace({header.query_heads, header.kv_heads, header.head_dim});
+  Rates& rates = place->second;
+  if (!is_new) return rates;
+  const SampleLayer layer(header);
+  const LayerTensors& sample = layer.tensors;
+  const std::vector<std::int32_t> all = range(0, sample_tokens);
+  const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
+  rates.cumulative = seconds_of([&] { backend_.attention_sums(sample, {.queries = all, .columns = sample_tokens}); });
+  rates.rows = seconds_of([&] { backend_.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });
+  rates.similarity = seconds_of([&] { backend_.similarity_row_maxima(sample.k, sample_tokens); });
+  // Sets that differ, since equal ones are computed once: set i keeps every second token of its own.
+  const auto moments_of = [&](bool half) {
+    std::vector<KeptSet> sets(sample_sets, KeptSet(Heads::kv, sample.k.heads, sample_tokens));
+    std::vector<const KeptSet*> pointers;
+    for (int i = 0; i < sample_sets; ++i) {
+      KeptSet& set = sets[static_cast<std::size_t>(i)];
+      for (int row = 0; row < set.rows(); ++row) {
+        set.keep(row, i);
+        for (int j = i % 2; half && j < sample_tokens - sample_sets; j += 2) set.keep(row, j);
+      }
+      pointers.push_back(&set);
+    }
+    return seconds_of([&] { backend_.kept_moments(sample, last, sample_tokens, pointers); });
+  };
+  rates.moments = moments_of(false);
+  rates.kept = std::max(0.0, moments_of(true) - rates.moments) / (0.5 * sample_sets);
+  return rates;
+}
+
+Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
+                               const Demand& demand) {
   const TraceHeader& header = trace.header();
-  const SampleLayer sample(header);
-  const Rates rates = measured(backend, sample.tensors);
+  const Rates& rates = rates_of(header);
   const double prompt = conditions.boundary, tokens = header.tokens();
   const auto positions = static_cast<std::size_t>(conditions.boundary);
   const std::size_t layers = conditions.layers.size();
@@ -174,7 +168,7 @@ Estimate estimate(Backend& backend, const Trace& trace, const Conditions& condit
       static_cast<std::size_t>(measured_cells + 1) * query_heads * sample_queries * sizeof(Moments);
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
-  total.memory_bytes = backend.working_set(trace.layer(conditions.layers.front()), static_cast<int>(cells.size())) +
+  total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), static_cast<int>(cells.size())) +
                        observables + moments + ranking_bytes + 2 * set_bits + 2 * part + program;
   total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;

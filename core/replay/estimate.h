@@ -1,7 +1,9 @@
 // What a replay will cost, before it starts: short measurements on this machine, scaled to the trace.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <map>
 #include <span>
 
 #include "replay/replay.h"
@@ -22,8 +24,30 @@ struct Demand {
   bool save_attention = false;  // float32 [Hq, P] of each layer
 };
 
-/// Times each kind of backend call on a small random layer of the trace's shape and scales by its operation count.
-Estimate estimate(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
-                  const Demand& demand = {});
+/// Times each kind of backend call on a small random layer, once for each shape of heads, and scales by operation
+/// counts.
+class Estimator {
+ public:
+  /// `backend` must outlive the estimator.
+  explicit Estimator(Backend& backend) : backend_(backend) {}
+
+  Estimate operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
+                      const Demand& demand = {});
+
+ private:
+  /// Seconds of the backend's calls on the sample layer.
+  struct Rates {
+    double cumulative = 0;  // all sample tokens over themselves
+    double rows = 0;        // some sample queries over the sample tokens
+    double moments = 0;     // the same for kept moments, sets that keep nothing
+    double kept = 0;        // and for each set that keeps everything
+    double similarity = 0;  // sample tokens with one another
+  };
+
+  const Rates& rates_of(const TraceHeader& header);
+
+  Backend& backend_;
+  std::map<std::array<int, 3>, Rates> rates_;  // by query heads, KV heads, head dimension
+};
 
 }  // namespace kvreplay

@@ -258,3 +258,17 @@ def test_progress_is_written_only_where_it_is_wanted(traces: Path, tmp_path: Pat
     shown = kvreplay(*words, "-o", "b", "--progress", "always", folder=tmp_path)
     assert shown.err.splitlines()[-1].startswith("100 %")
     assert "layer 4 of 4" in shown.err
+
+
+def test_a_plan_shrinks_to_fit_the_memory_and_gives_the_same_results(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", *REPLAY, "--threads", "8"]
+
+    def planned(*more: str) -> int:
+        return json.loads(done(*words, "-o", "plan", "--dry-run", "--json", *more, folder=tmp_path))["memory_bytes"]
+
+    whole = planned()
+    limit = str(whole - 1)
+    assert planned("--memory", limit) < whole
+    done(*words, "-o", "whole", folder=tmp_path)
+    done(*words, "-o", "small", "--memory", limit, folder=tmp_path)
+    assert (tmp_path / "small/results.csv").read_bytes() == (tmp_path / "whole/results.csv").read_bytes()

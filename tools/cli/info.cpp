@@ -72,7 +72,8 @@ Estimate cost_of(const Trace& trace, const Use& use) {
   const int budget = Budget::parse(fmt::format("{}", estimated_budget)).tokens(use.conditions.boundary);
   for (const Service& service : use.policies)
     if (service.refused.empty()) cells.push_back({.policy = service.policy, .budget = budget});
-  return estimate(*make_backend(backend_of_device("auto"), 0), trace, use.conditions, cells);
+  const std::unique_ptr<Backend> backend = make_backend(backend_of_device("auto"), 0);
+  return Estimator(*backend)(trace, use.conditions, cells);
 }
 
 std::string stored_queries(const Trace& trace) {

@@ -99,25 +99,36 @@ Estimate sum(const std::vector<Estimate>& costs) {
 }
 
 std::vector<Estimate> costs_of(Backend& backend, const std::vector<PlannedTrace>& plan) {
+  Estimator estimate(backend);
   std::vector<Estimate> costs;
   for (const PlannedTrace& planned : plan) {
     const bool failed = planned.conditions.layers.empty();
-    costs.push_back(
-        failed ? Estimate{}
-               : estimate(backend, Trace::open(planned.path), planned.conditions, planned.cells, planned.demand));
+    costs.push_back(failed ? Estimate{}
+                           : estimate(Trace::open(planned.path), planned.conditions, planned.cells, planned.demand));
   }
   return costs;
 }
 
-void require_resources(const Arguments& arguments, const Estimate& cost, const RunRequest& request) {
+/// The plan's costs with as many threads as fit into memory: each has buffers of its own, and results do not depend on
+/// their number. Sets the request's threads. Throws Error{resources} when one thread does not fit.
+std::vector<Estimate> fitting_costs(const Arguments& arguments, const std::vector<PlannedTrace>& plan,
+                                    RunRequest& request) {
   const bool limited = arguments.given("memory");
   const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
+  int threads = request.threads > 0 ? request.threads : machine_threads();
+  std::vector<Estimate> costs = costs_of(*make_backend(request.backend, threads), plan);
+  while (sum(costs).memory_bytes > memory && threads > 1) {
+    request.threads = threads /= 2;
+    costs = costs_of(*make_backend(request.backend, threads), plan);
+  }
+  const Estimate cost = sum(costs);
   if (cost.memory_bytes > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
                 "at least " + size_text(cost.memory_bytes), size_text(memory)};
   if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
     throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
                 "at least " + size_text(cost.disk_bytes), size_text(disk)};
+  return costs;
 }
 
 void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& plan, const std::vector<Estimate>& costs) {
@@ -213,12 +224,10 @@ int run_replay(const Arguments& arguments) {
   RunRequest request = requested(arguments);
   if (arguments.given("memory")) arguments.bytes("memory");
   heed_interruptions();
-  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
-  request.build = build_facts(backend->description());
+  request.build = build_facts(make_backend(request.backend, request.threads)->description());
 
   const std::vector<PlannedTrace> plan = plan_run(request);
-  const std::vector<Estimate> costs = costs_of(*backend, plan);
-  require_resources(arguments, sum(costs), request);
+  const std::vector<Estimate> costs = fitting_costs(arguments, plan, request);
   if (arguments.given("dry-run")) {
     print_plan(arguments, plan, costs);
     return 0;
