@@ -91,6 +91,15 @@ TEST(Chunks, CutsTheLastChunkToTheBudget) {
   EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 9, 10, 11}));
 }
 
+TEST(Chunks, WindowReplacesTheLastChosenPositionsWhateverTheFill) {
+  const Scores scores{1, 0, 2, 0, 5, 0, 3, 1, 1, 2, 0, 0};  // chunks of 3: sums 3, 5, 5, 2
+  for (const Fill fill : {Fill::cut, Fill::none, Fill::tokens}) {
+    const Chunks chunks{.chunk = 3, .window = 2, .fill = fill, .window_mode = WindowMode::replace};
+    EXPECT_EQ(chosen(chunks.selector(), scores, 8), (Positions32{3, 4, 5, 6, 7, 8, 10, 11}));
+    EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 7, 10, 11}));
+  }
+}
+
 TEST(Chunks, BudgetWithinTheWindowKeepsTheLastTokens) {
   const Chunks chunks{.chunk = 3, .window = 4};
   EXPECT_EQ(chosen(chunks.selector(), Scores(10, 1.0), 3), (Positions32{7, 8, 9}));

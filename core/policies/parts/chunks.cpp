@@ -58,7 +58,7 @@ void fill_with_tokens(std::vector<std::int32_t>& taken, std::span<const double> 
 void Chunks::parameters(Parameters& p) {
   p.add("chunk", chunk, IntRange{.least = 1}, "tokens in a chunk; the last one may be short");
   p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
-  p.add<Fill>("fill", fill, fill_words, "what becomes of slots that no whole chunk fits into");
+  p.add<Fill>("fill", fill, fill_words, "what becomes of slots that no whole chunk fits into (window_mode=reserve)");
   p.add<ChunkScore>("chunk_score", score, score_words, "a chunk's score from its tokens' scores");
   p.add<WindowMode>("window_mode", window_mode, window_words,
                     "the window has slots of its own, or replaces the last of the chosen positions");
@@ -78,7 +78,7 @@ Selector Chunks::selector() const {
     const std::size_t whole = only_whole ? static_cast<std::size_t>(to_divide / part.chunk) : order.size();
 
     std::vector<std::int32_t> taken = take(order, whole, to_divide, part.chunk, tokens);
-    if (part.fill == Fill::tokens) fill_with_tokens(taken, scores, to_divide);
+    if (part.fill == Fill::tokens && reserve) fill_with_tokens(taken, scores, to_divide);
     taken.resize(std::min(taken.size(), static_cast<std::size_t>(slots)));
 
     std::vector<std::int32_t> by_rule(static_cast<std::size_t>(recent));

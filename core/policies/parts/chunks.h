@@ -5,7 +5,7 @@
 
 namespace kvreplay {
 
-/// What becomes of slots that no whole chunk fits into.
+/// What becomes of slots that no whole chunk fits into, where the window has its own.
 enum class Fill {
   cut,    // the next best chunk is cut to what is left
   none,   // they stay empty: the best floor((B - window) / chunk) chunks, literally
