@@ -32,13 +32,14 @@ LINES: list[tuple[int, str, str]] = [
     (
         CAPABILITY,
         "capture",
-        "capture: kvreplay-capture is not installed: expected python3 -m pip install '.[capture]' in "
-        "kvreplay's source folder",
+        "capture: kvreplay-capture is not installed: expected tools/setup build python in kvreplay's source folder, "
+        "and .venv/bin on PATH",
     ),
     (
         CAPABILITY,
         "plot out",
-        "plot: kvreplay-plot is not installed: expected python3 -m pip install '.[plot]' in kvreplay's source folder",
+        "plot: kvreplay-plot is not installed: expected tools/setup build python in kvreplay's source folder, "
+        "and .venv/bin on PATH",
     ),
     # lists
     (USAGE, "policies snapkw", "snapkw: unknown policy: expected snapkv, found snapkw"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="capture needs pip install 'kvreplay[capture]'")
-pytest.importorskip("transformers", reason="capture needs pip install 'kvreplay[capture]'")
+pytest.importorskip("torch", reason="capture needs tools/setup build python")
+pytest.importorskip("transformers", reason="capture needs tools/setup build python")
 
 import torch
 from tiny_models import save

@@ -191,5 +191,5 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     assert done.returncode == 4
     assert (
         done.stderr
-        == "kvreplay: capture: package: expected torch (pip install 'kvreplay[capture]'), found no such package\n"
+        == "kvreplay: capture: package: expected torch (tools/setup build python installs it), found no such package\n"
     )

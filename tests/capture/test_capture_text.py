@@ -17,7 +17,7 @@ from kvreplay.capture.command import main
 from kvreplay.capture.prompts import Prompt, encode, fit, read_prompts
 from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
 from kvreplay.errors import Error
-from kvreplay.trace import Span, Trace
+from kvreplay.trace import Span, Trace, TraceWriter
 
 TEXT = "The key hangs behind the green lamp. Größe, 世界 and 😀! The end.\n"
 ROW = {
@@ -123,6 +123,11 @@ def test_prompt_files(ending: str, tmp_path: Path) -> None:
         assert prompts[0].needle == ROW["needle"]
 
 
+def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one\u2028line"}\n', "utf-8")
+    assert [prompt.context for prompt in read_prompts(tmp_path / "p.jsonl", None)] == ["one\u2028line"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "code"),
     [
@@ -130,6 +135,9 @@ def test_prompt_files(ending: str, tmp_path: Path) -> None:
         ("p.jsonl", "{", 3),
         ("p.jsonl", "[1]", 3),
         ("p.jsonl", '{"input": "x"}', 3),
+        ("p.jsonl", '{"context": "x", "answers": 5}', 3),
+        ("p.jsonl", '{"context": "x", "answers": [5]}', 3),
+        ("p.jsonl", '{"context": "x", "input": ["q"]}', 3),
         ("p.jsonl", "", 3),
         ("p.parquet", "not parquet", 3),
         ("missing.txt", None, 3),
@@ -187,3 +195,22 @@ def test_several_prompts_fill_a_folder(model_folder: Callable[..., Path], tmp_pa
         len("second"),
     ]
     assert main([*words, "-o", str(tmp_path / "one.h5")]) == 2
+
+
+def test_a_text_longer_than_the_models_positions_is_refused(
+    model_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "long.h5"
+    words = ["--model", str(model_folder("llama")), "--prompt", "heron " * 400, "-o", str(out), "--progress", "never"]
+    assert main(words) == 3
+    assert "prompt: too long for the model: expected at most 256 tokens (--max-tokens)" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_one_writer_a_file(tmp_path: Path) -> None:
+    first = TraceWriter(tmp_path / "t.h5")
+    with pytest.raises(Error) as refusal:
+        TraceWriter(tmp_path / "t.h5")
+    assert refusal.value.exit_code == 2 and "one writer" in str(refusal.value)
+    first.__exit__(Error, None, None)
+    TraceWriter(tmp_path / "t.h5").__exit__(Error, None, None)

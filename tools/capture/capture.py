@@ -122,17 +122,26 @@ def _refuse_full_disk(path: Path, size: int) -> None:
         raise Error(str(path), "disk", f"{size / 1e6:.1f} MB free", f"{free / 1e6:.1f} MB", Refusal.RESOURCES)
 
 
+def _refuse_long_text(model: Any, tokens: int) -> None:
+    """A model knows positions up to some number; what it makes of later ones is no trace of it."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        raise Error("prompt", "too long for the model", f"at most {most} tokens (--max-tokens)", f"{tokens} tokens")
+
+
 def capture(
     model: Any, tokenizer: Any, prompt: Prompt, path: Path, choices: Choices, progress: Callable[[int], Any]
 ) -> Captured:
     """Writes the trace of one prompt; `progress(n)` gives a bar with `update()` and `close()`."""
     prompt, ids = fit(tokenizer, prompt, choices.chat, choices.max_tokens)
     prompt_tokens = len(ids)
+    _refuse_long_text(model, prompt_tokens + choices.generate)
     if choices.continuation:
         ids += list(tokenizer(choices.continuation, add_special_tokens=False).input_ids)
     else:
         ids += generate(model, ids, choices.generate)
     tokens = len(ids)
+    _refuse_long_text(model, tokens)
 
     def decode(some: Sequence[int]) -> str:
         return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 from kvreplay import __version__
 from kvreplay.errors import Error, Refusal
 
+MOST_LAYERS = 65535  # of a trace
 DTYPES = ("float16", "bfloat16", "float32")
 DESCRIPTION = """Captures queries, keys and values of a language model as a trace: the continuation first (generated
 or given), then one pass over all tokens, each layer written as it is computed and checked against the model's own
@@ -66,7 +68,7 @@ def _layers(text: str) -> frozenset[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         begin, end = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if begin > end:
+        if begin > end or end > MOST_LAYERS:
             raise argparse.ArgumentTypeError(f"expected numbers and ranges like 0,3-5, found {text!r}")
         chosen.update(range(begin, end + 1))
     return frozenset(chosen)
@@ -140,11 +142,11 @@ def parser() -> _Parser:
     return build
 
 
-def _outputs(output: Path, names: Sequence[str], force: bool) -> list[Path]:
+def _outputs(output: Path, names: Sequence[str], several: bool, force: bool) -> list[Path]:
     """One path a prompt, each new (or --force), and their folder."""
     from kvreplay.trace import refuse_existing
 
-    is_folder = output.is_dir() or len(names) > 1
+    is_folder = output.is_dir() or several
     if is_folder and output.suffix == ".h5":
         raise Error("-o", f"{len(names)} prompts", "a folder", str(output), Refusal.USAGE)
     paths = [output / f"{name}.h5" for name in names] if is_folder else [output]
@@ -163,7 +165,7 @@ def _require_packages() -> None:
 
     for package in ("torch", "transformers", "accelerate", "gguf", "h5py", "ml_dtypes", "numpy", "xxhash", "tqdm"):
         if importlib.util.find_spec(package) is None:
-            expected = f"{package} (pip install 'kvreplay[capture]')"
+            expected = f"{package} (tools/setup build python installs it)"
             raise Error("capture", "package", expected, "no such package", Refusal.CAPABILITY)
 
 
@@ -189,7 +191,7 @@ def run(arguments: argparse.Namespace) -> None:
         prompts = read_prompts(arguments.prompts, arguments.n)
     else:
         prompts = [Prompt("prompt", arguments.prompt)]
-    paths = _outputs(arguments.output, [prompt.name for prompt in prompts], arguments.force)
+    paths = _outputs(arguments.output, [prompt.name for prompt in prompts], arguments.n > 1, arguments.force)
     try:
         continuation = arguments.continuation.read_text("utf-8") if arguments.continuation else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -266,6 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvreplay: capture: interrupted, nothing is kept of the trace under way", file=sys.stderr)
         return Refusal.INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        print(f"kvreplay: capture: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
+        return Refusal.INTERNAL
     return 0
 
 

@@ -50,9 +50,8 @@ def _loading(source: Source, load: Any, **options: Any) -> Any:
     try:
         return load(source.location, **source.options, **options)
     except ImportError as error:
-        raise Error(
-            source.name, "package", "pip install 'kvreplay[capture]'", str(error).splitlines()[0], Refusal.CAPABILITY
-        ) from error
+        expected = "what tools/setup build python installs"
+        raise Error(source.name, "package", expected, str(error).splitlines()[0], Refusal.CAPABILITY) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise Error(source.name, "model", "one that transformers can load", reason, Refusal.INPUT) from error

@@ -31,7 +31,8 @@ def _one_file(path: Path) -> Iterator[Prompt]:
 
 
 def _json_lines(path: Path) -> Iterator[Prompt]:
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    # Not splitlines: U+2028 and its like end no line of JSON.
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -48,9 +49,8 @@ def _parquet(path: Path) -> Iterator[Prompt]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise Error(
-            str(path), "parquet", "pyarrow (pip install 'kvreplay[capture]')", "no such package", Refusal.CAPABILITY
-        ) from error
+        expected = "pyarrow (tools/setup build python installs it)"
+        raise Error(str(path), "parquet", expected, "no such package", Refusal.CAPABILITY) from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
@@ -74,9 +74,14 @@ def _from_row(row: dict[str, Any], where: str, name: str) -> Prompt:
     context = next((row[column] for column in ("context", "prompt", "text") if isinstance(row.get(column), str)), None)
     if context is None:
         raise Error(where, "columns", "context, prompt or text", ", ".join(sorted(row)) or "none")
-    answers = row.get("answers") or ()
-    answers = (answers,) if isinstance(answers, str) else tuple(str(answer) for answer in answers)
-    return Prompt(name, context, row.get("input") or "", answers, row.get("needle") or "")
+    answers = row.get("answers") or []
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise Error(where, "answers", "a text or a list of texts", repr(answers))
+    for column in ("input", "needle"):
+        if not isinstance(row.get(column) or "", str):
+            raise Error(where, column, "a text", repr(row[column]))
+    return Prompt(name, context, row.get("input") or "", tuple(answers), row.get("needle") or "")
 
 
 def read_prompts(path: Path, count: int | None) -> list[Prompt]:

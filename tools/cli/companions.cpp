@@ -16,9 +16,9 @@ namespace {
 
 constexpr Companion table[] = {
     {"capture", "a real model's queries, keys and values as a trace",
-     "python3 -m pip install '.[capture]' in kvreplay's source folder"},
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"plot", "figures of a run: heatmaps, curves, kept positions",
-     "python3 -m pip install '.[plot]' in kvreplay's source folder"},
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
 };
 
 }  // namespace

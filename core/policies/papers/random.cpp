@@ -30,7 +30,7 @@ constexpr Choice<Heads> heads_words[] = {{"kv", Heads::kv}, {"layer", Heads::lay
 struct Random {
   static constexpr Card card{
       .name = "random",
-      .summary = "tokens drawn by a counter-based generator: what any policy must beat",
+      .summary = "tokens drawn by a counter-based generator: what chance alone keeps",
       .paper = "",
       .score = "the smallest chain(seed, layer, head, position) stay",
   };

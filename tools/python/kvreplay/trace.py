@@ -6,6 +6,7 @@ Shapes: q [Hq,Tq,d], k and v [Hkv,T,d], each float16, bfloat16 (ml_dtypes) or fl
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,10 +87,21 @@ class TraceWriter:
         creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
         creation.set_obj_track_times(False)
         try:
+            self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock()
             self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
-            self._descriptor = os.open(self.partial, os.O_RDWR)
         except OSError as error:
             raise Error(str(self.path), "output", "a folder that can be written", str(error), Refusal.USAGE) from error
+
+    def _lock(self) -> None:
+        """One writer a file; a killed one leaves no lock. File systems without locks are used without."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise Error(str(self.partial), "output", "one writer", "another at work", Refusal.USAGE) from error
+        except OSError:
+            pass
 
     def __enter__(self) -> TraceWriter:
         self.attributes(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from kvreplay import __version__
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.nearest import nearest
 
@@ -84,7 +86,7 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] == "kvreplay":
             raise
-        need = "pip install 'kvreplay[plot]'"
+        need = "what tools/setup build python installs"
         raise Error("plot", f"{missing.name} is not installed", need, "", Refusal.CAPABILITY) from missing
 
     choice = Choice(
@@ -125,6 +127,10 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return int(Refusal.INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        print(f"kvreplay: plot: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
+        return int(Refusal.INTERNAL)
     return 0
 
 
