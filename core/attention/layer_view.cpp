@@ -2,25 +2,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
+
+#include "positions.h"
 
 namespace kvreplay {
-namespace {
-
-std::vector<std::int32_t> positions(int begin, int end) {
-  std::vector<std::int32_t> range(static_cast<std::size_t>(end - begin));
-  std::iota(range.begin(), range.end(), begin);
-  return range;
-}
-
-}  // namespace
-
 LayerView::LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place,
                      std::span<const std::int32_t> eval_queries)
     : backend_(backend), tensors_(tensors), place_(place), eval_queries_(eval_queries) {}
 
 template <class Compute>
-const Matrix& LayerView::remember(const char* observable, double argument, Compute compute) const {
+const Matrix& LayerView::remember(std::string_view observable, double argument, Compute compute) const {
   const auto key = std::pair{observable, argument};
   const auto known = memo_.find(key);
   if (known != memo_.end()) return known->second;
@@ -33,14 +24,14 @@ const Matrix& LayerView::remember(const char* observable, double argument, Compu
 const Matrix& LayerView::window_attention(int window) const {
   const int rows = std::clamp(window, 0, prompt());
   return remember("window_attention", rows, [&] {
-    const std::vector<std::int32_t> queries = positions(prompt() - rows, prompt());
+    const std::vector<std::int32_t> queries = position_range(prompt() - rows, prompt());
     return backend_.attention_sums(tensors_, {.queries = queries, .columns = prompt()});
   });
 }
 
 const Matrix& LayerView::cumulative_attention() const {
   return remember("cumulative_attention", 0, [&] {
-    const std::vector<std::int32_t> queries = positions(0, prompt());
+    const std::vector<std::int32_t> queries = position_range(0, prompt());
     return backend_.attention_sums(tensors_, {.queries = queries, .columns = prompt()});
   });
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <span>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -55,13 +56,13 @@ class LayerView {
 
  private:
   template <class Compute>
-  const Matrix& remember(const char* observable, double argument, Compute compute) const;
+  const Matrix& remember(std::string_view observable, double argument, Compute compute) const;
 
   Backend& backend_;
   LayerTensors tensors_;
   LayerPlace place_;
   std::span<const std::int32_t> eval_queries_;
-  mutable std::map<std::pair<const char*, double>, Matrix> memo_;
+  mutable std::map<std::pair<std::string_view, double>, Matrix> memo_;
   mutable double observable_seconds_ = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "nearest.h"
+#include "positions.h"
 #include "replay/replay.h"
 
 namespace kvreplay {
@@ -15,12 +16,6 @@ const Span& find_span(const Trace& trace, std::string_view name) {
   for (const Span& span : trace.header().spans) known.push_back(span.name);
   if (known.empty()) throw Error{Refusal::input, trace.path().string(), "has no spans", "span " + std::string(name)};
   throw Error{Refusal::input, trace.path().string(), "no such span", nearest(name, known), std::string(name)};
-}
-
-std::vector<std::int32_t> positions(int begin, int end, int step = 1) {
-  std::vector<std::int32_t> all;
-  for (int t = begin; t < end; t += step) all.push_back(t);
-  return all;
 }
 
 /// The number behind "KEY:", at least 1.
@@ -57,23 +52,23 @@ std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text
   const TraceHeader& header = trace.header();
   std::vector<std::int32_t> queries;
   if (text == "continuation") {
-    queries = positions(header.prefill, header.tokens());
+    queries = position_range(header.prefill, header.tokens());
     if (queries.empty())
       throw Error{Refusal::input, trace.path().string(), "no continuation to measure at",
                   "tokens after the prompt, or another --eval such as last:32", "0 tokens"};
   } else if (text == "all") {
-    queries = positions(0, header.tokens());
+    queries = position_range(0, header.tokens());
   } else if (text.starts_with("last:")) {
     const int n = number_of(text, "last:");
     if (n > header.prefill)
       throw Error{Refusal::usage, "eval " + std::string(text), "longer than the prompt",
                   fmt::format("at most {}", header.prefill), std::to_string(n)};
-    queries = positions(header.prefill - n, header.prefill);
+    queries = position_range(header.prefill - n, header.prefill);
   } else if (text.starts_with("stride:")) {
-    queries = positions(0, header.tokens(), number_of(text, "stride:"));
+    queries = position_range(0, header.tokens(), number_of(text, "stride:"));
   } else if (text.starts_with("span:")) {
     const Span& span = find_span(trace, text.substr(5));
-    queries = positions(span.begin, span.end);
+    queries = position_range(span.begin, span.end);
   } else {
     const std::vector<std::string> known{"continuation", "last:N", "span:NAME", "all", "stride:K"};
     throw Error{Refusal::usage, "eval", "unknown choice of queries", nearest(text, known), std::string(text)};
@@ -112,7 +107,7 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
     check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy));
   const Needs needs = plan.needs;
   const int first = needs.all_queries ? 0 : std::max(0, conditions.boundary - needs.last_queries);
-  const std::vector<std::int32_t> wanted = positions(first, conditions.boundary);
+  const std::vector<std::int32_t> wanted = position_range(first, conditions.boundary);
   if (!wanted.empty()) require_queries(trace, conditions.layers, wanted, policy.name());
 }
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
-#include <numeric>
 
+#include "positions.h"
 #include "random.h"
 
 namespace kvreplay {
@@ -53,12 +53,6 @@ double seconds_of(Call call) {
   return shortest;
 }
 
-std::vector<std::int32_t> range(int begin, int end) {
-  std::vector<std::int32_t> all(static_cast<std::size_t>(end - begin));
-  std::iota(all.begin(), all.end(), begin);
-  return all;
-}
-
 /// Rows of a cell's selection, and whether it must see all layers' scores first.
 struct Shape {
   std::size_t rows = 0;
@@ -78,7 +72,7 @@ const Estimator::Rates& Estimator::rates_of(const TraceHeader& header) {
   if (!is_new) return rates;
   const SampleLayer layer(header);
   const LayerTensors& sample = layer.tensors;
-  const std::vector<std::int32_t> all = range(0, sample_tokens);
+  const std::vector<std::int32_t> all = position_range(0, sample_tokens);
   const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
   rates.cumulative = seconds_of([&] { backend_.attention_sums(sample, {.queries = all, .columns = sample_tokens}); });
   rates.rows = seconds_of([&] { backend_.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });

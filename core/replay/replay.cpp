@@ -8,6 +8,8 @@
 #include <numeric>
 #include <optional>
 
+#include "positions.h"
+
 namespace kvreplay {
 namespace {
 
@@ -65,12 +67,6 @@ void keep_row(KeptSet& set, int row, std::span<const std::int32_t> kept, int all
                 std::to_string(kept.size())};
 }
 
-std::vector<std::int32_t> all_positions(int prompt) {
-  std::vector<std::int32_t> all(static_cast<std::size_t>(prompt));
-  std::iota(all.begin(), all.end(), 0);
-  return all;
-}
-
 LayerSelection empty_selection(const LayerView& view, Heads heads) {
   const int rows = view.rows(heads);
   const auto size = static_cast<std::size_t>(rows);
@@ -82,7 +78,7 @@ LayerSelection empty_selection(const LayerView& view, Heads heads) {
 Kept whole_row(const Selector& select, int prompt) {
   const std::vector<double> no_scores(static_cast<std::size_t>(prompt));
   const Kept by_rule = select({no_scores, prompt, prompt});
-  return {all_positions(prompt), by_rule.sinks, by_rule.recent};
+  return {position_range(0, prompt), by_rule.sinks, by_rule.recent};
 }
 
 void keep_row(LayerSelection& selection, int row, const Kept& kept, int allowed, const std::string& policy) {

@@ -55,15 +55,12 @@ int list(const Arguments& arguments) {
     document.push_back(as_json(card));
     rows.push_back({name, card.unit, card.summary});
   }
-  if (arguments.given("json")) {
+  if (arguments.given("json"))
     print_json(document);
-  } else if (arguments.given("markdown")) {
-    fmt::print("| metric | unit | meaning |\n| --- | --- | --- |\n");
-    for (const auto& row : rows)
-      fmt::print("| `{}` | {} | {} |\n", row[0], markdown_cell(row[1]), markdown_cell(row[2]));
-  } else {
+  else if (arguments.given("markdown"))
+    print_markdown_table("| metric | unit | meaning |", rows);
+  else
     print_columns(rows);
-  }
   return 0;
 }
 

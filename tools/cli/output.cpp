@@ -38,6 +38,11 @@ void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_
   }
 }
 
+void print_markdown_table(std::string_view heading, const std::vector<std::vector<std::string>>& rows) {
+  fmt::print("{}\n| --- | --- | --- |\n", heading);
+  for (const auto& row : rows) fmt::print("| `{}` | {} | {} |\n", row[0], markdown_cell(row[1]), markdown_cell(row[2]));
+}
+
 std::string size_text(std::size_t bytes) {
   static constexpr const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double size = static_cast<double>(bytes);

@@ -110,15 +110,12 @@ int list_policies(const Arguments& arguments) {
     document.push_back(as_json(*policy));
     rows.push_back({name, policy->card().summary, policy->card().paper});
   }
-  if (arguments.given("json")) {
+  if (arguments.given("json"))
     print_json(document);
-  } else if (arguments.given("markdown")) {
-    fmt::print("| policy | what stays | paper |\n| --- | --- | --- |\n");
-    for (const auto& row : rows)
-      fmt::print("| `{}` | {} | {} |\n", row[0], markdown_cell(row[1]), markdown_cell(row[2]));
-  } else {
+  else if (arguments.given("markdown"))
+    print_markdown_table("| policy | what stays | paper |", rows);
+  else
     print_columns(rows);
-  }
   return 0;
 }
 

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "policies/parts/ranking.h"
+#include "positions.h"
 
 namespace kvreplay {
 namespace {
@@ -81,10 +82,8 @@ Selector Chunks::selector() const {
     if (part.fill == Fill::tokens && reserve) fill_with_tokens(taken, scores, to_divide);
     taken.resize(std::min(taken.size(), static_cast<std::size_t>(slots)));
 
-    std::vector<std::int32_t> by_rule(static_cast<std::size_t>(recent));
-    std::iota(by_rule.begin(), by_rule.end(), row.prompt - recent);
     Kept kept{{}, 0, recent};
-    std::ranges::set_union(taken, by_rule, std::back_inserter(kept.positions));
+    std::ranges::set_union(taken, position_range(row.prompt - recent, row.prompt), std::back_inserter(kept.positions));
     return kept;
   };
 }

@@ -1,0 +1,19 @@
+// Runs of token positions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvreplay {
+
+/// begin, begin + step, ... below end.
+inline std::vector<std::int32_t> position_range(int begin, int end, int step = 1) {
+  std::vector<std::int32_t> positions;
+  positions.reserve(end > begin ? static_cast<std::size_t>((end - begin - 1) / step + 1) : 0);
+  for (std::int64_t position = begin; position < end; position += step)
+    positions.push_back(static_cast<std::int32_t>(position));
+  return positions;
+}
+
+}  // namespace kvreplay
