@@ -31,11 +31,13 @@ LayerValues without_heads(double layer) {
   return values;
 }
 
-/// Row l of the values; the matrix is made when its first layer is known.
-void set_layer(Values& values, const LayerValues& of_layer, int stored_layer, int layers) {
-  const int heads = static_cast<int>(of_layer.heads.size());
+/// Row l of the values, of `rows` rows if the metric has any: a coarser one stands for those that share it. The matrix
+/// is made when its first layer is known.
+void set_layer(Values& values, const LayerValues& of_layer, int rows, int stored_layer, int layers) {
+  const int own = static_cast<int>(of_layer.heads.size());
+  const int heads = own == 0 ? 0 : rows;
   if (values.empty()) values = Values(layers + 1, heads + 1, undefined);
-  for (int h = 0; h < heads; ++h) values(stored_layer, h) = of_layer.heads[static_cast<std::size_t>(h)];
+  for (int h = 0; h < heads; ++h) values(stored_layer, h) = of_layer.heads[static_cast<std::size_t>(h / (heads / own))];
   values(stored_layer, heads) = of_layer.layer;
 }
 
@@ -53,7 +55,8 @@ Values values_by_head(const Matrix& means, std::span<const int> treated, int lay
   Values values;
   for (int l = 0; l < means.rows(); ++l) {
     const std::span<const double> heads = means.row(l);
-    set_layer(values, {{heads.begin(), heads.end()}, mean(heads)}, treated[static_cast<std::size_t>(l)], layers);
+    set_layer(values, {{heads.begin(), heads.end()}, mean(heads)}, means.columns(),
+              treated[static_cast<std::size_t>(l)], layers);
   }
   set_all_layers(values, treated, mean);
   return values;
@@ -88,9 +91,9 @@ std::size_t place(std::size_t cell, int query_heads, int head, int count, int qu
 
 template <class Of>
 MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int query_heads) {
-  std::vector<MomentMeans::Function> functions;
+  std::vector<AtQuery> functions;
   for (const MetricName& name : wanted.metrics)
-    if (const auto* of = measure_as<Of>(name)) functions.push_back(of->from_moments);
+    if (const auto* of = measure_as<Of>(name)) functions.push_back(*of);
   return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads};
 }
 
@@ -104,13 +107,17 @@ void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans&
 }
 
 void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int count,
-               const KeptMoments& moments) {
-  for (std::size_t i = 0; i < cells.size(); ++i)
+               const KeptMoments& moments, const Comparisons& comparisons) {
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const auto general = comparisons.find(cells[i]);
     for (int head = 0; head < view.query_heads(); ++head)
-      for (int query = 0; query < count; ++query)
-        means[static_cast<std::size_t>(cells[i])].add(view.layer(), head,
-                                                      moments.kept[place(i, view.query_heads(), head, count, query)],
-                                                      moments.full[place(0, view.query_heads(), head, count, query)]);
+      for (int query = 0; query < count; ++query) {
+        const std::size_t at = place(0, view.query_heads(), head, count, query);
+        means[static_cast<std::size_t>(cells[i])].add(
+            view.layer(), head, moments.kept[place(i, view.query_heads(), head, count, query)], moments.full[at],
+            general == comparisons.end() ? nullptr : &general->second[at]);
+      }
+  }
 }
 
 double share_done(const LayerView& view, int walk, int walks) {
@@ -121,11 +128,11 @@ double share_done(const LayerView& view, int walk, int walks) {
 
 bool Wanted::of_moments() const { return wants(metrics, is<OfMoments>); }
 
-MomentMeans::MomentMeans(std::vector<Function> functions, int layers, int query_heads)
+MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads)
     : functions_(std::move(functions)), sums_(functions_.size(), Matrix(layers, query_heads)) {}
 
-void MomentMeans::add(int layer, int head, const Moments& kept, const Moments& full) {
-  for (std::size_t f = 0; f < functions_.size(); ++f) sums_[f](layer, head) += functions_[f](kept, full);
+void MomentMeans::add(int layer, int head, const Moments& kept, const Moments& full, const Comparison* compared) {
+  for (std::size_t f = 0; f < functions_.size(); ++f) sums_[f](layer, head) += functions_[f](kept, full, compared);
 }
 
 Matrix MomentMeans::means(std::size_t function, std::size_t queries) const {
@@ -144,7 +151,7 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
       results_(wanted_.size()),
       expected_(wanted_.size(), std::vector<std::vector<ExpectedRecall>>(conditions.layers.size())) {
   const TraceHeader& header = trace.header();
-  const MomentMeans::Function recall = measure_as<OfMoments>({"attention_recall", ""})->from_moments;
+  const AtQuery recall{measure_as<OfMoments>({"attention_recall", ""})->from_moments};
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
     means_.push_back(means_of<OfMoments>(wanted_[c], conditions, header.query_heads));
     recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), header.query_heads);
@@ -164,7 +171,7 @@ void Measurement::layer(const LayerView& view, Backend& backend) {
   for (const MetricName& name : of_trace_.metrics) {
     const std::vector<double> tokens = measure_as<OfTrace>(name)->measure(view, backend);
     copy_as_float(tokens, row_of(trace_result_.tokens[name], 1, prompt, view.stored_layer(), 0));
-    set_layer(trace_result_.values[name], without_heads(mean(tokens)), view.stored_layer(), trace_.header().layers);
+    set_layer(trace_result_.values[name], without_heads(mean(tokens)), 1, view.stored_layer(), trace_.header().layers);
   }
   if (of_trace_.eval_attention) {
     const Matrix& sums = view.eval_attention();
@@ -181,6 +188,10 @@ void Measurement::layer(const LayerView& view, Backend& backend) {
                                                             prompt, view.stored_layer(), head));
 }
 
+void Measurement::failed(int cell, const Error& error) {
+  results_[static_cast<std::size_t>(cell)].error = error.what();
+}
+
 void Measurement::scored(const LayerView& view, int cell, const Matrix& scores) {
   const std::size_t c = static_cast<std::size_t>(cell);
   if (!wanted_[c].scores || scores.empty()) return;
@@ -190,23 +201,27 @@ void Measurement::scored(const LayerView& view, int cell, const Matrix& scores) 
     copy_as_float(scores.row(row), row_of(all, scores.rows(), view.prompt(), view.stored_layer(), row));
 }
 
-void Measurement::selected(const LayerView& view, int cell, const LayerSelection& selection,
+void Measurement::selected(const LayerView& view, int cell, const LayerSelection& selection, const StoredLayer* stored,
                            const CellSeconds& seconds) {
   const std::size_t c = static_cast<std::size_t>(cell);
   const std::size_t l = static_cast<std::size_t>(view.layer());
   CellResult& result = results_[c];
   result.selections[l] = selection;
   result.seconds[l] = seconds;
-  const LayerFacts facts{view, selection};
+  const LayerFacts facts{view, selection, stored};
+  const int rows = wanted_[c].rows, layers = trace_.header().layers;
   for (const MetricName& name : wanted_[c].metrics) {
     if (const auto* of = measure_as<OfLayer>(name))
-      set_layer(result.values[name], of->measure(facts), view.stored_layer(), trace_.header().layers);
+      set_layer(result.values[name], of->measure(facts), rows, view.stored_layer(), layers);
     if (const auto* of = measure_as<OfSpan>(name))
       if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
-        set_layer(result.values[name], without_heads(of->measure(facts, *span)), view.stored_layer(),
-                  trace_.header().layers);
+        set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
   }
-  if (wanted_[c].of_moments()) expected_[c][l] = expected_recall(view, selection.set);
+  if (wanted_[c].of_moments() && !selection.changes_with_time()) expected_[c][l] = expected_recall(view, selection.set);
+}
+
+void Measurement::compared(const LayerView&, int cell, int, int, std::span<const Comparison> comparisons) {
+  comparisons_[cell].assign(comparisons.begin(), comparisons.end());
 }
 
 void Measurement::note(int cell, std::optional<Violation> violation, const LayerView& view, int head) {
@@ -224,13 +239,16 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
                 "attention is not a number (kvreplay validate --deep says where)", "finite queries, keys and values",
                 "others"};
-  add_block(means_, view, cells, count, moments);
-  add_block(recall_, view, cells, count, moments);
+  add_block(means_, view, cells, count, moments, comparisons_);
+  add_block(recall_, view, cells, count, moments, comparisons_);
+  comparisons_.clear();
   for (std::size_t i = 0; i < cells.size(); ++i) {
-    const KeptSet& set =
-        results_[static_cast<std::size_t>(cells[i])].selections[static_cast<std::size_t>(view.layer())].set;
+    const LayerSelection& selection =
+        results_[static_cast<std::size_t>(cells[i])].selections[static_cast<std::size_t>(view.layer())];
+    const KeptSet& set = selection.set;
     for (int head = 0; head < view.query_heads(); ++head) {
-      const bool keeps_everything = set.count(set.row_of(head, view.group())) == set.tokens();
+      const bool keeps_everything =
+          !selection.changes_with_time() && set.count(set.row_of(head, view.group())) == set.tokens();
       for (int query = 0; query < count; ++query)
         note(cells[i],
              check_moments(moments.kept[place(i, view.query_heads(), head, count, query)],
@@ -241,7 +259,7 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
   block_ = {{cells.begin(), cells.end()}, first, count, moments};
 }
 
-void Measurement::compared(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) {
+void Measurement::cross_checked(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) {
   const auto found = std::ranges::find(block_.cells, cell);
   if (found == block_.cells.end() || query < block_.first || query >= block_.first + block_.count)
     throw Error{Refusal::internal, "measurement", "a comparison outside the block measured last"};
@@ -260,7 +278,7 @@ void Measurement::layer_done(const LayerView& view, int walk, int walks) {
   const std::size_t l = static_cast<std::size_t>(view.layer());
   trace_result_.observable_seconds[l] += view.observable_seconds();
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
-    if (expected_[c][l].empty()) continue;
+    if (expected_[c][l].empty() || !results_[c].error.empty()) continue;
     const Matrix recalls = recall_[c].means(0, view.eval_queries().size());
     const KeptSet& set = results_[c].selections[l].set;
     for (int row = 0; row < set.rows(); ++row) {
@@ -278,6 +296,7 @@ CellResult Measurement::take_cell(int cell) {
   const std::size_t c = static_cast<std::size_t>(cell);
   const Wanted& wanted = wanted_[c];
   CellResult result = std::move(results_[c]);
+  if (!result.error.empty()) return result;
   for (auto& [name, values] : result.values) {
     const auto* of = measure_as<OfLayer>(name);
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
@@ -303,9 +322,14 @@ AllQueriesMeasurement::AllQueriesMeasurement(const Trace& trace, const Condition
     means_.push_back(means_of<OfAllQueries>(of_cell, conditions, trace.header().query_heads));
 }
 
+void AllQueriesMeasurement::compared(const LayerView&, int cell, int, int, std::span<const Comparison> comparisons) {
+  comparisons_[cell].assign(comparisons.begin(), comparisons.end());
+}
+
 void AllQueriesMeasurement::measured(const LayerView& view, std::span<const int> cells, int /*first*/, int count,
                                      const KeptMoments& moments) {
-  add_block(means_, view, cells, count, moments);
+  add_block(means_, view, cells, count, moments, comparisons_);
+  comparisons_.clear();
 }
 
 void AllQueriesMeasurement::layer_done(const LayerView& view, int walk, int walks) {

@@ -25,6 +25,7 @@ struct Wanted {
   std::vector<MetricName> metrics;  // spelled out by metrics_of_trace
   int budget = 0;                   // tokens; 0: none is held against the cell
   bool scores = false;
+  int rows = 1;  // of the finest granularity of its layers
 
   /// Whether some metric needs the moments of the eval queries: Cell::measure.
   bool of_moments() const;
@@ -37,6 +38,7 @@ struct CellResult {
   std::map<std::string, Matrix> matrices;  // [treated, treated], by variant of jaccard_matrix
   std::vector<float> scores;               // [L, H, P] when wanted, NaN where a layer has none
   std::optional<Violation> violation;      // the first
+  std::string error;                       // why it could not go on; then there is nothing else
 };
 
 /// What is wanted of the trace itself.
@@ -58,18 +60,20 @@ struct TraceResult {
 /// queries.
 class MomentMeans {
  public:
-  using Function = double (*)(const Moments& kept, const Moments& full);
-
   MomentMeans() = default;
-  MomentMeans(std::vector<Function> functions, int layers, int query_heads);
-  void add(int layer, int head, const Moments& kept, const Moments& full);
+  MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads);
+  /// `compared` is null where kept keys are as they were.
+  void add(int layer, int head, const Moments& kept, const Moments& full, const Comparison* compared);
   /// [treated, Hq] of one function.
   Matrix means(std::size_t function, std::size_t queries) const;
 
  private:
-  std::vector<Function> functions_;
+  std::vector<AtQuery> functions_;
   std::vector<Matrix> sums_;
 };
+
+/// General comparisons of the block of queries under way, by cell: [Hq, count].
+using Comparisons = std::map<int, std::vector<Comparison>>;
 
 class Measurement final : public Sink {
  public:
@@ -78,11 +82,15 @@ class Measurement final : public Sink {
               std::function<void(double, int)> heard = {});
 
   void layer(const LayerView& view, Backend& backend) override;
+  void failed(int cell, const Error& error) override;
   void scored(const LayerView& view, int cell, const Matrix& scores) override;
-  void selected(const LayerView& view, int cell, const LayerSelection& selection, const CellSeconds& seconds) override;
+  void selected(const LayerView& view, int cell, const LayerSelection& selection, const StoredLayer* stored,
+                const CellSeconds& seconds) override;
+  void compared(const LayerView& view, int cell, int first, int count,
+                std::span<const Comparison> comparisons) override;
   void measured(const LayerView& view, std::span<const int> cells, int first, int count,
                 const KeptMoments& moments) override;
-  void compared(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) override;
+  void cross_checked(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) override;
   void layer_done(const LayerView& view, int walk, int walks) override;
 
   /// After the replay; each once.
@@ -108,6 +116,7 @@ class Measurement final : public Sink {
     int count = 0;
     KeptMoments moments;
   } block_;
+  Comparisons comparisons_;
 };
 
 /// A second pass with every token as eval query, for the metrics of OfAllQueries: nothing else is heard.
@@ -115,6 +124,8 @@ class AllQueriesMeasurement final : public Sink {
  public:
   AllQueriesMeasurement(const Trace& trace, const Conditions& conditions, std::vector<Wanted> wanted,
                         std::function<void(double, int)> heard = {});
+  void compared(const LayerView& view, int cell, int first, int count,
+                std::span<const Comparison> comparisons) override;
   void measured(const LayerView& view, std::span<const int> cells, int first, int count,
                 const KeptMoments& moments) override;
   void layer_done(const LayerView& view, int walk, int walks) override;
@@ -127,6 +138,7 @@ class AllQueriesMeasurement final : public Sink {
   const Conditions& conditions_;
   std::vector<Wanted> wanted_;
   std::vector<MomentMeans> means_;
+  Comparisons comparisons_;
   std::function<void(double, int)> heard_;
 };
 

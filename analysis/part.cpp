@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "analysis/replaced_file.h"
+#include "parameters.h"
 #include "trace/hdf5.h"
 
 namespace kvreplay {
@@ -19,6 +20,7 @@ using hdf5::Group;
 using hdf5::Shape;
 
 constexpr const char* part_format = "kvpart";
+constexpr std::int64_t part_version = 2;
 
 std::size_t index(int i) { return static_cast<std::size_t>(i); }
 hsize_t extent(int n) { return static_cast<hsize_t>(n); }
@@ -189,6 +191,7 @@ void write_cell_facts(Group& group, const PartCell& cell) {
   group.set_attribute("seed", std::to_string(cell.seed));
   group.set_attribute("kept_tokens", cell.kept_tokens);
   group.set_attribute("scores", std::int64_t{cell.has_scores});
+  group.set_attribute("sets", cell.keeps_all_changed ? "all" : "fixed");
 }
 
 PartCell read_cell_facts(const Group& group, const std::string& id) {
@@ -203,6 +206,7 @@ PartCell read_cell_facts(const Group& group, const std::string& id) {
     throw Error{Refusal::input, group.where("seed"), "number", "0..2^64-1", seed};
   cell.kept_tokens = group.float_attribute("kept_tokens");
   cell.has_scores = group.integer_attribute("scores") != 0;
+  cell.keeps_all_changed = group.string_attribute("sets") == "all";
   return cell;
 }
 
@@ -219,29 +223,88 @@ std::vector<CellSeconds> read_seconds(const Group& group, const std::string& id,
   return seconds;
 }
 
-/// One column of [L, H] numbers of a selection; `untreated` where a layer is left as it is.
-std::vector<std::int32_t> by_row(const CellResult& made, const PartTrace& trace,
-                                 std::vector<int> LayerSelection::* member, std::int32_t untreated) {
-  const std::size_t rows = index(made.selections.front().set.rows());
-  std::vector<std::int32_t> all(index(trace.layers) * rows, untreated);
-  for (std::size_t l = 0; l < trace.treated.size(); ++l)
-    for (std::size_t row = 0; row < rows; ++row)
-      all[index(trace.treated[l]) * rows + row] = (made.selections[l].*member)[row];
-  return all;
+/// [L, H] numbers of the sets of a cell, H the rows of the finest of them; `untreated` where a layer is left as it is.
+class ByRow {
+ public:
+  ByRow(const CellResult& made, const PartTrace& trace) : made_(made), trace_(trace) {
+    for (const LayerSelection& selection : made.selections)
+      if (selection.set.rows() > rows_) {
+        rows_ = selection.set.rows();
+        heads_ = selection.set.heads();
+      }
+  }
+
+  int rows() const { return rows_; }
+  Heads heads() const { return heads_; }
+  /// "layer,layer,kv": the granularity of each treated layer, empty where all have the finest.
+  std::string coarser() const {
+    std::string text;
+    bool differ = false;
+    for (const LayerSelection& selection : made_.selections) {
+      text += (text.empty() ? "" : ",") + std::string(word(selection.set.heads()));
+      differ = differ || selection.set.heads() != heads_;
+    }
+    return differ ? text : "";
+  }
+  /// The row of a treated layer's selection that stands for row `row` of the finest.
+  int row_of(std::size_t treated, int row) const { return row / (rows_ / made_.selections[treated].set.rows()); }
+
+  std::vector<std::int32_t> numbers(std::vector<int> LayerSelection::* member) const {
+    std::vector<std::int32_t> all(index(trace_.layers) * index(rows_));
+    for (std::size_t l = 0; l < trace_.treated.size(); ++l)
+      for (int row = 0; row < rows_; ++row)
+        all[index(trace_.treated[l]) * index(rows_) + index(row)] =
+            (made_.selections[l].*member)[index(row_of(l, row))];
+    return all;
+  }
+
+  /// [L, H, T], -1 where a layer's sets do not change with time; empty: none do.
+  std::vector<std::int32_t> evicted_at() const {
+    std::vector<std::int32_t> all;
+    const std::size_t tokens = index(trace_.tokens);
+    for (std::size_t l = 0; l < trace_.treated.size(); ++l) {
+      const LayerSelection& selection = made_.selections[l];
+      if (!selection.changes_with_time()) continue;
+      all.resize(index(trace_.layers) * index(rows_) * tokens, -1);
+      for (int row = 0; row < rows_; ++row)
+        std::copy_n(
+            selection.evicted_at.begin() + static_cast<std::ptrdiff_t>(index(row_of(l, row)) * tokens), tokens,
+            all.begin() + static_cast<std::ptrdiff_t>((index(trace_.treated[l]) * index(rows_) + index(row)) * tokens));
+    }
+    return all;
+  }
+
+ private:
+  const CellResult& made_;
+  const PartTrace& trace_;
+  int rows_ = 0;
+  Heads heads_ = Heads::kv;
+};
+
+/// Kept positions of one row in the order of their slots.
+std::vector<std::int32_t> slots_of(const LayerSelection& selection, int row) {
+  std::size_t begin = 0;
+  for (int r = 0; r < row; ++r) begin += index(selection.set.count(r));
+  const auto from = selection.slots.begin() + static_cast<std::ptrdiff_t>(begin);
+  return {from, from + selection.set.count(row)};
 }
 
-void write_sets(Group& group, const CellResult& made, const PartTrace& trace) {
-  const int rows = made.selections.front().set.rows();
+void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bool without_rows) {
+  const ByRow by_row(made, trace);
   std::vector<std::int64_t> offsets{0};
-  std::vector<std::int32_t> positions;
+  std::vector<std::int32_t> positions, slots;
   std::vector<std::int32_t> sources(index(trace.layers), -1);
   std::size_t next = 0;
   for (int layer = 0; layer < trace.layers; ++layer) {
     const bool treated = next < trace.treated.size() && trace.treated[next] == layer;
-    for (int row = 0; row < rows; ++row) {
-      if (treated) {
-        const std::vector<std::int32_t> kept = made.selections[next].set.positions(row);
+    for (int row = 0; row < by_row.rows(); ++row) {
+      if (treated && !without_rows) {
+        const LayerSelection& selection = made.selections[next];
+        const std::vector<std::int32_t> kept = selection.set.positions(by_row.row_of(next, row));
         positions.insert(positions.end(), kept.begin(), kept.end());
+        const std::vector<std::int32_t> ordered =
+            selection.slots.empty() ? kept : slots_of(selection, by_row.row_of(next, row));
+        slots.insert(slots.end(), ordered.begin(), ordered.end());
       }
       offsets.push_back(static_cast<std::int64_t>(positions.size()));
     }
@@ -250,19 +313,22 @@ void write_sets(Group& group, const CellResult& made, const PartTrace& trace) {
       ++next;
     }
   }
-  const Shape of_rows{extent(trace.layers), extent(rows)};
+  const hsize_t layers = extent(trace.layers), rows = extent(by_row.rows());
   group.write("offsets", offsets);
   group.write("positions", positions);
+  if (slots != positions) group.write("slots", slots);
   group.write("layer_source", sources);
   const std::pair<const char*, std::vector<int> LayerSelection::*> columns[] = {
       {"budget", &LayerSelection::granted}, {"sinks", &LayerSelection::sinks}, {"recent", &LayerSelection::recent}};
   for (const auto& [name, member] : columns)
-    group.write(name, std::span<const std::int32_t>(by_row(made, trace, member, 0)), of_rows);
+    group.write(name, std::span<const std::int32_t>(by_row.numbers(member)), {layers, rows});
+  if (const std::vector<std::int32_t> gone = by_row.evicted_at(); !gone.empty())
+    group.write("evicted_at", std::span<const std::int32_t>(gone), {layers, rows, extent(trace.tokens)});
   for (const auto& [variant, matrix] : made.matrices) write_matrix(group, "jaccard_" + variant, matrix);
   if (!made.scores.empty())
     group.write("scores", std::span<const float>(made.scores),
-                {extent(trace.layers), made.scores.size() / index(trace.layers) / index(trace.boundary),
-                 extent(trace.boundary)});
+                {layers, made.scores.size() / index(trace.layers) / index(trace.boundary), extent(trace.boundary)});
+  if (const std::string coarser = by_row.coarser(); !coarser.empty()) group.set_attribute("layer_heads", coarser);
 }
 
 void set_cell_attributes(Group& group, const PartCell& cell, const PartTrace& trace) {
@@ -272,6 +338,7 @@ void set_cell_attributes(Group& group, const PartCell& cell, const PartTrace& tr
   for (const auto& [name, text] : attributes) group.set_attribute(name, *text);
   group.set_attribute("budget_tokens", std::int64_t{cell.budget_tokens});
   group.set_attribute("open_loop", std::int64_t{1});
+  if (cell.keeps_all_changed) group.set_attribute("sets", "all");
 }
 
 /// Per-token arrays of the trace: what is new, and what the old part has of the rest.
@@ -302,6 +369,57 @@ void replace_file(const std::filesystem::path& path, File& file) {
   kvreplay::replace_file(path, {reinterpret_cast<const char*>(image.data()), image.size()});
 }
 
+/// The granularity of each treated layer.
+std::vector<Heads> read_layer_heads(const Group& group, Heads finest, const PartTrace& trace) {
+  std::vector<Heads> of_layers(trace.treated.size(), finest);
+  if (!group.has_attribute("layer_heads")) return of_layers;
+  const std::string text = group.string_attribute("layer_heads");
+  const std::vector<std::string_view> pieces = split_list(group.where("layer_heads"), text);
+  if (pieces.size() != of_layers.size())
+    throw Error{Refusal::input, group.where("layer_heads"), "layers", std::to_string(of_layers.size()),
+                std::to_string(pieces.size())};
+  for (std::size_t l = 0; l < pieces.size(); ++l) {
+    of_layers[l] = heads_of(pieces[l]);
+    if (pieces[l] != word(of_layers[l]) ||
+        rows_of(of_layers[l], trace.query_heads, trace.kv_heads) > rows_of(finest, trace.query_heads, trace.kv_heads))
+      throw Error{Refusal::input, group.where("layer_heads"), "heads", "kv, query or layer, no finer than heads", text};
+  }
+  return of_layers;
+}
+
+/// One row of each that share a coarser granularity's set.
+LayerSelection coarsened(const LayerSelection& fine, Heads heads, const PartTrace& trace) {
+  if (fine.set.heads() == heads) return fine;
+  const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
+  const int shared = fine.set.rows() / rows;
+  LayerSelection coarse{KeptSet(heads, rows, fine.set.tokens()), {}, {}, {}, fine.source, {}, {}};
+  const auto tokens = static_cast<std::ptrdiff_t>(trace.tokens);
+  for (int row = 0; row < rows; ++row) {
+    for (const std::int32_t position : fine.set.positions(row * shared)) coarse.set.keep(row, position);
+    coarse.sinks.push_back(fine.sinks[index(row * shared)]);
+    coarse.recent.push_back(fine.recent[index(row * shared)]);
+    coarse.granted.push_back(fine.granted[index(row * shared)]);
+    if (fine.changes_with_time()) {
+      const auto from = fine.evicted_at.begin() + row * shared * tokens;
+      coarse.evicted_at.insert(coarse.evicted_at.end(), from, from + tokens);
+    }
+    if (!fine.slots.empty()) {
+      const std::vector<std::int32_t> slots = slots_of(fine, row * shared);
+      coarse.slots.insert(coarse.slots.end(), slots.begin(), slots.end());
+    }
+  }
+  return coarse;
+}
+
+/// A row's slots must hold its kept positions, each once.
+void add_slots(LayerSelection& selection, std::span<const std::int32_t> slots, int row, const Group& group) {
+  std::vector<std::int32_t> ascending(slots.begin(), slots.end());
+  std::ranges::sort(ascending);
+  if (ascending != selection.set.positions(row))
+    throw Error{Refusal::input, group.where() + "/slots", "slots", "the kept positions in another order", "others"};
+  selection.slots.insert(selection.slots.end(), slots.begin(), slots.end());
+}
+
 }  // namespace
 
 const PartCell* Part::find(const std::string& id) const {
@@ -321,8 +439,8 @@ Part read_part(const std::filesystem::path& path) {
   const File file = File::open(path);
   if (!file.has_attribute("format") || file.string_attribute("format") != part_format)
     throw Error{Refusal::input, path.string(), "format", part_format, "another file"};
-  if (const auto version = file.integer_attribute("version"); version != 1)
-    throw Error{Refusal::input, path.string(), "version", "1", std::to_string(version)};
+  if (const auto version = file.integer_attribute("version"); version != part_version)
+    throw Error{Refusal::input, path.string(), "version", std::to_string(part_version), std::to_string(version)};
   const Group traces = file.group("traces");
   const std::vector<std::string> names = traces.names();
   if (names.size() != 1)
@@ -357,10 +475,18 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
   const Shape stored = group.dataset("positions").shape();
   check_offsets(group.where() + "/offsets", offsets, stored.size() == 1 ? stored[0] : 0);
   const auto positions = read_shaped<std::int32_t>(group, "positions", {static_cast<hsize_t>(offsets.back())});
+  const auto optional_numbers = [&](const char* name, const Shape& shape) {
+    return group.member(name) == Group::Member::dataset ? read_shaped<std::int32_t>(group, name, shape)
+                                                        : std::vector<std::int32_t>();
+  };
+  const auto slots = optional_numbers("slots", {static_cast<hsize_t>(offsets.back())});
+  const auto gone = optional_numbers("evicted_at", {layers, extent(rows), extent(trace.tokens)});
+  const bool keeps_all = group.has_attribute("sets") && group.string_attribute("sets") == "all";
+  const std::vector<Heads> of_layers = read_layer_heads(group, heads, trace);
 
   std::vector<LayerSelection> selections;
   for (const int layer : trace.treated) {
-    LayerSelection selection{KeptSet(heads, rows, trace.boundary), {}, {}, {}, 0};
+    LayerSelection selection{KeptSet(heads, rows, trace.boundary), {}, {}, {}, 0, {}, {}};
     const auto refuse = [&](const char* dataset, const char* what, const std::string& expected, const auto& found) {
       throw Error{Refusal::input, group.where() + "/" + dataset, fmt::format("{} of layer {}", what, layer), expected,
                   fmt::format("{}", found)};
@@ -374,6 +500,12 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
         selection.set.keep(row, positions[i]);
         least = positions[i] + 1;
       }
+      for (int j = 0; keeps_all && j < trace.boundary; ++j) selection.set.keep(row, j);
+      if (!slots.empty())
+        add_slots(selection,
+                  std::span(slots).subspan(static_cast<std::size_t>(offsets[r]),
+                                           static_cast<std::size_t>(offsets[r + 1] - offsets[r])),
+                  row, group);
       if (granted[r] < 0) refuse("budget", "budget", "at least 0", granted[r]);
       if (sinks[r] < 0 || sinks[r] > trace.boundary)
         refuse("sinks", "sinks", fmt::format("0..{}", trace.boundary), sinks[r]);
@@ -386,7 +518,17 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
     const auto source = std::ranges::find(trace.treated, sources[index(layer)]);
     if (source == trace.treated.end()) refuse("layer_source", "source", "a treated layer", sources[index(layer)]);
     selection.source = static_cast<int>(source - trace.treated.begin());
-    selections.push_back(std::move(selection));
+    if (!gone.empty()) {
+      const std::size_t tokens = index(trace.tokens);
+      const std::span<const std::int32_t> of_layer =
+          std::span(gone).subspan(index(layer) * index(rows) * tokens, index(rows) * tokens);
+      for (std::size_t i = 0; i < of_layer.size(); ++i)
+        if (of_layer[i] != -1 && (of_layer[i] < static_cast<std::int32_t>(i % tokens) || of_layer[i] >= trace.tokens))
+          refuse("evicted_at", "query", fmt::format("-1, or {}..{}", i % tokens, trace.tokens - 1), of_layer[i]);
+      if (std::ranges::any_of(of_layer, [](std::int32_t at) { return at >= 0; }))
+        selection.evicted_at.assign(of_layer.begin(), of_layer.end());
+    }
+    selections.push_back(coarsened(selection, of_layers[selections.size()], trace));
   }
   return selections;
 }
@@ -399,7 +541,7 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
   File file = File::create_in_memory(path.string());
   {
     file.set_attribute("format", part_format);
-    file.set_attribute("version", std::int64_t{1});
+    file.set_attribute("version", part_version);
     Group traces = file.create_group("traces");
     Group of_trace = traces.create_group(trace.name);
     write_conditions(of_trace, trace);
@@ -417,7 +559,7 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
       if (made != nullptr) {
         Group group = sets.create_group(cell.id);
         set_numbers(group, "layers", trace.treated);
-        write_sets(group, *made, trace);
+        write_sets(group, *made, trace, cell.keeps_all_changed);
       } else {
         copy(old->group("cells"), cell.id, sets);
       }

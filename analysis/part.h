@@ -1,7 +1,9 @@
 // parts/TRACE.h5: all that a run knows of one trace, the unit that is finished or not.
 //
 //   /traces/NAME    as in selections.h5: sizes, conditions, redundancy, eval attention, tokens, spans
-//   /cells/ID       as in selections.h5: sets and matrices
+//   /cells/ID       as in selections.h5: sets and matrices; where they change with time evicted_at [L, H, T]; where
+//   kept
+//                   tokens stand in another order slots; where granularities differ the attribute layer_heads
 //   /values/ID      who the cell is, and every value [L+1, H+1]; /values/trace: values of the trace itself
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 #pragma once
@@ -49,6 +51,7 @@ struct PartCell {
   std::uint64_t seed = 0;
   double kept_tokens = 0;
   bool has_scores = false;
+  bool keeps_all_changed = false;  // every token stays, none as it was: there are no sets to store
   ValuesByMetric values;
   std::vector<CellSeconds> seconds;  // [treated]
 };

@@ -184,6 +184,32 @@ std::vector<MetricName> without(const std::vector<MetricName>& wanted, const Val
   return missing;
 }
 
+/// The finest granularity of all layers.
+struct Granularity {
+  Heads heads = Heads::layer;
+  int rows = 1;
+};
+
+Granularity finest(std::span<const LayerPlan> plans, const PartTrace& trace) {
+  Granularity found;
+  for (const LayerPlan& of_range : plans) {
+    const Heads heads = of_range.plan.grouping.heads;
+    if (const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
+        rows > found.rows || found.heads == Heads::layer)
+      found = {heads, rows};
+  }
+  return found;
+}
+
+/// Scores that a matrix [L, H, P] can hold: those of policies that score all of the prompt, in one granularity.
+bool saves_scores(std::span<const LayerPlan> plans) {
+  return std::ranges::all_of(plans, [&](const LayerPlan& of_range) {
+    const Plan& plan = of_range.plan;
+    return plan.score && std::holds_alternative<Once>(plan.schedule) && plan.nesting == Nesting::none &&
+           plan.grouping.heads == plans.front().plan.grouping.heads;
+  });
+}
+
 void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy& policy, const Budget& budget,
               const std::string& role, const std::vector<MetricName>& wanted) {
   CellWork cell{.policy = policy, .wanted = wanted};
@@ -195,7 +221,12 @@ void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy
   facts.paper = policy.card().paper;
   const Parameters parameters = policy.parameters();
   facts.agg = parameters.find("agg") != nullptr ? parameters.find("agg")->text() : "";
-  facts.heads = word(policy.plan().heads);
+  const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
+  facts.heads = word(finest(plans, work.facts).heads);
+  facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
+    return std::holds_alternative<Everything>(of_range.plan.allocate) &&
+           std::holds_alternative<Transformed>(of_range.plan.store);
+  });
   facts.budget = budget.literal;
   facts.budget_tokens = budget.tokens(work.conditions.boundary);
   facts.seed = request.seed;
@@ -212,7 +243,8 @@ void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy
   if (const PartCell* found = work.earlier(facts.id); found != nullptr && !request.force) {
     cell.found = true;
     cell.missing = without(wanted, found->values);
-    cell.lacks_scores = request.save_scores && !found->has_scores && policy.plan().score;
+    cell.lacks_scores = request.save_scores && !found->has_scores && saves_scores(plans) &&
+                        facts.budget_tokens < work.conditions.boundary;
   } else {
     cell.missing = wanted;
   }
@@ -226,10 +258,22 @@ std::vector<ConfiguredPolicy> controls(std::uint64_t seed) {
   return all;
 }
 
+void warn_once(TraceWork& work, const std::string& warning) {
+  if (std::ranges::find(work.warnings, warning) == work.warnings.end()) work.warnings.push_back(warning);
+}
+
 void check_cells(TraceWork& work, const Trace& trace) {
   for (CellWork& cell : work.cells) {
     try {
-      check_policy(trace, work.conditions, cell.policy);
+      for (const Conditions* conditions : {&work.conditions, work.all_queries ? &*work.all_queries : nullptr})
+        if (conditions != nullptr) check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens);
+      if (cell.facts.role == "asked" &&
+          leaves_nothing_to_choose(work.conditions, cell.policy, cell.facts.budget_tokens))
+        warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.summary.name,
+                                    cell.facts.label, cell.facts.budget));
+      if (cell.facts.role == "asked" && lacks_question(trace, work.conditions, cell.policy))
+        warn_once(work, fmt::format("{}: no question ends the prompt: {} takes its last tokens for one",
+                                    work.summary.name, cell.facts.label));
     } catch (const Error& error) {
       if (error.refusal() == Refusal::usage) throw;
       cell.error = error.what();
@@ -325,7 +369,8 @@ std::vector<TraceWork> prepare(const RunRequest& request) {
     if (first) throw *first;
     for (const TraceWork& work : works)
       for (const CellWork& cell : work.cells)
-        if (!cell.error.empty()) check_policy(Trace::open(work.summary.path), work.conditions, cell.policy);
+        if (!cell.error.empty())
+          check_policy(Trace::open(work.summary.path), work.conditions, cell.policy, cell.facts.budget_tokens);
   }
   check_names(works);
   check_spans(request, works);
@@ -344,10 +389,11 @@ Batch batch(TraceWork& work, const RunRequest& request) {
   for (CellWork& cell : work.cells) {
     if (!cell.to_compute()) continue;
     const PartCell* earlier = work.earlier(cell.facts.id);
-    Wanted wanted{cell.missing, cell.facts.budget_tokens,
-                  request.save_scores || (earlier != nullptr && earlier->has_scores)};
-    const bool unbounded = std::holds_alternative<Everything>(cell.policy.plan().allocate);
-    if (unbounded) wanted.budget = 0;
+    const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
+    const bool scores = request.save_scores || (earlier != nullptr && earlier->has_scores);
+    Wanted wanted{cell.missing, cell.facts.budget_tokens, scores && saves_scores(plans),
+                  finest(plans, work.facts).rows};
+    if (!std::ranges::all_of(plans, has_budget, &LayerPlan::plan)) wanted.budget = 0;
     Cell made{.policy = cell.policy, .budget = cell.facts.budget_tokens, .measure = wanted.of_moments()};
     if (cell.uses_known_sets()) made.known = read_selections(work.part_path(request.output), cell.facts.id, work.facts);
     result.cells.push_back(std::move(made));
@@ -371,7 +417,7 @@ void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& 
   Batch second;
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < first.cells.size(); ++i) {
-    if (!AllQueriesMeasurement::wanted_by(first.wanted[i])) continue;
+    if (!results[i].error.empty() || !AllQueriesMeasurement::wanted_by(first.wanted[i])) continue;
     Cell cell = first.cells[i];
     cell.known = results[i].selections;
     cell.measure = true;
@@ -399,7 +445,6 @@ void complete(CellWork& cell, const PartCell* earlier, CellResult& result) {
   if (cell.uses_known_sets()) {
     cell.facts = asked_again(*earlier, cell.facts);
   } else {
-    cell.facts.heads = word(result.selections.front().set.heads());
     cell.facts.kept_tokens = mean_kept(result.selections);
     cell.facts.has_scores = !result.scores.empty();
     cell.facts.seconds = result.seconds;
@@ -465,7 +510,9 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   if (request.force || work.facts.observable_seconds.empty())
     work.facts.observable_seconds = trace_result.observable_seconds;
   for (std::size_t i = 0; i < results.size(); ++i) {
-    if (const std::optional<Violation>& violation = results[i].violation) {
+    if (!results[i].error.empty()) {
+      made.of[i]->error = results[i].error;
+    } else if (const std::optional<Violation>& violation = results[i].violation) {
       ++tally[violation->law];
       made.of[i]->error = violation->text();
     } else {
@@ -490,6 +537,8 @@ CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
                       .budget_tokens = facts.budget_tokens,
                       .kept_tokens = facts.kept_tokens,
                       .error = cell.error};
+  const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
+  summary.own_memory = !std::ranges::all_of(plans, has_budget, &LayerPlan::plan);
   if (!cell.error.empty()) {
     summary.state = CellState::failed;
     return summary;

@@ -74,6 +74,7 @@ struct CellSummary {
   std::string budget = {};  // as asked
   int budget_tokens = 0;
   double kept_tokens = 0;                    // mean a layer and head
+  bool own_memory = false;                   // no budget binds it
   std::map<MetricName, double> values = {};  // over all layers and heads; NaN: undefined
   double select_seconds = 0;                 // scoring and selection, all layers, shared observables apart
   CellState state = CellState::done;

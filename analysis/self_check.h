@@ -5,8 +5,9 @@
 // - A sum over some keys is at most the sum over all: mass <= 1, squares <= the full ones.
 // - The general comparison, which builds ã, agrees with the kept moments (identities: attention_l1 = 2 (1 - m),
 //   attention_cosine² = Σ_{K'} a² / Σ a²) within `path_tolerance`, relative above 1.
-// - Recall equals what the column sums of the eval queries' attention say of the kept set, within `path_tolerance`.
-// - No set recalls more than the tokens of the greatest such sums do, as many of them, within `oracle_tolerance`.
+// - Of sets that do not change with time: recall equals what the column sums of the eval queries' attention say of the
+//   kept set, within `path_tolerance`, and is no more than the tokens of the greatest such sums have, as many of them,
+//   within `oracle_tolerance`.
 // - Kept slots are within layers * rows * budget.
 #pragma once
 

@@ -12,6 +12,8 @@ namespace kvreplay {
 namespace {
 
 constexpr std::size_t widest = 140;
+// "999.9 ms" and a mark: what a table looks like must not depend on how long it took.
+constexpr std::size_t longest_duration = 9;
 
 enum class Best { none, largest, smallest };
 
@@ -20,6 +22,7 @@ struct Column {
   std::function<double(const CellSummary&)> value;
   std::function<std::string(double)> text;
   Best best;
+  std::size_t least_width = 0;
 };
 
 double value_of(const CellSummary& cell, const MetricName& name) {
@@ -60,7 +63,8 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
   std::erase_if(all, [&](const Column& column) {
     return std::ranges::all_of(cells, [&](const CellSummary& cell) { return !std::isfinite(column.value(cell)); });
   });
-  all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration, Best::smallest});
+  all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration, Best::smallest,
+                 longest_duration});
   return all;
 }
 
@@ -98,12 +102,17 @@ std::string shown_heads(const CellSummary& cell, const TraceSummary& trace) {
   return cell.heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads)) : cell.heads;
 }
 
+/// Only equal memory is compared.
+bool is_compared(const CellSummary& cell) {
+  return cell.role != "control" && cell.state != CellState::failed && !cell.own_memory;
+}
+
 std::optional<double> best_of(const Column& column, const std::vector<const CellSummary*>& cells) {
   std::optional<double> best;
   int compared = 0;
   for (const CellSummary* cell : cells) {
     const double value = column.value(*cell);
-    if (cell->role == "control" || cell->state == CellState::failed || !std::isfinite(value)) continue;
+    if (!is_compared(*cell) || !std::isfinite(value)) continue;
     ++compared;
     if (!best || (column.best == Best::largest ? value > *best : value < *best)) best = value;
   }
@@ -126,6 +135,14 @@ std::string budget_line(const TraceSummary& trace, const CellSummary& cell) {
                      grouped(static_cast<long>(cell.budget_tokens) * trace.layers));
 }
 
+/// Names those whose memory is their own.
+std::string own_memory_line(const std::vector<const CellSummary*>& cells) {
+  std::string names;
+  for (const CellSummary* cell : cells)
+    if (cell->own_memory && cell->role != "control") names += (names.empty() ? "" : ", ") + cell->label;
+  return names.empty() ? "" : cut("no budget binds " + names + ": not at equal memory, never marked *", widest) + '\n';
+}
+
 std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*>& cells,
                  const std::vector<Column>& columns) {
   std::vector<std::vector<std::string>> texts;
@@ -135,10 +152,10 @@ std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*
     std::vector<std::string> text;
     for (const CellSummary* cell : cells) {
       const double value = column.value(*cell);
-      const bool is_best = best && cell->role != "control" && value == *best;
+      const bool is_best = best && is_compared(*cell) && value == *best;
       text.push_back((std::isfinite(value) ? column.text(value) : std::string("-")) + (is_best ? "*" : " "));
     }
-    std::size_t width = column.title.size() + 1;
+    std::size_t width = std::max(column.title.size() + 1, column.least_width);
     for (const std::string& one : text) width = std::max(width, one.size());
     widths.push_back(width);
     texts.push_back(std::move(text));
@@ -187,7 +204,7 @@ std::string table(const RunSummary& summary) {
       while (first + group.size() < of_trace.size() &&
              of_trace[first + group.size()].budget_tokens == of_trace[first].budget_tokens)
         group.push_back(&of_trace[first + group.size()]);
-      text += budget_line(trace, of_trace[first]) + rows(trace, group, columns) + '\n';
+      text += budget_line(trace, of_trace[first]) + rows(trace, group, columns) + own_memory_line(group) + '\n';
       first += group.size();
     }
   }

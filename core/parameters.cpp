@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 
@@ -27,6 +28,7 @@ Number parse_number(const std::string& where, std::string_view text, const char*
 }
 
 std::string range_text(const IntRange& range) {
+  if (range.up_to == UpTo::layers && range.least < 0) return "-L..L-1";
   const std::string most = range.up_to == UpTo::prompt                     ? "P"
                            : range.up_to == UpTo::layers                   ? "L"
                            : range.most == std::numeric_limits<int>::max() ? ""
@@ -68,8 +70,13 @@ std::vector<std::string_view> split_list(const std::string& where, std::string_v
 
 Amount Amount::parse(std::string_view where_text, std::string_view text) {
   const std::string where{where_text};
-  if (text.ends_with('%')) return fraction(parse_real(where, text.substr(0, text.size() - 1)) / 100.0);
-  if (text.find_first_of(".eE") != std::string_view::npos) return fraction(parse_real(where, text));
+  const bool percent = text.ends_with('%');
+  if (percent || text.find_first_of(".eE") != std::string_view::npos) {
+    const double share = percent ? parse_real(where, text.substr(0, text.size() - 1)) / 100.0 : parse_real(where, text);
+    if (share < 0.0 || share > 1.0)
+      throw Error{Refusal::usage, where, "out of range", "tokens, or a fraction 0.0..1.0", std::string(text)};
+    return fraction(share);
+  }
   const int n = parse_int(where, text);
   if (n < 0) throw Error{Refusal::usage, where, "out of range", "0 or more", std::string(text)};
   return tokens(n);
@@ -79,17 +86,25 @@ int Amount::of(int whole) const {
   return is_fraction() ? static_cast<int>(std::floor(share * static_cast<double>(whole))) : count;
 }
 
+int Amount::of_prompt(int prompt) const {
+  return is_fraction() ? std::max(1, static_cast<int>(std::floor(share * static_cast<double>(prompt) + 0.5))) : count;
+}
+
 std::string Amount::text() const {
   if (!is_fraction()) return std::to_string(count);
   const std::string shortest = fmt::format("{}", share);
   return shortest.find_first_of(".e") == std::string::npos ? shortest + ".0" : shortest;
 }
 
-std::string Parameter::assignment() const {
-  const std::string value = text();
-  const bool nested = value.find_first_of(",:=") != std::string::npos;
-  return name + "=" + (nested ? "(" + value + ")" : value);
+std::string list_value(std::string_view value) {
+  for (int depth = 0; const char c : value) {
+    depth += (c == '(') - (c == ')');
+    if (depth == 0 && (c == ',' || c == ':' || c == '=')) return "(" + std::string(value) + ")";
+  }
+  return std::string(value);
 }
+
+std::string Parameter::assignment() const { return name + "=" + list_value(text()); }
 
 Parameter& Parameters::declare(std::string name, std::string help, std::string range,
                                std::function<std::string()> text) {
@@ -106,7 +121,11 @@ void Parameters::add(std::string name, int& value, IntRange range, std::string h
   Parameter& parameter =
       declare(std::move(name), std::move(help), range_text(range), [&value] { return std::to_string(value); });
   parameter.up_to = range.up_to;
-  if (range.up_to != UpTo::any) parameter.tokens = [&value] { return value; };
+  // The number of a layer counts from either end.
+  if (range.up_to != UpTo::any)
+    parameter.tokens = [&value, by_number = range.least < 0] {
+      return !by_number ? value : value < 0 ? -value : value + 1;
+    };
   parameter.set = [&value, range, where = where(parameter.name)](std::string_view text) {
     const int read = parse_int(where, text);
     if (read < range.least || read > range.most || (range.odd && read % 2 == 0))
@@ -137,16 +156,15 @@ void Parameters::add(std::string name, bool& value, std::string help) {
   };
 }
 
-void Parameters::add(std::string name, Amount& value, std::string help) {
-  Parameter& parameter = declare(std::move(name), std::move(help), "tokens 0..P, or a fraction 0.0..1.0 of the budget",
-                                 [&value] { return value.text(); });
-  parameter.up_to = UpTo::prompt;
+void Parameters::add(std::string name, Amount& value, std::string help, UpTo up_to, const std::string& whole) {
+  const std::string most = up_to == UpTo::prompt ? "P" : "";
+  Parameter& parameter =
+      declare(std::move(name), std::move(help), "tokens 0.." + most + ", or a fraction 0.0..1.0 of " + whole,
+              [&value] { return value.text(); });
+  parameter.up_to = up_to;
   parameter.tokens = [&value] { return value.is_fraction() ? 0 : value.count; };
   parameter.set = [&value, where = where(parameter.name)](std::string_view text) {
-    const Amount read = Amount::parse(where, text);
-    if (read.is_fraction() && (read.share < 0.0 || read.share > 1.0))
-      throw Error{Refusal::usage, where, "out of range", "tokens, or a fraction 0.0..1.0", std::string(text)};
-    value = read;
+    value = Amount::parse(where, text);
   };
 }
 
@@ -160,9 +178,25 @@ void Parameters::add_seed(std::string name, std::uint64_t& value, std::string he
 }
 
 void Parameters::add(std::string name, std::string& value, std::string range,
-                     std::function<std::string(std::string_view)> normal, std::string help) {
+                     std::function<std::string(std::string_view)> normal, std::string help, UpTo up_to) {
   Parameter& parameter = declare(std::move(name), std::move(help), std::move(range), [&value] { return value; });
+  parameter.up_to = up_to;
+  if (up_to != UpTo::any)
+    parameter.tokens = [&value] {
+      int number = 0;
+      const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);
+      return problem == std::errc{} && end == value.data() + value.size() ? number : 0;
+    };
   parameter.set = [&value, normal = std::move(normal)](std::string_view text) { value = normal(text); };
+}
+
+void Parameters::adopt(const std::string& prefix, Parameter parameter) {
+  parameter.name = prefix + parameter.name;
+  all_.push_back(std::move(parameter));
+}
+
+void Parameters::adopt_all(const std::string& prefix, const Parameters& others) {
+  for (const Parameter& parameter : others.all()) adopt(prefix, parameter);
 }
 
 void Parameters::set(std::string_view name, std::string_view text) {

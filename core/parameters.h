@@ -19,11 +19,14 @@ namespace kvreplay {
 struct Amount {
   static Amount tokens(int n) { return {n, 0.0}; }
   static Amount fraction(double f) { return {-1, f}; }
+  /// Throws Error{usage} for anything but 0 or more tokens and fractions 0..1.
   static Amount parse(std::string_view where, std::string_view text);
 
   bool is_fraction() const { return count < 0; }
   /// floor(fraction * whole), or the count.
   int of(int whole) const;
+  /// max(1, floor(fraction * P + 1/2)), or the count: how a budget is read.
+  int of_prompt(int prompt) const;
   std::string text() const;
 
   int count = -1;
@@ -39,6 +42,9 @@ struct IntRange {
   UpTo up_to = UpTo::any;
   bool odd = false;
 };
+
+/// A layer by its number, -L ... L-1: -1 is the last one.
+inline constexpr IntRange any_layer{.least = -1'000'000, .most = 1'000'000, .up_to = UpTo::layers};
 
 struct RealRange {
   double least = 0.0;
@@ -85,14 +91,18 @@ class Parameters {
   void add(std::string name, int& value, IntRange range, std::string help);
   void add(std::string name, double& value, RealRange range, std::string help);
   void add(std::string name, bool& value, std::string help);
-  /// Tokens 0..P, or a fraction 0..1 of the budget.
-  void add(std::string name, Amount& value, std::string help);
+  /// Tokens 0..P (or any number of them), or a fraction 0..1 of `whole`.
+  void add(std::string name, Amount& value, std::string help, UpTo up_to = UpTo::prompt,
+           const std::string& whole = "the budget");
   /// A seed; the program's --seed is its default.
   void add_seed(std::string name, std::uint64_t& value, std::string help);
   /// Text that its owner reads, such as another policy in parentheses; `normal` gives it its one normal form, or throws
-  /// what is wrong with it.
+  /// what is wrong with it. `up_to` is held against the number that the text is, if it is one.
   void add(std::string name, std::string& value, std::string range, std::function<std::string(std::string_view)> normal,
-           std::string help);
+           std::string help, UpTo up_to = UpTo::any);
+  /// Parameters of another owner, under names that begin with `prefix`.
+  void adopt(const std::string& prefix, Parameter parameter);
+  void adopt_all(const std::string& prefix, const Parameters& others);
 
   template <class E>
   void add(std::string name, E& value, std::span<const Choice<E>> choices, std::string help) {
@@ -142,6 +152,9 @@ class Parameters {
 int parse_int(const std::string& where, std::string_view text, int least = std::numeric_limits<int>::min(),
               int most = std::numeric_limits<int>::max());
 double parse_real(const std::string& where, std::string_view text);
+
+/// A value as it stands in a list of KEY=VALUE: in parentheses where it would not end at the next comma.
+std::string list_value(std::string_view value);
 
 /// The pieces of a comma-separated list; commas inside parentheses do not separate. Throws Error{usage} at `where` for
 /// an empty piece and for parentheses that do not match.

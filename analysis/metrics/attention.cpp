@@ -12,6 +12,11 @@ namespace {
 
 double recall(const Moments& kept, const Moments&) { return kept.mass; }
 double recall(const Comparison& compared) { return compared.mass; }
+template <Alignment Comparison::* keys>
+double aligned_cosine(const Comparison& compared) {
+  const Alignment& of = compared.*keys;
+  return cosine(of.dot, of.full_square, of.stored_square, 0.0);
+}
 double prompt_recall(const Moments& kept, const Moments& full) {
   return quotient(kept.prompt_mass, full.prompt_mass, 1.0);
 }
@@ -21,9 +26,6 @@ double nosink_recall(const Moments& kept, const Moments& full) {
 
 double attention_cosine(const Moments& kept, const Moments& full) {
   return std::sqrt(quotient(kept.square, full.square, 0.0));
-}
-double attention_cosine(const Comparison& compared) {
-  return cosine(compared.dot, compared.full_square, compared.stored_square, 0.0);
 }
 double prompt_cosine(const Moments& kept, const Moments& full) {
   return std::sqrt(quotient(kept.prompt_square, full.prompt_square, 0.0));
@@ -49,9 +51,9 @@ const RegisteredMetric attention_recall_metric{{
         "m = sum over K' of a(t,j); K' = visible kept keys below the boundary, all visible ones from it on, and t",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
     .edges = "exactly 1 when everything is kept; 0/0 -> 1 in :prompt and :nosink",
-    .variants = {{"", "over all visible keys", OfMoments{recall, recall}, true},
-                 {"prompt", "over the keys below the boundary: kept mass / all mass", OfMoments{prompt_recall}},
-                 {"nosink", "the same without the first 4 tokens", OfMoments{nosink_recall}}},
+    .variants = {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
+                 {"prompt", "over the keys below the boundary: kept mass / all mass", OfMoments{{prompt_recall}}},
+                 {"nosink", "the same without the first 4 tokens", OfMoments{{nosink_recall}}}},
 }};
 
 const RegisteredMetric attention_cosine_metric{{
@@ -61,14 +63,18 @@ const RegisteredMetric attention_cosine_metric{{
     .formula = "<a,ã> / (|a| |ã|) = sqrt(sum over K' of a² / sum of a²) when kept keys stay as they were",
     .source = "ChunkKV, Table 8 and Fig. 7; the identity is kvreplay's",
     .edges = "exactly 1 when everything is kept; a zero norm -> 0",
-    .variants = {{"", "over all visible keys", OfMoments{attention_cosine, attention_cosine}, true},
-                 {"prompt", "both vectors cut to the keys below the boundary", OfMoments{prompt_cosine}},
-                 {"nosink", "the same without the first 4 tokens", OfMoments{nosink_cosine}},
-                 {"logits", "logits z below the boundary, 0 where evicted", OfMoments{logit_cosine}},
+    .variants = {{"", "over all visible keys", OfMoments{{attention_cosine, aligned_cosine<&Comparison::all>}}, true},
+                 {"prompt", "both vectors cut to the keys below the boundary",
+                  OfMoments{{prompt_cosine, aligned_cosine<&Comparison::prompt>}}},
+                 {"nosink", "the same without the first 4 tokens",
+                  OfMoments{{nosink_cosine, aligned_cosine<&Comparison::nosink>}}},
+                 {"logits", "logits z below the boundary, 0 where evicted",
+                  OfMoments{{logit_cosine, aligned_cosine<&Comparison::logits>}}},
                  {"unaligned",
                   "the part of a below the boundary against its kept entries written one after another from index 0",
-                  OfMoments{unaligned_cosine}},
-                 {"rows", "every token of the trace as eval query: a pass of its own", OfAllQueries{attention_cosine}}},
+                  OfMoments{{unaligned_cosine}}},
+                 {"rows", "every token of the trace as eval query: a pass of its own",
+                  OfAllQueries{{attention_cosine, aligned_cosine<&Comparison::all>}}}},
 }};
 
 const RegisteredMetric attention_l1_metric{{
@@ -78,7 +84,7 @@ const RegisteredMetric attention_l1_metric{{
     .formula = "|a - ã|_1 = 2 (1 - m) when kept keys stay as they were, m the attention recall",
     .source = "ChunkKV, Table 8; the identity is kvreplay's",
     .edges = "exactly 0 when everything is kept",
-    .variants = {{"", "over all visible keys", OfMoments{l1, l1}, true}},
+    .variants = {{"", "over all visible keys", OfMoments{{l1, l1}}, true}},
 }};
 
 }  // namespace

@@ -1,4 +1,5 @@
 // How similar the sets of different layers are: |A ∩ B| / |A ∪ B|.
+#include <algorithm>
 #include <bit>
 #include <limits>
 
@@ -20,16 +21,23 @@ double jaccard(std::span<const std::uint64_t> ours, std::span<const std::uint64_
   return either == 0 ? 1.0 : static_cast<double>(common) / either;
 }
 
+/// All in the finest granularity that a layer has.
+Sets alike(Sets sets) {
+  const KeptSet finest = *std::ranges::max_element(sets, {}, &KeptSet::rows);
+  for (KeptSet& set : sets) set = set.refined(finest.heads(), finest.rows());
+  return sets;
+}
+
 Sets scored_sets(std::span<const LayerSelection> layers) {
   Sets sets;
   for (const LayerSelection& layer : layers) sets.push_back(unprotected(layer));
-  return sets;
+  return alike(std::move(sets));
 }
 
 Sets whole_sets(std::span<const LayerSelection> layers) {
   Sets sets;
   for (const LayerSelection& layer : layers) sets.push_back(layer.set);
-  return sets;
+  return alike(std::move(sets));
 }
 
 double of_first_rows(const KeptSet& ours, const KeptSet& theirs) {

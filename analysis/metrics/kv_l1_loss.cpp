@@ -1,30 +1,55 @@
 // How much of the cache, by the size of its numbers, is evicted.
-#include <cmath>
+#include <Eigen/Core>
 #include <limits>
 
 #include "analysis/metrics/metric.h"
 #include "analysis/metrics/quotients.h"
+#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {
 
-/// Sums over the tokens of some rows: how many there are, and the L1 norms of what they hold.
+/// Sums over the tokens of some rows: how many there are, the L1 norms of what they hold, and of what became of it.
 struct Sizes {
   double tokens = 0;
   double kept_tokens = 0;
   double norms = 0;
-  double lost_norms = 0;
+  double kept_norms = 0;
+  double lost = 0;      // |x - x̂|, x̂ = 0 where evicted
+  double relative = 0;  // |x - x̂| / |x|
 
   void add(const Sizes& other) {
     tokens += other.tokens;
     kept_tokens += other.kept_tokens;
     norms += other.norms;
-    lost_norms += other.lost_norms;
+    kept_norms += other.kept_norms;
+    lost += other.lost;
+    relative += other.relative;
   }
 };
 
 /// Which of a token's vectors count.
 enum class Part { both, key, value };
+
+Eigen::ArrayXd vector_of(const TensorView& tensor, int head, int token) {
+  return Eigen::ArrayXd::NullaryExpr(tensor.dim, [&](Eigen::Index c) {
+    return static_cast<double>(load(tensor.row(head, token), tensor.dtype, static_cast<std::size_t>(c)));
+  });
+}
+
+double distance(const TensorView& a, const TensorView& b, int head, int token) {
+  return (vector_of(a, head, token) - vector_of(b, head, token)).abs().sum();
+}
+
+/// What a store changed of a kept token.
+template <Part part>
+double changed(const LayerFacts& facts, int kv_head, int token) {
+  if (facts.stored == nullptr) return 0.0;
+  const LayerTensors& before = facts.view.tensors();
+  const LayerTensors& after = facts.stored->tensors;
+  return (part == Part::value ? 0.0 : distance(before.k, after.k, kv_head, token)) +
+         (part == Part::key ? 0.0 : distance(before.v, after.v, kv_head, token));
+}
 
 /// What one row of the selection keeps of one KV head.
 template <Part part>
@@ -33,12 +58,18 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   const std::span<const double> values = facts.view.value_norms(1).row(kv_head);
   Sizes result;
   for (std::size_t j = 0; j < keys.size(); ++j) {
+    const auto token = static_cast<int>(j);
     const double norm = (part == Part::value ? 0.0 : keys[j]) + (part == Part::key ? 0.0 : values[j]);
-    const bool kept = facts.selection.set.keeps(row, static_cast<int>(j));
+    const bool kept = facts.selection.set.keeps(row, token);
+    const double lost = kept ? changed<part>(facts, kv_head, token) : norm;
     result.tokens += 1;
-    result.kept_tokens += kept ? 1 : 0;
     result.norms += norm;
-    result.lost_norms += kept ? 0.0 : norm;
+    result.lost += lost;
+    result.relative += kept ? quotient(lost, norm, 0.0) : 1.0;
+    if (kept) {
+      result.kept_tokens += 1;
+      result.kept_norms += norm;
+    }
   }
   return result;
 }
@@ -63,24 +94,26 @@ LayerValues of_rows(const LayerFacts& facts) {
   return result;
 }
 
-double lost_share(const LayerFacts&, const Sizes& sizes) { return quotient(sizes.lost_norms, sizes.norms, 0.0); }
+double lost_share(const LayerFacts&, const Sizes& sizes) { return quotient(sizes.lost, sizes.norms, 0.0); }
 
 double lost_per_number(const LayerFacts& facts, const Sizes& sizes) {
-  return sizes.lost_norms / (sizes.tokens * 2.0 * facts.view.tensors().k.dim);
+  return sizes.lost / (sizes.tokens * 2.0 * facts.view.tensors().k.dim);
 }
 
-double lost_tokens(const LayerFacts&, const Sizes& sizes) { return 1.0 - sizes.kept_tokens / sizes.tokens; }
+double lost_of_tokens(const LayerFacts&, const Sizes& sizes) { return sizes.relative / sizes.tokens; }
 
 double kept_norm(const LayerFacts&, const Sizes& sizes) {
   if (sizes.kept_tokens == 0 || sizes.norms == 0) return std::numeric_limits<double>::quiet_NaN();
-  return (sizes.norms - sizes.lost_norms) / sizes.kept_tokens / (sizes.norms / sizes.tokens);
+  return sizes.kept_norms / sizes.kept_tokens / (sizes.norms / sizes.tokens);
 }
 
 const RegisteredMetric kv_l1_loss_metric{{
     .name = "kv_l1_loss",
-    .summary = "share of the L1 norm of keys and values that is evicted",
+    .summary = "share of the L1 norm of keys and values that is evicted or changed",
     .unit = "share",
-    .formula = "sum over evicted of (|k|_1 + |v|_1) / sum over all; a ratio of sums over rows and prompt tokens",
+    .formula =
+        "sum of |x - x̂|_1 / sum of |x|_1 over keys and values, x̂ = 0 where evicted; a ratio of sums over rows and "
+        "prompt tokens; moved keys are compared unmoved",
     .source = "ChunkKV, Table 8; = 1 - f rho, f the kept share of tokens",
     .edges =
         "rows are the policy's: KV heads, query heads with keys and values repeated, or one for the layer; 0/0 -> 0",
@@ -92,7 +125,7 @@ const RegisteredMetric kv_l1_loss_metric{{
                  {"absolute", "mean over numbers of |x - x̂|, x̂ = 0 where evicted",
                   OfLayer{of_rows<Part::both, lost_per_number>}},
                  {"token", "mean over tokens of the relative error: the evicted share of tokens, 1 - f",
-                  OfLayer{of_rows<Part::both, lost_tokens>}}},
+                  OfLayer{of_rows<Part::both, lost_of_tokens>}}},
 }};
 
 }  // namespace

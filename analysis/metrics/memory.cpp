@@ -1,5 +1,6 @@
 // What a selection costs: tokens, bytes, and what an eval query finds in the cache.
 #include <algorithm>
+#include <limits>
 
 #include "analysis/metrics/metric.h"
 #include "analysis/metrics/protection.h"
@@ -27,16 +28,29 @@ LayerValues compression(const LayerFacts& facts) {
   return {{}, facts.view.prompt() / mean(counts(facts.selection.set))};
 }
 
+/// Of what is not kept by rule.
+LayerValues scored_compression(const LayerFacts& facts) {
+  double candidates = 0;
+  const LayerSelection& selection = facts.selection;
+  for (std::size_t row = 0; row < selection.sinks.size(); ++row)
+    candidates += facts.view.prompt() - selection.sinks[row] - selection.recent[row];
+  return {{}, candidates / sum(counts(unprotected(selection)))};
+}
+
 /// Bytes of one token's key and value in one KV head.
 double token_bytes(const LayerFacts& facts) {
   const LayerTensors& tensors = facts.view.tensors();
   return static_cast<double>(tensors.k.row_bytes() + tensors.v.row_bytes());
 }
 
+/// Bytes of so many tokens a row.
+double bytes_of(const LayerFacts& facts, std::span<const double> tokens) {
+  const double heads_a_row = facts.selection.set.heads() == Heads::layer ? facts.view.kv_heads() : 1;
+  return token_bytes(facts) * heads_a_row * sum(tokens);
+}
+
 LayerValues kv_bytes(const LayerFacts& facts) {
-  const KeptSet& set = facts.selection.set;
-  const double heads_a_row = set.heads() == Heads::layer ? facts.view.kv_heads() : 1;
-  return {{}, token_bytes(facts) * heads_a_row * sum(counts(set))};
+  return {{}, facts.stored != nullptr ? facts.stored->bytes : bytes_of(facts, counts(facts.selection.set))};
 }
 
 LayerValues shared_bytes(const LayerFacts& facts) {
@@ -54,27 +68,63 @@ LayerValues shared_bytes(const LayerFacts& facts) {
 }
 
 LayerValues bytes_of_attention_heads(const LayerFacts& facts) {
+  if (facts.stored != nullptr) return {{}, facts.stored->bytes * facts.view.group()};
   return {{}, token_bytes(facts) * facts.view.query_heads() * mean(counts(facts.selection.set))};
 }
 
+/// [T], mean over rows: tokens that are resident when query t attends, t included. Until the prompt has been seen, a
+/// policy that decides once holds all of it.
+std::vector<double> residents(const LayerFacts& facts) {
+  const LayerSelection& selection = facts.selection;
+  const int tokens = facts.view.tensors().k.tokens;
+  const int prompt = facts.view.prompt();
+  std::vector<double> held(static_cast<std::size_t>(tokens));
+  if (!selection.changes_with_time()) {
+    const double kept = mean(counts(selection.set));
+    for (int t = 0; t < tokens; ++t) held[static_cast<std::size_t>(t)] = t < prompt ? t + 1 : kept + t + 1 - prompt;
+    return held;
+  }
+  // Token j is there from query j to the query after which it went.
+  std::vector<long> change(static_cast<std::size_t>(tokens) + 1);
+  for (std::size_t i = 0; i < selection.evicted_at.size(); ++i) {
+    ++change[i % static_cast<std::size_t>(tokens)];
+    if (const std::int32_t gone = selection.evicted_at[i]; gone >= 0) --change[static_cast<std::size_t>(gone) + 1];
+  }
+  long now = 0;
+  for (std::size_t t = 0; t < held.size(); ++t) held[t] = static_cast<double>(now += change[t]) / selection.set.rows();
+  return held;
+}
+
+LayerValues peak_residents(const LayerFacts& facts) { return {{}, std::ranges::max(residents(facts))}; }
+LayerValues mean_residents(const LayerFacts& facts) { return {{}, mean(residents(facts))}; }
+
+/// What a store makes of the tokens, it makes at the end of the prompt: bytes over time are not defined then.
+double bytes_over_time(const LayerFacts& facts, const LayerValues& tokens) {
+  if (facts.stored != nullptr) return std::numeric_limits<double>::quiet_NaN();
+  return bytes_of(facts, std::vector<double>(static_cast<std::size_t>(facts.selection.set.rows()), tokens.layer));
+}
+
+LayerValues peak_bytes(const LayerFacts& facts) { return {{}, bytes_over_time(facts, peak_residents(facts))}; }
+LayerValues mean_bytes(const LayerFacts& facts) { return {{}, bytes_over_time(facts, mean_residents(facts))}; }
+
 /// Mean over eval queries t and rows of |K'|: kept tokens that t sees, the continuation up to t, and t itself.
 LayerValues held_tokens(const LayerFacts& facts) {
-  const KeptSet& set = facts.selection.set;
-  const int prompt = facts.view.prompt();
+  const LayerSelection& selection = facts.selection;
   const int window = facts.view.tensors().sliding_window;
   double held = 0;
-  for (int row = 0; row < set.rows(); ++row) {
-    const std::vector<std::int32_t> kept = set.positions(row);
-    for (const std::int32_t t : facts.view.eval_queries()) {
-      const int first = window > 0 ? std::max(0, t - window + 1) : 0;
-      const auto begin = std::lower_bound(kept.begin(), kept.end(), first);
-      const auto end = std::upper_bound(begin, kept.end(), t);
-      const int after_boundary = std::max(0, t + 1 - std::max(prompt, first));
-      const bool alone = t < prompt && !set.keeps(row, t);
-      held += static_cast<double>(end - begin) + after_boundary + (alone ? 1 : 0);
+  for (const std::int32_t t : facts.view.eval_queries()) {
+    const KeptSet at_query = selection.changes_with_time() ? selection.seen_by(t) : KeptSet();
+    const KeptSet& set = selection.changes_with_time() ? at_query : selection.set;
+    const int first = window > 0 ? std::max(0, t - window + 1) : 0;
+    const int after = std::max(0, t + 1 - std::max(set.tokens(), first));
+    for (int row = 0; row < set.rows(); ++row) {
+      const bool alone = t < set.tokens() && !set.keeps(row, t);
+      held += set.count_within(row, first, std::min(t + 1, set.tokens())) + after + (alone ? 1 : 0);
     }
   }
-  return {{}, held / static_cast<double>(static_cast<std::size_t>(set.rows()) * facts.view.eval_queries().size())};
+  return {
+      {},
+      held / static_cast<double>(static_cast<std::size_t>(selection.set.rows()) * facts.view.eval_queries().size())};
 }
 
 const RegisteredMetric layer_budget_metric{{
@@ -115,11 +165,14 @@ const RegisteredMetric kv_bytes_metric{{
     .unit = "bytes",
     .formula = "2 Hkv d bytes sum over layers of n_l; with a set for each query head its rows count, Hq instead of Hkv",
     .source = "kvreplay; ChunkKV, eq. 1 counts attention heads",
-    .edges = "layers that are left as they are do not count",
+    .edges = "layers that are left as they are do not count; a quantised cache counts bits, and 16 of each number that "
+             "stays; peak and mean are undefined there",
     .variants = {{"", "as many rows as the policy's granularity needs", OfLayer{kv_bytes, sum}, true},
                  {"union", "a token that several query heads of a group keep counts once", OfLayer{shared_bytes, sum}},
                  {"attention-heads", "Hq instead of Hkv whatever the granularity, as ChunkKV's eq. 1 reads",
-                  OfLayer{bytes_of_attention_heads, sum}}},
+                  OfLayer{bytes_of_attention_heads, sum}},
+                 {"peak", "of the most tokens that are resident at any query", OfLayer{peak_bytes, sum}},
+                 {"mean", "of the mean number of tokens that are resident at a query", OfLayer{mean_bytes, sum}}},
 }};
 
 const RegisteredMetric compression_metric{{
@@ -129,7 +182,23 @@ const RegisteredMetric compression_metric{{
     .formula = "sigma = P / mean kept tokens",
     .source = "FINCH, section 3",
     .edges = "undefined for a layer that keeps nothing",
-    .variants = {{"", "over all layers: P / mean over layers", OfLayer{compression, harmonic_mean}, true}},
+    .variants = {{"", "over all layers: P / mean over layers", OfLayer{compression, harmonic_mean}, true},
+                 {"context", "of the tokens that are not kept by rule: with FINCH n / k, the context alone",
+                  OfLayer{scored_compression, harmonic_mean}}},
+}};
+
+const RegisteredMetric resident_tokens_metric{{
+    .name = "resident_tokens",
+    .summary = "tokens in the cache while the trace's tokens come, one after the other",
+    .unit = "tokens",
+    .formula = "|R(t)|, t included, over all tokens t of the trace; a policy that decides once holds t + 1 until the "
+               "prompt ends, "
+               "one that evicts after each token B + 1 while it attends",
+    .source = "kvreplay; SCA, section 4, holds up to its threshold",
+    .edges = "none",
+    .variants = {{"peak", "the most at any t of the mean over rows; then the mean over layers", OfLayer{peak_residents},
+                  true},
+                 {"mean", "the mean over t, rows and layers", OfLayer{mean_residents}, true}},
 }};
 
 }  // namespace

@@ -22,6 +22,7 @@ namespace kvreplay {
 struct LayerFacts {
   const LayerView& view;
   const LayerSelection& selection;
+  const StoredLayer* stored = nullptr;  // what a store that changes tokens gives back; null: they are as they were
 };
 
 /// By row of the policy's granularity (empty: the metric has no rows), and for the layer.
@@ -35,15 +36,20 @@ double sum(std::span<const double> values);
 double harmonic_mean(std::span<const double> values);
 
 /// At one eval query and query head; averaged over the eval queries, then the heads, then the layers. `full` are the
-/// moments of the set that keeps everything. Metrics that the general comparison also yields have both functions.
-struct OfMoments {
+/// moments of the set that keeps everything. What depends on ã has both functions: where kept keys moved or changed,
+/// only the general comparison knows it.
+struct AtQuery {
   double (*from_moments)(const Moments& kept, const Moments& full);
   double (*from_comparison)(const Comparison&) = nullptr;
+
+  /// `compared` is null where kept keys are as they were.
+  double operator()(const Moments& kept, const Moments& full, const Comparison* compared) const {
+    return compared != nullptr && from_comparison != nullptr ? from_comparison(*compared) : from_moments(kept, full);
+  }
 };
+struct OfMoments : AtQuery {};
 /// The same with every token of the trace as eval query: a pass of its own.
-struct OfAllQueries {
-  double (*from_moments)(const Moments& kept, const Moments& full);
-};
+struct OfAllQueries : AtQuery {};
 /// Of one layer's selection; `over_layers` makes the value of all layers.
 struct OfLayer {
   LayerValues (*measure)(const LayerFacts&);

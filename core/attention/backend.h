@@ -26,8 +26,9 @@ enum class Positions { original, cache };
 struct AttentionSums {
   std::span<const std::int32_t> queries;  // positions, ascending, stored in the trace
   std::span<const double> weights = {};   // one a query; empty: 1
-  /// Keys that take part, as [resident_rows, n] ascending positions, one row for all KV heads or one for each; the
-  /// softmax runs over them alone (those <= t) and the columns are they. Empty: all visible keys take part.
+  /// Keys that take part, as [resident_rows, n] positions, one row for all KV heads or one for each; the softmax runs
+  /// over them alone (those <= t) and the columns are they. Ascending, or in any order in which the keys that each
+  /// query sees stand before those that it does not. Empty: all visible keys take part.
   std::span<const std::int32_t> resident = {};
   int resident_rows = 1;
   int columns = 0;                            // without `resident`: sums are returned for keys [0, columns)
@@ -35,8 +36,13 @@ struct AttentionSums {
   bool own_key = true;                        // false: a(t,t) takes part in the softmax but not in the sums
 };
 
-/// What all metrics need of one eval query t, one query head and one kept set K' (the kept keys below the boundary, all
-/// keys from the boundary on, and t itself; each if visible). õ = Σ_{K'} a v / Σ_{K'} a, o = Σ a v.
+/// Kept keys as the eval queries see them: one set for all queries, or one for each (what is resident changes with
+/// time). A set covers [0, tokens()), at least up to the boundary; keys from there on are all visible, and so is t
+/// itself.
+using KeptSets = std::span<const KeptSet>;
+
+/// What all metrics need of one eval query t, one query head and one kept set K' (the kept keys that the set covers,
+/// all keys after those, and t itself; each if visible). õ = Σ_{K'} a v / Σ_{K'} a, o = Σ a v.
 struct Moments {
   double mass = 0;         // Σ_{K'} a
   double square = 0;       // Σ_{K'} a²
@@ -61,18 +67,57 @@ struct KeptMoments {
   std::vector<Moments> kept;
 };
 
+/// Two vectors over keys, one of the full attention, one of what was stored.
+struct Alignment {
+  double dot = 0;
+  double full_square = 0;
+  double stored_square = 0;
+};
+
 /// What the general comparison says of one query and head: a over all visible keys against ã, the softmax over K' of
 /// whatever the store kept, written out in full.
 struct Comparison {
-  double dot = 0;                 // <a, ã>
-  double full_square = 0;         // ‖a‖²
-  double stored_square = 0;       // ‖ã‖²
+  Alignment all;                  // a and ã over all visible keys
+  Alignment prompt;               // over those below the boundary
+  Alignment nosink;               // over [sink_tokens, boundary)
+  Alignment logits;               // z and z̃ below the boundary, z̃ = 0 where evicted
   double l1 = 0;                  // ‖a − ã‖₁
   double mass = 0;                // Σ_{K'} a
   double output_full_square = 0;  // ‖o‖²
   double output_square = 0;       // ‖õ‖², õ = Σ ã ṽ
   double output_dot = 0;          // <o, õ>
   double error_square = 0;        // ‖o − õ‖²
+};
+
+/// Tokens come one by one, each after its query has attended to what is held and to itself; its attention is added to
+/// the scores of all that are held, and the lowest score goes while more than `budget` are held (of equal ones the
+/// higher position). Of a row's query heads the mean attention counts (Zhang et al. 2023, arXiv:2306.14048, algorithm
+/// 1).
+struct OnlineEviction {
+  Heads heads = Heads::kv;
+  int first = 0;                                // tokens [0, first) have come before
+  int tokens = 0;                               // up to here they come
+  std::span<const std::int32_t> resident = {};  // [H, n] ascending: what is held of them
+  std::span<const double> scores = {};          // [H, n]
+  int budget = 0;
+  int recent = 1;  // last tokens that never go, the newest included, 1 ... budget
+};
+
+/// Which tokens say least that others do not say. With S_ij = rint(2^30 cos(w_i, w_j)), w the keys or the values of all
+/// heads of a token side by side (0 for a zero vector), R the protected tokens and D the others: while |R| < keep, the
+/// token of least Add joins R, ties to the lower position (SCA, eq. 1 and algorithm 1):
+///   red_i = max_{k in R, k != i} S_ik, 0 when R = {i}
+///   Add(j) = sum_{i in R} max(0, S_ij - red_i) + max_{i in R} S_ij
+/// Add is summed over keys and values where both are asked for.
+struct RedundancyElimination {
+  std::span<const std::int32_t> resident = {};  // [n] ascending positions
+  Positions positions = Positions::original;    // where keys are taken to stand
+  bool keys = true;
+  bool values = true;
+  bool most_redundant = false;  // the token of greatest Add joins instead
+  int sinks = 0;                // protected: the first
+  int recent = 1;               // and the last; together 1 ... keep
+  int keep = 0;
 };
 
 class Backend {
@@ -85,15 +130,22 @@ class Backend {
   /// [Hq, columns], or [Hq, n] over a resident list of n.
   virtual Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) = 0;
 
-  /// Moments of every set at every query (positions, ascending, stored). Sets cover [0, boundary).
+  /// Moments of every kept set at every query (positions, ascending, stored).
   virtual KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                                   std::span<const KeptSet* const> sets) = 0;
+                                   std::span<const KeptSets> kept) = 0;
 
   /// The general path, for stores that transform what they keep: `stored` holds K̃ and Ṽ for the tokens of the layer,
   /// `positions` says where kept tokens stand. [Hq, queries].
   virtual std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored,
                                                     Positions positions, std::span<const std::int32_t> queries,
-                                                    int boundary, const KeptSet& set) = 0;
+                                                    int boundary, KeptSets kept) = 0;
+
+  /// [H, tokens]: position of the query after which each token went, -1 for those that are held in the end, and for
+  /// those of [0, first) that were not held in the beginning.
+  virtual std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) = 0;
+
+  /// [keep] numbers of the kept tokens in `resident`, ascending.
+  virtual std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) = 0;
 
   /// [heads, tokens]: p-norms of the first `tokens` rows of each head; p >= 1.
   virtual Matrix norms(const TensorView& tensor, int tokens, double p) = 0;
@@ -102,8 +154,10 @@ class Backend {
   /// token alone has 0. Within 1e-6 of float64.
   virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
 
-  /// Bytes the largest call on such a layer needs beyond the trace and its results, for planning.
+  /// Bytes the largest call on such a layer needs beyond the trace and its results, for planning; least_redundant over
+  /// so many tokens apart.
   virtual std::size_t working_set(const LayerTensors& layer, int sets) const = 0;
+  virtual std::size_t redundancy_working_set(const LayerTensors& layer, int tokens) const = 0;
 };
 
 /// Backends register by name; `threads` 0 means all.

@@ -57,14 +57,18 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, int sets) const {
   const auto dim = static_cast<std::size_t>(layer.k.dim);
   // Buffers stay from call to call, so they add up: packed keys of one KV head (of similarity, 16 MiB); column sums of
   // some 40 segments or of all query heads; and for each thread 192 rows of exponentials, 96 of logits, and the
-  // weighted values of every set for 96 rows.
+  // weighted values of every set for 96 rows, below the boundary and from there on.
   const std::size_t keys = std::max(tokens * dim * sizeof(float), std::size_t{16} << 20);
   const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(std::max(40, layer.q.heads));
   const std::size_t rows = threads * (192 + 96) * tokens * sizeof(float);
-  const std::size_t values = threads * 96 * static_cast<std::size_t>(sets + 2) * (dim + 32) * sizeof(double);
-  // The general comparison takes some 32 rows of two softmaxes in float64 a thread, and keeps nothing.
-  const std::size_t comparison = threads * 32 * tokens * 2 * sizeof(double);
-  return std::max(keys + columns + rows + values, comparison);
+  const std::size_t values = threads * 96 * static_cast<std::size_t>(2 * sets + 2) * (dim + 32) * sizeof(double);
+  // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
+  // online eviction the keys that some rows hold. They keep little.
+  const auto group = static_cast<std::size_t>(layer.group());
+  const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 2 * sizeof(double) +
+                                 tokens * layer.rope.inv_freq.size() * 2 * sizeof(double);
+  const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * dim * sizeof(float);
+  return keys + columns + rows + values + std::max(comparison, held);
 }
 
 }  // namespace kvreplay

@@ -21,13 +21,16 @@ class CpuBackend final : public Backend {
   std::string description() const override;
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                           std::span<const KeptSet* const> sets) override;
+                           std::span<const KeptSets> kept) override;
   std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
                                             std::span<const std::int32_t> queries, int boundary,
-                                            const KeptSet& set) override;
+                                            KeptSets kept) override;
+  std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override;
+  std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
   Matrix norms(const TensorView& tensor, int tokens, double p) override;
   std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override;
   std::size_t working_set(const LayerTensors& layer, int sets) const override;
+  std::size_t redundancy_working_set(const LayerTensors& layer, int tokens) const override;
 
  private:
   /// What one thread works in, kept from call to call.
@@ -36,7 +39,7 @@ class CpuBackend final : public Backend {
     SoftmaxBlock block;
     std::vector<BlockRow> rows;
     AlignedBuffer<float> staging, keys, values, spare, factors;
-    AlignedBuffer<double> sums;
+    AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
   };
   Scratch& scratch();
 

@@ -1,6 +1,6 @@
 // The general comparison, plainly: two softmaxes written out in float64.
-#include <Eigen/Core>
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <cstddef>
 
@@ -11,13 +11,16 @@ namespace kvreplay {
 namespace {
 
 // Rows that read each key once.
-constexpr int rows_at_once = 32;
+constexpr int rows_at_once = 48;
+// Keys whose values are widened at a time.
+constexpr int chunk_keys = 256;
 
-double dot(std::span<const float> a, std::span<const float> b) {
-  double sums[8] = {};
-  for (std::size_t c = 0; c < a.size(); ++c) sums[c % 8] += static_cast<double>(a[c]) * static_cast<double>(b[c]);
-  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
+struct Row {
+  int head = 0;
+  int query = 0;
+  int set_row = 0;
+  QueryPlace place;
+};
 
 /// Logits -> weights in place; -infinity is a key that does not take part.
 void softmax(std::span<double> row) {
@@ -27,116 +30,232 @@ void softmax(std::span<double> row) {
   for (double& x : row) x /= sum;
 }
 
+void add(Alignment& alignment, double full, double stored) {
+  alignment.dot += full * stored;
+  alignment.full_square += full * full;
+  alignment.stored_square += stored * stored;
+}
+
 }  // namespace
 
 std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
                                                       Positions positions, std::span<const std::int32_t> queries,
-                                                      int boundary, const KeptSet& set) {
+                                                      int boundary, KeptSets kept) {
+  assert(kept.size() == 1 || kept.size() == queries.size());
   const int query_count = static_cast<int>(queries.size());
   const int group = layer.group();
-  const auto dim = static_cast<std::size_t>(layer.q.dim);
-  std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * static_cast<std::size_t>(query_count));
+  const auto at = [](int a, int b = 1) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); };
+  std::vector<Comparison> result(at(layer.q.heads, query_count));
   if (query_count == 0) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
 
-  // slots[row][key]: how many kept tokens stand before the key.
-  std::vector<std::vector<std::int32_t>> slots(static_cast<std::size_t>(set.rows()));
-  for (int row = 0; row < set.rows(); ++row) {
-    int slot = 0;
-    for (int key = 0; key <= queries.back(); ++key) {
-      slots[static_cast<std::size_t>(row)].push_back(slot);
-      if (key >= boundary || set.keeps(row, key)) ++slot;
-    }
+  const bool moves = positions == Positions::cache;
+  int farthest = 0;  // no key moves by more than the number of those that went
+  for (const KeptSet& set : moves ? kept : KeptSets{}) {
+    for (int row = 0; row < set.rows(); ++row) farthest = std::max(farthest, set.tokens() - set.count(row));
   }
-  const auto moved = [&](int set_row, int key) {
-    return positions == Positions::cache ? slots[static_cast<std::size_t>(set_row)][static_cast<std::size_t>(key)] - key
-                                         : 0;
+  const BackwardRotation rotation(layer.rope, farthest);
+
+  const auto set_of = [&](const Row& row) -> const KeptSet& { return kept[kept.size() == 1 ? 0 : at(row.query)]; };
+  const auto resident = [&](const Row& row, int key) {
+    const KeptSet& set = set_of(row);
+    return key >= set.tokens() || set.keeps(row.set_row, key);
   };
+  const auto holds = [&](const Row& row, int key) { return key == row.place.own || resident(row, key); };
+
   const double scale = static_cast<double>(layer.softmax_scale);
   const double cap = static_cast<double>(layer.logit_softcap);
-  const auto logit = [&](std::span<const float> query, std::span<const float> key) {
-    const double z = scale * dot(query, key);
+  const auto logit = [&](double product) {
+    const double z = scale * product;
     return cap > 0.0 ? cap * std::tanh(z / cap) : z;
   };
+  const auto widen = [&](Scratch& mine, const TensorView& tensor, int head, int token, double* out) {
+    float* vector = mine.staging.at_least(at(tensor.dim));
+    kernels_.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
+    std::copy_n(vector, tensor.dim, out);
+  };
 
-  const auto compare_block = [&](int kv_head, int first_query, int end_query) {
-    struct Row {
-      int head, query, set_row;
-      QueryPlace place;
-      std::vector<float> vector, moved_vector;
-      std::vector<double> full, kept;
-      // Eigen's own memory is aligned, so its reductions take the same order every time.
-      Eigen::VectorXd full_output, output;
-    };
+  // out(i, j, <row i, key j>); row_vector(i, at) and key_vector(j, at) write vectors of `dim` numbers.
+  const auto for_products = [&](Scratch& mine, int rows, int keys, const auto& row_vector, const auto& key_vector,
+                                const auto& out) {
+    const int dim = layer.q.dim;
+    const int panels = (rows + kernels_.rows - 1) / kernels_.rows;
+    double* packed_rows = mine.wide_rows.at_least(at(panels * kernels_.rows, dim));
+    double* vectors = mine.sums.at_least(at(std::max(kernels_.rows, kernels_.wide_keys), dim));
+    double* packed_keys = mine.wide_keys.at_least(at(kernels_.wide_keys, dim));
+    double* products = mine.wide_products.at_least(at(kernels_.rows, kernels_.wide_keys));
+    for (int first = 0; first < rows; first += kernels_.rows) {
+      const int count = std::min(kernels_.rows, rows - first);
+      for (int r = 0; r < count; ++r) row_vector(first + r, vectors + at(r, dim));
+      kernels_.wide_pack(vectors, count, dim, kernels_.rows, packed_rows + at(first, dim));
+    }
+    for (int begin = 0; begin < keys; begin += kernels_.wide_keys) {
+      const int count = std::min(kernels_.wide_keys, keys - begin);
+      for (int i = 0; i < count; ++i) key_vector(begin + i, vectors + at(i, dim));
+      kernels_.wide_pack(vectors, count, dim, kernels_.wide_keys, packed_keys);
+      for (int first = 0; first < rows; first += kernels_.rows) {
+        kernels_.wide_products(packed_rows + at(first, dim), packed_keys, dim, products);
+        for (int r = 0; r < std::min(kernels_.rows, rows - first); ++r)
+          for (int i = 0; i < count; ++i) out(first + r, begin + i, products[at(r, kernels_.wide_keys) + at(i)]);
+      }
+    }
+  };
+
+  // outputs[rows, padded_dim] += weights[rows, first_key ... end_key) * values
+  const int dim = layer.v.dim;
+  const int padded_dim = (dim + kernels_.wide_keys - 1) / kernels_.wide_keys * kernels_.wide_keys;
+  const auto add_values = [&](Scratch& mine, const TensorView& values, int kv_head, int first_key, int end_key,
+                              std::span<const double> weights, int rows, double* outputs) {
+    const int width = end_key - first_key;
+    double* packed_weights = mine.wide_rows.at_least(at(kernels_.rows, chunk_keys));
+    double* vector = mine.sums.at_least(at(padded_dim));
+    double* packed_values = mine.wide_keys.at_least(at(chunk_keys, padded_dim));
+    double* products = mine.wide_products.at_least(at(kernels_.rows, kernels_.wide_keys));
+    std::fill_n(vector, padded_dim, 0.0);
+    for (int begin = 0; begin < width; begin += chunk_keys) {
+      const int count = std::min(chunk_keys, width - begin);
+      // [padded_dim / wide_keys, chunk_keys, wide_keys]
+      for (int i = 0; i < count; ++i) {
+        widen(mine, values, kv_head, first_key + begin + i, vector);
+        for (int c = 0; c < padded_dim; c += kernels_.wide_keys)
+          std::copy_n(vector + c, kernels_.wide_keys, packed_values + at(c, chunk_keys) + at(i, kernels_.wide_keys));
+      }
+      for (int first = 0; first < rows; first += kernels_.rows) {
+        const int some = std::min(kernels_.rows, rows - first);
+        for (int i = 0; i < count; ++i)
+          for (int r = 0; r < kernels_.rows; ++r)
+            packed_weights[at(i, kernels_.rows) + at(r)] =
+                r < some ? weights[at(first + r, width) + at(begin + i)] : 0.0;
+        for (int c = 0; c < padded_dim; c += kernels_.wide_keys) {
+          kernels_.wide_products(packed_weights, packed_values + at(c, chunk_keys), count, products);
+          for (int r = 0; r < some; ++r)
+            for (int i = 0; i < kernels_.wide_keys; ++i)
+              outputs[at(first + r, padded_dim) + at(c + i)] += products[at(r, kernels_.wide_keys) + at(i)];
+        }
+      }
+    }
+  };
+
+  const auto compare_block = [&](Scratch& mine, int kv_head, int first_query, int end_query) {
     std::vector<Row> rows;
+    int first_key = queries.back();
     int end_key = 0;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (int query = first_query; query < end_query; ++query) {
-        Row row{head, query, set.row_of(head, group), places[static_cast<std::size_t>(query)], {}, {}, {}, {}, {}, {}};
-        row.vector.resize(dim);
-        kernels_.widen(layer.q.row(head, row.place.stored), layer.q.dtype, layer.q.dim, row.vector.data());
-        row.moved_vector = row.vector;
-        rotate(layer.rope, moved(row.set_row, row.place.own), row.moved_vector);
-        row.full.assign(static_cast<std::size_t>(row.place.end), -HUGE_VAL);
-        row.kept = row.full;
-        row.full_output = row.output = Eigen::VectorXd::Zero(layer.v.dim);
-        end_key = std::max(end_key, row.place.end);
-        rows.push_back(std::move(row));
+        const QueryPlace& place = places[at(query)];
+        rows.push_back({head, query, kept.front().row_of(head, group), place});
+        first_key = std::min(first_key, place.first);
+        end_key = std::max(end_key, place.end);
       }
     }
+    const int width = end_key - first_key;
+    const int row_count = static_cast<int>(rows.size());
+    std::vector<double> full(at(row_count, width), -HUGE_VAL);
+    std::vector<double> partial = full;  // of the stored keys
+    const auto column = [&](int row, int key) { return at(row, width) + at(key - first_key); };
+    const auto sees = [&](int row, int key) {
+      return key >= rows[at(row)].place.first && key < rows[at(row)].place.end;
+    };
 
-    std::vector<float> key_vector(dim), stored_vector(dim), moved_vector(dim);
-    for (int key = 0; key < end_key; ++key) {
-      const auto at = static_cast<std::size_t>(key);
-      kernels_.widen(layer.k.row(kv_head, key), layer.k.dtype, layer.k.dim, key_vector.data());
-      kernels_.widen(stored.k.row(kv_head, key), stored.k.dtype, stored.k.dim, stored_vector.data());
-      int moved_for = -1;
-      for (Row& row : rows) {
-        if (key < row.place.first || key >= row.place.end) continue;
-        row.full[at] = logit(row.vector, key_vector);
-        if (key < boundary && key != row.place.own && !set.keeps(row.set_row, key)) continue;
-        if (moved_for != row.set_row) {
-          moved_vector = stored_vector;
-          rotate(layer.rope, moved(row.set_row, key), moved_vector);
-          moved_for = row.set_row;
+    for_products(
+        mine, row_count, width,
+        [&](int row, double* out) { widen(mine, layer.q, rows[at(row)].head, rows[at(row)].place.stored, out); },
+        [&](int key, double* out) { widen(mine, layer.k, kv_head, first_key + key, out); },
+        [&](int row, int key, double product) {
+          if (sees(row, first_key + key)) full[column(row, first_key + key)] = logit(product);
+        });
+
+    // Rows that read the same keys at the same places: all, unless keys move as a set says.
+    std::vector<std::vector<int>> groups;
+    for (int row = 0; row < row_count; ++row) {
+      const auto same = std::ranges::find_if(groups, [&](const std::vector<int>& some) {
+        const Row& other = rows[at(some.front())];
+        return !moves || (&set_of(other) == &set_of(rows[at(row)]) && other.set_row == rows[at(row)].set_row);
+      });
+      if (same == groups.end()) {
+        groups.push_back({row});
+      } else {
+        same->push_back(row);
+      }
+    }
+    struct PlacedKey {
+      int key = 0;
+      int moved = 0;
+    };
+    std::vector<PlacedKey> keys;
+    std::vector<int> slots(at(end_key));  // resident keys before each, for rows that move
+    for (const std::vector<int>& members : groups) {
+      const Row& one = rows[at(members.front())];
+      if (moves) {
+        int slot = 0;
+        for (int key = 0; key < end_key; ++key) {
+          slots[at(key)] = slot;
+          if (resident(one, key)) ++slot;
         }
-        row.kept[at] = logit(row.moved_vector, moved_vector);
       }
-    }
-    for (Row& row : rows) {
-      softmax(row.full);
-      softmax(row.kept);
+      const auto moved = [&](int key) { return moves ? slots[at(key)] - key : 0; };
+      keys.clear();
+      for (int key = first_key; key < end_key; ++key) {
+        if (std::ranges::any_of(members, [&](int row) { return holds(rows[at(row)], key); }))
+          keys.push_back({key, moved(key)});
+      }
+      const auto width_of = [](const TensorView& tensor) { return static_cast<std::size_t>(tensor.dim); };
+      for_products(
+          mine, static_cast<int>(members.size()), static_cast<int>(keys.size()),
+          [&](int member, double* out) {
+            const Row& row = rows[at(members[at(member)])];
+            widen(mine, layer.q, row.head, row.place.stored, out);
+            rotation.apply(moved(row.place.own), {out, width_of(layer.q)});
+          },
+          [&](int number, double* out) {
+            widen(mine, stored.k, kv_head, keys[at(number)].key, out);
+            rotation.apply(keys[at(number)].moved, {out, width_of(stored.k)});
+          },
+          [&](int member, int number, double product) {
+            const int row = members[at(member)];
+            const int key = keys[at(number)].key;
+            if (sees(row, key) && holds(rows[at(row)], key)) partial[column(row, key)] = logit(product);
+          });
     }
 
-    Eigen::VectorXf value(layer.v.dim), stored_value(layer.v.dim);
-    for (int key = 0; key < end_key; ++key) {
-      const auto at = static_cast<std::size_t>(key);
-      kernels_.widen(layer.v.row(kv_head, key), layer.v.dtype, layer.v.dim, value.data());
-      kernels_.widen(stored.v.row(kv_head, key), stored.v.dtype, stored.v.dim, stored_value.data());
-      for (Row& row : rows) {
-        if (key < row.place.first || key >= row.place.end) continue;
-        row.full_output += row.full[at] * value.cast<double>();
-        row.output += row.kept[at] * stored_value.cast<double>();
+    std::vector<Comparison> compared(rows.size());
+    for (int row = 0; row < row_count; ++row) {
+      const QueryPlace& place = rows[at(row)].place;
+      const auto some = at(place.end - place.first);
+      const std::span<double> a = std::span(full).subspan(column(row, place.first), some);
+      const std::span<double> kept_a = std::span(partial).subspan(column(row, place.first), some);
+      Comparison& comparison = compared[at(row)];
+      for (int key = place.first; key < std::min(boundary, place.end); ++key) {
+        const auto i = at(key - place.first);
+        add(comparison.logits, a[i], kept_a[i] == -HUGE_VAL ? 0.0 : kept_a[i]);
+      }
+      softmax(std::span(full).subspan(at(row, width), at(width)));
+      softmax(std::span(partial).subspan(at(row, width), at(width)));
+      for (int key = place.first; key < place.end; ++key) {
+        const auto i = at(key - place.first);
+        add(comparison.all, a[i], kept_a[i]);
+        if (key < boundary) add(comparison.prompt, a[i], kept_a[i]);
+        if (key < boundary && key >= sink_tokens) add(comparison.nosink, a[i], kept_a[i]);
+        comparison.l1 += std::abs(a[i] - kept_a[i]);
+        if (holds(rows[at(row)], key)) comparison.mass += a[i];
       }
     }
 
-    for (const Row& row : rows) {
-      Comparison comparison;
-      for (int key = row.place.first; key < row.place.end; ++key) {
-        const double a = row.full[static_cast<std::size_t>(key)];
-        const double kept = row.kept[static_cast<std::size_t>(key)];
-        comparison.dot += a * kept;
-        comparison.full_square += a * a;
-        comparison.stored_square += kept * kept;
-        comparison.l1 += std::abs(a - kept);
-        if (key >= boundary || key == row.place.own || set.keeps(row.set_row, key)) comparison.mass += a;
+    std::vector<double> full_outputs(at(row_count, padded_dim));
+    std::vector<double> outputs = full_outputs;
+    add_values(mine, layer.v, kv_head, first_key, end_key, full, row_count, full_outputs.data());
+    add_values(mine, stored.v, kv_head, first_key, end_key, partial, row_count, outputs.data());
+    for (int row = 0; row < row_count; ++row) {
+      Comparison& comparison = compared[at(row)];
+      for (int c = 0; c < dim; ++c) {
+        const double o = full_outputs[at(row, padded_dim) + at(c)];
+        const double kept_o = outputs[at(row, padded_dim) + at(c)];
+        comparison.output_full_square += o * o;
+        comparison.output_square += kept_o * kept_o;
+        comparison.output_dot += o * kept_o;
+        comparison.error_square += (o - kept_o) * (o - kept_o);
       }
-      comparison.output_full_square = row.full_output.squaredNorm();
-      comparison.output_square = row.output.squaredNorm();
-      comparison.output_dot = row.full_output.dot(row.output);
-      comparison.error_square = (row.full_output - row.output).squaredNorm();
-      result[static_cast<std::size_t>(row.head) * static_cast<std::size_t>(query_count) +
-             static_cast<std::size_t>(row.query)] = comparison;
+      result[at(rows[at(row)].head, query_count) + at(rows[at(row)].query)] = comparison;
     }
   };
 
@@ -145,7 +264,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
   for (int kv_head = 0; kv_head < layer.k.heads; ++kv_head) {
     for (int block = 0; block < blocks; ++block) {
-      compare_block(kv_head, block * queries_at_once, std::min((block + 1) * queries_at_once, query_count));
+      compare_block(scratch(), kv_head, block * queries_at_once, std::min((block + 1) * queries_at_once, query_count));
     }
   }
   return result;

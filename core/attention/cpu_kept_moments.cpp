@@ -1,5 +1,6 @@
 // Sums over the kept keys of many sets from one pass over the attention of the eval queries. "Everything" is a set like
-// the others and goes the same way, so a set that keeps all visible keys has its bits.
+// the others and goes the same way, so a set that keeps all visible keys has its bits. Where the rows of a block hold
+// different keys, all go over the keys that some row holds: a key that a row lacks is a weight of zero.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -30,14 +31,6 @@ KeptSet everything(int tokens) {
   return set;
 }
 
-int kept_below(const KeptSet& set, int row, int position) {
-  const std::span<const std::uint64_t> bits = set.row_bits(row);
-  int count = 0;
-  for (int word = 0; word < position / 64; ++word) count += std::popcount(bits[static_cast<std::size_t>(word)]);
-  for (int rest = position / 64 * 64; rest < position; ++rest) count += set.keeps(row, rest) ? 1 : 0;
-  return count;
-}
-
 /// Panels [begin, end) whose heads read the same row of a set.
 struct PanelRun {
   int begin = 0;
@@ -45,13 +38,18 @@ struct PanelRun {
   int set_row = 0;
 };
 
+/// The keys of [0, tokens()) that a row of the set keeps, and all after those.
+bool holds(const KeptSet& set, int set_row, int key) { return key >= set.tokens() || set.keeps(set_row, key); }
+
 /// A block of query rows of one KV head, head after head, each padded to whole panels; its exponentials and logits
 /// turned key-major, so that a key's weights for all rows of a panel lie side by side.
 class MomentBlock {
  public:
-  MomentBlock(const TileKernels& kernels, int boundary, const SoftmaxBlock& softmax, std::span<const BlockRow> rows)
-      : kernels_(kernels), tiles_(softmax.tiles()), boundary_(boundary), rows_(rows) {
+  MomentBlock(const TileKernels& kernels, int boundary, const SoftmaxBlock& softmax, std::span<const BlockRow> rows,
+              std::span<const int> queries)
+      : kernels_(kernels), tiles_(softmax.tiles()), boundary_(boundary), rows_(rows), queries_(queries) {
     first_key_ = softmax.first_tile() * kernels.keys;
+    tile_shift_ = std::countr_zero(static_cast<unsigned>(kernels.keys));
     piece_ = product(kernels.rows, kernels.keys);
     tile_floats_ = piece_ * static_cast<std::size_t>(tiles_.panels);
     nothing_.assign(tile_floats_, 0.0F);
@@ -62,50 +60,40 @@ class MomentBlock {
     for (const BlockRow& row : rows) {
       end_key_ = std::max(end_key_, row.place.end);
       windowed_ = windowed_ || row.place.first > 0;
-      if (row.place.own < boundary) own_keys_.push_back({row.place.own, {}, {}});
+      own_keys_.push_back(row.place.own);
     }
-    std::sort(own_keys_.begin(), own_keys_.end(), [](const OwnKey& a, const OwnKey& b) { return a.key < b.key; });
-    own_keys_.erase(std::unique(own_keys_.begin(), own_keys_.end(),
-                                [](const OwnKey& a, const OwnKey& b) { return a.key == b.key; }),
-                    own_keys_.end());
-    for (OwnKey& own : own_keys_) isolate(own);
+    std::sort(own_keys_.begin(), own_keys_.end());
+    own_keys_.erase(std::unique(own_keys_.begin(), own_keys_.end()), own_keys_.end());
+    words_.resize(rows.size());
+    ranks_.resize(rows.size());
+    unseen_.resize(rows.size());
+    const std::size_t room = static_cast<std::size_t>(chunk_keys >> tile_shift_) * tile_floats_;
+    weights_.resize(room);
+    logits_.resize(room);
+    unaligned_.resize(room);
   }
 
   int panels() const { return tiles_.panels; }
   /// Keys that some row may see.
   int first_key() const { return first_key_; }
   int end_key() const { return end_key_; }
+  bool row_holds(KeptSets kept, int set_row, int number, int key) const {
+    return key == row(number).place.own || holds(set_of(kept, number), set_row, key);
+  }
 
-  /// Keys [begin, end), all below the boundary: those that the set keeps, and own keys that it lacks. `values` are
-  /// those of the chunk.
-  std::span<const WeightedKey> kept_terms(const KeptSet& set, const PanelRun& run, int begin, int end,
-                                          const float* values, int padded_dim) {
+  /// Keys [begin, end) of one chunk, all below the boundary or none: those that some row holds. `values` are those of
+  /// the chunk.
+  std::span<const WeightedKey> terms(KeptSets kept, const PanelRun& run, int begin, int end, const float* values,
+                                     int padded_dim) {
     terms_.clear();
     begin = std::max(begin, first_key_);
     end = std::min(end, end_key_);
     if (begin >= end) return terms_;
-    if (windowed_) count_unseen(set, run);
-    int rank = kept_below(set, run.set_row, begin);
-    auto own = std::lower_bound(own_keys_.begin(), own_keys_.end(), begin,
-                                [](const OwnKey& known, int key) { return known.key < key; });
-    for (int key = begin; key < end; ++key) {
-      const bool keeps = set.keeps(run.set_row, key);
-      const bool is_own = own != own_keys_.end() && own->key == key;
-      if (keeps || is_own) {
-        terms_.push_back({keeps ? weights(key) : own->weights.data(), keeps ? logits(key) : own->logits.data(),
-                          unaligned(rank, run), values + product(key % chunk_keys, padded_dim)});
-      }
-      if (keeps) ++rank;
-      if (is_own) ++own;
-    }
-    return terms_;
-  }
-
-  /// Keys [begin, end), all from the boundary on.
-  std::span<const WeightedKey> later_terms(int begin, int end, const float* values, int padded_dim) {
-    terms_.clear();
-    for (int key = std::max(begin, first_key_); key < std::min(end, end_key_); ++key) {
-      terms_.push_back({weights(key), logits(key), nothing_.data(), values + product(key % chunk_keys, padded_dim)});
+    const auto values_of = [&](int key) { return values + product(key % chunk_keys, padded_dim); };
+    if (kept.size() == 1) {
+      add_terms_of_one_set(kept.front(), run, begin, end, values_of);
+    } else {
+      add_terms_of_many_sets(kept, run, begin, end, values_of);
     }
     return terms_;
   }
@@ -114,68 +102,156 @@ class MomentBlock {
   double logit(int row, int key) const { return static_cast<double>(logits(key)[place(row)]); }
   double reference(int row) const { return static_cast<double>(tiles_.reference[row]); }
   const BlockRow& row(int number) const { return rows_[static_cast<std::size_t>(number)]; }
+  const KeptSet& set_of(KeptSets kept, int number) const {
+    return kept.size() == 1 ? kept.front() : kept[static_cast<std::size_t>(queries_[static_cast<std::size_t>(number)])];
+  }
 
  private:
-  struct OwnKey {
-    int key = 0;
-    std::vector<float> weights, logits;  // zero but for the rows of the query that stands there
-  };
-
-  /// Of the first panel; the others follow at the distance of one piece.
-  std::size_t key_offset(int key) const {
-    return static_cast<std::size_t>((key - first_key_) / kernels_.keys) * tile_floats_ +
-           product((key - first_key_) % kernels_.keys, kernels_.rows);
+  /// Of key `number` counted from the begin of a tile, in the first panel; the others follow at the distance of one
+  /// piece.
+  std::size_t offset(int number) const {
+    return static_cast<std::size_t>(number >> tile_shift_) * tile_floats_ +
+           product(number & (kernels_.keys - 1), kernels_.rows);
   }
   std::size_t place(int row) const {
     return static_cast<std::size_t>(row / kernels_.rows) * piece_ + static_cast<std::size_t>(row % kernels_.rows);
   }
   const float* weights(int key) const {
-    return key < first_key_ ? nothing_.data() : tiles_.exponentials + key_offset(key);
+    return key < first_key_ ? nothing_.data() : tiles_.exponentials + offset(key - first_key_);
   }
-  const float* logits(int key) const { return tiles_.logits + key_offset(key); }
+  const float* logits(int key) const { return tiles_.logits + offset(key - first_key_); }
+  /// of(row, place of the row in a panel) for all rows of a run.
+  template <class Of>
+  void for_rows(const PanelRun& run, Of of) const {
+    for (int panel = run.begin; panel < run.end; ++panel) {
+      const std::size_t at = static_cast<std::size_t>(panel) * piece_;
+      for (int r = 0; r < kernels_.rows; ++r) of(panel * kernels_.rows + r, at + static_cast<std::size_t>(r));
+    }
+  }
+  /// Keys below the boundary that the set keeps and that stand before the row's window.
+  int unseen(const KeptSet& set, int set_row, int number) const {
+    return set.count_within(set_row, 0, std::min(row(number).place.first, boundary_));
+  }
 
-  void isolate(OwnKey& own) {
-    own.weights.assign(tile_floats_, 0.0F);
-    own.logits.assign(tile_floats_, 0.0F);
-    for (int number = 0; number < static_cast<int>(rows_.size()); ++number) {
-      if (row(number).place.own != own.key) continue;
-      own.weights[place(number)] = weights(own.key)[place(number)];
-      own.logits[place(number)] = logits(own.key)[place(number)];
+  template <class ValuesOf>
+  void add_terms_of_one_set(const KeptSet& set, const PanelRun& run, int begin, int end, ValuesOf values_of) {
+    const bool ranked = begin < boundary_;
+    int rank = ranked ? set.count_within(run.set_row, 0, begin) : 0;
+    if (ranked && windowed_) {
+      for_rows(run, [&](int number, std::size_t) {
+        unseen_[static_cast<std::size_t>(number)] = unseen(set, run.set_row, number);
+      });
+    }
+    auto own = std::lower_bound(own_keys_.begin(), own_keys_.end(), begin);
+    for (int key = begin; key < end; ++key) {
+      const bool keeps = holds(set, run.set_row, key);
+      const bool is_own = own != own_keys_.end() && *own == key;
+      if (keeps || is_own) {
+        const float* unaligned = !ranked ? nothing_.data() : weights(rank);
+        if (ranked && windowed_) {
+          float* gathered = unaligned_.data() + offset(static_cast<int>(terms_.size()));
+          for_rows(run, [&](int number, std::size_t at) {
+            const int seen_rank = rank - unseen_[static_cast<std::size_t>(number)];
+            gathered[at] = seen_rank < 0 ? 0.0F : weights(seen_rank)[at];
+          });
+          unaligned = gathered;
+        }
+        if (keeps) {
+          terms_.push_back({weights(key), logits(key), unaligned, values_of(key)});
+        } else {
+          add_masked_term(run, key, unaligned, values_of(key),
+                          [&](int number) { return row(number).place.own == key; });
+        }
+      }
+      if (keeps) ++rank;
+      if (is_own) ++own;
     }
   }
 
-  void count_unseen(const KeptSet& set, const PanelRun& run) {
-    unseen_.clear();
-    for (const BlockRow& some : rows_) {
-      unseen_.push_back(kept_below(set, run.set_row, std::min(some.place.first, boundary_)));
+  template <class ValuesOf>
+  void add_terms_of_many_sets(KeptSets kept, const PanelRun& run, int begin, int end, ValuesOf values_of) {
+    const bool ranked = begin < boundary_;
+    if (ranked) {
+      for_rows(run, [&](int number, std::size_t) {
+        const KeptSet& set = set_of(kept, number);
+        ranks_[static_cast<std::size_t>(number)] =
+            set.count_within(run.set_row, 0, begin) - unseen(set, run.set_row, number);
+      });
     }
-    gathered_.resize(static_cast<std::size_t>(chunk_keys) * tile_floats_);
+    std::uint64_t some = 0;
+    std::uint64_t all = 0;
+    for (int key = begin; key < end; ++key) {
+      if (key == begin || key % 64 == 0) {
+        some = 0;
+        all = ~std::uint64_t{0};
+        for_rows(run, [&](int number, std::size_t) {
+          const std::uint64_t word = held_word(kept, run.set_row, number, key / 64);
+          words_[static_cast<std::size_t>(number)] = word;
+          some |= word;
+          all &= word;
+        });
+      }
+      const std::uint64_t bit = std::uint64_t{1} << (key % 64);
+      if ((some & bit) == 0) continue;
+      const float* unaligned = nothing_.data();
+      if (ranked) {
+        float* gathered = unaligned_.data() + offset(static_cast<int>(terms_.size()));
+        for_rows(run, [&](int number, std::size_t at) {
+          int& rank = ranks_[static_cast<std::size_t>(number)];
+          gathered[at] = rank < 0 ? 0.0F : weights(rank)[at];
+          if ((words_[static_cast<std::size_t>(number)] & bit) != 0) ++rank;
+        });
+        unaligned = gathered;
+      }
+      if ((all & bit) != 0) {
+        terms_.push_back({weights(key), logits(key), unaligned, values_of(key)});
+      } else {
+        add_masked_term(run, key, unaligned, values_of(key),
+                        [&](int number) { return (words_[static_cast<std::size_t>(number)] & bit) != 0; });
+      }
+    }
   }
 
-  /// Weights of the keys whose numbers are the ranks of a kept key among the kept keys that each row sees.
-  const float* unaligned(int rank, const PanelRun& run) {
-    if (!windowed_) return weights(rank);
-    float* out = gathered_.data() + terms_.size() * tile_floats_;
-    for (int number = run.begin * kernels_.rows; number < run.end * kernels_.rows; ++number) {
-      const int seen_rank = rank - unseen_[static_cast<std::size_t>(number)];
-      out[place(number)] = seen_rank < 0 ? 0.0F : weights(seen_rank)[place(number)];
-    }
-    return out;
+  /// A key that only some rows hold.
+  template <class Holds>
+  void add_masked_term(const PanelRun& run, int key, const float* unaligned, const float* values, Holds held) {
+    const std::size_t masked = offset(static_cast<int>(terms_.size()));
+    for_rows(run, [&](int number, std::size_t at) {
+      const bool keeps = held(number);
+      weights_[masked + at] = keeps ? weights(key)[at] : 0.0F;
+      logits_[masked + at] = keeps ? logits(key)[at] : 0.0F;
+    });
+    terms_.push_back({weights_.data() + masked, logits_.data() + masked, unaligned, values});
+  }
+
+  /// Which of the keys [64 word, 64 word + 64) a row holds.
+  std::uint64_t held_word(KeptSets kept, int set_row, int number, int word) const {
+    const KeptSet& set = set_of(kept, number);
+    const int known = set.tokens() - 64 * word;  // of these keys, the set covers so many
+    const int own = row(number).place.own - 64 * word;
+    std::uint64_t held = known > 0 ? set.row_bits(set_row)[static_cast<std::size_t>(word)] : 0;
+    if (known < 64) held |= ~std::uint64_t{0} << std::max(known, 0);
+    if (own >= 0 && own < 64) held |= std::uint64_t{1} << own;
+    return held;
   }
 
   const TileKernels& kernels_;
   const TileBlock& tiles_;
   int boundary_;
   std::span<const BlockRow> rows_;
+  std::span<const int> queries_;  // the number of each row's query
   int first_key_ = 0;
   int end_key_ = 0;
   bool windowed_ = false;
+  int tile_shift_ = 0;
   std::size_t piece_ = 0;
   std::size_t tile_floats_ = 0;
-  std::vector<OwnKey> own_keys_;  // below the boundary, ascending
+  std::vector<int> own_keys_;  // ascending
   std::vector<float> nothing_;
-  std::vector<float> gathered_;
-  std::vector<int> unseen_;  // kept keys that lie before the row's window
+  std::vector<float> weights_, logits_, unaligned_;  // of the terms of one chunk that are not as they lie
+  std::vector<std::uint64_t> words_;                 // keys that each row holds
+  std::vector<int> ranks_;                           // number of the next key among those that each row holds and sees
+  std::vector<int> unseen_;                          // kept keys that lie before each row's window
   std::vector<WeightedKey> terms_;
 };
 
@@ -211,9 +287,18 @@ Moments moments_of(const RowSums& set, const RowSums& full, double scale) {
   return moments;
 }
 
-/// Sums of one panel over one set.
+/// Sums of one panel over one set below the boundary.
 struct PanelSums {
   WeightSums sinks, rest;
+};
+
+/// Kept sets to compute, and where their sums from the boundary on are found: with those of "everything" unless the
+/// sets go beyond it.
+struct DistinctSets {
+  KeptSets kept;
+  std::size_t later = 0;
+
+  bool operator==(const DistinctSets& other) const { return std::ranges::equal(kept, other.kept); }
 };
 
 RowSums row_sums(const PanelSums& kept, const WeightSums& later, int r, const double* kept_values,
@@ -234,26 +319,32 @@ RowSums row_sums(const PanelSums& kept, const WeightSums& later, int r, const do
 }  // namespace
 
 KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                                     std::span<const KeptSet* const> sets) {
+                                     std::span<const KeptSets> kept) {
   const int query_count = static_cast<int>(queries.size());
   const int group = layer.group();
   KeptMoments result;
   result.full.resize(product(layer.q.heads, query_count));
-  result.kept.resize(sets.size() * result.full.size());
+  result.kept.resize(kept.size() * result.full.size());
   if (query_count == 0) return result;
 
   const Participants participants{.count = queries.back() + 1};
   const std::vector<QueryPlace> places = query_places(layer, queries, participants);
   const KeptSet all = everything(boundary);
   // The sets to compute, `all` first; equal sets are computed once.
-  std::vector<const KeptSet*> distinct{&all};
+  std::vector<DistinctSets> distinct{{{&all, 1}}};
   std::vector<std::size_t> number_of_set;
-  for (const KeptSet* set : sets) {
-    assert(set->tokens() >= boundary);
-    const auto same =
-        std::find_if(distinct.begin(), distinct.end(), [&](const KeptSet* known) { return *known == *set; });
+  std::size_t later_count = 1;
+  for (const KeptSets sets : kept) {
+    assert(sets.size() == 1 || sets.size() == queries.size());
+    assert(std::ranges::all_of(sets, [&](const KeptSet& set) { return set.tokens() >= boundary; }));
+    const bool constant = std::ranges::all_of(sets, [&](const KeptSet& set) { return set == sets.front(); });
+    DistinctSets wanted{constant ? sets.first(1) : sets};
+    const auto same = std::ranges::find(distinct, wanted);
     number_of_set.push_back(static_cast<std::size_t>(same - distinct.begin()));
-    if (same == distinct.end()) distinct.push_back(set);
+    if (same != distinct.end()) continue;
+    if (std::ranges::any_of(sets, [&](const KeptSet& set) { return set.tokens() > boundary; }))
+      wanted.later = later_count++;
+    distinct.push_back(wanted);
   }
 
   const int panels_a_head = (query_count + kernels_.rows - 1) / kernels_.rows;
@@ -266,9 +357,11 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
 
   const auto compute_block = [&](Scratch& mine, int kv_head, int first_panel, int end_panel) {
     mine.rows.clear();
+    std::vector<int> row_queries;
     for (int panel = first_panel; panel < end_panel; ++panel) {
       for (int r = 0; r < kernels_.rows; ++r) {
         const int query = std::min(panel % panels_a_head * kernels_.rows + r, query_count - 1);
+        row_queries.push_back(query);
         mine.rows.push_back({kv_head * group + panel / panels_a_head, places[static_cast<std::size_t>(query)]});
       }
     }
@@ -283,14 +376,14 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
       return;
     }
 
-    MomentBlock block(kernels_, boundary, mine.block, mine.rows);
-    const int panels = block.panels();
-    std::vector<WeightSums> later(static_cast<std::size_t>(panels));
-    std::vector<PanelSums> kept(distinct.size() * later.size());
-    const std::size_t block_values = static_cast<std::size_t>(panels) * panel_values;
-    double* later_values = mine.sums.at_least((distinct.size() + 1) * block_values);
-    double* kept_values = later_values + block_values;
-    std::fill_n(later_values, (distinct.size() + 1) * block_values, 0.0);
+    MomentBlock block(kernels_, boundary, mine.block, mine.rows, row_queries);
+    const auto panels = static_cast<std::size_t>(block.panels());
+    std::vector<PanelSums> below(distinct.size() * panels);
+    std::vector<WeightSums> later(later_count * panels);
+    const std::size_t block_values = panels * panel_values;
+    double* below_values = mine.sums.at_least((distinct.size() + later_count) * block_values);
+    double* later_values = below_values + distinct.size() * block_values;
+    std::fill_n(below_values, (distinct.size() + later_count) * block_values, 0.0);
     float* values = mine.values.at_least(product(chunk_keys, padded_dim));
 
     const auto add = [&](std::span<const WeightedKey> terms, int panel, WeightSums& sums, double* weighted_values) {
@@ -301,7 +394,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     };
     const auto runs_of = [&](const KeptSet& set) {
       std::vector<PanelRun> runs;
-      for (int panel = 0; panel < panels; ++panel) {
+      for (int panel = 0; panel < block.panels(); ++panel) {
         const int set_row = set.row_of(block.row(panel * kernels_.rows).head, group);
         if (runs.empty() || runs.back().set_row != set_row) runs.push_back({panel, panel, set_row});
         runs.back().end = panel + 1;
@@ -317,42 +410,41 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
         kernels_.widen(layer.v.row(kv_head, key), layer.v.dtype, dim, vector);
         std::fill(vector + dim, vector + padded_dim, 0.0F);
       }
-      if (end > boundary) {
-        const auto terms = block.later_terms(std::max(begin, boundary), end, values, padded_dim);
-        for (int panel = 0; panel < panels; ++panel)
-          add(terms, panel, later[static_cast<std::size_t>(panel)], later_values);
-      }
       for (std::size_t number = 0; number < distinct.size(); ++number) {
-        for (const PanelRun& run : runs_of(*distinct[number])) {
-          const auto add_keys = [&](int from, int to, WeightSums PanelSums::* part) {
+        const DistinctSets& sets = distinct[number];
+        for (const PanelRun& run : runs_of(sets.kept.front())) {
+          const auto add_keys = [&](int from, int to, double* into, auto sums_of) {
             if (from >= to) return;
-            const auto terms = block.kept_terms(*distinct[number], run, from, to, values, padded_dim);
-            for (int panel = run.begin; panel < run.end; ++panel) {
-              PanelSums& sums = kept[number * later.size() + static_cast<std::size_t>(panel)];
-              add(terms, panel, sums.*part, kept_values + number * block_values);
-            }
+            const auto terms = block.terms(sets.kept, run, from, to, values, padded_dim);
+            for (int panel = run.begin; panel < run.end; ++panel)
+              add(terms, panel, sums_of(static_cast<std::size_t>(panel)), into);
           };
-          add_keys(begin, std::min({end, boundary, sink_tokens}), &PanelSums::sinks);
-          add_keys(std::max(begin, sink_tokens), std::min(end, boundary), &PanelSums::rest);
+          double* into = below_values + number * block_values;
+          add_keys(begin, std::min({end, boundary, sink_tokens}), into,
+                   [&](std::size_t panel) -> WeightSums& { return below[number * panels + panel].sinks; });
+          add_keys(std::max(begin, sink_tokens), std::min(end, boundary), into,
+                   [&](std::size_t panel) -> WeightSums& { return below[number * panels + panel].rest; });
+          if (number > 0 && sets.later == 0) continue;
+          add_keys(std::max(begin, boundary), end, later_values + sets.later * block_values,
+                   [&](std::size_t panel) -> WeightSums& { return later[sets.later * panels + panel]; });
         }
       }
     }
 
     // A row whose kept keys all lie far below the largest logit: the same sums around the largest kept logit.
-    const auto sums_from_logits = [&](const KeptSet& set, int row, double& scale) {
+    const auto sums_from_logits = [&](KeptSets sets, int row, double& scale) {
       const auto [head, place] = block.row(row);
-      const int set_row = set.row_of(head, group);
-      const auto holds = [&](int key) { return key >= boundary || key == place.own || set.keeps(set_row, key); };
+      const int set_row = sets.front().row_of(head, group);
       double highest = -HUGE_VAL;
       for (int key = place.first; key < place.end; ++key) {
-        if (holds(key)) highest = std::max(highest, block.logit(row, key));
+        if (block.row_holds(sets, set_row, row, key)) highest = std::max(highest, block.logit(row, key));
       }
       scale = highest - block.reference(row);
       RowSums sums;
       sums.output.assign(static_cast<std::size_t>(dim), 0.0);
       float* vector = mine.spare.at_least(static_cast<std::size_t>(dim));
       for (int key = place.first; key < place.end; ++key) {
-        if (!holds(key)) continue;
+        if (!block.row_holds(sets, set_row, row, key)) continue;
         const double weight = std::exp2(block.logit(row, key) - highest);
         (key >= boundary ? sums.later : key < sink_tokens ? sums.sinks : sums.rest) += weight;
         (key >= boundary     ? sums.later_square
@@ -366,7 +458,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
       return sums;
     };
 
-    for (int panel = 0; panel < panels; ++panel) {
+    for (int panel = 0; panel < block.panels(); ++panel) {
       const int global_panel = first_panel + panel;
       for (int r = 0; r < kernels_.rows; ++r) {
         const int query = global_panel % panels_a_head * kernels_.rows + r;
@@ -375,20 +467,22 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
         const std::size_t cell = product(head, query_count) + static_cast<std::size_t>(query);
         const std::size_t values_at = static_cast<std::size_t>(panel) * panel_values + product(r, padded_dim);
         const auto sums_of = [&](std::size_t number) {
-          return row_sums(kept[number * later.size() + static_cast<std::size_t>(panel)],
-                          later[static_cast<std::size_t>(panel)], r, kept_values + number * block_values + values_at,
-                          later_values + values_at, dim);
+          const std::size_t at = static_cast<std::size_t>(panel);
+          const std::size_t part = distinct[number].later;
+          return row_sums(below[number * panels + at], later[part * panels + at], r,
+                          below_values + number * block_values + values_at,
+                          later_values + part * block_values + values_at, dim);
         };
         const RowSums full = sums_of(0);
         result.full[cell] = moments_of(full, full, 0.0);
-        for (std::size_t set = 0; set < sets.size(); ++set) {
+        for (std::size_t set = 0; set < kept.size(); ++set) {
           const std::size_t number = number_of_set[set];
           RowSums sums = sums_of(number);
           double scale = 0.0;
           if (sums.total() < smallest_safe_sum) {
             const double logit_square = sums.logit_square;
             const double unaligned_dot = sums.unaligned_dot;
-            sums = sums_from_logits(*distinct[number], panel * kernels_.rows + r, scale);
+            sums = sums_from_logits(distinct[number].kept, panel * kernels_.rows + r, scale);
             sums.logit_square = logit_square;
             sums.unaligned_dot = unaligned_dot;
           }

@@ -1,6 +1,7 @@
 // The kept positions of one layer: one bitset a row, a row for each head of the policy's granularity.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -35,6 +36,18 @@ class KeptSet {
     for (const std::uint64_t w : row_bits(row)) n += std::popcount(w);
     return n;
   }
+  /// Of the positions [begin, end).
+  int count_within(int row, int begin, int end) const {
+    int n = 0;
+    const std::span<const std::uint64_t> bits = row_bits(row);
+    for (int position = begin; position < end;) {
+      const int stop = std::min(end, (position / 64 + 1) * 64);
+      const std::uint64_t from = bits[static_cast<std::size_t>(position / 64)] >> (position % 64);
+      n += std::popcount(stop - position == 64 ? from : from & ((std::uint64_t{1} << (stop - position)) - 1));
+      position = stop;
+    }
+    return n;
+  }
   /// Ascending.
   std::vector<std::int32_t> positions(int row) const {
     std::vector<std::int32_t> kept;
@@ -51,6 +64,17 @@ class KeptSet {
   /// The row that query head h reads, `group` query heads to a KV head.
   int row_of(int query_head, int group) const {
     return heads_ == Heads::kv ? query_head / group : heads_ == Heads::query ? query_head : 0;
+  }
+
+  /// The same for each of `rows` rows of a granularity as fine or finer.
+  KeptSet refined(Heads heads, int rows) const {
+    if (heads == heads_) return *this;
+    KeptSet fine(heads, rows, tokens_);
+    for (int row = 0; row < rows; ++row)
+      for (std::size_t w = 0; w < words(); ++w)
+        fine.bits_[static_cast<std::size_t>(row) * words() + w] =
+            bits_[static_cast<std::size_t>(row / (rows / rows_)) * words() + w];
+    return fine;
   }
 
   friend bool operator==(const KeptSet&, const KeptSet&) = default;

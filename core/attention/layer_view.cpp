@@ -6,9 +6,35 @@
 #include "positions.h"
 
 namespace kvreplay {
+namespace {
+
+Residents all_of(int prompt) {
+  return {.positions = position_range(0, prompt), .rows = 1, .seen = prompt, .added = prompt};
+}
+
+}  // namespace
+
 LayerView::LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place,
                      std::span<const std::int32_t> eval_queries)
-    : backend_(backend), tensors_(tensors), place_(place), eval_queries_(eval_queries) {}
+    : backend_(backend),
+      tensors_(tensors),
+      place_(place),
+      eval_queries_(eval_queries),
+      residents_(all_of(place.prompt)) {}
+
+LayerView::LayerView(const LayerView& whole, Residents residents)
+    : backend_(whole.backend_),
+      tensors_(whole.tensors_),
+      place_(whole.place_),
+      eval_queries_(whole.eval_queries_),
+      partial_(true),
+      residents_(std::move(residents)) {}
+
+std::span<const std::int32_t> LayerView::positions(int row) const {
+  const auto count = static_cast<std::size_t>(tokens());
+  return std::span(residents_.positions)
+      .subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count);
+}
 
 template <class Compute>
 const Matrix& LayerView::remember(std::string_view observable, double argument, Compute compute) const {
@@ -21,18 +47,76 @@ const Matrix& LayerView::remember(std::string_view observable, double argument, 
   return memo_.emplace(key, std::move(result)).first->second;
 }
 
+Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const double> weights) const {
+  AttentionSums what{.queries = queries, .weights = weights, .columns = tokens()};
+  if (partial_) {
+    what.resident = residents_.positions;
+    what.resident_rows = residents_.rows;
+    what.positions = residents_.place;
+  }
+  return backend_.attention_sums(tensors_, what);
+}
+
+bool LayerView::is_resident(std::int32_t position) const {
+  for (int row = 0; row < residents_.rows; ++row) {
+    const std::span<const std::int32_t> list = positions(row);
+    if (std::ranges::find(list, position) == list.end()) return false;
+  }
+  return true;
+}
+
+/// Of the last `window` queries that have come, those that can take part.
+std::vector<std::int32_t> LayerView::last_queries(int window) const {
+  std::vector<std::int32_t> queries =
+      position_range(residents_.seen - std::clamp(window, 0, residents_.seen), residents_.seen);
+  if (residents_.place == Positions::cache)
+    std::erase_if(queries, [this](std::int32_t position) { return !is_resident(position); });
+  return queries;
+}
+
 const Matrix& LayerView::window_attention(int window) const {
-  const int rows = std::clamp(window, 0, prompt());
-  return remember("window_attention", rows, [&] {
-    const std::vector<std::int32_t> queries = position_range(prompt() - rows, prompt());
-    return backend_.attention_sums(tensors_, {.queries = queries, .columns = prompt()});
-  });
+  return remember("window_attention", std::clamp(window, 0, residents_.seen),
+                  [&] { return sums(last_queries(window), {}); });
+}
+
+Matrix LayerView::window_attention(std::span<const double> weights) const {
+  const std::vector<std::int32_t> queries = last_queries(static_cast<int>(weights.size()));
+  std::vector<double> of_queries;
+  for (const std::int32_t position : queries) {
+    const std::size_t from_end = static_cast<std::size_t>(residents_.seen - position);
+    of_queries.push_back(weights[weights.size() - from_end]);
+  }
+  return sums(queries, of_queries);
+}
+
+Matrix LayerView::window_attention_over_all(std::span<const double> weights) const {
+  const std::vector<std::int32_t> queries =
+      position_range(residents_.seen - static_cast<int>(weights.size()), residents_.seen);
+  return backend_.attention_sums(tensors_, {.queries = queries, .weights = weights, .columns = residents_.seen});
+}
+
+Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const {
+  std::vector<std::int32_t> lists;
+  for (int row = 0; row < residents_.rows; ++row) {
+    const std::span<const std::int32_t> held = positions(row);
+    lists.insert(lists.end(), held.begin(), held.end());
+    lists.insert(lists.end(), queries.begin(), queries.end());
+  }
+  return backend_.attention_sums(tensors_, {.queries = queries,
+                                            .weights = weights,
+                                            .resident = lists,
+                                            .resident_rows = residents_.rows,
+                                            .positions = residents_.place});
 }
 
 const Matrix& LayerView::cumulative_attention() const {
   return remember("cumulative_attention", 0, [&] {
-    const std::vector<std::int32_t> queries = position_range(0, prompt());
-    return backend_.attention_sums(tensors_, {.queries = queries, .columns = prompt()});
+    const std::vector<std::int32_t> queries = position_range(residents_.seen - residents_.added, residents_.seen);
+    Matrix all = sums(queries, {});
+    const Matrix& before = residents_.attention_before;
+    for (int head = 0; head < before.rows(); ++head)
+      for (int i = 0; i < before.columns(); ++i) all(head, i) += before(head, i);
+    return all;
   });
 }
 

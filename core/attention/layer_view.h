@@ -1,4 +1,4 @@
-// One layer as a policy sees it: the tokens under compression and what can be measured on them, computed once and
+// One layer as a policy sees it: the tokens that are resident, and what can be measured on them, computed once and
 // shared by every policy and budget of a run.
 #pragma once
 
@@ -17,33 +17,64 @@ namespace kvreplay {
 
 /// Where a layer stands in the run.
 struct LayerPlace {
-  int layer = 0;         // number among the treated layers, 0 ... layers-1: what rules and means count
-  int layers = 1;        // L, treated layers
+  int layer = 0;         // number among the treated layers, 0 ... layers-1
+  int layers = 1;        // treated layers
   int stored_layer = 0;  // number among the layers of the trace
   int prompt = 0;        // P: tokens under compression, [0, P)
+  int question = -1;     // begin of the question that ends them; -1: none is marked
+};
+
+/// What is held at some time, when it is not all of the prompt.
+struct Residents {
+  std::vector<std::int32_t> positions;  // [rows, n]; ascending, or those held before in any order and then the new ones
+  int rows = 1;                         // one list for all KV heads, or one for each
+  int seen = 0;                         // tokens [0, seen) have come
+  int added = 0;                        // the last so many of each list are new: nothing was evicted since they came
+  Positions place = Positions::original;
+  Matrix attention_before = {};  // [Hq, n - added]: attention that those held before have received until the new came
 };
 
 class LayerView {
  public:
-  /// `eval_queries`: positions at which metrics are taken, ascending. Everything must outlive the view.
+  /// All of the prompt is resident. `eval_queries`: positions at which metrics are taken, ascending. Everything must
+  /// outlive the view.
   LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place,
             std::span<const std::int32_t> eval_queries);
+  /// The same layer with less resident.
+  LayerView(const LayerView& whole, Residents residents);
 
   int layer() const { return place_.layer; }
   int layers() const { return place_.layers; }
   int stored_layer() const { return place_.stored_layer; }
   int prompt() const { return place_.prompt; }
+  int question() const { return place_.question; }
   int query_heads() const { return tensors_.q.heads; }
   int kv_heads() const { return tensors_.k.heads; }
   int group() const { return tensors_.group(); }
   int rows(Heads heads) const { return rows_of(heads, query_heads(), kv_heads()); }
   const LayerTensors& tensors() const { return tensors_; }
   std::span<const std::int32_t> eval_queries() const { return eval_queries_; }
+  Backend& backend() const { return backend_; }
 
-  /// [Hq, P]: Σ over the last `window` prompt queries t of a(t,j), the window's own columns included; a window longer
-  /// than the prompt is the prompt.
+  /// n: tokens that are resident.
+  int tokens() const { return static_cast<int>(residents_.positions.size()) / residents_.rows; }
+  /// [n] positions of a row of the policy's granularity; all rows share a list where there is one.
+  std::span<const std::int32_t> positions(int row) const;
+  const Residents& residents() const { return residents_; }
+
+  /// [Hq, n]: Σ over the last `window` queries t that have come of a(t,j), the window's own columns included; a window
+  /// longer than what has come is all of it. With part of the tokens resident the softmax is over those; of cache
+  /// positions only queries that are resident take part.
   const Matrix& window_attention(int window) const;
-  /// [Hq, P]: Σ over all prompt queries t of a(t,j) (Zhang et al. 2023, arXiv:2306.14048, eq. 2).
+  /// The same with weight weights[i] on the i-th of the last weights.size() queries.
+  Matrix window_attention(std::span<const double> weights) const;
+  /// [Hq, seen]: the same with all that the queries could see, resident or not.
+  Matrix window_attention_over_all(std::span<const double> weights) const;
+  /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
+  /// attention over what is resident and, after it, over themselves.
+  Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
+  /// [Hq, n]: Σ over all queries t that have come of a(t,j), each over what was resident to it; tokens that came after
+  /// a query have nothing of it (Zhang et al. 2023, arXiv:2306.14048, eq. 2).
   const Matrix& cumulative_attention() const;
   /// [Hq, P]: Σ over the eval queries t, t != j, of a(t,j). What oracles see and policies must not.
   const Matrix& eval_attention() const;
@@ -57,11 +88,16 @@ class LayerView {
  private:
   template <class Compute>
   const Matrix& remember(std::string_view observable, double argument, Compute compute) const;
+  Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights) const;
+  bool is_resident(std::int32_t position) const;
+  std::vector<std::int32_t> last_queries(int window) const;
 
   Backend& backend_;
   LayerTensors tensors_;
   LayerPlace place_;
   std::span<const std::int32_t> eval_queries_;
+  bool partial_ = false;
+  Residents residents_;
   mutable std::map<std::pair<std::string_view, double>, Matrix> memo_;
   mutable double observable_seconds_ = 0;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "trace/tensor.h"
 
@@ -10,5 +11,19 @@ namespace kvreplay {
 /// rot(x, distance): turns pair i of `vector` by distance * inv_freq[i] radians, angles in float64. The stored vector
 /// carries attention_scaling already; it is not applied again.
 void rotate(const Rope& rope, int distance, std::span<float> vector);
+
+/// The same in float64 throughout, for many vectors that move back: sines and cosines of the distances
+/// -farthest ... 0, computed once.
+class BackwardRotation {
+ public:
+  BackwardRotation(const Rope& rope, int farthest);
+
+  void apply(int distance, std::span<double> vector) const;
+
+ private:
+  std::size_t pairs_;
+  bool interleaved_;
+  std::vector<double> cosines_, sines_;  // [distances, pairs]
+};
 
 }  // namespace kvreplay

@@ -11,10 +11,33 @@
 
 namespace kvreplay {
 
-int Participants::before(int position) const {
-  if (resident.empty()) return std::clamp(position, 0, count);
-  return static_cast<int>(std::lower_bound(resident.begin(), resident.end(), position) - resident.begin());
+namespace {
+
+/// What the query at `position` sees: participants [first, end), its own key among them or not.
+void find_visible(const Participants& participants, int position, int window, QueryPlace& place) {
+  const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
+  if (participants.resident.empty()) {
+    place.first = std::min(lowest, participants.count);
+    place.end = std::min(position + 1, participants.count);
+    if (position < participants.count) place.own = position;
+    return;
+  }
+  int seen = 0;
+  for (int key = 0; key < participants.count; ++key) {
+    const int stands = participants.position(key);
+    if (stands < lowest || stands > position) continue;
+    if (seen == 0) place.first = key;
+    place.end = key + 1;
+    if (stands == position) place.own = key;
+    ++seen;
+  }
+  if (place.end - place.first != seen) {
+    throw Error{Refusal::usage, "resident", "order",
+                "keys that query " + std::to_string(position) + " sees side by side", "others among them"};
+  }
 }
+
+}  // namespace
 
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
                                      const Participants& participants) {
@@ -30,9 +53,7 @@ std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const 
     }
     QueryPlace place;
     place.stored = stored.empty() ? position : static_cast<int>(found - stored.begin());
-    place.end = participants.before(position + 1);
-    place.first = layer.sliding_window > 0 ? participants.before(position - layer.sliding_window + 1) : 0;
-    if (place.end > 0 && participants.position(place.end - 1) == position) place.own = place.end - 1;
+    find_visible(participants, position, layer.sliding_window, place);
     if (participants.positions == Positions::cache) {
       if (place.own < 0) {
         throw Error{Refusal::usage, "resident", "cache positions", "query " + std::to_string(position) + " is resident",

@@ -12,15 +12,14 @@
 
 namespace kvreplay {
 
-/// The keys that take part in a softmax, ascending: all of [0, count), or a resident list.
+/// The keys that take part in a softmax: all of [0, count), or a resident list in which the keys that a query sees
+/// stand side by side.
 struct Participants {
   int count = 0;
   std::span<const std::int32_t> resident = {};  // [count], or empty
   Positions positions = Positions::original;
 
   int position(int key) const { return resident.empty() ? key : resident[static_cast<std::size_t>(key)]; }
-  /// How many stand before `position`.
-  int before(int position) const;
   /// By how much a key moves from where it was captured.
   int moved(int key) const { return positions == Positions::cache ? key - position(key) : 0; }
 };
@@ -35,7 +34,7 @@ struct QueryPlace {
 };
 
 /// Places of `queries` (positions). Throws Error{input} where a query is not stored, Error{usage} where a query must
-/// move to its slot and has none.
+/// move to its slot and has none, or where the keys that it sees do not stand side by side.
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
                                      const Participants& participants);
 

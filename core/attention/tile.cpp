@@ -25,6 +25,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using Floats = hn::ScalableTag<float>;
 using Integers = hn::RebindToSigned<Floats>;
 using Vector = hn::Vec<Floats>;
+using Doubles = hn::ScalableTag<double>;
 using IntegerVector = hn::Vec<Integers>;
 
 constexpr int lanes = static_cast<int>(hn::MaxLanes(Floats()));
@@ -33,6 +34,8 @@ constexpr int vectors = 2;
 constexpr int tile_rows = lanes >= 16 ? 12 : 6;
 constexpr int tile_keys = vectors * lanes;
 constexpr int tile_size = tile_rows * tile_keys;
+constexpr int wide_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
+constexpr int wide_tile_keys = vectors * wide_lanes;
 static_assert(tile_rows <= WeightSums::most_rows);
 
 constexpr float round_magic = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer, found in the low bits
@@ -342,6 +345,30 @@ void products(const float* panel, const float* tile, int dim, float* out) {
   multiply_into(Packed{panel, tile}, dim, out);
 }
 
+void wide_products(const double* panel, const double* tile, int dim, double* out) {
+  const Doubles doubles;
+  hn::Vec<Doubles> sums[tile_rows][vectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < tile_rows; ++r) sums[r][0] = sums[r][1] = hn::Zero(doubles);
+  for (int k = 0; k < dim; ++k) {
+    const double* row = panel + static_cast<std::ptrdiff_t>(k) * tile_rows;
+    const double* key = tile + static_cast<std::ptrdiff_t>(k) * wide_tile_keys;
+    const auto key0 = hn::Load(doubles, key);
+    const auto key1 = hn::Load(doubles, key + wide_lanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < tile_rows; ++r) {
+      const auto broadcast = hn::Set(doubles, row[r]);
+      sums[r][0] = hn::Add(sums[r][0], hn::Mul(broadcast, key0));
+      sums[r][1] = hn::Add(sums[r][1], hn::Mul(broadcast, key1));
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < tile_rows; ++r) {
+    hn::Store(sums[r][0], doubles, out + r * wide_tile_keys);
+    hn::Store(sums[r][1], doubles, out + r * wide_tile_keys + wide_lanes);
+  }
+}
+
 void widen(const std::byte* source, DType type, int count, float* out) {
   const Floats floats;
   if (type == DType::float32) {
@@ -371,11 +398,12 @@ void widen(const std::byte* source, DType type, int count, float* out) {
   }
 }
 
-void pack(const float* vectors_in, int count, int dim, int width, float* out) {
+template <class Number>
+void pack(const Number* vectors_in, int count, int dim, int width, Number* out) {
   for (int c = 0; c < dim; ++c) {
-    float* row = out + static_cast<std::ptrdiff_t>(c) * width;
+    Number* row = out + static_cast<std::ptrdiff_t>(c) * width;
     for (int r = 0; r < count; ++r) row[r] = vectors_in[static_cast<std::ptrdiff_t>(r) * dim + c];
-    for (int r = count; r < width; ++r) row[r] = 0.0F;
+    for (int r = count; r < width; ++r) row[r] = 0;
   }
 }
 
@@ -386,8 +414,10 @@ const TileKernels& kernels() {
       .level = hwy::TargetName(HWY_TARGET),
       .rows = tile_rows,
       .keys = tile_keys,
+      .wide_keys = wide_tile_keys,
       .widen = widen,
-      .pack = pack,
+      .pack = pack<float>,
+      .wide_pack = pack<double>,
       .exponentials = exponentials,
       .raise_references = raise_references,
       .fold_row_sums = fold_row_sums,
@@ -396,6 +426,7 @@ const TileKernels& kernels() {
       .add_weighted_values = add_weighted_values,
       .add_weights = add_weights,
       .products = products,
+      .wide_products = wide_products,
   };
   return table;
 }

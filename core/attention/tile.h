@@ -68,11 +68,13 @@ struct TileKernels {
   const char* level;  // Highway's name of it
   int rows;
   int keys;
+  int wide_keys;  // of a tile of float64
 
   /// Exact widening of `count` numbers.
   void (*widen)(const std::byte* source, DType type, int count, float* out);
   /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
   void (*pack)(const float* vectors, int count, int dim, int width, float* out);
+  void (*wide_pack)(const double* vectors, int count, int dim, int width, double* out);
 
   /// Logits of one tile -> exponentials and row sums. False: some logit stands so far above its row's reference that
   /// 2^(x - R) would leave float's range; then references must be raised and the block begun again.
@@ -94,6 +96,9 @@ struct TileKernels {
 
   /// out[rows, keys] = product of one panel of rows and one tile of keys.
   void (*products)(const float* panel, const float* tile, int dim, float* out);
+  /// out[rows, wide_keys], the same in float64: every sum begins with the first dimension, product and sum are rounded
+  /// one after the other, so all levels have the same bits.
+  void (*wide_products)(const double* panel, const double* tile, int dim, double* out);
 };
 
 /// The kernels of the best level of this machine that KVREPLAY_SIMD allows. Throws Error{usage} when it names none.

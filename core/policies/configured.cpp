@@ -2,7 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <utility>
+
+#include "nearest.h"
+#include "policies/layer_ranges.h"
+#include "policies/policy_file.h"
 
 namespace kvreplay {
 namespace {
@@ -18,12 +23,29 @@ std::string_view without_parentheses(std::string_view value) {
   return value.size() >= 2 && value.front() == '(' && value.back() == ')' ? value.substr(1, value.size() - 2) : value;
 }
 
+const Choice<PartKind>* kind_of(std::string_view key) {
+  const auto found =
+      std::ranges::find(part_kinds, key, [](const Choice<PartKind>& kind) { return std::string_view(kind.word); });
+  return found == std::end(part_kinds) ? nullptr : &*found;
+}
+
 }  // namespace
+
+void append_plans(std::vector<LayerPlan>& plans, const Policy& policy, int layers) {
+  const int first = plans.empty() ? 0 : plans.back().first + plans.back().count;
+  if (layers < 1) return;
+  for (LayerPlan& plan : policy.plans(layers)) {
+    plan.first += first;
+    plans.push_back(std::move(plan));
+  }
+}
 
 std::vector<std::string> split_policies(std::string_view text) {
   std::vector<std::string> found;
   for (const std::string_view piece : split_list("policy", text)) {
-    if (is_assignment(piece)) {
+    if (piece.starts_with('@')) {
+      for (std::string& policy : policies_of_file(std::string(piece.substr(1)))) found.push_back(std::move(policy));
+    } else if (is_assignment(piece)) {
       if (found.empty())
         throw Error{Refusal::usage, "policy", "value without a policy", "NAME[:KEY=VALUE,...]", std::string(piece)};
       found.back() += (found.back().find(':') == std::string::npos ? ":" : ",") + std::string(piece);
@@ -38,9 +60,11 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   const std::size_t colon = text.find(':');
   ConfiguredPolicy configured;
   configured.name_ = std::string(text.substr(0, colon));
-  configured.policy_ = policies().get(configured.name_).make();
+  configured.policy_ =
+      configured.name_ == layer_ranges_name ? make_layer_ranges() : policies().get(configured.name_).make();
 
-  std::vector<std::pair<std::string_view, std::string_view>> values;
+  configured.policy_->set_seed(seed);
+  std::vector<std::pair<std::string, std::string>> values;
   if (colon != std::string_view::npos) {
     for (const std::string_view piece : split_list(configured.name_, text.substr(colon + 1))) {
       const std::size_t equals = piece.find('=');
@@ -49,32 +73,132 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
       values.emplace_back(piece.substr(0, equals), without_parentheses(piece.substr(equals + 1)));
     }
   }
-  Parameters parameters = configured.policy_->parameters();
-  for (const Parameter& parameter : parameters.all())
-    if (parameter.is_seed) parameter.set(std::to_string(seed));
+  configured.place_parts(values);
   for (const auto& [key, value] : values)
-    if (!configured.given_.insert(std::string(key)).second)
-      throw Error{Refusal::usage, configured.name_, "given twice", "", std::string(key)};
+    if (!configured.given_.insert(key).second) throw Error{Refusal::usage, configured.name_, "given twice", "", key};
+  const Parameters parameters = configured.parameters();
+  for (const Parameter& parameter : parameters.all())
+    if (parameter.is_seed) configured.set(parameter.name, std::to_string(seed));
   for (const bool is_preset : {true, false})
     for (const auto& [key, value] : values)
-      if ((key == "preset") == is_preset) parameters.set(key, value);
-  configured.plan();  // throws when values contradict each other
+      if ((key == "preset") == is_preset) configured.set(key, value);
+  configured.share_parameters();
+  configured.policy_->check();
+  if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.plans(2);
   return configured;
 }
 
+/// Takes the parts out of `values`; what stands in their parentheses becomes values.
+void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::string>>& values) {
+  const Parameters own = policy_->parameters();
+  std::vector<std::pair<std::string, std::string>> rest;
+  for (const auto& [key, value] : values) {
+    const Choice<PartKind>* kind = kind_of(key);
+    if (kind == nullptr || own.find(key) != nullptr) {
+      rest.emplace_back(key, value);
+      continue;
+    }
+    if (std::ranges::find(parts_, kind->value, &Placed::kind) != parts_.end())
+      throw Error{Refusal::usage, name_, "given twice", "", key};
+    std::vector<std::pair<std::string, std::string>> of_part;
+    std::shared_ptr<PlanPart> part = parse_part(kind->value, value, of_part);
+    parts_.push_back({kind->value, value.substr(0, value.find('(')), std::move(part)});
+    rest.insert(rest.end(), of_part.begin(), of_part.end());
+  }
+  values = std::move(rest);
+}
+
+/// A parameter of the same name is the same parameter, and must be one.
+void ConfiguredPolicy::share_parameters() {
+  const Parameters all = parameters();
+  for (const Placed& placed : parts_) {
+    const Parameters of_part = placed.part->parameters();
+    for (const Parameter& parameter : of_part.all()) {
+      const Parameter& same = *all.find(parameter.name);
+      if (same.range != parameter.range)
+        throw Error{Refusal::usage, name_ + ":" + parameter.name, "means two things in these parts", same.range,
+                    parameter.range};
+      parameter.set(same.text());
+    }
+  }
+}
+
+void ConfiguredPolicy::set(std::string_view name, std::string_view text) {
+  Parameters own = policy_->parameters();
+  if (own.find(name) != nullptr || (name == "preset" && !own.presets().empty())) return own.set(name, text);
+  for (const Placed& placed : parts_)
+    if (Parameters of_part = placed.part->parameters(); of_part.find(name) != nullptr) return of_part.set(name, text);
+  if (policy_->declare(name)) return policy_->parameters().set(name, text);
+  std::vector<std::string> known;
+  const Parameters all = parameters();
+  if (all.all().empty())
+    throw Error{Refusal::usage, name_, "takes no parameters", "a part, as in select=chunks", std::string(name)};
+  for (const Parameter& parameter : all.all()) known.push_back(parameter.name);
+  for (const Choice<PartKind>& kind : part_kinds) known.emplace_back(kind.word);
+  if (!all.presets().empty()) known.emplace_back("preset");
+  throw Error{Refusal::usage, name_, "unknown parameter", nearest(name, known), std::string(name)};
+}
+
+Parameters ConfiguredPolicy::parameters() const {
+  Parameters all = policy_->parameters();
+  for (const Placed& placed : parts_) {
+    const Choice<PartKind>* kind = std::ranges::find(part_kinds, placed.kind, &Choice<PartKind>::value);
+    Parameter choice;
+    choice.name = kind->word;
+    choice.help = "the part that takes this place in the plan";
+    choice.text = [name = placed.name] { return name; };
+    all.adopt("", choice);
+    const Parameters of_part = placed.part->parameters();
+    for (const Parameter& parameter : of_part.all())
+      if (all.find(parameter.name) == nullptr) all.adopt("", parameter);
+  }
+  return all;
+}
+
 std::string ConfiguredPolicy::label() const {
-  const std::unique_ptr<Policy> fresh = policies().get(name_).make();
-  const Parameters defaults = fresh->parameters();
+  ConfiguredPolicy fresh;
+  fresh.policy_ = name_ == layer_ranges_name ? make_layer_ranges() : policies().get(name_).make();
+  for (const Placed& placed : parts_)
+    fresh.parts_.push_back({placed.kind, placed.name, parts(placed.kind).get(placed.name).make()});
+  const Parameters defaults = fresh.parameters();
   const Parameters own = parameters();
   std::string line;
   for (const Parameter& parameter : own.all()) {
-    if (parameter.text() != defaults.find(parameter.name)->default_text)
-      line += (line.empty() ? ":" : ",") + parameter.assignment();
+    const Parameter* unset = defaults.find(parameter.name);
+    const bool differs = unset == nullptr || unset->default_text.empty() || parameter.text() != unset->default_text;
+    if (differs) line += (line.empty() ? ":" : ",") + parameter.assignment();
   }
   return name_ + line;
 }
 
+std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
+  std::vector<LayerPlan> all;
+  append_plans(all, *policy_, layers);
+  if (!parts_.empty() && all.size() > 1) refuse_parts();
+  for (LayerPlan& of_range : all) {
+    Plan& plan = of_range.plan;
+    bool scores = false;
+    for (const Placed& placed : parts_) {
+      if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
+        throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
+                    "allocate=" + placed.name};
+      placed.part->fill(plan);
+      scores = scores || placed.kind == PartKind::score;
+    }
+    // A selector that reads no scores takes the place of the scorer, too.
+    if (!scores && !plan.select.reads_scores) plan.score = {};
+    check_plan(name_, plan);
+  }
+  return all;
+}
+
+void ConfiguredPolicy::refuse_parts() const {
+  throw Error{Refusal::usage, name_, "its layers have plans of their own", "layers:0-14=(A:...),15-29=(B:...)",
+              parts_.front().name};
+}
+
 void ConfiguredPolicy::check_limits(int prompt, int layers) const {
+  policy_->check_limits(prompt, layers);
   const Parameters own = parameters();
   for (const Parameter& parameter : own.all()) {
     if (parameter.up_to == UpTo::any || !given_.contains(parameter.name)) continue;
@@ -82,7 +206,7 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
     if (const int value = parameter.tokens(); value > most)
       throw Error{Refusal::usage, name_ + ":" + parameter.name, "larger than the trace",
                   "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
-                  std::to_string(value)};
+                  parameter.text()};
   }
 }
 
@@ -102,8 +226,7 @@ Budget Budget::parse(std::string_view text) {
 }
 
 int Budget::tokens(int prompt) const {
-  if (count > 0) return count;
-  return std::max(1, static_cast<int>(std::floor(fraction * static_cast<double>(prompt) + 0.5)));
+  return (count > 0 ? Amount::tokens(count) : Amount::fraction(fraction)).of_prompt(prompt);
 }
 
 }  // namespace kvreplay

@@ -1,4 +1,4 @@
-// Policies as users write them: NAME[:KEY=VALUE{,KEY=VALUE}], lists of them, and budgets.
+// Policies as users write them: NAME[:KEY=VALUE{,KEY=VALUE}], lists and files of them, and budgets.
 #pragma once
 
 #include <cstdint>
@@ -7,40 +7,57 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "policies/plan_part.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// A policy with all its values, and which of them the user gave.
+/// A policy with all its values, the parts that the user put into it, and which values the user gave.
 class ConfiguredPolicy {
  public:
   /// "snapkv:window=32,pool=avg"; a preset is applied before the other values, `seed` is the default of every seed
-  /// parameter. Throws Error{usage}.
+  /// parameter. score=, select=, allocate=, share=, schedule= and store= put a part into the policy's plan, whose
+  /// parameters then are the policy's too; one that both have is one. "layers:0-14=(chunkkv:chunk=20),15-29=snapkv"
+  /// replays ranges of treated layers by policies of their own. Throws Error{usage}.
   static ConfiguredPolicy parse(std::string_view text, std::uint64_t seed = 0);
 
   const std::string& name() const { return name_; }
   const Card& card() const { return policy_->card(); }
-  Parameters parameters() const { return policy_->parameters(); }
+  Parameters parameters() const;
   /// "window=8,kernel=7,...": every parameter.
   std::string params() const { return parameters().canonical(); }
   /// The name, and the values that differ from the defaults.
   std::string label() const;
-  Plan plan() const { return policy_->plan(); }
+  /// For L treated layers. Throws Error{usage} where ranges of layers do not cover them.
+  std::vector<LayerPlan> plans(int layers) const;
 
   /// Throws Error{usage} when a value that the user gave is too large for P tokens or L layers. Defaults are clamped
   /// where they are used.
   void check_limits(int prompt, int layers) const;
 
  private:
+  struct Placed {
+    PartKind kind;
+    std::string name;
+    std::shared_ptr<PlanPart> part;
+  };
+  void place_parts(std::vector<std::pair<std::string, std::string>>& values);
+  void share_parameters();
+  void set(std::string_view name, std::string_view text);
+  [[noreturn]] void refuse_parts() const;
+
   std::string name_;
   std::shared_ptr<Policy> policy_;
+  std::vector<Placed> parts_;
   std::set<std::string, std::less<>> given_;
 };
 
 /// "h2o,snapkv:window=32,pool=avg,random" -> three policies. A piece with '=' before any ':' or '(' belongs to the
-/// policy before it; commas inside parentheses do not separate.
+/// policy before it; commas inside parentheses do not separate; "@mine.yaml" stands for the policies of that file
+/// (policy_file.h).
 std::vector<std::string> split_policies(std::string_view text);
 
 /// A budget as asked for: a literal with a point, an exponent or '%' is a fraction of P in (0, 1], an integer a count.

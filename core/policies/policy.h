@@ -1,8 +1,9 @@
-// A policy is a plan made of parts: who scores, who selects, how the budget is divided, which layers share.
+// A policy is a plan made of parts: who scores, what stays by rule, who selects, how the budget is divided, which
+// layers share, when it happens, and what is kept of a kept token.
 //
 // A policy file names only what its paper changes; every member of Plan has a default. P is the number of tokens under
 // compression, H the rows of the policy's granularity (KV heads, query heads, or 1 for the layer), B the budget: tokens
-// kept per layer and head on average.
+// kept per layer and head on average. n is the number of tokens that are resident when a policy is asked: P, or fewer.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,9 @@
 #include "attention/layer_view.h"
 #include "matrix.h"
 #include "parameters.h"
+#include "policies/grouping.h"
+#include "policies/protection.h"
+#include "policies/schedule.h"
 #include "registry.h"
 
 namespace kvreplay {
@@ -35,61 +39,152 @@ struct Needs {
   int last_queries = 0;         // the last so many of the prompt
   bool all_queries = false;     // all of the prompt
   bool future_queries = false;  // eval queries: the mark of an oracle
+  bool recent_queries = false;  // those of the tokens that stay by rule at the end of the prompt
+  bool question = false;        // those of the question that ends the prompt
 };
 
 inline Needs last_queries(int window) { return {.last_queries = window}; }
 inline Needs all_queries() { return {.all_queries = true}; }
 inline Needs future_queries() { return {.future_queries = true}; }
 
-/// How important each token is: [H, P], larger stays.
-using Scorer = std::function<Matrix(const LayerView&)>;
-
-/// One row to select from: `scores` [P], empty without a scorer.
-struct Row {
-  std::span<const double> scores;
-  int prompt = 0;  // P
-  int budget = 0;  // tokens that this row may keep, < P
+/// What a scorer is told beside the layer.
+struct Scoring {
+  Grouping grouping = {};
+  int recent = 0;  // last tokens that stay by rule at this budget
 };
 
-/// Kept positions, ascending. The first `sinks` and the last `recent` tokens of the prompt are there by rule, not by
-/// score.
+/// How important each resident token is: [H, n], larger stays.
+struct Scorer {
+  std::function<Matrix(const LayerView&, const Scoring&)> score = {};
+  Needs needs = {};
+  bool accumulates = false;  // the score is the attention received so far: what `Online` can go on with
+
+  explicit operator bool() const { return static_cast<bool>(score); }
+};
+
+/// One row to select from. Tokens are numbered 0 ... n-1 as they are resident.
+struct Row {
+  std::span<const double> scores = {};  // [n], empty without a scorer
+  int tokens = 0;                       // n
+  int budget = 0;                       // tokens that this row may keep: < n, but for selectors of the whole prompt
+  int sinks = 0;                        // of the budget: first tokens that stay by rule
+  int recent = 0;                       // and last ones
+  const LayerView* view = nullptr;      // for selectors that read the layer
+};
+
+/// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.
 struct Kept {
   std::vector<std::int32_t> positions;
   int sinks = 0;
   int recent = 0;
 };
 
-using Selector = std::function<Kept(const Row&)>;
+struct Selector {
+  std::function<Kept(const Row&)> select = {};
+  bool reads_scores = true;
+  bool takes_best = false;   // the best tokens between sinks and recent ones, no other
+  bool fills = true;         // exactly the budget
+  bool reads_layer = false;  // which must be resident then
+  bool one_set = false;      // for all heads of a layer
+  bool of_prompt = false;    // says what stays of the whole prompt, also of all of it
+
+  Kept operator()(const Row& row) const { return select(row); }
+};
+
+/// What is divided over layers and rows.
+struct Division {
+  int layers = 1;  // L
+  int prompt = 0;  // P
+  int budget = 0;  // B
+  int sinks = 0;   // tokens that stay by rule at B
+  int recent = 0;
+
+  int by_rule() const { return sinks + recent; }
+  /// M: tokens of a row that compete.
+  int candidates() const { return prompt - by_rule(); }
+  /// b: slots of a row that they compete for, on average.
+  int slots() const { return budget - by_rule(); }
+};
 
 /// Every row of every layer gets B.
 struct Uniform {};
-/// Keeps all and has no budget: the control.
+/// Keeps all and has no budget.
 struct Everything {};
+/// Counts from the number of layers alone: [L], each for all rows of its layer, what stays by rule included.
+using ByLayer = std::function<std::vector<int>(const Division&)>;
+/// Counts of one layer, [H], from its scores [H, P]. Sum at most H*B.
+using WithinLayer = std::function<std::vector<int>(const Division&, const Matrix& scores)>;
 /// Counts of all treated layers at once, [L][H], from all layers' scores [L] of [H, P]. Sum at most L*H*B.
-using AcrossLayers = std::function<std::vector<std::vector<int>>(std::span<const Matrix> scores, int budget)>;
-/// Counts of one layer, [H], from its scores. Sum at most H*B.
-using WithinLayer = std::function<std::vector<int>(const Matrix& scores, int budget)>;
+using AcrossLayers = std::function<std::vector<std::vector<int>>(const Division&, std::span<const Matrix> scores)>;
 /// The counts and the granularity of another policy's selection.
 struct CountsOf {
   std::string policy;
 };
 
 /// The type says what must be known before a layer's set is final: nothing, the layer, all layers, another policy.
-using Allocator = std::variant<Uniform, Everything, WithinLayer, AcrossLayers, CountsOf>;
+using Allocator = std::variant<Uniform, Everything, ByLayer, WithinLayer, AcrossLayers, CountsOf>;
 
 /// The treated layer whose set layer l of L uses, row by row.
 using Sharing = std::function<int(int layer, int layers)>;
+
+/// Whether some layer uses this one's set.
+bool is_source(const Sharing& share, int layer, int layers);
+
+/// Whether a layer's tokens compete within the previous layer's set.
+enum class Nesting {
+  none,
+  within_previous,  // layer l scores and selects within the set of layer l-1
+  prunes_next       // layer l holds what layer l-1 left of it, and its scores decide what layer l+1 holds
+};
+
+/// Keys and values as a store gives them back, for the layer's tokens [0, T); float32.
+struct StoredLayer {
+  std::vector<float> keys;    // [Hkv, T, d]
+  std::vector<float> values;  // [Hkv, T, d]
+  LayerTensors tensors;       // the layer's, with these keys and values
+  double bytes = 0;           // that the kept tokens take, all heads
+};
+
+/// Kept tokens stay as they are, where they were.
+struct Exact {};
+/// They move to their slots 0, 1, 2 ..., and the query to its own.
+struct CachePositions {};
+/// They are changed.
+struct Transformed {
+  std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet&)> store;
+};
+
+using Store = std::variant<Exact, CachePositions, Transformed>;
 
 Selector top_k();      // parts/top_k.h
 Sharing no_sharing();  // parts/sharing.h
 
 struct Plan {
-  Heads heads = Heads::kv;
-  Needs needs = {};
+  Grouping grouping = {};
   Scorer score = {};
+  Protection protect = {};
   Selector select = top_k();
   Allocator allocate = Uniform{};
   Sharing share = no_sharing();
+  Nesting nesting = Nesting::none;
+  Schedule schedule = Once{};
+  Store store = Exact{};
+  bool own_memory = false;  // what it holds follows from its own rule: no budget binds it
+};
+
+/// Whether slots are held against a budget.
+bool has_budget(const Plan& plan);
+/// Whether every row keeps all of the prompt: by the plan, or because the budget is no less.
+bool keeps_everything(const Plan& plan, int budget, int prompt);
+
+/// Throws Error{usage} at `who` for parts that do not fit together, with the reason.
+void check_plan(const std::string& who, const Plan& plan);
+
+/// The plan of the treated layers [first, first + count): the policy sees them as if they were all there are.
+struct LayerPlan {
+  int first = 0;
+  int count = 0;
+  Plan plan = {};
 };
 
 /// A registered policy with values of its own.
@@ -99,8 +194,20 @@ class Policy {
   virtual const Card& card() const = 0;
   /// Declares the parameters, bound to this object.
   virtual Parameters parameters() = 0;
-  virtual Plan plan() const = 0;
+  /// Declares `name` where the policy has parameters that only its user can name; false: it has none.
+  virtual bool declare(std::string_view /*name*/) { return false; }
+  /// The default of every seed parameter of the policies that it is made of.
+  virtual void set_seed(std::uint64_t) {}
+  /// Throws Error{usage} for values that contradict each other, whatever the number of layers.
+  virtual void check() const = 0;
+  /// Throws Error{usage} when a policy that it is made of was given a value too large for P tokens or L layers.
+  virtual void check_limits(int /*prompt*/, int /*layers*/) const {}
+  /// Ascending, without gaps, for L treated layers. Throws Error{usage} where they cannot be.
+  virtual std::vector<LayerPlan> plans(int layers) const = 0;
 };
+
+/// Adds the plans of `policy` for the next `layers` layers.
+void append_plans(std::vector<LayerPlan>& plans, const Policy& policy, int layers);
 
 struct PolicyEntry {
   std::string name;
@@ -109,7 +216,8 @@ struct PolicyEntry {
 
 Registry<PolicyEntry>& policies();
 
-/// `T` has a static `card`, `parameters(Parameters&)` and `plan()`. Define one in the policy's file.
+/// `T` has a static `card`, `parameters(Parameters&)`, and `plan()` or, where layers differ, `plans(layers)`. Define
+/// one in the policy's file.
 template <class T>
 struct Registered {
   struct Holder final : Policy {
@@ -120,27 +228,25 @@ struct Registered {
       value.parameters(declared);
       return declared;
     }
-    Plan plan() const override { return value.plan(); }
+    void set_seed(std::uint64_t seed) override {
+      if constexpr (requires { value.set_seed(seed); }) value.set_seed(seed);
+    }
+    void check() const override {
+      if constexpr (requires { value.check(); })
+        value.check();
+      else
+        plans(2);
+    }
+    std::vector<LayerPlan> plans(int layers) const override {
+      if constexpr (requires { value.plans(layers); })
+        return value.plans(layers);
+      else
+        return {{0, layers, value.plan()}};
+    }
   };
   Registered() {
     policies().add({T::card.name, [] { return std::unique_ptr<Policy>(new Holder); }});
   }
-};
-
-/// Which question of Plan a part answers.
-enum class PartKind { scorer, selector, allocator, sharing };
-
-/// A part says what it is, so that it can be listed beside the policies made of it.
-struct PartCard {
-  std::string name;
-  PartKind kind;
-  std::string summary;
-};
-
-Registry<PartCard>& parts();
-
-struct RegisteredPart {
-  explicit RegisteredPart(PartCard card) { parts().add(std::move(card)); }
 };
 
 }  // namespace kvreplay

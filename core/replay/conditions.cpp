@@ -6,6 +6,7 @@
 #include "nearest.h"
 #include "positions.h"
 #include "replay/replay.h"
+#include "replay/schedules.h"
 
 namespace kvreplay {
 namespace {
@@ -100,15 +101,103 @@ std::vector<int> treated_layers(const Trace& trace, bool treat_sliding) {
   return treated;
 }
 
-void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
-  policy.check_limits(conditions.boundary, static_cast<int>(conditions.layers.size()));
-  const Plan plan = policy.plan();
-  if (const auto* counts = std::get_if<CountsOf>(&plan.allocate))
-    check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy));
-  const Needs needs = plan.needs;
-  const int first = needs.all_queries ? 0 : std::max(0, conditions.boundary - needs.last_queries);
-  const std::vector<std::int32_t> wanted = position_range(first, conditions.boundary);
-  if (!wanted.empty()) require_queries(trace, conditions.layers, wanted, policy.name());
+namespace {
+
+/// Tokens that may follow the question: a chat template's.
+constexpr int most_after_question = 16;
+
+/// Tokens that the plan's schedule spares.
+int spared_tokens(const Plan& plan, int prompt, int question) {
+  const auto* blocks = std::get_if<Blocks>(&plan.schedule);
+  return blocks != nullptr && blocks->spared ? blocks->spared(prompt, question) : 0;
+}
+
+/// The first prompt query that the plan reads, P where it reads none.
+int first_query(const Plan& plan, int budget, int prompt, int question) {
+  const Needs& needs = plan.score.needs;
+  const int recent = needs.recent_queries ? std::max(1, plan.protect.within(budget, prompt).recent) : 0;
+  const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
+  const bool in_time = !std::holds_alternative<Once>(plan.schedule) && (needs.last_queries > 0 || needs.recent_queries);
+  if (needs.all_queries || in_time) return 0;
+  return std::max(0, prompt - std::max({needs.last_queries, recent, asked}));
+}
+
+/// Whether the plan reads what comes after the prompt, too.
+bool reads_continuation(const Plan& plan) {
+  const auto* online = std::get_if<Online>(&plan.schedule);
+  return online != nullptr ? !online->grow : std::holds_alternative<Threshold>(plan.schedule);
+}
+
+void check_on_trace(const Trace& trace, const Conditions& conditions, const LayerPlan& of_range, const std::string& who,
+                    int budget) {
+  const Plan& plan = of_range.plan;
+  const int prompt = conditions.boundary;
+  const int question = question_begin(trace, prompt);
+  for (int l = 0; l < of_range.count; ++l)
+    if (const int source = plan.share(l, of_range.count); source < 0 || source >= of_range.count)
+      throw Error{Refusal::usage, who, "no such layer", fmt::format("-{}..{}", of_range.count, of_range.count - 1),
+                  fmt::format("layer {}", source < 0 ? source - of_range.count : source)};
+  if (const auto* threshold = std::get_if<Threshold>(&plan.schedule)) tokens_of(*threshold, prompt, who);
+  const auto* blocks = std::get_if<Blocks>(&plan.schedule);
+  if (blocks != nullptr && !keeps_everything(plan, budget, prompt)) {
+    if (const int spared = spared_tokens(plan, prompt, question); budget <= spared)
+      throw Error{Refusal::input, who, fmt::format("no room beside the {} tokens of the question", spared),
+                  fmt::format("a budget of at least {} tokens", spared + 1), std::to_string(budget)};
+    if (blocks->by_relevance && !conditions.eval_queries.empty() && conditions.eval_queries.front() < prompt)
+      throw Error{Refusal::usage, who, "slots by relevance are measured after the prompt", "--eval continuation",
+                  fmt::format("query {}", conditions.eval_queries.front())};
+  }
+  if (std::holds_alternative<CachePositions>(plan.store) && !trace.header().has_rope)
+    throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
+                "the model's RoPE", "none"};
+  const int first = first_query(plan, budget, prompt, question);
+  const int end = first < prompt && reads_continuation(plan) ? trace.header().tokens() : prompt;
+  const std::vector<std::int32_t> wanted = position_range(first, end);
+  const std::span<const int> layers =
+      std::span(conditions.layers)
+          .subspan(static_cast<std::size_t>(of_range.first), static_cast<std::size_t>(of_range.count));
+  if (!wanted.empty()) require_queries(trace, layers, wanted, who);
+}
+
+}  // namespace
+
+int question_begin(const Trace& trace, int boundary) {
+  const Span* last = nullptr;
+  for (const Span& span : trace.header().spans)
+    if (span.kind == "question" && span.end <= boundary && (last == nullptr || span.end >= last->end)) last = &span;
+  return last != nullptr && boundary - last->end <= most_after_question ? last->begin : -1;
+}
+
+void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget) {
+  const auto layers = static_cast<int>(conditions.layers.size());
+  policy.check_limits(conditions.boundary, layers);
+  for (const LayerPlan& of_range : policy.plans(layers)) {
+    if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate))
+      check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget);
+    check_on_trace(trace, conditions, of_range, policy.name(), budget);
+  }
+}
+
+bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPolicy& policy, int budget) {
+  const int prompt = conditions.boundary;
+  for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
+    const Plan& plan = of_range.plan;
+    const bool chooses = plan.score || plan.select.one_set;
+    if (!chooses || keeps_everything(plan, budget, prompt)) return false;
+    const auto* threshold = std::get_if<Threshold>(&plan.schedule);
+    const int held = threshold != nullptr ? threshold->keep.of_prompt(prompt) : budget;
+    const auto [sinks, recent] = plan.protect.within(held, prompt);
+    if (sinks + recent < held) return false;
+  }
+  return true;
+}
+
+bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+  for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size())))
+    if (const auto* blocks = std::get_if<Blocks>(&of_range.plan.schedule);
+        blocks != nullptr && blocks->asks_marked_question)
+      return question_begin(trace, conditions.boundary) < 0;
+  return false;
 }
 
 }  // namespace kvreplay

@@ -13,6 +13,9 @@ namespace {
 constexpr int sample_tokens = 2048;
 constexpr int sample_queries = 64;
 constexpr int sample_sets = 4;
+// Of the calls that are slow for their size: queries of a general comparison, tokens of a greedy algorithm.
+constexpr int sample_few_queries = 8;
+constexpr int sample_steps = 256;
 
 // What a run costs whatever its size: opening, checking, writing and syncing files.
 constexpr double seconds_a_trace = 0.1, seconds_a_cell = 0.01;
@@ -53,53 +56,96 @@ double seconds_of(Call call) {
   return shortest;
 }
 
-/// Rows of a cell's selection, and whether it must see all layers' scores first.
+/// Rows of a cell's selection, the finest of its layers, and what it needs.
 struct Shape {
   std::size_t rows = 0;
   bool across_layers = false;
+  bool whole = true;
+  bool general = false;  // measured by the general comparison
+  bool online = false;
+  bool in_time = false;       // sets change with time
+  int similarity_layers = 0;  // that choose by similarity
+  int last_queries = 0;
+  bool all_queries = false;
 };
 
-Shape shape_of(const Plan& plan, const TraceHeader& header) {
-  return {static_cast<std::size_t>(rows_of(plan.heads, header.query_heads, header.kv_heads)),
-          std::holds_alternative<AcrossLayers>(plan.allocate)};
+Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions) {
+  Shape shape;
+  for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
+    shape.rows = std::max(shape.rows,
+                          static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
+    shape.across_layers |= std::holds_alternative<AcrossLayers>(plan.allocate);
+    shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
+    shape.general |= !std::holds_alternative<Exact>(plan.store);
+    shape.in_time |= !std::holds_alternative<Once>(plan.schedule);
+    shape.online |= std::holds_alternative<Online>(plan.schedule);
+    if (plan.select.one_set)
+      for (int l = 0; l < count; ++l) shape.similarity_layers += is_source(plan.share, l, count) ? 1 : 0;
+    const Needs& needs = plan.score.needs;
+    shape.last_queries = std::max({shape.last_queries, needs.last_queries, needs.question ? 32 : 0});
+    shape.all_queries |= needs.all_queries && !shape.online;
+  }
+  return shape;
 }
 
 }  // namespace
 
-const Estimator::Rates& Estimator::rates_of(const TraceHeader& header) {
-  const auto [place, is_new] = rates_.try_emplace({header.query_heads, header.kv_heads, header.head_dim});
-  Rates& rates = place->second;
-  if (!is_new) return rates;
+double Estimator::seconds(Call call, const TraceHeader& header) {
+  const auto [place, is_new] = timed_.try_emplace({call, header.query_heads, header.kv_heads, header.head_dim}, 0.0);
+  if (!is_new) return place->second;
   const SampleLayer layer(header);
   const LayerTensors& sample = layer.tensors;
   const std::vector<std::int32_t> all = position_range(0, sample_tokens);
   const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
-  rates.cumulative = seconds_of([&] { backend_.attention_sums(sample, {.queries = all, .columns = sample_tokens}); });
-  rates.rows = seconds_of([&] { backend_.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });
-  rates.similarity = seconds_of([&] { backend_.similarity_row_maxima(sample.k, sample_tokens); });
-  // Sets that differ, since equal ones are computed once: set i keeps every second token of its own.
+  // Sets that differ, since equal ones are computed once: set i keeps every second token of its own, or one token.
   const auto moments_of = [&](bool half) {
     std::vector<KeptSet> sets(sample_sets, KeptSet(Heads::kv, sample.k.heads, sample_tokens));
-    std::vector<const KeptSet*> pointers;
+    std::vector<KeptSets> kept;
     for (int i = 0; i < sample_sets; ++i) {
       KeptSet& set = sets[static_cast<std::size_t>(i)];
       for (int row = 0; row < set.rows(); ++row) {
         set.keep(row, i);
         for (int j = i % 2; half && j < sample_tokens - sample_sets; j += 2) set.keep(row, j);
       }
-      pointers.push_back(&set);
+      kept.emplace_back(&set, 1);
     }
-    return seconds_of([&] { backend_.kept_moments(sample, last, sample_tokens, pointers); });
+    return seconds_of([&] { backend_.kept_moments(sample, last, sample_tokens, kept); });
   };
-  rates.moments = moments_of(false);
-  rates.kept = std::max(0.0, moments_of(true) - rates.moments) / (0.5 * sample_sets);
-  return rates;
+  const auto measure = [&]() -> double {
+    switch (call) {
+      case Call::cumulative:
+        return seconds_of([&] { backend_.attention_sums(sample, {.queries = all, .columns = sample_tokens}); });
+      case Call::rows:
+        return seconds_of([&] { backend_.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });
+      case Call::moments:
+        return moments_of(false);
+      case Call::kept:
+        return std::max(0.0, moments_of(true) - seconds(Call::moments, header)) / (0.5 * sample_sets);
+      case Call::similarity:
+        return seconds_of([&] { backend_.similarity_row_maxima(sample.k, sample_tokens); });
+      case Call::comparison: {
+        KeptSet half(Heads::layer, 1, sample_tokens);
+        for (int j = 0; j < sample_tokens; j += 2) half.keep(0, j);
+        return seconds_of([&] {
+          backend_.compare_attention(sample, sample, Positions::cache, last.last(sample_few_queries), sample_tokens,
+                                     KeptSets(&half, 1));
+        });
+      }
+      case Call::online:
+        return seconds_of(
+            [&] { backend_.online_eviction(sample, {.tokens = sample_steps, .budget = sample_steps / 2}); });
+      case Call::redundancy:
+        break;
+    }
+    const std::vector<std::int32_t> some = position_range(0, sample_steps);
+    return seconds_of([&] { backend_.least_redundant(sample, {.resident = some, .keep = sample_steps / 2}); });
+  };
+  return place->second = measure();
 }
 
 Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
                                const Demand& demand) {
   const TraceHeader& header = trace.header();
-  const Rates& rates = rates_of(header);
   const double prompt = conditions.boundary, tokens = header.tokens();
   const auto positions = static_cast<std::size_t>(conditions.boundary);
   const std::size_t layers = conditions.layers.size();
@@ -108,17 +154,25 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   int window = 0;
   bool cumulative = false, second_walk = false;
   int measured_cells = 0;
+  double comparisons = 0, online = 0, redundancy = 0;  // of one layer, in units of the sample's calls
+  std::size_t stored_bytes = 0, similarity_bytes = 0;
   double kept_share = 0, candidates = 0;  // of one layer, all cells
   std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0;
   for (const Cell& cell : cells) {
-    const Plan plan = cell.policy.plan();
-    const Shape shape = shape_of(plan, header);
-    const bool whole = std::holds_alternative<Everything>(plan.allocate) || cell.budget >= conditions.boundary;
+    const Shape shape = shape_of(cell, header, conditions);
+    const bool whole = shape.whole;
     const double share = whole ? 1.0 : cell.budget / prompt;
     if (cell.known.empty()) {
-      window = std::max(window, std::min(plan.needs.last_queries, conditions.boundary));
-      cumulative |= plan.needs.all_queries;
+      window = std::max(window, std::min(shape.last_queries, conditions.boundary));
+      cumulative |= shape.all_queries;
       second_walk |= shape.across_layers;
+      const double steps = tokens / sample_steps;
+      if (shape.online && !whole) online += steps * share * prompt / (sample_steps / 2.0);
+      if (shape.similarity_layers > 0 && !whole) {
+        redundancy +=
+            prompt / sample_steps * prompt / sample_steps * shape.similarity_layers / static_cast<double>(layers);
+        similarity_bytes = backend_.redundancy_working_set(trace.layer(conditions.layers.front()), conditions.boundary);
+      }
       candidates += whole ? 0.0 : static_cast<double>(shape.rows) * prompt;
       if (demand.save_scores) score_bytes += shape.rows * positions * layers * sizeof(float);
       // Scores of all layers, and for the ranking a copy of them and its order.
@@ -128,8 +182,17 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
     if (cell.measure) {
       ++measured_cells;
       kept_share += share;
+      if (shape.general) {
+        comparisons +=
+            static_cast<double>(conditions.eval_queries.size()) / sample_few_queries * tokens / sample_tokens;
+        // Keys and values of one layer in float32.
+        stored_bytes = std::size_t{2} * static_cast<std::size_t>(header.kv_heads) *
+                       static_cast<std::size_t>(header.tokens()) * static_cast<std::size_t>(header.head_dim) *
+                       sizeof(float);
+      }
     }
     set_bits += shape.rows * positions / 8 * layers;
+    if (shape.in_time) position_bytes += shape.rows * static_cast<std::size_t>(tokens) * layers * sizeof(std::int32_t);
     position_bytes += static_cast<std::size_t>(share * prompt) * shape.rows * layers * sizeof(std::int32_t);
   }
 
@@ -137,12 +200,17 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const auto at_queries = [&](double queries, double visible) {
     return queries / sample_queries * visible / sample_tokens;
   };
-  const auto moments_at = [&](double blocks) { return blocks * (rates.moments + rates.kept * kept_share); };
+  const auto costs = [&](Call call, double times) { return times > 0 ? times * seconds(call, header) : 0.0; };
+  const auto moments_at = [&](double blocks) {
+    return costs(Call::moments, blocks) + costs(Call::kept, blocks * kept_share);
+  };
   const double queries = static_cast<double>(conditions.eval_queries.size());
-  double layer_seconds = demand.similarity_passes * rates.similarity * square + candidates * seconds_a_candidate;
-  if (cumulative) layer_seconds += rates.cumulative * square;
-  if (!cells.empty()) layer_seconds += rates.rows * at_queries(window + queries, tokens);
+  double layer_seconds = costs(Call::similarity, demand.similarity_passes * square) + candidates * seconds_a_candidate;
+  if (cumulative) layer_seconds += costs(Call::cumulative, square);
+  if (!cells.empty()) layer_seconds += costs(Call::rows, at_queries(window + queries, tokens));
   if (measured_cells > 0) layer_seconds += moments_at(at_queries(queries, tokens));
+  layer_seconds +=
+      costs(Call::comparison, comparisons) + costs(Call::online, online) + costs(Call::redundancy, redundancy);
   if (demand.every_query) layer_seconds += moments_at(at_queries(tokens, tokens / 2.0));
   // Reading from disk at 1 GB/s, slow enough for a cold cache on common drives.
   const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (second_walk ? 2.0 : 1.0);
@@ -163,7 +231,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), static_cast<int>(cells.size())) +
-                       observables + moments + ranking_bytes + 2 * set_bits + 2 * part + program;
+                       observables + moments + ranking_bytes + stored_bytes + similarity_bytes + 2 * set_bits +
+                       2 * part + program;
   total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;
 }

@@ -1,10 +1,10 @@
 // What a replay will cost, before it starts: short measurements on this machine, scaled to the trace.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <map>
 #include <span>
+#include <tuple>
 
 #include "replay/replay.h"
 
@@ -24,8 +24,7 @@ struct Demand {
   bool save_attention = false;  // float32 [Hq, P] of each layer
 };
 
-/// Times each kind of backend call on a small random layer, once for each shape of heads, and scales by operation
-/// counts.
+/// Times the kinds of backend calls that the plan needs on a small random layer, and scales by operation counts.
 class Estimator {
  public:
   /// `backend` must outlive the estimator.
@@ -35,19 +34,23 @@ class Estimator {
                       const Demand& demand = {});
 
  private:
-  /// Seconds of the backend's calls on the sample layer.
-  struct Rates {
-    double cumulative = 0;  // all sample tokens over themselves
-    double rows = 0;        // some sample queries over the sample tokens
-    double moments = 0;     // the same for kept moments, sets that keep nothing
-    double kept = 0;        // and for each set that keeps everything
-    double similarity = 0;  // sample tokens with one another
+  /// What is timed, on a sample layer.
+  enum class Call {
+    cumulative,  // all sample tokens over themselves
+    rows,        // some sample queries over the sample tokens
+    moments,     // the same for kept moments, sets that keep nothing
+    kept,        // and for each set that keeps everything
+    similarity,  // sample tokens with one another
+    comparison,  // the general comparison at a few queries
+    online,      // some tokens coming one by one, half of them held
+    redundancy   // some tokens, half of them kept
   };
 
-  const Rates& rates_of(const TraceHeader& header);
+  /// Seconds of a call, timed once for each shape of heads.
+  double seconds(Call call, const TraceHeader& header);
 
   Backend& backend_;
-  std::map<std::array<int, 3>, Rates> rates_;  // by query heads, KV heads, head dimension
+  std::map<std::tuple<Call, int, int, int>, double> timed_;  // by query heads, KV heads, head dimension
 };
 
 }  // namespace kvreplay

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 
+#include "attention/rope.h"
 #include "positions.h"
+#include "replay/schedules.h"
+#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {
@@ -22,119 +25,189 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+/// The plan of a range of treated layers, and the counts that follow from its number of layers.
+struct Stretch {
+  LayerPlan of;
+  Protection::Clamped by_rule = {};  // at the cell's budget
+  std::vector<int> by_layer = {};    // [count]
+
+  const Plan& plan() const { return of.plan; }
+  int source_of(int layer) const { return of.first + of.plan.share(layer - of.first, of.count); }
+  bool is_source(int layer) const { return kvreplay::is_source(of.plan.share, layer - of.first, of.count); }
+  bool shares_later_layer() const {
+    for (int l = of.first; l < of.first + of.count; ++l)
+      if (source_of(l) > l) return true;
+    return false;
+  }
+};
+
 /// A cell of the caller, or a policy that runs unseen because a cell takes its counts.
 struct Job {
   const Cell* cell;
   int number;        // of the cell, or no_cell
   std::string name;  // for messages
-  Plan plan;
   int budget;
-  int counted = -1;  // the job whose counts this one takes
-  bool across_layers = false;
+  std::vector<Stretch> stretches = {};
+  int counted = -1;                             // the job whose counts this one takes
+  bool two_walks = false;                       // some set is final only when all layers have been seen
   std::vector<LayerSelection> selections = {};  // [L]
   std::vector<CellSeconds> seconds = {};        // [L]
-  std::vector<Matrix> scores = {};              // [L] of jobs that need all layers
+  std::vector<Matrix> scores = {};              // [L] of layers that select after the first walk
+  std::optional<Error> failure = {};
+  std::vector<std::int32_t> nested = {};  // what the layer before leaves to the next one, of nested policies
 
   bool known() const { return cell != nullptr && !cell->known.empty(); }
-  bool keeps_everything(int prompt) const {
-    return std::holds_alternative<Everything>(plan.allocate) || budget >= prompt;
+  const Stretch& stretch(int layer) const {
+    return *std::ranges::find_if(stretches, [&](const Stretch& s) { return layer < s.of.first + s.of.count; });
   }
 };
 
-bool shares_later_layer(const Sharing& share, int layers) {
-  for (int l = 0; l < layers; ++l)
-    if (share(l, layers) > l) return true;
-  return false;
-}
-
-bool is_source(const Sharing& share, int layer, int layers) {
-  for (int l = 0; l < layers; ++l)
-    if (share(l, layers) == layer) return true;
-  return false;
-}
-
-void keep_row(KeptSet& set, int row, std::span<const std::int32_t> kept, int allowed, const std::string& policy) {
-  std::int32_t previous = -1;
-  for (const std::int32_t position : kept) {
-    if (position <= previous || position >= set.tokens())
-      throw Error{Refusal::internal, policy, "selection not ascending below the boundary",
-                  fmt::format("{}..{}", previous + 1, set.tokens() - 1), std::to_string(position)};
-    set.keep(row, position);
-    previous = position;
-  }
-  if (static_cast<int>(kept.size()) > allowed)
-    throw Error{Refusal::internal, policy, "selection over its budget", fmt::format("at most {}", allowed),
-                std::to_string(kept.size())};
-}
-
-LayerSelection empty_selection(const LayerView& view, Heads heads) {
-  const int rows = view.rows(heads);
-  const auto size = static_cast<std::size_t>(rows);
-  return {KeptSet(heads, rows, view.prompt()), std::vector<int>(size), std::vector<int>(size), std::vector<int>(size),
-          view.layer()};
-}
-
-/// A row that keeps all. Its scores do not matter; what stays by rule is what the selector says of a budget of P.
-Kept whole_row(const Selector& select, int prompt) {
-  const std::vector<double> no_scores(static_cast<std::size_t>(prompt));
-  const Kept by_rule = select({no_scores, prompt, prompt});
-  return {position_range(0, prompt), by_rule.sinks, by_rule.recent};
-}
-
-void keep_row(LayerSelection& selection, int row, const Kept& kept, int allowed, const std::string& policy) {
-  keep_row(selection.set, row, kept.positions, allowed, policy);
-  selection.sinks[static_cast<std::size_t>(row)] = kept.sinks;
-  selection.recent[static_cast<std::size_t>(row)] = kept.recent;
-}
-
 /// Every row keeps all: what a budget of P or more means.
 LayerSelection whole_prompt(const LayerView& view, const Plan& plan) {
-  LayerSelection selection = empty_selection(view, plan.heads);
-  const Kept all = whole_row(plan.select, view.prompt());
-  for (int row = 0; row < selection.set.rows(); ++row) keep_row(selection, row, all, view.prompt(), "full");
-  std::ranges::fill(selection.granted, view.prompt());
+  const int prompt = view.prompt();
+  LayerSelection selection = empty_selection(view, plan.grouping.heads);
+  const auto [sinks, recent] = plan.protect.within(prompt, prompt);
+  Kept all{position_range(0, prompt), sinks, recent};
+  if (const auto* blocks = std::get_if<Blocks>(&plan.schedule); blocks != nullptr && blocks->spared)
+    all.recent = blocks->spared(prompt, view.question());
+  if (plan.select.of_prompt) all = plan.select({{}, prompt, prompt, sinks, recent, &view});
+  for (int row = 0; row < selection.set.rows(); ++row) enter_row(selection, row, all, prompt);
   return selection;
 }
+
+bool keeps_all(const KeptSet& set) {
+  for (int row = 0; row < set.rows(); ++row)
+    if (set.count(row) < set.tokens()) return false;
+  return true;
+}
+
+/// Keys in the order of their slots, as their distances from queries after the prompt see them: slot i of n kept tokens
+/// stands n - i before the first of these.
+StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection) {
+  const LayerTensors& tensors = view.tensors();
+  StoredLayer stored;
+  stored.tensors = tensors;
+  stored.keys = widened(tensors.k);
+  const auto dim = static_cast<std::size_t>(tensors.k.dim);
+  const auto place = [&](int head, int token) {
+    return std::span(stored.keys)
+        .subspan((static_cast<std::size_t>(head) * static_cast<std::size_t>(tensors.k.tokens) +
+                  static_cast<std::size_t>(token)) *
+                     dim,
+                 dim);
+  };
+  for (int head = 0; head < tensors.k.heads; ++head) {
+    const int row = selection.set.row_of(head * view.group(), view.group());
+    std::size_t before = 0;
+    for (int r = 0; r < row; ++r) before += static_cast<std::size_t>(selection.set.count(r));
+    const int count = selection.set.count(row);
+    for (int slot = 0; slot < count; ++slot) {
+      const std::int32_t token = selection.slots[before + static_cast<std::size_t>(slot)];
+      rotate(tensors.rope, view.prompt() - count + slot - token, place(head, token));
+    }
+  }
+  stored.tensors.k.data = reinterpret_cast<const std::byte*>(stored.keys.data());
+  stored.tensors.k.dtype = DType::float32;
+  return stored;
+}
+
+/// How one cell is measured in one layer.
+struct Measured {
+  const Job* job;
+  const LayerSelection* selection;
+  std::unique_ptr<StoredLayer> stored = {};  // what the store made of the layer; null: it is as it was
+  Positions positions = Positions::original;
+  std::vector<KeptSet> by_query = {};  // of the block under way, where sets change with time
+
+  bool general() const { return stored != nullptr || positions == Positions::cache; }
+};
 
 class Replay {
  public:
   Replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
          const std::function<bool()>& interrupted)
-      : backend_(backend), trace_(trace), conditions_(conditions), sink_(sink), interrupted_(interrupted) {
+      : backend_(backend),
+        trace_(trace),
+        conditions_(conditions),
+        sink_(sink),
+        interrupted_(interrupted),
+        everything_(position_range(0, conditions.boundary)),
+        question_(question_begin(trace, conditions.boundary)) {
     for (std::size_t i = 0; i < cells.size(); ++i) {
       const Cell& cell = cells[i];
-      Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.policy.plan(), cell.budget};
-      if (const auto* counts = std::get_if<CountsOf>(&job.plan.allocate); counts != nullptr && !job.known()) {
+      Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.budget};
+      const std::vector<LayerPlan> plans = cell.policy.plans(layers());
+      if (const auto* counts = std::get_if<CountsOf>(&plans.front().plan.allocate); counts != nullptr && !job.known()) {
         const ConfiguredPolicy counted = ConfiguredPolicy::parse(counts->policy);
-        job.counted = add({nullptr, no_cell, counted.label(), counted.plan(), cell.budget});
+        job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
       }
-      add(std::move(job));
+      add(std::move(job), plans);
     }
   }
 
   void run() {
-    const bool second_walk = std::ranges::any_of(jobs_, &Job::across_layers);
+    const bool second_walk = std::ranges::any_of(jobs_, &Job::two_walks);
     walk(0, second_walk ? 2 : 1);
     if (!second_walk) return;
     for (Job& job : jobs_)
-      if (job.across_layers) allocate_across_layers(job);
+      if (job.two_walks) guarded(job, [&] { select_after_walk(job); });
     walk(1, 2);
   }
 
  private:
-  int layers() const { return static_cast<int>(conditions_.layers.size()); }
+  /// What the job's own work throws fails that job alone.
+  template <class Work>
+  void guarded(Job& job, Work work) {
+    if (job.counted >= 0 && !job.failure) {
+      const std::optional<Error>& of_counted = jobs_[static_cast<std::size_t>(job.counted)].failure;
+      if (of_counted) fail(job, *of_counted);
+    }
+    if (job.failure) return;
+    try {
+      work();
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::usage && error.refusal() != Refusal::input &&
+          error.refusal() != Refusal::internal)
+        throw;
+      fail(job, error);
+    }
+  }
 
-  int add(Job job) {
-    const bool counted_across = job.counted >= 0 && jobs_[static_cast<std::size_t>(job.counted)].across_layers;
-    job.across_layers = !job.known() && !job.keeps_everything(conditions_.boundary) &&
-                        (std::holds_alternative<AcrossLayers>(job.plan.allocate) ||
-                         shares_later_layer(job.plan.share, layers()) || counted_across);
+  void fail(Job& job, const Error& error) {
+    job.failure = error;
+    job.scores.assign(job.scores.size(), {});
+    if (job.number != no_cell) sink_.failed(job.number, error);
+  }
+
+  int layers() const { return static_cast<int>(conditions_.layers.size()); }
+  int prompt() const { return conditions_.boundary; }
+
+  int add(Job job, const std::vector<LayerPlan>& plans) {
+    const bool counted_later = job.counted >= 0 && jobs_[static_cast<std::size_t>(job.counted)].two_walks;
+    for (const LayerPlan& of_range : plans) {
+      Stretch& stretch = job.stretches.emplace_back();
+      stretch.of = of_range;
+      stretch.by_rule = of_range.plan.protect.within(job.budget, prompt());
+      const bool whole = job.known() || keeps_everything(of_range.plan, job.budget, prompt());
+      if (const auto* by_layer = std::get_if<ByLayer>(&of_range.plan.allocate); by_layer != nullptr && !whole) {
+        stretch.by_layer = (*by_layer)(division(stretch, job.budget));
+        const long slots = std::accumulate(stretch.by_layer.begin(), stretch.by_layer.end(), 0L);
+        const long allowed = static_cast<long>(of_range.count) * job.budget;
+        if (has_budget(of_range.plan) && slots > allowed) overspent(job, allowed, slots);
+      }
+      job.two_walks = job.two_walks || (!whole && (counted_later || stretch.shares_later_layer() ||
+                                                   std::holds_alternative<AcrossLayers>(of_range.plan.allocate)));
+    }
     const auto size = static_cast<std::size_t>(layers());
     job.selections.resize(size);
     job.seconds.resize(size);
-    if (job.across_layers) job.scores.resize(size);
+    job.scores.resize(size);
     jobs_.push_back(std::move(job));
     return static_cast<int>(jobs_.size()) - 1;
+  }
+
+  Division division(const Stretch& stretch, int budget) const {
+    return {stretch.of.count, prompt(), budget, stretch.by_rule.sinks, stretch.by_rule.recent};
   }
 
   void poll() const {
@@ -148,96 +221,138 @@ class Replay {
       const int stored = conditions_.layers[static_cast<std::size_t>(l)];
       const LayerTensors tensors = trace_.layer(stored);
       if (l + 1 < layers()) trace_.prefetch(conditions_.layers[static_cast<std::size_t>(l) + 1]);
-      const LayerView view(backend_, tensors, {l, layers(), stored, conditions_.boundary}, conditions_.eval_queries);
+      const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_}, conditions_.eval_queries);
       if (number == 0) {
         sink_.layer(view, backend_);
-        for (Job& job : jobs_) job.across_layers ? score_for_later(job, view) : select(job, view);
+        for (Job& job : jobs_) guarded(job, [&] { select(job, view); });
       }
-      report(view, number == 1);
-      measure(view, number == 1);
+      report_and_measure(view, number == 1);
       sink_.layer_done(view, number, walks);
       forget(l, number == 1);
       trace_.release(stored);
     }
   }
 
-  /// Scores of one layer; only a layer whose set is used is scored. Shared observables are timed apart.
-  Matrix scored(Job& job, const LayerView& view) {
-    poll();
-    const double shared_before = view.observable_seconds();
-    const auto start = std::chrono::steady_clock::now();
-    Matrix scores = job.plan.score ? job.plan.score(view) : Matrix();
-    for (const double score : scores.values())
-      if (score != score)
-        throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
-                    "score of " + job.name + " is not a number"};
-    job.seconds[static_cast<std::size_t>(view.layer())].score =
-        seconds_since(start) - (view.observable_seconds() - shared_before);
-    if (job.number != no_cell) sink_.scored(view, job.number, scores);
-    return scores;
-  }
-
-  void score_for_later(Job& job, const LayerView& view) {
-    const auto l = static_cast<std::size_t>(view.layer());
-    job.selections[l] = empty_selection(view, job.plan.heads);
-    if (is_source(job.plan.share, view.layer(), layers())) job.scores[l] = scored(job, view);
+  /// Whether a layer's counts are known only when all layers have been seen.
+  bool counts_come_later(const Job& job, const Stretch& stretch) const {
+    return std::holds_alternative<AcrossLayers>(stretch.plan().allocate) ||
+           (job.counted >= 0 && jobs_[static_cast<std::size_t>(job.counted)].two_walks);
   }
 
   void select(Job& job, const LayerView& view) {
+    poll();
     const auto l = static_cast<std::size_t>(view.layer());
+    const Stretch& stretch = job.stretch(view.layer());
     if (job.known()) {
       job.selections[l] = job.cell->known[l];
       return;
     }
-    if (job.keeps_everything(conditions_.boundary)) {
-      job.selections[l] = whole_prompt(view, job.plan);
+    if (keeps_everything(stretch.plan(), job.budget, prompt())) {
+      job.selections[l] = whole_prompt(view, stretch.plan());
       return;
     }
-    const int source = job.plan.share(view.layer(), layers());
-    Matrix scores;
-    if (source == view.layer()) {
-      job.selections[l] = empty_selection(view, job.plan.heads);
-      scores = scored(job, view);
+    if (!stretch.is_source(view.layer())) {
+      if (const int source = stretch.source_of(view.layer()); source < view.layer())
+        job.selections[l] = job.selections[static_cast<std::size_t>(source)];
+      return;
     }
-    const auto start = std::chrono::steady_clock::now();
-    if (source == view.layer()) {
-      choose(job, view.layer(), scores, counts_within_layer(job, view.layer(), scores));
+    if (!std::holds_alternative<Once>(stretch.plan().schedule)) {
+      job.seconds[l].select =
+          seconds_of(view, [&] { job.selections[l] = run_schedule(view, stretch.plan(), job.budget, job.name); });
+    } else if (stretch.plan().nesting != Nesting::none) {
+      select_nested(job, stretch, view);
     } else {
-      job.selections[l] = job.selections[static_cast<std::size_t>(source)];
+      job.selections[l] = empty_selection(view, stretch.plan().grouping.heads);
+      job.scores[l] = scored(job, stretch, view);
+      if (!counts_come_later(job, stretch)) choose(job, stretch, view.layer(), &view);
     }
-    job.seconds[l].select = seconds_since(start);
   }
 
-  std::vector<int> counts_within_layer(const Job& job, int layer, const Matrix& scores) const {
+  /// Seconds that `work` takes, those on shared observables apart.
+  template <class Work>
+  static double seconds_of(const LayerView& view, Work work) {
+    const double shared_before = view.observable_seconds();
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    return seconds_since(start) - (view.observable_seconds() - shared_before);
+  }
+
+  Matrix scored(Job& job, const Stretch& stretch, const LayerView& view) {
+    Matrix scores;
+    job.seconds[static_cast<std::size_t>(view.layer())].score = seconds_of(view, [&] {
+      scores = score_tokens(view, stretch.plan(), {stretch.plan().grouping, stretch.by_rule.recent}, job.name);
+    });
+    if (job.number != no_cell && view.tokens() == prompt()) sink_.scored(view, job.number, scores);
+    return scores;
+  }
+
+  std::vector<int> counts(const Job& job, const Stretch& stretch, int layer, const Matrix& scores, int rows) const {
+    if (job.counted >= 0) {
+      const KeptSet& set = jobs_[static_cast<std::size_t>(job.counted)].selections[static_cast<std::size_t>(layer)].set;
+      std::vector<int> of_rows;
+      for (int row = 0; row < set.rows(); ++row) of_rows.push_back(set.count(row));
+      return of_rows;
+    }
+    if (const auto* within = std::get_if<WithinLayer>(&stretch.plan().allocate))
+      return (*within)(division(stretch, job.budget), scores);
+    const int of_each =
+        stretch.by_layer.empty() ? job.budget : stretch.by_layer[static_cast<std::size_t>(layer - stretch.of.first)];
+    return std::vector<int>(static_cast<std::size_t>(rows), of_each);
+  }
+
+  /// Fills a layer's selection from its scores, which are then let go. `view` is null when it is no longer resident.
+  void choose(Job& job, const Stretch& stretch, int layer, const LayerView* view,
+              const std::vector<int>& given_counts = {}) {
     const auto l = static_cast<std::size_t>(layer);
-    if (job.counted >= 0) return counts_of(jobs_[static_cast<std::size_t>(job.counted)].selections[l]);
-    if (const auto* within = std::get_if<WithinLayer>(&job.plan.allocate)) return (*within)(scores, job.budget);
-    return std::vector<int>(job.selections[l].granted.size(), job.budget);
-  }
-
-  static std::vector<int> counts_of(const LayerSelection& selection) {
-    std::vector<int> counts;
-    for (int row = 0; row < selection.set.rows(); ++row) counts.push_back(selection.set.count(row));
-    return counts;
-  }
-
-  /// Fills the layer's selection with `counts` tokens a row.
-  void choose(Job& job, int layer, const Matrix& scores, const std::vector<int>& counts) const {
-    LayerSelection& selection = job.selections[static_cast<std::size_t>(layer)];
-    const int prompt = conditions_.boundary;
+    const auto start = std::chrono::steady_clock::now();
+    LayerSelection& selection = job.selections[l];
+    const Matrix& scores = job.scores[l];
+    const std::vector<int> of_rows =
+        given_counts.empty() ? counts(job, stretch, layer, scores, selection.set.rows()) : given_counts;
     for (int row = 0; row < selection.set.rows(); ++row) {
-      const auto r = static_cast<std::size_t>(row);
-      const int count = std::min(counts[r], prompt);
-      selection.granted[r] = count;
-      if (count == 0) continue;
-      const Row question{scores.empty() ? std::span<const double>() : scores.row(row), prompt, count};
-      keep_row(selection, row, count == prompt ? whole_row(job.plan.select, prompt) : job.plan.select(question), count,
-               job.name);
+      const int count = std::min(of_rows[static_cast<std::size_t>(row)], prompt());
+      const std::span<const double> of_row = scores.empty() ? std::span<const double>() : scores.row(row);
+      enter_row(selection, row,
+                choose_row(stretch.plan().select, everything_, of_row, {count, stretch.by_rule}, view, job.name),
+                count);
     }
-    // A policy whose layers share one budget is held against it as a whole, where its counts are made.
+    job.scores[l] = {};
+    job.seconds[l].select += seconds_since(start);
+    // Counts of several layers are held against their budget where they are made.
+    const bool of_one_layer = std::holds_alternative<Uniform>(stretch.plan().allocate) ||
+                              std::holds_alternative<WithinLayer>(stretch.plan().allocate);
     const long slots = std::accumulate(selection.granted.begin(), selection.granted.end(), 0L);
-    const long allowed = static_cast<long>(selection.set.rows()) * std::min(job.budget, prompt);
-    if (!job.across_layers && job.counted < 0 && slots > allowed) overspent(job, allowed, slots);
+    const long allowed = static_cast<long>(selection.set.rows()) * job.budget;
+    if (of_one_layer && slots > allowed) overspent(job, allowed, slots);
+  }
+
+  /// One set for the layer, within what the layer before leaves.
+  void select_nested(Job& job, const Stretch& stretch, const LayerView& view) {
+    const auto l = static_cast<std::size_t>(view.layer());
+    const std::size_t number = static_cast<std::size_t>(view.layer() - stretch.of.first);
+    const bool prunes_next = stretch.plan().nesting == Nesting::prunes_next;
+    const std::vector<std::int32_t> before = number == 0 ? everything_ : job.nested;
+    LayerSelection& selection = job.selections[l] = empty_selection(view, Heads::layer);
+    const auto cut = [&](int count) {
+      if (count >= static_cast<int>(before.size()))
+        return choose_row(stretch.plan().select, before, {}, {count, stretch.by_rule}, nullptr, job.name);
+      Residents residents{.positions = before, .seen = prompt()};
+      const LayerView within(view, std::move(residents));
+      const Matrix scores = scored(job, stretch, number == 0 ? view : within);
+      const auto start = std::chrono::steady_clock::now();
+      Kept kept = choose_row(stretch.plan().select, before, scores.row(0), {count, stretch.by_rule}, &within, job.name);
+      job.seconds[l].select = seconds_since(start);
+      return kept;
+    };
+    if (prunes_next) {
+      const int count = stretch.by_layer[number];
+      enter_row(selection, 0, {before, stretch.by_rule.sinks, stretch.by_rule.recent}, count);
+      if (number + 1 < stretch.by_layer.size()) job.nested = cut(stretch.by_layer[number + 1]).positions;
+    } else {
+      const Kept kept = cut(stretch.by_layer[number]);
+      enter_row(selection, 0, kept, stretch.by_layer[number]);
+      job.nested = kept.positions;
+    }
   }
 
   [[noreturn]] static void overspent(const Job& job, long allowed, long slots) {
@@ -245,78 +360,126 @@ class Replay {
                 std::to_string(slots)};
   }
 
-  void allocate_across_layers(Job& job) {
+  void select_after_walk(Job& job) {
+    for (const Stretch& stretch : job.stretches) {
+      if (keeps_everything(stretch.plan(), job.budget, prompt())) continue;
+      const int end = stretch.of.first + stretch.of.count;
+      if (counts_come_later(job, stretch)) allocate_across(job, stretch);
+      for (int l = stretch.of.first; l < end; ++l)
+        if (const int source = stretch.source_of(l); source != l)
+          job.selections[static_cast<std::size_t>(l)] = job.selections[static_cast<std::size_t>(source)];
+    }
+  }
+
+  void allocate_across(Job& job, const Stretch& stretch) {
+    const auto first = static_cast<std::size_t>(stretch.of.first);
     const auto start = std::chrono::steady_clock::now();
-    std::vector<std::vector<int>> counts;
-    if (const auto* across = std::get_if<AcrossLayers>(&job.plan.allocate)) counts = (*across)(job.scores, job.budget);
-    long slots = 0, allowed = 0;
-    for (int l = 0; l < layers(); ++l) {
-      const auto i = static_cast<std::size_t>(l);
-      if (job.plan.share(l, layers()) != l) continue;
-      choose(job, l, job.scores[i], counts.empty() ? counts_within_layer(job, l, job.scores[i]) : counts[i]);
-      allowed += static_cast<long>(job.selections[i].set.rows()) * job.budget;
-      slots += std::accumulate(job.selections[i].granted.begin(), job.selections[i].granted.end(), 0L);
+    std::vector<std::vector<int>> counts_of_layers;
+    if (const auto* across = std::get_if<AcrossLayers>(&stretch.plan().allocate)) {
+      const std::span<const Matrix> scores =
+          std::span(job.scores).subspan(first, static_cast<std::size_t>(stretch.of.count));
+      counts_of_layers = (*across)(division(stretch, job.budget), scores);
+      long slots = 0, allowed = 0;
+      for (const std::vector<int>& of_layer : counts_of_layers) {
+        slots += std::accumulate(of_layer.begin(), of_layer.end(), 0L);
+        allowed += static_cast<long>(of_layer.size()) * job.budget;
+      }
+      if (slots > allowed) overspent(job, allowed, slots);
     }
-    if (job.counted < 0 && slots > allowed) overspent(job, allowed, slots);
-    for (int l = 0; l < layers(); ++l) {
-      const int source = job.plan.share(l, layers());
-      if (source != l) job.selections[static_cast<std::size_t>(l)] = job.selections[static_cast<std::size_t>(source)];
-    }
-    job.scores.clear();
-    job.seconds.front().select = seconds_since(start);
+    job.seconds[first].select += seconds_since(start);
+    for (int l = stretch.of.first; l < stretch.of.first + stretch.of.count; ++l)
+      if (stretch.is_source(l))
+        choose(job, stretch, l, nullptr,
+               counts_of_layers.empty() ? std::vector<int>{}
+                                        : counts_of_layers[static_cast<std::size_t>(l - stretch.of.first)]);
   }
 
-  void report(const LayerView& view, bool across_layers) {
+  /// What the store of the layer's plan makes of a selection.
+  Measured prepared(const Job& job, const LayerView& view) const {
+    const LayerSelection& selection = job.selections[static_cast<std::size_t>(view.layer())];
+    const Store& store = job.stretch(view.layer()).plan().store;
+    Measured measured{&job, &selection};
+    const bool nothing_moves = !selection.changes_with_time() && keeps_all(selection.set);
+    if (const auto* transformed = std::get_if<Transformed>(&store))
+      measured.stored = transformed->store(view, selection.set);
+    else if (std::holds_alternative<CachePositions>(store) && !nothing_moves && !selection.slots.empty())
+      measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
+    else if (std::holds_alternative<CachePositions>(store) && !nothing_moves)
+      measured.positions = Positions::cache;
+    return measured;
+  }
+
+  void report_and_measure(const LayerView& view, bool second_walk) {
     const auto l = static_cast<std::size_t>(view.layer());
-    for (const Job& job : jobs_)
-      if (job.number != no_cell && job.across_layers == across_layers)
-        sink_.selected(view, job.number, job.selections[l], job.seconds[l]);
+    std::vector<Measured> to_measure;
+    for (const Job& job : jobs_) {
+      if (job.number == no_cell || job.two_walks != second_walk || job.failure) continue;
+      Measured cell = prepared(job, view);
+      const bool changes = std::holds_alternative<Transformed>(job.stretch(view.layer()).plan().store);
+      sink_.selected(view, job.number, *cell.selection, changes ? cell.stored.get() : nullptr, job.seconds[l]);
+      if (job.cell->measure) to_measure.push_back(std::move(cell));
+    }
+    if (!to_measure.empty()) measure(view, to_measure);
   }
 
-  void measure(const LayerView& view, bool across_layers) {
+  void measure(const LayerView& view, std::vector<Measured>& to_measure) {
     std::vector<int> cells;
-    std::vector<const KeptSet*> sets;
-    for (const Job& job : jobs_) {
-      if (job.number == no_cell || !job.cell->measure || job.across_layers != across_layers) continue;
-      cells.push_back(job.number);
-      sets.push_back(&job.selections[static_cast<std::size_t>(view.layer())].set);
-    }
-    if (cells.empty()) return;
+    for (const Measured& cell : to_measure) cells.push_back(cell.job->number);
     const std::span<const std::int32_t> queries = conditions_.eval_queries;
     for (std::size_t first = 0; first < queries.size(); first += query_block) {
       poll();
       const std::size_t count = std::min<std::size_t>(query_block, queries.size() - first);
       const std::span<const std::int32_t> block = queries.subspan(first, count);
-      const KeptMoments moments = backend_.kept_moments(view.tensors(), block, conditions_.boundary, sets);
+      std::vector<KeptSets> sets;
+      for (Measured& cell : to_measure) {
+        cell.by_query.clear();
+        if (cell.selection->changes_with_time())
+          for (const std::int32_t query : block) cell.by_query.push_back(cell.selection->seen_by(query));
+        sets.push_back(cell.by_query.empty() ? KeptSets(&cell.selection->set, 1) : KeptSets(cell.by_query));
+      }
+      for (std::size_t i = 0; i < to_measure.size(); ++i) {
+        if (!to_measure[i].general()) continue;
+        poll();
+        sink_.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count),
+                       general_comparison(view, to_measure[i], block, sets[i]));
+      }
+      const KeptMoments moments = backend_.kept_moments(view.tensors(), block, prompt(), sets);
       sink_.measured(view, cells, static_cast<int>(first), static_cast<int>(count), moments);
-      compare(view, cells, sets, first, count);
+      for (std::size_t i = 0; i < to_measure.size(); ++i)
+        if (!to_measure[i].general()) cross_check(view, to_measure[i], sets[i], first, block);
     }
+  }
+
+  std::vector<Comparison> general_comparison(const LayerView& view, const Measured& cell,
+                                             std::span<const std::int32_t> queries, KeptSets sets) const {
+    return backend_.compare_attention(view.tensors(), cell.stored ? cell.stored->tensors : view.tensors(),
+                                      cell.positions, queries, prompt(), sets);
   }
 
   /// One query of each cell in one of its layers takes the general path too, where it lies in the block just measured.
-  void compare(const LayerView& view, const std::vector<int>& cells, const std::vector<const KeptSet*>& sets,
-               std::size_t first, std::size_t count) {
-    const std::span<const std::int32_t> queries = conditions_.eval_queries;
-    for (std::size_t i = 0; i < cells.size(); ++i) {
-      if (cells[i] % view.layers() != view.layer()) continue;
-      const std::size_t query = (static_cast<std::size_t>(cells[i]) * 7) % queries.size();
-      if (query < first || query >= first + count) continue;
-      const std::vector<Comparison> compared =
-          backend_.compare_attention(view.tensors(), view.tensors(), Positions::original, queries.subspan(query, 1),
-                                     conditions_.boundary, *sets[i]);
-      sink_.compared(view, cells[i], static_cast<int>(query), compared);
-    }
+  void cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
+                   std::span<const std::int32_t> block) {
+    const int number = cell.job->number;
+    if (number % view.layers() != view.layer()) return;
+    const std::size_t query = (static_cast<std::size_t>(number) * 7) % conditions_.eval_queries.size();
+    if (query < first || query >= first + block.size()) return;
+    const std::size_t in_block = query - first;
+    sink_.cross_checked(view, number, static_cast<int>(query),
+                        general_comparison(view, cell, block.subspan(in_block, 1),
+                                           sets.size() == 1 ? sets : sets.subspan(in_block, 1)));
   }
 
-  /// Sets that no later layer reuses are let go.
-  void forget(int layer, bool across_layers) {
-    for (Job& job : jobs_) {
-      if (job.across_layers != across_layers) continue;
+  /// Sets that no later layer and no other job reads are let go.
+  void forget(int layer, bool second_walk) {
+    for (std::size_t j = 0; j < jobs_.size(); ++j) {
+      Job& job = jobs_[j];
+      if (job.two_walks != second_walk) continue;
       bool reused = false;
-      for (int later = layer + 1; later < layers(); ++later) reused |= job.plan.share(later, layers()) == layer;
-      const bool counted = std::ranges::any_of(jobs_, [&](const Job& other) {
-        return other.across_layers && other.counted >= 0 && &jobs_[static_cast<std::size_t>(other.counted)] == &job;
-      });
+      const Stretch& stretch = job.stretch(layer);
+      for (int later = layer + 1; later < stretch.of.first + stretch.of.count; ++later)
+        reused = reused || stretch.source_of(later) == layer;
+      const bool counted = std::ranges::any_of(
+          jobs_, [&](const Job& other) { return other.two_walks && other.counted == static_cast<int>(j); });
       if (!reused && !counted) job.selections[static_cast<std::size_t>(layer)] = {};
     }
   }
@@ -326,6 +489,8 @@ class Replay {
   const Conditions& conditions_;
   Sink& sink_;
   const std::function<bool()>& interrupted_;
+  std::vector<std::int32_t> everything_;  // positions of the prompt
+  int question_;
   std::vector<Job> jobs_;
 };
 

@@ -14,6 +14,7 @@
 #include "attention/backend.h"
 #include "attention/layer_view.h"
 #include "policies/configured.h"
+#include "replay/selection.h"
 #include "trace/trace.h"
 
 namespace kvreplay {
@@ -35,14 +36,9 @@ int boundary(const Trace& trace, std::string_view text);
 /// Stored layers without a sliding window, or all with `treat_sliding`. Throws Error{input} when none is left.
 std::vector<int> treated_layers(const Trace& trace, bool treat_sliding);
 
-/// One layer's set, checked where it is made: ascending, unique, below the boundary, within the budget.
-struct LayerSelection {
-  KeptSet set;
-  std::vector<int> sinks;    // [H] first tokens kept by rule
-  std::vector<int> recent;   // [H] last tokens kept by rule
-  std::vector<int> granted;  // [H] the budget of each row
-  int source = 0;            // treated layer whose set this is
-};
+/// The question that ends the tokens under compression: begin of the last span of that kind that ends below the
+/// boundary, with no more than a chat template's few tokens after it; -1: there is none.
+int question_begin(const Trace& trace, int boundary);
 
 /// A policy at a budget.
 struct Cell {
@@ -64,26 +60,38 @@ class Sink {
   virtual ~Sink() = default;
   /// Once a treated layer, ascending, before anything else of it. Trace-wide observables are computed here.
   virtual void layer(const LayerView&, Backend&) {}
+  /// A cell that cannot go on: nothing more is heard of it.
+  virtual void failed(int /*cell*/, const Error&) {}
   /// Once for each cell and layer that is scored, before its selection: [H, P].
   virtual void scored(const LayerView&, int /*cell*/, const Matrix& /*scores*/) {}
-  /// Once for each cell and layer.
-  virtual void selected(const LayerView&, int /*cell*/, const LayerSelection&, const CellSeconds&) {}
+  /// Once for each cell and layer. `stored`: what a store that changes tokens gives back; null: they are as they were.
+  virtual void selected(const LayerView&, int /*cell*/, const LayerSelection&, const StoredLayer* /*stored*/,
+                        const CellSeconds&) {}
+  /// Of cells whose store changes kept tokens or moves them, before `measured` of the same block: [Hq, count].
+  virtual void compared(const LayerView&, int /*cell*/, int /*first*/, int /*count*/, std::span<const Comparison>) {}
   /// Moments of some cells at a block of eval queries, [first, first + count) of Conditions::eval_queries:
   /// `moments.kept` is [cells, Hq, count].
   virtual void measured(const LayerView&, std::span<const int> /*cells*/, int /*first*/, int /*count*/,
                         const KeptMoments&) {}
-  /// The general path at one query of the block that `measured` heard last (index into eval_queries), [Hq], to hold
-  /// against the moments.
-  virtual void compared(const LayerView&, int /*cell*/, int /*query*/, std::span<const Comparison>) {}
+  /// Of the other cells at one query of the block that `measured` heard last (index into eval_queries), [Hq]: the
+  /// general comparison, to hold against the moments.
+  virtual void cross_checked(const LayerView&, int /*cell*/, int /*query*/, std::span<const Comparison>) {}
   /// After all cells of a treated layer in a walk. `walk` counts from 0, `walks` is 1 or 2.
   virtual void layer_done(const LayerView&, int /*walk*/, int /*walks*/) {}
 };
 
-/// Throws Error{input} when the trace lacks queries that the policy reads, Error{usage} when a value does not fit it.
-void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
+/// Throws Error{input} when the trace lacks queries or RoPE data that the policy reads, Error{usage} when a value or
+/// the budget (tokens) does not fit it.
+void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
 
-/// Replays one trace. A cell that fails a check of its selection throws Error{internal}; Error{interrupted} when
-/// `interrupted` (polled between layers and query blocks) answers true.
+/// Whether the policy would choose, but sinks and recent tokens take all that it may hold.
+bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
+
+/// Whether the policy asks for a question and none is marked, so that the last tokens of the prompt take its place.
+bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
+
+/// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns
+/// all of them; Error{interrupted} when `interrupted` (polled between layers and query blocks) answers true.
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
             const std::function<bool()>& interrupted = {});
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "trace/tensor.h"
 
@@ -49,6 +50,14 @@ inline float load(const std::byte* elements, DType type, std::size_t i) {
   std::uint16_t bits;
   std::memcpy(&bits, elements + 2 * i, 2);
   return type == DType::float16 ? from_float16(bits) : from_bfloat16(bits);
+}
+
+/// All elements of a tensor, [heads, tokens, dim].
+inline std::vector<float> widened(const TensorView& tensor) {
+  std::vector<float> elements(static_cast<std::size_t>(tensor.heads) * static_cast<std::size_t>(tensor.tokens) *
+                              static_cast<std::size_t>(tensor.dim));
+  for (std::size_t i = 0; i < elements.size(); ++i) elements[i] = load(tensor.data, tensor.dtype, i);
+  return elements;
 }
 
 inline void store(std::byte* elements, DType type, std::size_t i, float number) {

@@ -14,11 +14,16 @@ from test_traces import PROGRAM
 USAGE, INPUT, CAPABILITY, RESOURCES = 2, 3, 4, 5
 
 # Commands as one would type them in a folder with fixture.h5 (P 12, G 4, L 4), prompt.h5 (no continuation), late.h5
-# (P 32, G 4, only the last 8 queries), window.h5 (sliding windows only), note.txt and the
-# folder foreign/, which holds a file of somebody else.
+# (P 32, G 4, only the last 8 queries), window.h5 (sliding windows only), norope.h5 (no RoPE), note.txt, files of
+# policies that cannot be meant, and the folder foreign/, which holds a file of somebody else.
 REPLAY = "replay fixture.h5"
 H2O = f"{REPLAY} -p h2o -b 0.5"
-POLICIES = "one of chunkkv, full, h2o, local, oracle, random, snapkv, streaming-llm"
+POLICIES = (
+    "one of chunkkv, dynamickv, finch, full, h2o, h2o-online, hybrid, kivi, local, oracle, pyramid-infer, pyramid-kv, "
+    "random, sca, snapkv, streaming-llm, strided, truncate"
+)
+QUESTION = "question=last,question_tokens=6"
+COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
 
 LINES: list[tuple[int, str, str]] = [
@@ -142,7 +147,7 @@ LINES: list[tuple[int, str, str]] = [
         "policy: value without a policy: expected NAME[:KEY=VALUE,...], found window=3",
     ),
     (USAGE, f"{REPLAY} -p snapkv:windwo=3 -b 0.5", "snapkv: unknown parameter: expected window, found windwo"),
-    (USAGE, f"{REPLAY} -p full:x=1 -b 0.5", "full: takes no parameters: found x"),
+    (USAGE, f"{REPLAY} -p full:x=1 -b 0.5", "full: takes no parameters: expected a part, as in select=chunks, found x"),
     (USAGE, f"{REPLAY} -p snapkv:window -b 0.5", 'snapkv: not a parameter: expected KEY=VALUE, found "window"'),
     (USAGE, f"{REPLAY} -p snapkv:window=3,window=4 -b 0.5", "snapkv: given twice: found window"),
     (USAGE, f"{REPLAY} -p snapkv:window=x -b 0.5", 'snapkv:window: not a number: expected a whole number, found "x"'),
@@ -193,7 +198,99 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p oracle:counts=(oracle:counts=(h2o)) -b 0.5",
-        "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=(h2o)",
+        "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=h2o",
+    ),
+    # policies put together
+    (USAGE, f"{REPLAY} -p h2o:select=chunk -b 0.5", "chunk: unknown selector: expected chunks, found chunk"),
+    (USAGE, f"{REPLAY} -p h2o:score=windw -b 0.5", "windw: unknown scorer: expected window, found windw"),
+    (USAGE, f"{REPLAY} -p h2o:select=chunks,chunk=0 -b 6", "chunks:chunk: out of range: expected 1.., found 0"),
+    (
+        USAGE,
+        f"{REPLAY} -p hybrid:chunkkv.chnk=3 -b 0.5",
+        "hybrid: unknown parameter: expected chunkkv.chunk, found chunkkv.chnk",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p strided:select=redundancy -b 0.5",
+        "strided: similarity is that of all heads of a token together: expected heads=layer, found a set for each head",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p snapkv:schedule=online -b 0.5",
+        "snapkv: schedule=online evicts by the attention received so far: expected score=cumulative, found another "
+        "score",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p sca:schedule=threshold(2,4) -b 0.5",
+        "sca: threshold(peak,keep): expected 1 <= keep < peak, found peak 2, keep 4",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p random:schedule=threshold(0.25,0.5) -b 0.5",
+        "random: threshold(peak,keep): expected 1 <= keep < peak, found peak 3, keep 6",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p random:schedule=threshold(8,4,2) -b 0.5",
+        "threshold: too many values: expected at most 2, found threshold(8,4,2)",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p sca:schedule=every -b 0.5",
+        "sca:schedule: unknown value: expected once, or threshold(PEAK,KEEP), found every",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p oracle:counts=(kivi) -b 0.5",
+        "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found kivi",
+    ),
+    (USAGE, f"{REPLAY} -p layers -b 0.5", f"{COVER} no range"),
+    (USAGE, f"{REPLAY} -p layers:0-1=snapkv -b 0.5", f"{COVER} 0-1"),
+    (USAGE, f"{REPLAY} -p layers:0-1=snapkv,3=h2o -b 0.5", f"{COVER} 0-1, 3"),
+    (USAGE, f"{REPLAY} -p layers:0-2=snapkv,2-3=h2o -b 0.5", f"{COVER} 0-2, 2-3"),
+    (USAGE, f"{REPLAY} -p layers:0-4=snapkv -b 0.5", f"{COVER} 0-4"),
+    (
+        USAGE,
+        f"{REPLAY} -p layers:3-1=snapkv -b 0.5",
+        "layers:3-1: ends before it begins: expected FIRST-LAST, found 3-1",
+    ),
+    (USAGE, f"{REPLAY} -p layers:0-3=(snapkw) -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (
+        INPUT,
+        f"{REPLAY} -p finch:{QUESTION} -b 6",
+        "finch: no room beside the 6 tokens of the question: expected a budget of at least 7 tokens, found 6",
+    ),
+    *(
+        (
+            INPUT,
+            f"replay norope.h5 -p {policy} -b 6",
+            f"norope.h5:/model/rope: keys cannot be moved for {policy.split(':')[0]}: expected the model's RoPE, found "
+            "none",
+        )
+        for policy in ("streaming-llm:positions=cache", "finch:question_tokens=2", "snapkv:store=cache")
+    ),
+    # files of policies
+    (INPUT, f"{REPLAY} -p @missing.yaml -b 0.5", "missing.yaml: cannot be read: expected a file of policies"),
+    (
+        USAGE,
+        f"{REPLAY} -p @broken.yaml -b 0.5",
+        "broken.yaml:2: not YAML: expected policies, found end of sequence flow not found",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p @listed.yaml -b 0.5",
+        "listed.yaml:3: value of window: expected one word, number or text, found a list",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p @nameless.yaml -b 0.5",
+        "nameless.yaml:2: not a policy: expected a text, or a mapping with the key policy, found a mapping without it",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p @empty.yaml -b 0.5",
+        "empty.yaml: holds no policy: expected one policy, or a list of them",
     ),
     # budgets
     (USAGE, f"{REPLAY} -p h2o -b 0", "budget 0: out of range: expected 1..2147483647, found 0"),
@@ -277,9 +374,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gaussian -o prompt.h5 --layers 1 --prompt 16 --continuation 0",
         "gaussian -o late.h5 --layers 1 --prompt 32 --continuation 4 --queries last:8",
         "gaussian -o window.h5 --layers 2 --prompt 32 --sliding-window 8",
+        "gaussian -o norope.h5 --layers 1 --prompt 32 --continuation 4 --rope-base 0",
     ):
         subprocess.run([PROGRAM, "synth", *line.split()], cwd=folder, check=True, capture_output=True)
     (folder / "note.txt").write_text("no trace\n")
+    (folder / "broken.yaml").write_text("- policy: [snapkv\n")
+    (folder / "listed.yaml").write_text("- h2o\n- policy: snapkv\n  window: [1, 2]\n")
+    (folder / "nameless.yaml").write_text("- h2o\n- window: 3\n")
+    (folder / "empty.yaml").write_text("")
     (folder / "foreign").mkdir()
     (folder / "foreign" / "x").write_text("somebody else's\n")
     return folder
@@ -374,6 +476,18 @@ def test_a_run_with_failed_cells_lists_them(folder: Path) -> None:
         "queries 0..31, found no query 0\n"
     )
     assert "local" in answer.stdout
+
+
+def test_a_question_without_room_fails_alone(folder: Path) -> None:
+    answer = run(f"replay fixture.h5 -p finch:{QUESTION},local -b 6 -o no_room", folder)
+    assert answer.returncode == 6
+    assert answer.stderr == (
+        f"kvreplay: failed: fixture, finch:{QUESTION} at 6: finch: no room beside the 6 tokens of the question: "
+        "expected a budget of at least 7 tokens, found 6\n"
+    )
+    cells = json.loads((folder / "no_room/run.json").read_text())["cells"]
+    states = {cell["policy"]: cell["state"] for cell in cells}
+    assert states == {"finch": "failed", "local": "done", "full": "done", "random": "done", "oracle": "done"}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

@@ -12,7 +12,10 @@ import h5py
 import pytest
 from program import done, kvreplay
 
-POLICIES = {"chunkkv", "full", "h2o", "local", "oracle", "random", "snapkv", "streaming-llm"}
+POLICIES = set(
+    "chunkkv dynamickv finch full h2o h2o-online hybrid kivi local oracle pyramid-infer pyramid-kv random sca snapkv "
+    "streaming-llm strided truncate".split()
+)
 COMMANDS = {"doctor", "synth", "info", "validate", "replay", "diff", "policies", "metrics", "completion", "help"}
 REPLAY = ["-p", "snapkv:window=2,kernel=3,h2o:recent=3", "-b", "6"]
 
@@ -93,7 +96,7 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     done("synth", "gaussian", "-o", "a.h5", *shape, folder=tmp_path)
     [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
     refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
-    assert set(refused) == {"h2o", "oracle"}
+    assert set(refused) == {"h2o", "h2o-online", "oracle"}
     assert refused["h2o"] == (
         "a.h5:/layers/000/q_positions: too few stored queries for h2o: expected queries 0..19, found no query 0"
     )
@@ -169,6 +172,75 @@ def test_replay_as_json_has_the_numbers_of_the_fixture(traces: Path, tmp_path: P
     assert recall["oracle"] == pytest.approx(0.736435, abs=1e-6)
     assert recall["full"] == 1
     assert found["self_check"] == ["full 0", "budget ok", "identities ok", "none above its oracle"]
+
+
+COMPOSED = [
+    "h2o:select=chunks,chunk=3,allocate=pyramid",
+    "random:schedule=threshold(0.5,0.25)",
+    "snapkv:window=2,kernel=3,store=quantised,bits=4,group=4,residual=0",
+    "layers:0-1=(chunkkv:chunk=3,window=2),2-3=(snapkv:window=2,kernel=3)",
+    "oracle:counts=(pyramid-kv:window=2)",
+    "streaming-llm:rolling=true,positions=cache",
+    "sca:schedule=threshold(8,4),recent=1",
+    "finch:question=last,question_tokens=2,blocks=5",
+]
+
+
+@pytest.mark.parametrize("policy", COMPOSED)
+def test_policies_are_put_together_from_parts(policy: str, traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-b", "6", "-o", "out"]
+    found = json.loads(done(*words, "-p", policy, "--json", folder=tmp_path))
+    [cell] = [cell for cell in found["cells"] if cell["role"] == "asked"]
+    assert cell["state"] == "done" and 0 < cell["values"]["attention_recall"] <= 1
+    assert found["self_check"] == ["full 0", "budget ok", "identities ok", "none above its oracle"]
+    # Its label is the same policy again.
+    again = json.loads(done(*words, "-p", cell["label"], "--json", folder=tmp_path))
+    [same] = [cell for cell in again["cells"] if cell["role"] == "asked"]
+    assert (same["id"], same["params"], same["state"]) == (cell["id"], cell["params"], "skipped")
+
+
+def test_a_hybrid_is_two_ranges_of_layers(traces: Path, tmp_path: Path) -> None:
+    hybrid = "hybrid:chunkkv.window=2,chunkkv.chunk=3,snapkv.window=2,snapkv.kernel=3"
+    ranges = "layers:0-1=(chunkkv:chunk=3,window=2),2-3=(snapkv:window=2,kernel=3)"
+    words = ["replay", traces / "fixture.h5", "-p", f"{hybrid},{ranges}", "-b", "6", "--json"]
+    cells = json.loads(done(*words, folder=tmp_path))["cells"]
+    one, other = (cell for cell in cells if cell["role"] == "asked")
+    assert (one["policy"], other["policy"]) == ("hybrid", "layers")
+    assert one["values"] == other["values"]
+
+
+def test_policies_are_read_from_a_file(traces: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "- snapkv:window=2,kernel=3\n"
+        "- policy: h2o\n  recent: 3\n"
+        "- policy: oracle\n  counts: snapkv:window=2\n"
+        "- policy: sca\n  schedule: threshold(8,4)\n  recent: 1\n"
+    )
+    (tmp_path / "one.yaml").write_text("policy: chunkkv\nchunk: 3\nwindow: 2\n")
+    words = ["replay", traces / "fixture.h5", "-p", "@mine.yaml,local", "-p", "@one.yaml", "-b", "6", "--json"]
+    cells = json.loads(done(*words, folder=tmp_path))["cells"]
+    assert [cell["label"] for cell in cells if cell["role"] == "asked"] == [
+        "snapkv:window=2,kernel=3",
+        "h2o:recent=3",
+        "oracle:counts=(snapkv:window=2)",
+        "sca:schedule=threshold(8,4),recent=1",
+        "local",
+        "chunkkv:chunk=3,window=2",
+    ]
+
+
+def test_evictions_over_time_are_stored(traces: Path, tmp_path: Path) -> None:
+    policy = "sca:schedule=threshold(8,4),recent=1"
+    words = ["replay", traces / "fixture.h5", "-p", policy, "-b", "6", "-o", "out"]
+    done(*words, folder=tmp_path)
+    with h5py.File(tmp_path / "out/selections.h5") as file:
+        [cell] = [cell for cell in file["cells"].values() if "evicted_at" in cell]
+        assert cell.attrs["policy"] == b"sca"
+        assert cell["evicted_at"].shape == (4, 1, 16)
+        gone = cell["evicted_at"][3, 0]
+        assert list(gone) == [7, -1, 11, 11, 7, 7, 7, 11, 11, -1, 15, -1, 15, 15, 15, -1]
+        assert list(cell["positions"][:4]) == [1, 9, 10, 11]
+        assert list(cell["layer_source"]) == [3, 3, 3, 3]
 
 
 def test_a_dry_run_plans_and_writes_nothing(traces: Path, tmp_path: Path) -> None:

@@ -34,33 +34,52 @@ class TemporaryTrace {
   std::filesystem::path path_;
 };
 
+/// What a store that changes tokens gave back.
+struct StoredNumbers {
+  std::vector<float> keys;    // [Hkv, T, d]
+  std::vector<float> values;  // [Hkv, T, d]
+  double bytes = 0;
+};
+
 struct RecordedRun : Sink {
-  std::map<std::pair<int, int>, LayerSelection> selections;        // (cell, treated layer)
-  std::map<std::pair<int, int>, std::vector<Moments>> moments;     // (cell, layer): all queries and heads seen
-  std::map<int, std::vector<Moments>> full;                        // layer
-  std::map<int, Matrix> eval_attention;                            // layer
-  std::map<std::pair<int, int>, std::vector<Comparison>> general;  // (cell, layer)
-  std::map<std::pair<int, int>, int> general_query;
+  using CellLayer = std::pair<int, int>;  // (cell, treated layer)
+  std::map<CellLayer, LayerSelection> selections;
+  std::map<CellLayer, StoredNumbers> stored;                 // of stores that change tokens
+  std::map<CellLayer, std::vector<Moments>> moments;         // [Hq, queries]: one block of queries in these tests
+  std::map<int, std::vector<Moments>> full;                  // layer
+  std::map<int, Matrix> eval_attention;                      // layer
+  std::map<CellLayer, std::vector<Comparison>> compared_at;  // [Hq, queries] of cells that move or change tokens
+  std::map<CellLayer, std::vector<Comparison>> general;      // [Hq] at one query of the others
+  std::map<CellLayer, int> general_query;
+  std::map<CellLayer, Matrix> scores;                 // [H, P]
   std::map<std::pair<int, int>, Matrix> observables;  // (layer, 0 window(2) | 1 cumulative)
 
+  void failed(int, const Error& error) override { throw error; }
   void layer(const LayerView& view, Backend&) override {
     eval_attention[view.layer()] = view.eval_attention();
     observables[{view.layer(), 0}] = view.window_attention(2);
     observables[{view.layer(), 1}] = view.cumulative_attention();
   }
-  void selected(const LayerView& view, int cell, const LayerSelection& selection, const CellSeconds&) override {
+  void scored(const LayerView& view, int cell, const Matrix& of_layer) override {
+    scores[{cell, view.layer()}] = of_layer;
+  }
+  void selected(const LayerView& view, int cell, const LayerSelection& selection, const StoredLayer* changed,
+                const CellSeconds&) override {
     selections[{cell, view.layer()}] = selection;
+    if (changed != nullptr) stored[{cell, view.layer()}] = {changed->keys, changed->values, changed->bytes};
+  }
+  void compared(const LayerView& view, int cell, int, int, std::span<const Comparison> comparisons) override {
+    compared_at[{cell, view.layer()}].assign(comparisons.begin(), comparisons.end());
   }
   void measured(const LayerView& view, std::span<const int> cells, int, int count, const KeptMoments& block) override {
     const std::size_t size = static_cast<std::size_t>(count) * static_cast<std::size_t>(view.query_heads());
-    full[view.layer()].insert(full[view.layer()].end(), block.full.begin(), block.full.end());
+    full[view.layer()] = block.full;
     for (std::size_t i = 0; i < cells.size(); ++i) {
-      std::vector<Moments>& all = moments[{cells[i], view.layer()}];
       const auto begin = block.kept.begin() + static_cast<std::ptrdiff_t>(i * size);
-      all.insert(all.end(), begin, begin + static_cast<std::ptrdiff_t>(size));
+      moments[{cells[i], view.layer()}].assign(begin, begin + static_cast<std::ptrdiff_t>(size));
     }
   }
-  void compared(const LayerView& view, int cell, int query, std::span<const Comparison> comparison) override {
+  void cross_checked(const LayerView& view, int cell, int query, std::span<const Comparison> comparison) override {
     general[{cell, view.layer()}] = {comparison.begin(), comparison.end()};
     general_query[{cell, view.layer()}] = query;
   }
@@ -83,7 +102,7 @@ inline RecordedRun record(const Trace& trace, const std::vector<std::string>& po
   const Conditions conditions = default_conditions(trace);
   std::vector<Cell> cells;
   for (const std::string& policy : policies) cells.push_back({ConfiguredPolicy::parse(policy), budget});
-  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy);
+  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, budget);
   RecordedRun run;
   replay(*backend, trace, conditions, cells, run);
   return run;

@@ -179,6 +179,41 @@ def test_kept_of_a_long_prompt_is_drawn_in_means_that_lose_no_token(tmp_path):
     np.testing.assert_allclose(kept, 250, rtol=1e-12)
 
 
+def test_a_policy_that_keeps_every_token_changed_is_drawn_whole(broken, tmp_path):
+    """It stores no rows; the last layer was not treated."""
+    with h5py.File(broken / "selections.h5", "r+") as file:
+        group = file["cells/0000000000000000"]
+        group.attrs["sets"], group.attrs["layers"] = "all", np.arange(3, dtype=np.int32)
+        for name, values in (("offsets", np.zeros(13, np.int64)), ("positions", np.zeros(0, np.int32))):
+            del group[name]
+            group[name] = values
+    selection = Run(broken).selection("0000000000000000", 480)
+    assert selection.mask().shape == (3, 3, 480) and selection.mask().all()
+    np.testing.assert_array_equal(np.diff(selection.offsets), [480] * 9 + [0] * 3)
+    assert (drawn("budgets", broken, tmp_path)["kept_least"] == 480).all()
+    assert (drawn("kept", broken, tmp_path)["kept_share"] == 1).all()
+
+
+def test_a_schedule_tells_when_tokens_went_and_is_drawn_as_at_the_end_of_the_prompt(broken, tmp_path, capsys):
+    def read() -> Selection:
+        return Run(broken).selection("0000000000000000", 480)
+
+    before, shown = read(), drawn("kept", broken, tmp_path)
+    assert before.evicted_at is None
+    gone = np.where(before.mask(), -1, 479)
+    gone = np.concatenate([gone, np.full((4, 3, 32), -1)], axis=2)
+    gone[0, 0, before.positions[0]] = 490  # after the prompt, so held at its end
+    with h5py.File(broken / "selections.h5", "r+") as file:
+        file["cells/0000000000000000/evicted_at"] = gone.astype(np.int32)
+    np.testing.assert_array_equal(read().evicted_at, gone)
+    pd.testing.assert_frame_equal(drawn("kept", broken, tmp_path), shown)
+    with h5py.File(broken / "selections.h5", "r+") as file:
+        del file["cells/0000000000000000/evicted_at"]
+        file["cells/0000000000000000/evicted_at"] = gone[:, 0].astype(np.int32)
+    capsys.readouterr()
+    assert "evicted_at: expected [4, 3] rows of tokens, found [4, 512]" in refused(capsys, 3, "kept", broken)
+
+
 def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
     data = drawn("redundancy", run, tmp_path)
     with h5py.File(run / "selections.h5") as file:
@@ -309,8 +344,13 @@ def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, single, wide):
             figure.set_dpi(200)
             canvas = FigureCanvasAgg(figure)
             canvas.draw()
-            hidden = {tick.label1 for page in figure.axes for axis in (page.xaxis, page.yaxis)
-                      for tick in axis.get_major_ticks() if not page.axison or tick not in axis._update_ticks()}
+            hidden = {
+                tick.label1
+                for page in figure.axes
+                for axis in (page.xaxis, page.yaxis)
+                for tick in axis.get_major_ticks()
+                if not page.axison or tick not in axis._update_ticks()
+            }
             texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
             texts = [text for text in texts if text not in hidden]
             boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
@@ -376,8 +416,10 @@ def test_damaged_files_are_refused_by_name(broken, capsys):
 
 def test_damaged_selections_are_refused_by_object(broken, capsys):
     for change, words in (
-        (lambda f: f["cells/0000000000000000/positions"].write_direct(np.full(12 * 48, 480, np.int32)),
-         "0000000000000000: positions: expected 0 to 479, found 480 to 480"),
+        (
+            lambda f: f["cells/0000000000000000/positions"].write_direct(np.full(12 * 48, 480, np.int32)),
+            "0000000000000000: positions: expected 0 to 479, found 480 to 480",
+        ),
         (lambda f: f["cells/0000000000000000/positions"].write_direct(np.zeros(12 * 48, np.int32)), None),
         (lambda f: f.__delitem__("cells/0000000000000000/sinks"), "0000000000000000/sinks: missing"),
         (lambda f: f["cells/0000000000000000"].attrs.__delitem__("layers"), "attribute layers"),

@@ -102,6 +102,38 @@ def no_continuation() -> Content:
     return normal(14, 2, 4, 2, 8, 30, 30)
 
 
+def shape(seed: int) -> Content:
+    """A random shape: grouping, RoPE, stored type, length, and a question at the prompt's end in every other one."""
+    generator = np.random.default_rng(1000 + seed)
+
+    def one_of(*choices: object) -> object:
+        return choices[generator.integers(len(choices))]
+
+    prompt, n_layers = int(generator.integers(20, 121)), int(generator.integers(1, 6))
+    kv_heads, group, d = one_of(1, 2, 3), one_of(1, 2, 4), one_of(4, 8, 12, 16)
+    others = {
+        "dtype": one_of("float32", "float16", "bfloat16"),
+        "rope": seed % 9 != 8,
+        "interleaved": bool(one_of(False, True)),
+        "rotated": one_of(1.0, 0.5),
+        "attention_scaling": one_of(1.0, 1.25),
+        "softcap": one_of(0.0, 0.0, 2.0),
+    }
+    if n_layers > 2 and seed % 5 == 0:
+        others["unrotated_layers"] = (1,)
+    if n_layers > 3 and seed % 4 == 1:
+        others["windows"] = [0, 8] + [0] * (n_layers - 2)
+    if seed % 2:
+        question = int(generator.integers(3, 8))
+        behind = int(generator.integers(0, 3))
+        others["spans"] = {
+            "needle": ("needle", 3, 9),
+            "first": ("question", 10, 12),
+            "question": ("question", prompt - behind - question, prompt - behind),
+        }
+    return normal(100 + seed, n_layers, kv_heads * group, kv_heads, d, prompt, prompt + 9, **others)
+
+
 TRACES: list[Callable[[], Content]] = [
     grouped_queries,
     one_kv_head,
@@ -118,3 +150,4 @@ TRACES: list[Callable[[], Content]] = [
     many_layers,
     no_continuation,
 ]
+SHAPES = 36

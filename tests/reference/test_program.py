@@ -1,209 +1,30 @@
 """The program against the reference: every selection and every number of a run, on the fixture, random and real traces.
 
-The program is the one that the environment variable KVREPLAY names, or that of the release build. Sets must be equal
-but for positions whose scores lie within a relative 1e-5 of the cut (those of random, local, streaming-llm and full
-without exception); metrics, computed by the reference from the program's own sets, to 1e-6.
+Sets must be equal but for positions whose scores lie within a relative 1e-5 of the cut (those chosen by integers
+without exception). A policy that decides many times is judged step by step, each from the program's own state before
+it. Metrics, computed by the reference from the program's own sets, agree to 1e-6.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
-import os
-import subprocess
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import random_traces
 import reference
-from reference import Policy, Selection, Trace, select
-from write_trace import write_trace
-
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(os.environ.get("KVREPLAY", ROOT / "build/release/kvreplay"))
-REAL = ROOT / "traces/smollm2-135m-needle.h5"
-BUDGETS = ("0.1", "0.2", "5")
-MORE_THAN_THE_PROMPT = "1000"
-
-POLICIES = [
-    "full",
-    "random",
-    "random:seed=7,sinks=2,window=3",
-    "random:heads=layer",
-    "local",
-    "streaming-llm",
-    "streaming-llm:sinks=1",
-    "h2o",
-    "h2o:recent=3",
-    "h2o:recent=0.25,heads=query",
-    "h2o:recent=2,heads=layer",
-    "h2o:agg=max",
-    "h2o:recent=3,overlap=true",
-    "h2o:preset=sca",
-    "h2o:preset=factory",
-    "snapkv",
-    "snapkv:window=2,kernel=3",
-    "snapkv:window=2,kernel=3,heads=query",
-    "snapkv:window=3,kernel=5,heads=layer",
-    "snapkv:window=2,kernel=5,pool=avg",
-    "snapkv:window=2,pool=none,agg=sum",
-    "snapkv:window=4,kernel=3,agg=max",
-    "snapkv:window=2,kernel=3,pool_order=pool-first",
-    "snapkv:window=1,kernel=1,heads=query,pool=avg",
-    "snapkv:preset=snapkv-paper",
-    "snapkv:preset=snapkv-code",
-    "snapkv:preset=kvpress",
-    "chunkkv",
-    "chunkkv:chunk=3,window=2",
-    "chunkkv:chunk=4,window=1,heads=kv",
-    "chunkkv:chunk=2,window=2,heads=query",
-    "chunkkv:chunk=3,window=2,fill=none",
-    "chunkkv:chunk=3,window=1,fill=tokens",
-    "chunkkv:chunk=4,window=1,chunk_score=mean",
-    "chunkkv:chunk=2,window=2,window_mode=replace",
-    "chunkkv:chunk=3,window=2,reuse=2,heads=kv",
-    "oracle",
-    "oracle:heads=query",
-    "oracle:heads=layer",
-    "oracle:scope=layer",
-    "oracle:scope=global",
-    "oracle:scope=global,heads=query",
-    "oracle:counts=(snapkv:window=2,kernel=3,heads=query)",
-    "oracle:counts=(chunkkv:chunk=3,window=2,fill=none)",
-]
-FEW_POLICIES = [
-    "random",
-    "h2o:recent=0.25,heads=query",
-    "snapkv:window=2,kernel=3",
-    "chunkkv:chunk=3,window=2",
-    "oracle",
-]
-REAL_POLICIES = [
-    "random",
-    "streaming-llm",
-    "h2o",
-    "h2o:preset=factory,heads=query",
-    "snapkv",
-    "snapkv:heads=query",
-    "snapkv:preset=snapkv-code",
-    "snapkv:heads=layer",
-    "chunkkv",
-    "chunkkv:heads=query,reuse=3",
-    "oracle",
-    "oracle:scope=global",
-]
-ALSO_LARGE_BUDGETS = (random_traces.one_layer, random_traces.sliding_windows)
-ALSO_ALL_ROWS = (
-    random_traces.grouped_queries,
-    random_traces.prompt_shorter_than_the_window,
-    random_traces.sliding_windows,
-    random_traces.softcap,
-)
-METRICS = [
-    "attention_recall",
-    "attention_recall:prompt",
-    "attention_recall:nosink",
-    "attention_cosine",
-    "attention_cosine:prompt",
-    "attention_cosine:nosink",
-    "attention_cosine:logits",
-    "attention_cosine:unaligned",
-    "attention_l1",
-    "output_cosine",
-    "output_error",
-    "kv_l1_loss",
-    "kv_l1_loss:key",
-    "kv_l1_loss:value",
-    "kv_l1_loss:absolute",
-    "kv_l1_loss:token",
-    "jaccard_adjacent",
-    "layer_budget",
-    "layer_budget:unprotected",
-    "span_recall",
-    "kv_bytes",
-    "kv_bytes:union",
-    "compression",
-    "held_tokens",
-    "redundancy_key",
-    "redundancy_value",
-]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call of the program."""
-
-    trace: str
-    choice: str
-    policies: tuple[str, ...]
-    budgets: tuple[str, ...]
-    rows: bool  # with the cosine over all queries
-
-
-@dataclass
-class Cell:
-    """A cell of the program's: its policy with all parameters, the budget as asked, its rows of results.csv."""
-
-    policy: Policy
-    budget: str
-    name: str
-    rows: pd.DataFrame
-
-
-@dataclass
-class Results:
-    """What the program wrote: results.csv, whole and by cell, and where selections.h5 lies."""
-
-    frame: pd.DataFrame
-    cells: list[Cell]
-    selections: Path
-
-
-def queries_of(policy: Policy) -> str:
-    """Which prompt queries a policy reads: all, last or none."""
-    if policy.name == "oracle" and policy.parameters["counts"] != "none":
-        return queries_of(Policy.parse(policy.parameters["counts"].strip("()")))
-    return {"h2o": "all", "snapkv": "last", "chunkkv": "last"}.get(policy.name, "none")
-
-
-def accepted(content: random_traces.Content, text: str) -> bool:
-    """Whether the trace has the queries that the policy reads, and is long and deep enough for what the user gives."""
-    policy = Policy.parse(text)
-    given = dict(policy.given)
-    if content.q_positions is not None:
-        first = content.prompt - content.q_positions[0]
-        window = policy.parameters.get("window", "0")
-        if queries_of(policy) == "all" or (queries_of(policy) == "last" and int(window) > first):
-            return False
-    limits = {"sinks": content.prompt, "recent": content.prompt, "reuse": len(content.k)}
-    if policy.name == "random":
-        limits["window"] = content.prompt
-    return all("." in given[key] or int(given[key]) <= limit for key, limit in limits.items() if key in given)
-
-
-def runs() -> list[Run]:
-    every = [Run("fixture", "continuation", tuple(POLICIES), (*BUDGETS, "6", MORE_THAN_THE_PROMPT), True)]
-    every += [Run("fixture", choice, tuple(FEW_POLICIES), ("6",), False) for choice in ("last:4", "all", "stride:3")]
-    for build in random_traces.TRACES:
-        content = build()
-        policies = tuple(policy for policy in POLICIES if accepted(content, policy))
-        choice = "continuation" if content.prompt < content.k[0].shape[1] else "last:4"
-        large = (MORE_THAN_THE_PROMPT,) if build in ALSO_LARGE_BUDGETS else ()
-        every.append(Run(build.__name__, choice, policies, BUDGETS + large, build in ALSO_ALL_ROWS))
-    for choice in ("last:4", "all", "stride:3", "span:needle", "span:reply"):
-        every.append(Run("grouped_queries", choice, tuple(FEW_POLICIES), ("0.2", "5"), False))
-    every.append(Run("sliding_windows", "last:5", tuple(FEW_POLICIES), ("0.2",), False))
-    every.append(Run("large_logits", "all", tuple(FEW_POLICIES), ("0.2",), False))
-    if REAL.exists():
-        every.append(Run("real", "continuation", tuple(REAL_POLICIES), ("0.1", "0.2"), False))
-    return every
-
+import reference_metrics
+from program_runs import Run, call, cell_of, results, runs, trace_of, trace_path
+from reference import Trace
+from reference_policies import decide, parameters_of, select
+from reference_selection import Policy, Selection, Verdict, row_count
 
 RUNS = runs()
+VERDICTS: collections.Counter[tuple[str, Verdict]] = collections.Counter()
 CASES = [(run, policy, budget) for run in RUNS for policy in run.policies for budget in run.budgets]
 case = pytest.mark.parametrize(
     ("run", "policy", "budget"),
@@ -211,111 +32,6 @@ case = pytest.mark.parametrize(
     ids=[f"{run.trace}-{run.choice}-{policy}-{budget}" for run, policy, budget in CASES],
 )
 by_run = pytest.mark.parametrize("run", RUNS, ids=[f"{run.trace}-{run.choice}" for run in RUNS])
-
-
-@functools.cache
-def folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="kvreplay-reference-")
-
-
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    if not PROGRAM.exists():
-        pytest.fail(f"no program at {PROGRAM}: build it, or name it with KVREPLAY")
-    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=120)
-
-
-@functools.cache
-def trace_path(name: str) -> Path:
-    """The trace's file, written on first use."""
-    if name == "real":
-        return REAL
-    path = Path(folder().name) / f"{name}.h5"
-    if name == "fixture":
-        finished = call("synth", "fixture", "-o", path)
-        assert finished.returncode == 0, finished.stderr
-    else:
-        write_trace(path, getattr(random_traces, name)())
-    return path
-
-
-@functools.cache
-def trace_of(name: str) -> Trace:
-    return reference.read_trace(trace_path(name))
-
-
-def results(run: Run) -> Results:
-    """The program's results of a run, made once; a run that fails fails every test that reads it."""
-    made = replayed(run)
-    if isinstance(made, str):
-        pytest.fail(made)
-    return made
-
-
-@functools.cache
-def replayed(run: Run) -> Results | str:
-    """The program's results of a run, or how it failed."""
-    out = Path(folder().name) / f"{run.trace}-{run.choice.replace(':', '-')}"
-    metrics = METRICS + (["attention_cosine:rows"] if run.rows else [])
-    finished = call(
-        "replay",
-        trace_path(run.trace),
-        *(argument for policy in run.policies for argument in ("-p", policy)),
-        "-b",
-        ",".join(run.budgets),
-        "--eval",
-        run.choice,
-        "--metrics",
-        ",".join(metrics),
-        "--detail",
-        "head",
-        "--progress",
-        "never",
-        "-o",
-        out,
-    )
-    if finished.returncode != 0:
-        return f"{run.trace} {run.choice}: exit {finished.returncode}\n{finished.stderr}"
-    text = ["policy", "params", "budget", "layer", "head", "metric", "variant", "cell", "role", "heads", "trace_hash"]
-    frame = pd.read_csv(out / "results.csv", dtype=dict.fromkeys(text, str), keep_default_na=False, low_memory=False)
-    frame["value"] = frame["value"].replace("", np.nan).astype(float)
-    cells = [
-        Cell(Policy.parse(f"{policy}:{params}"), budget, str(name), rows)
-        for (policy, params, budget, name), rows in frame.groupby(["policy", "params", "budget", "cell"])
-        if policy
-    ]
-    return Results(frame, cells, out / "selections.h5")
-
-
-def equal_values(ours: str, theirs: str) -> bool:
-    """Parameter values as the command line spells them: 0.50 is 0.5, but 1.0 (a share) is not 1 (a count)."""
-    if ours.startswith("(") or ":" in ours:
-        mine, other = Policy.parse(ours.strip("()")), Policy.parse(theirs.strip("()"))
-        return mine.name == other.name and equal_parameters(mine, other)
-    try:
-        return float(ours) == float(theirs) and ("." in ours) == ("." in theirs)
-    except ValueError:
-        return ours == theirs
-
-
-def equal_parameters(ours: Policy, theirs: Policy) -> bool:
-    other = theirs.parameters
-    return all(key in other and equal_values(value, other[key]) for key, value in ours.parameters.items())
-
-
-def cell_of(run: Run, policy: str, budget: str) -> Cell:
-    """The one cell of a policy with these parameters at this budget; budgets of as many tokens are one."""
-    ours = Policy.parse(policy)
-    prompt = trace_of(run.trace).prompt
-    tokens = reference.budget_tokens(budget, prompt)
-    found = [
-        cell
-        for cell in results(run).cells
-        if cell.policy.name == ours.name
-        and reference.budget_tokens(cell.budget, prompt) == tokens
-        and equal_parameters(ours, cell.policy)
-    ]
-    assert len(found) == 1, f"{policy} at {budget}: {len(found)} cells of {run.trace}"
-    return found[0]
 
 
 @functools.cache
@@ -336,10 +52,11 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
         min(trace.prompt, reference.budget_tokens(budget, trace.prompt)),
     ), where
     offsets, positions = datasets["offsets"], datasets["positions"]
-    n_rows = reference.row_count(trace, ours.heads)
+    n_rows = row_count(trace, ours.heads)
     assert offsets.shape == (len(trace.layers) * n_rows + 1,), where
     assert offsets[0] == 0, where
     assert offsets[-1] == len(positions), where
+    evicted_at = datasets.get("evicted_at")
     stored = [
         [positions[offsets[layer * n_rows + row] : offsets[layer * n_rows + row + 1]] for row in range(n_rows)]
         for layer in range(len(trace.layers))
@@ -348,8 +65,18 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
         for head, row in enumerate(rows):
             assert (np.diff(row) > 0).all(), f"{where}: layer {layer} head {head} is not ascending"
             assert layer in trace.treated or len(row) == 0, f"{where}: layer {layer} is not treated but has rows"
-    theirs = Selection(ours.heads, [stored[layer] for layer in trace.treated], ours.protected, ours.source, [])
-    return ours, theirs, datasets
+    rows = [stored[layer] for layer in trace.treated]
+    if ours.stored is not None:
+        assert attributes["sets"] in ("all", b"all"), where
+        assert len(positions) == 0, where
+        rows = ours.rows
+    if evicted_at is not None:
+        evicted_at = evicted_at[trace.treated]
+    theirs = dataclasses.replace(ours, rows=rows, evicted_at=evicted_at)
+    if ours.evicted_at is not None:
+        assert evicted_at is not None, f"{where}: no evicted_at"
+    ours = decide(trace, Policy.parse(policy), budget, run.choice, follow=theirs)
+    return ours, dataclasses.replace(theirs, order=ours.order), datasets
 
 
 @case
@@ -358,10 +85,11 @@ def test_selection(run: Run, policy: str, budget: str) -> None:
     ours, theirs, datasets = program_selection(run, policy, budget)
     where = f"{run.trace} {policy} {budget}"
     for decision in ours.decisions:
-        if not decision.agrees([theirs.rows[layer][row] for layer, row in decision.places]):
-            for layer, row in decision.places:
-                expected, found = ours.rows[layer][row].tolist(), theirs.rows[layer][row].tolist()
-                assert found == expected, f"{where}: layer {trace.treated[layer]} head {row}"
+        verdict = decision.verdict(theirs)
+        VERDICTS[Policy.parse(policy).name, verdict] += 1
+        if verdict == Verdict.WRONG:
+            found = "; ".join(str(theirs.rows[layer][row].tolist()) for layer, row in decision.places)
+            pytest.fail(f"{where}: {decision.where}, found {found}")
     for layer, source in enumerate(ours.source):
         for row, kept in enumerate(theirs.rows[layer]):
             assert kept.tolist() == theirs.rows[source][row].tolist(), f"{where}: layer {layer} head {row}: reuse"
@@ -369,11 +97,11 @@ def test_selection(run: Run, policy: str, budget: str) -> None:
     sources[trace.treated] = np.array(trace.treated)[ours.source]
     assert datasets["layer_source"].tolist() == sources.tolist(), where
     for variant in ("first", "mean", "union"):
-        expected = reference.jaccard_matrix(trace, theirs, variant)
+        expected = reference_metrics.jaccard_matrix(trace, theirs, variant)
         np.testing.assert_allclose(datasets[f"jaccard_{variant}"], expected, rtol=0, atol=1e-12, err_msg=where)
 
 
-def expected_rows(trace: Trace, measured: dict[tuple[str, str], reference.Values]) -> dict[tuple, float | None]:
+def expected_rows(trace: Trace, measured: dict[tuple[str, str], reference_metrics.Values]) -> dict[tuple, float | None]:
     """Keyed as in results.csv: layer, head, metric, variant."""
     rows: dict[tuple, float | None] = {}
     for (metric, variant), values in measured.items():
@@ -388,8 +116,8 @@ def expected_rows(trace: Trace, measured: dict[tuple[str, str], reference.Values
     return rows
 
 
-def compare_rows(where: str, expected: dict[tuple, float | None], frame: pd.DataFrame) -> None:
-    """Each expected row is there, none without a reference, and all values are equal."""
+def compare_rows(where: str, expected: dict[tuple, float | None], frame: pd.DataFrame, tolerance: float = 1e-6) -> None:
+    """Each expected row is there, none without a reference, and all values are equal; bytes exactly."""
     keys = list(zip(frame["layer"], frame["head"], frame["metric"], frame["variant"], strict=True))
     assert len(set(keys)) == len(keys), f"{where}: a row appears twice"
     missing = expected.keys() - set(keys)
@@ -398,8 +126,8 @@ def compare_rows(where: str, expected: dict[tuple, float | None], frame: pd.Data
     assert not unknown, f"{where}: {len(unknown)} rows without a reference, the first is {min(unknown)}"
     wanted = np.array([np.nan if expected[key] is None else expected[key] for key in keys], float)
     found = frame["value"].to_numpy(float)
-    tolerance = np.array([0 if key[2] == "kv_bytes" else 1e-6 for key in keys])
-    wrong = ~((np.abs(found - wanted) <= tolerance) | (np.isnan(found) & np.isnan(wanted)))
+    allowed = np.array([1e-12 * w if key[2] == "kv_bytes" else tolerance for key, w in zip(keys, wanted, strict=True)])
+    wrong = ~((np.abs(found - wanted) <= allowed) | (np.isnan(found) & np.isnan(wanted)))
     lines = [f"{key}: {f!r}, expected {w!r}" for key, f, w, bad in zip(keys, found, wanted, wrong, strict=True) if bad]
     assert not lines, (
         f"{where}: {len(lines)} of {len(keys)} values differ (layer, head, metric, variant)\n" + "\n".join(lines[:12])
@@ -411,12 +139,53 @@ def test_metrics(run: Run, policy: str, budget: str) -> None:
     trace = trace_of(run.trace)
     where = f"{run.trace} {policy} {budget}"
     _, theirs, _ = program_selection(run, policy, budget)
-    measured = reference.measure(trace, theirs, run.choice, run.rows)
+    measured = reference_metrics.measure(trace, theirs, run.choice, run.rows)
     cell = cell_of(run, policy, budget)
-    compare_rows(where, expected_rows(trace, measured), cell.rows)
+    # moved keys and queries are rotated in float32: an angle of some hundred radians is known to 1e-5 at best
+    compare_rows(where, expected_rows(trace, measured), cell.rows, 1e-5 if theirs.moved else 1e-6)
     one = cell.rows.iloc[0]
-    assert float(one["kept_tokens"]) == pytest.approx(reference.counts(theirs).mean(), abs=1e-9), where
+    assert float(one["kept_tokens"]) == pytest.approx(reference_metrics.counts(theirs).mean(), abs=1e-9), where
     assert int(one["n_queries"]) == len(reference.eval_queries(trace, run.choice)), where
+
+
+MEETS_ITS_BUDGET = (
+    "random local streaming-llm strided truncate h2o-online snapkv pyramid-kv pyramid-infer chunkkv hybrid sca finch"
+).split()
+MAY_SPEND_OTHERWISE = {"schedule", "overlap", "fill", "window_mode", "lengths", "rate", "grow"}
+
+
+@case
+def test_budget(run: Run, policy: str, budget: str) -> None:
+    asked = Policy.parse(policy)
+    parameters = parameters_of(asked) if asked.name != "layers" else {}
+    if asked.name not in MEETS_ITS_BUDGET or MAY_SPEND_OTHERWISE & dict(asked.given).keys():
+        return
+    trace = trace_of(run.trace)
+    _, theirs, _ = program_selection(run, policy, budget)
+    counts = reference_metrics.counts(theirs)
+    assert counts.sum() == counts.size * min(trace.prompt, reference.budget_tokens(budget, trace.prompt)), parameters
+
+
+@by_run
+def test_equal_policies(run: Run) -> None:
+    """Policies that are one and the same by their rules; and nested sets."""
+
+    def rows(policy: str, budget: str) -> list[list[list[int]]]:
+        return [[row.tolist() for row in layer] for layer in program_selection(run, policy, budget)[1].rows]
+
+    for budget in run.budgets:
+        for policy, other in (
+            ("chunkkv:chunk=1,window=2,heads=kv", "snapkv:window=2,pool=none"),
+            ("dynamickv:window=2,kernel=3,r_max=1", "snapkv:window=2,kernel=3"),
+        ):
+            if policy in run.policies and other in run.policies:
+                assert rows(policy, budget) == rows(other, budget), f"{run.trace} {budget}: {policy} is not {other}"
+        if len(trace_of(run.trace).treated) == 1 and "pyramid-kv:window=2,kernel=3,beta=5" in run.policies:
+            assert rows("pyramid-kv:window=2,kernel=3,beta=5", budget) == rows("snapkv:window=2,kernel=3", budget)
+        for policy in run.policies:
+            if policy.startswith("pyramid-infer"):
+                nested = [set(layer[0]) for layer in rows(policy, budget)]
+                assert all(a >= b for a, b in zip(nested, nested[1:], strict=False)), f"{run.trace} {policy}"
 
 
 @by_run
@@ -425,9 +194,9 @@ def test_redundancy(run: Run) -> None:
     frame = results(run).frame
     frame = frame[frame["role"] == "trace"]
     expected: dict[tuple, float | None] = {}
-    tokens = {name: reference.redundancy(trace, tensor) for name, tensor in (("key", "k"), ("value", "v"))}
+    tokens = {name: reference_metrics.redundancy(trace, tensor) for name, tensor in (("key", "k"), ("value", "v"))}
     for name, values in tokens.items():
-        mean = reference.Values(None, values.mean(axis=1), float(values.mean()))
+        mean = reference_metrics.Values(None, values.mean(axis=1), float(values.mean()))
         expected |= expected_rows(trace, {(f"redundancy_{name}", ""): mean})
     compare_rows(run.trace, expected, frame)
     with h5py.File(results(run).selections) as file:
@@ -486,3 +255,15 @@ def test_queries_that_are_not_stored_are_refused(policy: str, more: tuple[str, .
 def test_default_eval_needs_a_continuation(tmp_path: Path) -> None:
     finished = call("replay", trace_path("no_continuation"), "-p", "local", "-b", "0.2", "-o", tmp_path / "out")
     assert finished.returncode in (2, 3), finished.stderr
+
+
+def test_exceptions_are_rare() -> None:
+    """Runs last: of all the choices judged so far hardly any was only as good as ours instead of equal."""
+    by_policy: dict[str, list[int]] = {}
+    for (name, verdict), count in VERDICTS.items():
+        by_policy.setdefault(name, [0, 0])[verdict != Verdict.EQUAL] += count
+    for name, (equal, near) in sorted(by_policy.items()):
+        print(f"{name}: {near} of {equal + near} choices within the tolerance, not equal")
+        assert near <= max(3, 0.005 * equal), f"{name}: {near} of {equal + near}"
+    for name in ("random", "strided", "sca", "truncate", "local", "streaming-llm"):
+        assert by_policy.get(name, [0, 0])[1] == 0, f"{name} chooses by integers"

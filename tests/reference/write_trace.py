@@ -28,6 +28,10 @@ class Content:
     spans: dict[str, tuple[str, int, int]] = field(default_factory=dict)  # name: kind, begin, end
     q_positions: np.ndarray | None = None
     rope: bool = False
+    interleaved: bool = False
+    rotated: float = 1.0  # share of the components that RoPE turns
+    attention_scaling: float = 1.0
+    unrotated_layers: tuple[int, ...] = ()
 
 
 def stored_type(dtype: str) -> h5py.h5t.TypeFloatID:
@@ -88,10 +92,12 @@ def write_trace(path: Path, content: Content) -> None:
         array(model, "layer_index", np.array(content.layer_index or range(n_layers), np.int32))
         if content.rope:
             rope = model.create_group("rope")
-            rope.attrs["style"] = text("halves")
-            frequencies = 10000.0 ** -np.linspace(0, 1, dimension // 2, endpoint=False)
-            array(rope, "inv_freq", np.tile(frequencies, (n_layers, 1)))
-            array(rope, "attention_scaling", np.ones(n_layers))
+            rope.attrs["style"] = text("interleaved" if content.interleaved else "halves")
+            pairs = max(1, int(content.rotated * dimension) // 2)
+            frequencies = np.tile(10000.0 ** -np.linspace(0, 1, pairs, endpoint=False), (n_layers, 1))
+            frequencies[list(content.unrotated_layers)] = 0
+            array(rope, "inv_freq", frequencies)
+            array(rope, "attention_scaling", np.full(n_layers, content.attention_scaling))
         token_group.attrs["prefill"] = np.int64(content.prompt)
         array(token_group, "ids", np.arange(tokens, dtype=np.int32))
         if content.spans:

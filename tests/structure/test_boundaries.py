@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Third-party headers -> folders whose own files may include them.
 ALLOWED = {
     "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis")),
-    "Eigen": (r"<Eigen/", ("core/attention", "tools/bench", "tools/cli")),
+    "Eigen": (r"<Eigen/", ("analysis/metrics", "tools/bench", "tools/cli")),
+    "YAML": (r"<yaml-cpp/", ("core/policies",)),
     "OpenMP": (r"<omp\.h>", ("core/attention", "tools/cli", "tools/bench")),
     "Highway": (r"[<\"]hwy/", ("core/attention", "tools/cli")),
     "Boost": (r"<boost/", ("tools/cli",)),

@@ -7,9 +7,10 @@
 namespace kvreplay::testing {
 namespace {
 
-std::vector<const KeptSet*> pointers(const std::vector<KeptSet>& sets) {
-  std::vector<const KeptSet*> all;
-  for (const KeptSet& set : sets) all.push_back(&set);
+/// Each for all queries.
+std::vector<KeptSets> each(const std::vector<KeptSet>& sets) {
+  std::vector<KeptSets> all;
+  for (const KeptSet& set : sets) all.push_back({&set, 1});
   return all;
 }
 
@@ -57,8 +58,7 @@ TEST_P(KeptMomentsOf, AreThoseOfBruteForce) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   const std::vector<KeptSet> all_sets = sets();
-  const KeptMoments found =
-      make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, pointers(all_sets));
+  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
   ASSERT_EQ(found.full.size(), static_cast<std::size_t>(shape.query_heads) * queries.size());
   ASSERT_EQ(found.kept.size(), all_sets.size() * found.full.size());
   std::size_t cell = 0;
@@ -85,8 +85,7 @@ TEST_P(KeptMomentsOf, KeepingEverythingIsExact) {
       if (layer.visible(t, key)) visible.keep(0, key);
   const std::vector<KeptSet> all_sets{random_set(Heads::kv, shape, boundary, 2.0, 4),
                                       random_set(Heads::query, shape, boundary, 2.0, 5), visible};
-  const KeptMoments found =
-      make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, pointers(all_sets));
+  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
   for (std::size_t set = 0; set < all_sets.size(); ++set) {
     for (std::size_t cell = 0; cell < found.full.size(); ++cell) {
       const Moments& kept = found.kept[set * found.full.size() + cell];
@@ -101,16 +100,16 @@ TEST_P(KeptMomentsOf, HaveTheSameBitsForAnyNumberOfThreadsAndAnyCompany) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   const std::vector<KeptSet> all_sets = sets();
-  const KeptMoments one = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, boundary, pointers(all_sets));
+  const KeptMoments one = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
   for (const int threads : {2, 3}) {
     const KeptMoments more =
-        make_backend("cpu", threads)->kept_moments(layer.tensors(), queries, boundary, pointers(all_sets));
+        make_backend("cpu", threads)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
     for (std::size_t cell = 0; cell < one.kept.size(); ++cell)
       EXPECT_EQ(members(more.kept[cell]), members(one.kept[cell]));
   }
   // One query alone, one set alone.
   const std::vector<std::int32_t> last{queries.back()};
-  const std::vector<const KeptSet*> second{&all_sets[1]};
+  const std::vector<KeptSets> second{{&all_sets[1], 1}};
   const KeptMoments alone = make_backend("cpu", 1)->kept_moments(layer.tensors(), last, boundary, second);
   for (int head = 0; head < shape.query_heads; ++head) {
     const std::size_t cell = static_cast<std::size_t>(head + 1) * queries.size() - 1;
@@ -124,10 +123,10 @@ TEST_P(KeptMomentsOf, AgreeWithTheGeneralComparison) {
   const std::vector<KeptSet> all_sets = sets();
   const auto backend = make_backend("cpu", 2);
   const LayerTensors tensors = layer.tensors();
-  const KeptMoments moments = backend->kept_moments(tensors, queries, boundary, pointers(all_sets));
+  const KeptMoments moments = backend->kept_moments(tensors, queries, boundary, each(all_sets));
   for (std::size_t set = 0; set < all_sets.size(); ++set) {
     const std::vector<Comparison> compared =
-        backend->compare_attention(tensors, tensors, Positions::original, queries, boundary, all_sets[set]);
+        backend->compare_attention(tensors, tensors, Positions::original, queries, boundary, {&all_sets[set], 1});
     ASSERT_EQ(compared.size(), moments.full.size());
     for (std::size_t cell = 0; cell < compared.size(); ++cell) {
       const Moments& full = moments.full[cell];
@@ -135,9 +134,13 @@ TEST_P(KeptMomentsOf, AgreeWithTheGeneralComparison) {
       const Comparison& general = compared[cell];
       EXPECT_NEAR(general.mass, kept.mass, 4e-6);
       EXPECT_NEAR(general.l1, 2.0 * (1.0 - kept.mass), 8e-6);
-      EXPECT_NEAR(general.dot / std::sqrt(general.full_square * general.stored_square),
+      EXPECT_NEAR(general.all.dot / std::sqrt(general.all.full_square * general.all.stored_square),
                   std::sqrt(kept.square / full.square), 4e-6);
-      EXPECT_NEAR(general.full_square, full.square, 4e-6);
+      EXPECT_NEAR(general.all.full_square, full.square, 4e-6);
+      EXPECT_NEAR(general.prompt.full_square, full.prompt_square, 4e-6);
+      EXPECT_NEAR(general.nosink.full_square, full.nosink_square, 4e-6);
+      EXPECT_NEAR(general.logits.dot, kept.logit_square, 4e-6 * (1.0 + kept.logit_square));
+      EXPECT_NEAR(general.logits.full_square, full.logit_square, 4e-6 * (1.0 + full.logit_square));
       const double size = 1.0 + kept.output_square;
       EXPECT_NEAR(general.output_full_square, full.output_square, 4e-6 * size);
       EXPECT_NEAR(general.output_square, kept.output_square, 4e-6 * size);
@@ -171,7 +174,7 @@ TEST(KeptMomentsWith, LargeLogitsAverageToTheReference) {
   const RandomLayer layer(shape);
   const auto queries = range(540, 600);
   const std::vector<KeptSet> sets{random_set(Heads::kv, shape, 540, 0.3, 1)};
-  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, 540, pointers(sets));
+  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, 540, each(sets));
   double mass_error = 0.0, cosine_error = 0.0, output_error = 0.0;
   std::size_t cell = 0;
   for (int head = 0; head < shape.query_heads; ++head) {
@@ -206,7 +209,7 @@ TEST(KeptMomentsWith, KeptKeysFarBelowTheLargestLogitStillHaveAnOutput) {
     set.keep(0, key);
     for (int c = 0; c < shape.dim; ++c) layer.k.set(0, key, c, 0.001F * static_cast<float>(key));
   }
-  const std::vector<const KeptSet*> sets{&set};
+  const std::vector<KeptSets> sets{{&set, 1}};
   const auto queries = range(30, 40);
   const KeptMoments found = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, 30, sets);
   for (std::size_t i = 0; i < queries.size(); ++i) {
@@ -216,70 +219,205 @@ TEST(KeptMomentsWith, KeptKeysFarBelowTheLargestLogitStillHaveAnOutput) {
   }
 }
 
-TEST(CompareAttention, MovedKeysAndOtherStoresAreThoseOfBruteForce) {
-  const LayerShape shape{.query_heads = 4, .kv_heads = 2, .tokens = 80, .dim = 8, .rope_pairs = 3};
+/// One set a query, which cover a little more and less than the boundary asks for.
+std::vector<KeptSet> one_a_query(Heads heads, const MomentsCase& some, double share, std::uint64_t seed) {
+  std::vector<KeptSet> sets;
+  for (std::size_t query = 0; query < some.queries.size(); ++query) {
+    const int beyond = std::max(0, some.shape.tokens - some.boundary) * static_cast<int>(query % 4) / 3;
+    sets.push_back(random_set(heads, some.shape, some.boundary + beyond, share, chain(seed, query)));
+  }
+  return sets;
+}
+
+TEST_P(KeptMomentsOf, ASetForEachQueryAreThoseOfBruteForceAndOfThatSetForAll) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  const auto backend = make_backend("cpu", 2);
+  const std::vector<std::vector<KeptSet>> all_sets{
+      one_a_query(Heads::kv, GetParam(), 0.3, 1), one_a_query(Heads::query, GetParam(), 0.6, 2),
+      one_a_query(Heads::layer, GetParam(), 0.1, 3), one_a_query(Heads::kv, GetParam(), 0.0, 4)};
+  const std::vector<KeptSets> spans(all_sets.begin(), all_sets.end());
+  const KeptMoments found = backend->kept_moments(layer.tensors(), queries, boundary, spans);
+  const KeptMoments one_thread = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, boundary, spans);
+  for (std::size_t set = 0; set < all_sets.size(); ++set) {
+    for (std::size_t i = 0; i < queries.size(); ++i) {
+      const KeptSet& own = all_sets[set][i];
+      const KeptMoments for_all =
+          backend->kept_moments(layer.tensors(), queries, boundary, std::vector<KeptSets>{{&own, 1}});
+      for (int head = 0; head < shape.query_heads; ++head) {
+        SCOPED_TRACE(::testing::Message() << "set " << set << ", head " << head << ", query " << queries[i]);
+        const std::size_t cell = static_cast<std::size_t>(head) * queries.size() + i;
+        const Moments& kept = found.kept[set * found.full.size() + cell];
+        expect_near(kept, reference_moments(layer, head, queries[i], boundary, &own), 4e-6);
+        EXPECT_EQ(members(kept), members(for_all.kept[cell]));
+        EXPECT_EQ(members(kept), members(one_thread.kept[set * found.full.size() + cell]));
+      }
+    }
+  }
+}
+
+TEST_P(KeptMomentsOf, ASetForEachQueryThatKeepsEverythingIsExact) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  // Everything, by sets that cover more or less; and what each query sees, without its own key.
+  const std::vector<KeptSet> all = one_a_query(Heads::query, GetParam(), 2.0, 1);
+  std::vector<KeptSet> seen;
+  for (const int t : queries) {
+    seen.emplace_back(Heads::layer, 1, shape.tokens);
+    for (int key = 0; key < t; ++key)
+      if (layer.visible(t, key)) seen.back().keep(0, key);
+  }
+  const KeptMoments found =
+      make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, std::vector<KeptSets>{all, seen});
+  for (std::size_t i = 0; i < found.kept.size(); ++i) {
+    EXPECT_EQ(found.kept[i].mass, 1.0);
+    EXPECT_EQ(found.kept[i].error_square, 0.0);
+    EXPECT_EQ(members(found.kept[i]), members(found.full[i % found.full.size()])) << i;
+  }
+}
+
+TEST(KeptMomentsWith, ASetForEachQueryAgreesAtEverySimdLevel) {
+  const MomentsCase some{
+      {.query_heads = 6, .kv_heads = 2, .tokens = 400, .dim = 20, .dtype = DType::bfloat16}, 300, range(280, 400, 3)};
+  const RandomLayer layer(some.shape);
+  const std::vector<KeptSet> sets = one_a_query(Heads::kv, some, 0.3, 1);
+  const int levels = at_every_simd_level([&](const char* level) {
+    SCOPED_TRACE(level);
+    const KeptMoments found =
+        make_backend("cpu", 2)->kept_moments(layer.tensors(), some.queries, some.boundary, std::vector<KeptSets>{sets});
+    for (std::size_t cell = 0; cell < found.kept.size(); ++cell) {
+      const std::size_t query = cell % some.queries.size();
+      expect_near(found.kept[cell],
+                  reference_moments(layer, static_cast<int>(cell / some.queries.size()), some.queries[query],
+                                    some.boundary, &sets[query]),
+                  4e-6);
+    }
+  });
+  EXPECT_GE(levels, 1);
+}
+
+TEST(KeptMomentsWith, AQueryWhoseKeptKeysLieFarBelowTheOthersStillHasAnOutput) {
+  const MomentsCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 60, .dim = 4}, 30, range(40, 60)};
+  RandomLayer layer(some.shape);
+  for (int c = 0; c < some.shape.dim; ++c) {
+    layer.k.set(0, 5, c, 10.0F);
+    for (int head = 0; head < 2; ++head)
+      for (int t = 40; t < 60; ++t) layer.q.set(head, t, c, 100.0F);
+    for (int t = 30; t < 60; ++t) layer.k.set(0, t, c, -10.0F);
+    for (const int key : {3, 7, 11, 20}) layer.k.set(0, key, c, 0.001F * static_cast<float>(key));
+  }
+  std::vector<KeptSet> sets;
+  for (std::size_t i = 0; i < some.queries.size(); ++i) {
+    sets.emplace_back(Heads::kv, 1, 30 + static_cast<int>(i % 3) * 15);
+    for (const int key : {3, 7, 11, 20})
+      if ((key + static_cast<int>(i)) % 3 != 0) sets.back().keep(0, key);
+  }
+  const KeptMoments found =
+      make_backend("cpu", 1)->kept_moments(layer.tensors(), some.queries, some.boundary, std::vector<KeptSets>{sets});
+  for (std::size_t cell = 0; cell < found.kept.size(); ++cell) {
+    const std::size_t i = cell % some.queries.size();
+    const int head = static_cast<int>(cell / some.queries.size());
+    const Moments expected = reference_moments(layer, head, some.queries[i], some.boundary, &sets[i]);
+    EXPECT_GT(expected.output_square, 1e-3);
+    expect_near(found.kept[cell], expected, 4e-6);
+  }
+}
+
+void expect_near(const Alignment& found, const Alignment& expected, double tolerance) {
+  EXPECT_NEAR(found.dot, expected.dot, tolerance * (1.0 + std::abs(expected.dot)));
+  EXPECT_NEAR(found.full_square, expected.full_square, tolerance * (1.0 + expected.full_square));
+  EXPECT_NEAR(found.stored_square, expected.stored_square, tolerance * (1.0 + expected.stored_square));
+}
+
+void expect_near(const Comparison& found, const Comparison& expected, double tolerance) {
+  expect_near(found.all, expected.all, tolerance);
+  expect_near(found.prompt, expected.prompt, tolerance);
+  expect_near(found.nosink, expected.nosink, tolerance);
+  expect_near(found.logits, expected.logits, tolerance);
+  EXPECT_NEAR(found.l1, expected.l1, tolerance);
+  EXPECT_NEAR(found.mass, expected.mass, tolerance);
+  EXPECT_NEAR(found.output_full_square, expected.output_full_square, tolerance);
+  EXPECT_NEAR(found.output_square, expected.output_square, tolerance);
+  EXPECT_NEAR(found.output_dot, expected.output_dot, tolerance);
+  EXPECT_NEAR(found.error_square, expected.error_square, tolerance);
+}
+
+auto members(const Comparison& c) {
+  const auto numbers = [](const Alignment& a) { return std::tuple(a.dot, a.full_square, a.stored_square); };
+  return std::tuple(numbers(c.all), numbers(c.prompt), numbers(c.nosink), numbers(c.logits), c.l1, c.mass,
+                    c.output_full_square, c.output_square, c.output_dot, c.error_square);
+}
+
+class CompareAttention : public ::testing::TestWithParam<MomentsCase> {};
+
+TEST_P(CompareAttention, IsThatOfBruteForceWithMovedKeysOtherStoresAndAnySets) {
+  const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   LayerShape other = shape;
   other.seed = 9;
   const RandomLayer stored(other);
-  const int boundary = 60;
-  const auto queries = range(50, 80, 3);
-  for (const Heads heads : {Heads::kv, Heads::query}) {
-    const KeptSet set = random_set(heads, shape, boundary, 0.3, 7);
+  std::vector<std::vector<KeptSet>> all_sets;
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    all_sets.push_back({random_set(heads, shape, boundary, 0.3, 7)});
+    all_sets.push_back(one_a_query(heads, GetParam(), 0.3, 8));
+  }
+  all_sets.push_back(one_a_query(Heads::kv, GetParam(), 0.0, 9));
+  for (std::size_t set = 0; set < all_sets.size(); ++set) {
+    const std::vector<KeptSet>& sets = all_sets[set];
     for (const Positions positions : {Positions::original, Positions::cache}) {
-      const std::vector<Comparison> found = make_backend("cpu", 2)->compare_attention(
-          layer.tensors(), stored.tensors(), positions, queries, boundary, set);
-      std::size_t cell = 0;
-      for (int head = 0; head < shape.query_heads; ++head) {
-        for (const int t : queries) {
-          const std::vector<double> a = softmax(layer.logits(head, t));
-          std::vector<int> resident;
-          for (int key = 0; key <= t; ++key)
-            if (key >= boundary || key == t || set.keeps(set.row_of(head, layer.group()), key)) resident.push_back(key);
-          const bool moves = positions == Positions::cache;
-          const std::vector<double> query =
-              layer.rotated(layer.query(head, t), moves ? static_cast<int>(resident.size()) - 1 - t : 0);
-          std::vector<double> z(static_cast<std::size_t>(shape.tokens), -HUGE_VAL);
-          for (std::size_t slot = 0; slot < resident.size(); ++slot) {
-            const std::vector<double> key = layer.rotated(stored.k.row(head / 2, resident[slot]),
-                                                          moves ? static_cast<int>(slot) - resident[slot] : 0);
-            z[static_cast<std::size_t>(resident[slot])] = layer.logit(query, key);
-          }
-          const std::vector<double> kept = softmax(z);
-          Comparison expected;
-          for (std::size_t key = 0; key < a.size(); ++key) {
-            expected.dot += a[key] * kept[key];
-            expected.full_square += a[key] * a[key];
-            expected.stored_square += kept[key] * kept[key];
-            expected.l1 += std::abs(a[key] - kept[key]);
-            if (z[key] > -HUGE_VAL) expected.mass += a[key];
-          }
-          for (int c = 0; c < shape.dim; ++c) {
-            double full_output = 0.0, output = 0.0;
-            for (int key = 0; key < shape.tokens; ++key) {
-              full_output += a[static_cast<std::size_t>(key)] * layer.v.at(head / 2, key, c);
-              output += kept[static_cast<std::size_t>(key)] * stored.v.at(head / 2, key, c);
-            }
-            expected.output_full_square += full_output * full_output;
-            expected.output_square += output * output;
-            expected.output_dot += full_output * output;
-            expected.error_square += (full_output - output) * (full_output - output);
-          }
-          const Comparison& general = found[cell++];
-          const double tolerance = moves ? 1e-6 : 1e-12;  // moved vectors are rounded to float32 once
-          EXPECT_NEAR(general.dot, expected.dot, tolerance);
-          EXPECT_NEAR(general.full_square, expected.full_square, tolerance);
-          EXPECT_NEAR(general.stored_square, expected.stored_square, tolerance);
-          EXPECT_NEAR(general.l1, expected.l1, tolerance);
-          EXPECT_NEAR(general.mass, expected.mass, tolerance);
-          EXPECT_NEAR(general.output_full_square, expected.output_full_square, tolerance);
-          EXPECT_NEAR(general.output_square, expected.output_square, tolerance);
-          EXPECT_NEAR(general.output_dot, expected.output_dot, tolerance);
-          EXPECT_NEAR(general.error_square, expected.error_square, tolerance);
-        }
+      const auto compare = [&](int threads) {
+        return make_backend("cpu", threads)
+            ->compare_attention(layer.tensors(), stored.tensors(), positions, queries, boundary, sets);
+      };
+      const std::vector<Comparison> found = compare(1);
+      ASSERT_EQ(found.size(), static_cast<std::size_t>(shape.query_heads) * queries.size());
+      const std::vector<Comparison> two = compare(2), three = compare(3);
+      for (std::size_t cell = 0; cell < found.size(); ++cell) {
+        const std::size_t query = cell % queries.size();
+        const int head = static_cast<int>(cell / queries.size());
+        SCOPED_TRACE(::testing::Message() << "set " << set << ", head " << head << ", query " << queries[query]
+                                          << (positions == Positions::cache ? ", moved" : ""));
+        expect_near(found[cell],
+                    reference_comparison(layer, stored, positions, head, queries[query], boundary,
+                                         sets[sets.size() == 1 ? 0 : query]),
+                    1e-11);
+        EXPECT_EQ(members(two[cell]), members(found[cell]));
+        EXPECT_EQ(members(three[cell]), members(found[cell]));
       }
     }
   }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Cases, CompareAttention,
+    ::testing::Values(
+        MomentsCase{{.query_heads = 4, .kv_heads = 2, .tokens = 80, .dim = 8, .rope_pairs = 3}, 60, range(50, 80, 3)},
+        MomentsCase{{.query_heads = 9, .kv_heads = 3, .tokens = 333, .dim = 33, .rope_pairs = 16, .interleaved = true},
+                    300,
+                    range(290, 333, 5)},
+        MomentsCase{
+            {.query_heads = 5, .kv_heads = 1, .tokens = 101, .dim = 12, .dtype = DType::float16, .rope_pairs = 6},
+            77,
+            range(0, 101, 10)},
+        MomentsCase{{.tokens = 150, .dim = 16, .dtype = DType::bfloat16, .sliding_window = 40, .rope_pairs = 8},
+                    100,
+                    range(70, 150, 9)},
+        MomentsCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90)},
+        MomentsCase{{.query_heads = 60, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 13)},
+        MomentsCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
+
+TEST(CompareAttentionWith, EverySimdLevelHasTheSameBits) {
+  const MomentsCase some{{.tokens = 90, .dim = 20, .rope_pairs = 10}, 60, range(50, 90, 3)};
+  const RandomLayer layer(some.shape);
+  const std::vector<KeptSet> sets = one_a_query(Heads::kv, some, 0.3, 1);
+  std::vector<Comparison> expected;
+  at_every_simd_level([&](const char* level) {
+    const std::vector<Comparison> found = make_backend("cpu", 1)->compare_attention(
+        layer.tensors(), layer.tensors(), Positions::cache, some.queries, some.boundary, sets);
+    if (expected.empty()) expected = found;
+    for (std::size_t cell = 0; cell < found.size(); ++cell)
+      EXPECT_EQ(members(found[cell]), members(expected[cell])) << level;
+  });
 }
 
 }  // namespace

@@ -6,11 +6,13 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "attention/backend.h"
+#include "error.h"
 #include "random.h"
 
 namespace kvreplay::testing {
@@ -241,7 +243,7 @@ inline Moments reference_moments(const RandomLayer& layer, int head, int t, int 
   const std::vector<double> a = softmax(z);
   const auto holds = [&](int key) {
     return layer.visible(t, key) &&
-           (key >= boundary || key == t || set == nullptr || set->keeps(set->row_of(head, layer.group()), key));
+           (set == nullptr || key == t || key >= set->tokens() || set->keeps(set->row_of(head, layer.group()), key));
   };
   std::vector<double> kept_logits = z;
   for (int key = 0; key < shape.tokens; ++key)
@@ -274,6 +276,190 @@ inline Moments reference_moments(const RandomLayer& layer, int head, int t, int 
     moments.error_square += (output[c] - full_output[c]) * (output[c] - full_output[c]);
   }
   return moments;
+}
+
+/// The general comparison of one head and query; `positions` says where kept tokens stand.
+inline Comparison reference_comparison(const RandomLayer& layer, const RandomLayer& stored, Positions positions,
+                                       int head, int t, int boundary, const KeptSet& set) {
+  const auto& shape = layer.shape();
+  const int kv_head = head / layer.group();
+  const std::vector<double> full_logits = layer.logits(head, t);
+  const std::vector<double> a = softmax(full_logits);
+  std::vector<int> resident;
+  for (int key = 0; key <= t; ++key)
+    if (key == t || key >= set.tokens() || set.keeps(set.row_of(head, layer.group()), key)) resident.push_back(key);
+  const bool moves = positions == Positions::cache;
+  const std::vector<double> query =
+      layer.rotated(layer.query(head, t), moves ? static_cast<int>(resident.size()) - 1 - t : 0);
+  std::vector<double> z(static_cast<std::size_t>(shape.tokens), -HUGE_VAL);
+  for (std::size_t slot = 0; slot < resident.size(); ++slot) {
+    if (!layer.visible(t, resident[slot])) continue;
+    const std::vector<double> key =
+        layer.rotated(stored.k.row(kv_head, resident[slot]), moves ? static_cast<int>(slot) - resident[slot] : 0);
+    z[static_cast<std::size_t>(resident[slot])] = layer.logit(query, key);
+  }
+  const std::vector<double> kept = softmax(z);
+  const auto align = [](Alignment& alignment, double full, double other) {
+    alignment.dot += full * other;
+    alignment.full_square += full * full;
+    alignment.stored_square += other * other;
+  };
+  Comparison expected;
+  for (int key = 0; key < shape.tokens; ++key) {
+    const auto at = static_cast<std::size_t>(key);
+    align(expected.all, a[at], kept[at]);
+    expected.l1 += std::abs(a[at] - kept[at]);
+    if (z[at] > -HUGE_VAL) expected.mass += a[at];
+    if (key >= boundary) continue;
+    align(expected.prompt, a[at], kept[at]);
+    if (key >= sink_tokens) align(expected.nosink, a[at], kept[at]);
+    if (layer.visible(t, key)) align(expected.logits, full_logits[at], z[at] > -HUGE_VAL ? z[at] : 0.0);
+  }
+  for (int c = 0; c < shape.dim; ++c) {
+    double full_output = 0.0, output = 0.0;
+    for (int key = 0; key < shape.tokens; ++key) {
+      full_output += a[static_cast<std::size_t>(key)] * layer.v.at(kv_head, key, c);
+      output += kept[static_cast<std::size_t>(key)] * stored.v.at(kv_head, key, c);
+    }
+    expected.output_full_square += full_output * full_output;
+    expected.output_square += output * output;
+    expected.output_dot += full_output * output;
+    expected.error_square += (full_output - output) * (full_output - output);
+  }
+  return expected;
+}
+
+/// The greedy algorithm, a list of residents copied and searched at every token.
+inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, const OnlineEviction& what) {
+  const auto& shape = layer.shape();
+  const int rows = rows_of(what.heads, shape.query_heads, shape.kv_heads);
+  const int given = static_cast<int>(what.resident.size()) / rows;
+  std::vector<std::int32_t> evicted(static_cast<std::size_t>(rows * what.tokens), -1);
+  for (int row = 0; row < rows; ++row) {
+    struct Token {
+      int position;
+      double score;
+    };
+    std::vector<Token> held;
+    for (int i = 0; i < given; ++i) {
+      const auto number = static_cast<std::size_t>(row * given + i);
+      held.push_back({what.resident[number], what.scores[number]});
+    }
+    std::vector<int> heads;
+    for (int head = 0; head < shape.query_heads; ++head) {
+      if (what.heads == Heads::layer || row == (what.heads == Heads::query ? head : head / layer.group()))
+        heads.push_back(head);
+    }
+    for (int t = what.first; t < what.tokens; ++t) {
+      held.push_back({t, 0.0});
+      std::vector<double> mean(held.size());
+      for (const int head : heads) {
+        const std::vector<double> query = layer.query(head, t);
+        std::vector<double> z;
+        for (const Token& token : held) {
+          z.push_back(layer.visible(t, token.position)
+                          ? layer.logit(query, layer.k.row(head / layer.group(), token.position))
+                          : -HUGE_VAL);
+        }
+        const std::vector<double> a = softmax(z);
+        for (std::size_t i = 0; i < a.size(); ++i) mean[i] += a[i] / static_cast<double>(heads.size());
+      }
+      for (std::size_t i = 0; i < held.size(); ++i) held[i].score += mean[i];
+      while (static_cast<int>(held.size()) > what.budget) {
+        std::size_t lowest = 0;
+        for (std::size_t i = 0; i + static_cast<std::size_t>(what.recent) < held.size(); ++i)
+          if (held[i].score <= held[lowest].score) lowest = i;
+        evicted[static_cast<std::size_t>(row * what.tokens + held[lowest].position)] = t;
+        held.erase(held.begin() + static_cast<std::ptrdiff_t>(lowest));
+      }
+    }
+  }
+  return evicted;
+}
+
+/// rint(2^30 cos) of all pairs of vectors.
+inline std::vector<std::vector<std::int64_t>> reference_similarities(const std::vector<std::vector<double>>& vectors) {
+  const auto dot = [](const std::vector<double>& a, const std::vector<double>& b) {
+    return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+  };
+  std::vector<double> norms;
+  for (const auto& vector : vectors) norms.push_back(std::sqrt(dot(vector, vector)));
+  std::vector<std::vector<std::int64_t>> all;
+  for (std::size_t i = 0; i < vectors.size(); ++i) {
+    all.emplace_back();
+    for (std::size_t j = 0; j < vectors.size(); ++j) {
+      const double size = norms[i] * norms[j];
+      all.back().push_back(size > 0.0 ? std::llrint(std::ldexp(dot(vectors[i], vectors[j]) / size, 30)) : 0);
+    }
+  }
+  return all;
+}
+
+/// Add of every token taken anew at every step.
+inline std::vector<std::int32_t> reference_least_redundant(
+    const std::vector<std::vector<std::vector<std::int64_t>>>& similarities, const RedundancyElimination& what) {
+  const int tokens = static_cast<int>(similarities.front().size());
+  std::vector<std::int32_t> members = range(0, what.sinks);
+  for (const int token : range(tokens - what.recent, tokens)) members.push_back(token);
+  while (static_cast<int>(members.size()) < what.keep) {
+    std::vector<std::int64_t> sums(static_cast<std::size_t>(tokens));
+    for (const auto& all : similarities) {
+      const auto similarity = [&](int i, int j) {
+        return all[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)];
+      };
+      std::vector<std::int64_t> red;
+      for (const int i : members) {
+        std::int64_t highest = members.size() == 1 ? 0 : INT64_MIN;
+        for (const int k : members)
+          if (k != i) highest = std::max(highest, similarity(i, k));
+        red.push_back(highest);
+      }
+      for (int j = 0; j < tokens; ++j) {
+        std::int64_t highest = INT64_MIN;
+        for (std::size_t i = 0; i < members.size(); ++i) {
+          sums[static_cast<std::size_t>(j)] += std::max<std::int64_t>(0, similarity(members[i], j) - red[i]);
+          highest = std::max(highest, similarity(members[i], j));
+        }
+        sums[static_cast<std::size_t>(j)] += highest;
+      }
+    }
+    int best = -1;
+    for (int j = 0; j < tokens; ++j) {
+      if (std::find(members.begin(), members.end(), j) != members.end()) continue;
+      if (best < 0 || (what.most_redundant ? sums[static_cast<std::size_t>(j)] > sums[static_cast<std::size_t>(best)]
+                                           : sums[static_cast<std::size_t>(j)] < sums[static_cast<std::size_t>(best)]))
+        best = j;
+    }
+    members.push_back(best);
+  }
+  std::sort(members.begin(), members.end());
+  return members;
+}
+
+/// KVREPLAY_SIMD for one scope.
+class SimdLevel {
+ public:
+  explicit SimdLevel(const char* level) { setenv("KVREPLAY_SIMD", level, 1); }
+  ~SimdLevel() { unsetenv("KVREPLAY_SIMD"); }
+  SimdLevel(const SimdLevel&) = delete;
+  SimdLevel& operator=(const SimdLevel&) = delete;
+};
+
+/// check(level) under every level that this machine has; how many they are.
+template <class Check>
+int at_every_simd_level(Check check) {
+  int levels = 0;
+  for (const char* level : {"SSSE3", "SSE4", "AVX2", "AVX3", "NEON"}) {
+    const SimdLevel forced(level);
+    try {
+      make_backend("cpu", 1);
+    } catch (const Error&) {
+      continue;  // not of this machine
+    }
+    ++levels;
+    check(level);
+  }
+  return levels;
 }
 
 /// About `share` of the positions, at random.

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <limits>
 
 #include "attention_reference.h"
@@ -26,15 +25,6 @@ void expect_same_bits(const Matrix& a, const Matrix& b) {
   ASSERT_EQ(a.values().size(), b.values().size());
   for (std::size_t i = 0; i < a.values().size(); ++i) ASSERT_EQ(a.values()[i], b.values()[i]) << i;
 }
-
-/// KVREPLAY_SIMD for one scope.
-class SimdLevel {
- public:
-  explicit SimdLevel(const char* level) { setenv("KVREPLAY_SIMD", level, 1); }
-  ~SimdLevel() { unsetenv("KVREPLAY_SIMD"); }
-  SimdLevel(const SimdLevel&) = delete;
-  SimdLevel& operator=(const SimdLevel&) = delete;
-};
 
 const std::vector<LayerShape> shapes{
     {.query_heads = 4, .kv_heads = 2, .tokens = 33, .dim = 8},
@@ -112,6 +102,38 @@ TEST_P(ResidentSums, OfManyQueries) {
   const auto resident = range(0, GetParam().tokens, 3);
   const AttentionSums what{.queries = queries, .resident = resident};
   expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
+}
+
+TEST_P(ResidentSums, KeepTheOrderOfTheList) {
+  // Those held before in any order, then the new ones, which are the queries.
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const auto queries = range(shape.tokens - 25, shape.tokens, 2);
+  std::vector<std::int32_t> resident;
+  for (int row = 0; row < shape.kv_heads; ++row) {
+    for (int i = 0; i < 37; ++i) resident.push_back(shape.tokens - 70 + (i * 11 + row) % 37);
+    resident.insert(resident.end(), queries.begin(), queries.end());
+  }
+  for (const Positions positions : {Positions::original, Positions::cache}) {
+    AttentionSums what{
+        .queries = queries, .resident = resident, .resident_rows = shape.kv_heads, .positions = positions};
+    expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
+    what.own_key = false;
+    expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
+  }
+}
+
+TEST(AttentionSumsWith, KeysSeenBesideOthersInAListAreRefused) {
+  const RandomLayer layer({.tokens = 64});
+  const std::vector<std::int32_t> queries{10, 20};
+  const std::vector<std::int32_t> resident{3, 15, 7, 10, 20};
+  try {
+    sums(layer, {.queries = queries, .resident = resident});
+    FAIL() << "query 10 sees 3 and 7 but not 15";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::usage);
+    EXPECT_EQ(error.expected(), "keys that query 10 sees side by side");
+  }
 }
 
 const std::vector<LayerShape> rotated_shapes{
@@ -263,17 +285,10 @@ TEST(SimdLevels, AgreeAndAreNamed) {
   const auto queries = range(0, 300);
   const AttentionSums what{.queries = queries, .columns = 300};
   const Matrix expected = reference_sums(layer, what);
-  int levels = 0;
-  for (const char* level : {"SSSE3", "SSE4", "AVX2", "AVX3", "NEON"}) {
-    const SimdLevel forced(level);
-    try {
-      EXPECT_EQ(make_backend("cpu", 1)->description(), std::string("cpu ") + level);
-    } catch (const Error&) {
-      continue;  // not of this machine
-    }
-    ++levels;
+  const int levels = at_every_simd_level([&](const char* level) {
+    EXPECT_EQ(make_backend("cpu", 1)->description(), std::string("cpu ") + level);
     expect_near(sums(layer, what), expected, 2e-6);
-  }
+  });
   EXPECT_GE(levels, 1);
 }
 

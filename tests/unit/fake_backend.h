@@ -1,6 +1,7 @@
 // A backend whose answers are written by hand, and which counts what it is asked.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,8 @@ class FakeBackend final : public Backend {
   Matrix norm_values;
   KeptMoments moments;
   std::vector<Comparison> comparisons;
+  std::vector<std::int32_t> evicted;
+  std::vector<std::int32_t> kept_tokens;
   std::vector<double> similarities;
 
   int calls = 0;
@@ -29,14 +32,22 @@ class FakeBackend final : public Backend {
     return sums;
   }
   KeptMoments kept_moments(const LayerTensors&, std::span<const std::int32_t>, int,
-                           std::span<const KeptSet* const>) override {
+                           std::span<const KeptSets>) override {
     ++calls;
     return moments;
   }
   std::vector<Comparison> compare_attention(const LayerTensors&, const LayerTensors&, Positions,
-                                            std::span<const std::int32_t>, int, const KeptSet&) override {
+                                            std::span<const std::int32_t>, int, KeptSets) override {
     ++calls;
     return comparisons;
+  }
+  std::vector<std::int32_t> online_eviction(const LayerTensors&, const OnlineEviction&) override {
+    ++calls;
+    return evicted;
+  }
+  std::vector<std::int32_t> least_redundant(const LayerTensors&, const RedundancyElimination&) override {
+    ++calls;
+    return kept_tokens;
   }
   Matrix norms(const TensorView&, int, double p) override {
     ++calls;
@@ -48,6 +59,7 @@ class FakeBackend final : public Backend {
     return similarities;
   }
   std::size_t working_set(const LayerTensors&, int) const override { return 0; }
+  std::size_t redundancy_working_set(const LayerTensors&, int) const override { return 0; }
 };
 
 }  // namespace kvreplay::testing

@@ -37,5 +37,36 @@ TEST(KeptSet, EqualSetsAreEqual) {
   EXPECT_NE(KeptSet(Heads::layer, 1, 10), KeptSet(Heads::kv, 1, 10));
 }
 
+TEST(KeptSet, CountsWithinARangeAcrossWords) {
+  KeptSet set(Heads::kv, 2, 200);
+  for (const int position : {0, 63, 64, 127, 128, 199}) set.keep(1, position);
+  EXPECT_EQ(set.count_within(1, 0, 200), 6);
+  EXPECT_EQ(set.count_within(1, 1, 199), 4);
+  EXPECT_EQ(set.count_within(1, 0, 64), 2);
+  EXPECT_EQ(set.count_within(1, 64, 128), 2);
+  EXPECT_EQ(set.count_within(1, 63, 65), 2);
+  EXPECT_EQ(set.count_within(1, 65, 127), 0);
+  EXPECT_EQ(set.count_within(1, 127, 128), 1);
+  EXPECT_EQ(set.count_within(1, 5, 5), 0);
+  EXPECT_EQ(set.count_within(0, 0, 200), 0);
+}
+
+TEST(KeptSet, RefinedItIsTheSameForEachFinerRow) {
+  KeptSet layer(Heads::layer, 1, 70);
+  layer.keep(0, 3);
+  layer.keep(0, 69);
+  const KeptSet kv = layer.refined(Heads::kv, 2);
+  EXPECT_EQ(kv.heads(), Heads::kv);
+  ASSERT_EQ(kv.rows(), 2);
+  for (int row = 0; row < 2; ++row) EXPECT_EQ(kv.positions(row), (std::vector<std::int32_t>{3, 69}));
+  KeptSet heads(Heads::kv, 2, 70);
+  heads.keep(0, 1);
+  heads.keep(1, 65);
+  const KeptSet query = heads.refined(Heads::query, 6);
+  for (int row = 0; row < 6; ++row)
+    EXPECT_EQ(query.positions(row), (std::vector<std::int32_t>{row < 3 ? 1 : 65})) << "row " << row;
+  EXPECT_EQ(heads.refined(Heads::kv, 2), heads);
+}
+
 }  // namespace
 }  // namespace kvreplay

@@ -73,6 +73,75 @@ TEST_F(LayerViewOf, EvalAttentionLeavesOutTheOwnKey) {
   EXPECT_FALSE(backend.asked.own_key);
 }
 
+class PartlyResident : public LayerViewOf {
+ protected:
+  static std::vector<std::int32_t> copied(std::span<const std::int32_t> of) { return {of.begin(), of.end()}; }
+};
+
+TEST_F(PartlyResident, TheSoftmaxRunsOverWhatIsHeld) {
+  const LayerView held(view, {.positions = {0, 4, 10, 11}, .seen = 12, .added = 2});
+  EXPECT_EQ(held.tokens(), 4);
+  EXPECT_EQ(held.prompt(), 30) << "the prompt is what it was";
+  EXPECT_EQ(copied(held.positions(0)), (std::vector<std::int32_t>{0, 4, 10, 11}));
+  EXPECT_EQ(copied(held.positions(1)), copied(held.positions(0))) << "one list for all rows";
+  backend.sums = Matrix(4, 4, 0.25);
+  held.window_attention(3);
+  EXPECT_EQ(backend.asked_queries, range(9, 12)) << "the last that have come, held or not";
+  EXPECT_EQ(backend.asked.resident_rows, 1);
+  EXPECT_EQ(backend.asked.resident.size(), 4U);
+  EXPECT_EQ(backend.asked.positions, Positions::original);
+  held.window_attention(100);
+  EXPECT_EQ(backend.asked_queries, range(0, 12));
+}
+
+TEST_F(PartlyResident, AtCachePositionsOnlyHeldQueriesTakePart) {
+  const LayerView held(view, {.positions = {0, 4, 9, 11}, .seen = 12, .added = 1, .place = Positions::cache});
+  held.window_attention(4);
+  EXPECT_EQ(backend.asked_queries, (std::vector<std::int32_t>{9, 11}));
+  EXPECT_EQ(backend.asked.positions, Positions::cache);
+  held.window_attention(std::vector<double>{1, 2, 3});
+  EXPECT_EQ(backend.asked_queries, (std::vector<std::int32_t>{9, 11})) << "weights of queries 9, 10, 11";
+}
+
+TEST_F(PartlyResident, RowsHaveListsOfTheirOwn) {
+  const LayerView held(
+      view, {.positions = {0, 4, 11, 1, 5, 11}, .rows = 2, .seen = 12, .added = 1, .place = Positions::cache});
+  EXPECT_EQ(held.tokens(), 3);
+  EXPECT_EQ(copied(held.positions(1)), (std::vector<std::int32_t>{1, 5, 11}));
+  held.window_attention(12);
+  EXPECT_EQ(backend.asked_queries, (std::vector<std::int32_t>{11})) << "4 is held by one row only";
+  EXPECT_EQ(backend.asked.resident_rows, 2);
+}
+
+TEST_F(PartlyResident, CumulativeAttentionGoesOnFromWhatWasReceivedBefore) {
+  Matrix before(4, 2, 3.0);
+  before(1, 1) = 7.0;
+  const LayerView held(view, {.positions = {0, 4, 10, 11}, .seen = 12, .added = 2, .attention_before = before});
+  backend.sums = Matrix(4, 4, 0.25);
+  const Matrix& sums = held.cumulative_attention();
+  EXPECT_EQ(backend.asked_queries, range(10, 12)) << "the new ones";
+  EXPECT_EQ(sums(0, 0), 3.25);
+  EXPECT_EQ(sums(1, 1), 7.25);
+  EXPECT_EQ(sums(1, 2), 0.25) << "new tokens begin with nothing";
+}
+
+TEST_F(PartlyResident, OfAQuestionBehindWhatIsHeld) {
+  const LayerView held(view, {.positions = {0, 4, 10, 11}, .seen = 12, .added = 2});
+  const std::vector<std::int32_t> question{28, 29};
+  const std::vector<double> weights{0.5, 1.0};
+  held.attention_of(question, weights);
+  EXPECT_EQ(backend.asked_queries, question);
+  EXPECT_EQ(backend.asked.resident.size(), 6U) << "the held ones, then the question itself";
+}
+
+TEST_F(PartlyResident, OverAllThatTheQueriesCouldSee) {
+  const LayerView held(view, {.positions = {0, 4, 10, 11}, .seen = 12, .added = 2});
+  held.window_attention_over_all(std::vector<double>{1, 1.2});
+  EXPECT_EQ(backend.asked_queries, range(10, 12));
+  EXPECT_EQ(backend.asked.columns, 12);
+  EXPECT_TRUE(backend.asked.resident.empty());
+}
+
 TEST(LayerViewWith, TheCpuBackendAgreesWithBruteForce) {
   const RandomLayer layer({.tokens = 40});
   const auto backend = make_backend("cpu", 2);

@@ -35,9 +35,10 @@ const Moments kept_moments{.mass = 0.7,
                            .logit_square = 4,
                            .unaligned_dot = 0.5 * 0.5 + 0.3 * 0.2};
 /// The same with the renormalised attention 5/7, 0, 2/7 written out.
-const Comparison compared{.dot = 2.9 / 7,
-                          .full_square = 0.38,
-                          .stored_square = 29.0 / 49,
+const Comparison compared{.all = {.dot = 2.9 / 7, .full_square = 0.38, .stored_square = 29.0 / 49},
+                          .prompt = {.dot = 2.9 / 7, .full_square = 0.38, .stored_square = 29.0 / 49},
+                          .nosink = {.dot = 0.04 / 7, .full_square = 0.13, .stored_square = 4.0 / 49},
+                          .logits = {.dot = 4, .full_square = 9, .stored_square = 4},
                           .l1 = 1.5 / 7 + 0.3 + 0.6 / 7,
                           .mass = 0.7,
                           .output_full_square = 0.74,
@@ -75,6 +76,37 @@ TEST(MetricsOfMoments, TheGeneralPathSaysTheSame) {
     ASSERT_NE(of.from_comparison, nullptr) << metric;
     EXPECT_NEAR(of.from_comparison(compared), of.from_moments(kept_moments, full_moments), 1e-15) << metric;
   }
+  for (const char* variant : {"prompt", "logits"}) {
+    const auto of = measure<OfMoments>("attention_cosine", variant);
+    ASSERT_NE(of.from_comparison, nullptr) << variant;
+    EXPECT_NEAR(of.from_comparison(compared), of.from_moments(kept_moments, full_moments), 1e-15) << variant;
+  }
+}
+
+TEST(MetricsOfMoments, OfMovedKeysTheComparisonCounts) {
+  // What moved keys are attended by is not the renormalised part of the full attention.
+  const Comparison moved{.all = {.dot = 0.3, .full_square = 0.36, .stored_square = 1},
+                         .prompt = {},
+                         .nosink = {.dot = 0.1, .full_square = 0.04, .stored_square = 1},
+                         .logits = {},
+                         .l1 = 0.9,
+                         .mass = 0.7,
+                         .output_full_square = 4,
+                         .output_square = 9,
+                         .output_dot = 3,
+                         .error_square = 1};
+  const auto of = [&](const char* metric, const char* variant = "") {
+    return measure<OfMoments>(metric, variant)(kept_moments, full_moments, &moved);
+  };
+  EXPECT_DOUBLE_EQ(of("attention_recall"), 0.7);
+  EXPECT_DOUBLE_EQ(of("attention_cosine"), 0.5);
+  EXPECT_DOUBLE_EQ(of("attention_cosine", "nosink"), 0.5);
+  EXPECT_DOUBLE_EQ(of("attention_l1"), 0.9);
+  EXPECT_DOUBLE_EQ(of("output_cosine"), 0.5);
+  EXPECT_DOUBLE_EQ(of("output_error"), 0.5);
+  EXPECT_DOUBLE_EQ(of("attention_recall", "prompt"), 0.7) << "recall is of the full attention: moments know it";
+  const auto rows = measure<OfAllQueries>("attention_cosine", "rows");
+  EXPECT_DOUBLE_EQ(rows(kept_moments, full_moments, &moved), 0.5);
 }
 
 TEST(MetricsOfMoments, NothingOverNothing) {
@@ -173,6 +205,61 @@ TEST_F(MetricsOfLayer, BudgetsWithAndWithoutWhatIsProtected) {
   EXPECT_EQ(value("layer_budget", "unprotected", made).heads, (std::vector<double>{1, 0}));
   EXPECT_EQ(value("kept_tokens", made).layer, 2.5);
   EXPECT_EQ(value("compression", made).layer, 4 / 2.5);
+}
+
+TEST_F(MetricsOfLayer, CompressionOfTheContextLeavesOutWhatStaysByRule) {
+  // Of 4 tokens one is a sink and one is recent: 2 candidates, of which 1 and 0 stay.
+  EXPECT_EQ(value("compression", "context", selection(Heads::kv, 4, {{0, 1, 3}, {0, 3}}, 1, 1)).layer, 4.0);
+  // 3 of 3 candidates.
+  EXPECT_EQ(value("compression", "context", selection(Heads::layer, 4, {{0, 1, 2, 3}}, 0, 1)).layer, 1.0);
+}
+
+/// One row: 0 stays, 1 goes after query 2, 2 after query 4, 3 after query 3; 4 and 5 follow the prompt, 4 goes after 4.
+LayerSelection changing() {
+  LayerSelection made = selection(Heads::layer, 4, {{0, 2}});
+  made.evicted_at = {-1, 2, 4, 3, 4, -1};
+  return made;
+}
+
+TEST_F(MetricsOfLayer, ResidentsBeforeEachEviction) {
+  // t = 0 ... 5 sees 1, 2, 3, {0,2,3}, {0,2,4}, {0,5}.
+  const LayerSelection made = changing();
+  EXPECT_EQ(value("resident_tokens", "peak", made).layer, 3);
+  EXPECT_DOUBLE_EQ(value("resident_tokens", "mean", made).layer, 14.0 / 6);
+  // One set for both KV heads: 24 bytes a token.
+  EXPECT_EQ(value("kv_bytes", "peak", made).layer, 24 * 3);
+  EXPECT_DOUBLE_EQ(value("kv_bytes", "mean", made).layer, 24 * 14.0 / 6);
+  EXPECT_EQ(value("kv_bytes", made).layer, 24 * 2) << "at the end of the prompt";
+}
+
+TEST_F(MetricsOfLayer, DecidedOnceAllOfThePromptIsHeldUntilThen) {
+  const LayerSelection made = selection(Heads::kv, 4, {{3}, {0, 1}});
+  // 1, 2, 3, 4, and then 1 + 1, 1 + 2 or 2 + 1, 2 + 2.
+  EXPECT_EQ(value("resident_tokens", "peak", made).layer, 4);
+  EXPECT_DOUBLE_EQ(value("resident_tokens", "mean", made).layer, (15.0 / 6 + 17.0 / 6) / 2);
+  EXPECT_EQ(value("kv_bytes", "peak", made).layer, 12 * (4 + 4));
+  EXPECT_DOUBLE_EQ(value("kv_bytes", "mean", made).layer, 12 * (15 + 17) / 6.0);
+}
+
+TEST_F(MetricsOfLayer, HeldTokensOfSetsThatChange) {
+  EXPECT_EQ(value("held_tokens", changing()).layer, (3 + 2) / 2.0);
+  eval = {1, 3};
+  EXPECT_EQ(value("held_tokens", changing()).layer, (2 + 3) / 2.0);
+}
+
+TEST_F(MetricsOfLayer, BytesOfAStoreAreItsOwn) {
+  const LayerView view(backend, tensors, {.prompt = 4}, eval);
+  const LayerSelection made = selection(Heads::kv, 4, {{0, 1, 2, 3}, {0, 1, 2, 3}});
+  StoredLayer stored;
+  stored.bytes = 20;
+  const auto bytes = [&](const char* variant) {
+    return measure<OfLayer>("kv_bytes", variant).measure({view, made, &stored}).layer;
+  };
+  EXPECT_EQ(bytes(""), 20);
+  EXPECT_EQ(bytes("union"), 20);
+  EXPECT_EQ(bytes("attention-heads"), 40) << "4 query heads read 2 KV heads";
+  EXPECT_TRUE(std::isnan(bytes("peak")));
+  EXPECT_TRUE(std::isnan(bytes("mean")));
 }
 
 TEST_F(MetricsOfLayer, BytesByGranularity) {

@@ -2,11 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include "fake_backend.h"
+#include "policies/grouping.h"
 #include "policies/parts/allocation.h"
 #include "policies/parts/chunks.h"
-#include "policies/parts/grouping.h"
 #include "policies/parts/pooling.h"
 #include "policies/parts/ranking.h"
+#include "policies/parts/rules.h"
 #include "policies/parts/sharing.h"
 #include "policies/parts/top_k.h"
 
@@ -24,8 +26,11 @@ Matrix matrix(const std::vector<Scores>& rows) {
 
 Scores row(const Matrix& m, int r) { return {m.row(r).begin(), m.row(r).end()}; }
 
-Positions32 chosen(const Selector& select, const Scores& scores, int budget) {
-  return select({scores, static_cast<int>(scores.size()), budget}).positions;
+Positions32 chosen(const Selector& select, const Scores& scores, int budget, Protection::Clamped by_rule = {}) {
+  const Kept kept = select({scores, static_cast<int>(scores.size()), budget, by_rule.sinks, by_rule.recent});
+  EXPECT_EQ(kept.sinks, by_rule.sinks);
+  EXPECT_EQ(kept.recent, by_rule.recent);
+  return kept.positions;
 }
 
 TEST(Largest, TiesGoToTheLowerPosition) {
@@ -63,46 +68,85 @@ TEST(Grouping, MeanSumMaxOfAGroupAndSumOfTheLayer) {
   EXPECT_EQ(Grouping({Heads::query, Aggregate::mean})(heads, 2).rows(), 4);
 }
 
-TEST(TopK, ProtectsSinksThenRecentWithinTheBudget) {
+TEST(TopK, KeepsWhatStaysByRuleAndTheBestOfTheRest) {
   const Scores scores{0, 1, 9, 3, 8, 0, 0, 0};
-  EXPECT_EQ(chosen(top_k({.sinks = 1, .recent = Amount::tokens(2)}), scores, 5), (Positions32{0, 2, 4, 6, 7}));
-  EXPECT_EQ(chosen(top_k({.sinks = 4, .recent = Amount::tokens(3)}), scores, 5), (Positions32{0, 1, 2, 3, 7}));
-  EXPECT_EQ(chosen(top_k({.sinks = 4}), scores, 3), (Positions32{0, 1, 2}));
-  EXPECT_EQ(chosen(top_k({.recent = Amount::fraction(0.5)}), scores, 5), (Positions32{2, 3, 4, 6, 7}));
-  EXPECT_EQ(chosen(top_k({.recent = Amount::tokens(8)}), scores, 3), (Positions32{5, 6, 7}));
+  EXPECT_EQ(chosen(top_k(), scores, 5, {1, 2}), (Positions32{0, 2, 4, 6, 7}));
+  EXPECT_EQ(chosen(top_k(), scores, 5, {4, 1}), (Positions32{0, 1, 2, 3, 7}));
+  EXPECT_EQ(chosen(top_k(), scores, 3, {3, 0}), (Positions32{0, 1, 2}));
+  EXPECT_EQ(chosen(top_k(), scores, 3, {0, 3}), (Positions32{5, 6, 7}));
+}
+
+TEST(Protection, ClampsSinksThenRecentToTheBudget) {
+  const auto within = [](const Protection& protect, int budget) {
+    const auto [sinks, recent] = protect.within(budget, 40);
+    return std::pair(sinks, recent);
+  };
+  EXPECT_EQ(within({.sinks = 4, .recent = Amount::tokens(3)}, 5), std::pair(4, 1));
+  EXPECT_EQ(within({.sinks = 4}, 3), std::pair(3, 0));
+  EXPECT_EQ(within({.recent = Amount::tokens(8)}, 3), std::pair(0, 3));
+  EXPECT_EQ(within({.recent = Amount::fraction(0.5)}, 5), std::pair(0, 2));
+  EXPECT_EQ(within({.recent = Amount::fraction(0.2), .least_recent = 1}, 3), std::pair(0, 1));
+  EXPECT_EQ(within({.sinks = 1, .recent = Amount::fraction(1.0)}, 6), std::pair(1, 5));
 }
 
 TEST(TopKAnywhere, KeepsFewerWhereHeavyTokensAreRecent) {
   const Scores scores{1, 2, 0, 0, 9, 8};
-  EXPECT_EQ(chosen(top_k_anywhere({.recent = Amount::tokens(2)}), scores, 4), (Positions32{4, 5}));
-  EXPECT_EQ(chosen(top_k({.recent = Amount::tokens(2)}), scores, 4), (Positions32{0, 1, 4, 5}));
+  EXPECT_EQ(chosen(top_k_anywhere(), scores, 4, {0, 2}), (Positions32{4, 5}));
+  EXPECT_EQ(chosen(top_k(), scores, 4, {0, 2}), (Positions32{0, 1, 4, 5}));
 }
 
 TEST(Chunks, CutsTheLastChunkToTheBudget) {
   const Scores scores{1, 0, 2, 0, 5, 0, 3, 1, 1, 2, 0, 0};  // chunks of 3: sums 3, 5, 5, 2; a window of 2
-  Chunks chunks{.chunk = 3, .window = 2};
-  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 7, 10, 11}));
+  Chunks chunks{.chunk = 3};
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7, {0, 2}), (Positions32{3, 4, 5, 6, 7, 10, 11}));
   chunks.fill = Fill::none;
-  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 10, 11}));
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7, {0, 2}), (Positions32{3, 4, 5, 10, 11}));
   chunks.fill = Fill::tokens;
-  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{2, 3, 4, 5, 6, 10, 11}));
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7, {0, 2}), (Positions32{2, 3, 4, 5, 6, 10, 11}));
   chunks.fill = Fill::cut;
   chunks.score = ChunkScore::mean;
-  EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 9, 10, 11}));
+  EXPECT_EQ(chosen(chunks.selector(), scores, 7, {0, 2}), (Positions32{3, 4, 5, 6, 9, 10, 11}));
+}
+
+TEST(Chunks, BeginBehindTheSinks) {
+  const Scores scores{9, 0, 1, 0, 5, 0, 4, 0};  // behind one sink: 0 1 0 | 5 0 4, then the window
+  EXPECT_EQ(chosen(Chunks{.chunk = 3}.selector(), scores, 5, {1, 1}), (Positions32{0, 4, 5, 6, 7}));
 }
 
 TEST(Chunks, WindowReplacesTheLastChosenPositionsWhateverTheFill) {
   const Scores scores{1, 0, 2, 0, 5, 0, 3, 1, 1, 2, 0, 0};  // chunks of 3: sums 3, 5, 5, 2
   for (const Fill fill : {Fill::cut, Fill::none, Fill::tokens}) {
-    const Chunks chunks{.chunk = 3, .window = 2, .fill = fill, .window_mode = WindowMode::replace};
-    EXPECT_EQ(chosen(chunks.selector(), scores, 8), (Positions32{3, 4, 5, 6, 7, 8, 10, 11}));
-    EXPECT_EQ(chosen(chunks.selector(), scores, 7), (Positions32{3, 4, 5, 6, 7, 10, 11}));
+    const Chunks chunks{.chunk = 3, .fill = fill, .window_mode = WindowMode::replace};
+    EXPECT_EQ(chosen(chunks.selector(), scores, 8, {0, 2}), (Positions32{3, 4, 5, 6, 7, 8, 10, 11}));
+    EXPECT_EQ(chosen(chunks.selector(), scores, 7, {0, 2}), (Positions32{3, 4, 5, 6, 7, 10, 11}));
   }
 }
 
 TEST(Chunks, BudgetWithinTheWindowKeepsTheLastTokens) {
-  const Chunks chunks{.chunk = 3, .window = 4};
-  EXPECT_EQ(chosen(chunks.selector(), Scores(10, 1.0), 3), (Positions32{7, 8, 9}));
+  EXPECT_EQ(chosen(Chunks{.chunk = 3}.selector(), Scores(10, 1.0), 3, {0, 3}), (Positions32{7, 8, 9}));
+}
+
+TEST(Stride, IsExactInWholeNumbers) {
+  EXPECT_EQ(chosen(stride(), Scores(12), 5), (Positions32{0, 2, 4, 7, 9}));
+  EXPECT_EQ(chosen(stride(), Scores(12), 6), (Positions32{0, 2, 4, 6, 8, 10}));
+  EXPECT_EQ(chosen(stride(), Scores(7), 6), (Positions32{0, 1, 2, 3, 4, 5}));
+  EXPECT_FALSE(stride().reads_scores);
+}
+
+/// The first and the last tokens of 12, of which the last `question` ones are one.
+Positions32 halves(int budget, int question, bool keep_question) {
+  testing::FakeBackend backend;
+  const LayerView view(backend, LayerTensors{}, {.prompt = 12, .question = question == 0 ? -1 : 12 - question}, {});
+  Row row{.tokens = 12, .budget = budget, .view = &view};
+  return head_and_tail(keep_question).select(row).positions;
+}
+
+TEST(HeadAndTail, SparesTheQuestionAndHalvesTheRest) {
+  EXPECT_EQ(halves(6, 0, true), (Positions32{0, 1, 2, 9, 10, 11}));
+  EXPECT_EQ(halves(5, 0, false), (Positions32{0, 1, 2, 10, 11}));
+  EXPECT_EQ(halves(6, 3, true), (Positions32{0, 1, 8, 9, 10, 11})) << "3 slots for the context, 2 of them at its head";
+  EXPECT_EQ(halves(6, 3, false), (Positions32{0, 1, 2, 9, 10, 11}));
+  EXPECT_EQ(halves(2, 3, true), (Positions32{10, 11})) << "no room for all of the question";
 }
 
 TEST(Sharing, FirstOfEveryN) {
@@ -113,11 +157,23 @@ TEST(Sharing, FirstOfEveryN) {
   EXPECT_EQ(no_sharing()(5, 7), 5);
 }
 
+TEST(Sharing, LastOfEveryNAndOneForAll) {
+  const Sharing last = last_of(3);
+  EXPECT_EQ(last(0, 7), 2);
+  EXPECT_EQ(last(2, 7), 2);
+  EXPECT_EQ(last(5, 7), 5);
+  EXPECT_EQ(last(6, 7), 6) << "a short last group";
+  EXPECT_EQ(one_layer(-1)(0, 7), 6);
+  EXPECT_EQ(one_layer(-7)(3, 7), 0);
+  EXPECT_EQ(one_layer(2)(6, 7), 2);
+}
+
 TEST(Allocation, BestEntriesOfHeadsAndLayersTogether) {
   const Matrix first = matrix({{9, 8, 1}, {7, 0, 0}}), second = matrix({{0, 0, 0}, {2, 3, 4}});
-  EXPECT_EQ(ranked_within_layer()(first, 2), (std::vector<int>{3, 1}));
+  EXPECT_EQ(ranked_within_layer()({.prompt = 3, .budget = 2}, first), (std::vector<int>{3, 1}));
   const std::vector<Matrix> all{first, second};
-  EXPECT_EQ(ranked_across_layers()(all, 1), (std::vector<std::vector<int>>{{2, 1}, {0, 1}}));
+  EXPECT_EQ(ranked_across_layers()({.layers = 2, .prompt = 3, .budget = 1}, all),
+            (std::vector<std::vector<int>>{{2, 1}, {0, 1}}));
 }
 
 }  // namespace

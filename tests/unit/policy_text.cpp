@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+
 #include "policies/configured.h"
+#include "policies/policy_file.h"
+#include "trace_files.h"
 
 namespace kvreplay {
 namespace {
@@ -20,7 +24,7 @@ std::string refusal_of(Call call) {
 }
 
 std::string refusal_of_policy(const std::string& text) {
-  return refusal_of([&] { ConfiguredPolicy::parse(text); });
+  return refusal_of([&] { ConfiguredPolicy::parse(text).plans(2); });
 }
 
 TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
@@ -83,7 +87,8 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("h2o:recent=-3"), "h2o:recent: out of range: expected 0 or more, found -3");
   EXPECT_EQ(refusal_of_policy("h2o:overlap=yes"),
             "h2o:overlap: not a truth value: expected false or true, found \"yes\"");
-  EXPECT_EQ(refusal_of_policy("local:recent=3"), "local: takes no parameters: found recent");
+  EXPECT_EQ(refusal_of_policy("local:recent=3"),
+            "local: takes no parameters: expected a part, as in select=chunks, found recent");
   EXPECT_EQ(refusal_of_policy("random:heads=query"),
             "random:heads: unknown value: expected one of kv, layer, found \"query\"");
   EXPECT_EQ(refusal_of_policy("oracle:counts=(oracle:counts=h2o)"),
@@ -92,7 +97,7 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
 
 TEST(ConfiguredPolicy, OracleTakesCountsFromAPolicyThatHasSome) {
   EXPECT_EQ(refusal_of_policy("oracle:counts=(full)"),
-            "oracle:counts: counts of a policy without a budget: expected a policy that evicts, found full");
+            "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found full");
   EXPECT_EQ(
       refusal_of_policy("oracle:scope=global,counts=(h2o)"),
       "oracle: heads and scope come from the counted policy: expected counts without heads and scope, found heads "
@@ -107,6 +112,147 @@ TEST(ConfiguredPolicy, ValueOfTheUserMustFitTheTraceAndADefaultIsClamped) {
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("h2o:recent=9").check_limits(8, 2); }),
             "h2o:recent: larger than the trace: expected at most 8 tokens, found 9");
   EXPECT_NO_THROW(ConfiguredPolicy::parse("streaming-llm").check_limits(2, 1));
+}
+
+TEST(ComposedPolicy, PartsByNameFillThePlan) {
+  const auto plan = [](const char* text) { return ConfiguredPolicy::parse(text).plans(4).front().plan; };
+  EXPECT_TRUE(std::holds_alternative<Uniform>(plan("h2o").allocate));
+  EXPECT_TRUE(std::holds_alternative<ByLayer>(plan("h2o:allocate=pyramid").allocate));
+  EXPECT_TRUE(std::holds_alternative<AcrossLayers>(plan("h2o:allocate=dynamickv").allocate));
+  EXPECT_FALSE(plan("strided").score);
+  EXPECT_EQ(plan("local:score=window,window=5").score.needs.last_queries, 5);
+  EXPECT_TRUE(plan("h2o:score=random").score);
+  EXPECT_FALSE(plan("h2o:score=random").score.needs.all_queries) << "the part takes the place of the policy's own";
+  EXPECT_EQ(plan("snapkv:share=every,reuse=3").share(2, 4), 0);
+  EXPECT_EQ(plan("snapkv:share=one,layer=1").share(3, 4), 1);
+  const Plan threshold = plan("random:schedule=threshold(0.5,12)");
+  ASSERT_TRUE(std::holds_alternative<Threshold>(threshold.schedule));
+  EXPECT_EQ(std::get<Threshold>(threshold.schedule).peak.of(90), 45);
+  EXPECT_EQ(std::get<Threshold>(threshold.schedule).keep.of(90), 12);
+  EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every(16)").schedule).block, 16);
+  EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every,block=9").schedule).block, 9);
+  EXPECT_TRUE(std::get<Online>(plan("h2o:schedule=online(true)").schedule).grow);
+  EXPECT_TRUE(std::holds_alternative<CachePositions>(plan("local:store=cache").store));
+  EXPECT_TRUE(std::holds_alternative<Transformed>(plan("snapkv:store=quantised").store));
+}
+
+TEST(ComposedPolicy, ItsTextIsTheSamePolicyAgain) {
+  for (const char* text :
+       {"h2o:select=chunks,chunk=10,allocate=pyramid,beta=5", "random:schedule=threshold(0.5,0.25)",
+        "snapkv:window=16,score=window", "snapkv:store=quantised,bits=4", "local:score=cumulative,select=chunks(7)",
+        "sca:schedule=threshold(4000,2000)", "finch:question=last,order=relevance",
+        "hybrid:chunkkv.chunk=20,snapkv.window=4", "oracle:counts=(h2o:select=chunks,chunk=3)",
+        "layers:0-1=(chunkkv:chunk=20),2=snapkv,3=(h2o:schedule=threshold(8,4))"}) {
+    SCOPED_TRACE(text);
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(text);
+    EXPECT_EQ(ConfiguredPolicy::parse(policy.label()).params(), policy.params());
+    EXPECT_EQ(ConfiguredPolicy::parse(policy.label()).label(), policy.label());
+    EXPECT_EQ(ConfiguredPolicy::parse(policy.name() + ":" + policy.params()).params(), policy.params());
+    EXPECT_EQ(split_policies(policy.label() + ",local"), (std::vector<std::string>{policy.label(), "local"}));
+  }
+}
+
+TEST(ComposedPolicy, LabelNamesPartsAndWhatDiffers) {
+  EXPECT_EQ(ConfiguredPolicy::parse("h2o:allocate=pyramid,select=chunks,recent=0.5,chunk=10").label(),
+            "h2o:allocate=pyramid,select=chunks");
+  EXPECT_EQ(ConfiguredPolicy::parse("h2o:select=chunks,chunk=5").label(), "h2o:select=chunks,chunk=5");
+  EXPECT_EQ(ConfiguredPolicy::parse("hybrid:chunkkv.chunk=20").label(), "hybrid:chunkkv.chunk=20");
+  EXPECT_EQ(ConfiguredPolicy::parse("layers:2=local,0-1=(snapkv:kernel=7)").label(), "layers:2=local,0-1=snapkv");
+  EXPECT_EQ(ConfiguredPolicy::parse("kivi:preset=table11").label(), "kivi:group=64,residual=0");
+  EXPECT_EQ(ConfiguredPolicy::parse("sca:schedule=threshold(8,4)").label(), "sca:schedule=threshold(8,4)");
+}
+
+TEST(ComposedPolicy, AParameterThatBothHaveIsOne) {
+  // The window of the policy's protection is that of the part's score.
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse("chunkkv:window=3,score=window");
+  const Plan plan = policy.plans(1).front().plan;
+  EXPECT_EQ(plan.protect.recent.count, 3);
+  EXPECT_EQ(plan.score.needs.last_queries, 3);
+  const std::string params = policy.params();
+  EXPECT_EQ(params.find("window="), params.rfind(",window=") + 1) << params;
+}
+
+TEST(LayerRanges, EachIsReplayedByAPolicyOfItsOwn) {
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse("layers:3=(h2o:heads=query),0-2=(chunkkv:reuse=2)");
+  const std::vector<LayerPlan> plans = policy.plans(4);
+  ASSERT_EQ(plans.size(), 2U);
+  EXPECT_EQ(plans[0].first, 0);
+  EXPECT_EQ(plans[0].count, 3);
+  EXPECT_EQ(plans[0].plan.grouping.heads, Heads::layer);
+  EXPECT_EQ(plans[0].plan.share(1, 3), 0);
+  EXPECT_EQ(plans[1].first, 3);
+  EXPECT_EQ(plans[1].count, 1);
+  EXPECT_EQ(plans[1].plan.grouping.heads, Heads::query);
+}
+
+TEST(LayerRanges, MustCoverEachLayerOnce) {
+  const auto refusal = [](const char* text, int layers) {
+    return refusal_of([&] { ConfiguredPolicy::parse(text).plans(layers); });
+  };
+  const std::string cover = "layers: ranges must cover each treated layer once: expected 0-3, found ";
+  EXPECT_EQ(refusal("layers:0-1=h2o,3=local", 4), cover + "0-1, 3");
+  EXPECT_EQ(refusal("layers:0-2=h2o,2-3=local", 4), cover + "0-2, 2-3");
+  EXPECT_EQ(refusal("layers:0-4=h2o", 4), cover + "0-4");
+  EXPECT_EQ(refusal("layers:0-2=h2o", 4), cover + "0-2");
+  EXPECT_EQ(refusal("layers:1-3=h2o", 4), cover + "1-3");
+  EXPECT_EQ(refusal("layers", 4), cover + "no range");
+  EXPECT_EQ(refusal("layers:3=local,0-2=h2o", 4), "accepted");
+  EXPECT_EQ(refusal("layers:2-1=h2o", 4), "layers:2-1: ends before it begins: expected FIRST-LAST, found 2-1");
+  EXPECT_NE(refusal("layers:0-x=h2o", 4), "accepted");
+  EXPECT_NE(refusal("layers:-1=h2o", 4), "accepted");
+  EXPECT_NE(refusal("layers:0-1-2=h2o,3=h2o", 4), "accepted");
+  EXPECT_NE(refusal("layers:0-3=(snapkw)", 4), "accepted");
+}
+
+class PolicyFile : public TraceFiles {
+ protected:
+  std::filesystem::path written(const std::string& text) {
+    std::ofstream(file("mine.yaml")) << text;
+    return file("mine.yaml");
+  }
+  /// What reading it says, without the folder.
+  std::string refusal(const std::string& text) {
+    const std::string message = refusal_of([&] { policies_of_file(written(text)); });
+    const std::size_t name = message.find("mine.yaml");
+    return name == std::string::npos ? message : message.substr(name);
+  }
+};
+
+TEST_F(PolicyFile, OnePolicyOrAListOfTexts) {
+  using Pieces = std::vector<std::string>;
+  EXPECT_EQ(policies_of_file(written("snapkv:window=32\n")), Pieces{"snapkv:window=32"});
+  EXPECT_EQ(policies_of_file(written("policy: chunkkv\nchunk: 20\nheads: kv\n")), Pieces{"chunkkv:chunk=20,heads=kv"});
+  EXPECT_EQ(policies_of_file(written("- h2o\n- policy: snapkv:window=3\n  kernel: 5\n- policy: local\n")),
+            (Pieces{"h2o", "snapkv:window=3,kernel=5", "local"}));
+  EXPECT_EQ(policies_of_file(written("policy: oracle\ncounts: snapkv:window=3,kernel=5\n")),
+            Pieces{"oracle:counts=(snapkv:window=3,kernel=5)"});
+  EXPECT_EQ(policies_of_file(written("policy: layers\n0-1: chunkkv:chunk=3\n2: local\n")),
+            (Pieces{"layers:0-1=(chunkkv:chunk=3),2=local"}));
+  EXPECT_EQ(policies_of_file(written("policy: sca\nschedule: threshold(8,4)\n")),
+            Pieces{"sca:schedule=threshold(8,4)"});
+  EXPECT_EQ(split_policies("local,@" + written("- h2o\n- full\n").string() + ",random"),
+            (Pieces{"local", "h2o", "full", "random"}));
+}
+
+TEST_F(PolicyFile, WhatIsWrongIsSaidWithItsLine) {
+  EXPECT_EQ(refusal("- h2o\n- window: 3\n"),
+            "mine.yaml:2: not a policy: expected a text, or a mapping with the key policy, found a mapping without it");
+  EXPECT_EQ(refusal("- h2o\n-\n  - snapkv\n"),
+            "mine.yaml:3: not a policy: expected a text, or a mapping with the key policy, found something else");
+  EXPECT_EQ(refusal("policy: snapkv\nwindow:\n  - 3\n"),
+            "mine.yaml:3: value of window: expected one word, number or text, found a list");
+  EXPECT_EQ(refusal("policy: [snapkv]\n"),
+            "mine.yaml:1: not a policy: expected a text, or a mapping with the key policy, found a mapping without it");
+  EXPECT_EQ(refusal(""), "mine.yaml: holds no policy: expected one policy, or a list of them");
+  EXPECT_EQ(refusal("[]\n"), "mine.yaml: holds no policy: expected one policy, or a list of them");
+  EXPECT_TRUE(refusal("- h2o\n- [snapkv\n").starts_with("mine.yaml:3: not YAML: expected policies, found "))
+      << refusal("- h2o\n- [snapkv\n");
+  try {
+    policies_of_file(file("missing.yaml"));
+    ADD_FAILURE() << "a file that is not there";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::input);
+  }
 }
 
 TEST(Budget, LiteralWithAPointIsAFraction) {

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "analysis/part.h"
@@ -139,6 +141,122 @@ TEST_F(DamagedPart, FactsAndNames) {
                 H5Awrite(attribute.id(), H5T_NATIVE_INT32, treated.data());
               }),
               "/traces/f1@treated: layers");
+}
+
+/// Parts whose cells hold more than one fixed set a row.
+class PartsOverTime : public DamagedPart {
+ protected:
+  void asked(const std::string& policy) {
+    request_.policies = {ConfiguredPolicy::parse(policy)};
+    request_.output = folder() / "over_time";
+    for (const CellSummary& cell : run(request_).cells)
+      if (cell.role == "asked") id_ = cell.id;
+    path_ = request_.output / "parts" / "f1.h5";
+  }
+  std::vector<LayerSelection> read() const { return read_selections(path_, id_, read_part(path_).trace); }
+
+  /// What reading says after an edit of a dataset of the cell.
+  template <class Element>
+  std::string refused_number(const std::string& name, std::size_t at, Element number) {
+    std::filesystem::copy_file(path_, file("edited.h5"), std::filesystem::copy_options::overwrite_existing);
+    {
+      File opened = File::open_writable(file("edited.h5"));
+      Dataset dataset = opened.group("cells").group(id_).dataset(name);
+      std::vector<Element> all = dataset.values<Element>();
+      all.at(at) = number;
+      dataset.write(hdf5::type_of<Element>(), all.data());
+    }
+    try {
+      read_selections(file("edited.h5"), id_, read_part(file("edited.h5")).trace);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.refusal(), Refusal::input);
+      return error.what();
+    }
+    return "read";
+  }
+
+  std::filesystem::path path_;
+};
+
+TEST_F(PartsOverTime, EvictionsReadBack) {
+  asked("sca:schedule=threshold(8,4),recent=1");
+  const std::vector<LayerSelection> layers = read();
+  ASSERT_EQ(layers.size(), 4U);
+  for (const LayerSelection& layer : layers) {
+    EXPECT_EQ(layer.evicted_at,
+              (std::vector<std::int32_t>{7, -1, 11, 11, 7, 7, 7, 11, 11, -1, 15, -1, 15, 15, 15, -1}));
+    EXPECT_EQ(layer.set.positions(0), (std::vector<std::int32_t>{1, 9, 10, 11}));
+    EXPECT_EQ(layer.source, 3);
+  }
+  EXPECT_EQ(refused_number<std::int32_t>("evicted_at", 1, -1), "read");
+  EXPECT_NE(refused_number<std::int32_t>("evicted_at", 0, -2), "read");
+  EXPECT_NE(refused_number<std::int32_t>("evicted_at", 0, 16), "read");
+  EXPECT_NE(refused_number<std::int32_t>("evicted_at", 9, 8), "read") << "before it came";
+}
+
+TEST_F(PartsOverTime, SlotsReadBack) {
+  asked("finch:question=last,question_tokens=2,blocks=5,order=relevance");
+  for (const LayerSelection& layer : read()) {
+    std::vector<std::int32_t> ascending = layer.slots;
+    std::ranges::sort(ascending);
+    EXPECT_EQ(ascending, layer.set.positions(0));
+    EXPECT_EQ((std::vector<std::int32_t>(layer.slots.end() - 2, layer.slots.end())),
+              (std::vector<std::int32_t>{10, 11}));
+  }
+  EXPECT_NE(refused_number<std::int32_t>("slots", 0, 99), "read");
+  EXPECT_NE(refused_number<std::int32_t>("slots", 5, 10), "read") << "twice";
+}
+
+TEST_F(PartsOverTime, GranularitiesThatDiffer) {
+  asked("layers:0-1=(chunkkv:chunk=3,window=2),2=(h2o:recent=3),3=(h2o:recent=3,heads=query)");
+  const std::vector<LayerSelection> layers = read();
+  const Heads heads[] = {Heads::layer, Heads::layer, Heads::kv, Heads::query};
+  const int rows[] = {1, 1, 2, 4};
+  for (std::size_t l = 0; l < 4; ++l) {
+    EXPECT_EQ(layers[l].set.heads(), heads[l]) << "layer " << l;
+    EXPECT_EQ(layers[l].set.rows(), rows[l]) << "layer " << l;
+    EXPECT_EQ(layers[l].granted.size(), static_cast<std::size_t>(rows[l])) << "layer " << l;
+  }
+  EXPECT_EQ(layers[0].set.positions(0), (std::vector<std::int32_t>{0, 1, 2, 3, 10, 11}));
+  EXPECT_EQ(layers[2].set.positions(1), (std::vector<std::int32_t>{0, 1, 4, 9, 10, 11}));
+}
+
+TEST_F(PartsOverTime, WhatKeepsAllButChangesItHasNoRows) {
+  asked("kivi:bits=2,group=4,residual=4");
+  const Part part = read_part(path_);
+  EXPECT_TRUE(part.find(id_)->keeps_all_changed);
+  {
+    const File opened = File::open(path_);
+    const Group group = opened.group("cells").group(id_);
+    EXPECT_EQ(group.string_attribute("sets"), "all");
+    EXPECT_EQ(group.dataset("positions").shape(), (hdf5::Shape{0}));
+  }
+  for (const LayerSelection& layer : read())
+    for (int row = 0; row < layer.set.rows(); ++row) EXPECT_EQ(layer.set.count(row), 12);
+}
+
+TEST_F(PartsOverTime, AMetricThatIsAddedSeesTheStoredSets) {
+  for (const char* policy : {"sca:schedule=threshold(8,4),recent=1", "kivi:bits=2,group=4,residual=4",
+                             "finch:question=last,question_tokens=2,blocks=5,order=relevance",
+                             "layers:0-2=(chunkkv:chunk=3,window=2),3=(h2o:heads=query)"}) {
+    SCOPED_TRACE(policy);
+    request_.policies = {ConfiguredPolicy::parse(policy)};
+    request_.metrics = parse_metrics("kv_l1_loss");
+    request_.output = folder() / "added";
+    request_.force = false;
+    run(request_);
+    request_.metrics = parse_metrics("");
+    const auto added = run(request_).cells.at(0).values;
+    request_.output = folder() / "whole";
+    const auto whole = run(request_).cells.at(0).values;
+    ASSERT_EQ(added.size(), whole.size());
+    for (const auto& [metric, value] : whole) {
+      const double other = added.at(metric);
+      EXPECT_TRUE(value == other || (std::isnan(value) && std::isnan(other))) << metric.text();
+    }
+    std::filesystem::remove_all(folder() / "added");
+    std::filesystem::remove_all(folder() / "whole");
+  }
 }
 
 TEST_F(DamagedPart, Metrics) {

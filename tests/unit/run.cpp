@@ -53,7 +53,7 @@ class ForgetfulBackend final : public Backend {
     return sound_->attention_sums(layer, what);
   }
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                           std::span<const KeptSet* const> sets) override {
+                           std::span<const KeptSets> sets) override {
     KeptMoments moments = sound_->kept_moments(layer, queries, boundary, sets);
     for (std::size_t i = moments.kept.size() - moments.full.size(); i < moments.kept.size(); ++i)
       moments.kept[i].mass /= 2;
@@ -61,8 +61,14 @@ class ForgetfulBackend final : public Backend {
   }
   std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
                                             std::span<const std::int32_t> queries, int boundary,
-                                            const KeptSet& set) override {
-    return sound_->compare_attention(layer, stored, positions, queries, boundary, set);
+                                            KeptSets kept) override {
+    return sound_->compare_attention(layer, stored, positions, queries, boundary, kept);
+  }
+  std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override {
+    return sound_->online_eviction(layer, what);
+  }
+  std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override {
+    return sound_->least_redundant(layer, what);
   }
   Matrix norms(const TensorView& tensor, int tokens, double p) override { return sound_->norms(tensor, tokens, p); }
   std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override {
@@ -70,6 +76,9 @@ class ForgetfulBackend final : public Backend {
   }
   std::size_t working_set(const LayerTensors& layer, int sets) const override {
     return sound_->working_set(layer, sets);
+  }
+  std::size_t redundancy_working_set(const LayerTensors& layer, int tokens) const override {
+    return sound_->redundancy_working_set(layer, tokens);
   }
 
  private:

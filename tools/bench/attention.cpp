@@ -99,15 +99,15 @@ void kept_moments(benchmark::State& state) {
           set.keep(head, position);
     sets.push_back(set);
   }
-  std::vector<const KeptSet*> pointers;
-  for (const KeptSet& set : sets) pointers.push_back(&set);
-  const KeptMoments moments = backend->kept_moments(layer.tensors, queries, boundary, pointers);
+  std::vector<KeptSets> kept;
+  for (const KeptSet& set : sets) kept.push_back({&set, 1});
+  const KeptMoments moments = backend->kept_moments(layer.tensors, queries, boundary, kept);
   for (std::size_t cell = 0; cell < moments.full.size(); ++cell) {
     if (moments.kept[cell].mass != 1.0 || moments.kept[cell].error_square != 0.0) {
       return state.SkipWithError("keeping everything is not exact");
     }
   }
-  for (auto _ : state) benchmark::DoNotOptimize(backend->kept_moments(layer.tensors, queries, boundary, pointers));
+  for (auto _ : state) benchmark::DoNotOptimize(backend->kept_moments(layer.tensors, queries, boundary, kept));
   // Products with all keys, weighted values of everything once, and of a tenth eleven times.
   report(state, 2.0 * eval * tokens * dim * RandomLayer::query_heads * (1.0 + 1.0 + 0.1 * (set_count - 1)));
 }

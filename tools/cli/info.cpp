@@ -36,6 +36,19 @@ struct Use {
   std::vector<Service> policies;
 };
 
+int tokens_at_estimated_budget(const Conditions& conditions) {
+  return Budget::parse(fmt::format("{}", estimated_budget)).tokens(conditions.boundary);
+}
+
+/// Throws what stands against the policy at the estimated budget and at the largest that evicts.
+void check_at_some_budget(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+  try {
+    check_policy(trace, conditions, policy, tokens_at_estimated_budget(conditions));
+  } catch (const Error&) {
+    check_policy(trace, conditions, policy, conditions.boundary - 1);
+  }
+}
+
 Use use_of(const Trace& trace) {
   Use use;
   const TraceHeader& header = trace.header();
@@ -56,8 +69,9 @@ Use use_of(const Trace& trace) {
   for (const std::string& name : policies().names()) {
     Service service{ConfiguredPolicy::parse(name), ""};
     try {
-      check_policy(trace, use.conditions, service.policy);
-      if (service.policy.plan().needs.future_queries && use.conditions.eval_queries.empty())
+      check_at_some_budget(trace, use.conditions, service.policy);
+      const std::vector<LayerPlan> plans = service.policy.plans(static_cast<int>(use.conditions.layers.size()));
+      if (plans.front().plan.score.needs.future_queries && use.conditions.eval_queries.empty())
         service.refused = "reads the eval queries, and there are none by default";
     } catch (const Error& error) {
       service.refused = error.what();
@@ -69,7 +83,7 @@ Use use_of(const Trace& trace) {
 
 Estimate cost_of(const Trace& trace, const Use& use) {
   std::vector<Cell> cells;
-  const int budget = Budget::parse(fmt::format("{}", estimated_budget)).tokens(use.conditions.boundary);
+  const int budget = tokens_at_estimated_budget(use.conditions);
   for (const Service& service : use.policies)
     if (service.refused.empty()) cells.push_back({.policy = service.policy, .budget = budget});
   const std::unique_ptr<Backend> backend = make_backend(backend_of_device("auto"), 0);

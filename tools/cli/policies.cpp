@@ -6,22 +6,19 @@
 #include "arguments.h"
 #include "commands.h"
 #include "output.h"
+#include "policies/layer_ranges.h"
+#include "policies/plan_part.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"parts", 0, "", "", "the parts that policies are made of"},
+    {"parts", 0, "", "", "the parts that can be put into any policy"},
     {"names", 0, "", "", "names alone, one a line"},
     {"markdown", 0, "", "", "as Markdown"},
     json_option,
 };
-
-constexpr Choice<PartKind> part_kinds[] = {{"scorer", PartKind::scorer},
-                                           {"selector", PartKind::selector},
-                                           {"allocator", PartKind::allocator},
-                                           {"sharing", PartKind::sharing}};
 
 std::string assignments(const Preset& preset) {
   std::string text;
@@ -80,17 +77,21 @@ int list_parts(const Arguments& arguments) {
   Json document = Json::array();
   std::vector<std::vector<std::string>> rows;
   for (const Choice<PartKind>& kind : part_kinds)
-    for (const std::string& name : parts().names()) {
-      const PartCard& part = parts().get(name);
-      if (part.kind != kind.value) continue;
-      document.push_back({{"name", name}, {"kind", kind.word}, {"summary", part.summary}});
-      rows.push_back({kind.word, name, part.summary});
+    for (const std::string& name : parts(kind.value).names()) {
+      const PartCard& card = parts(kind.value).get(name);
+      const auto part = card.make();
+      const Parameters parameters = part->parameters();
+      document.push_back(
+          {{"name", name}, {"kind", kind.word}, {"summary", card.summary}, {"parameters", parameters.canonical()}});
+      rows.push_back({kind.word, name, card.summary, parameters.canonical()});
     }
   if (arguments.given("json")) {
     print_json(document);
   } else if (arguments.given("markdown")) {
-    fmt::print("| kind | part | what it does |\n| --- | --- | --- |\n");
-    for (const auto& row : rows) fmt::print("| {} | `{}` | {} |\n", row[0], row[1], markdown_cell(row[2]));
+    fmt::print("| place | part | what it does | parameters |\n| --- | --- | --- | --- |\n");
+    for (const auto& row : rows)
+      fmt::print("| `{}=` | `{}` | {} | {} |\n", row[0], row[1], markdown_cell(row[2]),
+                 row[3].empty() ? "" : "`" + markdown_cell(row[3]) + "`");
   } else {
     print_columns(rows);
   }
@@ -127,7 +128,8 @@ int run(const Arguments& arguments) {
   }
   if (arguments.given("names")) return list_names();
   if (arguments.operands().empty()) return list_policies(arguments);
-  const auto policy = policies().get(arguments.operands().front()).make();
+  const std::string name{arguments.operands().front()};
+  const auto policy = name == layer_ranges_name ? make_layer_ranges() : policies().get(name).make();
   if (arguments.given("json"))
     print_json(as_json(*policy));
   else if (arguments.given("markdown"))

@@ -22,7 +22,10 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"policy", 'p', "POLICY,...", "", "NAME or NAME:KEY=VALUE,...; may be repeated", true},
+    {"policy", 'p', "POLICY,...", "",
+     "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store=; layers:0-14=(A),15-29=B; @FILE; may "
+     "be repeated",
+     true},
     {"budget", 'b', "BUDGET,...", "", "tokens kept a layer and head: 0.1, 10% or 512; may be repeated", true},
     {"metrics", 0, "METRIC,...", "", "NAME or NAME:VARIANT; default: all in their base variants", true},
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},

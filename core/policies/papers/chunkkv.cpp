@@ -1,6 +1,6 @@
 #include "policies/parts/chunks.h"
-#include "policies/parts/grouping.h"
 #include "policies/parts/sharing.h"
+#include "policies/parts/window_score.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -17,20 +17,21 @@ struct ChunkKv {
   // Algorithm 1 is written for one head; the code of its first author sums over heads and keeps one set per layer.
   Grouping grouping{.heads = Heads::layer};
   Chunks chunks = {};
+  int window = 8;
   int reuse = 1;
 
   void parameters(Parameters& p) {
     chunks.parameters(p);
+    p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
     grouping.parameters(p);
     p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "layers that share the first one's set");
   }
 
   Plan plan() const {
     return {
-        .heads = grouping.heads,
-        .needs = last_queries(chunks.window),
-        .score =
-            [*this](const LayerView& view) { return grouping(view.window_attention(chunks.window), view.group()); },
+        .grouping = grouping,
+        .score = WindowScore{.window = window, .pool = Pool::none}.scorer(),
+        .protect = {.recent = Amount::tokens(window)},
         .select = chunks.selector(),
         .share = every(reuse),
     };

@@ -1,17 +1,15 @@
-#include "policies/parts/grouping.h"
+#include "policies/parts/attention_scores.h"
 #include "policies/parts/top_k.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
 namespace {
 
-const RegisteredPart registered_part{{"cumulative", PartKind::scorer, "attention of all prompt queries"}};
-
 struct H2o {
   static constexpr Card card{
       .name = "h2o",
       .summary = "heavy hitters, by the attention of all prompt queries, and recent tokens; decided once",
-      .paper = "Zhang et al. 2023, arXiv:2306.14048",
+      .paper = "Zhang et al. 2023, H2O, arXiv:2306.14048",
       .score = "s[h,j] = sum over prompt queries t of softmax_j(q_t k_j)",
   };
 
@@ -25,16 +23,16 @@ struct H2o {
     p.add("overlap", overlap,
           "heavy hitters may lie in the recent part too, which keeps fewer than B (H2O's lm-eval mask)");
     p.preset({"sca", "SCA, section 5.1", {{"recent", "0.25"}}});
+    p.preset({"sca-threshold", "SCA, section 5.1, with schedule=threshold(4000,2000)", {{"recent", "128"}}});
     p.preset({"factory", "the LongBench harness of the PyramidKV code", {{"recent", "8"}}});
   }
 
   Plan plan() const {
-    const Protection protection{.recent = recent};
     return {
-        .heads = grouping.heads,
-        .needs = all_queries(),
-        .score = [*this](const LayerView& view) { return grouping(view.cumulative_attention(), view.group()); },
-        .select = overlap ? top_k_anywhere(protection) : top_k(protection),
+        .grouping = grouping,
+        .score = cumulative_score(),
+        .protect = {.recent = recent},
+        .select = overlap ? top_k_anywhere() : top_k(),
     };
   }
 };

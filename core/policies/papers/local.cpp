@@ -1,4 +1,3 @@
-#include "policies/parts/top_k.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -8,13 +7,13 @@ struct Local {
   static constexpr Card card{
       .name = "local",
       .summary = "the most recent tokens",
-      .paper = "",
+      .paper = "SCA, Table 3",
       .score = "none: the last B tokens",
   };
 
   void parameters(Parameters&) {}
 
-  Plan plan() const { return {.select = top_k({.recent = Amount::fraction(1.0)})}; }
+  Plan plan() const { return {.protect = {.recent = Amount::fraction(1.0)}}; }
 };
 
 const Registered<Local> registered;

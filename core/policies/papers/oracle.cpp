@@ -1,15 +1,13 @@
+#include <cstdint>
 #include <string>
 
 #include "policies/configured.h"
 #include "policies/parts/allocation.h"
-#include "policies/parts/grouping.h"
-#include "policies/parts/top_k.h"
+#include "policies/parts/attention_scores.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
 namespace {
-
-const RegisteredPart registered_part{{"eval", PartKind::scorer, "attention of the eval queries themselves"}};
 
 enum class Scope { head, layer, global };
 
@@ -26,49 +24,51 @@ struct Oracle {
   Grouping grouping = {};
   Scope scope = Scope::head;
   std::string counts = "none";
+  std::uint64_t seed = 0;
 
   void parameters(Parameters& p) {
     grouping.parameters(p);
     p.add<Scope>("scope", scope, scope_words, "whether heads, or layers and heads, compete for the slots");
-    p.add("counts", counts, "none | (POLICY)", normal_counts,
+    const auto normal = [this](std::string_view text) {
+      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed).label();
+    };
+    p.add("counts", counts, "none | (POLICY)", normal,
           "take granularity and counts, layer by layer and head by head, from this policy's selection");
   }
 
-  static std::string normal_counts(std::string_view text) {
-    if (text == "none") return "none";
-    const ConfiguredPolicy counted = ConfiguredPolicy::parse(text);
-    const Allocator allocate = counted.plan().allocate;
-    if (std::holds_alternative<Everything>(allocate))
-      throw Error{Refusal::usage, "oracle:counts", "counts of a policy without a budget", "a policy that evicts",
-                  std::string(text)};
-    if (std::holds_alternative<CountsOf>(allocate))
-      throw Error{Refusal::usage, "oracle:counts", "counts of counts", "a policy with counts of its own",
-                  std::string(text)};
-    return counted.label();
-  }
+  void set_seed(std::uint64_t given) { seed = given; }
 
-  Plan plan() const {
-    Plan plan{
-        .heads = grouping.heads,
-        .needs = future_queries(),
-        .score = [grouping = grouping](const LayerView& view) { return grouping(view.eval_attention(), view.group()); },
-    };
-    if (scope == Scope::layer) plan.allocate = ranked_within_layer();
-    if (scope == Scope::global) plan.allocate = ranked_across_layers();
-    if (counts == "none") return plan;
-
-    if (grouping.heads != Heads::kv || scope != Scope::head)
+  void check() const {
+    if (counts != "none" && (grouping.heads != Heads::kv || scope != Scope::head))
       throw Error{Refusal::usage, "oracle", "heads and scope come from the counted policy",
                   "counts without heads and scope", "heads or scope beside counts=(" + counts + ")"};
-    const Plan counted = ConfiguredPolicy::parse(counts).plan();
-    plan.heads = counted.heads;
-    plan.needs.last_queries = counted.needs.last_queries;
-    plan.needs.all_queries = counted.needs.all_queries;
-    plan.score = [own = Grouping{counted.heads, grouping.aggregate}](const LayerView& view) {
-      return own(view.eval_attention(), view.group());
-    };
-    plan.allocate = CountsOf{counts};
-    return plan;
+  }
+
+  std::vector<LayerPlan> plans(int layers) const {
+    Plan plan{.grouping = grouping, .score = eval_score()};
+    if (scope == Scope::layer) plan.allocate = ranked_within_layer();
+    if (scope == Scope::global) plan.allocate = ranked_across_layers();
+    if (counts == "none") return {{0, layers, plan}};
+
+    check();
+    std::vector<LayerPlan> all;
+    for (const LayerPlan& counted : ConfiguredPolicy::parse(counts).plans(layers)) {
+      if (std::holds_alternative<Everything>(counted.plan.allocate))
+        throw Error{Refusal::usage, "oracle:counts", "counts of a policy that keeps everything", "a policy that evicts",
+                    counts};
+      if (std::holds_alternative<CountsOf>(counted.plan.allocate))
+        throw Error{Refusal::usage, "oracle:counts", "counts of counts", "a policy with counts of its own", counts};
+      plan.grouping.heads = counted.plan.grouping.heads;
+      plan.score.needs = counted.plan.score.needs;
+      // Its own queries were asked for with the counted policy; what an oracle reads is the future.
+      plan.score.needs.question = plan.score.needs.recent_queries = false;
+      plan.score.needs.future_queries = true;
+      plan.protect = {};
+      plan.allocate = CountsOf{counts};
+      plan.own_memory = counted.plan.own_memory;
+      all.push_back({counted.first, counted.count, plan});
+    }
+    return all;
   }
 };
 

@@ -4,8 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "policies/parts/grouping.h"
-#include "policies/parts/top_k.h"
+#include "policies/plan_part.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -13,16 +12,23 @@ namespace {
 
 /// Minus the rank of chain(seed, stored layer, head, position): exact where a double could not tell two numbers apart.
 Matrix negated_ranks(const LayerView& view, Heads heads, std::uint64_t seed) {
-  Matrix scores(view.rows(heads), view.prompt());
-  std::vector<std::pair<std::uint64_t, int>> drawn(static_cast<std::size_t>(view.prompt()));
+  Matrix scores(view.rows(heads), view.tokens());
+  std::vector<std::pair<std::uint64_t, int>> drawn(static_cast<std::size_t>(view.tokens()));
   for (int head = 0; head < scores.rows(); ++head) {
-    for (int j = 0; j < view.prompt(); ++j)
-      drawn[static_cast<std::size_t>(j)] = {chain(seed, view.stored_layer(), head, j), j};
+    const std::span<const std::int32_t> positions = view.positions(head);
+    for (std::size_t i = 0; i < drawn.size(); ++i)
+      drawn[i] = {chain(seed, view.stored_layer(), head, positions[i]), static_cast<int>(i)};
     std::ranges::sort(drawn);
     double rank = 0;
-    for (const auto& [number, position] : drawn) scores(head, position) = rank--;
+    for (const auto& [number, token] : drawn) scores(head, token) = rank--;
   }
   return scores;
+}
+
+Scorer random_score(std::uint64_t seed) {
+  return {.score = [seed](const LayerView& view, const Scoring& how) {
+    return negated_ranks(view, how.grouping.heads, seed);
+  }};
 }
 
 constexpr Choice<Heads> heads_words[] = {{"kv", Heads::kv}, {"layer", Heads::layer}};
@@ -49,15 +55,26 @@ struct Random {
 
   Plan plan() const {
     return {
-        .heads = heads,
-        .score = [*this](const LayerView& view) { return negated_ranks(view, heads, seed); },
-        .select = top_k({.sinks = sinks, .recent = Amount::tokens(window)}),
+        .grouping = {.heads = heads},
+        .score = random_score(seed),
+        .protect = {.sinks = sinks, .recent = Amount::tokens(window)},
     };
   }
 };
 
+struct RandomPart {
+  static constexpr PartKind kind = PartKind::score;
+  static constexpr const char* name = "random";
+  static constexpr const char* summary = "a random order of the tokens";
+
+  std::uint64_t seed = 0;
+
+  void parameters(Parameters& p) { p.add_seed("seed", seed, "first number of the chain"); }
+  void fill(Plan& plan) const { plan.score = random_score(seed); }
+};
+
 const Registered<Random> registered;
-const RegisteredPart registered_part{{"random", PartKind::scorer, "a random order of the tokens"}};
+const RegisteredPart<RandomPart> registered_part;
 
 }  // namespace
 }  // namespace kvreplay

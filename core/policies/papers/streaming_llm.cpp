@@ -1,4 +1,4 @@
-#include "policies/parts/top_k.h"
+#include "policies/parts/stores.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -8,17 +8,27 @@ struct StreamingLlm {
   static constexpr Card card{
       .name = "streaming-llm",
       .summary = "the first tokens, which attract attention whatever they say, and the most recent ones",
-      .paper = "Xiao et al. 2023, arXiv:2309.17453",
-      .score = "none: the first `sinks` and the last B - sinks tokens, at their original positions",
+      .paper = "Xiao et al. 2023, StreamingLLM, arXiv:2309.17453",
+      .score = "none: the first `sinks` and the last B - sinks tokens",
   };
 
   int sinks = 4;
+  Positions positions = Positions::original;
+  bool rolling = false;
 
   void parameters(Parameters& p) {
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
+    add_positions(p, positions);
+    p.add("rolling", rolling, "the last tokens are those before each query, which takes a slot itself");
   }
 
-  Plan plan() const { return {.select = top_k({.sinks = sinks, .recent = Amount::fraction(1.0)})}; }
+  Plan plan() const {
+    return {
+        .protect = {.sinks = sinks, .recent = Amount::fraction(1.0)},
+        .schedule = rolling ? Schedule{Rolling{}} : Schedule{Once{}},
+        .store = store_at(positions),
+    };
+  }
 };
 
 const Registered<StreamingLlm> registered;

@@ -1,14 +1,15 @@
-// How the budget is divided over layers and heads.
+// How the budget is divided over layers and heads by ranking their entries together.
 #pragma once
 
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// Ranks (head, position) of a layer together: H*B slots go to its best entries; ties to the lower (head, position).
+/// Ranks (head, position) of a layer together: its slots go to its best entries; ties to the lower (head, position).
+/// Tokens that stay by rule stay in every row.
 WithinLayer ranked_within_layer();
 
-/// Ranks (layer, head, position) of all layers together: L*H*B slots.
+/// Ranks (layer, head, position) of all layers together.
 AcrossLayers ranked_across_layers();
 
 }  // namespace kvreplay

@@ -4,12 +4,11 @@
 #include <numeric>
 
 #include "policies/parts/ranking.h"
+#include "policies/plan_part.h"
 #include "positions.h"
 
 namespace kvreplay {
 namespace {
-
-const RegisteredPart registered{{"chunks", PartKind::selector, "whole chunks of neighbouring tokens, best first"}};
 
 constexpr Choice<Fill> fill_words[] = {{"cut", Fill::cut}, {"none", Fill::none}, {"tokens", Fill::tokens}};
 constexpr Choice<ChunkScore> score_words[] = {{"sum", ChunkScore::sum}, {"mean", ChunkScore::mean}};
@@ -54,11 +53,20 @@ void fill_with_tokens(std::vector<std::int32_t>& taken, std::span<const double> 
   std::ranges::sort(taken);
 }
 
+struct ChunksPart : Chunks {
+  static constexpr PartKind kind = PartKind::select;
+  static constexpr const char* name = "chunks";
+  static constexpr const char* summary = "whole chunks of neighbouring tokens, best first";
+
+  void fill(Plan& plan) const { plan.select = selector(); }
+};
+
+const RegisteredPart<ChunksPart> registered;
+
 }  // namespace
 
 void Chunks::parameters(Parameters& p) {
   p.add("chunk", chunk, IntRange{.least = 1}, "tokens in a chunk; the last one may be short");
-  p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
   p.add<Fill>("fill", fill, fill_words, "what becomes of slots that no whole chunk fits into (window_mode=reserve)");
   p.add<ChunkScore>("chunk_score", score, score_words, "a chunk's score from its tokens' scores");
   p.add<WindowMode>("window_mode", window_mode, window_words,
@@ -66,26 +74,33 @@ void Chunks::parameters(Parameters& p) {
 }
 
 Selector Chunks::selector() const {
-  return [part = *this](const Row& row) {
-    const int recent = std::min(part.window, row.budget);
-    const int slots = row.budget - recent;
+  const auto select = [part = *this](const Row& row) {
+    const int slots = row.budget - row.sinks - row.recent;
+    Kept kept{position_range(0, row.sinks), row.sinks, row.recent};
+    const std::vector<std::int32_t> recent = position_range(row.tokens - row.recent, row.tokens);
+    if (slots == 0) {
+      kept.positions.insert(kept.positions.end(), recent.begin(), recent.end());
+      return kept;
+    }
     const bool reserve = part.window_mode == WindowMode::reserve;
-    const int tokens = reserve ? row.prompt - recent : row.prompt;
-    const int to_divide = reserve ? slots : row.budget;
+    const int end = reserve ? row.tokens - row.recent : row.tokens;
+    const int to_divide = reserve ? slots : slots + row.recent;
 
-    const std::span<const double> scores = row.scores.first(static_cast<std::size_t>(tokens));
+    const std::span<const double> scores =
+        row.scores.subspan(static_cast<std::size_t>(row.sinks), static_cast<std::size_t>(end - row.sinks));
     const std::vector<std::int32_t> order = ranked(chunk_scores(scores, part.chunk, part.score));
     const bool only_whole = part.fill != Fill::cut || !reserve;
     const std::size_t whole = only_whole ? static_cast<std::size_t>(to_divide / part.chunk) : order.size();
 
-    std::vector<std::int32_t> taken = take(order, whole, to_divide, part.chunk, tokens);
+    std::vector<std::int32_t> taken = take(order, whole, to_divide, part.chunk, end - row.sinks);
     if (part.fill == Fill::tokens && reserve) fill_with_tokens(taken, scores, to_divide);
     taken.resize(std::min(taken.size(), static_cast<std::size_t>(slots)));
+    for (std::int32_t& token : taken) token += row.sinks;
 
-    Kept kept{{}, 0, recent};
-    std::ranges::set_union(taken, position_range(row.prompt - recent, row.prompt), std::back_inserter(kept.positions));
+    std::ranges::set_union(taken, recent, std::back_inserter(kept.positions));
     return kept;
   };
+  return {.select = select, .fills = window_mode == WindowMode::reserve && fill != Fill::none};
 }
 
 }  // namespace kvreplay

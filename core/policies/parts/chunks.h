@@ -19,7 +19,6 @@ enum class WindowMode {
 
 struct Chunks {
   int chunk = 10;
-  int window = 8;
   Fill fill = Fill::cut;
   ChunkScore score = ChunkScore::sum;
   WindowMode window_mode = WindowMode::reserve;

@@ -1,10 +1,50 @@
 #include "policies/parts/sharing.h"
 
+#include <algorithm>
+
+#include "policies/plan_part.h"
+
 namespace kvreplay {
 namespace {
 
-const RegisteredPart registered_none{{"none", PartKind::sharing, "every layer selects for itself"}};
-const RegisteredPart registered_every{{"every", PartKind::sharing, "the first of every n layers selects for all n"}};
+struct None {
+  static constexpr PartKind kind = PartKind::share;
+  static constexpr const char* name = "none";
+  static constexpr const char* summary = "every layer selects for itself";
+
+  void parameters(Parameters&) {}
+  void fill(Plan& plan) const { plan.share = no_sharing(); }
+};
+
+struct Every {
+  static constexpr PartKind kind = PartKind::share;
+  static constexpr const char* name = "every";
+  static constexpr const char* summary = "the first of every `reuse` layers selects for all of them";
+
+  int reuse = 2;
+
+  void parameters(Parameters& p) {
+    p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "layers that share the first one's set");
+  }
+  void fill(Plan& plan) const { plan.share = every(reuse); }
+};
+
+struct OneLayer {
+  static constexpr PartKind kind = PartKind::share;
+  static constexpr const char* name = "one";
+  static constexpr const char* summary = "one layer selects for all";
+
+  int layer = -1;
+
+  void parameters(Parameters& p) {
+    p.add("layer", layer, any_layer, "the layer whose set all use; -1 is the last one");
+  }
+  void fill(Plan& plan) const { plan.share = one_layer(layer); }
+};
+
+const RegisteredPart<None> registered_none;
+const RegisteredPart<Every> registered_every;
+const RegisteredPart<OneLayer> registered_one;
 
 }  // namespace
 
@@ -12,8 +52,22 @@ Sharing no_sharing() {
   return [](int layer, int) { return layer; };
 }
 
+bool is_source(const Sharing& share, int layer, int layers) {
+  for (int l = 0; l < layers; ++l)
+    if (share(l, layers) == layer) return true;
+  return false;
+}
+
 Sharing every(int n) {
   return [n](int layer, int) { return layer / n * n; };
+}
+
+Sharing last_of(int n) {
+  return [n](int layer, int layers) { return std::min(layers, (layer / n + 1) * n) - 1; };
+}
+
+Sharing one_layer(int layer) {
+  return [layer](int, int layers) { return layer < 0 ? layers + layer : layer; };
 }
 
 }  // namespace kvreplay

@@ -3,47 +3,58 @@
 #include <algorithm>
 
 #include "policies/parts/ranking.h"
+#include "policies/plan_part.h"
 #include "positions.h"
 
 namespace kvreplay {
 namespace {
 
-const RegisteredPart registered_top_k{{"top-k", PartKind::selector, "the best tokens between sinks and recent window"}};
-const RegisteredPart registered_anywhere{
-    {"top-k-anywhere", PartKind::selector, "the best tokens anywhere, and the recent window: overlap is not refilled"}};
+Kept best_between(const Row& row) {
+  const int scored = row.budget - row.sinks - row.recent;
+  Kept kept{position_range(0, row.sinks), row.sinks, row.recent};
+  if (scored > 0) {
+    const auto candidates = static_cast<std::size_t>(row.tokens - row.sinks - row.recent);
+    for (const std::int32_t i : largest(row.scores.subspan(static_cast<std::size_t>(row.sinks), candidates), scored))
+      kept.positions.push_back(i + row.sinks);
+  }
+  std::ranges::copy(position_range(row.tokens - row.recent, row.tokens), std::back_inserter(kept.positions));
+  return kept;
+}
+
+Kept best_anywhere(const Row& row) {
+  std::vector<std::int32_t> by_rule = position_range(0, row.sinks);
+  std::ranges::copy(position_range(row.tokens - row.recent, row.tokens), std::back_inserter(by_rule));
+  Kept kept{{}, row.sinks, row.recent};
+  std::ranges::set_union(largest(row.scores, row.budget - row.sinks - row.recent), by_rule,
+                         std::back_inserter(kept.positions));
+  return kept;
+}
+
+struct TopK {
+  static constexpr PartKind kind = PartKind::select;
+  static constexpr const char* name = "top-k";
+  static constexpr const char* summary = "the best tokens between sinks and recent window";
+
+  void parameters(Parameters&) {}
+  void fill(Plan& plan) const { plan.select = top_k(); }
+};
+
+struct TopKAnywhere {
+  static constexpr PartKind kind = PartKind::select;
+  static constexpr const char* name = "top-k-anywhere";
+  static constexpr const char* summary =
+      "the best tokens anywhere, and those that stay by rule: overlap is not refilled";
+
+  void parameters(Parameters&) {}
+  void fill(Plan& plan) const { plan.select = top_k_anywhere(); }
+};
+
+const RegisteredPart<TopK> registered_top_k;
+const RegisteredPart<TopKAnywhere> registered_anywhere;
 
 }  // namespace
 
-Protection::Clamped Protection::within(int budget) const {
-  const int first = std::min(sinks, budget);
-  return {first, std::min(recent.of(budget), budget - first)};
-}
-
-Selector top_k(Protection protection) {
-  return [protection](const Row& row) {
-    const auto [sinks, recent] = protection.within(row.budget);
-    const int scored = row.budget - sinks - recent;
-    Kept kept{position_range(0, sinks), sinks, recent};
-    if (scored > 0) {
-      const auto candidates = static_cast<std::size_t>(row.prompt - sinks - recent);
-      for (const std::int32_t i : largest(row.scores.subspan(static_cast<std::size_t>(sinks), candidates), scored))
-        kept.positions.push_back(i + sinks);
-    }
-    std::ranges::copy(position_range(row.prompt - recent, row.prompt), std::back_inserter(kept.positions));
-    return kept;
-  };
-}
-
-Selector top_k() { return top_k({}); }
-
-Selector top_k_anywhere(Protection protection) {
-  return [protection](const Row& row) {
-    const auto [sinks, recent] = protection.within(row.budget);
-    const std::vector<std::int32_t> by_rule = position_range(row.prompt - recent, row.prompt);
-    Kept kept{{}, sinks, recent};
-    std::ranges::set_union(largest(row.scores, row.budget - recent), by_rule, std::back_inserter(kept.positions));
-    return kept;
-  };
-}
+Selector top_k() { return {.select = best_between, .takes_best = true}; }
+Selector top_k_anywhere() { return {.select = best_anywhere, .fills = false}; }
 
 }  // namespace kvreplay

@@ -2,20 +2,29 @@
 
 #include <algorithm>
 
+#include "policies/plan_part.h"
+
 namespace kvreplay {
 namespace {
-
-const RegisteredPart registered{{"window", PartKind::scorer, "attention of the last prompt queries, pooled"}};
 
 constexpr Choice<PoolOrder> order_words[] = {{"group-first", PoolOrder::group_first},
                                              {"pool-first", PoolOrder::pool_first}};
 
+struct WindowPart : WindowScore {
+  static constexpr PartKind kind = PartKind::score;
+  static constexpr const char* name = "window";
+  static constexpr const char* summary = "attention of the last queries, pooled over neighbours";
+
+  void fill(Plan& plan) const { plan.score = scorer(); }
+};
+
+const RegisteredPart<WindowPart> registered;
+
 }  // namespace
 
 void WindowScore::parameters(Parameters& p) {
-  p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
+  p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
   add_pooling(p, pool, kernel);
-  grouping.parameters(p);
   p.add<PoolOrder>("pool_order", order, order_words, "whether heads are reduced before pooling, or after");
   // The window family's settings in published code and papers; factory is what the tables of ChunkKV and DynamicKV rest
   // on in all likelihood, which do not state theirs.
@@ -28,11 +37,27 @@ void WindowScore::parameters(Parameters& p) {
   p.preset({"kvpress", "kvpress", {{"window", "64"}, {"kernel", "5"}, {"pool", "avg"}}});
 }
 
-Matrix WindowScore::operator()(const LayerView& view) const {
-  const Matrix& attention = view.window_attention(window);
-  const int before_window = view.prompt() - std::min(window, view.prompt());
-  if (order == PoolOrder::pool_first) return grouping(pooled(attention, pool, kernel, before_window), view.group());
-  return pooled(grouping(attention, view.group()), pool, kernel, before_window);
+Scorer WindowScore::scorer() const {
+  const auto score = [*this](const LayerView& view, const Scoring& how) {
+    const Matrix& attention = view.window_attention(window);
+    const int candidates = view.tokens() - how.recent;
+    if (order == PoolOrder::pool_first) return how.grouping(pooled(attention, pool, kernel, candidates), view.group());
+    return pooled(how.grouping(attention, view.group()), pool, kernel, candidates);
+  };
+  return {.score = score, .needs = last_queries(window)};
+}
+
+void WindowFamily::parameters(Parameters& p) {
+  score.parameters(p);
+  grouping.parameters(p);
+}
+
+Plan WindowFamily::plan() const {
+  return {
+      .grouping = grouping,
+      .score = score.scorer(),
+      .protect = {.recent = Amount::tokens(score.window)},
+  };
 }
 
 }  // namespace kvreplay

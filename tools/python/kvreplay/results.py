@@ -28,7 +28,10 @@ CELL = "cell trace model role policy params heads budget budget_tokens boundary 
 
 @dataclass(frozen=True)
 class Selection:
-    """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated."""
+    """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated.
+
+    Of a schedule they are what is held when the prompt has been seen and its last eviction is done.
+    """
 
     layers: np.ndarray  # int [n], ascending
     numbers: np.ndarray  # int [n], the model's own numbers of these layers: what figures and tables show
@@ -39,6 +42,8 @@ class Selection:
     recent: np.ndarray  # int [L,H], last tokens that a rule kept
     jaccard: dict[str, np.ndarray]  # first, mean, union: float [n,n]
     boundary: int  # P where the whole prompt is compressed
+    # int [L,H,T] of schedules: position of the query after which a token went; -1 never, and where a layer decides once
+    evicted_at: np.ndarray | None = None
 
     @property
     def kept(self) -> np.ndarray:
@@ -156,22 +161,33 @@ class Run:
         return file
 
     def selection(self, cell: str, boundary: int) -> Selection | None:
-        """The kept tokens of a cell that compresses `boundary` tokens; None where a policy has no fixed set."""
+        """The kept tokens of a cell that compresses `boundary` tokens; None where a policy has no fixed set.
+
+        A policy that keeps every token, changed, stores no rows and says `sets` = all: its rows are whole.
+        """
         group = self._object("/cells/" + cell)
         if "offsets" not in group:
             return None
         granted = self._array(group, "budget")
         offsets, positions = self._array(group, "offsets"), self._array(group, "positions")
         where = f"{self.folder / 'selections.h5'}:{group.name}"
+        if "layers" not in group.attrs:
+            raise Error(where, "attribute layers", "the treated layers", "none")
+        layers = np.asarray(group.attrs["layers"], dtype=int).ravel()
         if granted.ndim != 2 or offsets.shape != (granted.size + 1,) or (np.diff(offsets) < 0).any():
             raise Error(where, "offsets", f"{granted.size + 1} ascending", str(list(offsets.shape)))
         if len(positions) != offsets[-1]:
             raise Error(where, "positions", f"{offsets[-1]} of them", str(len(positions)))
         if ((positions < 0) | (positions >= boundary)).any():
             raise Error(where, "positions", f"0 to {boundary - 1}", f"{positions.min()} to {positions.max()}")
-        if "layers" not in group.attrs:
-            raise Error(where, "attribute layers", "the treated layers", "none")
-        layers = np.asarray(group.attrs["layers"], dtype=int).ravel()
+        evicted_at = group["evicted_at"][()] if "evicted_at" in group else None
+        if evicted_at is not None and evicted_at.shape[:-1] != granted.shape:
+            raise Error(where, "evicted_at", f"{list(granted.shape)} rows of tokens", str(list(evicted_at.shape)))
+        if text(group.attrs.get("sets", "fixed")) == "all":
+            rows = np.zeros(granted.shape, dtype=int)
+            rows[layers] = boundary
+            offsets = np.concatenate([[0], np.cumsum(rows)])
+            positions = np.tile(np.arange(boundary), offsets[-1] // boundary)
         return Selection(
             layers=layers,
             numbers=layer_numbers(self._object("/traces/" + text(group.attrs["trace"])), len(granted))[layers],
@@ -182,6 +198,7 @@ class Run:
             recent=self._array(group, "recent"),
             jaccard={variant: self._array(group, "jaccard_" + variant) for variant in ("first", "mean", "union")},
             boundary=boundary,
+            evicted_at=evicted_at,
         )
 
     def trace(self, name: str) -> TraceFacts:

@@ -1,4 +1,4 @@
-#include "policies/parts/grouping.h"
+#include "policies/grouping.h"
 
 #include <algorithm>
 

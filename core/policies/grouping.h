@@ -1,12 +1,13 @@
 // From scores per query head to scores per row of the policy's granularity.
 #pragma once
 
-#include "policies/policy.h"
+#include "attention/kept_set.h"
+#include "matrix.h"
+#include "parameters.h"
 
 namespace kvreplay {
 
 enum class Aggregate { mean, sum, max };
-enum class PoolOrder { group_first, pool_first };
 
 /// How a policy's rows are made: one for each KV head from its group of query heads (by `aggregate`), one for each
 /// query head (untouched), or one for the layer (the sum over all query heads).

@@ -1,0 +1,16 @@
+// Ranges of layers that are replayed by policies of their own: layers:0-14=(chunkkv:chunk=20),15-29=snapkv.
+#pragma once
+
+#include <memory>
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+inline constexpr const char* layer_ranges_name = "layers";
+
+/// A policy whose parameters are ranges FIRST-LAST (or one layer, FIRST) of treated layers, numbered from 0. Each range
+/// is replayed as if its layers were all there are, at the same budget. Together they must cover every layer once.
+std::unique_ptr<Policy> make_layer_ranges();
+
+}  // namespace kvreplay

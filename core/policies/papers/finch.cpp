@@ -1,0 +1,46 @@
+#include "policies/parts/question_blocks.h"
+#include "policies/parts/question_score.h"
+#include "policies/parts/stores.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Choice<Heads> heads_words[] = {{"layer", Heads::layer}, {"kv", Heads::kv}};
+
+struct Finch {
+  static constexpr Card card{
+      .name = "finch",
+      .summary = "the context block by block, by the attention of the question at its end; kept keys move together",
+      .paper = "Corallo and Papotti 2024, FINCH, arXiv:2408.00167, section 5",
+      .score =
+          "s[x] = sum over heads and question rows p of nu_p softmax_x(q_p k_x) over what is held, the block, and "
+          "the question",
+  };
+
+  QuestionBlocks blocks = {};
+  QuestionScore score = {};
+  Positions positions = Positions::cache;
+  Heads heads = Heads::layer;
+
+  void parameters(Parameters& p) {
+    blocks.parameters(p);
+    score.parameters(p);
+    add_positions(p, positions);
+    p.add<Heads>("heads", heads, heads_words, "one set for the layer, or one per KV head");
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = {.heads = heads},
+        .score = score.scorer(),
+        .schedule = blocks.schedule(score.question),
+        .store = store_at(positions),
+    };
+  }
+};
+
+const Registered<Finch> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,39 @@
+#include "policies/parts/attention_scores.h"
+#include "policies/parts/schedules.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct H2oOnline {
+  static constexpr Card card{
+      .name = "h2o-online",
+      .summary = "H2O's algorithm: after each token the one with the least attention so far goes",
+      .paper = "Zhang et al. 2023, H2O, arXiv:2306.14048, algorithm 1",
+      .score = "acc[h,j] = sum over queries t >= j of softmax_j(q_t k_j) over what is held at t",
+  };
+
+  Amount recent = Amount::fraction(0.5);
+  Heads heads = Heads::kv;
+  OnlineEvictions evictions = {};
+
+  void parameters(Parameters& p) {
+    p.add("recent", recent, "last tokens that never go, the newest included");
+    add_heads(p, heads);
+    evictions.parameters(p);
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = {.heads = heads},
+        .score = cumulative_score(),
+        .protect = {.recent = recent, .least_recent = 1},
+        .schedule = evictions.schedule(),
+    };
+  }
+};
+
+const Registered<H2oOnline> registered;
+
+}  // namespace
+}  // namespace kvreplay

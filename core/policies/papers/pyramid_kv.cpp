@@ -1,0 +1,33 @@
+#include "policies/parts/pyramid.h"
+#include "policies/parts/window_score.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct PyramidKv : WindowFamily {
+  static constexpr Card card{
+      .name = "pyramid-kv",
+      .summary = "SnapKV's scores with budgets that shrink from layer to layer",
+      .paper = "Cai et al. 2024, PyramidKV, arXiv:2406.02069",
+      .score = "as snapkv; layer sizes in arithmetic progression from 2b - b/beta to b/beta beside the window",
+  };
+
+  Pyramid pyramid = {};
+
+  void parameters(Parameters& p) {
+    WindowFamily::parameters(p);
+    pyramid.parameters(p);
+  }
+
+  Plan plan() const {
+    Plan plan = WindowFamily::plan();
+    plan.allocate = pyramid.allocator();
+    return plan;
+  }
+};
+
+const Registered<PyramidKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,23 @@
+#include "policies/parts/rules.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Strided {
+  static constexpr Card card{
+      .name = "strided",
+      .summary = "tokens at equal distances: sparse attention's stride",
+      .paper = "Child et al. 2019, arXiv:1904.10509; SCA, section 5",
+      .score = "none: tokens floor(i P / B), i = 0 ... B-1",
+  };
+
+  void parameters(Parameters&) {}
+
+  Plan plan() const { return {.select = stride()}; }
+};
+
+const Registered<Strided> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,28 @@
+#include "policies/parts/rules.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Truncate {
+  static constexpr Card card{
+      .name = "truncate",
+      .summary =
+          "the head and the tail of the prompt (their keys have seen the middle, which a cut text would not have)",
+      .paper = "FINCH, section 6",
+      .score = "none: the first ceil(B/2) and the last floor(B/2) tokens, beside a marked question",
+  };
+
+  bool keep_question = true;
+
+  void parameters(Parameters& p) {
+    p.add("keep_question", keep_question, "a marked question that ends the prompt stays whole, beside the two halves");
+  }
+
+  Plan plan() const { return {.select = head_and_tail(keep_question)}; }
+};
+
+const Registered<Truncate> registered;
+
+}  // namespace
+}  // namespace kvreplay

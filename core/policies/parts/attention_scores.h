@@ -1,0 +1,14 @@
+// Scores that are sums of attention as they stand.
+#pragma once
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// [H, n]: attention received from all queries that have come (H2O).
+Scorer cumulative_score();
+
+/// [H, P]: attention that the eval queries will pay: what oracles see.
+Scorer eval_score();
+
+}  // namespace kvreplay

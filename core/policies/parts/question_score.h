@@ -1,0 +1,44 @@
+// Attention that a question at the end of the prompt pays to what stands before it: prompt-guided eviction (FINCH,
+// section 5).
+#pragma once
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// Which tokens make up the question.
+enum class QuestionFrom {
+  marked,  // the marked question that ends the prompt; without one, the last tokens
+  last     // the last tokens
+};
+
+struct Question {
+  QuestionFrom from = QuestionFrom::marked;
+  int last_tokens = 32;
+
+  void parameters(Parameters& p);
+  /// n_q: tokens of the question, which end the prompt of P tokens; `marked` is the begin of the marked one, or -1.
+  int tokens(int prompt, int marked) const;
+};
+
+/// How a row of attention is weighted by how many keys it sees.
+enum class RowWeight {
+  visible,  // visible keys / all keys
+  none
+};
+/// Whose rows vote.
+enum class Condition { question, context, all };
+
+/// [H, n], s_j = sum over rows p of nu_p a_p(j), a over the resident tokens X and the question behind them. With rows
+/// of the question nu_p = (#X + p + 1) / (#X + n_q); with rows of the new tokens (the i-th of those after the #C held
+/// before) nu_i = (#C + i + 1) / (#X + n_q).
+struct QuestionScore {
+  Question question = {};
+  RowWeight norm = RowWeight::visible;
+  Condition condition = Condition::question;
+
+  void parameters(Parameters& p);
+  Scorer scorer() const;
+};
+
+}  // namespace kvreplay

@@ -1,0 +1,80 @@
+// Schedules by name. Their meaning is policies/schedule.h, their execution core/replay.
+#include "policies/parts/schedules.h"
+
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Choice<Prefill> prefill_words[] = {{"online", Prefill::online}, {"once", Prefill::once}};
+
+struct OncePart {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "once";
+  static constexpr const char* summary = "when the prompt has been seen";
+
+  void parameters(Parameters&) {}
+  void fill(Plan& plan) const { plan.schedule = Once{}; }
+};
+
+struct EveryPart {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "every";
+  static constexpr const char* summary = "after every block of the prompt, down to B";
+
+  int block = 512;
+
+  void parameters(Parameters& p) { p.add("block", block, IntRange{.least = 1}, "tokens of the prompt in a block"); }
+  void fill(Plan& plan) const { plan.schedule = Blocks{.block = block}; }
+};
+
+struct ThresholdPart {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "threshold";
+  static constexpr const char* summary = "whenever `peak` tokens are held, down to `keep`; no budget binds it";
+
+  Threshold threshold = {};
+
+  void parameters(Parameters& p) {
+    p.add("peak", threshold.peak, "tokens held before a compression", UpTo::any, "P");
+    p.add("keep", threshold.keep, "tokens held after it", UpTo::any, "P");
+  }
+  void fill(Plan& plan) const {
+    plan.schedule = threshold;
+    plan.own_memory = true;
+  }
+};
+
+struct OnlinePart : OnlineEvictions {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "online";
+  static constexpr const char* summary = "after every token the lowest score goes; scores are attention so far";
+
+  void fill(Plan& plan) const { plan.schedule = schedule(); }
+};
+
+struct RollingPart {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "rolling";
+  static constexpr const char* summary = "each query sees the first and the last tokens by rule, itself included";
+
+  void parameters(Parameters&) {}
+  void fill(Plan& plan) const { plan.schedule = Rolling{}; }
+};
+
+const RegisteredPart<OncePart> registered_once;
+const RegisteredPart<EveryPart> registered_every;
+const RegisteredPart<ThresholdPart> registered_threshold;
+const RegisteredPart<OnlinePart> registered_online;
+const RegisteredPart<RollingPart> registered_rolling;
+
+}  // namespace
+
+void OnlineEvictions::parameters(Parameters& p) {
+  p.add("grow", grow, "after the prompt nothing goes: B and the continuation are held");
+  p.add<Prefill>("prefill", prefill, prefill_words, "the prompt token by token, or cut once as by h2o");
+}
+
+Schedule OnlineEvictions::schedule() const { return Online{.grow = grow, .prefill_once = prefill == Prefill::once}; }
+
+}  // namespace kvreplay

@@ -1,0 +1,63 @@
+// The parts of plans by name, so that a user can put one into any policy: select=chunks, schedule=threshold(4000,2000).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "parameters.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// Which member of Plan a part fills.
+enum class PartKind { score, select, allocate, share, schedule, store };
+
+inline constexpr Choice<PartKind> part_kinds[] = {{"score", PartKind::score},       {"select", PartKind::select},
+                                                  {"allocate", PartKind::allocate}, {"share", PartKind::share},
+                                                  {"schedule", PartKind::schedule}, {"store", PartKind::store}};
+
+/// A part with values of its own.
+class PlanPart {
+ public:
+  virtual ~PlanPart() = default;
+  virtual Parameters parameters() = 0;
+  /// Fills its member of the plan.
+  virtual void fill(Plan& plan) const = 0;
+};
+
+struct PartCard {
+  std::string name;
+  std::string summary;
+  std::unique_ptr<PlanPart> (*make)();
+};
+
+Registry<PartCard>& parts(PartKind kind);
+
+/// "NAME" or "NAME(VALUE,...)"; `values` are told apart by the names of the part's parameters, in their order, and not
+/// set. Throws Error{usage}.
+std::unique_ptr<PlanPart> parse_part(PartKind kind, std::string_view text,
+                                     std::vector<std::pair<std::string, std::string>>& values);
+/// The same with its values set.
+std::unique_ptr<PlanPart> make_part(PartKind kind, std::string_view text);
+
+/// `T` has `static constexpr PartKind kind`, `name` and `summary`, `parameters(Parameters&)` and `fill(Plan&) const`.
+template <class T>
+struct RegisteredPart {
+  struct Holder final : PlanPart {
+    T value;
+    Parameters parameters() override {
+      Parameters declared{T::name};
+      value.parameters(declared);
+      return declared;
+    }
+    void fill(Plan& plan) const override { value.fill(plan); }
+  };
+  RegisteredPart() {
+    parts(T::kind).add({T::name, T::summary, [] { return std::unique_ptr<PlanPart>(new Holder); }});
+  }
+};
+
+}  // namespace kvreplay

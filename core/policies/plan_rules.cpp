@@ -1,0 +1,112 @@
+// Which parts fit together, and why others do not.
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+namespace {
+
+const char* name_of(const Allocator& allocator) {
+  constexpr const char* names[] = {"uniform",
+                                   "all tokens",
+                                   "counts from the number of layers",
+                                   "counts from a layer's scores",
+                                   "counts from all layers' scores",
+                                   "another policy's counts"};
+  return names[allocator.index()];
+}
+
+const char* name_of(const Schedule& schedule) {
+  constexpr const char* names[] = {"once", "blocks", "a threshold", "online", "rolling"};
+  return names[schedule.index()];
+}
+
+bool shares_layers(const Sharing& share) {
+  constexpr int some_layers = 64;
+  for (int layer = 0; layer < some_layers; ++layer)
+    if (share(layer, some_layers) != layer) return true;
+  return false;
+}
+
+}  // namespace
+
+bool has_budget(const Plan& plan) { return !plan.own_memory && !std::holds_alternative<Everything>(plan.allocate); }
+
+bool keeps_everything(const Plan& plan, int budget, int prompt) {
+  return std::holds_alternative<Everything>(plan.allocate) || (has_budget(plan) && budget >= prompt);
+}
+
+void check_plan(const std::string& who, const Plan& plan) {
+  const auto refuse_if = [&who](bool unfit, const char* what, const char* expected, const char* found) {
+    if (unfit) throw Error{Refusal::usage, who, what, expected, found};
+  };
+  const bool once = std::holds_alternative<Once>(plan.schedule);
+  const bool online = std::holds_alternative<Online>(plan.schedule);
+  const bool rolling = std::holds_alternative<Rolling>(plan.schedule);
+  const bool uniform = std::holds_alternative<Uniform>(plan.allocate);
+  const bool everything = std::holds_alternative<Everything>(plan.allocate);
+  const bool by_layer = std::holds_alternative<ByLayer>(plan.allocate);
+  const bool across = std::holds_alternative<AcrossLayers>(plan.allocate);
+  const bool by_rule = plan.protect.recent.is_fraction() && plan.protect.recent.share == 1.0;
+
+  const char* const allocator = name_of(plan.allocate);
+  const char* const schedule = name_of(plan.schedule);
+
+  refuse_if(!everything && plan.select.reads_scores && !plan.score && !by_rule, "the selector reads scores",
+            "a score, as in score=window", "none");
+  refuse_if(plan.score && !plan.select.reads_scores, "nothing reads the score", "select=top-k or select=chunks",
+            "a selector without scores");
+  refuse_if(everything && (plan.score || !plan.select.takes_best), "every token stays", "no score and no selector",
+            plan.score ? "a score" : "a selector");
+  refuse_if(by_rule && (!plan.select.reads_scores || (!uniform && !plan.score)), "all of the budget stays by rule",
+            "another policy for this part", plan.select.reads_scores ? allocator : "a selector");
+  const bool from_scores =
+      std::holds_alternative<WithinLayer>(plan.allocate) || across || std::holds_alternative<CountsOf>(plan.allocate);
+  refuse_if(!plan.score && from_scores, "the allocator divides what is scored", "a score, or allocate=uniform",
+            allocator);
+  refuse_if((by_layer || across) && shares_layers(plan.share), "layers that share a set have one count",
+            "share=none, or allocate=uniform", allocator);
+  refuse_if(plan.select.one_set && plan.grouping.heads != Heads::layer,
+            "similarity is that of all heads of a token together", "heads=layer", "a set for each head");
+  refuse_if(plan.select.reads_layer && across,
+            "the selector reads the layer, and the allocator decides when all layers have been seen",
+            "an allocator of one layer", allocator);
+  refuse_if(plan.nesting != Nesting::none && !by_layer, "nested sets need counts that are known beforehand",
+            "allocate=decay or allocate=pyramid", allocator);
+  refuse_if(plan.nesting != Nesting::none && plan.grouping.heads != Heads::layer, "nested sets are one a layer",
+            "heads=layer", "a set for each head");
+  refuse_if(plan.nesting != Nesting::none && (plan.score.accumulates || plan.score.needs.future_queries),
+            "nested sets are scored over what the layer before kept", "score=recency-window, window or random",
+            "a score of all tokens");
+  refuse_if(!once && plan.nesting != Nesting::none, "nested sets are made at the end of the prompt", "schedule=once",
+            schedule);
+  refuse_if(!once && !plan.select.fills, "a schedule holds equally many tokens in every head",
+            "a selector that fills its budget", "one that may keep fewer");
+  refuse_if((online || rolling) && !plan.select.takes_best, "the schedule itself says which token goes", "select=top-k",
+            "another selector");
+  refuse_if(online && !std::holds_alternative<Exact>(plan.store), "schedule=online scores tokens where they were",
+            "store=exact", "another store");
+  refuse_if(!once && plan.select.of_prompt, "the selector chooses from the whole prompt", "schedule=once", schedule);
+  refuse_if(!once && !uniform, "a schedule holds equally many tokens in every layer and head", "allocate=uniform",
+            allocator);
+  refuse_if(!once && plan.score.needs.future_queries, "future queries are known for one moment", "schedule=once",
+            schedule);
+  refuse_if(!once && !online && !rolling && plan.grouping.heads == Heads::query,
+            "query heads that share a key would each hold tokens of their own", "heads=kv or heads=layer",
+            "heads=query with this schedule");
+  const auto* blocks = std::get_if<Blocks>(&plan.schedule);
+  refuse_if(plan.score.needs.question && !(blocks != nullptr && blocks->spared),
+            "score=question asks a question that must stay whole", "schedule=question-blocks", schedule);
+  refuse_if(online && plan.grouping.heads == Heads::kv && plan.grouping.aggregate != Aggregate::mean,
+            "schedule=online takes the mean over a group of query heads", "agg=mean", "agg=sum or max");
+  refuse_if(online && !plan.score.accumulates, "schedule=online evicts by the attention received so far",
+            "score=cumulative", plan.score ? "another score" : "none");
+  refuse_if(online && plan.protect.sinks > 0, "schedule=online protects recent tokens alone", "no sinks", "sinks");
+  refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",
+            "streaming-llm or local", "another policy");
+  const bool transformed = std::holds_alternative<Transformed>(plan.store);
+  refuse_if(transformed && !once, "tokens are quantised at the end of the prompt", "schedule=once", schedule);
+  refuse_if(transformed && plan.grouping.heads == Heads::query, "a quantised cache holds a token once a KV head",
+            "heads=kv or heads=layer", "heads=query");
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,16 @@
+#include "policies/protection.h"
+
+#include <algorithm>
+
+namespace kvreplay {
+
+Protection::Clamped Protection::within(int budget, int prompt) const {
+  const int most = recent_of_prompt ? prompt : budget;
+  const int first = std::min(sinks, most);
+  const int last = !recent.is_fraction() ? recent.count
+                   : recent_of_prompt    ? recent.of(prompt) + 1
+                                         : std::max(least_recent, recent.of(budget));
+  return {first, std::min(last, most - first)};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,22 @@
+// Evictions that happen while the tokens come: what is held changes with time.
+#pragma once
+
+#include <string>
+
+#include "replay/selection.h"
+
+namespace kvreplay {
+
+/// A layer under one of the schedules other than `Once`. `budget` is less than P where there is one, `who` names the
+/// policy in messages. Throws Error{input} for a budget that leaves no room
+/// beside the tokens that a schedule spares.
+LayerSelection run_schedule(const LayerView& view, const Plan& plan, int budget, const std::string& who);
+
+/// Peak and keep in tokens of a prompt of P. Throws Error{usage} unless 1 <= keep < peak.
+struct PeakAndKeep {
+  int peak = 0;
+  int keep = 0;
+};
+PeakAndKeep tokens_of(const Threshold& threshold, int prompt, const std::string& who);
+
+}  // namespace kvreplay

@@ -1,0 +1,106 @@
+#include "replay/selection.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "error.h"
+
+namespace kvreplay {
+namespace {
+
+void check_row(const std::vector<std::int32_t>& kept, int tokens, int allowed, const std::string& who) {
+  std::int32_t previous = -1;
+  for (const std::int32_t token : kept) {
+    if (token <= previous || token >= tokens)
+      throw Error{Refusal::internal, who, "selection not ascending among the resident tokens",
+                  fmt::format("{}..{}", previous + 1, tokens - 1), std::to_string(token)};
+    previous = token;
+  }
+  if (static_cast<int>(kept.size()) > allowed)
+    throw Error{Refusal::internal, who, "selection over its budget", fmt::format("at most {}", allowed),
+                std::to_string(kept.size())};
+}
+
+/// Numbers of the resident tokens by ascending position.
+std::vector<std::size_t> ascending(std::span<const std::int32_t> positions) {
+  std::vector<std::size_t> order(positions.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  if (!std::ranges::is_sorted(positions)) std::ranges::sort(order, {}, [&](std::size_t i) { return positions[i]; });
+  return order;
+}
+
+}  // namespace
+
+KeptSet LayerSelection::seen_by(int query) const {
+  const auto tokens = evicted_at.size() / static_cast<std::size_t>(set.rows());
+  KeptSet seen(set.heads(), set.rows(), static_cast<int>(tokens));
+  for (int row = 0; row < set.rows(); ++row) {
+    const std::span<const std::int32_t> gone =
+        std::span(evicted_at).subspan(static_cast<std::size_t>(row) * tokens, tokens);
+    for (int j = 0; j <= query; ++j)
+      if (const std::int32_t at = gone[static_cast<std::size_t>(j)]; at < 0 || at >= query) seen.keep(row, j);
+  }
+  return seen;
+}
+
+LayerSelection empty_selection(const LayerView& view, Heads heads) {
+  const int rows = view.rows(heads);
+  const auto size = static_cast<std::size_t>(rows);
+  return {KeptSet(heads, rows, view.prompt()), std::vector<int>(size), std::vector<int>(size), std::vector<int>(size),
+          view.layer()};
+}
+
+void hold_at_end_of_prompt(LayerSelection& selection, int row) {
+  const auto tokens = selection.evicted_at.size() / static_cast<std::size_t>(selection.set.rows());
+  for (int j = 0; j < selection.set.tokens(); ++j) {
+    const std::int32_t at = selection.evicted_at[static_cast<std::size_t>(row) * tokens + static_cast<std::size_t>(j)];
+    if (at < 0 || at >= selection.set.tokens()) selection.set.keep(row, j);
+  }
+}
+
+Kept choose_row(const Selector& select, std::span<const std::int32_t> positions, std::span<const double> scores,
+                RowBudget budget, const LayerView* view, const std::string& who) {
+  const auto tokens = static_cast<int>(positions.size());
+  const int count = std::min(budget.count, tokens);
+  const int sinks = std::min(budget.by_rule.sinks, count);
+  const int recent = std::min(budget.by_rule.recent, count - sinks);
+  Kept kept{{}, sinks, recent};
+  if (count == 0) return kept;
+
+  std::vector<std::int32_t> by_position(positions.begin(), positions.end());
+  std::vector<double> in_order;
+  if (!std::ranges::is_sorted(positions)) {
+    const std::vector<std::size_t> order = ascending(positions);
+    for (std::size_t i = 0; i < order.size(); ++i) by_position[i] = positions[order[i]];
+    if (!scores.empty())
+      for (const std::size_t i : order) in_order.push_back(scores[i]);
+  }
+  if (count == tokens) {
+    kept.positions = std::move(by_position);
+    return kept;
+  }
+  kept = select({in_order.empty() ? scores : in_order, tokens, count, sinks, recent, view});
+  check_row(kept.positions, tokens, count, who);
+  for (std::int32_t& token : kept.positions) token = by_position[static_cast<std::size_t>(token)];
+  return kept;
+}
+
+void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted) {
+  for (const std::int32_t position : kept.positions) selection.set.keep(row, position);
+  const auto r = static_cast<std::size_t>(row);
+  selection.sinks[r] = kept.sinks;
+  selection.recent[r] = kept.recent;
+  selection.granted[r] = granted;
+}
+
+Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who) {
+  Matrix scores = plan.score ? plan.score.score(view, how) : Matrix();
+  for (const double score : scores.values())
+    if (score != score)
+      throw Error{Refusal::input, fmt::format("layer {}", view.stored_layer()), "score of " + who + " is not a number"};
+  return scores;
+}
+
+}  // namespace kvreplay

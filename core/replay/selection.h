@@ -1,0 +1,55 @@
+// What a policy keeps of one layer, and how rows of it are chosen.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/kept_set.h"
+#include "attention/layer_view.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// One layer's set, checked where it is made: ascending, unique, below the boundary, within the budget.
+struct LayerSelection {
+  KeptSet set;               // at the end of the prompt
+  std::vector<int> sinks;    // [H] first tokens kept by rule
+  std::vector<int> recent;   // [H] last tokens kept by rule
+  std::vector<int> granted;  // [H] the budget of each row
+  int source = 0;            // treated layer whose set this is
+  /// [H, T], of schedules other than once: position of the query after which the token went, -1 never.
+  std::vector<std::int32_t> evicted_at = {};
+  /// Kept positions of all rows, one row after the other, in the order of their slots; empty: ascending.
+  std::vector<std::int32_t> slots = {};
+
+  bool changes_with_time() const { return !evicted_at.empty(); }
+  /// R(t), of those that change with time: what query t sees, t itself included, as a set over [0, T).
+  KeptSet seen_by(int query) const;
+};
+
+LayerSelection empty_selection(const LayerView& view, Heads heads);
+
+/// Fills a row of `set` from `evicted_at`: what is held when the prompt has been seen and its last eviction is done.
+void hold_at_end_of_prompt(LayerSelection& selection, int row);
+
+/// What one row is asked for.
+struct RowBudget {
+  int count = 0;                     // tokens that it may keep
+  Protection::Clamped by_rule = {};  // at the policy's budget; clamped to `count` where that is less
+};
+
+/// The resident tokens that stay, ascending positions: all where the row may keep as many. `positions` are those of the
+/// row's resident tokens, `scores` theirs (empty without a scorer), `view` the layer while it is resident, else null.
+/// Throws Error{internal} for a selection that is not ascending, not resident or over its budget; `who` is the policy.
+Kept choose_row(const Selector& select, std::span<const std::int32_t> positions, std::span<const double> scores,
+                RowBudget budget, const LayerView* view, const std::string& who);
+
+/// Enters a row's kept positions.
+void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted);
+
+/// [H, n] scores of what is resident. Throws Error{input} where one is not a number.
+Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who);
+
+}  // namespace kvreplay

@@ -1,0 +1,353 @@
+// Laws of single policies: what makes each of them itself, and where two of them are one.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "recorded_run.h"
+#include "trace/float_types.h"
+
+namespace kvreplay {
+namespace {
+
+/// 5 layers, 4/2 heads, 90 + 20 tokens.
+class LawsOfPapers : public testing::Test {
+ protected:
+  static const Trace& trace() {
+    static const TemporaryTrace file(options());
+    static const Trace opened = file.open();
+    return opened;
+  }
+  static constexpr int layers = 5, prompt = 90, tokens = 110;
+
+  static SynthOptions options() {
+    SynthOptions made = synth_defaults("sinks");
+    made.layers = layers;
+    made.query_heads = 4;
+    made.kv_heads = 2;
+    made.head_dim = 16;
+    made.prefill = prompt;
+    made.continuation = tokens - prompt;
+    made.rope_base = 100.0;
+    return made;
+  }
+
+  static void expect_same_sets(const std::string& one, const std::string& other, int budget) {
+    const RecordedRun run = record(trace(), {one, other}, budget);
+    for (int l = 0; l < layers; ++l)
+      EXPECT_EQ(run.selections.at({0, l}).set, run.selections.at({1, l}).set)
+          << one << " and " << other << " in layer " << l << " at " << budget;
+  }
+
+  /// Tokens that a row holds after query t has attended, before its eviction.
+  static int held_at(const LayerSelection& selection, int row, int t) { return selection.seen_by(t).count(row); }
+  static int evictions_after(const LayerSelection& selection, int row, int t) {
+    const auto begin = selection.evicted_at.begin() + static_cast<std::ptrdiff_t>(row) * tokens;
+    return static_cast<int>(std::count(begin, begin + tokens, t));
+  }
+};
+
+TEST_F(LawsOfPapers, FullIsExact) {
+  const RecordedRun run = record(trace(), {"full"}, 1);
+  for (const auto& [key, all] : run.moments)
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      EXPECT_EQ(all[i].mass, 1.0);
+      EXPECT_EQ(all[i].square, run.full.at(key.second)[i].square);
+      EXPECT_EQ(all[i].error_square, 0.0);
+    }
+}
+
+TEST_F(LawsOfPapers, GlobalOracleBoundsEveryFixedSetOfItsGranularity) {
+  const std::vector<std::string> asked{"oracle:scope=global",
+                                       "oracle:scope=layer",
+                                       "oracle",
+                                       "snapkv",
+                                       "h2o",
+                                       "chunkkv",
+                                       "pyramid-kv",
+                                       "pyramid-infer",
+                                       "dynamickv",
+                                       "sca",
+                                       "hybrid",
+                                       "strided",
+                                       "truncate",
+                                       "random",
+                                       "local",
+                                       "streaming-llm"};
+  const RecordedRun run = record(trace(), asked, 12);
+  const auto mean = [&](int cell) {
+    double sum = 0;
+    for (int l = 0; l < layers; ++l) sum += run.recall(cell, l);
+    return sum / layers;
+  };
+  for (int cell = 1; cell < static_cast<int>(asked.size()); ++cell)
+    EXPECT_LE(mean(cell), mean(0) + 1e-9) << asked[static_cast<std::size_t>(cell)];
+  EXPECT_LE(mean(2), mean(1) + 1e-9) << "a layer's heads may share their slots";
+}
+
+TEST_F(LawsOfPapers, ChunkKvReusesTheSetOfTheFirstOfEveryNLayers) {
+  const RecordedRun run = record(trace(), {"chunkkv:heads=kv,reuse=2", "chunkkv:heads=kv"}, 20);
+  for (int l = 0; l < layers; ++l) {
+    EXPECT_EQ(run.selections.at({0, l}).set, run.selections.at({1, l / 2 * 2}).set);
+    EXPECT_EQ(run.selections.at({0, l}).source, l / 2 * 2);
+  }
+}
+
+TEST_F(LawsOfPapers, ChunksOfOneTokenAreSnapKvWithoutPooling) {
+  for (const std::string heads : {"kv", "query", "layer"})
+    for (const int budget : {5, 8, 20, 61})
+      expect_same_sets("chunkkv:chunk=1,heads=" + heads, "snapkv:pool=none,heads=" + heads, budget);
+}
+
+TEST_F(LawsOfPapers, EqualCountsMakeDynamicKvAndPyramidKvSnapKv) {
+  for (const int budget : {5, 8, 20, 61}) {
+    expect_same_sets("dynamickv:r_max=1", "snapkv", budget);
+    expect_same_sets("dynamickv:r_max=1,heads=query,update=1,norm=minmax", "snapkv:heads=query", budget);
+    expect_same_sets("pyramid-kv:beta=1", "snapkv", budget);
+    expect_same_sets("pyramid-kv:short_uniform=true", budget > 45 ? "snapkv" : "pyramid-kv", budget);
+  }
+  SynthOptions one_layer = options();
+  one_layer.layers = 1;
+  const TemporaryTrace file(one_layer);
+  const RecordedRun run = record(file.open(), {"pyramid-kv", "dynamickv", "snapkv"}, 20);
+  EXPECT_EQ(run.selections.at({0, 0}).set, run.selections.at({2, 0}).set);
+  EXPECT_EQ(run.selections.at({1, 0}).set, run.selections.at({2, 0}).set);
+}
+
+TEST_F(LawsOfPapers, PyramidKvShrinksFromLayerToLayer) {
+  const RecordedRun run = record(trace(), {"pyramid-kv"}, 20);
+  for (int l = 1; l < layers; ++l)
+    EXPECT_LT(run.selections.at({0, l}).set.count(0), run.selections.at({0, l - 1}).set.count(0));
+}
+
+TEST_F(LawsOfPapers, PyramidInferIsNested) {
+  for (const char* policy :
+       {"pyramid-infer", "pyramid-infer:over=all,r=0.3", "pyramid-infer:decay=linear,r=0.2,sinks=0",
+        "pyramid-infer:decay=constant,r=0.5,recent=1", "pyramid-infer:lengths=natural,r=0.9,decay=constant,recent=1"})
+    for (const int budget : {3, 12, 40}) {
+      SCOPED_TRACE(std::string(policy) + " at " + std::to_string(budget));
+      const RecordedRun run = record(trace(), {policy}, budget);
+      bool shrinks = false;
+      for (int l = 1; l < layers; ++l) {
+        const KeptSet &above = run.selections.at({0, l - 1}).set, &set = run.selections.at({0, l}).set;
+        for (const std::int32_t j : set.positions(0))
+          EXPECT_TRUE(above.keeps(0, j)) << "layer " << l << ", token " << j;
+        shrinks = shrinks || set.count(0) < above.count(0);
+      }
+      EXPECT_TRUE(shrinks || budget < 40);
+    }
+}
+
+TEST_F(LawsOfPapers, NaturalLengthsHoldTheWholePromptInTheFirstLayer) {
+  const RecordedRun run = record(trace(), {"pyramid-infer:lengths=natural,r=0.3", "pyramid-infer"}, 12);
+  EXPECT_EQ(run.selections.at({0, 0}).set.count(0), prompt);
+  EXPECT_LT(run.selections.at({1, 0}).set.count(0), prompt);
+}
+
+TEST_F(LawsOfPapers, HybridIsChunkKvBelowAndSnapKvAbove) {
+  const RecordedRun run = record(trace(), {"hybrid", "chunkkv", "snapkv"}, 20);
+  for (int l = 0; l < layers; ++l)
+    EXPECT_EQ(run.selections.at({0, l}).set, run.selections.at({l < 2 ? 1 : 2, l}).set) << "layer " << l;
+}
+
+TEST_F(LawsOfPapers, RangesOfLayersAreReplayedAsIfTheyWereAlone) {
+  const RecordedRun run = record(
+      trace(), {"layers:3-4=(pyramid-kv:window=2),0-2=(chunkkv:chunk=5,reuse=3)", "chunkkv:chunk=5,reuse=3"}, 20);
+  for (int l = 0; l < 3; ++l) EXPECT_EQ(run.selections.at({0, l}).set, run.selections.at({1, l}).set);
+  // b = 18, M = 88, two layers: 2b - b/20 and b/20 beside the window.
+  EXPECT_EQ(run.selections.at({0, 3}).set.count(0), 2 + 35);
+  EXPECT_EQ(run.selections.at({0, 4}).set.count(0), 2 + 1);
+}
+
+TEST_F(LawsOfPapers, ABudgetOfThePromptKeepsTheContinuationToo) {
+  for (const char* policy : {"h2o-online", "streaming-llm:rolling=true", "finch", "snapkv:schedule=every(16)"})
+    for (const int budget : {prompt, prompt + 5}) {
+      const RecordedRun run = record(trace(), {policy}, budget);
+      for (const auto& [key, all] : run.moments)
+        for (const Moments& at_query : all) EXPECT_EQ(at_query.mass, 1.0) << policy;
+    }
+}
+
+TEST_F(LawsOfPapers, OnlineEvictionHoldsNoMoreThanItsBudgetAndTheNewToken) {
+  for (const char* policy : {"h2o-online", "h2o-online:heads=query,recent=3", "h2o-online:heads=layer,prefill=once"}) {
+    const RecordedRun run = record(trace(), {policy}, 20);
+    const bool once = std::string(policy).find("once") != std::string::npos;
+    for (const auto& [key, selection] : run.selections)
+      for (int row = 0; row < selection.set.rows(); ++row)
+        for (int t = once ? prompt : 0; t < tokens; ++t) {
+          EXPECT_EQ(held_at(selection, row, t), std::min(t + 1, 21)) << policy << ", query " << t;
+          EXPECT_EQ(evictions_after(selection, row, t), t >= 20 ? 1 : 0) << policy << ", query " << t;
+        }
+  }
+}
+
+TEST_F(LawsOfPapers, OnlineEvictionSparesRecentTokens) {
+  const RecordedRun run = record(trace(), {"h2o-online:recent=7"}, 20);
+  for (const auto& [key, selection] : run.selections)
+    for (std::size_t i = 0; i < selection.evicted_at.size(); ++i) {
+      const int token = static_cast<int>(i) % tokens;
+      EXPECT_TRUE(selection.evicted_at[i] < 0 || selection.evicted_at[i] >= token + 7) << "token " << token;
+    }
+}
+
+TEST_F(LawsOfPapers, OnlineAfterACutOfThePromptHasTheSetOfH2oAtItsEnd) {
+  for (const std::string heads : {"kv", "query", "layer"})
+    expect_same_sets("h2o-online:prefill=once,heads=" + heads, "h2o:heads=" + heads, 20);
+}
+
+TEST_F(LawsOfPapers, GrowingKeepsTheContinuation) {
+  const RecordedRun run = record(trace(), {"h2o-online:grow=true", "h2o-online"}, 20);
+  for (int l = 0; l < layers; ++l) {
+    const LayerSelection &grown = run.selections.at({0, l}), &steady = run.selections.at({1, l});
+    EXPECT_EQ(grown.set, steady.set) << "until the prompt ends both are one";
+    for (int t = prompt; t < tokens; ++t) EXPECT_EQ(held_at(grown, 0, t), 20 + t - prompt + 1);
+  }
+}
+
+TEST_F(LawsOfPapers, AThresholdCutsWhenThePeakIsHeld) {
+  for (const char* policy :
+       {"sca:schedule=threshold(45,22),recent=3", "h2o:schedule=threshold(45,22)", "snapkv:schedule=threshold(45,22)",
+        "random:schedule=threshold(45,22)", "streaming-llm:schedule=threshold(45,22),store=cache",
+        "strided:schedule=threshold(45,22)"}) {
+    SCOPED_TRACE(policy);
+    const RecordedRun run = record(trace(), {policy}, 1);
+    for (const auto& [key, selection] : run.selections)
+      for (int row = 0; row < selection.set.rows(); ++row) {
+        int held = 0;
+        for (int t = 0; t < tokens; ++t) {
+          ++held;
+          ASSERT_EQ(held_at(selection, row, t), held) << "query " << t;
+          ASSERT_EQ(evictions_after(selection, row, t), held == 45 ? 45 - 22 : 0) << "query " << t;
+          if (held == 45) held = 22;
+        }
+      }
+  }
+}
+
+TEST_F(LawsOfPapers, ScaHasOneSetForAllLayers) {
+  const RecordedRun run = record(trace(), {"sca", "sca:schedule=threshold(0.5,0.25),recent=3", "sca:share=2"}, 20);
+  for (int l = 0; l < layers; ++l) {
+    EXPECT_EQ(run.selections.at({0, l}).set, run.selections.at({0, 4}).set);
+    EXPECT_EQ(run.selections.at({0, l}).source, 4);
+    EXPECT_EQ(run.selections.at({1, l}).evicted_at, run.selections.at({1, 4}).evicted_at);
+    EXPECT_EQ(run.selections.at({2, l}).source, std::min(l / 2 * 2 + 1, 4));
+  }
+}
+
+TEST_F(LawsOfPapers, RollingSeesTheSinksAndTheLastTokens) {
+  const RecordedRun run = record(trace(), {"streaming-llm:rolling=true", "local:schedule=rolling"}, 20);
+  for (int cell = 0; cell < 2; ++cell)
+    for (int l = 0; l < layers; ++l)
+      for (int t = 0; t < tokens; ++t) {
+        const KeptSet seen = run.selections.at({cell, l}).seen_by(t);
+        const int sinks = cell == 0 ? 4 : 0;
+        for (int j = 0; j <= t; ++j)
+          ASSERT_EQ(seen.keeps(0, j), j < sinks || j > t - (20 - sinks)) << "query " << t << ", token " << j;
+      }
+}
+
+TEST_F(LawsOfPapers, FinchKeepsItsShareAfterEachBlock) {
+  // n_q = 6, n = 84, k = 14: after each block of 10, floor(k seen / n) of the context.
+  const std::string finch = "finch:question=last,question_tokens=6,blocks=10";
+  for (const std::string more : {"", ",positions=original", ",order=relevance", ",condition=all", ",heads=kv"}) {
+    SCOPED_TRACE(more);
+    const RecordedRun run = record(trace(), {finch + more}, 20);
+    for (const auto& [key, selection] : run.selections)
+      for (int row = 0; row < selection.set.rows(); ++row) {
+        EXPECT_EQ(selection.set.count(row), 20);
+        for (int j = 84; j < 90; ++j) EXPECT_TRUE(selection.set.keeps(row, j)) << "the question stays";
+        for (int seen = 10; seen <= 90; seen += 10) {
+          const int end = std::min(seen, 84);
+          int held = 0;
+          for (int j = 0; j < end; ++j) {
+            const int gone = selection.evicted_at[static_cast<std::size_t>(row * tokens + j)];
+            held += gone < 0 || gone > end - 1 ? 1 : 0;
+            EXPECT_TRUE(gone < 0 || gone % 10 == 9 || gone == 83) << "only at the end of a block";
+          }
+          EXPECT_EQ(held, 14 * end / 84) << "after " << end;
+        }
+      }
+  }
+  const RecordedRun code = record(trace(), {finch + ",rate=code"}, 20);
+  // sigma = 6: 10/6 -> 1 for each of eight blocks, and nothing for the last one of 4 tokens.
+  EXPECT_EQ(code.selections.at({0, 0}).set.count(0), 6 + 8);
+}
+
+TEST_F(LawsOfPapers, FinchTakesTheMarkedQuestionAndWithoutOneTheLastTokens) {
+  const int begin = question_begin(trace(), prompt);
+  ASSERT_GE(begin, 0);
+  const int asked = prompt - begin;
+  const std::string last = "finch:blocks=10,question=last,question_tokens=" + std::to_string(asked);
+  expect_same_sets("finch:blocks=10", last, asked + 20);
+  EXPECT_EQ(question_begin(trace(), begin - 1), -1);
+}
+
+TEST_F(LawsOfPapers, SlotsByRelevanceHoldTheSameTokensInAnotherOrder) {
+  const RecordedRun run = record(trace(),
+                                 {"finch:question=last,question_tokens=6,blocks=100,order=relevance",
+                                  "finch:question=last,question_tokens=6,blocks=100"},
+                                 20);
+  bool another_order = false;
+  for (int l = 0; l < layers; ++l) {
+    const LayerSelection& by_relevance = run.selections.at({0, l});
+    std::vector<std::int32_t> ascending = by_relevance.slots;
+    std::ranges::sort(ascending);
+    EXPECT_EQ(ascending, by_relevance.set.positions(0));
+    EXPECT_EQ(by_relevance.set, run.selections.at({1, l}).set) << "one block: order changes no score";
+    EXPECT_TRUE(run.selections.at({1, l}).slots.empty());
+    another_order = another_order || ascending != by_relevance.slots;
+  }
+  EXPECT_TRUE(another_order);
+}
+
+TEST_F(LawsOfPapers, KiviIsWithinHalfAStepAndExactInItsResidual) {
+  constexpr int bits = 3, group = 8, residual = 16;  // 80 of 90 keys, 74 of 90 values
+  const RecordedRun run = record(trace(), {"kivi:bits=3,group=8,residual=16"}, 1);
+  const double levels = (1 << bits) - 1;
+  for (int l = 0; l < layers; ++l) {
+    const LayerTensors exact = trace().layer(l);
+    const StoredNumbers& stored = run.stored.at({0, l});
+    const auto number = [](const TensorView& tensor, int head, int t, int c) {
+      return static_cast<double>(load(tensor.row(head, t), tensor.dtype, static_cast<std::size_t>(c)));
+    };
+    const auto check = [&](const TensorView& tensor, const std::vector<float>& changed, int quantised,
+                           bool by_channel) {
+      for (int head = 0; head < 2; ++head)
+        for (int t = 0; t < tokens; ++t)
+          for (int c = 0; c < 16; ++c) {
+            const double before = number(tensor, head, t, c);
+            const auto after = static_cast<double>(changed[static_cast<std::size_t>((head * tokens + t) * 16 + c)]);
+            if (t >= quantised) {
+              ASSERT_EQ(after, before) << "token " << t;
+              continue;
+            }
+            double least = before, most = before, size = 0;
+            for (int i = 0; i < group; ++i) {
+              const int other = by_channel ? t / group * group + i : c / group * group + i;
+              if (by_channel && other >= quantised) break;
+              const double member = by_channel ? number(tensor, head, other, c) : number(tensor, head, t, other);
+              least = std::min(least, member);
+              most = std::max(most, member);
+              size = std::max(size, std::abs(member));
+            }
+            // Half precision rounds the zero point and the step, which counts up to `levels` times.
+            const double rounding = (size + (most - least)) * std::ldexp(1.0, -10);
+            ASSERT_LE(std::abs(after - before), (most - least) / levels / 2 + rounding) << "token " << t;
+          }
+    };
+    check(exact.k, stored.keys, prompt - prompt % residual, true);
+    check(exact.v, stored.values, prompt - residual, false);
+    // 2 heads of 16 numbers: quantised ones take bits + 32/group bits, others 16.
+    EXPECT_DOUBLE_EQ(stored.bytes, 2 * 16 * ((80 + 74) * (bits + 32.0 / group) + (10 + 16) * 16.0) / 8);
+  }
+}
+
+TEST_F(LawsOfPapers, AQuantisedCacheOfSnapKvKeepsSnapKvsTokens) {
+  expect_same_sets("snapkv:store=quantised,group=4,residual=0", "snapkv", 20);
+  const RecordedRun run = record(trace(), {"snapkv:store=quantised,bits=2,group=4,residual=0"}, 20);
+  EXPECT_DOUBLE_EQ(run.stored.at({0, 0}).bytes, 2 * 20 * 16 * 2 * (2 + 32.0 / 4) / 8);
+}
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,495 @@
+"""Which runs of the program are compared with the reference, and what they wrote.
+
+The program is the one that the environment variable KVREPLAY names, or that of the release build.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import random_traces
+import reference
+from reference import Trace
+from reference_policies import parameters_of
+from reference_selection import Policy, call_of, unwrapped
+from write_trace import write_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(os.environ.get("KVREPLAY", ROOT / "build/release/kvreplay"))
+REAL = ROOT / "traces/smollm2-135m-needle.h5"
+BUDGETS = ("0.1", "0.2", "5")
+MORE_THAN_THE_PROMPT = "1000"
+
+POLICIES = [
+    "full",
+    "random",
+    "random:seed=7,sinks=2,window=3",
+    "random:heads=layer",
+    "local",
+    "streaming-llm",
+    "streaming-llm:sinks=1",
+    "h2o",
+    "h2o:recent=3",
+    "h2o:recent=0.25,heads=query",
+    "h2o:recent=2,heads=layer",
+    "h2o:agg=max",
+    "h2o:recent=3,overlap=true",
+    "h2o:preset=sca",
+    "h2o:preset=factory",
+    "snapkv",
+    "snapkv:window=2,kernel=3",
+    "snapkv:window=2,kernel=3,heads=query",
+    "snapkv:window=3,kernel=5,heads=layer",
+    "snapkv:window=2,kernel=5,pool=avg",
+    "snapkv:window=2,pool=none,agg=sum",
+    "snapkv:window=4,kernel=3,agg=max",
+    "snapkv:window=2,kernel=3,pool_order=pool-first",
+    "snapkv:window=1,kernel=1,heads=query,pool=avg",
+    "snapkv:preset=snapkv-paper",
+    "snapkv:preset=snapkv-code",
+    "snapkv:preset=kvpress",
+    "chunkkv",
+    "chunkkv:chunk=3,window=2",
+    "chunkkv:chunk=4,window=1,heads=kv",
+    "chunkkv:chunk=2,window=2,heads=query",
+    "chunkkv:chunk=3,window=2,fill=none",
+    "chunkkv:chunk=3,window=1,fill=tokens",
+    "chunkkv:chunk=4,window=1,chunk_score=mean",
+    "chunkkv:chunk=2,window=2,window_mode=replace",
+    "chunkkv:chunk=3,window=2,reuse=2,heads=kv",
+    "oracle",
+    "oracle:heads=query",
+    "oracle:heads=layer",
+    "oracle:scope=layer",
+    "oracle:scope=global",
+    "oracle:scope=global,heads=query",
+    "oracle:counts=(snapkv:window=2,kernel=3,heads=query)",
+    "oracle:counts=(chunkkv:chunk=3,window=2,fill=none)",
+]
+FEW_POLICIES = [
+    "random",
+    "h2o:recent=0.25,heads=query",
+    "snapkv:window=2,kernel=3",
+    "chunkkv:chunk=3,window=2",
+    "oracle",
+]
+REAL_POLICIES = [
+    "random",
+    "streaming-llm",
+    "h2o",
+    "h2o:preset=factory,heads=query",
+    "snapkv",
+    "snapkv:heads=query",
+    "snapkv:preset=snapkv-code",
+    "snapkv:heads=layer",
+    "chunkkv",
+    "chunkkv:heads=query,reuse=3",
+    "oracle",
+    "oracle:scope=global",
+    "strided",
+    "truncate",
+    "h2o-online",
+    "h2o-online:prefill=once,heads=query",
+    "h2o:schedule=threshold(0.5,0.25),preset=sca-threshold",
+    "pyramid-kv",
+    "pyramid-infer",
+    "pyramid-infer:lengths=natural",
+    "hybrid",
+    "dynamickv",
+    "dynamickv:heads=query,mid_total=proportional",
+    "sca",
+    "sca:objective=max,use=key",
+    "sca:schedule=threshold(0.5,0.25),recent=20",
+    "finch:blocks=64",
+    "finch:blocks=100,condition=all,order=relevance,heads=kv",
+    "kivi",
+    "kivi:preset=table11",
+    "streaming-llm:positions=cache",
+    "streaming-llm:positions=cache,rolling=true",
+]
+# Each family in its default form, its readings and its parameters; on every shape.
+SHAPE_POLICIES = [
+    "snapkv:window=2,kernel=3",
+    "snapkv:window=2,pool=none",
+    "chunkkv:chunk=1,window=2,heads=kv",
+    "strided",
+    "strided:schedule=threshold(0.5,0.2)",
+    "strided:schedule=threshold(17,5)",
+    "random:schedule=threshold(0.6,0.2),sinks=1,window=2",
+    "truncate",
+    "truncate:keep_question=false",
+    "streaming-llm:positions=cache",
+    "streaming-llm:sinks=2,rolling=true",
+    "streaming-llm:positions=cache,rolling=true",
+    "h2o:schedule=threshold(0.5,0.25)",
+    "h2o:schedule=threshold(16,9),agg=max,recent=0.25",
+    "h2o:schedule=threshold(18,17),heads=layer,recent=3",
+    "h2o-online",
+    "h2o-online:recent=1,heads=query",
+    "h2o-online:recent=0.25,heads=layer",
+    "h2o-online:grow=true",
+    "h2o-online:prefill=once,recent=3",
+    "h2o-online:prefill=once,heads=query,grow=true",
+    "pyramid-kv",
+    "pyramid-kv:window=2,kernel=3,beta=5",
+    "pyramid-kv:window=3,heads=query,short_uniform=true",
+    "pyramid-kv:window=2,heads=layer,pool=none,beta=2",
+    "pyramid-infer",
+    "pyramid-infer:recent=3,sinks=1,r=0.5",
+    "pyramid-infer:decay=linear,r=0.3,sinks=0",
+    "pyramid-infer:decay=constant,r=0.6,distance_weight=2.5,recent=0.5",
+    "pyramid-infer:over=all,sinks=0,recent=4",
+    "pyramid-infer:lengths=natural,sinks=1,recent=0.1,r=0.5",
+    "hybrid",
+    "hybrid:chunkkv.chunk=3,chunkkv.window=2,snapkv.window=3,snapkv.kernel=3,snapkv.heads=query",
+    "hybrid:chunkkv.chunk=4,chunkkv.window=3,chunkkv.heads=kv,snapkv.heads=layer,snapkv.window=3",
+    "dynamickv",
+    "dynamickv:window=2,kernel=3,update=1,r_max=2",
+    "dynamickv:window=3,heads=query,update=2,r_max=1.5",
+    "dynamickv:window=2,update=2,mid_total=proportional,pool=none",
+    "dynamickv:window=2,update=2,norm=minmax,heads=layer",
+    "dynamickv:window=4,progressive=false,r_max=3",
+    "dynamickv:window=2,kernel=3,r_max=1",
+    "sca",
+    "sca:use=key,recent=0.5",
+    "sca:use=value,recent=2,layer=0",
+    "sca:objective=max,recent=2",
+    "sca:share=1,positions=cache",
+    "sca:schedule=threshold(0.5,0.25),recent=2",
+    "sca:schedule=threshold(19,8),recent=3,positions=original,use=value",
+    "sca:schedule=threshold(0.6,0.4),recent=0.25,share=1,objective=max,sinks=1",
+    "finch:blocks=16,question_tokens=4",
+    "finch:blocks=7,question_tokens=4,norm=none",
+    "finch:blocks=9,question_tokens=4,condition=context",
+    "finch:blocks=12,question_tokens=4,condition=all,heads=kv",
+    "finch:blocks=8,question_tokens=4,order=relevance",
+    "finch:blocks=10,question_tokens=4,rate=code",
+    "finch:blocks=11,question_tokens=4,positions=original",
+    "finch:question=last,question_tokens=5,order=relevance,condition=all,norm=none",
+    "kivi",
+    "kivi:bits=4,group=8,residual=16",
+    "kivi:group=5,residual=7",
+    "kivi:preset=table11",
+    "oracle:counts=(pyramid-kv:window=2)",
+    "oracle:counts=(pyramid-infer:sinks=1)",
+    "oracle:counts=(sca)",
+]
+FIXTURE_POLICIES = [
+    "random:seed=0",
+    "h2o:recent=3,heads=query",
+    "h2o-online:recent=3",
+    "pyramid-kv:window=2,kernel=3",
+    "pyramid-infer:sinks=1,recent=2,r=0.3",
+    "hybrid:chunkkv.chunk=3,chunkkv.window=2,snapkv.window=2,snapkv.kernel=3",
+    "layers:0-1=(chunkkv:chunk=3,window=2),2-3=(snapkv:window=2,kernel=3)",
+    "dynamickv:window=2,kernel=3,heads=query,r_max=2,update=2",
+    "dynamickv:window=2,kernel=3,r_max=2.5,update=1",
+    "strided",
+    "truncate",
+    "sca:recent=2",
+    "sca:recent=2,use=key",
+    "sca:recent=2,use=value",
+    "sca:recent=2,objective=max,sinks=1",
+    "sca:recent=2,layer=0",
+    "sca:recent=1,share=2",
+    "sca:schedule=threshold(8,4),recent=1",
+    "sca:schedule=threshold(8,4),recent=1,positions=original",
+    "finch:question_tokens=2,blocks=5",
+    "finch:question_tokens=2,blocks=5,positions=original",
+    "finch:question_tokens=2,blocks=5,rate=code",
+    "kivi:bits=2,group=4,residual=4",
+    "oracle:counts=(dynamickv:window=2,kernel=3,r_max=2.5,update=1)",
+    "oracle:counts=(hybrid:chunkkv.chunk=3,chunkkv.window=2,snapkv.window=2,snapkv.kernel=3)",
+]
+NEW_FEW_POLICIES = [
+    "strided",
+    "h2o-online",
+    "h2o:schedule=threshold(0.5,0.25)",
+    "streaming-llm:positions=cache",
+    "streaming-llm:sinks=2,rolling=true",
+    "sca:schedule=threshold(0.5,0.25),recent=2",
+    "finch:blocks=16,question_tokens=4",
+    "kivi:group=8,residual=16",
+]
+ALSO_LARGE_BUDGETS = (random_traces.one_layer, random_traces.sliding_windows)
+ALSO_ALL_ROWS = (
+    random_traces.grouped_queries,
+    random_traces.prompt_shorter_than_the_window,
+    random_traces.sliding_windows,
+    random_traces.softcap,
+)
+METRICS = [
+    "attention_recall",
+    "attention_recall:prompt",
+    "attention_recall:nosink",
+    "attention_cosine",
+    "attention_cosine:prompt",
+    "attention_cosine:nosink",
+    "attention_cosine:logits",
+    "attention_cosine:unaligned",
+    "attention_l1",
+    "output_cosine",
+    "output_error",
+    "kv_l1_loss",
+    "kv_l1_loss:key",
+    "kv_l1_loss:value",
+    "kv_l1_loss:absolute",
+    "kv_l1_loss:token",
+    "jaccard_adjacent",
+    "layer_budget",
+    "layer_budget:unprotected",
+    "span_recall",
+    "kv_bytes",
+    "kv_bytes:union",
+    "kv_bytes:peak",
+    "kv_bytes:mean",
+    "compression",
+    "compression:context",
+    "held_tokens",
+    "redundancy_key",
+    "redundancy_value",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the program."""
+
+    trace: str
+    choice: str
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    rows: bool  # with the cosine over all queries
+
+
+@dataclass
+class Cell:
+    """A cell of the program's: its policy with all parameters, the budget as asked, its rows of results.csv."""
+
+    policy: Policy
+    budget: str
+    name: str
+    rows: pd.DataFrame
+
+
+@dataclass
+class Results:
+    """What the program wrote: results.csv, whole and by cell, and where selections.h5 lies."""
+
+    frame: pd.DataFrame
+    cells: list[Cell]
+    selections: Path
+
+
+def queries_of(policy: Policy) -> str:
+    """Which prompt queries a policy reads: all, last or none."""
+    if policy.name == "oracle" and parameters_of(policy)["counts"] != "none":
+        return queries_of(Policy.parse(unwrapped(parameters_of(policy)["counts"])))
+    return {"h2o": "all", "snapkv": "last", "chunkkv": "last"}.get(policy.name, "none")
+
+
+def accepted(content: random_traces.Content, text: str, budget: str = "0.2") -> bool:
+    """Whether the trace has what the policy reads, and is long and deep enough for what the user gives."""
+    policy = Policy.parse(text)
+    given, parameters = dict(policy.given), parameters_of(policy)
+    if content.q_positions is not None:
+        first = content.prompt - content.q_positions[0]
+        window = parameters.get("window", "0")
+        if queries_of(policy) == "all" or (queries_of(policy) == "last" and int(window) > first):
+            return False
+    at_threshold = parameters.get("schedule", "once") != "once"
+    moved = parameters.get("positions") == "cache" or (policy.name == "sca" and at_threshold)
+    if moved and parameters.get("positions") != "original" and not content.rope:
+        return False
+    trace = Trace("", [], content.prompt, 1.0, 0.0, 4)
+    trace.spans = {name: (begin, end) for name, (_, begin, end) in content.spans.items()}
+    trace.kinds = {name: kind for name, (kind, _, _) in content.spans.items()}
+    tokens = reference.budget_tokens(budget, content.prompt)
+    question = trace.question_tokens if parameters.get("question", "auto") == "auto" else 0
+    question = question or int(parameters.get("question_tokens", "0"))
+    if policy.name in ("finch", "truncate") and tokens <= question:
+        return False
+    if at_threshold:
+        peak, keep = (reference.budget_tokens(size, content.prompt) for size in call_of(parameters["schedule"])[1])
+        if not keep < peak <= content.prompt:
+            return False
+    treated = sum(window == 0 for window in content.windows or [0] * len(content.k))
+    limits = {"sinks": content.prompt, "recent": content.prompt, "reuse": treated, "share": treated}
+    if policy.name == "random":
+        limits["window"] = content.prompt
+    return all("." in given[key] or int(given[key]) <= limit for key, limit in limits.items() if key in given)
+
+
+def on_shape(seed: int) -> list[str]:
+    """The first of each family, which every shape sees, and in turn a third of its other readings."""
+    result, families = [], set()
+    for index, policy in enumerate(SHAPE_POLICIES):
+        family = (Policy.parse(policy).name, "threshold" in policy)
+        if family not in families or (index + seed) % 3 == 0:
+            result.append(policy)
+        families.add(family)
+    return result
+
+
+def runs() -> list[Run]:
+    every = [
+        Run("fixture", "continuation", tuple(POLICIES), (*BUDGETS, "6", MORE_THAN_THE_PROMPT), True),
+        Run("fixture", "stride:2", tuple(FIXTURE_POLICIES), ("6",), False),
+    ]
+    every += [Run("fixture", choice, tuple(FEW_POLICIES), ("6",), False) for choice in ("last:4", "all", "stride:3")]
+    for build in random_traces.TRACES:
+        content = build()
+        policies = tuple(policy for policy in POLICIES if accepted(content, policy))
+        choice = "continuation" if content.prompt < content.k[0].shape[1] else "last:4"
+        large = (MORE_THAN_THE_PROMPT,) if build in ALSO_LARGE_BUDGETS else ()
+        every.append(Run(build.__name__, choice, policies, BUDGETS + large, build in ALSO_ALL_ROWS))
+    for choice in ("last:4", "all", "stride:3", "span:needle", "span:reply"):
+        every.append(Run("grouped_queries", choice, tuple(FEW_POLICIES), ("0.2", "5"), False))
+    every.append(Run("sliding_windows", "last:5", tuple(FEW_POLICIES), ("0.2",), False))
+    every.append(Run("large_logits", "all", tuple(FEW_POLICIES), ("0.2",), False))
+    for seed in range(random_traces.SHAPES):
+        content = random_traces.shape(seed)
+        budget = (f"0.{30 + seed % 17}", str(10 + seed % 8))[seed % 2]
+        chosen = on_shape(seed)
+        policies = tuple(policy for policy in chosen if accepted(content, policy, budget))
+        every.append(Run(f"shape{seed}", "continuation", policies, (budget,), False))
+    for seed, choice, budget in ((0, "all", "0.3"), (3, "last:6", "14"), (7, "stride:4", "12"), (11, "all", "0.5")):
+        content = random_traces.shape(seed)
+        policies = tuple(policy for policy in NEW_FEW_POLICIES if accepted(content, policy, budget))
+        every.append(Run(f"shape{seed}", choice, policies, (budget,), False))
+    for seed in (2, 5, 6):  # the window is longer than the budget
+        content = random_traces.shape(seed)
+        policies = tuple(policy for policy in SHAPE_POLICIES if accepted(content, policy, "3"))
+        every.append(Run(f"shape{seed}", "stride:5", policies, ("3",), False))
+    for seed in (0, 3):
+        policies = tuple(policy for policy in SHAPE_POLICIES if accepted(random_traces.shape(seed), policy))
+        policies = tuple(policy for policy in policies if "threshold" not in policy)
+        every.append(Run(f"shape{seed}", "stride:7", policies, (MORE_THAN_THE_PROMPT,), False))
+    if REAL.exists():
+        every.append(Run("real", "continuation", tuple(REAL_POLICIES), ("0.1",), False))
+        every.append(Run("real", "last:20", tuple(FEW_POLICIES), ("0.2",), False))
+    return every
+
+
+@functools.cache
+def folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="kvreplay-reference-")
+
+
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if not PROGRAM.exists():
+        pytest.fail(f"no program at {PROGRAM}: build it, or name it with KVREPLAY")
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=120)
+
+
+@functools.cache
+def trace_path(name: str) -> Path:
+    """The trace's file, written on first use."""
+    if name == "real":
+        return REAL
+    path = Path(folder().name) / f"{name}.h5"
+    if name == "fixture":
+        finished = call("synth", "fixture", "-o", path)
+        assert finished.returncode == 0, finished.stderr
+    else:
+        number = name.removeprefix("shape")
+        write_trace(path, random_traces.shape(int(number)) if number != name else getattr(random_traces, name)())
+    return path
+
+
+@functools.cache
+def trace_of(name: str) -> Trace:
+    return reference.read_trace(trace_path(name))
+
+
+def results(run: Run) -> Results:
+    """The program's results of a run, made once; a run that fails fails every test that reads it."""
+    made = replayed(run)
+    if isinstance(made, str):
+        pytest.fail(made)
+    return made
+
+
+@functools.cache
+def replayed(run: Run) -> Results | str:
+    """The program's results of a run, or how it failed."""
+    out = Path(folder().name) / f"{run.trace}-{run.choice.replace(':', '-')}"
+    metrics = METRICS + (["attention_cosine:rows"] if run.rows else [])
+    finished = call(
+        "replay",
+        trace_path(run.trace),
+        *(argument for policy in run.policies for argument in ("-p", policy)),
+        "-b",
+        ",".join(run.budgets),
+        "--eval",
+        run.choice,
+        "--metrics",
+        ",".join(metrics),
+        "--detail",
+        "head",
+        "--progress",
+        "never",
+        "-o",
+        out,
+    )
+    if finished.returncode != 0:
+        return f"{run.trace} {run.choice}: exit {finished.returncode}\n{finished.stderr}"
+    text = ["policy", "params", "budget", "layer", "head", "metric", "variant", "cell", "role", "heads", "trace_hash"]
+    frame = pd.read_csv(out / "results.csv", dtype=dict.fromkeys(text, str), keep_default_na=False, low_memory=False)
+    frame["value"] = frame["value"].replace("", np.nan).astype(float)
+    cells = [
+        Cell(Policy.parse(f"{policy}:{params}"), budget, str(name), rows)
+        for (policy, params, budget, name), rows in frame.groupby(["policy", "params", "budget", "cell"])
+        if policy
+    ]
+    return Results(frame, cells, out / "selections.h5")
+
+
+def program_parameters(policy: Policy) -> dict[str, str]:
+    """What the program writes, with a threshold spelled as it is asked for."""
+    parameters = parameters_of(policy)
+    if parameters.get("schedule") == "threshold":
+        parameters["schedule"] = f"threshold({parameters['peak']},{parameters['keep']})"
+    if "schedule" in parameters:
+        parameters["schedule"] = unwrapped(parameters["schedule"])
+    return parameters
+
+
+def equal_values(ours: str, theirs: str) -> bool:
+    """Parameter values as the command line spells them: 0.50 is 0.5, but 1.0 (a share) is not 1 (a count)."""
+    if ours.startswith("(") or ":" in ours:
+        mine, other = Policy.parse(unwrapped(ours)), Policy.parse(unwrapped(theirs))
+        return mine.name == other.name and equal_parameters(mine, other)
+    try:
+        return float(ours) == float(theirs) and ("." in ours) == ("." in theirs)
+    except ValueError:
+        return ours == theirs
+
+
+def equal_parameters(ours: Policy, theirs: Policy) -> bool:
+    other = program_parameters(theirs)
+    return all(key in other and equal_values(value, other[key]) for key, value in parameters_of(ours).items())
+
+
+def cell_of(run: Run, policy: str, budget: str) -> Cell:
+    """The one cell of a policy with these parameters at this budget; budgets of as many tokens are one."""
+    ours = Policy.parse(policy)
+    prompt = trace_of(run.trace).prompt
+    tokens = reference.budget_tokens(budget, prompt)
+    found = [
+        cell
+        for cell in results(run).cells
+        if cell.policy.name == ours.name
+        and reference.budget_tokens(cell.budget, prompt) == tokens
+        and equal_parameters(ours, cell.policy)
+    ]
+    assert len(found) == 1, f"{policy} at {budget}: {len(found)} cells of {run.trace}"
+    return found[0]

@@ -1,0 +1,337 @@
+"""Every metric of a selection, from the full attention and from what is left of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from reference import Trace, capped, eval_queries, logits, norms, rotate, rows_of, softmax, token_cosines
+from reference_selection import Selection
+
+
+@dataclass
+class Values:
+    """One metric and variant: by treated layer and head [L,H], by treated layer [L], over all; None: not defined."""
+
+    heads: np.ndarray | None
+    layers: np.ndarray | None
+    all: float | None
+
+
+def averaged(heads: np.ndarray) -> Values:
+    """Equal weight for the heads of a layer, and for the layers."""
+    layers = heads.mean(axis=1)
+    return Values(heads, layers, float(layers.mean()))
+
+
+def cosine(a: np.ndarray, b: np.ndarray, both_zero: float = 0.0) -> np.ndarray:
+    """Along the last axis; 0 where one is zero, `both_zero` where both are."""
+    norm_a, norm_b = np.linalg.norm(a, axis=-1), np.linalg.norm(b, axis=-1)
+    product = norm_a * norm_b
+    result = np.divide((a * b).sum(axis=-1), product, out=np.zeros_like(product), where=product > 0)
+    return np.where((norm_a == 0) & (norm_b == 0), both_zero, result)
+
+
+def ratio(part: np.ndarray, whole: np.ndarray, undefined: float) -> np.ndarray:
+    """part / whole, `undefined` for 0/0."""
+    return np.divide(part, whole, out=np.full_like(whole, undefined), where=whole > 0)
+
+
+def kept_by_query_head(trace: Trace, selection: Selection, layer: int) -> np.ndarray:
+    """[Hq,P] bool of a treated layer."""
+    kept = np.zeros((len(selection.rows[layer]), trace.prompt), bool)
+    for row, positions in enumerate(selection.rows[layer]):
+        kept[row, positions] = True
+    return np.repeat(kept, trace.query_heads // len(kept), axis=0)
+
+
+def residents(trace: Trace, selection: Selection, layer: int, queries: np.ndarray) -> np.ndarray:
+    """[Hq,E,T] bool of a treated layer: the tokens that each query sees, itself among them."""
+    position, query = np.arange(trace.tokens), queries[:, None]
+    if selection.seen is not None:
+        return np.broadcast_to(selection.seen(queries), (trace.query_heads, len(queries), trace.tokens))
+    if selection.evicted_at is not None:
+        gone = selection.evicted_at[layer][:, None]
+        kept = (gone < 0) | (gone >= query)
+    else:
+        kept = np.ones((len(selection.rows[layer]), 1, trace.tokens), bool)
+        for row, positions in enumerate(selection.rows[layer]):
+            kept[row, 0, : trace.prompt] = np.isin(position[: trace.prompt], positions)
+    kept = np.repeat(kept, trace.query_heads // len(kept), axis=0)
+    return (kept & (position <= query)) | (position == query)
+
+
+def changed_logits(trace: Trace, selection: Selection, index: int, queries: np.ndarray) -> np.ndarray | None:
+    """z [Hq,E,T] as the changed cache has it: transformed keys, or residents and query at their slots; None: as is."""
+    layer = trace.treated[index]
+    group = trace.query_heads // trace.kv_heads
+    if selection.stored is not None:
+        keys = np.repeat(selection.stored(layer)[0], group, axis=0)
+        return capped(trace, rows_of(trace, layer, queries) @ keys.transpose(0, 2, 1))
+    if not selection.moved:
+        return None
+    kept = residents(trace, selection, index, queries)
+    asked = rows_of(trace, layer, queries)
+    z = np.zeros(kept.shape)
+    heads_a_row = trace.query_heads // len(selection.rows[index])
+    for head, e in np.ndindex(kept.shape[:2]):
+        tokens = np.flatnonzero(kept[head, e])
+        if selection.order is not None:
+            first = [position for position in selection.order[index][head // heads_a_row] if kept[head, e, position]]
+            tokens = np.concatenate([np.array(first, int), np.setdiff1d(tokens, first)])
+        slots = np.arange(len(tokens))
+        keys = rotate(trace, layer, trace.layers[layer].k[head // group, tokens], slots - tokens)
+        query_slot = slots[tokens == queries[e]]
+        query = rotate(trace, layer, asked[head, e][None], query_slot - queries[e])
+        z[head, e, tokens] = capped(trace, query @ keys.T)[0]
+    return z
+
+
+def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, str], Values]:
+    """Recall, cosine, L1 and outputs by treated layer and query head, mean over the eval queries."""
+    queries = np.array(eval_queries(trace, choice))
+    prompt = slice(0, trace.prompt)
+    nosink = slice(4, max(4, trace.prompt))
+    sums: dict[tuple[str, str], list[np.ndarray]] = {}
+    for index, layer in enumerate(trace.treated):
+        z, visible = logits(trace, layer, queries)
+        kept = residents(trace, selection, index, queries)
+        changed_z = changed_logits(trace, selection, index, queries)
+        changed_z = z if changed_z is None else changed_z
+        a, b = softmax(z, visible), softmax(changed_z, kept)
+        kept_a, kept_z = np.where(kept, a, 0), np.where(kept, changed_z, 0)
+        z = np.where(visible, z, 0)
+        group = trace.query_heads // trace.kv_heads
+        values = changed_values = np.repeat(trace.layers[layer].v, group, axis=0)
+        if selection.stored is not None:
+            changed_values = np.repeat(selection.stored(layer)[1], group, axis=0)
+        output, changed = a @ values, b @ changed_values
+        first = np.argsort(~kept[..., prompt], axis=-1, kind="stable")  # kept entries move to the front, in order
+        unaligned = np.take_along_axis(kept_a[..., prompt], first, axis=-1)
+        by_query = {
+            ("attention_recall", ""): kept_a.sum(-1),
+            ("attention_recall", "prompt"): ratio(kept_a[..., prompt].sum(-1), a[..., prompt].sum(-1), 1),
+            ("attention_recall", "nosink"): ratio(kept_a[..., nosink].sum(-1), a[..., nosink].sum(-1), 1),
+            ("attention_cosine", ""): cosine(a, b),
+            ("attention_cosine", "prompt"): cosine(a[..., prompt], b[..., prompt]),
+            ("attention_cosine", "nosink"): cosine(a[..., nosink], b[..., nosink]),
+            ("attention_cosine", "logits"): cosine(z[..., prompt], kept_z[..., prompt]),
+            ("attention_cosine", "unaligned"): cosine(a[..., prompt], unaligned),
+            ("attention_l1", ""): np.abs(a - b).sum(-1),
+            ("output_cosine", ""): cosine(output, changed, both_zero=1),
+            ("output_error", ""): ratio(np.linalg.norm(output - changed, axis=-1), np.linalg.norm(output, axis=-1), 0),
+        }
+        for key, value in by_query.items():
+            sums.setdefault(key, []).append(value.mean(axis=1))
+    return {key: averaged(np.stack(value)) for key, value in sums.items()}
+
+
+def cosine_of_all_rows(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """The attention cosine with every token of the trace as eval query."""
+    return {("attention_cosine", "rows"): attention_metrics(trace, selection, "all")[("attention_cosine", "")]}
+
+
+def kv_l1_loss(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """L1 norm of what keys and values lose over their own, a ratio of sums over the heads of a layer."""
+    prompt = trace.prompt
+    parts = {"": ("k", "v"), "key": ("k",), "value": ("v",)}
+    results: dict[str, tuple[list, list]] = {}
+    for index, layer in enumerate(trace.treated):
+        evicted = ~kept_by_query_head(trace, selection, index)
+        group = trace.query_heads // trace.kv_heads
+        if selection.granularity(index) != "query":  # a row a KV head; one set for the layer holds for all of them
+            evicted, group = evicted[::group], 1
+        exact = {"k": trace.layers[layer].k[:, :prompt], "v": trace.layers[layer].v[:, :prompt]}
+        sizes = {name: np.repeat(norms(exact[name], 1), group, axis=0) for name in exact}
+        if selection.stored is None:
+            losses = {name: np.where(evicted, size, 0) for name, size in sizes.items()}
+        else:
+            changed = dict(zip(exact, selection.stored(layer), strict=True))
+            losses = {name: norms(exact[name] - changed[name][:, :prompt], 1) for name in exact}
+        for variant, names in parts.items():
+            lost, size = (sum(values[name] for name in names) for values in (losses, sizes))
+            add_row(results, variant, (selection, index), lost.sum(axis=1), size.sum(axis=1))
+        numbers = np.full(len(evicted), 2.0 * prompt * trace.dimension)
+        both, size = losses["k"] + losses["v"], sizes["k"] + sizes["v"]
+        add_row(results, "absolute", (selection, index), both.sum(axis=1), numbers)
+        by_token = evicted if selection.stored is None else ratio(both, size, 0)
+        add_row(results, "token", (selection, index), by_token.sum(axis=1), np.full(len(evicted), float(prompt)))
+    return {
+        ("kv_l1_loss", variant): Values(np.array(heads), np.array(layers), float(np.mean(layers)))
+        for variant, (heads, layers) in results.items()
+    }
+
+
+def add_row(results: dict, variant: str, place: tuple[Selection, int], lost: np.ndarray, size: np.ndarray) -> None:
+    """Append one layer's ratios, by the policy's rows and over them: a ratio of sums each time."""
+    selection, layer = place
+    heads, layers = results.setdefault(variant, ([], []))
+    whole = ratio(lost.sum(keepdims=True), size.sum(keepdims=True), 0)
+    layers.append(whole[0])
+    rows = whole if selection.granularity(layer) == "layer" else ratio(lost.astype(float), size, 0)
+    heads.append(np.repeat(rows, len(selection.rows[layer]) // len(rows)))
+
+
+def jaccard_matrix(trace: Trace, selection: Selection, variant: str) -> np.ndarray:
+    """[L,L] over treated layers: common share of row 0 (first), mean of the rows' own shares, or of the union of rows.
+
+    With +protected as they are, otherwise without what the policy protects. Two empty sets: 1, one empty set: 0.
+    """
+    kind, _, protected = variant.partition("+")
+    kept = np.zeros((len(selection.rows), len(selection.rows[0]), trace.prompt), bool)
+    for layer, row in np.ndindex(kept.shape[:2]):
+        kept[layer, row, selection.rows[layer][row]] = True
+    if not protected:
+        for layer, positions in enumerate(selection.protected):
+            kept[layer][:, positions] = False
+    if kind == "first":
+        kept = kept[:, :1]
+    elif kind == "union":
+        kept = kept.any(axis=1, keepdims=True)
+    both = (kept[:, None] & kept[None]).sum(axis=-1).astype(float)
+    either = (kept[:, None] | kept[None]).sum(axis=-1).astype(float)
+    return ratio(both, either, 1).mean(axis=-1)
+
+
+def jaccard_adjacent(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """Mean over neighbouring treated layers."""
+    results = {}
+    for variant in [kind + suffix for kind in ("first", "mean", "union") for suffix in ("", "+protected")]:
+        pairs = np.diagonal(jaccard_matrix(trace, selection, variant), offset=1)
+        results["jaccard_adjacent", variant] = Values(None, None, float(pairs.mean()) if len(pairs) else None)
+    return results
+
+
+@functools.cache
+def redundancy(trace: Trace, tensor: str) -> np.ndarray:
+    """[L,P]: each prompt token's greatest cosine with another one, in either direction of time; 0 for a lone token."""
+    result = np.zeros((len(trace.treated), trace.prompt))
+    if trace.prompt > 1:
+        for index, layer in enumerate(trace.treated):
+            cosines = token_cosines(getattr(trace.layers[layer], tensor)[:, : trace.prompt])
+            np.fill_diagonal(cosines, -np.inf)
+            result[index] = cosines.max(axis=1)
+    return result
+
+
+def counts(selection: Selection) -> np.ndarray:
+    """[L,H] kept tokens."""
+    return np.array([[len(row) for row in layer] for layer in selection.rows], float)
+
+
+def layer_budget(selection: Selection) -> dict[tuple[str, str], Values]:
+    """Kept tokens, with and without what is protected."""
+    free = [
+        [len(np.setdiff1d(row, protected)) for row in layer]
+        for layer, protected in zip(selection.rows, selection.protected, strict=True)
+    ]
+    return {
+        ("layer_budget", ""): averaged(counts(selection)),
+        ("layer_budget", "unprotected"): averaged(np.array(free, float)),
+    }
+
+
+def span_recall(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """Of each span inside the prompt: the share kept by any head, the heads' mean share, whether one head keeps all."""
+    results = {}
+    for name, (begin, end) in trace.spans.items():
+        if end > trace.prompt:
+            continue
+        span = np.arange(begin, end)
+        kept = np.array([[np.isin(span, row) for row in layer] for layer in selection.rows])  # [L,H,tokens]
+        shares = {
+            "any": kept.any(axis=1).mean(axis=1),
+            "mean": kept.mean(axis=(1, 2)),
+            "full": kept.all(axis=2).any(axis=1).astype(float),
+        }
+        for kind, layers in shares.items():
+            results["span_recall", f"{name}.{kind}"] = Values(None, layers, float(layers.mean()))
+    return results
+
+
+def kv_bytes(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """Bytes of the kept keys and values of the treated layers, summed; `union`: for query rows shared ones once.
+
+    `peak` and `mean` are those of the most and of the mean residents of all queries.
+    """
+    if selection.stored_bytes is not None:
+        layers = np.array([selection.stored_bytes(layer) for layer in trace.treated])
+        bytes_of = {"": layers, "union": layers}
+        undefined = {
+            ("kv_bytes", variant): Values(None, np.full(len(layers), np.nan), np.nan) for variant in ("peak", "mean")
+        }
+    else:
+        one = 2 * trace.dimension * trace.number_bytes
+        undefined = {}
+        end = [stored_rows(trace, selection, index) for index in range(len(trace.treated))]
+        over_time = [tokens_held(trace, selection, index) for index in range(len(trace.treated))]
+        bytes_of = {
+            "": one * np.array([sum(map(len, rows)) for rows in end]),
+            "union": one * np.array([shared_tokens(trace, selection, index) for index in range(len(end))]),
+            "peak": one * np.array([held.max() for held in over_time]),
+            "mean": one * np.array([held.mean() for held in over_time]),
+        }
+    return undefined | {
+        ("kv_bytes", variant): Values(None, layers, float(layers.sum())) for variant, layers in bytes_of.items()
+    }
+
+
+def stored_rows(trace: Trace, selection: Selection, index: int) -> list[np.ndarray]:
+    """Kept positions of a treated layer, a list for each head that is stored: KV heads, or query heads."""
+    heads = trace.query_heads if selection.granularity(index) == "query" else trace.kv_heads
+    rows = selection.rows[index]
+    return [rows[head * len(rows) // heads] for head in range(heads)]
+
+
+def shared_tokens(trace: Trace, selection: Selection, index: int) -> int:
+    """Tokens of a treated layer, those of several query heads of a group counted once."""
+    rows = stored_rows(trace, selection, index)
+    group = len(rows) // trace.kv_heads
+    return sum(len(functools.reduce(np.union1d, rows[first : first + group])) for first in range(0, len(rows), group))
+
+
+def tokens_held(trace: Trace, selection: Selection, index: int) -> np.ndarray:
+    """[T]: tokens in a treated layer's cache when each query attends; all until the prompt ends, if chosen once."""
+    queries = np.arange(trace.tokens)
+    rows = selection.rows[index]
+    if selection.seen is not None:
+        held = np.repeat(selection.seen(queries).sum(axis=1)[None], len(rows), axis=0)
+    elif selection.evicted_at is not None:
+        gone = selection.evicted_at[index][:, None]
+        held = queries + 1 - ((gone >= 0) & (gone < queries[:, None])).sum(axis=2)
+    else:
+        kept = np.array([len(row) for row in rows])[:, None]
+        held = np.where(queries < trace.prompt, queries + 1, kept + queries - trace.prompt + 1)
+    heads = trace.query_heads if selection.granularity(index) == "query" else trace.kv_heads
+    return held[np.arange(heads) * len(rows) // heads].sum(axis=0)
+
+
+def sizes(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, str], Values]:
+    """Compression and the tokens that an eval query holds."""
+    queries = np.array(eval_queries(trace, choice))
+    held = np.array(
+        [residents(trace, selection, index, queries).sum(axis=2).mean() for index in range(len(trace.treated))]
+    )
+    kept = counts(selection).mean(axis=1)
+    fixed = np.array([len(positions) for positions in selection.protected])
+    values = {("held_tokens", ""): Values(None, held, float(held.mean()))}
+    for variant, without in (("", np.zeros(len(kept))), ("context", fixed)):
+        layers = ratio(trace.prompt - without, kept - without, np.nan)
+        share = ((kept - without) / np.maximum(1, trace.prompt - without)).mean()
+        values["compression", variant] = Values(None, layers, float(1 / share) if share else None)
+    return values
+
+
+def measure(trace: Trace, selection: Selection, choice: str, rows: bool = False) -> dict[tuple[str, str], Values]:
+    """Every metric and variant of a selection; `rows` adds the cosine over all queries."""
+    return {
+        **attention_metrics(trace, selection, choice),
+        **(cosine_of_all_rows(trace, selection) if rows else {}),
+        **kv_l1_loss(trace, selection),
+        **jaccard_adjacent(trace, selection),
+        **layer_budget(selection),
+        **span_recall(trace, selection),
+        **kv_bytes(trace, selection),
+        **sizes(trace, selection, choice),
+    }

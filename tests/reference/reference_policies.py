@@ -1,0 +1,205 @@
+"""Every policy by name, and what it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import reference_layers
+import reference_once
+import reference_schedules
+import reference_stores
+from reference import Trace, aggregate, eval_attention
+from reference_selection import Case, Policy, Selection, ranked, row_count, uniform, unwrapped
+
+PRESETS = {
+    "factory": {"window": "8", "kernel": "7", "pool": "max"},
+    "snapkv-paper": {"window": "32", "kernel": "7", "pool": "max"},
+    "snapkv-code": {"window": "32", "kernel": "5", "pool": "avg"},
+    "kvpress": {"window": "64", "kernel": "5", "pool": "avg"},
+}
+H2O_PRESETS = {"sca": {"recent": "0.25"}, "sca-threshold": {"recent": "128"}, "factory": {"recent": "8"}}
+KIVI_PRESETS = {"table11": {"group": "64", "residual": "0"}}
+SNAPKV = PRESETS["factory"] | {"heads": "kv", "agg": "mean", "pool_order": "group-first"}
+CHUNKKV = {
+    "chunk": "10",
+    "window": "8",
+    "heads": "layer",
+    "fill": "cut",
+    "chunk_score": "sum",
+    "window_mode": "reserve",
+    "reuse": "1",
+}
+DEFAULTS: dict[str, dict[str, str]] = {
+    "full": {},
+    "random": {"seed": "0", "sinks": "0", "window": "0", "heads": "kv", "schedule": "once"},
+    "local": {},
+    "streaming-llm": {"sinks": "4", "positions": "original", "rolling": "false"},
+    "strided": {"schedule": "once"},
+    "truncate": {"keep_question": "true"},
+    "h2o": {"recent": "0.5", "heads": "kv", "agg": "mean", "overlap": "false", "schedule": "once"},
+    "h2o-online": {"recent": "0.5", "heads": "kv", "grow": "false", "prefill": "online"},
+    "snapkv": SNAPKV,
+    "pyramid-kv": SNAPKV | {"beta": "20", "short_uniform": "false"},
+    "pyramid-infer": {
+        "recent": "0.2",
+        "sinks": "4",
+        "r": "0.9",
+        "decay": "cosine",
+        "distance_weight": "1.2",
+        "lengths": "scaled",
+        "over": "resident",
+        "heads": "layer",
+    },
+    "chunkkv": CHUNKKV,
+    "hybrid": {f"chunkkv.{name}": value for name, value in CHUNKKV.items()}
+    | {f"snapkv.{name}": value for name, value in SNAPKV.items()},
+    "dynamickv": SNAPKV | {"r_max": "10", "update": "4", "mid_total": "full", "norm": "sum", "progressive": "true"},
+    "sca": {
+        "schedule": "once",
+        "recent": "auto",
+        "positions": "auto",
+        "use": "kv",
+        "objective": "min",
+        "sinks": "auto",
+        "layer": "-1",
+        "share": "all",
+        "heads": "layer",
+    },
+    "finch": {
+        "blocks": "512",
+        "question": "auto",
+        "question_tokens": "32",
+        "positions": "cache",
+        "norm": "visible",
+        "condition": "question",
+        "order": "position",
+        "rate": "exact",
+        "heads": "layer",
+    },
+    "kivi": {"bits": "2", "group": "32", "residual": "128"},
+    "oracle": {"heads": "kv", "scope": "head", "counts": "none"},
+}
+
+
+def parameters_of(policy: Policy) -> dict[str, str]:
+    """Every parameter: the defaults, over them the preset, over it what is given."""
+    given = dict(policy.given)
+    defaults = DEFAULTS.get(policy.name, {})
+    presets = {"h2o": H2O_PRESETS, "kivi": KIVI_PRESETS}.get(policy.name, PRESETS)
+    chosen = presets[given.pop("preset")] if "preset" in given else {}
+    return defaults | {key: value for key, value in chosen.items() if key in defaults} | given
+
+
+@functools.cache
+def select(trace: Trace, policy: Policy, literal: str, choice: str = "continuation") -> Selection:
+    """The selection of a policy at a budget; `choice` names the eval queries, which only oracles read."""
+    return decide(trace, policy, literal, choice)
+
+
+def decide(
+    trace: Trace, policy: Policy, literal: str, choice: str = "continuation", follow: Selection | None = None
+) -> Selection:
+    """The same, each decision made from the state that the decisions of `follow` before it lead to."""
+    if policy.name == "layers":
+        return by_layer(trace, policy, literal, choice, follow)
+    case = Case(trace, parameters_of(policy), literal, choice, follow)
+    if policy.name == "kivi":
+        return reference_stores.kivi(case)
+    if policy.name == "full" or case.budget >= trace.prompt:
+        return everything(case, policy)
+    return POLICIES[policy.name](case)
+
+
+def everything(case: Case, policy: Policy) -> Selection:
+    """All positions; what the policy would protect at B = P counts as protected."""
+    every = np.arange(case.trace.prompt)
+    if policy.name == "full":
+        return uniform(case, lambda layer, row: every, every[:0])
+    asked = POLICIES[policy.name](dataclasses.replace(case, literal=str(case.trace.prompt), follow=None))
+    whole = dataclasses.replace(case, parameters={"heads": asked.heads})
+    selection = uniform(whole, lambda layer, row: every, every[:0])
+    return dataclasses.replace(selection, protected=asked.protected, layer_heads=asked.layer_heads)
+
+
+def hybrid(case: Case) -> Selection:
+    """ChunkKV in the lower half of the layers, SnapKV in the upper one."""
+    n_layers = len(case.trace.treated)
+    names = ["chunkkv"] * (n_layers // 2) + ["snapkv"] * (n_layers - n_layers // 2)
+    parts = {}
+    for name in set(names):
+        prefix = f"{name}."
+        given = tuple((key.removeprefix(prefix), value) for key, value in case.parameters.items() if prefix in key)
+        parts[name] = select(case.trace, Policy(name, given), case.literal, case.choice)
+    return reference_layers.joined(case.trace, [parts[name] for name in names])
+
+
+def by_layer(trace: Trace, policy: Policy, literal: str, choice: str, follow: Selection | None) -> Selection:
+    """layers:0-1=(POLICY),2-3=POLICY: a policy for each range of layers."""
+    parts: dict[int, Selection] = {}
+    for layers, text in policy.given:
+        first, _, last = layers.partition("-")
+        part = decide(trace, Policy.parse(unwrapped(text)), literal, choice, follow)
+        parts |= dict.fromkeys(range(int(first), int(last or first) + 1), part)
+    return reference_layers.joined(trace, [parts[layer] for layer in range(len(trace.treated))])
+
+
+def oracle(case: Case) -> Selection:
+    """The tokens of the greatest attention from the eval queries: a row, a layer or the whole cache ranked together."""
+    trace, parameters, heads = case.trace, case.parameters, case.heads
+    counts, layer_heads = None, None
+    if parameters["counts"] != "none":
+        counted = Policy.parse(unwrapped(parameters["counts"]))
+        chosen = select(trace, counted, case.literal, case.choice)
+        heads, layer_heads = chosen.heads, chosen.layer_heads
+        counts = [[len(row) for row in layer] for layer in chosen.rows]
+    scores = []
+    for index, layer in enumerate(trace.treated):
+        own = layer_heads[index] if layer_heads else heads
+        rows = aggregate(eval_attention(trace, layer, case.choice), own, "mean", trace.kv_heads)
+        scores.append(np.repeat(rows, row_count(trace, heads) // len(rows), axis=0))
+    n_layers, n_rows = len(scores), row_count(trace, heads)
+    places = [(layer, row) for layer in range(n_layers) for row in range(n_rows)]
+    if parameters["scope"] == "head":
+        groups = [[place] for place in places]
+    elif parameters["scope"] == "layer":
+        groups = [[(layer, row) for row in range(n_rows)] for layer in range(n_layers)]
+    else:
+        groups = [places]
+    nothing = np.array([], dtype=int)
+    rows: list[list[np.ndarray]] = [[nothing] * n_rows for _ in range(n_layers)]
+    decisions = []
+    for group in groups:
+        count = sum(counts[layer][row] for layer, row in group) if counts else case.budget * len(group)
+        kept, decision = ranked(group, np.stack([scores[layer][row] for layer, row in group]), count, nothing)
+        for (layer, row), positions in zip(group, kept, strict=True):
+            rows[layer][row] = positions
+        decisions.append(decision)
+    return Selection(heads, rows, [nothing] * n_layers, list(range(n_layers)), decisions, layer_heads)
+
+
+def once_or(once: Callable[[Case], Selection], at_threshold: Callable[[Case], Selection]) -> Callable:
+    """A policy under its two schedules."""
+    return lambda case: once(case) if case.parameters["schedule"] == "once" else at_threshold(case)
+
+
+POLICIES = {
+    "random": once_or(reference_once.random, reference_schedules.random_at_threshold),
+    "local": reference_once.local,
+    "streaming-llm": reference_schedules.streaming_llm,
+    "strided": once_or(reference_once.strided, reference_schedules.strided_at_threshold),
+    "truncate": reference_once.truncate,
+    "h2o": once_or(reference_once.h2o, reference_schedules.h2o_at_threshold),
+    "h2o-online": reference_schedules.h2o_online,
+    "snapkv": reference_once.snapkv,
+    "pyramid-kv": reference_layers.pyramid_kv,
+    "pyramid-infer": reference_layers.pyramid_infer,
+    "chunkkv": reference_once.chunkkv,
+    "hybrid": hybrid,
+    "dynamickv": reference_layers.dynamic_kv,
+    "sca": reference_schedules.sca,
+    "finch": reference_schedules.finch,
+    "oracle": oracle,
+}

@@ -1,0 +1,112 @@
+#include <gtest/gtest.h>
+
+#include "attention_reference.h"
+
+namespace kvreplay::testing {
+namespace {
+
+std::vector<std::int32_t> evict(const RandomLayer& layer, const OnlineEviction& what, int threads = 2) {
+  return make_backend("cpu", threads)->online_eviction(layer.tensors(), what);
+}
+
+class OnlineEvictionOf : public ::testing::TestWithParam<LayerShape> {};
+
+TEST_P(OnlineEvictionOf, IsThatOfBruteForce) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    for (const auto& [budget, recent] : {std::pair{1, 1}, {7, 1}, {7, 7}, {20, 10}, {33, 5}, {1000, 3}}) {
+      SCOPED_TRACE(::testing::Message() << "heads " << static_cast<int>(heads) << ", budget " << budget);
+      const OnlineEviction what{.heads = heads, .tokens = shape.tokens, .budget = budget, .recent = recent};
+      const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+      const std::vector<std::int32_t> found = evict(layer, what, 1);
+      EXPECT_EQ(found, expected);
+      EXPECT_EQ(evict(layer, what, 2), found);
+      EXPECT_EQ(evict(layer, what, 3), found);
+    }
+  }
+}
+
+TEST_P(OnlineEvictionOf, GoesOnFromWhatIsHeld) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const int first = shape.tokens / 2;
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    const int held = first / 3;
+    std::vector<std::int32_t> resident;
+    std::vector<double> scores;
+    for (int row = 0; row < rows_of(heads, shape.query_heads, shape.kv_heads); ++row) {
+      for (int i = 0; i < held; ++i) {
+        resident.push_back(i + 1 < held ? 2 * i + row % 2 : first - 1);
+        scores.push_back(3.0 * uniform(chain(5, row, i)));
+      }
+    }
+    for (const int budget : {1, held - 2, held, held + 9}) {
+      const OnlineEviction what{.heads = heads,
+                                .first = first,
+                                .tokens = shape.tokens,
+                                .resident = resident,
+                                .scores = scores,
+                                .budget = budget,
+                                .recent = (budget + 1) / 2};
+      EXPECT_EQ(evict(layer, what), reference_eviction(layer, what)) << static_cast<int>(heads) << ", " << budget;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, OnlineEvictionOf,
+    ::testing::Values(LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8},
+                      LayerShape{.query_heads = 9, .kv_heads = 3, .tokens = 151, .dim = 33, .spread = 1.5},
+                      LayerShape{.query_heads = 14, .kv_heads = 1, .tokens = 70, .dim = 20, .dtype = DType::float16},
+                      LayerShape{.query_heads = 2, .kv_heads = 2, .tokens = 77, .dim = 16, .dtype = DType::bfloat16},
+                      LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 130, .dim = 8, .sliding_window = 12},
+                      LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 100, .dim = 8, .sliding_window = 1},
+                      LayerShape{
+                          .query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8, .spread = 3.0, .softcap = 5.0F}));
+
+TEST(OnlineEvictionWith, EverySimdLevelIsThatOfBruteForce) {
+  const RandomLayer layer({.query_heads = 6, .kv_heads = 2, .tokens = 200, .dim = 20});
+  const OnlineEviction what{.tokens = 200, .budget = 50, .recent = 10};
+  const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+  EXPECT_GE(at_every_simd_level([&](const char* level) { EXPECT_EQ(evict(layer, what), expected) << level; }), 1);
+}
+
+TEST(OnlineEvictionWith, EqualScoresLoseTheHigherPosition) {
+  // All keys are equal, so whoever has been held as long as another has its score, whatever slot it lies in.
+  RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 120, .dim = 8});
+  for (int token = 0; token < 120; ++token)
+    for (int c = 0; c < 8; ++c) layer.k.set(0, token, c, 0.3F);
+  const auto resident = range(0, 60);
+  const std::vector<double> scores(60, 1.0);
+  const OnlineEviction what{
+      .first = 60, .tokens = 120, .resident = resident, .scores = scores, .budget = 60, .recent = 2};
+  const std::vector<std::int32_t> found = evict(layer, what);
+  // After query 60 the last two are 59 and 60: of the equal ones 58 goes. Then 59 is one of them. From then on every
+  // newcomer has the lowest score as soon as it may go.
+  std::vector<std::int32_t> expected(120, -1);
+  expected[58] = 60;
+  for (int token = 59; token < 118; ++token) expected[static_cast<std::size_t>(token)] = token + 2;
+  EXPECT_EQ(found, expected);
+}
+
+TEST(OnlineEvictionWith, TheLastTokensNeverGo) {
+  const RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 50, .dim = 8});
+  const std::vector<std::int32_t> found = evict(layer, {.tokens = 50, .budget = 6, .recent = 6});
+  for (int token = 0; token < 50; ++token)
+    EXPECT_EQ(found[static_cast<std::size_t>(token)], token < 44 ? token + 6 : -1);
+}
+
+TEST(OnlineEvictionWith, NumbersThatAreNoneAreRefused) {
+  RandomLayer layer({.tokens = 60});
+  layer.k.set(1, 30, 3, std::nanf(""));
+  EXPECT_THROW(evict(layer, {.tokens = 60, .budget = 40}), Error);
+}
+
+TEST(OnlineEvictionWith, QueriesThatAreNotStoredAreRefused) {
+  const RandomLayer layer({.tokens = 60, .first_stored_query = 20});
+  EXPECT_THROW(evict(layer, {.tokens = 60, .budget = 40}), Error);
+}
+
+}  // namespace
+}  // namespace kvreplay::testing

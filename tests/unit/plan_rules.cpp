@@ -1,0 +1,126 @@
+// Every pair of parts that do not fit together is refused with its reason, and what fits is not.
+
+#include <gtest/gtest.h>
+
+#include "policies/configured.h"
+
+namespace kvreplay {
+namespace {
+
+std::string refusal_of(const std::string& policy) {
+  try {
+    ConfiguredPolicy::parse(policy);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::usage) << policy;
+    EXPECT_FALSE(error.expected().empty()) << policy;
+    return error.what();
+  }
+  return "accepted";
+}
+
+struct Refused {
+  const char* policy;
+  const char* message;
+};
+
+const Refused refused[] = {
+    {"strided:select=top-k", "strided: the selector reads scores: expected a score, as in score=window, found none"},
+    {"strided:select=chunks", "strided: the selector reads scores: expected a score, as in score=window, found none"},
+    {"local:allocate=pyramid",
+     "local: all of the budget stays by rule: expected another policy for this part, found counts from the number of "
+     "layers"},
+    {"strided:allocate=dynamickv",
+     "strided: the allocator divides what is scored: expected a score, or allocate=uniform, found counts from all "
+     "layers' scores"},
+    {"local:select=redundancy",
+     "local: all of the budget stays by rule: expected another policy for this part, found a selector"},
+    {"strided:select=redundancy",
+     "strided: similarity is that of all heads of a token together: expected heads=layer, found a set for each head"},
+    {"pyramid-infer:allocate=uniform",
+     "pyramid-infer: nested sets need counts that are known beforehand: expected allocate=decay or allocate=pyramid, "
+     "found uniform"},
+    {"pyramid-infer:schedule=every",
+     "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found blocks"},
+    {"pyramid-kv:schedule=every",
+     "pyramid-kv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
+     "counts from the number of layers"},
+    {"oracle:schedule=threshold(4,2)",
+     "oracle: future queries are known for one moment: expected schedule=once, found a threshold"},
+    {"snapkv:heads=query,schedule=every",
+     "snapkv: query heads that share a key would each hold tokens of their own: expected heads=kv or heads=layer, "
+     "found "
+     "heads=query with this schedule"},
+    {"h2o:score=question,schedule=threshold(8,4)",
+     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found a threshold"},
+    {"h2o:score=question",
+     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found once"},
+    {"truncate:schedule=every",
+     "truncate: the selector chooses from the whole prompt: expected schedule=once, found blocks"},
+    {"h2o:schedule=online,agg=max",
+     "h2o: schedule=online takes the mean over a group of query heads: expected agg=mean, "
+     "found agg=sum or max"},
+    {"snapkv:schedule=online",
+     "snapkv: schedule=online evicts by the attention received so far: expected score=cumulative, found another score"},
+    {"local:schedule=online",
+     "local: schedule=online evicts by the attention received so far: expected score=cumulative, found none"},
+    {"random:score=cumulative,sinks=2,schedule=online",
+     "random: schedule=online protects recent tokens alone: expected no sinks, found sinks"},
+    {"h2o:schedule=rolling",
+     "h2o: schedule=rolling keeps the first and the last tokens by rule: expected streaming-llm or local, found "
+     "another policy"},
+    {"strided:schedule=rolling",
+     "strided: the schedule itself says which token goes: expected select=top-k, found another selector"},
+    {"snapkv:store=quantised,schedule=every",
+     "snapkv: tokens are quantised at the end of the prompt: expected schedule=once, found blocks"},
+    {"snapkv:store=quantised,heads=query",
+     "snapkv: a quantised cache holds a token once a KV head: expected heads=kv or heads=layer, found heads=query"},
+};
+
+TEST(PlanRules, WhatDoesNotFitIsRefusedWithItsReason) {
+  for (const auto& [policy, message] : refused) EXPECT_EQ(refusal_of(policy), message);
+}
+
+TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {
+  // No policy by name gets there: what reads the layer reads no scores, which allocators across layers divide.
+  Plan plan;
+  plan.grouping.heads = Heads::layer;
+  plan.score.score = [](const LayerView&, const Scoring&) { return Matrix(); };
+  plan.allocate =
+      AcrossLayers([](const Division&, std::span<const Matrix>) { return std::vector<std::vector<int>>(); });
+  EXPECT_NO_THROW(check_plan("mine", plan));
+  plan.select.reads_layer = true;
+  EXPECT_THROW(check_plan("mine", plan), Error);
+  plan.allocate = ByLayer([](const Division&) { return std::vector<int>(); });
+  EXPECT_NO_THROW(check_plan("mine", plan));
+  plan.nesting = Nesting::within_previous;
+  EXPECT_NO_THROW(check_plan("mine", plan)) << "one set a layer is chosen while it is resident";
+  plan.grouping.heads = Heads::kv;
+  EXPECT_THROW(check_plan("mine", plan), Error);
+}
+
+TEST(PlanRules, WhatFitsIsTaken) {
+  for (const char* policy :
+       {"local:score=window,select=top-k", "h2o:schedule=online", "h2o:schedule=online,heads=query,agg=max",
+        "random:score=cumulative,schedule=online", "streaming-llm:schedule=rolling", "local:schedule=rolling",
+        "snapkv:schedule=every,heads=layer", "h2o:score=question,schedule=question-blocks",
+        "snapkv:store=quantised,heads=layer", "snapkv:heads=query,store=cache", "random:schedule=threshold(0.5,0.25)",
+        "strided:schedule=every", "snapkv:select=stride", "h2o:select=chunks,chunk=10,allocate=pyramid",
+        "snapkv:allocate=dynamickv,r_max=3"})
+    EXPECT_EQ(refusal_of(policy), "accepted") << policy;
+}
+
+TEST(PlanRules, ABudgetBindsWhatEvictsByOne) {
+  const auto bound = [](const char* policy) {
+    for (const LayerPlan& part : ConfiguredPolicy::parse(policy).plans(2))
+      if (!has_budget(part.plan)) return false;
+    return true;
+  };
+  for (const char* policy : {"snapkv", "h2o-online", "finch", "sca", "pyramid-infer", "snapkv:store=quantised"})
+    EXPECT_TRUE(bound(policy)) << policy;
+  for (const char* policy : {"full", "kivi", "sca:schedule=threshold(8,4)", "pyramid-infer:lengths=natural",
+                             "random:schedule=threshold(0.5,0.2)"})
+    EXPECT_FALSE(bound(policy)) << policy;
+}
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,206 @@
+// Evictions while tokens come, on cases small enough to follow by hand, and what a query then sees.
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "fake_backend.h"
+#include "policies/parts/top_k.h"
+#include "positions.h"
+#include "replay/schedules.h"
+
+namespace kvreplay::testing {
+namespace {
+
+using Numbers = std::vector<std::int32_t>;
+
+/// 2 query heads on 1 KV head, 8 + 4 tokens; scores are written by hand, one for each position.
+class Schedules : public ::testing::Test {
+ protected:
+  Schedules() {
+    plan.score.score = [this](const LayerView& held, const Scoring&) {
+      Matrix scores(1, held.tokens());
+      seen.push_back(held.residents().seen);
+      for (int i = 0; i < held.tokens(); ++i)
+        scores(0, i) = importance[static_cast<std::size_t>(held.positions(0)[static_cast<std::size_t>(i)])];
+      return scores;
+    };
+  }
+
+  static LayerTensors twelve_tokens() {
+    LayerTensors made;
+    made.q = {nullptr, DType::float32, 2, 12, 4};
+    made.k = made.v = {nullptr, DType::float32, 1, 12, 4};
+    return made;
+  }
+
+  LayerSelection run(int budget) { return run_schedule(view, plan, budget, "policy"); }
+
+  static std::string refusal(const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return std::to_string(error.exit_code()) + " " + error.what();
+    }
+    return "accepted";
+  }
+
+  std::vector<double> importance{5, 1, 9, 2, 8, 3, 7, 4, 6, 0, 0, 0};
+  std::vector<int> seen;  // when scores were asked for
+  FakeBackend backend;
+  LayerTensors tensors = twelve_tokens();
+  LayerView view{backend, tensors, {.prompt = 8}, {}};
+  Plan plan;
+};
+
+TEST_F(Schedules, EveryBlockIsCutToTheBudget) {
+  plan.schedule = Blocks{.block = 3};
+  const LayerSelection selection = run(3);
+  // 0 1 2 | + 3 4 5: 2 4 0 stay | + 6 7: 2 4 6 stay.
+  EXPECT_EQ(selection.evicted_at, (Numbers{7, 5, -1, 5, -1, 5, -1, 7, -1, -1, -1, -1}));
+  EXPECT_EQ(selection.set.positions(0), (Numbers{2, 4, 6}));
+  EXPECT_EQ(seen, (std::vector<int>{6, 8})) << "the first block fits";
+  EXPECT_EQ(selection.granted, std::vector<int>{3});
+}
+
+TEST_F(Schedules, BlocksSpareTheQuestionAndMayGrow) {
+  plan.schedule = Blocks{.block = 2,
+                         .spared = [](int, int) { return 2; },
+                         .keep =
+                             [](const BlockEnd& end) {
+                               EXPECT_EQ(end.budget, 3);
+                               EXPECT_EQ(end.context, 6);
+                               EXPECT_EQ(end.block, 2);
+                               EXPECT_EQ(end.held, end.budget * (end.seen - 2) / end.context);
+                               return end.budget * end.seen / end.context;
+                             }};
+  const LayerSelection selection = run(5);
+  // 0 1: 0 | 0 2 3: 2 0 | 0 2 4 5: 2 4 0 | 6 7 stay.
+  EXPECT_EQ(selection.evicted_at, (Numbers{-1, 1, -1, 3, -1, 5, -1, -1, -1, -1, -1, -1}));
+  EXPECT_EQ(selection.set.positions(0), (Numbers{0, 2, 4, 6, 7}));
+  EXPECT_EQ(selection.recent, std::vector<int>{2});
+  EXPECT_TRUE(selection.slots.empty());
+}
+
+TEST_F(Schedules, SlotsByRelevance) {
+  plan.schedule = Blocks{.block = 3, .spared = [](int, int) { return 1; }, .by_relevance = true};
+  const LayerSelection selection = run(4);
+  // Context 0 ... 6, three slots: 0 1 2 -> 2 0 1 | + 3 4 5 -> 2 4 0 | + 6 -> 2 4 6; then the question 7.
+  EXPECT_EQ(selection.set.positions(0), (Numbers{2, 4, 6, 7}));
+  EXPECT_EQ(selection.slots, (Numbers{2, 4, 6, 7}));
+  importance[6] = 10;
+  seen.clear();
+  EXPECT_EQ(run(4).slots, (Numbers{6, 2, 4, 7}));
+}
+
+TEST_F(Schedules, AQuestionAsLongAsTheBudgetIsRefused) {
+  plan.schedule = Blocks{.block = 2, .spared = [](int, int) { return 4; }};
+  EXPECT_TRUE(refusal([&] { run(4); }).starts_with("3 policy: "));
+  EXPECT_EQ(refusal([&] { run(5); }), "accepted");
+}
+
+TEST_F(Schedules, AThresholdCutsAlsoAfterThePrompt) {
+  plan.schedule = Threshold{.peak = Amount::tokens(5), .keep = Amount::tokens(3)};
+  plan.own_memory = true;
+  const LayerSelection selection = run(1);
+  // t=4: 0 2 4 of 0-4 | t=6: 2 4 6 of 0 2 4 5 6 | t=8: 2 4 6 of + 7 8 | t=10: 2 4 6 of + 9 10 | 11 stays.
+  EXPECT_EQ(selection.evicted_at, (Numbers{6, 4, -1, 4, -1, 6, -1, 8, 8, 10, 10, -1}));
+  EXPECT_EQ(selection.set.positions(0), (Numbers{2, 4, 6, 7})) << "the prompt ends between two cuts";
+  EXPECT_EQ(seen, (std::vector<int>{5, 7, 9, 11}));
+}
+
+TEST_F(Schedules, ThresholdsMayBeFractionsOfThePrompt) {
+  const auto tokens = [](Amount peak, Amount keep, int prompt) {
+    const PeakAndKeep found = tokens_of({peak, keep}, prompt, "sca");
+    return std::pair(found.peak, found.keep);
+  };
+  EXPECT_EQ(tokens(Amount::fraction(0.5), Amount::fraction(0.25), 80), std::pair(40, 20));
+  EXPECT_EQ(tokens(Amount::tokens(8), Amount::fraction(0.5), 10), std::pair(8, 5));
+  EXPECT_EQ(refusal([&] { tokens(Amount::tokens(2), Amount::tokens(4), 9); }),
+            "2 sca: threshold(peak,keep): expected 1 <= keep < peak, found peak 2, keep 4");
+  EXPECT_TRUE(refusal([&] { tokens(Amount::tokens(4), Amount::tokens(4), 9); }).starts_with("2 "));
+}
+
+TEST_F(Schedules, RollingSeesSinksAndTheLastTokens) {
+  plan.score = {};
+  plan.schedule = Rolling{};
+  plan.protect = {.sinks = 1, .recent = Amount::fraction(1.0)};
+  const LayerSelection selection = run(4);
+  EXPECT_EQ(selection.set.positions(0), (Numbers{0, 5, 6, 7}));
+  EXPECT_EQ(selection.seen_by(7).positions(0), (Numbers{0, 5, 6, 7}));
+  EXPECT_EQ(selection.seen_by(11).positions(0), (Numbers{0, 9, 10, 11}));
+  EXPECT_EQ(selection.seen_by(2).positions(0), (Numbers{0, 1, 2}));
+}
+
+TEST_F(Schedules, OnlineAsksForAllTokensOrThePromptAlone) {
+  plan.schedule = Online{};
+  plan.score.accumulates = true;
+  plan.protect = {.recent = Amount::fraction(0.5), .least_recent = 1};
+  backend.evicted = {8, -1, 4, -1, 6, 7, 9, -1, 10, -1, -1, -1};
+  const LayerSelection selection = run(4);
+  EXPECT_EQ(selection.evicted_at, backend.evicted);
+  EXPECT_EQ(selection.set.positions(0), (Numbers{0, 1, 3, 6, 7})) << "0 goes after query 8";
+  EXPECT_EQ(selection.recent, std::vector<int>{2});
+  EXPECT_TRUE(seen.empty()) << "the backend keeps the scores";
+
+  plan.schedule = Online{.grow = true};
+  backend.evicted.resize(8);
+  for (std::int32_t& at : backend.evicted) at = at > 7 ? -1 : at;
+  EXPECT_EQ(run(4).evicted_at, (Numbers{-1, -1, 4, -1, 6, 7, -1, -1, -1, -1, -1, -1}));
+}
+
+TEST_F(Schedules, OnlineGoesOnFromThePromptCutOnce) {
+  plan.schedule = Online{.prefill_once = true};
+  plan.protect = {.recent = Amount::tokens(1)};
+  backend.evicted = {-1, -1, 9, -1, -1, -1, -1, 8, -1, -1, -1, -1};
+  const LayerSelection selection = run(4);
+  // 2 4 6 by score, and 7.
+  EXPECT_EQ(selection.set.positions(0), (Numbers{2, 4, 6, 7}));
+  EXPECT_EQ(selection.evicted_at, (Numbers{7, 7, 9, 7, -1, 7, -1, 8, -1, -1, -1, -1}));
+}
+
+TEST(LayerSelection, AQueryThatEvictsATokenStillSeesIt) {
+  LayerSelection selection{KeptSet(Heads::kv, 2, 3), {0, 0}, {0, 0}, {2, 2}};
+  selection.evicted_at = {2,  -1, 2,  4,  -1,  //
+                          -1, 1,  -1, -1, -1};
+  EXPECT_TRUE(selection.changes_with_time());
+  EXPECT_EQ(selection.seen_by(2).positions(0), (Numbers{0, 1, 2})) << "2 goes when it has attended";
+  EXPECT_EQ(selection.seen_by(3).positions(0), (Numbers{1, 3}));
+  EXPECT_EQ(selection.seen_by(4).positions(0), (Numbers{1, 3, 4}));
+  EXPECT_EQ(selection.seen_by(1).positions(1), (Numbers{0, 1})) << "what comes later is not seen";
+  EXPECT_EQ(selection.seen_by(4).positions(1), (Numbers{0, 2, 3, 4}));
+  EXPECT_EQ(selection.seen_by(4).tokens(), 5);
+  for (const int row : {0, 1}) hold_at_end_of_prompt(selection, row);
+  EXPECT_EQ(selection.set.positions(0), (Numbers{1}));
+  EXPECT_EQ(selection.set.positions(1), (Numbers{0, 2}));
+}
+
+TEST(ChooseRow, AnswersInPositionsWhateverTheOrderOfTheSlots) {
+  const Numbers held{9, 2, 5, 7};
+  const std::vector<double> scores{1, 4, 2, 3};
+  EXPECT_EQ(choose_row(top_k(), held, scores, {2, {}}, nullptr, "p").positions, (Numbers{2, 7}));
+  EXPECT_EQ(choose_row(top_k(), held, scores, {2, {.sinks = 0, .recent = 1}}, nullptr, "p").positions, (Numbers{2, 9}));
+  EXPECT_EQ(choose_row(top_k(), held, scores, {9, {}}, nullptr, "p").positions, (Numbers{2, 5, 7, 9}));
+  EXPECT_TRUE(choose_row(top_k(), held, scores, {0, {.sinks = 2}}, nullptr, "p").positions.empty());
+}
+
+TEST(ChooseRow, ABrokenSelectorIsABug) {
+  const auto refusal = [](std::vector<std::int32_t> chosen) {
+    const Selector broken{.select = [&](const Row&) { return Kept{chosen}; }};
+    try {
+      choose_row(broken, Numbers{0, 1, 2, 3}, {}, {2, {}}, nullptr, "mine");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.refusal(), Refusal::internal);
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(refusal({1, 0}), "mine: selection not ascending among the resident tokens: expected 2..3, found 0");
+  EXPECT_EQ(refusal({1, 1}), "mine: selection not ascending among the resident tokens: expected 2..3, found 1");
+  EXPECT_EQ(refusal({4}), "mine: selection not ascending among the resident tokens: expected 0..3, found 4");
+  EXPECT_EQ(refusal({0, 1, 2}), "mine: selection over its budget: expected at most 2, found 3");
+  EXPECT_EQ(refusal({0, 3}), "accepted");
+}
+
+}  // namespace
+}  // namespace kvreplay::testing
