@@ -120,6 +120,14 @@ struct RedundancyElimination {
   int keep = 0;
 };
 
+/// What a run will ask of a layer.
+struct Workload {
+  int sets = 0;               // of kept_moments
+  bool comparisons = false;   // compare_attention, at many queries
+  bool online = false;        // online_eviction
+  int redundancy_tokens = 0;  // of least_redundant; 0: it is not asked for
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -154,10 +162,8 @@ class Backend {
   /// token alone has 0. Within 1e-6 of float64.
   virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
 
-  /// Bytes the largest call on such a layer needs beyond the trace and its results, for planning; least_redundant over
-  /// so many tokens apart.
-  virtual std::size_t working_set(const LayerTensors& layer, int sets) const = 0;
-  virtual std::size_t redundancy_working_set(const LayerTensors& layer, int tokens) const = 0;
+  /// Bytes that such calls on such a layer need at their peak beyond the trace and their results, for planning.
+  virtual std::size_t working_set(const LayerTensors& layer, const Workload& work) const = 0;
 };
 
 /// Backends register by name; `threads` 0 means all.

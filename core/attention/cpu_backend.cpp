@@ -51,7 +51,7 @@ Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
   return norms;
 }
 
-std::size_t CpuBackend::working_set(const LayerTensors& layer, int sets) const {
+std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& work) const {
   const auto tokens = static_cast<std::size_t>(layer.k.tokens);
   const auto threads = static_cast<std::size_t>(threads_);
   const auto dim = static_cast<std::size_t>(layer.k.dim);
@@ -61,14 +61,17 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, int sets) const {
   const std::size_t keys = std::max(tokens * dim * sizeof(float), std::size_t{16} << 20);
   const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(std::max(40, layer.q.heads));
   const std::size_t rows = threads * (192 + 96) * tokens * sizeof(float);
-  const std::size_t values = threads * 96 * static_cast<std::size_t>(2 * sets + 2) * (dim + 32) * sizeof(double);
+  const std::size_t values = threads * 96 * static_cast<std::size_t>(2 * work.sets + 2) * (dim + 32) * sizeof(double);
   // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
-  // online eviction the keys that some rows hold. They keep little.
+  // online eviction the keys that some rows hold. They keep nothing.
   const auto group = static_cast<std::size_t>(layer.group());
   const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 2 * sizeof(double) +
                                  tokens * layer.rope.inv_freq.size() * 2 * sizeof(double);
   const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * dim * sizeof(float);
-  return keys + columns + rows + values + std::max(comparison, held);
+  std::size_t largest = work.redundancy_tokens > 0 ? redundancy_bytes(layer, work.redundancy_tokens) : 0;
+  if (work.comparisons) largest = std::max(largest, comparison);
+  if (work.online) largest = std::max(largest, held);
+  return keys + columns + rows + values + largest;
 }
 
 }  // namespace kvreplay

@@ -29,10 +29,11 @@ class CpuBackend final : public Backend {
   std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
   Matrix norms(const TensorView& tensor, int tokens, double p) override;
   std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override;
-  std::size_t working_set(const LayerTensors& layer, int sets) const override;
-  std::size_t redundancy_working_set(const LayerTensors& layer, int tokens) const override;
+  std::size_t working_set(const LayerTensors& layer, const Workload& work) const override;
 
  private:
+  std::size_t redundancy_bytes(const LayerTensors& layer, int tokens) const;
+
   /// What one thread works in, kept from call to call.
   struct Scratch {
     explicit Scratch(const TileKernels& kernels) : block(kernels) {}

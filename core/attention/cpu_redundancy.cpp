@@ -249,7 +249,7 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
   return members;
 }
 
-std::size_t CpuBackend::redundancy_working_set(const LayerTensors& layer, int tokens) const {
+std::size_t CpuBackend::redundancy_bytes(const LayerTensors& layer, int tokens) const {
   // Vectors of keys and of values packed in float64, similarities of both as far as they are held.
   const auto n = static_cast<std::size_t>(tokens);
   const std::size_t vectors = n * product(layer.k.heads, layer.k.dim + layer.v.dim) * sizeof(double);

@@ -31,6 +31,13 @@ const Choice<PartKind>* kind_of(std::string_view key) {
 
 }  // namespace
 
+namespace {
+
+/// A number of a layer, which counts from either end, not a number of layers.
+bool counts_layers(const Parameter& parameter) { return parameter.range.starts_with("-L"); }
+
+}  // namespace
+
 void append_plans(std::vector<LayerPlan>& plans, const Policy& policy, int layers) {
   const int first = plans.empty() ? 0 : plans.back().first + plans.back().count;
   if (layers < 1) return;
@@ -98,6 +105,9 @@ void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::strin
       rest.emplace_back(key, value);
       continue;
     }
+    if (kind->value == PartKind::store && own.find("positions") != nullptr)
+      throw Error{Refusal::usage, name_, "positions says where its tokens stand", "positions=original or cache",
+                  "store=" + value};
     if (std::ranges::find(parts_, kind->value, &Placed::kind) != parts_.end())
       throw Error{Refusal::usage, name_, "given twice", "", key};
     std::vector<std::pair<std::string, std::string>> of_part;
@@ -156,6 +166,15 @@ Parameters ConfiguredPolicy::parameters() const {
 }
 
 std::string ConfiguredPolicy::label() const {
+  return label_of([](const Parameter&) { return false; });
+}
+
+std::string ConfiguredPolicy::label_with_seeds() const {
+  return label_of([](const Parameter& parameter) { return parameter.is_seed; });
+}
+
+/// With the values that differ from the defaults, and those of parameters that are wanted also.
+std::string ConfiguredPolicy::label_of(bool (*also)(const Parameter&)) const {
   ConfiguredPolicy fresh;
   fresh.policy_ = name_ == layer_ranges_name ? make_layer_ranges() : policies().get(name_).make();
   for (const Placed& placed : parts_)
@@ -166,7 +185,7 @@ std::string ConfiguredPolicy::label() const {
   for (const Parameter& parameter : own.all()) {
     const Parameter* unset = defaults.find(parameter.name);
     const bool differs = unset == nullptr || unset->default_text.empty() || parameter.text() != unset->default_text;
-    if (differs) line += (line.empty() ? ":" : ",") + parameter.assignment();
+    if (differs || also(parameter)) line += (line.empty() ? ":" : ",") + parameter.assignment();
   }
   return name_ + line;
 }
@@ -203,7 +222,10 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
   for (const Parameter& parameter : own.all()) {
     if (parameter.up_to == UpTo::any || !given_.contains(parameter.name)) continue;
     const int most = parameter.up_to == UpTo::prompt ? prompt : layers;
-    if (const int value = parameter.tokens(); value > most)
+    if (const int value = parameter.tokens(); value > most && counts_layers(parameter))
+      throw Error{Refusal::usage, name_ + ":" + parameter.name, "no such layer",
+                  "-" + std::to_string(most) + ".." + std::to_string(most - 1), parameter.text()};
+    else if (value > most)
       throw Error{Refusal::usage, name_ + ":" + parameter.name, "larger than the trace",
                   "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
                   parameter.text()};

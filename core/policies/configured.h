@@ -31,6 +31,8 @@ class ConfiguredPolicy {
   std::string params() const { return parameters().canonical(); }
   /// The name, and the values that differ from the defaults.
   std::string label() const;
+  /// The same with every seed, so that it means one policy whatever the default of seeds is.
+  std::string label_with_seeds() const;
   /// For L treated layers. Throws Error{usage} where ranges of layers do not cover them.
   std::vector<LayerPlan> plans(int layers) const;
 
@@ -47,6 +49,7 @@ class ConfiguredPolicy {
   void place_parts(std::vector<std::pair<std::string, std::string>>& values);
   void share_parameters();
   void set(std::string_view name, std::string_view text);
+  std::string label_of(bool (*also)(const Parameter&)) const;
   [[noreturn]] void refuse_parts() const;
 
   std::string name_;

@@ -34,6 +34,10 @@ Range range_of(std::string_view text) {
   const std::size_t dash = text.find('-');
   Range range{std::string(text), parse_int(where, text.substr(0, dash), 0)};
   range.last = dash == std::string_view::npos ? range.first : parse_int(where, text.substr(dash + 1), 0);
+  if (const std::string plain =
+          range.first == range.last ? std::to_string(range.first) : fmt::format("{}-{}", range.first, range.last);
+      range.last >= range.first && plain != text)
+    throw Error{Refusal::usage, where, "not as ranges are written", plain, std::string(text)};
   if (range.last < range.first)
     throw Error{Refusal::usage, where, "ends before it begins", "FIRST-LAST", std::string(text)};
   return range;
@@ -54,7 +58,7 @@ class LayerRanges final : public Policy {
     for (Range& range : ranges_)
       declared.add(
           range.text, range.policy, "(POLICY)",
-          [this](std::string_view text) { return ConfiguredPolicy::parse(text, seed_).label(); },
+          [this](std::string_view text) { return ConfiguredPolicy::parse(text, seed_).label_with_seeds(); },
           "the policy of these treated layers");
     return declared;
   }

@@ -1,6 +1,7 @@
 // The parts of plans by name, so that a user can put one into any policy: select=chunks, schedule=threshold(4000,2000).
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -31,7 +32,7 @@ class PlanPart {
 struct PartCard {
   std::string name;
   std::string summary;
-  std::unique_ptr<PlanPart> (*make)();
+  std::function<std::unique_ptr<PlanPart>()> make;
 };
 
 Registry<PartCard>& parts(PartKind kind);
@@ -58,6 +59,11 @@ struct RegisteredPart {
   RegisteredPart() {
     parts(T::kind).add({T::name, T::summary, [] { return std::unique_ptr<PlanPart>(new Holder); }});
   }
+};
+
+/// A part without parameters.
+struct RegisteredFixedPart {
+  RegisteredFixedPart(PartKind kind, const char* name, const char* summary, void (*fill)(Plan&));
 };
 
 }  // namespace kvreplay

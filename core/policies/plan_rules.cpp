@@ -16,7 +16,7 @@ const char* name_of(const Allocator& allocator) {
 }
 
 const char* name_of(const Schedule& schedule) {
-  constexpr const char* names[] = {"once", "blocks", "a threshold", "online", "rolling"};
+  constexpr const char* names[] = {"once", "every or question-blocks", "threshold", "online", "rolling"};
   return names[schedule.index()];
 }
 
@@ -86,6 +86,8 @@ void check_plan(const std::string& who, const Plan& plan) {
   refuse_if(online && !std::holds_alternative<Exact>(plan.store), "schedule=online scores tokens where they were",
             "store=exact", "another store");
   refuse_if(!once && plan.select.of_prompt, "the selector chooses from the whole prompt", "schedule=once", schedule);
+  refuse_if(plan.nesting != Nesting::none && plan.select.of_prompt, "the selector chooses from the whole prompt",
+            "a policy whose layers are not nested", "one whose layers are");
   refuse_if(!once && !uniform, "a schedule holds equally many tokens in every layer and head", "allocate=uniform",
             allocator);
   refuse_if(!once && plan.score.needs.future_queries, "future queries are known for one moment", "schedule=once",

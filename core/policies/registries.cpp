@@ -2,6 +2,20 @@
 #include "policies/policy.h"
 
 namespace kvreplay {
+namespace {
+
+class FixedPart final : public PlanPart {
+ public:
+  FixedPart(const char* name, void (*fill_plan)(Plan&)) : name_(name), fill_(fill_plan) {}
+  Parameters parameters() override { return Parameters{name_}; }
+  void fill(Plan& plan) const override { fill_(plan); }
+
+ private:
+  const char* name_;
+  void (*fill_)(Plan&);
+};
+
+}  // namespace
 
 Registry<PolicyEntry>& policies() {
   static Registry<PolicyEntry> registry{"policy"};
@@ -28,6 +42,10 @@ Registry<PartCard>& parts(PartKind kind) {
   return stores;
 }
 
+RegisteredFixedPart::RegisteredFixedPart(PartKind kind, const char* name, const char* summary, void (*fill)(Plan&)) {
+  parts(kind).add({name, summary, [name, fill] { return std::make_unique<FixedPart>(name, fill); }});
+}
+
 std::unique_ptr<PlanPart> parse_part(PartKind kind, std::string_view text,
                                      std::vector<std::pair<std::string, std::string>>& values) {
   const std::size_t open = text.find('(');
@@ -36,7 +54,9 @@ std::unique_ptr<PlanPart> parse_part(PartKind kind, std::string_view text,
   if (open == std::string_view::npos) return part;
   if (text.back() != ')') throw Error{Refusal::usage, name, "parentheses do not match", "", std::string(text)};
   const Parameters parameters = part->parameters();
-  const std::vector<std::string_view> given = split_list(name, text.substr(open + 1, text.size() - open - 2));
+  const std::string_view inside = text.substr(open + 1, text.size() - open - 2);
+  if (inside.empty()) return part;
+  const std::vector<std::string_view> given = split_list(name, inside);
   if (given.size() > parameters.all().size())
     throw Error{Refusal::usage, name, "too many values", "at most " + std::to_string(parameters.all().size()),
                 std::string(text)};

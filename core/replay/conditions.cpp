@@ -144,7 +144,8 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
       throw Error{Refusal::input, who, fmt::format("no room beside the {} tokens of the question", spared),
                   fmt::format("a budget of at least {} tokens", spared + 1), std::to_string(budget)};
     if (blocks->by_relevance && !conditions.eval_queries.empty() && conditions.eval_queries.front() < prompt)
-      throw Error{Refusal::usage, who, "slots by relevance are measured after the prompt", "--eval continuation",
+      throw Error{Refusal::input, who, "slots by relevance are measured after the prompt",
+                  "--eval continuation, and no attention_cosine:rows",
                   fmt::format("query {}", conditions.eval_queries.front())};
   }
   if (std::holds_alternative<CachePositions>(plan.store) && !trace.header().has_rope)
@@ -185,7 +186,7 @@ bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPoli
     const bool chooses = plan.score || plan.select.one_set;
     if (!chooses || keeps_everything(plan, budget, prompt)) return false;
     const auto* threshold = std::get_if<Threshold>(&plan.schedule);
-    const int held = threshold != nullptr ? threshold->keep.of_prompt(prompt) : budget;
+    const int held = threshold != nullptr ? threshold->keep.of_prompt(prompt) : has_budget(plan) ? budget : prompt;
     const auto [sinks, recent] = plan.protect.within(held, prompt);
     if (sinks + recent < held) return false;
   }

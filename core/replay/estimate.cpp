@@ -155,7 +155,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   bool cumulative = false, second_walk = false;
   int measured_cells = 0;
   double comparisons = 0, online = 0, redundancy = 0;  // of one layer, in units of the sample's calls
-  std::size_t stored_bytes = 0, similarity_bytes = 0;
+  std::size_t stored_bytes = 0;
+  Workload work{.sets = static_cast<int>(cells.size())};
   double kept_share = 0, candidates = 0;  // of one layer, all cells
   std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0;
   for (const Cell& cell : cells) {
@@ -167,11 +168,12 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       cumulative |= shape.all_queries;
       second_walk |= shape.across_layers;
       const double steps = tokens / sample_steps;
+      work.online = work.online || (shape.online && !whole);
       if (shape.online && !whole) online += steps * share * prompt / (sample_steps / 2.0);
       if (shape.similarity_layers > 0 && !whole) {
         redundancy +=
             prompt / sample_steps * prompt / sample_steps * shape.similarity_layers / static_cast<double>(layers);
-        similarity_bytes = backend_.redundancy_working_set(trace.layer(conditions.layers.front()), conditions.boundary);
+        work.redundancy_tokens = conditions.boundary;
       }
       candidates += whole ? 0.0 : static_cast<double>(shape.rows) * prompt;
       if (demand.save_scores) score_bytes += shape.rows * positions * layers * sizeof(float);
@@ -183,6 +185,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       ++measured_cells;
       kept_share += share;
       if (shape.general) {
+        work.comparisons = true;
         comparisons +=
             static_cast<double>(conditions.eval_queries.size()) / sample_few_queries * tokens / sample_tokens;
         // Keys and values of one layer in float32.
@@ -230,9 +233,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       static_cast<std::size_t>(measured_cells + 1) * query_heads * sample_queries * sizeof(Moments);
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
-  total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), static_cast<int>(cells.size())) +
-                       observables + moments + ranking_bytes + stored_bytes + similarity_bytes + 2 * set_bits +
-                       2 * part + program;
+  total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
+                       ranking_bytes + stored_bytes + 2 * set_bits + 2 * part + program;
   total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;
 }

@@ -48,6 +48,8 @@ class Cache {
     if (!cuts && !plan_.score.accumulates) return;
 
     const LayerView now(view_, std::move(residents));
+    by_rule.sinks = std::min(by_rule.sinks, keep);
+    by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
       const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent}, who_);
       for (int row = 0; row < selection_.set.rows(); ++row) cut_row(now, scores, row, {keep, by_rule}, by_relevance);

@@ -204,7 +204,7 @@ std::vector<int> best_by_layer(const RecordedRun& run, int layers, int most) {
   std::vector<std::pair<double, int>> entries;  // (-score, layer), in flat order
   for (int l = 0; l < layers; ++l)
     for (const double score : run.scores.at({0, l}).values()) entries.emplace_back(-score, l);
-  std::ranges::stable_sort(entries, {}, &std::pair<double, int>::first);
+  std::ranges::sort(entries);
   std::vector<int> counts(static_cast<std::size_t>(layers));
   for (int i = 0; i < most; ++i) ++counts[static_cast<std::size_t>(entries[static_cast<std::size_t>(i)].second)];
   return counts;

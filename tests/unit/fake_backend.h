@@ -58,8 +58,7 @@ class FakeBackend final : public Backend {
     ++calls;
     return similarities;
   }
-  std::size_t working_set(const LayerTensors&, int) const override { return 0; }
-  std::size_t redundancy_working_set(const LayerTensors&, int) const override { return 0; }
+  std::size_t working_set(const LayerTensors&, const Workload&) const override { return 0; }
 };
 
 }  // namespace kvreplay::testing

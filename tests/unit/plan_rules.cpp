@@ -40,22 +40,29 @@ const Refused refused[] = {
      "pyramid-infer: nested sets need counts that are known beforehand: expected allocate=decay or allocate=pyramid, "
      "found uniform"},
     {"pyramid-infer:schedule=every",
-     "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found blocks"},
+     "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found every or "
+     "question-blocks"},
     {"pyramid-kv:schedule=every",
      "pyramid-kv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
      "counts from the number of layers"},
     {"oracle:schedule=threshold(4,2)",
-     "oracle: future queries are known for one moment: expected schedule=once, found a threshold"},
+     "oracle: future queries are known for one moment: expected schedule=once, found threshold"},
     {"snapkv:heads=query,schedule=every",
      "snapkv: query heads that share a key would each hold tokens of their own: expected heads=kv or heads=layer, "
      "found "
      "heads=query with this schedule"},
     {"h2o:score=question,schedule=threshold(8,4)",
-     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found a threshold"},
+     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found threshold"},
     {"h2o:score=question",
      "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found once"},
     {"truncate:schedule=every",
-     "truncate: the selector chooses from the whole prompt: expected schedule=once, found blocks"},
+     "truncate: the selector chooses from the whole prompt: expected schedule=once, found every or question-blocks"},
+    {"pyramid-infer:select=head-and-tail",
+     "pyramid-infer: the selector chooses from the whole prompt: expected a policy whose layers are not nested, found "
+     "one whose layers are"},
+    {"streaming-llm:positions=cache,store=quantised",
+     "streaming-llm: positions says where its tokens stand: expected positions=original or cache, found "
+     "store=quantised"},
     {"h2o:schedule=online,agg=max",
      "h2o: schedule=online takes the mean over a group of query heads: expected agg=mean, "
      "found agg=sum or max"},
@@ -71,7 +78,7 @@ const Refused refused[] = {
     {"strided:schedule=rolling",
      "strided: the schedule itself says which token goes: expected select=top-k, found another selector"},
     {"snapkv:store=quantised,schedule=every",
-     "snapkv: tokens are quantised at the end of the prompt: expected schedule=once, found blocks"},
+     "snapkv: tokens are quantised at the end of the prompt: expected schedule=once, found every or question-blocks"},
     {"snapkv:store=quantised,heads=query",
      "snapkv: a quantised cache holds a token once a KV head: expected heads=kv or heads=layer, found heads=query"},
 };

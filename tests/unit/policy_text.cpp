@@ -198,6 +198,8 @@ TEST(LayerRanges, MustCoverEachLayerOnce) {
   EXPECT_EQ(refusal("layers", 4), cover + "no range");
   EXPECT_EQ(refusal("layers:3=local,0-2=h2o", 4), "accepted");
   EXPECT_EQ(refusal("layers:2-1=h2o", 4), "layers:2-1: ends before it begins: expected FIRST-LAST, found 2-1");
+  EXPECT_EQ(refusal("layers:00-3=h2o", 4), "layers:00-3: not as ranges are written: expected 0-3, found 00-3");
+  EXPECT_EQ(refusal("layers:0-3=(sca:layer=4)", 4), "accepted") << "how many layers there are, the trace says";
   EXPECT_NE(refusal("layers:0-x=h2o", 4), "accepted");
   EXPECT_NE(refusal("layers:-1=h2o", 4), "accepted");
   EXPECT_NE(refusal("layers:0-1-2=h2o,3=h2o", 4), "accepted");

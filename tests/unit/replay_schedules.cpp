@@ -82,6 +82,19 @@ TEST_F(Schedules, BlocksSpareTheQuestionAndMayGrow) {
   EXPECT_TRUE(selection.slots.empty());
 }
 
+TEST_F(Schedules, TokensThatStayByRuleFitIntoWhatIsHeld) {
+  plan.protect.recent = Amount::tokens(4);
+  plan.score.score = [](const LayerView& held, const Scoring& how) {
+    EXPECT_LE(how.recent, held.tokens());
+    return Matrix(1, held.tokens());
+  };
+  plan.schedule = Blocks{.block = 2,
+                         .spared = [](int, int) { return 2; },
+                         .keep = [](const BlockEnd& end) { return end.budget * end.seen / end.context; }};
+  // 0 1: 1 | 1 2 3: 2 3 | 2 3 4 5: the last 3.
+  EXPECT_EQ(run(5).set.positions(0), (Numbers{3, 4, 5, 6, 7}));
+}
+
 TEST_F(Schedules, SlotsByRelevance) {
   plan.schedule = Blocks{.block = 3, .spared = [](int, int) { return 1; }, .by_relevance = true};
   const LayerSelection selection = run(4);

@@ -74,11 +74,8 @@ class ForgetfulBackend final : public Backend {
   std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override {
     return sound_->similarity_row_maxima(tensor, tokens);
   }
-  std::size_t working_set(const LayerTensors& layer, int sets) const override {
-    return sound_->working_set(layer, sets);
-  }
-  std::size_t redundancy_working_set(const LayerTensors& layer, int tokens) const override {
-    return sound_->redundancy_working_set(layer, tokens);
+  std::size_t working_set(const LayerTensors& layer, const Workload& work) const override {
+    return sound_->working_set(layer, work);
   }
 
  private:

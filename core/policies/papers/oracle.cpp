@@ -30,7 +30,7 @@ struct Oracle {
     grouping.parameters(p);
     p.add<Scope>("scope", scope, scope_words, "whether heads, or layers and heads, compete for the slots");
     const auto normal = [this](std::string_view text) {
-      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed).label();
+      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed).label_with_seeds();
     };
     p.add("counts", counts, "none | (POLICY)", normal,
           "take granularity and counts, layer by layer and head by head, from this policy's selection");

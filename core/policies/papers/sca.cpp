@@ -22,11 +22,7 @@ std::string normal_schedule(std::string_view text) {
 }
 
 std::string normal_recent(std::string_view text) {
-  if (text == automatic) return automatic;
-  const Amount recent = Amount::parse("sca:recent", text);
-  if (recent.count == 0)
-    throw Error{Refusal::usage, "sca:recent", "out of range", "1 or more: what stays is compared with them", "0"};
-  return recent.text();
+  return text == automatic ? automatic : Amount::parse("sca:recent", text).text();
 }
 
 std::string normal_positions(std::string_view text) {
@@ -92,6 +88,9 @@ struct Sca {
         .store = store_at(positions == "cache" || (positions == automatic && !once) ? Positions::cache
                                                                                     : Positions::original),
     };
+    if (plan.protect.sinks == 0 && plan.protect.recent.count == 0)
+      throw Error{Refusal::usage, "sca", "nothing stays that others could be like", "recent or sinks of 1 or more",
+                  "0"};
     make_part(PartKind::schedule, schedule)->fill(plan);
     return plan;
   }

@@ -35,36 +35,14 @@ std::vector<std::vector<int>> counts_of_best(const Division& division, std::span
   return counts;
 }
 
-struct UniformPart {
-  static constexpr PartKind kind = PartKind::allocate;
-  static constexpr const char* name = "uniform";
-  static constexpr const char* summary = "every layer and head gets B";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.allocate = Uniform{}; }
-};
-
-struct RankedLayer {
-  static constexpr PartKind kind = PartKind::allocate;
-  static constexpr const char* name = "ranked-layer";
-  static constexpr const char* summary = "the best entries of all heads of a layer together";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.allocate = ranked_within_layer(); }
-};
-
-struct RankedGlobal {
-  static constexpr PartKind kind = PartKind::allocate;
-  static constexpr const char* name = "ranked-global";
-  static constexpr const char* summary = "the best entries of all layers and heads together";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.allocate = ranked_across_layers(); }
-};
-
-const RegisteredPart<UniformPart> registered_uniform;
-const RegisteredPart<RankedLayer> registered_layer;
-const RegisteredPart<RankedGlobal> registered_global;
+const RegisteredFixedPart registered_uniform{PartKind::allocate, "uniform", "every layer and head gets B",
+                                             [](Plan& plan) { plan.allocate = Uniform{}; }};
+const RegisteredFixedPart registered_layer{PartKind::allocate, "ranked-layer",
+                                           "the best entries of all heads of a layer together",
+                                           [](Plan& plan) { plan.allocate = ranked_within_layer(); }};
+const RegisteredFixedPart registered_global{PartKind::allocate, "ranked-global",
+                                            "the best entries of all layers and heads together",
+                                            [](Plan& plan) { plan.allocate = ranked_across_layers(); }};
 
 }  // namespace
 

@@ -5,26 +5,11 @@
 namespace kvreplay {
 namespace {
 
-struct Cumulative {
-  static constexpr PartKind kind = PartKind::score;
-  static constexpr const char* name = "cumulative";
-  static constexpr const char* summary = "attention of all queries so far";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.score = cumulative_score(); }
-};
-
-struct Eval {
-  static constexpr PartKind kind = PartKind::score;
-  static constexpr const char* name = "eval";
-  static constexpr const char* summary = "attention of the eval queries themselves, which no policy can know";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.score = eval_score(); }
-};
-
-const RegisteredPart<Cumulative> registered_cumulative;
-const RegisteredPart<Eval> registered_eval;
+const RegisteredFixedPart registered_cumulative{PartKind::score, "cumulative", "attention of all queries so far",
+                                                [](Plan& plan) { plan.score = cumulative_score(); }};
+const RegisteredFixedPart registered_eval{PartKind::score, "eval",
+                                          "attention of the eval queries themselves, which no policy can know",
+                                          [](Plan& plan) { plan.score = eval_score(); }};
 
 }  // namespace
 

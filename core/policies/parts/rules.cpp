@@ -16,15 +16,6 @@ Kept strided(const Row& row) {
   return kept;
 }
 
-struct Stride {
-  static constexpr PartKind kind = PartKind::select;
-  static constexpr const char* name = "stride";
-  static constexpr const char* summary = "every n/B-th token, without scores";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.select = stride(); }
-};
-
 struct HeadAndTail {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "head-and-tail";
@@ -38,7 +29,8 @@ struct HeadAndTail {
   void fill(Plan& plan) const { plan.select = head_and_tail(keep_question); }
 };
 
-const RegisteredPart<Stride> registered_stride;
+const RegisteredFixedPart registered_stride{PartKind::select, "stride", "every n/B-th token, without scores",
+                                            [](Plan& plan) { plan.select = stride(); }};
 const RegisteredPart<HeadAndTail> registered_head_and_tail;
 
 }  // namespace

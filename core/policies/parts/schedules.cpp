@@ -8,15 +8,6 @@ namespace {
 
 constexpr Choice<Prefill> prefill_words[] = {{"online", Prefill::online}, {"once", Prefill::once}};
 
-struct OncePart {
-  static constexpr PartKind kind = PartKind::schedule;
-  static constexpr const char* name = "once";
-  static constexpr const char* summary = "when the prompt has been seen";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.schedule = Once{}; }
-};
-
 struct EveryPart {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "every";
@@ -53,20 +44,14 @@ struct OnlinePart : OnlineEvictions {
   void fill(Plan& plan) const { plan.schedule = schedule(); }
 };
 
-struct RollingPart {
-  static constexpr PartKind kind = PartKind::schedule;
-  static constexpr const char* name = "rolling";
-  static constexpr const char* summary = "each query sees the first and the last tokens by rule, itself included";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.schedule = Rolling{}; }
-};
-
-const RegisteredPart<OncePart> registered_once;
+const RegisteredFixedPart registered_once{PartKind::schedule, "once", "when the prompt has been seen",
+                                          [](Plan& plan) { plan.schedule = Once{}; }};
 const RegisteredPart<EveryPart> registered_every;
 const RegisteredPart<ThresholdPart> registered_threshold;
 const RegisteredPart<OnlinePart> registered_online;
-const RegisteredPart<RollingPart> registered_rolling;
+const RegisteredFixedPart registered_rolling{PartKind::schedule, "rolling",
+                                             "each query sees the first and the last tokens by rule, itself included",
+                                             [](Plan& plan) { plan.schedule = Rolling{}; }};
 
 }  // namespace
 

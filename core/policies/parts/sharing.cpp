@@ -7,15 +7,6 @@
 namespace kvreplay {
 namespace {
 
-struct None {
-  static constexpr PartKind kind = PartKind::share;
-  static constexpr const char* name = "none";
-  static constexpr const char* summary = "every layer selects for itself";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.share = no_sharing(); }
-};
-
 struct Every {
   static constexpr PartKind kind = PartKind::share;
   static constexpr const char* name = "every";
@@ -42,7 +33,8 @@ struct OneLayer {
   void fill(Plan& plan) const { plan.share = one_layer(layer); }
 };
 
-const RegisteredPart<None> registered_none;
+const RegisteredFixedPart registered_none{PartKind::share, "none", "every layer selects for itself",
+                                          [](Plan& plan) { plan.share = no_sharing(); }};
 const RegisteredPart<Every> registered_every;
 const RegisteredPart<OneLayer> registered_one;
 

@@ -8,26 +8,11 @@ namespace {
 
 constexpr Choice<Positions> positions_words[] = {{"original", Positions::original}, {"cache", Positions::cache}};
 
-struct ExactPart {
-  static constexpr PartKind kind = PartKind::store;
-  static constexpr const char* name = "exact";
-  static constexpr const char* summary = "kept tokens stay as they are, where they were";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.store = Exact{}; }
-};
-
-struct CachePart {
-  static constexpr PartKind kind = PartKind::store;
-  static constexpr const char* name = "cache";
-  static constexpr const char* summary = "kept tokens move to their slots in the cache, and so does the query";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.store = CachePositions{}; }
-};
-
-const RegisteredPart<ExactPart> registered_exact;
-const RegisteredPart<CachePart> registered_cache;
+const RegisteredFixedPart registered_exact{PartKind::store, "exact", "kept tokens stay as they are, where they were",
+                                           [](Plan& plan) { plan.store = Exact{}; }};
+const RegisteredFixedPart registered_cache{PartKind::store, "cache",
+                                           "kept tokens move to their slots in the cache, and so does the query",
+                                           [](Plan& plan) { plan.store = CachePositions{}; }};
 
 }  // namespace
 

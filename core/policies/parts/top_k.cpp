@@ -30,27 +30,12 @@ Kept best_anywhere(const Row& row) {
   return kept;
 }
 
-struct TopK {
-  static constexpr PartKind kind = PartKind::select;
-  static constexpr const char* name = "top-k";
-  static constexpr const char* summary = "the best tokens between sinks and recent window";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.select = top_k(); }
-};
-
-struct TopKAnywhere {
-  static constexpr PartKind kind = PartKind::select;
-  static constexpr const char* name = "top-k-anywhere";
-  static constexpr const char* summary =
-      "the best tokens anywhere, and those that stay by rule: overlap is not refilled";
-
-  void parameters(Parameters&) {}
-  void fill(Plan& plan) const { plan.select = top_k_anywhere(); }
-};
-
-const RegisteredPart<TopK> registered_top_k;
-const RegisteredPart<TopKAnywhere> registered_anywhere;
+const RegisteredFixedPart registered_top_k{PartKind::select, "top-k", "the best tokens between sinks and recent window",
+                                           [](Plan& plan) { plan.select = top_k(); }};
+const RegisteredFixedPart registered_anywhere{
+    PartKind::select, "top-k-anywhere",
+    "the best tokens anywhere, and those that stay by rule: overlap is not refilled",
+    [](Plan& plan) { plan.select = top_k_anywhere(); }};
 
 }  // namespace
 
