@@ -208,7 +208,7 @@ TEST_F(LawsOfPapers, GrowingKeepsTheContinuation) {
 TEST_F(LawsOfPapers, AThresholdCutsWhenThePeakIsHeld) {
   for (const char* policy :
        {"sca:schedule=threshold(45,22),recent=3", "h2o:schedule=threshold(45,22)", "snapkv:schedule=threshold(45,22)",
-        "random:schedule=threshold(45,22)", "streaming-llm:schedule=threshold(45,22),store=cache",
+        "random:schedule=threshold(45,22)", "streaming-llm:schedule=threshold(45,22),positions=cache",
         "strided:schedule=threshold(45,22)"}) {
     SCOPED_TRACE(policy);
     const RecordedRun run = record(trace(), {policy}, 1);
