@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <charconv>
 #include <functional>
+#include <iterator>
 #include <limits>
 
 #include "analysis/replaced_file.h"
@@ -267,8 +268,8 @@ class ByRow {
       if (!selection.changes_with_time()) continue;
       all.resize(index(trace_.layers) * index(rows_) * tokens, -1);
       for (int row = 0; row < rows_; ++row)
-        std::copy_n(
-            selection.evicted_at.begin() + static_cast<std::ptrdiff_t>(index(row_of(l, row)) * tokens), tokens,
+        std::ranges::copy(
+            selection.evicted_of(row_of(l, row)),
             all.begin() + static_cast<std::ptrdiff_t>((index(trace_.treated[l]) * index(rows_) + index(row)) * tokens));
     }
     return all;
@@ -281,14 +282,6 @@ class ByRow {
   Heads heads_ = Heads::kv;
 };
 
-/// Kept positions of one row in the order of their slots.
-std::vector<std::int32_t> slots_of(const LayerSelection& selection, int row) {
-  std::size_t begin = 0;
-  for (int r = 0; r < row; ++r) begin += index(selection.set.count(r));
-  const auto from = selection.slots.begin() + static_cast<std::ptrdiff_t>(begin);
-  return {from, from + selection.set.count(row)};
-}
-
 void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bool without_rows) {
   const ByRow by_row(made, trace);
   std::vector<std::int64_t> offsets{0};
@@ -300,11 +293,11 @@ void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bo
     for (int row = 0; row < by_row.rows(); ++row) {
       if (treated && !without_rows) {
         const LayerSelection& selection = made.selections[next];
-        const std::vector<std::int32_t> kept = selection.set.positions(by_row.row_of(next, row));
-        positions.insert(positions.end(), kept.begin(), kept.end());
-        const std::vector<std::int32_t> ordered =
-            selection.slots.empty() ? kept : slots_of(selection, by_row.row_of(next, row));
-        slots.insert(slots.end(), ordered.begin(), ordered.end());
+        const int own_row = by_row.row_of(next, row);
+        const std::vector<std::int32_t> kept = selection.set.positions(own_row);
+        std::ranges::copy(kept, std::back_inserter(positions));
+        std::ranges::copy(selection.slots.empty() ? std::span(kept) : selection.slots_of(own_row),
+                          std::back_inserter(slots));
       }
       offsets.push_back(static_cast<std::int64_t>(positions.size()));
     }
@@ -393,20 +386,14 @@ LayerSelection coarsened(const LayerSelection& fine, Heads heads, const PartTrac
   const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
   const int shared = fine.set.rows() / rows;
   LayerSelection coarse{KeptSet(heads, rows, fine.set.tokens()), {}, {}, {}, fine.source, {}, {}};
-  const auto tokens = static_cast<std::ptrdiff_t>(trace.tokens);
   for (int row = 0; row < rows; ++row) {
     for (const std::int32_t position : fine.set.positions(row * shared)) coarse.set.keep(row, position);
     coarse.sinks.push_back(fine.sinks[index(row * shared)]);
     coarse.recent.push_back(fine.recent[index(row * shared)]);
     coarse.granted.push_back(fine.granted[index(row * shared)]);
-    if (fine.changes_with_time()) {
-      const auto from = fine.evicted_at.begin() + row * shared * tokens;
-      coarse.evicted_at.insert(coarse.evicted_at.end(), from, from + tokens);
-    }
-    if (!fine.slots.empty()) {
-      const std::vector<std::int32_t> slots = slots_of(fine, row * shared);
-      coarse.slots.insert(coarse.slots.end(), slots.begin(), slots.end());
-    }
+    if (fine.changes_with_time())
+      std::ranges::copy(fine.evicted_of(row * shared), std::back_inserter(coarse.evicted_at));
+    if (!fine.slots.empty()) std::ranges::copy(fine.slots_of(row * shared), std::back_inserter(coarse.slots));
   }
   return coarse;
 }

@@ -1,9 +1,8 @@
 // parts/TRACE.h5: all that a run knows of one trace, the unit that is finished or not.
 //
 //   /traces/NAME    as in selections.h5: sizes, conditions, redundancy, eval attention, tokens, spans
-//   /cells/ID       as in selections.h5: sets and matrices; where they change with time evicted_at [L, H, T]; where
-//   kept
-//                   tokens stand in another order slots; where granularities differ the attribute layer_heads
+//   /cells/ID       as in selections.h5: sets and matrices; evicted_at [L, H, T] where they change with time, slots
+//                   where kept tokens stand in another order, attribute layer_heads where granularities differ
 //   /values/ID      who the cell is, and every value [L+1, H+1]; /values/trace: values of the trace itself
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 #pragma once

@@ -9,6 +9,9 @@
 
 namespace kvreplay {
 
+/// a * b elements, which may be more than an int holds.
+constexpr std::size_t product(int a, int b) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
+
 template <class T>
 class AlignedBuffer {
  public:

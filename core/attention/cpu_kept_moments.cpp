@@ -23,8 +23,6 @@ constexpr int chunk_keys = 256;
 // A sum of exponentials below this has lost terms to underflow: it is taken again from the logits.
 constexpr double smallest_safe_sum = 0x1p-80;
 
-std::size_t product(int a, int b) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
-
 KeptSet everything(int tokens) {
   KeptSet set(Heads::layer, 1, tokens);
   for (int position = 0; position < tokens; ++position) set.keep(0, position);

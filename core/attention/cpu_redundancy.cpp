@@ -18,8 +18,6 @@ constexpr std::size_t most_held_bytes = std::size_t{1} << 30;
 constexpr int panels_at_once = 4;
 constexpr double one = 0x1p30;
 
-std::size_t product(int a, int b) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
-
 /// S_ij = rint(2^30 cos(w_i, w_j)) of the resident tokens. Every sum over dimensions begins with the first one, so
 /// equal vectors have equal similarities, and S_ij = S_ji.
 class Similarities {

@@ -29,10 +29,6 @@ const Choice<PartKind>* kind_of(std::string_view key) {
   return found == std::end(part_kinds) ? nullptr : &*found;
 }
 
-}  // namespace
-
-namespace {
-
 /// A number of a layer, which counts from either end, not a number of layers.
 bool counts_layers(const Parameter& parameter) { return parameter.range.starts_with("-L"); }
 
@@ -67,9 +63,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   const std::size_t colon = text.find(':');
   ConfiguredPolicy configured;
   configured.name_ = std::string(text.substr(0, colon));
-  configured.policy_ =
-      configured.name_ == layer_ranges_name ? make_layer_ranges() : policies().get(configured.name_).make();
-
+  configured.policy_ = make_policy(configured.name_);
   configured.policy_->set_seed(seed);
   std::vector<std::pair<std::string, std::string>> values;
   if (colon != std::string_view::npos) {
@@ -176,7 +170,7 @@ std::string ConfiguredPolicy::label_with_seeds() const {
 /// With the values that differ from the defaults, and those of parameters that are wanted also.
 std::string ConfiguredPolicy::label_of(bool (*also)(const Parameter&)) const {
   ConfiguredPolicy fresh;
-  fresh.policy_ = name_ == layer_ranges_name ? make_layer_ranges() : policies().get(name_).make();
+  fresh.policy_ = make_policy(name_);
   for (const Placed& placed : parts_)
     fresh.parts_.push_back({placed.kind, placed.name, parts(placed.kind).get(placed.name).make()});
   const Parameters defaults = fresh.parameters();
@@ -222,13 +216,13 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
   for (const Parameter& parameter : own.all()) {
     if (parameter.up_to == UpTo::any || !given_.contains(parameter.name)) continue;
     const int most = parameter.up_to == UpTo::prompt ? prompt : layers;
-    if (const int value = parameter.tokens(); value > most && counts_layers(parameter))
+    if (parameter.tokens() <= most) continue;
+    if (counts_layers(parameter))
       throw Error{Refusal::usage, name_ + ":" + parameter.name, "no such layer",
                   "-" + std::to_string(most) + ".." + std::to_string(most - 1), parameter.text()};
-    else if (value > most)
-      throw Error{Refusal::usage, name_ + ":" + parameter.name, "larger than the trace",
-                  "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
-                  parameter.text()};
+    throw Error{Refusal::usage, name_ + ":" + parameter.name, "larger than the trace",
+                "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
+                parameter.text()};
   }
 }
 

@@ -107,6 +107,9 @@ class LayerRanges final : public Policy {
 
 }  // namespace
 
-std::unique_ptr<Policy> make_layer_ranges() { return std::make_unique<LayerRanges>(); }
+std::unique_ptr<Policy> make_policy(const std::string& name) {
+  if (name == layer_ranges_name) return std::make_unique<LayerRanges>();
+  return policies().get(name).make();
+}
 
 }  // namespace kvreplay

@@ -29,7 +29,11 @@ bool shares_layers(const Sharing& share) {
 
 }  // namespace
 
-bool has_budget(const Plan& plan) { return !plan.own_memory && !std::holds_alternative<Everything>(plan.allocate); }
+bool has_budget(const Plan& plan) {
+  if (const auto* counts = std::get_if<CountsOf>(&plan.allocate)) return counts->has_budget;
+  return !std::holds_alternative<Everything>(plan.allocate) && !std::holds_alternative<Threshold>(plan.schedule) &&
+         plan.nesting != Nesting::prunes_next;
+}
 
 bool keeps_everything(const Plan& plan, int budget, int prompt) {
   return std::holds_alternative<Everything>(plan.allocate) || (has_budget(plan) && budget >= prompt);

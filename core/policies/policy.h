@@ -119,6 +119,7 @@ using AcrossLayers = std::function<std::vector<std::vector<int>>(const Division&
 /// The counts and the granularity of another policy's selection.
 struct CountsOf {
   std::string policy;
+  bool has_budget = true;  // whether one binds that policy
 };
 
 /// The type says what must be known before a layer's set is final: nothing, the layer, all layers, another policy.
@@ -169,10 +170,10 @@ struct Plan {
   Nesting nesting = Nesting::none;
   Schedule schedule = Once{};
   Store store = Exact{};
-  bool own_memory = false;  // what it holds follows from its own rule: no budget binds it
 };
 
-/// Whether slots are held against a budget.
+/// Whether slots are held against a budget: not where everything stays, where a threshold says how much is held, or
+/// where layers prune each other by sizes of their own.
 bool has_budget(const Plan& plan);
 /// Whether every row keeps all of the prompt: by the plan, or because the budget is no less.
 bool keeps_everything(const Plan& plan, int budget, int prompt);

@@ -32,6 +32,8 @@ struct Blocks {
   bool asks_marked_question = false;              // where none is marked, others take its place
   std::function<int(const BlockEnd&)> keep = {};  // how many of the context are held from here on; empty: `budget`
   bool by_relevance = false;                      // slots in the order of the scores, not of the positions
+
+  int spared_tokens(int prompt, int question) const { return spared ? spared(prompt, question) : 0; }
 };
 
 /// When `peak` tokens are held, they are cut to `keep`; also after the prompt. Fractions are read as those of a budget

@@ -109,7 +109,7 @@ constexpr int most_after_question = 16;
 /// Tokens that the plan's schedule spares.
 int spared_tokens(const Plan& plan, int prompt, int question) {
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-  return blocks != nullptr && blocks->spared ? blocks->spared(prompt, question) : 0;
+  return blocks != nullptr ? blocks->spared_tokens(prompt, question) : 0;
 }
 
 /// The first prompt query that the plan reads, P where it reads none.
@@ -140,7 +140,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (const auto* threshold = std::get_if<Threshold>(&plan.schedule)) tokens_of(*threshold, prompt, who);
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   if (blocks != nullptr && !keeps_everything(plan, budget, prompt)) {
-    if (const int spared = spared_tokens(plan, prompt, question); budget <= spared)
+    if (const int spared = blocks->spared_tokens(prompt, question); budget <= spared)
       throw Error{Refusal::input, who, fmt::format("no room beside the {} tokens of the question", spared),
                   fmt::format("a budget of at least {} tokens", spared + 1), std::to_string(budget)};
     if (blocks->by_relevance && !conditions.eval_queries.empty() && conditions.eval_queries.front() < prompt)

@@ -24,9 +24,10 @@ constexpr double seconds_a_candidate = 1.5e-8;
 // One line of results.csv, and about how many a cell has for each layer and for each head of it.
 constexpr std::size_t line_bytes = 250, lines_a_layer = 20;
 
-/// A random float32 layer of the trace's head shape.
-struct SampleLayer {
-  explicit SampleLayer(const TraceHeader& header) {
+}  // namespace
+
+struct Estimator::Sample {
+  explicit Sample(const TraceHeader& header) {
     const auto fill = [&](std::vector<float>& values, int heads, std::uint64_t tag) {
       values.resize(static_cast<std::size_t>(heads) * sample_tokens * static_cast<std::size_t>(header.head_dim));
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(uniform(chain(tag, i))) - 0.5F;
@@ -41,7 +42,13 @@ struct SampleLayer {
 
   std::vector<float> q, k, v;
   LayerTensors tensors;
+  std::map<Call, double> seconds;
 };
+
+Estimator::Estimator(Backend& backend) : backend_(backend) {}
+Estimator::~Estimator() = default;
+
+namespace {
 
 /// The shortest of some calls, after one that warms up caches, threads and buffers.
 template <class Call>
@@ -69,7 +76,7 @@ struct Shape {
   bool all_queries = false;
 };
 
-Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions) {
+Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions, int question) {
   Shape shape;
   for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
     shape.rows = std::max(shape.rows,
@@ -82,7 +89,9 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
     if (plan.select.one_set)
       for (int l = 0; l < count; ++l) shape.similarity_layers += is_source(plan.share, l, count) ? 1 : 0;
     const Needs& needs = plan.score.needs;
-    shape.last_queries = std::max({shape.last_queries, needs.last_queries, needs.question ? 32 : 0});
+    const auto* blocks = std::get_if<Blocks>(&plan.schedule);
+    const int asked = needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question) : 0;
+    shape.last_queries = std::max({shape.last_queries, needs.last_queries, asked});
     shape.all_queries |= needs.all_queries && !shape.online;
   }
   return shape;
@@ -91,10 +100,10 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
 }  // namespace
 
 double Estimator::seconds(Call call, const TraceHeader& header) {
-  const auto [place, is_new] = timed_.try_emplace({call, header.query_heads, header.kv_heads, header.head_dim}, 0.0);
-  if (!is_new) return place->second;
-  const SampleLayer layer(header);
-  const LayerTensors& sample = layer.tensors;
+  std::unique_ptr<Sample>& of_shape = samples_[{header.query_heads, header.kv_heads, header.head_dim}];
+  if (!of_shape) of_shape = std::make_unique<Sample>(header);
+  if (const auto known = of_shape->seconds.find(call); known != of_shape->seconds.end()) return known->second;
+  const LayerTensors& sample = of_shape->tensors;
   const std::vector<std::int32_t> all = position_range(0, sample_tokens);
   const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
   // Sets that differ, since equal ones are computed once: set i keeps every second token of its own, or one token.
@@ -140,7 +149,7 @@ double Estimator::seconds(Call call, const TraceHeader& header) {
     const std::vector<std::int32_t> some = position_range(0, sample_steps);
     return seconds_of([&] { backend_.least_redundant(sample, {.resident = some, .keep = sample_steps / 2}); });
   };
-  return place->second = measure();
+  return of_shape->seconds[call] = measure();
 }
 
 Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
@@ -149,6 +158,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const double prompt = conditions.boundary, tokens = header.tokens();
   const auto positions = static_cast<std::size_t>(conditions.boundary);
   const std::size_t layers = conditions.layers.size();
+  const int question = question_begin(trace, conditions.boundary);
   const auto query_heads = static_cast<std::size_t>(header.query_heads);
 
   int window = 0;
@@ -160,7 +170,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   double kept_share = 0, candidates = 0;  // of one layer, all cells
   std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0;
   for (const Cell& cell : cells) {
-    const Shape shape = shape_of(cell, header, conditions);
+    const Shape shape = shape_of(cell, header, conditions, question);
     const bool whole = shape.whole;
     const double share = whole ? 1.0 : cell.budget / prompt;
     if (cell.known.empty()) {

@@ -1,10 +1,11 @@
 // What a replay will cost, before it starts: short measurements on this machine, scaled to the trace.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <span>
-#include <tuple>
 
 #include "replay/replay.h"
 
@@ -28,7 +29,8 @@ struct Demand {
 class Estimator {
  public:
   /// `backend` must outlive the estimator.
-  explicit Estimator(Backend& backend) : backend_(backend) {}
+  explicit Estimator(Backend& backend);
+  ~Estimator();
 
   Estimate operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
                       const Demand& demand = {});
@@ -49,8 +51,11 @@ class Estimator {
   /// Seconds of a call, timed once for each shape of heads.
   double seconds(Call call, const TraceHeader& header);
 
+  /// A random float32 layer of some shape of heads, and the seconds of the calls that were timed on it.
+  struct Sample;
+
   Backend& backend_;
-  std::map<std::tuple<Call, int, int, int>, double> timed_;  // by query heads, KV heads, head dimension
+  std::map<std::array<int, 3>, std::unique_ptr<Sample>> samples_;  // by query heads, KV heads, head dimension
 };
 
 }  // namespace kvreplay

@@ -68,8 +68,9 @@ LayerSelection whole_prompt(const LayerView& view, const Plan& plan) {
   LayerSelection selection = empty_selection(view, plan.grouping.heads);
   const auto [sinks, recent] = plan.protect.within(prompt, prompt);
   Kept all{position_range(0, prompt), sinks, recent};
-  if (const auto* blocks = std::get_if<Blocks>(&plan.schedule); blocks != nullptr && blocks->spared)
-    all.recent = blocks->spared(prompt, view.question());
+  const auto* blocks = std::get_if<Blocks>(&plan.schedule);
+  if (const int spared = blocks != nullptr ? blocks->spared_tokens(prompt, view.question()) : 0; spared > 0)
+    all.recent = spared;
   if (plan.select.of_prompt) all = plan.select({{}, prompt, prompt, sinks, recent, &view});
   for (int row = 0; row < selection.set.rows(); ++row) enter_row(selection, row, all, prompt);
   return selection;
@@ -88,26 +89,16 @@ StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection
   StoredLayer stored;
   stored.tensors = tensors;
   stored.keys = widened(tensors.k);
-  const auto dim = static_cast<std::size_t>(tensors.k.dim);
-  const auto place = [&](int head, int token) {
-    return std::span(stored.keys)
-        .subspan((static_cast<std::size_t>(head) * static_cast<std::size_t>(tensors.k.tokens) +
-                  static_cast<std::size_t>(token)) *
-                     dim,
-                 dim);
-  };
   for (int head = 0; head < tensors.k.heads; ++head) {
     const int row = selection.set.row_of(head * view.group(), view.group());
-    std::size_t before = 0;
-    for (int r = 0; r < row; ++r) before += static_cast<std::size_t>(selection.set.count(r));
-    const int count = selection.set.count(row);
+    const std::span<const std::int32_t> slots = selection.slots_of(row);
+    const auto count = static_cast<int>(slots.size());
     for (int slot = 0; slot < count; ++slot) {
-      const std::int32_t token = selection.slots[before + static_cast<std::size_t>(slot)];
-      rotate(tensors.rope, view.prompt() - count + slot - token, place(head, token));
+      const std::int32_t token = slots[static_cast<std::size_t>(slot)];
+      rotate(tensors.rope, view.prompt() - count + slot - token, row_of(stored.keys, tensors.k, head, token));
     }
   }
-  stored.tensors.k.data = reinterpret_cast<const std::byte*>(stored.keys.data());
-  stored.tensors.k.dtype = DType::float32;
+  stored.tensors.k = view_of(stored.keys, tensors.k);
   return stored;
 }
 

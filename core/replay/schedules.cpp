@@ -74,8 +74,7 @@ class Cache {
     const Kept kept = choose_row(plan_.select, before, of_row, budget, &now, who_);
     for (const std::int32_t position : before)
       if (!std::ranges::binary_search(kept.positions, position))
-        selection_.evicted_at[static_cast<std::size_t>(row) * static_cast<std::size_t>(tokens_) +
-                              static_cast<std::size_t>(position)] = seen_ - 1;
+        selection_.evicted_of(row)[static_cast<std::size_t>(position)] = seen_ - 1;
     list = kept.positions;
     if (!by_relevance) return;
     std::vector<double> score_of(static_cast<std::size_t>(seen_));
@@ -128,7 +127,7 @@ LayerSelection run(const Once&, const LayerView&, const Plan&, int, const std::s
 }
 
 LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, int budget, const std::string& who) {
-  const int spared = blocks.spared ? blocks.spared(view.prompt(), view.question()) : 0;
+  const int spared = blocks.spared_tokens(view.prompt(), view.question());
   const int context = view.prompt() - spared;
   const int slots = budget - spared;
   if (slots < 1)
@@ -226,9 +225,7 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
   selection.evicted_at.assign(rows * static_cast<std::size_t>(tokens), -1);
   const std::size_t held_a_row = held.positions.size() / rows;
   for (std::size_t row = 0; row < rows; ++row) {
-    const std::span<std::int32_t> of_row =
-        std::span(selection.evicted_at)
-            .subspan(row * static_cast<std::size_t>(tokens), static_cast<std::size_t>(tokens));
+    const std::span<std::int32_t> of_row = selection.evicted_of(static_cast<int>(row));
     std::ranges::copy(std::span(gone).subspan(row * width, width), of_row.begin());
     if (online.prefill_once) {
       const std::span<const std::int32_t> kept = std::span(held.positions).subspan(row * held_a_row, held_a_row);

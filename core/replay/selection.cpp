@@ -27,18 +27,31 @@ void check_row(const std::vector<std::int32_t>& kept, int tokens, int allowed, c
 std::vector<std::size_t> ascending(std::span<const std::int32_t> positions) {
   std::vector<std::size_t> order(positions.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  if (!std::ranges::is_sorted(positions)) std::ranges::sort(order, {}, [&](std::size_t i) { return positions[i]; });
+  std::ranges::sort(order, {}, [&](std::size_t i) { return positions[i]; });
   return order;
 }
 
 }  // namespace
 
+std::span<std::int32_t> LayerSelection::evicted_of(int row) {
+  const std::size_t tokens = evicted_at.size() / static_cast<std::size_t>(set.rows());
+  return std::span(evicted_at).subspan(static_cast<std::size_t>(row) * tokens, tokens);
+}
+
+std::span<const std::int32_t> LayerSelection::evicted_of(int row) const {
+  return const_cast<LayerSelection*>(this)->evicted_of(row);
+}
+
+std::span<const std::int32_t> LayerSelection::slots_of(int row) const {
+  std::size_t before = 0;
+  for (int r = 0; r < row; ++r) before += static_cast<std::size_t>(set.count(r));
+  return std::span(slots).subspan(before, static_cast<std::size_t>(set.count(row)));
+}
+
 KeptSet LayerSelection::seen_by(int query) const {
-  const auto tokens = evicted_at.size() / static_cast<std::size_t>(set.rows());
-  KeptSet seen(set.heads(), set.rows(), static_cast<int>(tokens));
+  KeptSet seen(set.heads(), set.rows(), static_cast<int>(evicted_of(0).size()));
   for (int row = 0; row < set.rows(); ++row) {
-    const std::span<const std::int32_t> gone =
-        std::span(evicted_at).subspan(static_cast<std::size_t>(row) * tokens, tokens);
+    const std::span<const std::int32_t> gone = evicted_of(row);
     for (int j = 0; j <= query; ++j)
       if (const std::int32_t at = gone[static_cast<std::size_t>(j)]; at < 0 || at >= query) seen.keep(row, j);
   }
@@ -53,9 +66,9 @@ LayerSelection empty_selection(const LayerView& view, Heads heads) {
 }
 
 void hold_at_end_of_prompt(LayerSelection& selection, int row) {
-  const auto tokens = selection.evicted_at.size() / static_cast<std::size_t>(selection.set.rows());
+  const std::span<const std::int32_t> gone = selection.evicted_of(row);
   for (int j = 0; j < selection.set.tokens(); ++j) {
-    const std::int32_t at = selection.evicted_at[static_cast<std::size_t>(row) * tokens + static_cast<std::size_t>(j)];
+    const std::int32_t at = gone[static_cast<std::size_t>(j)];
     if (at < 0 || at >= selection.set.tokens()) selection.set.keep(row, j);
   }
 }

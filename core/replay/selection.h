@@ -25,6 +25,11 @@ struct LayerSelection {
   std::vector<std::int32_t> slots = {};
 
   bool changes_with_time() const { return !evicted_at.empty(); }
+  /// [T] of evicted_at.
+  std::span<std::int32_t> evicted_of(int row);
+  std::span<const std::int32_t> evicted_of(int row) const;
+  /// Of `slots`, which must not be empty.
+  std::span<const std::int32_t> slots_of(int row) const;
   /// R(t), of those that change with time: what query t sees, t itself included, as a set over [0, T).
   KeptSet seen_by(int query) const;
 };

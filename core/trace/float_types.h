@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "trace/tensor.h"
@@ -50,6 +51,19 @@ inline float load(const std::byte* elements, DType type, std::size_t i) {
   std::uint16_t bits;
   std::memcpy(&bits, elements + 2 * i, 2);
   return type == DType::float16 ? from_float16(bits) : from_bfloat16(bits);
+}
+
+/// Elements of a tensor of this shape, [heads, tokens, dim], as a tensor.
+inline TensorView view_of(const std::vector<float>& elements, const TensorView& shape) {
+  return {reinterpret_cast<const std::byte*>(elements.data()), DType::float32, shape.heads, shape.tokens, shape.dim};
+}
+
+/// [dim] of them.
+inline std::span<float> row_of(std::vector<float>& elements, const TensorView& shape, int head, int token) {
+  const auto dim = static_cast<std::size_t>(shape.dim);
+  const std::size_t row =
+      static_cast<std::size_t>(head) * static_cast<std::size_t>(shape.tokens) + static_cast<std::size_t>(token);
+  return std::span(elements).subspan(row * dim, dim);
 }
 
 /// All elements of a tensor, [heads, tokens, dim].

@@ -114,7 +114,6 @@ TEST_F(Schedules, AQuestionAsLongAsTheBudgetIsRefused) {
 
 TEST_F(Schedules, AThresholdCutsAlsoAfterThePrompt) {
   plan.schedule = Threshold{.peak = Amount::tokens(5), .keep = Amount::tokens(3)};
-  plan.own_memory = true;
   const LayerSelection selection = run(1);
   // t=4: 0 2 4 of 0-4 | t=6: 2 4 6 of 0 2 4 5 6 | t=8: 2 4 6 of + 7 8 | t=10: 2 4 6 of + 9 10 | 11 stays.
   EXPECT_EQ(selection.evicted_at, (Numbers{6, 4, -1, 4, -1, 6, -1, 8, 8, 10, 10, -1}));

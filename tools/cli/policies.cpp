@@ -129,7 +129,7 @@ int run(const Arguments& arguments) {
   if (arguments.given("names")) return list_names();
   if (arguments.operands().empty()) return list_policies(arguments);
   const std::string name{arguments.operands().front()};
-  const auto policy = name == layer_ranges_name ? make_layer_ranges() : policies().get(name).make();
+  const auto policy = make_policy(name);
   if (arguments.given("json"))
     print_json(as_json(*policy));
   else if (arguments.given("markdown"))

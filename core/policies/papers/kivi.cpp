@@ -20,7 +20,7 @@ struct Kivi {
     p.preset({"table11", "the sizes in ChunkKV's Table 11", {{"group", "64"}, {"residual", "0"}}});
   }
 
-  Plan plan() const { return {.allocate = Everything{}, .store = quantised.store(), .own_memory = true}; }
+  Plan plan() const { return {.allocate = Everything{}, .store = quantised.store()}; }
 };
 
 const Registered<Kivi> registered;

@@ -63,9 +63,7 @@ struct Oracle {
       // Its own queries were asked for with the counted policy; what an oracle reads is the future.
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
-      plan.protect = {};
-      plan.allocate = CountsOf{counts};
-      plan.own_memory = counted.plan.own_memory;
+      plan.allocate = CountsOf{counts, has_budget(counted.plan)};
       all.push_back({counted.first, counted.count, plan});
     }
     return all;

@@ -47,7 +47,6 @@ struct PyramidInfer {
       plan.protect.recent_of_prompt = true;
       plan.allocate = decay.natural();
       plan.nesting = Nesting::prunes_next;
-      plan.own_memory = true;
     }
     return plan;
   }

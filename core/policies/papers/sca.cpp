@@ -9,6 +9,12 @@
 namespace kvreplay {
 namespace {
 
+/// Where kept tokens stand.
+enum class Place { automatic, original, cache };
+
+constexpr Choice<Place> place_words[] = {
+    {"auto", Place::automatic}, {"original", Place::original}, {"cache", Place::cache}};
+
 /// "auto", or a value that the user gave.
 const std::string automatic = "auto";
 
@@ -23,12 +29,6 @@ std::string normal_schedule(std::string_view text) {
 
 std::string normal_recent(std::string_view text) {
   return text == automatic ? automatic : Amount::parse("sca:recent", text).text();
-}
-
-std::string normal_positions(std::string_view text) {
-  if (text != automatic && text != "original" && text != "cache")
-    throw Error{Refusal::usage, "sca:positions", "unknown value", "auto, original or cache", std::string(text)};
-  return std::string(text);
 }
 
 std::string normal_sinks(std::string_view text) {
@@ -50,7 +50,7 @@ struct Sca {
 
   std::string schedule = "once";
   std::string recent = automatic;
-  std::string positions = automatic;
+  Place positions = Place::automatic;
   std::string sinks = automatic;
   Redundancy redundancy = {};
   int layer = -1;
@@ -61,8 +61,8 @@ struct Sca {
           "at the end of the prompt, or whenever PEAK tokens are held, down to KEEP; no budget binds that");
     p.add("recent", recent, "auto, tokens 0..P, or a fraction 0.0..1.0 of the budget", normal_recent,
           "last tokens that always stay; auto: 0.25, at least 1, or at a threshold 128", UpTo::prompt);
-    p.add("positions", positions, "auto | original | cache", normal_positions,
-          "where kept tokens stand; auto: original, or at a threshold cache");
+    p.add<Place>("positions", positions, place_words,
+                 "where kept tokens stand; auto: original, or at a threshold cache");
     redundancy.parameters(p);
     p.add("sinks", sinks, "auto, or 0..P", normal_sinks, "first tokens that always stay; auto: 0, with objective=max 4",
           UpTo::prompt);
@@ -85,8 +85,8 @@ struct Sca {
                     .least_recent = 1},
         .select = redundancy.selector(),
         .share = share == "all" ? one_layer(layer) : last_of(parse_int("sca:share", share)),
-        .store = store_at(positions == "cache" || (positions == automatic && !once) ? Positions::cache
-                                                                                    : Positions::original),
+        .store = store_at(positions == Place::cache || (positions == Place::automatic && !once) ? Positions::cache
+                                                                                                : Positions::original),
     };
     if (plan.protect.sinks == 0 && plan.protect.recent.count == 0)
       throw Error{Refusal::usage, "sca", "nothing stays that others could be like", "recent or sinks of 1 or more",

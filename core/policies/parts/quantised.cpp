@@ -57,19 +57,11 @@ bool quantise(Rows tokens, int dim, int group_tokens, int group_channels, int bi
   return true;
 }
 
-TensorView view_of(const std::vector<float>& numbers, const TensorView& shape) {
-  return {reinterpret_cast<const std::byte*>(numbers.data()), DType::float32, shape.heads, shape.tokens, shape.dim};
-}
-
 /// Tokens of one head in `numbers`, [heads, T, d].
 std::vector<float*> rows_of_head(std::vector<float>& numbers, const TensorView& shape, int head,
                                  std::span<const std::int32_t> positions) {
   std::vector<float*> rows;
-  for (const std::int32_t position : positions) {
-    const auto token =
-        static_cast<std::size_t>(head) * static_cast<std::size_t>(shape.tokens) + static_cast<std::size_t>(position);
-    rows.push_back(numbers.data() + token * static_cast<std::size_t>(shape.dim));
-  }
+  for (const std::int32_t position : positions) rows.push_back(row_of(numbers, shape, head, position).data());
   return rows;
 }
 

@@ -30,10 +30,7 @@ struct ThresholdPart {
     p.add("peak", threshold.peak, "tokens held before a compression", UpTo::any, "P");
     p.add("keep", threshold.keep, "tokens held after it", UpTo::any, "P");
   }
-  void fill(Plan& plan) const {
-    plan.schedule = threshold;
-    plan.own_memory = true;
-  }
+  void fill(Plan& plan) const { plan.schedule = threshold; }
 };
 
 struct OnlinePart : OnlineEvictions {
