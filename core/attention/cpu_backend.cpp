@@ -16,12 +16,12 @@ const RegisteredBackend registered{
 }  // namespace
 
 CpuBackend::CpuBackend(int threads)
-    : kernels_(tile_kernels()), threads_(threads > 0 ? threads : omp_get_max_threads()) {
+    : level_(choose_simd_level()), kernels_(tile_kernels()), threads_(threads > 0 ? threads : omp_get_max_threads()) {
   scratch_.reserve(static_cast<std::size_t>(threads_));
   for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_);
 }
 
-std::string CpuBackend::description() const { return std::string("cpu ") + kernels_.level; }
+std::string CpuBackend::description() const { return "cpu " + level_.name; }
 
 CpuBackend::Scratch& CpuBackend::scratch() { return scratch_[static_cast<std::size_t>(omp_get_thread_num())]; }
 

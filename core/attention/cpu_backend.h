@@ -9,6 +9,7 @@
 
 #include "attention/aligned_buffer.h"
 #include "attention/backend.h"
+#include "attention/simd_level.h"
 #include "attention/softmax_block.h"
 #include "attention/tile.h"
 
@@ -44,6 +45,7 @@ class CpuBackend final : public Backend {
   };
   Scratch& scratch();
 
+  const SimdLevel level_;
   const TileKernels& kernels_;
   int threads_;
   std::vector<Scratch> scratch_;

@@ -1,12 +1,9 @@
 #include "attention/tile.h"
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <vector>
 
-#include "error.h"
-#include "nearest.h"
+#include "attention/simd_level.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "attention/tile.cpp"
@@ -411,7 +408,6 @@ void pack(const Number* vectors_in, int count, int dim, int width, Number* out) 
 
 const TileKernels& kernels() {
   static const TileKernels table{
-      .level = hwy::TargetName(HWY_TARGET),
       .rows = tile_rows,
       .keys = tile_keys,
       .wide_keys = wide_tile_keys,
@@ -441,15 +437,8 @@ namespace kvreplay {
 HWY_EXPORT(kernels);
 
 const TileKernels& tile_kernels() {
-  const char* wanted = std::getenv("KVREPLAY_SIMD");
-  std::vector<std::string> known;
-  for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {  // best first
-    known.emplace_back(hwy::TargetName(target));
-    if (wanted != nullptr && known.back() != wanted) continue;
-    hwy::GetChosenTarget().Update(target);
-    return HWY_DYNAMIC_DISPATCH(kernels)();
-  }
-  throw Error{Refusal::usage, "KVREPLAY_SIMD", "unknown SIMD level", nearest(wanted, known), wanted};
+  choose_simd_level();
+  return HWY_DYNAMIC_DISPATCH(kernels)();
 }
 
 }  // namespace kvreplay

@@ -1,5 +1,4 @@
-// The backend's inner loops over tiles of query rows by keys, once for each SIMD level in the binary. The best level
-// that the machine has is chosen at run time; the environment variable KVREPLAY_SIMD names a lower one.
+// The backend's inner loops over tiles of query rows by keys, once for each SIMD level in the binary (simd_level.h).
 //
 // Keys are packed in tiles of `keys` columns, queries in panels of `rows` rows, both dimension-major: [dim, keys] and
 // [dim, rows]. Every column of a tile goes through the same operations in the same order, so equal keys give equal
@@ -65,7 +64,6 @@ struct WeightSums {
 };
 
 struct TileKernels {
-  const char* level;  // Highway's name of it
   int rows;
   int keys;
   int wide_keys;  // of a tile of float64
@@ -101,7 +99,7 @@ struct TileKernels {
   void (*wide_products)(const double* panel, const double* tile, int dim, double* out);
 };
 
-/// The kernels of the best level of this machine that KVREPLAY_SIMD allows. Throws Error{usage} when it names none.
+/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
 const TileKernels& tile_kernels();
 
 }  // namespace kvreplay

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention/backend.h"
+#include "attention/simd_level.h"
 #include "error.h"
 #include "random.h"
 
@@ -437,29 +438,23 @@ inline std::vector<std::int32_t> reference_least_redundant(
 }
 
 /// KVREPLAY_SIMD for one scope.
-class SimdLevel {
+class ForcedSimdLevel {
  public:
-  explicit SimdLevel(const char* level) { setenv("KVREPLAY_SIMD", level, 1); }
-  ~SimdLevel() { unsetenv("KVREPLAY_SIMD"); }
-  SimdLevel(const SimdLevel&) = delete;
-  SimdLevel& operator=(const SimdLevel&) = delete;
+  explicit ForcedSimdLevel(const char* level) { setenv("KVREPLAY_SIMD", level, 1); }
+  ~ForcedSimdLevel() { unsetenv("KVREPLAY_SIMD"); }
+  ForcedSimdLevel(const ForcedSimdLevel&) = delete;
+  ForcedSimdLevel& operator=(const ForcedSimdLevel&) = delete;
 };
 
 /// check(level) under every level that this machine has; how many they are.
 template <class Check>
 int at_every_simd_level(Check check) {
-  int levels = 0;
-  for (const char* level : {"SSSE3", "SSE4", "AVX2", "AVX3", "NEON"}) {
-    const SimdLevel forced(level);
-    try {
-      make_backend("cpu", 1);
-    } catch (const Error&) {
-      continue;  // not of this machine
-    }
-    ++levels;
-    check(level);
+  const std::vector<SimdLevel> levels = simd_levels();
+  for (const SimdLevel& level : levels) {
+    const ForcedSimdLevel forced(level.name.c_str());
+    check(level.name.c_str());
   }
-  return levels;
+  return static_cast<int>(levels.size());
 }
 
 /// About `share` of the positions, at random.

@@ -293,7 +293,7 @@ TEST(SimdLevels, AgreeAndAreNamed) {
 }
 
 TEST(SimdLevels, AnUnknownOneIsRefused) {
-  const SimdLevel forced("MMX");
+  const ForcedSimdLevel forced("MMX");
   EXPECT_THROW(make_backend("cpu", 1), Error);
 }
 

@@ -1,0 +1,25 @@
+// SIMD levels in this binary that this machine can run. The portable kernels are compiled once for each of Highway's
+// targets; the products of AVX-512 have tiles of their own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvreplay {
+
+struct SimdLevel {
+  std::string name;         // AVX512_BF16, AVX512, AVX2, SSE4, SSSE3; NEON
+  std::int64_t target = 0;  // Highway's, of the portable kernels
+  bool avx512 = false;      // products by the tile of AVX-512
+  bool bfloat16 = false;    // products of bfloat16 numbers on the instruction made for them
+};
+
+/// Best first, never empty.
+std::vector<SimdLevel> simd_levels();
+
+/// The best level, or the one that the environment variable KVREPLAY_SIMD names; from now on Highway's dispatch takes
+/// the kernels of that level. Throws Error{usage} when it names none.
+SimdLevel choose_simd_level();
+
+}  // namespace kvreplay
