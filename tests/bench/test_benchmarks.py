@@ -1,0 +1,168 @@
+"""The benchmarks' answers are right at every SIMD level, and the page of figures has the shape that is written.
+
+What is measured is never asserted: times are for people.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import performance_page as page
+import pytest
+import replay_times
+from goals import BACKEND, NONE, Goal, Row
+from timing_server import TimingServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "build" / "release" / "kvreplay_bench"
+TINY = "4-2-40/n:333"
+SUBJECTS = {
+    "cumulative_attention",
+    "window_attention",
+    "resident_attention",
+    "kept_moments",
+    "similarity_row_maxima",
+    "least_redundant",
+    "online_eviction",
+    "key_norms",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with TimingServer(PROGRAM) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def names(server):
+    return server.cases()
+
+
+def test_every_subject_and_type_has_a_tiny_case(names):
+    tiny = [name for name in names if TINY in name]
+    assert {name.split("/")[0] for name in tiny} == SUBJECTS
+    assert {name.split("/")[3] for name in tiny} == {"float32", "float16", "bfloat16"}
+
+
+def test_tiny_answers_are_those_of_float64_at_every_level(server, names):
+    tiny = [name for name in names if TINY in name or name.startswith("mapped_bytes/n:333/")]
+    assert len(tiny) > 100
+    assert {name: server.problem(name) for name in tiny if server.problem(name)} == {}
+
+
+def test_levels_agree_and_times_are_positive(server, names):
+    cases = [name for name in names if name.startswith(f"cumulative_attention/{TINY}/float32/")]
+    first = server.result(cases[0])
+    assert first.shape == (4 * 333,)
+    assert np.allclose(first.reshape(4, 333).sum(1), 333)
+    for case in cases[1:]:
+        assert np.allclose(server.result(case), first, rtol=1e-5)
+    assert server.seconds(cases[0]) > 0
+
+
+def test_what_cannot_be_done_is_said(server):
+    with pytest.raises(RuntimeError, match="one that `list` names"):
+        server.problem("no_such_case")
+
+
+def test_every_row_of_the_page_has_its_cases(names):
+    for row in BACKEND:
+        cases = page.cases_of(row, names)
+        assert cases or row.level not in {"best", ""}, row  # another machine may lack a level by name
+        assert len(cases) <= len(row.threads)
+        assert all(case in names for case in cases)
+
+
+def test_goals_are_bounds():
+    assert Goal(0.95).met(0.95) and not Goal(0.95).met(0.949)
+    assert Goal(most=32).met(32) and not Goal(most=32).met(33)
+    assert NONE.met(0) and NONE.text(" MB") == ""
+    assert Goal(most=32).text(" MB") == "≤ 32 MB"
+    assert page.verdict(Goal(2), 1.5, " x") == "**1.5 x**"
+
+
+def test_a_row_of_results_is_a_row_of_the_table():
+    names = [f"a/n:1/float32/{level}/threads:{n}" for level in ("AVX2", "SSE4") for n in (1, 4)]
+    assert page.cases_of(Row("a/n:1/float32"), names) == names[:2]
+    assert page.cases_of(Row("a/n:1/float32", level="SSE4", threads=("all",)), names) == names[3:]
+    result = {"name": names[0] + "/iterations:1/manual_time", "GF/s": 90.0, "of_sgemm": 0.9}
+    result |= {"extra_MB": 3.0, "max_error": 1e-6, "spread": 0.05}
+    [row] = page.backend_rows([Row("a/n:1/float32", goal=Goal(0.95), threads=("1",))], [result])
+    assert row == (f"`{names[0]}`", "≥ 0.95 of sgemm", "**0.9 of sgemm**", "90 GF/s", "3 MB", "1.0e-06", "5 %")
+
+
+KINDS = (
+    page.BACKEND_COLUMNS,
+    page.BACKEND_COLUMNS,
+    page.PYTORCH_COLUMNS,
+    page.REPLAY_COLUMNS,
+    page.LIVE_COLUMNS,
+)
+
+
+def require_shape(generated: str) -> None:
+    """The line about the machine, the five tables, and as many columns in each row as in its header."""
+    assert re.search(r"^Measured \d{4}-\d\d-\d\d on .*SIMD levels .*commit [0-9a-f]{12}", generated)
+    tables = re.findall(r"(?:^\|.*\n)+", generated, re.MULTILINE)
+    assert [table.splitlines()[0] for table in tables] == ["| " + " | ".join(columns) + " |" for columns in KINDS]
+    for table in tables:
+        lines = table.splitlines()
+        assert len(lines) > 2
+        assert len({line.count("|") for line in lines}) == 1
+
+
+def made_up() -> dict:
+    """What tools/bench/run measures, with numbers that nobody measured."""
+
+    def result(name: str) -> dict:
+        figures = dict.fromkeys(["GF/s", "extra_MB", "max_error", "spread", "of_sgemm", "top_tenth_differs"], 1.0)
+        return {"name": f"{name}/iterations:1/manual_time", "real_time": 20.0, "direct_over_steps": 150.0, **figures}
+
+    def results(rows: list[Row]) -> list[dict]:
+        data = dict.fromkeys(row.data for row in rows)
+        levels = {"best": ("AVX512", "AVX2", "SSE4")}
+        bytes_only = {row.data for row in rows if row.figure == "GB/s"}
+        every = [result(f"{name}/{level}/threads:{n}") for name in data for level in levels["best"] for n in (1, 2)]
+        for one in every:
+            if any(one["name"].startswith(name) for name in bytes_only):
+                one["GB/s"] = one.pop("GF/s")
+        return every
+
+    traces = {"2000": "short", "4096": "middle", "8000": "long"}
+    forms = {"naive, all heads at once": 3.0, "causal blocks of 512, all heads": 2.0}
+    forms |= {"one more": 4.0, "in bfloat16": 0.1}
+    shape = "9/3 heads, d 64, n 4,096"
+    selected = {"incremental": 4.0, "as the algorithm reads, some": 40.0}
+    replays = [
+        {**vars(replay), "seconds": 10.0, "select_seconds": 0.1} for replay in (replay_times.ALONE, replay_times.ALL)
+    ]
+    live = {"prompt": 2000, "capture_seconds": 20.0, "replay_seconds": 2.0, "replayed_recall": {"h2o": 0.5}}
+    return {
+        "machine": dict.fromkeys(["cpu", "cores", "memory", "compiler", "blas", "torch", "load"], "some")
+        | {"date": "2026-01-01", "levels": ["AVX512"], "commit": "0123456789ab"},
+        "traces": traces,
+        "backend": results([row for row in BACKEND if row.level]),
+        "real": results(page.real_rows(traces)),
+        "pytorch": [
+            {"subject": "cumulative attention", "shape": shape, "ours": 0.1, "forms": forms},
+            {"subject": "least redundant tokens", "shape": "any", "ours": 0.5, "forms": selected},
+        ],
+        "replay": replays,
+        "live": {**live, "runs": [{"policy": "h2o", "seconds": 4.0, "recall": 0.5}]},
+    }
+
+
+def test_the_page_of_made_up_measurements():
+    generated = page.page(made_up())
+    require_shape(generated)
+    shown = [line.split(" | ")[-2:] for line in generated.splitlines() if "causal blocks" in line or "naive" in line]
+    assert shown == [["≥ 15 x", "30 x |"], ["≥ 5.5 x", "20 x |"], ["≥ 1.8 x", "20 x |"]]
+    assert "| ≥ 4 x | 8 x |" in generated and "| ≥ 500 x | **80 x** |" in generated
+    assert "20 s live" in generated and "10 x" in generated
+
+
+def test_the_page_has_the_tables_that_are_written():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert page.replaced(text, "new\n").count("new\n<!-- end -->") == 1
+    require_shape(text.split(page.BEGIN)[1].split(page.END)[0])

@@ -1,0 +1,32 @@
+// How a call is timed: in rounds, each followed by OpenBLAS at as many threads, so that both see the same machine.
+#pragma once
+
+#include <cstddef>
+
+#include "benchmark_case.h"
+#include "sgemm.h"
+
+namespace kvreplay::bench {
+
+/// Seconds of `calls` calls in a row.
+double seconds_of(const std::function<void()>& call, int calls);
+
+struct FirstCall {
+  double seconds = 0;
+  std::size_t extra_bytes = 0;  // by which resident memory grew at its peak, beyond what it left as a result
+};
+
+/// The call that nothing has prepared the backend for.
+FirstCall first_call(const Prepared& prepared);
+
+struct Rounds {
+  double seconds = 0;   // of one call: the median
+  double of_sgemm = 0;  // the median over rounds of the rate as a share of OpenBLAS's
+  double spread = 0;    // (slowest - fastest) / median
+  int rounds = 0;
+};
+
+/// `estimate`: seconds that a call takes, roughly.
+Rounds measure(const Prepared& prepared, int threads, double estimate, Sgemm& sgemm);
+
+}  // namespace kvreplay::bench

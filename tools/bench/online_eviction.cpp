@@ -1,0 +1,98 @@
+// H2O's greedy algorithm: after every token the least attended one goes.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+
+#include "subjects.h"
+#include "trace/float_types.h"
+
+namespace kvreplay::bench {
+namespace {
+
+/// Of one KV head, computed in float64 along the decisions that were taken: by how much the score of a token that went
+/// lay above the lowest one, relative to it, at most.
+double largest_excess(const LayerTensors& layer, int kv_head, std::span<const std::int32_t> evicted, int budget,
+                      int recent) {
+  const auto tokens = static_cast<int>(evicted.size());
+  const auto dim = static_cast<std::size_t>(layer.k.dim);
+  const auto vector = [&](const TensorView& tensor, int head, int token) {
+    std::vector<double> numbers(dim);
+    for (std::size_t c = 0; c < dim; ++c)
+      numbers[c] = static_cast<double>(load(tensor.row(head, token), tensor.dtype, c));
+    return numbers;
+  };
+  std::vector<std::vector<double>> keys;
+  std::vector<int> held;
+  std::vector<double> scores(static_cast<std::size_t>(tokens));
+  std::vector<std::vector<int>> goes(static_cast<std::size_t>(tokens));
+  for (int token = 0; token < tokens; ++token)
+    if (const int after = evicted[static_cast<std::size_t>(token)]; after >= 0)
+      goes[static_cast<std::size_t>(after)].push_back(token);
+  double largest = 0;
+  for (int token = 0; token < tokens; ++token) {
+    keys.push_back(vector(layer.k, kv_head, token));
+    held.push_back(token);
+    for (int head = kv_head * layer.group(); head < (kv_head + 1) * layer.group(); ++head) {
+      const std::vector<double> query = vector(layer.q, head, token);
+      std::vector<double> attention(held.size());
+      double sum = 0, highest = -std::numeric_limits<double>::infinity();
+#pragma omp parallel for schedule(static)
+      for (std::size_t i = 0; i < held.size(); ++i) {
+        const std::vector<double>& key = keys[static_cast<std::size_t>(held[i])];
+        double logit = 0;
+#pragma omp simd reduction(+ : logit)
+        for (std::size_t c = 0; c < dim; ++c) logit += query[c] * key[c];
+        attention[i] = static_cast<double>(layer.softmax_scale) * logit;
+      }
+      for (const double z : attention) highest = std::max(highest, z);
+      for (double& z : attention) sum += z = std::exp(z - highest);
+      for (std::size_t i = 0; i < held.size(); ++i)
+        scores[static_cast<std::size_t>(held[i])] += attention[i] / sum / layer.group();
+    }
+    for (const int gone : goes[static_cast<std::size_t>(token)]) {
+      double lowest = std::numeric_limits<double>::infinity();
+      for (std::size_t i = 0; i + static_cast<std::size_t>(recent) < held.size(); ++i)
+        lowest = std::min(lowest, scores[static_cast<std::size_t>(held[i])]);
+      largest = std::max(largest, scores[static_cast<std::size_t>(gone)] / lowest - 1.0);
+      std::erase(held, gone);
+    }
+    if (static_cast<int>(held.size()) > budget) return std::numeric_limits<double>::infinity();
+  }
+  return largest;
+}
+
+}  // namespace
+
+void add_online_eviction(Cases& cases, const LayerSource& source) {
+  const int budget = source.tokens / 2, recent = budget / 2;
+  const std::string name = fmt::format("online_eviction/{}/held:{}", source.name, budget);
+  double pairs = 0;
+  for (int token = 0; token < source.tokens; ++token) pairs += std::min(token + 1, budget + 1);
+  add_at_every_level(cases, name, Rate::operations, [=](const std::shared_ptr<Backend>& backend) {
+    const std::shared_ptr<const LayerData> layer = source.load();
+    const auto evicted = std::make_shared<std::vector<std::int32_t>>();
+    return Prepared{.call =
+                        [=] {
+                          *evicted = backend->online_eviction(
+                              layer->tensors, {.tokens = source.tokens, .budget = budget, .recent = recent});
+                        },
+                    .check =
+                        [=] {
+                          const std::span<const std::int32_t> first_head =
+                              std::span(*evicted).first(static_cast<std::size_t>(source.tokens));
+                          const double excess = largest_excess(layer->tensors, 0, first_head, budget, recent);
+                          return Verdict{.relative_error = excess,
+                                         .problem = excess > 1e-5
+                                                        ? fmt::format("a token went {:.2g} above the lowest", excess)
+                                                        : ""};
+                        },
+                    .result = [=] { return std::vector<double>(evicted->begin(), evicted->end()); },
+                    .result_bytes = sizeof(std::int32_t) * static_cast<std::size_t>(source.kv_heads * source.tokens),
+                    .work = 2.0 * source.dim * source.query_heads * pairs};
+  });
+}
+
+}  // namespace kvreplay::bench

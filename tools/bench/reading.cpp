@@ -1,0 +1,138 @@
+// How fast numbers come out of memory and of a mapped file.
+#include <fmt/format.h>
+#include <omp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+
+#include "attention/tile.h"
+#include "random.h"
+#include "subjects.h"
+#include "trace/float_types.h"
+#include "trace/writer.h"
+
+namespace kvreplay::bench {
+namespace {
+
+/// A trace of one layer in the folder for temporary files, gone when nobody needs it.
+class TemporaryTrace {
+ public:
+  TemporaryTrace(DType dtype, int kv_heads, int tokens, int dim)
+      : path_(std::filesystem::temp_directory_path() /
+              fmt::format("kvreplay-bench-{}-{}.h5", getpid(), name_of(dtype))) {
+    TraceHeader header;
+    header.producer = "kvreplay_bench";
+    header.synthetic = true;
+    header.model = "random numbers";
+    header.architecture = "none";
+    header.layers = 1;
+    header.query_heads = header.kv_heads = kv_heads;
+    header.head_dim = dim;
+    header.dtype = dtype;
+    header.softmax_scale = 1.0 / std::sqrt(dim);
+    header.sliding_window = {0};
+    header.layer_index = {0};
+    header.prefill = tokens;
+    header.ids.resize(static_cast<std::size_t>(tokens));
+    TraceWriter writer(path_, header, Existing::replace);
+    const std::vector<std::int32_t> last{tokens - 1};
+    writer.begin_layer(dtype, last);
+    const auto numbers = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
+    std::vector<std::byte> rows(numbers * size_of(dtype));
+    for (std::size_t i = 0; i < numbers; ++i) store(rows.data(), dtype, i, static_cast<float>(uniform(mix(i)) - 0.5));
+    for (int head = 0; head < kv_heads; ++head) {
+      writer.append_q(std::span(rows).first(static_cast<std::size_t>(dim) * size_of(dtype)));
+      writer.append_k(rows);
+      writer.append_v(rows);
+    }
+    writer.finish();
+  }
+  ~TemporaryTrace() { std::filesystem::remove(path_); }
+  TemporaryTrace(const TemporaryTrace&) = delete;
+  TemporaryTrace& operator=(const TemporaryTrace&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace
+
+void add_key_norms(Cases& cases, const LayerSource& source) {
+  const std::string name = fmt::format("key_norms/{}", source.name);
+  add_at_every_level(cases, name, Rate::bytes, [=](const std::shared_ptr<Backend>& backend) {
+    const std::shared_ptr<const LayerData> layer = source.load();
+    const auto norms = std::make_shared<Matrix>();
+    return Prepared{.call = [=] { *norms = backend->norms(layer->tensors.k, source.tokens, 2.0); },
+                    .check =
+                        [=] {
+                          double error = 0;
+                          for (int token = 0; token < source.tokens; ++token) {
+                            double square = 0;
+                            for (int c = 0; c < source.dim; ++c) {
+                              const auto number = static_cast<double>(
+                                  load(layer->tensors.k.row(0, token), source.dtype, static_cast<std::size_t>(c)));
+                              square += number * number;
+                            }
+                            error = std::max(error, std::abs((*norms)(0, token) / std::sqrt(square) - 1.0));
+                          }
+                          return Verdict{.relative_error = error,
+                                         .problem = error > 1e-6 ? fmt::format("error {:.2g}", error) : ""};
+                        },
+                    .result = [=] { return std::vector<double>(norms->values().begin(), norms->values().end()); },
+                    .result_bytes = product_bytes(source.kv_heads, source.tokens),
+                    .work = static_cast<double>(layer->tensors.k.bytes())};
+  });
+}
+
+void add_mapped_bytes(Cases& cases, DType dtype, int tokens) {
+  constexpr int kv_heads = 4, dim = 128;
+  const std::string name = fmt::format("mapped_bytes/n:{}/{}", tokens, name_of(dtype));
+  for (const int threads : {1, omp_get_num_procs()}) {
+    cases.push_back({fmt::format("{}/threads:{}", name, threads), Rate::bytes, threads, [=] {
+                       const auto file = std::make_shared<TemporaryTrace>(dtype, kv_heads, tokens, dim);
+                       const auto sums = std::make_shared<std::vector<double>>(static_cast<std::size_t>(kv_heads));
+                       // A mapping of its own each time: page faults are part of reading.
+                       const auto read = [=] {
+                         const Trace trace = Trace::open(file->path());
+                         const LayerTensors layer = trace.layer(0);
+                         const TileKernels& kernels = tile_kernels();
+#pragma omp parallel for schedule(static) num_threads(threads)
+                         for (int head = 0; head < kv_heads; ++head) {
+                           alignas(64) float row[dim];
+                           double sum = 0;
+                           for (const TensorView& tensor : {layer.k, layer.v}) {
+                             for (int token = 0; token < tokens; ++token) {
+                               kernels.widen(tensor.row(head, token), dtype, dim, row);
+                               sum += static_cast<double>(row[token % dim]);
+                             }
+                           }
+                           (*sums)[static_cast<std::size_t>(head)] = sum;
+                         }
+                       };
+                       return Prepared{
+                           .call = read,
+                           .check =
+                               [=] {
+                                 const Trace trace = Trace::open(file->path());
+                                 const LayerTensors layer = trace.layer(0);
+                                 double expected = 0;
+                                 for (int token = 0; token < tokens; ++token)
+                                   expected += 2.0 * static_cast<double>(load(layer.k.row(0, token), dtype,
+                                                                              static_cast<std::size_t>(token % dim)));
+                                 const double error = std::abs(sums->front() - expected);
+                                 return Verdict{.relative_error = error,
+                                                .problem = error > 1e-9 ? "numbers were read wrongly" : ""};
+                               },
+                           .result = [=] { return *sums; },
+                           .result_bytes = 0,
+                           .work = 2.0 * kv_heads * tokens * dim * static_cast<double>(size_of(dtype))};
+                     }});
+  }
+}
+
+}  // namespace kvreplay::bench
