@@ -120,7 +120,7 @@ std::optional<Part> earlier_part(const fs::path& path, const PartTrace& expected
 /// A trace names its part and its group in results.
 void check_name(const Trace& trace) {
   const std::string& name = trace.name();
-  const bool printable = std::ranges::none_of(name, [](char c) { return c == '/' || (c >= 0 && c < ' ') || c == 127; });
+  const bool printable = std::ranges::none_of(name, [](unsigned char c) { return c == '/' || c < ' ' || c == 127; });
   if (name.empty() || name == "." || name == ".." || !printable)
     throw Error{Refusal::input, trace.path().string(), "name", "one that results can bear",
                 name.empty() ? "none"

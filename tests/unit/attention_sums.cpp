@@ -269,6 +269,16 @@ TEST(AttentionSumsWith, EqualKeysHaveEqualSumsWhereverTheyStand) {
   }
 }
 
+TEST(AttentionSumsWith, ALongRowDoesNotDriftFromOne) {
+  // Equal keys: a float32 sum over all of them would be off by 1e-5.
+  constexpr int tokens = 1 << 16;
+  RandomLayer layer({.query_heads = 8, .kv_heads = 1, .tokens = tokens, .dim = 4, .first_stored_query = tokens - 1});
+  for (int token = 0; token < tokens; ++token)
+    for (int c = 0; c < 4; ++c) layer.k.set(0, token, c, 0.25F * static_cast<float>(c + 1));
+  const Matrix found = sums(layer, {.queries = range(tokens - 1, tokens), .columns = 1});
+  for (int head = 0; head < 8; ++head) EXPECT_NEAR(found(head, 0) * tokens, 1.0, 1.5e-6) << head;
+}
+
 TEST(AttentionSumsWith, NumbersThatAreNoneAreRefused) {
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (const int token : {0, 5, 150}) {

@@ -95,6 +95,36 @@ TEST_F(Schedules, TokensThatStayByRuleFitIntoWhatIsHeld) {
   EXPECT_EQ(run(5).set.positions(0), (Numbers{3, 4, 5, 6, 7}));
 }
 
+TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
+  LayerTensors two_kv_heads = twelve_tokens();
+  two_kv_heads.k = two_kv_heads.v = {nullptr, DType::float32, 2, 12, 4};
+  const LayerView both(backend, two_kv_heads, {.prompt = 8}, {});
+  const auto received = [](std::initializer_list<double> by_token) {
+    Matrix sums(2, static_cast<int>(by_token.size()));
+    std::ranges::copy(by_token, sums.row(0).begin());
+    std::ranges::transform(by_token, sums.row(1).begin(), [](double sum) { return 10 * sum; });
+    return sums;
+  };
+  std::vector<std::vector<double>> before;
+  plan.schedule = Blocks{.block = 3};
+  plan.score.accumulates = true;
+  plan.score.score = [&](const LayerView& held, const Scoring&) {
+    const std::span<const double> values = held.residents().attention_before.values();
+    before.emplace_back(values.begin(), values.end());
+    backend.sums = held.tokens() == 6 ? received({1, 2, 3, 4, 5, 6}) : received({0, 0, 0, 0, 0});
+    Matrix scores(2, held.tokens());
+    for (int i = 0; i < held.tokens(); ++i) {
+      scores(0, i) = importance[static_cast<std::size_t>(held.positions(0)[static_cast<std::size_t>(i)])];
+      scores(1, i) = -importance[static_cast<std::size_t>(held.positions(1)[static_cast<std::size_t>(i)])];
+    }
+    return scores;
+  };
+  backend.sums = received({5, 1, 9});
+  run_schedule(both, plan, 3, "policy");
+  // 0 ... 5 have 6 3 12 4 5 6, tenfold in the second head; the first row goes on with 0 2 4, the second with 1 3 5.
+  EXPECT_EQ(before, (std::vector<std::vector<double>>{{5, 1, 9, 50, 10, 90}, {6, 12, 5, 30, 40, 60}}));
+}
+
 TEST_F(Schedules, SlotsByRelevance) {
   plan.schedule = Blocks{.block = 3, .spared = [](int, int) { return 1; }, .by_relevance = true};
   const LayerSelection selection = run(4);
@@ -142,6 +172,8 @@ TEST_F(Schedules, RollingSeesSinksAndTheLastTokens) {
   EXPECT_EQ(selection.seen_by(7).positions(0), (Numbers{0, 5, 6, 7}));
   EXPECT_EQ(selection.seen_by(11).positions(0), (Numbers{0, 9, 10, 11}));
   EXPECT_EQ(selection.seen_by(2).positions(0), (Numbers{0, 1, 2}));
+  EXPECT_EQ(selection.evicted_at, (Numbers{-1, 3, 4, 5, 6, 7, 8, 9, 10, -1, -1, -1}))
+      << "after the last query none goes";
 }
 
 TEST_F(Schedules, OnlineAsksForAllTokensOrThePromptAlone) {
@@ -185,6 +217,20 @@ TEST(LayerSelection, AQueryThatEvictsATokenStillSeesIt) {
   for (const int row : {0, 1}) hold_at_end_of_prompt(selection, row);
   EXPECT_EQ(selection.set.positions(0), (Numbers{1}));
   EXPECT_EQ(selection.set.positions(1), (Numbers{0, 2}));
+}
+
+TEST(LayerSelection, SlotsOfRowsStandOneAfterTheOther) {
+  LayerSelection selection{KeptSet(Heads::kv, 3, 6), {0, 0, 0}, {0, 0, 0}, {2, 3, 1}};
+  const std::vector<Numbers> slots{{4, 1}, {5, 0, 2}, {3}};
+  for (int row = 0; row < 3; ++row)
+    for (const std::int32_t position : slots[static_cast<std::size_t>(row)]) {
+      selection.set.keep(row, position);
+      selection.slots.push_back(position);
+    }
+  for (int row = 0; row < 3; ++row) {
+    const std::span<const std::int32_t> of_row = selection.slots_of(row);
+    EXPECT_EQ(Numbers(of_row.begin(), of_row.end()), slots[static_cast<std::size_t>(row)]) << "row " << row;
+  }
 }
 
 TEST(ChooseRow, AnswersInPositionsWhateverTheOrderOfTheSlots) {
