@@ -3,7 +3,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 
 namespace kvreplay {
 namespace {
@@ -15,8 +14,12 @@ const RegisteredBackend registered{
 
 }  // namespace
 
-CpuBackend::CpuBackend(int threads)
-    : level_(choose_simd_level()), kernels_(tile_kernels()), threads_(threads > 0 ? threads : omp_get_max_threads()) {
+CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
+    : level_(choose_simd_level()),
+      kernels_(tile_kernels()),
+      similarity_kernels_(similarity_kernels()),
+      threads_(threads > 0 ? threads : omp_get_max_threads()),
+      similarity_bytes_(similarity_bytes) {
   scratch_.reserve(static_cast<std::size_t>(threads_));
   for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_);
 }
@@ -34,17 +37,7 @@ Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
     for (int head = 0; head < tensor.heads; ++head) {
       for (int token = 0; token < tokens; ++token) {
         kernels_.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
-        double highest = 0.0;
-        double sum = 0.0;
-        for (int c = 0; c < tensor.dim; ++c) {
-          const double size = std::abs(static_cast<double>(vector[c]));
-          highest = std::max(highest, size);
-          sum += p == 1.0 ? size : p == 2.0 ? size * size : std::pow(size, p);
-        }
-        norms(head, token) = std::isinf(p) ? highest
-                             : p == 1.0    ? sum
-                             : p == 2.0    ? std::sqrt(sum)
-                                           : std::pow(sum, 1.0 / p);
+        norms(head, token) = similarity_kernels_.norm(vector, tensor.dim, p);
       }
     }
   }
@@ -68,10 +61,10 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 2 * sizeof(double) +
                                  tokens * layer.rope.inv_freq.size() * 2 * sizeof(double);
   const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * dim * sizeof(float);
-  std::size_t largest = work.redundancy_tokens > 0 ? redundancy_bytes(layer, work.redundancy_tokens) : 0;
-  if (work.comparisons) largest = std::max(largest, comparison);
+  const std::size_t redundancy = work.redundancy_tokens > 0 ? redundancy_bytes(layer, work.redundancy_tokens) : 0;
+  std::size_t largest = work.comparisons ? comparison : 0;
   if (work.online) largest = std::max(largest, held);
-  return keys + columns + rows + values + largest;
+  return keys + columns + rows + values + redundancy + largest;
 }
 
 }  // namespace kvreplay

@@ -10,6 +10,7 @@
 #include "attention/aligned_buffer.h"
 #include "attention/backend.h"
 #include "attention/simd_level.h"
+#include "attention/similarity_kernels.h"
 #include "attention/softmax_block.h"
 #include "attention/tile.h"
 
@@ -17,7 +18,8 @@ namespace kvreplay {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int threads);
+  /// least_redundant holds so many bytes of similarities; beyond them it computes rows as it needs them.
+  explicit CpuBackend(int threads, std::size_t similarity_bytes = std::size_t{1} << 30);
 
   std::string description() const override;
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
@@ -47,10 +49,14 @@ class CpuBackend final : public Backend {
 
   const SimdLevel level_;
   const TileKernels& kernels_;
+  const SimilarityKernels& similarity_kernels_;
   int threads_;
+  std::size_t similarity_bytes_;
   std::vector<Scratch> scratch_;
   AlignedBuffer<float> packed_keys_;
   AlignedBuffer<double> partial_sums_;
+  AlignedBuffer<double> wide_vectors_[2];  // of keys and of values, for least_redundant
+  AlignedBuffer<std::int32_t> similarities_[2];
 };
 
 }  // namespace kvreplay

@@ -66,10 +66,29 @@ INSTANTIATE_TEST_SUITE_P(
                           .query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8, .spread = 3.0, .softcap = 5.0F}));
 
 TEST(OnlineEvictionWith, EverySimdLevelIsThatOfBruteForce) {
-  const RandomLayer layer({.query_heads = 6, .kv_heads = 2, .tokens = 200, .dim = 20});
-  const OnlineEviction what{.tokens = 200, .budget = 50, .recent = 10};
-  const std::vector<std::int32_t> expected = reference_eviction(layer, what);
-  EXPECT_GE(at_every_simd_level([&](const char* level) { EXPECT_EQ(evict(layer, what), expected) << level; }), 1);
+  for (const int window : {0, 40}) {
+    const RandomLayer layer({.query_heads = 6, .kv_heads = 2, .tokens = 200, .dim = 20, .sliding_window = window});
+    for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+      const OnlineEviction what{.heads = heads, .tokens = 200, .budget = 50, .recent = 10};
+      const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+      EXPECT_GE(at_every_simd_level([&](const char* level) { EXPECT_EQ(evict(layer, what), expected) << level; }), 1);
+    }
+  }
+}
+
+TEST(OnlineEvictionWith, ATokenThatHadAllAttentionLeavesTheRestExactWhenItGoes) {
+  // All queries look at the tokens 45 and 46, until the window has passed by them: what the others have of their
+  // attention lies far below what one number of float32 spans, and must come back.
+  RandomLayer layer({.query_heads = 4, .kv_heads = 2, .tokens = 140, .dim = 8, .sliding_window = 25});
+  for (int token = 0; token < 140; ++token)
+    for (int head = 0; head < 4; ++head) layer.q.set(head, token, 0, 20.0F);
+  for (int head = 0; head < 2; ++head)
+    for (const int token : {45, 46}) layer.k.set(head, token, 0, 100.0F);
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    const OnlineEviction what{.heads = heads, .tokens = 140, .budget = 20, .recent = 3};
+    const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+    EXPECT_GE(at_every_simd_level([&](const char* level) { EXPECT_EQ(evict(layer, what), expected) << level; }), 1);
+  }
 }
 
 TEST(OnlineEvictionWith, EqualScoresLoseTheHigherPosition) {

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include "attention/cpu_backend.h"
 #include "attention_reference.h"
 
 namespace kvreplay::testing {
@@ -75,12 +76,56 @@ INSTANTIATE_TEST_SUITE_P(
                       LayerShape{.kv_heads = 4, .tokens = 70, .dim = 64, .dtype = DType::bfloat16}));
 
 TEST(LeastRedundant, EverySimdLevelChoosesTheSame) {
-  const RandomLayer layer({.tokens = 200, .dim = 20, .rope_pairs = 10});
-  const auto resident = range(20, 200);
-  const RedundancyElimination what{.resident = resident, .positions = Positions::cache, .recent = 5, .keep = 90};
-  const std::vector<std::int32_t> expected = reference(layer, what);
-  EXPECT_GE(
-      at_every_simd_level([&](const char* level) { EXPECT_EQ(choose(layer.tensors(), what), expected) << level; }), 1);
+  for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+    // 260 numbers a token are more than are multiplied at a time.
+    for (const int dim : {20, 130}) {
+      const RandomLayer layer({.kv_heads = 2, .tokens = 203, .dim = dim, .dtype = dtype, .rope_pairs = dim / 2});
+      const auto resident = range(20, 203);
+      for (const Positions positions : {Positions::original, Positions::cache}) {
+        const RedundancyElimination what{.resident = resident, .positions = positions, .recent = 5, .keep = 90};
+        const std::vector<std::int32_t> expected = reference(layer, what);
+        EXPECT_GE(at_every_simd_level([&](const char* level) {
+                    EXPECT_EQ(choose(layer.tensors(), what, 1), expected) << level;
+                    EXPECT_EQ(choose(layer.tensors(), what, 3), expected) << level;
+                  }),
+                  1);
+      }
+    }
+  }
+}
+
+TEST(LeastRedundant, RowsThatAreNotHeldAreComputedAgainWithTheSameBits) {
+  // Clustered tokens raise one another's red_i, some of which are more than there is room for at once.
+  RandomLayer layer({.kv_heads = 2, .tokens = 301, .dim = 33, .rope_pairs = 9});
+  for (int token = 0; token < 301; ++token)
+    for (int head = 0; head < 2; ++head)
+      for (int c = 0; c < 33; ++c) {
+        const double centre = gaussian(chain(7, token % 2, head, c), chain(8, token % 2, head, c));
+        layer.k.set(head, token, c, static_cast<float>(centre + 0.05 * layer.k.at(head, token, c)));
+      }
+  const auto resident = range(0, 301);
+  for (const Positions positions : {Positions::original, Positions::cache}) {
+    for (const bool most : {false, true}) {
+      const RedundancyElimination what{
+          .resident = resident, .positions = positions, .most_redundant = most, .recent = 2, .keep = 150};
+      const std::vector<std::int32_t> expected = reference(layer, what);
+      EXPECT_GE(at_every_simd_level([&](const char* level) {
+                  for (const std::size_t bytes : {std::size_t{0}, std::size_t{300000}})
+                    EXPECT_EQ(CpuBackend(2, bytes).least_redundant(layer.tensors(), what), expected) << level;
+                }),
+                1);
+    }
+  }
+}
+
+TEST(LeastRedundant, BuffersThatWereLargerOrSmallerBeforeDoNotMatter) {
+  const RandomLayer layer({.kv_heads = 2, .tokens = 300, .dim = 20});
+  CpuBackend backend(2);
+  for (const int tokens : {100, 300, 13, 120}) {
+    const auto resident = range(0, tokens);
+    const RedundancyElimination what{.resident = resident, .keep = tokens / 2};
+    EXPECT_EQ(backend.least_redundant(layer.tensors(), what), reference(layer, what)) << tokens;
+  }
 }
 
 /// (1,0), (1,0), (0,1), (1,1), (-1,0), with the last protected: first 0 (of Add -1, -1, 0, -0.7071), then 2 (of 3, 2,
