@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "error.h"
@@ -9,17 +10,23 @@
 namespace kvreplay {
 
 std::string csv_field(std::string_view text) {
-  if (text.find_first_of(",\"\r\n") == std::string_view::npos) return std::string(text);
+  if (std::ranges::none_of(text, [](char c) { return c == ',' || c == '"' || c == '\r' || c == '\n'; }))
+    return std::string(text);
   std::string quoted = "\"";
   for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
   return quoted + '"';
 }
 
-std::string csv_line(const std::vector<std::string>& fields) {
-  std::string line;
-  for (std::size_t i = 0; i < fields.size(); ++i) line += (i == 0 ? "" : ",") + csv_field(fields[i]);
-  return line + '\n';
+std::string csv_fields(const std::vector<std::string>& fields) {
+  std::string text;
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    if (i > 0) text += ',';
+    text += csv_field(fields[i]);
+  }
+  return text;
 }
+
+std::string csv_line(const std::vector<std::string>& fields) { return csv_fields(fields) + '\n'; }
 
 std::vector<std::vector<std::string>> parse_csv(const std::string& where, std::string_view text) {
   std::vector<std::vector<std::string>> lines;

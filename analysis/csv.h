@@ -10,6 +10,9 @@ namespace kvreplay {
 /// The field, in quotation marks where its characters ask for them.
 std::string csv_field(std::string_view text);
 
+/// Neighbouring fields of a line.
+std::string csv_fields(const std::vector<std::string>& fields);
+
 /// Fields of one line, with its end.
 std::string csv_line(const std::vector<std::string>& fields);
 

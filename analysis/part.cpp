@@ -287,6 +287,8 @@ void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bo
   std::vector<std::int64_t> offsets{0};
   std::vector<std::int32_t> positions, slots;
   std::vector<std::int32_t> sources(index(trace.layers), -1);
+  const bool reordered =
+      !std::ranges::all_of(made.selections, &std::vector<std::int32_t>::empty, &LayerSelection::slots);
   std::size_t next = 0;
   for (int layer = 0; layer < trace.layers; ++layer) {
     const bool treated = next < trace.treated.size() && trace.treated[next] == layer;
@@ -295,9 +297,10 @@ void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bo
         const LayerSelection& selection = made.selections[next];
         const int own_row = by_row.row_of(next, row);
         const std::vector<std::int32_t> kept = selection.set.positions(own_row);
-        std::ranges::copy(kept, std::back_inserter(positions));
-        std::ranges::copy(selection.slots.empty() ? std::span(kept) : selection.slots_of(own_row),
-                          std::back_inserter(slots));
+        positions.insert(positions.end(), kept.begin(), kept.end());
+        if (reordered)
+          std::ranges::copy(selection.slots.empty() ? std::span(kept) : selection.slots_of(own_row),
+                            std::back_inserter(slots));
       }
       offsets.push_back(static_cast<std::int64_t>(positions.size()));
     }
@@ -309,7 +312,7 @@ void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bo
   const hsize_t layers = extent(trace.layers), rows = extent(by_row.rows());
   group.write("offsets", offsets);
   group.write("positions", positions);
-  if (slots != positions) group.write("slots", slots);
+  if (reordered && slots != positions) group.write("slots", slots);
   group.write("layer_source", sources);
   const std::pair<const char*, std::vector<int> LayerSelection::*> columns[] = {
       {"budget", &LayerSelection::granted}, {"sinks", &LayerSelection::sinks}, {"recent", &LayerSelection::recent}};

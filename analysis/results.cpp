@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "analysis/csv.h"
 #include "analysis/part.h"
@@ -38,42 +39,36 @@ bool shown(const Place& place, Detail detail) {
 
 std::string place_text(int number) { return number < 0 ? "all" : std::to_string(number); }
 
-/// One line of results.csv but for its value: what all values of a cell, or of the trace itself, share.
-struct Owner {
-  const PartTrace& trace;
-  const PartCell* cell;  // null: the trace itself
-
-  std::string role() const { return cell != nullptr ? cell->role : "trace"; }
-
-  std::string line(const Place& place, const MetricName& name, double value) const {
-    const auto of_cell = [this](auto member) { return cell != nullptr ? cell->*member : std::string(); };
-    return csv_line(
-        {trace.name,
-         trace.hash,
-         trace.model,
-         role(),
-         of_cell(&PartCell::policy),
-         of_cell(&PartCell::params),
-         of_cell(&PartCell::heads),
-         of_cell(&PartCell::agg),
-         of_cell(&PartCell::budget),
-         cell != nullptr ? std::to_string(cell->budget_tokens) : "",
-         cell != nullptr ? csv_number(cell->kept_tokens) : "",
-         std::to_string(trace.boundary),
-         trace.eval,
-         std::to_string(trace.n_queries),
-         place_text(place.layer < 0 ? place.layer : trace.layer_index[static_cast<std::size_t>(place.layer)]),
-         place_text(place.head),
-         name.metric,
-         name.variant,
-         csv_number(value),
-         metrics().get(name.metric).unit,
-         "true",
-         trace.synthetic ? "true" : "false",
-         trace.backend,
-         cell != nullptr ? std::to_string(cell->seed) : "",
-         of_cell(&PartCell::id)});
+/// What all lines of a cell, or of the trace itself, share; their own columns stand between.
+class Owner {
+ public:
+  /// `cell` is null for the trace itself.
+  Owner(const PartTrace& trace, const PartCell* cell) : trace_(trace) {
+    const auto of_cell = [cell](auto member) { return cell != nullptr ? cell->*member : std::string(); };
+    before_ = csv_fields({trace.name, trace.hash, trace.model, cell != nullptr ? cell->role : "trace",
+                          of_cell(&PartCell::policy), of_cell(&PartCell::params), of_cell(&PartCell::heads),
+                          of_cell(&PartCell::agg), of_cell(&PartCell::budget),
+                          cell != nullptr ? std::to_string(cell->budget_tokens) : "",
+                          cell != nullptr ? csv_number(cell->kept_tokens) : "", std::to_string(trace.boundary),
+                          trace.eval, std::to_string(trace.n_queries)}) +
+              ',';
+    after_ = ',' + csv_line({"true", trace.synthetic ? "true" : "false", trace.backend,
+                             cell != nullptr ? std::to_string(cell->seed) : "", of_cell(&PartCell::id)});
   }
+
+  const PartTrace& trace() const { return trace_; }
+  std::string line(const Place& place, const MetricName& name, double value) const {
+    return before_ +
+           csv_fields(
+               {place_text(place.layer < 0 ? place.layer : trace_.layer_index[static_cast<std::size_t>(place.layer)]),
+                place_text(place.head), name.metric, name.variant, csv_number(value),
+                metrics().get(name.metric).unit}) +
+           after_;
+  }
+
+ private:
+  const PartTrace& trace_;
+  std::string before_, after_;
 };
 
 void write_rows(ReplacedFile& file, const Owner& owner, const ValuesByMetric& all, Detail detail) {
@@ -92,7 +87,7 @@ void write_rows(ReplacedFile& file, const Owner& owner, const ValuesByMetric& al
       }
     }
   };
-  for (const int layer : owner.trace.treated) write_layer(layer);
+  for (const int layer : owner.trace().treated) write_layer(layer);
   write_layer(-1);
 }
 
@@ -105,14 +100,15 @@ std::string seconds_line(const Part& part, const PartCell* cell, std::size_t lay
 }
 
 void write_seconds(ReplacedFile& file, const Part& part) {
+  std::vector<std::pair<MetricName, OfSeconds>> kinds;
+  for (const std::string& metric : metrics().names())
+    for (const MetricVariant& variant : metrics().get(metric).variants)
+      if (const auto* of = std::get_if<OfSeconds>(&variant.measure)) kinds.push_back({{metric, variant.name}, *of});
   for (std::size_t l = 0; l < part.trace.observable_seconds.size(); ++l)
     file.write(seconds_line(part, nullptr, l, {"observable_seconds", ""}, part.trace.observable_seconds[l]));
   for (const PartCell& cell : part.cells)
     for (std::size_t l = 0; l < cell.seconds.size(); ++l)
-      for (const std::string& metric : metrics().names())
-        for (const MetricVariant& variant : metrics().get(metric).variants)
-          if (const auto* of = std::get_if<OfSeconds>(&variant.measure))
-            file.write(seconds_line(part, &cell, l, {metric, variant.name}, of->measure(cell.seconds[l])));
+      for (const auto& [name, of] : kinds) file.write(seconds_line(part, &cell, l, name, of.measure(cell.seconds[l])));
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // How similar the sets of different layers are: |A ∩ B| / |A ∪ B|.
 #include <algorithm>
-#include <bit>
+#include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "analysis/metrics/metric.h"
 #include "analysis/metrics/protection.h"
@@ -11,20 +12,24 @@ namespace {
 
 using Sets = std::vector<KeptSet>;
 
+/// The kept positions of one row, or of several together.
+struct Members {
+  std::vector<std::uint64_t> bits;
+  int count = 0;
+};
+
 /// 1 for two empty sets, 0 for one.
-double jaccard(std::span<const std::uint64_t> ours, std::span<const std::uint64_t> theirs) {
-  int common = 0, either = 0;
-  for (std::size_t w = 0; w < ours.size(); ++w) {
-    common += std::popcount(ours[w] & theirs[w]);
-    either += std::popcount(ours[w] | theirs[w]);
-  }
+double jaccard(const Members& ours, const Members& theirs) {
+  const int common = count_common(ours.bits, theirs.bits);
+  const int either = ours.count + theirs.count - common;
   return either == 0 ? 1.0 : static_cast<double>(common) / either;
 }
 
 /// All in the finest granularity that a layer has.
 Sets alike(Sets sets) {
   const KeptSet finest = *std::ranges::max_element(sets, {}, &KeptSet::rows);
-  for (KeptSet& set : sets) set = set.refined(finest.heads(), finest.rows());
+  for (KeptSet& set : sets)
+    if (set.heads() != finest.heads()) set = set.refined(finest.heads(), finest.rows());
   return sets;
 }
 
@@ -40,45 +45,61 @@ Sets whole_sets(std::span<const LayerSelection> layers) {
   return alike(std::move(sets));
 }
 
-double of_first_rows(const KeptSet& ours, const KeptSet& theirs) {
-  return jaccard(ours.row_bits(0), theirs.row_bits(0));
+Members row(const KeptSet& set, int number) {
+  const std::span<const std::uint64_t> bits = set.row_bits(number);
+  return {{bits.begin(), bits.end()}, set.count(number)};
 }
 
-double of_each_row(const KeptSet& ours, const KeptSet& theirs) {
+/// What is compared of a layer: so many sets of positions, each with that of the other layer.
+using Rows = std::vector<Members>;
+
+Rows first(const KeptSet& set) { return {row(set, 0)}; }
+
+Rows each(const KeptSet& set) {
+  Rows rows;
+  for (int r = 0; r < set.rows(); ++r) rows.push_back(row(set, r));
+  return rows;
+}
+
+Rows united(const KeptSet& set) {
+  Members all = row(set, 0);
+  for (int r = 1; r < set.rows(); ++r)
+    for (std::size_t w = 0; w < all.bits.size(); ++w) all.bits[w] |= set.row_bits(r)[w];
+  all.count = count_common(all.bits, all.bits);
+  return {all};
+}
+
+double similarity(const Rows& ours, const Rows& theirs) {
   double total = 0;
-  for (int row = 0; row < ours.rows(); ++row) total += jaccard(ours.row_bits(row), theirs.row_bits(row));
-  return total / ours.rows();
+  for (std::size_t r = 0; r < ours.size(); ++r) total += jaccard(ours[r], theirs[r]);
+  return total / static_cast<double>(ours.size());
 }
 
-std::vector<std::uint64_t> union_of_rows(const KeptSet& set) {
-  std::vector<std::uint64_t> bits(set.row_bits(0).begin(), set.row_bits(0).end());
-  for (int row = 1; row < set.rows(); ++row)
-    for (std::size_t w = 0; w < bits.size(); ++w) bits[w] |= set.row_bits(row)[w];
-  return bits;
+template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
+std::vector<Rows> compared(std::span<const LayerSelection> layers) {
+  std::vector<Rows> rows;
+  for (const KeptSet& set : sets_of(layers)) rows.push_back(rows_of(set));
+  return rows;
 }
 
-double of_unions(const KeptSet& ours, const KeptSet& theirs) {
-  return jaccard(union_of_rows(ours), union_of_rows(theirs));
-}
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
+template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
 Matrix matrix(std::span<const LayerSelection> layers) {
-  const Sets sets = sets_of(layers);
-  const int n = static_cast<int>(sets.size());
+  const std::vector<Rows> rows = compared<sets_of, rows_of>(layers);
+  const int n = static_cast<int>(rows.size());
   Matrix result(n, n);
   for (int l = 0; l < n; ++l)
     for (int m = 0; m <= l; ++m)
-      result(l, m) = result(m, l) = similarity(sets[static_cast<std::size_t>(l)], sets[static_cast<std::size_t>(m)]);
+      result(l, m) = result(m, l) = similarity(rows[static_cast<std::size_t>(l)], rows[static_cast<std::size_t>(m)]);
   return result;
 }
 
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
+template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
 double adjacent(std::span<const LayerSelection> layers) {
   if (layers.size() < 2) return std::numeric_limits<double>::quiet_NaN();
-  const Sets sets = sets_of(layers);
+  const std::vector<Rows> rows = compared<sets_of, rows_of>(layers);
   double total = 0;
-  for (std::size_t l = 1; l < sets.size(); ++l) total += similarity(sets[l - 1], sets[l]);
-  return total / static_cast<double>(sets.size() - 1);
+  for (std::size_t l = 1; l < rows.size(); ++l) total += similarity(rows[l - 1], rows[l]);
+  return total / static_cast<double>(rows.size() - 1);
 }
 
 const char* const first_row = "row 0 of the policy's granularity, as the paper plots it";
@@ -86,26 +107,25 @@ const char* const each_row = "row by row, then the mean over rows";
 const char* const union_first = "the union over rows first";
 
 /// The same six readings of the matrix and of the mean over neighbours.
-template <class Of, template <Sets (*)(std::span<const LayerSelection>),
-                              double (*)(const KeptSet&, const KeptSet&)> class Measured>
+template <class Of, template <Sets (*)(std::span<const LayerSelection>), Rows (*)(const KeptSet&)> class Measured>
 std::vector<MetricVariant> readings() {
   const std::string with = "; sinks and recent tokens included";
-  return {{"first", first_row, Of{Measured<scored_sets, of_first_rows>::of}, true},
-          {"mean", each_row, Of{Measured<scored_sets, of_each_row>::of}, true},
-          {"union", union_first, Of{Measured<scored_sets, of_unions>::of}, true},
-          {"first+protected", first_row + with, Of{Measured<whole_sets, of_first_rows>::of}, true},
-          {"mean+protected", each_row + with, Of{Measured<whole_sets, of_each_row>::of}, true},
-          {"union+protected", union_first + with, Of{Measured<whole_sets, of_unions>::of}, true}};
+  return {{"first", first_row, Of{Measured<scored_sets, first>::of}, true},
+          {"mean", each_row, Of{Measured<scored_sets, each>::of}, true},
+          {"union", union_first, Of{Measured<scored_sets, united>::of}, true},
+          {"first+protected", first_row + with, Of{Measured<whole_sets, first>::of}, true},
+          {"mean+protected", each_row + with, Of{Measured<whole_sets, each>::of}, true},
+          {"union+protected", union_first + with, Of{Measured<whole_sets, united>::of}, true}};
 }
 
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
+template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
 struct Pairs {
-  static Matrix of(std::span<const LayerSelection> layers) { return matrix<sets_of, similarity>(layers); }
+  static Matrix of(std::span<const LayerSelection> layers) { return matrix<sets_of, rows_of>(layers); }
 };
 
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
+template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
 struct Neighbours {
-  static double of(std::span<const LayerSelection> layers) { return adjacent<sets_of, similarity>(layers); }
+  static double of(std::span<const LayerSelection> layers) { return adjacent<sets_of, rows_of>(layers); }
 };
 
 const char* const edges =

@@ -17,6 +17,27 @@ constexpr int rows_of(Heads heads, int query_heads, int kv_heads) {
   return heads == Heads::kv ? kv_heads : heads == Heads::query ? query_heads : 1;
 }
 
+/// How many bits both have. The bits of a byte are summed within it, for several words side by side: a machine without
+/// an instruction that counts them pays a call for each word otherwise.
+inline int count_common(std::span<const std::uint64_t> ours, std::span<const std::uint64_t> theirs) {
+  constexpr std::size_t most = 31;  // words whose bytes sum up to less than 256
+  constexpr std::uint64_t pairs = 0x5555555555555555, nibbles = 0x3333333333333333, bytes = 0x0F0F0F0F0F0F0F0F,
+                          halves = 0x00FF00FF00FF00FF, ones = 0x0001000100010001;
+  std::uint64_t count = 0;
+  for (std::size_t begin = 0; begin < ours.size(); begin += most) {
+    const std::size_t end = std::min(ours.size(), begin + most);
+    std::uint64_t by_byte = 0;
+    for (std::size_t w = begin; w < end; ++w) {
+      std::uint64_t bits = ours[w] & theirs[w];
+      bits -= (bits >> 1) & pairs;
+      bits = (bits & nibbles) + ((bits >> 2) & nibbles);
+      by_byte += (bits + (bits >> 4)) & bytes;
+    }
+    count += (((by_byte & halves) + ((by_byte >> 8) & halves)) * ones) >> 48;
+  }
+  return static_cast<int>(count);
+}
+
 class KeptSet {
  public:
   KeptSet() = default;
@@ -30,22 +51,21 @@ class KeptSet {
 
   void keep(int row, int position) { word(row, position) |= bit(position); }
   void drop(int row, int position) { word(row, position) &= ~bit(position); }
-  bool keeps(int row, int position) const { return (bits_[index(row, position)] & bit(position)) != 0; }
-  int count(int row) const {
-    int n = 0;
-    for (const std::uint64_t w : row_bits(row)) n += std::popcount(w);
-    return n;
+  /// The positions [begin, end).
+  void keep(int row, int begin, int end) {
+    over_words(begin, end, [&](int position, std::uint64_t bits) { word(row, position) |= bits; });
   }
+  void drop(int row, int begin, int end) {
+    over_words(begin, end, [&](int position, std::uint64_t bits) { word(row, position) &= ~bits; });
+  }
+  bool keeps(int row, int position) const { return (bits_[index(row, position)] & bit(position)) != 0; }
+  int count(int row) const { return count_common(row_bits(row), row_bits(row)); }
   /// Of the positions [begin, end).
   int count_within(int row, int begin, int end) const {
     int n = 0;
-    const std::span<const std::uint64_t> bits = row_bits(row);
-    for (int position = begin; position < end;) {
-      const int stop = std::min(end, (position / 64 + 1) * 64);
-      const std::uint64_t from = bits[static_cast<std::size_t>(position / 64)] >> (position % 64);
-      n += std::popcount(stop - position == 64 ? from : from & ((std::uint64_t{1} << (stop - position)) - 1));
-      position = stop;
-    }
+    over_words(begin, end, [&](int position, std::uint64_t bits) {
+      n += std::popcount(row_bits(row)[static_cast<std::size_t>(position / 64)] & bits);
+    });
     return n;
   }
   /// Ascending.
@@ -86,6 +106,15 @@ class KeptSet {
   }
   std::uint64_t& word(int row, int position) { return bits_[index(row, position)]; }
   static std::uint64_t bit(int position) { return std::uint64_t{1} << (position % 64); }
+  /// Calls `of_word` with a position in each word that holds some of [begin, end), and the bits of these.
+  template <class OfWord>
+  static void over_words(int begin, int end, OfWord of_word) {
+    for (int position = begin; position < end;) {
+      const int stop = std::min(end, (position / 64 + 1) * 64);
+      of_word(position, ~std::uint64_t{0} >> (64 - (stop - position)) << (position % 64));
+      position = stop;
+    }
+  }
 
   Heads heads_ = Heads::kv;
   int rows_ = 0;

@@ -44,6 +44,14 @@ std::unique_ptr<PlanPart> parse_part(PartKind kind, std::string_view text,
 /// The same with its values set.
 std::unique_ptr<PlanPart> make_part(PartKind kind, std::string_view text);
 
+/// "NAME(KEY=VALUE,...)" with all values: equal text, equal part.
+template <class T>
+std::string name_with_values(const char* name, T part) {
+  Parameters declared{name};
+  part.parameters(declared);
+  return std::string(name) + "(" + declared.canonical() + ")";
+}
+
 /// `T` has `static constexpr PartKind kind`, `name` and `summary`, `parameters(Parameters&)` and `fill(Plan&) const`.
 template <class T>
 struct RegisteredPart {

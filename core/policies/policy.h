@@ -50,14 +50,17 @@ inline Needs future_queries() { return {.future_queries = true}; }
 /// What a scorer is told beside the layer.
 struct Scoring {
   Grouping grouping = {};
-  int recent = 0;  // last tokens that stay by rule at this budget
+  int recent = 0;  // last tokens that stay by rule at this budget; 0 for scorers that do not read it
 };
 
 /// How important each resident token is: [H, n], larger stays.
 struct Scorer {
   std::function<Matrix(const LayerView&, const Scoring&)> score = {};
   Needs needs = {};
-  bool accumulates = false;  // the score is the attention received so far: what `Online` can go on with
+  bool accumulates = false;   // the score is the attention received so far: what `Online` can go on with
+  bool reads_recent = false;  // Scoring::recent
+  /// Scorers of equal names give equal scores of equal tokens, and so share them; empty: it shares with none.
+  std::string name = {};
 
   explicit operator bool() const { return static_cast<bool>(score); }
 };
@@ -115,7 +118,8 @@ using ByLayer = std::function<std::vector<int>(const Division&)>;
 /// Counts of one layer, [H], from its scores [H, P]. Sum at most H*B.
 using WithinLayer = std::function<std::vector<int>(const Division&, const Matrix& scores)>;
 /// Counts of all treated layers at once, [L][H], from all layers' scores [L] of [H, P]. Sum at most L*H*B.
-using AcrossLayers = std::function<std::vector<std::vector<int>>(const Division&, std::span<const Matrix> scores)>;
+using AcrossLayers =
+    std::function<std::vector<std::vector<int>>(const Division&, std::span<const Matrix* const> scores)>;
 /// The counts and the granularity of another policy's selection.
 struct CountsOf {
   std::string policy;

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <tuple>
 
 #include "attention/rope.h"
 #include "positions.h"
@@ -24,6 +26,12 @@ constexpr int no_cell = -1;
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
+
+/// [H, P] of one layer, shared by the jobs whose scores they are; null: none.
+using Scores = std::shared_ptr<const Matrix>;
+
+/// What the scores of a layer depend on, of scorers that say so by a name.
+using ScoreKey = std::tuple<std::string, Heads, Aggregate, int>;
 
 /// The plan of a range of treated layers, and the counts that follow from its number of layers.
 struct Stretch {
@@ -48,11 +56,12 @@ struct Job {
   std::string name;  // for messages
   int budget;
   std::vector<Stretch> stretches = {};
-  int counted = -1;                             // the job whose counts this one takes
+  int counted = no_cell;                        // the job whose counts this one takes
+  int same = no_cell;                           // an earlier one that no budget parts from this: its sets are these
   bool two_walks = false;                       // some set is final only when all layers have been seen
   std::vector<LayerSelection> selections = {};  // [L]
   std::vector<CellSeconds> seconds = {};        // [L]
-  std::vector<Matrix> scores = {};              // [L] of layers that select after the first walk
+  std::vector<Scores> scores = {};              // [L] of layers that select after the first walk
   std::optional<Error> failure = {};
   std::vector<std::int32_t> nested = {};  // what the layer before leaves to the next one, of nested policies
 
@@ -132,6 +141,7 @@ class Replay {
         const ConfiguredPolicy counted = ConfiguredPolicy::parse(counts->policy);
         job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
       }
+      job.same = same_as(job, plans);
       add(std::move(job), plans);
     }
   }
@@ -149,9 +159,10 @@ class Replay {
   /// What the job's own work throws fails that job alone.
   template <class Work>
   void guarded(Job& job, Work work) {
-    if (job.counted >= 0 && !job.failure) {
-      const std::optional<Error>& of_counted = jobs_[static_cast<std::size_t>(job.counted)].failure;
-      if (of_counted) fail(job, *of_counted);
+    for (const int other : {job.counted, job.same}) {
+      if (other < 0 || job.failure) continue;
+      const std::optional<Error>& of_other = jobs_[static_cast<std::size_t>(other)].failure;
+      if (of_other) fail(job, *of_other);
     }
     if (job.failure) return;
     try {
@@ -166,7 +177,7 @@ class Replay {
 
   void fail(Job& job, const Error& error) {
     job.failure = error;
-    job.scores.assign(job.scores.size(), {});
+    job.scores.assign(job.scores.size(), nullptr);
     if (job.number != no_cell) sink_.failed(job.number, error);
   }
 
@@ -197,6 +208,16 @@ class Replay {
     return static_cast<int>(jobs_.size()) - 1;
   }
 
+  /// The first job of the same policy, where no budget binds it.
+  int same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
+    if (job.known() || job.counted >= 0 || std::ranges::any_of(plans, has_budget, &LayerPlan::plan)) return no_cell;
+    const auto policy = [](const Job& of) { return of.cell->policy.name() + ":" + of.cell->policy.params(); };
+    const auto found = std::ranges::find_if(jobs_, [&](const Job& other) {
+      return other.number != no_cell && !other.known() && policy(other) == policy(job);
+    });
+    return found == jobs_.end() ? no_cell : static_cast<int>(found - jobs_.begin());
+  }
+
   Division division(const Stretch& stretch, int budget) const {
     return {stretch.of.count, prompt(), budget, stretch.by_rule.sinks, stretch.by_rule.recent};
   }
@@ -216,6 +237,7 @@ class Replay {
       if (number == 0) {
         sink_.layer(view, backend_);
         for (Job& job : jobs_) guarded(job, [&] { select(job, view); });
+        scores_.clear();
       }
       report_and_measure(view, number == 1);
       sink_.layer_done(view, number, walks);
@@ -238,6 +260,10 @@ class Replay {
       job.selections[l] = job.cell->known[l];
       return;
     }
+    if (job.same >= 0) {
+      job.selections[l] = jobs_[static_cast<std::size_t>(job.same)].selections[l];
+      return;
+    }
     if (keeps_everything(stretch.plan(), job.budget, prompt())) {
       job.selections[l] = whole_prompt(view, stretch.plan());
       return;
@@ -248,13 +274,14 @@ class Replay {
       return;
     }
     if (!std::holds_alternative<Once>(stretch.plan().schedule)) {
-      job.seconds[l].select =
-          seconds_of(view, [&] { job.selections[l] = run_schedule(view, stretch.plan(), job.budget, job.name); });
+      job.seconds[l].select = seconds_of(view, [&] {
+        job.selections[l] = run_schedule(view, stretch.plan(), job.budget, job.name, [this] { poll(); });
+      });
     } else if (stretch.plan().nesting != Nesting::none) {
       select_nested(job, stretch, view);
     } else {
       job.selections[l] = empty_selection(view, stretch.plan().grouping.heads);
-      job.scores[l] = scored(job, stretch, view);
+      job.scores[l] = scores_of_prompt(job, stretch, view);
       if (!counts_come_later(job, stretch)) choose(job, stretch, view.layer(), &view);
     }
   }
@@ -268,16 +295,32 @@ class Replay {
     return seconds_since(start) - (view.observable_seconds() - shared_before);
   }
 
-  Matrix scored(Job& job, const Stretch& stretch, const LayerView& view) {
+  Matrix scored(Job& job, const Stretch& stretch, const LayerView& view) const {
     Matrix scores;
     job.seconds[static_cast<std::size_t>(view.layer())].score = seconds_of(view, [&] {
       scores = score_tokens(view, stretch.plan(), {stretch.plan().grouping, stretch.by_rule.recent}, job.name);
     });
-    if (job.number != no_cell && view.tokens() == prompt()) sink_.scored(view, job.number, scores);
     return scores;
   }
 
-  std::vector<int> counts(const Job& job, const Stretch& stretch, int layer, const Matrix& scores, int rows) const {
+  void report_scores(const Job& job, const LayerView& view, const Matrix& scores) {
+    if (job.number != no_cell && view.tokens() == prompt()) sink_.scored(view, job.number, scores);
+  }
+
+  /// With all of the prompt resident. The first of the jobs that share scores computes them.
+  Scores scores_of_prompt(Job& job, const Stretch& stretch, const LayerView& view) {
+    const auto& [grouping, score] = std::tie(stretch.plan().grouping, stretch.plan().score);
+    if (!score) return nullptr;
+    const ScoreKey key{score.name, grouping.heads, grouping.aggregate, score.reads_recent ? stretch.by_rule.recent : 0};
+    const auto known = scores_.find(key);
+    const Scores scores =
+        known != scores_.end() ? known->second : std::make_shared<const Matrix>(scored(job, stretch, view));
+    if (!score.name.empty()) scores_.emplace(key, scores);
+    report_scores(job, view, *scores);
+    return scores;
+  }
+
+  std::vector<int> counts(const Job& job, const Stretch& stretch, int layer, const Scores& scores, int rows) const {
     if (job.counted >= 0) {
       const KeptSet& set = jobs_[static_cast<std::size_t>(job.counted)].selections[static_cast<std::size_t>(layer)].set;
       std::vector<int> of_rows;
@@ -285,7 +328,7 @@ class Replay {
       return of_rows;
     }
     if (const auto* within = std::get_if<WithinLayer>(&stretch.plan().allocate))
-      return (*within)(division(stretch, job.budget), scores);
+      return (*within)(division(stretch, job.budget), *scores);
     const int of_each =
         stretch.by_layer.empty() ? job.budget : stretch.by_layer[static_cast<std::size_t>(layer - stretch.of.first)];
     return std::vector<int>(static_cast<std::size_t>(rows), of_each);
@@ -297,17 +340,15 @@ class Replay {
     const auto l = static_cast<std::size_t>(layer);
     const auto start = std::chrono::steady_clock::now();
     LayerSelection& selection = job.selections[l];
-    const Matrix& scores = job.scores[l];
+    const Scores scores = std::move(job.scores[l]);
     const std::vector<int> of_rows =
         given_counts.empty() ? counts(job, stretch, layer, scores, selection.set.rows()) : given_counts;
     for (int row = 0; row < selection.set.rows(); ++row) {
       const int count = std::min(of_rows[static_cast<std::size_t>(row)], prompt());
-      const std::span<const double> of_row = scores.empty() ? std::span<const double>() : scores.row(row);
+      const std::span<const double> of_row = scores ? scores->row(row) : std::span<const double>();
       enter_row(selection, row,
-                choose_row(stretch.plan().select, everything_, of_row, {count, stretch.by_rule}, view, job.name),
-                count);
+                choose_row(stretch.plan().select, prompt(), of_row, {count, stretch.by_rule}, view, job.name), count);
     }
-    job.scores[l] = {};
     job.seconds[l].select += seconds_since(start);
     // Counts of several layers are held against their budget where they are made.
     const bool of_one_layer = std::holds_alternative<Uniform>(stretch.plan().allocate) ||
@@ -329,7 +370,9 @@ class Replay {
         return choose_row(stretch.plan().select, before, {}, {count, stretch.by_rule}, nullptr, job.name);
       Residents residents{.positions = before, .seen = prompt()};
       const LayerView within(view, std::move(residents));
-      const Matrix scores = scored(job, stretch, number == 0 ? view : within);
+      const LayerView& seen = number == 0 ? view : within;
+      const Matrix scores = scored(job, stretch, seen);
+      report_scores(job, seen, scores);
       const auto start = std::chrono::steady_clock::now();
       Kept kept = choose_row(stretch.plan().select, before, scores.row(0), {count, stretch.by_rule}, &within, job.name);
       job.seconds[l].select = seconds_since(start);
@@ -367,8 +410,9 @@ class Replay {
     const auto start = std::chrono::steady_clock::now();
     std::vector<std::vector<int>> counts_of_layers;
     if (const auto* across = std::get_if<AcrossLayers>(&stretch.plan().allocate)) {
-      const std::span<const Matrix> scores =
-          std::span(job.scores).subspan(first, static_cast<std::size_t>(stretch.of.count));
+      std::vector<const Matrix*> scores;
+      for (const Scores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(stretch.of.count)))
+        scores.push_back(of_layer.get());
       counts_of_layers = (*across)(division(stretch, job.budget), scores);
       long slots = 0, allowed = 0;
       for (const std::vector<int>& of_layer : counts_of_layers) {
@@ -483,6 +527,7 @@ class Replay {
   std::vector<std::int32_t> everything_;  // positions of the prompt
   int question_;
   std::vector<Job> jobs_;
+  std::map<ScoreKey, Scores> scores_;  // of the layer under way
 };
 
 }  // namespace

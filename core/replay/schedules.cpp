@@ -10,6 +10,7 @@
 namespace kvreplay {
 namespace {
 
+using Poll = std::function<void()>;
 using Lists = std::vector<std::vector<std::int32_t>>;
 
 /// What is held of one layer while its tokens come, row by row, and the attention that the held ones have received.
@@ -122,11 +123,12 @@ void note_rules(LayerSelection& selection, Protection::Clamped by_rule, int gran
   }
 }
 
-LayerSelection run(const Once&, const LayerView&, const Plan&, int, const std::string& who) {
+LayerSelection run(const Once&, const LayerView&, const Plan&, int, const std::string& who, const Poll&) {
   throw Error{Refusal::internal, who, "no schedule"};
 }
 
-LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, int budget, const std::string& who) {
+LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, int budget, const std::string& who,
+                   const Poll& poll) {
   const int spared = blocks.spared_tokens(view.prompt(), view.question());
   const int context = view.prompt() - spared;
   const int slots = budget - spared;
@@ -137,6 +139,7 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
   const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt());
   Cache cache(view, plan, who);
   for (int begin = 0; begin < context; begin += blocks.block) {
+    poll();
     const int end = std::min(begin + blocks.block, context);
     const BlockEnd now{slots, context, end, cache.held(), end - begin};
     cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : slots, by_rule, blocks.by_relevance);
@@ -154,17 +157,21 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
 }
 
 LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan& plan, int /*budget*/,
-                   const std::string& who) {
+                   const std::string& who, const Poll& poll) {
   const auto [peak, keep] = tokens_of(threshold, view.prompt(), who);
   const Protection::Clamped by_rule = plan.protect.within(keep, view.prompt());
   Cache cache(view, plan, who);
-  for (int seen = peak; seen <= cache.tokens(); seen += peak - keep) cache.append_and_cut(seen, keep, by_rule, false);
+  for (int seen = peak; seen <= cache.tokens(); seen += peak - keep) {
+    poll();
+    cache.append_and_cut(seen, keep, by_rule, false);
+  }
   LayerSelection selection = cache.finish();
   note_rules(selection, by_rule, peak);
   return selection;
 }
 
-LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int budget, const std::string&) {
+LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int budget, const std::string&,
+                   const Poll&) {
   const auto [sinks, recent] = plan.protect.within(budget, view.prompt());
   LayerSelection selection = empty_selection(view, plan.grouping.heads);
   const int tokens = view.tensors().k.tokens;
@@ -202,7 +209,8 @@ Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, co
   return held;
 }
 
-LayerSelection run(const Online& online, const LayerView& view, const Plan& plan, int budget, const std::string& who) {
+LayerSelection run(const Online& online, const LayerView& view, const Plan& plan, int budget, const std::string& who,
+                   const Poll&) {
   const int tokens = view.tensors().k.tokens;
   const int prompt = view.prompt();
   const Protection::Clamped by_rule = plan.protect.within(budget, prompt);
@@ -248,8 +256,9 @@ PeakAndKeep tokens_of(const Threshold& threshold, int prompt, const std::string&
   return found;
 }
 
-LayerSelection run_schedule(const LayerView& view, const Plan& plan, int budget, const std::string& who) {
-  return std::visit([&](const auto& schedule) { return run(schedule, view, plan, budget, who); }, plan.schedule);
+LayerSelection run_schedule(const LayerView& view, const Plan& plan, int budget, const std::string& who,
+                            const std::function<void()>& poll) {
+  return std::visit([&](const auto& schedule) { return run(schedule, view, plan, budget, who, poll); }, plan.schedule);
 }
 
 }  // namespace kvreplay

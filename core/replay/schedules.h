@@ -1,6 +1,7 @@
 // Evictions that happen while the tokens come: what is held changes with time.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "replay/selection.h"
@@ -8,9 +9,10 @@
 namespace kvreplay {
 
 /// A layer under one of the schedules other than `Once`. `budget` is less than P where there is one, `who` names the
-/// policy in messages. Throws Error{input} for a budget that leaves no room
-/// beside the tokens that a schedule spares.
-LayerSelection run_schedule(const LayerView& view, const Plan& plan, int budget, const std::string& who);
+/// policy in messages. Throws Error{input} for a budget that leaves no room beside the tokens that a schedule spares,
+/// and what `poll` throws, which is called before each of its steps.
+LayerSelection run_schedule(const LayerView& view, const Plan& plan, int budget, const std::string& who,
+                            const std::function<void()>& poll);
 
 /// Peak and keep in tokens of a prompt of P. Throws Error{usage} unless 1 <= keep < peak.
 struct PeakAndKeep {

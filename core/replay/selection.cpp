@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "error.h"
+#include "positions.h"
 
 namespace kvreplay {
 namespace {
@@ -73,15 +74,19 @@ void hold_at_end_of_prompt(LayerSelection& selection, int row) {
   }
 }
 
-Kept choose_row(const Selector& select, std::span<const std::int32_t> positions, std::span<const double> scores,
-                RowBudget budget, const LayerView* view, const std::string& who) {
-  const auto tokens = static_cast<int>(positions.size());
+Kept choose_row(const Selector& select, int tokens, std::span<const double> scores, RowBudget budget,
+                const LayerView* view, const std::string& who) {
   const int count = std::min(budget.count, tokens);
   const int sinks = std::min(budget.by_rule.sinks, count);
   const int recent = std::min(budget.by_rule.recent, count - sinks);
-  Kept kept{{}, sinks, recent};
-  if (count == 0) return kept;
+  if (count == 0 || count == tokens) return {position_range(0, count), sinks, recent};
+  Kept kept = select({scores, tokens, count, sinks, recent, view});
+  check_row(kept.positions, tokens, count, who);
+  return kept;
+}
 
+Kept choose_row(const Selector& select, std::span<const std::int32_t> positions, std::span<const double> scores,
+                RowBudget budget, const LayerView* view, const std::string& who) {
   std::vector<std::int32_t> by_position(positions.begin(), positions.end());
   std::vector<double> in_order;
   if (!std::ranges::is_sorted(positions)) {
@@ -90,18 +95,19 @@ Kept choose_row(const Selector& select, std::span<const std::int32_t> positions,
     if (!scores.empty())
       for (const std::size_t i : order) in_order.push_back(scores[i]);
   }
-  if (count == tokens) {
-    kept.positions = std::move(by_position);
-    return kept;
-  }
-  kept = select({in_order.empty() ? scores : in_order, tokens, count, sinks, recent, view});
-  check_row(kept.positions, tokens, count, who);
+  Kept kept =
+      choose_row(select, static_cast<int>(positions.size()), in_order.empty() ? scores : in_order, budget, view, who);
   for (std::int32_t& token : kept.positions) token = by_position[static_cast<std::size_t>(token)];
   return kept;
 }
 
 void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted) {
-  for (const std::int32_t position : kept.positions) selection.set.keep(row, position);
+  const std::vector<std::int32_t>& positions = kept.positions;
+  const bool one_run = !positions.empty() && positions.back() - positions.front() + 1 == std::ssize(positions);
+  if (one_run)
+    selection.set.keep(row, positions.front(), positions.back() + 1);
+  else
+    for (const std::int32_t position : positions) selection.set.keep(row, position);
   const auto r = static_cast<std::size_t>(row);
   selection.sinks[r] = kept.sinks;
   selection.recent[r] = kept.recent;
@@ -109,10 +115,13 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
 }
 
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who) {
-  Matrix scores = plan.score ? plan.score.score(view, how) : Matrix();
-  for (const double score : scores.values())
-    if (score != score)
-      throw Error{Refusal::input, fmt::format("layer {}", view.stored_layer()), "score of " + who + " is not a number"};
+  if (!plan.score) return {};
+  const int recent = plan.score.reads_recent ? how.recent : 0;
+  Matrix scores = plan.score.score(view, {how.grouping, recent});
+  bool numbers = true;
+  for (const double score : scores.values()) numbers &= score == score;
+  if (!numbers)
+    throw Error{Refusal::input, fmt::format("layer {}", view.stored_layer()), "score of " + who + " is not a number"};
   return scores;
 }
 

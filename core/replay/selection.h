@@ -45,9 +45,12 @@ struct RowBudget {
   Protection::Clamped by_rule = {};  // at the policy's budget; clamped to `count` where that is less
 };
 
-/// The resident tokens that stay, ascending positions: all where the row may keep as many. `positions` are those of the
-/// row's resident tokens, `scores` theirs (empty without a scorer), `view` the layer while it is resident, else null.
-/// Throws Error{internal} for a selection that is not ascending, not resident or over its budget; `who` is the policy.
+/// Which of `tokens` resident tokens stay, by their numbers, ascending: all where the row may keep as many. `scores`
+/// are theirs (empty without a scorer), `view` is the layer while it is resident, else null. Throws Error{internal} for
+/// a selection that is not ascending, not resident or over its budget; `who` is the policy.
+Kept choose_row(const Selector& select, int tokens, std::span<const double> scores, RowBudget budget,
+                const LayerView* view, const std::string& who);
+/// The same of tokens at these positions, in any order; those that stay are given by ascending positions.
 Kept choose_row(const Selector& select, std::span<const std::int32_t> positions, std::span<const double> scores,
                 RowBudget budget, const LayerView* view, const std::string& who);
 

@@ -249,6 +249,39 @@ TEST_P(EveryPolicy, GivesTheSameBitsForAnyNumberOfThreads) {
   });
 }
 
+TEST_P(EveryPolicy, SelectsTheSameInAnyCompany) {
+  on_all([](const Trace& trace, int budget) {
+    if (budget != 3 && budget != 40) return;
+    // Cells whose scores are the same share them, and so do those that no budget parts.
+    std::vector<Cell> cells;
+    for (const char* other :
+         {"random", "random:heads=layer", "h2o:recent=0.25", "h2o:agg=max", "snapkv:window=2,kernel=3",
+          "snapkv:window=2,pool=avg", "chunkkv:window=2", "pyramid-kv:window=2", "oracle"})
+      cells.push_back({ConfiguredPolicy::parse(other), budget});
+    for (const int of_same : {40, 2, budget}) {
+      const ConfiguredPolicy policy = ConfiguredPolicy::parse(GetParam());
+      if (fits(trace, policy, of_same)) cells.push_back({policy, of_same});
+    }
+    const RecordedRun alone = record(trace, {GetParam()}, budget);
+    const RecordedRun run = record_cells(trace, cells, 2);
+    const auto last = static_cast<int>(cells.size()) - 1;
+    for (const auto& [key, selection] : alone.selections) {
+      const LayerSelection& other = run.selections.at({last, key.second});
+      EXPECT_EQ(selection.set, other.set);
+      EXPECT_EQ(selection.sinks, other.sinks);
+      EXPECT_EQ(selection.recent, other.recent);
+      EXPECT_EQ(selection.granted, other.granted);
+      EXPECT_EQ(selection.source, other.source);
+      EXPECT_EQ(selection.evicted_at, other.evicted_at);
+      EXPECT_EQ(selection.slots, other.slots);
+    }
+    for (const auto& [key, scores] : run.scores) {
+      if (key.first != last) continue;
+      EXPECT_TRUE(std::ranges::equal(scores.values(), alone.scores.at({0, key.second}).values()));
+    }
+  });
+}
+
 TEST_P(EveryPolicy, NoQuerySeesAnEvictedTokenAndEachSeesItself) {
   on_all([](const Trace& trace, int budget) {
     const RecordedRun run = record(trace, {GetParam()}, budget);

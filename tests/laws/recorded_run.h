@@ -97,15 +97,19 @@ inline Conditions default_conditions(const Trace& trace) {
   return {prompt, eval_queries(trace, "continuation"), treated_layers(trace, false)};
 }
 
-inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 2) {
+inline RecordedRun record_cells(const Trace& trace, const std::vector<Cell>& cells, int threads) {
   const std::unique_ptr<Backend> backend = make_backend("cpu", threads);
   const Conditions conditions = default_conditions(trace);
-  std::vector<Cell> cells;
-  for (const std::string& policy : policies) cells.push_back({ConfiguredPolicy::parse(policy), budget});
-  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, budget);
+  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, cell.budget);
   RecordedRun run;
   replay(*backend, trace, conditions, cells, run);
   return run;
+}
+
+inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 2) {
+  std::vector<Cell> cells;
+  for (const std::string& policy : policies) cells.push_back({ConfiguredPolicy::parse(policy), budget});
+  return record_cells(trace, cells, threads);
 }
 
 }  // namespace kvreplay

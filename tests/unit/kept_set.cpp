@@ -51,6 +51,23 @@ TEST(KeptSet, CountsWithinARangeAcrossWords) {
   EXPECT_EQ(set.count_within(0, 0, 200), 0);
 }
 
+TEST(KeptSet, KeepsAndDropsRangesAsOneByOne) {
+  for (const int tokens : {1, 63, 64, 65, 200, 64 * 70})
+    for (const auto& [begin, end] : {std::pair{0, 1}, {0, 64}, {5, 5}, {3, 61}, {63, 65}, {60, 4000}, {64, 128}}) {
+      if (end > tokens) continue;
+      KeptSet runs(Heads::kv, 2, tokens), singles(Heads::kv, 2, tokens);
+      runs.keep(1, begin, end);
+      for (int j = begin; j < end; ++j) singles.keep(1, j);
+      EXPECT_EQ(runs, singles) << begin << ".." << end << " of " << tokens;
+      EXPECT_EQ(runs.count(1), end - begin);
+      runs.keep(1, 0, tokens);
+      EXPECT_EQ(runs.count(1), tokens) << "more words than one sum of bytes holds";
+      runs.drop(1, begin, end);
+      for (int j = 0; j < tokens; ++j) EXPECT_EQ(runs.keeps(1, j), j < begin || j >= end);
+      EXPECT_EQ(runs.count(0), 0);
+    }
+}
+
 TEST(KeptSet, RefinedItIsTheSameForEachFinerRow) {
   KeptSet layer(Heads::layer, 1, 70);
   layer.keep(0, 3);

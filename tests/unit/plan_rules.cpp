@@ -93,7 +93,7 @@ TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {
   plan.grouping.heads = Heads::layer;
   plan.score.score = [](const LayerView&, const Scoring&) { return Matrix(); };
   plan.allocate =
-      AcrossLayers([](const Division&, std::span<const Matrix>) { return std::vector<std::vector<int>>(); });
+      AcrossLayers([](const Division&, std::span<const Matrix* const>) { return std::vector<std::vector<int>>(); });
   EXPECT_NO_THROW(check_plan("mine", plan));
   plan.select.reads_layer = true;
   EXPECT_THROW(check_plan("mine", plan), Error);

@@ -207,7 +207,15 @@ Matrix matrix(const std::vector<RealWeights>& rows) {
 const std::vector<Matrix> two_layers{matrix({{0, 9, 8, 7, 6, 0}}), matrix({{99, 5, 4, 3, 10, 99}})};
 const Division two_layers_division{.layers = 2, .prompt = 6, .budget = 4, .sinks = 1, .recent = 1};
 
-LayerCounts of_two_layers(const DynamicAllocation& part) { return part.allocator()(two_layers_division, two_layers); }
+std::vector<const Matrix*> pointers(const std::vector<Matrix>& layers) {
+  std::vector<const Matrix*> all;
+  for (const Matrix& layer : layers) all.push_back(&layer);
+  return all;
+}
+
+LayerCounts of_two_layers(const DynamicAllocation& part) {
+  return part.allocator()(two_layers_division, pointers(two_layers));
+}
 
 TEST(DynamicAllocation, SharesByTheNumberOfBestEntries) {
   EXPECT_EQ(of_two_layers({}), (LayerCounts{{5}, {3}}));
@@ -227,18 +235,18 @@ TEST(DynamicAllocation, MinMaxStarvesTheSmallestUnlessAllAreEqual) {
   EXPECT_EQ(of_two_layers({.norm = CountNormalisation::minmax}), (LayerCounts{{6}, {2}}));
   const std::vector<Matrix> equal{matrix({{9, 8, 1}}), matrix({{9, 8, 1}})};
   EXPECT_EQ((DynamicAllocation{.norm = CountNormalisation::minmax}.allocator()({.layers = 2, .prompt = 3, .budget = 2},
-                                                                               equal)),
+                                                                               pointers(equal))),
             (LayerCounts{{2}, {2}}));
 }
 
 TEST(DynamicAllocation, TiesGoToTheLowerLayer) {
   const std::vector<Matrix> flat(2, Matrix(2, 4, 1.0));
-  EXPECT_EQ(DynamicAllocation{}.allocator()({.layers = 2, .prompt = 4, .budget = 1}, flat),
+  EXPECT_EQ(DynamicAllocation{}.allocator()({.layers = 2, .prompt = 4, .budget = 1}, pointers(flat)),
             (LayerCounts{{2, 2}, {0, 0}}));
 }
 
 TEST(DynamicAllocation, NothingCompetesWhereAllSlotsGoByRule) {
-  EXPECT_EQ(DynamicAllocation{}.allocator()({.layers = 2, .prompt = 6, .budget = 2, .recent = 2}, two_layers),
+  EXPECT_EQ(DynamicAllocation{}.allocator()({.layers = 2, .prompt = 6, .budget = 2, .recent = 2}, pointers(two_layers)),
             (LayerCounts{{2}, {2}}));
 }
 
@@ -251,7 +259,7 @@ TEST(DynamicAllocation, UpdatesAfterEveryTwoLayers) {
     for (int i = 0; i < ones; ++i) layer(i / 10, i % 10) = 1;
   }
   EXPECT_EQ((DynamicAllocation{.r_max = 2, .update = 2}.allocator()(
-                {.layers = 4, .prompt = 12, .budget = 6, .recent = 2}, layers)),
+                {.layers = 4, .prompt = 12, .budget = 6, .recent = 2}, pointers(layers))),
             (LayerCounts{Counts(4, 7), Counts(4, 6), Counts(4, 6), Counts(4, 5)}));
 }
 
@@ -300,7 +308,7 @@ TEST(DynamicAllocation, EqualsTheSortedAlgorithmAndSpendsTheBudgetExactly) {
         .mid_total = below(2, round, 9) == 0 ? MidTotal::full : MidTotal::proportional,
         .norm = below(2, round, 10) == 0 ? CountNormalisation::sum : CountNormalisation::minmax,
         .progressive = below(3, round, 11) != 0};
-    const LayerCounts counts = part.allocator()(division, scores);
+    const LayerCounts counts = part.allocator()(division, pointers(scores));
     ASSERT_EQ(counts, by_sorting(part, division, scores)) << round;
     int slots = 0;
     for (const Counts& of_layer : counts) {
@@ -322,7 +330,7 @@ TEST(AllocationParts, FillAnyPlan) {
   const Division division{.layers = 3, .prompt = 99, .budget = 7};
   EXPECT_EQ(std::get<ByLayer>(allocator("pyramid(1)"))(division), (Counts{7, 7, 7}));
   EXPECT_EQ(std::get<ByLayer>(allocator("decay(0.5,constant)"))(division), (Counts{12, 6, 3}));
-  EXPECT_EQ(std::get<AcrossLayers>(allocator("dynamickv(1)"))(two_layers_division, two_layers),
+  EXPECT_EQ(std::get<AcrossLayers>(allocator("dynamickv(1)"))(two_layers_division, pointers(two_layers)),
             (LayerCounts{{4}, {4}}));
   for (const char* outside : {"pyramid(0)", "decay(0)", "decay(1.1)", "dynamickv(0.9)", "dynamickv(1,0)"})
     EXPECT_THROW(allocator(outside), Error) << outside;

@@ -2,6 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+
 #include "fake_backend.h"
 #include "policies/grouping.h"
 #include "policies/parts/allocation.h"
@@ -40,6 +47,82 @@ TEST(Largest, TiesGoToTheLowerPosition) {
   EXPECT_EQ(largest(scores, 0), Positions32{});
   EXPECT_EQ(largest(scores, 9), (Positions32{0, 1, 2, 3, 4, 5}));
   EXPECT_EQ(largest(Scores(70, 1.0), 3), (Positions32{0, 1, 2}));
+}
+
+/// Rows that are hard to part: ties, both zeros, infinities, one magnitude, every magnitude, and one token.
+std::vector<Scores> hard_rows() {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  std::vector<Scores> rows{{1.0},
+                           {0.0, -0.0, 0.0, -0.0},
+                           {infinity, 1, -infinity, infinity, -1, -infinity, 0},
+                           Scores(1000, 0.25),
+                           {5e-324, 0, -5e-324, 1e308, -1e308, 1e-308}};
+  std::mt19937_64 random(7);
+  const auto drawn = [&](std::size_t count, auto draw) {
+    Scores& row = rows.emplace_back();
+    for (std::size_t i = 0; i < count; ++i) row.push_back(draw());
+  };
+  drawn(131072, [&] { return std::exponential_distribution<>(3.0)(random); });
+  drawn(131072, [&] { return std::bit_cast<double>(random() & ~(std::uint64_t{1} << 62)); });
+  drawn(5000, [&] { return static_cast<double>(random() % 7) - 3.0; });
+  drawn(5000, [&] { return 1.0 + static_cast<double>(random() % 3000) * 0x1p-52; });
+  for (std::size_t count = 2; count < 40; ++count) drawn(count, [&] { return static_cast<double>(random() % 5); });
+  return rows;
+}
+
+Positions32 by_stable_sort(const Scores& scores) {
+  Positions32 order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::greater{}, [&](std::int32_t i) { return scores[static_cast<std::size_t>(i)]; });
+  return order;
+}
+
+TEST(Ranking, OrderCutAndBestAreThoseOfAStableSort) {
+  for (const Scores& scores : hard_rows()) {
+    const Positions32 order = by_stable_sort(scores);
+    EXPECT_EQ(ranked(scores), order);
+    const std::ptrdiff_t all = std::ssize(scores);
+    for (const std::ptrdiff_t count : {std::ptrdiff_t{0}, std::ptrdiff_t{1}, all / 3, all / 2, all - 1, all}) {
+      Positions32 best(order.begin(), order.begin() + count);
+      std::ranges::sort(best);
+      EXPECT_EQ(largest(scores, count), best) << count << " of " << all;
+      const Cut cut = cut_after(scores, count);
+      if (count > 0) {
+        EXPECT_EQ(cut.score, scores[static_cast<std::size_t>(order[static_cast<std::size_t>(count - 1)])]);
+      }
+      const auto equal =
+          std::ranges::count_if(best, [&](std::int32_t i) { return scores[static_cast<std::size_t>(i)] == cut.score; });
+      EXPECT_EQ(cut.equal, equal) << count << " of " << all;
+    }
+  }
+}
+
+TEST(Ranking, KeysInAscendingOrder) {
+  EXPECT_EQ(ordered({}), Positions32{});
+  const std::vector<std::uint64_t> keys{9, ~std::uint64_t{0}, 0, 9, std::uint64_t{1} << 63, 0};
+  EXPECT_EQ(ordered(keys), (Positions32{2, 5, 0, 3, 4, 1}));
+}
+
+TEST(Pooling, IsThatOfTheDefinitionForAnyKernel) {
+  std::mt19937_64 random(3);
+  for (const int columns : {1, 2, 7, 64, 301})
+    for (const int kernel : {3, 5, 7, 9, 15, 33, 63, 129, 999}) {
+      Matrix scores(2, columns + 3);
+      for (double& score : scores.values()) score = std::exponential_distribution<>()(random);
+      const Matrix highest = pooled(scores, Pool::max, kernel, columns);
+      const Matrix average = pooled(scores, Pool::average, kernel, columns);
+      for (int r = 0; r < 2; ++r)
+        for (int j = 0; j < columns + 3; ++j) {
+          double most = scores(r, j), sum = 0;
+          for (int i = std::max(0, j - kernel / 2); i <= std::min(columns - 1, j + kernel / 2); ++i) {
+            most = std::max(most, scores(r, i));
+            sum += scores(r, i);
+          }
+          const bool is_pooled = j < columns;
+          EXPECT_EQ(highest(r, j), is_pooled ? most : scores(r, j)) << columns << " " << kernel << " " << j;
+          EXPECT_EQ(average(r, j), is_pooled ? sum / kernel : scores(r, j)) << columns << " " << kernel << " " << j;
+        }
+    }
 }
 
 TEST(Pooling, MaxAndAverageOfTheExample) {
@@ -171,7 +254,9 @@ TEST(Sharing, LastOfEveryNAndOneForAll) {
 TEST(Allocation, BestEntriesOfHeadsAndLayersTogether) {
   const Matrix first = matrix({{9, 8, 1}, {7, 0, 0}}), second = matrix({{0, 0, 0}, {2, 3, 4}});
   EXPECT_EQ(ranked_within_layer()({.prompt = 3, .budget = 2}, first), (std::vector<int>{3, 1}));
-  const std::vector<Matrix> all{first, second};
+  EXPECT_EQ(ranked_within_layer()({.prompt = 3, .budget = 1}, matrix({{5, 5, 0}, {5, 5, 5}})), (std::vector<int>{2, 0}))
+      << "ties go to the lower head";
+  const std::vector<const Matrix*> all{&first, &second};
   EXPECT_EQ(ranked_across_layers()({.layers = 2, .prompt = 3, .budget = 1}, all),
             (std::vector<std::vector<int>>{{2, 1}, {0, 1}}));
 }

@@ -34,7 +34,9 @@ class Schedules : public ::testing::Test {
     return made;
   }
 
-  LayerSelection run(int budget) { return run_schedule(view, plan, budget, "policy"); }
+  LayerSelection run(int budget) {
+    return run_schedule(view, plan, budget, "policy", [this] { ++polls; });
+  }
 
   static std::string refusal(const std::function<void()>& call) {
     try {
@@ -47,6 +49,7 @@ class Schedules : public ::testing::Test {
 
   std::vector<double> importance{5, 1, 9, 2, 8, 3, 7, 4, 6, 0, 0, 0};
   std::vector<int> seen;  // when scores were asked for
+  int polls = 0;
   FakeBackend backend;
   LayerTensors tensors = twelve_tokens();
   LayerView view{backend, tensors, {.prompt = 8}, {}};
@@ -60,6 +63,7 @@ TEST_F(Schedules, EveryBlockIsCutToTheBudget) {
   EXPECT_EQ(selection.evicted_at, (Numbers{7, 5, -1, 5, -1, 5, -1, 7, -1, -1, -1, -1}));
   EXPECT_EQ(selection.set.positions(0), (Numbers{2, 4, 6}));
   EXPECT_EQ(seen, (std::vector<int>{6, 8})) << "the first block fits";
+  EXPECT_EQ(polls, 3) << "before each block";
   EXPECT_EQ(selection.granted, std::vector<int>{3});
 }
 

@@ -1,9 +1,9 @@
 #include "random.h"
 
-#include <algorithm>
-#include <utility>
+#include <string>
 #include <vector>
 
+#include "policies/parts/ranking.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 
@@ -13,22 +13,21 @@ namespace {
 /// Minus the rank of chain(seed, stored layer, head, position): exact where a double could not tell two numbers apart.
 Matrix negated_ranks(const LayerView& view, Heads heads, std::uint64_t seed) {
   Matrix scores(view.rows(heads), view.tokens());
-  std::vector<std::pair<std::uint64_t, int>> drawn(static_cast<std::size_t>(view.tokens()));
+  std::vector<std::uint64_t> drawn(static_cast<std::size_t>(view.tokens()));
   for (int head = 0; head < scores.rows(); ++head) {
     const std::span<const std::int32_t> positions = view.positions(head);
-    for (std::size_t i = 0; i < drawn.size(); ++i)
-      drawn[i] = {chain(seed, view.stored_layer(), head, positions[i]), static_cast<int>(i)};
-    std::ranges::sort(drawn);
+    for (std::size_t i = 0; i < drawn.size(); ++i) drawn[i] = chain(seed, view.stored_layer(), head, positions[i]);
     double rank = 0;
-    for (const auto& [number, token] : drawn) scores(head, token) = rank--;
+    for (const std::int32_t token : ordered(drawn)) scores(head, token) = rank--;
   }
   return scores;
 }
 
 Scorer random_score(std::uint64_t seed) {
-  return {.score = [seed](const LayerView& view, const Scoring& how) {
+  const auto score = [seed](const LayerView& view, const Scoring& how) {
     return negated_ranks(view, how.grouping.heads, seed);
-  }};
+  };
+  return {.score = score, .name = "random(" + std::to_string(seed) + ")"};
 }
 
 constexpr Choice<Heads> heads_words[] = {{"kv", Heads::kv}, {"layer", Heads::layer}};

@@ -10,26 +10,26 @@ namespace {
 
 /// How many of the best rows * slots candidates lie in each row, for matrices one after another; what stays by rule
 /// included.
-std::vector<std::vector<int>> counts_of_best(const Division& division, std::span<const Matrix> scores) {
-  std::vector<double> flat;
-  int slots = 0;
-  for (const Matrix& layer : scores) {
-    for (int row = 0; row < layer.rows(); ++row)
-      std::ranges::copy(layer.row(row).subspan(static_cast<std::size_t>(division.sinks),
-                                               static_cast<std::size_t>(division.candidates())),
-                        std::back_inserter(flat));
-    slots += layer.rows() * division.slots();
-  }
-  const std::vector<std::int32_t> best = largest(flat, slots);
+std::vector<std::vector<int>> counts_of_best(const Division& division, std::span<const Matrix* const> scores) {
+  std::vector<std::span<const double>> rows;
+  std::vector<double> all;
+  for (const Matrix* layer : scores)
+    for (int row = 0; row < layer->rows(); ++row) {
+      rows.push_back(layer->row(row).subspan(static_cast<std::size_t>(division.sinks),
+                                             static_cast<std::size_t>(division.candidates())));
+      std::ranges::copy(rows.back(), std::back_inserter(all));
+    }
   std::vector<std::vector<int>> counts;
-  std::int32_t begin = 0;
-  for (const Matrix& layer : scores) {
-    std::vector<int>& of_layer = counts.emplace_back(static_cast<std::size_t>(layer.rows()));
+  Cut cut = cut_after(all, std::int64_t{division.slots()} * std::ssize(rows));
+  auto row = rows.cbegin();
+  for (const Matrix* layer : scores) {
+    std::vector<int>& of_layer = counts.emplace_back(static_cast<std::size_t>(layer->rows()));
     for (int& count : of_layer) {
-      const std::int32_t end = begin + division.candidates();
-      count = division.by_rule() +
-              static_cast<int>(std::ranges::lower_bound(best, end) - std::ranges::lower_bound(best, begin));
-      begin = end;
+      const auto above = std::ranges::count_if(*row, [&cut](double score) { return score > cut.score; });
+      const auto ties = std::min<std::int64_t>(cut.equal, std::ranges::count(*row, cut.score));
+      cut.equal -= ties;
+      count = division.by_rule() + static_cast<int>(above + ties);
+      ++row;
     }
   }
   return counts;
@@ -47,7 +47,10 @@ const RegisteredFixedPart registered_global{PartKind::allocate, "ranked-global",
 }  // namespace
 
 WithinLayer ranked_within_layer() {
-  return [](const Division& division, const Matrix& scores) { return counts_of_best(division, {&scores, 1}).front(); };
+  return [](const Division& division, const Matrix& scores) {
+    const Matrix* const layer = &scores;
+    return counts_of_best(division, {&layer, 1}).front();
+  };
 }
 
 AcrossLayers ranked_across_layers() { return counts_of_best; }

@@ -17,14 +17,14 @@ Scorer cumulative_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
     return how.grouping(view.cumulative_attention(), view.group());
   };
-  return {.score = score, .needs = all_queries(), .accumulates = true};
+  return {.score = score, .needs = all_queries(), .accumulates = true, .name = "cumulative"};
 }
 
 Scorer eval_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
     return how.grouping(view.eval_attention(), view.group());
   };
-  return {.score = score, .needs = future_queries()};
+  return {.score = score, .needs = future_queries(), .name = "eval"};
 }
 
 }  // namespace kvreplay

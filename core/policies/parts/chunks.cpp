@@ -29,13 +29,15 @@ std::vector<double> chunk_scores(std::span<const double> scores, int chunk, Chun
 std::vector<std::int32_t> take(std::span<const std::int32_t> order, std::size_t whole, int slots, int chunk,
                                int tokens) {
   std::vector<std::int32_t> taken;
+  std::vector<int> of_chunk(order.size());
   for (std::size_t i = 0; i < std::min(whole, order.size()) && slots > 0; ++i) {
     const int begin = order[i] * chunk;
-    const int size = std::min({chunk, tokens - begin, slots});
-    for (int j = begin; j < begin + size; ++j) taken.push_back(j);
-    slots -= size;
+    slots -= of_chunk[static_cast<std::size_t>(order[i])] = std::min({chunk, tokens - begin, slots});
   }
-  std::ranges::sort(taken);
+  for (std::size_t c = 0; c < of_chunk.size(); ++c) {
+    const int begin = static_cast<int>(c) * chunk;
+    for (int j = begin; j < begin + of_chunk[c]; ++j) taken.push_back(j);
+  }
   return taken;
 }
 
@@ -43,8 +45,12 @@ std::vector<std::int32_t> take(std::span<const std::int32_t> order, std::size_t 
 void fill_with_tokens(std::vector<std::int32_t>& taken, std::span<const double> scores, int slots) {
   std::vector<std::int32_t> rest;
   std::vector<double> rest_scores;
+  auto next = taken.cbegin();
   for (std::int32_t j = 0; j < static_cast<std::int32_t>(scores.size()); ++j) {
-    if (std::ranges::binary_search(taken, j)) continue;
+    if (next != taken.cend() && *next == j) {
+      ++next;
+      continue;
+    }
     rest.push_back(j);
     rest_scores.push_back(scores[static_cast<std::size_t>(j)]);
   }

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
+#include <vector>
 
 #include "policies/parts/apportion.h"
+#include "policies/parts/ranking.h"
 #include "policies/plan_part.h"
 
 namespace kvreplay {
@@ -25,57 +26,60 @@ struct DynamicPart : DynamicAllocation {
 
 const RegisteredPart<DynamicPart> registered;
 
-/// The candidates of layers that come one after another, and how the best of them lie in the layers.
+/// The candidates of layers that come one after another, and how the best of them lie in the layers. Their leading bits
+/// are counted as they come, so that only the few with those of the cut are looked at again.
 class BestEntries {
  public:
-  /// No more than the `most` best are ever asked for.
-  BestEntries(const Division& division, std::int64_t most)
+  explicit BestEntries(const Division& division)
       : sinks_(static_cast<std::size_t>(division.sinks)),
         candidates_(static_cast<std::size_t>(division.candidates())),
-        most_(static_cast<std::size_t>(most)) {}
+        of_leading_(std::size_t{1} << leading_bits) {}
 
   void add(const Matrix& layer) {
     layers_.push_back(&layer);
-    for (int head = 0; head < layer.rows(); ++head) {
-      const std::span<const double> row = candidates(layer, head);
-      best_.insert(best_.end(), row.begin(), row.end());
-    }
-    if (best_.size() < 2 * most_) return;  // so that the selections of all layers together stay linear
-    std::ranges::nth_element(best_, best_.begin() + static_cast<std::ptrdiff_t>(most_), std::greater{});
-    best_.resize(most_);
+    for (int head = 0; head < layer.rows(); ++head)
+      for (const double score : candidates(layer, head)) ++of_leading_[leading(score)];
   }
 
   /// How many of the `wanted` best lie in each layer.
-  std::vector<std::int64_t> counts(std::int64_t wanted) {
-    std::vector<std::int64_t> above(layers_.size()), ties(layers_.size());
-    if (wanted == 0) return above;
-    const auto last = best_.begin() + static_cast<std::ptrdiff_t>(wanted - 1);
-    std::ranges::nth_element(best_, last, std::greater{});
-    const double cut = *last;
+  std::vector<std::int64_t> counts(std::int64_t wanted) const {
+    std::vector<std::int64_t> best(layers_.size());
+    if (wanted == 0) return best;
+    std::size_t of_cut = of_leading_.size() - 1;
+    for (; wanted > of_leading_[of_cut]; --of_cut) wanted -= of_leading_[of_cut];
+
+    std::vector<double> near;
+    std::vector<std::size_t> end;  // of each layer's scores in `near`
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       for (int head = 0; head < layers_[l]->rows(); ++head)
         for (const double score : candidates(*layers_[l], head)) {
-          above[l] += score > cut ? 1 : 0;
-          ties[l] += score == cut ? 1 : 0;
+          const std::size_t bits = leading(score);
+          best[l] += bits > of_cut ? 1 : 0;
+          if (bits == of_cut) near.push_back(score);
         }
-      wanted -= above[l];
+      end.push_back(near.size());
     }
-    for (std::size_t l = 0; l < layers_.size(); ++l) {
-      const std::int64_t taken = std::min(ties[l], wanted);
-      above[l] += taken;
-      wanted -= taken;
-    }
-    return above;
+    Cut cut = cut_after(near, wanted);
+    for (std::size_t l = 0, i = 0; l < layers_.size(); ++l)
+      for (; i < end[l]; ++i) {
+        const bool ties = near[i] == cut.score && cut.equal > 0;
+        cut.equal -= ties ? 1 : 0;
+        best[l] += near[i] > cut.score || ties ? 1 : 0;
+      }
+    return best;
   }
 
  private:
+  static constexpr int leading_bits = 16;
+
+  static std::size_t leading(double score) { return score_key(score) >> (64 - leading_bits); }
   std::span<const double> candidates(const Matrix& layer, int head) const {
     return layer.row(head).subspan(sinks_, candidates_);
   }
 
-  std::size_t sinks_, candidates_, most_;
+  std::size_t sinks_, candidates_;
+  std::vector<std::int64_t> of_leading_;
   std::vector<const Matrix*> layers_;
-  std::vector<double> best_;  // the `most` best so far are among them, in any order
 };
 
 }  // namespace
@@ -90,16 +94,16 @@ void DynamicAllocation::parameters(Parameters& p) {
 }
 
 AcrossLayers DynamicAllocation::allocator() const {
-  return [part = *this](const Division& division, std::span<const Matrix> scores) {
-    const int rows = scores.front().rows(), layers = static_cast<int>(scores.size()), slots = division.slots();
+  return [part = *this](const Division& division, std::span<const Matrix* const> scores) {
+    const int rows = scores.front()->rows(), layers = static_cast<int>(scores.size()), slots = division.slots();
     const int buffer =
         static_cast<int>(std::min(std::floor(slots * part.r_max), static_cast<double>(division.candidates())));
     const auto of_layers = [slots](int n) { return std::int64_t{slots} * n; };
-    BestEntries entries(division, of_layers(layers) * rows);
+    BestEntries entries(division);
 
     std::vector<int> caps;
     for (int done = 1; done <= layers; ++done) {
-      entries.add(scores[static_cast<std::size_t>(done - 1)]);
+      entries.add(*scores[static_cast<std::size_t>(done - 1)]);
       caps.push_back(buffer);
       if (done < layers && (!part.progressive || done % part.update != 0)) continue;
       std::vector<std::int64_t> weights = entries.counts(of_layers(done) * rows);

@@ -1,6 +1,9 @@
 #include "policies/parts/pooling.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <span>
 #include <vector>
 
 namespace kvreplay {
@@ -8,29 +11,52 @@ namespace {
 
 constexpr Choice<Pool> words[] = {{"none", Pool::none}, {"max", Pool::max}, {"avg", Pool::average}};
 
-double largest(std::span<const double> neighbours) { return *std::ranges::max_element(neighbours); }
+/// Whole rows at a time are compared or added, one neighbour after another: what vector units are made for.
+void raise(std::span<double> to, std::span<const double> other) {
+  for (std::size_t j = 0; j < to.size(); ++j) to[j] = std::max(to[j], other[j]);
+}
+void add(std::span<double> to, std::span<const double> other) {
+  for (std::size_t j = 0; j < to.size(); ++j) to[j] += other[j];
+}
 
-double sum(std::span<const double> neighbours) {
-  double total = 0;
-  for (const double value : neighbours) total += value;
-  return total;
+/// row[j] = max of row[j - reach .. j + reach]. Maxima of 1, 2, 4 ... scores make those of any width, so the time grows
+/// with the logarithm of the kernel.
+void pool_maxima(std::span<double> row, std::size_t reach) {
+  // from[reach + j] = max of `width` scores from j on; what is outside the row is never the largest.
+  std::vector<double> from(row.size() + 2 * reach, -std::numeric_limits<double>::infinity());
+  std::ranges::copy(row, from.begin() + static_cast<std::ptrdiff_t>(reach));
+  const std::span<double> all(from);
+  const std::size_t kernel = 2 * reach + 1;
+  std::size_t width = 1;
+  for (; 2 * width <= kernel; width *= 2) raise(all.first(all.size() - width), all.subspan(width));
+  std::ranges::copy(all.first(row.size()), row.begin());
+  raise(row, all.subspan(kernel - width, row.size()));
+}
+
+/// row[j] = sum of row[j - reach .. j + reach] / kernel, added in ascending order for every j: a sliding sum would be
+/// faster for wide kernels, but equal neighbours would have unequal sums here and there, and the ties between them
+/// another order.
+void pool_averages(std::span<double> row, std::size_t reach, int kernel) {
+  const std::vector<double> before(row.begin(), row.end());
+  const std::span<const double> from(before);
+  std::ranges::fill(row, 0.0);
+  for (std::size_t back = reach; back > 0; --back) add(row.subspan(back), from.first(from.size() - back));
+  for (std::size_t ahead = 0; ahead <= reach; ++ahead) add(row.first(row.size() - ahead), from.subspan(ahead));
+  for (double& value : row) value /= kernel;
 }
 
 }  // namespace
 
 Matrix pooled(Matrix scores, Pool pool, int kernel, int columns) {
   if (pool == Pool::none || kernel == 1) return scores;
-  const int reach = kernel / 2;
-  std::vector<double> before(static_cast<std::size_t>(columns));
+  if (columns < 1) return scores;
+  const auto reach = static_cast<std::size_t>(std::min(kernel / 2, columns - 1));  // further on there is no neighbour
   for (int r = 0; r < scores.rows(); ++r) {
-    const std::span<double> row = scores.row(r).first(before.size());
-    std::ranges::copy(row, before.begin());
-    for (int j = 0; j < columns; ++j) {
-      const auto begin = static_cast<std::size_t>(std::max(0, j - reach));
-      const auto end = static_cast<std::size_t>(std::min(columns - 1, j + reach)) + 1;
-      const std::span<const double> neighbours = std::span(before).subspan(begin, end - begin);
-      row[static_cast<std::size_t>(j)] = pool == Pool::max ? largest(neighbours) : sum(neighbours) / kernel;
-    }
+    const std::span<double> row = scores.row(r).first(static_cast<std::size_t>(columns));
+    if (pool == Pool::max)
+      pool_maxima(row, reach);
+    else
+      pool_averages(row, reach, kernel);
   }
   return scores;
 }

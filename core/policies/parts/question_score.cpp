@@ -72,7 +72,8 @@ Scorer QuestionScore::scorer() const {
     return how.grouping(sums, view.group());
   };
   return {.score = score,
-          .needs = {.all_queries = condition != Condition::question, .question = condition != Condition::context}};
+          .needs = {.all_queries = condition != Condition::question, .question = condition != Condition::context},
+          .name = name_with_values("question", *this)};
 }
 
 }  // namespace kvreplay

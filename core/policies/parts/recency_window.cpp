@@ -47,7 +47,10 @@ Scorer RecencyWindow::scorer() const {
     if (over == Over::resident) return how.grouping(view.window_attention(rho), view.group());
     return resident_columns(how.grouping(view.window_attention_over_all(rho), view.group()), view);
   };
-  return {.score = score, .needs = {.recent_queries = true}};
+  return {.score = score,
+          .needs = {.recent_queries = true},
+          .reads_recent = true,
+          .name = name_with_values("recency-window", *this)};
 }
 
 }  // namespace kvreplay

@@ -44,7 +44,10 @@ Scorer WindowScore::scorer() const {
     if (order == PoolOrder::pool_first) return how.grouping(pooled(attention, pool, kernel, candidates), view.group());
     return pooled(how.grouping(attention, view.group()), pool, kernel, candidates);
   };
-  return {.score = score, .needs = last_queries(window)};
+  return {.score = score,
+          .needs = last_queries(window),
+          .reads_recent = pool != Pool::none,
+          .name = name_with_values("window", *this)};
 }
 
 void WindowFamily::parameters(Parameters& p) {
