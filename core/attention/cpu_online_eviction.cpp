@@ -159,7 +159,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
       mine.rows.clear();
       for (int head = first; head < std::min((kv_head + 1) * group, heads.end); ++head)
         mine.rows.push_back({head, place});
-      mine.block.prepare(layer, mine.rows, false);
+      mine.block.prepare(layer, kernels_.float32, mine.rows, false);
       if (!mine.block.compute([&](int tile) { return tokens.keys(kv_head, tile); })) return false;
       for (int tile = 0; tile < mine.block.end_tile(); ++tile) {
         for (int row = 0; row < static_cast<int>(mine.rows.size()); ++row) {
