@@ -10,53 +10,100 @@
 namespace kvreplay {
 namespace {
 
-// Rows of one block: exponentials of a block stay in the second-level cache while their columns are added.
+// Rows of one block: its exponentials stay in the second-level cache while their columns are added, as far as it goes,
+// and take no more than this with many keys.
 constexpr int block_rows = 48;
-// So few rows of a KV head are one block: its keys are packed tile by tile as they are used, and heads run side by
-// side.
+constexpr std::size_t block_bytes = std::size_t{12} << 20;
+// So few rows of a KV head are cut into blocks of their own sizes, which pack keys for themselves, tile by tile as they
+// use them, and heads run side by side.
 constexpr int few_rows = 192;
+constexpr int few_block_rows = 128;
+constexpr int few_blocks = 2;
+constexpr std::size_t few_block_bytes = std::size_t{32} << 20;
 // Pieces with sums of their own, for each KV head.
 constexpr int most_segments = 32;
 
-/// Blocks [begin, end) of the rows of one KV head, and where its sums lie: one run of columns for each query head it
-/// meets.
+/// Blocks [begin, end) of the rows of one KV head, and where its sums lie: for each query head it meets, the columns of
+/// the tiles that some of its rows reach.
 struct Segment {
   int begin = 0;
   int end = 0;
   int first_head = 0;
   int heads = 0;
-  int first_partial = 0;
+  int first_tile = 0;
+  int tiles = 0;
+  std::size_t first_partial = 0;  // in tiles
+};
+
+/// The rows of a KV head, head after head, in blocks; lists of places are those of one KV head each, or of all.
+struct RowBlocks {
+  std::span<const std::vector<QueryPlace>> places;
+  int queries;
+  int rows;
+  int rows_per_block;
+
+  int count() const { return (rows + rows_per_block - 1) / rows_per_block; }
 };
 
 /// Segments of about equal numbers of visible keys.
-std::vector<Segment> cut_segments(std::span<const QueryPlace> places, int group, int rows_per_block) {
-  const int queries = static_cast<int>(places.size());
-  const int rows = group * queries;
-  const int blocks = (rows + rows_per_block - 1) / rows_per_block;
-  std::vector<double> cost(static_cast<std::size_t>(blocks) + 1);
-  for (int row = 0; row < rows; ++row) {
-    const QueryPlace& place = places[static_cast<std::size_t>(row % queries)];
-    cost[static_cast<std::size_t>(row / rows_per_block) + 1] += static_cast<double>(place.end - place.first + 1);
+std::vector<Segment> cut_segments(const RowBlocks& blocks, int tile_keys, int column_tiles) {
+  // Costs follow the first list; with a list for each KV head segments only balance a little worse.
+  std::vector<double> cost(static_cast<std::size_t>(blocks.count()) + 1);
+  for (int row = 0; row < blocks.rows; ++row) {
+    const QueryPlace& place = blocks.places.front()[static_cast<std::size_t>(row % blocks.queries)];
+    cost[static_cast<std::size_t>(row / blocks.rows_per_block) + 1] += static_cast<double>(place.end - place.first + 1);
   }
   for (std::size_t block = 1; block < cost.size(); ++block) cost[block] += cost[block - 1];
 
   std::vector<Segment> segments;
-  const int wanted = std::min(blocks, most_segments);
+  const int wanted = std::min(blocks.count(), most_segments);
   int begin = 0;
-  int partials = 0;
+  std::size_t partials = 0;
   for (int piece = 1; piece <= wanted; ++piece) {
     const double share = cost.back() * static_cast<double>(piece) / static_cast<double>(wanted);
     const auto cut = std::lower_bound(cost.begin(), cost.end(), share);
-    const int end = piece == wanted ? blocks : std::min(blocks, static_cast<int>(cut - cost.begin()));
+    const int end = piece == wanted ? blocks.count() : std::min(blocks.count(), static_cast<int>(cut - cost.begin()));
     if (end <= begin) continue;
-    Segment segment{
-        .begin = begin, .end = end, .first_head = begin * rows_per_block / queries, .first_partial = partials};
-    segment.heads = (std::min(end * rows_per_block, rows) - 1) / queries - segment.first_head + 1;
+    const int end_row = std::min(end * blocks.rows_per_block, blocks.rows);
+    Segment segment{.begin = begin, .end = end, .first_head = begin * blocks.rows_per_block / blocks.queries};
+    segment.heads = (end_row - 1) / blocks.queries - segment.first_head + 1;
+    int first_key = column_tiles * tile_keys;
+    int end_key = 0;
+    for (int row = begin * blocks.rows_per_block; row < end_row; ++row) {
+      for (const std::vector<QueryPlace>& places : blocks.places) {
+        const QueryPlace& place = places[static_cast<std::size_t>(row % blocks.queries)];
+        first_key = std::min(first_key, place.first);
+        end_key = std::max(end_key, place.end);
+      }
+    }
+    segment.first_tile = first_key / tile_keys;
+    const int end_tile = std::min((end_key + tile_keys - 1) / tile_keys, column_tiles);
+    segment.tiles = std::max(0, end_tile - segment.first_tile);
+    segment.first_partial = partials;
+    partials += product(segment.heads, segment.tiles);
     segments.push_back(segment);
-    partials += segment.heads;
     begin = end;
   }
   return segments;
+}
+
+/// Rows, `most` at most, whose exponentials take no more than `bytes`.
+int rows_that_fit(std::size_t bytes, int keys, int most) {
+  const std::size_t fit = bytes / (static_cast<std::size_t>(keys) * sizeof(float));
+  return static_cast<int>(std::min(fit, static_cast<std::size_t>(most)));
+}
+
+/// Rows of a block where all are few: blocks of about one size, and two where there is but one KV head, for two threads
+/// at least. More would read the keys more often.
+int few_block(int rows, int keys, int kv_heads, int panel_rows) {
+  const int most = std::max(panel_rows, rows_that_fit(few_block_bytes, keys, few_block_rows));
+  const int shared = std::min((few_blocks + kv_heads - 1) / kv_heads, rows / (2 * panel_rows));
+  const int blocks = std::max((rows + most - 1) / most, shared);
+  return (rows + blocks - 1) / blocks;
+}
+
+int many_block(int keys, int panel_rows) {
+  return std::max(panel_rows, rows_that_fit(block_bytes, keys, block_rows) / panel_rows * panel_rows);
 }
 
 }  // namespace
@@ -87,36 +134,37 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
 
   const int rows = group * queries;
   const bool few = rows <= few_rows;
-  const int rows_per_block = few ? rows : block_rows;
+  const RowBlocks blocks{places, queries, rows,
+                         few ? few_block(rows, keys, kv_heads, kernels_.rows) : many_block(keys, kernels_.rows)};
   const int heads_at_once = few ? kv_heads : 1;
   const int key_tiles = (keys + kernels_.keys - 1) / kernels_.keys;
   const int column_tiles = std::min(key_tiles, (columns + kernels_.keys - 1) / kernels_.keys);
-  const std::size_t tile_floats = static_cast<std::size_t>(layer.k.dim) * static_cast<std::size_t>(kernels_.keys);
-  const std::size_t partial_columns = static_cast<std::size_t>(column_tiles) * static_cast<std::size_t>(kernels_.keys);
+  const TileForm& form = form_of(kernels_, layer, participants.front());
+  const std::size_t tile_cells = product(form.cells(layer.k.dim), kernels_.keys);
+  const auto tile_columns = static_cast<std::size_t>(kernels_.keys);
 
-  // Segments follow the places of the first list; with a list for each KV head they only balance a little worse.
-  const std::vector<Segment> segments = cut_segments(places.front(), group, rows_per_block);
+  const std::vector<Segment> segments = cut_segments(blocks, kernels_.keys, column_tiles);
   const int segment_count = static_cast<int>(segments.size());
-  const int partials_a_head = segments.back().first_partial + segments.back().heads;
-  float* packed = few ? nullptr : packed_keys_.at_least(static_cast<std::size_t>(key_tiles) * tile_floats);
-  double* partials = partial_sums_.at_least(static_cast<std::size_t>(partials_a_head) *
-                                            static_cast<std::size_t>(heads_at_once) * partial_columns);
+  const std::size_t partials_a_head =
+      segments.back().first_partial + product(segments.back().heads, segments.back().tiles);
+  float* packed = few ? nullptr : packed_keys_.at_least(static_cast<std::size_t>(key_tiles) * tile_cells);
+  double* partials = partial_sums_.at_least(partials_a_head * static_cast<std::size_t>(heads_at_once) * tile_columns);
   std::atomic<bool> finite{true};
 
   const auto add_block = [&](Scratch& mine, int kv_head, const Segment& segment, int block, double* into) {
     const std::span<const QueryPlace> own_places = places[row_of(kv_head)];
     const Participants& own_participants = participants[row_of(kv_head)];
-    const int begin = block * rows_per_block;
-    const int end = std::min(begin + rows_per_block, rows);
+    const int begin = block * blocks.rows_per_block;
+    const int end = std::min(begin + blocks.rows_per_block, rows);
     mine.rows.clear();
     for (int row = begin; row < end; ++row) {
       mine.rows.push_back({kv_head * group + row / queries, own_places[static_cast<std::size_t>(row % queries)]});
     }
-    mine.block.prepare(layer, mine.rows, false);
+    mine.block.prepare(layer, form, mine.rows, false);
     const bool computed = mine.block.compute([&](int tile) -> const float* {
-      if (packed != nullptr) return packed + static_cast<std::size_t>(tile) * tile_floats;
-      float* keys_of_tile = mine.keys.at_least(tile_floats);
-      pack_keys(kernels_, layer, kv_head, own_participants, tile, mine.staging, keys_of_tile);
+      if (packed != nullptr) return packed + static_cast<std::size_t>(tile) * tile_cells;
+      float* keys_of_tile = mine.keys.at_least(tile_cells);
+      pack_keys(kernels_, form, layer, kv_head, own_participants, tile, mine.staging, keys_of_tile);
       return keys_of_tile;
     });
     if (!computed) {
@@ -131,12 +179,13 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
       const int own = mine.rows[static_cast<std::size_t>(row - begin)].place.own;
       if (!what.own_key && own >= 0) mine.block.exponential(row - begin, own) = 0.0F;
     }
-    for (int head = begin / queries; head * queries < end; ++head) {
-      double* head_columns = into + static_cast<std::size_t>(head - segment.first_head) * partial_columns;
-      const int from = std::max(head * queries, begin) - begin;
-      const int to = std::min((head + 1) * queries, end) - begin;
-      for (int tile = mine.block.first_tile(); tile < std::min(mine.block.end_tile(), column_tiles); ++tile) {
-        kernels_.add_columns(mine.block.tiles(), tile, from, to, factors, head_columns + tile * kernels_.keys);
+    for (int tile = mine.block.first_tile(); tile < std::min(mine.block.end_tile(), column_tiles); ++tile) {
+      double* tile_sums = into + product(tile - segment.first_tile, kernels_.keys);
+      for (int head = begin / queries; head * queries < end; ++head) {
+        const int from = std::max(head * queries, begin) - begin;
+        const int to = std::min((head + 1) * queries, end) - begin;
+        kernels_.add_columns(mine.block.tiles(), tile, from, to, factors,
+                             tile_sums + product(head - segment.first_head, segment.tiles) * tile_columns);
       }
     }
   };
@@ -146,8 +195,8 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
     if (packed != nullptr) {
 #pragma omp for schedule(static)
       for (int tile = 0; tile < key_tiles; ++tile) {
-        pack_keys(kernels_, layer, first_kv_head, participants[row_of(first_kv_head)], tile, scratch().staging,
-                  packed + static_cast<std::size_t>(tile) * tile_floats);
+        pack_keys(kernels_, form, layer, first_kv_head, participants[row_of(first_kv_head)], tile, scratch().staging,
+                  packed + static_cast<std::size_t>(tile) * tile_cells);
       }
     }
     // Which thread takes which segment changes nothing: every segment has its own sums.
@@ -156,8 +205,8 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
       const Segment& segment = segments[static_cast<std::size_t>(task % segment_count)];
       const int head_offset = task / segment_count;
       double* into =
-          partials + static_cast<std::size_t>(head_offset * partials_a_head + segment.first_partial) * partial_columns;
-      std::fill_n(into, static_cast<std::size_t>(segment.heads) * partial_columns, 0.0);
+          partials + (static_cast<std::size_t>(head_offset) * partials_a_head + segment.first_partial) * tile_columns;
+      std::fill_n(into, product(segment.heads, segment.tiles) * tile_columns, 0.0);
       for (int block = segment.begin; block < segment.end; ++block) {
         add_block(scratch(), first_kv_head + head_offset, segment, block, into);
       }
@@ -168,11 +217,12 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
       for (const Segment& segment : segments) {
         const int met = head % group - segment.first_head;
         if (met < 0 || met >= segment.heads) continue;
-        const double* from =
-            partials +
-            static_cast<std::size_t>(head / group * partials_a_head + segment.first_partial + met) * partial_columns;
-        for (std::size_t column = 0; column < std::min(out.size(), partial_columns); ++column)
-          out[column] += from[column];
+        const double* from = partials + (static_cast<std::size_t>(head / group) * partials_a_head +
+                                         segment.first_partial + product(met, segment.tiles)) *
+                                            tile_columns;
+        const std::size_t begin = product(segment.first_tile, kernels_.keys);
+        const std::size_t end = std::min(out.size(), begin + product(segment.tiles, kernels_.keys));
+        for (std::size_t column = begin; column < end; ++column) out[column] += from[column - begin];
       }
     }
   }

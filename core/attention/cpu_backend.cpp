@@ -49,11 +49,14 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const auto threads = static_cast<std::size_t>(threads_);
   const auto dim = static_cast<std::size_t>(layer.k.dim);
   // Buffers stay from call to call, so they add up: packed keys of one KV head (of similarity, 16 MiB); column sums of
-  // some 40 segments or of all query heads; and for each thread 192 rows of exponentials, 96 of logits, and the
-  // weighted values of every set for 96 rows, below the boundary and from there on.
+  // 32 segments and the heads they meet, or of all query heads; and for each thread 128 rows of exponentials or 32 MiB
+  // of them, 96 rows of logits and as many exponentials, and the weighted values of every set for 96 rows, below the
+  // boundary and from there on.
   const std::size_t keys = std::max(tokens * dim * sizeof(float), std::size_t{16} << 20);
-  const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(std::max(40, layer.q.heads));
-  const std::size_t rows = threads * (192 + 96) * tokens * sizeof(float);
+  const int sums = std::max(32 + layer.group(), layer.q.heads + layer.k.heads);
+  const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(sums);
+  const std::size_t row = tokens * sizeof(float);
+  const std::size_t rows = threads * (std::max(std::min(128 * row, std::size_t{32} << 20), 96 * row) + 96 * row);
   const std::size_t values = threads * 96 * static_cast<std::size_t>(2 * work.sets + 2) * (dim + 32) * sizeof(double);
   // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
   // online eviction the keys that some rows hold. They keep nothing.

@@ -326,6 +326,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
   if (query_count == 0) return result;
 
   const Participants participants{.count = queries.back() + 1};
+  const TileForm& form = form_of(kernels_, layer, participants);
   const std::vector<QueryPlace> places = query_places(layer, queries, participants);
   const KeptSet all = everything(boundary);
   // The sets to compute, `all` first; equal sets are computed once.
@@ -363,10 +364,10 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
         mine.rows.push_back({kv_head * group + panel / panels_a_head, places[static_cast<std::size_t>(query)]});
       }
     }
-    mine.block.prepare(layer, mine.rows, true);
+    mine.block.prepare(layer, form, mine.rows, true);
     const bool computed = mine.block.compute([&](int tile) -> const float* {
-      float* keys_of_tile = mine.keys.at_least(product(layer.k.dim, kernels_.keys));
-      pack_keys(kernels_, layer, kv_head, participants, tile, mine.staging, keys_of_tile);
+      float* keys_of_tile = mine.keys.at_least(product(form.cells(layer.k.dim), kernels_.keys));
+      pack_keys(kernels_, form, layer, kv_head, participants, tile, mine.staging, keys_of_tile);
       return keys_of_tile;
     });
     if (!computed) {

@@ -38,6 +38,10 @@ struct QueryPlace {
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
                                      const Participants& participants);
 
+/// The form in which the queries of a layer meet keys of these participants: bfloat16 where the level has it, both are
+/// stored so and none moves.
+const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const Participants& participants);
+
 struct BlockRow {
   int head = 0;
   QueryPlace place;
@@ -47,14 +51,14 @@ class SoftmaxBlock {
  public:
   explicit SoftmaxBlock(const TileKernels& kernels) : kernels_(kernels) {}
 
-  /// Packs the queries; rows are padded to whole panels with copies of the last one.
-  void prepare(const LayerTensors& layer, std::span<const BlockRow> rows, bool with_logits);
+  /// Packs the queries, to meet keys packed in the same form.
+  void prepare(const LayerTensors& layer, const TileForm& form, std::span<const BlockRow> rows, bool with_logits);
 
   /// keys_of(tile) -> packed keys. False if a logit is not a finite number.
   template <class KeysOf>
   bool compute(KeysOf keys_of) {
     if (attempt(keys_of)) return true;
-    for (int tile = first_tile(); tile < end_tile_; ++tile) kernels_.raise_references(block_, keys_of(tile), tile);
+    for (int tile = first_tile(); tile < end_tile_; ++tile) form_->raise_references(block_, keys_of(tile), tile);
     return attempt(keys_of);
   }
 
@@ -69,28 +73,32 @@ class SoftmaxBlock {
   bool attempt(KeysOf keys_of) {
     begin_sums();
     for (int tile = first_tile(); tile < end_tile_; ++tile) {
-      if (!kernels_.exponentials(block_, keys_of(tile), tile)) return false;
+      if (!form_->exponentials(block_, keys_of(tile), tile)) return false;
       if (tile % tiles_between_folds == tiles_between_folds - 1) kernels_.fold_row_sums(block_);
     }
     kernels_.fold_row_sums(block_);
-    return true;
+    return all_sums_finite();
   }
+  void pack_queries(const LayerTensors& layer, std::span<const BlockRow> rows);
   void begin_sums();
+  bool all_sums_finite() const;
 
   static constexpr int tiles_between_folds = 32;
 
   const TileKernels& kernels_;
+  const TileForm* form_ = nullptr;
   TileBlock block_;
   int end_tile_ = 0;
   AlignedBuffer<float> queries_, staging_, references_, lane_sums_, exponentials_, logits_;
-  AlignedBuffer<std::int32_t> first_, end_, exponent_;
+  AlignedBuffer<std::int32_t> first_, end_;
   AlignedBuffer<PanelRange> ranges_;
   AlignedBuffer<bool> settled_;
   AlignedBuffer<double> row_sums_;
 };
 
-/// Packs one tile of keys of a KV head, widened and moved to their slots where asked.
-void pack_keys(const TileKernels& kernels, const LayerTensors& layer, int kv_head, const Participants& participants,
-               int tile, AlignedBuffer<float>& staging, float* out);
+/// Packs one tile of keys of a KV head, moved to their slots where asked, and has the memory fetch those of the next.
+/// The last key stands for those that are missing.
+void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
+               const Participants& participants, int tile, AlignedBuffer<float>& staging, float* out);
 
 }  // namespace kvreplay

@@ -1,5 +1,7 @@
 #include "attention/tile.h"
 
+#include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <cstring>
 
@@ -23,7 +25,6 @@ using Floats = hn::ScalableTag<float>;
 using Integers = hn::RebindToSigned<Floats>;
 using Vector = hn::Vec<Floats>;
 using Doubles = hn::ScalableTag<double>;
-using IntegerVector = hn::Vec<Integers>;
 
 constexpr int lanes = static_cast<int>(hn::MaxLanes(Floats()));
 // Accumulators, two vectors of keys and one broadcast fill the 32 registers of AVX-512, or the 16 of the others.
@@ -31,18 +32,18 @@ constexpr int vectors = 2;
 constexpr int tile_rows = lanes >= 16 ? 12 : 6;
 constexpr int tile_keys = vectors * lanes;
 constexpr int tile_size = tile_rows * tile_keys;
+// A panel that is not full is computed in steps of so many rows.
+constexpr int height_step = tile_rows / 3;
+constexpr int cache_line = 64 / sizeof(float);
 constexpr int wide_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
 constexpr int wide_tile_keys = vectors * wide_lanes;
 static_assert(tile_rows <= WeightSums::most_rows);
 
-constexpr float round_magic = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer, found in the low bits
-constexpr std::int32_t round_magic_bits = 0x4B400000;
-constexpr float fast_range = 2097152.0F;  // 2^21: references up to here, and logits down to twice it, round exactly
-constexpr float headroom = 60.0F;         // p up to 2^60: row sums of 2^60 keys' worth still fit into float32
-constexpr std::int32_t lowest_exponent = -110;  // below it p counts as 0, and never becomes denormal
+constexpr float headroom = 60.0F;           // p up to 2^60: row sums of 2^60 keys' worth still fit into float32
+constexpr float lowest_exponent = -110.0F;  // from here on p counts as 0, and never becomes denormal
 
 HWY_INLINE Vector splat(float x) { return hn::Set(Floats(), x); }
-HWY_INLINE IntegerVector splat(std::int32_t x) { return hn::Set(Integers(), x); }
+HWY_INLINE hn::Vec<Integers> splat(std::int32_t x) { return hn::Set(Integers(), x); }
 
 /// 2^f for |f| <= 1/2, relative error 1e-7 (minimax of degree 5).
 HWY_INLINE Vector power_of_two(Vector f) {
@@ -53,27 +54,42 @@ HWY_INLINE Vector power_of_two(Vector f) {
   return hn::MulAdd(p, f, splat(1.0F));
 }
 
-HWY_INLINE Vector scale_by_exponent(Vector p, IntegerVector exponent) {
-  const Vector scaled = hn::BitCast(Floats(), hn::Add(hn::BitCast(Integers(), p), hn::ShiftLeft<23>(exponent)));
-  return hn::IfThenElseZero(hn::RebindMask(Floats(), hn::Gt(exponent, splat(lowest_exponent))), scaled);
-}
-
-/// 2^(x - R) for settled references; `highest` collects the exponents. The maximum keeps the magic sum positive.
-HWY_INLINE Vector fast_exponential(Vector x, IntegerVector reference, IntegerVector& highest) {
-  const Vector bounded = hn::Max(splat(-2.0F * fast_range), x);
-  const Vector sum = hn::Add(bounded, splat(round_magic));
-  const Vector fraction = hn::Sub(bounded, hn::Sub(sum, splat(round_magic)));
-  const IntegerVector exponent = hn::Sub(hn::BitCast(Integers(), sum), reference);
-  highest = hn::Max(highest, exponent);
-  return scale_by_exponent(power_of_two(fraction), exponent);
-}
-
-/// The same bits where both apply, for any finite x and reference.
-HWY_INLINE Vector exponential(Vector x, Vector reference) {
+/// 2^(x - R) for an integer R, and its exponent, round(x) - R. NaN stays NaN.
+HWY_INLINE Vector exponential(Vector x, Vector reference, Vector& exponent) {
   const Vector whole = hn::Round(x);
-  const Vector distance = hn::Min(hn::Max(hn::Sub(whole, reference), splat(-200.0F)), splat(100.0F));
-  return scale_by_exponent(power_of_two(hn::Sub(x, whole)), hn::ConvertTo(Integers(), distance));
+  exponent = hn::Sub(whole, reference);
+  const Vector p = power_of_two(hn::Sub(x, whole));
+#if HWY_TARGET == HWY_AVX3
+  const __mmask16 counts = _mm512_cmp_ps_mask(exponent.raw, splat(lowest_exponent).raw, _CMP_NLE_UQ);
+  return Vector{_mm512_maskz_scalef_ps(counts, p.raw, exponent.raw)};
+#else
+  // The sum with 1.5 * 2^23 holds the integer in its last bits; they move to where p has its exponent.
+  const auto bits = hn::BitCast(Integers(), hn::Add(exponent, splat(12582912.0F)));
+  const Vector scaled = hn::BitCast(Floats(), hn::Add(hn::BitCast(Integers(), p), hn::ShiftLeft<23>(bits)));
+  return hn::IfThenZeroElse(hn::Le(exponent, splat(lowest_exponent)), scaled);
+#endif
 }
+
+struct Float32 {
+  static constexpr int numbers_a_cell = 1;
+  static HWY_INLINE Vector multiply_add(Vector row, Vector key, Vector sum) { return hn::MulAdd(row, key, sum); }
+  static HWY_INLINE Vector scaled(Vector product, const TileBlock&) { return product; }
+};
+
+#if HWY_TARGET == HWY_AVX3
+struct Bfloat16 {
+  static constexpr int numbers_a_cell = 2;
+  /// VDPBF16PS. By its name, because a function with the intrinsic would need a target of its own; which machines have
+  /// it is known to simd_levels().
+  static HWY_INLINE Vector multiply_add(Vector row, Vector key, Vector sum) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(row.raw), "v"(key.raw));
+    return sum;
+  }
+  static HWY_INLINE Vector scaled(Vector product, const TileBlock& block) {
+    return hn::Mul(product, splat(block.scale));
+  }
+};
+#endif
 
 /// Operands that lie one k after the other.
 struct Packed {
@@ -93,32 +109,32 @@ struct Scattered {
 };
 
 /// sums[r][v] = Σ_k row(k)[r] * key(k)[v], in registers: every index of `sums` is a constant once unrolled.
-template <class Operands>
-HWY_INLINE void multiply(const Operands& operands, int depth, Vector (&sums)[tile_rows][vectors]) {
+template <class Form, int height, class Operands>
+HWY_INLINE void multiply(const Operands& operands, int depth, Vector (&sums)[height][vectors]) {
   const Floats floats;
 #pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) sums[r][0] = sums[r][1] = hn::Zero(floats);
+  for (int r = 0; r < height; ++r) sums[r][0] = sums[r][1] = hn::Zero(floats);
 #pragma GCC unroll 2
   for (int k = 0; k < depth; ++k) {
     const float* row = operands.row(k);
     const Vector key0 = hn::Load(floats, operands.key(k));
     const Vector key1 = hn::Load(floats, operands.key(k) + lanes);
 #pragma GCC unroll 16
-    for (int r = 0; r < tile_rows; ++r) {
+    for (int r = 0; r < height; ++r) {
       const Vector broadcast = hn::Set(floats, row[r]);
-      sums[r][0] = hn::MulAdd(broadcast, key0, sums[r][0]);
-      sums[r][1] = hn::MulAdd(broadcast, key1, sums[r][1]);
+      sums[r][0] = Form::multiply_add(broadcast, key0, sums[r][0]);
+      sums[r][1] = Form::multiply_add(broadcast, key1, sums[r][1]);
     }
   }
 }
 
-template <class Operands>
+template <class Form, int height, class Operands>
 HWY_INLINE void multiply_into(const Operands& operands, int depth, float* out) {
   const Floats floats;
-  Vector sums[tile_rows][vectors];
-  multiply(operands, depth, sums);
+  Vector sums[height][vectors];
+  multiply<Form>(operands, depth, sums);
 #pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) {
+  for (int r = 0; r < height; ++r) {
     hn::Store(sums[r][0], floats, out + r * tile_keys);
     hn::Store(sums[r][1], floats, out + r * tile_keys + lanes);
   }
@@ -128,61 +144,78 @@ std::ptrdiff_t piece_offset(const TileBlock& block, int tile, int panel) {
   return (static_cast<std::ptrdiff_t>(tile - block.first_tile) * block.panels + panel) * tile_size;
 }
 
-const float* panel_queries(const TileBlock& block, int panel) {
-  return block.queries + static_cast<std::ptrdiff_t>(panel) * block.dim * tile_rows;
+Packed operands(const TileBlock& block, const float* keys, int panel) {
+  return {block.queries + static_cast<std::ptrdiff_t>(panel) * block.cells * tile_rows, keys};
+}
+
+HWY_INLINE bool above_headroom(Vector exponents) { return !hn::AllFalse(Floats(), hn::Gt(exponents, splat(headroom))); }
+
+HWY_INLINE void add_to_lanes(Vector sum, float* lane_sums) {
+  hn::Store(hn::Add(hn::Load(Floats(), lane_sums), sum), Floats(), lane_sums);
 }
 
 /// A tile that all rows of the panel see whole, with settled references: everything stays in registers.
-HWY_NOINLINE bool fast_exponentials(const TileBlock& block, const float* keys, int tile, int panel) {
+template <class Form, int height, bool with_logits>
+HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, int tile, int panel) {
   const Floats floats;
-  Vector sums[tile_rows][vectors];
-  multiply(Packed{panel_queries(block, panel), keys}, block.dim, sums);
+  const std::ptrdiff_t piece = piece_offset(block, tile, panel);
+  float* p = block.exponentials + piece;
+  // Fetched while the product is computed, or the stores would wait for one line after the other.
+#pragma GCC unroll 32
+  for (int i = 0; i < height * tile_keys; i += cache_line) __builtin_prefetch(p + i, 1);
+  Vector sums[height][vectors];
+  multiply<Form>(operands(block, keys, panel), block.cells, sums);
 
-  float* p = block.exponentials + piece_offset(block, tile, panel);
-  const std::int32_t* exponent = block.exponent + panel * tile_rows;
-  IntegerVector highest = splat(0);
+  const float* references = block.reference + panel * tile_rows;
+  Vector highest = splat(0.0F);
 #pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) {
-    const IntegerVector reference = splat(exponent[r] + round_magic_bits);
-    const Vector p0 = fast_exponential(sums[r][0], reference, highest);
-    const Vector p1 = fast_exponential(sums[r][1], reference, highest);
+  for (int r = 0; r < height; ++r) {
+    const Vector reference = splat(references[r]);
+    const Vector x0 = Form::scaled(sums[r][0], block);
+    const Vector x1 = Form::scaled(sums[r][1], block);
+    if (with_logits) {
+      hn::Store(x0, floats, block.logits + piece + r * tile_keys);
+      hn::Store(x1, floats, block.logits + piece + r * tile_keys + lanes);
+    }
+    Vector exponent0, exponent1;
+    const Vector p0 = exponential(x0, reference, exponent0);
+    const Vector p1 = exponential(x1, reference, exponent1);
+    highest = hn::Max(hn::Max(highest, exponent0), exponent1);
     hn::Store(p0, floats, p + r * tile_keys);
     hn::Store(p1, floats, p + r * tile_keys + lanes);
     sums[r][0] = hn::Add(p0, p1);
   }
-  if (!hn::AllFalse(Integers(), hn::Gt(highest, splat(static_cast<std::int32_t>(headroom))))) return false;
+  if (above_headroom(highest)) return false;
 
   float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
 #pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) {
-    hn::Store(hn::Add(hn::Load(floats, lane_sums + r * tile_keys), sums[r][0]), floats, lane_sums + r * tile_keys);
-  }
+  for (int r = 0; r < height; ++r) add_to_lanes(sums[r][0], lane_sums + r * tile_keys);
   return true;
 }
 
-HWY_NOINLINE void tile_logits(const TileBlock& block, const float* keys, int panel, float* x) {
+template <class Form, int height>
+HWY_INLINE void tile_logits(const TileBlock& block, const float* keys, int panel, float* x) {
   const Floats floats;
-  multiply_into(Packed{panel_queries(block, panel), keys}, block.dim, x);
-  if (block.cap == 0.0F) return;
-  for (int i = 0; i < tile_size; i += lanes) {
-    hn::Store(hn::Mul(splat(block.cap), hn::Tanh(floats, hn::Load(floats, x + i))), floats, x + i);
+  multiply_into<Form, height>(operands(block, keys, panel), block.cells, x);
+  if (Form::numbers_a_cell == 1 && block.cap == 0.0F) return;
+  for (int i = 0; i < height * tile_keys; i += lanes) {
+    const Vector scaled = Form::scaled(hn::Load(floats, x + i), block);
+    hn::Store(block.cap == 0.0F ? scaled : hn::Mul(splat(block.cap), hn::Tanh(floats, scaled)), floats, x + i);
   }
 }
 
 HWY_INLINE hn::Mask<Floats> visible(const TileBlock& block, int row, int key) {
-  const IntegerVector number = hn::Iota(Integers(), key);
+  const auto number = hn::Iota(Integers(), key);
   const auto begun = hn::Gt(number, splat(block.first[row] - 1));
   return hn::RebindMask(Floats(), hn::And(begun, hn::Lt(number, splat(block.end[row]))));
 }
 
-/// ceil of the largest x that the row sees; -infinity where it sees none, NaN where it sees one.
+/// ceil of the largest x that the row sees; -infinity where it sees none.
 HWY_INLINE float row_reference(const TileBlock& block, int row, int first_key, const float* x) {
   const Floats floats;
-  const Vector lowest = splat(-HUGE_VALF);
-  Vector highest = lowest;
+  Vector highest = splat(-HUGE_VALF);
   for (int v = 0; v < tile_keys; v += lanes) {
-    const Vector seen = hn::IfThenElse(visible(block, row, first_key + v), hn::Load(floats, x + v), lowest);
-    if (!hn::AllFalse(floats, hn::IsNaN(seen))) return NAN;
+    const Vector seen = hn::IfThenElse(visible(block, row, first_key + v), hn::Load(floats, x + v), highest);
     highest = hn::Max(highest, seen);
   }
   return std::ceil(hn::GetLane(hn::MaxOfLanes(floats, highest)));
@@ -190,64 +223,74 @@ HWY_INLINE float row_reference(const TileBlock& block, int row, int first_key, c
 
 void settle(const TileBlock& block, int panel) {
   bool settled = true;
-  for (int row = panel * tile_rows; row < (panel + 1) * tile_rows; ++row) {
-    const bool in_range = std::abs(block.reference[row]) <= fast_range;  // false for the -infinity of an unset one
-    block.exponent[row] = in_range ? static_cast<std::int32_t>(block.reference[row]) : 0;
-    settled = settled && in_range;
-  }
+  for (int row = panel * tile_rows; row < std::min((panel + 1) * tile_rows, block.rows); ++row)
+    settled = settled && block.reference[row] != -HUGE_VALF;
   block.settled[panel] = settled;
 }
 
 /// Any tile: masks, softcap, references set where a row sees its first key, logits kept if wanted.
+template <class Form, int height>
 HWY_NOINLINE bool masked_exponentials(const TileBlock& block, const float* keys, int tile, int panel) {
   const Floats floats;
   HWY_ALIGN float x[tile_size];
-  tile_logits(block, keys, panel, x);
-  float* p = block.exponentials + piece_offset(block, tile, panel);
-  float* kept_logits = block.logits == nullptr ? nullptr : block.logits + piece_offset(block, tile, panel);
+  tile_logits<Form, height>(block, keys, panel, x);
+  const std::ptrdiff_t piece = piece_offset(block, tile, panel);
   float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
   const int first_key = tile * tile_keys;
-  for (int r = 0; r < tile_rows; ++r) {
+  Vector highest = splat(0.0F);
+  for (int r = 0; r < height; ++r) {
     const int row = panel * tile_rows + r;
-    const float highest = row_reference(block, row, first_key, x + r * tile_keys);
-    float& reference = block.reference[row];
-    if (reference == -HUGE_VALF) reference = highest;
-    if (!(highest <= reference + headroom) || reference == HUGE_VALF) return false;
+    if (block.reference[row] == -HUGE_VALF)
+      block.reference[row] = row_reference(block, row, first_key, x + r * tile_keys);
+    const Vector reference = splat(block.reference[row]);
     Vector sum = hn::Zero(floats);
     for (int v = r * tile_keys; v < (r + 1) * tile_keys; v += lanes) {
       const auto seen = visible(block, row, first_key + v - r * tile_keys);
       const Vector logits = hn::Load(floats, x + v);
-      const Vector exponentials = hn::IfThenElseZero(seen, exponential(logits, splat(reference)));
-      hn::Store(exponentials, floats, p + v);
-      sum = hn::Add(sum, exponentials);
-      if (kept_logits != nullptr) hn::Store(hn::IfThenElseZero(seen, logits), floats, kept_logits + v);
+      Vector exponent;
+      const Vector p = hn::IfThenElseZero(seen, exponential(logits, reference, exponent));
+      highest = hn::Max(highest, hn::IfThenElse(seen, exponent, highest));
+      hn::Store(p, floats, block.exponentials + piece + v);
+      sum = hn::Add(sum, p);
+      if (block.logits != nullptr) hn::Store(hn::IfThenElseZero(seen, logits), floats, block.logits + piece + v);
     }
-    hn::Store(hn::Add(hn::Load(floats, lane_sums + r * tile_keys), sum), floats, lane_sums + r * tile_keys);
+    add_to_lanes(sum, lane_sums + r * tile_keys);
   }
   if (!block.settled[panel]) settle(block, panel);
-  return true;
+  return !above_headroom(highest);
 }
 
+template <class Form, int height>
+HWY_INLINE bool panel_exponentials(const TileBlock& block, const float* keys, int tile, int panel) {
+  const bool whole = block.cap == 0.0F && block.settled[panel] &&
+                     block.ranges[panel].sees_all(tile * tile_keys, (tile + 1) * tile_keys);
+  if (!whole) return masked_exponentials<Form, height>(block, keys, tile, panel);
+  return (block.logits == nullptr ? whole_exponentials<Form, height, false>
+                                  : whole_exponentials<Form, height, true>)(block, keys, tile, panel);
+}
+
+template <class Form>
 bool exponentials(const TileBlock& block, const float* keys, int tile) {
-  const bool plain = block.cap == 0.0F && block.logits == nullptr;
-  const int first_key = tile * tile_keys;
   for (int panel = 0; panel < block.panels; ++panel) {
-    if (!block.ranges[panel].sees_some(first_key, first_key + tile_keys)) continue;
-    const bool whole = plain && block.settled[panel] && block.ranges[panel].sees_all(first_key, first_key + tile_keys);
-    if (!(whole ? fast_exponentials : masked_exponentials)(block, keys, tile, panel)) return false;
+    if (!block.ranges[panel].sees_some(tile * tile_keys, (tile + 1) * tile_keys)) continue;
+    const int used = block.rows - panel * tile_rows;
+    const auto compute = used > 2 * height_step ? panel_exponentials<Form, tile_rows>
+                         : used > height_step   ? panel_exponentials<Form, 2 * height_step>
+                                                : panel_exponentials<Form, height_step>;
+    if (!compute(block, keys, tile, panel)) return false;
   }
   return true;
 }
 
+template <class Form>
 void raise_references(const TileBlock& block, const float* keys, int tile) {
   HWY_ALIGN float x[tile_size];
-  const int first_key = tile * tile_keys;
   for (int panel = 0; panel < block.panels; ++panel) {
-    if (!block.ranges[panel].sees_some(first_key, first_key + tile_keys)) continue;
-    tile_logits(block, keys, panel, x);
+    if (!block.ranges[panel].sees_some(tile * tile_keys, (tile + 1) * tile_keys)) continue;
+    tile_logits<Form, tile_rows>(block, keys, panel, x);
     for (int r = 0; r < tile_rows; ++r) {
       const int row = panel * tile_rows + r;
-      const float highest = row_reference(block, row, first_key, x + r * tile_keys);
+      const float highest = row_reference(block, row, tile * tile_keys, x + r * tile_keys);
       if (!(highest <= block.reference[row])) block.reference[row] = highest;
     }
     settle(block, panel);
@@ -312,7 +355,8 @@ void turn_key_major(const TileBlock& block, int tile, float* values) {
 void add_weighted_values(const WeightedKey* terms, int count, int panel, int dim, double* out) {
   HWY_ALIGN float sums[tile_size];
   for (int column = 0; column < dim; column += tile_keys) {
-    multiply_into(Scattered{terms, static_cast<std::ptrdiff_t>(panel) * tile_size, column}, count, sums);
+    multiply_into<Float32, tile_rows>(Scattered{terms, static_cast<std::ptrdiff_t>(panel) * tile_size, column}, count,
+                                      sums);
     for (int r = 0; r < tile_rows; ++r)
       for (int c = 0; c < tile_keys; ++c)
         out[static_cast<std::ptrdiff_t>(r) * dim + column + c] += static_cast<double>(sums[r * tile_keys + c]);
@@ -339,7 +383,7 @@ void add_weights(const WeightedKey* terms, int count, int panel, WeightSums& sum
 }
 
 void products(const float* panel, const float* tile, int dim, float* out) {
-  multiply_into(Packed{panel, tile}, dim, out);
+  multiply_into<Float32, tile_rows>(Packed{panel, tile}, dim, out);
 }
 
 void wide_products(const double* panel, const double* tile, int dim, double* out) {
@@ -395,11 +439,123 @@ void widen(const std::byte* source, DType type, int count, float* out) {
   }
 }
 
+#if HWY_TARGET != HWY_SCALAR
+using Four = hn::FixedTag<float, 4>;
+
+/// Four cells of a vector.
+template <DType type>
+HWY_INLINE hn::Vec<Four> load_cells(Four four, const std::byte* const* row, std::ptrdiff_t offset) {
+  const hn::Rebind<std::uint16_t, Four> halves;
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(*row + offset);
+  if constexpr (type == DType::float32) {
+    return hn::BitCast(four, hn::LoadU(hn::Repartition<std::uint8_t, Four>(), bytes));
+  } else {
+    const auto bits = hn::BitCast(halves, hn::LoadU(hn::Repartition<std::uint8_t, decltype(halves)>(), bytes));
+    if constexpr (type == DType::bfloat16) {
+      return hn::BitCast(four, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Four>(), bits)));
+    } else {
+      return hn::PromoteTo(four, hn::BitCast(hn::Rebind<hwy::float16_t, Four>(), bits));
+    }
+  }
+}
+
+/// The same of every fourth vector, side by side.
+template <DType type, class Tag>
+HWY_INLINE hn::Vec<Tag> load_cells(Tag tag, const std::byte* const* row, std::ptrdiff_t offset) {
+  const hn::Half<Tag> half;
+  return hn::Combine(tag, load_cells<type>(half, row + hn::MaxLanes(half), offset),
+                     load_cells<type>(half, row, offset));
+}
+
+/// Four cells of as many vectors as there are lanes, transposed.
+template <DType type, class Tag>
+HWY_INLINE void pack_four_cells(Tag tag, const std::byte* const* rows, std::ptrdiff_t offset,
+                                hn::Vec<Tag> (&cells)[4]) {
+  const hn::Repartition<double, Tag> pairs;
+  const auto row0 = load_cells<type>(tag, rows, offset);
+  const auto row1 = load_cells<type>(tag, rows + 1, offset);
+  const auto row2 = load_cells<type>(tag, rows + 2, offset);
+  const auto row3 = load_cells<type>(tag, rows + 3, offset);
+  const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(tag, row0, row1));
+  const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(tag, row2, row3));
+  const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(tag, row0, row1));
+  const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(tag, row2, row3));
+  cells[0] = hn::BitCast(tag, hn::InterleaveLower(pairs, low01, low23));
+  cells[1] = hn::BitCast(tag, hn::InterleaveUpper(pairs, low01, low23));
+  cells[2] = hn::BitCast(tag, hn::InterleaveLower(pairs, high01, high23));
+  cells[3] = hn::BitCast(tag, hn::InterleaveUpper(pairs, high01, high23));
+}
+
+template <DType type, class Tag>
+void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width, float* out) {
+  constexpr int step = static_cast<int>(hn::MaxLanes(Tag()));
+  constexpr int four_bytes = 4 * static_cast<int>(size_of(type));
+  const int cells = (4 * row_bytes + four_bytes - 1) / four_bytes;
+  for (int c = 0; c < cells; c += 4) {
+    float* columns = out + static_cast<std::ptrdiff_t>(c) * width;
+    const int offset = c / 4 * four_bytes;
+    if (offset + four_bytes <= row_bytes) {
+      for (int r = 0; r < width; r += step) {
+        hn::Vec<Tag> packed[4];
+        pack_four_cells<type>(tag, rows + r, offset, packed);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) hn::StoreU(packed[i], tag, columns + i * width + r);
+      }
+      continue;
+    }
+    for (int r = 0; r < width; r += step) {
+      std::byte rest[step][four_bytes] = {};
+      const std::byte* own[step];
+      for (int i = 0; i < step; ++i)
+        own[i] = static_cast<std::byte*>(
+            std::memcpy(rest[i], rows[r + i] + offset, static_cast<std::size_t>(row_bytes - offset)));
+      hn::Vec<Tag> packed[4];
+      pack_four_cells<type>(tag, own, 0, packed);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        if (c + i < cells) hn::StoreU(packed[i], tag, columns + i * width + r);
+    }
+  }
+}
+#endif
+
+/// Vectors of `row_bytes` bytes, numbers of `type`, each of which becomes a cell.
+template <DType type>
+void pack_cells(const std::byte* const* rows, int row_bytes, int width, float* out) {
+#if HWY_TARGET != HWY_SCALAR
+  if (width % lanes == 0) return pack_cells<type>(Floats(), rows, row_bytes, width, out);
+  if (width % 4 == 0) return pack_cells<type>(Four(), rows, row_bytes, width, out);
+#endif
+  constexpr int size = static_cast<int>(size_of(type));
+  for (int r = 0; r < width; ++r) {
+    for (int offset = 0; offset < row_bytes; offset += size) {
+      std::byte cell[size] = {};
+      std::memcpy(cell, rows[r] + offset, static_cast<std::size_t>(std::min(size, row_bytes - offset)));
+      widen(cell, type, 1, out + static_cast<std::ptrdiff_t>(offset / size) * width + r);
+    }
+  }
+}
+
+void pack_float32(const std::byte* const* rows, DType type, int dim, int width, float* out) {
+  const int row_bytes = dim * static_cast<int>(size_of(type));
+  if (type == DType::float32) pack_cells<DType::float32>(rows, row_bytes, width, out);
+  if (type == DType::float16) pack_cells<DType::float16>(rows, row_bytes, width, out);
+  if (type == DType::bfloat16) pack_cells<DType::bfloat16>(rows, row_bytes, width, out);
+}
+
+#if HWY_TARGET == HWY_AVX3
+/// A pair of bfloat16 numbers is moved like a float32.
+void pack_bfloat16(const std::byte* const* rows, DType type, int dim, int width, float* out) {
+  assert(type == DType::bfloat16);
+  pack_cells<DType::float32>(rows, dim * static_cast<int>(size_of(type)), width, out);
+}
+#endif
+
 template <class Number>
-void pack(const Number* vectors_in, int count, int dim, int width, Number* out) {
+void pack(const Number* rows, int count, int dim, int width, Number* out) {
   for (int c = 0; c < dim; ++c) {
     Number* row = out + static_cast<std::ptrdiff_t>(c) * width;
-    for (int r = 0; r < count; ++r) row[r] = vectors_in[static_cast<std::ptrdiff_t>(r) * dim + c];
+    for (int r = 0; r < count; ++r) row[r] = rows[static_cast<std::ptrdiff_t>(r) * dim + c];
     for (int r = count; r < width; ++r) row[r] = 0;
   }
 }
@@ -407,15 +563,27 @@ void pack(const Number* vectors_in, int count, int dim, int width, Number* out) 
 }  // namespace
 
 const TileKernels& kernels() {
+#if HWY_TARGET == HWY_AVX3
+  static const TileForm bfloat16{.numbers_a_cell = Bfloat16::numbers_a_cell,
+                                 .pack = pack_bfloat16,
+                                 .exponentials = exponentials<Bfloat16>,
+                                 .raise_references = raise_references<Bfloat16>};
+  constexpr const TileForm* bfloat16_form = &bfloat16;
+#else
+  constexpr const TileForm* bfloat16_form = nullptr;
+#endif
   static const TileKernels table{
       .rows = tile_rows,
       .keys = tile_keys,
       .wide_keys = wide_tile_keys,
+      .float32 = {.numbers_a_cell = Float32::numbers_a_cell,
+                  .pack = pack_float32,
+                  .exponentials = exponentials<Float32>,
+                  .raise_references = raise_references<Float32>},
+      .bfloat16 = bfloat16_form,
       .widen = widen,
       .pack = pack<float>,
       .wide_pack = pack<double>,
-      .exponentials = exponentials,
-      .raise_references = raise_references,
       .fold_row_sums = fold_row_sums,
       .add_columns = add_columns,
       .turn_key_major = turn_key_major,
@@ -437,8 +605,15 @@ namespace kvreplay {
 HWY_EXPORT(kernels);
 
 const TileKernels& tile_kernels() {
-  choose_simd_level();
-  return HWY_DYNAMIC_DISPATCH(kernels)();
+  const SimdLevel level = choose_simd_level();
+  const TileKernels& kernels = HWY_DYNAMIC_DISPATCH(kernels)();
+  if (level.bfloat16 || kernels.bfloat16 == nullptr) return kernels;
+  static const TileKernels without_bfloat16 = [&] {
+    TileKernels copy = kernels;
+    copy.bfloat16 = nullptr;
+    return copy;
+  }();
+  return without_bfloat16;
 }
 
 }  // namespace kvreplay

@@ -38,6 +38,18 @@ const std::vector<LayerShape> shapes{
     {.query_heads = 4, .kv_heads = 2, .tokens = 150, .dim = 8, .sliding_window = 1},
     {.query_heads = 4, .kv_heads = 2, .tokens = 120, .dim = 8, .spread = 3.0, .softcap = 5.0F},
     {.query_heads = 2, .kv_heads = 1, .tokens = 1500, .dim = 4},  // many segments, many folds of row sums
+    {.query_heads = 8, .kv_heads = 1, .tokens = 70, .dim = 256, .dtype = DType::bfloat16},
+    {.query_heads = 5, .kv_heads = 1, .tokens = 97, .dim = 127, .dtype = DType::bfloat16},
+    {.query_heads = 3, .kv_heads = 3, .tokens = 33, .dim = 65, .dtype = DType::float16},
+    {.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1, .dtype = DType::bfloat16},
+    {.query_heads = 2, .kv_heads = 1, .tokens = 300, .dim = 32, .dtype = DType::bfloat16, .sliding_window = 70},
+    {.query_heads = 2,
+     .kv_heads = 1,
+     .tokens = 130,
+     .dim = 7,
+     .dtype = DType::bfloat16,
+     .spread = 3.0,
+     .softcap = 5.0F},
 };
 
 class AttentionSumsOf : public ::testing::TestWithParam<LayerShape> {};
@@ -65,10 +77,22 @@ TEST_P(AttentionSumsOf, HasTheSameBitsForAnyNumberOfThreads) {
   for (const int first : {0, GetParam().tokens - std::min(GetParam().tokens, 5)}) {
     const AttentionSums what{.queries = std::span(queries).subspan(static_cast<std::size_t>(first)),
                              .columns = GetParam().tokens};
-    const Matrix one = sums(layer, what, 1);
-    expect_same_bits(sums(layer, what, 2), one);
-    expect_same_bits(sums(layer, what, 3), one);
+    at_every_simd_level([&](const char*) {
+      const Matrix one = sums(layer, what, 1);
+      for (const int threads : {2, 3, 5}) expect_same_bits(sums(layer, what, threads), one);
+    });
   }
+}
+
+TEST_P(AttentionSumsOf, FewQueriesFillNoPanel) {
+  const RandomLayer layer(GetParam());
+  at_every_simd_level([&](const char*) {
+    for (int count = 1; count <= std::min(GetParam().tokens, 13); ++count) {
+      const auto queries = range(GetParam().tokens - count, GetParam().tokens);
+      const AttentionSums what{.queries = queries, .columns = GetParam().tokens};
+      expect_near(sums(layer, what), reference_sums(layer, what), 2e-6);
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttentionSumsOf, ::testing::ValuesIn(shapes));
@@ -279,13 +303,46 @@ TEST(AttentionSumsWith, ALongRowDoesNotDriftFromOne) {
   for (int head = 0; head < 8; ++head) EXPECT_NEAR(found(head, 0) * tokens, 1.0, 1.5e-6) << head;
 }
 
+TEST(AttentionSumsWith, EqualKeysCountAlikeWhereTheirExponentialsReachZero) {
+  // Logits about 110 log 2 below the largest, where what is left counts as 0; tiles that a query sees whole, in part,
+  // and first.
+  for (const DType dtype : {DType::float32, DType::bfloat16}) {
+    RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 200, .dim = 8, .dtype = dtype, .spread = 0.05});
+    const std::vector<int> equal{1, 40, 70, 96, 130, 161, 170};
+    for (int c = 0; c < 8; ++c) {
+      for (int token = 0; token < 200; ++token)
+        for (int head = 0; head < 2; ++head)
+          layer.q.set(head, token, c, static_cast<float>(1.0 + layer.q.at(head, token, c)));
+      for (const int token : equal) layer.k.set(0, token, c, -27.0F);
+    }
+    at_every_simd_level([&](const char* level) {
+      int zeros = 0;
+      int others = 0;
+      for (int query = 171; query < 200; ++query) {
+        const std::vector<std::int32_t> queries{query};
+        const Matrix found = sums(layer, {.queries = queries, .columns = 200});
+        for (int head = 0; head < 2; ++head) {
+          (found(head, 1) == 0.0 ? zeros : others) += 1;
+          for (const int token : equal) ASSERT_EQ(found(head, token), found(head, 1)) << level << ' ' << token;
+        }
+      }
+      EXPECT_GT(zeros, 0);
+      EXPECT_GT(others, 0);
+    });
+  }
+}
+
 TEST(AttentionSumsWith, NumbersThatAreNoneAreRefused) {
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (const int token : {0, 5, 150}) {
-      RandomLayer layer({.tokens = 200});
-      layer.k.set(1, token, 3, bad);
-      const auto queries = range(0, 200);
-      EXPECT_THROW(sums(layer, {.queries = queries, .columns = 200}), Error) << bad << " at " << token;
+      for (const DType dtype : {DType::float32, DType::bfloat16}) {
+        RandomLayer layer({.tokens = 200, .dtype = dtype});
+        layer.k.set(1, token, 3, bad);
+        const auto queries = range(0, 200);
+        at_every_simd_level([&](const char* level) {
+          EXPECT_THROW(sums(layer, {.queries = queries, .columns = 200}), Error) << level << bad << " at " << token;
+        });
+      }
     }
   }
 }
