@@ -188,7 +188,7 @@ class Steps {
         place.end = end++;
         for (int head = ranges_[i].first; head < ranges_[i].end; ++head) rows_.push_back({head, place});
       }
-      blocks_[i].prepare(layer_, rows_, false);
+      blocks_[i].prepare(layer_, kernels_.float32, rows_, false);
       const int kv_head = ranges_[i].first / layer_.group();
       if (!blocks_[i].compute([&](int tile) { return tokens.keys(kv_head, tile); })) return false;
     }

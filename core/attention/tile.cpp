@@ -382,10 +382,6 @@ void add_weights(const WeightedKey* terms, int count, int panel, WeightSums& sum
   sums = local;
 }
 
-void products(const float* panel, const float* tile, int dim, float* out) {
-  multiply_into<Float32, tile_rows>(Packed{panel, tile}, dim, out);
-}
-
 void wide_products(const double* panel, const double* tile, int dim, double* out) {
   const Doubles doubles;
   hn::Vec<Doubles> sums[tile_rows][vectors];
@@ -589,7 +585,6 @@ const TileKernels& kernels() {
       .turn_key_major = turn_key_major,
       .add_weighted_values = add_weighted_values,
       .add_weights = add_weights,
-      .products = products,
       .wide_products = wide_products,
   };
   return table;

@@ -111,9 +111,7 @@ struct TileKernels {
   /// The sums of WeightSums over the terms, for panel `panel`.
   void (*add_weights)(const WeightedKey* terms, int count, int panel, WeightSums& sums);
 
-  /// out[rows, keys] = product of one panel of rows and one tile of keys.
-  void (*products)(const float* panel, const float* tile, int dim, float* out);
-  /// out[rows, wide_keys], the same in float64: every sum begins with the first dimension, product and sum are rounded
+  /// out[rows, wide_keys] = products of one panel of rows and one tile of keys: every sum begins with the first dimension, product and sum are rounded
   /// one after the other, so all levels have the same bits.
   void (*wide_products)(const double* panel, const double* tile, int dim, double* out);
 };
