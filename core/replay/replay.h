@@ -91,8 +91,9 @@ bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPoli
 bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns
-/// all of them; Error{interrupted} when `interrupted` (polled between layers and query blocks) answers true.
+/// all of them; Error{interrupted} when `interrupted` (polled between layers and query blocks) answers true. `store`:
+/// where observables of whole prompts are read from and kept; null: nowhere.
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
-            const std::function<bool()>& interrupted = {});
+            const std::function<bool()>& interrupted = {}, ObservableStore* store = nullptr);
 
 }  // namespace kvreplay
