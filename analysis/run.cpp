@@ -487,9 +487,14 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
 /// Violations by law, for the line that a run ends with.
 using Tally = std::map<Law, int>;
 
+ObservableKey observable_key(const TraceWork& work, const Backend& backend) {
+  return {work.summary.hash, numerics, backend.description(), work.conditions.boundary};
+}
+
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
              const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
-  const Trace trace = Trace::open(work.summary.path);
+  Trace trace = Trace::open(work.summary.path);
+  trace.limit_mapped(request.mapped_limit);
   Batch made = batch(work, request);
   const bool second_pass = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
   const double first_share = second_pass ? 0.5 : 1.0;
@@ -500,7 +505,17 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   const bool of_trace =
       !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
   if (made.cells.empty() && !of_trace) return write(request, work, {}, made, {});
-  replay(backend, trace, work.conditions, made.cells, measurement, interrupted);
+  std::optional<StoredObservables> stored;
+  if (request.observables != ObservableUse::ignore)
+    stored.emplace(trace, observable_key(work, backend), request.observables == ObservableUse::keep);
+  replay(backend, trace, work.conditions, made.cells, measurement, interrupted, stored ? &*stored : nullptr);
+  if (stored) {
+    stored->finish();
+    work.summary.observables = observables_path(trace);
+    for (const auto& [name, layers] : stored->read())
+      work.summary.read_observables[name] = static_cast<int>(layers.size());
+    work.warnings.insert(work.warnings.end(), stored->warnings().begin(), stored->warnings().end());
+  }
 
   std::vector<CellResult> results;
   for (std::size_t i = 0; i < made.cells.size(); ++i) results.push_back(measurement.take_cell(static_cast<int>(i)));
@@ -572,6 +587,17 @@ std::string verdict(const Tally& tally, Law law, const std::string& good, const 
   return found == tally.end() ? good : fmt::format("{} VIOLATED in {} cells", what, found->second);
 }
 
+/// The layers whose observables are read from the file beside the trace cost nothing.
+void leave_out_stored(Demand& demand, const TraceWork& work, const ObservableKey& key) {
+  const StoredObservables stored(Trace::open(work.summary.path), key, false);
+  const auto lacking = [&](std::string_view observable) {
+    const auto held = std::ranges::count_if(work.conditions.layers, [&](int l) { return stored.holds(observable, l); });
+    return 1.0 - static_cast<double>(held) / static_cast<double>(work.conditions.layers.size());
+  };
+  demand.cumulative_share = lacking("cumulative_attention");
+  demand.similarity_passes *= 0.5 * (lacking("key_similarity") + lacking("value_similarity"));
+}
+
 void make_folders(const fs::path& output) {
   std::error_code problem;
   fs::create_directories(output / "parts", problem);
@@ -588,15 +614,18 @@ int RunSummary::failed() const {
 
 std::vector<PlannedTrace> plan_run(const RunRequest& request) {
   std::vector<PlannedTrace> plans;
+  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
   for (TraceWork& work : prepare(request)) {
     PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
     if (work.summary.error.empty()) {
       Batch made = batch(work, request);
       plan.conditions = work.conditions;
-      plan.demand = {.similarity_passes = static_cast<int>(work.of_trace.metrics.size()),
+      plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
                      .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
                      .save_scores = request.save_scores,
                      .save_attention = work.of_trace.eval_attention_by_head};
+      if (request.observables != ObservableUse::ignore)
+        leave_out_stored(plan.demand, work, observable_key(work, *backend));
       plan.skipped = static_cast<int>(
           std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
       plan.cells = std::move(made.cells);

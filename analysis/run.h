@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -17,8 +18,12 @@
 #include "policies/configured.h"
 #include "replay/estimate.h"
 #include "replay/replay.h"
+#include "replay/stored_observables.h"
 
 namespace kvreplay {
+
+/// What becomes of NAME.obs.h5 beside a trace: read where it fits; also written; neither.
+enum class ObservableUse { use, keep, ignore };
 
 struct RunRequest {
   std::vector<std::filesystem::path> traces;
@@ -31,9 +36,11 @@ struct RunRequest {
   bool treat_sliding = false;
   bool save_scores = false;
   bool save_attention = false;
+  ObservableUse observables = ObservableUse::use;
   std::uint64_t seed = 0;
   std::string backend = "cpu";
-  int threads = 0;  // 0: all
+  int threads = 0;                                                     // 0: all
+  std::size_t mapped_limit = std::numeric_limits<std::size_t>::max();  // bytes of a trace that are mapped at a time
   std::filesystem::path output;
   bool force = false;             // what is asked is computed again; a part under other conditions is replaced
   bool no_text = false;           // tokens and spans are not copied into the results
@@ -94,9 +101,11 @@ struct TraceSummary {
   int stored_layers = 0;
   int query_heads = 0;
   int kv_heads = 0;
-  int n_queries = 0;              // eval queries
-  double observable_seconds = 0;  // shared by all policies
-  std::string error = {};         // the whole trace failed
+  int n_queries = 0;                                 // eval queries
+  double observable_seconds = 0;                     // shared by all policies
+  std::filesystem::path observables = {};            // the file beside the trace
+  std::map<std::string, int> read_observables = {};  // layers by observable that were read from it
+  std::string error = {};                            // the whole trace failed
 };
 
 struct RunSummary {

@@ -27,6 +27,10 @@ const char* detail_word(Detail detail) {
   return detail == Detail::summary ? "summary" : detail == Detail::layer ? "layer" : "head";
 }
 
+const char* word(ObservableUse use) {
+  return use == ObservableUse::use ? "use" : use == ObservableUse::keep ? "keep" : "ignore";
+}
+
 Json policy_json(const ConfiguredPolicy& policy) {
   Json parameters = Json::object();
   const Parameters declared = policy.parameters();
@@ -45,7 +49,8 @@ Json input_json(const TraceSummary& trace) {
                   {"continuation", trace.continuation},
                   {"layers", trace.stored_layers},
                   {"treated_layers", trace.layers},
-                  {"eval_queries", trace.n_queries}});
+                  {"eval_queries", trace.n_queries},
+                  {"read_observables", trace.read_observables}});
   else
     input["error"] = trace.error;
   return input;
@@ -99,6 +104,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
         {"threads", request.threads},
         {"save_scores", request.save_scores},
         {"save_attention", request.save_attention},
+        {"observables", word(request.observables)},
         {"text", !request.no_text}}},
       {"numerics", numerics},
       {"seed", request.seed},

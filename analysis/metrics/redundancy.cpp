@@ -4,13 +4,11 @@
 namespace kvreplay {
 namespace {
 
-std::vector<double> of_keys(const LayerView& view, Backend& backend) {
-  return backend.similarity_row_maxima(view.tensors().k, view.prompt());
-}
+std::vector<double> tokens_of(const Matrix& maxima) { return {maxima.row(0).begin(), maxima.row(0).end()}; }
 
-std::vector<double> of_values(const LayerView& view, Backend& backend) {
-  return backend.similarity_row_maxima(view.tensors().v, view.prompt());
-}
+std::vector<double> of_keys(const LayerView& view, Backend&) { return tokens_of(view.key_similarity()); }
+
+std::vector<double> of_values(const LayerView& view, Backend&) { return tokens_of(view.value_similarity()); }
 
 MetricCard card(const char* name, const char* what, std::vector<double> (*measure)(const LayerView&, Backend&)) {
   return {

@@ -15,12 +15,13 @@ Residents all_of(int prompt) {
 }  // namespace
 
 LayerView::LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place,
-                     std::span<const std::int32_t> eval_queries)
+                     std::span<const std::int32_t> eval_queries, ObservableStore* store)
     : backend_(backend),
       tensors_(tensors),
       place_(place),
       eval_queries_(eval_queries),
-      residents_(all_of(place.prompt)) {}
+      residents_(all_of(place.prompt)),
+      store_(store) {}
 
 LayerView::LayerView(const LayerView& whole, Residents residents)
     : backend_(whole.backend_),
@@ -45,6 +46,18 @@ const Matrix& LayerView::remember(std::string_view observable, double argument, 
   Matrix result = compute();
   observable_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return memo_.emplace(key, std::move(result)).first->second;
+}
+
+template <class Compute>
+const Matrix& LayerView::remember_stored(std::string_view observable, int rows, Compute compute) const {
+  return remember(observable, 0, [&] {
+    if (store_ == nullptr) return compute();
+    if (std::optional<Matrix> known = store_->find(observable, stored_layer(), rows, prompt()))
+      return *std::move(known);
+    Matrix made = compute();
+    store_->keep(observable, stored_layer(), made);
+    return made;
+  });
 }
 
 Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const double> weights) const {
@@ -110,7 +123,7 @@ Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<
 }
 
 const Matrix& LayerView::cumulative_attention() const {
-  return remember("cumulative_attention", 0, [&] {
+  return remember_stored("cumulative_attention", query_heads(), [&] {
     const std::vector<std::int32_t> queries = position_range(residents_.seen - residents_.added, residents_.seen);
     Matrix all = sums(queries, {});
     const Matrix& before = residents_.attention_before;
@@ -133,5 +146,17 @@ const Matrix& LayerView::key_norms(double p) const {
 const Matrix& LayerView::value_norms(double p) const {
   return remember("value_norms", p, [&] { return backend_.norms(tensors_.v, prompt(), p); });
 }
+
+const Matrix& LayerView::similarity(std::string_view observable, const TensorView& tensor) const {
+  return remember_stored(observable, 1, [&] {
+    Matrix maxima(1, prompt());
+    std::ranges::copy(backend_.similarity_row_maxima(tensor, prompt()), maxima.row(0).begin());
+    return maxima;
+  });
+}
+
+const Matrix& LayerView::key_similarity() const { return similarity("key_similarity", tensors_.k); }
+
+const Matrix& LayerView::value_similarity() const { return similarity("value_similarity", tensors_.v); }
 
 }  // namespace kvreplay

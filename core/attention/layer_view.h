@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention/backend.h"
+#include "attention/observable_store.h"
 #include "matrix.h"
 #include "trace/tensor.h"
 
@@ -36,10 +37,10 @@ struct Residents {
 
 class LayerView {
  public:
-  /// All of the prompt is resident. `eval_queries`: positions at which metrics are taken, ascending. Everything must
-  /// outlive the view.
-  LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place,
-            std::span<const std::int32_t> eval_queries);
+  /// All of the prompt is resident. `eval_queries`: positions at which metrics are taken, ascending. `store`: what is
+  /// known of the layer already; null: nothing is. Everything must outlive the view.
+  LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place, std::span<const std::int32_t> eval_queries,
+            ObservableStore* store = nullptr);
   /// The same layer with less resident.
   LayerView(const LayerView& whole, Residents residents);
 
@@ -81,6 +82,10 @@ class LayerView {
   /// [Hkv, P]: p-norms of keys and of values.
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
+  /// [1, P]: of each token of the prompt, the cosine with the other token that is most like it, over the keys or the
+  /// values of all heads side by side.
+  const Matrix& key_similarity() const;
+  const Matrix& value_similarity() const;
 
   /// Seconds spent on observables so far: shared by all policies, so reported apart from them.
   double observable_seconds() const { return observable_seconds_; }
@@ -88,6 +93,10 @@ class LayerView {
  private:
   template <class Compute>
   const Matrix& remember(std::string_view observable, double argument, Compute compute) const;
+  /// Of the whole prompt: read from the store where it is known, and put there where it had to be computed.
+  template <class Compute>
+  const Matrix& remember_stored(std::string_view observable, int rows, Compute compute) const;
+  const Matrix& similarity(std::string_view observable, const TensorView& tensor) const;
   Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights) const;
   bool is_resident(std::int32_t position) const;
   std::vector<std::int32_t> last_queries(int window) const;
@@ -98,6 +107,7 @@ class LayerView {
   std::span<const std::int32_t> eval_queries_;
   bool partial_ = false;
   Residents residents_;
+  ObservableStore* store_ = nullptr;
   mutable std::map<std::pair<std::string_view, double>, Matrix> memo_;
   mutable double observable_seconds_ = 0;
 };

@@ -219,7 +219,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   };
   const double queries = static_cast<double>(conditions.eval_queries.size());
   double layer_seconds = costs(Call::similarity, demand.similarity_passes * square) + candidates * seconds_a_candidate;
-  if (cumulative) layer_seconds += costs(Call::cumulative, square);
+  if (cumulative) layer_seconds += costs(Call::cumulative, square * demand.cumulative_share);
   if (!cells.empty()) layer_seconds += costs(Call::rows, at_queries(window + queries, tokens));
   if (measured_cells > 0) layer_seconds += moments_at(at_queries(queries, tokens));
   layer_seconds +=
@@ -245,6 +245,12 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
                        ranking_bytes + stored_bytes + 2 * set_bits + 2 * part + program;
+  std::size_t archived_bytes = 0;
+  for (const int layer : conditions.layers) {
+    archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));
+    total.mapped_bytes = std::max(total.mapped_bytes, trace.mapped_bytes(layer));
+  }
+  total.memory_bytes += archived_bytes;
   total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;
 }

@@ -14,15 +14,17 @@ namespace kvreplay {
 struct Estimate {
   double seconds = 0;
   std::size_t memory_bytes = 0;  // anonymous memory at its peak; the mapped trace is not counted
+  std::size_t mapped_bytes = 0;  // of the largest layer, mapped while it is in use
   std::size_t disk_bytes = 0;    // results of the run
 };
 
 /// What a run wants beside its cells.
 struct Demand {
-  int similarity_passes = 2;    // tensors of each layer whose tokens are compared with one another
-  bool every_query = false;     // moments at all tokens of the trace too
-  bool save_scores = false;     // float32 [H, P] of each cell and layer
-  bool save_attention = false;  // float32 [Hq, P] of each layer
+  double similarity_passes = 2;  // tensors a layer whose tokens are compared with one another, a mean over layers
+  double cumulative_share = 1;   // of the layers whose cumulative attention is computed if a policy wants it
+  bool every_query = false;      // moments at all tokens of the trace too
+  bool save_scores = false;      // float32 [H, P] of each cell and layer
+  bool save_attention = false;   // float32 [Hq, P] of each layer
 };
 
 /// Times the kinds of backend calls that the plan needs on a small random layer, and scales by operation counts.

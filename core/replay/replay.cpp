@@ -125,12 +125,13 @@ struct Measured {
 class Replay {
  public:
   Replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
-         const std::function<bool()>& interrupted)
+         const std::function<bool()>& interrupted, ObservableStore* store)
       : backend_(backend),
         trace_(trace),
         conditions_(conditions),
         sink_(sink),
         interrupted_(interrupted),
+        store_(store),
         everything_(position_range(0, conditions.boundary)),
         question_(question_begin(trace, conditions.boundary)) {
     for (std::size_t i = 0; i < cells.size(); ++i) {
@@ -227,13 +228,25 @@ class Replay {
       throw Error{Refusal::interrupted, trace_.path().string(), "interrupted; finished traces are kept"};
   }
 
+  /// Whether most queries of a layer are read; of the others a few rows of each head.
+  bool reads_all_queries() const {
+    const bool measures = 2 * conditions_.eval_queries.size() > static_cast<std::size_t>(trace_.header().tokens());
+    return measures || std::ranges::any_of(jobs_, [](const Job& job) {
+             return !job.known() && std::ranges::any_of(job.stretches, [](const Stretch& stretch) {
+               return stretch.plan().score.needs.all_queries;
+             });
+           });
+  }
+
   void walk(int number, int walks) {
+    const bool queries = reads_all_queries();
     for (int l = 0; l < layers(); ++l) {
       poll();
       const int stored = conditions_.layers[static_cast<std::size_t>(l)];
       const LayerTensors tensors = trace_.layer(stored);
-      if (l + 1 < layers()) trace_.prefetch(conditions_.layers[static_cast<std::size_t>(l) + 1]);
-      const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_}, conditions_.eval_queries);
+      if (l + 1 < layers()) trace_.prefetch(conditions_.layers[static_cast<std::size_t>(l) + 1], queries);
+      const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_}, conditions_.eval_queries,
+                           store_);
       if (number == 0) {
         sink_.layer(view, backend_);
         for (Job& job : jobs_) guarded(job, [&] { select(job, view); });
@@ -524,6 +537,7 @@ class Replay {
   const Conditions& conditions_;
   Sink& sink_;
   const std::function<bool()>& interrupted_;
+  ObservableStore* store_;
   std::vector<std::int32_t> everything_;  // positions of the prompt
   int question_;
   std::vector<Job> jobs_;
@@ -533,8 +547,8 @@ class Replay {
 }  // namespace
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
-            const std::function<bool()>& interrupted) {
-  Replay(backend, trace, conditions, cells, sink, interrupted).run();
+            const std::function<bool()>& interrupted, ObservableStore* store) {
+  Replay(backend, trace, conditions, cells, sink, interrupted, store).run();
 }
 
 }  // namespace kvreplay

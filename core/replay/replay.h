@@ -92,8 +92,8 @@ bool lacks_question(const Trace& trace, const Conditions& conditions, const Conf
 
 /// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns
 /// all of them; Error{interrupted} when `interrupted` (polled between layers, steps of a schedule and query blocks)
-/// answers true.
+/// answers true. `store`: where observables of whole prompts are read from and kept; null: nowhere.
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
-            const std::function<bool()>& interrupted = {});
+            const std::function<bool()>& interrupted = {}, ObservableStore* store = nullptr);
 
 }  // namespace kvreplay

@@ -1,23 +1,25 @@
 #include "trace/trace.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <fstream>
+#include <limits>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "error.h"
 #include "trace/hash.h"
 #include "trace/hdf5.h"
 #include "trace/header.h"
+#include "trace/open_file.h"
 #include "trace/schema.h"
 
 namespace kvreplay {
@@ -25,20 +27,6 @@ namespace {
 
 /// Deflate cannot make more than this of one byte.
 constexpr std::uint64_t largest_inflation = 1032;
-
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  FileDescriptor& operator=(FileDescriptor&&) = delete;
-  ~FileDescriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 /// A file's bytes, read when they are touched.
 class Mapping {
@@ -49,6 +37,8 @@ class Mapping {
     if (mapped == MAP_FAILED)
       throw Error{Refusal::resources, where, std::string("cannot be mapped: ") + std::strerror(errno)};
     base_ = static_cast<std::byte*>(mapped);
+    // Read in large pages where the file system has them: fewer faults bring the bytes to a kernel.
+    ::madvise(base_, length_, MADV_HUGEPAGE);
   }
   Mapping(Mapping&& other) noexcept
       : base_(std::exchange(other.base_, nullptr)), length_(std::exchange(other.length_, 0)) {}
@@ -62,6 +52,10 @@ class Mapping {
   }
 
   const std::byte* at(std::uint64_t offset) const { return base_ + offset; }
+  bool holds(std::span<const std::byte> bytes) const { return bytes.data() >= base_ && bytes.data() < base_ + length_; }
+  std::uint64_t offset_of(std::span<const std::byte> bytes) const {
+    return static_cast<std::uint64_t>(bytes.data() - base_);
+  }
 
   /// Pages that the range touches are read ahead.
   void read_ahead(std::uint64_t offset, std::uint64_t bytes) const {
@@ -73,6 +67,7 @@ class Mapping {
     const std::uint64_t begin = (offset + page() - 1) / page() * page(), end = (offset + bytes) / page() * page();
     if (begin < end) ::madvise(base_ + begin, end - begin, MADV_DONTNEED);
   }
+  void let_all_go() const { ::madvise(base_, length_, MADV_DONTNEED); }
 
  private:
   static std::uint64_t page() {
@@ -82,6 +77,30 @@ class Mapping {
 
   std::byte* base_ = nullptr;
   std::uint64_t length_ = 0;
+};
+
+/// Pages of files that this process has mapped and resident.
+std::size_t resident_file_bytes() {
+  std::size_t all = 0, resident = 0, shared = 0;
+  std::ifstream("/proc/self/statm") >> all >> resident >> shared;
+  return shared * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+/// Lets the pages of a mapping go whenever about `limit` of them are resident. A backend reads a layer as it likes, so
+/// this looks from beside, often enough that the half it leaves takes what comes meanwhile: a thread reads 30 MB a
+/// millisecond at most.
+class MappedLimit {
+ public:
+  MappedLimit(const Mapping& mapping, std::size_t limit)
+      : watcher_([&mapping, limit, before = resident_file_bytes()](const std::stop_token& stop) {
+          while (!stop.stop_requested()) {
+            if (resident_file_bytes() > before + limit / 2) mapping.let_all_go();
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+        }) {}
+
+ private:
+  std::jthread watcher_;
 };
 
 /// Where a tensor lies: at an offset of the mapped file, or in chunks that HDF5 puts together.
@@ -104,41 +123,6 @@ struct Contents {
   TraceHeader header;
   std::vector<LayerPlaces> layers;
 };
-
-FileDescriptor open_file(const std::string& where, std::uint64_t& length) {
-  FileDescriptor file{::open(where.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-  if (file.get() < 0) throw Error{Refusal::input, where, std::string("cannot be opened: ") + std::strerror(errno)};
-  struct stat status{};
-  if (::fstat(file.get(), &status) != 0)
-    throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
-  if (!S_ISREG(status.st_mode))
-    throw Error{Refusal::input, where, "kind", "a file", S_ISDIR(status.st_mode) ? "a directory" : "a device or pipe"};
-  length = static_cast<std::uint64_t>(status.st_size);
-  return file;
-}
-
-/// Before HDF5 sees the file: it is one, its superblock is checksummed, and it ends where it says.
-void check_superblock(const FileDescriptor& file, std::uint64_t length, const std::string& where) {
-  constexpr std::string_view signature{"\x89HDF\r\n\x1a\n", 8};
-  std::array<unsigned char, 36> bytes{};
-  const ssize_t got = ::pread(file.get(), bytes.data(), bytes.size(), 0);
-  if (got < 0) throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
-  if (length == 0) throw Error{Refusal::input, where, "length", "an HDF5 file", "0 bytes"};
-  if (std::memcmp(bytes.data(), signature.data(), signature.size()) != 0)
-    throw Error{Refusal::input, where, "signature", "an HDF5 file", "other bytes"};
-  if (static_cast<std::size_t>(got) < bytes.size())
-    throw Error{Refusal::input, where, "length", fmt::format("at least {} bytes", bytes.size()),
-                fmt::format("{} bytes", length)};
-  if (bytes[8] < 2 || bytes[8] > 3)
-    throw Error{Refusal::input, where, "superblock version", "2 or 3", fmt::format("{}", bytes[8])};
-  if (bytes[9] != 8 || bytes[10] != 8)
-    throw Error{Refusal::input, where, "size of offsets and lengths", "8 and 8 bytes",
-                fmt::format("{} and {}", bytes[9], bytes[10])};
-  std::uint64_t end_of_file = 0;
-  std::memcpy(&end_of_file, bytes.data() + 28, sizeof end_of_file);
-  if (end_of_file > length)
-    throw Error{Refusal::input, where, "length", fmt::format("{} bytes", end_of_file), fmt::format("{} bytes", length)};
-}
 
 /// Walks the schema through one file.
 class Reader {
@@ -381,6 +365,29 @@ class Trace::State {
     mapping_ = Mapping(file, length, path_.string());
   }
 
+  void limit_mapped(std::size_t bytes) {
+    limit_ = bytes;
+    watch_.reset();
+    if (largest_layer() > bytes) watch_.emplace(mapping_, std::max(bytes, least_mapped));
+  }
+
+  /// What can be read ahead beside a layer in use.
+  std::size_t room() const { return limit_ - std::min(limit_, largest_layer()); }
+
+  std::size_t largest_layer() const {
+    std::size_t largest = 0;
+    for (int l = 0; l < header_.layers; ++l) largest = std::max(largest, bytes(l, true));
+    return largest;
+  }
+
+  /// Of the tensors of layer l that are mapped, or of the others.
+  std::size_t bytes(int l, bool mapped) const {
+    std::size_t sum = 0;
+    for (const TensorPlace& place : places(l).tensors)
+      if (place.offset.has_value() == mapped) sum += place.bytes();
+    return sum;
+  }
+
   const LayerPlaces& places(int l) const { return layers_.at(static_cast<std::size_t>(l)); }
 
   TensorView view(int l, std::size_t t) const {
@@ -403,8 +410,7 @@ class Trace::State {
           hash_value(hash, object, places(l).query_positions);
         for (const StoredTensor& tensor : tensors) {
           if (tensor.path != object) continue;
-          const std::string digits =
-              tensor.xxh3.empty() ? hash_of({tensor.view.data, tensor.view.bytes()}) : tensor.xxh3;
+          const std::string digits = tensor.xxh3.empty() ? hash_in_pieces(tensor) : tensor.xxh3;
           hash_value(hash, object,
                      fmt::format("{} [{}] {}", name_of(tensor.view.dtype), fmt::join(tensor.shape, ", "), digits));
         }
@@ -438,6 +444,22 @@ class Trace::State {
     return archived_;
   }
 
+  /// Of a tensor that is read for this alone.
+  std::string hash_in_pieces(const StoredTensor& tensor) const {
+    constexpr std::size_t piece = std::size_t{16} << 20;
+    Hash hash;
+    std::span<const std::byte> rest{tensor.view.data, tensor.view.bytes()};
+    while (!rest.empty()) {
+      const std::span<const std::byte> next = rest.first(std::min(piece, rest.size()));
+      hash.update(next);
+      if (mapping_.holds(next)) mapping_.let_go(mapping_.offset_of(next), next.size());
+      rest = rest.subspan(next.size());
+    }
+    return hash.digits();
+  }
+
+  std::size_t limit_ = std::numeric_limits<std::size_t>::max();
+  std::optional<MappedLimit> watch_;
   mutable int archived_layer_ = -1;
   mutable std::vector<std::vector<std::byte>> archived_;
 };
@@ -501,15 +523,28 @@ std::vector<StoredTensor> Trace::tensors(int l) const {
 
 std::span<const std::int32_t> Trace::query_positions(int l) const { return state_->places(l).query_positions; }
 
-void Trace::prefetch(int l) const {
-  for (const TensorPlace& place : state_->places(l).tensors)
-    if (place.offset) state_->mapping_.read_ahead(*place.offset, place.bytes());
+void Trace::prefetch(int l, bool queries) const {
+  // Keys first: everything begins with them.
+  std::uint64_t room = state_->room();
+  for (const std::size_t t : {std::size_t{1}, std::size_t{2}, std::size_t{0}}) {
+    const TensorPlace& place = state_->places(l).tensors[t];
+    if (!place.offset || (t == 0 && !queries)) continue;
+    const std::uint64_t bytes = std::min(place.bytes(), room);
+    if (bytes > 0) state_->mapping_.read_ahead(*place.offset, bytes);
+    room -= bytes;
+  }
 }
 
 void Trace::release(int l) const {
   for (const TensorPlace& place : state_->places(l).tensors)
     if (place.offset) state_->mapping_.let_go(*place.offset, place.bytes());
 }
+
+std::size_t Trace::mapped_bytes(int l) const { return state_->bytes(l, true); }
+
+std::size_t Trace::archived_bytes(int l) const { return state_->bytes(l, false); }
+
+void Trace::limit_mapped(std::size_t bytes) { state_->limit_mapped(bytes); }
 
 std::size_t Trace::tensor_bytes() const {
   std::size_t bytes = 0;

@@ -107,9 +107,21 @@ class Trace {
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.
   std::span<const std::int32_t> query_positions(int l) const;
 
-  /// Asks the system to read layer l ahead, or to let its pages go.
-  void prefetch(int l) const;
+  /// Asks the system to read layer l ahead, with its queries or without.
+  void prefetch(int l, bool queries = true) const;
+  /// Unmaps its pages: they are the system's to keep or to drop.
   void release(int l) const;
+
+  /// Bytes of layer l that are mapped while it is in use, and that an archive puts together in memory.
+  std::size_t mapped_bytes(int l) const;
+  std::size_t archived_bytes(int l) const;
+
+  /// From now on at most about so many bytes are mapped at a time. Nothing is read ahead that does not fit beside a
+  /// layer in use; pages of a layer that does not fit itself are let go while it is in use, and come back from the
+  /// system's cache or the disk when they are touched again.
+  void limit_mapped(std::size_t bytes);
+  /// No smaller limit can be kept: pages come while others are let go.
+  static constexpr std::size_t least_mapped = std::size_t{128} << 20;
 
   /// Bytes of all tensors.
   std::size_t tensor_bytes() const;

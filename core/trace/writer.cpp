@@ -1,17 +1,11 @@
 #include "trace/writer.h"
 
-#include <fcntl.h>
 #include <fmt/chrono.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <array>
-#include <cerrno>
 #include <cstring>
 #include <ctime>
 #include <optional>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -19,28 +13,13 @@
 #include "trace/hash.h"
 #include "trace/hdf5.h"
 #include "trace/header.h"
+#include "trace/partial_file.h"
 #include "trace/schema.h"
 
 namespace kvreplay {
 namespace {
 
-Error system_failure(int code, const std::string& where, const std::string& what) {
-  if (code == ENOSPC || code == EDQUOT || code == EFBIG) return {Refusal::resources, where, "disk full"};
-  return {Refusal::input, where, what + ": " + std::strerror(code)};
-}
-
 std::string now() { return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr))); }
-
-/// A directory's entry for a file is as durable as the directory.
-void sync_directory(const std::filesystem::path& directory) {
-  const int fd = ::open(directory.empty() ? "." : directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return;  // some file systems have none to sync
-  ::fsync(fd);
-  ::close(fd);
-}
-
-/// Room that is always reserved beyond what is asked for, so that HDF5's own small writes find the disk not full.
-constexpr std::uint64_t headroom = std::uint64_t{1} << 20;
 
 /// A tensor on its way into the file: its bytes go straight to where HDF5 put it.
 struct Growing {
@@ -57,13 +36,12 @@ struct Growing {
 
 struct TraceWriter::State {
   State(std::filesystem::path name, const TraceHeader& with, Existing existing)
-      : path(std::move(name)), partial(path.string() + ".partial"), header(with), rules(path.string()) {
+      : path(std::move(name)), header(with), rules(path.string()) {
     if (header.created.empty()) header.created = now();
     rules.check_header(header);
     if (existing == Existing::refuse && std::filesystem::exists(path))
       throw Error{Refusal::input, path.string(), "exists", "a new name, or --force to replace it", "a file"};
-    fd = ::open(partial.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd < 0) throw system_failure(errno, partial.string(), "cannot be made");
+    partial.emplace(path);
   }
   ~State() {
     growing.clear();
@@ -75,39 +53,13 @@ struct TraceWriter::State {
         // The file is thrown away; why it cannot be closed has been said, or is said by whoever destroys the writer.
       }
     }
-    if (fd >= 0) ::close(fd);
-    if (!finished) ::unlink(partial.c_str());
   }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  /// The file's first `end` bytes and some more exist from now on, so that a full disk shows here, and not inside HDF5,
-  /// which cannot close a file that it fails to write.
-  void reserve(std::uint64_t end) {
-    if (end + headroom <= reserved) return;
-    const int code = ::posix_fallocate(fd, static_cast<off_t>(reserved), static_cast<off_t>(end + headroom - reserved));
-    if (code != 0) throw system_failure(code, partial.string(), "cannot grow");
-    reserved = end + headroom;
-  }
-
-  /// HDF5 cuts the file to what it uses.
   void flush() {
     file->flush();
-    reserved = 0;
-    reserve(size());
-  }
-
-  std::uint64_t size() const {
-    struct stat status{};
-    if (::fstat(fd, &status) != 0) throw system_failure(errno, partial.string(), "cannot be read");
-    return static_cast<std::uint64_t>(status.st_size);
-  }
-
-  /// What was reserved and not used is given back: the superblock says where the file ends.
-  void trim() const {
-    std::uint64_t end = 0;
-    if (::pread(fd, &end, sizeof end, 28) != sizeof end || ::ftruncate(fd, static_cast<off_t>(end)) != 0)
-      throw system_failure(errno, partial.string(), "cannot be trimmed");
+    partial->reserve_again();
   }
 
   std::uint64_t header_bytes() const {
@@ -116,10 +68,10 @@ struct TraceWriter::State {
   }
 
   void write_header() {
-    reserve(header_bytes());
-    file.emplace(hdf5::File::create(partial));
-    reserved = 0;  // creating it cut it to nothing
-    reserve(header_bytes());
+    partial->reserve(header_bytes());
+    file.emplace(hdf5::File::create(partial->path()));
+    partial->reserve_again();
+    partial->reserve(header_bytes());
     write_attributes("/", *file);
     for (const SchemaGroup& group : schema().groups) {
       if (group.path.ends_with("{layer}") || (group.path == "/model/rope" && !header.has_rope)) continue;
@@ -221,18 +173,8 @@ struct TraceWriter::State {
   std::uint64_t place(const hdf5::Dataset& dataset, std::uint64_t bytes) {
     const auto offset = dataset.offset();
     if (!offset) throw Error{Refusal::internal, dataset.where(), "has no place in the file"};
-    reserve(*offset + bytes);
+    partial->reserve(*offset + bytes);
     return *offset;
-  }
-
-  void write_bytes(std::uint64_t offset, std::span<const std::byte> bytes) const {
-    while (!bytes.empty()) {
-      const ssize_t written = ::pwrite(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) throw system_failure(errno, partial.string(), "cannot be written");
-      bytes = bytes.subspan(static_cast<std::size_t>(written));
-      offset += static_cast<std::uint64_t>(written);
-    }
   }
 
   void append(std::size_t tensor, std::span<const std::byte> rows) {
@@ -242,7 +184,7 @@ struct TraceWriter::State {
       throw Error{Refusal::input, rules.where(to.object), "rows",
                   fmt::format("at most {} rows of {} bytes", (to.bytes - to.written) / to.row_bytes, to.row_bytes),
                   fmt::format("{} bytes", rows.size())};
-    write_bytes(to.offset + to.written, rows);
+    partial->write(to.offset + to.written, rows);
     to.hash.update(rows);
     to.written += rows.size();
   }
@@ -259,7 +201,7 @@ struct TraceWriter::State {
       throw Error{Refusal::input, rules.where(object), "length",
                   fmt::format("{} bytes", rows * width * size_of(stored)), fmt::format("{} bytes", elements.size())};
     hdf5::Dataset dataset = layer_group->create_dataset(entry.name, hdf5::Type::of(stored), {rows, width});
-    write_bytes(place(dataset, elements.size()), elements);
+    partial->write(place(dataset, elements.size()), elements);
     dataset.set_attribute("xxh3", std::string_view(hash_of(elements)));
   }
 
@@ -275,40 +217,29 @@ struct TraceWriter::State {
     layer_group.reset();
   }
 
-  void sync() const {
-    if (::fsync(fd) != 0) throw system_failure(errno, partial.string(), "cannot be synced");
-  }
-
   void finish() {
     end_layer();
     if (layer != header.layers)
       throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers),
                   fmt::format("{}", layer)};
     flush();
-    sync();
+    partial->sync();
     file->set_attribute("complete", std::int64_t{1});
     file->close();
     file.reset();
-    trim();
-    sync();
-    Trace::open(partial);  // what gets the name is a trace
-    std::error_code code;
-    std::filesystem::rename(partial, path, code);
-    if (code) throw Error{Refusal::input, path.string(), "cannot be made: " + code.message()};
-    finished = true;
-    sync_directory(path.parent_path());
+    partial->trim();
+    Trace::open(partial->path());  // what gets the name is a trace
+    partial->finish();
   }
 
-  std::filesystem::path path, partial;
+  std::filesystem::path path;
   TraceHeader header;
   Rules rules;
-  int fd = -1;
-  std::uint64_t reserved = 0;  // bytes of the file that exist on disk
+  std::optional<PartialFile> partial;  // made once the header has been checked
   std::optional<hdf5::File> file;
   std::optional<hdf5::Group> layer_group;
   std::vector<Growing> growing;  // q, k, v of the layer that was begun
   int layer = 0;                 // layers begun
-  bool finished = false;
 };
 
 TraceWriter::TraceWriter(std::filesystem::path path, const TraceHeader& header, Existing existing)

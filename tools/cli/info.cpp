@@ -10,6 +10,7 @@
 #include "policies/configured.h"
 #include "replay/estimate.h"
 #include "replay/replay.h"
+#include "replay/stored_observables.h"
 #include "trace/trace.h"
 
 namespace kvreplay {
@@ -90,6 +91,28 @@ Estimate cost_of(const Trace& trace, const Use& use) {
   return Estimator(*backend)(trace, use.conditions, cells);
 }
 
+/// A line for each entry of the file of stored observables beside the trace.
+std::vector<std::string> stored_observables(const Trace& trace) {
+  const std::filesystem::path path = observables_path(trace);
+  if (!std::filesystem::exists(path)) return {};
+  std::vector<std::string> lines;
+  try {
+    for (const StoredEntry& entry : list_observables(path)) {
+      std::string what;
+      for (const auto& [observable, layers] : entry.layers)
+        what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers.size());
+      lines.push_back(fmt::format("{}: {}", path.filename().string(),
+                                  entry.key.trace_hash == trace.hash()
+                                      ? fmt::format("{} at P {} by {}", what, entry.key.boundary, entry.key.backend)
+                                      : "of another trace"));
+    }
+  } catch (const Error& error) {
+    if (error.refusal() != Refusal::input) throw;
+    lines.emplace_back(error.what());
+  }
+  return lines;
+}
+
 std::string stored_queries(const Trace& trace) {
   const auto stored = [&trace](int l) { return trace.query_positions(l); };
   const TraceHeader& header = trace.header();
@@ -140,6 +163,7 @@ Json as_json(const Trace& trace, const Use& use, const Estimate* cost) {
                 {"tensor_bytes", trace.tensor_bytes()},
                 {"spans", Json::array()},
                 {"policies", Json::array()},
+                {"stored_observables", stored_observables(trace)},
                 {"notes", use.notes}};
   for (const Span& span : header.spans)
     document["spans"].push_back({{"name", span.name}, {"kind", span.kind}, {"begin", span.begin}, {"end", span.end}});
@@ -179,6 +203,7 @@ void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
   rows.push_back({"serves", served.empty() ? "no policy" : served});
   for (const Service& service : use.policies)
     if (!service.refused.empty()) rows.push_back({"not", service.policy.name() + ": " + service.refused});
+  for (const std::string& line : stored_observables(trace)) rows.push_back({"stored", line});
   for (const std::string& note : use.notes) rows.push_back({"note", note});
   if (cost != nullptr)
     rows.push_back({"replay", fmt::format("all of these at {}: about {}, {} of memory, {} of results", estimated_budget,

@@ -33,9 +33,12 @@ constexpr Option options[] = {
     {"boundary", 0, "prompt|TOKENS|span:NAME", "prompt", "how many tokens are under compression"},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: left as they are, or treated too"},
     {"save", 0, "scores|attention,...", "", "what selections.h5 gets beside sets and matrices"},
+    {"observables", 0, "use|keep|ignore", "use",
+     "NAME.obs.h5 beside a trace: read what fits; keep also writes it, for later runs to skip the O(n²) work"},
     {"device", 0, "auto|cpu|cuda[:N]", "auto", "what computes"},
     {"threads", 0, "N", "0", "threads; 0: all"},
-    {"memory", 0, "SIZE", "", "refuse a plan that needs more; default: what is free"},
+    {"memory", 0, "SIZE", "",
+     "what the run may hold, mapped pages of the trace included; refuse a plan that needs more; default: what is free"},
     {"seed", 0, "N", "0", "the default of every seed parameter"},
     {"output", 'o', "DIR", "kvreplay-out", "the folder of results; what it holds is not computed again"},
     {"force", 0, "", "", "compute again what the folder holds"},
@@ -61,11 +64,22 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
+/// `*.h5` names the stored observables of a trace beside it.
+void leave_out_observables(std::vector<std::filesystem::path>& paths) {
+  const std::vector<std::filesystem::path> named = paths;
+  std::erase_if(paths, [&](const std::filesystem::path& path) {
+    return std::ranges::any_of(named, [&](const std::filesystem::path& trace) {
+      return trace.extension() == ".h5" && std::filesystem::path(trace).replace_extension(".obs.h5") == path;
+    });
+  });
+}
+
 RunRequest requested(const Arguments& arguments) {
   if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
   if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
   RunRequest request;
   request.traces.assign(arguments.operands().begin(), arguments.operands().end());
+  leave_out_observables(request.traces);
   request.seed = arguments.seed("seed");
   for (const std::string& text : arguments.all("policy"))
     for (const std::string& policy : split_policies(text))
@@ -81,6 +95,10 @@ RunRequest requested(const Arguments& arguments) {
   const std::vector<std::string> saved = split(arguments.text("save"), ',');
   request.save_scores = std::ranges::find(saved, "scores") != saved.end();
   request.save_attention = std::ranges::find(saved, "attention") != saved.end();
+  const std::string observables = arguments.text("observables");
+  request.observables = observables == "keep"     ? ObservableUse::keep
+                        : observables == "ignore" ? ObservableUse::ignore
+                                                  : ObservableUse::use;
   request.backend = backend_of_device(arguments.text("device"));
   request.threads = arguments.whole_number("threads", 0, 4096);
   request.output = arguments.text("output");
@@ -97,6 +115,7 @@ Estimate sum(const std::vector<Estimate>& costs) {
     all.seconds += cost.seconds;
     all.disk_bytes += cost.disk_bytes;
     all.memory_bytes = std::max(all.memory_bytes, cost.memory_bytes);
+    all.mapped_bytes = std::max(all.mapped_bytes, cost.mapped_bytes);
   }
   return all;
 }
@@ -112,22 +131,29 @@ std::vector<Estimate> costs_of(Backend& backend, const std::vector<PlannedTrace>
   return costs;
 }
 
+/// The least that a run can do with: of a layer that is larger, pages are let go while it is in use.
+std::size_t least_memory(const Estimate& cost) {
+  return cost.memory_bytes + std::min(cost.mapped_bytes, Trace::least_mapped);
+}
+
 /// The plan's costs with as many threads as fit into memory: each has buffers of its own, and results do not depend on
-/// their number. Sets the request's threads. Throws Error{resources} when one thread does not fit.
+/// their number. Sets the request's threads and what of a trace may be mapped. Throws Error{resources} when one thread
+/// does not fit.
 std::vector<Estimate> fitting_costs(const Arguments& arguments, const std::vector<PlannedTrace>& plan,
                                     RunRequest& request) {
   const bool limited = arguments.given("memory");
   const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
   int threads = request.threads > 0 ? request.threads : machine_threads();
   std::vector<Estimate> costs = costs_of(*make_backend(request.backend, threads), plan);
-  while (sum(costs).memory_bytes > memory && threads > 1) {
+  while (least_memory(sum(costs)) > memory && threads > 1) {
     request.threads = threads /= 2;
     costs = costs_of(*make_backend(request.backend, threads), plan);
   }
   const Estimate cost = sum(costs);
-  if (cost.memory_bytes > memory)
+  if (least_memory(cost) > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
-                "at least " + size_text(cost.memory_bytes), size_text(memory)};
+                "at least " + size_text(least_memory(cost)), size_text(memory)};
+  request.mapped_limit = memory - cost.memory_bytes;
   if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
     throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
                 "at least " + size_text(cost.disk_bytes), size_text(disk)};
@@ -138,14 +164,17 @@ void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& pla
   const Estimate all = sum(costs);
   Json document{{"seconds", all.seconds},
                 {"memory_bytes", all.memory_bytes},
+                {"mapped_bytes", all.mapped_bytes},
                 {"disk_bytes", all.disk_bytes},
                 {"traces", Json::array()}};
-  std::vector<std::vector<std::string>> rows{{"trace", "to compute", "already done", "time", "memory", "results"}};
+  std::vector<std::vector<std::string>> rows{
+      {"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
   for (std::size_t i = 0; i < plan.size(); ++i) {
     const PlannedTrace& planned = plan[i];
     rows.push_back({planned.name, fmt::format("{} cells", planned.cells.size()),
                     fmt::format("{} cells", planned.skipped), duration_text(costs[i].seconds),
-                    size_text(costs[i].memory_bytes), size_text(costs[i].disk_bytes)});
+                    size_text(costs[i].memory_bytes), size_text(costs[i].mapped_bytes),
+                    size_text(costs[i].disk_bytes)});
     Json cells = Json::array();
     for (const Cell& cell : planned.cells)
       cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
@@ -159,9 +188,11 @@ void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& pla
                                   {"skipped", planned.skipped},
                                   {"seconds", costs[i].seconds},
                                   {"memory_bytes", costs[i].memory_bytes},
+                                  {"mapped_bytes", costs[i].mapped_bytes},
                                   {"disk_bytes", costs[i].disk_bytes}});
   }
-  rows.push_back({"all", "", "", duration_text(all.seconds), size_text(all.memory_bytes), size_text(all.disk_bytes)});
+  rows.push_back({"all", "", "", duration_text(all.seconds), size_text(all.memory_bytes), size_text(all.mapped_bytes),
+                  size_text(all.disk_bytes)});
   if (arguments.given("json"))
     print_json(document);
   else
@@ -188,6 +219,7 @@ Json as_json(const RunSummary& summary) {
                                   {"kv_heads", trace.kv_heads},
                                   {"n_queries", trace.n_queries},
                                   {"observable_seconds", trace.observable_seconds},
+                                  {"read_observables", trace.read_observables},
                                   {"error", trace.error}});
   for (const CellSummary& cell : summary.cells) {
     Json values = Json::object();
@@ -214,6 +246,16 @@ std::string doing(const Progress& progress) {
   const std::string which =
       progress.traces > 1 ? fmt::format("trace {} of {}, ", progress.trace + 1, progress.traces) : "";
   return fmt::format("{}{}, layer {} of {}", which, progress.name, progress.layer, progress.layers);
+}
+
+/// What was read instead of computed, so that nobody takes its seconds for the work.
+void report_read(const RunSummary& summary) {
+  for (const TraceSummary& trace : summary.traces) {
+    std::string what;
+    for (const auto& [observable, layers] : trace.read_observables)
+      what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers);
+    if (!what.empty()) fmt::print(stderr, "kvreplay: read from {}: {}\n", trace.observables.string(), what);
+  }
 }
 
 void report_troubles(const RunSummary& summary) {
@@ -244,6 +286,7 @@ int run_replay(const Arguments& arguments) {
     print_json(as_json(summary));
   else
     fmt::print("{}", table(summary));
+  report_read(summary);
   report_troubles(summary);
   return summary.failed() > 0 ? 6 : 0;
 }

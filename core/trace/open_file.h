@@ -1,0 +1,31 @@
+// Files as the system opens them, and what must be true of one before HDF5 sees it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace kvreplay {
+
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~FileDescriptor();
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+/// A regular file, for reading. Throws Error{input}.
+FileDescriptor open_file(const std::string& where, std::uint64_t& length);
+
+/// It is an HDF5 file, its superblock is checksummed, and it ends where it says. Throws Error{input}.
+void check_superblock(const FileDescriptor& file, std::uint64_t length, const std::string& where);
+
+}  // namespace kvreplay
