@@ -1,6 +1,6 @@
 // How similar the sets of different layers are: |A ∩ B| / |A ∪ B|.
 #include <algorithm>
-#include <bit>
+#include <cstdint>
 #include <limits>
 
 #include "analysis/metrics/metric.h"
@@ -9,75 +9,84 @@
 namespace kvreplay {
 namespace {
 
-using Sets = std::vector<KeptSet>;
+using Words = std::span<const std::uint64_t>;
 
-/// 1 for two empty sets, 0 for one.
-double jaccard(std::span<const std::uint64_t> ours, std::span<const std::uint64_t> theirs) {
-  int common = 0, either = 0;
-  for (std::size_t w = 0; w < ours.size(); ++w) {
-    common += std::popcount(ours[w] & theirs[w]);
-    either += std::popcount(ours[w] | theirs[w]);
+/// Bits that are set in both. The sums of each byte are added up before the bytes are: a compiler makes that vectors,
+/// which it cannot make of std::popcount on the least of machines.
+int common_bits(Words ours, Words theirs) {
+  constexpr std::size_t words_a_byte_holds = 31;  // of 8 bits each
+  int common = 0;
+  for (std::size_t begin = 0; begin < ours.size(); begin += words_a_byte_holds) {
+    const std::size_t end = std::min(ours.size(), begin + words_a_byte_holds);
+    std::uint64_t bytes = 0;
+    for (std::size_t w = begin; w < end; ++w) {
+      std::uint64_t bits = ours[w] & theirs[w];
+      bits -= bits >> 1 & 0x5555555555555555u;
+      bits = (bits & 0x3333333333333333u) + (bits >> 2 & 0x3333333333333333u);
+      bytes += (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0Fu;
+    }
+    const std::uint64_t pairs = (bytes & 0x00FF00FF00FF00FFu) + (bytes >> 8 & 0x00FF00FF00FF00FFu);
+    common += static_cast<int>(pairs * 0x0001000100010001u >> 48);
   }
-  return either == 0 ? 1.0 : static_cast<double>(common) / either;
+  return common;
 }
 
+/// The sets of one layer that are compared, and how many tokens each keeps.
+struct Compared {
+  KeptSet set;
+  std::vector<int> counts;
+};
+
+/// Row by row, then the mean: 1 for two empty sets, 0 for one.
+double jaccard(const Compared& ours, const Compared& theirs) {
+  double total = 0;
+  for (int row = 0; row < ours.set.rows(); ++row) {
+    const int common = common_bits(ours.set.row_bits(row), theirs.set.row_bits(row));
+    const int either =
+        ours.counts[static_cast<std::size_t>(row)] + theirs.counts[static_cast<std::size_t>(row)] - common;
+    total += either == 0 ? 1.0 : static_cast<double>(common) / either;
+  }
+  return total / ours.set.rows();
+}
+
+KeptSet scored(const LayerSelection& layer) { return unprotected(layer); }
+KeptSet whole(const LayerSelection& layer) { return layer.set; }
+
+KeptSet first_of(const KeptSet& set) { return set.only(0); }
+KeptSet each_of(const KeptSet& set) { return set; }
+KeptSet union_of(const KeptSet& set) { return set.union_of_rows(); }
+
 /// All in the finest granularity that a layer has.
-Sets alike(Sets sets) {
-  const KeptSet finest = *std::ranges::max_element(sets, {}, &KeptSet::rows);
-  for (KeptSet& set : sets) set = set.refined(finest.heads(), finest.rows());
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
+std::vector<Compared> compared(std::span<const LayerSelection> layers) {
+  const KeptSet& finest =
+      std::ranges::max_element(layers, {}, [](const LayerSelection& l) { return l.set.rows(); })->set;
+  std::vector<Compared> sets;
+  for (const LayerSelection& layer : layers) {
+    Compared& made =
+        sets.emplace_back(rows_of(set_of(layer).refined(finest.heads(), finest.rows())), std::vector<int>{});
+    for (int row = 0; row < made.set.rows(); ++row) made.counts.push_back(made.set.count(row));
+  }
   return sets;
 }
 
-Sets scored_sets(std::span<const LayerSelection> layers) {
-  Sets sets;
-  for (const LayerSelection& layer : layers) sets.push_back(unprotected(layer));
-  return alike(std::move(sets));
-}
-
-Sets whole_sets(std::span<const LayerSelection> layers) {
-  Sets sets;
-  for (const LayerSelection& layer : layers) sets.push_back(layer.set);
-  return alike(std::move(sets));
-}
-
-double of_first_rows(const KeptSet& ours, const KeptSet& theirs) {
-  return jaccard(ours.row_bits(0), theirs.row_bits(0));
-}
-
-double of_each_row(const KeptSet& ours, const KeptSet& theirs) {
-  double total = 0;
-  for (int row = 0; row < ours.rows(); ++row) total += jaccard(ours.row_bits(row), theirs.row_bits(row));
-  return total / ours.rows();
-}
-
-std::vector<std::uint64_t> union_of_rows(const KeptSet& set) {
-  std::vector<std::uint64_t> bits(set.row_bits(0).begin(), set.row_bits(0).end());
-  for (int row = 1; row < set.rows(); ++row)
-    for (std::size_t w = 0; w < bits.size(); ++w) bits[w] |= set.row_bits(row)[w];
-  return bits;
-}
-
-double of_unions(const KeptSet& ours, const KeptSet& theirs) {
-  return jaccard(union_of_rows(ours), union_of_rows(theirs));
-}
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 Matrix matrix(std::span<const LayerSelection> layers) {
-  const Sets sets = sets_of(layers);
+  const std::vector<Compared> sets = compared<set_of, rows_of>(layers);
   const int n = static_cast<int>(sets.size());
   Matrix result(n, n);
   for (int l = 0; l < n; ++l)
     for (int m = 0; m <= l; ++m)
-      result(l, m) = result(m, l) = similarity(sets[static_cast<std::size_t>(l)], sets[static_cast<std::size_t>(m)]);
+      result(l, m) = result(m, l) = jaccard(sets[static_cast<std::size_t>(l)], sets[static_cast<std::size_t>(m)]);
   return result;
 }
 
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 double adjacent(std::span<const LayerSelection> layers) {
   if (layers.size() < 2) return std::numeric_limits<double>::quiet_NaN();
-  const Sets sets = sets_of(layers);
+  const std::vector<Compared> sets = compared<set_of, rows_of>(layers);
   double total = 0;
-  for (std::size_t l = 1; l < sets.size(); ++l) total += similarity(sets[l - 1], sets[l]);
+  for (std::size_t l = 1; l < sets.size(); ++l) total += jaccard(sets[l - 1], sets[l]);
   return total / static_cast<double>(sets.size() - 1);
 }
 
@@ -85,28 +94,27 @@ const char* const first_row = "row 0 of the policy's granularity, as the paper p
 const char* const each_row = "row by row, then the mean over rows";
 const char* const union_first = "the union over rows first";
 
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
+struct Pairs {
+  static Matrix of(std::span<const LayerSelection> layers) { return matrix<set_of, rows_of>(layers); }
+};
+
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
+struct Neighbours {
+  static double of(std::span<const LayerSelection> layers) { return adjacent<set_of, rows_of>(layers); }
+};
+
 /// The same six readings of the matrix and of the mean over neighbours.
-template <class Of, template <Sets (*)(std::span<const LayerSelection>),
-                              double (*)(const KeptSet&, const KeptSet&)> class Measured>
+template <class Of, template <KeptSet (*)(const LayerSelection&), KeptSet (*)(const KeptSet&)> class Measured>
 std::vector<MetricVariant> readings() {
   const std::string with = "; sinks and recent tokens included";
-  return {{"first", first_row, Of{Measured<scored_sets, of_first_rows>::of}, true},
-          {"mean", each_row, Of{Measured<scored_sets, of_each_row>::of}, true},
-          {"union", union_first, Of{Measured<scored_sets, of_unions>::of}, true},
-          {"first+protected", first_row + with, Of{Measured<whole_sets, of_first_rows>::of}, true},
-          {"mean+protected", each_row + with, Of{Measured<whole_sets, of_each_row>::of}, true},
-          {"union+protected", union_first + with, Of{Measured<whole_sets, of_unions>::of}, true}};
+  return {{"first", first_row, Of{Measured<scored, first_of>::of}, true},
+          {"mean", each_row, Of{Measured<scored, each_of>::of}, true},
+          {"union", union_first, Of{Measured<scored, union_of>::of}, true},
+          {"first+protected", first_row + with, Of{Measured<whole, first_of>::of}, true},
+          {"mean+protected", each_row + with, Of{Measured<whole, each_of>::of}, true},
+          {"union+protected", union_first + with, Of{Measured<whole, union_of>::of}, true}};
 }
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
-struct Pairs {
-  static Matrix of(std::span<const LayerSelection> layers) { return matrix<sets_of, similarity>(layers); }
-};
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), double (*similarity)(const KeptSet&, const KeptSet&)>
-struct Neighbours {
-  static double of(std::span<const LayerSelection> layers) { return adjacent<sets_of, similarity>(layers); }
-};
 
 const char* const edges =
     "two empty sets -> 1, one empty -> 0; sinks and recent tokens are removed first except in +protected";

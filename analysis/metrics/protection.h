@@ -12,8 +12,8 @@ inline KeptSet unprotected(const LayerSelection& selection) {
   KeptSet scored = selection.set;
   for (int row = 0; row < scored.rows(); ++row) {
     const std::size_t r = static_cast<std::size_t>(row);
-    for (int j = 0; j < selection.sinks[r]; ++j) scored.drop(row, j);
-    for (int j = scored.tokens() - selection.recent[r]; j < scored.tokens(); ++j) scored.drop(row, j);
+    scored.drop(row, 0, selection.sinks[r]);
+    scored.drop(row, scored.tokens() - selection.recent[r], scored.tokens());
   }
   return scored;
 }

@@ -18,7 +18,7 @@ const RegisteredBackend registered{
 CpuBackend::CpuBackend(int threads)
     : level_(choose_simd_level()), kernels_(tile_kernels()), threads_(threads > 0 ? threads : omp_get_max_threads()) {
   scratch_.reserve(static_cast<std::size_t>(threads_));
-  for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_);
+  for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_, moment_kernels());
 }
 
 std::string CpuBackend::description() const { return "cpu " + level_.name; }
@@ -56,12 +56,13 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const auto threads = static_cast<std::size_t>(threads_);
   const auto dim = static_cast<std::size_t>(layer.k.dim);
   // Buffers stay from call to call, so they add up: packed keys of one KV head (of similarity, 16 MiB); column sums of
-  // some 40 segments or of all query heads; and for each thread 192 rows of exponentials, 96 of logits, and the
-  // weighted values of every set for 96 rows, below the boundary and from there on.
+  // some 40 segments or of all query heads; and for each thread 192 rows of exponentials, and of kept moments 48 rows
+  // of logits, masks and sums of every set, and its weighted values below the boundary and from there on.
   const std::size_t keys = std::max(tokens * dim * sizeof(float), std::size_t{16} << 20);
   const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(std::max(40, layer.q.heads));
-  const std::size_t rows = threads * (192 + 96) * tokens * sizeof(float);
-  const std::size_t values = threads * 96 * static_cast<std::size_t>(2 * work.sets + 2) * (dim + 32) * sizeof(double);
+  const std::size_t rows = threads * (192 + (work.parts.logits ? 48 : 0)) * tokens * sizeof(float);
+  const std::size_t value_bytes = work.parts.outputs ? 2 * (dim + 32) * sizeof(double) : 0;
+  const std::size_t values = threads * 48 * static_cast<std::size_t>(work.sets + 1) * (256 + value_bytes);
   // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
   // online eviction the keys that some rows hold. They keep nothing.
   const auto group = static_cast<std::size_t>(layer.group());

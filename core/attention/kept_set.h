@@ -30,6 +30,15 @@ class KeptSet {
 
   void keep(int row, int position) { word(row, position) |= bit(position); }
   void drop(int row, int position) { word(row, position) &= ~bit(position); }
+  /// Positions [begin, end).
+  void drop(int row, int begin, int end) {
+    for (int position = begin; position < end;) {
+      const int stop = std::min(end, (position / 64 + 1) * 64);
+      const std::uint64_t some = ~std::uint64_t{0} >> (64 - (stop - position));
+      word(row, position) &= ~(some << (position % 64));
+      position = stop;
+    }
+  }
   bool keeps(int row, int position) const { return (bits_[index(row, position)] & bit(position)) != 0; }
   int count(int row) const {
     int n = 0;
@@ -75,6 +84,18 @@ class KeptSet {
         fine.bits_[static_cast<std::size_t>(row) * words() + w] =
             bits_[static_cast<std::size_t>(row / (rows / rows_)) * words() + w];
     return fine;
+  }
+
+  /// One set for the layer: a row of this one, or what some row keeps.
+  KeptSet only(int row) const {
+    KeptSet one(Heads::layer, 1, tokens_);
+    std::ranges::copy(row_bits(row), one.bits_.begin());
+    return one;
+  }
+  KeptSet union_of_rows() const {
+    KeptSet one = only(0);
+    for (std::size_t i = words(); i < bits_.size(); ++i) one.bits_[i % words()] |= bits_[i];
+    return one;
   }
 
   friend bool operator==(const KeptSet&, const KeptSet&) = default;

@@ -51,6 +51,31 @@ TEST(KeptSet, CountsWithinARangeAcrossWords) {
   EXPECT_EQ(set.count_within(0, 0, 200), 0);
 }
 
+TEST(KeptSet, DropsARangeAcrossWords) {
+  for (const int begin : {0, 1, 63, 64, 65, 130, 199})
+    for (const int end : {0, 1, 64, 128, 129, 199, 200}) {
+      KeptSet set(Heads::kv, 2, 200);
+      for (int row = 0; row < 2; ++row)
+        for (int position = 0; position < 200; ++position) set.keep(row, position);
+      set.drop(1, begin, end);
+      EXPECT_EQ(set.count(0), 200);
+      for (int position = 0; position < 200; ++position)
+        EXPECT_EQ(set.keeps(1, position), position < begin || position >= end) << begin << " " << end;
+    }
+}
+
+TEST(KeptSet, OneRowAndTheUnionOfAll) {
+  KeptSet set(Heads::kv, 3, 130);
+  set.keep(0, 2);
+  set.keep(1, 2);
+  set.keep(1, 129);
+  set.keep(2, 64);
+  EXPECT_EQ(set.only(1).heads(), Heads::layer);
+  EXPECT_EQ(set.only(1).positions(0), (std::vector<std::int32_t>{2, 129}));
+  EXPECT_EQ(set.union_of_rows().positions(0), (std::vector<std::int32_t>{2, 64, 129}));
+  EXPECT_EQ(set.union_of_rows().rows(), 1);
+}
+
 TEST(KeptSet, RefinedItIsTheSameForEachFinerRow) {
   KeptSet layer(Heads::layer, 1, 70);
   layer.keep(0, 3);
