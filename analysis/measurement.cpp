@@ -16,13 +16,16 @@ const Of* measure_as(const MetricName& name) {
   return std::get_if<Of>(&find_variant(name)->measure);
 }
 
-bool wants(std::span<const MetricName> names, bool (*is_kind)(const MetricVariant&)) {
-  return std::ranges::any_of(names, [&](const MetricName& name) { return is_kind(*find_variant(name)); });
-}
-
+/// What metrics of this kind read of the moments; none: there are no such metrics.
 template <class Of>
-bool is(const MetricVariant& variant) {
-  return std::holds_alternative<Of>(variant.measure);
+std::optional<MomentParts> parts_read(std::span<const MetricName> names) {
+  std::optional<MomentParts> parts;
+  for (const MetricName& name : names)
+    if (const auto* of = measure_as<Of>(name)) {
+      if (!parts) parts.emplace();
+      parts->add(of->reads);
+    }
+  return parts;
 }
 
 LayerValues without_heads(double layer) {
@@ -126,7 +129,9 @@ double share_done(const LayerView& view, int walk, int walks) {
 
 }  // namespace
 
-bool Wanted::of_moments() const { return wants(metrics, is<OfMoments>); }
+std::optional<MomentParts> Wanted::moments() const { return parts_read<OfMoments>(metrics); }
+
+std::optional<MomentParts> Wanted::moments_of_all_queries() const { return parts_read<OfAllQueries>(metrics); }
 
 MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads)
     : functions_(std::move(functions)), sums_(functions_.size(), Matrix(layers, query_heads)) {}
@@ -217,7 +222,10 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
       if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
   }
-  if (wanted_[c].of_moments() && !selection.changes_with_time()) expected_[c][l] = expected_recall(view, selection.set);
+  if (wanted_[c].moments() && !selection.changes_with_time()) {
+    if (!expecting_) expecting_.emplace(view);
+    expected_[c][l] = expecting_->of(selection.set);
+  }
 }
 
 void Measurement::compared(const LayerView&, int cell, int, int, std::span<const Comparison> comparisons) {
@@ -256,22 +264,23 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
              view, head);
     }
   }
-  block_ = {{cells.begin(), cells.end()}, first, count, moments};
+  block_.cells.assign(cells.begin(), cells.end());
+  block_.first = first;
+  block_.count = count;
+  block_.moments = moments;
 }
 
-void Measurement::cross_checked(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) {
+void Measurement::cross_checked(const LayerView& view, int cell, int query, int head, const Comparison& comparison) {
   const auto found = std::ranges::find(block_.cells, cell);
   if (found == block_.cells.end() || query < block_.first || query >= block_.first + block_.count)
     throw Error{Refusal::internal, "measurement", "a comparison outside the block measured last"};
   const auto i = static_cast<std::size_t>(found - block_.cells.begin());
-  for (int head = 0; head < view.query_heads(); ++head) {
-    const int in_block = query - block_.first;
-    note(cell,
-         check_comparison(comparisons[static_cast<std::size_t>(head)],
-                          block_.moments.kept[place(i, view.query_heads(), head, block_.count, in_block)],
-                          block_.moments.full[place(0, view.query_heads(), head, block_.count, in_block)]),
-         view, head);
-  }
+  const int in_block = query - block_.first;
+  note(cell,
+       check_comparison(comparison, block_.moments.kept[place(i, view.query_heads(), head, block_.count, in_block)],
+                        block_.moments.full[place(0, view.query_heads(), head, block_.count, in_block)],
+                        block_.moments.parts),
+       view, head);
 }
 
 void Measurement::layer_done(const LayerView& view, int walk, int walks) {
@@ -289,6 +298,7 @@ void Measurement::layer_done(const LayerView& view, int walk, int walks) {
     }
     expected_[c][l].clear();
   }
+  expecting_.reset();
   if (heard_) heard_(share_done(view, walk, walks), view.layer() + 1);
 }
 
@@ -301,7 +311,7 @@ CellResult Measurement::take_cell(int cell) {
     const auto* of = measure_as<OfLayer>(name);
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
   }
-  if (wanted.of_moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header().layers);
+  if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header().layers);
   for (const MetricName& name : wanted.metrics)
     if (const auto* of = measure_as<OfCell>(name)) result.values[name] = single(of->measure(result.selections));
   for (const MetricVariant& variant : metrics().get("jaccard_matrix").variants)
@@ -342,8 +352,6 @@ ValuesByMetric AllQueriesMeasurement::take_cell(int cell) const {
   add_values<OfAllQueries>(values, wanted_[c], means_[c], conditions_, trace_.header().layers);
   return values;
 }
-
-bool AllQueriesMeasurement::wanted_by(const Wanted& wanted) { return wants(wanted.metrics, is<OfAllQueries>); }
 
 const char* word(Heads heads) { return heads == Heads::kv ? "kv" : heads == Heads::query ? "query" : "layer"; }
 

@@ -27,8 +27,9 @@ struct Wanted {
   bool scores = false;
   int rows = 1;  // of the finest granularity of its layers
 
-  /// Whether some metric needs the moments of the eval queries: Cell::measure.
-  bool of_moments() const;
+  /// What its metrics read of the moments of the eval queries, or of those of all queries; none: nothing.
+  std::optional<MomentParts> moments() const;
+  std::optional<MomentParts> moments_of_all_queries() const;
 };
 
 struct CellResult {
@@ -90,7 +91,7 @@ class Measurement final : public Sink {
                 std::span<const Comparison> comparisons) override;
   void measured(const LayerView& view, std::span<const int> cells, int first, int count,
                 const KeptMoments& moments) override;
-  void cross_checked(const LayerView& view, int cell, int query, std::span<const Comparison> comparisons) override;
+  void cross_checked(const LayerView& view, int cell, int query, int head, const Comparison& comparison) override;
   void layer_done(const LayerView& view, int walk, int walks) override;
 
   /// After the replay; each once.
@@ -109,6 +110,7 @@ class Measurement final : public Sink {
   std::vector<MomentMeans> means_;   // of what is wanted
   std::vector<MomentMeans> recall_;  // of every measured cell, wanted or not: it is held against the oracle
   std::vector<std::vector<std::vector<ExpectedRecall>>> expected_;  // [cell][treated][H]
+  std::optional<RecallByAttention> expecting_;                      // of the layer under way
   TraceResult trace_result_;
   struct Block {
     std::vector<int> cells;
@@ -131,7 +133,7 @@ class AllQueriesMeasurement final : public Sink {
   void layer_done(const LayerView& view, int walk, int walks) override;
   ValuesByMetric take_cell(int cell) const;
 
-  static bool wanted_by(const Wanted& wanted);
+  static bool wanted_by(const Wanted& wanted) { return wanted.moments_of_all_queries().has_value(); }
 
  private:
   const Trace& trace_;

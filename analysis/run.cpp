@@ -394,7 +394,7 @@ Batch batch(TraceWork& work, const RunRequest& request) {
     Wanted wanted{cell.missing, cell.facts.budget_tokens, scores && saves_scores(plans),
                   finest(plans, work.facts).rows};
     if (!std::ranges::all_of(plans, has_budget, &LayerPlan::plan)) wanted.budget = 0;
-    Cell made{.policy = cell.policy, .budget = cell.facts.budget_tokens, .measure = wanted.of_moments()};
+    Cell made{.policy = cell.policy, .budget = cell.facts.budget_tokens, .measure = wanted.moments()};
     if (cell.uses_known_sets()) made.known = read_selections(work.part_path(request.output), cell.facts.id, work.facts);
     result.cells.push_back(std::move(made));
     result.wanted.push_back(std::move(wanted));
@@ -420,7 +420,7 @@ void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& 
     if (!results[i].error.empty() || !AllQueriesMeasurement::wanted_by(first.wanted[i])) continue;
     Cell cell = first.cells[i];
     cell.known = results[i].selections;
-    cell.measure = true;
+    cell.measure = first.wanted[i].moments_of_all_queries();
     second.cells.push_back(std::move(cell));
     second.wanted.push_back(first.wanted[i]);
     places.push_back(i);

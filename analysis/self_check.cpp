@@ -105,8 +105,10 @@ std::optional<Violation> check_moments(const Moments& kept, const Moments& full,
   return std::nullopt;
 }
 
-std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full) {
+std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full,
+                                          MomentParts parts) {
   for (const TwoPaths& metric : metrics_of_two_paths()) {
+    if (!parts.cover(metric.measure.reads)) continue;
     const double expected = metric.measure.from_comparison(compared);
     const double found = metric.measure.from_moments(kept, full);
     if (!agree(expected, found, path_tolerance))
@@ -115,28 +117,38 @@ std::optional<Violation> check_comparison(const Comparison& compared, const Mome
   return std::nullopt;
 }
 
-std::vector<ExpectedRecall> expected_recall(const LayerView& view, const KeptSet& set) {
-  const Matrix& sums = view.eval_attention();
-  std::vector<ExpectedRecall> rows;
-  for (int row = 0; row < set.rows(); ++row) {
-    std::vector<double> column(static_cast<std::size_t>(view.prompt()));
-    int heads = 0;
-    for (int head = 0; head < view.query_heads(); ++head) {
-      if (set.row_of(head, view.group()) != row) continue;
-      ++heads;
-      for (int j = 0; j < view.prompt(); ++j) column[static_cast<std::size_t>(j)] += sums(head, j);
-    }
-    const double pairs = static_cast<double>(view.eval_queries().size()) * heads;
+std::vector<RecallByAttention::Row> RecallByAttention::rows_of(const KeptSet& set) const {
+  const Matrix& sums = view_.eval_attention();
+  const auto prompt = static_cast<std::size_t>(view_.prompt());
+  std::vector<Row> rows(static_cast<std::size_t>(set.rows()));
+  for (Row& row : rows) row.column.resize(prompt);
+  for (int head = 0; head < view_.query_heads(); ++head) {
+    Row& row = rows[static_cast<std::size_t>(set.row_of(head, view_.group()))];
+    row.pairs += static_cast<double>(view_.eval_queries().size());
+    for (std::size_t j = 0; j < prompt; ++j) row.column[j] += sums(head, static_cast<int>(j));
+  }
+  for (Row& row : rows) {
     // What does not fall on prompt tokens other than the query itself falls on keys that nobody can evict.
-    const double always_kept = pairs - std::accumulate(column.begin(), column.end(), 0.0);
-    double kept = 0;
-    for (const std::int32_t j : set.positions(row)) kept += column[static_cast<std::size_t>(j)];
-    const auto best = column.begin() + set.count(row);
-    std::nth_element(column.begin(), best, column.end(), std::greater<>());
-    const double best_kept = std::accumulate(column.begin(), best, 0.0);
-    rows.push_back({(always_kept + kept) / pairs, (always_kept + best_kept) / pairs});
+    row.always_kept = row.pairs - sum(row.column);
+    std::vector<double> sorted = row.column;
+    std::ranges::sort(sorted, std::greater<>());
+    row.greatest.resize(prompt + 1);
+    std::partial_sum(sorted.begin(), sorted.end(), row.greatest.begin() + 1);
   }
   return rows;
+}
+
+std::vector<ExpectedRecall> RecallByAttention::of(const KeptSet& set) {
+  if (!rows_.contains(set.heads())) rows_[set.heads()] = rows_of(set);
+  std::vector<ExpectedRecall> expected;
+  for (int number = 0; number < set.rows(); ++number) {
+    const Row& row = rows_[set.heads()][static_cast<std::size_t>(number)];
+    double kept = 0;
+    for (const std::int32_t j : set.positions(number)) kept += row.column[static_cast<std::size_t>(j)];
+    const double best = row.greatest[static_cast<std::size_t>(set.count(number))];
+    expected.push_back({(row.always_kept + kept) / row.pairs, (row.always_kept + best) / row.pairs});
+  }
+  return expected;
 }
 
 std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall) {

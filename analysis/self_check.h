@@ -11,6 +11,7 @@
 // - Kept slots are within layers * rows * budget.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -43,7 +44,9 @@ bool is_finite(const Moments& moments);
 
 /// Head and layer are the caller's to fill in.
 std::optional<Violation> check_moments(const Moments& kept, const Moments& full, bool keeps_everything);
-std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full);
+/// What the moments were not asked for is not compared.
+std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full,
+                                          MomentParts parts = all_moments);
 
 /// Recall of one row of a policy's granularity, mean over eval queries and the row's query heads, as the sums of
 /// attention that each prompt token gets (a query's own key left out) say it.
@@ -52,8 +55,27 @@ struct ExpectedRecall {
   double of_oracle = 0;  // of the best set of that size
 };
 
-/// [H]. Reads LayerView::eval_attention.
-std::vector<ExpectedRecall> expected_recall(const LayerView& view, const KeptSet& set);
+/// What LayerView::eval_attention says of any set of one layer: read once for each granularity.
+class RecallByAttention {
+ public:
+  /// `view` must outlive it.
+  explicit RecallByAttention(const LayerView& view) : view_(view) {}
+
+  /// [H].
+  std::vector<ExpectedRecall> of(const KeptSet& set);
+
+ private:
+  struct Row {
+    std::vector<double> column;    // [P] sums over eval queries and the row's query heads
+    std::vector<double> greatest;  // [P + 1] sum of the n greatest
+    double pairs = 0;              // of eval queries and query heads
+    double always_kept = 0;        // what falls on keys that nobody can evict
+  };
+  std::vector<Row> rows_of(const KeptSet& set) const;
+
+  const LayerView& view_;
+  std::map<Heads, std::vector<Row>> rows_;
+};
 
 std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall);
 

@@ -69,10 +69,10 @@ const RegisteredMetric attention_cosine_metric{{
                  {"nosink", "the same without the first 4 tokens",
                   OfMoments{{nosink_cosine, aligned_cosine<&Comparison::nosink>}}},
                  {"logits", "logits z below the boundary, 0 where evicted",
-                  OfMoments{{logit_cosine, aligned_cosine<&Comparison::logits>}}},
+                  OfMoments{{logit_cosine, aligned_cosine<&Comparison::logits>, {.logits = true}}}},
                  {"unaligned",
                   "the part of a below the boundary against its kept entries written one after another from index 0",
-                  OfMoments{{unaligned_cosine}}},
+                  OfMoments{{unaligned_cosine, nullptr, {.unaligned = true}}}},
                  {"rows", "every token of the trace as eval query: a pass of its own",
                   OfAllQueries{{attention_cosine, aligned_cosine<&Comparison::all>}}}},
 }};

@@ -10,123 +10,90 @@
 namespace kvreplay {
 namespace {
 
-using Sets = std::vector<KeptSet>;
-
-/// The kept positions of one row, or of several together.
-struct Members {
-  std::vector<std::uint64_t> bits;
-  int count = 0;
+/// The sets of one layer that are compared, and how many tokens each keeps.
+struct Compared {
+  KeptSet set;
+  std::vector<int> counts;
 };
 
-/// 1 for two empty sets, 0 for one.
-double jaccard(const Members& ours, const Members& theirs) {
-  const int common = count_common(ours.bits, theirs.bits);
-  const int either = ours.count + theirs.count - common;
-  return either == 0 ? 1.0 : static_cast<double>(common) / either;
+/// Row by row, then the mean: 1 for two empty sets, 0 for one.
+double jaccard(const Compared& ours, const Compared& theirs) {
+  double total = 0;
+  for (int row = 0; row < ours.set.rows(); ++row) {
+    const int common = count_common(ours.set.row_bits(row), theirs.set.row_bits(row));
+    const int either =
+        ours.counts[static_cast<std::size_t>(row)] + theirs.counts[static_cast<std::size_t>(row)] - common;
+    total += either == 0 ? 1.0 : static_cast<double>(common) / either;
+  }
+  return total / ours.set.rows();
 }
 
+KeptSet scored(const LayerSelection& layer) { return unprotected(layer); }
+KeptSet whole(const LayerSelection& layer) { return layer.set; }
+
+KeptSet first_of(const KeptSet& set) { return set.only(0); }
+KeptSet each_of(const KeptSet& set) { return set; }
+KeptSet union_of(const KeptSet& set) { return set.union_of_rows(); }
+
 /// All in the finest granularity that a layer has.
-Sets alike(Sets sets) {
-  const KeptSet finest = *std::ranges::max_element(sets, {}, &KeptSet::rows);
-  for (KeptSet& set : sets)
-    if (set.heads() != finest.heads()) set = set.refined(finest.heads(), finest.rows());
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
+std::vector<Compared> compared(std::span<const LayerSelection> layers) {
+  const KeptSet& finest =
+      std::ranges::max_element(layers, {}, [](const LayerSelection& l) { return l.set.rows(); })->set;
+  std::vector<Compared> sets;
+  for (const LayerSelection& layer : layers) {
+    Compared& made =
+        sets.emplace_back(rows_of(set_of(layer).refined(finest.heads(), finest.rows())), std::vector<int>{});
+    for (int row = 0; row < made.set.rows(); ++row) made.counts.push_back(made.set.count(row));
+  }
   return sets;
 }
 
-Sets scored_sets(std::span<const LayerSelection> layers) {
-  Sets sets;
-  for (const LayerSelection& layer : layers) sets.push_back(unprotected(layer));
-  return alike(std::move(sets));
-}
-
-Sets whole_sets(std::span<const LayerSelection> layers) {
-  Sets sets;
-  for (const LayerSelection& layer : layers) sets.push_back(layer.set);
-  return alike(std::move(sets));
-}
-
-Members row(const KeptSet& set, int number) {
-  const std::span<const std::uint64_t> bits = set.row_bits(number);
-  return {{bits.begin(), bits.end()}, set.count(number)};
-}
-
-/// What is compared of a layer: so many sets of positions, each with that of the other layer.
-using Rows = std::vector<Members>;
-
-Rows first(const KeptSet& set) { return {row(set, 0)}; }
-
-Rows each(const KeptSet& set) {
-  Rows rows;
-  for (int r = 0; r < set.rows(); ++r) rows.push_back(row(set, r));
-  return rows;
-}
-
-Rows united(const KeptSet& set) {
-  Members all = row(set, 0);
-  for (int r = 1; r < set.rows(); ++r)
-    for (std::size_t w = 0; w < all.bits.size(); ++w) all.bits[w] |= set.row_bits(r)[w];
-  all.count = count_common(all.bits, all.bits);
-  return {all};
-}
-
-double similarity(const Rows& ours, const Rows& theirs) {
-  double total = 0;
-  for (std::size_t r = 0; r < ours.size(); ++r) total += jaccard(ours[r], theirs[r]);
-  return total / static_cast<double>(ours.size());
-}
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
-std::vector<Rows> compared(std::span<const LayerSelection> layers) {
-  std::vector<Rows> rows;
-  for (const KeptSet& set : sets_of(layers)) rows.push_back(rows_of(set));
-  return rows;
-}
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 Matrix matrix(std::span<const LayerSelection> layers) {
-  const std::vector<Rows> rows = compared<sets_of, rows_of>(layers);
-  const int n = static_cast<int>(rows.size());
+  const std::vector<Compared> sets = compared<set_of, rows_of>(layers);
+  const int n = static_cast<int>(sets.size());
   Matrix result(n, n);
   for (int l = 0; l < n; ++l)
     for (int m = 0; m <= l; ++m)
-      result(l, m) = result(m, l) = similarity(rows[static_cast<std::size_t>(l)], rows[static_cast<std::size_t>(m)]);
+      result(l, m) = result(m, l) = jaccard(sets[static_cast<std::size_t>(l)], sets[static_cast<std::size_t>(m)]);
   return result;
 }
 
-template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 double adjacent(std::span<const LayerSelection> layers) {
   if (layers.size() < 2) return std::numeric_limits<double>::quiet_NaN();
-  const std::vector<Rows> rows = compared<sets_of, rows_of>(layers);
+  const std::vector<Compared> sets = compared<set_of, rows_of>(layers);
   double total = 0;
-  for (std::size_t l = 1; l < rows.size(); ++l) total += similarity(rows[l - 1], rows[l]);
-  return total / static_cast<double>(rows.size() - 1);
+  for (std::size_t l = 1; l < sets.size(); ++l) total += jaccard(sets[l - 1], sets[l]);
+  return total / static_cast<double>(sets.size() - 1);
 }
 
 const char* const first_row = "row 0 of the policy's granularity, as the paper plots it";
 const char* const each_row = "row by row, then the mean over rows";
 const char* const union_first = "the union over rows first";
 
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
+struct Pairs {
+  static Matrix of(std::span<const LayerSelection> layers) { return matrix<set_of, rows_of>(layers); }
+};
+
+template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
+struct Neighbours {
+  static double of(std::span<const LayerSelection> layers) { return adjacent<set_of, rows_of>(layers); }
+};
+
 /// The same six readings of the matrix and of the mean over neighbours.
-template <class Of, template <Sets (*)(std::span<const LayerSelection>), Rows (*)(const KeptSet&)> class Measured>
+template <class Of, template <KeptSet (*)(const LayerSelection&), KeptSet (*)(const KeptSet&)> class Measured>
 std::vector<MetricVariant> readings() {
   const std::string with = "; sinks and recent tokens included";
-  return {{"first", first_row, Of{Measured<scored_sets, first>::of}, true},
-          {"mean", each_row, Of{Measured<scored_sets, each>::of}, true},
-          {"union", union_first, Of{Measured<scored_sets, united>::of}, true},
-          {"first+protected", first_row + with, Of{Measured<whole_sets, first>::of}, true},
-          {"mean+protected", each_row + with, Of{Measured<whole_sets, each>::of}, true},
-          {"union+protected", union_first + with, Of{Measured<whole_sets, united>::of}, true}};
+  return {{"first", first_row, Of{Measured<scored, first_of>::of}, true},
+          {"mean", each_row, Of{Measured<scored, each_of>::of}, true},
+          {"union", union_first, Of{Measured<scored, union_of>::of}, true},
+          {"first+protected", first_row + with, Of{Measured<whole, first_of>::of}, true},
+          {"mean+protected", each_row + with, Of{Measured<whole, each_of>::of}, true},
+          {"union+protected", union_first + with, Of{Measured<whole, union_of>::of}, true}};
 }
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
-struct Pairs {
-  static Matrix of(std::span<const LayerSelection> layers) { return matrix<sets_of, rows_of>(layers); }
-};
-
-template <Sets (*sets_of)(std::span<const LayerSelection>), Rows (*rows_of)(const KeptSet&)>
-struct Neighbours {
-  static double of(std::span<const LayerSelection> layers) { return adjacent<sets_of, rows_of>(layers); }
-};
 
 const char* const edges =
     "two empty sets -> 1, one empty -> 0; sinks and recent tokens are removed first except in +protected";

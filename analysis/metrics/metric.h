@@ -41,6 +41,7 @@ double harmonic_mean(std::span<const double> values);
 struct AtQuery {
   double (*from_moments)(const Moments& kept, const Moments& full);
   double (*from_comparison)(const Comparison&) = nullptr;
+  MomentParts reads = {};  // of the moments
 
   /// `compared` is null where kept keys are as they were.
   double operator()(const Moments& kept, const Moments& full, const Comparison* compared) const {

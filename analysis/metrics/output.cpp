@@ -28,7 +28,7 @@ const RegisteredMetric output_cosine_metric{{
     .formula = "<o,õ> / (|o| |õ|), o = sum of a v, õ = sum over K' of a v / sum over K' of a",
     .source = "kvreplay",
     .edges = "exactly 1 when everything is kept; both outputs zero -> 1, one zero -> 0",
-    .variants = {{"", "per query head", OfMoments{{output_cosine, output_cosine}}, true}},
+    .variants = {{"", "per query head", OfMoments{{output_cosine, output_cosine, {.outputs = true}}}, true}},
 }};
 
 const RegisteredMetric output_error_metric{{
@@ -38,7 +38,7 @@ const RegisteredMetric output_error_metric{{
     .formula = "|o - õ|_2 / |o|_2",
     .source = "kvreplay",
     .edges = "exactly 0 when everything is kept; 0/0 -> 0; undefined when only o is zero",
-    .variants = {{"", "per query head", OfMoments{{output_error, output_error}}, true}},
+    .variants = {{"", "per query head", OfMoments{{output_error, output_error, {.outputs = true}}}, true}},
 }};
 
 }  // namespace

@@ -41,8 +41,27 @@ struct AttentionSums {
 /// itself.
 using KeptSets = std::span<const KeptSet>;
 
+/// Moments that cost more than sums of a and a² over kept keys, which always are computed.
+struct MomentParts {
+  bool outputs = false;    // products with the values
+  bool logits = false;     // the logits are held beside their exponentials
+  bool unaligned = false;  // kept keys are brought side by side
+
+  void add(const MomentParts& more) {
+    outputs = outputs || more.outputs;
+    logits = logits || more.logits;
+    unaligned = unaligned || more.unaligned;
+  }
+  /// Whether all of `some` are among these.
+  bool cover(const MomentParts& some) const {
+    return (outputs || !some.outputs) && (logits || !some.logits) && (unaligned || !some.unaligned);
+  }
+};
+inline constexpr MomentParts all_moments{.outputs = true, .logits = true, .unaligned = true};
+
 /// What all metrics need of one eval query t, one query head and one kept set K' (the kept keys that the set covers,
-/// all keys after those, and t itself; each if visible). õ = Σ_{K'} a v / Σ_{K'} a, o = Σ a v.
+/// all keys after those, and t itself; each if visible). õ = Σ_{K'} a v / Σ_{K'} a, o = Σ a v. Parts that were not
+/// asked for are 0.
 struct Moments {
   double mass = 0;         // Σ_{K'} a
   double square = 0;       // Σ_{K'} a²
@@ -50,11 +69,11 @@ struct Moments {
   double prompt_square = 0;
   double nosink_mass = 0;  // the same over K' ∩ [sink_tokens, boundary)
   double nosink_square = 0;
-  double output_square = 0;  // ‖õ‖²
+  double output_square = 0;  // outputs: ‖õ‖²
   double output_dot = 0;     // <o, õ>
   double error_square = 0;   // ‖o − õ‖²
-  double logit_square = 0;   // Σ z² over K' ∩ [0, boundary)
-  double unaligned_dot = 0;  // Σ_i a(t, i) a(t, K'_i), K'_i the i-th kept key below the boundary
+  double logit_square = 0;   // logits: Σ z² over K' ∩ [0, boundary)
+  double unaligned_dot = 0;  // unaligned: Σ_i a(t, i) a(t, K'_i), K'_i the i-th kept key below the boundary
 };
 
 /// The first tokens that the `nosink` variants of the metrics leave out.
@@ -63,6 +82,7 @@ inline constexpr int sink_tokens = 4;
 /// full [Hq, queries] is the set that keeps everything; kept [sets, Hq, queries]. A set that keeps all visible keys has
 /// the same bits as `full`, and mass exactly 1.
 struct KeptMoments {
+  MomentParts parts;  // that were computed
   std::vector<Moments> full;
   std::vector<Moments> kept;
 };
@@ -123,6 +143,7 @@ struct RedundancyElimination {
 /// What a run will ask of a layer.
 struct Workload {
   int sets = 0;               // of kept_moments
+  MomentParts parts = {};     // of kept_moments
   bool comparisons = false;   // compare_attention, at many queries
   bool online = false;        // online_eviction
   int redundancy_tokens = 0;  // of least_redundant; 0: it is not asked for
@@ -140,7 +161,7 @@ class Backend {
 
   /// Moments of every kept set at every query (positions, ascending, stored).
   virtual KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                                   std::span<const KeptSets> kept) = 0;
+                                   std::span<const KeptSets> kept, MomentParts parts = all_moments) = 0;
 
   /// The general path, for stores that transform what they keep: `stored` holds K̃ and Ṽ for the tokens of the layer,
   /// `positions` says where kept tokens stand. [Hq, queries].

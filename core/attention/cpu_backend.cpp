@@ -21,7 +21,7 @@ CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
       threads_(threads > 0 ? threads : omp_get_max_threads()),
       similarity_bytes_(similarity_bytes) {
   scratch_.reserve(static_cast<std::size_t>(threads_));
-  for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_);
+  for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_, moment_kernels());
 }
 
 std::string CpuBackend::description() const { return "cpu " + level_.name; }
@@ -50,14 +50,16 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const auto dim = static_cast<std::size_t>(layer.k.dim);
   // Buffers stay from call to call, so they add up: packed keys of one KV head (of similarity, 16 MiB); column sums of
   // 32 segments and the heads they meet, or of all query heads; and for each thread 128 rows of exponentials or 32 MiB
-  // of them, 96 rows of logits and as many exponentials, and the weighted values of every set for 96 rows, below the
-  // boundary and from there on.
+  // of them, and of kept moments 48 rows of exponentials and logits, masks and sums of every set, and its weighted
+  // values below the boundary and from there on.
   const std::size_t keys = std::max(tokens * dim * sizeof(float), std::size_t{16} << 20);
   const int sums = std::max(32 + layer.group(), layer.q.heads + layer.k.heads);
   const std::size_t columns = tokens * sizeof(double) * static_cast<std::size_t>(sums);
   const std::size_t row = tokens * sizeof(float);
-  const std::size_t rows = threads * (std::max(std::min(128 * row, std::size_t{32} << 20), 96 * row) + 96 * row);
-  const std::size_t values = threads * 96 * static_cast<std::size_t>(2 * work.sets + 2) * (dim + 32) * sizeof(double);
+  const std::size_t exponentials = std::max(std::min(128 * row, std::size_t{32} << 20), 48 * row);
+  const std::size_t rows = threads * (exponentials + (work.parts.logits ? 48 : 0) * row);
+  const std::size_t value_bytes = work.parts.outputs ? 2 * (dim + 32) * sizeof(double) : 0;
+  const std::size_t values = threads * 48 * static_cast<std::size_t>(work.sets + 1) * (256 + value_bytes);
   // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
   // online eviction the keys that some rows hold. They keep nothing.
   const auto group = static_cast<std::size_t>(layer.group());

@@ -9,6 +9,7 @@
 
 #include "attention/aligned_buffer.h"
 #include "attention/backend.h"
+#include "attention/moment_block.h"
 #include "attention/simd_level.h"
 #include "attention/similarity_kernels.h"
 #include "attention/softmax_block.h"
@@ -24,7 +25,7 @@ class CpuBackend final : public Backend {
   std::string description() const override;
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                           std::span<const KeptSets> kept) override;
+                           std::span<const KeptSets> kept, MomentParts parts) override;
   std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
                                             std::span<const std::int32_t> queries, int boundary,
                                             KeptSets kept) override;
@@ -39,10 +40,12 @@ class CpuBackend final : public Backend {
 
   /// What one thread works in, kept from call to call.
   struct Scratch {
-    explicit Scratch(const TileKernels& kernels) : block(kernels) {}
+    Scratch(const TileKernels& kernels, const MomentKernels& moment_kernels)
+        : block(kernels), moments(kernels, moment_kernels) {}
     SoftmaxBlock block;
+    MomentBlock moments;
     std::vector<BlockRow> rows;
-    AlignedBuffer<float> staging, keys, values, spare, factors;
+    AlignedBuffer<float> staging, keys, values, factors;
     AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
   };
   Scratch& scratch();

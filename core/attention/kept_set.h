@@ -97,6 +97,18 @@ class KeptSet {
     return fine;
   }
 
+  /// One set for the layer: a row of this one, or what some row keeps.
+  KeptSet only(int row) const {
+    KeptSet one(Heads::layer, 1, tokens_);
+    std::ranges::copy(row_bits(row), one.bits_.begin());
+    return one;
+  }
+  KeptSet union_of_rows() const {
+    KeptSet one = only(0);
+    for (std::size_t i = words(); i < bits_.size(); ++i) one.bits_[i % words()] |= bits_[i];
+    return one;
+  }
+
   friend bool operator==(const KeptSet&, const KeptSet&) = default;
 
  private:

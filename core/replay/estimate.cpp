@@ -106,19 +106,23 @@ double Estimator::seconds(Call call, const TraceHeader& header) {
   const LayerTensors& sample = of_shape->tensors;
   const std::vector<std::int32_t> all = position_range(0, sample_tokens);
   const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
-  // Sets that differ, since equal ones are computed once: set i keeps every second token of its own, or one token.
-  const auto moments_of = [&](bool half) {
-    std::vector<KeptSet> sets(sample_sets, KeptSet(Heads::kv, sample.k.heads, sample_tokens));
+  // Sets that differ, since equal ones are computed once: set i keeps every second token, and token i at the end.
+  const auto moments_of = [&](int count, MomentParts parts) {
+    std::vector<KeptSet> sets(static_cast<std::size_t>(count), KeptSet(Heads::kv, sample.k.heads, sample_tokens));
     std::vector<KeptSets> kept;
-    for (int i = 0; i < sample_sets; ++i) {
+    for (int i = 0; i < count; ++i) {
       KeptSet& set = sets[static_cast<std::size_t>(i)];
       for (int row = 0; row < set.rows(); ++row) {
-        set.keep(row, i);
-        for (int j = i % 2; half && j < sample_tokens - sample_sets; j += 2) set.keep(row, j);
+        for (int j = 0; j < sample_tokens - sample_sets; j += 2) set.keep(row, j);
+        set.keep(row, sample_tokens - 1 - i);
       }
       kept.emplace_back(&set, 1);
     }
-    return seconds_of([&] { backend_.kept_moments(sample, last, sample_tokens, kept); });
+    return seconds_of([&] { backend_.kept_moments(sample, last, sample_tokens, kept, parts); });
+  };
+  // What is beyond the sums of attention, of each set and of everything, which is always among them.
+  const auto parts_of = [&](MomentParts parts, double shares) {
+    return std::max(0.0, moments_of(sample_sets, parts) - moments_of(sample_sets, {})) / (1.0 + shares * sample_sets);
   };
   const auto measure = [&]() -> double {
     switch (call) {
@@ -127,9 +131,13 @@ double Estimator::seconds(Call call, const TraceHeader& header) {
       case Call::rows:
         return seconds_of([&] { backend_.attention_sums(sample, {.queries = last, .columns = sample_tokens}); });
       case Call::moments:
-        return moments_of(false);
-      case Call::kept:
-        return std::max(0.0, moments_of(true) - seconds(Call::moments, header)) / (0.5 * sample_sets);
+        return moments_of(0, {});
+      case Call::sets:
+        return std::max(0.0, moments_of(sample_sets, {}) - seconds(Call::moments, header)) / sample_sets;
+      case Call::outputs:
+        return parts_of({.outputs = true}, 0.5);
+      case Call::others:
+        return parts_of({.logits = true, .unaligned = true}, 1.0);
       case Call::similarity:
         return seconds_of([&] { backend_.similarity_row_maxima(sample.k, sample_tokens); });
       case Call::comparison: {
@@ -194,6 +202,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
     if (cell.measure) {
       ++measured_cells;
       kept_share += share;
+      work.parts.add(*cell.measure);
       if (shape.general) {
         work.comparisons = true;
         comparisons +=
@@ -214,17 +223,19 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
     return queries / sample_queries * visible / sample_tokens;
   };
   const auto costs = [&](Call call, double times) { return times > 0 ? times * seconds(call, header) : 0.0; };
-  const auto moments_at = [&](double blocks) {
-    return costs(Call::moments, blocks) + costs(Call::kept, blocks * kept_share);
+  const auto moments_at = [&](double blocks, MomentParts parts) {
+    return costs(Call::moments, blocks) + costs(Call::sets, blocks * measured_cells) +
+           (parts.outputs ? costs(Call::outputs, blocks * (1 + kept_share)) : 0.0) +
+           (parts.logits || parts.unaligned ? costs(Call::others, blocks * (1 + measured_cells)) : 0.0);
   };
   const double queries = static_cast<double>(conditions.eval_queries.size());
   double layer_seconds = costs(Call::similarity, demand.similarity_passes * square) + candidates * seconds_a_candidate;
   if (cumulative) layer_seconds += costs(Call::cumulative, square * demand.cumulative_share);
   if (!cells.empty()) layer_seconds += costs(Call::rows, at_queries(window + queries, tokens));
-  if (measured_cells > 0) layer_seconds += moments_at(at_queries(queries, tokens));
+  if (measured_cells > 0) layer_seconds += moments_at(at_queries(queries, tokens), work.parts);
   layer_seconds +=
       costs(Call::comparison, comparisons) + costs(Call::online, online) + costs(Call::redundancy, redundancy);
-  if (demand.every_query) layer_seconds += moments_at(at_queries(tokens, tokens / 2.0));
+  if (demand.every_query) layer_seconds += moments_at(at_queries(tokens, tokens / 2.0), {});
   // Reading from disk at 1 GB/s, slow enough for a cold cache on common drives.
   const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (second_walk ? 2.0 : 1.0);
   const bool anything = !cells.empty() || demand.similarity_passes > 0;

@@ -42,8 +42,10 @@ class Estimator {
   enum class Call {
     cumulative,  // all sample tokens over themselves
     rows,        // some sample queries over the sample tokens
-    moments,     // the same for kept moments, sets that keep nothing
-    kept,        // and for each set that keeps everything
+    moments,     // the same for kept moments of no set
+    sets,        // and for each set: sums of attention
+    outputs,     // outputs of each set that keeps everything
+    others,      // logits and unaligned products of each set
     similarity,  // sample tokens with one another
     comparison,  // the general comparison at a few queries
     online,      // some tokens coming one by one, half of them held

@@ -111,6 +111,19 @@ StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection
   return stored;
 }
 
+/// A query head and the KV head that it reads.
+LayerTensors one_head(LayerTensors tensors, int query_head) {
+  const auto cut = [](TensorView& tensor, int head) {
+    tensor.data = tensor.row(head, 0);
+    tensor.heads = 1;
+  };
+  const int kv_head = query_head / tensors.group();
+  cut(tensors.q, query_head);
+  cut(tensors.k, kv_head);
+  cut(tensors.v, kv_head);
+  return tensors;
+}
+
 /// How one cell is measured in one layer.
 struct Measured {
   const Job* job;
@@ -472,7 +485,11 @@ class Replay {
 
   void measure(const LayerView& view, std::vector<Measured>& to_measure) {
     std::vector<int> cells;
-    for (const Measured& cell : to_measure) cells.push_back(cell.job->number);
+    MomentParts parts;
+    for (const Measured& cell : to_measure) {
+      cells.push_back(cell.job->number);
+      parts.add(*cell.job->cell->measure);
+    }
     const std::span<const std::int32_t> queries = conditions_.eval_queries;
     for (std::size_t first = 0; first < queries.size(); first += query_block) {
       poll();
@@ -491,7 +508,7 @@ class Replay {
         sink_.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count),
                        general_comparison(view, to_measure[i], block, sets[i]));
       }
-      const KeptMoments moments = backend_.kept_moments(view.tensors(), block, prompt(), sets);
+      const KeptMoments moments = backend_.kept_moments(view.tensors(), block, prompt(), sets, parts);
       sink_.measured(view, cells, static_cast<int>(first), static_cast<int>(count), moments);
       for (std::size_t i = 0; i < to_measure.size(); ++i)
         if (!to_measure[i].general()) cross_check(view, to_measure[i], sets[i], first, block);
@@ -504,7 +521,8 @@ class Replay {
                                       cell.positions, queries, prompt(), sets);
   }
 
-  /// One query of each cell in one of its layers takes the general path too, where it lies in the block just measured.
+  /// One query of each cell in one query head of one layer takes the general path too, where it lies in the block just
+  /// measured.
   void cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
                    std::span<const std::int32_t> block) {
     const int number = cell.job->number;
@@ -512,9 +530,13 @@ class Replay {
     const std::size_t query = (static_cast<std::size_t>(number) * 7) % conditions_.eval_queries.size();
     if (query < first || query >= first + block.size()) return;
     const std::size_t in_block = query - first;
-    sink_.cross_checked(view, number, static_cast<int>(query),
-                        general_comparison(view, cell, block.subspan(in_block, 1),
-                                           sets.size() == 1 ? sets : sets.subspan(in_block, 1)));
+    const int head = number % view.query_heads();
+    const LayerTensors of_head = one_head(view.tensors(), head);
+    const KeptSet& set = sets[sets.size() == 1 ? 0 : in_block];
+    const KeptSet held = set.only(set.row_of(head, view.group()));
+    const std::vector<Comparison> compared = backend_.compare_attention(
+        of_head, of_head, Positions::original, block.subspan(in_block, 1), prompt(), KeptSets(&held, 1));
+    sink_.cross_checked(view, number, static_cast<int>(query), head, compared.front());
   }
 
   /// Sets that no later layer and no other job reads are let go.

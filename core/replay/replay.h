@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,9 +44,9 @@ int question_begin(const Trace& trace, int boundary);
 /// A policy at a budget.
 struct Cell {
   ConfiguredPolicy policy;
-  int budget = 0;                          // tokens; a budget of P or more keeps everything
-  std::vector<LayerSelection> known = {};  // [L] from an earlier run, or empty: to be made
-  bool measure = true;                     // moments are wanted
+  int budget = 0;                                    // tokens; a budget of P or more keeps everything
+  std::vector<LayerSelection> known = {};            // [L] from an earlier run, or empty: to be made
+  std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
 };
 
 /// Seconds of one cell in one layer, shared observables apart.
@@ -73,9 +74,9 @@ class Sink {
   /// `moments.kept` is [cells, Hq, count].
   virtual void measured(const LayerView&, std::span<const int> /*cells*/, int /*first*/, int /*count*/,
                         const KeptMoments&) {}
-  /// Of the other cells at one query of the block that `measured` heard last (index into eval_queries), [Hq]: the
-  /// general comparison, to hold against the moments.
-  virtual void cross_checked(const LayerView&, int /*cell*/, int /*query*/, std::span<const Comparison>) {}
+  /// Of the other cells at one query of the block that `measured` heard last (index into eval_queries) and one query
+  /// head: the general comparison, to hold against the moments.
+  virtual void cross_checked(const LayerView&, int /*cell*/, int /*query*/, int /*head*/, const Comparison&) {}
   /// After all cells of a treated layer in a walk. `walk` counts from 0, `walks` is 1 or 2.
   virtual void layer_done(const LayerView&, int /*walk*/, int /*walks*/) {}
 };

@@ -49,10 +49,10 @@ struct RecordedRun : Sink {
   std::map<int, std::vector<Moments>> full;                  // layer
   std::map<int, Matrix> eval_attention;                      // layer
   std::map<CellLayer, std::vector<Comparison>> compared_at;  // [Hq, queries] of cells that move or change tokens
-  std::map<CellLayer, std::vector<Comparison>> general;      // [Hq] at one query of the others
-  std::map<CellLayer, int> general_query;
-  std::map<CellLayer, Matrix> scores;                 // [H, P]
-  std::map<std::pair<int, int>, Matrix> observables;  // (layer, 0 window(2) | 1 cumulative)
+  std::map<CellLayer, std::vector<Comparison>> general;      // [1] at one query and head of the others
+  std::map<CellLayer, std::pair<int, int>> general_at;       // (query, head)
+  std::map<CellLayer, Matrix> scores;                        // [H, P]
+  std::map<std::pair<int, int>, Matrix> observables;         // (layer, 0 window(2) | 1 cumulative)
 
   void failed(int, const Error& error) override { throw error; }
   void layer(const LayerView& view, Backend&) override {
@@ -79,9 +79,9 @@ struct RecordedRun : Sink {
       moments[{cells[i], view.layer()}].assign(begin, begin + static_cast<std::ptrdiff_t>(size));
     }
   }
-  void cross_checked(const LayerView& view, int cell, int query, std::span<const Comparison> comparison) override {
-    general[{cell, view.layer()}] = {comparison.begin(), comparison.end()};
-    general_query[{cell, view.layer()}] = query;
+  void cross_checked(const LayerView& view, int cell, int query, int head, const Comparison& comparison) override {
+    general[{cell, view.layer()}] = {comparison};
+    general_at[{cell, view.layer()}] = {query, head};
   }
 
   double recall(int cell, int layer) const {

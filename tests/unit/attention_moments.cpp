@@ -150,6 +150,30 @@ TEST_P(KeptMomentsOf, AgreeWithTheGeneralComparison) {
   }
 }
 
+TEST_P(KeptMomentsOf, PartsThatAreAskedForAloneAreThoseOfAllParts) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  const std::vector<KeptSet> all_sets = sets();
+  const auto backend = make_backend("cpu", 2);
+  const LayerTensors tensors = layer.tensors();
+  const KeptMoments all = backend->kept_moments(tensors, queries, boundary, each(all_sets));
+  EXPECT_TRUE(all.parts.cover(all_moments));
+  for (const MomentParts parts :
+       {MomentParts{}, MomentParts{.outputs = true}, MomentParts{.logits = true}, MomentParts{.unaligned = true}}) {
+    const KeptMoments some = backend->kept_moments(tensors, queries, boundary, each(all_sets), parts);
+    EXPECT_TRUE(some.parts.cover(parts));
+    EXPECT_FALSE(some.parts.cover(all_moments));
+    const auto expect_part = [&](const Moments& found, Moments expected) {
+      if (!parts.outputs) expected.output_square = expected.output_dot = expected.error_square = 0.0;
+      if (!parts.logits) expected.logit_square = 0.0;
+      if (!parts.unaligned) expected.unaligned_dot = 0.0;
+      EXPECT_EQ(members(found), members(expected));
+    };
+    for (std::size_t cell = 0; cell < all.full.size(); ++cell) expect_part(some.full[cell], all.full[cell]);
+    for (std::size_t cell = 0; cell < all.kept.size(); ++cell) expect_part(some.kept[cell], all.kept[cell]);
+  }
+}
+
 const std::vector<MomentsCase> cases{
     {{.tokens = 64, .dim = 8}, 48, range(48, 64)},
     {{.query_heads = 9, .kv_heads = 3, .tokens = 700, .dim = 33}, 640, range(640, 700, 7)},
@@ -167,6 +191,81 @@ const std::vector<MomentsCase> cases{
 };
 
 INSTANTIATE_TEST_SUITE_P(Cases, KeptMomentsOf, ::testing::ValuesIn(cases));
+
+/// Thirteen sets at each of five shares, among them everything, equal sets, a recent window and sets for each query.
+struct ManySets {
+  std::vector<std::vector<KeptSet>> sets;
+
+  ManySets(const LayerShape& shape, int boundary, std::size_t queries) {
+    for (const double share : {0.05, 0.1, 0.2, 0.3, 0.5}) {
+      for (std::uint64_t seed = 0; seed < 11; ++seed) {
+        const Heads heads = seed % 3 == 0 ? Heads::kv : seed % 3 == 1 ? Heads::query : Heads::layer;
+        sets.push_back({random_set(heads, shape, boundary, seed == 10 ? 2.0 : share, chain(seed / 2, share * 100))});
+      }
+      KeptSet recent(Heads::layer, 1, boundary);
+      for (int key = boundary - static_cast<int>(share * boundary); key < boundary; ++key) recent.keep(0, key);
+      sets.push_back({recent});
+      std::vector<KeptSet>& by_query = sets.emplace_back();
+      for (std::size_t query = 0; query < queries; ++query)
+        by_query.push_back(
+            random_set(Heads::kv, shape, boundary + static_cast<int>(query % 3), share, chain(7, query)));
+    }
+  }
+
+  std::vector<KeptSets> spans() const { return {sets.begin(), sets.end()}; }
+};
+
+TEST(KeptMomentsWith, ManySetsAtOnceHaveTheBitsOfEachAloneAndOfAnyNumberOfThreads) {
+  const LayerShape shape{.query_heads = 9, .kv_heads = 3, .tokens = 1100, .dim = 12, .dtype = DType::bfloat16};
+  const RandomLayer layer(shape);
+  const int boundary = 1060;
+  const auto queries = range(1064, 1100);
+  const ManySets many(shape, boundary, queries.size());
+  const LayerTensors tensors = layer.tensors();
+  const auto backend = make_backend("cpu", 1);
+  const KeptMoments found = backend->kept_moments(tensors, queries, boundary, many.spans());
+  for (const int threads : {2, 3}) {
+    const KeptMoments more = make_backend("cpu", threads)->kept_moments(tensors, queries, boundary, many.spans());
+    for (std::size_t i = 0; i < found.kept.size(); ++i) EXPECT_EQ(members(more.kept[i]), members(found.kept[i]));
+  }
+  for (std::size_t set = 0; set < many.sets.size(); ++set) {
+    SCOPED_TRACE(::testing::Message() << "set " << set);
+    const KeptMoments alone = backend->kept_moments(tensors, queries, boundary, std::vector<KeptSets>{many.sets[set]});
+    for (std::size_t cell = 0; cell < found.full.size(); ++cell) {
+      const Moments& kept = found.kept[set * found.full.size() + cell];
+      EXPECT_EQ(members(kept), members(alone.kept[cell]));
+      if (cell % 17 != 0) continue;
+      const std::size_t query = cell % queries.size();
+      const KeptSet& own = many.sets[set][many.sets[set].size() == 1 ? 0 : query];
+      const int head = static_cast<int>(cell / queries.size());
+      expect_near(kept, reference_moments(layer, head, queries[query], boundary, &own), 4e-6);
+    }
+  }
+}
+
+TEST(KeptMomentsWith, ManySetsAgreeAtEverySimdLevel) {
+  const LayerShape shape{.query_heads = 6, .kv_heads = 2, .tokens = 600, .dim = 20, .dtype = DType::float16};
+  const RandomLayer layer(shape);
+  const int boundary = 570;
+  const auto queries = range(560, 600, 3);
+  const ManySets many(shape, boundary, queries.size());
+  at_every_simd_level([&](const char* level) {
+    SCOPED_TRACE(level);
+    const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, many.spans());
+    for (std::size_t i = 0; i < found.kept.size(); ++i) {
+      const std::size_t set = i / found.full.size();
+      const std::size_t cell = i % found.full.size();
+      if (set % 13 == 10) {
+        EXPECT_EQ(members(found.kept[i]), members(found.full[cell]));
+      }
+      if (i % 7 != 0) continue;
+      const std::size_t query = cell % queries.size();
+      const KeptSet& own = many.sets[set][many.sets[set].size() == 1 ? 0 : query];
+      const int head = static_cast<int>(cell / queries.size());
+      expect_near(found.kept[i], reference_moments(layer, head, queries[query], boundary, &own), 4e-6);
+    }
+  });
+}
 
 TEST(KeptMomentsWith, LargeLogitsAverageToTheReference) {
   // Logits of about +-50: one query's weights carry the rounding of its logits, averages do not.
@@ -216,6 +315,12 @@ TEST(KeptMomentsWith, KeptKeysFarBelowTheLargestLogitStillHaveAnOutput) {
     const Moments expected = reference_moments(layer, 0, queries[i], 30, &set);
     EXPECT_GT(expected.output_square, 0.1);
     expect_near(found.kept[i], expected, 4e-6);
+  }
+  const KeptMoments attention = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, 30, sets, {});
+  for (std::size_t i = 0; i < queries.size(); ++i) {
+    EXPECT_EQ(attention.kept[i].square, found.kept[i].square);
+    EXPECT_EQ(attention.kept[i].prompt_square, found.kept[i].prompt_square);
+    EXPECT_EQ(attention.kept[i].output_square, 0.0);
   }
 }
 

@@ -31,8 +31,8 @@ class FakeBackend final : public Backend {
     asked = what;
     return sums;
   }
-  KeptMoments kept_moments(const LayerTensors&, std::span<const std::int32_t>, int,
-                           std::span<const KeptSets>) override {
+  KeptMoments kept_moments(const LayerTensors&, std::span<const std::int32_t>, int, std::span<const KeptSets>,
+                           MomentParts) override {
     ++calls;
     return moments;
   }

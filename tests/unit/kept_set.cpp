@@ -68,6 +68,18 @@ TEST(KeptSet, KeepsAndDropsRangesAsOneByOne) {
     }
 }
 
+TEST(KeptSet, OneRowAndTheUnionOfAll) {
+  KeptSet set(Heads::kv, 3, 130);
+  set.keep(0, 2);
+  set.keep(1, 2);
+  set.keep(1, 129);
+  set.keep(2, 64);
+  EXPECT_EQ(set.only(1).heads(), Heads::layer);
+  EXPECT_EQ(set.only(1).positions(0), (std::vector<std::int32_t>{2, 129}));
+  EXPECT_EQ(set.union_of_rows().positions(0), (std::vector<std::int32_t>{2, 64, 129}));
+  EXPECT_EQ(set.union_of_rows().rows(), 1);
+}
+
 TEST(KeptSet, RefinedItIsTheSameForEachFinerRow) {
   KeptSet layer(Heads::layer, 1, 70);
   layer.keep(0, 3);

@@ -124,7 +124,7 @@ TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
     return scores;
   };
   backend.sums = received({5, 1, 9});
-  run_schedule(both, plan, 3, "policy");
+  run_schedule(both, plan, 3, "policy", [] {});
   // 0 ... 5 have 6 3 12 4 5 6, tenfold in the second head; the first row goes on with 0 2 4, the second with 1 3 5.
   EXPECT_EQ(before, (std::vector<std::vector<double>>{{5, 1, 9, 50, 10, 90}, {6, 12, 5, 30, 40, 60}}));
 }

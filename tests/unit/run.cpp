@@ -53,8 +53,8 @@ class ForgetfulBackend final : public Backend {
     return sound_->attention_sums(layer, what);
   }
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
-                           std::span<const KeptSets> sets) override {
-    KeptMoments moments = sound_->kept_moments(layer, queries, boundary, sets);
+                           std::span<const KeptSets> sets, MomentParts parts) override {
+    KeptMoments moments = sound_->kept_moments(layer, queries, boundary, sets, parts);
     for (std::size_t i = moments.kept.size() - moments.full.size(); i < moments.kept.size(); ++i)
       moments.kept[i].mass /= 2;
     return moments;

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "analysis/measurement.h"
 #include "analysis/self_check.h"
 #include "fake_backend.h"
 
@@ -85,6 +86,34 @@ TEST(SelfCheck, WhatIsNotANumberAgreesWithNothing) {
   EXPECT_TRUE(check_comparison(odd, kept, no_output));
 }
 
+TEST(SelfCheck, WhatTheMomentsWereNotAskedForIsNotCompared) {
+  Moments attention = kept, all_attention = full;
+  attention.output_square = attention.output_dot = attention.error_square = all_attention.output_square = 0;
+  EXPECT_TRUE(check_comparison(compared, attention, all_attention));
+  EXPECT_FALSE(check_comparison(compared, attention, all_attention, {.logits = true}));
+  EXPECT_TRUE(check_comparison(compared, attention, all_attention, {.outputs = true}));
+  Comparison off = compared;
+  off.l1 = 0;
+  EXPECT_TRUE(check_comparison(off, attention, all_attention, {}));
+}
+
+TEST(Wanted, ReadsOfTheMomentsWhatItsMetricsRead) {
+  const auto parts = [](const char* metrics) { return Wanted{.metrics = parse_metrics(metrics)}.moments(); };
+  EXPECT_FALSE(parts("kv_l1_loss,jaccard_adjacent,layer_budget"));
+  EXPECT_FALSE(parts("attention_cosine:rows"));
+  const auto attention = parts("attention_recall,attention_l1,attention_cosine:prompt,kv_l1_loss");
+  ASSERT_TRUE(attention);
+  EXPECT_FALSE(attention->outputs || attention->logits || attention->unaligned);
+  EXPECT_TRUE(parts("attention_recall,output_error")->outputs);
+  EXPECT_TRUE(parts("output_cosine")->outputs);
+  EXPECT_TRUE(parts("attention_cosine:logits")->logits);
+  EXPECT_TRUE(parts("attention_cosine:unaligned")->unaligned);
+  EXPECT_FALSE(parts("attention_cosine:unaligned")->logits);
+  const Wanted rows{.metrics = parse_metrics("attention_cosine:rows")};
+  ASSERT_TRUE(rows.moments_of_all_queries());
+  EXPECT_FALSE(rows.moments_of_all_queries()->outputs);
+}
+
 TEST(SelfCheck, ExpectedRecallByHand) {
   // 2 query heads share one KV head; 3 prompt tokens, 2 eval queries. Column sums over the group: .6 .9 .3, so of the
   // 4 pairs' mass 4 - 1.8 = 2.2 lies where nothing is evicted.
@@ -100,7 +129,7 @@ TEST(SelfCheck, ExpectedRecallByHand) {
   const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 3}, eval);
   KeptSet set(Heads::kv, 1, 3);
   set.keep(0, 0);
-  const std::vector<ExpectedRecall> rows = expected_recall(view, set);
+  const std::vector<ExpectedRecall> rows = RecallByAttention(view).of(set);
   ASSERT_EQ(rows.size(), 1U);
   EXPECT_DOUBLE_EQ(rows[0].of_set, (2.2 + 0.6) / 4);
   EXPECT_DOUBLE_EQ(rows[0].of_oracle, (2.2 + 0.9) / 4);
@@ -108,7 +137,7 @@ TEST(SelfCheck, ExpectedRecallByHand) {
   KeptSet by_query(Heads::query, 2, 3);
   by_query.keep(1, 1);
   by_query.keep(1, 2);
-  const std::vector<ExpectedRecall> queries = expected_recall(view, by_query);
+  const std::vector<ExpectedRecall> queries = RecallByAttention(view).of(by_query);
   ASSERT_EQ(queries.size(), 2U);
   EXPECT_DOUBLE_EQ(queries[0].of_set, (2 - 1.1) / 2);
   EXPECT_DOUBLE_EQ(queries[1].of_set, (2 - 0.7 + 0.2) / 2);
