@@ -130,7 +130,7 @@ struct PlannedTrace {
   Demand demand = {};
 };
 
-inline constexpr int numerics = 1;
+inline constexpr int numerics = 2;
 
 /// Opens and checks everything, computes nothing and writes nothing. Throws as run() does.
 std::vector<PlannedTrace> plan_run(const RunRequest& request);

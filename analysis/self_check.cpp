@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <numeric>
 
 #include "analysis/metrics/metric.h"
+#include "policies/parts/ranking.h"
 
 namespace kvreplay {
 namespace {
@@ -130,10 +130,10 @@ std::vector<RecallByAttention::Row> RecallByAttention::rows_of(const KeptSet& se
   for (Row& row : rows) {
     // What does not fall on prompt tokens other than the query itself falls on keys that nobody can evict.
     row.always_kept = row.pairs - sum(row.column);
-    std::vector<double> sorted = row.column;
-    std::ranges::sort(sorted, std::greater<>());
-    row.greatest.resize(prompt + 1);
-    std::partial_sum(sorted.begin(), sorted.end(), row.greatest.begin() + 1);
+    row.greatest.reserve(prompt + 1);
+    row.greatest.push_back(0.0);
+    for (const std::int32_t j : ranked(row.column))
+      row.greatest.push_back(row.greatest.back() + row.column[static_cast<std::size_t>(j)]);
   }
   return rows;
 }

@@ -57,14 +57,16 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   const std::span<const double> keys = facts.view.key_norms(1).row(kv_head);
   const std::span<const double> values = facts.view.value_norms(1).row(kv_head);
   const std::span<const std::uint64_t> kept = facts.selection.set.row_bits(row);
-  // Of kept and of lost tokens, without a branch that no machine can foresee.
-  double kept_norms = 0, lost_norms = 0;
+  // Of kept and of lost tokens, without a branch that no machine can foresee; in several sums, because each waits for
+  // the one before.
+  constexpr std::size_t sums = 4;
+  double kept_norms[sums] = {}, lost_norms[sums] = {};
   Sizes result;
   for (std::size_t j = 0; j < keys.size(); ++j) {
     const double norm = (part == Part::value ? 0.0 : keys[j]) + (part == Part::key ? 0.0 : values[j]);
     const bool is_kept = (kept[j / 64] >> (j % 64) & 1) != 0;
-    kept_norms += is_kept ? norm : 0.0;
-    lost_norms += is_kept ? 0.0 : norm;
+    kept_norms[j % sums] += is_kept ? norm : 0.0;
+    lost_norms[j % sums] += is_kept ? 0.0 : norm;
     if (facts.stored == nullptr || !is_kept) continue;
     const double changed_by = changed<part>(facts, kv_head, static_cast<int>(j));
     result.lost += changed_by;
@@ -72,9 +74,9 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   }
   result.tokens = static_cast<double>(keys.size());
   result.kept_tokens = facts.selection.set.count(row);
-  result.norms = kept_norms + lost_norms;
-  result.kept_norms = kept_norms;
-  result.lost += lost_norms;
+  result.kept_norms = sum(kept_norms);
+  result.norms = result.kept_norms + sum(lost_norms);
+  result.lost += sum(lost_norms);
   result.relative += result.tokens - result.kept_tokens;
   return result;
 }

@@ -15,8 +15,8 @@ std::vector<SimdLevel> simd_levels() {
   for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {  // best first
 #if HWY_ARCH_X86
     if (target == HWY_AVX3) {
-      if (__builtin_cpu_supports("avx512bf16")) levels.push_back({"AVX512_BF16", target, true, true});
-      levels.push_back({"AVX512", target, true});
+      if (__builtin_cpu_supports("avx512bf16")) levels.push_back({"AVX512_BF16", target, true});
+      levels.push_back({"AVX512", target});
       continue;
     }
 #endif

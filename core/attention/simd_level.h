@@ -1,5 +1,5 @@
-// SIMD levels in this binary that this machine can run. The portable kernels are compiled once for each of Highway's
-// targets; the products of AVX-512 have tiles of their own.
+// SIMD levels in this binary that this machine can run: the kernels are compiled once for each of Highway's targets,
+// and those of AVX-512 multiply pairs of bfloat16 numbers where the machine has the instruction.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,8 @@
 namespace kvreplay {
 
 struct SimdLevel {
-  std::string name;         // AVX512_BF16, AVX512, AVX2, SSE4, SSSE3; NEON
-  std::int64_t target = 0;  // Highway's, of the portable kernels
-  bool avx512 = false;      // products by the tile of AVX-512
+  std::string name;         // AVX512_BF16, AVX512, AVX2, SSE4, SSSE3, SCALAR; NEON
+  std::int64_t target = 0;  // Highway's
   bool bfloat16 = false;    // products of bfloat16 numbers on the instruction made for them
 };
 

@@ -37,7 +37,6 @@ constexpr int height_step = tile_rows / 3;
 constexpr int cache_line = 64 / sizeof(float);
 constexpr int wide_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
 constexpr int wide_tile_keys = vectors * wide_lanes;
-static_assert(tile_rows <= WeightSums::most_rows);
 
 constexpr float headroom = 60.0F;           // p up to 2^60: row sums of 2^60 keys' worth still fit into float32
 constexpr float lowest_exponent = -110.0F;  // from here on p counts as 0, and never becomes denormal
@@ -97,15 +96,6 @@ struct Packed {
   const float* keys;
   const float* row(int k) const { return rows + static_cast<std::ptrdiff_t>(k) * tile_rows; }
   const float* key(int k) const { return keys + static_cast<std::ptrdiff_t>(k) * tile_keys; }
-};
-
-/// Operands wherever they lie: k counts terms.
-struct Scattered {
-  const WeightedKey* terms;
-  std::ptrdiff_t weights_offset;
-  std::ptrdiff_t values_offset;
-  const float* row(int k) const { return terms[k].weights + weights_offset; }
-  const float* key(int k) const { return terms[k].values + values_offset; }
 };
 
 /// sums[r][v] = Σ_k row(k)[r] * key(k)[v], in registers: every index of `sums` is a constant once unrolled.
@@ -337,51 +327,6 @@ void add_columns(const TileBlock& block, int tile, int begin, int end, const flo
   for (int key = 0; key < tile_keys; ++key) columns[key] += static_cast<double>(total[key]);
 }
 
-void turn_key_major(const TileBlock& block, int tile, float* values) {
-  const int first_key = tile * tile_keys;
-  HWY_ALIGN float row_major[tile_size];
-  for (int panel = 0; panel < block.panels; ++panel) {
-    float* piece = values + piece_offset(block, tile, panel);
-    if (!block.ranges[panel].sees_some(first_key, first_key + tile_keys)) {
-      for (int i = 0; i < tile_size; ++i) piece[i] = 0.0F;
-      continue;
-    }
-    for (int i = 0; i < tile_size; ++i) row_major[i] = piece[i];
-    for (int key = 0; key < tile_keys; ++key)
-      for (int r = 0; r < tile_rows; ++r) piece[key * tile_rows + r] = row_major[r * tile_keys + key];
-  }
-}
-
-void add_weighted_values(const WeightedKey* terms, int count, int panel, int dim, double* out) {
-  HWY_ALIGN float sums[tile_size];
-  for (int column = 0; column < dim; column += tile_keys) {
-    multiply_into<Float32, tile_rows>(Scattered{terms, static_cast<std::ptrdiff_t>(panel) * tile_size, column}, count,
-                                      sums);
-    for (int r = 0; r < tile_rows; ++r)
-      for (int c = 0; c < tile_keys; ++c)
-        out[static_cast<std::ptrdiff_t>(r) * dim + column + c] += static_cast<double>(sums[r * tile_keys + c]);
-  }
-}
-
-void add_weights(const WeightedKey* terms, int count, int panel, WeightSums& sums) {
-  const std::ptrdiff_t offset = static_cast<std::ptrdiff_t>(panel) * tile_size;
-  WeightSums local = sums;
-  for (int i = 0; i < count; ++i) {
-    const float* weights = terms[i].weights + offset;
-    const float* logits = terms[i].logits + offset;
-    const float* unaligned = terms[i].unaligned + offset;
-    for (int r = 0; r < tile_rows; ++r) {
-      const double weight = static_cast<double>(weights[r]);
-      const double logit = static_cast<double>(logits[r]);
-      local.weight[r] += weight;
-      local.square[r] += weight * weight;
-      local.logit_square[r] += logit * logit;
-      local.unaligned_dot[r] += weight * static_cast<double>(unaligned[r]);
-    }
-  }
-  sums = local;
-}
-
 void wide_products(const double* panel, const double* tile, int dim, double* out) {
   const Doubles doubles;
   hn::Vec<Doubles> sums[tile_rows][vectors];
@@ -547,10 +492,9 @@ void pack_bfloat16(const std::byte* const* rows, DType type, int dim, int width,
 }
 #endif
 
-template <class Number>
-void pack(const Number* rows, int count, int dim, int width, Number* out) {
+void wide_pack(const double* rows, int count, int dim, int width, double* out) {
   for (int c = 0; c < dim; ++c) {
-    Number* row = out + static_cast<std::ptrdiff_t>(c) * width;
+    double* row = out + static_cast<std::ptrdiff_t>(c) * width;
     for (int r = 0; r < count; ++r) row[r] = rows[static_cast<std::ptrdiff_t>(r) * dim + c];
     for (int r = count; r < width; ++r) row[r] = 0;
   }
@@ -578,13 +522,9 @@ const TileKernels& kernels() {
                   .raise_references = raise_references<Float32>},
       .bfloat16 = bfloat16_form,
       .widen = widen,
-      .pack = pack<float>,
-      .wide_pack = pack<double>,
+      .wide_pack = wide_pack,
       .fold_row_sums = fold_row_sums,
       .add_columns = add_columns,
-      .turn_key_major = turn_key_major,
-      .add_weighted_values = add_weighted_values,
-      .add_weights = add_weights,
       .wide_products = wide_products,
   };
   return table;

@@ -67,24 +67,6 @@ struct TileForm {
   void (*raise_references)(const TileBlock& block, const float* keys, int tile);
 };
 
-/// One key of a weighted sum over keys: its weight and logit for the rows of a panel (of the first panel of a block;
-/// the others follow at the distance of one tile), and its value vector.
-struct WeightedKey {
-  const float* weights = nullptr;    // [rows]
-  const float* logits = nullptr;     // [rows]
-  const float* unaligned = nullptr;  // [rows] the weights of the key whose number is this key's rank
-  const float* values = nullptr;     // [padded dim]
-};
-
-/// Sums over keys for the rows of one panel.
-struct WeightSums {
-  static constexpr int most_rows = 16;
-  double weight[most_rows] = {};
-  double square[most_rows] = {};
-  double logit_square[most_rows] = {};
-  double unaligned_dot[most_rows] = {};
-};
-
 struct TileKernels {
   int rows;
   int keys;
@@ -95,24 +77,14 @@ struct TileKernels {
   /// Exact widening of `count` numbers.
   void (*widen)(const std::byte* source, DType type, int count, float* out);
   /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
-  void (*pack)(const float* vectors, int count, int dim, int width, float* out);
   void (*wide_pack)(const double* vectors, int count, int dim, int width, double* out);
 
   /// row_sums += lane_sums, which begin again.
   void (*fold_row_sums)(const TileBlock& block);
   /// columns[key] += Σ over the rows [begin, end) of factors[row] * p[row, key].
   void (*add_columns)(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns);
-  /// Turns each [rows, keys] piece of the tile into [keys, rows]; unseen pieces become zeros.
-  void (*turn_key_major)(const TileBlock& block, int tile, float* values);
-
-  /// For panel `panel`: out[row, c] += Σ_i weights_i[row] * values_i[c], float32 within the call, float64 in out.
-  /// `dim` is a multiple of `keys`.
-  void (*add_weighted_values)(const WeightedKey* terms, int count, int panel, int dim, double* out);
-  /// The sums of WeightSums over the terms, for panel `panel`.
-  void (*add_weights)(const WeightedKey* terms, int count, int panel, WeightSums& sums);
-
-  /// out[rows, wide_keys] = products of one panel of rows and one tile of keys: every sum begins with the first dimension, product and sum are rounded
-  /// one after the other, so all levels have the same bits.
+  /// out[rows, wide_keys] = products of one panel of rows and one tile of keys: every sum begins with the first
+  /// dimension, product and sum are rounded one after the other, so all levels have the same bits.
   void (*wide_products)(const double* panel, const double* tile, int dim, double* out);
 };
 

@@ -60,8 +60,7 @@ void expect_sums_of_float64(const LayerTensors& layer, int tokens) {
 }
 
 TEST(RealAttention, IsThatOfFloat64AtEverySimdLevel) {
-  const auto root = std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
-  const Trace trace = Trace::open(root / "traces" / "smollm2-135m-needle.h5");
+  const Trace trace = Trace::open(std::filesystem::path(KVREPLAY_TRACES) / "smollm2-135m-needle.h5");
   const int tokens = std::min(trace.header().tokens(), 400);
   for (const int layer : {0, 1})
     at_every_simd_level([&](const char*) { expect_sums_of_float64(trace.layer(layer), tokens); });
