@@ -18,6 +18,7 @@ CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
     : level_(choose_simd_level()),
       kernels_(tile_kernels()),
       similarity_kernels_(similarity_kernels()),
+      online_kernels_(online_kernels()),
       threads_(threads > 0 ? threads : omp_get_max_threads()),
       similarity_bytes_(similarity_bytes) {
   scratch_.reserve(static_cast<std::size_t>(threads_));

@@ -10,6 +10,7 @@
 #include "attention/aligned_buffer.h"
 #include "attention/backend.h"
 #include "attention/moment_block.h"
+#include "attention/online_kernels.h"
 #include "attention/simd_level.h"
 #include "attention/similarity_kernels.h"
 #include "attention/softmax_block.h"
@@ -53,6 +54,7 @@ class CpuBackend final : public Backend {
   const SimdLevel level_;
   const TileKernels& kernels_;
   const SimilarityKernels& similarity_kernels_;
+  const OnlineKernels& online_kernels_;
   int threads_;
   std::size_t similarity_bytes_;
   std::vector<Scratch> scratch_;

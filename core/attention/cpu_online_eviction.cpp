@@ -12,7 +12,6 @@
 #include <limits>
 
 #include "attention/cpu_backend.h"
-#include "attention/online_kernels.h"
 #include "error.h"
 #include "positions.h"
 
@@ -232,7 +231,6 @@ class Steps {
 
 std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer, const OnlineEviction& what) {
   assert(what.recent >= 1 && what.recent <= what.budget);
-  const OnlineKernels& online = online_kernels();
   const int group = layer.group();
   const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
   const int held = static_cast<int>(what.resident.size()) / rows;
@@ -248,8 +246,8 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     if (what.heads == Heads::query) heads = {row, row + 1};
     const HeadRange kv_heads{heads.first / group, (heads.end - 1) / group + 1};
 
-    Steps steps(kernels_, online, layer, heads);
-    HeldTokens tokens(kernels_, online, layer, kv_heads,
+    Steps steps(kernels_, online_kernels_, layer, heads);
+    HeldTokens tokens(kernels_, online_kernels_, layer, kv_heads,
                       std::min(std::max(held, what.budget), what.tokens) + steps.at_once());
     std::deque<int> recent;
     const auto add_recent = [&](int position) {

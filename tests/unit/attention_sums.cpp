@@ -359,6 +359,36 @@ TEST(SimdLevels, AgreeAndAreNamed) {
   EXPECT_GE(levels, 1);
 }
 
+TEST(SimdLevels, ABackendKeepsTheOneItWasMadeAt) {
+  const RandomLayer layer({.tokens = 150, .dim = 20});
+  const LayerTensors tensors = layer.tensors();
+  const auto queries = range(0, 150);
+  KeptSet half(Heads::layer, 1, 140);
+  half.keep(0, 0, 70);
+  const KeptSets set(&half, 1);
+  const auto answers = [&](Backend& backend) {
+    const KeptMoments moments = backend.kept_moments(tensors, std::span(queries).last(9), 140, std::span(&set, 1));
+    std::vector<double> all{moments.kept.front().mass, moments.kept.front().output_dot};
+    const Matrix sums = backend.attention_sums(tensors, {.queries = queries, .columns = 150});
+    all.insert(all.end(), sums.values().begin(), sums.values().end());
+    for (const double cosine : backend.similarity_row_maxima(tensors.k, 150)) all.push_back(cosine);
+    const Matrix norms = backend.norms(tensors.k, 150, 2);
+    all.insert(all.end(), norms.values().begin(), norms.values().end());
+    for (const int token : backend.online_eviction(tensors, {.tokens = 150, .budget = 40})) all.push_back(token);
+    for (const int token : backend.least_redundant(tensors, {.resident = queries, .keep = 60})) all.push_back(token);
+    return all;
+  };
+  at_every_simd_level([&](const char* level) {
+    const auto made_here = make_backend("cpu", 2);
+    const std::vector<double> expected = answers(*made_here);
+    for (const SimdLevel& other : {simd_levels().front(), simd_levels().back()}) {
+      const ForcedSimdLevel forced(other.name.c_str());
+      make_backend("cpu", 1);
+      EXPECT_EQ(answers(*made_here), expected) << level;
+    }
+  });
+}
+
 TEST(SimdLevels, AnUnknownOneIsRefused) {
   const ForcedSimdLevel forced("MMX");
   EXPECT_THROW(make_backend("cpu", 1), Error);
