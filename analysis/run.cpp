@@ -595,7 +595,9 @@ void leave_out_stored(Demand& demand, const TraceWork& work, const ObservableKey
     return 1.0 - static_cast<double>(held) / static_cast<double>(work.conditions.layers.size());
   };
   demand.cumulative_share = lacking("cumulative_attention");
-  demand.similarity_passes *= 0.5 * (lacking("key_similarity") + lacking("value_similarity"));
+  demand.similarity_passes = 0;
+  for (const MetricName& name : work.of_trace.metrics)
+    demand.similarity_passes += lacking(name.metric == "redundancy_key" ? "key_similarity" : "value_similarity");
 }
 
 void make_folders(const fs::path& output) {

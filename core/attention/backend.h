@@ -173,14 +173,14 @@ class Backend {
   /// those of [0, first) that were not held in the beginning.
   virtual std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) = 0;
 
-  /// [keep] numbers of the kept tokens in `resident`, ascending.
+  /// [keep] numbers of the kept tokens in `resident`, ascending. Throws Error{input} if a vector is not finite.
   virtual std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) = 0;
 
-  /// [heads, tokens]: p-norms of the first `tokens` rows of each head; p >= 1.
+  /// [heads, tokens]: p-norms of the first `tokens` rows, p >= 1. Throws Error{input} if one is not finite.
   virtual Matrix norms(const TensorView& tensor, int tokens, double p) = 0;
 
   /// max_{j != i} cos(w_i, w_j) for i < tokens, w_i = row i of all heads concatenated; a zero vector has cosine 0, one
-  /// token alone has 0. Within 1e-6 of float64.
+  /// token alone has 0. Within 1e-6 of float64. Throws Error{input} if a vector is not finite.
   virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
 
   /// Bytes that such calls on such a layer need at their peak beyond the trace and their results, for planning.

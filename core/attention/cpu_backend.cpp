@@ -3,6 +3,10 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "error.h"
 
 namespace kvreplay {
 namespace {
@@ -31,6 +35,7 @@ CpuBackend::Scratch& CpuBackend::scratch() { return scratch_[static_cast<std::si
 
 Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
   Matrix norms(tensor.heads, tokens);
+  std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads_)
   {
     float* vector = scratch().staging.at_least(static_cast<std::size_t>(tensor.dim));
@@ -39,9 +44,11 @@ Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
       for (int token = 0; token < tokens; ++token) {
         kernels_.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
         norms(head, token) = similarity_kernels_.norm(vector, tensor.dim, p);
+        if (!std::isfinite(norms(head, token))) finite = false;
       }
     }
   }
+  if (!finite) throw Error{Refusal::input, "norms", "vectors", "finite numbers", "others"};
   return norms;
 }
 
@@ -62,11 +69,13 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const std::size_t value_bytes = work.parts.outputs ? 2 * (dim + 32) * sizeof(double) : 0;
   const std::size_t values = threads * 48 * static_cast<std::size_t>(work.sets + 1) * (256 + value_bytes);
   // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
-  // online eviction the keys that some rows hold. They keep nothing.
+  // online eviction the keys that some rows hold, for each KV head 24 rows of exponentials over them, their positions
+  // and their scores. They keep nothing.
   const auto group = static_cast<std::size_t>(layer.group());
   const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 2 * sizeof(double) +
                                  tokens * layer.rope.inv_freq.size() * 2 * sizeof(double);
-  const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * dim * sizeof(float);
+  const std::size_t slot_bytes = (dim + std::max(group, std::size_t{24})) * sizeof(float) + 16;
+  const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * slot_bytes;
   const std::size_t redundancy = work.redundancy_tokens > 0 ? redundancy_bytes(layer, work.redundancy_tokens) : 0;
   std::size_t largest = work.comparisons ? comparison : 0;
   if (work.online) largest = std::max(largest, held);

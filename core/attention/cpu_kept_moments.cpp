@@ -16,8 +16,8 @@ namespace {
 // Query rows of one block. More would pack the keys less often, and their exponentials would leave the second-level
 // cache.
 constexpr int block_rows = 48;
-// A sum of exponentials below this has lost terms to underflow: it is taken again from the logits.
-constexpr double smallest_safe_sum = 0x1p-80;
+// Terms of a sum of exponentials below this, or their squares, may have been lost to underflow.
+constexpr double smallest_safe_sum = 0x1p-40;
 
 KeptSet everything(int tokens) {
   KeptSet set(Heads::layer, 1, tokens);
@@ -49,6 +49,12 @@ struct DistinctSets {
     }
   }
 };
+
+/// Whether the sums that metrics read beside the total have lost terms, though the total has not.
+bool lost_parts(const RowSums& sums) {
+  const auto lost = [](double sum) { return sum > 0 && sum < smallest_safe_sum; };
+  return sums.total() >= smallest_safe_sum && (lost(sums.rest.sum) || lost(sums.sinks.sum + sums.rest.sum));
+}
 
 /// `unit` is that of the set's sums, those of everything being in units of 1.
 Moments moments_of(const RowSums& set, const RowSums& full, double unit) {
@@ -141,24 +147,34 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     const int kv_head = row.head / group;
     const std::size_t cell = product(row.head, query_count) + static_cast<std::size_t>(row.query);
     std::vector<double> full_output(parts.outputs ? dim : 0), output(full_output), logits;
-    const RowSums full = block.sums(number, 0);
-    block.output(number, 0, full.total(), full_output);
+    std::vector<RowSums> sums_of_set;
+    for (std::size_t i = 0; i < distinct.sets.size(); ++i)
+      sums_of_set.push_back(block.sums(number, static_cast<int>(i)));
+    // Of a row, sums that are divided by each other's come from the same numbers.
+    const bool all_from_logits = std::ranges::any_of(sums_of_set, lost_parts);
+    // Fills `into`; what the sums are in units of.
+    const auto complete = [&](std::size_t i, std::vector<double>& into) {
+      RowSums& sums = sums_of_set[i];
+      if (!all_from_logits && sums.total() >= smallest_safe_sum) {
+        block.output(number, static_cast<int>(i), sums.total(), into);
+        return 1.0;
+      }
+      if (logits.empty()) logits = logits_of(kv_head, row);
+      double highest = 0;
+      sums_from_logits(kv_head, row, distinct.sets[i].at(row.query), logits, highest, sums, into);
+      return std::exp2(highest - reference);
+    };
+    const double full_unit = complete(0, full_output);
+    const RowSums& full = sums_of_set.front();
     std::vector<Moments> of_set;
     for (std::size_t i = 0; i < distinct.sets.size(); ++i) {
-      RowSums sums = block.sums(number, static_cast<int>(i));
-      double unit = 1.0;
-      if (sums.total() < smallest_safe_sum) {
-        if (logits.empty()) logits = logits_of(kv_head, row);
-        double highest = 0;
-        sums_from_logits(kv_head, row, distinct.sets[i].at(row.query), logits, highest, sums, output);
-        unit = std::exp2(highest - reference);
-      } else {
-        block.output(number, static_cast<int>(i), sums.total(), output);
-      }
-      Moments& moments = of_set.emplace_back(moments_of(sums, full, unit));
-      compare_outputs(output, full_output, moments);
+      const double unit = i == 0 ? full_unit : complete(i, output);
+      const RowSums& sums = sums_of_set[i];
+      Moments& moments = of_set.emplace_back(moments_of(sums, full, unit / full_unit));
+      compare_outputs(i == 0 ? full_output : output, full_output, moments);
       moments.logit_square = sums.logit_square * std::numbers::ln2 * std::numbers::ln2;
-      moments.unaligned_dot = sums.unaligned_dot / (full.total() * full.total());
+      const double full_total = full.total() * full_unit;
+      moments.unaligned_dot = sums.unaligned_dot / (full_total * full_total);
     }
     result.full[cell] = of_set.front();
     for (std::size_t i = 0; i < kept.size(); ++i)

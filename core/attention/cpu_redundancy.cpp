@@ -1,6 +1,8 @@
 // SCA's greedy choice in its incremental form. Similarities are integers, so that it is the direct one bit for bit.
 #include <algorithm>
+#include <atomic>
 #include <cassert>
+#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <numeric>
@@ -8,6 +10,7 @@
 
 #include "attention/cpu_backend.h"
 #include "attention/rope.h"
+#include "error.h"
 
 namespace kvreplay {
 namespace {
@@ -71,10 +74,11 @@ class Similarities {
         last_use_(panel_in_.size(), 0),
         slot_of_(static_cast<std::size_t>(shape.panels), -1) {}
 
-  /// Vectors for the products: vectors_of(token, out) writes one, [dim].
+  /// Vectors for the products: vectors_of(token, out) writes one, [dim]. Throws where numbers are not finite.
   template <class VectorsOf>
   void pack(VectorsOf vectors_of) {
     const int width = kernels_.wide_columns;
+    std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads_)
     {
       std::vector<double> vectors(product(width, dim_));
@@ -82,9 +86,12 @@ class Similarities {
       for (int tile = 0; tile < shape_.tiles; ++tile) {
         const int count = std::min(width, shape_.tokens - tile * width);
         for (int i = 0; i < count; ++i) vectors_of(tile * width + i, vectors.data() + product(i, dim_));
+        const std::span present(vectors.data(), product(count, dim_));
+        if (!std::ranges::all_of(present, [](double x) { return std::isfinite(x); })) finite = false;
         kernels_.pack_wide(vectors.data(), count, dim_, width, tile_at(tile), scales_.data() + tile * width);
       }
     }
+    if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
   }
 
   bool holds_all() const { return panel_in_.size() == slot_of_.size(); }

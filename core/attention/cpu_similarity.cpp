@@ -1,9 +1,11 @@
 // Cosines of token vectors, one triangle of products and its row maxima: no n x n anywhere.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 
 #include "attention/cpu_backend.h"
+#include "error.h"
 
 namespace kvreplay {
 namespace {
@@ -15,13 +17,12 @@ constexpr int panels_at_once = 8;
 // Words of a vector summed at a time: their part of a tile stays in the first-level cache while panels pass by, and
 // sums of so few numbers of float32 stay within 1e-6 of float64 in vectors of thousands.
 constexpr int chunk_words = 128;
-constexpr float below_any_cosine = -4.0F;
 
 }  // namespace
 
 std::vector<double> CpuBackend::similarity_row_maxima(const TensorView& tensor, int tokens) {
   std::vector<double> maxima(static_cast<std::size_t>(tokens), 0.0);
-  if (tokens < 2) return maxima;
+  if (tokens < 1) return maxima;
   const SimilarityKernels& kernels = similarity_kernels_;
   const int dim = tensor.heads * tensor.dim;
   // Products of bfloat16 numbers are exact in float32; vectors of other types are multiplied as float32.
@@ -101,6 +102,7 @@ std::vector<double> CpuBackend::similarity_row_maxima(const TensorView& tensor, 
     }
   };
 
+  std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads_)
   {
     Scratch& mine = scratch();
@@ -112,7 +114,8 @@ std::vector<double> CpuBackend::similarity_row_maxima(const TensorView& tensor, 
       widen(token, vector);
       const auto i = static_cast<std::size_t>(token);
       const double length = kernels.norm(vector, dim, 2.0);
-      if (!(length > 0.0)) continue;
+      if (!std::isfinite(length)) finite = false;
+      if (!std::isfinite(length) || length == 0.0) continue;
       int exponent = 0;
       lengths[i] = 1.0 / std::frexp(length, &exponent);
       powers[i] = std::ldexp(1.0, -exponent);
@@ -129,6 +132,8 @@ std::vector<double> CpuBackend::similarity_row_maxima(const TensorView& tensor, 
         compare_band(mine, highest, bands - 1 - (number - first_band), first_tile, end_tile);
     }
   }
+  if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
+  if (tokens < 2) return maxima;
   for (std::size_t token = 0; token < maxima.size(); ++token) {
     float highest = below_any_cosine;
     for (const std::vector<float>& some : found)

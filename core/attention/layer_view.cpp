@@ -1,8 +1,11 @@
 #include "attention/layer_view.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 
+#include "error.h"
 #include "positions.h"
 
 namespace kvreplay {
@@ -37,13 +40,26 @@ std::span<const std::int32_t> LayerView::positions(int row) const {
       .subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count);
 }
 
+/// What the backend refuses has a place.
+template <class Compute>
+Matrix LayerView::in_this_layer(Compute compute) const {
+  try {
+    return compute();
+  } catch (const Error& error) {
+    if (error.refusal() != Refusal::input) throw;
+    throw Error{Refusal::input, fmt::format("/layers/{:03}", stored_layer()),
+                fmt::format("{}: {} (kvreplay validate --deep says more)", error.where(), error.problem()),
+                error.expected(), error.found()};
+  }
+}
+
 template <class Compute>
 const Matrix& LayerView::remember(std::string_view observable, double argument, Compute compute) const {
   const auto key = std::pair{observable, argument};
   const auto known = memo_.find(key);
   if (known != memo_.end()) return known->second;
   const auto begin = std::chrono::steady_clock::now();
-  Matrix result = compute();
+  Matrix result = in_this_layer(compute);
   observable_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return memo_.emplace(key, std::move(result)).first->second;
 }

@@ -92,6 +92,8 @@ class LayerView {
 
  private:
   template <class Compute>
+  Matrix in_this_layer(Compute compute) const;
+  template <class Compute>
   const Matrix& remember(std::string_view observable, double argument, Compute compute) const;
   /// Of the whole prompt: read from the store where it is known, and put there where it had to be computed.
   template <class Compute>

@@ -90,14 +90,18 @@ int gather(const float* numbers, const std::uint64_t* mask, float* out) {
   return count;
 }
 
+/// In float64: a product of two small weights would be lost in float32.
 double dot(const float* a, const float* b, int count) {
-  const Floats floats;
-  Vector sum = hn::Zero(floats);
-  for (int i = 0; i < count; i += lanes) {
-    const hn::Mask<Floats> some = hn::FirstN(floats, static_cast<std::size_t>(count - i));
-    sum = hn::MulAdd(hn::MaskedLoad(some, floats, a + i), hn::MaskedLoad(some, floats, b + i), sum);
+  const Doubles doubles;
+  const hn::Rebind<float, Doubles> floats;
+  DoubleVector sum = hn::Zero(doubles);
+  for (int i = 0; i < count; i += double_lanes) {
+    const auto some = hn::FirstN(floats, static_cast<std::size_t>(count - i));
+    const DoubleVector x = hn::PromoteTo(doubles, hn::MaskedLoad(some, floats, a + i));
+    const DoubleVector y = hn::PromoteTo(doubles, hn::MaskedLoad(some, floats, b + i));
+    sum = hn::MulAdd(x, y, sum);
   }
-  return sum_of_lanes(sum);
+  return hn::GetLane(hn::SumOfLanes(doubles, sum));
 }
 
 /// One tile of columns, in registers: every index of `sums` is a constant once unrolled.

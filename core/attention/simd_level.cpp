@@ -14,7 +14,8 @@ std::vector<SimdLevel> simd_levels() {
   std::vector<SimdLevel> levels;
   for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {  // best first
 #if HWY_ARCH_X86
-    if (target == HWY_AVX3) {
+    if (target <= HWY_AVX3) {  // Highway numbers the better ones lower
+      if (!levels.empty()) continue;
       if (__builtin_cpu_supports("avx512bf16")) levels.push_back({"AVX512_BF16", target, true});
       levels.push_back({"AVX512", target});
       continue;

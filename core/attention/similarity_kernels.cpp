@@ -1,5 +1,6 @@
 #include "attention/similarity_kernels.h"
 
+#include <bit>
 #include <cmath>
 
 #include "attention/simd_level.h"
@@ -34,7 +35,6 @@ constexpr int vectors = 2;
 constexpr int panel_rows = lanes >= 16 ? 12 : 6;
 constexpr int tile_columns = vectors * lanes;
 constexpr int wide_tile_columns = vectors * wide_lanes;
-constexpr float below_any_cosine = -4.0F;  // also of vectors scaled to lengths in [1/2, 1), whose scales are up to 2
 
 HWY_INLINE std::ptrdiff_t at(int row, int width) { return static_cast<std::ptrdiff_t>(row) * width; }
 
@@ -83,7 +83,11 @@ double norm(const float* vector, int count, double p) {
   const Doubles doubles;
   if (p == 1.0) return hn::GetLane(hn::SumOfLanes(doubles, fold_vector(vector, count, Sum())));
   if (p == 2.0) return std::sqrt(hn::GetLane(hn::SumOfLanes(doubles, fold_vector(vector, count, SquareSum()))));
-  if (std::isinf(p)) return hn::GetLane(hn::MaxOfLanes(doubles, fold_vector(vector, count, Largest())));
+  if (std::isinf(p)) {
+    // A maximum may lose what is not a number; a sum does not.
+    const double sum = norm(vector, count, 1.0);
+    return std::isfinite(sum) ? hn::GetLane(hn::MaxOfLanes(doubles, fold_vector(vector, count, Largest()))) : sum;
+  }
   double sum = 0.0;
   for (int i = 0; i < count; ++i) sum += std::pow(std::abs(static_cast<double>(vector[i])), p);
   return std::pow(sum, 1.0 / p);
@@ -143,6 +147,7 @@ void pack(const float* vectors_in, int count, int dim, int width, float* out) {
 void pack_pairs(const float* vectors_in, int count, int dim, int width, float* out) {
   constexpr int most_words = 256;  // turned at a time
   float words[4 * most_words];
+  const Floats floats;
   const hn::RebindToUnsigned<Floats> bits;
   const int all_words = (dim + 1) / 2;
   for (int r = 0; r < width; r += 4) {
@@ -150,21 +155,26 @@ void pack_pairs(const float* vectors_in, int count, int dim, int width, float* o
     for (int begin = 0; begin < all_words; begin += most_words) {
       const int some = HWY_MIN(most_words, all_words - begin);
       for (int i = 0; i < 4; ++i) {
-        std::uint32_t* word = reinterpret_cast<std::uint32_t*>(words) + at(i, most_words);
+        float* word = words + at(i, most_words);
         if (i >= rows) {
-          for (int c = 0; c < some; ++c) word[c] = 0;
+          for (int c = 0; c < some; ++c) word[c] = 0.0F;
           continue;
         }
-        const auto* numbers = reinterpret_cast<const std::uint32_t*>(vectors_in + at(r + i, dim)) + 2 * begin;
+        const float* numbers = vectors_in + at(r + i, dim) + 2 * begin;
         const int rest = dim - 2 * begin;  // numbers from here on
         int c = 0;
         for (; c + lanes <= some && 2 * (c + lanes) <= rest; c += lanes) {
-          hn::Vec<decltype(bits)> even, odd;
-          hn::LoadInterleaved2(bits, numbers + 2 * c, even, odd);
-          hn::StoreU(hn::Or(hn::ShiftRight<16>(even), hn::And(odd, hn::Set(bits, 0xFFFF0000u))), bits, word + c);
+          Vector even, odd;
+          hn::LoadInterleaved2(floats, numbers + 2 * c, even, odd);
+          const auto low = hn::ShiftRight<16>(hn::BitCast(bits, even));
+          const auto high = hn::And(hn::BitCast(bits, odd), hn::Set(bits, 0xFFFF0000u));
+          hn::StoreU(hn::BitCast(floats, hn::Or(low, high)), floats, word + c);
         }
-        for (; c < some; ++c)
-          word[c] = numbers[2 * c] >> 16 | (2 * c + 1 < rest ? numbers[2 * c + 1] & 0xFFFF0000u : 0u);
+        for (; c < some; ++c) {
+          const auto low = std::bit_cast<std::uint32_t>(numbers[2 * c]) >> 16;
+          const auto high = 2 * c + 1 < rest ? std::bit_cast<std::uint32_t>(numbers[2 * c + 1]) & 0xFFFF0000u : 0u;
+          word[c] = std::bit_cast<float>(low | high);
+        }
       }
       int c = 0;
       if (r + 4 <= width)

@@ -11,6 +11,9 @@
 
 namespace kvreplay {
 
+/// Below any cosine, also of vectors scaled to lengths in [1/2, 1), whose scales are up to 2.
+inline constexpr float below_any_cosine = -4.0F;
+
 /// One panel against one tile, a chunk of their dimensions. Words are float32 numbers, or pairs of bfloat16.
 struct CosineChunk {
   const float* panel = nullptr;  // [words, rows]
@@ -64,7 +67,7 @@ struct SimilarityKernels {
   int wide_columns;  // of a tile of float64
   int lanes;         // of float32
 
-  /// (Σ |x|^p)^(1/p), in float64.
+  /// (Σ |x|^p)^(1/p), in float64; not finite if some x is not.
   double (*norm)(const float* vector, int count, double p);
 
   /// vectors[i] *= factors[i], exact for powers of two.

@@ -58,14 +58,15 @@ HWY_INLINE Vector exponential(Vector x, Vector reference, Vector& exponent) {
   const Vector whole = hn::Round(x);
   exponent = hn::Sub(whole, reference);
   const Vector p = power_of_two(hn::Sub(x, whole));
-#if HWY_TARGET == HWY_AVX3
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   const __mmask16 counts = _mm512_cmp_ps_mask(exponent.raw, splat(lowest_exponent).raw, _CMP_NLE_UQ);
   return Vector{_mm512_maskz_scalef_ps(counts, p.raw, exponent.raw)};
 #else
   // The sum with 1.5 * 2^23 holds the integer in its last bits; they move to where p has its exponent.
   const auto bits = hn::BitCast(Integers(), hn::Add(exponent, splat(12582912.0F)));
   const Vector scaled = hn::BitCast(Floats(), hn::Add(hn::BitCast(Integers(), p), hn::ShiftLeft<23>(bits)));
-  return hn::IfThenZeroElse(hn::Le(exponent, splat(lowest_exponent)), scaled);
+  const Vector counted = hn::IfThenZeroElse(hn::Le(exponent, splat(lowest_exponent)), scaled);
+  return hn::IfThenElse(hn::IsNaN(exponent), exponent, counted);
 #endif
 }
 
@@ -75,7 +76,7 @@ struct Float32 {
   static HWY_INLINE Vector scaled(Vector product, const TileBlock&) { return product; }
 };
 
-#if HWY_TARGET == HWY_AVX3
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 struct Bfloat16 {
   static constexpr int numbers_a_cell = 2;
   /// VDPBF16PS. By its name, because a function with the intrinsic would need a target of its own; which machines have
@@ -351,6 +352,20 @@ void wide_products(const double* panel, const double* tile, int dim, double* out
   }
 }
 
+/// float16 -> float32. Where Highway converts without an instruction, it takes infinities and NaN for numbers from 2^16
+/// on: these get the exponent that they should have.
+template <class D>
+HWY_INLINE hn::Vec<D> promoted(D floats, hn::Vec<hn::Rebind<hwy::float16_t, D>> halves) {
+  const auto x = hn::PromoteTo(floats, halves);
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2
+  return x;
+#else
+  const hn::RebindToSigned<D> integers;
+  const auto none = hn::BitCast(floats, hn::Or(hn::BitCast(integers, x), hn::Set(integers, 0x7F800000)));
+  return hn::IfThenElse(hn::Ge(hn::Abs(x), hn::Set(floats, 65536.0F)), none, x);
+#endif
+}
+
 void widen(const std::byte* source, DType type, int count, float* out) {
   const Floats floats;
   if (type == DType::float32) {
@@ -366,7 +381,7 @@ void widen(const std::byte* source, DType type, int count, float* out) {
     if (type == DType::bfloat16) {
       return hn::BitCast(floats, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Floats>(), bits)));
     }
-    return hn::PromoteTo(floats, hn::BitCast(hn::Rebind<hwy::float16_t, Floats>(), bits));
+    return promoted(floats, hn::BitCast(hn::Rebind<hwy::float16_t, Floats>(), bits));
   };
   constexpr int element = sizeof(std::uint16_t);
   int i = 0;
@@ -395,7 +410,7 @@ HWY_INLINE hn::Vec<Four> load_cells(Four four, const std::byte* const* row, std:
     if constexpr (type == DType::bfloat16) {
       return hn::BitCast(four, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Four>(), bits)));
     } else {
-      return hn::PromoteTo(four, hn::BitCast(hn::Rebind<hwy::float16_t, Four>(), bits));
+      return promoted(four, hn::BitCast(hn::Rebind<hwy::float16_t, Four>(), bits));
     }
   }
 }
@@ -484,7 +499,7 @@ void pack_float32(const std::byte* const* rows, DType type, int dim, int width, 
   if (type == DType::bfloat16) pack_cells<DType::bfloat16>(rows, row_bytes, width, out);
 }
 
-#if HWY_TARGET == HWY_AVX3
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 /// A pair of bfloat16 numbers is moved like a float32.
 void pack_bfloat16(const std::byte* const* rows, DType type, int dim, int width, float* out) {
   assert(type == DType::bfloat16);
@@ -503,7 +518,7 @@ void wide_pack(const double* rows, int count, int dim, int width, double* out) {
 }  // namespace
 
 const TileKernels& kernels() {
-#if HWY_TARGET == HWY_AVX3
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   static const TileForm bfloat16{.numbers_a_cell = Bfloat16::numbers_a_cell,
                                  .pack = pack_bfloat16,
                                  .exponentials = exponentials<Bfloat16>,

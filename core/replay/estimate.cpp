@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <set>
+#include <utility>
 
 #include "positions.h"
 #include "random.h"
@@ -176,7 +178,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   std::size_t stored_bytes = 0;
   Workload work{.sets = static_cast<int>(cells.size())};
   double kept_share = 0, candidates = 0;  // of one layer, all cells
-  std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0;
+  std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0, largest_copy = 0;
+  std::set<std::pair<ScoreKey, int>> held_scores;  // of layers
   for (const Cell& cell : cells) {
     const Shape shape = shape_of(cell, header, conditions, question);
     const bool whole = shape.whole;
@@ -195,9 +198,19 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       }
       candidates += whole ? 0.0 : static_cast<double>(shape.rows) * prompt;
       if (demand.save_scores) score_bytes += shape.rows * positions * layers * sizeof(float);
-      // Scores of all layers, and for the ranking a copy of them and its order.
-      if (shape.across_layers)
-        ranking_bytes += shape.rows * positions * layers * (2 * sizeof(double) + sizeof(std::int32_t));
+      // Scores of all layers, held once for all cells that share them; and a copy of them and its order, of one cell at
+      // a time, while its slots are divided.
+      std::size_t ranked = 0;
+      for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
+        if (!std::holds_alternative<AcrossLayers>(plan.allocate)) continue;
+        const std::size_t scores =
+            static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
+        ranked += scores * static_cast<std::size_t>(count);
+        const ScoreKey key = score_key(plan, plan.protect.within(cell.budget, conditions.boundary).recent);
+        for (int l = first; l < first + count; ++l)
+          if (held_scores.emplace(key, l).second || plan.score.name.empty()) ranking_bytes += scores * sizeof(double);
+      }
+      largest_copy = std::max(largest_copy, ranked * (sizeof(double) + sizeof(std::int32_t)));
     }
     if (cell.measure) {
       ++measured_cells;
@@ -255,7 +268,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
-                       ranking_bytes + stored_bytes + 2 * set_bits + 2 * part + program;
+                       ranking_bytes + largest_copy + stored_bytes + 2 * set_bits + 2 * part + program;
   std::size_t archived_bytes = 0;
   for (const int layer : conditions.layers) {
     archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));

@@ -8,7 +8,6 @@
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <tuple>
 
 #include "attention/rope.h"
 #include "positions.h"
@@ -30,8 +29,11 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 /// [H, P] of one layer, shared by the jobs whose scores they are; null: none.
 using Scores = std::shared_ptr<const Matrix>;
 
-/// What the scores of a layer depend on, of scorers that say so by a name.
-using ScoreKey = std::tuple<std::string, Heads, Aggregate, int>;
+/// Scores with what they cost, which every job that uses them is charged.
+struct CostedScores {
+  Scores scores;
+  double seconds = 0;
+};
 
 /// The plan of a range of treated layers, and the counts that follow from its number of layers.
 struct Stretch {
@@ -287,7 +289,9 @@ class Replay {
       return;
     }
     if (job.same >= 0) {
-      job.selections[l] = jobs_[static_cast<std::size_t>(job.same)].selections[l];
+      const Job& source = jobs_[static_cast<std::size_t>(job.same)];
+      job.selections[l] = source.selections[l];
+      job.seconds[l] = source.seconds[l];
       return;
     }
     if (keeps_everything(stretch.plan(), job.budget, prompt())) {
@@ -333,15 +337,20 @@ class Replay {
     if (job.number != no_cell && view.tokens() == prompt()) sink_.scored(view, job.number, scores);
   }
 
-  /// With all of the prompt resident. The first of the jobs that share scores computes them.
+  /// With all of the prompt resident. The first of the jobs that share scores computes them, and all are charged.
   Scores scores_of_prompt(Job& job, const Stretch& stretch, const LayerView& view) {
-    const auto& [grouping, score] = std::tie(stretch.plan().grouping, stretch.plan().score);
+    const Scorer& score = stretch.plan().score;
     if (!score) return nullptr;
-    const ScoreKey key{score.name, grouping.heads, grouping.aggregate, score.reads_recent ? stretch.by_rule.recent : 0};
-    const auto known = scores_.find(key);
-    const Scores scores =
-        known != scores_.end() ? known->second : std::make_shared<const Matrix>(scored(job, stretch, view));
-    if (!score.name.empty()) scores_.emplace(key, scores);
+    const ScoreKey key = score_key(stretch.plan(), stretch.by_rule.recent);
+    double& seconds = job.seconds[static_cast<std::size_t>(view.layer())].score;
+    Scores scores;
+    if (const auto known = scores_.find(key); known != scores_.end()) {
+      scores = known->second.scores;
+      seconds = known->second.seconds;
+    } else {
+      scores = std::make_shared<const Matrix>(scored(job, stretch, view));
+      if (!score.name.empty()) scores_.emplace(key, CostedScores{scores, seconds});
+    }
     report_scores(job, view, *scores);
     return scores;
   }
@@ -563,10 +572,14 @@ class Replay {
   std::vector<std::int32_t> everything_;  // positions of the prompt
   int question_;
   std::vector<Job> jobs_;
-  std::map<ScoreKey, Scores> scores_;  // of the layer under way
+  std::map<ScoreKey, CostedScores> scores_;  // of the layer under way
 };
 
 }  // namespace
+
+ScoreKey score_key(const Plan& plan, int recent) {
+  return {plan.score.name, plan.grouping.heads, plan.grouping.aggregate, plan.score.reads_recent ? recent : 0};
+}
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
             const std::function<bool()>& interrupted, ObservableStore* store) {

@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "attention/backend.h"
@@ -49,7 +50,15 @@ struct Cell {
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
 };
 
-/// Seconds of one cell in one layer, shared observables apart.
+/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens where it reads them. Of scorers
+/// with a name, equal keys mean equal scores.
+using ScoreKey = std::tuple<std::string, Heads, Aggregate, int>;
+
+/// `recent`: tokens that stay by rule at the budget.
+ScoreKey score_key(const Plan& plan, int recent);
+
+/// Seconds of one cell in one layer, shared observables apart. Scores that cells share count in full for each of them,
+/// and so does what is copied from a cell of equal sets.
 struct CellSeconds {
   double score = 0;
   double select = 0;

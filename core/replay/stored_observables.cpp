@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <exception>
+#include <iterator>
 #include <span>
 #include <system_error>
 
@@ -39,16 +40,31 @@ int integer(const hdf5::Object& object, const char* name) {
   return static_cast<int>(value);
 }
 
-hdf5::File open_whole(const std::filesystem::path& path) {
+hdf5::File open_checked(const std::filesystem::path& path) {
   std::uint64_t length = 0;
   const FileDescriptor opened = open_file(path.string(), length);
   check_superblock(opened, length, path.string());
-  hdf5::File file = hdf5::File::open(path);
-  if (!file.has_attribute("format") || file.string_attribute("format") != file_format)
-    throw Error{Refusal::input, path.string(), "format", file_format, "another file"};
+  return hdf5::File::open(path);
+}
+
+bool says_it_is_ours(const hdf5::File& file) {
+  return file.has_attribute("format") && file.string_attribute("format") == file_format;
+}
+
+hdf5::File open_whole(const std::filesystem::path& path) {
+  hdf5::File file = open_checked(path);
+  if (!says_it_is_ours(file)) throw Error{Refusal::input, path.string(), "format", file_format, "another file"};
   if (const std::int64_t version = file.integer_attribute("version"); version != file_version)
     throw Error{Refusal::input, path.string(), "version", std::to_string(file_version), std::to_string(version)};
   return file;
+}
+
+/// Nothing is there, or what may be replaced.
+void require_own(const std::filesystem::path& path) {
+  std::error_code ignored;
+  if (std::filesystem::symlink_status(path, ignored).type() == std::filesystem::file_type::not_found) return;
+  if (!is_observables_file(path))
+    throw Error{Refusal::input, path.string(), "is another file, or damaged beyond recognition; remove it first"};
 }
 
 /// Links that lead elsewhere are refused.
@@ -104,6 +120,20 @@ Matrix read_values(const hdf5::Group& entry, const ObservableKey& key, const std
 
 std::filesystem::path observables_path(const Trace& trace) {
   return trace.path().parent_path() / (trace.name() + ".obs.h5");
+}
+
+bool is_observables_file(const std::filesystem::path& path) noexcept {
+  try {
+    return says_it_is_ours(open_checked(path));
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+std::vector<std::string> without_observables(std::vector<std::string> paths) {
+  std::vector<std::string> others;
+  std::ranges::remove_copy_if(paths, std::back_inserter(others), is_observables_file);
+  return others.empty() ? paths : others;
 }
 
 std::vector<StoredEntry> list_observables(const std::filesystem::path& path) {
@@ -163,7 +193,7 @@ class StoredObservables::Writer {
     if (!file_) return;
     try {
       file_->close();
-    } catch (const Error&) {
+    } catch (const std::exception&) {
       // It is thrown away.
     }
   }
@@ -256,8 +286,7 @@ bool StoredObservables::attempt(const char* consequence, Work work) {
   try {
     work();
     return true;
-  } catch (const Error& error) {
-    if (error.refusal() == Refusal::internal) throw;
+  } catch (const std::exception& error) {
     warnings_.push_back(fmt::format("{} ({})", error.what(), consequence));
     return false;
   }
@@ -272,7 +301,9 @@ constexpr const char* not_kept = "observables are not kept";
 
 StoredObservables::StoredObservables(const Trace& trace, ObservableKey key, bool keep)
     : path_(observables_path(trace)), key_(std::move(key)), keep_(keep) {
-  if (std::error_code ignored; std::filesystem::exists(path_, ignored))
+  if (keep_) keep_ = attempt(not_kept, [&] { require_own(path_); });
+  const bool refused = keep && !keep_;
+  if (std::error_code ignored; !refused && std::filesystem::exists(path_, ignored))
     attempt(not_used, [&] { reader_ = Reader::open(path_, key_); });
 }
 
@@ -316,7 +347,10 @@ void StoredObservables::keep(std::string_view observable, int layer, const Matri
 
 void StoredObservables::finish() {
   if (!writer_) return;
-  attempt(not_kept, [&] { writer_->finish(); });
+  attempt(not_kept, [&] {
+    require_own(path_);  // once more: the run took its time
+    writer_->finish();
+  });
   writer_.reset();
 }
 

@@ -41,8 +41,15 @@ std::filesystem::path observables_path(const Trace& trace);
 /// this version.
 std::vector<StoredEntry> list_observables(const std::filesystem::path& path);
 
+/// Whether a regular file says at its root that it is one of stored observables, whatever its name; its version and
+/// what it holds may be anything. False for what cannot be read.
+bool is_observables_file(const std::filesystem::path& path) noexcept;
+
+/// What is named beside files of stored observables, as by `*.h5`; all of it where nothing else is named.
+std::vector<std::string> without_observables(std::vector<std::string> paths);
+
 /// Reads what fits, and with `keep` writes what had to be computed. Nothing here stops a run: a file that cannot be
-/// read or written is left alone from then on, and warnings() says why.
+/// read or written is left alone from then on, and warnings() says why. Another file of that name is never replaced.
 class StoredObservables final : public ObservableStore {
  public:
   StoredObservables(const Trace& trace, ObservableKey key, bool keep);

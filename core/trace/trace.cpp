@@ -79,27 +79,40 @@ class Mapping {
   std::uint64_t length_ = 0;
 };
 
-/// Pages of files that this process has mapped and resident.
-std::size_t resident_file_bytes() {
-  std::size_t all = 0, resident = 0, shared = 0;
-  std::ifstream("/proc/self/statm") >> all >> resident >> shared;
-  return shared * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+/// Pages of files that this process has mapped and resident; none: the system does not say.
+std::optional<std::size_t> resident_file_bytes() noexcept {
+  try {
+    std::size_t all = 0, resident = 0, shared = 0;
+    if (std::ifstream("/proc/self/statm") >> all >> resident >> shared)
+      return shared * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  } catch (const std::exception&) {
+    // Out of memory: as good as no answer.
+  }
+  return std::nullopt;
 }
 
-/// Lets the pages of a mapping go whenever about `limit` of them are resident. A backend reads a layer as it likes, so
-/// this looks from beside, often enough that the half it leaves takes what comes meanwhile: a thread reads 30 MB a
-/// millisecond at most.
+/// Lets the pages of a mapping go whenever about `limit` of them are resident, or while nobody says how many are. A
+/// backend reads a layer as it likes, so this looks from beside, often enough that the half it leaves takes what comes
+/// meanwhile: at most 30 MB a millisecond and hardware thread.
 class MappedLimit {
  public:
   MappedLimit(const Mapping& mapping, std::size_t limit)
-      : watcher_([&mapping, limit, before = resident_file_bytes()](const std::stop_token& stop) {
+      : watcher_([&mapping, limit, before = resident_file_bytes().value_or(0)](const std::stop_token& stop) {
+          const std::chrono::microseconds pause = time_to_read(limit / 2);
           while (!stop.stop_requested()) {
-            if (resident_file_bytes() > before + limit / 2) mapping.let_all_go();
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            const std::optional<std::size_t> now = resident_file_bytes();
+            if (!now || *now > before + limit / 2) mapping.let_all_go();
+            std::this_thread::sleep_for(pause);
           }
         }) {}
 
  private:
+  /// By all hardware threads at once; at most a millisecond.
+  static std::chrono::microseconds time_to_read(std::size_t bytes) {
+    const std::size_t bytes_a_microsecond = 30'000 * std::max<std::size_t>(1, std::thread::hardware_concurrency());
+    return std::chrono::microseconds(std::min<std::size_t>(1000, bytes / bytes_a_microsecond));
+  }
+
   std::jthread watcher_;
 };
 

@@ -6,6 +6,7 @@ What is measured is never asserted: times are for people.
 import re
 from pathlib import Path
 
+import goals
 import numpy as np
 import performance_page as page
 import pytest
@@ -92,18 +93,22 @@ def test_a_row_of_results_is_a_row_of_the_table():
     assert row == (f"`{names[0]}`", "≥ 0.95 of sgemm", "**0.9 of sgemm**", "90 GF/s", "3 MB", "1.0e-06", "5 %")
 
 
+PARTS = ("backend", "real", "pytorch", "replay", "memory", "live")
 KINDS = (
     page.BACKEND_COLUMNS,
     page.BACKEND_COLUMNS,
     page.PYTORCH_COLUMNS,
     page.REPLAY_COLUMNS,
+    page.MEMORY_COLUMNS,
     page.LIVE_COLUMNS,
 )
 
 
 def require_shape(generated: str) -> None:
-    """The line about the machine, the five tables, and as many columns in each row as in its header."""
-    assert re.search(r"^Measured \d{4}-\d\d-\d\d on .*SIMD levels .*commit [0-9a-f]{12}", generated)
+    """The line about the machine, the six tables, and as many columns in each row as in its header."""
+    assert re.search(r"^Measured on .*SIMD levels ", generated)
+    begun = re.findall(r": \d{4}-\d\d-\d\d, commit [0-9a-f]{12}\+?, load before the start ", generated)
+    assert len(begun) == len(KINDS)
     tables = re.findall(r"(?:^\|.*\n)+", generated, re.MULTILINE)
     assert [table.splitlines()[0] for table in tables] == ["| " + " | ".join(columns) + " |" for columns in KINDS]
     for table in tables:
@@ -124,6 +129,8 @@ def made_up() -> dict:
         levels = {"best": ("AVX512", "AVX2", "SSE4")}
         bytes_only = {row.data for row in rows if row.figure == "GB/s"}
         every = [result(f"{name}/{level}/threads:{n}") for name in data for level in levels["best"] for n in (1, 2)]
+        every = [one for one in every if not one["name"].startswith("mapped")]
+        every += [result(f"{name}/threads:1") for name in data if name.startswith("mapped")]
         for one in every:
             if any(one["name"].startswith(name) for name in bytes_only):
                 one["GB/s"] = one.pop("GF/s")
@@ -134,21 +141,29 @@ def made_up() -> dict:
     forms |= {"one more": 4.0, "in bfloat16": 0.1}
     shape = "9/3 heads, d 64, n 4,096"
     selected = {"incremental": 4.0, "as the algorithm reads, some": 40.0}
-    replays = [
-        {**vars(replay), "seconds": 10.0, "select_seconds": 0.1} for replay in (replay_times.ALONE, replay_times.ALL)
-    ]
+    timed = {"seconds": 10.0, "select_seconds": 0.1, "peak_bytes": 2**28}
+    replays = [{**vars(replay), **timed} for replay in (replay_times.ALONE, replay_times.ALL)]
+    wanted: dict[tuple[str, str], dict[str, float]] = {}
+    for subject, of_shape, form in goals.PYTORCH:
+        wanted.setdefault((subject, of_shape), {}).update({form: 3.0} if form != "best" else {})
+    wanted[("cumulative attention", shape)] = forms
     live = {"prompt": 2000, "capture_seconds": 20.0, "replay_seconds": 2.0, "replayed_recall": {"h2o": 0.5}}
     return {
-        "machine": dict.fromkeys(["cpu", "cores", "memory", "compiler", "blas", "torch", "load"], "some")
-        | {"date": "2026-01-01", "levels": ["AVX512"], "commit": "0123456789ab"},
+        "machine": dict.fromkeys(["cpu", "cores", "memory", "compiler", "blas", "torch"], "some")
+        | {"levels": ["AVX512"]},
+        "begun": dict.fromkeys(PARTS, {"date": "2026-01-01", "commit": "0123456789ab", "load": "0.0"}),
         "traces": traces,
-        "backend": results([row for row in BACKEND if row.level]),
+        "backend": results(BACKEND),
         "real": results(page.real_rows(traces)),
         "pytorch": [
-            {"subject": "cumulative attention", "shape": shape, "ours": 0.1, "forms": forms},
+            *[
+                {"subject": subject, "shape": of_shape, "ours": 0.1, "forms": some}
+                for (subject, of_shape), some in wanted.items()
+            ],
             {"subject": "least redundant tokens", "shape": "any", "ours": 0.5, "forms": selected},
         ],
         "replay": replays,
+        "memory": {"trace_bytes": 3 * 2**28, "free": replays[0], "limited": replays[1]},
         "live": {**live, "runs": [{"policy": "h2o", "seconds": 4.0, "recall": 0.5}]},
     }
 
@@ -156,10 +171,19 @@ def made_up() -> dict:
 def test_the_page_of_made_up_measurements():
     generated = page.page(made_up())
     require_shape(generated)
-    shown = [line.split(" | ")[-2:] for line in generated.splitlines() if "causal blocks" in line or "naive" in line]
+    lines = [line for line in generated.splitlines() if "cumulative attention | 9/3 heads, d 64, n 4,096" in line]
+    shown = [line.split(" | ")[-2:] for line in lines if "causal blocks" in line or "naive" in line]
     assert shown == [["≥ 15 x", "30 x |"], ["≥ 5.5 x", "20 x |"], ["≥ 1.8 x", "20 x |"]]
     assert "| ≥ 4 x | 8 x |" in generated and "| ≥ 500 x | **80 x** |" in generated
     assert "20 s live" in generated and "10 x" in generated
+
+
+def test_a_goal_that_nothing_was_measured_for_is_an_error():
+    parts = made_up()
+    with pytest.raises(RuntimeError, match="not measured"):
+        page.pytorch_rows(parts["pytorch"][1:])
+    with pytest.raises(RuntimeError, match="not measured"):
+        page.backend_rows(BACKEND, parts["backend"][6:])
 
 
 def test_the_page_has_the_tables_that_are_written():

@@ -74,6 +74,22 @@ def test_all_traces_of_a_folder_can_be_named(folder: Path) -> None:
     assert names == ["long.h5", "long.obs.h5"]
     answer = kvreplay("replay", *names, *H2O, "-o", "all", folder=folder)
     assert (answer.code, answer.err) == (0, READ + "\n")
+    assert kvreplay("replay", "./long.h5", "long.obs.h5", *H2O, "-o", "all", "--dry-run", folder=folder).code == 0
+    assert done("validate", *names, folder=folder) == "long.h5: valid\n"
+    assert [entry["path"] for entry in json.loads(done("validate", *names, "--json", folder=folder))] == ["long.h5"]
+    lines = done("info", *names, "--no-estimate", folder=folder).splitlines()
+    assert lines[-1] == "long.obs.h5: stored observables of a trace"
+    documents = json.loads(done("info", *names, "--no-estimate", "--json", folder=folder))
+    assert documents[1] == {"path": "long.obs.h5", "kind": "stored observables"}
+    assert kvreplay("validate", "long.obs.h5", folder=folder).code == 1
+
+
+def test_a_trace_is_not_left_out_for_its_name(folder: Path) -> None:
+    (folder / "long.obs.h5").unlink()
+    done("synth", "fixture", "-o", "long.obs.h5", folder=folder)
+    words = ["replay", "long.h5", "long.obs.h5", *H2O, "--observables", "ignore", "--dry-run", "--json"]
+    plan = json.loads(done(*words, "-o", "both", folder=folder))
+    assert [trace["name"] for trace in plan["traces"]] == ["long", "long.obs"]
 
 
 def truncate(path: Path) -> None:
@@ -134,7 +150,27 @@ def test_what_is_damaged_is_one_warning_and_never_used(folder: Path, damage, nam
     assert warnings[0].endswith(NOT_USED)
 
 
-@pytest.mark.parametrize("damage", [truncate, of_another_version, with_nan])
+def a_trace(path: Path) -> None:
+    shutil.copy(path.with_name("long.h5"), path)
+
+
+def notes(path: Path) -> None:
+    path.write_text("notes")
+
+
+@pytest.mark.parametrize("damage", [truncate, a_trace, notes, not_a_file])
+def test_keep_leaves_another_file_alone(folder: Path, damage) -> None:
+    beside = folder / "long.obs.h5"
+    damage(beside)
+    before = beside.read_bytes() if beside.is_file() else None
+    assert replay(folder, "--observables", "keep") == (
+        "kvreplay: warning: long.obs.h5: is another file, or damaged beyond recognition; remove it first "
+        "(observables are not kept)\n"
+    )
+    assert (beside.read_bytes() if beside.is_file() else None) == before
+
+
+@pytest.mark.parametrize("damage", [of_another_version, with_nan])
 def test_keep_replaces_what_is_damaged(folder: Path, damage) -> None:
     damage(folder / "long.obs.h5")
     assert NOT_USED in replay(folder, "--observables", "keep")

@@ -324,6 +324,41 @@ TEST(KeptMomentsWith, KeptKeysFarBelowTheLargestLogitStillHaveAnOutput) {
   }
 }
 
+TEST(KeptMomentsWith, AStrongSinkHidesNothingOfTheRest) {
+  // 20, 48 and 68 below its logit: squares of what is left beside the first token lie beyond float32.
+  const LayerShape shape{.query_heads = 2, .kv_heads = 1, .tokens = 300, .dim = 8};
+  for (const float gap : {7.0F, 17.0F, 24.0F}) {
+    RandomLayer layer(shape);
+    for (int token = 290; token < 300; ++token)
+      for (int head = 0; head < 2; ++head) layer.q.set(head, token, 0, 8.0F);
+    for (int token = 0; token < 300; ++token) layer.k.set(0, token, 0, token == 0 ? gap : 0.0F);
+    const std::vector<KeptSet> some{random_set(Heads::kv, shape, 290, 0.3, 1),
+                                    random_set(Heads::kv, shape, 290, 2.0, 2)};
+    const auto queries = range(290, 300);
+    at_every_simd_level([&](const char* level) {
+      const KeptMoments found = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, 290, each(some));
+      std::size_t cell = 0;
+      for (int head = 0; head < 2; ++head) {
+        for (std::size_t i = 0; i < queries.size(); ++i, ++cell) {
+          SCOPED_TRACE(::testing::Message() << level << ", gap " << gap << ", head " << head << ", query " << i);
+          const Moments full = reference_moments(layer, head, queries[i], 290, nullptr);
+          EXPECT_NEAR(found.full[cell].nosink_square / full.nosink_square, 1.0, 1e-5);
+          EXPECT_NEAR(found.full[cell].nosink_mass / full.nosink_mass, 1.0, 1e-5);
+          for (std::size_t set = 0; set < some.size(); ++set) {
+            const Moments& kept = found.kept[set * found.full.size() + cell];
+            const Moments expected = reference_moments(layer, head, queries[i], 290, &some[set]);
+            EXPECT_NEAR(kept.nosink_square / expected.nosink_square, 1.0, 1e-5);
+            EXPECT_NEAR(kept.prompt_square / expected.prompt_square, 1.0, 1e-5);
+            EXPECT_LE(kept.mass, 1.0);
+          }
+          EXPECT_EQ(found.kept[found.full.size() + cell].mass, 1.0);
+          EXPECT_EQ(found.kept[found.full.size() + cell].nosink_square, found.full[cell].nosink_square);
+        }
+      }
+    });
+  }
+}
+
 /// One set a query, which cover a little more and less than the boundary asks for.
 std::vector<KeptSet> one_a_query(Heads heads, const MomentsCase& some, double share, std::uint64_t seed) {
   std::vector<KeptSet> sets;

@@ -333,9 +333,12 @@ TEST(AttentionSumsWith, EqualKeysCountAlikeWhereTheirExponentialsReachZero) {
 }
 
 TEST(AttentionSumsWith, NumbersThatAreNoneAreRefused) {
-  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+  // Of a NaN, the bits that say nothing must not turn it into a number either.
+  const float with_payload = std::bit_cast<float>(0x7FC12345U), negative = std::bit_cast<float>(0xFFC00001U);
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), with_payload, negative}) {
     for (const int token : {0, 5, 150}) {
-      for (const DType dtype : {DType::float32, DType::bfloat16}) {
+      for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
         RandomLayer layer({.tokens = 200, .dtype = dtype});
         layer.k.set(1, token, 3, bad);
         const auto queries = range(0, 200);

@@ -168,5 +168,25 @@ TEST(Similarity, OfLongNearlyEqualVectorsStaysWithinAMillionth) {
   }
 }
 
+TEST(NumbersThatAreNone, AreRefusedByAllThatReadsVectors) {
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                          -std::numeric_limits<float>::infinity()})
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
+      for (const int token : {0, 19, 63}) {
+        RandomLayer layer({.tokens = 64, .dim = 12, .dtype = dtype});
+        layer.k.set(0, token, 3, bad);
+        const LayerTensors tensors = layer.tensors();
+        const auto all = range(0, 64);
+        at_every_simd_level([&](const char* level) {
+          SCOPED_TRACE(::testing::Message() << level << " " << name_of(dtype) << " " << bad << " at " << token);
+          const auto backend = make_backend("cpu", 2);
+          EXPECT_THROW(backend->similarity_row_maxima(tensors.k, 64), Error);
+          EXPECT_THROW(backend->least_redundant(tensors, {.resident = all, .keep = 20}), Error);
+          for (const double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()})
+            EXPECT_THROW(backend->norms(tensors.k, 64, p), Error) << p;
+        });
+      }
+}
+
 }  // namespace
 }  // namespace kvreplay::testing

@@ -232,9 +232,70 @@ TEST_F(StoredObservablesOf, AnotherVersionOrFormatIsRefused) {
                            " (stored observables are not used)");
 }
 
-TEST_F(StoredObservablesOf, WhatIsDamagedIsReplacedByWhatIsKept) {
+TEST_F(StoredObservablesOf, AnotherFileIsNeverReplaced) {
+  const auto refused = [&](const char* what, const fs::path& there) {
+    const bool file = fs::is_regular_file(there);
+    const auto length = file ? fs::file_size(there) : 0;
+    StoredObservables store(trace, key, true);
+    store.keep(cumulative, 2, numbers(5));
+    store.finish();
+    ASSERT_EQ(store.warnings().size(), 1U) << what;
+    EXPECT_EQ(store.warnings().front(), path.string() +
+                                            ": is another file, or damaged beyond recognition; remove it first"
+                                            " (observables are not kept)");
+    EXPECT_EQ(fs::is_regular_file(there), file) << what;
+    EXPECT_EQ(file ? fs::file_size(there) : 0, length) << what;
+    EXPECT_FALSE(fs::exists(path.string() + ".partial"));
+    fs::remove(path);
+  };
+  std::ofstream(path) << "notes";
+  refused("text", path);
+  fs::copy_file(trace.path(), path);
+  refused("a trace", path);
+  fs::create_directory(path);
+  refused("a folder", path);
+  fs::create_symlink("nowhere", path);
+  refused("a link that leads nowhere", path);
   keep(key, 2, numbers(1));
-  fs::resize_file(path, 50);
+  fs::resize_file(path, 1000);
+  refused("its own, truncated", path);
+}
+
+TEST_F(StoredObservablesOf, AFileThatCameMeanwhileStays) {
+  StoredObservables store(trace, key, true);
+  store.keep(cumulative, 2, numbers(1));
+  std::ofstream(path) << "notes";
+  store.finish();
+  EXPECT_EQ(store.warnings().size(), 1U);
+  EXPECT_EQ(fs::file_size(path), 5U);
+  EXPECT_FALSE(fs::exists(path.string() + ".partial"));
+}
+
+TEST_F(StoredObservablesOf, AMistakeOfOursIsOneWarningToo) {
+  StoredObservables store(trace, key, true);
+  store.keep(cumulative, 2, Matrix(0, 12));
+  store.keep(cumulative, 3, numbers(1));
+  store.finish();
+  ASSERT_EQ(store.warnings().size(), 1U);
+  EXPECT_TRUE(store.warnings().front().ends_with(" has no place in the file (observables are not kept)"))
+      << store.warnings().front();
+}
+
+TEST_F(StoredObservablesOf, AFileIsKnownByItsRootNotByItsName) {
+  keep(key, 2, numbers(1));
+  const fs::path renamed = file("b.h5");
+  fs::rename(path, renamed);
+  fs::copy_file(trace.path(), path);
+  EXPECT_TRUE(is_observables_file(renamed));
+  for (const fs::path& other : {path, file("none.h5"), file("")}) EXPECT_FALSE(is_observables_file(other)) << other;
+  const std::vector<std::string> both{trace.path().string(), path.string()};
+  EXPECT_EQ(without_observables({both[0], renamed.string(), both[1]}), both);
+  EXPECT_EQ(without_observables({renamed.string()}), std::vector{renamed.string()});
+}
+
+TEST_F(StoredObservablesOf, WhatIsOutdatedIsReplacedByWhatIsKept) {
+  keep(key, 2, numbers(1));
+  change([](hdf5::File& opened) { opened.set_attribute("version", std::int64_t{2}); });
   StoredObservables store(trace, key, true);
   store.keep(cumulative, 2, numbers(5));
   store.finish();
@@ -245,7 +306,7 @@ TEST_F(StoredObservablesOf, WhatIsDamagedIsReplacedByWhatIsKept) {
 /// A run with stored observables has the bytes of one without.
 class RunWithStoredObservables : public TraceFiles {
  protected:
-  RunSummary replayed(const std::string& output, ObservableUse use, const std::string& boundary = "prompt") const {
+  RunRequest request_of(const std::string& output, ObservableUse use, const std::string& boundary = "prompt") const {
     RunRequest request;
     request.traces = {file("a.h5")};
     request.policies = {ConfiguredPolicy::parse("h2o"), ConfiguredPolicy::parse("h2o:schedule=threshold(20,10)")};
@@ -255,7 +316,10 @@ class RunWithStoredObservables : public TraceFiles {
     request.observables = use;
     request.output = file(output);
     request.threads = 1;
-    return run(request);
+    return request;
+  }
+  RunSummary replayed(const std::string& output, ObservableUse use, const std::string& boundary = "prompt") const {
+    return run(request_of(output, use, boundary));
   }
   std::string results(const std::string& output) const {
     std::ifstream stream(file(output) / "results.csv", std::ios::binary);
@@ -280,6 +344,18 @@ TEST_F(RunWithStoredObservables, HasTheSameBytesAndSaysWhatItRead) {
     EXPECT_EQ(results(output), results("without")) << output;
     EXPECT_TRUE(compare_runs(file(output), file("without")).equal()) << output;
   }
+}
+
+TEST_F(RunWithStoredObservables, IsPlannedWithoutThePassesOfStoredMetrics) {
+  synthesise(synth_defaults("fixture"), file("a.h5"));
+  RunRequest request = request_of("first", ObservableUse::keep);
+  request.metrics = parse_metrics("redundancy_key");
+  EXPECT_EQ(plan_run(request).at(0).demand.similarity_passes, 1.0);
+  run(request);
+  request.output = file("second");
+  EXPECT_EQ(plan_run(request).at(0).demand.similarity_passes, 0.0);
+  request.metrics = parse_metrics("redundancy_key,redundancy_value");
+  EXPECT_EQ(plan_run(request).at(0).demand.similarity_passes, 1.0);
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
 // What is timed: one call of the backend on some data, at one SIMD level, with some threads, under a name that says so.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -23,13 +25,18 @@ struct Verdict {
   std::vector<Counter> counters = {};  // further things worth printing
 };
 
+/// |found - expected|; infinity, which no tolerance admits, where the answer is no finite number.
+inline double distance(double found, double expected) {
+  return std::isfinite(found) ? std::abs(found - expected) : std::numeric_limits<double>::infinity();
+}
+
 /// A call whose inputs are made.
 struct Prepared {
   std::function<void()> call;                   // its result stays until the next call
   std::function<Verdict()> check;               // of the last result
   std::function<std::vector<double>()> result;  // the last result as plain numbers, for other programs
-  std::size_t result_bytes = 0;                 // what the caller gets; all other memory is extra
-  double work = 0;                              // useful operations, or bytes, of one call
+  std::size_t result_bytes = 0;  // what the caller gets, all other memory being extra; 0: memory is not told
+  double work = 0;               // useful operations, or bytes, of one call
 };
 
 enum class Rate { operations, bytes };

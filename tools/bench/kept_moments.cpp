@@ -45,42 +45,114 @@ Question question_of(const LayerSource& source) {
   return question;
 }
 
-/// The largest error of mass, square and output error, each against 1, the full attention's square, the full output.
-double largest_error(const LayerTensors& layer, const Question& question, const KeptMoments& found) {
+/// What is asked for, and its name.
+struct Parts {
+  const char* name;
+  MomentParts parts;
+};
+constexpr Parts asked_for[] = {{"attention", {}}, {"outputs", {.outputs = true}}, {"all", all_moments}};
+
+/// One row of attention and logits, against the values of its head.
+struct Row {
+  std::span<const double> attention;
+  std::span<const double> logits;  // below the boundary
+  std::span<const double> values;  // [tokens, dim]
+};
+
+/// The moments by their definitions; keeps(key) below the boundary.
+template <class Keeps>
+Moments moments_of(const Row& row, int boundary, Keeps keeps) {
+  Moments m;
+  const std::size_t dim = row.values.size() / row.attention.size();
+  std::vector<double> output(dim), kept_output(dim);
+  std::size_t number = 0;
+  for (int key = 0; key < static_cast<int>(row.attention.size()); ++key) {
+    const auto j = static_cast<std::size_t>(key);
+    const double a = row.attention[j];
+    const bool kept = key >= boundary || keeps(key);
+    for (std::size_t c = 0; c < dim; ++c) {
+      output[c] += a * row.values[j * dim + c];
+      if (kept) kept_output[c] += a * row.values[j * dim + c];
+    }
+    if (!kept) continue;
+    m.mass += a;
+    m.square += a * a;
+    if (key >= boundary) continue;
+    m.prompt_mass += a;
+    m.prompt_square += a * a;
+    if (key >= sink_tokens) m.nosink_mass += a;
+    if (key >= sink_tokens) m.nosink_square += a * a;
+    m.logit_square += row.logits[j] * row.logits[j];
+    m.unaligned_dot += row.attention[number++] * a;
+  }
+  for (std::size_t c = 0; c < dim; ++c) {
+    const double kept = kept_output[c] / m.mass;
+    m.output_square += kept * kept;
+    m.output_dot += output[c] * kept;
+    m.error_square += (output[c] - kept) * (output[c] - kept);
+  }
+  return m;
+}
+
+/// The largest error of any moment that was asked for: each against what the set that keeps everything has of it, and
+/// against the unkept output's square for outputs, of which the error is a small part.
+double error_of(const Moments& found, const Moments& expected, const Moments& full, MomentParts parts) {
+  double largest = std::max({distance(found.mass, expected.mass), distance(found.prompt_mass, expected.prompt_mass),
+                             distance(found.nosink_mass, expected.nosink_mass),
+                             distance(found.square, expected.square) / full.square,
+                             distance(found.prompt_square, expected.prompt_square) / full.square,
+                             distance(found.nosink_square, expected.nosink_square) / full.square});
+  if (parts.outputs) {
+    const double length = std::max(full.output_square, expected.output_square);
+    largest = std::max({largest, distance(found.output_square, expected.output_square) / length,
+                        distance(found.output_dot, expected.output_dot) / length,
+                        distance(std::sqrt(found.error_square), std::sqrt(expected.error_square)) / std::sqrt(length)});
+  }
+  if (parts.logits)
+    largest = std::max(largest, distance(found.logit_square, expected.logit_square) / full.logit_square);
+  if (parts.unaligned) largest = std::max(largest, distance(found.unaligned_dot, expected.unaligned_dot) / full.square);
+  return largest;
+}
+
+std::vector<double> widened(const TensorView& tensor, int head, int row) {
+  std::vector<double> numbers(static_cast<std::size_t>(tensor.dim));
+  for (std::size_t c = 0; c < numbers.size(); ++c)
+    numbers[c] = static_cast<double>(load(tensor.row(head, row), tensor.dtype, c));
+  return numbers;
+}
+
+/// Over the first query head and the last, some of the sets, and the set that keeps everything.
+double largest_error(const LayerTensors& layer, const Question& question, const KeptMoments& found, MomentParts parts) {
   double largest = 0;
-  const std::vector<std::int32_t> keys = position_range(0, layer.k.tokens);
+  const int tokens = layer.k.tokens, boundary = question.boundary;
+  const auto queries = static_cast<int>(question.queries.size());
   const auto dim = static_cast<std::size_t>(layer.v.dim);
-  const std::size_t queries = question.queries.size();
   for (const int head : {0, layer.q.heads - 1}) {
     const int kv_head = head / layer.group();
-    const std::vector<double> attention = attention_rows(layer, head, question.queries, keys);
-    for (std::size_t query = 0; query < queries; ++query) {
-      const std::span<const double> row = std::span(attention).subspan(query * keys.size(), keys.size());
+    const std::vector<double> attention = attention_rows(layer, head, question.queries, position_range(0, tokens));
+    std::vector<double> values;
+    std::vector<std::vector<double>> keys;
+    for (int token = 0; token < tokens; ++token) {
+      const std::vector<double> value = widened(layer.v, kv_head, token);
+      values.insert(values.end(), value.begin(), value.end());
+      keys.push_back(widened(layer.k, kv_head, token));
+    }
+#pragma omp parallel for schedule(dynamic) reduction(max : largest)
+    for (int i = 0; i < queries; ++i) {
+      const std::vector<double> query = widened(layer.q, head, layer.q.tokens - queries + i);
+      std::vector<double> logits(static_cast<std::size_t>(boundary));
+      for (std::size_t j = 0; j < logits.size(); ++j)
+        for (std::size_t c = 0; c < dim; ++c)
+          logits[j] += static_cast<double>(layer.softmax_scale) * query[c] * keys[j][c];
+      const auto stride = static_cast<std::size_t>(tokens);
+      const Row row{std::span(attention).subspan(static_cast<std::size_t>(i) * stride, stride), logits, values};
+      const auto cell = static_cast<std::size_t>(head * queries + i);
+      const Moments full = moments_of(row, boundary, [](int) { return true; });
+      largest = std::max(largest, error_of(found.full[cell], full, full, parts));
       for (std::size_t number = 0; number < question.sets.size(); number += question.sets.size() / checked_sets) {
-        double mass = 0, square = 0, full_square = 0;
-        std::vector<double> output(dim), kept_output(dim);
-        for (const std::int32_t key : keys) {
-          const double a = row[static_cast<std::size_t>(key)];
-          const bool kept = key >= question.boundary || question.sets[number].keeps(kv_head, key);
-          full_square += a * a;
-          if (kept) mass += a;
-          if (kept) square += a * a;
-          for (std::size_t c = 0; c < dim; ++c) {
-            const double part = a * static_cast<double>(load(layer.v.row(kv_head, key), layer.v.dtype, c));
-            output[c] += part;
-            if (kept) kept_output[c] += part;
-          }
-        }
-        double output_square = 0, error_square = 0;
-        for (std::size_t c = 0; c < dim; ++c) {
-          output_square += output[c] * output[c];
-          error_square += (output[c] - kept_output[c] / mass) * (output[c] - kept_output[c] / mass);
-        }
-        const std::size_t cell = static_cast<std::size_t>(head) * queries + query;
-        const Moments& moments = found.kept[number * found.full.size() + cell];
-        largest =
-            std::max({largest, std::abs(moments.mass - mass), std::abs(moments.square - square) / full_square,
-                      std::abs(std::sqrt(moments.error_square) - std::sqrt(error_square)) / std::sqrt(output_square)});
+        const Moments expected =
+            moments_of(row, boundary, [&](int key) { return question.sets[number].keeps(kv_head, key); });
+        largest = std::max(largest, error_of(found.kept[number * found.full.size() + cell], expected, full, parts));
       }
     }
   }
@@ -90,43 +162,48 @@ double largest_error(const LayerTensors& layer, const Question& question, const 
 }  // namespace
 
 void add_kept_moments(Cases& cases, const LayerSource& source) {
-  const std::string name =
-      fmt::format("kept_moments/{}/sets:{}", source.name, sets_a_share * static_cast<int>(std::size(shares)));
   const auto asked = std::make_shared<Latest<Question>>();
-  add_at_every_level(cases, name, Rate::operations, [=](const std::shared_ptr<Backend>& backend) {
-    const std::shared_ptr<const LayerData> layer = source.load();
-    const auto question = asked->get(name, [&] { return question_of(source); });
-    const auto found = std::make_shared<KeptMoments>();
-    // Logits and the full output of every visible pair, and the output of every pair that a set keeps.
-    double pairs = 0, kept_pairs = 0;
-    for (const std::int32_t query : question->queries) {
-      pairs += query + 1.0;
-      for (const KeptSet& set : question->sets)
-        for (int head = 0; head < set.rows(); ++head)
-          kept_pairs += (set.count(head) + query + 1.0 - question->boundary) / set.rows();
-    }
-    return Prepared{.call =
-                        [=] {
-                          std::vector<KeptSets> kept;
-                          for (const KeptSet& set : question->sets) kept.push_back({&set, 1});
-                          *found = backend->kept_moments(layer->tensors, question->queries, question->boundary, kept);
-                        },
-                    .check =
-                        [=] {
-                          const double error = largest_error(layer->tensors, *question, *found);
-                          return Verdict{.relative_error = error,
-                                         .problem = error > tolerance ? fmt::format("error {:.2g}", error) : ""};
-                        },
-                    .result =
-                        [=] {
-                          std::vector<double> masses;
-                          for (const Moments& moments : found->kept) masses.push_back(moments.mass);
-                          return masses;
-                        },
-                    .result_bytes = sizeof(Moments) * (question->sets.size() + 1) * question->queries.size() *
-                                    static_cast<std::size_t>(source.query_heads),
-                    .work = 2.0 * source.dim * source.query_heads * (2.0 * pairs + kept_pairs)};
-  });
+  for (const Parts& wanted : asked_for) {
+    const std::string name = fmt::format("kept_moments/{}/sets:{}/{}", source.name,
+                                         sets_a_share * static_cast<int>(std::size(shares)), wanted.name);
+    const MomentParts parts = wanted.parts;
+    add_at_every_level(cases, name, Rate::operations, [=](const std::shared_ptr<Backend>& backend) {
+      const std::shared_ptr<const LayerData> layer = source.load();
+      const auto question = asked->get("", [&] { return question_of(source); });
+      const auto found = std::make_shared<KeptMoments>();
+      // Logits of every visible pair; with outputs the full one of these, and one of every pair that a set keeps.
+      double pairs = 0, kept_pairs = 0;
+      for (const std::int32_t query : question->queries) {
+        pairs += query + 1.0;
+        for (const KeptSet& set : question->sets)
+          for (int head = 0; head < set.rows(); ++head)
+            kept_pairs += (set.count(head) + query + 1.0 - question->boundary) / set.rows();
+      }
+      const double products = parts.outputs ? 2.0 * pairs + kept_pairs : pairs;
+      return Prepared{.call =
+                          [=] {
+                            std::vector<KeptSets> kept;
+                            for (const KeptSet& set : question->sets) kept.push_back({&set, 1});
+                            *found = backend->kept_moments(layer->tensors, question->queries, question->boundary, kept,
+                                                           parts);
+                          },
+                      .check =
+                          [=] {
+                            const double error = largest_error(layer->tensors, *question, *found, parts);
+                            return Verdict{.relative_error = error,
+                                           .problem = error > tolerance ? fmt::format("error {:.2g}", error) : ""};
+                          },
+                      .result =
+                          [=] {
+                            std::vector<double> masses;
+                            for (const Moments& moments : found->kept) masses.push_back(moments.mass);
+                            return masses;
+                          },
+                      .result_bytes = sizeof(Moments) * (question->sets.size() + 1) * question->queries.size() *
+                                      static_cast<std::size_t>(source.query_heads),
+                      .work = 2.0 * source.dim * source.query_heads * products};
+    });
+  }
 }
 
 }  // namespace kvreplay::bench

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "benchmark_case.h"
+#include "error.h"
 #include "positions.h"
 #include "random.h"
 #include "trace/float_types.h"
@@ -39,30 +40,58 @@ LayerData make(const RandomShape& shape) {
   return layer;
 }
 
+/// Brings a mapped layer into memory, so that what a call adds to it is its own.
+void touch(const LayerTensors& layer) {
+  constexpr std::size_t page = 4096;
+  for (const TensorView& tensor : {layer.q, layer.k, layer.v}) {
+    const volatile std::byte* bytes = tensor.row(0, 0);
+    for (std::size_t i = 0; i < tensor.bytes(); i += page) static_cast<void>(bytes[i]);
+  }
+}
+
 }  // namespace
 
 LayerSource random_layer(const RandomShape& shape) {
   static Latest<LayerData> latest;
   const std::string name =
       fmt::format("{}-{}-{}/n:{}/{}", shape.query_heads, shape.kv_heads, shape.dim, shape.tokens, name_of(shape.dtype));
-  return {name, shape.query_heads, shape.kv_heads, shape.dim, shape.tokens, shape.dtype, [shape, name] {
+  return {name,
+          shape.query_heads,
+          shape.kv_heads,
+          shape.dim,
+          shape.tokens,
+          shape.dtype,
+          shape.last_queries > 0 ? shape.tokens - shape.last_queries : 0,
+          [shape, name] {
             return latest.get(fmt::format("{}/{}", name, shape.last_queries), [&] { return make(shape); });
           }};
 }
 
 LayerSource trace_layer(const std::shared_ptr<const Trace>& trace, int layer) {
   const TraceHeader& header = trace->header();
+  if (layer < 0 || layer >= header.layers)
+    throw Error{Refusal::usage, "--layers", "no such layer", fmt::format("0 ... {}", header.layers - 1),
+                std::to_string(layer)};
   const LayerTensors tensors = trace->layer(layer);
+  if (tensors.sliding_window > 0 || tensors.logit_softcap > 0.0F)
+    throw Error{Refusal::usage, "--layers", fmt::format("layer {}", layer), "one without sliding window and soft cap",
+                "one with"};
+  int first_query = header.tokens();
+  if (tensors.query_positions.empty()) first_query = 0;
+  for (std::size_t i = tensors.query_positions.size(); i > 0 && tensors.query_positions[i - 1] == first_query - 1; --i)
+    --first_query;
   return {fmt::format("{}-{}/n:{}/{}", trace->name(), layer, header.tokens(), name_of(tensors.k.dtype)),
           header.query_heads,
           header.kv_heads,
           header.head_dim,
           header.tokens(),
           tensors.k.dtype,
+          first_query,
           [trace, layer] {
             auto data = std::make_shared<LayerData>();
             data->tensors = trace->layer(layer);
             data->trace = trace;
+            touch(data->tensors);
             return std::shared_ptr<const LayerData>(std::move(data));
           }};
 }

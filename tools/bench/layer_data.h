@@ -32,6 +32,7 @@ struct LayerSource {
   int dim = 0;
   int tokens = 0;
   DType dtype = DType::float32;
+  int first_query = 0;  // from here on all queries are stored
   std::function<std::shared_ptr<const LayerData>()> load;
 };
 

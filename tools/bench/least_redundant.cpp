@@ -119,9 +119,7 @@ void add_least_redundant(Cases& cases, const LayerSource& source) {
                           // All but the first step is what the steps cost; both have been done once before.
                           const double whole = seconds_of([&] { choose(asked->keep); }, 3);
                           const double one_step = seconds_of([&] { choose(asked->recent + 1); }, 3);
-                          verdict.counters = {{"steps_s", whole - one_step},
-                                              {"direct_steps_s", direct->seconds},
-                                              {"direct_over_steps", direct->seconds / (whole - one_step)}};
+                          verdict.counters = {{"direct_over_steps", direct->seconds / (whole - one_step)}};
                           return verdict;
                         },
                     .result = [=] { return std::vector<double>(kept->begin(), kept->end()); },

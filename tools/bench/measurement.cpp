@@ -15,7 +15,7 @@ constexpr double shortest_batch = 0.02;  // seconds: below it a single call is t
 constexpr double enough = 2.0;           // seconds timed in all
 constexpr int least_rounds = 3;
 constexpr int most_rounds = 7;
-constexpr double long_call = 4.0;  // seconds: one round will do
+constexpr double long_call = 4.0;  // seconds: the first call will do
 
 /// Bytes of the line NAME of /proc/self/status.
 std::size_t status_bytes(const std::string& name) {
@@ -51,14 +51,15 @@ FirstCall first_call(const Prepared& prepared) {
   return first;
 }
 
-Rounds measure(const Prepared& prepared, int threads, double estimate, Sgemm& sgemm) {
-  const int calls = std::clamp(static_cast<int>(shortest_batch / std::max(estimate, 1e-9)), 1, 1000);
+Rounds measure(const Prepared& prepared, int threads, double first_seconds, Sgemm& sgemm) {
+  const int calls = std::clamp(static_cast<int>(shortest_batch / std::max(first_seconds, 1e-9)), 1, 1000);
+  const bool is_long = first_seconds >= long_call;
   const int wanted =
-      estimate >= long_call ? 1 : std::clamp(static_cast<int>(enough / (estimate * calls)), least_rounds, most_rounds);
+      is_long ? 1 : std::clamp(static_cast<int>(enough / (first_seconds * calls)), least_rounds, most_rounds);
   std::vector<double> seconds, shares;
   double before = sgemm.rate(threads);
   for (int round = 0; round < wanted; ++round) {
-    seconds.push_back(seconds_of(prepared.call, calls));
+    seconds.push_back(is_long ? first_seconds : seconds_of(prepared.call, calls));
     // Our own threads wait actively for a moment, too.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     const double after = sgemm.rate(threads);
@@ -67,7 +68,7 @@ Rounds measure(const Prepared& prepared, int threads, double estimate, Sgemm& sg
   }
   const auto [fastest, slowest] = std::ranges::minmax(seconds);
   const double middle = median(seconds);
-  return {.seconds = middle, .of_sgemm = median(shares), .spread = (slowest - fastest) / middle, .rounds = wanted};
+  return {.seconds = middle, .of_sgemm = median(shares), .spread = (slowest - fastest) / middle};
 }
 
 }  // namespace kvreplay::bench

@@ -23,10 +23,9 @@ struct Rounds {
   double seconds = 0;   // of one call: the median
   double of_sgemm = 0;  // the median over rounds of the rate as a share of OpenBLAS's
   double spread = 0;    // (slowest - fastest) / median
-  int rounds = 0;
 };
 
-/// `estimate`: seconds that a call takes, roughly.
-Rounds measure(const Prepared& prepared, int threads, double estimate, Sgemm& sgemm);
+/// `first_seconds`: of a call before; a long one is the only round.
+Rounds measure(const Prepared& prepared, int threads, double first_seconds, Sgemm& sgemm);
 
 }  // namespace kvreplay::bench

@@ -13,7 +13,8 @@ namespace kvreplay::bench {
 namespace {
 
 /// Of one KV head, computed in float64 along the decisions that were taken: by how much the score of a token that went
-/// lay above the lowest one, relative to it, at most.
+/// lay above the lowest one, relative to it, at most; infinity where one of the last `recent` went, or where more or
+/// fewer than `budget` stayed.
 double largest_excess(const LayerTensors& layer, int kv_head, std::span<const std::int32_t> evicted, int budget,
                       int recent) {
   const auto tokens = static_cast<int>(evicted.size());
@@ -56,10 +57,11 @@ double largest_excess(const LayerTensors& layer, int kv_head, std::span<const st
       double lowest = std::numeric_limits<double>::infinity();
       for (std::size_t i = 0; i + static_cast<std::size_t>(recent) < held.size(); ++i)
         lowest = std::min(lowest, scores[static_cast<std::size_t>(held[i])]);
+      if (gone > token - recent) return std::numeric_limits<double>::infinity();
       largest = std::max(largest, scores[static_cast<std::size_t>(gone)] / lowest - 1.0);
       std::erase(held, gone);
     }
-    if (static_cast<int>(held.size()) > budget) return std::numeric_limits<double>::infinity();
+    if (static_cast<int>(held.size()) != std::min(token + 1, budget)) return std::numeric_limits<double>::infinity();
   }
   return largest;
 }

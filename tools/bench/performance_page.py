@@ -7,13 +7,14 @@ from typing import Any
 
 import goals
 from goals import UNITS, Goal, Row
-from replay_times import ALL, ALONE
+from replay_times import ALL, ALONE, MEMORY, Replay
 
 BEGIN, END = "<!-- tools/bench/run -->\n", "<!-- end -->"
 BACKEND_COLUMNS = ("case", "goal", "measured", "rate", "extra memory", "largest error", "spread")
 PYTORCH_COLUMNS = ("what", "on", "in PyTorch", "PyTorch", "kvreplay", "goal", "measured")
-REPLAY_COLUMNS = ("replay", "command", "goal", "measured", "of h2o alone", "selecting")
-LIVE_COLUMNS = ("policy", "live, one budget", "live, five budgets", "recall live", "recall replayed")
+REPLAY_COLUMNS = ("replay", "command", "goal", "measured", "of h2o alone", "adds", "selecting")
+MEMORY_COLUMNS = ("trace", "command", "without a limit", "with it", "goal", "measured", "peak resident")
+LIVE_COLUMNS = ("policy", "live, one budget", "live, five budgets, extrapolated", "recall live", "recall replayed")
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -61,7 +62,10 @@ def backend_rows(rows: list[Row], benchmarks: list[dict[str, Any]]) -> list[tupl
     found = figures(benchmarks)
     lines = []
     for row in rows:
-        for case in cases_of(row, list(found)):
+        cases = cases_of(row, list(found))
+        if not cases and row.level in {"best", ""}:
+            raise RuntimeError(f"{row.data}: wanted, and not measured")
+        for case in cases:
             figure = found[case]
             if figure.get("error_occurred"):
                 raise RuntimeError(f"{case}: {figure['error_message']}")
@@ -73,7 +77,7 @@ def backend_rows(rows: list[Row], benchmarks: list[dict[str, Any]]) -> list[tupl
                     row.goal.text(unit),
                     verdict(row.goal, figure[row.figure], unit),
                     rate,
-                    f"{figure['extra_MB']:.0f} MB",
+                    f"{figure['extra_MB']:.0f} MB" if "extra_MB" in figure else "",
                     f"{figure['max_error']:.1e}",
                     f"{100 * figure['spread']:.0f} %",
                 )
@@ -90,6 +94,9 @@ def pytorch_goal(subject: str, shape: str, form: str) -> Goal:
 def pytorch_rows(comparisons: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A line for each form, and where there are many one more for the fastest that computes in float32."""
     lines = []
+    compared = {(one["subject"], one["shape"], form) for one in comparisons for form in [*one["forms"], "best"]}
+    if unused := goals.PYTORCH.keys() - compared:
+        raise RuntimeError(f"wanted, and not measured: {unused}")
     for comparison in comparisons:
         subject, shape, ours = comparison["subject"], comparison["shape"], comparison["ours"]
         forms = [(name, seconds, pytorch_goal(subject, shape, name)) for name, seconds in comparison["forms"].items()]
@@ -104,15 +111,15 @@ def pytorch_rows(comparisons: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def replay_rows(replays: list[dict[str, Any]], trace: str) -> list[tuple[str, ...]]:
-    alone = next(replay["seconds"] for replay in replays if replay["name"] == ALONE.name)
+    alone, whole = (next(one["seconds"] for one in replays if one["name"] == of.name) for of in (ALONE, ALL))
     lines = []
     for replay in replays:
         is_whole = replay["name"] == ALL.name
         goal, selecting = (goals.WHOLE_REPLAY, goals.SELECTING) if is_whole else (goals.NONE, goals.NONE)
         share = replay["select_seconds"] / replay["seconds"]
-        command = (
-            f"kvreplay replay {trace} -p {replay['policies']} -b {replay['budgets']} --metrics {replay['metrics']}"
-        )
+        command = Replay(*(replay[key] for key in ("name", "policies", "budgets", "metrics"))).command(trace)
+        added = replay["seconds"] - whole
+        adds = f"{added:.2f} s, {added / alone:.2f} x" if replay["name"].startswith("...") else ""
         wanted = f"{goal.text(' x h2o alone')}, selecting ≤ {100 * goals.SELECTING.most:.0f} %" if is_whole else ""
         lines.append(
             (
@@ -121,10 +128,28 @@ def replay_rows(replays: list[dict[str, Any]], trace: str) -> list[tuple[str, ..
                 wanted,
                 number(replay["seconds"], " s"),
                 verdict(goal, replay["seconds"] / alone, " x"),
+                adds,
                 f"{100 * share:.1f} %" if selecting.met(share) else f"**{100 * share:.1f} %**",
             )
         )
     return lines
+
+
+def memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
+    free, limited = memory["free"], memory["limited"]
+    command = Replay(*(free[key] for key in ("name", "policies", "budgets", "metrics"))).command("random.h5")
+    peaks = " / ".join(f"{one['peak_bytes'] * 1e-6:.0f} MB" for one in (free, limited))
+    return [
+        (
+            f"12 layers, {memory['trace_bytes'] * 1e-6:.0f} MB",
+            f"`{command} --memory {MEMORY}M`",
+            number(free["seconds"], " s"),
+            number(limited["seconds"], " s"),
+            goals.BEYOND_MEMORY.text(" of the rate"),
+            verdict(goals.BEYOND_MEMORY, free["seconds"] / limited["seconds"], " of the rate"),
+            peaks,
+        )
+    ]
 
 
 def live_rows(live: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -136,7 +161,7 @@ def live_rows(live: dict[str, Any]) -> list[tuple[str, ...]]:
             (
                 run["policy"],
                 number(seconds, " s"),
-                number(5 * seconds, " s"),
+                number((1 if run["policy"] == "full" else 5) * seconds, " s"),
                 f"{run['recall']:.3f}",
                 "" if replayed is None else f"{replayed:.3f}",
             )
@@ -145,37 +170,51 @@ def live_rows(live: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def live_sentence(live: dict[str, Any]) -> str:
-    whole = 5 * sum(run["seconds"] for run in live["runs"])
+    whole = sum((1 if run["policy"] == "full" else 5) * run["seconds"] for run in live["runs"])
     replay, capture = live["replay_seconds"], live["capture_seconds"]
     return (
-        f"P = {live['prompt']:,}: {number(whole, ' s')} live (ten policies at five budgets, one after the other), "
-        f"{number(replay, ' s')} for one `kvreplay replay` of the same, **{number(whole / replay, ' x')}**. "
+        f"P = {live['prompt']:,}: {number(whole, ' s')} live (`full` once, nine policies at five budgets, "
+        f"extrapolated from one), {number(replay, ' s')} "
+        f"for one `kvreplay replay` of the same, **{number(whole / replay, ' x')}**. "
         f"Capturing the trace, once for all replays, took {number(capture, ' s')}; with it, "
         f"{number(whole / (replay + capture))} x."
     )
 
 
 def page(parts: dict[str, Any]) -> str:
-    """All tables. `parts` is what tools/bench/run has measured: machine, backend, real, pytorch, replay, live."""
+    """All tables. `parts` is what tools/bench/run has measured."""
     machine = parts["machine"]
+    layers = ",".join(str(layer) for layer in goals.REAL_LAYERS)
+    on_layers = f"`kvreplay_bench --trace FILE --layers {layers} --benchmark_filter=CASE`"
     text = (
-        f"Measured {machine['date']} on {machine['cpu']}, {machine['cores']} cores, {machine['memory']}; "
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory']}; "
         f"{machine['compiler']}, Release; {machine['blas']}; PyTorch {machine['torch']}; SIMD levels "
-        f"{', '.join(machine['levels'])}; commit {machine['commit']}; load before the start {machine['load']}. "
-        "Figures in bold miss their goal.\n"
+        f"{', '.join(machine['levels'])}. Figures in bold miss their goal.\n"
     )
-    text += "\n## The backend against OpenBLAS\n\n`kvreplay_bench --benchmark_filter=CASE`\n\n"
-    text += table(BACKEND_COLUMNS, backend_rows(goals.BACKEND, parts["backend"]))
-    text += "\n## On a real model's layers\n\n`kvreplay_bench --trace FILE --layers "
-    text += ",".join(str(layer) for layer in goals.REAL_LAYERS) + " --benchmark_filter=CASE`\n\n"
-    text += table(BACKEND_COLUMNS, backend_rows(real_rows(parts["traces"]), parts["real"]))
-    text += "\n## Against PyTorch\n\n`tools/bench/run pytorch`\n\n"
-    text += table(PYTORCH_COLUMNS, pytorch_rows(parts["pytorch"]))
-    text += "\n## Whole replays\n\n`tools/bench/run replay`\n\n"
-    text += table(REPLAY_COLUMNS, replay_rows(parts["replay"], parts["traces"]["8000"] + ".h5"))
-    text += "\n## Against the policies on a live model\n\n`tools/bench/run live`\n\n"
-    text += table(LIVE_COLUMNS, live_rows(parts["live"])) + "\n" + live_sentence(parts["live"]) + "\n"
-    return text
+
+    def section(part: str, title: str, command: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+        begun = parts["begun"][part]
+        when = f"{begun['date']}, commit {begun['commit']}, load before the start {begun['load']}"
+        return f"\n## {title}\n\n{command}: {when}.\n\n" + table(columns, rows)
+
+    text += section(
+        "backend",
+        "The backend against OpenBLAS",
+        "`kvreplay_bench --benchmark_filter=CASE`",
+        BACKEND_COLUMNS,
+        backend_rows(goals.BACKEND, parts["backend"]),
+    )
+    real = backend_rows(real_rows(parts["traces"]), parts["real"])
+    text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, real)
+    pytorch = pytorch_rows(parts["pytorch"])
+    text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, pytorch)
+    replay = replay_rows(parts["replay"], parts["traces"]["8000"] + ".h5")
+    text += section("replay", "Whole replays", "`tools/bench/run replay`", REPLAY_COLUMNS, replay)
+    memory = memory_rows(parts["memory"])
+    text += section("memory", "Beyond memory", "`tools/bench/run memory`", MEMORY_COLUMNS, memory)
+    title = "Against the policies on a live model"
+    text += section("live", title, "`tools/bench/run live`", LIVE_COLUMNS, live_rows(parts["live"]))
+    return text + "\n" + live_sentence(parts["live"]) + "\n"
 
 
 def real_rows(traces: dict[str, str]) -> list[Row]:

@@ -78,7 +78,7 @@ void add_key_norms(Cases& cases, const LayerSource& source) {
                                   load(layer->tensors.k.row(0, token), source.dtype, static_cast<std::size_t>(c)));
                               square += number * number;
                             }
-                            error = std::max(error, std::abs((*norms)(0, token) / std::sqrt(square) - 1.0));
+                            error = std::max(error, distance((*norms)(0, token) / std::sqrt(square), 1.0));
                           }
                           return Verdict{.relative_error = error,
                                          .problem = error > 1e-6 ? fmt::format("error {:.2g}", error) : ""};
@@ -124,12 +124,12 @@ void add_mapped_bytes(Cases& cases, DType dtype, int tokens) {
                                  for (int token = 0; token < tokens; ++token)
                                    expected += 2.0 * static_cast<double>(load(layer.k.row(0, token), dtype,
                                                                               static_cast<std::size_t>(token % dim)));
-                                 const double error = std::abs(sums->front() - expected);
+                                 const double error = distance(sums->front(), expected);
                                  return Verdict{.relative_error = error,
                                                 .problem = error > 1e-9 ? "numbers were read wrongly" : ""};
                                },
                            .result = [=] { return *sums; },
-                           .result_bytes = 0,
+                           .result_bytes = 0,  // resident memory would count the file's pages
                            .work = 2.0 * kv_heads * tokens * dim * static_cast<double>(size_of(dtype))};
                      }});
   }

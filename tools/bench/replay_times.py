@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import time
 from dataclasses import asdict, dataclass
@@ -24,10 +25,11 @@ class Replay:
     metrics: str = METRICS
 
     def command(self, trace: str) -> str:
-        return f"kvreplay replay {trace} -p {self.policies} -b {self.budgets} --metrics {self.metrics}"
+        asked = f"-p {self.policies} -b {self.budgets} --metrics {self.metrics}"
+        return f"kvreplay replay {trace} {asked} --observables ignore"
 
 
-ALONE = Replay("h2o alone at one budget", "h2o", "0.1")
+ALONE = Replay("h2o alone at one budget (full, random and oracle beside it, as always)", "h2o", "0.1")
 ALL = Replay("thirteen policies at five budgets")
 ADDITIONS = [
     Replay("... and output metrics", metrics=f"{METRICS},output_cosine,output_error"),
@@ -38,32 +40,60 @@ ADDITIONS = [
 ]
 
 
-def seconds_of(program: Path, replay: Replay, trace: Path, folder: Path) -> tuple[float, float]:
-    """Seconds of one run, and those that scoring and selecting took of them."""
+@dataclass(frozen=True)
+class Time:
+    seconds: float
+    select_seconds: float  # of these, in scoring and selecting
+    peak_bytes: int  # resident, pages of the trace included
+
+
+def seconds_of(program: Path, replay: Replay, trace: Path, folder: Path, *options: str) -> Time:
     words = replay.command(str(trace)).split()[1:]
     begin = time.perf_counter()
-    command = [program, *words, "--force", "--progress", "never", "-o", folder]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command = [program, *words, "--force", "--progress", "never", "-o", folder, *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
     whole = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     with open(folder / "seconds.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == "select_seconds" and not row["variant"]]
-    return whole, sum(float(row["value"]) for row in rows)
+    return Time(whole, sum(float(row["value"]) for row in rows), usage.ru_maxrss * 1024)
 
 
-def measure(program: Path, trace: Path, folder: Path, quick: bool) -> list[dict]:
-    """Median seconds of each replay; the first two take turns, since their ratio counts."""
-    replays = [ALONE, ALL] if quick else [ALONE, ALL, *ADDITIONS]
-    times: dict[str, list[tuple[float, float]]] = {replay.name: [] for replay in replays}
-    trace.read_bytes()  # into the page cache
-    for turn in range(1 if quick else 3):
-        for replay in replays[:2] if turn else replays:
-            times[replay.name].append(seconds_of(program, replay, trace, folder))
-            print(f"{replay.name}: {times[replay.name][-1][0]:.2f} s")
+def in_turns(program: Path, trace: Path, folder: Path, runs: list[tuple[Replay, list[str]]], turns: int) -> list[dict]:
+    """Medians over turns in which each run comes once."""
+    with open(trace, "rb") as file:  # into the page cache; a child's peak counts what its parent once held
+        while file.read(2**20):
+            pass
+    times: list[list[Time]] = [[] for _ in runs]
+    for _ in range(turns):
+        for (replay, options), of_run in zip(runs, times, strict=True):
+            of_run.append(seconds_of(program, replay, trace, folder, *options))
+            print(f"{replay.name}: {of_run[-1].seconds:.2f} s", flush=True)
     return [
         {
             **asdict(replay),
-            "seconds": median(whole for whole, _ in times[replay.name]),
-            "select_seconds": median(select for _, select in times[replay.name]),
+            "seconds": median(one.seconds for one in of_run),
+            "select_seconds": median(one.select_seconds for one in of_run),
+            "peak_bytes": max(one.peak_bytes for one in of_run),
         }
-        for replay in replays
+        for (replay, _), of_run in zip(runs, times, strict=True)
     ]
+
+
+def measure(program: Path, trace: Path, folder: Path, quick: bool) -> list[dict]:
+    replays = [ALONE, ALL, *ADDITIONS]
+    return in_turns(program, trace, folder, [(replay, []) for replay in replays], 1 if quick else 2)
+
+
+MEMORY = 256  # MB
+BEYOND = Replay("snapkv beyond memory", "snapkv", "0.1", "attention_recall")
+
+
+def beyond_memory(program: Path, trace: Path, folder: Path, turns: int) -> dict:
+    """A trace of three times the memory that a run may hold, and the same without a limit."""
+    runs: list[tuple[Replay, list[str]]] = [(BEYOND, []), (BEYOND, ["--memory", f"{MEMORY}M"])]
+    free, limited = in_turns(program, trace, folder, runs, turns)
+    return {"trace_bytes": trace.stat().st_size, "free": free, "limited": limited}

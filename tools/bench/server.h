@@ -10,10 +10,9 @@ namespace kvreplay::bench {
 
 /// Answers until the input ends. A request is one of
 ///   list                       {"cases": [...]}
-///   time CASE CALLS            {"seconds": [one a call], "work": operations or bytes of one call}
-///   check CASE                 {"problem": "", "relative_error": x}, against float64
-///   result CASE FILE           {"numbers": count}: the answer as float64 in native order
-///   sgemm THREADS              {"operations_per_second": x} of OpenBLAS
+///   time CASE CALLS            {"seconds": [one a call]}
+///   check CASE                 {"problem": ""}: what float64 says
+///   result CASE FILE           {}: the answer is in FILE, as float64 in native order
 /// and what cannot be done is {"error": text}. The data of a case stay until another is asked for.
 void serve(const Cases& cases, std::istream& in, std::ostream& out);
 

@@ -63,8 +63,8 @@ void add_similarity_row_maxima(Cases& cases, const LayerSource& source) {
               const auto expected = references.get(name, [&] { return reference(layer->tensors.k); });
               double error = 0;
               for (std::size_t i = 0; i < expected->rows.size(); ++i)
-                error = std::max(
-                    error, std::abs((*maxima)[static_cast<std::size_t>(expected->rows[i])] - expected->maxima[i]));
+                error = std::max(error,
+                                 distance((*maxima)[static_cast<std::size_t>(expected->rows[i])], expected->maxima[i]));
               return Verdict{.relative_error = error,
                              .problem = error > tolerance ? fmt::format("error {:.2g}", error) : ""};
             },

@@ -216,6 +216,14 @@ int run(const Arguments& arguments) {
   Json document = Json::array();
   bool first = true;
   for (const std::string& path : arguments.operands()) {
+    if (is_observables_file(path)) {
+      if (arguments.given("json"))
+        document.push_back({{"path", path}, {"kind", "stored observables"}});
+      else
+        fmt::print("{}{}: stored observables of a trace\n", first ? "" : "\n", path);
+      first = false;
+      continue;
+    }
     const Trace trace = Trace::open(path);
     const Use use = use_of(trace);
     const bool estimated = !arguments.given("no-estimate");

@@ -17,6 +17,7 @@
 #include "output.h"
 #include "progress_line.h"
 #include "replay/estimate.h"
+#include "replay/stored_observables.h"
 
 namespace kvreplay {
 namespace {
@@ -64,22 +65,12 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
-/// `*.h5` names the stored observables of a trace beside it.
-void leave_out_observables(std::vector<std::filesystem::path>& paths) {
-  const std::vector<std::filesystem::path> named = paths;
-  std::erase_if(paths, [&](const std::filesystem::path& path) {
-    return std::ranges::any_of(named, [&](const std::filesystem::path& trace) {
-      return trace.extension() == ".h5" && std::filesystem::path(trace).replace_extension(".obs.h5") == path;
-    });
-  });
-}
-
 RunRequest requested(const Arguments& arguments) {
   if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
   if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
   RunRequest request;
-  request.traces.assign(arguments.operands().begin(), arguments.operands().end());
-  leave_out_observables(request.traces);
+  const std::vector<std::string> traces = without_observables(arguments.operands());
+  request.traces.assign(traces.begin(), traces.end());
   request.seed = arguments.seed("seed");
   for (const std::string& text : arguments.all("policy"))
     for (const std::string& policy : split_policies(text))

@@ -10,6 +10,7 @@
 #include "interruption.h"
 #include "output.h"
 #include "progress_line.h"
+#include "replay/stored_observables.h"
 
 namespace kvreplay {
 namespace {
@@ -50,11 +51,12 @@ std::string looked_at(const DeepReport& report) {
 }
 
 int run(const Arguments& arguments) {
-  for (const std::string& path : arguments.operands()) require_file(path);  // no file says nothing about a trace
+  const std::vector<std::string> paths = without_observables(arguments.operands());
+  for (const std::string& path : paths) require_file(path);  // no file says nothing about a trace
   heed_interruptions();
   Json document = Json::array();
   bool all_valid = true;
-  for (const std::string& path : arguments.operands()) {
+  for (const std::string& path : paths) {
     Verdict verdict;
     {
       ProgressLine line(arguments.text("progress"));
