@@ -62,11 +62,10 @@ HWY_INLINE Vector exponential(Vector x, Vector reference, Vector& exponent) {
   const __mmask16 counts = _mm512_cmp_ps_mask(exponent.raw, splat(lowest_exponent).raw, _CMP_NLE_UQ);
   return Vector{_mm512_maskz_scalef_ps(counts, p.raw, exponent.raw)};
 #else
-  // The sum with 1.5 * 2^23 holds the integer in its last bits; they move to where p has its exponent.
-  const auto bits = hn::BitCast(Integers(), hn::Add(exponent, splat(12582912.0F)));
-  const Vector scaled = hn::BitCast(Floats(), hn::Add(hn::BitCast(Integers(), p), hn::ShiftLeft<23>(bits)));
-  const Vector counted = hn::IfThenZeroElse(hn::Le(exponent, splat(lowest_exponent)), scaled);
-  return hn::IfThenElse(hn::IsNaN(exponent), exponent, counted);
+  // The sum with 1.5 * 2^23 + 127 holds exponent + 127 in its last bits; these move to where 2^exponent has them.
+  const auto bits = hn::BitCast(Integers(), hn::Add(exponent, splat(12583039.0F)));
+  const Vector scaled = hn::Mul(p, hn::BitCast(Floats(), hn::ShiftLeft<23>(bits)));
+  return hn::IfThenZeroElse(hn::Le(exponent, splat(lowest_exponent)), scaled);
 #endif
 }
 

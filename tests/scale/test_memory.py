@@ -1,6 +1,6 @@
 """Does memory grow with the length of the prompt and not with its square, and not with the trace?
 
-One layer here, for time: layers stream one by one. docs/measurements.md has four.
+One layer here, for time: layers stream one by one.
 """
 
 import json

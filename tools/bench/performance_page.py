@@ -182,7 +182,7 @@ def live_sentence(live: dict[str, Any]) -> str:
 
 
 def page(parts: dict[str, Any]) -> str:
-    """All tables. `parts` is what tools/bench/run has measured."""
+    """The tables of what tools/bench/run has measured."""
     machine = parts["machine"]
     layers = ",".join(str(layer) for layer in goals.REAL_LAYERS)
     on_layers = f"`kvreplay_bench --trace FILE --layers {layers} --benchmark_filter=CASE`"
@@ -197,24 +197,31 @@ def page(parts: dict[str, Any]) -> str:
         when = f"{begun['date']}, commit {begun['commit']}, load before the start {begun['load']}"
         return f"\n## {title}\n\n{command}: {when}.\n\n" + table(columns, rows)
 
-    text += section(
-        "backend",
-        "The backend against OpenBLAS",
-        "`kvreplay_bench --benchmark_filter=CASE`",
-        BACKEND_COLUMNS,
-        backend_rows(goals.BACKEND, parts["backend"]),
-    )
-    real = backend_rows(real_rows(parts["traces"]), parts["real"])
-    text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, real)
-    pytorch = pytorch_rows(parts["pytorch"])
-    text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, pytorch)
-    replay = replay_rows(parts["replay"], parts["traces"]["8000"] + ".h5")
-    text += section("replay", "Whole replays", "`tools/bench/run replay`", REPLAY_COLUMNS, replay)
-    memory = memory_rows(parts["memory"])
-    text += section("memory", "Beyond memory", "`tools/bench/run memory`", MEMORY_COLUMNS, memory)
-    title = "Against the policies on a live model"
-    text += section("live", title, "`tools/bench/run live`", LIVE_COLUMNS, live_rows(parts["live"]))
-    return text + "\n" + live_sentence(parts["live"]) + "\n"
+    if "backend" in parts:
+        text += section(
+            "backend",
+            "The backend against OpenBLAS",
+            "`kvreplay_bench --benchmark_filter=CASE`",
+            BACKEND_COLUMNS,
+            backend_rows(goals.BACKEND, parts["backend"]),
+        )
+    if "real" in parts:
+        real = backend_rows(real_rows(parts["traces"]), parts["real"])
+        text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, real)
+    if "pytorch" in parts:
+        pytorch = pytorch_rows(parts["pytorch"])
+        text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, pytorch)
+    if "replay" in parts:
+        replay = replay_rows(parts["replay"], parts["traces"]["8000"] + ".h5")
+        text += section("replay", "Whole replays", "`tools/bench/run replay`", REPLAY_COLUMNS, replay)
+    if "memory" in parts:
+        memory = memory_rows(parts["memory"])
+        text += section("memory", "Beyond memory", "`tools/bench/run memory`", MEMORY_COLUMNS, memory)
+    if "live" in parts:
+        title = "Against the policies on a live model"
+        text += section("live", title, "`tools/bench/run live`", LIVE_COLUMNS, live_rows(parts["live"]))
+        text += "\n" + live_sentence(parts["live"]) + "\n"
+    return text
 
 
 def real_rows(traces: dict[str, str]) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import subprocess
 import time
 from dataclasses import asdict, dataclass
@@ -49,6 +50,7 @@ class Time:
 
 def seconds_of(program: Path, replay: Replay, trace: Path, folder: Path, *options: str) -> Time:
     words = replay.command(str(trace)).split()[1:]
+    shutil.rmtree(folder, ignore_errors=True)  # cells of another replay would be written and summed again
     begin = time.perf_counter()
     command = [program, *words, "--force", "--progress", "never", "-o", folder, *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
