@@ -40,10 +40,13 @@ Status require(Status status, const std::string& where, const std::string& what)
 Handle property_list(hid_t kind) { return {require(H5Pcreate(kind), "HDF5", "cannot make a property list"), H5Pclose}; }
 
 Handle access_properties() {
-  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
-  // The environment reaches every version of HDF5; the property that does the same exists from 1.10.7 on.
+  // The environment reaches every version of HDF5 that has not begun yet; the property, from 1.10.7 on, any.
   setenv("HDF5_USE_FILE_LOCKING", "FALSE", 0);
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
   Handle access = property_list(H5P_FILE_ACCESS);
+#if H5_VERSION_GE(1, 10, 7)
+  H5Pset_file_locking(access.id(), false, true);
+#endif
   H5Pset_libver_bounds(access.id(), H5F_LIBVER_V18, H5F_LIBVER_V110);
   H5Pset_alignment(access.id(), 65536, 4096);
   return access;
