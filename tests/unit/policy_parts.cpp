@@ -70,16 +70,19 @@ std::vector<Scores> hard_rows() {
   return rows;
 }
 
-Positions32 by_stable_sort(const Scores& scores) {
+Positions32 by_score_then_position(const Scores& scores) {
   Positions32 order(scores.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, std::greater{}, [&](std::int32_t i) { return scores[static_cast<std::size_t>(i)]; });
+  std::ranges::sort(order, [&](std::int32_t a, std::int32_t b) {
+    const double of_a = scores[static_cast<std::size_t>(a)], of_b = scores[static_cast<std::size_t>(b)];
+    return of_a != of_b ? of_a > of_b : a < b;
+  });
   return order;
 }
 
 TEST(Ranking, OrderCutAndBestAreThoseOfAStableSort) {
   for (const Scores& scores : hard_rows()) {
-    const Positions32 order = by_stable_sort(scores);
+    const Positions32 order = by_score_then_position(scores);
     EXPECT_EQ(ranked(scores), order);
     const std::ptrdiff_t all = std::ssize(scores);
     for (const std::ptrdiff_t count : {std::ptrdiff_t{0}, std::ptrdiff_t{1}, all / 3, all / 2, all - 1, all}) {
