@@ -7,8 +7,8 @@ Registry<BackendCard>& backends() {
   return registry;
 }
 
-std::unique_ptr<Backend> make_backend(const std::string& name, int threads) {
-  return backends().get(name).make(threads);
+std::unique_ptr<Backend> make_backend(const std::string& name, int threads, DeviceChoice device) {
+  return backends().get(name).make(threads, device);
 }
 
 }  // namespace kvreplay

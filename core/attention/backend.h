@@ -183,19 +183,30 @@ class Backend {
   /// token alone has 0. Within 1e-6 of float64. Throws Error{input} if a vector is not finite.
   virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
 
+  /// Says that a layer is in use or comes next, and that its numbers stay as they are until it is let go: they may be
+  /// brought to where they are needed meanwhile. `queries`: most of its queries will be read. Calls work without it.
+  virtual void hold(const LayerTensors& /*layer*/, bool /*queries*/) {}
+  virtual void let_go(const LayerTensors& /*layer*/) {}
+
   /// Bytes that such calls on such a layer need at their peak beyond the trace and their results, for planning.
   virtual std::size_t working_set(const LayerTensors& layer, const Workload& work) const = 0;
 };
 
-/// Backends register by name; `threads` 0 means all.
+/// Which of several devices, and how much of its memory: 0 is what is free.
+struct DeviceChoice {
+  int number = 0;
+  std::size_t memory = 0;
+};
+
+/// Backends register by name; `threads` 0 means all. Those that use the machine's own memory ignore the choice.
 struct BackendCard {
   std::string name;
   std::string summary;
-  std::unique_ptr<Backend> (*make)(int threads);
+  std::unique_ptr<Backend> (*make)(int threads, DeviceChoice device);
 };
 
 /// Why this machine cannot run the backend called `name` is an Error{capability}; an unknown name an Error{usage}.
-std::unique_ptr<Backend> make_backend(const std::string& name, int threads);
+std::unique_ptr<Backend> make_backend(const std::string& name, int threads, DeviceChoice device = {});
 
 Registry<BackendCard>& backends();
 

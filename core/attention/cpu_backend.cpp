@@ -14,7 +14,9 @@ namespace {
 const RegisteredBackend registered{
     {.name = "cpu",
      .summary = "SIMD tiles on all cores; exact, the same bits for any number of threads",
-     .make = [](int threads) -> std::unique_ptr<Backend> { return std::make_unique<CpuBackend>(threads); }}};
+     .make = [](int threads, DeviceChoice) -> std::unique_ptr<Backend> {
+       return std::make_unique<CpuBackend>(threads);
+     }}};
 
 }  // namespace
 

@@ -6,37 +6,11 @@
 #include <vector>
 
 #include "attention/aligned_buffer.h"
-#include "attention/backend.h"
+#include "attention/participants.h"
 #include "attention/tile.h"
 #include "trace/tensor.h"
 
 namespace kvreplay {
-
-/// The keys that take part in a softmax: all of [0, count), or a resident list in which the keys that a query sees
-/// stand side by side.
-struct Participants {
-  int count = 0;
-  std::span<const std::int32_t> resident = {};  // [count], or empty
-  Positions positions = Positions::original;
-
-  int position(int key) const { return resident.empty() ? key : resident[static_cast<std::size_t>(key)]; }
-  /// By how much a key moves from where it was captured.
-  int moved(int key) const { return positions == Positions::cache ? key - position(key) : 0; }
-};
-
-/// A query and what it sees of the participants.
-struct QueryPlace {
-  int stored = 0;  // number among the stored queries
-  int first = 0;   // sees [first, end)
-  int end = 0;
-  int own = -1;   // its own key, -1 if that does not take part
-  int moved = 0;  // from where it was captured
-};
-
-/// Places of `queries` (positions). Throws Error{input} where a query is not stored, Error{usage} where a query must
-/// move to its slot and has none, or where the keys that it sees do not stand side by side.
-std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
-                                     const Participants& participants);
 
 /// The form in which the queries of a layer meet keys of these participants: bfloat16 where the level has it, both are
 /// stored so and none moves.

@@ -83,7 +83,7 @@ class ForgetfulBackend final : public Backend {
 };
 
 const RegisteredBackend forgetful{
-    {.name = "forgetful", .summary = "wrong about one set", .make = [](int threads) -> std::unique_ptr<Backend> {
+    {.name = "forgetful", .summary = "wrong about one set", .make = [](int threads, DeviceChoice) -> std::unique_ptr<Backend> {
        return std::make_unique<ForgetfulBackend>(threads);
      }}};
 

@@ -1,0 +1,64 @@
+#include "attention/participants.h"
+
+#include <algorithm>
+#include <string>
+
+#include "error.h"
+
+namespace kvreplay {
+namespace {
+
+/// What the query at `position` sees: participants [first, end), its own key among them or not.
+void find_visible(const Participants& participants, int position, int window, QueryPlace& place) {
+  const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
+  if (participants.resident.empty()) {
+    place.first = std::min(lowest, participants.count);
+    place.end = std::min(position + 1, participants.count);
+    if (position < participants.count) place.own = position;
+    return;
+  }
+  int seen = 0;
+  for (int key = 0; key < participants.count; ++key) {
+    const int stands = participants.position(key);
+    if (stands < lowest || stands > position) continue;
+    if (seen == 0) place.first = key;
+    place.end = key + 1;
+    if (stands == position) place.own = key;
+    ++seen;
+  }
+  if (place.end - place.first != seen) {
+    throw Error{Refusal::usage, "resident", "order",
+                "keys that query " + std::to_string(position) + " sees side by side", "others among them"};
+  }
+}
+
+}  // namespace
+
+std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
+                                     const Participants& participants) {
+  const std::span<const std::int32_t> stored = layer.query_positions;
+  std::vector<QueryPlace> places;
+  places.reserve(queries.size());
+  for (const std::int32_t position : queries) {
+    const auto found = std::lower_bound(stored.begin(), stored.end(), position);
+    const bool is_stored =
+        stored.empty() ? position >= 0 && position < layer.q.tokens : found != stored.end() && *found == position;
+    if (!is_stored) {
+      throw Error{Refusal::input, "q", "stored queries", "position " + std::to_string(position), "none"};
+    }
+    QueryPlace place;
+    place.stored = stored.empty() ? position : static_cast<int>(found - stored.begin());
+    find_visible(participants, position, layer.sliding_window, place);
+    if (participants.positions == Positions::cache) {
+      if (place.own < 0) {
+        throw Error{Refusal::usage, "resident", "cache positions", "query " + std::to_string(position) + " is resident",
+                    "it is not"};
+      }
+      place.moved = participants.moved(place.own);
+    }
+    places.push_back(place);
+  }
+  return places;
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,86 @@
+#include "cuda/cuda_backend.h"
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace kvreplay {
+namespace {
+
+const RegisteredBackend registered{{.name = "cuda",
+                                    .summary = "NVIDIA GPUs; exact, the same bits from run to run",
+                                    .make = [](int threads, DeviceChoice device) -> std::unique_ptr<Backend> {
+                                      return std::make_unique<CudaBackend>(threads, device);
+                                    }}};
+
+// Kernels copy to shared memory behind their backs and multiply bfloat16: both came with 8.0.
+constexpr int least_major = 8;
+
+/// The device, made current.
+cudaDeviceProp choose(int number) {
+  const auto refuse = [](const std::string& why) { throw Error{Refusal::capability, "CUDA", "no device", {}, why}; };
+  int count = 0;
+  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) {
+    cudaGetLastError();
+    refuse(std::string(cudaGetErrorName(status)) + ", " + cudaGetErrorString(status));
+  }
+  if (number >= count)
+    throw Error{Refusal::capability, "CUDA", "no device " + std::to_string(number),
+                count == 0 ? "a device" : "0 ... " + std::to_string(count - 1), std::to_string(number)};
+  cudaDeviceProp facts{};
+  check(cudaGetDeviceProperties(&facts, number), "cudaGetDeviceProperties");
+  if (facts.major < least_major)
+    throw Error{Refusal::capability, "CUDA", "device " + std::to_string(number) + " is too old",
+                "compute capability 8.0", std::to_string(facts.major) + "." + std::to_string(facts.minor)};
+  check(cudaSetDevice(number), "cudaSetDevice");
+  return facts;
+}
+
+/// Bytes that may be taken: what was asked for, or nine tenths of what is free.
+std::size_t memory_limit(std::size_t asked) {
+  std::size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return asked > 0 ? asked : free / 10 * 9;
+}
+
+std::string version(int number) { return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10); }
+
+}  // namespace
+
+CudaBackend::CudaBackend(int threads, DeviceChoice device)
+    : threads_(threads > 0 ? threads : omp_get_max_threads()),
+      facts_(choose(device.number)),
+      memory_(memory_limit(device.memory)),
+      tensors_(memory_, threads_, device.number) {}
+
+std::string CudaBackend::description() const {
+  int driver = 0, runtime = 0;
+  check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+  return std::string("cuda ") + facts_.name + ", " + std::to_string(facts_.major) + "." + std::to_string(facts_.minor) +
+         ", driver " + version(driver) + ", runtime " + version(runtime);
+}
+
+void CudaBackend::hold(const LayerTensors& layer, bool queries) {
+  tensors_.hold(layer.k);
+  if (queries) tensors_.hold(layer.q);
+  tensors_.hold(layer.v);
+}
+
+void CudaBackend::let_go(const LayerTensors& layer) {
+  for (const TensorView& tensor : {layer.q, layer.k, layer.v}) tensors_.let_go(tensor);
+}
+
+std::size_t CudaBackend::working_set(const LayerTensors& layer, const Workload& work) const {
+  // In the machine's own memory: what is on its way to the device and back.
+  const auto tokens = static_cast<std::size_t>(layer.k.tokens);
+  const auto heads = static_cast<std::size_t>(layer.q.heads);
+  const std::size_t places = tokens * 64;
+  const std::size_t sums = 2 * heads * tokens * sizeof(double);
+  const std::size_t sets = static_cast<std::size_t>(work.sets + 1) * heads * (tokens / 8 + 64 * sizeof(Moments));
+  return (std::size_t{64} << 20) + places + sums + sets;
+}
+
+}  // namespace kvreplay

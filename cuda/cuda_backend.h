@@ -1,0 +1,50 @@
+// The backend for NVIDIA GPUs, compute capability 8.0 or later: every call's O(n²) work on the device, within a limit
+// of its memory, the same bits from run to run.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+#include "attention/participants.h"
+#include "cuda/attention_task.h"
+#include "cuda/device_memory.h"
+#include "cuda/device_tensors.h"
+#include "cuda/runtime.h"
+
+namespace kvreplay {
+
+class CudaBackend final : public Backend {
+ public:
+  /// Throws Error{capability} with the driver's reason where there is no such device.
+  CudaBackend(int threads, DeviceChoice device);
+
+  std::string description() const override;
+  Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
+  KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
+                           std::span<const KeptSets> kept, MomentParts parts) override;
+  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
+                                            std::span<const std::int32_t> queries, int boundary,
+                                            KeptSets kept) override;
+  std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override;
+  std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
+  Matrix norms(const TensorView& tensor, int tokens, double p) override;
+  std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override;
+  void hold(const LayerTensors& layer, bool queries) override;
+  void let_go(const LayerTensors& layer) override;
+  std::size_t working_set(const LayerTensors& layer, const Workload& work) const override;
+
+ private:
+  friend class DeviceCall;
+
+  int threads_;
+  cudaDeviceProp facts_;
+  DeviceMemory memory_;
+  DeviceTensors tensors_;
+  Stream stream_;
+};
+
+}  // namespace kvreplay

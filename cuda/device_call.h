@@ -1,0 +1,81 @@
+// What one call of the backend has on the device: taken when it begins, given back when it ends, whatever happens.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <span>
+#include <vector>
+
+#include "cuda/cuda_backend.h"
+#include "cuda/runtime.h"
+
+namespace kvreplay {
+
+class DeviceCall {
+ public:
+  explicit DeviceCall(CudaBackend& backend) : backend_(backend) { bad_ = zeros<int>(1); }
+  ~DeviceCall() { cudaStreamSynchronize(stream()); }
+  DeviceCall(const DeviceCall&) = delete;
+  DeviceCall& operator=(const DeviceCall&) = delete;
+
+  cudaStream_t stream() const { return backend_.stream_.get(); }
+  DeviceMemory& memory() { return backend_.memory_; }
+  DeviceTensors& tensors() { return backend_.tensors_; }
+  int threads() const { return backend_.threads_; }
+  bool warp_groups() const { return backend_.facts_.major == 9; }
+
+  /// Room for `count` numbers on the device, for as long as the call lasts.
+  template <class T>
+  T* room(std::size_t count) {
+    return reinterpret_cast<T*>(
+        blocks_.emplace_back(backend_.memory_).at_least(std::max<std::size_t>(1, count) * sizeof(T)));
+  }
+  template <class T>
+  T* zeros(std::size_t count) {
+    T* made = room<T>(count);
+    check(cudaMemsetAsync(made, 0, std::max<std::size_t>(1, count) * sizeof(T), stream()), "cudaMemsetAsync");
+    return made;
+  }
+  /// A copy on the device.
+  template <class T>
+  T* copy(std::span<const T> numbers) {
+    T* made = room<T>(numbers.size());
+    if (numbers.empty()) return made;
+    std::byte* staged = pinned_.emplace_back().at_least(numbers.size_bytes());
+    std::memcpy(staged, numbers.data(), numbers.size_bytes());
+    check(cudaMemcpyAsync(made, staged, numbers.size_bytes(), cudaMemcpyHostToDevice, stream()), "cudaMemcpyAsync");
+    return made;
+  }
+  template <class T>
+  T* copy(const std::vector<T>& numbers) {
+    return copy(std::span<const T>(numbers));
+  }
+
+  /// Waits for all that was queued, and brings numbers back.
+  template <class T>
+  void fetch(const T* numbers, std::span<T> to) {
+    if (!to.empty()) {
+      std::byte* staged = pinned_.emplace_back().at_least(to.size_bytes());
+      check(cudaMemcpyAsync(staged, numbers, to.size_bytes(), cudaMemcpyDeviceToHost, stream()), "cudaMemcpyAsync");
+      backend_.stream_.wait();
+      std::memcpy(to.data(), staged, to.size_bytes());
+    }
+  }
+  /// Some number was not finite: kernels set it to 1.
+  int* bad() const { return bad_; }
+  bool found_bad() {
+    int bad = 0;
+    fetch(static_cast<const int*>(bad_), std::span(&bad, 1));
+    return bad != 0;
+  }
+
+ private:
+  CudaBackend& backend_;
+  std::deque<DeviceBuffer<std::byte>> blocks_;
+  std::deque<PinnedMemory> pinned_;
+  int* bad_ = nullptr;
+};
+
+}  // namespace kvreplay

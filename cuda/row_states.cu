@@ -1,0 +1,172 @@
+// The softmax of each row: its reference and its sum, in one pass over the keys that it sees.
+#include <algorithm>
+
+#include "cuda/attention_rows.h"
+#include "cuda/launch.h"
+
+namespace kvreplay {
+namespace {
+
+// Float sums of so many tiles are added to those in double.
+constexpr int tiles_between_folds = 16;
+// About so many blocks keep a device busy. What they are depends on the task alone, so that bits do too.
+constexpr int wanted_blocks = 512;
+constexpr int split_keys = 1024;  // no block takes fewer
+
+struct Splits {
+  int row_tiles;
+  int count;
+  int keys;  // of each: a multiple of split_keys
+};
+
+Splits splits_of(const AttentionTask& task) {
+  const int row_tiles = (task.query_count * task.group + 127) / 128;
+  const int pieces = std::max(1, (task.key_count + split_keys - 1) / split_keys);
+  const int wanted = std::clamp(wanted_blocks / std::max(1, row_tiles * task.kv_heads), 1, pieces);
+  const int pieces_a_split = (pieces + wanted - 1) / wanted;
+  return {row_tiles, (pieces + pieces_a_split - 1) / pieces_a_split, pieces_a_split * split_keys};
+}
+
+/// 2^n for an integer n <= 0.
+__device__ __forceinline__ float power_of_two(float n) {
+  return n < -126.0F ? 0.0F : __uint_as_float(static_cast<unsigned>(static_cast<int>(n) + 127) << 23);
+}
+
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
+    row_statistics(AttentionTask task, int split_key_count, RowPartial* partials, int* bad) {
+  const int kv_head = static_cast<int>(blockIdx.z);
+  const int first_row = static_cast<int>(blockIdx.x) * Tiles::rows;
+  const int list = task.lists == 1 ? 0 : kv_head;
+  const int rows = task.query_count * task.group;
+
+  float reference[Tiles::row_count], sum[Tiles::row_count], check[Tiles::row_count];
+  double wide_sum[Tiles::row_count];
+  int2 visible[Tiles::row_count];
+  int highest_first = 0;
+  int lowest_end = task.key_count;
+#pragma unroll
+  for (int i = 0; i < Tiles::row_count; ++i) {
+    const int row = first_row + Tiles::row(i);
+    visible[i] = row < rows ? task.visible[list * task.padded_queries + row / task.group] : make_int2(0, 0);
+    highest_first = max(highest_first, visible[i].x);
+    lowest_end = min(lowest_end, visible[i].y);
+    reference[i] = -INFINITY;
+    sum[i] = check[i] = 0.0F;
+    wide_sum[i] = 0.0;
+  }
+  int until_fold = tiles_between_folds;
+
+  const int split_tiles = split_key_count / Tiles::columns;
+  const int first_tile = static_cast<int>(blockIdx.y) * split_tiles;
+  stream_keys<Tiles>(task, kv_head, first_row, first_tile, first_tile + split_tiles,
+                     [&](int key, typename Tiles::Sums& sums) {
+                       const float scale = apply_cap<Tiles>(task, sums);
+                       const bool whole = key >= highest_first && key + Tiles::columns <= lowest_end;
+#pragma unroll
+                       for (int i = 0; i < Tiles::row_count; ++i) {
+                         float highest = -INFINITY;
+#pragma unroll
+                         for (int j = 0; j < Tiles::column_count; ++j) {
+                           float& x = Tiles::at(sums, i, j);
+                           const int at = key + Tiles::column(j);
+                           if (whole || (at >= visible[i].x && at < visible[i].y)) {
+                             check[i] = __fmaf_rn(x, 0.0F, check[i]);  // NaN from then on, unless x is finite
+                             highest = fmaxf(highest, x);
+                           } else {
+                             x = -INFINITY;
+                           }
+                         }
+                         if (highest * scale > reference[i]) {
+                           const float raised = ceilf(highest * scale);
+                           const float factor = power_of_two(reference[i] - raised);
+                           sum[i] *= factor;
+                           wide_sum[i] *= static_cast<double>(factor);
+                           reference[i] = raised;
+                         }
+                         const float base = reference[i] == -INFINITY ? 0.0F : reference[i];
+#pragma unroll
+                         for (int j = 0; j < Tiles::column_count; ++j)
+                           sum[i] += exp2_fast(__fmaf_rn(Tiles::at(sums, i, j), scale, -base));
+                       }
+                       if (--until_fold == 0) {
+                         until_fold = tiles_between_folds;
+#pragma unroll
+                         for (int i = 0; i < Tiles::row_count; ++i) {
+                           wide_sum[i] += static_cast<double>(sum[i]);
+                           sum[i] = 0.0F;
+                         }
+                       }
+                     });
+
+  // The threads that share a row, one after the other.
+  auto* shared = dynamic_shared<RowPartial>();  // [rows, slots]
+#pragma unroll
+  for (int i = 0; i < Tiles::row_count; ++i) {
+    shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = {wide_sum[i] + static_cast<double>(sum[i]), reference[i]};
+    if (!(check[i] == 0.0F)) *bad = 1;
+  }
+  __syncthreads();
+  const int row = first_row + static_cast<int>(threadIdx.x);
+  if (threadIdx.x >= Tiles::rows || row >= rows) return;
+  const RowPartial* mine = shared + threadIdx.x * Tiles::slots;
+  RowPartial all{0.0, -INFINITY};
+  for (int slot = 0; slot < Tiles::slots; ++slot) all.reference = fmaxf(all.reference, mine[slot].reference);
+  for (int slot = 0; slot < Tiles::slots; ++slot)
+    if (mine[slot].sum > 0.0)
+      all.sum += mine[slot].sum * static_cast<double>(power_of_two(mine[slot].reference - all.reference));
+  const int head = kv_head * task.group + row % task.group;
+  const std::size_t of_split = static_cast<std::size_t>(blockIdx.y) * static_cast<std::size_t>(gridDim.z);
+  partials[(of_split * static_cast<std::size_t>(task.group) + static_cast<std::size_t>(head)) *
+               static_cast<std::size_t>(task.padded_queries) +
+           static_cast<std::size_t>(row / task.group)] = all;
+}
+
+__global__ void combine_statistics(AttentionTask task, int splits, const double* weights, const RowPartial* partials,
+                                   RowState* states) {
+  const int query = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (query >= task.padded_queries) return;
+  const std::size_t heads = static_cast<std::size_t>(task.kv_heads * task.group);
+  const std::size_t at = blockIdx.y * static_cast<std::size_t>(task.padded_queries) + static_cast<std::size_t>(query);
+  RowState state;
+  if (query < task.query_count) {
+    const std::size_t stride = heads * static_cast<std::size_t>(task.padded_queries);
+    float reference = -INFINITY;
+    for (int s = 0; s < splits; ++s)
+      reference = fmaxf(reference, partials[static_cast<std::size_t>(s) * stride + at].reference);
+    double sum = 0.0;
+    for (int s = 0; s < splits; ++s) {
+      const RowPartial& partial = partials[static_cast<std::size_t>(s) * stride + at];
+      if (partial.sum > 0.0) sum += partial.sum * static_cast<double>(power_of_two(partial.reference - reference));
+    }
+    if (sum > 0.0) {
+      state.reference = reference;
+      state.factor = static_cast<float>((weights != nullptr ? weights[query] : 1.0) / sum);
+    }
+  }
+  states[at] = state;
+}
+
+}  // namespace
+
+std::size_t row_partials(const AttentionTask& task) {
+  return static_cast<std::size_t>(splits_of(task).count) * static_cast<std::size_t>(task.kv_heads * task.group) *
+         static_cast<std::size_t>(task.padded_queries);
+}
+
+void find_row_states(const ProductForm& form, const AttentionTask& task, const double* weights, RowPartial* partials,
+                     RowState* states, int* bad, cudaStream_t stream) {
+  const Splits splits = splits_of(task);
+  const dim3 blocks(static_cast<unsigned>(splits.row_tiles), static_cast<unsigned>(splits.count),
+                    static_cast<unsigned>(task.kv_heads));
+  with_tiles(form, [&]<class Tiles>() {
+    launch(row_statistics<Tiles>, blocks, Tiles::threads, Tiles::shared_bytes, stream, task, splits.keys, partials,
+           bad);
+  });
+  constexpr int threads = 256;
+  const dim3 queries(blocks_for(static_cast<std::size_t>(task.padded_queries), threads),
+                     static_cast<unsigned>(task.kv_heads * task.group));
+  launch(combine_statistics, queries, threads, 0, stream, task, splits.count, weights, partials, states);
+}
+
+}  // namespace kvreplay
