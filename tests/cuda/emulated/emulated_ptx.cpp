@@ -27,15 +27,15 @@ float towards_zero(double sum) {
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(nearest) - static_cast<std::uint32_t>(too_far));
 }
 
-/// sums [columns] += a [16] times b [16, columns], and cut off.
-template <class Columns>
-void multiply_row(const double* a, const double* b, float* sums, Columns columns) {
-  double wide[256];
-  for (std::size_t column = 0; column < columns; ++column) wide[column] = static_cast<double>(sums[column]);
-  for (std::size_t k = 0; k < 16; ++k) {
-    for (std::size_t column = 0; column < columns; ++column) wide[column] += a[k] * b[k * columns + column];
-  }
-  for (std::size_t column = 0; column < columns; ++column) sums[column] = towards_zero(wide[column]);
+// Compilers vectorise sums over k otherwise, which are short, and not over columns.
+using EightDoubles [[gnu::vector_size(64)]] = double;
+
+/// sums [8] += a [16] times b [16, 8], and cut off.
+void multiply_row(const double* a, const EightDoubles* b, float* sums) {
+  EightDoubles wide;
+  for (int i = 0; i < 8; ++i) wide[i] = static_cast<double>(sums[i]);
+  for (int k = 0; k < 16; ++k) wide += a[k] * b[k];
+  for (int i = 0; i < 8; ++i) sums[i] = towards_zero(wide[i]);
 }
 
 bool aligned(const void* address, std::uintptr_t bytes) {
@@ -106,12 +106,11 @@ void multiply_warp(const std::array<void*, 32>& lanes, std::uint32_t mask) {
     std::memcpy(&sums[g][p], part.sums, 8);
     std::memcpy(&sums[g + 8][p], part.sums + 2, 8);
   }
-  double a[256], b[128];
+  double a[256];
+  EightDoubles b[16];
   to_double<Element>(&a_bits[0][0], a, 256);
-  to_double<Element>(&b_bits[0][0], b, 128);
-  for (std::size_t row = 0; row < 16; ++row) {
-    multiply_row(a + row * 16, b, sums[row], std::integral_constant<std::size_t, 8>{});
-  }
+  to_double<Element>(&b_bits[0][0], reinterpret_cast<double*>(b), 128);
+  for (std::size_t row = 0; row < 16; ++row) multiply_row(a + row * 16, b, sums[row]);
   for (unsigned l = 0; l < 32; ++l) {
     const auto& part = *static_cast<const Fragments*>(lanes[l]);
     const unsigned g = l / 4, p = l % 4 * 2;
@@ -130,11 +129,11 @@ void multiply_warpgroup(const std::array<float*, 128>& parts, const Product& pro
   const auto columns = static_cast<std::size_t>(product.columns);
   std::uint16_t bits[16];
   double a[16];
-  std::vector<double> b(16 * columns);
+  std::vector<EightDoubles> b(2 * columns);  // [columns / 8, 16]
   for (std::size_t column = 0; column < columns; ++column) {
     read_row(product.b, column, bits);
     to_double<Element>(bits, a, 16);
-    for (std::size_t k = 0; k < 16; ++k) b[k * columns + column] = a[k];
+    for (std::size_t k = 0; k < 16; ++k) b[column / 8 * 16 + k][column % 8] = a[k];
   }
   float sums[256];
   for (std::size_t row = 0; row < 64; ++row) {
@@ -151,7 +150,7 @@ void multiply_warpgroup(const std::array<float*, 128>& parts, const Product& pro
     }
     read_row(product.a, row, bits);
     to_double<Element>(bits, a, 16);
-    multiply_row(a, b.data(), sums, columns);
+    for (std::size_t column = 0; column < columns; column += 8) multiply_row(a, &b[2 * column], sums + column);
     for (std::size_t column = 0; column < columns; column += 2) std::memcpy(pair(column), sums + column, 8);
   }
 }
