@@ -856,6 +856,7 @@ TEST_F(EmulatedDevice, ChecksWhereCopiesGo) {
   EXPECT_EQ(copy(memory + 4, host.data(), 20, cudaMemcpyHostToDevice), cudaErrorInvalidValue);
   EXPECT_EQ(copy(host.data(), memory - 1, 4, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
   EXPECT_EQ(copy(memory, host.data(), 16, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
+  EXPECT_EQ(copy(memory, memory + 4, 16, cudaMemcpyHostToDevice), cudaErrorInvalidValue);
   EXPECT_EQ(copy(memory, memory + 4, 16, cudaMemcpyDeviceToDevice), cudaSuccess);
   EXPECT_EQ(copy(memory, host.data(), 4, cudaMemcpyDefault), cudaSuccess);
   EXPECT_EQ(cudaMemsetAsync(memory, 0, 32, nullptr), cudaSuccess);
