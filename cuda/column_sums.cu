@@ -7,7 +7,8 @@
 namespace kvreplay {
 namespace {
 
-constexpr int tiles_between_folds = 8;
+// Float sums of so many tiles are added to those in double.
+constexpr int tiles_between_folds = 4;
 // As for rows: what blocks there are depends on the task alone.
 constexpr int wanted_blocks = 1024;
 constexpr int segment_queries = 1024;  // no block takes fewer of a head

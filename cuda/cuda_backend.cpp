@@ -75,7 +75,7 @@ std::string CudaBackend::description() const {
   check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
   return std::string("cuda ") + facts_.name + ", " + std::to_string(facts_.major) + "." + std::to_string(facts_.minor) +
-         ", driver " + version(driver) + ", runtime " + version(runtime);
+         (warp_groups_ ? " warp-groups" : " warps") + ", driver " + version(driver) + ", runtime " + version(runtime);
 }
 
 void CudaBackend::hold(const LayerTensors& layer, bool queries) {

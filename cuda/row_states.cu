@@ -8,7 +8,7 @@ namespace kvreplay {
 namespace {
 
 // Float sums of so many tiles are added to those in double.
-constexpr int tiles_between_folds = 16;
+constexpr int tiles_between_folds = 4;
 // About so many blocks keep a device busy. What they are depends on the task alone, so that bits do too.
 constexpr int wanted_blocks = 512;
 constexpr int split_keys = 1024;  // no block takes fewer
