@@ -78,7 +78,17 @@ TEST(CudaOnlineEvictionWith, HeldTensorsAndFewHeadsAtATimeGiveTheSame) {
   const auto roomy = make_backend("cuda", 1), narrow = make_backend("cuda", 1, {.memory = 700 << 10});
   roomy->hold(layer.tensors(), true);
   for (const Heads heads : {Heads::kv, Heads::query}) {
-    const OnlineEviction what{.heads = heads, .tokens = 100, .budget = 30, .recent = 4};
+    // Each row holds other tokens, the last ones with the lowest scores.
+    std::vector<std::int32_t> resident;
+    std::vector<double> scores;
+    for (int row = 0; row < rows_of(heads, 6, 3); ++row) {
+      for (int i = 0; i < 6; ++i) {
+        resident.push_back(7 * i + 6 - row);
+        scores.push_back(12.0 - i);
+      }
+    }
+    const OnlineEviction what{
+        .heads = heads, .first = 42, .tokens = 100, .resident = resident, .scores = scores, .budget = 10, .recent = 8};
     const std::vector<std::int32_t> expected = make_backend("cpu", 1)->online_eviction(layer.tensors(), what);
     EXPECT_EQ(roomy->online_eviction(layer.tensors(), what), expected);
     EXPECT_EQ(narrow->online_eviction(layer.tensors(), what), expected);
