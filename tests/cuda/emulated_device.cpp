@@ -7,8 +7,10 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,7 +25,10 @@ constexpr emulated::Order orders[] = {emulated::forward, emulated::backward, emu
 /// Every test begins with a new device and ends without anything left on it.
 class EmulatedDevice : public testing::Test {
  protected:
-  EmulatedDevice() { emulated::reset(); }
+  EmulatedDevice() {
+    emulated::reset();
+    emulated::set_order(emulated::forward);  // whatever the environment says
+  }
   ~EmulatedDevice() override { emulated::reset(); }
 };
 
@@ -166,6 +171,21 @@ TEST_F(EmulatedDevice, RunsLanesAndWarpsInTheOrderAskedFor) {
   }
   EXPECT_NE(found[2], found[0]);
   EXPECT_NE(found[2], found[3]);
+}
+
+TEST_F(EmulatedDevice, TakesItsOrderFromTheEnvironment) {
+  const char* before = std::getenv("KVREPLAY_EMULATED_ORDER");
+  const std::string kept = before ? before : "forward";
+  const auto first = [&](const char* order) {
+    setenv("KVREPLAY_EMULATED_ORDER", order, 1);
+    emulated::reset();
+    return results<int>(64, config(1, 64), record_order, on_device(std::vector<int>{0}))[0];
+  };
+  EXPECT_EQ(first("forward"), 0);
+  EXPECT_EQ(first("backward"), 63);
+  EXPECT_NE(first("1"), first("2"));
+  EXPECT_THROW(first("sideways"), std::invalid_argument);
+  setenv("KVREPLAY_EMULATED_ORDER", kept.c_str(), 1);
 }
 
 __global__ void shuffles(double* out) {
@@ -539,6 +559,32 @@ TEST_F(EmulatedDevice, MemoryBeginsAsNan) {
   EXPECT_EQ(cudaFreeHost(pinned), cudaSuccess);
   EXPECT_EQ(emulated::host_allocated(), 0u);
 }
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KVREPLAY_SEES_OVERRUNS
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVREPLAY_SEES_OVERRUNS
+#endif
+#endif
+#ifdef KVREPLAY_SEES_OVERRUNS
+__global__ void overrun(int* out, unsigned shared_index, unsigned index) {
+  kvreplay::dynamic_shared<int>()[shared_index] = 1;
+  out[index] = 1;
+}
+
+TEST_F(EmulatedDevice, MemoryEndsWhereItEnds) {
+  int* out = on_device(std::vector<int>(7));
+  const auto wanted = config(1, 1, 9 * sizeof(int));
+  const auto run = [&](unsigned shared_index, unsigned index) {
+    EXPECT_EQ(cudaLaunchKernelEx(&wanted, overrun, out, shared_index, index), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  };
+  run(8, 6);
+  EXPECT_DEATH(run(9, 6), "heap-buffer-overflow");
+  EXPECT_DEATH(run(8, 7), "heap-buffer-overflow");
+}
+#endif
 
 __global__ void some_leave() {
   if (threadIdx.x == 40) return;

@@ -76,7 +76,12 @@ class StackAllocator {
 /// (first + i step) mod count visits each of [count] once, as step and count have no common divisor.
 struct Sweep {
   std::uint64_t first, step, count;
-  unsigned operator[](std::uint64_t i) const { return static_cast<unsigned>((first + i * step) % count); }
+  std::uint64_t operator[](std::uint64_t i) const { return (first + i * step) % count; }
+  unsigned next() {
+    const std::uint64_t now = first;
+    first = first + step < count ? first + step : first + step - count;
+    return static_cast<unsigned>(now);
+  }
 };
 
 /// Sweeps in the order that was asked for.
@@ -119,10 +124,14 @@ std::string text(uint3 v) {
 /// Thrown in threads that still wait where their block has failed.
 struct Abandoned {};
 
-struct Thread {
-  boost::context::fiber fiber, caller;
+/// What can be switched to: a fiber, or what runs fibers.
+struct Context {
+  boost::context::fiber handle;
   Stack stack;
   void* kept = nullptr;
+};
+
+struct Thread : Context {
   uint3 index{};
   bool begun = false, ended = false;
   // What it waits for, if it does.
@@ -164,7 +173,9 @@ class Block {
   };
 
   void add_thread();
-  void resume(unsigned thread);
+  Context& begin(unsigned thread);
+  Context& next();
+  void switch_to(Context& from, Context& to);
   void wait(const Place& place, void (*kind)(), void* argument, std::uint32_t mask);
   void suspend();
   void run_thread(Thread& thread);
@@ -180,8 +191,12 @@ class Block {
   std::size_t shared_bytes_ = 0;
   std::string failure_;
   bool abandoned_ = false, finished_ = false;
-  Stack caller_stack_;
-  void* caller_kept_ = nullptr;
+  Context scheduler_;
+  Context* previous_ = nullptr;  // where the last switch came from
+  unsigned warp_ = 0;            // whose lanes take turns
+  Sweep lanes_{};
+  unsigned lanes_left_ = 0;
+  Sweeps sweeps_;
 };
 
 thread_local Block block_of_this_thread;
@@ -195,24 +210,55 @@ Block& running_block() {
 
 Block::~Block() {
   finished_ = true;
-  for (unsigned t = 0; t < threads_.size(); ++t) resume(t);
+  for (const auto& thread : threads_) switch_to(scheduler_, *thread);
 }
 
 void Block::add_thread() {
   auto thread = std::make_unique<Thread>();
   Thread& added = *thread;
-  added.fiber = boost::context::fiber(std::allocator_arg, StackAllocator(&added.stack),
-                                      [this, &added](boost::context::fiber&& caller) {
-                                        added.caller = std::move(caller);
-                                        enter_stack(nullptr, &caller_stack_);
-                                        while (!finished_) {
-                                          run_thread(added);
-                                          suspend();
-                                        }
-                                        leave_stack(nullptr, caller_stack_);
-                                        return std::move(added.caller);
-                                      });
+  added.handle = boost::context::fiber(std::allocator_arg, StackAllocator(&added.stack),
+                                       [this, &added](boost::context::fiber&& previous) {
+                                         enter_stack(nullptr, previous_ == &scheduler_ ? &scheduler_.stack : nullptr);
+                                         previous_->handle = std::move(previous);
+                                         while (!finished_) {
+                                           run_thread(added);
+                                           switch_to(added, next());
+                                         }
+                                         previous_ = &added;
+                                         leave_stack(nullptr, scheduler_.stack);
+                                         return std::move(scheduler_.handle);
+                                       });
   threads_.push_back(std::move(thread));
+}
+
+void Block::switch_to(Context& from, Context& to) {
+  previous_ = &from;
+  leave_stack(&from.kept, to.stack);
+  boost::context::fiber previous = std::move(to.handle).resume();
+  enter_stack(from.kept, nullptr);
+  previous_->handle = std::move(previous);
+}
+
+Context& Block::begin(unsigned number) {
+  Thread& thread = *threads_[number];
+  current_ = number;
+  threadIdx = thread.index;
+  return thread;
+}
+
+// Lanes hand over to each other; the scheduler only has its turn when the warp's lanes all wait.
+Context& Block::next() {
+  const Warp& warp = warps_[warp_];
+  while (warp.ready && failure_.empty()) {
+    if (lanes_left_ == 0) {
+      lanes_ = sweeps_.next(warp_threads);
+      lanes_left_ = warp_threads;
+    }
+    --lanes_left_;
+    const unsigned l = lanes_.next();
+    if (warp.ready >> l & 1u) return begin(warp_ * warp_threads + l);
+  }
+  return scheduler_;
 }
 
 void Block::run_thread(Thread& thread) {
@@ -230,20 +276,10 @@ void Block::run_thread(Thread& thread) {
   warps_[current_ / warp_threads].ready &= ~(1u << current_ % warp_threads);
 }
 
-void Block::resume(unsigned number) {
-  Thread& thread = *threads_[number];
-  current_ = number;
-  threadIdx = thread.index;
-  leave_stack(&caller_kept_, thread.stack);
-  thread.fiber = std::move(thread.fiber).resume();
-  enter_stack(caller_kept_, nullptr);
-}
-
 void Block::suspend() {
-  Thread& thread = current();
-  leave_stack(&thread.kept, caller_stack_);
-  thread.caller = std::move(thread.caller).resume();
-  enter_stack(thread.kept, &caller_stack_);
+  Thread& waiting = current();
+  switch_to(waiting, next());
+  if (abandoned_) throw Abandoned{};
 }
 
 void Block::wait(const Place& place, void (*kind)(), void* argument, std::uint32_t mask) {
@@ -281,7 +317,6 @@ void Block::exchange(WarpExchange carry_out, void* argument, std::uint32_t mask,
     }
   }
   suspend();
-  if (abandoned_) throw Abandoned{};
 }
 
 void Block::exchange(WarpgroupExchange carry_out, void* argument, const Place& place) {
@@ -304,7 +339,6 @@ void Block::exchange(WarpgroupExchange carry_out, void* argument, const Place& p
     }
   }
   suspend();
-  if (abandoned_) throw Abandoned{};
 }
 
 void Block::barrier(const Place& place) {
@@ -315,7 +349,6 @@ void Block::barrier(const Place& place) {
     return;
   }
   suspend();
-  if (abandoned_) throw Abandoned{};
 }
 
 void Block::run(const Launch& launch, uint3 index, std::uint64_t linear_index) {
@@ -346,20 +379,16 @@ void Block::run(const Launch& launch, uint3 index, std::uint64_t linear_index) {
   gridDim = launch.grid;
   running = this;
 
-  Sweeps sweeps(launch.order, (launch.number << 32) + linear_index);
+  sweeps_ = Sweeps(launch.order, (launch.number << 32) + linear_index);
   for (bool moved = true; moved && failure_.empty();) {
     moved = false;
-    const Sweep over_warps = sweeps.next(warps_.size());
-    for (unsigned w = 0; w < warps_.size() && failure_.empty(); ++w) {
-      Warp& warp = warps_[over_warps[w]];
-      while (warp.ready && failure_.empty()) {
-        moved = true;
-        const Sweep over_lanes = sweeps.next(warp_threads);
-        for (unsigned i = 0; i < warp_threads && failure_.empty(); ++i) {
-          const unsigned l = over_lanes[i];
-          if (warp.ready >> l & 1u) resume(over_warps[w] * warp_threads + l);
-        }
-      }
+    Sweep over_warps = sweeps_.next(warps_.size());
+    for (std::size_t i = 0; i < warps_.size() && failure_.empty(); ++i) {
+      warp_ = over_warps.next();
+      lanes_left_ = 0;
+      if (!warps_[warp_].ready) continue;
+      moved = true;
+      switch_to(scheduler_, next());
     }
   }
   if (failure_.empty()) failure_ = stuck();
@@ -371,7 +400,7 @@ void Block::run(const Launch& launch, uint3 index, std::uint64_t linear_index) {
 void Block::abandon() {
   abandoned_ = true;
   for (unsigned t = 0; t < count_; ++t) {
-    if (threads_[t]->begun && !threads_[t]->ended) resume(t);
+    if (threads_[t]->begun && !threads_[t]->ended) switch_to(scheduler_, begin(t));
   }
   abandoned_ = false;
 }

@@ -7,16 +7,35 @@
 namespace emulated {
 namespace {
 
-float to_float(__half, std::uint16_t bits) { return half_to_float(bits); }
-float to_float(__nv_bfloat16, std::uint16_t bits) { return bfloat16_to_float(bits); }
+template <class Element>
+void to_double(const std::uint16_t* bits, double* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if constexpr (std::is_same_v<Element, __half>) {
+      out[i] = static_cast<double>(half_to_float(bits[i]));
+    } else {
+      out[i] = static_cast<double>(bfloat16_to_float(bits[i]));
+    }
+  }
+}
 
 /// Tensor cores add the products of one instruction and the accumulator with few extra bits and cut off the rest
 /// (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA tensor cores", section 4): here towards
 /// zero.
 float towards_zero(double sum) {
   const float nearest = static_cast<float>(sum);
-  if (!(std::abs(static_cast<double>(nearest)) > std::abs(sum))) return nearest;
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(nearest) - 1u);
+  const bool too_far = std::abs(static_cast<double>(nearest)) > std::abs(sum);
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(nearest) - static_cast<std::uint32_t>(too_far));
+}
+
+// Compilers vectorise sums over k otherwise, which are short, and not over columns.
+using EightDoubles [[gnu::vector_size(64)]] = double;
+
+/// sums [8] += a [16] times b [16, 8], and cut off.
+void multiply_row(const double* a, const EightDoubles* b, float* sums) {
+  EightDoubles wide;
+  for (int i = 0; i < 8; ++i) wide[i] = static_cast<double>(sums[i]);
+  for (int k = 0; k < 16; ++k) wide += a[k] * b[k];
+  for (int i = 0; i < 8; ++i) sums[i] = towards_zero(wide[i]);
 }
 
 bool aligned(const void* address, std::uintptr_t bytes) {
@@ -29,18 +48,14 @@ constexpr std::uint64_t swizzle_128 = std::uint64_t{1} << 62, stride = (group_by
 constexpr std::uint64_t no_leading_stride = std::uint64_t{1} << 16;
 
 /// One row of 16 elements of the tile that [descriptor] names.
-template <class Element>
-void read_row(std::uint64_t descriptor, int row, float (&out)[16]) {
+void read_row(std::uint64_t descriptor, std::uint64_t row, std::uint16_t* out) {
   const std::span<const std::byte> memory = shared_memory();
   const std::uint64_t start = (descriptor & 0x3FFF) << 4;
   for (std::uint64_t chunk = 0; chunk < 2; ++chunk) {
-    const auto r = static_cast<std::uint64_t>(row);
-    std::uint64_t address = start + r / group_rows * group_bytes + r % group_rows * row_bytes + chunk * 16;
+    std::uint64_t address = start + row / group_rows * group_bytes + row % group_rows * row_bytes + chunk * 16;
     address ^= (address >> 7 & 7) << 4;
     if (address + 16 > memory.size()) throw Failure("warpgroup_multiply reads beyond shared memory");
-    std::uint16_t bits[8];
-    std::memcpy(bits, memory.data() + address, sizeof bits);
-    for (std::uint64_t k = 0; k < 8; ++k) out[chunk * 8 + k] = to_float(Element{}, bits[k]);
+    std::memcpy(out + chunk * 8, memory.data() + address, 16);
   }
 }
 
@@ -75,34 +90,32 @@ template <class Element>
 void multiply_warp(const std::array<void*, 32>& lanes, std::uint32_t mask) {
   if (mask != ~0u) throw Failure("multiply needs a whole warp");
   require_capability(8, false, "multiply");
-  double a[16][16], b[16][8], sums[16][8];
+  std::uint16_t a_bits[16][16], b_bits[16][8];
+  float sums[16][8];
   for (unsigned l = 0; l < 32; ++l) {
     const auto& part = *static_cast<const Fragments*>(lanes[l]);
     const unsigned g = l / 4, p = l % 4 * 2;
+    std::memcpy(&a_bits[g][p], &part.a[0], 4);
+    std::memcpy(&a_bits[g + 8][p], &part.a[1], 4);
+    std::memcpy(&a_bits[g][p + 8], &part.a[2], 4);
+    std::memcpy(&a_bits[g + 8][p + 8], &part.a[3], 4);
     for (unsigned upper = 0; upper < 2; ++upper) {
-      const auto shift = 16 * upper;
-      const auto element = [&](std::uint32_t pair) {
-        return static_cast<double>(to_float(Element{}, static_cast<std::uint16_t>(pair >> shift)));
-      };
-      a[g][p + upper] = element(part.a[0]);
-      a[g + 8][p + upper] = element(part.a[1]);
-      a[g][p + 8 + upper] = element(part.a[2]);
-      a[g + 8][p + 8 + upper] = element(part.a[3]);
-      b[p + upper][g] = element(part.b0);
-      b[p + 8 + upper][g] = element(part.b1);
-      sums[g][p + upper] = static_cast<double>(part.sums[upper]);
-      sums[g + 8][p + upper] = static_cast<double>(part.sums[2 + upper]);
+      b_bits[p + upper][g] = static_cast<std::uint16_t>(part.b0 >> 16 * upper);
+      b_bits[p + 8 + upper][g] = static_cast<std::uint16_t>(part.b1 >> 16 * upper);
     }
+    std::memcpy(&sums[g][p], part.sums, 8);
+    std::memcpy(&sums[g + 8][p], part.sums + 2, 8);
   }
-  for (unsigned row = 0; row < 16; ++row) {
-    for (unsigned k = 0; k < 16; ++k) {
-      for (unsigned column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
-    }
-  }
+  double a[256];
+  EightDoubles b[16];
+  to_double<Element>(&a_bits[0][0], a, 256);
+  to_double<Element>(&b_bits[0][0], reinterpret_cast<double*>(b), 128);
+  for (std::size_t row = 0; row < 16; ++row) multiply_row(a + row * 16, b, sums[row]);
   for (unsigned l = 0; l < 32; ++l) {
     const auto& part = *static_cast<const Fragments*>(lanes[l]);
     const unsigned g = l / 4, p = l % 4 * 2;
-    for (unsigned i = 0; i < 4; ++i) part.sums[i] = towards_zero(sums[g + i / 2 * 8][p + i % 2]);
+    std::memcpy(part.sums, &sums[g][p], 8);
+    std::memcpy(part.sums + 2, &sums[g + 8][p], 8);
   }
 }
 
@@ -113,27 +126,32 @@ template void multiply_warp<__nv_bfloat16>(const std::array<void*, 32>&, std::ui
 // eight columns as mma.m16n8k16's sums.
 template <class Element>
 void multiply_warpgroup(const std::array<float*, 128>& parts, const Product& product) {
-  const auto columns = static_cast<unsigned>(product.columns);
-  std::vector<double> b(std::size_t{16} * columns), sums(columns);
-  float row_elements[16];
-  for (unsigned column = 0; column < columns; ++column) {
-    read_row<Element>(product.b, static_cast<int>(column), row_elements);
-    for (unsigned k = 0; k < 16; ++k) b[k * columns + column] = static_cast<double>(row_elements[k]);
+  const auto columns = static_cast<std::size_t>(product.columns);
+  std::uint16_t bits[16];
+  double a[16];
+  std::vector<EightDoubles> b(2 * columns);  // [columns / 8, 16]
+  for (std::size_t column = 0; column < columns; ++column) {
+    read_row(product.b, column, bits);
+    to_double<Element>(bits, a, 16);
+    for (std::size_t k = 0; k < 16; ++k) b[column / 8 * 16 + k][column % 8] = a[k];
   }
-  for (unsigned row = 0; row < 64; ++row) {
-    read_row<Element>(product.a, static_cast<int>(row), row_elements);
-    const auto sum_of = [&](unsigned column) -> float& {
-      const unsigned thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
-      return parts[thread][column / 8 * 4 + row % 16 / 8 * 2 + column % 2];
+  float sums[256];
+  for (std::size_t row = 0; row < 64; ++row) {
+    // Two columns lie with a thread, eight with four threads.
+    const auto pair = [&](std::size_t column) {
+      return parts[row / 16 * 32 + row % 8 * 4 + column % 8 / 2] + column / 8 * 4 + row % 16 / 8 * 2;
     };
-    for (unsigned column = 0; column < columns; ++column) {
-      sums[column] = product.accumulate ? static_cast<double>(sum_of(column)) : 0.0;
+    for (std::size_t column = 0; column < columns; column += 2) {
+      if (product.accumulate) {
+        std::memcpy(sums + column, pair(column), 8);
+      } else {
+        sums[column] = sums[column + 1] = 0.0f;
+      }
     }
-    for (unsigned k = 0; k < 16; ++k) {
-      const double factor = static_cast<double>(row_elements[k]);
-      for (unsigned column = 0; column < columns; ++column) sums[column] += factor * b[k * columns + column];
-    }
-    for (unsigned column = 0; column < columns; ++column) sum_of(column) = towards_zero(sums[column]);
+    read_row(product.a, row, bits);
+    to_double<Element>(bits, a, 16);
+    for (std::size_t column = 0; column < columns; column += 8) multiply_row(a, &b[2 * column], sums + column);
+    for (std::size_t column = 0; column < columns; column += 2) std::memcpy(pair(column), sums + column, 8);
   }
 }
 
