@@ -4,6 +4,7 @@
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 #include "cuda/placed_task.h"
+#include "cuda/widened.h"
 #include "error.h"
 
 namespace kvreplay {
@@ -27,10 +28,6 @@ struct RopeTurn {
   int pairs;
   bool interleaved;
 };
-
-__device__ __forceinline__ float widened(float x) { return x; }
-__device__ __forceinline__ float widened(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 /// out[i] = in[rows[i]] (null: in[i]) in float32, turned by moves[i] positions (null: none); angles in float64.
 template <class Element>
