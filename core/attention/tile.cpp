@@ -373,6 +373,7 @@ HWY_INLINE void pack_four_cells(Tag tag, const std::byte* const* rows, std::ptrd
   cells[3] = hn::BitCast(tag, hn::InterleaveUpper(pairs, high01, high23));
 }
 
+/// A width that is not one of whole vectors ends with a vector that overlaps the one before.
 template <DType type, class Tag>
 void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width, float* out) {
   constexpr int step = static_cast<int>(hn::MaxLanes(Tag()));
@@ -381,22 +382,21 @@ void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width,
   for (int c = 0; c < cells; c += 4) {
     float* columns = out + static_cast<std::ptrdiff_t>(c) * width;
     const int offset = c / 4 * four_bytes;
-    if (offset + four_bytes <= row_bytes) {
-      for (int r = 0; r < width; r += step) {
-        hn::Vec<Tag> packed[4];
+    const bool whole = offset + four_bytes <= row_bytes;
+    for (int begin = 0; begin < width; begin += step) {
+      const int r = std::min(begin, width - step);
+      hn::Vec<Tag> packed[4];
+      if (whole) {
         pack_four_cells<type>(tag, rows + r, offset, packed);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) hn::StoreU(packed[i], tag, columns + i * width + r);
+        continue;
       }
-      continue;
-    }
-    for (int r = 0; r < width; r += step) {
       std::byte rest[step][four_bytes] = {};
       const std::byte* own[step];
       for (int i = 0; i < step; ++i)
         own[i] = static_cast<std::byte*>(
             std::memcpy(rest[i], rows[r + i] + offset, static_cast<std::size_t>(row_bytes - offset)));
-      hn::Vec<Tag> packed[4];
       pack_four_cells<type>(tag, own, 0, packed);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
@@ -409,10 +409,7 @@ void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width,
 /// Vectors of `row_bytes` bytes, numbers of `type`, each of which becomes a cell.
 template <DType type>
 void pack_cells(const std::byte* const* rows, int row_bytes, int width, float* out) {
-#if HWY_TARGET != HWY_SCALAR
-  if (width % lanes == 0) return pack_cells<type>(Floats(), rows, row_bytes, width, out);
-  if (width % 4 == 0) return pack_cells<type>(Four(), rows, row_bytes, width, out);
-#endif
+#if HWY_TARGET == HWY_SCALAR
   constexpr int size = static_cast<int>(size_of(type));
   for (int r = 0; r < width; ++r) {
     for (int offset = 0; offset < row_bytes; offset += size) {
@@ -421,6 +418,10 @@ void pack_cells(const std::byte* const* rows, int row_bytes, int width, float* o
       widen(cell, type, 1, out + static_cast<std::ptrdiff_t>(offset / size) * width + r);
     }
   }
+#else
+  if (width % lanes == 0) return pack_cells<type>(Floats(), rows, row_bytes, width, out);
+  pack_cells<type>(Four(), rows, row_bytes, width, out);
+#endif
 }
 
 void pack_float32(const std::byte* const* rows, DType type, int dim, int width, float* out) {
