@@ -144,7 +144,8 @@ HWY_INLINE void tile_logits(const TileBlock& block, const float* keys, int panel
 }
 
 HWY_INLINE hn::Mask<Floats> visible(const TileBlock& block, int row, int key) {
-  const auto number = hn::Iota(Integers(), key);
+  // Iota of a number that is not constant is stored lane by lane, and a vector loaded from there would wait for it.
+  const auto number = hn::Add(hn::Iota(Integers(), 0), splat(key));
   const auto begun = hn::Gt(number, splat(block.first[row] - 1));
   return hn::RebindMask(Floats(), hn::And(begun, hn::Lt(number, splat(block.end[row]))));
 }
