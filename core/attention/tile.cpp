@@ -104,6 +104,7 @@ HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, 
   multiply_panel<Form>(block, keys, panel, sums);
 
   const float* references = block.reference + panel * tile_rows;
+  float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
   Vector highest = splat(0.0F);
 #pragma GCC unroll 16
   for (int r = 0; r < height; ++r) {
@@ -120,14 +121,9 @@ HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, 
     highest = hn::Max(hn::Max(highest, exponent0), exponent1);
     hn::Store(p0, floats, p + r * tile_columns);
     hn::Store(p1, floats, p + r * tile_columns + lanes);
-    sums[r][0] = hn::Add(p0, p1);
+    add_to_lanes(hn::Add(p0, p1), lane_sums + r * tile_columns);
   }
-  if (above_headroom(highest)) return false;
-
-  float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
-#pragma GCC unroll 16
-  for (int r = 0; r < height; ++r) add_to_lanes(sums[r][0], lane_sums + r * tile_columns);
-  return true;
+  return !above_headroom(highest);
 }
 
 template <class Form, int height>
