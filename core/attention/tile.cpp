@@ -294,6 +294,16 @@ HWY_INLINE hn::Vec<D> promoted(D floats, hn::Vec<hn::Rebind<hwy::float16_t, D>> 
 #endif
 }
 
+/// Numbers of `type` as they are stored -> float32.
+template <DType type, class D>
+HWY_INLINE hn::Vec<D> widened(D floats, hn::Vec<hn::Rebind<std::uint16_t, D>> bits) {
+  if constexpr (type == DType::bfloat16) {
+    return hn::BitCast(floats, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<D>(), bits)));
+  } else {
+    return promoted(floats, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
+  }
+}
+
 void widen(const std::byte* source, DType type, int count, float* out) {
   const Floats floats;
   if (type == DType::float32) {
@@ -306,10 +316,7 @@ void widen(const std::byte* source, DType type, int count, float* out) {
     HWY_ALIGN std::uint16_t copied[lanes];
     std::memcpy(copied, from, sizeof copied);
     const auto bits = hn::Load(halves, copied);
-    if (type == DType::bfloat16) {
-      return hn::BitCast(floats, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Floats>(), bits)));
-    }
-    return promoted(floats, hn::BitCast(hn::Rebind<hwy::float16_t, Floats>(), bits));
+    return type == DType::bfloat16 ? widened<DType::bfloat16>(floats, bits) : widened<DType::float16>(floats, bits);
   };
   constexpr int element = sizeof(std::uint16_t);
   int i = 0;
@@ -326,29 +333,25 @@ void widen(const std::byte* source, DType type, int count, float* out) {
 #if HWY_TARGET != HWY_SCALAR
 using Four = hn::FixedTag<float, 4>;
 
-/// Four cells of a vector.
-template <DType type>
-HWY_INLINE hn::Vec<Four> load_cells(Four four, const std::byte* const* row, std::ptrdiff_t offset) {
-  const hn::Rebind<std::uint16_t, Four> halves;
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(*row + offset);
-  if constexpr (type == DType::float32) {
-    return hn::BitCast(four, hn::LoadU(hn::Repartition<std::uint8_t, Four>(), bytes));
+/// Four numbers of a vector, then of every fourth one after it, side by side.
+template <class D>
+HWY_INLINE hn::Vec<D> load_fours(D tag, const std::byte* const* row, std::ptrdiff_t offset) {
+  if constexpr (hn::MaxLanes(D()) == 4) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(*row + offset);
+    return hn::BitCast(tag, hn::LoadU(hn::Repartition<std::uint8_t, D>(), bytes));
   } else {
-    const auto bits = hn::BitCast(halves, hn::LoadU(hn::Repartition<std::uint8_t, decltype(halves)>(), bytes));
-    if constexpr (type == DType::bfloat16) {
-      return hn::BitCast(four, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Four>(), bits)));
-    } else {
-      return promoted(four, hn::BitCast(hn::Rebind<hwy::float16_t, Four>(), bits));
-    }
+    const hn::Half<D> half;
+    return hn::Combine(tag, load_fours(half, row + hn::MaxLanes(half), offset), load_fours(half, row, offset));
   }
 }
 
-/// The same of every fourth vector, side by side.
 template <DType type, class Tag>
 HWY_INLINE hn::Vec<Tag> load_cells(Tag tag, const std::byte* const* row, std::ptrdiff_t offset) {
-  const hn::Half<Tag> half;
-  return hn::Combine(tag, load_cells<type>(half, row + hn::MaxLanes(half), offset),
-                     load_cells<type>(half, row, offset));
+  if constexpr (type == DType::float32) {
+    return load_fours(tag, row, offset);
+  } else {
+    return widened<type>(tag, load_fours(hn::Rebind<std::uint16_t, Tag>(), row, offset));
+  }
 }
 
 /// Four cells of as many vectors as there are lanes, transposed.
