@@ -282,16 +282,23 @@ __global__ void __launch_bounds__(most_threads, 1) join_tokens(Choice choice, in
       for (int m = 0; m < most_matrices; ++m) {
         if (m >= choice.count) continue;
         const Redundancy& matrix = choice.matrices[m];
+        // All loads before the first store, for the compiler cannot know that they differ.
+        std::int32_t similarity[tokens_at_once], raised[tokens_at_once];
+#pragma unroll
+        for (int i = 0; i < tokens_at_once; ++i) {
+          const int j = first + i * threads;
+          similarity[i] = j < tokens ? joining[m][j] : 0;
+          raised[i] = j < tokens ? matrix.highest[j] : 0;
+        }
 #pragma unroll
         for (int i = 0; i < tokens_at_once; ++i) {
           const int j = first + i * threads;
           if (j >= tokens) continue;
-          const std::int32_t s = joining[m][j];
-          sum[i] += excess_of(s, red[m], highest_similarity);
+          sum[i] += excess_of(similarity[i], red[m], highest_similarity);
           if (j == token && step > 0) matrix.red[j] = red[m];
-          const std::int32_t raised = max(matrix.highest[j], s);
-          matrix.highest[j] = raised;
-          highest[i] += raised;
+          raised[i] = max(raised[i], similarity[i]);
+          matrix.highest[j] = raised[i];
+          highest[i] += raised[i];
         }
         if (step == 1) {
           // The first, alone, had red 0, whatever it has now.
