@@ -89,12 +89,9 @@ __global__ void __launch_bounds__(threads, 3)
   // What a thread fills: weights of one key and some rows, values of another key.
   constexpr int filled_apart = threads / step_keys;
   const int filled_row = thread / step_keys;
-  const float* logits[filled_rows];
-#pragma unroll
-  for (int i = 0; i < filled_rows; ++i) {
-    const KeptRow& row = of_tile[filled_row + i * filled_apart];
-    logits[i] = row.row < 0 ? rows.logits : logits_of(rows, row);
-  }
+  const auto keys = static_cast<std::size_t>(rows.task.key_count);
+  const float* logits =
+      rows.logits + static_cast<std::size_t>(kv_head) * static_cast<std::size_t>(row_count(rows)) * keys;
 
   const auto column = [&](int j) { return warp % 2 * (columns / 2) + j / 4 * 32 + lane() % 8 * 4 + j % 4; };
   double wide_sums[thread_rows][thread_columns];
@@ -143,8 +140,11 @@ __global__ void __launch_bounds__(threads, 3)
       const int key = of_weight < count ? listed[of_weight] : -1;
 #pragma unroll
       for (int i = 0; i < filled_rows; ++i) {
-        const bool held = key >= 0 && (masks[filled_row + i * filled_apart][key / 32] >> (key % 32) & 1U) != 0;
-        found[i] = held ? logits[i][window + key] : -INFINITY;
+        const int row = filled_row + i * filled_apart;
+        const bool held = key >= 0 && (masks[row][key / 32] >> (key % 32) & 1U) != 0;
+        found[i] =
+            held ? logits[static_cast<std::size_t>(of_tile[row].row) * keys + static_cast<std::size_t>(window + key)]
+                 : -INFINITY;
       }
       const int of_value = first + thread / 8;
       const auto* vector = static_cast<const Four<Element>*>(values[kv_head]);
