@@ -616,7 +616,7 @@ int RunSummary::failed() const {
 
 std::vector<PlannedTrace> plan_run(const RunRequest& request) {
   std::vector<PlannedTrace> plans;
-  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
+  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
   for (TraceWork& work : prepare(request)) {
     PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
     if (work.summary.error.empty()) {
@@ -644,7 +644,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
   std::optional<FolderLock> lock;
   if (std::error_code ignored; fs::is_directory(request.output, ignored)) lock.emplace(request.output);
   std::vector<TraceWork> works = prepare(request);
-  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads);
+  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
   make_folders(request.output);
   if (!lock) {
     lock.emplace(request.output);

@@ -39,6 +39,7 @@ struct RunRequest {
   ObservableUse observables = ObservableUse::use;
   std::uint64_t seed = 0;
   std::string backend = "cpu";
+  DeviceChoice device;
   int threads = 0;                                                     // 0: all
   std::size_t mapped_limit = std::numeric_limits<std::size_t>::max();  // bytes of a trace that are mapped at a time
   std::filesystem::path output;

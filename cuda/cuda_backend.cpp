@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "error.h"
 
@@ -38,6 +39,19 @@ cudaDeviceProp choose(int number) {
   return facts;
 }
 
+/// Whether 16-bit products are those of warp groups: only Hopper has them.
+bool choose_warp_groups(const cudaDeviceProp& facts) {
+  const char* forced = std::getenv("KVREPLAY_CUDA");
+  const std::string wanted = forced != nullptr ? forced : facts.major == 9 ? "warp-groups" : "warps";
+  if (wanted == "warps") return false;
+  if (wanted != "warp-groups")
+    throw Error{Refusal::usage, "KVREPLAY_CUDA", "unknown way to multiply", "warps or warp-groups", wanted};
+  if (facts.major != 9)
+    throw Error{Refusal::capability, "KVREPLAY_CUDA", "the device has no warp-groups", "compute capability 9",
+                std::to_string(facts.major)};
+  return true;
+}
+
 /// Bytes that may be taken: what was asked for, or nine tenths of what is free.
 std::size_t memory_limit(std::size_t asked) {
   std::size_t free = 0, total = 0;
@@ -52,6 +66,7 @@ std::string version(int number) { return std::to_string(number / 1000) + "." + s
 CudaBackend::CudaBackend(int threads, DeviceChoice device)
     : threads_(threads > 0 ? threads : omp_get_max_threads()),
       facts_(choose(device.number)),
+      warp_groups_(choose_warp_groups(facts_)),
       memory_(memory_limit(device.memory)),
       tensors_(memory_, threads_, device.number) {}
 
@@ -60,7 +75,7 @@ std::string CudaBackend::description() const {
   check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
   return std::string("cuda ") + facts_.name + ", " + std::to_string(facts_.major) + "." + std::to_string(facts_.minor) +
-         ", driver " + version(driver) + ", runtime " + version(runtime);
+         (warp_groups_ ? " warp-groups" : " warps") + ", driver " + version(driver) + ", runtime " + version(runtime);
 }
 
 void CudaBackend::hold(const LayerTensors& layer, bool queries) {

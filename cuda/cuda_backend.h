@@ -19,7 +19,9 @@ namespace kvreplay {
 
 class CudaBackend final : public Backend {
  public:
-  /// Throws Error{capability} with the driver's reason where there is no such device.
+  /// Throws Error{capability} with the driver's reason where there is no such device. The environment variable
+  /// KVREPLAY_CUDA forces "warps" or "warp-groups", the two ways to multiply 16-bit numbers (tiles.h); by default the
+  /// second, where the device has it.
   CudaBackend(int threads, DeviceChoice device);
 
   std::string description() const override;
@@ -42,6 +44,7 @@ class CudaBackend final : public Backend {
 
   int threads_;
   cudaDeviceProp facts_;
+  bool warp_groups_;
   DeviceMemory memory_;
   DeviceTensors tensors_;
   Stream stream_;

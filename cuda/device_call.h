@@ -24,7 +24,7 @@ class DeviceCall {
   DeviceMemory& memory() { return backend_.memory_; }
   DeviceTensors& tensors() { return backend_.tensors_; }
   int threads() const { return backend_.threads_; }
-  bool warp_groups() const { return backend_.facts_.major == 9; }
+  bool warp_groups() const { return backend_.warp_groups_; }
 
   /// Room for `count` numbers on the device, for as long as the call lasts.
   template <class T>

@@ -129,6 +129,7 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
     const std::vector<QueryRange> of_list = ranges_of(places, padded);
     ranges.insert(ranges.end(), of_list.begin(), of_list.end());
   }
+  lists_.layer_kv_heads = layer.k.heads;
   lists_.group = layer.group();
   lists_.query_count = query_count_;
   lists_.padded_queries = padded;

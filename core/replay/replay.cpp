@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -16,6 +17,21 @@
 
 namespace kvreplay {
 namespace {
+
+/// Whatever happens, the backend lets go of the layer before the trace does.
+class HeldLayer {
+ public:
+  HeldLayer(Backend& backend, const LayerTensors& layer) : backend_(backend), layer_(layer) {}
+  ~HeldLayer() { backend_.let_go(layer_); }
+  HeldLayer(const HeldLayer&) = delete;
+  HeldLayer& operator=(const HeldLayer&) = delete;
+
+  void hold(bool queries) { backend_.hold(layer_, queries); }
+
+ private:
+  Backend& backend_;
+  LayerTensors layer_;
+};
 
 /// Eval queries measured at once. Fixed, because the shape of a product can decide its last bits.
 constexpr int query_block = 64;
@@ -255,11 +271,19 @@ class Replay {
 
   void walk(int number, int walks) {
     const bool queries = reads_all_queries();
+    std::deque<HeldLayer> held;  // the layer in use, and the next
     for (int l = 0; l < layers(); ++l) {
       poll();
       const int stored = conditions_.layers[static_cast<std::size_t>(l)];
       const LayerTensors tensors = trace_.layer(stored);
-      if (l + 1 < layers()) trace_.prefetch(conditions_.layers[static_cast<std::size_t>(l) + 1], queries);
+      if (held.empty()) held.emplace_back(backend_, tensors);
+      held.front().hold(queries);  // again, where it did not fit beside the one before it
+      if (l + 1 < layers()) {
+        const int following = conditions_.layers[static_cast<std::size_t>(l) + 1];
+        trace_.prefetch(following, queries);
+        // An archived layer is put together in place of the one before it.
+        if (trace_.archived_bytes(following) == 0) held.emplace_back(backend_, trace_.layer(following)).hold(queries);
+      }
       const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_}, conditions_.eval_queries,
                            store_);
       if (number == 0) {
@@ -270,6 +294,7 @@ class Replay {
       report_and_measure(view, number == 1);
       sink_.layer_done(view, number, walks);
       forget(l, number == 1);
+      held.pop_front();
       trace_.release(stored);
     }
   }

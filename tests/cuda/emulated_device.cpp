@@ -393,7 +393,8 @@ __device__ constexpr unsigned swizzled(unsigned row, unsigned column) {
   return row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
 }
 
-// out [64, columns] = 2 x (a [64, 64] times b [columns, 64], transposed); the second pass adds to the first.
+// out [64, columns] = 4 x (a [64, 64] times b [columns, 64], transposed): two sums, and the second pass adds to the
+// first.
 template <class Element, int columns, bool waits>
 __global__ void multiply_tiles(float* out, const Element* a, const Element* b) {
   auto* tile_a = kvreplay::dynamic_shared<Element>();
@@ -403,13 +404,14 @@ __global__ void multiply_tiles(float* out, const Element* a, const Element* b) {
   for (unsigned i = t; i < columns * 64; i += 128) tile_b[swizzled(i / 64, i % 64)] = b[i];
   kvreplay::fence_async_proxy();
   __syncthreads();
-  float sums[columns / 8][4];
+  float sums[columns / 8][4], others[columns / 8][4];
   const std::uint64_t first_a = kvreplay::matrix_descriptor(tile_a), first_b = kvreplay::matrix_descriptor(tile_b);
   for (int pass = 0; pass < 2; ++pass) {
     kvreplay::warpgroup_begin();
     for (unsigned step = 0; step < 4; ++step) {
-      kvreplay::warpgroup_multiply<Element, columns>(sums, first_a + 2 * step, first_b + 2 * step,
-                                                     pass > 0 || step > 0);
+      const std::uint64_t step_a = first_a + 2 * step, step_b = first_b + 2 * step;
+      kvreplay::warpgroup_multiply<Element, columns>(sums, step_a, step_b, pass > 0 || step > 0);
+      kvreplay::warpgroup_multiply<Element, columns>(others, step_a, step_b, pass > 0 || step > 0);
     }
     kvreplay::warpgroup_commit();
     if (waits || pass == 0) kvreplay::warpgroup_wait<0>();
@@ -417,7 +419,8 @@ __global__ void multiply_tiles(float* out, const Element* a, const Element* b) {
   constexpr unsigned width = columns;
   const unsigned row = t / 32 * 16 + t % 32 / 4;
   for (unsigned n = 0; n < columns / 8; ++n) {
-    for (unsigned i = 0; i < 4; ++i) out[(row + i / 2 * 8) * width + n * 8 + t % 4 * 2 + i % 2] = sums[n][i];
+    for (unsigned i = 0; i < 4; ++i)
+      out[(row + i / 2 * 8) * width + n * 8 + t % 4 * 2 + i % 2] = sums[n][i] + others[n][i];
   }
   kvreplay::warpgroup_wait<0>();
 }
@@ -426,7 +429,7 @@ TYPED_TEST(Products, OfAWarpgroup) {
   constexpr int columns = 24;
   const auto a = random_elements<TypeParam>(64 * 64, 3), b = random_elements<TypeParam>(columns * 64, 4);
   auto expected = plain_product(a, b, 64, columns, 64);
-  for (float& value : expected) value *= 2.0f;
+  for (float& value : expected) value *= 4.0f;
   const TypeParam *device_a = on_device(a), *device_b = on_device(b);
   const auto launch = config(2, 128, (64 + columns) * 128);
   for (const auto& order : orders) {
@@ -475,11 +478,13 @@ __global__ void tile_beyond_memory() {
   kvreplay::warpgroup_wait<0>();
 }
 
-__global__ void different_tiles() {
+__global__ void different_products(unsigned which) {
   float sums[1][4] = {};
   const auto tile = kvreplay::matrix_descriptor(kvreplay::dynamic_shared<std::byte>());
+  const bool odd = threadIdx.x == 64;
   kvreplay::warpgroup_begin();
-  kvreplay::warpgroup_multiply<__half, 8>(sums, tile + (threadIdx.x == 64 ? 2 : 0), tile, false);
+  kvreplay::warpgroup_multiply<__half, 8>(sums, tile + (odd && which == 0 ? 2 : 0), tile + (odd && which == 1 ? 2 : 0),
+                                          odd && which == 2);
   kvreplay::warpgroup_commit();
   kvreplay::warpgroup_wait<0>();
 }
@@ -496,7 +501,10 @@ TEST_F(EmulatedDevice, RefusesMisusedProductsOfWarpgroups) {
   emulated::reset();
   EXPECT_SAYS(failure(config(1, 64, 64 * 128), tile_beyond_memory), "not a whole warp-group");
   emulated::reset();
-  EXPECT_SAYS(failure(whole, different_tiles), "ask for different products");
+  for (const unsigned which : {0u, 1u, 2u}) {
+    EXPECT_SAYS(failure(whole, different_products, which), "ask for different products");
+    emulated::reset();
+  }
 }
 
 // Two groups of copies; the second is waited for only if asked. The last copy is not valid: zeros, and nothing is read.
@@ -848,6 +856,7 @@ TEST_F(EmulatedDevice, ChecksWhereCopiesGo) {
   EXPECT_EQ(copy(memory + 4, host.data(), 20, cudaMemcpyHostToDevice), cudaErrorInvalidValue);
   EXPECT_EQ(copy(host.data(), memory - 1, 4, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
   EXPECT_EQ(copy(memory, host.data(), 16, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
+  EXPECT_EQ(copy(memory, memory + 4, 16, cudaMemcpyHostToDevice), cudaErrorInvalidValue);
   EXPECT_EQ(copy(memory, memory + 4, 16, cudaMemcpyDeviceToDevice), cudaSuccess);
   EXPECT_EQ(copy(memory, host.data(), 4, cudaMemcpyDefault), cudaSuccess);
   EXPECT_EQ(cudaMemsetAsync(memory, 0, 32, nullptr), cudaSuccess);
@@ -940,6 +949,10 @@ TEST_F(EmulatedDevice, FailsAsAskedFor) {
   EXPECT_SAYS(testing::internal::GetCapturedStderr(), "cudaErrorIllegalAddress");
   EXPECT_EQ(emulated::calls(), calls + 3);
   EXPECT_EQ(cudaFree(memory), cudaErrorIllegalAddress);
+  emulated::reset();
+  emulated::fail_call(1, cudaErrorLaunchFailure);
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaErrorLaunchFailure);
+  EXPECT_EQ(cudaGetDevice(&count), cudaErrorLaunchFailure);
   emulated::reset();
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }

@@ -9,6 +9,7 @@
 
 #include "policies/parts/question_score.h"
 #include "recorded_run.h"
+#include "tests/tested_backend.h"
 #include "trace/float_types.h"
 
 namespace kvreplay {
@@ -274,7 +275,7 @@ TEST_F(Fixture, Finch) {
 }
 
 TEST_F(Fixture, ScoresOfFinchBlockByBlock) {
-  const std::unique_ptr<Backend> backend = make_backend("cpu", 1);
+  const std::unique_ptr<Backend> backend = tested_backend(1);
   const LayerTensors tensors = trace().layer(0);
   const std::vector<std::int32_t> eval{12, 13, 14, 15};
   const LayerView whole(*backend, tensors, {.layers = 4, .prompt = 12}, eval);

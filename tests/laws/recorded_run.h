@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "replay/replay.h"
+#include "tests/tested_backend.h"
 #include "trace/synth.h"
 #include "trace/trace.h"
 
@@ -98,7 +99,7 @@ inline Conditions default_conditions(const Trace& trace) {
 }
 
 inline RecordedRun record_cells(const Trace& trace, const std::vector<Cell>& cells, int threads) {
-  const std::unique_ptr<Backend> backend = make_backend("cpu", threads);
+  const std::unique_ptr<Backend> backend = tested_backend(threads);
   const Conditions conditions = default_conditions(trace);
   for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, cell.budget);
   RecordedRun run;

@@ -58,7 +58,7 @@ TEST_P(KeptMomentsOf, AreThoseOfBruteForce) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   const std::vector<KeptSet> all_sets = sets();
-  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
+  const KeptMoments found = tested_backend(2)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
   ASSERT_EQ(found.full.size(), static_cast<std::size_t>(shape.query_heads) * queries.size());
   ASSERT_EQ(found.kept.size(), all_sets.size() * found.full.size());
   std::size_t cell = 0;
@@ -85,7 +85,7 @@ TEST_P(KeptMomentsOf, KeepingEverythingIsExact) {
       if (layer.visible(t, key)) visible.keep(0, key);
   const std::vector<KeptSet> all_sets{random_set(Heads::kv, shape, boundary, 2.0, 4),
                                       random_set(Heads::query, shape, boundary, 2.0, 5), visible};
-  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
+  const KeptMoments found = tested_backend(2)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
   for (std::size_t set = 0; set < all_sets.size(); ++set) {
     for (std::size_t cell = 0; cell < found.full.size(); ++cell) {
       const Moments& kept = found.kept[set * found.full.size() + cell];
@@ -100,17 +100,16 @@ TEST_P(KeptMomentsOf, HaveTheSameBitsForAnyNumberOfThreadsAndAnyCompany) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   const std::vector<KeptSet> all_sets = sets();
-  const KeptMoments one = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
+  const KeptMoments one = tested_backend(1)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
   for (const int threads : {2, 3}) {
-    const KeptMoments more =
-        make_backend("cpu", threads)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
+    const KeptMoments more = tested_backend(threads)->kept_moments(layer.tensors(), queries, boundary, each(all_sets));
     for (std::size_t cell = 0; cell < one.kept.size(); ++cell)
       EXPECT_EQ(members(more.kept[cell]), members(one.kept[cell]));
   }
   // One query alone, one set alone.
   const std::vector<std::int32_t> last{queries.back()};
   const std::vector<KeptSets> second{{&all_sets[1], 1}};
-  const KeptMoments alone = make_backend("cpu", 1)->kept_moments(layer.tensors(), last, boundary, second);
+  const KeptMoments alone = tested_backend(1)->kept_moments(layer.tensors(), last, boundary, second);
   for (int head = 0; head < shape.query_heads; ++head) {
     const std::size_t cell = static_cast<std::size_t>(head + 1) * queries.size() - 1;
     EXPECT_EQ(members(alone.kept[static_cast<std::size_t>(head)]), members(one.kept[one.full.size() + cell]));
@@ -121,7 +120,7 @@ TEST_P(KeptMomentsOf, AgreeWithTheGeneralComparison) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   const std::vector<KeptSet> all_sets = sets();
-  const auto backend = make_backend("cpu", 2);
+  const auto backend = tested_backend(2);
   const LayerTensors tensors = layer.tensors();
   const KeptMoments moments = backend->kept_moments(tensors, queries, boundary, each(all_sets));
   for (std::size_t set = 0; set < all_sets.size(); ++set) {
@@ -154,7 +153,7 @@ TEST_P(KeptMomentsOf, PartsThatAreAskedForAloneAreThoseOfAllParts) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
   const std::vector<KeptSet> all_sets = sets();
-  const auto backend = make_backend("cpu", 2);
+  const auto backend = tested_backend(2);
   const LayerTensors tensors = layer.tensors();
   const KeptMoments all = backend->kept_moments(tensors, queries, boundary, each(all_sets));
   EXPECT_TRUE(all.parts.cover(all_moments));
@@ -222,10 +221,10 @@ TEST(KeptMomentsWith, ManySetsAtOnceHaveTheBitsOfEachAloneAndOfAnyNumberOfThread
   const auto queries = range(1064, 1100);
   const ManySets many(shape, boundary, queries.size());
   const LayerTensors tensors = layer.tensors();
-  const auto backend = make_backend("cpu", 1);
+  const auto backend = tested_backend(1);
   const KeptMoments found = backend->kept_moments(tensors, queries, boundary, many.spans());
   for (const int threads : {2, 3}) {
-    const KeptMoments more = make_backend("cpu", threads)->kept_moments(tensors, queries, boundary, many.spans());
+    const KeptMoments more = tested_backend(threads)->kept_moments(tensors, queries, boundary, many.spans());
     for (std::size_t i = 0; i < found.kept.size(); ++i) EXPECT_EQ(members(more.kept[i]), members(found.kept[i]));
   }
   for (std::size_t set = 0; set < many.sets.size(); ++set) {
@@ -251,7 +250,7 @@ TEST(KeptMomentsWith, ManySetsAgreeAtEverySimdLevel) {
   const ManySets many(shape, boundary, queries.size());
   at_every_simd_level([&](const char* level) {
     SCOPED_TRACE(level);
-    const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, many.spans());
+    const KeptMoments found = tested_backend(2)->kept_moments(layer.tensors(), queries, boundary, many.spans());
     for (std::size_t i = 0; i < found.kept.size(); ++i) {
       const std::size_t set = i / found.full.size();
       const std::size_t cell = i % found.full.size();
@@ -273,7 +272,7 @@ TEST(KeptMomentsWith, LargeLogitsAverageToTheReference) {
   const RandomLayer layer(shape);
   const auto queries = range(540, 600);
   const std::vector<KeptSet> sets{random_set(Heads::kv, shape, 540, 0.3, 1)};
-  const KeptMoments found = make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, 540, each(sets));
+  const KeptMoments found = tested_backend(2)->kept_moments(layer.tensors(), queries, 540, each(sets));
   double mass_error = 0.0, cosine_error = 0.0, output_error = 0.0;
   std::size_t cell = 0;
   for (int head = 0; head < shape.query_heads; ++head) {
@@ -310,13 +309,13 @@ TEST(KeptMomentsWith, KeptKeysFarBelowTheLargestLogitStillHaveAnOutput) {
   }
   const std::vector<KeptSets> sets{{&set, 1}};
   const auto queries = range(30, 40);
-  const KeptMoments found = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, 30, sets);
+  const KeptMoments found = tested_backend(1)->kept_moments(layer.tensors(), queries, 30, sets);
   for (std::size_t i = 0; i < queries.size(); ++i) {
     const Moments expected = reference_moments(layer, 0, queries[i], 30, &set);
     EXPECT_GT(expected.output_square, 0.1);
     expect_near(found.kept[i], expected, 4e-6);
   }
-  const KeptMoments attention = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, 30, sets, {});
+  const KeptMoments attention = tested_backend(1)->kept_moments(layer.tensors(), queries, 30, sets, {});
   for (std::size_t i = 0; i < queries.size(); ++i) {
     EXPECT_EQ(attention.kept[i].square, found.kept[i].square);
     EXPECT_EQ(attention.kept[i].prompt_square, found.kept[i].prompt_square);
@@ -336,7 +335,7 @@ TEST(KeptMomentsWith, AStrongSinkHidesNothingOfTheRest) {
                                     random_set(Heads::kv, shape, 290, 2.0, 2)};
     const auto queries = range(290, 300);
     at_every_simd_level([&](const char* level) {
-      const KeptMoments found = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, 290, each(some));
+      const KeptMoments found = tested_backend(1)->kept_moments(layer.tensors(), queries, 290, each(some));
       std::size_t cell = 0;
       for (int head = 0; head < 2; ++head) {
         for (std::size_t i = 0; i < queries.size(); ++i, ++cell) {
@@ -372,13 +371,13 @@ std::vector<KeptSet> one_a_query(Heads heads, const MomentsCase& some, double sh
 TEST_P(KeptMomentsOf, ASetForEachQueryAreThoseOfBruteForceAndOfThatSetForAll) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
-  const auto backend = make_backend("cpu", 2);
+  const auto backend = tested_backend(2);
   const std::vector<std::vector<KeptSet>> all_sets{
       one_a_query(Heads::kv, GetParam(), 0.3, 1), one_a_query(Heads::query, GetParam(), 0.6, 2),
       one_a_query(Heads::layer, GetParam(), 0.1, 3), one_a_query(Heads::kv, GetParam(), 0.0, 4)};
   const std::vector<KeptSets> spans(all_sets.begin(), all_sets.end());
   const KeptMoments found = backend->kept_moments(layer.tensors(), queries, boundary, spans);
-  const KeptMoments one_thread = make_backend("cpu", 1)->kept_moments(layer.tensors(), queries, boundary, spans);
+  const KeptMoments one_thread = tested_backend(1)->kept_moments(layer.tensors(), queries, boundary, spans);
   for (std::size_t set = 0; set < all_sets.size(); ++set) {
     for (std::size_t i = 0; i < queries.size(); ++i) {
       const KeptSet& own = all_sets[set][i];
@@ -408,7 +407,7 @@ TEST_P(KeptMomentsOf, ASetForEachQueryThatKeepsEverythingIsExact) {
       if (layer.visible(t, key)) seen.back().keep(0, key);
   }
   const KeptMoments found =
-      make_backend("cpu", 2)->kept_moments(layer.tensors(), queries, boundary, std::vector<KeptSets>{all, seen});
+      tested_backend(2)->kept_moments(layer.tensors(), queries, boundary, std::vector<KeptSets>{all, seen});
   for (std::size_t i = 0; i < found.kept.size(); ++i) {
     EXPECT_EQ(found.kept[i].mass, 1.0);
     EXPECT_EQ(found.kept[i].error_square, 0.0);
@@ -424,7 +423,7 @@ TEST(KeptMomentsWith, ASetForEachQueryAgreesAtEverySimdLevel) {
   const int levels = at_every_simd_level([&](const char* level) {
     SCOPED_TRACE(level);
     const KeptMoments found =
-        make_backend("cpu", 2)->kept_moments(layer.tensors(), some.queries, some.boundary, std::vector<KeptSets>{sets});
+        tested_backend(2)->kept_moments(layer.tensors(), some.queries, some.boundary, std::vector<KeptSets>{sets});
     for (std::size_t cell = 0; cell < found.kept.size(); ++cell) {
       const std::size_t query = cell % some.queries.size();
       expect_near(found.kept[cell],
@@ -453,7 +452,7 @@ TEST(KeptMomentsWith, AQueryWhoseKeptKeysLieFarBelowTheOthersStillHasAnOutput) {
       if ((key + static_cast<int>(i)) % 3 != 0) sets.back().keep(0, key);
   }
   const KeptMoments found =
-      make_backend("cpu", 1)->kept_moments(layer.tensors(), some.queries, some.boundary, std::vector<KeptSets>{sets});
+      tested_backend(1)->kept_moments(layer.tensors(), some.queries, some.boundary, std::vector<KeptSets>{sets});
   for (std::size_t cell = 0; cell < found.kept.size(); ++cell) {
     const std::size_t i = cell % some.queries.size();
     const int head = static_cast<int>(cell / some.queries.size());
@@ -506,8 +505,8 @@ TEST_P(CompareAttention, IsThatOfBruteForceWithMovedKeysOtherStoresAndAnySets) {
     const std::vector<KeptSet>& sets = all_sets[set];
     for (const Positions positions : {Positions::original, Positions::cache}) {
       const auto compare = [&](int threads) {
-        return make_backend("cpu", threads)
-            ->compare_attention(layer.tensors(), stored.tensors(), positions, queries, boundary, sets);
+        return tested_backend(threads)->compare_attention(layer.tensors(), stored.tensors(), positions, queries,
+                                                          boundary, sets);
       };
       const std::vector<Comparison> found = compare(1);
       ASSERT_EQ(found.size(), static_cast<std::size_t>(shape.query_heads) * queries.size());
@@ -552,7 +551,7 @@ TEST(CompareAttentionWith, EverySimdLevelHasTheSameBits) {
   const std::vector<KeptSet> sets = one_a_query(Heads::kv, some, 0.3, 1);
   std::vector<Comparison> expected;
   at_every_simd_level([&](const char* level) {
-    const std::vector<Comparison> found = make_backend("cpu", 1)->compare_attention(
+    const std::vector<Comparison> found = tested_backend(1)->compare_attention(
         layer.tensors(), layer.tensors(), Positions::cache, some.queries, some.boundary, sets);
     if (expected.empty()) expected = found;
     for (std::size_t cell = 0; cell < found.size(); ++cell)

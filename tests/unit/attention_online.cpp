@@ -6,7 +6,7 @@ namespace kvreplay::testing {
 namespace {
 
 std::vector<std::int32_t> evict(const RandomLayer& layer, const OnlineEviction& what, int threads = 2) {
-  return make_backend("cpu", threads)->online_eviction(layer.tensors(), what);
+  return tested_backend(threads)->online_eviction(layer.tensors(), what);
 }
 
 class OnlineEvictionOf : public ::testing::TestWithParam<LayerShape> {};

@@ -32,7 +32,7 @@ std::vector<std::vector<double>> rows_of(const TensorView& tensor, int head, int
 /// the same but for sums within 1e-5 of the last that belongs to it.
 void expect_sums_of_float64(const LayerTensors& layer, int tokens) {
   const std::vector<std::int32_t> queries = range(0, tokens);
-  const Matrix found = make_backend("cpu", 2)->attention_sums(layer, {.queries = queries, .columns = tokens});
+  const Matrix found = tested_backend(2)->attention_sums(layer, {.queries = queries, .columns = tokens});
   for (int head = 0; head < layer.q.heads; ++head) {
     const auto q = rows_of(layer.q, head, tokens);
     const auto k = rows_of(layer.k, head / layer.group(), tokens);

@@ -7,7 +7,7 @@ namespace kvreplay::testing {
 namespace {
 
 std::vector<std::int32_t> choose(const LayerTensors& layer, const RedundancyElimination& what, int threads = 2) {
-  return make_backend("cpu", threads)->least_redundant(layer, what);
+  return tested_backend(threads)->least_redundant(layer, what);
 }
 
 std::vector<std::int32_t> reference(const RandomLayer& layer, const RedundancyElimination& what) {

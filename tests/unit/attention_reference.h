@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/simd_level.h"
 #include "error.h"
 #include "random.h"
+#include "tests/tested_backend.h"
 
 namespace kvreplay::testing {
 
@@ -438,22 +438,13 @@ inline std::vector<std::int32_t> reference_least_redundant(
   return members;
 }
 
-/// KVREPLAY_SIMD for one scope.
-class ForcedSimdLevel {
- public:
-  explicit ForcedSimdLevel(const char* level) { setenv("KVREPLAY_SIMD", level, 1); }
-  ~ForcedSimdLevel() { unsetenv("KVREPLAY_SIMD"); }
-  ForcedSimdLevel(const ForcedSimdLevel&) = delete;
-  ForcedSimdLevel& operator=(const ForcedSimdLevel&) = delete;
-};
-
-/// check(level) under every level that this machine has; how many they are.
+/// check(level) under every level that the tested backend has on this machine; how many they are.
 template <class Check>
 int at_every_simd_level(Check check) {
-  const std::vector<SimdLevel> levels = simd_levels();
-  for (const SimdLevel& level : levels) {
-    const ForcedSimdLevel forced(level.name.c_str());
-    check(level.name.c_str());
+  const std::vector<std::string> levels = tested_levels();
+  for (const std::string& level : levels) {
+    const ForcedLevel forced(level);
+    check(level.c_str());
   }
   return static_cast<int>(levels.size());
 }

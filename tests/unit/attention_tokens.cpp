@@ -24,7 +24,7 @@ TEST(Norms, AreThoseOfBruteForce) {
   for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
     const RandomTensor tensor(3, 40, 33, dtype, 2.0, 5);
     for (const double p : {1.0, 1.5, 2.0, 3.0}) {
-      const Matrix found = make_backend("cpu", 2)->norms(tensor.view(), 37, p);
+      const Matrix found = tested_backend(2)->norms(tensor.view(), 37, p);
       ASSERT_EQ(found.rows(), 3);
       ASSERT_EQ(found.columns(), 37);
       for (int head = 0; head < 3; ++head) {
@@ -37,7 +37,7 @@ TEST(Norms, AreThoseOfBruteForce) {
     }
   }
   const RandomTensor tensor(1, 5, 9, DType::float32, 2.0, 5);
-  const Matrix found = make_backend("cpu", 1)->norms(tensor.view(), 5, HUGE_VAL);
+  const Matrix found = tested_backend(1)->norms(tensor.view(), 5, HUGE_VAL);
   for (int token = 0; token < 5; ++token) {
     double highest = 0.0;
     for (const double x : tensor.row(0, token)) highest = std::max(highest, std::abs(x));
@@ -51,7 +51,7 @@ TEST(Norms, AreThoseOfBruteForceAtEverySimdLevel) {
     EXPECT_GE(
         at_every_simd_level([&](const char* level) {
           for (const double p : {1.0, 2.0, 2.5, HUGE_VAL}) {
-            const Matrix found = make_backend("cpu", 1)->norms(tensor.view(), 3, p);
+            const Matrix found = tested_backend(1)->norms(tensor.view(), 3, p);
             for (int head = 0; head < 2; ++head) {
               for (int token = 0; token < 3; ++token) {
                 double sum = 0.0;
@@ -89,11 +89,11 @@ TEST_P(SimilarityOf, RowsHasTheMaximaOfBruteForceAndBitsForAnyThreads) {
       if (j != i) expected[i] = std::max(expected[i], cosine(vectors[i], vectors[j]));
   EXPECT_GE(at_every_simd_level([&](const char* level) {
               SCOPED_TRACE(level);
-              const std::vector<double> found = make_backend("cpu", 1)->similarity_row_maxima(tensor.view(), tokens);
+              const std::vector<double> found = tested_backend(1)->similarity_row_maxima(tensor.view(), tokens);
               ASSERT_EQ(found.size(), expected.size());
               for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(found[i], expected[i], 1e-6) << i;
-              EXPECT_EQ(make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), tokens), found);
-              EXPECT_EQ(make_backend("cpu", 3)->similarity_row_maxima(tensor.view(), tokens), found);
+              EXPECT_EQ(tested_backend(2)->similarity_row_maxima(tensor.view(), tokens), found);
+              EXPECT_EQ(tested_backend(3)->similarity_row_maxima(tensor.view(), tokens), found);
             }),
             1);
 }
@@ -121,7 +121,7 @@ TEST(Similarity, OfAZeroVectorIsZeroAndOfEqualVectorsOne) {
       }
     }
     EXPECT_GE(at_every_simd_level([&](const char* level) {
-                const std::vector<double> found = make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), 100);
+                const std::vector<double> found = tested_backend(2)->similarity_row_maxima(tensor.view(), 100);
                 EXPECT_EQ(found[40], 0.0) << level;
                 EXPECT_NEAR(found[3], 1.0, 1e-6) << level;
                 EXPECT_EQ(found[90], found[3]) << level;
@@ -137,9 +137,9 @@ TEST(Similarity, OfEqualVectorsIsEqualWhereverTheyStand) {
     for (int token = 3; token < 300; ++token)
       for (int c = 0; c < 37; ++c) tensor.set(0, token, c, static_cast<float>(tensor.at(0, token % 3, c)));
     EXPECT_GE(at_every_simd_level([&](const char* level) {
-                const std::vector<double> found = make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), 300);
+                const std::vector<double> found = tested_backend(2)->similarity_row_maxima(tensor.view(), 300);
                 for (std::size_t token = 3; token < 300; ++token) EXPECT_EQ(found[token], found[token % 3]) << level;
-                const std::vector<double> three = make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), 3);
+                const std::vector<double> three = tested_backend(2)->similarity_row_maxima(tensor.view(), 3);
                 EXPECT_LT(*std::max_element(three.begin(), three.end()), 0.9);
               }),
               1);
@@ -161,7 +161,7 @@ TEST(Similarity, OfLongNearlyEqualVectorsStaysWithinAMillionth) {
           highest = std::max(highest, cosine(token_vector(tensor, 8, i), token_vector(tensor, 8, j)));
         }
     EXPECT_GE(at_every_simd_level([&](const char* level) {
-                const std::vector<double> found = make_backend("cpu", 2)->similarity_row_maxima(tensor.view(), 40);
+                const std::vector<double> found = tested_backend(2)->similarity_row_maxima(tensor.view(), 40);
                 for (std::size_t i = 0; i < 40; ++i) EXPECT_NEAR(found[i], expected[i], 1e-6) << level;
               }),
               1);
@@ -179,7 +179,7 @@ TEST(NumbersThatAreNone, AreRefusedByAllThatReadsVectors) {
         const auto all = range(0, 64);
         at_every_simd_level([&](const char* level) {
           SCOPED_TRACE(::testing::Message() << level << " " << name_of(dtype) << " " << bad << " at " << token);
-          const auto backend = make_backend("cpu", 2);
+          const auto backend = tested_backend(2);
           EXPECT_THROW(backend->similarity_row_maxima(tensors.k, 64), Error);
           EXPECT_THROW(backend->least_redundant(tensors, {.resident = all, .keep = 20}), Error);
           for (const double p : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()})

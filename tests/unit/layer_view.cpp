@@ -144,7 +144,7 @@ TEST_F(PartlyResident, OverAllThatTheQueriesCouldSee) {
 
 TEST(LayerViewWith, TheCpuBackendAgreesWithBruteForce) {
   const RandomLayer layer({.tokens = 40});
-  const auto backend = make_backend("cpu", 2);
+  const auto backend = tested_backend(2);
   const auto eval = range(20, 40, 2);
   const LayerTensors tensors = layer.tensors();
   const LayerView view(*backend, tensors, {.prompt = 30}, eval);

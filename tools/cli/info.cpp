@@ -87,7 +87,7 @@ Estimate cost_of(const Trace& trace, const Use& use) {
   const int budget = tokens_at_estimated_budget(use.conditions);
   for (const Service& service : use.policies)
     if (service.refused.empty()) cells.push_back({.policy = service.policy, .budget = budget});
-  const std::unique_ptr<Backend> backend = make_backend(backend_of_device("auto"), 0);
+  const std::unique_ptr<Backend> backend = make_backend(find_device("auto").backend, 0);
   return Estimator(*backend)(trace, use.conditions, cells);
 }
 

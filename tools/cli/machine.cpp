@@ -62,23 +62,27 @@ std::size_t free_disk(const std::filesystem::path& path) {
   return std::filesystem::space(there).available;
 }
 
-std::string backend_of_device(const std::string& device) {
-  const std::string kind = device.substr(0, device.find(':'));
-  if (kind == "auto" && kind == device) return backends().find("cuda") && why_not("cuda").empty() ? "cuda" : "cpu";
-  if (kind == "cpu" && kind == device) return kind;
-  if (kind != "cuda") throw Error{Refusal::usage, "--device", "unknown device", "auto, cpu or cuda[:N]", device};
-  if (kind != device && parse_int("--device", device.substr(kind.size() + 1)) < 0)
-    throw Error{Refusal::usage, "--device", "out of range", "cuda:0 or higher", device};
-  if (backends().find("cuda") == nullptr)
-    throw Error{Refusal::capability, "--device " + device, "no CUDA in this build", "--device cpu"};
-  if (const std::string reason = why_not("cuda"); !reason.empty())
-    throw Error{Refusal::capability, "--device " + device, reason};
-  return kind;
+Device find_device(const std::string& text) {
+  const bool built = backends().find("cuda") != nullptr;
+  if (text == "cpu") return {text, 0, ""};
+  if (text == "auto") {
+    if (!built) return {"cpu", 0, "no CUDA in this build"};
+    const std::string reason = why_not("cuda");
+    return reason.empty() ? Device{"cuda", 0, "a CUDA device is there"} : Device{"cpu", 0, reason};
+  }
+  const std::string kind = text.substr(0, text.find(':'));
+  if (kind != "cuda") throw Error{Refusal::usage, "--device", "unknown device", "auto, cpu or cuda[:N]", text};
+  const int number = kind == text ? 0 : parse_int("--device", text.substr(kind.size() + 1));
+  if (number < 0) throw Error{Refusal::usage, "--device", "out of range", "cuda:0 or higher", text};
+  if (!built) throw Error{Refusal::capability, "--device " + text, "no CUDA in this build", "--device cpu"};
+  if (const std::string reason = why_not(kind, number); !reason.empty())
+    throw Error{Refusal::capability, "--device " + text, reason};
+  return {kind, number, ""};
 }
 
-std::string why_not(const std::string& name) {
+std::string why_not(const std::string& name, int number) {
   try {
-    make_backend(name, 1);
+    make_backend(name, 1, {.number = number});
     return {};
   } catch (const Error& error) {
     if (error.refusal() != Refusal::capability) throw;

@@ -18,11 +18,18 @@ std::size_t free_memory();
 /// Bytes that fit on the disk that holds `path`, or would.
 std::size_t free_disk(const std::filesystem::path& path);
 
-/// The backend that "auto", "cpu" or "cuda[:N]" means here: its registered name. Throws Error{usage} for other words,
-/// Error{capability} for a device that this build does not know.
-std::string backend_of_device(const std::string& device);
+/// What computes: a registered backend, and the device where it has several.
+struct Device {
+  std::string backend;
+  int number = 0;
+  std::string reason;  // why "auto" means it; empty: it was asked for
+};
+
+/// What "auto", "cpu" or "cuda[:N]" means here. Throws Error{usage} for other words, Error{capability} for a device that
+/// this build or this machine does not have.
+Device find_device(const std::string& text);
 
 /// Why the registered backend `name` does not run here; empty: it does.
-std::string why_not(const std::string& name);
+std::string why_not(const std::string& name, int number = 0);
 
 }  // namespace kvreplay

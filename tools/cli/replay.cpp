@@ -37,6 +37,7 @@ constexpr Option options[] = {
     {"observables", 0, "use|keep|ignore", "use",
      "NAME.obs.h5 beside a trace: read what fits; keep also writes it, for later runs to skip the O(n²) work"},
     {"device", 0, "auto|cpu|cuda[:N]", "auto", "what computes"},
+    {"device-memory", 0, "SIZE", "", "what the run may hold of a GPU's memory; default: nine tenths of what is free"},
     {"threads", 0, "N", "0", "threads; 0: all"},
     {"memory", 0, "SIZE", "",
      "what the run may hold, mapped pages of the trace included; refuse a plan that needs more; default: what is free"},
@@ -65,7 +66,7 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
-RunRequest requested(const Arguments& arguments) {
+RunRequest requested(const Arguments& arguments, const Device& device) {
   if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
   if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
   RunRequest request;
@@ -90,7 +91,9 @@ RunRequest requested(const Arguments& arguments) {
   request.observables = observables == "keep"     ? ObservableUse::keep
                         : observables == "ignore" ? ObservableUse::ignore
                                                   : ObservableUse::use;
-  request.backend = backend_of_device(arguments.text("device"));
+  request.backend = device.backend;
+  request.device.number = device.number;
+  if (arguments.given("device-memory")) request.device.memory = arguments.bytes("device-memory");
   request.threads = arguments.whole_number("threads", 0, 4096);
   request.output = arguments.text("output");
   request.force = arguments.given("force");
@@ -135,10 +138,10 @@ std::vector<Estimate> fitting_costs(const Arguments& arguments, const std::vecto
   const bool limited = arguments.given("memory");
   const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
   int threads = request.threads > 0 ? request.threads : machine_threads();
-  std::vector<Estimate> costs = costs_of(*make_backend(request.backend, threads), plan);
+  std::vector<Estimate> costs = costs_of(*make_backend(request.backend, threads, request.device), plan);
   while (least_memory(sum(costs)) > memory && threads > 1) {
     request.threads = threads /= 2;
-    costs = costs_of(*make_backend(request.backend, threads), plan);
+    costs = costs_of(*make_backend(request.backend, threads, request.device), plan);
   }
   const Estimate cost = sum(costs);
   if (least_memory(cost) > memory)
@@ -257,10 +260,12 @@ void report_troubles(const RunSummary& summary) {
 }
 
 int run_replay(const Arguments& arguments) {
-  RunRequest request = requested(arguments);
+  const Device device = find_device(arguments.text("device"));
+  RunRequest request = requested(arguments, device);
   if (arguments.given("memory")) arguments.bytes("memory");
   heed_interruptions();
-  request.build = build_facts(make_backend(request.backend, request.threads)->description());
+  request.build = build_facts(make_backend(request.backend, request.threads, request.device)->description());
+  if (!device.reason.empty()) request.build["device"] = "auto: " + device.reason;
 
   const std::vector<PlannedTrace> plan = plan_run(request);
   const std::vector<Estimate> costs = fitting_costs(arguments, plan, request);
@@ -268,6 +273,9 @@ int run_replay(const Arguments& arguments) {
     print_plan(arguments, plan, costs);
     return 0;
   }
+  // Where there is no choice there is nothing to say.
+  if (!device.reason.empty() && backends().names().size() > 1)
+    fmt::print(stderr, "kvreplay: device {}: {}\n", device.backend, device.reason);
 
   const RunSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
