@@ -55,6 +55,7 @@ class CudaBackend final : public Backend {
   DeviceTensors tensors_;
   Stream stream_;
   std::deque<PinnedMemory> staged_;
+  std::size_t staged_in_use_ = 0;
 };
 
 }  // namespace kvreplay

@@ -15,8 +15,14 @@ namespace kvreplay {
 
 class DeviceCall {
  public:
-  explicit DeviceCall(CudaBackend& backend) : backend_(backend) { bad_ = zeros<int>(1); }
-  ~DeviceCall() { cudaStreamSynchronize(stream()); }
+  /// Within another, it ends first.
+  explicit DeviceCall(CudaBackend& backend) : backend_(backend), staged_before_(backend.staged_in_use_) {
+    bad_ = zeros<int>(1);
+  }
+  ~DeviceCall() {
+    cudaStreamSynchronize(stream());
+    backend_.staged_in_use_ = staged_before_;
+  }
   DeviceCall(const DeviceCall&) = delete;
   DeviceCall& operator=(const DeviceCall&) = delete;
 
@@ -74,13 +80,13 @@ class DeviceCall {
  private:
   /// Memory on its way, of its own until the call ends: kept from call to call, for to pin it takes long.
   std::byte* staged(std::size_t bytes) {
-    if (staged_count_ == backend_.staged_.size()) backend_.staged_.emplace_back();
-    return backend_.staged_[staged_count_++].at_least(bytes);
+    if (backend_.staged_in_use_ == backend_.staged_.size()) backend_.staged_.emplace_back();
+    return backend_.staged_[backend_.staged_in_use_++].at_least(bytes);
   }
 
   CudaBackend& backend_;
   std::deque<DeviceBuffer<std::byte>> blocks_;
-  std::size_t staged_count_ = 0;
+  std::size_t staged_before_;
   int* bad_ = nullptr;
 };
 

@@ -232,9 +232,9 @@ std::vector<double> CudaBackend::similarity_row_maxima(const TensorView& tensor,
                                .rows = held ? call.copy(rows) : nullptr,
                                .tokens = packed.tokens};
     with_element(tensor.dtype, [&]<class Element>() {
-      launch(pack_vectors<Element>, dim3(blocks_for(static_cast<std::size_t>(packed.tokens) * 32, block_threads)), block_threads, 0,
-             call.stream(), vectors, reinterpret_cast<Element*>(room.vectors), room.scales, inverses + first,
-             call.bad());
+      launch(pack_vectors<Element>, dim3(blocks_for(static_cast<std::size_t>(packed.tokens) * 32, block_threads)),
+             block_threads, 0, call.stream(), vectors, reinterpret_cast<Element*>(room.vectors), room.scales,
+             inverses + first, call.bad());
     });
     stream_.wait();  // before the tensor goes
     return packed;
