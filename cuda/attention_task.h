@@ -30,6 +30,7 @@ struct AttentionTask {
   const void* const* queries = nullptr;  // [kv_heads * group] matrices
   const void* const* keys = nullptr;     // [kv_heads] matrices, rows 0 ... key_count - 1
   int kv_heads = 0;
+  int layer_kv_heads = 0;  // of the layer: work is cut in the same way however many heads come at once
   int group = 1;
   int query_count = 0;
   int padded_queries = 0;

@@ -23,7 +23,7 @@ struct Segments {
 Segments segments_of(const AttentionTask& task, int columns) {
   const int key_tiles = (std::min(columns, task.key_count) + key_rows - 1) / key_rows;
   const int pieces = std::max(1, (task.padded_queries + segment_queries - 1) / segment_queries);
-  const int wanted = std::clamp(wanted_blocks / std::max(1, key_tiles * task.kv_heads), 1, pieces);
+  const int wanted = std::clamp(wanted_blocks / std::max(1, key_tiles * task.layer_kv_heads), 1, pieces);
   const int pieces_a_segment = (pieces + wanted - 1) / wanted;
   return {key_tiles, (pieces + pieces_a_segment - 1) / pieces_a_segment, pieces_a_segment * segment_queries};
 }

@@ -4,6 +4,7 @@
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 #include "cuda/placed_task.h"
+#include "cuda/widened.h"
 #include "error.h"
 
 namespace kvreplay {
@@ -27,10 +28,6 @@ struct RopeTurn {
   int pairs;
   bool interleaved;
 };
-
-__device__ __forceinline__ float widened(float x) { return x; }
-__device__ __forceinline__ float widened(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 /// out[i] = in[rows[i]] (null: in[i]) in float32, turned by moves[i] positions (null: none); angles in float64.
 template <class Element>
@@ -132,6 +129,7 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
     const std::vector<QueryRange> of_list = ranges_of(places, padded);
     ranges.insert(ranges.end(), of_list.begin(), of_list.end());
   }
+  lists_.layer_kv_heads = layer.k.heads;
   lists_.group = layer.group();
   lists_.query_count = query_count_;
   lists_.padded_queries = padded;

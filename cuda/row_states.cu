@@ -22,7 +22,7 @@ struct Splits {
 Splits splits_of(const AttentionTask& task) {
   const int row_tiles = (task.query_count * task.group + 127) / 128;
   const int pieces = std::max(1, (task.key_count + split_keys - 1) / split_keys);
-  const int wanted = std::clamp(wanted_blocks / std::max(1, row_tiles * task.kv_heads), 1, pieces);
+  const int wanted = std::clamp(wanted_blocks / std::max(1, row_tiles * task.layer_kv_heads), 1, pieces);
   const int pieces_a_split = (pieces + wanted - 1) / wanted;
   return {row_tiles, (pieces + pieces_a_split - 1) / pieces_a_split, pieces_a_split * split_keys};
 }

@@ -8,6 +8,7 @@
 #include <numbers>
 
 #include "attention/cpu_backend.h"
+#include "attention/distinct_sets.h"
 #include "error.h"
 
 namespace kvreplay {
@@ -19,56 +20,10 @@ constexpr int block_rows = 48;
 // Terms of a sum of exponentials below this, or their squares, may have been lost to underflow.
 constexpr double smallest_safe_sum = 0x1p-40;
 
-KeptSet everything(int tokens) {
-  KeptSet set(Heads::layer, 1, tokens);
-  for (int position = 0; position < tokens; ++position) set.keep(0, position);
-  return set;
-}
-
-/// The sets to compute, those that keep everything first; equal ones are computed once.
-struct DistinctSets {
-  std::vector<NumberedSets> sets;
-  std::vector<int> number_of;      // of each set that was asked for
-  std::vector<int> with_later{0};  // of `sets`: those that go beyond the boundary
-
-  DistinctSets(KeptSets all, std::span<const KeptSets> kept, int boundary) : sets{{all}} {
-    for (const KeptSets asked : kept) {
-      assert(std::ranges::all_of(asked, [&](const KeptSet& set) { return set.tokens() >= boundary; }));
-      const bool constant = std::ranges::all_of(asked, [&](const KeptSet& set) { return set == asked.front(); });
-      NumberedSets wanted{constant ? asked.first(1) : asked};
-      const auto same =
-          std::ranges::find_if(sets, [&](const NumberedSets& s) { return std::ranges::equal(s.kept, wanted.kept); });
-      const int number = static_cast<int>(same - sets.begin());
-      number_of.push_back(number);
-      if (same != sets.end()) continue;
-      if (std::ranges::any_of(asked, [&](const KeptSet& set) { return set.tokens() > boundary; })) {
-        wanted.later = static_cast<int>(with_later.size());
-        with_later.push_back(number);
-      }
-      sets.push_back(wanted);
-    }
-  }
-};
-
 /// Whether the sums that metrics read beside the total have lost terms, though the total has not.
 bool lost_parts(const RowSums& sums) {
   const auto lost = [](double sum) { return sum > 0 && sum < smallest_safe_sum; };
   return sums.total() >= smallest_safe_sum && (lost(sums.rest.sum) || lost(sums.sinks.sum + sums.rest.sum));
-}
-
-/// `unit` is that of the set's sums, those of everything being in units of 1.
-Moments moments_of(const RowSums& set, const RowSums& full, double unit) {
-  const double factor = unit / full.total();
-  const double square_factor = factor * factor;
-  Moments moments;
-  // Written as a quotient, for a set that keeps everything to have exactly 1.
-  moments.mass = set.total() * unit / full.total();
-  moments.prompt_mass = (set.sinks.sum + set.rest.sum) * factor;
-  moments.nosink_mass = set.rest.sum * factor;
-  moments.square = (set.sinks.square + set.rest.square + set.later.square) * square_factor;
-  moments.prompt_square = (set.sinks.square + set.rest.square) * square_factor;
-  moments.nosink_square = set.rest.square * square_factor;
-  return moments;
 }
 
 void compare_outputs(std::span<const double> kept, std::span<const double> full, Moments& moments) {
@@ -96,9 +51,15 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
   const Participants participants{.count = queries.back() + 1};
   const TileForm& form = form_of(kernels_, layer, participants);
   const std::vector<QueryPlace> places = query_places(layer, queries, participants);
-  const KeptSet all = everything(boundary);
-  const DistinctSets distinct({&all, 1}, kept, boundary);
-  const MomentTask task{layer, boundary, parts, distinct.sets, distinct.with_later};
+  const DistinctSets distinct(kept, boundary);
+  std::vector<NumberedSets> sets;
+  std::vector<int> with_later{0};
+  for (const KeptSets some : distinct.sets()) {
+    const bool beyond = std::ranges::any_of(some, [&](const KeptSet& set) { return set.tokens() > boundary; });
+    if (beyond) with_later.push_back(static_cast<int>(sets.size()));
+    sets.push_back({some, beyond ? static_cast<int>(with_later.size()) - 1 : 0});
+  }
+  const MomentTask task{layer, boundary, parts, sets, with_later};
   const auto dim = static_cast<std::size_t>(layer.v.dim);
   std::atomic<bool> finite{true};
 
@@ -148,8 +109,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     const std::size_t cell = product(row.head, query_count) + static_cast<std::size_t>(row.query);
     std::vector<double> full_output(parts.outputs ? dim : 0), output(full_output), logits;
     std::vector<RowSums> sums_of_set;
-    for (std::size_t i = 0; i < distinct.sets.size(); ++i)
-      sums_of_set.push_back(block.sums(number, static_cast<int>(i)));
+    for (std::size_t i = 0; i < sets.size(); ++i) sums_of_set.push_back(block.sums(number, static_cast<int>(i)));
     // Of a row, sums that are divided by each other's come from the same numbers.
     const bool all_from_logits = std::ranges::any_of(sums_of_set, lost_parts);
     // Fills `into`; what the sums are in units of.
@@ -161,13 +121,13 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
       }
       if (logits.empty()) logits = logits_of(kv_head, row);
       double highest = 0;
-      sums_from_logits(kv_head, row, distinct.sets[i].at(row.query), logits, highest, sums, into);
+      sums_from_logits(kv_head, row, sets[i].at(row.query), logits, highest, sums, into);
       return std::exp2(highest - reference);
     };
     const double full_unit = complete(0, full_output);
     const RowSums& full = sums_of_set.front();
     std::vector<Moments> of_set;
-    for (std::size_t i = 0; i < distinct.sets.size(); ++i) {
+    for (std::size_t i = 0; i < sets.size(); ++i) {
       const double unit = i == 0 ? full_unit : complete(i, output);
       const RowSums& sums = sums_of_set[i];
       Moments& moments = of_set.emplace_back(moments_of(sums, full, unit / full_unit));
@@ -178,7 +138,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     }
     result.full[cell] = of_set.front();
     for (std::size_t i = 0; i < kept.size(); ++i)
-      result.kept[i * result.full.size() + cell] = of_set[static_cast<std::size_t>(distinct.number_of[i])];
+      result.kept[i * result.full.size() + cell] = of_set[static_cast<std::size_t>(distinct.number_of()[i])];
   };
 
   const int rows = group * query_count;

@@ -15,13 +15,6 @@ constexpr int row_stride = MomentKernels::row_stride;
 // What a kernel may write past the last number of a chunk.
 constexpr int longest_vector = 16;
 
-/// Bits [begin, end) of a word.
-std::uint64_t bits_between(int begin, int end) {
-  begin = std::max(begin, 0);
-  end = std::min(end, 64);
-  return begin >= end ? 0 : ~std::uint64_t{0} >> (64 - (end - begin)) << begin;
-}
-
 bool same_mask(const std::uint64_t* a, const std::uint64_t* b) { return a == b || std::equal(a, a + chunk_words, b); }
 
 }  // namespace
@@ -157,9 +150,7 @@ void MomentBlock::find_masks(std::span<const int> sets, int chunk, KeyRange rang
       const int end = std::min(range.end, some.place.end);
       for (int w = 0; w < chunk_words; ++w) {
         const int word = chunk + 64 * w;
-        const std::uint64_t held = (word < set.tokens() ? kept[w] : 0) | bits_between(set.tokens() - word, 64) |
-                                   bits_between(some.place.own - word, some.place.own - word + 1);
-        own[w] = held & bits_between(first - word, end - word);
+        own[w] = held_keys(word < set.tokens() ? kept[w] : 0, word, set.tokens(), some.place.own, first, end);
       }
       masks[i] = own;
     }

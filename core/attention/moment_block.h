@@ -10,6 +10,7 @@
 #include "attention/aligned_buffer.h"
 #include "attention/backend.h"
 #include "attention/moment_kernels.h"
+#include "attention/row_sums.h"
 #include "attention/softmax_block.h"
 #include "trace/tensor.h"
 
@@ -44,15 +45,6 @@ struct MomentTask {
   MomentParts parts;
   std::span<const NumberedSets> sets;
   std::vector<int> with_later = {0};  // of `sets`: those that have sums of their own from the boundary on
-};
-
-/// Sums of one row over the keys that it sees and a set holds.
-struct RowSums {
-  MaskedSums sinks, rest, later;  // of the first tokens, of the others below the boundary, from it on
-  double logit_square = 0;        // of x, the logit in units of log 2, below the boundary
-  double unaligned_dot = 0;
-
-  double total() const { return sinks.sum + rest.sum + later.sum; }
 };
 
 class MomentBlock {

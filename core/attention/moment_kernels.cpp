@@ -10,24 +10,13 @@
 // Highway's order: its own headers come after foreach_target.h, in every pass over this file.
 #include <hwy/highway.h>
 
+#include "attention/register_tile-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace kvreplay {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
-
-using Floats = hn::ScalableTag<float>;
-using Doubles = hn::ScalableTag<double>;
-using Vector = hn::Vec<Floats>;
-using DoubleVector = hn::Vec<Doubles>;
-
-constexpr int lanes = static_cast<int>(hn::MaxLanes(Floats()));
-constexpr int double_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
-// Accumulators, two vectors of values and one broadcast fill the 32 registers of AVX-512, or the 16 of the others.
-constexpr int vectors = 2;
-constexpr int tile_rows = lanes >= 16 ? 12 : 6;
-constexpr int tile_columns = vectors * lanes;
 constexpr int chunk_keys = MomentKernels::chunk_keys;
 
 /// The mask of the `lanes` keys from `key` on, of the 64 of one word.
@@ -38,17 +27,17 @@ HWY_INLINE hn::Mask<Floats> mask_at(std::uint64_t word, int key) {
   return hn::LoadMaskBits(Floats(), bytes);
 }
 
-/// Lanes [first, first + double_lanes) of a stored vector.
-HWY_INLINE DoubleVector widened(const float* stored, int first) {
-  return hn::PromoteTo(Doubles(), hn::Load(hn::Rebind<float, Doubles>(), stored + first));
+/// Lanes [first, first + wide_lanes) of a stored vector.
+HWY_INLINE WideVector widened(const float* stored, int first) {
+  return hn::PromoteTo(Doubles(), hn::Load(HalfFloats(), stored + first));
 }
 
 HWY_INLINE double sum_of_lanes(Vector x) {
   HWY_ALIGN float stored[lanes];
   hn::Store(x, Floats(), stored);
-  DoubleVector sum = hn::Zero(Doubles());
+  WideVector sum = hn::Zero(Doubles());
 #pragma GCC unroll 2
-  for (int lane = 0; lane < lanes; lane += double_lanes) sum = hn::Add(sum, widened(stored, lane));
+  for (int lane = 0; lane < lanes; lane += wide_lanes) sum = hn::Add(sum, widened(stored, lane));
   return hn::GetLane(hn::SumOfLanes(Doubles(), sum));
 }
 
@@ -93,12 +82,12 @@ int gather(const float* numbers, const std::uint64_t* mask, float* out) {
 /// In float64: a product of two small weights would be lost in float32.
 double dot(const float* a, const float* b, int count) {
   const Doubles doubles;
-  const hn::Rebind<float, Doubles> floats;
-  DoubleVector sum = hn::Zero(doubles);
-  for (int i = 0; i < count; i += double_lanes) {
+  const HalfFloats floats;
+  WideVector sum = hn::Zero(doubles);
+  for (int i = 0; i < count; i += wide_lanes) {
     const auto some = hn::FirstN(floats, static_cast<std::size_t>(count - i));
-    const DoubleVector x = hn::PromoteTo(doubles, hn::MaskedLoad(some, floats, a + i));
-    const DoubleVector y = hn::PromoteTo(doubles, hn::MaskedLoad(some, floats, b + i));
+    const WideVector x = hn::PromoteTo(doubles, hn::MaskedLoad(some, floats, a + i));
+    const WideVector y = hn::PromoteTo(doubles, hn::MaskedLoad(some, floats, b + i));
     sum = hn::MulAdd(x, y, sum);
   }
   return hn::GetLane(hn::SumOfLanes(doubles, sum));
@@ -110,8 +99,7 @@ HWY_NOINLINE void add_columns(const float* weights, const float* values, const s
   const Floats floats;
   const Doubles doubles;
   Vector sums[tile_rows][vectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) sums[r][0] = sums[r][1] = hn::Zero(floats);
+  clear(floats, sums);
   for (int i = 0; i < count; ++i) {
     const float* weight = weights + keys[i];
     const float* value = values + static_cast<std::ptrdiff_t>(keys[i]) * dim;
@@ -125,16 +113,12 @@ HWY_NOINLINE void add_columns(const float* weights, const float* values, const s
     }
   }
   HWY_ALIGN float stored[tile_rows * tile_columns];
-#pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) {
-    hn::Store(sums[r][0], floats, stored + r * tile_columns);
-    hn::Store(sums[r][1], floats, stored + r * tile_columns + lanes);
-  }
+  store(floats, sums, stored);
   for (int r = 0; r < tile_rows; ++r) {
     double* row = out + static_cast<std::ptrdiff_t>(r) * dim;
 #pragma GCC unroll 4
-    for (int column = 0; column < tile_columns; column += double_lanes) {
-      const DoubleVector sum = hn::Add(hn::Load(doubles, row + column), widened(stored, r * tile_columns + column));
+    for (int column = 0; column < tile_columns; column += wide_lanes) {
+      const WideVector sum = hn::Add(hn::Load(doubles, row + column), widened(stored, r * tile_columns + column));
       hn::Store(sum, doubles, row + column);
     }
   }

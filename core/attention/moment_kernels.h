@@ -4,13 +4,9 @@
 
 #include <cstdint>
 
-namespace kvreplay {
+#include "attention/row_sums.h"
 
-/// Σ x and Σ x² over some keys.
-struct MaskedSums {
-  double sum = 0;
-  double square = 0;
-};
+namespace kvreplay {
 
 struct MomentKernels {
   /// Keys whose sums are taken in float32 before they join float64. Chunks begin at multiples of it whatever is kept,

@@ -10,19 +10,12 @@
 // Highway's order: its own headers come after foreach_target.h, in every pass over this file.
 #include <hwy/highway.h>
 
+#include "attention/register_tile-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace kvreplay {
 namespace HWY_NAMESPACE {
 namespace {
-
-namespace hn = hwy::HWY_NAMESPACE;
-
-using Doubles = hn::ScalableTag<double>;
-using Longs = hn::RebindToSigned<Doubles>;
-using HalfFloats = hn::Rebind<float, Doubles>;
-using WideVector = hn::Vec<Doubles>;
-
-constexpr int wide_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
 
 double sum(const SlotRow& row, int tiles, int keys) {
   const Doubles doubles;

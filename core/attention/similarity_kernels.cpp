@@ -11,30 +11,14 @@
 // Highway's order: its own headers come after foreach_target.h, in every pass over this file.
 #include <hwy/highway.h>
 
+#include "attention/register_tile-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace kvreplay {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
-
-using Floats = hn::ScalableTag<float>;
-using Doubles = hn::ScalableTag<double>;
-using Longs = hn::RebindToSigned<Doubles>;
-using Integers = hn::RebindToSigned<Floats>;
-using HalfFloats = hn::Rebind<float, Doubles>;  // as many as there are doubles in a vector
 using HalfIntegers = hn::Rebind<std::int32_t, Longs>;
-using Vector = hn::Vec<Floats>;
-using WideVector = hn::Vec<Doubles>;
-
-constexpr int lanes = static_cast<int>(hn::MaxLanes(Floats()));
-constexpr int wide_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
-// Accumulators, two vectors of columns, one broadcast and one product fill the 32 registers of AVX-512, or the 16 of
-// the others.
-constexpr int vectors = 2;
-constexpr int panel_rows = lanes >= 16 ? 12 : 6;
-constexpr int tile_columns = vectors * lanes;
-constexpr int wide_tile_columns = vectors * wide_lanes;
 
 HWY_INLINE std::ptrdiff_t at(int row, int width) { return static_cast<std::ptrdiff_t>(row) * width; }
 
@@ -188,49 +172,15 @@ void pack_pairs(const float* vectors_in, int count, int dim, int width, float* o
 
 // ---- products
 
-/// sum + row * column of float32.
-struct FloatProduct {
-  static HWY_INLINE Vector add(Vector row, Vector column, Vector sum) { return hn::MulAdd(row, column, sum); }
-};
-
-#if HWY_ARCH_X86_64 && HWY_TARGET == HWY_AVX3
-#define KVREPLAY_PAIRS 1
-/// The same of pairs of bfloat16, whose products are exact. Written as assembly, because functions of this level may
-/// not be compiled for machines with the instruction alone.
-struct PairProduct {
-  static HWY_INLINE Vector add(Vector row, Vector column, Vector sum) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(row.raw), "v"(column.raw));
-    return sum;
-  }
-};
-#else
-#define KVREPLAY_PAIRS 0
-#endif
-
-/// sums[r][v] = Σ panel[word, r] * tile[word, column], in registers: every index of `sums` is a constant once unrolled.
+/// sums = products of the chunk and of those before it.
 template <class Product>
-HWY_INLINE void multiply(const CosineChunk& chunk, Vector (&sums)[panel_rows][vectors]) {
+HWY_INLINE void multiply_chunk(const CosineChunk& chunk, Vector (&sums)[tile_rows][vectors]) {
   const Floats floats;
-#pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) sums[r][0] = sums[r][1] = hn::Zero(floats);
-  const float* row = chunk.panel;
-  const float* column = chunk.tile;
-#pragma GCC unroll 2
-  for (int word = 0; word < chunk.words; ++word) {
-    const Vector column0 = hn::Load(floats, column);
-    const Vector column1 = hn::Load(floats, column + lanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < panel_rows; ++r) {
-      const Vector broadcast = hn::Set(floats, row[r]);
-      sums[r][0] = Product::add(broadcast, column0, sums[r][0]);
-      sums[r][1] = Product::add(broadcast, column1, sums[r][1]);
-    }
-    row += panel_rows;
-    column += tile_columns;
-  }
+  clear(floats, sums);
+  multiply<Product>(floats, chunk.panel, chunk.tile, chunk.words, sums);
   if (chunk.first) return;
 #pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) {
+  for (int r = 0; r < tile_rows; ++r) {
     sums[r][0] = hn::Add(hn::Load(floats, chunk.sums + r * tile_columns), sums[r][0]);
     sums[r][1] = hn::Add(hn::Load(floats, chunk.sums + r * tile_columns + lanes), sums[r][1]);
   }
@@ -238,28 +188,23 @@ HWY_INLINE void multiply(const CosineChunk& chunk, Vector (&sums)[panel_rows][ve
 
 template <class Product>
 HWY_NOINLINE void add_products(const CosineChunk& chunk) {
-  const Floats floats;
-  Vector sums[panel_rows][vectors];
-  multiply<Product>(chunk, sums);
-#pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) {
-    hn::Store(sums[r][0], floats, chunk.sums + r * tile_columns);
-    hn::Store(sums[r][1], floats, chunk.sums + r * tile_columns + lanes);
-  }
+  Vector sums[tile_rows][vectors];
+  multiply_chunk<Product>(chunk, sums);
+  store(Floats(), sums, chunk.sums);
 }
 
 /// Every row sees all columns.
 template <class Product>
 HWY_NOINLINE void raise_all_maxima(const CosineChunk& chunk, const CosineMaxima& maxima) {
   const Floats floats;
-  Vector sums[panel_rows][vectors];
-  multiply<Product>(chunk, sums);
+  Vector sums[tile_rows][vectors];
+  multiply_chunk<Product>(chunk, sums);
   const Vector scales0 = hn::LoadU(floats, maxima.column_scales);
   const Vector scales1 = hn::LoadU(floats, maxima.column_scales + lanes);
   Vector column0 = hn::LoadU(floats, maxima.column_maxima);
   Vector column1 = hn::LoadU(floats, maxima.column_maxima + lanes);
 #pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) {
+  for (int r = 0; r < tile_rows; ++r) {
     const Vector scales = hn::Set(floats, maxima.row_scales[r]);
     float* row = maxima.row_maxima + r * lanes;
     const Vector highest = hn::Max(hn::Mul(sums[r][0], scales0), hn::Mul(sums[r][1], scales1));
@@ -274,10 +219,10 @@ HWY_NOINLINE void raise_all_maxima(const CosineChunk& chunk, const CosineMaxima&
 template <class Product>
 HWY_NOINLINE void raise_some_maxima(const CosineChunk& chunk, const CosineMaxima& maxima) {
   const Floats floats;
-  HWY_ALIGN float sums[panel_rows * tile_columns];
+  HWY_ALIGN float sums[tile_rows * tile_columns];
   CosineChunk stored = chunk;
   if (!chunk.first)
-    for (int i = 0; i < panel_rows * tile_columns; ++i) sums[i] = chunk.sums[i];
+    for (int i = 0; i < tile_rows * tile_columns; ++i) sums[i] = chunk.sums[i];
   stored.sums = sums;
   add_products<Product>(stored);
   const Vector lowest = hn::Set(floats, below_any_cosine);
@@ -298,7 +243,7 @@ HWY_NOINLINE void raise_some_maxima(const CosineChunk& chunk, const CosineMaxima
 
 template <class Product>
 void raise_maxima(const CosineChunk& chunk, const CosineMaxima& maxima) {
-  const bool all = maxima.seen >= tile_columns && maxima.row_count == panel_rows;
+  const bool all = maxima.seen >= tile_columns && maxima.row_count == tile_rows;
   (all ? raise_all_maxima<Product> : raise_some_maxima<Product>)(chunk, maxima);
 }
 
@@ -323,48 +268,26 @@ void pack_wide(const double* vectors_in, int count, int dim, int width, double* 
   }
 }
 
-template <bool of_floats>
-HWY_INLINE void multiply_wide(const WideChunk& chunk, WideVector (&sums)[panel_rows][vectors]) {
+template <class Product>
+HWY_INLINE void multiply_chunk(const WideChunk& chunk, WideVector (&sums)[tile_rows][vectors]) {
   const Doubles doubles;
 #pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) {
+  for (int r = 0; r < tile_rows; ++r) {
     sums[r][0] = chunk.first ? hn::Zero(doubles) : hn::Load(doubles, chunk.sums + r * wide_tile_columns);
     sums[r][1] = chunk.first ? hn::Zero(doubles) : hn::Load(doubles, chunk.sums + r * wide_tile_columns + wide_lanes);
   }
-  const auto add = [](WideVector row, WideVector column, WideVector sum) HWY_ATTR {
-    return of_floats ? hn::MulAdd(row, column, sum) : hn::Add(sum, hn::Mul(row, column));
-  };
-  const double* row = chunk.panel;
-  const double* column = chunk.tile;
-#pragma GCC unroll 2
-  for (int c = 0; c < chunk.dims; ++c) {
-    const WideVector column0 = hn::Load(doubles, column);
-    const WideVector column1 = hn::Load(doubles, column + wide_lanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < panel_rows; ++r) {
-      const WideVector broadcast = hn::Set(doubles, row[r]);
-      sums[r][0] = add(broadcast, column0, sums[r][0]);
-      sums[r][1] = add(broadcast, column1, sums[r][1]);
-    }
-    row += panel_rows;
-    column += wide_tile_columns;
-  }
+  multiply<Product>(doubles, chunk.panel, chunk.tile, chunk.dims, sums);
 }
 
-template <bool of_floats>
-HWY_NOINLINE void add_some_wide_products(const WideChunk& chunk) {
-  const Doubles doubles;
-  WideVector sums[panel_rows][vectors];
-  multiply_wide<of_floats>(chunk, sums);
-#pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) {
-    hn::Store(sums[r][0], doubles, chunk.sums + r * wide_tile_columns);
-    hn::Store(sums[r][1], doubles, chunk.sums + r * wide_tile_columns + wide_lanes);
-  }
+template <class Product>
+HWY_NOINLINE void add_wide(const WideChunk& chunk) {
+  WideVector sums[tile_rows][vectors];
+  multiply_chunk<Product>(chunk, sums);
+  store(Doubles(), sums, chunk.sums);
 }
 
 void add_wide_products(const WideChunk& chunk) {
-  (chunk.of_floats ? add_some_wide_products<true> : add_some_wide_products<false>)(chunk);
+  (chunk.of_floats ? add_wide<FusedProduct> : add_wide<SeparateProduct>)(chunk);
 }
 
 /// rint(x) for |x| < 2^31, found in the low bits of a sum.
@@ -375,17 +298,17 @@ HWY_INLINE hn::Vec<HalfIntegers> round_to_integers(WideVector x) {
   return hn::BitCast(HalfIntegers(), hn::TruncateTo(halves, hn::BitCast(bits, sum)));
 }
 
-template <bool of_floats>
+template <class Product>
 HWY_NOINLINE void store_rows(const WideChunk& chunk, const double* row_scales, const double* column_scales,
                              std::size_t stride, std::int32_t* out) {
   const Doubles doubles;
   const HalfIntegers halves;
-  WideVector sums[panel_rows][vectors];
-  multiply_wide<of_floats>(chunk, sums);
+  WideVector sums[tile_rows][vectors];
+  multiply_chunk<Product>(chunk, sums);
   const WideVector scales0 = hn::LoadU(doubles, column_scales);
   const WideVector scales1 = hn::LoadU(doubles, column_scales + wide_lanes);
 #pragma GCC unroll 16
-  for (int r = 0; r < panel_rows; ++r) {
+  for (int r = 0; r < tile_rows; ++r) {
     const WideVector scale_of_row = hn::Set(doubles, row_scales[r]);
     std::int32_t* row = out + static_cast<std::size_t>(r) * stride;
     hn::StoreU(round_to_integers(hn::Mul(sums[r][0], hn::Mul(scale_of_row, scales0))), halves, row);
@@ -395,15 +318,16 @@ HWY_NOINLINE void store_rows(const WideChunk& chunk, const double* row_scales, c
 
 void store_similarities(const WideChunk& chunk, const double* row_scales, const double* column_scales,
                         std::size_t stride, std::int32_t* out, std::int32_t* turned) {
-  (chunk.of_floats ? store_rows<true> : store_rows<false>)(chunk, row_scales, column_scales, stride, out);
+  (chunk.of_floats ? store_rows<FusedProduct> : store_rows<SeparateProduct>)(chunk, row_scales, column_scales, stride,
+                                                                             out);
   if (turned == nullptr) return;
   const auto step = static_cast<std::ptrdiff_t>(stride);
-  constexpr int whole_rows = panel_rows / 4 * 4;
+  constexpr int whole_rows = tile_rows / 4 * 4;
   constexpr int whole_columns = wide_tile_columns / 4 * 4;
   for (int c = 0; c < whole_columns; c += 4)
     for (int r = 0; r < whole_rows; r += 4) turn_square(out + r * step + c, step, turned + c * step + r, step);
   for (int c = 0; c < wide_tile_columns; ++c)
-    for (int r = c < whole_columns ? whole_rows : 0; r < panel_rows; ++r) turned[c * step + r] = out[r * step + c];
+    for (int r = c < whole_columns ? whole_rows : 0; r < tile_rows; ++r) turned[c * step + r] = out[r * step + c];
 }
 
 // ---- redundancy
@@ -473,7 +397,7 @@ int redundancy_step(const RedundancyStep* parts, int count, int tokens, bool gre
 
 const SimilarityKernels& similarity_table() {
   static const SimilarityKernels table{
-      .rows = panel_rows,
+      .rows = tile_rows,
       .columns = tile_columns,
       .wide_columns = wide_tile_columns,
       .lanes = lanes,
@@ -481,9 +405,9 @@ const SimilarityKernels& similarity_table() {
       .scale = scale,
       .pack = pack,
       .pack_pairs = pack_pairs,
-      .add_products = add_products<FloatProduct>,
-      .raise_maxima = raise_maxima<FloatProduct>,
-#if KVREPLAY_PAIRS
+      .add_products = add_products<FusedProduct>,
+      .raise_maxima = raise_maxima<FusedProduct>,
+#if KVREPLAY_AVX512
       .add_pair_products = add_products<PairProduct>,
       .raise_pair_maxima = raise_maxima<PairProduct>,
 #else
@@ -498,7 +422,6 @@ const SimilarityKernels& similarity_table() {
   };
   return table;
 }
-#undef KVREPLAY_PAIRS
 
 }  // namespace HWY_NAMESPACE
 }  // namespace kvreplay

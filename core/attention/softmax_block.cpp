@@ -16,6 +16,11 @@ namespace {
 constexpr int most_vectors = 32;
 constexpr std::size_t cache_line = 64;
 
+/// Into the second-level cache: the first awaits fewer lines at a time than a tile of vectors has.
+void fetch(const std::byte* vector, std::size_t bytes) {
+  for (std::size_t byte = 0; byte < bytes; byte += cache_line) __builtin_prefetch(vector + byte, 0, 2);
+}
+
 }  // namespace
 
 const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const Participants& participants) {
@@ -135,8 +140,7 @@ void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTens
     const std::byte*& vector = vectors[static_cast<std::size_t>(i)];
     vector = layer.k.row(kv_head, participants.position(key));
     const int later = std::min(key + kernels.keys, participants.count - 1);
-    const std::byte* next = layer.k.row(kv_head, participants.position(later));
-    for (std::size_t byte = 0; byte < layer.k.row_bytes(); byte += cache_line) __builtin_prefetch(next + byte);
+    fetch(layer.k.row(kv_head, participants.position(later)), layer.k.row_bytes());
     if (!moves) continue;
     const std::span<float> moved(room + product(i, dim), static_cast<std::size_t>(dim));
     kernels.widen(vector, layer.k.dtype, dim, moved.data());

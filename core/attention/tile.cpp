@@ -14,29 +14,17 @@
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
+#include "attention/register_tile-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace kvreplay {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
-
-using Floats = hn::ScalableTag<float>;
-using Integers = hn::RebindToSigned<Floats>;
-using Vector = hn::Vec<Floats>;
-using Doubles = hn::ScalableTag<double>;
-
-constexpr int lanes = static_cast<int>(hn::MaxLanes(Floats()));
-// Accumulators, two vectors of keys and one broadcast fill the 32 registers of AVX-512, or the 16 of the others.
-constexpr int vectors = 2;
-constexpr int tile_rows = lanes >= 16 ? 12 : 6;
-constexpr int tile_keys = vectors * lanes;
-constexpr int tile_size = tile_rows * tile_keys;
+constexpr int tile_size = tile_rows * tile_columns;
 // A panel that is not full is computed in steps of so many rows.
 constexpr int height_step = tile_rows / 3;
 constexpr int cache_line = 64 / sizeof(float);
-constexpr int wide_lanes = static_cast<int>(hn::MaxLanes(Doubles()));
-constexpr int wide_tile_keys = vectors * wide_lanes;
 
 constexpr float headroom = 60.0F;           // p up to 2^60: row sums of 2^60 keys' worth still fit into float32
 constexpr float lowest_exponent = -110.0F;  // from here on p counts as 0, and never becomes denormal
@@ -58,7 +46,7 @@ HWY_INLINE Vector exponential(Vector x, Vector reference, Vector& exponent) {
   const Vector whole = hn::Round(x);
   exponent = hn::Sub(whole, reference);
   const Vector p = power_of_two(hn::Sub(x, whole));
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+#if KVREPLAY_AVX512
   const __mmask16 counts = _mm512_cmp_ps_mask(exponent.raw, splat(lowest_exponent).raw, _CMP_NLE_UQ);
   return Vector{_mm512_maskz_scalef_ps(counts, p.raw, exponent.raw)};
 #else
@@ -71,71 +59,30 @@ HWY_INLINE Vector exponential(Vector x, Vector reference, Vector& exponent) {
 
 struct Float32 {
   static constexpr int numbers_a_cell = 1;
-  static HWY_INLINE Vector multiply_add(Vector row, Vector key, Vector sum) { return hn::MulAdd(row, key, sum); }
+  using Product = FusedProduct;
   static HWY_INLINE Vector scaled(Vector product, const TileBlock&) { return product; }
 };
 
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+#if KVREPLAY_AVX512
 struct Bfloat16 {
   static constexpr int numbers_a_cell = 2;
-  /// VDPBF16PS. By its name, because a function with the intrinsic would need a target of its own; which machines have
-  /// it is known to simd_levels().
-  static HWY_INLINE Vector multiply_add(Vector row, Vector key, Vector sum) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(row.raw), "v"(key.raw));
-    return sum;
-  }
+  using Product = PairProduct;
   static HWY_INLINE Vector scaled(Vector product, const TileBlock& block) {
     return hn::Mul(product, splat(block.scale));
   }
 };
 #endif
 
-/// Operands that lie one k after the other.
-struct Packed {
-  const float* rows;
-  const float* keys;
-  const float* row(int k) const { return rows + static_cast<std::ptrdiff_t>(k) * tile_rows; }
-  const float* key(int k) const { return keys + static_cast<std::ptrdiff_t>(k) * tile_keys; }
-};
-
-/// sums[r][v] = Σ_k row(k)[r] * key(k)[v], in registers: every index of `sums` is a constant once unrolled.
-template <class Form, int height, class Operands>
-HWY_INLINE void multiply(const Operands& operands, int depth, Vector (&sums)[height][vectors]) {
-  const Floats floats;
-#pragma GCC unroll 16
-  for (int r = 0; r < height; ++r) sums[r][0] = sums[r][1] = hn::Zero(floats);
-#pragma GCC unroll 2
-  for (int k = 0; k < depth; ++k) {
-    const float* row = operands.row(k);
-    const Vector key0 = hn::Load(floats, operands.key(k));
-    const Vector key1 = hn::Load(floats, operands.key(k) + lanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < height; ++r) {
-      const Vector broadcast = hn::Set(floats, row[r]);
-      sums[r][0] = Form::multiply_add(broadcast, key0, sums[r][0]);
-      sums[r][1] = Form::multiply_add(broadcast, key1, sums[r][1]);
-    }
-  }
-}
-
-template <class Form, int height, class Operands>
-HWY_INLINE void multiply_into(const Operands& operands, int depth, float* out) {
-  const Floats floats;
-  Vector sums[height][vectors];
-  multiply<Form>(operands, depth, sums);
-#pragma GCC unroll 16
-  for (int r = 0; r < height; ++r) {
-    hn::Store(sums[r][0], floats, out + r * tile_keys);
-    hn::Store(sums[r][1], floats, out + r * tile_keys + lanes);
-  }
+/// sums = products of a panel of the block and a tile of keys.
+template <class Form, int height>
+HWY_INLINE void multiply_panel(const TileBlock& block, const float* keys, int panel, Vector (&sums)[height][vectors]) {
+  clear(Floats(), sums);
+  const float* queries = block.queries + static_cast<std::ptrdiff_t>(panel) * block.cells * tile_rows;
+  multiply<typename Form::Product>(Floats(), queries, keys, block.cells, sums);
 }
 
 std::ptrdiff_t piece_offset(const TileBlock& block, int tile, int panel) {
   return (static_cast<std::ptrdiff_t>(tile - block.first_tile) * block.panels + panel) * tile_size;
-}
-
-Packed operands(const TileBlock& block, const float* keys, int panel) {
-  return {block.queries + static_cast<std::ptrdiff_t>(panel) * block.cells * tile_rows, keys};
 }
 
 HWY_INLINE bool above_headroom(Vector exponents) { return !hn::AllFalse(Floats(), hn::Gt(exponents, splat(headroom))); }
@@ -152,11 +99,12 @@ HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, 
   float* p = block.exponentials + piece;
   // Fetched while the product is computed, or the stores would wait for one line after the other.
 #pragma GCC unroll 32
-  for (int i = 0; i < height * tile_keys; i += cache_line) __builtin_prefetch(p + i, 1);
+  for (int i = 0; i < height * tile_columns; i += cache_line) __builtin_prefetch(p + i, 1);
   Vector sums[height][vectors];
-  multiply<Form>(operands(block, keys, panel), block.cells, sums);
+  multiply_panel<Form>(block, keys, panel, sums);
 
   const float* references = block.reference + panel * tile_rows;
+  float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
   Vector highest = splat(0.0F);
 #pragma GCC unroll 16
   for (int r = 0; r < height; ++r) {
@@ -164,38 +112,36 @@ HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, 
     const Vector x0 = Form::scaled(sums[r][0], block);
     const Vector x1 = Form::scaled(sums[r][1], block);
     if (with_logits) {
-      hn::Store(x0, floats, block.logits + piece + r * tile_keys);
-      hn::Store(x1, floats, block.logits + piece + r * tile_keys + lanes);
+      hn::Store(x0, floats, block.logits + piece + r * tile_columns);
+      hn::Store(x1, floats, block.logits + piece + r * tile_columns + lanes);
     }
     Vector exponent0, exponent1;
     const Vector p0 = exponential(x0, reference, exponent0);
     const Vector p1 = exponential(x1, reference, exponent1);
     highest = hn::Max(hn::Max(highest, exponent0), exponent1);
-    hn::Store(p0, floats, p + r * tile_keys);
-    hn::Store(p1, floats, p + r * tile_keys + lanes);
-    sums[r][0] = hn::Add(p0, p1);
+    hn::Store(p0, floats, p + r * tile_columns);
+    hn::Store(p1, floats, p + r * tile_columns + lanes);
+    add_to_lanes(hn::Add(p0, p1), lane_sums + r * tile_columns);
   }
-  if (above_headroom(highest)) return false;
-
-  float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
-#pragma GCC unroll 16
-  for (int r = 0; r < height; ++r) add_to_lanes(sums[r][0], lane_sums + r * tile_keys);
-  return true;
+  return !above_headroom(highest);
 }
 
 template <class Form, int height>
 HWY_INLINE void tile_logits(const TileBlock& block, const float* keys, int panel, float* x) {
   const Floats floats;
-  multiply_into<Form, height>(operands(block, keys, panel), block.cells, x);
+  Vector sums[height][vectors];
+  multiply_panel<Form>(block, keys, panel, sums);
+  store(floats, sums, x);
   if (Form::numbers_a_cell == 1 && block.cap == 0.0F) return;
-  for (int i = 0; i < height * tile_keys; i += lanes) {
+  for (int i = 0; i < height * tile_columns; i += lanes) {
     const Vector scaled = Form::scaled(hn::Load(floats, x + i), block);
     hn::Store(block.cap == 0.0F ? scaled : hn::Mul(splat(block.cap), hn::Tanh(floats, scaled)), floats, x + i);
   }
 }
 
 HWY_INLINE hn::Mask<Floats> visible(const TileBlock& block, int row, int key) {
-  const auto number = hn::Iota(Integers(), key);
+  // Iota of a number that is not constant is stored lane by lane, and a vector loaded from there would wait for it.
+  const auto number = hn::Add(hn::Iota(Integers(), 0), splat(key));
   const auto begun = hn::Gt(number, splat(block.first[row] - 1));
   return hn::RebindMask(Floats(), hn::And(begun, hn::Lt(number, splat(block.end[row]))));
 }
@@ -204,7 +150,7 @@ HWY_INLINE hn::Mask<Floats> visible(const TileBlock& block, int row, int key) {
 HWY_INLINE float row_reference(const TileBlock& block, int row, int first_key, const float* x) {
   const Floats floats;
   Vector highest = splat(-HUGE_VALF);
-  for (int v = 0; v < tile_keys; v += lanes) {
+  for (int v = 0; v < tile_columns; v += lanes) {
     const Vector seen = hn::IfThenElse(visible(block, row, first_key + v), hn::Load(floats, x + v), highest);
     highest = hn::Max(highest, seen);
   }
@@ -226,16 +172,16 @@ HWY_NOINLINE bool masked_exponentials(const TileBlock& block, const float* keys,
   tile_logits<Form, height>(block, keys, panel, x);
   const std::ptrdiff_t piece = piece_offset(block, tile, panel);
   float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(panel) * tile_size;
-  const int first_key = tile * tile_keys;
+  const int first_key = tile * tile_columns;
   Vector highest = splat(0.0F);
   for (int r = 0; r < height; ++r) {
     const int row = panel * tile_rows + r;
     if (block.reference[row] == -HUGE_VALF)
-      block.reference[row] = row_reference(block, row, first_key, x + r * tile_keys);
+      block.reference[row] = row_reference(block, row, first_key, x + r * tile_columns);
     const Vector reference = splat(block.reference[row]);
     Vector sum = hn::Zero(floats);
-    for (int v = r * tile_keys; v < (r + 1) * tile_keys; v += lanes) {
-      const auto seen = visible(block, row, first_key + v - r * tile_keys);
+    for (int v = r * tile_columns; v < (r + 1) * tile_columns; v += lanes) {
+      const auto seen = visible(block, row, first_key + v - r * tile_columns);
       const Vector logits = hn::Load(floats, x + v);
       Vector exponent;
       const Vector p = hn::IfThenElseZero(seen, exponential(logits, reference, exponent));
@@ -244,7 +190,7 @@ HWY_NOINLINE bool masked_exponentials(const TileBlock& block, const float* keys,
       sum = hn::Add(sum, p);
       if (block.logits != nullptr) hn::Store(hn::IfThenElseZero(seen, logits), floats, block.logits + piece + v);
     }
-    add_to_lanes(sum, lane_sums + r * tile_keys);
+    add_to_lanes(sum, lane_sums + r * tile_columns);
   }
   if (!block.settled[panel]) settle(block, panel);
   return !above_headroom(highest);
@@ -253,7 +199,7 @@ HWY_NOINLINE bool masked_exponentials(const TileBlock& block, const float* keys,
 template <class Form, int height>
 HWY_INLINE bool panel_exponentials(const TileBlock& block, const float* keys, int tile, int panel) {
   const bool whole = block.cap == 0.0F && block.settled[panel] &&
-                     block.ranges[panel].sees_all(tile * tile_keys, (tile + 1) * tile_keys);
+                     block.ranges[panel].sees_all(tile * tile_columns, (tile + 1) * tile_columns);
   if (!whole) return masked_exponentials<Form, height>(block, keys, tile, panel);
   return (block.logits == nullptr ? whole_exponentials<Form, height, false>
                                   : whole_exponentials<Form, height, true>)(block, keys, tile, panel);
@@ -262,7 +208,7 @@ HWY_INLINE bool panel_exponentials(const TileBlock& block, const float* keys, in
 template <class Form>
 bool exponentials(const TileBlock& block, const float* keys, int tile) {
   for (int panel = 0; panel < block.panels; ++panel) {
-    if (!block.ranges[panel].sees_some(tile * tile_keys, (tile + 1) * tile_keys)) continue;
+    if (!block.ranges[panel].sees_some(tile * tile_columns, (tile + 1) * tile_columns)) continue;
     const int used = block.rows - panel * tile_rows;
     const auto compute = used > 2 * height_step ? panel_exponentials<Form, tile_rows>
                          : used > height_step   ? panel_exponentials<Form, 2 * height_step>
@@ -276,11 +222,11 @@ template <class Form>
 void raise_references(const TileBlock& block, const float* keys, int tile) {
   HWY_ALIGN float x[tile_size];
   for (int panel = 0; panel < block.panels; ++panel) {
-    if (!block.ranges[panel].sees_some(tile * tile_keys, (tile + 1) * tile_keys)) continue;
+    if (!block.ranges[panel].sees_some(tile * tile_columns, (tile + 1) * tile_columns)) continue;
     tile_logits<Form, tile_rows>(block, keys, panel, x);
     for (int r = 0; r < tile_rows; ++r) {
       const int row = panel * tile_rows + r;
-      const float highest = row_reference(block, row, tile * tile_keys, x + r * tile_keys);
+      const float highest = row_reference(block, row, tile * tile_columns, x + r * tile_columns);
       if (!(highest <= block.reference[row])) block.reference[row] = highest;
     }
     settle(block, panel);
@@ -289,7 +235,7 @@ void raise_references(const TileBlock& block, const float* keys, int tile) {
 
 void fold_row_sums(const TileBlock& block) {
   for (int row = 0; row < block.panels * tile_rows; ++row) {
-    float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(row) * tile_keys;
+    float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(row) * tile_columns;
     double sum = 0.0;
     for (int lane = 0; lane < lanes; ++lane) {
       sum += static_cast<double>(lane_sums[lane]);
@@ -301,18 +247,18 @@ void fold_row_sums(const TileBlock& block) {
 
 void add_columns(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns) {
   const Floats floats;
-  const int first_key = tile * tile_keys;
+  const int first_key = tile * tile_columns;
   Vector sums[2][vectors] = {{hn::Zero(floats), hn::Zero(floats)}, {hn::Zero(floats), hn::Zero(floats)}};
   for (int panel = begin / tile_rows; panel * tile_rows < end; ++panel) {
-    if (!block.ranges[panel].sees_some(first_key, first_key + tile_keys)) continue;
+    if (!block.ranges[panel].sees_some(first_key, first_key + tile_columns)) continue;
     const float* p = block.exponentials + piece_offset(block, tile, panel);
     const int from = begin > panel * tile_rows ? begin - panel * tile_rows : 0;
     const int to = end < (panel + 1) * tile_rows ? end - panel * tile_rows : tile_rows;
     const float* panel_factors = factors + panel * tile_rows;
     const auto add_row = [&](int r, Vector(&into)[vectors]) HWY_ATTR {
       const Vector factor = splat(panel_factors[r]);
-      into[0] = hn::MulAdd(factor, hn::Load(floats, p + r * tile_keys), into[0]);
-      into[1] = hn::MulAdd(factor, hn::Load(floats, p + r * tile_keys + lanes), into[1]);
+      into[0] = hn::MulAdd(factor, hn::Load(floats, p + r * tile_columns), into[0]);
+      into[1] = hn::MulAdd(factor, hn::Load(floats, p + r * tile_columns + lanes), into[1]);
     };
     int r = from;
     for (; r + 1 < to; r += 2) {
@@ -321,34 +267,17 @@ void add_columns(const TileBlock& block, int tile, int begin, int end, const flo
     }
     if (r < to) add_row(r, sums[0]);
   }
-  HWY_ALIGN float total[tile_keys];
+  HWY_ALIGN float total[tile_columns];
   hn::Store(hn::Add(sums[0][0], sums[1][0]), floats, total);
   hn::Store(hn::Add(sums[0][1], sums[1][1]), floats, total + lanes);
-  for (int key = 0; key < tile_keys; ++key) columns[key] += static_cast<double>(total[key]);
+  for (int key = 0; key < tile_columns; ++key) columns[key] += static_cast<double>(total[key]);
 }
 
 void wide_products(const double* panel, const double* tile, int dim, double* out) {
-  const Doubles doubles;
-  hn::Vec<Doubles> sums[tile_rows][vectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) sums[r][0] = sums[r][1] = hn::Zero(doubles);
-  for (int k = 0; k < dim; ++k) {
-    const double* row = panel + static_cast<std::ptrdiff_t>(k) * tile_rows;
-    const double* key = tile + static_cast<std::ptrdiff_t>(k) * wide_tile_keys;
-    const auto key0 = hn::Load(doubles, key);
-    const auto key1 = hn::Load(doubles, key + wide_lanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < tile_rows; ++r) {
-      const auto broadcast = hn::Set(doubles, row[r]);
-      sums[r][0] = hn::Add(sums[r][0], hn::Mul(broadcast, key0));
-      sums[r][1] = hn::Add(sums[r][1], hn::Mul(broadcast, key1));
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < tile_rows; ++r) {
-    hn::Store(sums[r][0], doubles, out + r * wide_tile_keys);
-    hn::Store(sums[r][1], doubles, out + r * wide_tile_keys + wide_lanes);
-  }
+  WideVector sums[tile_rows][vectors];
+  clear(Doubles(), sums);
+  multiply<SeparateProduct>(Doubles(), panel, tile, dim, sums);
+  store(Doubles(), sums, out);
 }
 
 /// float16 -> float32. Where Highway converts without an instruction, it takes infinities and NaN for numbers from 2^16
@@ -365,6 +294,16 @@ HWY_INLINE hn::Vec<D> promoted(D floats, hn::Vec<hn::Rebind<hwy::float16_t, D>> 
 #endif
 }
 
+/// Numbers of `type` as they are stored -> float32.
+template <DType type, class D>
+HWY_INLINE hn::Vec<D> widened(D floats, hn::Vec<hn::Rebind<std::uint16_t, D>> bits) {
+  if constexpr (type == DType::bfloat16) {
+    return hn::BitCast(floats, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<D>(), bits)));
+  } else {
+    return promoted(floats, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
+  }
+}
+
 void widen(const std::byte* source, DType type, int count, float* out) {
   const Floats floats;
   if (type == DType::float32) {
@@ -377,10 +316,7 @@ void widen(const std::byte* source, DType type, int count, float* out) {
     HWY_ALIGN std::uint16_t copied[lanes];
     std::memcpy(copied, from, sizeof copied);
     const auto bits = hn::Load(halves, copied);
-    if (type == DType::bfloat16) {
-      return hn::BitCast(floats, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Floats>(), bits)));
-    }
-    return promoted(floats, hn::BitCast(hn::Rebind<hwy::float16_t, Floats>(), bits));
+    return type == DType::bfloat16 ? widened<DType::bfloat16>(floats, bits) : widened<DType::float16>(floats, bits);
   };
   constexpr int element = sizeof(std::uint16_t);
   int i = 0;
@@ -397,29 +333,25 @@ void widen(const std::byte* source, DType type, int count, float* out) {
 #if HWY_TARGET != HWY_SCALAR
 using Four = hn::FixedTag<float, 4>;
 
-/// Four cells of a vector.
-template <DType type>
-HWY_INLINE hn::Vec<Four> load_cells(Four four, const std::byte* const* row, std::ptrdiff_t offset) {
-  const hn::Rebind<std::uint16_t, Four> halves;
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(*row + offset);
-  if constexpr (type == DType::float32) {
-    return hn::BitCast(four, hn::LoadU(hn::Repartition<std::uint8_t, Four>(), bytes));
+/// Four numbers of a vector, then of every fourth one after it, side by side.
+template <class D>
+HWY_INLINE hn::Vec<D> load_fours(D tag, const std::byte* const* row, std::ptrdiff_t offset) {
+  if constexpr (hn::MaxLanes(D()) == 4) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(*row + offset);
+    return hn::BitCast(tag, hn::LoadU(hn::Repartition<std::uint8_t, D>(), bytes));
   } else {
-    const auto bits = hn::BitCast(halves, hn::LoadU(hn::Repartition<std::uint8_t, decltype(halves)>(), bytes));
-    if constexpr (type == DType::bfloat16) {
-      return hn::BitCast(four, hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<Four>(), bits)));
-    } else {
-      return promoted(four, hn::BitCast(hn::Rebind<hwy::float16_t, Four>(), bits));
-    }
+    const hn::Half<D> half;
+    return hn::Combine(tag, load_fours(half, row + hn::MaxLanes(half), offset), load_fours(half, row, offset));
   }
 }
 
-/// The same of every fourth vector, side by side.
 template <DType type, class Tag>
 HWY_INLINE hn::Vec<Tag> load_cells(Tag tag, const std::byte* const* row, std::ptrdiff_t offset) {
-  const hn::Half<Tag> half;
-  return hn::Combine(tag, load_cells<type>(half, row + hn::MaxLanes(half), offset),
-                     load_cells<type>(half, row, offset));
+  if constexpr (type == DType::float32) {
+    return load_fours(tag, row, offset);
+  } else {
+    return widened<type>(tag, load_fours(hn::Rebind<std::uint16_t, Tag>(), row, offset));
+  }
 }
 
 /// Four cells of as many vectors as there are lanes, transposed.
@@ -441,6 +373,7 @@ HWY_INLINE void pack_four_cells(Tag tag, const std::byte* const* rows, std::ptrd
   cells[3] = hn::BitCast(tag, hn::InterleaveUpper(pairs, high01, high23));
 }
 
+/// A width that is not one of whole vectors ends with a vector that overlaps the one before.
 template <DType type, class Tag>
 void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width, float* out) {
   constexpr int step = static_cast<int>(hn::MaxLanes(Tag()));
@@ -449,22 +382,21 @@ void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width,
   for (int c = 0; c < cells; c += 4) {
     float* columns = out + static_cast<std::ptrdiff_t>(c) * width;
     const int offset = c / 4 * four_bytes;
-    if (offset + four_bytes <= row_bytes) {
-      for (int r = 0; r < width; r += step) {
-        hn::Vec<Tag> packed[4];
+    const bool whole = offset + four_bytes <= row_bytes;
+    for (int begin = 0; begin < width; begin += step) {
+      const int r = std::min(begin, width - step);
+      hn::Vec<Tag> packed[4];
+      if (whole) {
         pack_four_cells<type>(tag, rows + r, offset, packed);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) hn::StoreU(packed[i], tag, columns + i * width + r);
+        continue;
       }
-      continue;
-    }
-    for (int r = 0; r < width; r += step) {
       std::byte rest[step][four_bytes] = {};
       const std::byte* own[step];
       for (int i = 0; i < step; ++i)
         own[i] = static_cast<std::byte*>(
             std::memcpy(rest[i], rows[r + i] + offset, static_cast<std::size_t>(row_bytes - offset)));
-      hn::Vec<Tag> packed[4];
       pack_four_cells<type>(tag, own, 0, packed);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
@@ -477,10 +409,7 @@ void pack_cells(Tag tag, const std::byte* const* rows, int row_bytes, int width,
 /// Vectors of `row_bytes` bytes, numbers of `type`, each of which becomes a cell.
 template <DType type>
 void pack_cells(const std::byte* const* rows, int row_bytes, int width, float* out) {
-#if HWY_TARGET != HWY_SCALAR
-  if (width % lanes == 0) return pack_cells<type>(Floats(), rows, row_bytes, width, out);
-  if (width % 4 == 0) return pack_cells<type>(Four(), rows, row_bytes, width, out);
-#endif
+#if HWY_TARGET == HWY_SCALAR
   constexpr int size = static_cast<int>(size_of(type));
   for (int r = 0; r < width; ++r) {
     for (int offset = 0; offset < row_bytes; offset += size) {
@@ -489,6 +418,10 @@ void pack_cells(const std::byte* const* rows, int row_bytes, int width, float* o
       widen(cell, type, 1, out + static_cast<std::ptrdiff_t>(offset / size) * width + r);
     }
   }
+#else
+  if (width % lanes == 0) return pack_cells<type>(Floats(), rows, row_bytes, width, out);
+  pack_cells<type>(Four(), rows, row_bytes, width, out);
+#endif
 }
 
 void pack_float32(const std::byte* const* rows, DType type, int dim, int width, float* out) {
@@ -498,7 +431,7 @@ void pack_float32(const std::byte* const* rows, DType type, int dim, int width, 
   if (type == DType::bfloat16) pack_cells<DType::bfloat16>(rows, row_bytes, width, out);
 }
 
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+#if KVREPLAY_AVX512
 /// A pair of bfloat16 numbers is moved like a float32.
 void pack_bfloat16(const std::byte* const* rows, DType type, int dim, int width, float* out) {
   assert(type == DType::bfloat16);
@@ -517,7 +450,7 @@ void wide_pack(const double* rows, int count, int dim, int width, double* out) {
 }  // namespace
 
 const TileKernels& kernels() {
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+#if KVREPLAY_AVX512
   static const TileForm bfloat16{.numbers_a_cell = Bfloat16::numbers_a_cell,
                                  .pack = pack_bfloat16,
                                  .exponentials = exponentials<Bfloat16>,
@@ -528,8 +461,8 @@ const TileKernels& kernels() {
 #endif
   static const TileKernels table{
       .rows = tile_rows,
-      .keys = tile_keys,
-      .wide_keys = wide_tile_keys,
+      .keys = tile_columns,
+      .wide_keys = wide_tile_columns,
       .float32 = {.numbers_a_cell = Float32::numbers_a_cell,
                   .pack = pack_float32,
                   .exponentials = exponentials<Float32>,

@@ -261,17 +261,17 @@ void Rules::check_value(const std::string& object, const SchemaEntry& entry, con
     const auto below = known(entry.below);
     for (std::size_t i = 0; i < integers->size(); ++i) {
       const std::int32_t element = (*integers)[i];
-      const std::string found = fmt::format("{} at element {}", element, i);
-      if (!in_range(entry, element)) refuse("value", range_of(entry), found);
-      if (below && element >= *below) refuse("value", fmt::format("below {} ({})", *below, entry.below), found);
+      const auto found = [&] { return fmt::format("{} at element {}", element, i); };
+      if (!in_range(entry, element)) refuse("value", range_of(entry), found());
+      if (below && element >= *below) refuse("value", fmt::format("below {} ({})", *below, entry.below), found());
       if (entry.ascending && i > 0 && element <= (*integers)[i - 1])
         refuse("order", "strictly ascending", fmt::format("{} after {} at element {}", element, (*integers)[i - 1], i));
     }
   } else if (const auto* numbers = std::get_if<std::vector<double>>(&value)) {
     for (std::size_t i = 0; i < numbers->size(); ++i) {
-      const std::string found = fmt::format("{} at element {}", (*numbers)[i], i);
-      if (!std::isfinite((*numbers)[i])) refuse("value", "finite numbers", found);
-      if (!in_range(entry, (*numbers)[i])) refuse("value", range_of(entry), found);
+      const auto found = [&] { return fmt::format("{} at element {}", (*numbers)[i], i); };
+      if (!std::isfinite((*numbers)[i])) refuse("value", "finite numbers", found());
+      if (!in_range(entry, (*numbers)[i])) refuse("value", range_of(entry), found());
     }
   }
 }

@@ -22,7 +22,7 @@ std::size_t free_disk(const std::filesystem::path& path);
 struct Device {
   std::string backend;
   int number = 0;
-  std::string reason;  // why "auto" means it
+  std::string reason;  // why "auto" means it; empty: it was asked for
 };
 
 /// What "auto", "cpu" or "cuda[:N]" means here. Throws Error{usage} for other words, Error{capability} for a device that

@@ -66,7 +66,7 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
-RunRequest requested(const Arguments& arguments) {
+RunRequest requested(const Arguments& arguments, const Device& device) {
   if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
   if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
   RunRequest request;
@@ -91,7 +91,6 @@ RunRequest requested(const Arguments& arguments) {
   request.observables = observables == "keep"     ? ObservableUse::keep
                         : observables == "ignore" ? ObservableUse::ignore
                                                   : ObservableUse::use;
-  const Device device = find_device(arguments.text("device"));
   request.backend = device.backend;
   request.device.number = device.number;
   if (arguments.given("device-memory")) request.device.memory = arguments.bytes("device-memory");
@@ -261,10 +260,12 @@ void report_troubles(const RunSummary& summary) {
 }
 
 int run_replay(const Arguments& arguments) {
-  RunRequest request = requested(arguments);
+  const Device device = find_device(arguments.text("device"));
+  RunRequest request = requested(arguments, device);
   if (arguments.given("memory")) arguments.bytes("memory");
   heed_interruptions();
   request.build = build_facts(make_backend(request.backend, request.threads, request.device)->description());
+  if (!device.reason.empty()) request.build["device"] = "auto: " + device.reason;
 
   const std::vector<PlannedTrace> plan = plan_run(request);
   const std::vector<Estimate> costs = fitting_costs(arguments, plan, request);
@@ -272,6 +273,9 @@ int run_replay(const Arguments& arguments) {
     print_plan(arguments, plan, costs);
     return 0;
   }
+  // Where there is no choice there is nothing to say.
+  if (!device.reason.empty() && backends().names().size() > 1)
+    fmt::print(stderr, "kvreplay: device {}: {}\n", device.backend, device.reason);
 
   const RunSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));

@@ -1,0 +1,143 @@
+// The general comparison: as many queries at a time as have room to be written out.
+#include "cuda/comparison.h"
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <span>
+#include <vector>
+
+#include "attention/participants.h"
+#include "cuda/device_call.h"
+
+namespace kvreplay {
+namespace {
+
+// Of a device with a lot of memory no more is taken: rows of many queries keep it busy.
+constexpr std::size_t most_panel_bytes = std::size_t{1} << 30;
+// A grid has at most 65535 tiles of rows one above the other.
+constexpr int most_rows = 32768;
+
+/// The keys [0, end) that are resident, everything beyond the sets' tokens among them.
+ResidentKeys resident_keys(DeviceCall& call, KeptSets sets, int group, int query_heads, int end) {
+  const KeptSet& one = sets.front();
+  ResidentKeys resident{.sets = static_cast<int>(sets.size()),
+                        .rows = one.rows(),
+                        .words = (end + 63) / 64,
+                        .heads_a_row = one.heads() == Heads::kv      ? group
+                                       : one.heads() == Heads::query ? 1
+                                                                     : query_heads};
+  std::vector<std::uint64_t> bits;
+  std::vector<int> before;
+  for (const KeptSet& set : sets) {
+    for (int row = 0; row < set.rows(); ++row) {
+      const std::span<const std::uint64_t> of_row = set.row_bits(row);
+      int count = 0;
+      for (int w = 0; w < resident.words; ++w) {
+        const auto at = static_cast<std::size_t>(w);
+        std::uint64_t word = at < of_row.size() ? of_row[at] : 0;
+        const int covered = set.tokens() - 64 * w;
+        if (covered < 64) word |= ~std::uint64_t{0} << std::max(0, covered);
+        bits.push_back(word);
+        before.push_back(count);
+        count += std::popcount(word);
+      }
+    }
+  }
+  resident.bits = call.copy(bits);
+  resident.before = call.copy(before);
+  return resident;
+}
+
+}  // namespace
+
+std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
+                                                       Positions positions, std::span<const std::int32_t> queries,
+                                                       int boundary, KeptSets kept) {
+  assert(kept.size() == 1 || kept.size() == queries.size());
+  const auto query_count = queries.size();
+  const int group = layer.group();
+  std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * query_count);
+  if (queries.empty()) return result;
+  const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
+
+  DeviceCall call(*this);
+  std::vector<std::int32_t> brought;  // rows of the queries' tensor; empty: all
+  if (!tensors_.holds(layer.q))
+    for (const QueryPlace& place : places) brought.push_back(place.stored);
+  const bool same_keys = stored.k.data == layer.k.data;
+  const bool same_values = stored.v.data == layer.v.data;
+
+  const std::size_t of_head = DeviceTensors::head_bytes(layer.k) + DeviceTensors::head_bytes(layer.v) +
+                              DeviceTensors::head_bytes(stored.k) + DeviceTensors::head_bytes(stored.v) +
+                              static_cast<std::size_t>(group) * std::max<std::size_t>(1, brought.size()) *
+                                  static_cast<std::size_t>(padded_depth(layer.q.dim)) * size_of(layer.q.dtype);
+  const int heads_at_once = static_cast<int>(
+      std::clamp<std::size_t>(memory_.limit() / 4 / of_head, 1, static_cast<std::size_t>(layer.k.heads)));
+  const auto vectors = [&](const TensorView& tensor, const DeviceTensors::Lease& lease) {
+    return StoredVectors{call.copy(lease.heads()), tensor.dtype, padded_depth(tensor.dim), tensor.dim};
+  };
+
+  for (int first = 0; first < layer.k.heads; first += heads_at_once) {
+    const int heads = std::min(heads_at_once, layer.k.heads - first);
+    const auto lease = [&](const TensorView& tensor) {
+      return tensors_.lease(tensor, first, heads, {}, call.stream());
+    };
+    const DeviceTensors::Lease of_queries =
+        tensors_.lease(layer.q, first * group, heads * group, brought, call.stream());
+    const DeviceTensors::Lease keys = lease(layer.k), values = lease(layer.v);
+    const DeviceTensors::Lease stored_keys = same_keys ? DeviceTensors::Lease() : lease(stored.k);
+    const DeviceTensors::Lease stored_values = same_values ? DeviceTensors::Lease() : lease(stored.v);
+    ComparisonTask task{.queries = vectors(layer.q, of_queries),
+                        .keys = vectors(layer.k, keys),
+                        .values = vectors(layer.v, values),
+                        .kv_heads = heads,
+                        .group = group,
+                        .first_head = first * group,
+                        .boundary = boundary,
+                        .moves = positions == Positions::cache,
+                        .frequencies = call.copy(layer.rope.inv_freq),
+                        .pairs = static_cast<int>(layer.rope.inv_freq.size()),
+                        .interleaved = layer.rope.interleaved,
+                        .scale = static_cast<double>(layer.softmax_scale),
+                        .cap = static_cast<double>(layer.logit_softcap)};
+    task.stored_keys = same_keys ? task.keys : vectors(stored.k, stored_keys);
+    task.stored_values = same_values ? task.values : vectors(stored.v, stored_values);
+
+    // A query's logits of full and stored keys.
+    const std::size_t of_query =
+        2 * sizeof(double) * static_cast<std::size_t>(heads * group) * static_cast<std::size_t>(queries.back() + 1);
+    const std::size_t at_once = std::clamp<std::size_t>(std::min(memory_.limit() / 8, most_panel_bytes) / of_query, 1,
+                                                        static_cast<std::size_t>(std::max(1, most_rows / group)));
+    for (std::size_t begin = 0; begin < query_count; begin += at_once) {
+      const std::size_t count = std::min(at_once, query_count - begin);
+      DeviceCall some(*this);
+      std::vector<ComparedQuery> compared;
+      task.first_key = queries.back();
+      task.end_key = 0;
+      for (std::size_t query = begin; query < begin + count; ++query) {
+        const QueryPlace& place = places[query];
+        compared.push_back(
+            {brought.empty() ? place.stored : static_cast<int>(query), place.first, place.end, place.own});
+        task.first_key = std::min(task.first_key, place.first);
+        task.end_key = std::max(task.end_key, place.end);
+      }
+      task.query_count = static_cast<int>(count);
+      task.places = some.copy(compared);
+      task.resident =
+          resident_keys(some, kept.size() == 1 ? kept : kept.subspan(begin, count), group, layer.q.heads, task.end_key);
+      Comparison* made = some.room<Comparison>(static_cast<std::size_t>(heads * group) * count);
+      compare(task, some.room<double>(comparison_panel(task)), some.room<double>(comparison_panel(task)),
+              some.room<double>(comparison_outputs(task)), made, some.stream());
+      std::vector<Comparison> found(static_cast<std::size_t>(heads * group) * count);
+      some.fetch(static_cast<const Comparison*>(made), std::span(found));
+      for (int head = 0; head < heads * group; ++head)
+        std::ranges::copy(std::span(found).subspan(static_cast<std::size_t>(head) * count, count),
+                          result.begin() + static_cast<std::ptrdiff_t>(
+                                               static_cast<std::size_t>(first * group + head) * query_count + begin));
+    }
+  }
+  return result;
+}
+
+}  // namespace kvreplay

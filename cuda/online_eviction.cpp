@@ -1,0 +1,93 @@
+// H2O's greedy algorithm (Zhang et al. 2023, arXiv:2306.14048, algorithm 1). What is held stays on the device from
+// step to step.
+#include "cuda/online_eviction.h"
+
+#include <algorithm>
+#include <cassert>
+#include <span>
+#include <vector>
+
+#include "cuda/device_call.h"
+#include "cuda/placed_task.h"
+#include "error.h"
+#include "positions.h"
+
+namespace kvreplay {
+namespace {
+
+// Logits that are written out at once, where there are many heads or tokens.
+constexpr std::size_t most_logits = std::size_t{1} << 26;
+
+}  // namespace
+
+std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer, const OnlineEviction& what) {
+  assert(what.recent >= 1 && what.recent <= what.budget);
+  const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
+  const int given = static_cast<int>(what.resident.size()) / rows;
+  const int heads_a_row = layer.q.heads / rows;
+  std::vector<std::int32_t> evicted(static_cast<std::size_t>(rows) * static_cast<std::size_t>(what.tokens), -1);
+  if (what.first >= what.tokens) return evicted;
+
+  DeviceCall call(*this);
+  const std::vector<std::int32_t> queries = position_range(what.first, what.tokens);
+  PlacedQueries placed(call, layer, queries, {{.count = what.tokens}});
+  const int most_held = std::min(std::max(given, what.budget), what.tokens);
+  // What is computed at once decides in which order sums are made: it depends on the layer alone.
+  const std::size_t a_step =
+      static_cast<std::size_t>(layer.q.heads) * static_cast<std::size_t>(most_held + steps_at_once);
+  const int at_once = static_cast<int>(std::clamp<std::size_t>(most_logits / a_step, 1, steps_at_once));
+  const int capacity = most_held + at_once;
+
+  // Rows that read several KV heads need all of them at once.
+  const int kv_heads_at_once = what.heads == Heads::layer ? layer.k.heads : placed.kv_heads_at_once();
+  for (int first = 0; first < layer.k.heads; first += kv_heads_at_once) {
+    const PlacedQueries::Heads heads = placed.heads(first, std::min(kv_heads_at_once, layer.k.heads - first));
+    DeviceCall some(*this);
+    const int some_heads = heads.task().kv_heads * layer.group();
+    const int first_row = first * layer.group() / heads_a_row;
+    const int some_rows = some_heads / heads_a_row;
+    const auto within = [&](int width) {
+      return static_cast<std::size_t>(some_rows) * static_cast<std::size_t>(width);
+    };
+    const auto before = [&](int width) {
+      return static_cast<std::size_t>(first_row) * static_cast<std::size_t>(width);
+    };
+    HeldRows held_rows{.rows = some_rows,
+                       .heads = heads_a_row,
+                       .capacity = capacity,
+                       .given = given,
+                       .first = what.first,
+                       .tokens = what.tokens,
+                       .budget = what.budget,
+                       .recent = what.recent,
+                       .window = layer.sliding_window,
+                       .resident = some.copy(what.resident.subspan(before(given), within(given)))};
+    std::vector<std::int32_t> positions(within(capacity), -1);
+    std::vector<double> scores(within(capacity));
+    for (int row = 0; row < some_rows; ++row) {
+      const std::size_t from = before(given) + static_cast<std::size_t>(row) * static_cast<std::size_t>(given);
+      const auto to = static_cast<std::ptrdiff_t>(row) * capacity;
+      std::ranges::copy(what.resident.subspan(from, static_cast<std::size_t>(given)), positions.begin() + to);
+      std::ranges::copy(what.scores.subspan(from, static_cast<std::size_t>(given)), scores.begin() + to);
+    }
+    held_rows.positions = some.copy(positions);
+    held_rows.scores = some.copy(scores);
+    const std::span<std::int32_t> result = std::span(evicted).subspan(before(what.tokens), within(what.tokens));
+    held_rows.evicted = some.copy(std::span<const std::int32_t>(result));
+
+    float* logits = some.room<float>(static_cast<std::size_t>(some_heads) * static_cast<std::size_t>(at_once) *
+                                     static_cast<std::size_t>(capacity));
+    int held = given;
+    for (int token = what.first; token < what.tokens; token += at_once) {
+      const int steps = std::min(at_once, what.tokens - token);
+      write_held_logits(placed.form(), heads.task(), held_rows, held, token, steps, logits, some.stream());
+      take_steps(held_rows, held, token, steps, logits, call.bad(), some.stream());
+      held = std::min(held + steps, what.budget);
+    }
+    some.fetch(static_cast<const std::int32_t*>(held_rows.evicted), result);
+  }
+  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  return evicted;
+}
+
+}  // namespace kvreplay

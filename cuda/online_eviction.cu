@@ -1,0 +1,276 @@
+// Step by step, over what is held alone. Logits of many steps are products that do not depend on what goes meanwhile:
+// they are made first, by the whole device. Then one block a row takes the steps.
+#include <algorithm>
+
+#include "cuda/attention_rows.h"
+#include "cuda/launch.h"
+#include "cuda/online_eviction.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr int split_slots = 256;  // that one block of products takes
+
+/// Rows of query heads [first_head, first_head + heads), of one KV head, against that head's held keys.
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
+    held_logits(AttentionTask task, HeldRows held_rows, int heads, int held, int token, int steps, float* logits) {
+  const int first_head = static_cast<int>(blockIdx.z) * heads;
+  const int kv_head = first_head / task.group;
+  const int row_count = steps * heads;
+  const int first_row = static_cast<int>(blockIdx.x) * Tiles::rows;
+  const std::int32_t* positions = held_rows.positions + static_cast<std::size_t>(first_head / held_rows.heads) *
+                                                            static_cast<std::size_t>(held_rows.capacity);
+  const int slots = held + steps;
+  const int first_slot = static_cast<int>(blockIdx.y) * split_slots;
+  const int end_slot = min(slots, first_slot + split_slots);
+
+  float* out[Tiles::row_count];
+#pragma unroll
+  for (int i = 0; i < Tiles::row_count; ++i) {
+    const int row = first_row + Tiles::row(i);
+    const auto of_head = static_cast<std::size_t>(first_head + row % heads) * static_cast<std::size_t>(steps);
+    out[i] = row < row_count ? logits + (of_head + static_cast<std::size_t>(row / heads)) *
+                                            static_cast<std::size_t>(held_rows.capacity)
+                             : nullptr;
+  }
+
+  const void* keys = task.keys[kv_head];
+  Tiles tiles;
+  tiles.hold(keys, [&](int i) -> const void* {
+    const int row = first_row + i;
+    if (row >= row_count) return nullptr;
+    const int query = token - held_rows.first + row / heads;
+    return row_at(task.queries[first_head + row % heads], task.rows[query], Tiles::row_bytes);
+  });
+  tiles.stream(
+      keys,
+      [&](int tile, int column) -> const void* {
+        const int slot = tile * Tiles::columns + column;
+        if (slot >= end_slot) return nullptr;
+        return row_at(keys, slot < held ? positions[slot] : token + slot - held, Tiles::row_bytes);
+      },
+      first_slot / Tiles::columns, [&](int tile) { return (tile + 1) * Tiles::columns < end_slot ? tile + 1 : -1; },
+      [&](int tile, typename Tiles::Sums& sums) {
+        const float scale = apply_cap<Tiles>(task, sums);
+#pragma unroll
+        for (int i = 0; i < Tiles::row_count; ++i) {
+          if (out[i] == nullptr) continue;
+#pragma unroll
+          for (int j = 0; j < Tiles::column_count; ++j) {
+            const int slot = tile * Tiles::columns + Tiles::column(j);
+            if (slot < end_slot) out[i][slot] = scale * Tiles::at(sums, i, j);
+          }
+        }
+      });
+}
+
+constexpr int least_threads = 64;
+constexpr int most_threads = 1024;
+constexpr int most_warps = most_threads / 32;
+
+struct Candidate {
+  double score;
+  int position;  // -1: none
+};
+
+/// The lower score goes, of equal ones the higher position.
+__device__ __forceinline__ bool goes_before(const Candidate& a, const Candidate& b) {
+  if (a.position < 0 || b.position < 0) return b.position < 0 && a.position >= 0;
+  return a.score < b.score || (a.score == b.score && a.position > b.position);
+}
+
+/// Of all lanes.
+__device__ __forceinline__ Candidate first_to_go(Candidate mine) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const Candidate other{__shfl_xor_sync(~0U, mine.score, lanes), __shfl_xor_sync(~0U, mine.position, lanes)};
+    if (goes_before(other, mine)) mine = other;
+  }
+  return mine;
+}
+
+/// The first of the newest `recent` tokens when `now` has come and more are held.
+__device__ __forceinline__ int first_of_newest(const HeldRows& held_rows, std::size_t row, int now) {
+  const int given_among = held_rows.recent - (now - held_rows.first + 1);
+  if (given_among <= 0) return now - held_rows.recent + 1;
+  return held_rows.resident[row * static_cast<std::size_t>(held_rows.given) +
+                            static_cast<std::size_t>(held_rows.given - given_among)];
+}
+
+/// Σ 2^(x - reference) over some slots; the reference is an integer.
+struct PartialSum {
+  double sum;
+  float reference;
+};
+
+/// 2^(x - reference); 0 where there is nothing to see.
+__device__ __forceinline__ float exponential(float x, float reference) {
+  return x == -INFINITY ? 0.0F : exp2_fast(x - reference);
+}
+
+__global__ void __launch_bounds__(most_threads)
+    steps_of_rows(HeldRows held_rows, int held, int token, int steps, const float* logits, int* bad) {
+  __shared__ Candidate candidates[most_warps];
+  __shared__ int counts[most_warps];
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warps = threads / 32;
+  const int warp = thread / 32;
+  const int heads = held_rows.heads;
+  // A head's slots are shared out to so many warps; heads beyond the number of warps come later.
+  const int warps_a_head = max(1, warps / heads);
+  const int heads_at_once = warps / warps_a_head;
+  auto* partials = dynamic_shared<PartialSum>();         // [heads, warps_a_head]
+  PartialSum* totals = partials + heads * warps_a_head;  // [heads]
+
+  const auto row = static_cast<std::size_t>(blockIdx.x);
+  const auto capacity = static_cast<std::size_t>(held_rows.capacity);
+  const float* of_row = logits + row * static_cast<std::size_t>(heads) * static_cast<std::size_t>(steps) * capacity;
+  std::int32_t* positions = held_rows.positions + row * capacity;
+  double* scores = held_rows.scores + row * capacity;
+  std::int32_t* evicted = held_rows.evicted + row * static_cast<std::size_t>(held_rows.tokens);
+
+  for (int step = thread; step < steps; step += threads) {
+    positions[held + step] = token + step;
+    scores[held + step] = 0.0;
+  }
+  __syncthreads();
+
+  int count = held;
+  bool finite = true;
+  for (int step = 0; step < steps; ++step) {
+    const int slots = held + step + 1;
+    const int now = token + step;
+    const int lowest_seen = held_rows.window > 0 ? max(0, now - held_rows.window + 1) : 0;
+    const auto logits_of = [&](int head) {
+      return of_row +
+             (static_cast<std::size_t>(head) * static_cast<std::size_t>(steps) + static_cast<std::size_t>(step)) *
+                 capacity;
+    };
+    const auto logit = [&](const float* of_head, int slot) {
+      const float x = of_head[slot];
+      return positions[slot] >= lowest_seen ? x : -INFINITY;
+    };
+
+    // Sums of exponentials, a head to some warps.
+    for (int first = 0; first < heads; first += heads_at_once) {
+      const int head = first + warp / warps_a_head;
+      const bool works = warp / warps_a_head < heads_at_once && head < heads;
+      const float* of_head = logits_of(min(head, heads - 1));
+      const int first_slot = warp % warps_a_head * 32 + lane();
+      float highest = -INFINITY;
+      for (int slot = first_slot; works && slot < slots; slot += 32 * warps_a_head) {
+        const float x = logit(of_head, slot);
+        if (positions[slot] >= lowest_seen && !(fabsf(x) < INFINITY)) finite = false;
+        highest = fmaxf(highest, x);
+      }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0U, highest, lanes));
+      const float reference = ceilf(highest);
+      double sum = 0.0;
+      for (int slot = first_slot; works && slot < slots; slot += 32 * warps_a_head)
+        sum += static_cast<double>(exponential(logit(of_head, slot), reference));
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0U, sum, lanes);
+      if (works && lane() == 0) partials[head * warps_a_head + warp % warps_a_head] = {sum, reference};
+    }
+    __syncthreads();
+    for (int head = thread; head < heads; head += threads) {
+      const PartialSum* mine = partials + head * warps_a_head;
+      PartialSum total{0.0, -INFINITY};
+      for (int i = 0; i < warps_a_head; ++i) total.reference = fmaxf(total.reference, mine[i].reference);
+      for (int i = 0; i < warps_a_head; ++i)
+        total.sum += mine[i].sum * static_cast<double>(exponential(mine[i].reference, total.reference));
+      totals[head] = total;
+    }
+    __syncthreads();
+
+    // The mean over heads is added to the scores.
+    for (int slot = thread; slot < slots; slot += threads) {
+      if (positions[slot] < lowest_seen) continue;
+      double shares = 0.0;
+      for (int head = 0; head < heads; ++head) {
+        const PartialSum total = totals[head];
+        shares += static_cast<double>(
+            __fdiv_rn(exponential(logits_of(head)[slot], total.reference), static_cast<float>(total.sum)));
+      }
+      scores[slot] += shares / static_cast<double>(heads);
+    }
+
+    // While too many are held, the lowest goes; not one of the newest.
+    ++count;
+    for (; count > held_rows.budget; --count) {
+      const int end = first_of_newest(held_rows, blockIdx.x, now);
+      Candidate lowest{0.0, -1};
+      int its_slot = -1;
+      for (int slot = thread; slot < slots; slot += threads) {
+        const Candidate one{scores[slot], positions[slot]};
+        if (one.position >= end || !goes_before(one, lowest)) continue;
+        lowest = one;
+        its_slot = slot;
+      }
+      const int mine = lowest.position;
+      lowest = first_to_go(lowest);
+      if (lane() == 0) candidates[warp] = lowest;
+      __syncthreads();
+      lowest = first_to_go(lane() < warps ? candidates[lane()] : Candidate{0.0, -1});
+      if (its_slot >= 0 && mine == lowest.position) {
+        positions[its_slot] = -1;
+        evicted[mine] = now;
+      }
+      __syncthreads();
+    }
+  }
+  if (!finite) *bad = 1;
+
+  // Those that are left move up, in their order.
+  int filled = 0;
+  for (int begin = 0; begin < held + steps; begin += threads) {
+    const int slot = begin + thread;
+    const int position = slot < held + steps ? positions[slot] : -1;
+    const double score = position >= 0 ? scores[slot] : 0.0;
+    const unsigned stays = __ballot_sync(~0U, position >= 0);
+    if (lane() == 0) counts[warp] = __popc(stays);
+    __syncthreads();
+    int to = filled + __popc(stays & ((1U << lane()) - 1U));
+    for (int other = 0; other < warps; ++other) {
+      if (other < warp) to += counts[other];
+      filled += counts[other];
+    }
+    if (position >= 0) {
+      positions[to] = position;
+      scores[to] = score;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+void write_held_logits(const ProductForm& form, const AttentionTask& task, const HeldRows& held_rows, int held,
+                       int token, int steps, float* logits, cudaStream_t stream) {
+  // Rows of several KV heads are those of the layer, KV head by KV head.
+  const int heads = std::min(held_rows.heads, task.group);
+  with_tiles(form, [&]<class Tiles>() {
+    const dim3 blocks(blocks_for(static_cast<std::size_t>(steps * heads), Tiles::rows),
+                      blocks_for(static_cast<std::size_t>(held + steps), split_slots),
+                      static_cast<unsigned>(task.kv_heads * task.group / heads));
+    launch(held_logits<Tiles>, blocks, Tiles::threads, Tiles::shared_bytes, stream, task, held_rows, heads, held, token,
+           steps, logits);
+  });
+}
+
+void take_steps(const HeldRows& held_rows, int held, int token, int steps, const float* logits, int* bad,
+                cudaStream_t stream) {
+  // As many as there are tokens, so that bits do not depend on the device.
+  const int most = std::max(held_rows.given, std::min(held_rows.budget, held_rows.tokens));
+  const int threads = std::clamp((most + 31) / 32 * 32, least_threads, most_threads);
+  const int warps = threads / 32;
+  const std::size_t partials = static_cast<std::size_t>(held_rows.heads * std::max(1, warps / held_rows.heads));
+  launch(steps_of_rows, dim3(static_cast<unsigned>(held_rows.rows)), threads,
+         (partials + static_cast<std::size_t>(held_rows.heads)) * sizeof(PartialSum), stream, held_rows, held, token,
+         steps, logits, bad);
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,43 @@
+// What the kernels of online eviction are told: rows of held tokens, each in slots of its own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention_task.h"
+
+namespace kvreplay {
+
+/// Rows of held tokens and the query heads that decide for them, on the device. A token that goes leaves its slot
+/// behind until the slots are closed up.
+struct HeldRows {
+  int rows = 0;
+  int heads = 1;     // query heads of a row
+  int capacity = 0;  // slots of a row
+  int given = 0;     // tokens that each row held in the beginning
+  int first = 0;     // tokens [0, first) had come before
+  int tokens = 0;
+  int budget = 0;
+  int recent = 1;
+  int window = 0;                          // 0: all
+  const std::int32_t* resident = nullptr;  // [rows, given] what they were
+  std::int32_t* positions = nullptr;       // [rows, capacity] of the held tokens, -1 for those that have gone
+  double* scores = nullptr;                // [rows, capacity]
+  std::int32_t* evicted = nullptr;         // [rows, tokens]
+};
+
+/// Steps whose logits are computed at once.
+inline constexpr int steps_at_once = 128;
+
+/// logits[rows * heads, steps, capacity], in units of log 2, of the queries [token, token + steps) over slots: [0,
+/// held) and one for each of the tokens that come. `task` has the queries [first, tokens) and all keys.
+void write_held_logits(const ProductForm& form, const AttentionTask& task, const HeldRows& held_rows, int held,
+                       int token, int steps, float* logits, cudaStream_t stream);
+
+/// The tokens [token, token + steps) come; then the slots are closed up. Sets `bad` if a logit is not finite.
+void take_steps(const HeldRows& held_rows, int held, int token, int steps, const float* logits, int* bad,
+                cudaStream_t stream);
+
+}  // namespace kvreplay
