@@ -82,10 +82,11 @@ class ForgetfulBackend final : public Backend {
   std::unique_ptr<Backend> sound_;
 };
 
-const RegisteredBackend forgetful{
-    {.name = "forgetful", .summary = "wrong about one set", .make = [](int threads, DeviceChoice) -> std::unique_ptr<Backend> {
-       return std::make_unique<ForgetfulBackend>(threads);
-     }}};
+const RegisteredBackend forgetful{{.name = "forgetful",
+                                   .summary = "wrong about one set",
+                                   .make = [](int threads, DeviceChoice) -> std::unique_ptr<Backend> {
+                                     return std::make_unique<ForgetfulBackend>(threads);
+                                   }}};
 
 class Run : public TraceFiles {
  protected:
