@@ -108,6 +108,8 @@ def parity_rows(parts: Parts) -> list[tuple[str, ...]]:
         if "suites" in line:
             checked = f"{line['tests']} tests in {seconds(line['seconds'])}" if "tests" in line else ""
             found = line.get("skipped") or problem or "none"
+            if line.get("left_out"):
+                checked += f" without {line['left_out']}"
             rows.append(("suites of backends", line["suites"], checked, found, ""))
         elif "trace" in line:
             checked = f"{len(line['policies'])} policies at {line['budgets'].replace(',', ' and ')}"

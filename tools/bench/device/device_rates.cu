@@ -32,6 +32,7 @@ class Numbers {
   explicit Numbers(std::size_t count) : count_(count) { check(cudaMalloc(&numbers_, count * sizeof(T)), "cudaMalloc"); }
   explicit Numbers(const std::vector<T>& values) : Numbers(values.size()) {
     check(cudaMemcpy(numbers_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // other streams do not wait for it
   }
   ~Numbers() { cudaFree(numbers_); }
   Numbers(const Numbers&) = delete;
@@ -214,6 +215,7 @@ DeviceRate copy_rate(void* to, const void* from, std::size_t bytes, int moved) {
     for (int i = 0; i < rounds; ++i)
       check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream.get()), "cudaMemcpyAsync");
   };
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // for what fills the source
   const double seconds = seconds_a_round(stream, queue);
   std::vector<unsigned char> sent(4096), arrived(4096);
   check(cudaMemcpy(sent.data(), static_cast<const char*>(from) + bytes - 4096, 4096, cudaMemcpyDefault), "cudaMemcpy");
