@@ -11,7 +11,6 @@
 #include <optional>
 
 #include "analysis/csv.h"
-#include "analysis/part.h"
 #include "analysis/results.h"
 #include "trace/hdf5.h"
 
@@ -127,6 +126,14 @@ std::vector<std::int32_t> without(std::span<const std::int32_t> ours, std::span<
   std::vector<std::int32_t> rest;
   std::ranges::set_difference(ours, theirs, std::back_inserter(rest));
   return rest;
+}
+
+/// Rows of a list lie one after another: row r is [offsets[r], offsets[r+1]) of `length`.
+void check_offsets(const std::string& where, std::span<const std::int64_t> offsets, std::size_t length) {
+  if (offsets.empty() || offsets.front() != 0 || !std::ranges::is_sorted(offsets) ||
+      offsets.back() != static_cast<std::int64_t>(length))
+    throw Error{Refusal::input, where, "offsets", fmt::format("ascending from 0 to {}", length),
+                offsets.empty() ? "none" : fmt::format("from {} to {}", offsets.front(), offsets.back())};
 }
 
 void compare_sets(const std::string& where, const Group& first, const Group& second, RunDifference& difference) {

@@ -21,7 +21,7 @@ using hdf5::Group;
 using hdf5::Shape;
 
 constexpr const char* part_format = "kvpart";
-constexpr std::int64_t part_version = 2;
+constexpr std::int64_t part_version = 3;
 
 std::size_t index(int i) { return static_cast<std::size_t>(i); }
 hsize_t extent(int n) { return static_cast<hsize_t>(n); }
@@ -259,6 +259,33 @@ class ByRow {
     return all;
   }
 
+  /// [treated, H, words], a bit for each token.
+  std::vector<std::int64_t> kept() const {
+    std::vector<std::int64_t> all;
+    for (std::size_t l = 0; l < made_.selections.size(); ++l)
+      for (int row = 0; row < rows_; ++row)
+        for (const std::uint64_t word : made_.selections[l].set.row_bits(row_of(l, row)))
+          all.push_back(static_cast<std::int64_t>(word));
+    return all;
+  }
+
+  /// Kept positions in the order of their slots, row after row; empty: all ascend.
+  std::vector<std::int32_t> slots() const {
+    std::vector<std::int32_t> all;
+    bool ascend = true;
+    if (std::ranges::all_of(made_.selections, &std::vector<std::int32_t>::empty, &LayerSelection::slots)) return all;
+    for (std::size_t l = 0; l < made_.selections.size(); ++l)
+      for (int row = 0; row < rows_; ++row) {
+        const LayerSelection& selection = made_.selections[l];
+        const std::vector<std::int32_t> kept = selection.set.positions(row_of(l, row));
+        const std::span<const std::int32_t> own =
+            selection.slots.empty() ? std::span(kept) : selection.slots_of(row_of(l, row));
+        all.insert(all.end(), own.begin(), own.end());
+        ascend = ascend && std::ranges::equal(own, kept);
+      }
+    return ascend ? std::vector<std::int32_t>() : all;
+  }
+
   /// [L, H, T], -1 where a layer's sets do not change with time; empty: none do.
   std::vector<std::int32_t> evicted_at() const {
     std::vector<std::int32_t> all;
@@ -282,37 +309,13 @@ class ByRow {
   Heads heads_ = Heads::kv;
 };
 
-void write_sets(Group& group, const CellResult& made, const PartTrace& trace, bool without_rows) {
-  const ByRow by_row(made, trace);
-  std::vector<std::int64_t> offsets{0};
-  std::vector<std::int32_t> positions, slots;
+/// All of a cell's group but the kept positions.
+void write_selection(Group& group, const CellResult& made, const ByRow& by_row, const PartTrace& trace) {
   std::vector<std::int32_t> sources(index(trace.layers), -1);
-  const bool reordered =
-      !std::ranges::all_of(made.selections, &std::vector<std::int32_t>::empty, &LayerSelection::slots);
-  std::size_t next = 0;
-  for (int layer = 0; layer < trace.layers; ++layer) {
-    const bool treated = next < trace.treated.size() && trace.treated[next] == layer;
-    for (int row = 0; row < by_row.rows(); ++row) {
-      if (treated && !without_rows) {
-        const LayerSelection& selection = made.selections[next];
-        const int own_row = by_row.row_of(next, row);
-        const std::vector<std::int32_t> kept = selection.set.positions(own_row);
-        positions.insert(positions.end(), kept.begin(), kept.end());
-        if (reordered)
-          std::ranges::copy(selection.slots.empty() ? std::span(kept) : selection.slots_of(own_row),
-                            std::back_inserter(slots));
-      }
-      offsets.push_back(static_cast<std::int64_t>(positions.size()));
-    }
-    if (treated) {
-      sources[index(layer)] = trace.treated[index(made.selections[next].source)];
-      ++next;
-    }
-  }
+  for (std::size_t l = 0; l < trace.treated.size(); ++l)
+    sources[index(trace.treated[l])] = trace.treated[index(made.selections[l].source)];
   const hsize_t layers = extent(trace.layers), rows = extent(by_row.rows());
-  group.write("offsets", offsets);
-  group.write("positions", positions);
-  if (reordered && slots != positions) group.write("slots", slots);
+  if (const std::vector<std::int32_t> slots = by_row.slots(); !slots.empty()) group.write("slots", slots);
   group.write("layer_source", sources);
   const std::pair<const char*, std::vector<int> LayerSelection::*> columns[] = {
       {"budget", &LayerSelection::granted}, {"sinks", &LayerSelection::sinks}, {"recent", &LayerSelection::recent}};
@@ -383,6 +386,50 @@ std::vector<Heads> read_layer_heads(const Group& group, Heads finest, const Part
   return of_layers;
 }
 
+/// The kept positions of each treated layer, all in one granularity.
+std::vector<KeptSet> read_sets(const Group& sets, const std::string& id, Heads heads, const PartTrace& trace) {
+  constexpr int word_bits = 64;
+  const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
+  const std::size_t row_words = index((trace.boundary + word_bits - 1) / word_bits);
+  const auto stored = read_shaped<std::int64_t>(sets, id, {trace.treated.size(), extent(rows), row_words});
+  const std::vector<std::uint64_t> bits(stored.begin(), stored.end());
+  std::vector<KeptSet> of_layers;
+  for (std::size_t l = 0; l < trace.treated.size(); ++l) {
+    KeptSet& set = of_layers.emplace_back(heads, rows, trace.boundary);
+    for (int row = 0; row < rows; ++row) {
+      const std::span<const std::uint64_t> of_row =
+          std::span(bits).subspan((l * index(rows) + index(row)) * row_words, row_words);
+      if (const int most = (trace.boundary - 1) % word_bits + 1; most < word_bits && of_row.back() >> most != 0)
+        throw Error{Refusal::input, sets.where() + "/" + id, fmt::format("kept position of layer {}", trace.treated[l]),
+                    fmt::format("0..{}", trace.boundary - 1), "one beyond"};
+      set.keep(row, of_row);
+    }
+  }
+  return of_layers;
+}
+
+/// The sets as selections.h5 has them: positions of all layers and rows, one after the other, and where each row
+/// begins.
+void write_positions(Group& group, std::span<const KeptSet> sets, const PartTrace& trace) {
+  const bool without_rows = group.has_attribute("sets") && group.string_attribute("sets") == "all";
+  std::vector<std::int64_t> offsets{0};
+  std::vector<std::int32_t> positions;
+  std::size_t next = 0;
+  for (int layer = 0; layer < trace.layers; ++layer) {
+    const bool treated = next < trace.treated.size() && trace.treated[next] == layer;
+    for (int row = 0; row < sets.front().rows(); ++row) {
+      if (treated && !without_rows) {
+        const std::vector<std::int32_t> kept = sets[next].positions(row);
+        positions.insert(positions.end(), kept.begin(), kept.end());
+      }
+      offsets.push_back(static_cast<std::int64_t>(positions.size()));
+    }
+    next += treated ? 1 : 0;
+  }
+  group.write("offsets", offsets);
+  group.write("positions", positions);
+}
+
 /// One row of each that share a coarser granularity's set.
 LayerSelection coarsened(const LayerSelection& fine, Heads heads, const PartTrace& trace) {
   if (fine.set.heads() == heads) return fine;
@@ -418,13 +465,6 @@ const PartCell* Part::find(const std::string& id) const {
   return nullptr;
 }
 
-void check_offsets(const std::string& where, std::span<const std::int64_t> offsets, std::size_t length) {
-  if (offsets.empty() || offsets.front() != 0 || !std::ranges::is_sorted(offsets) ||
-      offsets.back() != static_cast<std::int64_t>(length))
-    throw Error{Refusal::input, where, "offsets", fmt::format("ascending from 0 to {}", length),
-                offsets.empty() ? "none" : fmt::format("from {} to {}", offsets.front(), offsets.back())};
-}
-
 Part read_part(const std::filesystem::path& path) {
   const File file = File::open(path);
   if (!file.has_attribute("format") || file.string_attribute("format") != part_format)
@@ -456,46 +496,38 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
   const Group group = file.group("cells").group(id);
   const Heads heads = read_heads(group);
   const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
-  const hsize_t layers = extent(trace.layers), all_rows = layers * extent(rows);
-  const auto offsets = read_shaped<std::int64_t>(group, "offsets", {all_rows + 1});
+  const hsize_t layers = extent(trace.layers);
   const auto sources = read_shaped<std::int32_t>(group, "layer_source", {layers});
   const auto granted = read_shaped<std::int32_t>(group, "budget", {layers, extent(rows)});
   const auto sinks = read_shaped<std::int32_t>(group, "sinks", {layers, extent(rows)});
   const auto recent = read_shaped<std::int32_t>(group, "recent", {layers, extent(rows)});
-  const Shape stored = group.dataset("positions").shape();
-  check_offsets(group.where() + "/offsets", offsets, stored.size() == 1 ? stored[0] : 0);
-  const auto positions = read_shaped<std::int32_t>(group, "positions", {static_cast<hsize_t>(offsets.back())});
+  const std::vector<KeptSet> sets = read_sets(file.group("sets"), id, heads, trace);
   const auto optional_numbers = [&](const char* name, const Shape& shape) {
     return group.member(name) == Group::Member::dataset ? read_shaped<std::int32_t>(group, name, shape)
                                                         : std::vector<std::int32_t>();
   };
-  const auto slots = optional_numbers("slots", {static_cast<hsize_t>(offsets.back())});
+  std::size_t kept = 0;
+  for (const KeptSet& set : sets)
+    for (int row = 0; row < rows; ++row) kept += index(set.count(row));
+  const auto slots = optional_numbers("slots", {kept});
   const auto gone = optional_numbers("evicted_at", {layers, extent(rows), extent(trace.tokens)});
-  const bool keeps_all = group.has_attribute("sets") && group.string_attribute("sets") == "all";
   const std::vector<Heads> of_layers = read_layer_heads(group, heads, trace);
 
   std::vector<LayerSelection> selections;
+  std::size_t before = 0;  // slots of the layers and rows that have been read
   for (const int layer : trace.treated) {
-    LayerSelection selection{KeptSet(heads, rows, trace.boundary), {}, {}, {}, 0, {}, {}};
+    LayerSelection selection{sets[selections.size()], {}, {}, {}, 0, {}, {}};
     const auto refuse = [&](const char* dataset, const char* what, const std::string& expected, const auto& found) {
       throw Error{Refusal::input, group.where() + "/" + dataset, fmt::format("{} of layer {}", what, layer), expected,
                   fmt::format("{}", found)};
     };
     for (int row = 0; row < rows; ++row) {
       const std::size_t r = index(layer) * index(rows) + index(row);
-      std::int32_t least = 0;
-      for (auto i = static_cast<std::size_t>(offsets[r]); i < static_cast<std::size_t>(offsets[r + 1]); ++i) {
-        if (positions[i] < least || positions[i] >= trace.boundary)
-          refuse("positions", "kept position", fmt::format("ascending in 0..{}", trace.boundary - 1), positions[i]);
-        selection.set.keep(row, positions[i]);
-        least = positions[i] + 1;
+      if (!slots.empty()) {
+        const std::size_t count = index(selection.set.count(row));
+        add_slots(selection, std::span(slots).subspan(before, count), row, group);
+        before += count;
       }
-      for (int j = 0; keeps_all && j < trace.boundary; ++j) selection.set.keep(row, j);
-      if (!slots.empty())
-        add_slots(selection,
-                  std::span(slots).subspan(static_cast<std::size_t>(offsets[r]),
-                                           static_cast<std::size_t>(offsets[r + 1] - offsets[r])),
-                  row, group);
       if (granted[r] < 0) refuse("budget", "budget", "at least 0", granted[r]);
       if (sinks[r] < 0 || sinks[r] > trace.boundary)
         refuse("sinks", "sinks", fmt::format("0..{}", trace.boundary), sinks[r]);
@@ -540,20 +572,25 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
     write_trace_arrays(of_trace, old_trace, trace, result);
     if (source) copy_text(*source, of_trace);
 
-    Group sets = file.create_group("cells"), values = file.create_group("values"),
+    Group of_cells = file.create_group("cells"), sets = file.create_group("sets"), values = file.create_group("values"),
           seconds = file.create_group("seconds");
     Group of_trace_values = values.create_group("trace");
     write_values(of_trace_values, trace.values);
     seconds.write("observables", trace.observable_seconds);
     for (const auto& [cell, made] : cells) {
       if (made != nullptr) {
-        Group group = sets.create_group(cell.id);
+        Group group = of_cells.create_group(cell.id);
         set_numbers(group, "layers", trace.treated);
-        write_sets(group, *made, trace, cell.keeps_all_changed);
+        const ByRow by_row(*made, trace);
+        write_selection(group, *made, by_row, trace);
+        const std::vector<std::int64_t> kept = by_row.kept();
+        const hsize_t rows = extent(by_row.rows()), all_rows = trace.treated.size() * rows;
+        sets.write(cell.id, std::span(kept), {trace.treated.size(), rows, kept.size() / all_rows});
       } else {
-        copy(old->group("cells"), cell.id, sets);
+        copy(old->group("cells"), cell.id, of_cells);
+        copy(old->group("sets"), cell.id, sets);
       }
-      Group group = sets.group(cell.id);
+      Group group = of_cells.group(cell.id);
       set_cell_attributes(group, cell, trace);
       Group of_cell = values.create_group(cell.id);
       write_cell_facts(of_cell, cell);
@@ -572,11 +609,17 @@ void write_selections(const std::filesystem::path& path, const std::vector<std::
     const Group traces = file.create_group("traces"), cells = file.create_group("cells");
     for (const std::filesystem::path& part : parts) {
       const File from = File::open(part);
-      const Group from_traces = from.group("traces"), from_cells = from.group("cells");
-      for (const std::string& name : from_traces.names()) copy(from_traces, name, traces);
+      const Group from_traces = from.group("traces"), from_cells = from.group("cells"), sets = from.group("sets");
+      const std::string name = from_traces.names().front();
+      const PartTrace trace = read_conditions(from_traces.group(name), name);
+      copy(from_traces, name, traces);
       // A copy of a trace under another name has the same cells, number by number.
-      for (const std::string& id : from_cells.names())
-        if (cells.member(id) == Group::Member::none) copy(from_cells, id, cells);
+      for (const std::string& id : from_cells.names()) {
+        if (cells.member(id) != Group::Member::none) continue;
+        copy(from_cells, id, cells);
+        Group cell = cells.group(id);
+        write_positions(cell, read_sets(sets, id, read_heads(cell), trace), trace);
+      }
     }
   }
   replace_file(path, file);

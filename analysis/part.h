@@ -1,8 +1,11 @@
 // parts/TRACE.h5: all that a run knows of one trace, the unit that is finished or not.
 //
 //   /traces/NAME    as in selections.h5: sizes, conditions, redundancy, eval attention, tokens, spans
-//   /cells/ID       as in selections.h5: sets and matrices; evicted_at [L, H, T] where they change with time, slots
-//                   where kept tokens stand in another order, attribute layer_heads where granularities differ
+//   /cells/ID       as in selections.h5, its offsets and positions apart: matrices; evicted_at [L, H, T] where sets
+//                   change with time, slots where kept tokens stand in another order, attribute layer_heads where
+//                   granularities differ
+//   /sets/ID        int64 [treated, H, ceil(P / 64)]: token j is kept where bit j % 64 of word j / 64 is 1. A position
+//                   of selections.h5 takes 32 bits: sets are written in full once, not twice
 //   /values/ID      who the cell is, and every value [L+1, H+1]; /values/trace: values of the trace itself
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 #pragma once
@@ -10,7 +13,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -68,9 +70,6 @@ Part read_part(const std::filesystem::path& path);
 /// The sets of one cell of a part: [treated]. Throws Error{input} for sets that cannot be.
 std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
                                             const PartTrace& trace);
-
-/// Rows of a list lie one after another: row r is [offsets[r], offsets[r+1]) of `length`. Throws Error{input}.
-void check_offsets(const std::string& where, std::span<const std::int64_t> offsets, std::size_t length);
 
 /// A cell to be written: `made` holds its sets; null: they are those of the earlier part.
 struct CellToWrite {

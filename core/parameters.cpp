@@ -114,6 +114,7 @@ Parameter& Parameters::declare(std::string name, std::string help, std::string r
   parameter.range = std::move(range);
   parameter.default_text = text();
   parameter.text = std::move(text);
+  parameter.part = part_;
   return parameter;
 }
 

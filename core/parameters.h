@@ -62,6 +62,7 @@ struct Parameter {
   std::function<int()> tokens;                // empty, or the value to hold against `up_to`
   UpTo up_to = UpTo::any;
   bool is_seed = false;
+  std::string part;  // the one part of a plan that reads it, as users call it; empty: not one alone
 
   /// "name=value"; a value that would not end at the next comma stands in parentheses.
   std::string assignment() const;
@@ -124,6 +125,19 @@ class Parameters {
     };
   }
 
+  /// While it lives, what is declared is read by one part of a plan alone: by nothing where another takes its place.
+  class [[nodiscard]] OfPart {
+   public:
+    OfPart(Parameters& parameters, std::string part) : parameters_(parameters) { parameters.part_ = std::move(part); }
+    OfPart(const OfPart&) = delete;
+    OfPart& operator=(const OfPart&) = delete;
+    ~OfPart() { parameters_.part_.clear(); }
+
+   private:
+    Parameters& parameters_;
+  };
+  OfPart of_part(std::string part) { return {*this, std::move(part)}; }
+
   void preset(Preset preset) { presets_.push_back(std::move(preset)); }
 
   /// Sets a parameter, or with the name "preset" a bundle of them. Throws Error{usage} with the nearest name.
@@ -144,6 +158,7 @@ class Parameters {
                                        std::span<const std::string> words);
 
   std::string owner_;
+  std::string part_;  // of what is being declared
   std::vector<Parameter> all_;
   std::vector<Preset> presets_;
 };

@@ -187,28 +187,33 @@ struct Greatest {
   static __device__ __forceinline__ double of(double a, double b) { return fmax(a, b); }
 };
 
-/// Each of the numbers combined over all threads, which all get the result.
+constexpr int most_numbers = 11;
+
+struct Combined {
+  double of_threads[most_numbers][row_threads];
+  double results[most_numbers];
+};
+
+/// Each of the numbers combined over all threads, which all get the result. `shared` serves one call after another.
 template <class Combine, int count>
-__device__ __forceinline__ void combine(double (&numbers)[count]) {
-  constexpr int most = 11;
-  static_assert(count <= most);
-  __shared__ double of_threads[most][row_threads];
-  __shared__ double results[most];
+__device__ __forceinline__ void combine(Combined& shared, double (&numbers)[count]) {
+  static_assert(count <= most_numbers);
   const auto thread = static_cast<int>(threadIdx.x);
 #pragma unroll
-  for (int i = 0; i < count; ++i) of_threads[i][thread] = numbers[i];
+  for (int i = 0; i < count; ++i) shared.of_threads[i][thread] = numbers[i];
   __syncthreads();
   for (int i = thread / 32; i < count; i += row_threads / 32) {
-    double all = of_threads[i][thread % 32];
+    double all = shared.of_threads[i][thread % 32];
 #pragma unroll
-    for (int other = 32; other < row_threads; other += 32) all = Combine::of(all, of_threads[i][other + thread % 32]);
+    for (int other = 32; other < row_threads; other += 32)
+      all = Combine::of(all, shared.of_threads[i][other + thread % 32]);
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) all = Combine::of(all, __shfl_xor_sync(~0U, all, lanes));
-    if (thread % 32 == 0) results[i] = all;
+    if (thread % 32 == 0) shared.results[i] = all;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < count; ++i) numbers[i] = results[i];
+  for (int i = 0; i < count; ++i) numbers[i] = shared.results[i];
 }
 
 /// sums += {dot, full_square, stored_square}
@@ -221,6 +226,7 @@ __device__ __forceinline__ void add(double* sums, double full, double stored) {
 /// Logits -> weights in place, and all sums over keys.
 __global__ void __launch_bounds__(row_threads)
     compare_rows(ComparisonTask task, double* full_panel, double* stored_panel, Comparison* results) {
+  __shared__ Combined shared;
   const int kv_head = static_cast<int>(blockIdx.x) / task.rows();
   const int row = static_cast<int>(blockIdx.x) % task.rows();
   const int query = row / task.group;
@@ -241,15 +247,15 @@ __global__ void __launch_bounds__(row_threads)
     if (key >= place.first && key < place.end && key < task.boundary)
       add(logits, z, stored_z == -HUGE_VAL ? 0.0 : stored_z);
   }
-  combine<Sum>(logits);
-  combine<Greatest>(highest);
+  combine<Sum>(shared, logits);
+  combine<Greatest>(shared, highest);
 
   double totals[2] = {};
   for (int i = thread; i < width; i += row_threads) {
     totals[0] += full[i] = exp(full[i] - highest[0]);
     totals[1] += stored[i] = exp(stored[i] - highest[1]);
   }
-  combine<Sum>(totals);
+  combine<Sum>(shared, totals);
 
   double sums[11] = {};  // over all, the prompt, without sinks; l1; mass
   for (int i = thread; i < width; i += row_threads) {
@@ -264,7 +270,7 @@ __global__ void __launch_bounds__(row_threads)
     sums[9] += fabs(a - stored_a);
     if (key == place.own || is_resident(task, words, key)) sums[10] += a;
   }
-  combine<Sum>(sums);
+  combine<Sum>(shared, sums);
 
   if (thread > 0) return;
   Comparison& result = results[static_cast<std::size_t>(kv_head * task.group + row % task.group) *
@@ -341,6 +347,7 @@ __global__ void __launch_bounds__(tile_threads)
 
 __global__ void __launch_bounds__(row_threads)
     compare_outputs(ComparisonTask task, int splits, const double* partials, Comparison* results) {
+  __shared__ Combined shared;
   const int kv_head = static_cast<int>(blockIdx.x) / task.rows();
   const int row = static_cast<int>(blockIdx.x) % task.rows();
   const auto dim = static_cast<std::size_t>(task.values.dim);
@@ -357,7 +364,7 @@ __global__ void __launch_bounds__(row_threads)
     add(sums, o, stored_o);
     sums[3] += (o - stored_o) * (o - stored_o);
   }
-  combine<Sum>(sums);
+  combine<Sum>(shared, sums);
   if (threadIdx.x > 0) return;
   Comparison& result = results[static_cast<std::size_t>(kv_head * task.group + row % task.group) *
                                    static_cast<std::size_t>(task.query_count) +

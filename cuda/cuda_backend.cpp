@@ -95,7 +95,8 @@ std::size_t CudaBackend::working_set(const LayerTensors& layer, const Workload& 
   const std::size_t places = tokens * 64;
   const std::size_t sums = 2 * heads * tokens * sizeof(double);
   const std::size_t sets = static_cast<std::size_t>(work.sets + 1) * heads * (tokens / 8 + 64 * sizeof(Moments));
-  return (std::size_t{64} << 20) + places + sums + sets;
+  const std::size_t redundancy = work.redundancy_tokens > 0 ? redundancy_bytes(layer, work.redundancy_tokens) : 0;
+  return (std::size_t{64} << 20) + places + sums + sets + redundancy;
 }
 
 }  // namespace kvreplay

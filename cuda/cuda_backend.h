@@ -42,6 +42,10 @@ class CudaBackend final : public Backend {
  private:
   friend class DeviceCall;
 
+  /// Whether least_redundant runs on the device; what it then needs of the machine's own memory.
+  bool redundancy_fits(const LayerTensors& layer, int tokens, bool keys, bool values) const;
+  std::size_t redundancy_bytes(const LayerTensors& layer, int tokens) const;
+
   int threads_;
   cudaDeviceProp facts_;
   bool warp_groups_;

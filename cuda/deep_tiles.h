@@ -7,8 +7,9 @@
 //
 // Sums of a chunk are added to those of the chunks before in float32, rounded to nearest. Of vectors of length 1, a and
 // b, of which a_c and b_c are the parts in chunk c:
-// - Tensor cores cut a sum off towards zero, once in each of four steps of 16 numbers, by less than 2^-23 of it, and it
-//   is at most |a_c| |b_c|. Over all chunks that is at most 4 * 2^-23 Σ |a_c| |b_c| <= 4.8e-7, by Cauchy and Schwarz.
+// - Tensor cores cut a sum off towards zero (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA
+//   tensor cores", section 4): once in each of four steps of 16 numbers, by less than 2^-23 of it, and it is at most
+//   |a_c| |b_c|. Over all chunks that is at most 4 * 2^-23 Σ |a_c| |b_c| <= 4.8e-7, by Cauchy and Schwarz.
 // - Sums over chunks are off by at most 2^-25 each time that one is added, up or down: of `n` chunks some sqrt(n) *
 // 3e-8
 //   remain, 2.4e-7 of 4096 numbers.

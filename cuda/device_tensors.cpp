@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "error.h"
@@ -78,7 +79,18 @@ void DeviceTensors::let_go(const TensorView& tensor) {
 
 bool DeviceTensors::holds(const TensorView& tensor) {
   const std::lock_guard lock(mutex_);
-  return held_.contains(tensor.data);
+  return find(tensor).held != nullptr;
+}
+
+DeviceTensors::Found DeviceTensors::find(const TensorView& tensor) const {
+  const auto after = held_.upper_bound(tensor.data);
+  if (after == held_.begin()) return {};
+  const std::shared_ptr<Held>& held = std::prev(after)->second;
+  const TensorView& whole = held->tensor;
+  if (tensor.dtype != whole.dtype || tensor.tokens != whole.tokens || tensor.dim != whole.dim) return {};
+  for (int first = 0; first + tensor.heads <= whole.heads; ++first)
+    if (tensor.data == whole.row(first, 0)) return {held, first};
+  return {};
 }
 
 void DeviceTensors::bring_held(int device) {
@@ -145,8 +157,10 @@ DeviceTensors::Lease DeviceTensors::lease(const TensorView& tensor, int first, i
   std::shared_ptr<Held> held;
   if (rows.empty()) {
     std::unique_lock lock(mutex_);
-    if (const auto found = held_.find(tensor.data); found != held_.end()) {
-      held = found->second;
+    const Found found = find(tensor);
+    held = found.held;
+    if (held) {
+      first += found.first;
       changed_.wait(lock, [&] { return held->queued >= first + heads || failure_; });
       if (failure_) std::rethrow_exception(failure_);
     }

@@ -38,6 +38,7 @@ class DeviceTensors {
   /// Brings a tensor, whose numbers stay as they are until it is let go, unless it does not fit.
   void hold(const TensorView& tensor);
   void let_go(const TensorView& tensor);
+  /// A tensor or some heads of one.
   bool holds(const TensorView& tensor);
 
   /// Some heads of a tensor for as long as this lives.
@@ -72,6 +73,14 @@ class DeviceTensors {
     std::vector<Event> ready;  // of each head
     int queued = 0;            // heads whose copies are on their way
   };
+
+  /// What is held of the numbers of a tensor, which may be some heads of one that is held, from the first of them on.
+  /// The mutex is locked.
+  struct Found {
+    std::shared_ptr<Held> held;  // null: it is not
+    int first = 0;
+  };
+  Found find(const TensorView& tensor) const;
 
   void bring_held(int device);
   void upload(const TensorView& tensor, int head, std::span<const std::int32_t> rows, std::byte* to);

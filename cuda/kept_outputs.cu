@@ -1,6 +1,8 @@
 // Outputs of what each set holds of a row, and how far they are from that of all: weights are made of logits where they
 // are multiplied with values, over the keys alone that some row of a tile holds.
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/held_keys.h"
 #include "cuda/launch.h"
@@ -30,10 +32,9 @@ __device__ __forceinline__ KeptRow row_of_tile(const KeptRows& rows, int kv_head
   return kept_row(rows, kv_head, number % rows.queries * rows.task.group + number / rows.queries);
 }
 
+/// Four stored numbers, which come in one piece.
 template <class Element>
-struct alignas(4 * sizeof(Element)) Four {
-  Element numbers[4];
-};
+using Four = std::conditional_t<sizeof(Element) == 2, uint2, uint4>;
 
 /// partials[splits, rows, sets, depth]: sums of weight times value over the keys of a split.
 template <class Element, int columns>
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(threads, 3)
   __shared__ KeptRow of_tile[tile_rows];
   __shared__ float references[tile_rows];
   __shared__ unsigned masks[tile_rows][window_words];
-  __shared__ unsigned wanted[threads / 32][window_words];
+  __shared__ __align__(16) unsigned wanted[threads / 32][window_words];
   __shared__ int listed[window_keys];
   __shared__ __align__(16) float weights[step_keys][row_stride];
   __shared__ __align__(16) float numbers[step_keys][columns];
@@ -89,12 +90,9 @@ __global__ void __launch_bounds__(threads, 3)
   // What a thread fills: weights of one key and some rows, values of another key.
   constexpr int filled_apart = threads / step_keys;
   const int filled_row = thread / step_keys;
-  const float* logits[filled_rows];
-#pragma unroll
-  for (int i = 0; i < filled_rows; ++i) {
-    const KeptRow& row = of_tile[filled_row + i * filled_apart];
-    logits[i] = row.row < 0 ? rows.logits : logits_of(rows, row);
-  }
+  const auto keys = static_cast<std::size_t>(rows.task.key_count);
+  const float* logits =
+      rows.logits + static_cast<std::size_t>(kv_head) * static_cast<std::size_t>(row_count(rows)) * keys;
 
   const auto column = [&](int j) { return warp % 2 * (columns / 2) + j / 4 * 32 + lane() % 8 * 4 + j % 4; };
   double wide_sums[thread_rows][thread_columns];
@@ -121,13 +119,22 @@ __global__ void __launch_bounds__(threads, 3)
     int count = 0, before = 0;
     unsigned mine = 0;
 #pragma unroll
-    for (int w = 0; w < window_words; ++w) {
-      const unsigned bits = wanted[0][w] | wanted[1][w] | wanted[2][w] | wanted[3][w];
-      if (w == thread / 8) {
-        mine = bits;
-        before = count;
+    for (int first = 0; first < window_words; first += 4) {
+      uint4 four{0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < threads / 32; ++i) {
+        const uint4 more = *reinterpret_cast<const uint4*>(&wanted[i][first]);
+        four = make_uint4(four.x | more.x, four.y | more.y, four.z | more.z, four.w | more.w);
       }
-      count += __popc(bits);
+      const unsigned bits[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (first + i == thread / 8) {
+          mine = bits[i];
+          before = count;
+        }
+        count += __popc(bits[i]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -136,6 +143,8 @@ __global__ void __launch_bounds__(threads, 3)
     }
     __syncthreads();
 
+    if (count == 0) continue;
+
     float found[filled_rows];
     Four<Element> brought[filled_fours];
     const auto fetch = [&](int first) {
@@ -143,18 +152,20 @@ __global__ void __launch_bounds__(threads, 3)
       const int key = of_weight < count ? listed[of_weight] : -1;
 #pragma unroll
       for (int i = 0; i < filled_rows; ++i) {
-        const bool held = key >= 0 && (masks[filled_row + i * filled_apart][key / 32] >> (key % 32) & 1U) != 0;
-        found[i] = held ? logits[i][window + key] : -INFINITY;
+        const int row = filled_row + i * filled_apart;
+        const bool held = key >= 0 && (masks[row][key / 32] >> (key % 32) & 1U) != 0;
+        found[i] =
+            held ? logits[static_cast<std::size_t>(of_tile[row].row) * keys + static_cast<std::size_t>(window + key)]
+                 : -INFINITY;
       }
-      const int of_value = first + thread / 8;
-      const auto* vector = static_cast<const Four<Element>*>(values[kv_head]);
-      if (of_value < count)
-        vector += (static_cast<std::size_t>(window + listed[of_value]) * static_cast<std::size_t>(depth) +
-                   static_cast<std::size_t>(first_column)) /
-                  4;
+      // Where the list has ended: the last vector once more, its weight is 0.
+      const int of_value = listed[min(first + thread / 8, count - 1)];
+      const auto* vector = static_cast<const Four<Element>*>(values[kv_head]) +
+                           (static_cast<std::size_t>(window + of_value) * static_cast<std::size_t>(depth) +
+                            static_cast<std::size_t>(first_column)) /
+                               4;
 #pragma unroll
-      for (int i = 0; i < filled_fours; ++i)
-        brought[i] = of_value < count ? vector[thread % 8 + 8 * i] : Four<Element>{};
+      for (int i = 0; i < filled_fours; ++i) brought[i] = vector[thread % 8 + 8 * i];
     };
     const auto put = [&] {
 #pragma unroll
@@ -163,7 +174,9 @@ __global__ void __launch_bounds__(threads, 3)
             exp2_fast(found[i] - references[filled_row + i * filled_apart]);
 #pragma unroll
       for (int i = 0; i < filled_fours; ++i) {
-        const Element(&four)[4] = brought[i].numbers;
+        Element four[4];
+        static_assert(sizeof four == sizeof brought[i]);
+        memcpy(four, &brought[i], sizeof four);
         *reinterpret_cast<float4*>(&numbers[thread / 8][(thread % 8 + 8 * i) * 4]) =
             make_float4(widened(four[0]), widened(four[1]), widened(four[2]), widened(four[3]));
       }

@@ -101,7 +101,7 @@ __device__ __forceinline__ int bits_before(unsigned word) {
   int count = __popc(word);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int of_lower = __shfl_up_sync(all_lanes, count, step);
+    const int of_lower = __shfl_up_sync(all_lanes, count, static_cast<unsigned>(step));
     if (lane() >= step) count += of_lower;
   }
   return count - __popc(word);

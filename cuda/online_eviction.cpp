@@ -62,18 +62,12 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
                        .recent = what.recent,
                        .window = layer.sliding_window,
                        .resident = some.copy(what.resident.subspan(before(given), within(given)))};
-    std::vector<std::int32_t> positions(within(capacity), -1);
-    std::vector<double> scores(within(capacity));
-    for (int row = 0; row < some_rows; ++row) {
-      const std::size_t from = before(given) + static_cast<std::size_t>(row) * static_cast<std::size_t>(given);
-      const auto to = static_cast<std::ptrdiff_t>(row) * capacity;
-      std::ranges::copy(what.resident.subspan(from, static_cast<std::size_t>(given)), positions.begin() + to);
-      std::ranges::copy(what.scores.subspan(from, static_cast<std::size_t>(given)), scores.begin() + to);
-    }
-    held_rows.positions = some.copy(positions);
-    held_rows.scores = some.copy(scores);
+    held_rows.positions = some.room<std::int32_t>(within(capacity));
+    held_rows.scores = some.room<double>(within(capacity));
+    begin_rows(held_rows, some.copy(what.scores.subspan(before(given), within(given))), some.stream());
     const std::span<std::int32_t> result = std::span(evicted).subspan(before(what.tokens), within(what.tokens));
-    held_rows.evicted = some.copy(std::span<const std::int32_t>(result));
+    held_rows.evicted = some.room<std::int32_t>(result.size());
+    check(cudaMemsetAsync(held_rows.evicted, 0xFF, result.size_bytes(), some.stream()), "cudaMemsetAsync");  // -1
 
     float* logits = some.room<float>(static_cast<std::size_t>(some_heads) * static_cast<std::size_t>(at_once) *
                                      static_cast<std::size_t>(capacity));

@@ -9,6 +9,15 @@
 namespace kvreplay {
 namespace {
 
+__global__ void place_given(HeldRows held_rows, const double* given_scores) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= held_rows.given) return;
+  const std::size_t from = blockIdx.y * static_cast<std::size_t>(held_rows.given) + static_cast<std::size_t>(i);
+  const std::size_t to = blockIdx.y * static_cast<std::size_t>(held_rows.capacity) + static_cast<std::size_t>(i);
+  held_rows.positions[to] = held_rows.resident[from];
+  held_rows.scores[to] = given_scores[from];
+}
+
 constexpr int split_slots = 256;  // that one block of products takes
 
 /// Rows of query heads [first_head, first_head + heads), of one KV head, against that head's held keys.
@@ -247,6 +256,14 @@ __global__ void __launch_bounds__(most_threads)
 }
 
 }  // namespace
+
+void begin_rows(const HeldRows& held_rows, const double* given_scores, cudaStream_t stream) {
+  if (held_rows.given == 0) return;
+  constexpr int threads = 256;
+  const dim3 blocks(blocks_for(static_cast<std::size_t>(held_rows.given), threads),
+                    static_cast<unsigned>(held_rows.rows));
+  launch(place_given, blocks, threads, 0, stream, held_rows, given_scores);
+}
 
 void write_held_logits(const ProductForm& form, const AttentionTask& task, const HeldRows& held_rows, int held,
                        int token, int steps, float* logits, cudaStream_t stream) {

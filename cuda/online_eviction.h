@@ -28,6 +28,9 @@ struct HeldRows {
   std::int32_t* evicted = nullptr;         // [rows, tokens]
 };
 
+/// The given tokens, with their scores [rows, given].
+void begin_rows(const HeldRows& held_rows, const double* given_scores, cudaStream_t stream);
+
 /// Steps whose logits are computed at once.
 inline constexpr int steps_at_once = 128;
 

@@ -4,8 +4,8 @@
 #include <cassert>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/device_call.h"
 #include "cuda/launch.h"
@@ -275,23 +275,30 @@ __global__ void __launch_bounds__(most_threads, 1) join_tokens(Choice choice, in
 #pragma unroll
       for (int i = 0; i < tokens_at_once; ++i) {
         const int j = first + i * threads;
-        if (j >= tokens) continue;
-        sum[i] = j != token ? choice.excess[j] : choice.greatest ? -joined_excess : joined_excess;
-        highest[i] = 0;
+        sum[i] = highest[i] = 0;
+        if (j < tokens) sum[i] = j != token ? choice.excess[j] : choice.greatest ? -joined_excess : joined_excess;
       }
 #pragma unroll
       for (int m = 0; m < most_matrices; ++m) {
         if (m >= choice.count) continue;
         const Redundancy& matrix = choice.matrices[m];
+        // All loads before the first store, for the compiler cannot know that they differ.
+        std::int32_t similarity[tokens_at_once], raised[tokens_at_once];
+#pragma unroll
+        for (int i = 0; i < tokens_at_once; ++i) {
+          const int j = first + i * threads;
+          similarity[i] = j < tokens ? joining[m][j] : 0;
+          raised[i] = j < tokens ? matrix.highest[j] : 0;
+        }
 #pragma unroll
         for (int i = 0; i < tokens_at_once; ++i) {
           const int j = first + i * threads;
           if (j >= tokens) continue;
-          const std::int32_t s = joining[m][j];
-          sum[i] += excess_of(s, red[m], highest_similarity);
-          const std::int32_t raised = max(matrix.highest[j], s);
-          matrix.highest[j] = raised;
-          highest[i] += raised;
+          sum[i] += excess_of(similarity[i], red[m], highest_similarity);
+          if (j == token && step > 0) matrix.red[j] = red[m];
+          raised[i] = max(raised[i], similarity[i]);
+          matrix.highest[j] = raised[i];
+          highest[i] += raised[i];
         }
         if (step == 1) {
           // The first, alone, had red 0, whatever it has now.
@@ -319,8 +326,6 @@ __global__ void __launch_bounds__(most_threads, 1) join_tokens(Choice choice, in
         const int j = first + i * threads;
         if (j >= tokens) continue;
         choice.excess[j] = sum[i];
-        if (j == token && step > 0)
-          for (int m = 0; m < choice.count; ++m) choice.matrices[m].red[j] = red[m];
         const std::int64_t redundancy = sum[i] + highest[i];
         best = better(best, {choice.greatest ? -redundancy : redundancy, j});
       }
@@ -334,26 +339,40 @@ __global__ void __launch_bounds__(most_threads, 1) join_tokens(Choice choice, in
   if (thread == 0) *choice.next = next;
 }
 
+/// Numbers of a row of similarities: whole tiles.
+int stride_of(int tokens) { return (tokens + tile_tokens - 1) / tile_tokens * tile_tokens; }
+
 }  // namespace
+
+bool CudaBackend::redundancy_fits(const LayerTensors& layer, int tokens, bool keys, bool values) const {
+  // Which rows a step reads is known only when it comes: all must be there. Half of the memory is for layers that are
+  // held, an eighth for vectors, a quarter for similarities; where that does not do, the host computes rows as it needs
+  // them.
+  const auto count = static_cast<std::size_t>(tokens);
+  std::size_t vectors = 0;
+  for (const auto& [wanted, tensor] : {std::pair{keys, layer.k}, {values, layer.v}})
+    if (wanted) vectors += count * static_cast<std::size_t>(tensor.heads * padded_depth(tensor.dim)) * sizeof(double);
+  const std::size_t similarities = count * static_cast<std::size_t>(stride_of(tokens)) * sizeof(std::int32_t);
+  return vectors <= memory_.limit() / 8 && (keys && values ? 2 : 1) * similarities <= memory_.limit() / 4;
+}
+
+std::size_t CudaBackend::redundancy_bytes(const LayerTensors& layer, int tokens) const {
+  if (!redundancy_fits(layer, tokens, true, true))
+    return make_backend("cpu", threads_)->working_set(layer, {.redundancy_tokens = tokens});
+  // Keys that are turned back, here and on their way to the device, and sines and cosines.
+  const std::size_t keys = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(layer.k.heads * layer.k.dim);
+  const std::size_t angles = static_cast<std::size_t>(layer.k.tokens) * layer.rope.inv_freq.size();
+  return 2 * (keys + angles) * sizeof(double);
+}
 
 std::vector<std::int32_t> CudaBackend::least_redundant(const LayerTensors& layer, const RedundancyElimination& what) {
   const int tokens = static_cast<int>(what.resident.size());
   assert(what.keys || what.values);
   assert(what.sinks + what.recent >= 1 && what.sinks + what.recent <= what.keep && what.keep <= tokens);
   const auto count = static_cast<std::size_t>(tokens);
-  const int stride = (tokens + tile_tokens - 1) / tile_tokens * tile_tokens;
-  const auto matrix_size = count * static_cast<std::size_t>(stride);
-
-  // Which rows a step reads is known when it comes: all of them must be there. Half of the memory is for layers that
-  // are held; where an eighth does not do for vectors and the rest not for similarities, the host computes rows as it
-  // needs them.
-  std::size_t vector_bytes = 0;
-  if (what.keys)
-    vector_bytes += count * sizeof(double) * static_cast<std::size_t>(layer.k.heads * padded_depth(layer.k.dim));
-  if (what.values)
-    vector_bytes += count * sizeof(double) * static_cast<std::size_t>(layer.v.heads * padded_depth(layer.v.dim));
-  const std::size_t matrices = what.keys && what.values ? 2 : 1;
-  if (vector_bytes > memory_.limit() / 8 || matrices * matrix_size * sizeof(std::int32_t) > memory_.limit() / 4)
+  const int stride = stride_of(tokens);
+  const std::size_t matrix_size = count * static_cast<std::size_t>(stride);
+  if (!redundancy_fits(layer, tokens, what.keys, what.values))
     return make_backend("cpu", threads_)->least_redundant(layer, what);
 
   DeviceCall call(*this);
@@ -365,7 +384,7 @@ std::vector<std::int32_t> CudaBackend::least_redundant(const LayerTensors& layer
                 .recent = what.recent,
                 .greatest = what.most_redundant,
                 .excess = call.room<std::int64_t>(count),
-                .rises = call.room<Rise>(matrices * count),
+                .rises = call.room<Rise>(most_matrices * count),
                 .joined = call.room<std::int32_t>(static_cast<std::size_t>(what.keep)),
                 .next = call.zeros<std::int32_t>(1)};
   const auto add_similarities = [&]<class Element>(const TokenVectors& vectors) {
@@ -381,14 +400,12 @@ std::vector<std::int32_t> CudaBackend::least_redundant(const LayerTensors& layer
   const auto add_stored = [&](const TensorView& tensor) {
     // Of a tensor that is not held the residents come alone.
     const bool held = tensors_.holds(tensor);
-    std::vector<int> rows(what.resident.begin(), what.resident.end());
     const DeviceTensors::Lease lease =
         tensors_.lease(tensor, 0, tensor.heads, held ? std::span<const std::int32_t>() : what.resident, call.stream());
-    if (!held) std::iota(rows.begin(), rows.end(), 0);
     const TokenVectors vectors{.heads = call.copy(lease.heads()),
                                .head_count = tensor.heads,
                                .depth = padded_depth(tensor.dim),
-                               .rows = call.copy(rows),
+                               .rows = held ? call.copy(what.resident) : nullptr,
                                .tokens = tokens};
     with_element(tensor.dtype, [&]<class Element>() { add_similarities.template operator()<Element>(vectors); });
     stream_.wait();  // before the tensor goes

@@ -220,15 +220,16 @@ std::vector<double> CudaBackend::similarity_row_maxima(const TensorView& tensor,
   };
   const auto pack = [&](int first, const Room& room) {
     const Packed packed{room.vectors, room.scales, first, std::min(span, tokens - first)};
-    std::vector<std::int32_t> rows;
-    if (packed.tokens < tokens) {
-      rows.resize(static_cast<std::size_t>(packed.tokens));
-      std::iota(rows.begin(), rows.end(), first);
-    }
-    const DeviceTensors::Lease lease = tensors_.lease(tensor, 0, tensor.heads, rows, call.stream());
+    std::vector<std::int32_t> rows(static_cast<std::size_t>(packed.tokens));
+    std::iota(rows.begin(), rows.end(), first);
+    const bool held = tensors_.holds(tensor);
+    const bool whole = held || packed.tokens == tensor.tokens;
+    const DeviceTensors::Lease lease = tensors_.lease(
+        tensor, 0, tensor.heads, whole ? std::span<const std::int32_t>() : std::span(rows), call.stream());
     const TokenVectors vectors{.heads = call.copy(lease.heads()),
                                .head_count = tensor.heads,
                                .depth = padded_depth(tensor.dim),
+                               .rows = held ? call.copy(rows) : nullptr,
                                .tokens = packed.tokens};
     with_element(tensor.dtype, [&]<class Element>() {
       launch(pack_vectors<Element>, dim3(blocks_for(static_cast<std::size_t>(packed.tokens) * 32, threads)), threads, 0,

@@ -12,7 +12,9 @@ const RegisteredMetric select_seconds_metric{{
     .name = "select_seconds",
     .summary = "wall time of scoring and selecting, in seconds.csv",
     .unit = "s",
-    .formula = "per layer; observables that policies share are apart, as observable_seconds",
+    .formula =
+        "per layer; observables that policies share are apart, as observable_seconds; scores that cells share are "
+        "charged to each of them in full",
     .source = "ChunkKV, Fig. 4",
     .edges = "a layer that reuses another's set costs the copy; times are never in results.csv, so that runs compare",
     .variants = {{"", "scoring and selection", OfSeconds{score_and_select}, true},

@@ -156,6 +156,9 @@ class Backend {
   /// One line for people and for run.json: what computes, and at which SIMD level or on which device.
   virtual std::string description() const = 0;
 
+  /// Of this machine, that work between calls may take.
+  virtual int threads() const { return 1; }
+
   /// [Hq, columns], or [Hq, n] over a resident list of n.
   virtual Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) = 0;
 

@@ -24,6 +24,7 @@ class CpuBackend final : public Backend {
   explicit CpuBackend(int threads, std::size_t similarity_bytes = std::size_t{1} << 30);
 
   std::string description() const override;
+  int threads() const override { return threads_; }
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                            std::span<const KeptSets> kept, MomentParts parts) override;

@@ -58,6 +58,11 @@ class KeptSet {
   void drop(int row, int begin, int end) {
     over_words(begin, end, [&](int position, std::uint64_t bits) { word(row, position) &= ~bits; });
   }
+  /// All that the words of a row say, 64 positions each; bits beyond the last position must be 0.
+  void keep(int row, std::span<const std::uint64_t> words_of_row) {
+    std::ranges::copy(words_of_row,
+                      bits_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(row) * words()));
+  }
   bool keeps(int row, int position) const { return (bits_[index(row, position)] & bit(position)) != 0; }
   int count(int row) const { return count_common(row_bits(row), row_bits(row)); }
   /// Of the positions [begin, end).

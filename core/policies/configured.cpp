@@ -85,7 +85,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
       if ((key == "preset") == is_preset) configured.set(key, value);
   configured.share_parameters();
   configured.policy_->check();
-  if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.plans(2);
+  if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.check_given();
   return configured;
 }
 
@@ -203,6 +203,26 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
     check_plan(name_, plan);
   }
   return all;
+}
+
+void ConfiguredPolicy::check_given() const {
+  const bool scores = static_cast<bool>(plans(2).front().plan.score);
+  const std::unique_ptr<Policy> fresh = make_policy(name_);
+  const Parameters defaults = fresh->parameters(), own = policy_->parameters();
+  for (const std::string& name : given_) {
+    const Parameter* parameter = own.find(name);
+    if (parameter == nullptr || parameter->part.empty()) continue;
+    // All values of a policy are a text of it: those that nobody has changed may stand there unread.
+    if (parameter->text() == defaults.find(name)->default_text) continue;
+    const auto takes_place = [&](const Placed& placed) { return kind_of(parameter->part)->value == placed.kind; };
+    const auto placed = std::ranges::find_if(parts_, takes_place);
+    if (placed == parts_.end() && (scores || parameter->part != "score")) continue;
+    if (std::ranges::any_of(parts_, [&](const Placed& part) { return part.part->parameters().find(name) != nullptr; }))
+      continue;
+    throw Error{Refusal::usage, name_ + ":" + name, "nothing reads it",
+                "the " + parameter->part + " of " + name_ + " itself",
+                placed == parts_.end() ? "a selector without scores" : parameter->part + "=" + placed->name};
+  }
 }
 
 void ConfiguredPolicy::refuse_parts() const {

@@ -49,6 +49,8 @@ class ConfiguredPolicy {
   void place_parts(std::vector<std::pair<std::string, std::string>>& values);
   void share_parameters();
   void set(std::string_view name, std::string_view text);
+  /// Throws Error{usage} for parts that do not fit, and for a value that was given and that none of them reads.
+  void check_given() const;
   std::string label_of(bool (*also)(const Parameter&)) const;
   [[noreturn]] void refuse_parts() const;
 

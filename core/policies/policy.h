@@ -72,7 +72,7 @@ struct Row {
   int budget = 0;                       // tokens that this row may keep: < n, but for selectors of the whole prompt
   int sinks = 0;                        // of the budget: first tokens that stay by rule
   int recent = 0;                       // and last ones
-  const LayerView* view = nullptr;      // for selectors that read the layer
+  const LayerView* view = nullptr;      // for selectors that say they read the layer; others never see it
 };
 
 /// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.

@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <exception>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
 
 #include "attention/rope.h"
+#include "parallel.h"
 #include "positions.h"
 #include "replay/schedules.h"
 #include "trace/float_types.h"
@@ -83,6 +87,7 @@ struct Job {
   std::optional<Error> failure = {};
   std::vector<std::int32_t> nested = {};  // what the layer before leaves to the next one, of nested policies
 
+  bool takes_counts() const { return counted != no_cell; }
   bool known() const { return cell != nullptr && !cell->known.empty(); }
   const Stretch& stretch(int layer) const {
     return *std::ranges::find_if(stretches, [&](const Stretch& s) { return layer < s.of.first + s.of.count; });
@@ -182,8 +187,10 @@ class Replay {
     const bool second_walk = std::ranges::any_of(jobs_, &Job::two_walks);
     walk(0, second_walk ? 2 : 1);
     if (!second_walk) return;
+    std::vector<Job*> left;
     for (Job& job : jobs_)
-      if (job.two_walks) guarded(job, [&] { select_after_walk(job); });
+      if (job.two_walks) guarded(job, [&] { left.push_back(&job); });
+    for_all(left, &Job::takes_counts, [&](Job& job) { select_after_walk(job); });
     walk(1, 2);
   }
 
@@ -207,6 +214,19 @@ class Replay {
     }
   }
 
+  /// Guarded work(job) for all: several at a time, but one after the other, and after these, where `alone` says so.
+  template <class Alone, class Work>
+  void for_all(const std::vector<Job*>& jobs, const Alone& alone, const Work& work) {
+    std::vector<Job*> together;
+    std::ranges::copy_if(jobs, std::back_inserter(together), [&](const Job* job) { return !std::invoke(alone, *job); });
+    const std::vector<std::exception_ptr> thrown =
+        side_by_side(backend_.threads(), together.size(), [&](std::size_t i) { work(*together[i]); });
+    for (std::size_t i = 0; i < together.size(); ++i)
+      if (thrown[i]) guarded(*together[i], [&] { std::rethrow_exception(thrown[i]); });
+    for (Job* job : jobs)
+      if (std::invoke(alone, *job)) guarded(*job, [&] { work(*job); });
+  }
+
   void fail(Job& job, const Error& error) {
     job.failure = error;
     job.scores.assign(job.scores.size(), nullptr);
@@ -217,7 +237,7 @@ class Replay {
   int prompt() const { return conditions_.boundary; }
 
   int add(Job job, const std::vector<LayerPlan>& plans) {
-    const bool counted_later = job.counted >= 0 && jobs_[static_cast<std::size_t>(job.counted)].two_walks;
+    const bool counted_later = job.takes_counts() && jobs_[static_cast<std::size_t>(job.counted)].two_walks;
     for (const LayerPlan& of_range : plans) {
       Stretch& stretch = job.stretches.emplace_back();
       stretch.of = of_range;
@@ -242,7 +262,7 @@ class Replay {
 
   /// The first job of the same policy, where no budget binds it.
   int same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
-    if (job.known() || job.counted >= 0 || std::ranges::any_of(plans, has_budget, &LayerPlan::plan)) return no_cell;
+    if (job.known() || job.takes_counts() || std::ranges::any_of(plans, has_budget, &LayerPlan::plan)) return no_cell;
     const auto policy = [](const Job& of) { return of.cell->policy.name() + ":" + of.cell->policy.params(); };
     const auto found = std::ranges::find_if(jobs_, [&](const Job& other) {
       return other.number != no_cell && !other.known() && policy(other) == policy(job);
@@ -288,8 +308,7 @@ class Replay {
                            store_);
       if (number == 0) {
         sink_.layer(view, backend_);
-        for (Job& job : jobs_) guarded(job, [&] { select(job, view); });
-        scores_.clear();
+        select(view);
       }
       report_and_measure(view, number == 1);
       sink_.layer_done(view, number, walks);
@@ -302,31 +321,49 @@ class Replay {
   /// Whether a layer's counts are known only when all layers have been seen.
   bool counts_come_later(const Job& job, const Stretch& stretch) const {
     return std::holds_alternative<AcrossLayers>(stretch.plan().allocate) ||
-           (job.counted >= 0 && jobs_[static_cast<std::size_t>(job.counted)].two_walks);
+           (job.takes_counts() && jobs_[static_cast<std::size_t>(job.counted)].two_walks);
   }
 
-  void select(Job& job, const LayerView& view) {
+  void select(const LayerView& view) {
+    const auto l = static_cast<std::size_t>(view.layer());
+    std::vector<Job*> to_choose;
+    for (Job& job : jobs_)
+      if (job.same < 0)
+        guarded(job, [&] {
+          if (score(job, view)) to_choose.push_back(&job);
+        });
+    // Observables are made by one thread: what does not read the layer does not see it.
+    const auto reads_layer = [&](const Job& job) { return job.stretch(view.layer()).plan().select.reads_layer; };
+    for_all(
+        to_choose, [&](const Job& job) { return job.takes_counts() || reads_layer(job); },
+        [&](Job& job) { choose(job, job.stretch(view.layer()), view.layer(), reads_layer(job) ? &view : nullptr); });
+    for (Job& job : jobs_)
+      if (job.same >= 0)
+        guarded(job, [&] {
+          const Job& source = jobs_[static_cast<std::size_t>(job.same)];
+          job.selections[l] = source.selections[l];
+          job.seconds[l] = source.seconds[l];
+        });
+    scores_.clear();
+  }
+
+  /// Selects, or scores alone: true where the rows are to be chosen now.
+  bool score(Job& job, const LayerView& view) {
     poll();
     const auto l = static_cast<std::size_t>(view.layer());
     const Stretch& stretch = job.stretch(view.layer());
     if (job.known()) {
       job.selections[l] = job.cell->known[l];
-      return;
-    }
-    if (job.same >= 0) {
-      const Job& source = jobs_[static_cast<std::size_t>(job.same)];
-      job.selections[l] = source.selections[l];
-      job.seconds[l] = source.seconds[l];
-      return;
+      return false;
     }
     if (keeps_everything(stretch.plan(), job.budget, prompt())) {
       job.selections[l] = whole_prompt(view, stretch.plan());
-      return;
+      return false;
     }
     if (!stretch.is_source(view.layer())) {
       if (const int source = stretch.source_of(view.layer()); source < view.layer())
         job.selections[l] = job.selections[static_cast<std::size_t>(source)];
-      return;
+      return false;
     }
     if (!std::holds_alternative<Once>(stretch.plan().schedule)) {
       job.seconds[l].select = seconds_of(view, [&] {
@@ -337,8 +374,9 @@ class Replay {
     } else {
       job.selections[l] = empty_selection(view, stretch.plan().grouping.heads);
       job.scores[l] = scores_of_prompt(job, stretch, view);
-      if (!counts_come_later(job, stretch)) choose(job, stretch, view.layer(), &view);
+      return !counts_come_later(job, stretch);
     }
+    return false;
   }
 
   /// Seconds that `work` takes, those on shared observables apart.
@@ -381,7 +419,7 @@ class Replay {
   }
 
   std::vector<int> counts(const Job& job, const Stretch& stretch, int layer, const Scores& scores, int rows) const {
-    if (job.counted >= 0) {
+    if (job.takes_counts()) {
       const KeptSet& set = jobs_[static_cast<std::size_t>(job.counted)].selections[static_cast<std::size_t>(layer)].set;
       std::vector<int> of_rows;
       for (int row = 0; row < set.rows(); ++row) of_rows.push_back(set.count(row));

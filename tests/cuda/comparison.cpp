@@ -140,6 +140,28 @@ TEST(CudaComparisonWith, KeysThatTakeSeveralBlocksAreAllCounted) {
   expect_near(compare("cuda"), compare("cpu"));
 }
 
+TEST(CudaComparisonWith, OneHeadOfHeldTensorsIsThatHeadOfTheLayer) {
+  const LayerShape shape{.query_heads = 6, .kv_heads = 3, .tokens = 50, .dim = 8};
+  const RandomLayer layer(shape);
+  const std::vector<KeptSet> sets{random_set(Heads::layer, shape, 40, 0.3, 7)};
+  const std::vector<std::int32_t> queries{44};
+  const auto cuda = make_backend("cuda", 1);
+  const auto compare = [&](const LayerTensors& tensors) {
+    return cuda->compare_attention(tensors, tensors, Positions::original, queries, 40, sets);
+  };
+  const std::vector<Comparison> expected = compare(layer.tensors());
+  cuda->hold(layer.tensors(), true);
+  for (int head = 0; head < shape.query_heads; ++head) {
+    LayerTensors one = layer.tensors();
+    for (auto [tensor, number] : {std::pair{&one.q, head}, {&one.k, head / 2}, {&one.v, head / 2}}) {
+      tensor->data = tensor->row(number, 0);
+      tensor->heads = 1;
+    }
+    EXPECT_EQ(numbers(compare(one)), numbers({expected[static_cast<std::size_t>(head)]})) << head;
+  }
+  cuda->let_go(layer.tensors());
+}
+
 TEST(CudaComparisonWith, QueriesThatAreNotStoredAreRefused) {
   const RandomLayer layer({.tokens = 60, .first_stored_query = 20});
   const std::vector<KeptSet> sets{random_set(Heads::kv, layer.shape(), 40, 0.3, 7)};

@@ -32,10 +32,11 @@ TEST_P(CudaLeastRedundantOf, IsThatOfTheCpu) {
     int sinks, recent, keep;
   };
   for (const auto& [sinks, recent, keep] :
-       {Protection{0, 1, tokens / 2}, {4, tokens / 4, tokens / 2 + 3}, {0, 1, tokens}, {2, 0, 9}, {1, 5, 6}})
+       {Protection{0, 1, tokens / 2}, {4, tokens / 4, tokens / 2 + 3}, {0, 1, tokens}, {2, 0, 9}})
     for (const bool most : {false, true})
       for (const auto& [keys, values] : {std::pair{true, true}, {true, false}, {false, true}})
         for (const Positions positions : {Positions::original, Positions::cache}) {
+          if (!keys && positions == Positions::cache) continue;
           const RedundancyElimination what{.resident = resident,
                                            .positions = positions,
                                            .keys = keys,
@@ -61,7 +62,8 @@ INSTANTIATE_TEST_SUITE_P(
                       LayerShape{.kv_heads = 4, .tokens = 70, .dim = 64, .dtype = DType::bfloat16}));
 
 TEST_F(CudaLeastRedundant, ClustersRaiseOneAnother) {
-  // Tokens near one of three centres, some of them equal or zero: many members' red rise at once, and Adds are equal.
+  // Tokens near one of three centres, some of them equal or zero: many members' red rise at once, and of equal Adds the
+  // lower token counts.
   for (const DType dtype : {DType::float32, DType::bfloat16}) {
     RandomLayer layer({.kv_heads = 2, .tokens = 300, .dim = 20, .dtype = dtype, .rope_pairs = 4});
     for (int token = 0; token < 300; ++token)
@@ -70,7 +72,7 @@ TEST_F(CudaLeastRedundant, ClustersRaiseOneAnother) {
           const double centre = gaussian(chain(7, token % 3, head, c), chain(8, token % 3, head, c));
           const double away = token % 5 == 0 ? 0.0 : 0.05 * layer.k.at(head, token, c);
           layer.k.set(head, token, c, token % 41 == 17 ? 0.0F : static_cast<float>(centre + away));
-          if (token % 7 < 2) layer.v.set(head, token, c, token % 41 == 17 ? 0.0F : static_cast<float>(centre));
+          if (token % 5 == 0) layer.v.set(head, token, c, token % 41 == 17 ? 0.0F : static_cast<float>(centre));
         }
     const auto resident = range(0, 300);
     for (const Positions positions : {Positions::original, Positions::cache})
@@ -117,9 +119,9 @@ TEST_F(CudaLeastRedundant, GoesToTheHostWhereMemoryIsShort) {
     const std::vector<std::int32_t> expected = choose("cpu", layer.tensors(), what);
     // 1.5 MB of similarities a matrix: a quarter of this is room for one of them.
     emulated::reset();
-    EXPECT_EQ(choose("cuda", layer.tensors(), what, std::size_t{8} << 20), expected);
+    EXPECT_EQ(choose("cuda", layer.tensors(), what, std::size_t{10} << 20), expected);
     EXPECT_EQ(emulated::peak_allocated() > 0, !keys);
-    EXPECT_LE(emulated::peak_allocated(), std::size_t{8} << 20);
+    EXPECT_LE(emulated::peak_allocated(), std::size_t{10} << 20);
   }
 }
 

@@ -107,7 +107,7 @@ std::vector<std::string> all_policies() {
            "local:schedule=rolling",
            "local:store=cache",
            "h2o:select=chunks,chunk=3,allocate=pyramid",
-           "snapkv:window=3,pool=none,heads=layer,score=question,schedule=question-blocks(9),question_tokens=3,"
+           "snapkv:window=3,heads=layer,score=question,schedule=question-blocks(9),question_tokens=3,"
            "question=last",
            "snapkv:window=2,share=every,reuse=2",
            "oracle:scope=layer",

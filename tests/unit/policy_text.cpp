@@ -172,6 +172,23 @@ TEST(ComposedPolicy, AParameterThatBothHaveIsOne) {
   EXPECT_EQ(params.find("window="), params.rfind(",window=") + 1) << params;
 }
 
+TEST(ComposedPolicy, AValueThatNothingReadsIsRefused) {
+  EXPECT_EQ(refusal_of_policy("pyramid-kv:beta=3,allocate=uniform"),
+            "pyramid-kv:beta: nothing reads it: expected the allocate of pyramid-kv itself, found allocate=uniform");
+  EXPECT_EQ(refusal_of_policy("h2o:overlap=true,select=chunks"),
+            "h2o:overlap: nothing reads it: expected the select of h2o itself, found select=chunks");
+  EXPECT_EQ(refusal_of_policy("snapkv:kernel=5,score=cumulative"),
+            "snapkv:kernel: nothing reads it: expected the score of snapkv itself, found score=cumulative");
+  EXPECT_EQ(refusal_of_policy("snapkv:kernel=5,select=stride"),
+            "snapkv:kernel: nothing reads it: expected the score of snapkv itself, found a selector without scores");
+  EXPECT_EQ(refusal_of_policy("chunkkv:reuse=2,share=none"),
+            "chunkkv:reuse: nothing reads it: expected the share of chunkkv itself, found share=none");
+  // What the part that takes the place reads too, what others read as well, and what was not changed.
+  for (const char* text : {"pyramid-kv:beta=3,allocate=pyramid", "chunkkv:window=3,score=cumulative",
+                           "pyramid-kv:beta=20,allocate=uniform", "chunkkv:chunk=3,allocate=pyramid,beta=3"})
+    EXPECT_NO_THROW(ConfiguredPolicy::parse(text)) << text;
+}
+
 TEST(LayerRanges, EachIsReplayedByAPolicyOfItsOwn) {
   const ConfiguredPolicy policy = ConfiguredPolicy::parse("layers:3=(h2o:heads=query),0-2=(chunkkv:reuse=2)");
   const std::vector<LayerPlan> plans = policy.plans(4);

@@ -83,12 +83,17 @@ TEST_F(DamagedPart, UntouchedItIsRead) {
 }
 
 TEST_F(DamagedPart, Sets) {
-  EXPECT_EQ((refused_set<std::int64_t>("offsets", 0, -5)), "offsets");
-  EXPECT_EQ((refused_set<std::int64_t>("offsets", 1, 1 << 30)), "offsets");
-  EXPECT_EQ((refused_set<std::int64_t>("offsets", 8, 1 << 30)), "offsets");
-  EXPECT_EQ((refused_set<std::int32_t>("positions", 0, -1)), "kept position of layer 0");
-  EXPECT_EQ((refused_set<std::int32_t>("positions", 5, 12)), "kept position of layer 0");
-  EXPECT_EQ((refused_set<std::int32_t>("positions", 1, 0)), "kept position of layer 0");
+  const auto refused_bits = [&](std::size_t row, std::int64_t bits) {
+    return refused([&](File& opened) {
+      Dataset dataset = opened.group("sets").dataset(id_);
+      std::vector<std::int64_t> all = dataset.values<std::int64_t>();
+      all.at(row) = bits;
+      dataset.write(hdf5::Type::int64(), all.data());
+    });
+  };
+  EXPECT_EQ(refused_bits(0, 0xFFF), "read") << "all of the 12 tokens";
+  EXPECT_EQ(refused_bits(0, 0x1000), "/sets/" + id_ + ": kept position of layer 0");
+  EXPECT_EQ(refused_bits(7, -1), "/sets/" + id_ + ": kept position of layer 3");
   EXPECT_EQ((refused_set<std::int32_t>("sinks", 2, -1)), "sinks of layer 1");
   EXPECT_EQ((refused_set<std::int32_t>("sinks", 2, 13)), "sinks of layer 1");
   EXPECT_EQ((refused_set<std::int32_t>("recent", 0, 13)), "recent tokens of layer 0");
@@ -110,6 +115,7 @@ TEST_F(DamagedPart, Shapes) {
   EXPECT_EQ(replaced("seconds", id_, {3, 2}), "/seconds/" + id_ + ": shape");
   EXPECT_EQ(replaced("seconds", "observables", {1}), "/seconds/observables: shape");
   EXPECT_EQ(replaced("cells/" + id_, "sinks", {2, 4}), "/cells/" + id_ + "/sinks: shape");
+  EXPECT_EQ(replaced("sets", id_, {4, 2, 2}), "/sets/" + id_ + ": shape");
   EXPECT_EQ(replaced("traces/f1", "eval_attention", {4, 11}), "/traces/f1/eval_attention: shape");
   for (const hdf5::Shape& shape : {hdf5::Shape{2, 1}, {5, 0}, {5, 6}, {5}})
     EXPECT_EQ(refused([&](File& opened) {
@@ -226,7 +232,7 @@ TEST_F(PartsOverTime, WhatKeepsAllButChangesItHasNoRows) {
   const Part part = read_part(path_);
   EXPECT_TRUE(part.find(id_)->keeps_all_changed);
   {
-    const File opened = File::open(path_);
+    const File opened = File::open(request_.output / "selections.h5");
     const Group group = opened.group("cells").group(id_);
     EXPECT_EQ(group.string_attribute("sets"), "all");
     EXPECT_EQ(group.dataset("positions").shape(), (hdf5::Shape{0}));

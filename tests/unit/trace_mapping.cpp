@@ -2,8 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <string>
+#include <thread>
 #include <vector>
 
+#include "trace/hash.h"
 #include "trace/synth.h"
 #include "trace/trace.h"
 #include "trace_files.h"
@@ -45,6 +50,51 @@ TEST_F(TraceMapping, LimitsAndHintsChangeNothing) {
     }
     EXPECT_EQ(trace.hash(), plain.hash());
   }
+}
+
+/// Bytes of files that are mapped and resident, of this process.
+std::size_t resident() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;)
+    if (word == "RssFile:") {
+      std::size_t kilobytes = 0;
+      status >> kilobytes;
+      return kilobytes * 1024;
+    }
+  return 0;
+}
+
+class TraceLimit : public TraceFiles {};
+
+TEST_F(TraceLimit, PagesBeyondItAreLetGoWhileTheirLayerIsInUse) {
+  constexpr std::size_t layer_bytes = std::size_t{96} << 20, kept = Trace::least_mapped / 2;
+  SynthOptions options = synth_defaults("gaussian");
+  options.layers = 1;
+  options.kv_heads = options.query_heads = 8;
+  options.prefill = static_cast<int>(layer_bytes / (std::size_t{3} * 8 * 64 * 2));
+  synthesise(options, file("large.h5"));
+
+  const auto read = [](const Trace& trace) {
+    Hash hash;
+    const LayerTensors layer = trace.layer(0);
+    for (const TensorView& tensor : {layer.q, layer.k, layer.v}) hash.update({tensor.data, tensor.bytes()});
+    return hash.digits();
+  };
+  const std::size_t before = resident();
+  std::string all;
+  {
+    const Trace plain = Trace::open(file("large.h5"));
+    all = read(plain);
+    EXPECT_GE(resident(), before + layer_bytes) << "nothing is let go without a limit";
+  }
+  Trace limited = Trace::open(file("large.h5"));
+  limited.limit_mapped(1);
+  EXPECT_EQ(read(limited), all);
+  const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (resident() > before + kept && std::chrono::steady_clock::now() < patience)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_LE(resident(), before + kept);
+  EXPECT_EQ(read(limited), all) << "pages come back";
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct ChunkKv {
     chunks.parameters(p);
     p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
     grouping.parameters(p);
+    const auto read = p.of_part("share");
     p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "layers that share the first one's set");
   }
 

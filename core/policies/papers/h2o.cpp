@@ -20,6 +20,7 @@ struct H2o {
   void parameters(Parameters& p) {
     p.add("recent", recent, "last tokens that always stay");
     grouping.parameters(p);
+    const auto read = p.of_part("select");
     p.add("overlap", overlap,
           "heavy hitters may lie in the recent part too, which keeps fewer than B (H2O's lm-eval mask)");
     p.preset({"sca", "SCA, section 5.1", {{"recent", "0.25"}}});

@@ -28,6 +28,7 @@ struct Oracle {
 
   void parameters(Parameters& p) {
     grouping.parameters(p);
+    const auto read = p.of_part("allocate");
     p.add<Scope>("scope", scope, scope_words, "whether heads, or layers and heads, compete for the slots");
     const auto normal = [this](std::string_view text) {
       return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed).label_with_seeds();

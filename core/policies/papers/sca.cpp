@@ -66,6 +66,7 @@ struct Sca {
     redundancy.parameters(p);
     p.add("sinks", sinks, "auto, or 0..P", normal_sinks, "first tokens that always stay; auto: 0, with objective=max 4",
           UpTo::prompt);
+    const auto read = p.of_part("share");
     p.add("layer", layer, any_layer, "the layer whose set all layers use (share=all); -1 is the last one");
     p.add("share", share, "all, or 1..L", normal_share,
           "of so many neighbouring layers the last one selects for all of them", UpTo::layers);

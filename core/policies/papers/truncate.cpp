@@ -16,6 +16,7 @@ struct Truncate {
   bool keep_question = true;
 
   void parameters(Parameters& p) {
+    const auto read = p.of_part("select");
     p.add("keep_question", keep_question, "a marked question that ends the prompt stays whole, beside the two halves");
   }
 

@@ -72,6 +72,7 @@ const RegisteredPart<ChunksPart> registered;
 }  // namespace
 
 void Chunks::parameters(Parameters& p) {
+  const auto read = p.of_part("select");
   p.add("chunk", chunk, IntRange{.least = 1}, "tokens in a chunk; the last one may be short");
   p.add<Fill>("fill", fill, fill_words, "what becomes of slots that no whole chunk fits into (window_mode=reserve)");
   p.add<ChunkScore>("chunk_score", score, score_words, "a chunk's score from its tokens' scores");

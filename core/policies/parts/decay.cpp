@@ -29,6 +29,7 @@ const RegisteredPart<DecayPart> registered;
 }  // namespace
 
 void Decay::parameters(Parameters& p) {
+  const auto read = p.of_part("allocate");
   p.add("r", r, RealRange{1e-6, 1.0}, "the part that is kept from layer to layer, or what it falls or rises from");
   p.add<DecayCurve>("decay", curve, curve_words, "how that part changes with depth");
 }

@@ -85,6 +85,7 @@ class BestEntries {
 }  // namespace
 
 void DynamicAllocation::parameters(Parameters& p) {
+  const auto read = p.of_part("allocate");
   p.add("r_max", r_max, RealRange{1.0, 1e9}, "how many times the mean a layer may hold before the first update");
   p.add("update", update, IntRange{.least = 1}, "layers between two updates");
   p.add<MidTotal>("mid_total", mid_total, mid_total_words,

@@ -35,6 +35,7 @@ std::vector<std::int64_t> weights(const Pyramid& pyramid, const Division& divisi
 }  // namespace
 
 void Pyramid::parameters(Parameters& p) {
+  const auto read = p.of_part("allocate");
   p.add("beta", beta, IntRange{.least = 1},
         "the last layer gets 1/beta of the mean, the first one the rest of twice it");
   p.add("short_uniform", short_uniform, "every layer gets the same where P is less than two means (PyramidKV's code)");

@@ -103,6 +103,7 @@ std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view
 }  // namespace
 
 void Quantised::parameters(Parameters& p) {
+  const auto read = p.of_part("store");
   p.add("bits", bits, IntRange{.least = 1, .most = 8}, "bits of a quantised number");
   p.add("group", group, IntRange{.least = 1}, "numbers that share a scale and a zero point");
   p.add("residual", residual, IntRange{.least = 0}, "last tokens that may stay exact");

@@ -39,6 +39,7 @@ const RegisteredPart<QuestionBlocksPart> registered;
 }  // namespace
 
 void QuestionBlocks::parameters(Parameters& p) {
+  const auto read = p.of_part("schedule");
   p.add("blocks", blocks, IntRange{.least = 1}, "tokens of the context in a block");
   p.add<Order>("order", order, order_words, "slots in the order of positions, or of scores");
   p.add<Rate>("rate", rate, rate_words, "held after each block: floor(k seen / n), or as the authors' code rounds");

@@ -52,6 +52,7 @@ int Question::tokens(int prompt, int marked) const {
 
 void QuestionScore::parameters(Parameters& p) {
   question.parameters(p);
+  const auto read = p.of_part("score");
   p.add<RowWeight>("norm", norm, norm_words, "rows are weighted by the share of keys that they see, or are not");
   p.add<Condition>("condition", condition, condition_words,
                    "whose rows vote: the question's, the new tokens', or both");

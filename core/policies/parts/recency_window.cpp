@@ -36,6 +36,7 @@ const RegisteredPart<RecencyPart> registered;
 }  // namespace
 
 void RecencyWindow::parameters(Parameters& p) {
+  const auto read = p.of_part("score");
   p.add("distance_weight", distance_weight, RealRange{.least = 1e-6, .most = 1e6},
         "weight of the newest query, that of the first recent one being 1");
   p.add<Over>("over", over, over_words, "the softmax runs over the tokens held, or over all that were visible");

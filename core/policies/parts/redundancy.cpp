@@ -24,6 +24,7 @@ const RegisteredPart<RedundancyPart> registered;
 }  // namespace
 
 void Redundancy::parameters(Parameters& p) {
+  const auto read = p.of_part("select");
   p.add<Similarity>("use", use, use_words, "whose similarities count: keys and values, or one of them");
   p.add<Objective>("objective", objective, objective_words, "the least redundant token joins, or the most redundant");
 }

@@ -53,6 +53,7 @@ const RegisteredFixedPart registered_rolling{PartKind::schedule, "rolling",
 }  // namespace
 
 void OnlineEvictions::parameters(Parameters& p) {
+  const auto read = p.of_part("schedule");
   p.add("grow", grow, "after the prompt nothing goes: B and the continuation are held");
   p.add<Prefill>("prefill", prefill, prefill_words, "the prompt token by token, or cut once as by h2o");
 }

@@ -24,6 +24,7 @@ const RegisteredPart<WindowPart> registered;
 
 void WindowScore::parameters(Parameters& p) {
   p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+  const auto read = p.of_part("score");
   add_pooling(p, pool, kernel);
   p.add<PoolOrder>("pool_order", order, order_words, "whether heads are reduced before pooling, or after");
   // The window family's settings in published code and papers; factory is what the tables of ChunkKV and DynamicKV rest
