@@ -108,7 +108,7 @@ def test_a_page_has_shares_of_what_was_measured_in_bold_where_they_miss(results)
     assert row(goals, "`cumulative_attention/9-3-64/n:32768/bfloat16`").endswith("| **30 % of products** |")
     assert row(goals, "`cumulative_attention/9-3-64/n:32768/float16`").endswith(f"| {gpu_page.MISSING} |")
     assert row(goals, "`window_attention/32-8-128/n:32768/bfloat16`").endswith("| **25 % of copying** |")
-    assert row(goals, "whole replay").endswith("| 1.8 x the bound |")
+    assert row(goals, "whole replay of 32 layers, 32/8 heads, 3.7 GiB").endswith("| 1.8 x the bound |")
     assert row(goals, "H2O and SnapKV by PyTorch over the whole replay").endswith("| 18.1 x |")
     assert "A Device (9.0)" in text and "2026-01-02" in text and "commit 0123456789ab" in text
 

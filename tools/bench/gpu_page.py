@@ -181,7 +181,8 @@ def goal_rows(parts: Parts) -> list[tuple[str, ...]]:
         row = measured.get(f"`{case}`")
         rows.append((f"`{case}`", share(goal, None, of)[0], row[2] if row else MISSING))
     replays = [row for row in replay_rows(parts) if row[5]]
-    rows.append(("whole replay", BOUND.text(" x the bound"), replays[0][5] if replays else MISSING))
+    of = f" of {replays[0][1]}" if replays else ""
+    rows.append((f"whole replay{of}", BOUND.text(" x the bound"), replays[0][5] if replays else MISSING))
     rows.append(("H2O and SnapKV by PyTorch over the whole replay", PYTORCH.text(" x"), pytorch_ratio(parts)[0]))
     return rows
 

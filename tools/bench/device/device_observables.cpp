@@ -177,6 +177,12 @@ std::vector<Case> cases() {
                    &online = all[7];
   const auto wide = [](int tokens, DType dtype) { return RandomShape{32, 8, 128, tokens, dtype}; };
   const auto narrow = [](int tokens, DType dtype) { return RandomShape{9, 3, 64, tokens, dtype}; };
+  // The last queries alone are stored, where others are not asked for.
+  const auto last = [&](int tokens, DType dtype) {
+    RandomShape shape = wide(tokens, dtype);
+    shape.last_queries = window;
+    return shape;
+  };
   std::vector<Case> made;
   for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
     for (const int tokens : {4096, 32768}) {
@@ -185,10 +191,10 @@ std::vector<Case> cases() {
     }
     made.push_back({&cumulative, {4, 1, 128, 131072, dtype}});
     made.push_back({&cumulative, {3, 1, 64, 131072, dtype}});
-    for (const int tokens : {32768, 131072}) made.push_back({&of_window, wide(tokens, dtype)});
-    for (const int part : {2, 3, 4}) made.push_back({&all[static_cast<std::size_t>(part)], wide(32768, dtype)});
-    made.push_back({&similarity, wide(32768, dtype)});
-    made.push_back({&redundancy, wide(8192, dtype)});
+    for (const int tokens : {32768, 131072}) made.push_back({&of_window, last(tokens, dtype)});
+    for (const int part : {2, 3, 4}) made.push_back({&all[static_cast<std::size_t>(part)], last(32768, dtype)});
+    made.push_back({&similarity, last(32768, dtype)});
+    made.push_back({&redundancy, last(8192, dtype)});
     made.push_back({&online, wide(8192, dtype)});
   }
   return made;
