@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <memory>
 #include <span>
 #include <string>
@@ -52,6 +53,7 @@ class CudaBackend final : public Backend {
   DeviceMemory memory_;
   DeviceTensors tensors_;
   Stream stream_;
+  std::deque<PinnedMemory> staged_;
 };
 
 }  // namespace kvreplay

@@ -43,9 +43,9 @@ class DeviceCall {
   T* copy(std::span<const T> numbers) {
     T* made = room<T>(numbers.size());
     if (numbers.empty()) return made;
-    std::byte* staged = pinned_.emplace_back().at_least(numbers.size_bytes());
-    std::memcpy(staged, numbers.data(), numbers.size_bytes());
-    check(cudaMemcpyAsync(made, staged, numbers.size_bytes(), cudaMemcpyHostToDevice, stream()), "cudaMemcpyAsync");
+    std::byte* on_its_way = staged(numbers.size_bytes());
+    std::memcpy(on_its_way, numbers.data(), numbers.size_bytes());
+    check(cudaMemcpyAsync(made, on_its_way, numbers.size_bytes(), cudaMemcpyHostToDevice, stream()), "cudaMemcpyAsync");
     return made;
   }
   template <class T>
@@ -57,10 +57,10 @@ class DeviceCall {
   template <class T>
   void fetch(const T* numbers, std::span<T> to) {
     if (!to.empty()) {
-      std::byte* staged = pinned_.emplace_back().at_least(to.size_bytes());
-      check(cudaMemcpyAsync(staged, numbers, to.size_bytes(), cudaMemcpyDeviceToHost, stream()), "cudaMemcpyAsync");
+      std::byte* on_its_way = staged(to.size_bytes());
+      check(cudaMemcpyAsync(on_its_way, numbers, to.size_bytes(), cudaMemcpyDeviceToHost, stream()), "cudaMemcpyAsync");
       backend_.stream_.wait();
-      std::memcpy(to.data(), staged, to.size_bytes());
+      std::memcpy(to.data(), on_its_way, to.size_bytes());
     }
   }
   /// Some number was not finite: kernels set it to 1.
@@ -72,9 +72,15 @@ class DeviceCall {
   }
 
  private:
+  /// Memory on its way, of its own until the call ends: kept from call to call, for to pin it takes long.
+  std::byte* staged(std::size_t bytes) {
+    if (staged_count_ == backend_.staged_.size()) backend_.staged_.emplace_back();
+    return backend_.staged_[staged_count_++].at_least(bytes);
+  }
+
   CudaBackend& backend_;
   std::deque<DeviceBuffer<std::byte>> blocks_;
-  std::deque<PinnedMemory> pinned_;
+  std::size_t staged_count_ = 0;
   int* bad_ = nullptr;
 };
 

@@ -21,6 +21,9 @@ inline std::string tested_backend_name() {
 
 inline std::unique_ptr<Backend> tested_backend(int threads) { return make_backend(tested_backend_name(), threads); }
 
+/// Heads of so many numbers are beyond it: the device's shared memory.
+inline bool refuses_heads_of(int dim) { return tested_backend_name() == "cuda" && dim > 256; }
+
 /// A level for one scope; then again the one before.
 class ForcedLevel {
  public:

@@ -325,6 +325,8 @@ TEST(KeptMomentsWith, KeptKeysFarBelowTheLargestLogitStillHaveAnOutput) {
 
 TEST(KeptMomentsWith, AStrongSinkHidesNothingOfTheRest) {
   // 20, 48 and 68 below its logit: squares of what is left beside the first token lie beyond float32.
+  // A float32 logit of 100 has an error of 2^-17, which ratios of moments do not have; the CPU takes such rows again.
+  const double tolerance = tested_backend_name() == "cpu" ? 1e-5 : 1e-4;
   const LayerShape shape{.query_heads = 2, .kv_heads = 1, .tokens = 300, .dim = 8};
   for (const float gap : {7.0F, 17.0F, 24.0F}) {
     RandomLayer layer(shape);
@@ -341,13 +343,13 @@ TEST(KeptMomentsWith, AStrongSinkHidesNothingOfTheRest) {
         for (std::size_t i = 0; i < queries.size(); ++i, ++cell) {
           SCOPED_TRACE(::testing::Message() << level << ", gap " << gap << ", head " << head << ", query " << i);
           const Moments full = reference_moments(layer, head, queries[i], 290, nullptr);
-          EXPECT_NEAR(found.full[cell].nosink_square / full.nosink_square, 1.0, 1e-5);
-          EXPECT_NEAR(found.full[cell].nosink_mass / full.nosink_mass, 1.0, 1e-5);
+          EXPECT_NEAR(found.full[cell].nosink_square / full.nosink_square, 1.0, tolerance);
+          EXPECT_NEAR(found.full[cell].nosink_mass / full.nosink_mass, 1.0, tolerance);
           for (std::size_t set = 0; set < some.size(); ++set) {
             const Moments& kept = found.kept[set * found.full.size() + cell];
             const Moments expected = reference_moments(layer, head, queries[i], 290, &some[set]);
-            EXPECT_NEAR(kept.nosink_square / expected.nosink_square, 1.0, 1e-5);
-            EXPECT_NEAR(kept.prompt_square / expected.prompt_square, 1.0, 1e-5);
+            EXPECT_NEAR(kept.nosink_square / expected.nosink_square, 1.0, tolerance);
+            EXPECT_NEAR(kept.prompt_square / expected.prompt_square, 1.0, tolerance);
             EXPECT_LE(kept.mass, 1.0);
           }
           EXPECT_EQ(found.kept[found.full.size() + cell].mass, 1.0);
