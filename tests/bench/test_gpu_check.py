@@ -63,6 +63,7 @@ FOUND = {
         observable("cumulative_attention", (9, 3, 64), 32768, "bfloat16", seconds=1.0, operations=0.24e15),
         # 1e12 a second are a quarter of 4e12.
         observable("window_attention", (32, 8, 128), 32768, "bfloat16", seconds=1e-3, bytes=1e9),
+        {"case": "least_redundant/32-8-128/n:8192/bfloat16", "level": "", "problem": "CUDA: cudaMalloc: out of memory"},
         observable("online_eviction", (32, 8, 128), 8192, "bfloat16", seconds=1.0, problem="not what the CPU says"),
     ],
     # Copies take 0.08 s, products 0.5 s.
@@ -120,6 +121,7 @@ def test_a_page_tells_what_was_wrong_or_left_out(results):
     assert "not installed" in row(text, "racecheck")
     assert "**wrong numbers**" in row(text, "products/warps/bfloat16")
     assert "**not what the CPU says**" in row(text, "`online_eviction/32-8-128/n:8192/bfloat16`")
+    assert "**CUDA: cudaMalloc: out of memory**" in row(text, "`least_redundant/32-8-128/n:8192/bfloat16`")
     assert "out of memory" in row(text, f"{gpu_page.EAGER}; 32/8 heads, d = 128, 32,768 tokens, bfloat16")
     assert f'"{gpu_page.EAGER}" did not fit' in text
     assert "160 s (10 s for 2 layers, scaled) | 178 x" in text

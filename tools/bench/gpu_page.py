@@ -137,13 +137,17 @@ def sanitizer_rows(parts: Parts) -> list[tuple[str, ...]]:
     return rows
 
 
+def is_rate(line: Line) -> bool:
+    return line["case"].startswith(("products/", "copies/"))
+
+
 def rate_rows(parts: Parts) -> list[tuple[str, ...]]:
     found = rates(parts)
     rows = []
     for name, rate in found.items():
         scale, unit = (1e-9, " GB/s") if name.startswith("copies/") else (1e-12, " TFLOP/s")
         rows.append((name, number(scale * rate, unit)))
-    wrong = [line for line in lines_of(parts, "observables", "case") if "observable" not in line and line["problem"]]
+    wrong = [line for line in lines_of(parts, "observables", "case") if is_rate(line) and line["problem"]]
     return rows + [(line["case"], f"**{line['problem']}**") for line in wrong]
 
 
@@ -170,7 +174,7 @@ def observable_row(parts: Parts, line: Line) -> tuple[str, ...]:
 
 def observable_rows(parts: Parts) -> list[tuple[str, ...]]:
     lines = lines_of(parts, "observables", "case")
-    return [observable_row(parts, line) for line in lines if not line["case"].startswith(("products/", "copies/"))]
+    return [observable_row(parts, line) for line in lines if not is_rate(line)]
 
 
 def goal_rows(parts: Parts) -> list[tuple[str, ...]]:
