@@ -26,6 +26,7 @@ class CudaBackend final : public Backend {
   CudaBackend(int threads, DeviceChoice device);
 
   std::string description() const override;
+  int threads() const override { return threads_; }
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                            std::span<const KeptSets> kept, MomentParts parts) override;

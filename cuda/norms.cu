@@ -12,7 +12,7 @@
 namespace kvreplay {
 namespace {
 
-constexpr int threads = 256;
+constexpr int block_threads = 256;
 
 /// norms[token] = (Σ |x|^p)^(1/p) of a matrix's row; zeros that fill it up change nothing.
 template <class Element>
@@ -59,7 +59,7 @@ Matrix CudaBackend::norms(const TensorView& tensor, int tokens, double p) {
     const DeviceTensors::Lease lease = tensors_.lease(tensor, first, count, {}, call.stream());
     with_element(tensor.dtype, [&]<class Element>() {
       for (int head = 0; head < count; ++head)
-        launch(row_norms<Element>, dim3(blocks_for(row * 32, threads)), threads, 0, call.stream(),
+        launch(row_norms<Element>, dim3(blocks_for(row * 32, block_threads)), block_threads, 0, call.stream(),
                static_cast<const Element*>(lease.heads()[static_cast<std::size_t>(head)]), padded_depth(tensor.dim),
                tokens, p, made + static_cast<std::size_t>(head) * row, call.bad());
     });

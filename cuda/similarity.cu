@@ -16,7 +16,7 @@
 namespace kvreplay {
 namespace {
 
-constexpr int threads = 256;
+constexpr int block_threads = 256;
 constexpr int tile_rows = 128;
 // Tiles of rows whose column maxima are kept apart until a launch has ended, and columns that one block visits.
 constexpr int band_tiles = 256;
@@ -208,8 +208,8 @@ std::vector<double> CudaBackend::similarity_row_maxima(const TensorView& tensor,
 
   double* inverses = call.room<double>(static_cast<std::size_t>(tokens));
   float* highest = call.room<float>(static_cast<std::size_t>(tokens));
-  const unsigned token_blocks = blocks_for(static_cast<std::size_t>(tokens), threads);
-  launch(begin_maxima, dim3(token_blocks), threads, 0, call.stream(), tokens, highest);
+  const unsigned token_blocks = blocks_for(static_cast<std::size_t>(tokens), block_threads);
+  launch(begin_maxima, dim3(token_blocks), block_threads, 0, call.stream(), tokens, highest);
 
   struct Room {
     std::byte* vectors;
@@ -232,7 +232,7 @@ std::vector<double> CudaBackend::similarity_row_maxima(const TensorView& tensor,
                                .rows = held ? call.copy(rows) : nullptr,
                                .tokens = packed.tokens};
     with_element(tensor.dtype, [&]<class Element>() {
-      launch(pack_vectors<Element>, dim3(blocks_for(static_cast<std::size_t>(packed.tokens) * 32, threads)), threads, 0,
+      launch(pack_vectors<Element>, dim3(blocks_for(static_cast<std::size_t>(packed.tokens) * 32, block_threads)), block_threads, 0,
              call.stream(), vectors, reinterpret_cast<Element*>(room.vectors), room.scales, inverses + first,
              call.bad());
     });
@@ -256,7 +256,7 @@ std::vector<double> CudaBackend::similarity_row_maxima(const TensorView& tensor,
         launch(raise_maxima<Tiles>, dim3(static_cast<unsigned>(runs), static_cast<unsigned>(tiles)), Tiles::threads,
                Tiles::shared_bytes, call.stream(), rows, columns, depth, band, row_parts, column_parts);
       });
-      launch(join_maxima, dim3(token_blocks), threads, 0, call.stream(), rows, columns, band, tiles, row_parts,
+      launch(join_maxima, dim3(token_blocks), block_threads, 0, call.stream(), rows, columns, band, tiles, row_parts,
              column_parts, highest);
     }
   };
