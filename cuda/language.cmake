@@ -17,3 +17,33 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CROSSCOMPILING AND NOT KVR
     find_package(CUDAToolkit REQUIRED)
   endif()
 endif()
+
+# A program for the device: nothing where there is no CUDA compiler. KERNELS are its CUDA sources.
+function(add_device_program name)
+  if(NOT CMAKE_CUDA_COMPILER)
+    return()
+  endif()
+  cmake_parse_arguments(PARSE_ARGV 1 program "" "" "KERNELS;SOURCES;LIBRARIES;DEFINITIONS")
+  add_executable(${name} ${program_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/core)
+  target_compile_definitions(${name} PRIVATE ${program_DEFINITIONS})
+  target_link_libraries(${name} PRIVATE kvreplay_options kvreplay_devices kvreplay_attention kvreplay_trace
+                                        kvreplay_core OpenMP::OpenMP_CXX ${program_LIBRARIES})
+  if(program_KERNELS)
+    # On their own: the options of kvreplay_options are not nvcc's.
+    add_library(${name}_kernels OBJECT ${program_KERNELS})
+    target_include_directories(${name}_kernels PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/core)
+    target_compile_options(${name}_kernels PRIVATE --expt-relaxed-constexpr)
+    target_link_libraries(${name}_kernels PRIVATE CUDA::cudart_static)
+    target_link_libraries(${name} PRIVATE $<TARGET_OBJECTS:${name}_kernels>)
+  endif()
+endfunction()
+
+# The same for suites, one test of ctest: it is skipped, with the driver's reason, where there is no device.
+function(add_device_tests name)
+  add_device_program(${name} ${ARGN})
+  if(TARGET ${name})
+    add_test(NAME cuda.device COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    set_tests_properties(cuda.device PROPERTIES SKIP_RETURN_CODE 4)
+  endif()
+endfunction()

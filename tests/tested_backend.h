@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,16 +24,26 @@ inline std::unique_ptr<Backend> tested_backend(int threads) { return make_backen
 /// Heads of so many numbers are beyond it: the device's shared memory.
 inline bool refuses_heads_of(int dim) { return tested_backend_name() == "cuda" && dim > 256; }
 
-/// A level for one scope.
+/// A level for one scope; then again the one before.
 class ForcedLevel {
  public:
-  explicit ForcedLevel(const std::string& level) { setenv(variable(), level.c_str(), 1); }
-  ~ForcedLevel() { unsetenv(variable()); }
+  explicit ForcedLevel(const std::string& level) {
+    if (const char* before = std::getenv(variable())) before_ = before;
+    setenv(variable(), level.c_str(), 1);
+  }
+  ~ForcedLevel() {
+    if (before_)
+      setenv(variable(), before_->c_str(), 1);
+    else
+      unsetenv(variable());
+  }
   ForcedLevel(const ForcedLevel&) = delete;
   ForcedLevel& operator=(const ForcedLevel&) = delete;
 
  private:
   static const char* variable() { return tested_backend_name() == "cuda" ? "KVREPLAY_CUDA" : "KVREPLAY_SIMD"; }
+
+  std::optional<std::string> before_;
 };
 
 /// Those that this machine has, best first.

@@ -19,7 +19,7 @@ ALLOWED = {
     "fmt": (r"<fmt/", ("core", "analysis", "tools", "tests")),
     "JSON": (r"<nlohmann/", ("core/trace", "analysis", "tools/cli", "tests")),
     "xxHash": (r"<xxhash\.h>", ("core/trace", "analysis", "tools/cli")),
-    "CUDA": (r"[<\"](cuda|cublas|cub/|cutlass|cute/)", ("cuda",)),
+    "CUDA": (r"[<\"](cuda|cublas|cub/|cutlass|cute/)", ("cuda", "tests/cuda", "tools/bench/device")),
     "GoogleTest": (r"<g(test|mock)/", ("tests",)),
     "Google Benchmark": (r"<benchmark/", ("tools/bench",)),
 }

@@ -235,7 +235,7 @@ def real_rows(traces: dict[str, str]) -> list[Row]:
     return rows
 
 
-def replaced(document: str, generated: str) -> str:
+def replaced(document: str, generated: str, begin: str = BEGIN) -> str:
     """The document with a new generated part."""
-    before, rest = document.split(BEGIN)
-    return before + BEGIN + generated + END + rest.split(END, 1)[1]
+    before, rest = document.split(begin)
+    return before + begin + generated + END + rest.split(END, 1)[1]

@@ -1,4 +1,6 @@
-"""What people write in PyTorch for the same answers. q is [Hq, n, d], k and v [Hkv, n, d], all float32 on the CPU."""
+"""What people write in PyTorch for the same answers. q is [Hq, n, d], k and v [Hkv, n, d].
+
+All are float32 on the CPU, or what the caller has on its default device."""
 
 from __future__ import annotations
 
