@@ -98,13 +98,16 @@ inline Conditions default_conditions(const Trace& trace) {
   return {prompt, eval_queries(trace, "continuation"), treated_layers(trace, false)};
 }
 
-inline RecordedRun record_cells(const Trace& trace, const std::vector<Cell>& cells, int threads) {
-  const std::unique_ptr<Backend> backend = tested_backend(threads);
+inline RecordedRun record_cells(Backend& backend, const Trace& trace, const std::vector<Cell>& cells) {
   const Conditions conditions = default_conditions(trace);
   for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, cell.budget);
   RecordedRun run;
-  replay(*backend, trace, conditions, cells, run);
+  replay(backend, trace, conditions, cells, run);
   return run;
+}
+
+inline RecordedRun record_cells(const Trace& trace, const std::vector<Cell>& cells, int threads) {
+  return record_cells(*tested_backend(threads), trace, cells);
 }
 
 inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 2) {

@@ -25,8 +25,8 @@ struct Device {
   std::string reason;  // why "auto" means it; empty: it was asked for
 };
 
-/// What "auto", "cpu" or "cuda[:N]" means here. Throws Error{usage} for other words, Error{capability} for a device that
-/// this build or this machine does not have.
+/// What "auto", "cpu" or "cuda[:N]" means here. Throws Error{usage} for other words, Error{capability} for a device
+/// that this build or this machine does not have.
 Device find_device(const std::string& text);
 
 /// Why the registered backend `name` does not run here; empty: it does.
