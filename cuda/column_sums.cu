@@ -56,6 +56,11 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
     return -1;
   };
   const int first_reached = reached_from(first_tile);
+  int last_reached = end_tile - 1;
+  for (; last_reached > first_reached; --last_reached) {
+    const QueryRange range = range_of(task, list, last_reached * Tiles::columns, Tiles::columns);
+    if (first_key < range.highest_end && end_key > range.lowest_first) break;
+  }
 
   for (int head = kv_head * task.group; head < (kv_head + 1) * task.group; ++head) {
     const void* queries = task.queries[head];
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
           const int query = tile * Tiles::columns + column;
           return query < task.query_count ? row_at(queries, task.rows[query], Tiles::row_bytes) : nullptr;
         },
-        first_reached, [&](int tile) { return reached_from(tile + 1); },
+        first_reached, [&](int tile) { return tile < last_reached ? reached_from(tile + 1) : -1; },
         [&](int tile, typename Tiles::Sums& sums) {
           const float scale = apply_cap<Tiles>(task, sums);
           const int query = tile * Tiles::columns;

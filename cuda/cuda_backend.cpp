@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cuda/compiled.h"
 #include "error.h"
 
 namespace kvreplay {
@@ -19,36 +20,40 @@ const RegisteredBackend registered{{.name = "cuda",
 // Kernels copy to shared memory behind their backs and multiply bfloat16: both came with 8.0.
 constexpr int least_major = 8;
 
-/// The device, made current.
+/// The device, made current. Whatever it answers but success means that it is not to be had.
 cudaDeviceProp choose(int number) {
-  const auto refuse = [](const std::string& why) { throw Error{Refusal::capability, "CUDA", "no device", {}, why}; };
-  int count = 0;
-  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) {
+  const auto refuse = [](cudaError_t status) {
     cudaGetLastError();
-    refuse(std::string(cudaGetErrorName(status)) + ", " + cudaGetErrorString(status));
-  }
+    throw Error{Refusal::capability, "CUDA", "no device", "",
+                std::string(cudaGetErrorName(status)) + ", " + cudaGetErrorString(status)};
+  };
+  int count = 0;
+  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) refuse(status);
   if (number >= count)
     throw Error{Refusal::capability, "CUDA", "no device " + std::to_string(number),
                 count == 0 ? "a device" : "0 ... " + std::to_string(count - 1), std::to_string(number)};
   cudaDeviceProp facts{};
-  check(cudaGetDeviceProperties(&facts, number), "cudaGetDeviceProperties");
+  if (const cudaError_t status = cudaGetDeviceProperties(&facts, number); status != cudaSuccess) refuse(status);
   if (facts.major < least_major)
     throw Error{Refusal::capability, "CUDA", "device " + std::to_string(number) + " is too old",
                 "compute capability 8.0", std::to_string(facts.major) + "." + std::to_string(facts.minor)};
-  check(cudaSetDevice(number), "cudaSetDevice");
+  if (const cudaError_t status = cudaSetDevice(number); status != cudaSuccess) refuse(status);
+  std::size_t free = 0, total = 0;  // the first call that needs the device itself
+  if (const cudaError_t status = cudaMemGetInfo(&free, &total); status != cudaSuccess) refuse(status);
   return facts;
 }
 
-/// Whether 16-bit products are those of warp groups: only Hopper has them.
-bool choose_warp_groups(const cudaDeviceProp& facts) {
+/// Whether 16-bit products are those of warp groups, which Hopper and code compiled for it have.
+bool choose_warp_groups(const cudaDeviceProp& facts, bool compiled) {
+  const bool there = compiled && facts.major == 9;
   const char* forced = std::getenv("KVREPLAY_CUDA");
-  const std::string wanted = forced != nullptr ? forced : facts.major == 9 ? "warp-groups" : "warps";
+  const std::string wanted = forced != nullptr ? forced : there ? "warp-groups" : "warps";
   if (wanted == "warps") return false;
   if (wanted != "warp-groups")
     throw Error{Refusal::usage, "KVREPLAY_CUDA", "unknown way to multiply", "warps or warp-groups", wanted};
-  if (facts.major != 9)
-    throw Error{Refusal::capability, "KVREPLAY_CUDA", "the device has no warp-groups", "compute capability 9",
-                std::to_string(facts.major)};
+  if (!there)
+    throw Error{Refusal::capability, "KVREPLAY_CUDA", "no warp-groups", "compute capability 9, and code for 90a",
+                std::to_string(facts.major) + "." + std::to_string(facts.minor) + (compiled ? "" : ", other code")};
   return true;
 }
 
@@ -56,7 +61,7 @@ bool choose_warp_groups(const cudaDeviceProp& facts) {
 std::size_t memory_limit(std::size_t asked) {
   std::size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-  return asked > 0 ? asked : free / 10 * 9;
+  return asked > 0 ? std::min(asked, free) : free / 10 * 9;
 }
 
 std::string version(int number) { return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10); }
@@ -65,10 +70,11 @@ std::string version(int number) { return std::to_string(number / 1000) + "." + s
 
 CudaBackend::CudaBackend(int threads, DeviceChoice device)
     : threads_(threads > 0 ? threads : omp_get_max_threads()),
+      device_(device.number),
       facts_(choose(device.number)),
-      warp_groups_(choose_warp_groups(facts_)),
       memory_(memory_limit(device.memory)),
-      tensors_(memory_, threads_, device.number) {}
+      tensors_(memory_, threads_, device.number),
+      warp_groups_(choose_warp_groups(facts_, compiled_for_warp_groups(memory_, stream_.get()))) {}
 
 std::string CudaBackend::description() const {
   int driver = 0, runtime = 0;
@@ -79,6 +85,7 @@ std::string CudaBackend::description() const {
 }
 
 void CudaBackend::hold(const LayerTensors& layer, bool queries) {
+  check(cudaSetDevice(device_), "cudaSetDevice");
   tensors_.hold(layer.k);
   if (queries) tensors_.hold(layer.q);
   tensors_.hold(layer.v);

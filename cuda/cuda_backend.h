@@ -49,13 +49,15 @@ class CudaBackend final : public Backend {
   std::size_t redundancy_bytes(const LayerTensors& layer, int tokens) const;
 
   int threads_;
+  int device_;
   cudaDeviceProp facts_;
-  bool warp_groups_;
   DeviceMemory memory_;
   DeviceTensors tensors_;
   Stream stream_;
   std::deque<PinnedMemory> staged_;
   std::size_t staged_in_use_ = 0;
+  PinnedMemory kept_sets_;
+  bool warp_groups_;
 };
 
 }  // namespace kvreplay

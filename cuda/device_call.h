@@ -17,6 +17,7 @@ class DeviceCall {
  public:
   /// Within another, it ends first.
   explicit DeviceCall(CudaBackend& backend) : backend_(backend), staged_before_(backend.staged_in_use_) {
+    check(cudaSetDevice(backend.device_), "cudaSetDevice");
     bad_ = zeros<int>(1);
   }
   ~DeviceCall() {

@@ -56,7 +56,12 @@ void DeviceTensors::hold(const TensorView& tensor) {
     in_use += head_bytes(held->tensor) * static_cast<std::size_t>(held->tensor.heads);
   if (in_use > memory_.limit() / 2) return;
   auto held = std::make_shared<Held>(Held{.tensor = tensor, .block = DeviceBuffer<std::byte>(memory_), .ready = {}});
-  held->block.at_least(bytes);
+  try {
+    held->block.at_least(bytes);
+  } catch (const Error& error) {
+    if (error.refusal() != Refusal::resources) throw;
+    return;
+  }
   held->ready.resize(static_cast<std::size_t>(tensor.heads));
   held_.emplace(tensor.data, held);
   to_bring_.push_back(held);
@@ -74,7 +79,7 @@ void DeviceTensors::let_go(const TensorView& tensor) {
   if (waits) return;
   changed_.wait(lock, [&] { return held->queued == held->tensor.heads || failure_; });
   lock.unlock();
-  copies_.wait();
+  cudaStreamSynchronize(copies_.get());  // an error is the next call's: this one may be cleaning up after it
 }
 
 bool DeviceTensors::holds(const TensorView& tensor) {
@@ -97,6 +102,7 @@ void DeviceTensors::bring_held(int device) {
   const cudaError_t chosen = cudaSetDevice(device);
   std::unique_lock lock(mutex_);
   if (chosen != cudaSuccess) failure_ = std::make_exception_ptr(Error{Refusal::internal, "CUDA", "cudaSetDevice"});
+  changed_.notify_all();
   while (true) {
     changed_.wait(lock, [&] { return stopping_ || !to_bring_.empty(); });
     if (stopping_) return;

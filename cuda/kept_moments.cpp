@@ -15,7 +15,8 @@ std::size_t words_of(const KeptSet& set) { return static_cast<std::size_t>(set.r
 /// Brings the sets of some queries to the device, those of one query after those of another.
 class PlacedSets {
  public:
-  PlacedSets(DeviceMemory& memory, std::span<const KeptSets> sets) : sets_(sets), on_device_(memory) {}
+  PlacedSets(DeviceMemory& memory, PinnedMemory& staged, std::span<const KeptSets> sets)
+      : sets_(sets), staged_(staged), on_device_(memory) {}
 
   /// The most that the sets of one query alone have.
   std::size_t bytes_a_query(int queries) const {
@@ -66,7 +67,7 @@ class PlacedSets {
 
  private:
   std::span<const KeptSets> sets_;
-  PinnedMemory staged_;
+  PinnedMemory& staged_;
   DeviceBuffer<std::byte> on_device_;
 };
 
@@ -86,7 +87,7 @@ KeptMoments CudaBackend::kept_moments(const LayerTensors& layer, std::span<const
   const std::size_t sets = distinct.sets().size();
   std::vector<Moments> moments(sets * cells);
   // Given back after the call has waited for what was queued.
-  PlacedSets placed_sets(memory_, distinct.sets());
+  PlacedSets placed_sets(memory_, kept_sets_, distinct.sets());
   DeviceBuffer<float> logits(memory_);
   DeviceBuffer<HeldState> states(memory_);
   DeviceBuffer<double> partials(memory_);

@@ -1,9 +1,12 @@
-# CUDA is used where its compiler is found. Sanitizers and compilers that it does not know go without.
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CROSSCOMPILING AND NOT KVREPLAY_SANITIZE)
+# CUDA 12 or later is used where its compiler is found. Sanitizers, cross-builds and compilers other than g++ go without.
+option(KVREPLAY_CUDA "build the backend for GPUs where there is a CUDA compiler" ON)
+set(KVREPLAY_HAS_CUDA FALSE)
+if(KVREPLAY_CUDA AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CROSSCOMPILING AND NOT KVREPLAY_SANITIZE)
   include(CheckLanguage)
   set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})
   check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
+  find_package(CUDAToolkit 12 QUIET)
+  if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND)
     # Hopper alone for day-to-day builds; what is released has -DCMAKE_CUDA_ARCHITECTURES="80;86;89;90a;100;120".
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
       set(CMAKE_CUDA_ARCHITECTURES 90a)
@@ -14,13 +17,13 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CROSSCOMPILING AND NOT KVR
     endif()
     set(CMAKE_CUDA_STANDARD 20)
     set(CMAKE_CUDA_EXTENSIONS OFF)
-    find_package(CUDAToolkit REQUIRED)
+    set(KVREPLAY_HAS_CUDA TRUE)
   endif()
 endif()
 
 # A program for the device: nothing where there is no CUDA compiler. KERNELS are its CUDA sources.
 function(add_device_program name)
-  if(NOT CMAKE_CUDA_COMPILER)
+  if(NOT KVREPLAY_HAS_CUDA)
     return()
   endif()
   cmake_parse_arguments(PARSE_ARGV 1 program "" "" "KERNELS;SOURCES;LIBRARIES;DEFINITIONS")

@@ -159,7 +159,9 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
   if (moves) frequencies_ = call.copy(layer.rope.inv_freq);
 
   const int all = layer.k.heads;
-  if (call.tensors().holds(layer.q) && call.tensors().holds(layer.k)) {
+  const bool copies =
+      form_.dtype == DType::float32 && (layer.q.dtype != layer.k.dtype || layer.k.dtype != DType::float32 || moves);
+  if (!copies && call.tensors().holds(layer.q) && call.tensors().holds(layer.k)) {
     heads_at_once_ = all;
   } else {
     // A quarter of the memory for tensors, as many again for what is made of them.

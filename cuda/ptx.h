@@ -96,6 +96,24 @@ __device__ __forceinline__ std::uint64_t matrix_descriptor(const void* shared) {
   return address | unused << 16 | eight_rows << 32 | swizzle_128 << 62;
 }
 
+/// Whether what follows is there in the code that is running.
+__device__ __forceinline__ bool has_warp_groups() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  return true;
+#else
+  return false;
+#endif
+}
+
+/// Nothing that touches the sums moves past this: they are in use until the wait, which does not name them.
+template <int blocks>
+__device__ __forceinline__ void warpgroup_pin(float (&sums)[blocks][4]) {
+#pragma unroll
+  for (int i = 0; i < blocks; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(sums[i][j])::"memory");
+}
+
 __device__ __forceinline__ void warpgroup_begin() { KVREPLAY_WARP_GROUP("wgmma.fence.sync.aligned;" :: : "memory"); }
 
 __device__ __forceinline__ void warpgroup_commit() {

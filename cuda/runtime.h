@@ -67,8 +67,9 @@ class PinnedMemory {
     if (bytes > size_) {
       if (memory_ != nullptr) check(cudaFreeHost(std::exchange(memory_, nullptr)), "cudaFreeHost");
       size_ = 0;
-      check(cudaMallocHost(&memory_, bytes), "cudaMallocHost");
-      size_ = bytes;
+      const std::size_t more = bytes + bytes / 4;  // the next may be a little larger
+      check(cudaMallocHost(&memory_, more), "cudaMallocHost");
+      size_ = more;
     }
     return static_cast<std::byte*>(memory_);
   }

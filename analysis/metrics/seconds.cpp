@@ -16,7 +16,9 @@ const RegisteredMetric select_seconds_metric{{
         "per layer; observables that policies share are apart, as observable_seconds; scores that cells share are "
         "charged to each of them in full",
     .source = "ChunkKV, Fig. 4",
-    .edges = "a layer that reuses another's set costs the copy; times are never in results.csv, so that runs compare",
+    .edges =
+        "a layer that reuses another's set costs the copy; cells that choose side by side on several threads overlap; "
+        "times are never in results.csv, so that runs compare",
     .variants = {{"", "scoring and selection", OfSeconds{score_and_select}, true},
                  {"score", "scoring alone", OfSeconds{score}, true},
                  {"select", "selection alone", OfSeconds{select}, true}},

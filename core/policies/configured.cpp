@@ -212,8 +212,14 @@ void ConfiguredPolicy::check_given() const {
   for (const std::string& name : given_) {
     const Parameter* parameter = own.find(name);
     if (parameter == nullptr || parameter->part.empty()) continue;
-    // All values of a policy are a text of it: those that nobody has changed may stand there unread.
+    // All values of a policy are a text of it: those that nobody has changed, or only a preset, may stand there unread.
     if (parameter->text() == defaults.find(name)->default_text) continue;
+    if (std::ranges::any_of(own.presets(), [&](const Preset& preset) {
+          return std::ranges::any_of(preset.values, [&](const auto& value) {
+            return value.first == name && value.second == parameter->text();
+          });
+        }))
+      continue;
     const auto takes_place = [&](const Placed& placed) { return kind_of(parameter->part)->value == placed.kind; };
     const auto placed = std::ranges::find_if(parts_, takes_place);
     if (placed == parts_.end() && (scores || parameter->part != "score")) continue;

@@ -224,7 +224,11 @@ class Replay {
     for (std::size_t i = 0; i < together.size(); ++i)
       if (thrown[i]) guarded(*together[i], [&] { std::rethrow_exception(thrown[i]); });
     for (Job* job : jobs)
-      if (std::invoke(alone, *job)) guarded(*job, [&] { work(*job); });
+      if (std::invoke(alone, *job))
+        guarded(*job, [&] {
+          poll();
+          work(*job);
+        });
   }
 
   void fail(Job& job, const Error& error) {
@@ -300,9 +304,10 @@ class Replay {
       held.front().hold(queries);  // again, where it did not fit beside the one before it
       if (l + 1 < layers()) {
         const int following = conditions_.layers[static_cast<std::size_t>(l) + 1];
-        trace_.prefetch(following, queries);
+        const bool fits = trace_.prefetch(following, queries);
         // An archived layer is put together in place of the one before it.
-        if (trace_.archived_bytes(following) == 0) held.emplace_back(backend_, trace_.layer(following)).hold(queries);
+        if (fits && trace_.archived_bytes(following) == 0)
+          held.emplace_back(backend_, trace_.layer(following)).hold(queries);
       }
       const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_}, conditions_.eval_queries,
                            store_);

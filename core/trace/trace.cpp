@@ -536,16 +536,19 @@ std::vector<StoredTensor> Trace::tensors(int l) const {
 
 std::span<const std::int32_t> Trace::query_positions(int l) const { return state_->places(l).query_positions; }
 
-void Trace::prefetch(int l, bool queries) const {
+bool Trace::prefetch(int l, bool queries) const {
   // Keys first: everything begins with them.
   std::uint64_t room = state_->room();
+  bool all = true;
   for (const std::size_t t : {std::size_t{1}, std::size_t{2}, std::size_t{0}}) {
     const TensorPlace& place = state_->places(l).tensors[t];
     if (!place.offset || (t == 0 && !queries)) continue;
     const std::uint64_t bytes = std::min(place.bytes(), room);
     if (bytes > 0) state_->mapping_.read_ahead(*place.offset, bytes);
+    all = all && bytes == place.bytes();
     room -= bytes;
   }
+  return all;
 }
 
 void Trace::release(int l) const {

@@ -107,8 +107,9 @@ class Trace {
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.
   std::span<const std::int32_t> query_positions(int l) const;
 
-  /// Asks the system to read layer l ahead, with its queries or without.
-  void prefetch(int l, bool queries = true) const;
+  /// Asks the system to read layer l ahead, with its queries or without; whether there is room for all of that beside a
+  /// layer in use.
+  bool prefetch(int l, bool queries = true) const;
   /// Unmaps its pages: they are the system's to keep or to drop.
   void release(int l) const;
 

@@ -221,6 +221,20 @@ TEST(CudaDevice, AnotherNumberOrAnOldOneIsRefused) {
   EXPECT_NE(make_backend("cuda", 1)->description().find(" warp-groups"), std::string::npos);
 }
 
+TEST_F(CudaBackendOf, TheLargestHeadsFitTheSharedMemoryOfEveryDevice) {
+  LayerShape large = shape;
+  large.dim = 256;
+  large.tokens = 70;
+  const RandomLayer layer(large);
+  std::vector<Matrix> expected;
+  for (const auto& [major, minor] : {std::pair{8, 0}, std::pair{8, 6}, std::pair{8, 9}, std::pair{12, 0}}) {
+    emulated::set_capability(major, minor);
+    const std::vector<Matrix> found = sums_of(*make_backend("cuda", 1), layer);
+    if (expected.empty()) expected = found;
+    expect_same(found, expected);
+  }
+}
+
 TEST(CudaDevice, HeadsOfMoreThan256NumbersAreRefused) {
   const RandomLayer layer({.tokens = 3, .dim = 257});
   const auto queries = range(0, 3);

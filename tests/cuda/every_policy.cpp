@@ -12,9 +12,9 @@
 namespace kvreplay {
 namespace {
 
-SynthOptions shape(const std::string& kind, DType dtype) {
+SynthOptions shape(const std::string& kind, DType dtype, int layers) {
   SynthOptions options = synth_defaults(kind);
-  options.layers = 3;
+  options.layers = layers;
   options.query_heads = 4;
   options.kv_heads = 2;
   options.head_dim = 24;
@@ -28,8 +28,8 @@ SynthOptions shape(const std::string& kind, DType dtype) {
 class EveryPolicyOnCuda : public testing::TestWithParam<std::string> {};
 
 TEST_P(EveryPolicyOnCuda, KeepsTheTokensThatItKeepsOnTheCpu) {
-  const std::vector<SynthOptions> traces{shape("gaussian", DType::bfloat16), shape("gaussian", DType::float32),
-                                         shape("repeat", DType::float16)};
+  const std::vector<SynthOptions> traces{shape("gaussian", DType::bfloat16, 2), shape("gaussian", DType::float32, 3),
+                                         shape("repeat", DType::float16, 3)};
   int compared = 0;
   for (const SynthOptions& options : traces) {
     SCOPED_TRACE(options.kind + " " + name_of(options.dtype));

@@ -59,6 +59,10 @@ TEST(ConfiguredPolicy, PresetComesFirstAndValuesOverrideIt) {
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv:window=16,preset=kvpress").label(), "snapkv:window=16,kernel=5,pool=avg");
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv:preset=factory").label(), "snapkv");
   EXPECT_EQ(ConfiguredPolicy::parse("h2o:preset=factory").label(), "h2o:recent=8");
+  // What a preset says may stand unread, also where its values are written out.
+  const std::string label = ConfiguredPolicy::parse("snapkv:preset=snapkv-code,score=cumulative").label();
+  EXPECT_EQ(ConfiguredPolicy::parse(label).label(), label);
+  EXPECT_EQ(ConfiguredPolicy::parse("oracle:counts=(" + label + ")").name(), "oracle");
 }
 
 TEST(ConfiguredPolicy, SeedIsTheDefaultOfSeedParameters) {
@@ -177,9 +181,9 @@ TEST(ComposedPolicy, AValueThatNothingReadsIsRefused) {
             "pyramid-kv:beta: nothing reads it: expected the allocate of pyramid-kv itself, found allocate=uniform");
   EXPECT_EQ(refusal_of_policy("h2o:overlap=true,select=chunks"),
             "h2o:overlap: nothing reads it: expected the select of h2o itself, found select=chunks");
-  EXPECT_EQ(refusal_of_policy("snapkv:kernel=5,score=cumulative"),
+  EXPECT_EQ(refusal_of_policy("snapkv:kernel=9,score=cumulative"),
             "snapkv:kernel: nothing reads it: expected the score of snapkv itself, found score=cumulative");
-  EXPECT_EQ(refusal_of_policy("snapkv:kernel=5,select=stride"),
+  EXPECT_EQ(refusal_of_policy("snapkv:kernel=9,select=stride"),
             "snapkv:kernel: nothing reads it: expected the score of snapkv itself, found a selector without scores");
   EXPECT_EQ(refusal_of_policy("chunkkv:reuse=2,share=none"),
             "chunkkv:reuse: nothing reads it: expected the share of chunkkv itself, found share=none");

@@ -755,6 +755,10 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  return call([&](Device&) { return *attributes = {1024}, cudaSuccess; });
+}
+
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   return call([&](Device& d) {
     const std::size_t most = shared_bytes_per_multiprocessor(d.settings.major, d.settings.minor) - 1024;

@@ -72,6 +72,9 @@ void multiply(float (&sums)[4], const std::uint32_t (&a)[4], std::uint32_t b0, s
 
 std::uint64_t matrix_descriptor(const void* shared);
 
+inline bool has_warp_groups() { return true; }
+template <int blocks>
+void warpgroup_pin(float (&)[blocks][4]) {}
 void warpgroup_begin();
 void warpgroup_commit();
 
