@@ -1,6 +1,7 @@
 #include "replay/replay.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -273,8 +274,8 @@ int run_replay(const Arguments& arguments) {
     print_plan(arguments, plan, costs);
     return 0;
   }
-  // Where there is no choice there is nothing to say.
-  if (!device.reason.empty() && backends().names().size() > 1)
+  // For people who watch; run.json has it too. Where there is no choice there is nothing to say.
+  if (!device.reason.empty() && backends().names().size() > 1 && isatty(STDERR_FILENO) != 0)
     fmt::print(stderr, "kvreplay: device {}: {}\n", device.backend, device.reason);
 
   const RunSummary summary = [&] {
