@@ -19,7 +19,7 @@ void to_double(const std::uint16_t* bits, double* out, std::size_t count) {
 }
 
 /// Tensor cores add the products of one instruction and the accumulator with few extra bits and cut off the rest
-/// (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA tensor cores", section 4): here towards
+/// (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"): here towards
 /// zero.
 float towards_zero(double sum) {
   const float nearest = static_cast<float>(sum);
