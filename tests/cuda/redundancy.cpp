@@ -120,7 +120,7 @@ TEST_F(CudaLeastRedundant, GoesToTheHostWhereMemoryIsShort) {
     // 1.5 MB of similarities a matrix: a quarter of this is room for one of them.
     emulated::reset();
     EXPECT_EQ(choose("cuda", layer.tensors(), what, std::size_t{10} << 20), expected);
-    EXPECT_EQ(emulated::peak_allocated() > 0, !keys);
+    EXPECT_EQ(emulated::peak_allocated() > (std::size_t{1} << 20), !keys);  // a backend asks the device a question
     EXPECT_LE(emulated::peak_allocated(), std::size_t{10} << 20);
   }
 }
