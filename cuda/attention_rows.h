@@ -40,6 +40,34 @@ __device__ __forceinline__ float apply_cap(const AttentionTask& task, typename T
   return 1.0F;
 }
 
+/// Sums of float32 terms that go into float64 after some tiles, before they lose digits.
+template <int count>
+struct FoldedSums {
+  float sum[count];
+  double folded[count];
+  int tiles = 0;
+
+  __device__ __forceinline__ FoldedSums() {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      sum[i] = 0.0F;
+      folded[i] = 0.0;
+    }
+  }
+  /// After each tile.
+  __device__ __forceinline__ void end_tile() {
+    constexpr int tiles_between_folds = 4;
+    if (++tiles < tiles_between_folds) return;
+    tiles = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      folded[i] += static_cast<double>(sum[i]);
+      sum[i] = 0.0F;
+    }
+  }
+  __device__ __forceinline__ double total(int i) const { return folded[i] + static_cast<double>(sum[i]); }
+};
+
 /// The 128 rows of a KV head from `first_row` on against its keys, tiles [first_tile, end_tile) as far as some row sees
 /// them: consume(first key of the tile, sums). Held rows are those of the tile's own numbers.
 template <class Tiles, class Consume>
@@ -75,28 +103,9 @@ __device__ __forceinline__ void stream_keys(const AttentionTask& task, int kv_he
 /// Calls `with` with the tiles of a form.
 template <class With>
 void with_tiles(const ProductForm& form, With with) {
-  const auto of_depth = [&]<int depth>() {
-    if (form.dtype == DType::float32) {
-      with.template operator()<FloatTiles<depth>>();
-    } else if (form.dtype == DType::float16) {
-      if (form.warp_groups) {
-        with.template operator()<WarpGroupTiles<__half, depth>>();
-      } else {
-        with.template operator()<WarpTiles<__half, depth>>();
-      }
-    } else if (form.warp_groups) {
-      with.template operator()<WarpGroupTiles<__nv_bfloat16, depth>>();
-    } else {
-      with.template operator()<WarpTiles<__nv_bfloat16, depth>>();
-    }
-  };
-  if (form.depth == 64) {
-    of_depth.template operator()<64>();
-  } else if (form.depth == 128) {
-    of_depth.template operator()<128>();
-  } else {
-    of_depth.template operator()<256>();
-  }
+  if (form.depth == 64) return with_tiles_of<64>(form.dtype, form.warp_groups, with);
+  if (form.depth == 128) return with_tiles_of<128>(form.dtype, form.warp_groups, with);
+  with_tiles_of<256>(form.dtype, form.warp_groups, with);
 }
 
 }  // namespace kvreplay

@@ -7,8 +7,6 @@
 namespace kvreplay {
 namespace {
 
-// Float sums of so many tiles are added to those in double.
-constexpr int tiles_between_folds = 4;
 // As for rows: what blocks there are depends on the task alone.
 constexpr int wanted_blocks = 1024;
 constexpr int segment_queries = 1024;  // no block takes fewer of a head
@@ -48,31 +46,22 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
   const int first_query = static_cast<int>(blockIdx.y) * segment_query_count;
   const int first_tile = first_query / Tiles::columns;
   const int end_tile = min(task.padded_queries, first_query + segment_query_count) / Tiles::columns;
+  const auto is_reached = [&](int tile) {
+    const QueryRange range = range_of(task, list, tile * Tiles::columns, Tiles::columns);
+    return first_key < range.highest_end && end_key > range.lowest_first;
+  };
   const auto reached_from = [&](int tile) {
-    for (; tile < end_tile; ++tile) {
-      const QueryRange range = range_of(task, list, tile * Tiles::columns, Tiles::columns);
-      if (first_key < range.highest_end && end_key > range.lowest_first) return tile;
-    }
-    return -1;
+    while (tile < end_tile && !is_reached(tile)) ++tile;
+    return tile < end_tile ? tile : -1;
   };
   const int first_reached = reached_from(first_tile);
   int last_reached = end_tile - 1;
-  for (; last_reached > first_reached; --last_reached) {
-    const QueryRange range = range_of(task, list, last_reached * Tiles::columns, Tiles::columns);
-    if (first_key < range.highest_end && end_key > range.lowest_first) break;
-  }
+  while (last_reached > first_reached && !is_reached(last_reached)) --last_reached;
 
   for (int head = kv_head * task.group; head < (kv_head + 1) * task.group; ++head) {
     const void* queries = task.queries[head];
     const RowState* of_head = states + static_cast<std::size_t>(head) * static_cast<std::size_t>(task.padded_queries);
-    float sum[Tiles::row_count];
-    double wide_sum[Tiles::row_count];
-#pragma unroll
-    for (int i = 0; i < Tiles::row_count; ++i) {
-      sum[i] = 0.0F;
-      wide_sum[i] = 0.0;
-    }
-    int until_fold = tiles_between_folds;
+    FoldedSums<Tiles::row_count> received;
 
     tiles.stream(
         keys,
@@ -102,25 +91,17 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
                 const int key = first_key + Tiles::row(i);
                 const float p = exp2_fast(__fmaf_rn(Tiles::at(sums, i, j + k), scale, -state[k].reference));
                 if (whole || (key >= sees.x && key < sees.y && key != own_key))
-                  sum[i] = __fmaf_rn(p, state[k].factor, sum[i]);
+                  received.sum[i] = __fmaf_rn(p, state[k].factor, received.sum[i]);
               }
             }
           }
-          if (--until_fold == 0) {
-            until_fold = tiles_between_folds;
-#pragma unroll
-            for (int i = 0; i < Tiles::row_count; ++i) {
-              wide_sum[i] += static_cast<double>(sum[i]);
-              sum[i] = 0.0F;
-            }
-          }
+          received.end_tile();
         });
 
     // The threads that share a key, one after the other. The held keys stay: what follows them is free.
     auto* shared = reinterpret_cast<double*>(dynamic_shared<unsigned char>() + Tiles::held_bytes);  // [rows, slots]
 #pragma unroll
-    for (int i = 0; i < Tiles::row_count; ++i)
-      shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = wide_sum[i] + static_cast<double>(sum[i]);
+    for (int i = 0; i < Tiles::row_count; ++i) shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = received.total(i);
     __syncthreads();
     if (threadIdx.x < Tiles::rows) {
       double all = 0.0;

@@ -4,6 +4,7 @@
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 #include "cuda/placed_task.h"
+#include "cuda/stored_types.h"
 #include "cuda/widened.h"
 #include "error.h"
 
@@ -61,12 +62,10 @@ constexpr int threads = 256;
 void widen(DType dtype, const void* in, const int* rows, const int* moves, const RopeTurn& rope, int count, int depth,
            float* out, cudaStream_t stream) {
   const dim3 blocks(blocks_for(static_cast<std::size_t>(count) * static_cast<std::size_t>(depth), threads));
-  const auto run = [&]<class Element>(const Element* typed) {
-    launch(widen_rows<Element>, blocks, threads, 0, stream, typed, rows, moves, rope, count, depth, out);
-  };
-  if (dtype == DType::float16) return run(static_cast<const __half*>(in));
-  if (dtype == DType::bfloat16) return run(static_cast<const __nv_bfloat16*>(in));
-  run(static_cast<const float*>(in));
+  with_element(dtype, [&]<class Element>() {
+    launch(widen_rows<Element>, blocks, threads, 0, stream, static_cast<const Element*>(in), rows, moves, rope, count,
+           depth, out);
+  });
 }
 
 /// What the queries of each range see together.

@@ -7,8 +7,6 @@
 namespace kvreplay {
 namespace {
 
-// Float sums of so many tiles are added to those in double.
-constexpr int tiles_between_folds = 4;
 // About so many blocks keep a device busy. What they are depends on the task alone, so that bits do too.
 constexpr int wanted_blocks = 512;
 constexpr int split_keys = 1024;  // no block takes fewer
@@ -40,8 +38,8 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
   const int list = task.lists == 1 ? 0 : kv_head;
   const int rows = task.query_count * task.group;
 
-  float reference[Tiles::row_count], sum[Tiles::row_count], check[Tiles::row_count];
-  double wide_sum[Tiles::row_count];
+  float reference[Tiles::row_count], check[Tiles::row_count];
+  FoldedSums<Tiles::row_count> sums_of_rows;
   int2 visible[Tiles::row_count];
   int highest_first = 0;
   int lowest_end = task.key_count;
@@ -52,10 +50,8 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
     highest_first = max(highest_first, visible[i].x);
     lowest_end = min(lowest_end, visible[i].y);
     reference[i] = -INFINITY;
-    sum[i] = check[i] = 0.0F;
-    wide_sum[i] = 0.0;
+    check[i] = 0.0F;
   }
-  int until_fold = tiles_between_folds;
 
   const int split_tiles = split_key_count / Tiles::columns;
   const int first_tile = static_cast<int>(blockIdx.y) * split_tiles;
@@ -80,30 +76,23 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
                          if (highest * scale > reference[i]) {
                            const float raised = ceilf(highest * scale);
                            const float factor = power_of_two(reference[i] - raised);
-                           sum[i] *= factor;
-                           wide_sum[i] *= static_cast<double>(factor);
+                           sums_of_rows.sum[i] *= factor;
+                           sums_of_rows.folded[i] *= static_cast<double>(factor);
                            reference[i] = raised;
                          }
                          const float base = reference[i] == -INFINITY ? 0.0F : reference[i];
 #pragma unroll
                          for (int j = 0; j < Tiles::column_count; ++j)
-                           sum[i] += exp2_fast(__fmaf_rn(Tiles::at(sums, i, j), scale, -base));
+                           sums_of_rows.sum[i] += exp2_fast(__fmaf_rn(Tiles::at(sums, i, j), scale, -base));
                        }
-                       if (--until_fold == 0) {
-                         until_fold = tiles_between_folds;
-#pragma unroll
-                         for (int i = 0; i < Tiles::row_count; ++i) {
-                           wide_sum[i] += static_cast<double>(sum[i]);
-                           sum[i] = 0.0F;
-                         }
-                       }
+                       sums_of_rows.end_tile();
                      });
 
   // The threads that share a row, one after the other.
   auto* shared = dynamic_shared<RowPartial>();  // [rows, slots]
 #pragma unroll
   for (int i = 0; i < Tiles::row_count; ++i) {
-    shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = {wide_sum[i] + static_cast<double>(sum[i]), reference[i]};
+    shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = {sums_of_rows.total(i), reference[i]};
     if (!(check[i] == 0.0F)) *bad = 1;
   }
   __syncthreads();

@@ -180,13 +180,7 @@ __global__ void begin_maxima(int tokens, float* maxima) {
 /// Calls `with` with the tiles for a type of numbers.
 template <class With>
 void with_deep_tiles(DType dtype, bool warp_groups, With with) {
-  if (dtype == DType::float32) return with.template operator()<DeepTiles<FloatTiles<chunk_depth>>>();
-  const auto of_type = [&]<class Element>() {
-    if (warp_groups) return with.template operator()<DeepTiles<WarpGroupTiles<Element, chunk_depth>>>();
-    with.template operator()<DeepTiles<WarpTiles<Element, chunk_depth>>>();
-  };
-  if (dtype == DType::float16) return of_type.template operator()<__half>();
-  of_type.template operator()<__nv_bfloat16>();
+  with_tiles_of<chunk_depth>(dtype, warp_groups, [&]<class Tiles>() { with.template operator()<DeepTiles<Tiles>>(); });
 }
 
 }  // namespace

@@ -11,8 +11,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/ptx.h"
+#include "cuda/stored_types.h"
 
 namespace kvreplay {
 
@@ -277,5 +279,19 @@ struct FloatTiles {
 
   const float* held_[held_count];
 };
+
+/// Calls `with` with the tiles for a type of numbers.
+template <int depth, class With>
+void with_tiles_of(DType dtype, bool warp_groups, With with) {
+  with_element(dtype, [&]<class Element>() {
+    if constexpr (std::is_same_v<Element, float>) {
+      with.template operator()<FloatTiles<depth>>();
+    } else if (warp_groups) {
+      with.template operator()<WarpGroupTiles<Element, depth>>();
+    } else {
+      with.template operator()<WarpTiles<Element, depth>>();
+    }
+  });
+}
 
 }  // namespace kvreplay

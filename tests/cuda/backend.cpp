@@ -1,6 +1,5 @@
 // What is the CUDA backend's own: layers that are held, its limit of device memory, devices that fail, orders in which
 // a device may do its work.
-#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -8,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/cuda_backend.h"
 #include "emulated_device.h"
 #include "tests/unit/attention_reference.h"
 

@@ -9,12 +9,6 @@
 namespace kvreplay::testing {
 namespace {
 
-struct ComparisonCase {
-  LayerShape shape;
-  int boundary = 0;
-  std::vector<std::int32_t> queries;
-};
-
 auto numbers(const Comparison& c) {
   const auto three = [](const Alignment& a) { return std::vector{a.dot, a.full_square, a.stored_square}; };
   std::vector<double> all;
@@ -41,27 +35,17 @@ void expect_near(const std::vector<Comparison>& found, const std::vector<Compari
   }
 }
 
-/// One set a query, which cover a little more and less than the boundary asks for.
-std::vector<KeptSet> one_a_query(Heads heads, const ComparisonCase& some, double share) {
-  std::vector<KeptSet> sets;
-  for (std::size_t query = 0; query < some.queries.size(); ++query) {
-    const int beyond = std::max(0, some.shape.tokens - some.boundary) * static_cast<int>(query % 4) / 3;
-    sets.push_back(random_set(heads, some.shape, some.boundary + beyond, share, chain(8, query)));
-  }
-  return sets;
-}
-
-std::vector<std::vector<KeptSet>> sets_of(const ComparisonCase& some) {
+std::vector<std::vector<KeptSet>> sets_of(const EvalCase& some) {
   std::vector<std::vector<KeptSet>> all;
   for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
     all.push_back({random_set(heads, some.shape, some.boundary, 0.3, 7)});
-    all.push_back(one_a_query(heads, some, 0.3));
+    all.push_back(one_a_query(heads, some, 0.3, 8));
   }
-  all.push_back(one_a_query(Heads::kv, some, 0.0));
+  all.push_back(one_a_query(Heads::kv, some, 0.0, 8));
   return all;
 }
 
-class CudaComparison : public ::testing::TestWithParam<ComparisonCase> {};
+class CudaComparison : public ::testing::TestWithParam<EvalCase> {};
 
 TEST_P(CudaComparison, IsThatOfTheCpu) {
   const auto& [shape, boundary, queries] = GetParam();
@@ -92,7 +76,7 @@ TEST_P(CudaComparison, HasTheSameBitsInLittleMemoryAndFromHeldTensors) {
   const RandomLayer layer(shape);
   const auto roomy = make_backend("cuda", 1), narrow = make_backend("cuda", 1, {.memory = std::size_t{1} << 19});
   for (const Heads heads : {Heads::kv, Heads::query}) {
-    const std::vector<KeptSet> sets = one_a_query(heads, GetParam(), 0.3);
+    const std::vector<KeptSet> sets = one_a_query(heads, GetParam(), 0.3, 8);
     const auto compare = [&](Backend& backend) {
       return numbers(
           backend.compare_attention(layer.tensors(), layer.tensors(), Positions::cache, queries, boundary, sets));
@@ -108,26 +92,22 @@ TEST_P(CudaComparison, HasTheSameBitsInLittleMemoryAndFromHeldTensors) {
 INSTANTIATE_TEST_SUITE_P(
     Cases, CudaComparison,
     ::testing::Values(
-        ComparisonCase{
-            {.query_heads = 4, .kv_heads = 2, .tokens = 80, .dim = 8, .rope_pairs = 3}, 60, range(50, 80, 6)},
-        ComparisonCase{
-            {.query_heads = 9, .kv_heads = 3, .tokens = 233, .dim = 33, .rope_pairs = 16, .interleaved = true},
-            200,
-            range(190, 233, 5)},
-        ComparisonCase{
-            {.query_heads = 5, .kv_heads = 1, .tokens = 101, .dim = 12, .dtype = DType::float16, .rope_pairs = 6},
-            77,
-            range(0, 101, 20)},
-        ComparisonCase{{.tokens = 150, .dim = 66, .dtype = DType::bfloat16, .sliding_window = 40, .rope_pairs = 33},
-                       100,
-                       range(70, 150, 19)},
-        ComparisonCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90, 7)},
-        ComparisonCase{
-            {.query_heads = 36, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 19)},
-        ComparisonCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
+        EvalCase{{.query_heads = 4, .kv_heads = 2, .tokens = 80, .dim = 8, .rope_pairs = 3}, 60, range(50, 80, 6)},
+        EvalCase{{.query_heads = 9, .kv_heads = 3, .tokens = 233, .dim = 33, .rope_pairs = 16, .interleaved = true},
+                 200,
+                 range(190, 233, 5)},
+        EvalCase{{.query_heads = 5, .kv_heads = 1, .tokens = 101, .dim = 12, .dtype = DType::float16, .rope_pairs = 6},
+                 77,
+                 range(0, 101, 20)},
+        EvalCase{{.tokens = 150, .dim = 66, .dtype = DType::bfloat16, .sliding_window = 40, .rope_pairs = 33},
+                 100,
+                 range(70, 150, 19)},
+        EvalCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90, 7)},
+        EvalCase{{.query_heads = 36, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 19)},
+        EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
 
 TEST(CudaComparisonWith, KeysThatTakeSeveralBlocksAreAllCounted) {
-  const ComparisonCase some{
+  const EvalCase some{
       {.query_heads = 1, .kv_heads = 1, .tokens = 2100, .dim = 4, .first_stored_query = 2050, .rope_pairs = 2},
       1500,
       {2060, 2099}};

@@ -39,28 +39,12 @@ using Sets = std::vector<std::vector<KeptSet>>;
 
 std::vector<KeptSets> spans_of(const Sets& sets) { return {sets.begin(), sets.end()}; }
 
-struct MomentsCase {
-  LayerShape shape;
-  int boundary = 0;
-  std::vector<std::int32_t> queries;
-};
-
-/// One set a query, which go beyond the boundary here and there.
-std::vector<KeptSet> one_a_query(Heads heads, const MomentsCase& some, double share) {
-  std::vector<KeptSet> sets;
-  for (std::size_t query = 0; query < some.queries.size(); ++query) {
-    const int beyond = std::max(0, some.shape.tokens - some.boundary) * static_cast<int>(query % 4) / 3;
-    sets.push_back(random_set(heads, some.shape, some.boundary + beyond, share, chain(8, query)));
-  }
-  return sets;
-}
-
-Sets sets_of(const MomentsCase& some) {
+Sets sets_of(const EvalCase& some) {
   const auto& [shape, boundary, queries] = some;
   Sets sets;
   for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
     sets.push_back({random_set(heads, shape, boundary, 0.3, 1)});
-    sets.push_back(one_a_query(heads, some, 0.4));
+    sets.push_back(one_a_query(heads, some, 0.4, 8));
     sets.push_back({random_set(heads, shape, shape.tokens, 0.3, 2)});  // nothing later is kept by itself
   }
   sets.push_back({random_set(Heads::kv, shape, boundary, 0.0, 3)});      // a query's own key and the later ones
@@ -70,7 +54,7 @@ Sets sets_of(const MomentsCase& some) {
   return sets;
 }
 
-class CudaMoments : public ::testing::TestWithParam<MomentsCase> {};
+class CudaMoments : public ::testing::TestWithParam<EvalCase> {};
 
 TEST_P(CudaMoments, AreThoseOfTheCpu) {
   const auto& [shape, boundary, queries] = GetParam();
@@ -157,21 +141,21 @@ TEST_P(CudaMoments, PartsThatAreAskedForAloneAreThoseOfAllParts) {
 INSTANTIATE_TEST_SUITE_P(
     Cases, CudaMoments,
     ::testing::Values(
-        MomentsCase{{.query_heads = 9, .kv_heads = 3, .tokens = 130, .dim = 33}, 110, range(100, 130, 7)},
-        MomentsCase{
+        EvalCase{{.query_heads = 9, .kv_heads = 3, .tokens = 130, .dim = 33}, 110, range(100, 130, 7)},
+        EvalCase{
             {.query_heads = 8, .kv_heads = 2, .tokens = 90, .dim = 16, .dtype = DType::float16}, 60, range(50, 90, 9)},
-        MomentsCase{{.tokens = 75, .dim = 140, .dtype = DType::bfloat16}, 66, range(60, 75, 4)},
-        MomentsCase{{.tokens = 150, .dim = 66, .dtype = DType::float16, .sliding_window = 40}, 100, range(70, 150, 19)},
-        MomentsCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F}, 70, range(60, 90, 7)},
-        MomentsCase{{.tokens = 50, .dim = 8}, 3, range(0, 50, 9)},  // a boundary among the sinks
-        MomentsCase{
+        EvalCase{{.tokens = 75, .dim = 140, .dtype = DType::bfloat16}, 66, range(60, 75, 4)},
+        EvalCase{{.tokens = 150, .dim = 66, .dtype = DType::float16, .sliding_window = 40}, 100, range(70, 150, 19)},
+        EvalCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F}, 70, range(60, 90, 7)},
+        EvalCase{{.tokens = 50, .dim = 8}, 3, range(0, 50, 9)},  // a boundary among the sinks
+        EvalCase{
             {.query_heads = 2, .kv_heads = 1, .tokens = 80, .dim = 8, .first_stored_query = 65, .stored_query_step = 5},
             70,
             {70, 75}},
-        MomentsCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
+        EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
 
 TEST(CudaMomentsOf, KeysOfSeveralChunksAndSplitsAreAllCounted) {
-  const MomentsCase some{
+  const EvalCase some{
       {.query_heads = 1, .kv_heads = 1, .tokens = 9300, .dim = 4, .first_stored_query = 9290}, 9000, {9290, 9299}};
   const RandomLayer layer(some.shape);
   Sets sets{{random_set(Heads::kv, some.shape, some.boundary, 0.5, 1)}, {KeptSet(Heads::kv, 1, some.boundary)}};
@@ -183,7 +167,7 @@ TEST(CudaMomentsOf, KeysOfSeveralChunksAndSplitsAreAllCounted) {
 }
 
 TEST(CudaMomentsOf, MoreSetsThanABlockHasAreThoseOfEach) {
-  const MomentsCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 70, .dim = 4}, 60, {65, 69}};
+  const EvalCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 70, .dim = 4}, 60, {65, 69}};
   const RandomLayer layer(some.shape);
   Sets sets;
   for (std::uint64_t seed = 0; seed < 130; ++seed)
@@ -196,7 +180,7 @@ TEST(CudaMomentsOf, MoreSetsThanABlockHasAreThoseOfEach) {
 
 TEST(CudaMomentsOf, SetsOfOneKeyFarBelowTheLargestLogitHaveTheirOutputAndTheirShare) {
   // Beside logits of 0 the first token's is 20, 48, 68 or 2,000.
-  const MomentsCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 40, .dim = 4}, 30, {30, 39}};
+  const EvalCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 40, .dim = 4}, 30, {30, 39}};
   for (const float gap : {20.0F, 48.0F, 68.0F, 2000.0F}) {
     SCOPED_TRACE(gap);
     RandomLayer layer(some.shape);
@@ -232,7 +216,7 @@ TEST(CudaMomentsOf, SetsOfOneKeyFarBelowTheLargestLogitHaveTheirOutputAndTheirSh
 }
 
 TEST(CudaMomentsOf, ValuesMayBeOfAnotherTypeAndSizeThanKeys) {
-  const MomentsCase some{{.tokens = 60, .dim = 20, .dtype = DType::bfloat16}, 50, range(40, 60, 6)};
+  const EvalCase some{{.tokens = 60, .dim = 20, .dtype = DType::bfloat16}, 50, range(40, 60, 6)};
   const RandomLayer layer(some.shape);
   const RandomTensor other(some.shape.kv_heads, some.shape.tokens, 70, DType::float32, 1.0, 7);
   LayerTensors tensors = layer.tensors();

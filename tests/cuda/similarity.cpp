@@ -8,15 +8,6 @@ namespace {
 
 constexpr emulated::Order orders[] = {emulated::forward, emulated::backward, emulated::shuffled(1)};
 
-std::vector<double> token_vector(const RandomTensor& tensor, int heads, int token) {
-  std::vector<double> all;
-  for (int head = 0; head < heads; ++head) {
-    const std::vector<double> row = tensor.row(head, token);
-    all.insert(all.end(), row.begin(), row.end());
-  }
-  return all;
-}
-
 /// max_{j != i} cos(w_i, w_j) in float64.
 std::vector<double> reference_maxima(const RandomTensor& tensor, int heads, int tokens) {
   std::vector<std::vector<double>> vectors;

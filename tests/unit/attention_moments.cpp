@@ -33,13 +33,7 @@ void expect_near(const Moments& found, const Moments& expected, double tolerance
   EXPECT_NEAR(found.unaligned_dot, expected.unaligned_dot, tolerance);
 }
 
-struct MomentsCase {
-  LayerShape shape;
-  int boundary;
-  std::vector<std::int32_t> queries;
-};
-
-class KeptMomentsOf : public ::testing::TestWithParam<MomentsCase> {
+class KeptMomentsOf : public ::testing::TestWithParam<EvalCase> {
  protected:
   std::vector<KeptSet> sets() const {
     const auto& [shape, boundary, queries] = GetParam();
@@ -173,7 +167,7 @@ TEST_P(KeptMomentsOf, PartsThatAreAskedForAloneAreThoseOfAllParts) {
   }
 }
 
-const std::vector<MomentsCase> cases{
+const std::vector<EvalCase> cases{
     {{.tokens = 64, .dim = 8}, 48, range(48, 64)},
     {{.query_heads = 9, .kv_heads = 3, .tokens = 700, .dim = 33}, 640, range(640, 700, 7)},
     {{.query_heads = 8, .kv_heads = 1, .tokens = 90, .dim = 16, .dtype = DType::float16}, 60, range(60, 90)},
@@ -360,16 +354,6 @@ TEST(KeptMomentsWith, AStrongSinkHidesNothingOfTheRest) {
   }
 }
 
-/// One set a query, which cover a little more and less than the boundary asks for.
-std::vector<KeptSet> one_a_query(Heads heads, const MomentsCase& some, double share, std::uint64_t seed) {
-  std::vector<KeptSet> sets;
-  for (std::size_t query = 0; query < some.queries.size(); ++query) {
-    const int beyond = std::max(0, some.shape.tokens - some.boundary) * static_cast<int>(query % 4) / 3;
-    sets.push_back(random_set(heads, some.shape, some.boundary + beyond, share, chain(seed, query)));
-  }
-  return sets;
-}
-
 TEST_P(KeptMomentsOf, ASetForEachQueryAreThoseOfBruteForceAndOfThatSetForAll) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);
@@ -418,7 +402,7 @@ TEST_P(KeptMomentsOf, ASetForEachQueryThatKeepsEverythingIsExact) {
 }
 
 TEST(KeptMomentsWith, ASetForEachQueryAgreesAtEverySimdLevel) {
-  const MomentsCase some{
+  const EvalCase some{
       {.query_heads = 6, .kv_heads = 2, .tokens = 400, .dim = 20, .dtype = DType::bfloat16}, 300, range(280, 400, 3)};
   const RandomLayer layer(some.shape);
   const std::vector<KeptSet> sets = one_a_query(Heads::kv, some, 0.3, 1);
@@ -438,7 +422,7 @@ TEST(KeptMomentsWith, ASetForEachQueryAgreesAtEverySimdLevel) {
 }
 
 TEST(KeptMomentsWith, AQueryWhoseKeptKeysLieFarBelowTheOthersStillHasAnOutput) {
-  const MomentsCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 60, .dim = 4}, 30, range(40, 60)};
+  const EvalCase some{{.query_heads = 2, .kv_heads = 1, .tokens = 60, .dim = 4}, 30, range(40, 60)};
   RandomLayer layer(some.shape);
   for (int c = 0; c < some.shape.dim; ++c) {
     layer.k.set(0, 5, c, 10.0F);
@@ -489,7 +473,7 @@ auto members(const Comparison& c) {
                     c.output_full_square, c.output_square, c.output_dot, c.error_square);
 }
 
-class CompareAttention : public ::testing::TestWithParam<MomentsCase> {};
+class CompareAttention : public ::testing::TestWithParam<EvalCase> {};
 
 TEST_P(CompareAttention, IsThatOfBruteForceWithMovedKeysOtherStoresAndAnySets) {
   const auto& [shape, boundary, queries] = GetParam();
@@ -532,23 +516,22 @@ TEST_P(CompareAttention, IsThatOfBruteForceWithMovedKeysOtherStoresAndAnySets) {
 INSTANTIATE_TEST_SUITE_P(
     Cases, CompareAttention,
     ::testing::Values(
-        MomentsCase{{.query_heads = 4, .kv_heads = 2, .tokens = 80, .dim = 8, .rope_pairs = 3}, 60, range(50, 80, 3)},
-        MomentsCase{{.query_heads = 9, .kv_heads = 3, .tokens = 333, .dim = 33, .rope_pairs = 16, .interleaved = true},
-                    300,
-                    range(290, 333, 5)},
-        MomentsCase{
-            {.query_heads = 5, .kv_heads = 1, .tokens = 101, .dim = 12, .dtype = DType::float16, .rope_pairs = 6},
-            77,
-            range(0, 101, 10)},
-        MomentsCase{{.tokens = 150, .dim = 16, .dtype = DType::bfloat16, .sliding_window = 40, .rope_pairs = 8},
-                    100,
-                    range(70, 150, 9)},
-        MomentsCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90)},
-        MomentsCase{{.query_heads = 60, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 13)},
-        MomentsCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
+        EvalCase{{.query_heads = 4, .kv_heads = 2, .tokens = 80, .dim = 8, .rope_pairs = 3}, 60, range(50, 80, 3)},
+        EvalCase{{.query_heads = 9, .kv_heads = 3, .tokens = 333, .dim = 33, .rope_pairs = 16, .interleaved = true},
+                 300,
+                 range(290, 333, 5)},
+        EvalCase{{.query_heads = 5, .kv_heads = 1, .tokens = 101, .dim = 12, .dtype = DType::float16, .rope_pairs = 6},
+                 77,
+                 range(0, 101, 10)},
+        EvalCase{{.tokens = 150, .dim = 16, .dtype = DType::bfloat16, .sliding_window = 40, .rope_pairs = 8},
+                 100,
+                 range(70, 150, 9)},
+        EvalCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90)},
+        EvalCase{{.query_heads = 60, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 13)},
+        EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
 
 TEST(CompareAttentionWith, EverySimdLevelHasTheSameBits) {
-  const MomentsCase some{{.tokens = 90, .dim = 20, .rope_pairs = 10}, 60, range(50, 90, 3)};
+  const EvalCase some{{.tokens = 90, .dim = 20, .rope_pairs = 10}, 60, range(50, 90, 3)};
   const RandomLayer layer(some.shape);
   const std::vector<KeptSet> sets = one_a_query(Heads::kv, some, 0.3, 1);
   std::vector<Comparison> expected;

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <ostream>
 #include <vector>
 
 #include "attention/backend.h"
@@ -33,6 +34,12 @@ struct LayerShape {
   bool interleaved = false;
   std::uint64_t seed = 1;
 };
+
+/// The name of a test of it: googletest would print its bytes.
+inline void PrintTo(const LayerShape& shape, std::ostream* out) {
+  *out << shape.query_heads << "/" << shape.kv_heads << " heads, " << shape.tokens << " tokens, d " << shape.dim << ", "
+       << name_of(shape.dtype);
+}
 
 inline std::uint16_t to_float16(float value) {
   // No subnormal ones, truncated: test data need no rounding, but must be exactly what both sides read.
@@ -104,6 +111,16 @@ class RandomTensor {
   DType dtype_;
   std::vector<std::byte> bytes_;
 };
+
+/// What a token holds in all heads, one after another.
+inline std::vector<double> token_vector(const RandomTensor& tensor, int heads, int token) {
+  std::vector<double> all;
+  for (int head = 0; head < heads; ++head) {
+    const std::vector<double> row = tensor.row(head, token);
+    all.insert(all.end(), row.begin(), row.end());
+  }
+  return all;
+}
 
 inline std::vector<std::int32_t> range(int begin, int end, int step = 1) {
   std::vector<std::int32_t> positions;
@@ -456,6 +473,28 @@ inline KeptSet random_set(Heads heads, const LayerShape& shape, int tokens, doub
     for (int position = 0; position < tokens; ++position)
       if (uniform(chain(seed, row, position)) < share) set.keep(row, position);
   return set;
+}
+
+/// Queries of a layer whose attention is measured.
+struct EvalCase {
+  LayerShape shape;
+  int boundary = 0;
+  std::vector<std::int32_t> queries;
+};
+
+inline void PrintTo(const EvalCase& some, std::ostream* out) {
+  PrintTo(some.shape, out);
+  *out << ", boundary " << some.boundary << ", " << some.queries.size() << " queries";
+}
+
+/// One set a query, which cover a little more than the boundary asks for.
+inline std::vector<KeptSet> one_a_query(Heads heads, const EvalCase& some, double share, std::uint64_t seed) {
+  std::vector<KeptSet> sets;
+  for (std::size_t query = 0; query < some.queries.size(); ++query) {
+    const int beyond = std::max(0, some.shape.tokens - some.boundary) * static_cast<int>(query % 4) / 3;
+    sets.push_back(random_set(heads, some.shape, some.boundary + beyond, share, chain(seed, query)));
+  }
+  return sets;
 }
 
 }  // namespace kvreplay::testing

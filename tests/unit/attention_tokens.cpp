@@ -5,15 +5,6 @@
 namespace kvreplay::testing {
 namespace {
 
-std::vector<double> token_vector(const RandomTensor& tensor, int heads, int token) {
-  std::vector<double> all;
-  for (int head = 0; head < heads; ++head) {
-    const std::vector<double> row = tensor.row(head, token);
-    all.insert(all.end(), row.begin(), row.end());
-  }
-  return all;
-}
-
 double cosine(const std::vector<double>& a, const std::vector<double>& b) {
   const double size = std::sqrt(std::inner_product(a.begin(), a.end(), a.begin(), 0.0) *
                                 std::inner_product(b.begin(), b.end(), b.begin(), 0.0));

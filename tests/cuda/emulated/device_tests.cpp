@@ -1,5 +1,3 @@
-#include "emulated_device.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -16,6 +14,7 @@
 #include <vector>
 
 #include "cuda/ptx.h"
+#include "emulated_device.h"
 
 namespace {
 
@@ -627,7 +626,7 @@ TEST_F(EmulatedDevice, SaysWhoWaitsForWhatAndStops) {
     auto text = failure(config(dim3(1, 2), 64), some_leave);
     EXPECT_SAYS(text, "cudaErrorLaunchFailure: block (0, ");
     EXPECT_SAYS(text, "no thread can go on: 63 of 64 threads, the first (0, 0, 0), wait at __syncthreads (");
-    EXPECT_SAYS(text, "emulated_device.cpp:");
+    EXPECT_SAYS(text, "device_tests.cpp:");
     EXPECT_SAYS(text, "1 of 64 threads, the first (40, 0, 0), have ended");
     // The error stays; nothing runs any more.
     EXPECT_EQ(cudaDeviceSynchronize(), cudaErrorLaunchFailure);
