@@ -142,7 +142,7 @@ def made_up() -> dict:
     forms |= {"one more": 4.0, "in bfloat16": 0.1}
     shape = "9/3 heads, d 64, n 4,096"
     selected = {"incremental": 4.0, "as the algorithm reads, some": 40.0}
-    timed = {"seconds": 10.0, "select_seconds": 0.1, "peak_bytes": 2**28}
+    timed = {"seconds": 10.0, "processor_seconds": 20.0, "select_seconds": 0.1, "peak_bytes": 2**28}
     replays = [{**vars(replay), **timed} for replay in (replay_times.ALONE, replay_times.ALL)]
     wanted: dict[tuple[str, str], dict[str, float]] = {}
     for subject, of_shape, form in goals.PYTORCH:

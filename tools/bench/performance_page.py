@@ -116,7 +116,7 @@ def replay_rows(replays: list[dict[str, Any]], trace: str) -> list[tuple[str, ..
     for replay in replays:
         is_whole = replay["name"] == ALL.name
         goal, selecting = (goals.WHOLE_REPLAY, goals.SELECTING) if is_whole else (goals.NONE, goals.NONE)
-        share = replay["select_seconds"] / replay["seconds"]
+        share = replay["select_seconds"] / replay["processor_seconds"]
         command = Replay(*(replay[key] for key in ("name", "policies", "budgets", "metrics"))).command(trace)
         added = replay["seconds"] - whole
         adds = f"{added:.2f} s, {added / alone:.2f} x" if replay["name"].startswith("...") else ""
