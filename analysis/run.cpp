@@ -292,6 +292,9 @@ TraceWork prepare(const RunRequest& request, const fs::path& path) {
   work.conditions.layers = treated_layers(trace, request.treat_sliding);
   work.facts = facts_of(trace, request, work.conditions);
   fill_summary(work.summary, work.facts);
+  const TraceHeader& header = trace.header();
+  work.summary.prompt_hash =
+      hash_of(std::as_bytes(std::span(header.ids).first(static_cast<std::size_t>(header.prefill))));
 
   work.part = earlier_part(work.part_path(request.output), work.facts, request.force);
   if (work.part) work.facts = work.part->trace;

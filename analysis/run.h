@@ -93,6 +93,7 @@ struct TraceSummary {
   std::string name = {};
   std::filesystem::path path = {};
   std::string hash = {};
+  std::string prompt_hash = {};  // of the token ids of the prompt: traces of one model on one prompt share it
   std::string model = {};
   std::string dtype = {};
   bool synthetic = false;

@@ -39,10 +39,19 @@ Json policy_json(const ConfiguredPolicy& policy) {
       {"label", policy.label()}, {"name", policy.name()}, {"parameters", parameters}, {"paper", policy.card().paper}};
 }
 
+Json metric_json(const std::string& name) {
+  const MetricCard& card = metrics().get(name);
+  Json variants = Json::array();
+  for (const MetricVariant& variant : card.variants)
+    variants.push_back({{"name", MetricName{name, variant.name}.text()}, {"better", word(better_of(card, variant))}});
+  return {{"name", name}, {"unit", card.unit}, {"better", word(card.better)}, {"variants", variants}};
+}
+
 Json input_json(const TraceSummary& trace) {
   Json input = {{"path", trace.path.string()}, {"trace", trace.name}};
   if (trace.error.empty())
     input.update({{"trace_hash", trace.hash},
+                  {"prompt_hash", trace.prompt_hash},
                   {"model", trace.model},
                   {"synthetic", trace.synthetic},
                   {"prompt", trace.prompt},
@@ -64,6 +73,7 @@ Json cell_json(const CellSummary& cell) {
                  {"params", cell.params},
                  {"budget", cell.budget},
                  {"budget_tokens", cell.budget_tokens},
+                 {"own_memory", cell.own_memory},
                  {"state", word(cell.state)}};
   if (!cell.error.empty()) result["error"] = cell.error;
   return result;
@@ -94,6 +104,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"backend", {{"name", request.backend}, {"description", backend}}},
       {"inputs", list(summary.traces, input_json)},
       {"policies", list(request.policies, policy_json)},
+      {"metrics", list(metrics().names(), metric_json)},
       {"options",
        {{"budgets", list(request.budgets, [](const Budget& budget) { return Json(budget.literal); })},
         {"metrics", list(request.metrics, [](const MetricName& name) { return Json(name.text()); })},

@@ -15,13 +15,11 @@ constexpr std::size_t widest = 140;
 // "999.9 ms" and a mark: what a table looks like must not depend on how long it took.
 constexpr std::size_t longest_duration = 9;
 
-enum class Best { none, largest, smallest };
-
 struct Column {
   std::string title;
   std::function<double(const CellSummary&)> value;
   std::function<std::string(double)> text;
-  Best best;
+  Better better;
   std::size_t least_width = 0;
 };
 
@@ -39,32 +37,33 @@ std::string duration(double seconds) {
   return fmt::format("{:.2f} s", seconds);
 }
 
-Column metric(const char* title, MetricName name, Best best) {
+Column metric(const char* title, MetricName name) {
+  const Better better = better_of(name);
   return {title, [name = std::move(name)](const CellSummary& cell) { return value_of(cell, name); }, three_digits,
-          best};
+          better};
 }
 
 /// The columns that some cell has a value for.
 std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
   std::vector<Column> all{
-      {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Best::none},
-      {"held", [](const CellSummary& cell) { return value_of(cell, {"held_tokens", ""}); }, one_digit, Best::none},
-      metric("recall", {"attention_recall", ""}, Best::largest),
-      metric("att.cos", {"attention_cosine", ""}, Best::largest),
-      metric("att.l1", {"attention_l1", ""}, Best::smallest),
-      metric("out.cos", {"output_cosine", ""}, Best::largest),
-      metric("out.err", {"output_error", ""}, Best::smallest),
-      metric("kv.l1", {"kv_l1_loss", ""}, Best::smallest),
-      metric("jaccard", {"jaccard_adjacent", "mean"}, Best::none),
-      metric("needle", {"span_recall", "needle.mean"}, Best::largest),
-      metric("answer", {"span_recall", "answer.mean"}, Best::largest),
-      metric("question", {"span_recall", "question.mean"}, Best::largest),
+      {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
+      {"held", [](const CellSummary& cell) { return value_of(cell, {"held_tokens", ""}); }, one_digit, Better::neither},
+      metric("recall", {"attention_recall", ""}),
+      metric("att.cos", {"attention_cosine", ""}),
+      metric("att.l1", {"attention_l1", ""}),
+      metric("out.cos", {"output_cosine", ""}),
+      metric("out.err", {"output_error", ""}),
+      metric("kv.l1", {"kv_l1_loss", ""}),
+      metric("jaccard", {"jaccard_adjacent", "mean"}),
+      metric("needle", {"span_recall", "needle.mean"}),
+      metric("answer", {"span_recall", "answer.mean"}),
+      metric("question", {"span_recall", "question.mean"}),
   };
   std::erase_if(all, [&](const Column& column) {
     return std::ranges::all_of(cells, [&](const CellSummary& cell) { return !std::isfinite(column.value(cell)); });
   });
-  all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration, Best::smallest,
-                 longest_duration});
+  all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration,
+                 better_of(MetricName{"select_seconds", ""}), longest_duration});
   return all;
 }
 
@@ -114,9 +113,9 @@ std::optional<double> best_of(const Column& column, const std::vector<const Cell
     const double value = column.value(*cell);
     if (!is_compared(*cell) || !std::isfinite(value)) continue;
     ++compared;
-    if (!best || (column.best == Best::largest ? value > *best : value < *best)) best = value;
+    if (!best || (column.better == Better::higher ? value > *best : value < *best)) best = value;
   }
-  return column.best == Best::none || compared < 2 ? std::nullopt : best;
+  return column.better == Better::neither || compared < 2 ? std::nullopt : best;
 }
 
 std::string trace_line(const TraceSummary& trace) {

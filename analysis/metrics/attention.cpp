@@ -47,6 +47,7 @@ const RegisteredMetric attention_recall_metric{{
     .name = "attention_recall",
     .summary = "share of the attention that falls on kept keys",
     .unit = "share",
+    .better = Better::higher,
     .formula =
         "m = sum over K' of a(t,j); K' = visible kept keys below the boundary, all visible ones from it on, and t",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
@@ -60,6 +61,7 @@ const RegisteredMetric attention_cosine_metric{{
     .name = "attention_cosine",
     .summary = "cosine between the full attention and the attention over kept keys",
     .unit = "cosine",
+    .better = Better::higher,
     .formula = "<a,ã> / (|a| |ã|) = sqrt(sum over K' of a² / sum of a²) when kept keys stay as they were",
     .source = "ChunkKV, Table 8 and Fig. 7; the identity is kvreplay's",
     .edges = "exactly 1 when everything is kept; a zero norm -> 0",
@@ -81,6 +83,7 @@ const RegisteredMetric attention_l1_metric{{
     .name = "attention_l1",
     .summary = "L1 distance between the full attention and the attention over kept keys",
     .unit = "L1 norm",
+    .better = Better::lower,
     .formula = "|a - ã|_1 = 2 (1 - m) when kept keys stay as they were, m the attention recall",
     .source = "ChunkKV, Table 8; the identity is kvreplay's",
     .edges = "exactly 0 when everything is kept",

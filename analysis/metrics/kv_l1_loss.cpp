@@ -118,6 +118,7 @@ const RegisteredMetric kv_l1_loss_metric{{
     .name = "kv_l1_loss",
     .summary = "share of the L1 norm of keys and values that is evicted or changed",
     .unit = "share",
+    .better = Better::lower,
     .formula =
         "sum of |x - x̂|_1 / sum of |x|_1 over keys and values, x̂ = 0 where evicted; a ratio of sums over rows and "
         "prompt tokens; moved keys are compared unmoved",
@@ -128,11 +129,11 @@ const RegisteredMetric kv_l1_loss_metric{{
                  {"key", "keys alone", OfLayer{of_rows<Part::key, lost_share>}},
                  {"value", "values alone", OfLayer{of_rows<Part::value, lost_share>}},
                  {"rho", "mean norm of kept tokens / mean norm of all; undefined when nothing is kept or all is zero",
-                  OfLayer{of_rows<Part::both, kept_norm>}},
+                  OfLayer{of_rows<Part::both, kept_norm>}, false, Better::higher},
                  {"absolute", "mean over numbers of |x - x̂|, x̂ = 0 where evicted",
                   OfLayer{of_rows<Part::both, lost_per_number>}},
                  {"token", "mean over tokens of the relative error: the evicted share of tokens, 1 - f",
-                  OfLayer{of_rows<Part::both, lost_of_tokens>}}},
+                  OfLayer{of_rows<Part::both, lost_of_tokens>}, false, Better::neither}},
 }};
 
 }  // namespace

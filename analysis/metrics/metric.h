@@ -3,6 +3,7 @@
 #pragma once
 
 #include <compare>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -79,17 +80,22 @@ struct OfSeconds {
 
 using Measure = std::variant<OfMoments, OfAllQueries, OfLayer, OfSpan, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
 
+/// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
+enum class Better { neither, higher, lower };
+
 struct MetricVariant {
   std::string name;  // empty: the metric itself
   std::string summary;
   Measure measure;
-  bool by_default = false;  // computed when nothing is asked for
+  bool by_default = false;            // computed when nothing is asked for
+  std::optional<Better> better = {};  // where it is not the metric's
 };
 
 struct MetricCard {
   std::string name;
   std::string summary;
   std::string unit;
+  Better better = Better::neither;
   std::string formula;
   std::string source;  // paper and equation, or kvreplay
   std::string edges;   // what becomes of 0/0, of one token, of one layer
@@ -97,6 +103,9 @@ struct MetricCard {
 };
 
 Registry<MetricCard>& metrics();
+
+/// "higher", "lower", "neither".
+const char* word(Better better);
 
 struct RegisteredMetric {
   explicit RegisteredMetric(MetricCard card) { metrics().add(std::move(card)); }
@@ -117,6 +126,10 @@ std::vector<MetricName> parse_metrics(std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.
 const MetricVariant* find_variant(const MetricName& name);
+
+/// Of the variant, else of its metric.
+Better better_of(const MetricCard& card, const MetricVariant& variant);
+Better better_of(const MetricName& name);
 
 /// `asked` with each variant of spans spelled out for the spans below `boundary`, of equal names the first;
 /// jaccard is always in it. Sorted, unique.

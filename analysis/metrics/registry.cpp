@@ -49,6 +49,10 @@ Registry<MetricCard>& metrics() {
   return registry;
 }
 
+const char* word(Better better) {
+  return better == Better::higher ? "higher" : better == Better::lower ? "lower" : "neither";
+}
+
 const MetricVariant* find_variant(const MetricName& name) {
   const MetricCard* card = metrics().find(name.metric);
   if (card == nullptr) return nullptr;
@@ -56,6 +60,10 @@ const MetricVariant* find_variant(const MetricName& name) {
   const MetricVariant* of_span = variant_of(*card, without_span(name.variant));
   return of_span != nullptr && is_of_span(*of_span) ? of_span : nullptr;
 }
+
+Better better_of(const MetricCard& card, const MetricVariant& variant) { return variant.better.value_or(card.better); }
+
+Better better_of(const MetricName& name) { return better_of(metrics().get(name.metric), *find_variant(name)); }
 
 std::vector<MetricName> parse_metrics(std::string_view text) {
   std::vector<MetricName> names;

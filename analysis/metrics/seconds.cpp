@@ -12,6 +12,7 @@ const RegisteredMetric select_seconds_metric{{
     .name = "select_seconds",
     .summary = "wall time of scoring and selecting, in seconds.csv",
     .unit = "s",
+    .better = Better::lower,
     .formula =
         "per layer; observables that policies share are apart, as observable_seconds; scores that cells share are "
         "charged to each of them in full",

@@ -39,6 +39,7 @@ const RegisteredMetric span_recall_metric{{
     .name = "span_recall",
     .summary = "how much of a named span of the prompt is kept",
     .unit = "share",
+    .better = Better::higher,
     .formula = "per layer, over the rows of the policy's granularity; the mean over layers",
     .source = "kvreplay; after needle and passkey retrieval",
     .edges = "spans that end after the boundary have no rows; a trace cannot hold an empty span",

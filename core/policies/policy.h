@@ -72,7 +72,7 @@ struct Row {
   int budget = 0;                       // tokens that this row may keep: < n, but for selectors of the whole prompt
   int sinks = 0;                        // of the budget: first tokens that stay by rule
   int recent = 0;                       // and last ones
-  const LayerView* view = nullptr;      // for selectors that say they read the layer; others never see it
+  const LayerView* view = nullptr;      // for selectors that say they read the layer; others leave it alone
 };
 
 /// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.
@@ -87,7 +87,7 @@ struct Selector {
   bool reads_scores = true;
   bool takes_best = false;   // the best tokens between sinks and recent ones, no other
   bool fills = true;         // exactly the budget
-  bool reads_layer = false;  // which must be resident then
+  bool reads_layer = false;  // `view` of a row is there, and the layer resident
   bool one_set = false;      // for all heads of a layer
   bool of_prompt = false;    // says what stays of the whole prompt, also of all of it
 

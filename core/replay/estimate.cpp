@@ -178,7 +178,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   std::size_t stored_bytes = 0;
   Workload work{.sets = static_cast<int>(cells.size())};
   double kept_share = 0, candidates = 0;  // of one layer, all cells
-  std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0, largest_copy = 0;
+  std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0, largest_copy = 0, copies = 0;
   std::set<std::pair<ScoreKey, int>> held_scores;  // of layers
   for (const Cell& cell : cells) {
     const Shape shape = shape_of(cell, header, conditions, question);
@@ -198,8 +198,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       }
       candidates += whole ? 0.0 : static_cast<double>(shape.rows) * prompt;
       if (demand.save_scores) score_bytes += shape.rows * positions * layers * sizeof(float);
-      // Scores of all layers, held once for all cells that share them; and a copy of them and its order, of one cell at
-      // a time, while its slots are divided.
+      // Scores of all layers, held once for all cells that share them; and a copy of them and its order, of as
+      // many cells as there are threads, while their slots are divided.
       std::size_t ranked = 0;
       for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
         if (!std::holds_alternative<AcrossLayers>(plan.allocate)) continue;
@@ -211,6 +211,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
           if (held_scores.emplace(key, l).second || plan.score.name.empty()) ranking_bytes += scores * sizeof(double);
       }
       largest_copy = std::max(largest_copy, ranked * (sizeof(double) + sizeof(std::int32_t)));
+      if (ranked > 0) ++copies;
     }
     if (cell.measure) {
       ++measured_cells;
@@ -265,10 +266,11 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const std::size_t observables = 3 * query_heads * positions * sizeof(double);
   const std::size_t moments =
       static_cast<std::size_t>(measured_cells + 1) * query_heads * sample_queries * sizeof(Moments);
+  const std::size_t at_once = std::min(copies, static_cast<std::size_t>(backend_.threads()));
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
-                       ranking_bytes + largest_copy + stored_bytes + 2 * set_bits + 2 * part + program;
+                       ranking_bytes + at_once * largest_copy + stored_bytes + 2 * set_bits + 2 * part + program;
   std::size_t archived_bytes = 0;
   for (const int layer : conditions.layers) {
     archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));

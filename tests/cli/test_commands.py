@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import h5py
 import pytest
+import xxhash
 from program import done, kvreplay
 
 POLICIES = set(
@@ -51,7 +53,7 @@ def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:
     backends = {backend["name"]: backend for backend in found["backends"]}
     assert backends["cpu"]["runs"]
     assert "cuda" in backends
-    assert {"capture", "plot"} <= {program["name"] for program in found["programs"]}
+    assert {"capture", "compare", "plot", "report"} <= {program["name"] for program in found["programs"]}
     reasons = ("no CUDA in this build", "does not run here: CUDA: no device")
     assert backends["cuda"]["runs"] or backends["cuda"]["description"].startswith(reasons)
     assert backends["cuda"]["description"] in done("doctor", folder=tmp_path)
@@ -139,8 +141,15 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
     assert {"attention_recall", "kv_l1_loss", "jaccard_matrix", "redundancy_key", "kv_bytes"} <= names
     for metric in names:
         card = json.loads(done("metrics", metric, "--json", folder=tmp_path))
+        assert card["better"] in {"higher", "lower", "neither"}
         assert card["formula"] and card["source"]
         assert card["formula"] in done("metrics", metric, folder=tmp_path)
+    loss = json.loads(done("metrics", "kv_l1_loss", "--json", folder=tmp_path))
+    better = {one["name"].partition(":")[2]: one["better"] for one in loss["variants"]}
+    # loss = 1 - f rho, and token = 1 - f is a size: the budget sets it
+    lower = dict.fromkeys(["", "key", "value", "absolute"], "lower")
+    assert loss["better"] == "lower" and better == lower | {"rho": "higher", "token": "neither"}
+    assert "; better: higher" in done("metrics", "kv_l1_loss", folder=tmp_path)
 
 
 @pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],
@@ -164,6 +173,30 @@ def test_replay_prints_a_table_and_fills_the_folder(traces: Path, tmp_path: Path
     record = json.loads((tmp_path / "kvreplay-out/run.json").read_text())
     assert record["argv"][1:] == ["replay", str(traces / "fixture.h5"), *REPLAY]
     assert record["build"]["version"] and record["build"]["HDF5"]
+    declared = json.loads(done("metrics", "--json", folder=tmp_path))
+    directions = [[{key: one[key] for key in ("name", "better")} for one in card["variants"]] for card in declared]
+    keys = ("name", "unit", "better")
+    assert record["metrics"] == [{key: card[key] for key in keys} | {"variants": variants}
+                                 for card, variants in zip(declared, directions, strict=True)]  # fmt: skip
+    with h5py.File(traces / "fixture.h5") as file:
+        ids = file["tokens/ids"][: file["tokens"].attrs["prefill"]].astype("<i4")
+    assert record["inputs"][0]["prompt_hash"] == xxhash.xxh3_128(ids.tobytes()).hexdigest()
+
+
+def test_what_is_better_of_a_metric_is_what_keeping_everything_gives(traces: Path, tmp_path: Path) -> None:
+    done("replay", traces / "fixture.h5", *REPLAY, folder=tmp_path)
+    record = json.loads((tmp_path / "kvreplay-out/run.json").read_text())
+    better = {metric["name"]: metric["better"] for metric in record["metrics"]}
+    with (tmp_path / "kvreplay-out/results.csv").open(encoding="utf-8", newline="") as page:
+        rows = [row for row in csv.DictReader(page) if row["layer"] == row["head"] == "all"]
+    values = {(row["policy"], row["metric"], row["variant"]): float(row["value"]) for row in rows if row["value"]}
+    measured = [(metric, variant) for policy, metric, variant in values if policy == "full"]
+    directed = [name for name in measured if better[name[0]] != "neither"]
+    undirected = {metric for metric, word in better.items() if word == "neither"}
+    assert {metric for metric, _ in directed} == set(better) - undirected - {"select_seconds"}  # in seconds.csv
+    for metric, variant in directed:
+        gain = values["full", metric, variant] - values["random", metric, variant]
+        assert gain >= 0 if better[metric] == "higher" else gain <= 0, metric
 
 
 def test_replay_as_json_has_the_numbers_of_the_fixture(traces: Path, tmp_path: Path) -> None:

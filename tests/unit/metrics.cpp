@@ -50,6 +50,14 @@ double from_moments(const std::string& metric, const std::string& variant = "") 
   return measure<OfMoments>(metric, variant).from_moments(kept_moments, full_moments);
 }
 
+TEST(MetricCards, AVariantMayHaveADirectionOfItsOwn) {
+  EXPECT_EQ(better_of({"kv_l1_loss", ""}), Better::lower);
+  EXPECT_EQ(better_of({"kv_l1_loss", "key"}), Better::lower);
+  EXPECT_EQ(better_of({"kv_l1_loss", "rho"}), Better::higher);     // loss = 1 - f rho
+  EXPECT_EQ(better_of({"kv_l1_loss", "token"}), Better::neither);  // 1 - f: the budget sets it
+  EXPECT_EQ(better_of({"span_recall", "needle.any"}), Better::higher);
+}
+
 TEST(MetricNames, OfTwoSpansOfOneNameTheFirstCounts) {
   const std::vector<MetricName> asked = parse_metrics("span_recall");
   const auto spans_of = [&](const std::vector<Span>& spans) {

@@ -17,7 +17,11 @@ namespace {
 constexpr Companion table[] = {
     {"capture", "a real model's queries, keys and values as a trace",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"compare", "policies against a baseline over traces: paired differences, intervals, tests",
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"plot", "figures of a run: heatmaps, curves, kept positions",
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"report", "one offline page of a run: table, curves, and who keeps which token",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
 };
 

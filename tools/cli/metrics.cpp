@@ -19,22 +19,33 @@ std::string full_name(const MetricCard& card, const MetricVariant& variant) {
   return MetricName{card.name, variant.name}.text();
 }
 
+/// Said where the variant's direction is not the metric's.
+std::string other_direction(const MetricCard& card, const MetricVariant& variant) {
+  const Better better = better_of(card, variant);
+  return better == card.better ? "" : fmt::format("; better: {}", word(better));
+}
+
 Json as_json(const MetricCard& card) {
-  Json document{{"name", card.name},       {"summary", card.summary}, {"unit", card.unit},
-                {"formula", card.formula}, {"source", card.source},   {"edges", card.edges}};
+  Json document{{"name", card.name},           {"summary", card.summary}, {"unit", card.unit},
+                {"better", word(card.better)}, {"formula", card.formula}, {"source", card.source},
+                {"edges", card.edges}};
   document["variants"] = Json::array();
   for (const MetricVariant& variant : card.variants)
-    document["variants"].push_back(
-        {{"name", full_name(card, variant)}, {"summary", variant.summary}, {"by_default", variant.by_default}});
+    document["variants"].push_back({{"name", full_name(card, variant)},
+                                    {"summary", variant.summary},
+                                    {"by_default", variant.by_default},
+                                    {"better", word(better_of(card, variant))}});
   return document;
 }
 
 void print_text(const MetricCard& card) {
   print_columns({{card.name, card.summary, card.unit}});
-  print_columns({{"formula", card.formula}, {"source", card.source}, {"edges", card.edges}}, 2);
+  print_columns(
+      {{"better", word(card.better)}, {"formula", card.formula}, {"source", card.source}, {"edges", card.edges}}, 2);
   std::vector<std::vector<std::string>> rows;
   for (const MetricVariant& variant : card.variants)
-    rows.push_back({full_name(card, variant), variant.by_default ? "default" : "on request", variant.summary});
+    rows.push_back({full_name(card, variant), variant.by_default ? "default" : "on request",
+                    variant.summary + other_direction(card, variant)});
   print_columns(rows, 2);
 }
 
@@ -44,7 +55,7 @@ void print_markdown(const MetricCard& card) {
   fmt::print("| variant | measured | meaning |\n| --- | --- | --- |\n");
   for (const MetricVariant& variant : card.variants)
     fmt::print("| `{}` | {} | {} |\n", full_name(card, variant), variant.by_default ? "by default" : "on request",
-               markdown_cell(variant.summary));
+               markdown_cell(variant.summary + other_direction(card, variant)));
 }
 
 int list(const Arguments& arguments) {

@@ -94,6 +94,9 @@ RunRequest requested(const Arguments& arguments, const Device& device) {
                                                   : ObservableUse::use;
   request.backend = device.backend;
   request.device.number = device.number;
+  if (arguments.given("device-memory") && arguments.text("device") == "cpu")
+    throw Error{Refusal::usage, "--device-memory", "says what a GPU's memory may hold", "--device cuda or auto",
+                "--device cpu"};
   if (arguments.given("device-memory")) request.device.memory = arguments.bytes("device-memory");
   request.threads = arguments.whole_number("threads", 0, 4096);
   request.output = arguments.text("output");
