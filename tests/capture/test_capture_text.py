@@ -14,7 +14,7 @@ from tiny_models import character_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvreplay.capture.command import main
-from kvreplay.capture.prompts import Prompt, encode, fit, read_prompts
+from kvreplay.capture.prompts import Message, Prompt, encode, fit, read_prompts, render
 from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
 from kvreplay.errors import Error
 from kvreplay.trace import Span, Trace, TraceWriter
@@ -90,14 +90,14 @@ def test_spans_by_text_and_by_regex() -> None:
     requests = [
         SpanRequest.parse(argument) for argument in ("first=key", "last:question=key", r"answer=/again: (\d+)/")
     ]
-    spans = find_spans(Prompt("p", text), requests, text, offsets, len(text))
+    spans = find_spans(Prompt("p", text), "", requests, text, offsets, len(text))
     assert spans == [Span("first", "first", 4, 7), Span("last", "question", 14, 17), Span("answer", "answer", 25, 27)]
     for argument in ("nothing", "=text", "name=", "name=/(/"):
         with pytest.raises(Error) as refusal:
             SpanRequest.parse(argument)
         assert refusal.value.exit_code == 2
     with pytest.raises(Error, match="no match"):
-        find_spans(Prompt("p", text), [SpanRequest.parse("x=elsewhere")], text, offsets, len(text))
+        find_spans(Prompt("p", text), "", [SpanRequest.parse("x=elsewhere")], text, offsets, len(text))
 
 
 def write_prompts(folder: Path, ending: str) -> Path:
@@ -138,6 +138,7 @@ def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
         ("p.jsonl", '{"context": "x", "answers": 5}', 3),
         ("p.jsonl", '{"context": "x", "answers": [5]}', 3),
         ("p.jsonl", '{"context": "x", "input": ["q"]}', 3),
+        ("p.jsonl", '{"context": "x", "messages": [{"role": "user", "content": "x"}]}', 3),
         ("p.jsonl", "", 3),
         ("p.parquet", "not parquet", 3),
         ("missing.txt", None, 3),
@@ -205,6 +206,153 @@ def test_a_text_longer_than_the_models_positions_is_refused(
     assert main(words) == 3
     assert "prompt: too long for the model: expected at most 256 tokens (--max-tokens)" in capsys.readouterr().err
     assert not out.exists()
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Keep the log."},
+    {"role": "user", "content": "The key hangs behind the green lamp. Note it."},
+    {"role": "assistant", "content": "behind the green lamp."},  # said before: pieces are sought in their order
+    {"role": "user", "content": "Where does the key hang?"},
+]
+
+
+def write_conversation(folder: Path, messages: object, **columns: object) -> Path:
+    path = folder / "chat.jsonl"
+    path.write_text(json.dumps({"messages": messages, **columns}) + "\n", "utf-8")
+    return path
+
+
+def test_a_conversation_becomes_a_trace_with_its_spans(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Through the chat template, asked for or not; the earlier turns are the context, the last is the question."""
+    prompts = write_conversation(tmp_path, CONVERSATION, answers=["behind the green lamp"])
+    for options in (["--chat"], []):
+        out = tmp_path / f"t{len(options)}.h5"
+        words = ["--model", str(model_folder("llama")), "--prompts", str(prompts), "-o", str(out), *options]
+        assert main([*words, "--progress", "never"]) == 0
+        trace = Trace(out)
+        turns = [f"[user] {message['content']}\n" for message in CONVERSATION]
+        assert trace.text == "".join(turns) + "[reply] "
+        offsets = trace["/tokens/offsets"]
+        found = {span.name: trace.text[offsets[span.begin][0] : offsets[span.end - 1][1]] for span in trace.spans}
+        assert found == {
+            "context": "".join(turns[:3]).removeprefix("[user] ").rstrip("\n"),
+            "question": "Where does the key hang?",
+            "answer": "behind the green lamp",
+        }
+
+
+TEMPLATE = (  # of the form that many models have
+    "{% if messages[0]['role'] != 'system' %}<|system|>You are an AI assistant named SmolLM.\n{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}\n{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("contents", "context", "question"),
+    [
+        (["AI", "Yes?", "a"], "<|user|>AI\n<|assistant|>Yes?\n", "<|user|>a\n<|assistant|>"),
+        ([" AI ", "", "s "], "<|user|>AI\n", "<|user|>s\n<|assistant|>"),
+        (["assistant", "|", "assistant"], "<|user|>assistant\n<|assistant|>|\n", "<|user|>assistant\n<|assistant|>"),
+        (["Why?"], "", "<|user|>Why?\n<|assistant|>"),
+    ],
+)
+def test_short_messages_are_not_found_in_the_template(contents: list[str], context: str, question: str) -> None:
+    """Each span is the message, whose place its surroundings here show."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    turns = [Message(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
+    assert spans_of(tokenizer, Prompt.conversation("p", turns)) == {
+        name: (inside, around)
+        for name, inside, around in (
+            ("context", context.removeprefix("<|user|>").removesuffix("\n"), context),
+            ("question", contents[-1].strip(), question),
+        )
+        if around
+    }
+
+
+def test_a_short_question_and_context_of_one_turn() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    assert spans_of(tokenizer, Prompt("p", "AI", "a")) == {
+        "context": ("AI", "<|user|>AI\n"),
+        "question": ("a", "\n\na\n<|assistant|>"),
+    }
+
+
+def spans_of(tokenizer, prompt: Prompt) -> dict[str, tuple[str, str]]:
+    """Each span's text, and with what is around it: from the last "<|user|>" or empty line to the next line's end."""
+    ids = encode(tokenizer, prompt, chat=True)
+    text, offsets = decode_with_offsets(tokenizer.decode, ids)
+    found = {}
+    for span in find_spans(prompt, render(tokenizer, prompt.marked(), True), (), text, offsets, len(ids)):
+        before = "\n\n" if span.name == "question" and not prompt.messages else "<|user|>"
+        after = "\n<|assistant|>" if span.name == "question" else "\n"
+        begin, end = span.begin - len(before), span.end + len(after)
+        found[span.name] = (text[span.begin : span.end], text[begin:end])
+    return found
+
+
+def test_conversations_of_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    rows = [{"messages": CONVERSATION, "context": None}, {"messages": None, "context": "x"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    conversation, plain = read_prompts(path, None)
+    assert conversation.messages == tuple(Message(**message) for message in CONVERSATION)
+    assert (plain.context, plain.messages) == ("x", ())
+
+
+@pytest.mark.parametrize(
+    ("messages", "refusal"),
+    [
+        ("hello", "chat.jsonl:1: messages: expected a list of {role, content}, found 'hello'"),
+        ([], "chat.jsonl:1: messages: expected a list of {role, content}, found an empty list"),
+        (["hello"], "chat.jsonl:1: messages[0]: keys: expected role and content, found 'hello'"),
+        ([{"role": "user"}], "chat.jsonl:1: messages[0]: keys: expected role and content, found role"),
+        ([{}], "chat.jsonl:1: messages[0]: keys: expected role and content, found none"),
+        (
+            [{"role": "usr", "content": "x"}],
+            "chat.jsonl:1: messages[0]: role: expected system or user or assistant, found 'usr'",
+        ),
+        ([{"role": "user", "content": None}], "chat.jsonl:1: messages[0]: content: expected a text, found None"),
+        (
+            [*CONVERSATION[:3]],
+            "chat.jsonl:1: messages[2]: role: expected user in the last message, found assistant",
+        ),
+        (CONVERSATION[:1], "chat.jsonl:1: messages[0]: role: expected user in the last message, found system"),
+        ([{"role": "user", "content": 5}], "chat.jsonl:1: messages[0]: content: expected a text, found 5"),
+        (
+            [{"role": "user", "content": ""}],
+            "chat.jsonl:1: messages[0]: content: expected a text in the last message, found ''",
+        ),
+        (
+            [*CONVERSATION[:3], {"role": "user", "content": " \n"}],
+            "chat.jsonl:1: messages[3]: content: expected a text in the last message, found ' \\n'",
+        ),
+    ],
+)
+def test_bad_conversations(messages: object, refusal: str, tmp_path: Path) -> None:
+    with pytest.raises(Error) as found:
+        read_prompts(write_conversation(tmp_path, messages), None)
+    assert str(found.value) == f"{tmp_path}/{refusal}"
+    assert found.value.exit_code == 3
+
+
+def test_conversations_that_a_model_cannot_take() -> None:
+    [prompt] = [Prompt.conversation("chat-000", [Message(**message) for message in CONVERSATION])]
+    tokenizer = character_tokenizer()
+    length = len(encode(tokenizer, prompt, chat=False))
+    with pytest.raises(Error, match=f"chat-000: messages are not cut: expected at least {length}, found 20") as refusal:
+        fit(tokenizer, prompt, False, 20)
+    assert refusal.value.exit_code == 2
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(Error, match="chat-000: messages: .* takes, found System role not supported") as refusal:
+        encode(tokenizer, prompt, chat=False)
+    assert refusal.value.exit_code == 3
+    tokenizer.chat_template = None
+    with pytest.raises(Error, match="chat-000: messages: chat template: expected a tokenizer with one") as refusal:
+        encode(tokenizer, prompt, chat=False)
+    assert refusal.value.exit_code == 3
 
 
 def test_one_writer_a_file(tmp_path: Path) -> None:

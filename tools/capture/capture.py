@@ -13,7 +13,7 @@ import torch
 
 from kvreplay.capture.model import decoder, generate
 from kvreplay.capture.observe import LayerCall, observed
-from kvreplay.capture.prompts import Prompt, fit
+from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.recorder import Recorder
 from kvreplay.capture.refusals import NO_INTERFACE, refused
 from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules, same
@@ -147,7 +147,8 @@ def capture(
         return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     text, offsets = decode_with_offsets(decode, ids)
-    spans = find_spans(prompt, choices.spans, text, offsets, prompt_tokens)
+    marked = render(tokenizer, prompt.marked(), choices.chat)
+    spans = find_spans(prompt, marked, choices.spans, text, offsets, prompt_tokens)
     calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1))
     shape = uniform(calls, choices.name)
     wanted = [place for place, call in enumerate(calls) if choices.layers is None or call.layer in choices.layers]

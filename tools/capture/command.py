@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import resource
 import signal
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvreplay import __version__
 from kvreplay.errors import Error, Refusal
+from kvreplay.program import Parser, exit_code
 
 MOST_LAYERS = 65535  # of a trace
 DTYPES = ("float16", "bfloat16", "float32")
 DESCRIPTION = """Captures queries, keys and values of a language model as a trace: the continuation first (generated
 or given), then one pass over all tokens, each layer written as it is computed and checked against the model's own
 attention output."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Usage errors as one line, with the nearest option."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Error("capture", message, exit_code=Refusal.USAGE)
-
-    def refuse_unknown(self, words: Sequence[str]) -> None:
-        """Unknown options come before missing ones: a misspelt option is both."""
-        takes_value = {option for action in self._actions if action.nargs != 0 for option in action.option_strings}
-        known = [option for action in self._actions for option in action.option_strings]
-        previous = ""
-        for word in words:
-            name = word.partition("=")[0]
-            if word.startswith("--") and name not in known and previous not in takes_value:
-                near = difflib.get_close_matches(name, known, 1)
-                expected = near[0] if near else "one that --help lists"
-                raise Error("capture", "option", expected, name, Refusal.USAGE)
-            previous = word
 
 
 def _count(text: str, least: int = 1) -> int:
@@ -74,9 +53,9 @@ def _layers(text: str) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def parser() -> _Parser:
+def parser() -> Parser:
     """The options; every one has its help."""
-    build = _Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False)
+    build = Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
     add("--model", required=True, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
@@ -86,7 +65,8 @@ def parser() -> _Parser:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help=".txt (one prompt), .jsonl or .parquet (columns context, input, answers as LongBench; or prompt; or text)",
+        help=".txt (one prompt), .jsonl or .parquet (columns context, input, answers as LongBench; or prompt; or text; "
+        "or messages, a conversation)",
     )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
@@ -173,8 +153,10 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _quiet_libraries(show: bool) -> None:
-    """transformers' bars and advice are not ours to print."""
+def quiet_libraries(show: bool) -> None:
+    """transformers' bars and advice are not ours to print. To be called before anything imports tqdm."""
+    if not show:
+        os.environ["TQDM_DISABLE"] = "1"
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -199,9 +181,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.continuation and not continuation:
         raise Error(str(arguments.continuation), "continuation", "at least one token", "an empty file")
     show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
+    quiet_libraries(show)
 
-    if not show:
-        os.environ["TQDM_DISABLE"] = "1"  # transformers has bars of its own
     from kvreplay.capture.spans import SpanRequest
 
     spans = tuple(SpanRequest.parse(text) for text in arguments.span)
@@ -213,7 +194,6 @@ def run(arguments: argparse.Namespace) -> None:
     from kvreplay.capture.capture import Choices, capture
     from kvreplay.capture.model import Source, load
 
-    _quiet_libraries(show)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     transformers.set_seed(arguments.seed)
@@ -254,25 +234,16 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
+def finished(options: Parser, work: Callable[[argparse.Namespace], None], words: Sequence[str], kept: str) -> int:
+    """Reads the options and does the work; the value is the exit code. `kept`: what an interrupted program leaves."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end removes the partial file too
+    return exit_code(options.command, lambda: work(options.parse_args(words)), kept)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end removes the partial file too
     words = sys.argv[1:] if argv is None else argv
-    try:
-        options = parser()
-        options.refuse_unknown(words)
-        run(options.parse_args(words))
-    except Error as error:
-        print(f"kvreplay: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("kvreplay: capture: interrupted, nothing is kept of the trace under way", file=sys.stderr)
-        return Refusal.INTERRUPTED
-    except Exception:
-        traceback.print_exc()
-        print(f"kvreplay: capture: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
-        return Refusal.INTERNAL
-    return 0
+    return finished(parser(), run, words, "nothing is kept of the trace under way")
 
 
 if __name__ == "__main__":

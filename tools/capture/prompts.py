@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvreplay.errors import Error, Refusal
+
+ROLES = ("system", "user", "assistant")
+FIRST_MARK = 0xF0000  # the first of 65,534 characters of private use, which no chat template writes
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation, as chat APIs have it."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: a context (or the whole text), a question after it, and what is known about the answer."""
+    """One prompt: a context (or the whole text), a question after it, and what is known about the answer.
+
+    A conversation has `messages` in place of a context: the last is the question, those before it are the context.
+    """
 
     name: str
     context: str
     question: str = ""
     answers: tuple[str, ...] = ()
     needle: str = ""
+    messages: tuple[Message, ...] = ()
+
+    @classmethod
+    def conversation(
+        cls, name: str, messages: Sequence[Message], answers: tuple[str, ...] = (), needle: str = ""
+    ) -> Prompt:
+        return cls(name, "", messages[-1].content, answers, needle, tuple(messages))
 
     @property
     def text(self) -> str:
         return f"{self.context}\n\n{self.question}" if self.question else self.context
+
+    @property
+    def context_pieces(self) -> tuple[str, ...]:
+        """The texts that make up the context, in their order."""
+        return tuple(message.content for message in self.messages[:-1]) or (self.context,)
+
+    def marked(self) -> Prompt:
+        """A mark in place of every piece: the context's in their order, then the question's."""
+        if self.messages:
+            turns = (Message(turn.role, chr(FIRST_MARK + i)) for i, turn in enumerate(self.messages))
+            return replace(self, messages=tuple(turns))
+        return replace(self, context=chr(FIRST_MARK), question=chr(FIRST_MARK + 1) if self.question else "")
 
 
 def _one_file(path: Path) -> Iterator[Prompt]:
@@ -69,11 +104,35 @@ READERS: dict[str, Callable[[Path], Iterator[Prompt]]] = {
 }
 
 
+def _messages(value: Any, where: str) -> list[Message]:
+    """A list of {role, content} that ends with the user's."""
+    if not isinstance(value, list) or not value:
+        raise Error(where, "messages", "a list of {role, content}", "an empty list" if value == [] else repr(value))
+    for number, turn in enumerate(value):
+        place = f"{where}: messages[{number}]"
+        if not isinstance(turn, dict) or set(turn) != {"role", "content"}:
+            found = ", ".join(map(str, turn)) or "none" if isinstance(turn, dict) else repr(turn)
+            raise Error(place, "keys", "role and content", found)
+        if turn["role"] not in ROLES:
+            raise Error(place, "role", " or ".join(ROLES), repr(turn["role"]))
+        if not isinstance(turn["content"], str):
+            raise Error(place, "content", "a text", repr(turn["content"]))
+    if value[-1]["role"] != "user":
+        raise Error(f"{where}: messages[{len(value) - 1}]", "role", "user in the last message", value[-1]["role"])
+    if not value[-1]["content"].strip():
+        place = f"{where}: messages[{len(value) - 1}]"
+        raise Error(place, "content", "a text in the last message", repr(value[-1]["content"]))
+    return [Message(turn["role"], turn["content"]) for turn in value]
+
+
 def _from_row(row: dict[str, Any], where: str, name: str) -> Prompt:
-    """A row of LongBench (context, input, answers; needle if it is there), or one with `prompt` or `text`."""
+    """A row of LongBench (context, input, answers; needle if it is there), or with `prompt`, `text` or `messages`."""
     context = next((row[column] for column in ("context", "prompt", "text") if isinstance(row.get(column), str)), None)
-    if context is None:
-        raise Error(where, "columns", "context, prompt or text", ", ".join(sorted(row)) or "none")
+    conversation = row.get("messages") is not None
+    if context is None and not conversation:
+        raise Error(where, "columns", "context, prompt, text or messages", ", ".join(sorted(row)) or "none")
+    if conversation and (context is not None or row.get("input")):
+        raise Error(where, "columns", "messages, or a context and its input", ", ".join(sorted(row)))
     answers = row.get("answers") or []
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
@@ -81,7 +140,10 @@ def _from_row(row: dict[str, Any], where: str, name: str) -> Prompt:
     for column in ("input", "needle"):
         if not isinstance(row.get(column) or "", str):
             raise Error(where, column, "a text", repr(row[column]))
-    return Prompt(name, context, row.get("input") or "", tuple(answers), row.get("needle") or "")
+    needle = row.get("needle") or ""
+    if conversation:
+        return Prompt.conversation(name, _messages(row["messages"], where), tuple(answers), needle)
+    return Prompt(name, context, row.get("input") or "", tuple(answers), needle)
 
 
 def read_prompts(path: Path, count: int | None) -> list[Prompt]:
@@ -103,20 +165,33 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
     return prompts
 
 
-def encode(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
-    """Token ids of a prompt, inside the model's chat template if asked."""
-    if not chat:
-        return list(tokenizer(prompt.text).input_ids)
+def render(tokenizer: Any, prompt: Prompt, chat: bool) -> str:
+    """A prompt as the tokenizer is to see it, inside the model's chat template if asked; a conversation is always."""
+    if not (chat or prompt.messages):
+        return prompt.text
     if not getattr(tokenizer, "chat_template", None):
-        raise Error("--chat", "chat template", "a tokenizer with one", "none in this model", Refusal.INPUT)
-    messages = [{"role": "user", "content": prompt.text}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+        where = f"{prompt.name}: messages" if prompt.messages else "--chat"
+        raise Error(where, "chat template", "a tokenizer with one", "none in this model", Refusal.INPUT)
+    messages = [asdict(message) for message in prompt.messages or (Message("user", prompt.text),)]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        expected = "messages that the model's chat template takes"
+        raise Error(prompt.name, "messages", expected, str(error), Refusal.INPUT) from error
+
+
+def encode(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
+    """Token ids of a prompt. A chat template writes the special tokens itself."""
+    special = not (chat or prompt.messages)
+    return list(tokenizer(render(tokenizer, prompt, chat), add_special_tokens=special).input_ids)
 
 
 def fit(tokenizer: Any, prompt: Prompt, chat: bool, max_tokens: int | None) -> tuple[Prompt, list[int]]:
     """A prompt and its token ids; one that is too long loses the middle of its context, as LongBench's do."""
     ids = encode(tokenizer, prompt, chat)
+    if prompt.messages and max_tokens is not None and len(ids) > max_tokens:
+        raise Error("--max-tokens", f"{prompt.name}: messages are not cut", f"at least {len(ids)}", str(max_tokens),
+                    Refusal.USAGE)  # fmt: skip
     context = tokenizer(prompt.context, add_special_tokens=False).input_ids
     kept = len(context)
     cut = prompt

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvreplay.capture.prompts import Prompt
+from kvreplay.capture.prompts import FIRST_MARK, Prompt
 from kvreplay.errors import Error, Refusal
 from kvreplay.trace import Span
 
@@ -73,22 +73,64 @@ class SpanRequest:
         return match.span(1 if self.pattern.groups else 0)
 
 
-def prompt_spans(prompt: Prompt, text: str, prompt_end: int) -> list[tuple[str, int, int]]:
+def _spaced(frame: str) -> re.Pattern[str]:
+    """What a template writes; a tokenizer may give it back with other white space, at special tokens above all."""
+    return re.compile(r"\s*".join(map(re.escape, "".join(frame.split()))))
+
+
+def _after(frame: str, piece: str, text: str, begin: int, end: int) -> tuple[int, int] | None:
+    """Where the piece is that follows the frame, which nothing but white space separates from it."""
+    match = _spaced(frame).search(text, begin, end)
+    place = text.find(piece, match.end(), end) if match else -1
+    # An empty frame may follow tokens that the tokenizer adds.
+    if match is None or place < 0 or (match.group() and text[match.end() : place].strip()):
+        return None
+    return place, place + len(piece)
+
+
+def _before(frame: str, piece: str, text: str, end: int) -> tuple[int, int] | None:
+    """Where the piece is that the frame follows; the last such place."""
+    matches = list(re.finditer(rf"(?=({re.escape(piece)})\s*{_spaced(frame).pattern})", text[:end]))
+    return matches[-1].span(1) if matches else None
+
+
+def piece_places(prompt: Prompt, marked: str, text: str, prompt_end: int) -> dict[str, tuple[int, int]]:
+    """Where context and question are. `marked` is the prompt in its template with a mark in place of each piece, so
+    that what stands between the marks is the template's, which short pieces may match too.
+    """
+    parts = re.split("([\U000f0000-\U000ffffd])", marked)
+    frames, numbers = parts[::2], [ord(mark) - FIRST_MARK for mark in parts[1::2]]
+    pieces = [*map(str.strip, prompt.context_pieces), prompt.question.strip()]
+    places: dict[str, tuple[int, int]] = {}
+    question = _before(frames[-1], pieces[-1], text, prompt_end)
+    if pieces[-1] and question:
+        places["question"] = question
+    context, end = [], 0
+    for frame, number in zip(frames[:-1], numbers, strict=True):
+        if number < len(pieces) - 1:
+            place = _after(frame, pieces[number], text, end, prompt_end)
+            if place is None:
+                return places
+            end = place[1]
+            context += [place] if pieces[number] else []
+    if context:
+        places["context"] = (context[0][0], context[-1][1])
+    return places
+
+
+def prompt_spans(prompt: Prompt, marked: str, text: str, prompt_end: int) -> list[tuple[str, int, int]]:
     """Where a prompt's own pieces are in the decoded text, in characters: context, needle, question, answer.
 
     `prompt_end` is where the continuation begins. A piece that the tokenizer did not give back as written is left
     out. The answer is sought in the needle, else in the context.
     """
-    places: dict[str, tuple[int, int]] = {}
+    places = piece_places(prompt, marked, text, prompt_end) if prompt.question else {}
 
-    def look(kind: str, piece: str, begin: int, end: int, last: bool = False) -> None:
-        position = (text.rfind if last else text.find)(piece, begin, end) if piece else -1
+    def look(kind: str, piece: str, begin: int, end: int) -> None:
+        position = text.find(piece, begin, end) if piece else -1
         if position >= 0:
             places[kind] = (position, position + len(piece))
 
-    if prompt.question:
-        look("question", prompt.question.strip(), 0, prompt_end, last=True)
-        look("context", prompt.context.strip(), 0, prompt_end)
     look("needle", prompt.needle.strip(), *places.get("context", (0, prompt_end)))
     home = places.get("needle", places.get("context", (0, prompt_end)))
     for answer in prompt.answers:
@@ -99,16 +141,22 @@ def prompt_spans(prompt: Prompt, text: str, prompt_end: int) -> list[tuple[str, 
 
 def find_spans(
     prompt: Prompt,
+    marked: str,
     requests: Sequence[SpanRequest],
     text: str,
     offsets: Sequence[tuple[int, int]],
     prompt_tokens: int,
 ) -> list[Span]:
-    """All spans as token ranges; one asked for by name replaces the prompt's own of that name."""
+    """All spans as token ranges; one asked for by name replaces the prompt's own of that name.
+
+    `marked` is the rendered `prompt.marked()`.
+    """
     prompt_end = offsets[prompt_tokens - 1][1]
     asked = {request.name for request in requests}
     found = [
-        (kind, kind, begin, end) for kind, begin, end in prompt_spans(prompt, text, prompt_end) if kind not in asked
+        (kind, kind, begin, end)
+        for kind, begin, end in prompt_spans(prompt, marked, text, prompt_end)
+        if kind not in asked
     ]
     found += [(request.name, request.kind, *request.find(text)) for request in requests]
     spans = []

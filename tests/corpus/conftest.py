@@ -1,0 +1,6 @@
+"""The tiny models of tests/capture are used here too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "capture"))

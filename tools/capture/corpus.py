@@ -1,0 +1,251 @@
+"""`tools/corpus`: captures the corpus's prompts, one trace each, and lists the traces; what is there stays."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvreplay import __version__
+from kvreplay.capture.command import finished, quiet_libraries
+from kvreplay.capture.corpus_prompts import KINDS, full_prompts, small_prompts
+from kvreplay.capture.prompts import Prompt, encode
+from kvreplay.errors import Error, Refusal
+from kvreplay.program import Parser
+from kvreplay.trace import Trace
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+COMPUTED_IN = "bfloat16"
+GENERATED = 32  # tokens of every continuation
+COLUMNS = ("name", "kind", "prompt_tokens", "continuation_tokens", "needle_depth", "source", "file_hash", "bytes")
+DESCRIPTION = f"""Captures {MODEL_NAME} on prompts of six kinds, made from the texts in traces/corpus, and lists the
+traces in corpus.csv. Traces that are there already stay."""
+
+
+def say(line: str) -> None:
+    print(f"corpus: {line}", file=sys.stderr, flush=True)
+
+
+def parser() -> Parser:
+    build = Parser(prog="tools/corpus", description=DESCRIPTION, allow_abbrev=False)
+    add = build.add_argument
+    add("--version", action="version", version=f"kvreplay {__version__}")
+    add("kinds", nargs="*", metavar="KIND", help=f"some kinds of prompts: {', '.join(KINDS)} (default: all)")
+    add("--small", action="store_true", help="prompts of some 250 to 500 tokens, not of 1,000 to 4,000")
+    add(
+        "-o",
+        dest="output",
+        type=Path,
+        metavar="DIR",
+        help="the folder of the traces (default: build/corpus, with --small build/corpus-small)",
+    )
+    return build
+
+
+def kind(prompt: Prompt) -> str:
+    return prompt.name.partition("-")[0]
+
+
+def chosen(kinds: Sequence[str], small: bool) -> list[Prompt]:
+    """The prompts of these kinds; of all if none is named."""
+    for name in kinds:
+        if name not in KINDS:
+            raise Error("corpus", "kind", f"one of {', '.join(KINDS)}", name, Refusal.USAGE)
+    return [prompt for prompt in (small_prompts() if small else full_prompts()) if not kinds or kind(prompt) in kinds]
+
+
+def source_digest(prompt: Prompt, model_hash: str) -> str:
+    """XXH3-128 of all that a trace is made from: the prompt's parts, the model's weights and the settings."""
+    made_from = [asdict(prompt), model_hash, MODEL_NAME, COMPUTED_IN, GENERATED]
+    return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
+
+
+def file_hash(path: Path) -> str:
+    """XXH3-128 of a file."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 24):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def unchanged(path: Path, row: dict[str, str]) -> bool:
+    """Whether the file is what its row says."""
+    try:
+        return row["bytes"] == str(path.stat().st_size) and row["file_hash"] == file_hash(path)
+    except OSError:
+        return False
+
+
+def needle_depth(trace: Trace) -> str:
+    """Where in the context the needle begins, in tokens, as a fraction; empty without a needle."""
+    spans = {span.kind: span for span in trace.spans}
+    if "needle" not in spans:
+        return ""
+    context = spans["context"]
+    return f"{(spans['needle'].begin - context.begin) / (context.end - context.begin):.3f}"
+
+
+def manifest_row(path: Path, prompt: Prompt, source: str) -> dict[str, str]:
+    """One line of the list."""
+    with Trace(path) as trace:
+        values = (
+            prompt.name,
+            kind(prompt),
+            trace.prompt_tokens,
+            trace.tokens - trace.prompt_tokens,
+            needle_depth(trace),
+            source,
+            file_hash(path),
+            path.stat().st_size,
+        )
+    return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+class Manifest:
+    """corpus.csv: a row for each trace that the folder holds, at any time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.place = folder / "corpus.csv"
+        self.listed = self._read()
+        self.rows = {
+            name: row for name, row in self.listed.items() if row["source"] and unchanged(self.path(name), row)
+        }
+        self.written = self.rows == self.listed
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.h5"
+
+    def holds(self, name: str, source: str) -> bool:
+        return name in self.rows and self.rows[name]["source"] == source
+
+    def refuse_foreign(self, name: str) -> None:
+        """What is not listed is somebody else's."""
+        if self.path(name).exists() and name not in self.listed:
+            expected = f"no such file, or one that {self.place} lists"
+            raise Error(str(self.path(name)), "output", expected, "a file that it does not list", Refusal.USAGE)
+
+    def drop(self, name: str) -> None:
+        """The trace, and its row first."""
+        self.rows.pop(name, None)
+        self.write()
+        self.path(name).unlink(missing_ok=True)
+
+    def add(self, prompt: Prompt, source: str) -> None:
+        self.rows[prompt.name] = manifest_row(self.path(prompt.name), prompt, source)
+        self.write()
+
+    def write(self) -> None:
+        """The rows in the corpus's order."""
+        order = [prompt.name for small in (False, True) for prompt in chosen((), small)]
+        names = [*filter(self.rows.__contains__, order), *sorted(self.rows.keys() - set(order))]
+        partial = self.place.with_name(self.place.name + ".partial")
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            table.writeheader()
+            table.writerows(self.rows[name] for name in names)
+        os.replace(partial, self.place)
+        self.written = True
+
+    def _read(self) -> dict[str, dict[str, str]]:
+        """Rows by name, a column that is not there empty; none without a list of names."""
+        try:
+            with open(self.place, newline="", encoding="utf-8") as file:
+                table = csv.DictReader(file)
+                names = "name" in (table.fieldnames or ())
+                return {row["name"]: {column: row.get(column) or "" for column in COLUMNS} for row in table if names}
+        except (OSError, UnicodeDecodeError, csv.Error):
+            return {}
+
+
+def expected_size(config: Any, tokens: int) -> int:
+    """Bytes of q, k and v of so many tokens in 16 bits."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * tokens * config.num_hidden_layers * heads * width
+
+
+def capture_all(prompts: Sequence[Prompt], sources: Mapping[str, str], manifest: Manifest, model_source: Any) -> None:
+    """One trace each, listed as soon as it is written; the model is loaded once."""
+    show = sys.stderr.isatty()
+    quiet_libraries(show)
+    from tqdm import tqdm
+
+    from kvreplay.capture.capture import Choices, capture
+    from kvreplay.capture.model import load
+
+    say(f"loading {MODEL_NAME}")
+    model, tokenizer = load(model_source, COMPUTED_IN)
+    tokens = sum(len(encode(tokenizer, prompt, chat=True)) + GENERATED for prompt in prompts)
+    size, free = expected_size(model.config, tokens), shutil.disk_usage(manifest.folder).free
+    if size > free:
+        found = f"{free / 1e6:,.0f} MB"
+        raise Error(str(manifest.folder), "disk", f"{size / 1e6:,.0f} MB free", found, Refusal.RESOURCES)
+    say(f"{len(prompts)} traces to capture: {tokens:,} tokens, {size / 1e6:,.0f} MB of {free / 1e6:,.0f} MB free")
+    choices = Choices(MODEL_NAME, chat=True, generate=GENERATED, source_hash=model_source.hash())
+
+    def progress(layers: int) -> Any:
+        return tqdm(total=layers, unit=" layers", leave=False, disable=not show, file=sys.stderr)
+
+    for prompt in prompts:
+        if prompt.name in manifest.listed:
+            manifest.drop(prompt.name)
+    for number, prompt in enumerate(prompts, start=1):
+        path = manifest.path(prompt.name)
+        begin = time.monotonic()
+        captured = capture(model, tokenizer, prompt, path, choices, progress)
+        manifest.add(prompt, sources[prompt.name])
+        say(
+            f"{number:2d} of {len(prompts)}  {prompt.name:18s} {captured.prompt_tokens:5,d} + {GENERATED} tokens  "
+            f"{path.stat().st_size / 1e6:5.1f} MB  {time.monotonic() - begin:5.1f} s"
+        )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Everything after the options are read."""
+    prompts = chosen(arguments.kinds, arguments.small)
+    folder = arguments.output or ROOT / "build" / ("corpus-small" if arguments.small else "corpus")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error("-o", str(folder), "a folder that can be made", str(error), Refusal.USAGE) from error
+    from kvreplay.capture.model import Source
+
+    model_source = Source.parse(str(MODEL))
+    model_hash = model_source.hash()
+    sources = {prompt.name: source_digest(prompt, model_hash) for prompt in prompts}
+    manifest = Manifest(folder)
+    missing = [prompt for prompt in prompts if not manifest.holds(prompt.name, sources[prompt.name])]
+    for prompt in missing:
+        manifest.refuse_foreign(prompt.name)
+    say(f"{len(prompts) - len(missing)} of {len(prompts)} traces are in {folder}")
+    if missing:
+        capture_all(missing, sources, manifest, model_source)
+    elif manifest.written:
+        return
+    manifest.write()
+    size = sum(int(row["bytes"]) for row in manifest.rows.values())
+    say(f"list: {manifest.place}, {len(manifest.rows)} traces, {size / 1e6:,.0f} MB")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; the value is its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    return finished(parser(), run, words, "finished traces stay, and the same command goes on from there")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
