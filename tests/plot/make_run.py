@@ -11,6 +11,9 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import xxhash
+
+from kvreplay.trace import Span, TraceWriter
 
 COLUMNS = (
     "trace,trace_hash,model,role,policy,params,heads,agg,budget,budget_tokens,kept_tokens,boundary,eval,n_queries,layer,"
@@ -45,6 +48,8 @@ CONTROLS = (
     Policy("oracle", "scope=head,heads=kv", alike=0.6, recent=0, quality=0.95, role="control"),
 )
 THREE = (SNAPKV, H2O, CHUNKKV)
+METRICS = {"attention_recall": "higher", "attention_l1": "lower", "span_recall": "higher", "kv_bytes": "neither",
+           "held_tokens": "neither"}  # fmt: skip
 NINE = (
     *THREE,
     Policy("snapkv", "window=32,kernel=5,pool=avg,heads=query", "query", alike=0.5, chunk=3, quality=0.8),
@@ -88,6 +93,30 @@ def choose(policy: Policy, budget: int, layers: int, heads: int, prompt: int, ra
     return rows, np.repeat(np.minimum(granted, prompt)[:, None], heads, axis=1), sinks, last
 
 
+def write_trace(path: Path, prompt: int, layers: int, query_heads: int, kv_heads: int, spans: list[tuple],
+                first_id: int = 0) -> Path:  # fmt: skip
+    """A trace with keys and values that are alike in one stretch of the prompt, and a single query a layer."""
+    random = np.random.default_rng(prompt)
+    tokens, width = prompt + 32, 8
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TraceWriter(path) as trace:
+        trace.attributes("/", synthetic=1)
+        trace.attributes("/model", name="made-up-135M", architecture="none", n_layers=layers, n_query_heads=query_heads,
+                         n_kv_heads=kv_heads, head_dim=width, dtype="float16", softmax_scale=1.0,
+                         logit_softcap=0.0)  # fmt: skip
+        trace.dataset("/model/sliding_window", np.zeros(layers, np.int32))
+        trace.dataset("/model/layer_index", np.arange(layers, dtype=np.int32))
+        trace.attributes("/tokens", prefill=prompt)
+        trace.dataset("/tokens/ids", first_id + np.arange(tokens, dtype=np.int32))
+        trace.dataset("/spans", [Span(*span) for span in spans])
+        for layer in range(layers):
+            k, v = 0.4 + random.standard_normal((2, kv_heads, tokens, width))
+            k[:, prompt // 4 : prompt // 3] += 2
+            q = random.standard_normal((query_heads, 1, width))
+            trace.layer(layer, *(one.astype(np.float16) for one in (q, k, v)), q_positions=np.array([tokens - 1]))
+    return path
+
+
 def make_run(
     folder: Path,
     policies: Sequence[Policy] = THREE,
@@ -100,6 +129,7 @@ def make_run(
     """Writes results.csv, selections.h5 and run.json; `traces` are (name, prompt tokens, depth of the needle)."""
     folder.mkdir(parents=True)
     rows: list[dict[str, object]] = []
+    inputs: list[dict[str, str]] = []
     sets = {"kv": kv_heads, "query": query_heads, "layer": 1}
     with h5py.File(folder / "selections.h5", "w") as file:
         file.attrs.update({"format": "kvselections", "version": 1})
@@ -108,7 +138,7 @@ def make_run(
             group = file.create_group(f"traces/{trace}")
             group.attrs.update({"trace_hash": f"{t:032x}", "model": "made-up-135M", "prompt": prompt, "layers": layers,
                                 "tokens": prompt + 32, "query_heads": query_heads, "kv_heads": kv_heads,
-                                "head_dim": 64})  # fmt: skip
+                                "head_dim": 64, "n_queries": 32})  # fmt: skip
             spans = [(name, kind, int(a * prompt), int(b * prompt)) for name, kind, a, b in SPANS if kind != "needle"]
             needle = int(depth * prompt)
             spans += [("code word", "needle", needle, needle + 12), ("answer", "answer", prompt, prompt + 8)]
@@ -118,6 +148,14 @@ def make_run(
             for kind, level in (("key", 0.86 - 0.05 * deep), ("value", 0.85 - 0.3 * deep**0.5)):
                 noise = 0.07 * random.standard_normal((layers, prompt)) - 0.3 * (np.arange(prompt) == 0)
                 group[f"redundancy_{kind}"] = np.clip(level + noise, -1, 1).astype(np.float32)
+            attention = random.pareto(1.2, (layers, query_heads, prompt))
+            attention *= 32 * 0.8 / attention.sum(axis=2, keepdims=True)  # sums over 32 eval queries
+            group["eval_attention"] = attention.mean(axis=1).astype(np.float32)
+            group["eval_attention_heads"] = attention.astype(np.float32)
+            captured = write_trace(folder / "traces" / f"{trace}.h5", prompt, layers, query_heads, kv_heads, spans, t)
+            ids = t + np.arange(prompt, dtype="<i4")
+            inputs.append({"path": str(captured), "trace": trace, "trace_hash": f"{t:032x}",
+                           "prompt_hash": xxhash.xxh3_128(ids.tobytes()).hexdigest()})  # fmt: skip
             about = {"trace": trace, "trace_hash": f"{t:032x}", "model": "made-up-135M", "boundary": "prompt",
                      "eval": "continuation", "n_queries": 32, "open_loop": "true", "synthetic": "true",
                      "backend": "cpu", "seed": 0}  # fmt: skip
@@ -157,7 +195,9 @@ def make_run(
         writer = csv.DictWriter(page, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "run.json").write_text(json.dumps({"schema": "kvreplay-run/1", "open_loop": True}), encoding="utf-8")
+    metrics = [{"name": name, "better": better} for name, better in METRICS.items()]
+    about = {"schema": "kvreplay-run/1", "open_loop": True, "metrics": metrics, "inputs": inputs}
+    (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
     return folder
 
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
-from make_run import CHUNKKV, H2O, NINE, SNAPKV, Policy, make_run
+from make_run import CHUNKKV, H2O, NINE, SNAPKV, Policy, make_run, write_trace
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
+from scipy import stats
 
-from kvreplay.plot import heatmap, lines, style
+from kvreplay.compare.command import main as compare
+from kvreplay.plot import heatmap, lines, needle, similarity, style
 from kvreplay.plot.choice import Choice, split_policies
 from kvreplay.plot.command import FORMATS, KINDS, main
-from kvreplay.results import Run, Selection
+from kvreplay.results import Run, Selection, Span
 
+NEEDED = {"compare": ["--baseline", "random"]}  # options that a kind cannot do without
 BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
 NEEDLES = [(f"needle-{i}", 200 * (1 + i % 2), 0.1 + 0.3 * (i // 2)) for i in range(6)]
 
@@ -55,7 +61,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 
 
 def cell_of(run: Path, policy: str, budget: str, trace: str = "demo") -> h5py.Group:
-    file = h5py.File(run / "selections.h5")
+    file = h5py.File(run / "selections.h5", "r", locking=False)
     wanted = (policy, budget, trace)
     return next(g for g in file["cells"].values() if wanted == tuple(g.attrs[k] for k in ("policy", "budget", "trace")))
 
@@ -67,7 +73,7 @@ def test_every_kind_is_written_in_every_format_and_is_the_same_twice(kind, run, 
 
     for folder in (tmp_path / "first", tmp_path / "second"):
         options = [text for path in files(folder) for text in ("-o", str(path))]
-        assert main([kind, str(run), *options]) == 0
+        assert main([kind, str(run), *options, *NEEDED.get(kind, [])]) == 0
         assert capsys.readouterr().out.split() == [str(path) for path in files(folder)]
     for first, second in zip(files(tmp_path / "first"), files(tmp_path / "second"), strict=True):
         assert first.read_bytes().startswith(BEGINNINGS[first.suffix[1:]])
@@ -89,7 +95,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_policy_with_one_layer_at_one_budget_is_drawn(kind, single, tmp_path):
-    assert main([kind, str(single), "-o", str(tmp_path / "figure.png")]) == 0
+    assert main([kind, str(single), "-o", str(tmp_path / "figure.png"), *NEEDED.get(kind, [])]) == 0
 
 
 def test_a_figure_goes_into_the_run_when_nothing_is_said(broken, capsys):
@@ -216,7 +222,7 @@ def test_a_schedule_tells_when_tokens_went_and_is_drawn_as_at_the_end_of_the_pro
 
 def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
     data = drawn("redundancy", run, tmp_path)
-    with h5py.File(run / "selections.h5") as file:
+    with h5py.File(run / "selections.h5", "r", locking=False) as file:
         stored = file["traces/demo/redundancy_value"][()].astype(np.float64)
     layer = data[(data["tensor"] == "value") & (data["by"] == "layer")]
     np.testing.assert_allclose(layer["median"], np.median(stored, axis=1), atol=1e-15)
@@ -245,7 +251,6 @@ def test_curve_shows_the_values_of_results_csv_with_controls(run, tmp_path):
 
 
 def test_several_traces_are_a_mean_with_a_t_interval(many, tmp_path):
-    stats = pytest.importorskip("scipy.stats")
     data = drawn("curve", many, tmp_path).set_index(["policy", "budget"]).loc[("h2o", 0.2)]
     table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
     mine = table[(table["policy"] == "h2o") & (table["budget"] == "0.2") & (table["layer"] == "all")]
@@ -257,6 +262,39 @@ def test_several_traces_are_a_mean_with_a_t_interval(many, tmp_path):
         assert lines.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
 
 
+def test_traces_of_one_prompt_are_no_independent_evidence():
+    """Values 1, 3 of one prompt and 5 of another: m = 3, R = -2, 2, variance 2/1 (4 + 4) / 9, one degree of freedom."""
+    rows = pd.DataFrame({"trace_hash": list("abc"), "label": "x", "value": [1.0, 3.0, 5.0]})
+    found = lines.mean_over_traces(rows, ["label"], pd.Series([0, 0, 1], list("abc"))).iloc[0]
+    half = stats.t.ppf(0.975, 1) * 4 / 3
+    assert (found["traces"], found["mean"]) == (3, 3)
+    assert (found["low"], found["high"]) == (pytest.approx(3 - half), pytest.approx(3 + half))
+    alone = lines.mean_over_traces(rows, ["label"], pd.Series([0, 0, 0], list("abc"))).iloc[0]
+    assert alone["traces"] == 3 and np.isnan(alone["low"]) and np.isnan(alone["high"])
+    missing = pd.concat([rows, rows.assign(value=np.nan, label="y"), rows.assign(value=[1.0, np.nan, 2.0], label="z")])
+    found = lines.mean_over_traces(missing.reset_index(drop=True), ["label"]).set_index("label")
+    assert list(found["traces"]) == [3, 0, 2] and np.isnan(found.loc["y", "mean"])
+    assert found.loc["z", "high"] == pytest.approx(stats.t.interval(0.95, 1, 1.5, 0.5)[1])
+
+
+@pytest.mark.parametrize("kind", ["curve", "layers", "needle"])
+def test_the_band_of_two_traces_a_prompt_is_that_of_the_prompts(kind, tmp_path):
+    run = make_run(tmp_path / "run", [SNAPKV], 2, ["0.1"], [(f"n{i}", 300, 0.42) for i in range(6)])
+    about = json.loads((run / "run.json").read_text())
+    for i, one in enumerate(about["inputs"]):
+        one["prompt_hash"] = f"prompt {i // 2}"
+    (run / "run.json").write_text(json.dumps(about))
+    shown = drawn(kind, run, tmp_path, "-p", "snapkv").query("policy == 'snapkv'").iloc[0]
+    table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    metric = ("span_recall", "code word.mean") if kind == "needle" else ("attention_recall", "")
+    mine = table[(table["policy"] == "snapkv") & (table["layer"] == ("0" if kind == "layers" else "all"))]
+    mine = mine[(mine["metric"] == metric[0]) & (mine["variant"] == metric[1])]
+    means = mine["value"].astype(float).to_numpy().reshape(3, 2).mean(axis=1)
+    low, high = stats.t.interval(0.95, 2, means.mean(), stats.sem(means))
+    assert shown["traces"] == 6
+    assert (shown["low"], shown["high"]) == (pytest.approx(low), pytest.approx(high))
+
+
 def test_layers_shows_single_layers_at_one_budget(run, tmp_path):
     data = drawn("layers", run, tmp_path, "--metric", "kv_bytes", "-b", "0.3", "-p", "chunkkv")
     assert list(data["layer"]) == [0, 1, 2, 3] and set(data["policy"]) == {"chunkkv"}
@@ -264,13 +302,213 @@ def test_layers_shows_single_layers_at_one_budget(run, tmp_path):
 
 
 def test_needle_shows_span_recall_at_its_depth_and_length(many, tmp_path):
-    data = drawn("needle", many, tmp_path).set_index(["policy", "prompt_tokens", "depth_from"])
+    data = drawn("needle", many, tmp_path).set_index(["policy", "prompt_tokens", "depth"])
     table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
     mine = table[(table["metric"] == "span_recall") & (table["layer"] == "all") & (table["budget"] == "0.1")]
     value = mine[(mine["trace"] == "needle-3") & (mine["policy"] == "snapkv")]["value"].item()
     shown = data.loc[("snapkv", 400, 0.4)]
     assert (shown["traces"], shown["span_recall"]) == (1, float(value))
     assert len(data) == 18
+
+
+def test_needles_of_one_depth_in_the_context_share_a_row(tmp_path):
+    """A chat template of 12 or 24 tokens before the context moves the needle in the prompt, not in the context."""
+    spans = [Span("report", "context", 12, 112), Span("question", "question", 112, 120)]
+    short = SimpleNamespace(prompt=120, spans=spans)
+    long = SimpleNamespace(prompt=1024, spans=[Span("report", "context", 24, 1024)])
+    assert needle.depth_of(Span("n", "needle", 62, 70), short) == 0.5
+    assert needle.depth_of(Span("n", "needle", 524, 530), long) == 0.5
+    assert needle.depth_of(Span("n", "needle", 30, 36), SimpleNamespace(prompt=120, spans=[])) == 0.25
+    run = make_run(tmp_path / "run", [SNAPKV], 2, ["0.1"], [("a", 200, 0.497), ("b", 200, 0.513)])
+    data = drawn("needle", run, tmp_path)  # (99 - 12) / 178 = 0.49 and (102 - 12) / 178 = 0.51
+    assert list(data["depth"]) == [0.5] and list(data["traces"]) == [2]
+
+
+def test_needle_gives_the_interval_of_a_cell_with_several_traces(tmp_path):
+    run = make_run(tmp_path / "run", [SNAPKV], 3, ["0.1"], [(f"n{i}", 300, 0.42) for i in range(5)])
+    shown = drawn("needle", run, tmp_path).iloc[0]
+    table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    mine = table[(table["metric"] == "span_recall") & (table["layer"] == "all") & (table["policy"] == "snapkv")]
+    values = mine["value"].astype(float)
+    low, high = stats.t.interval(0.95, 4, values.mean(), stats.sem(values))
+    assert (shown["traces"], shown["low"], shown["high"]) == (5, pytest.approx(low), pytest.approx(high))
+
+
+def test_compare_shows_each_difference_and_what_the_compare_command_computes(many, tmp_path, capsys):
+    data = drawn("compare", many, tmp_path, "--baseline", "h2o", "-b", "0.1,0.3", "--metric", "attention_l1")
+    table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
+    mine = table[(table["metric"] == "attention_l1") & (table["layer"] == "all") & (table["budget"] == "0.3")]
+    values = mine.pivot(index="trace", columns="policy", values="value").astype(float)
+    rows = data[(data["budget"] == 0.3) & (data["policy"] == "snapkv")].set_index("quantity")
+    expected = values["snapkv"] - values["h2o"]
+    np.testing.assert_array_equal(rows.loc["trace", "difference"], expected)
+    assert list(rows.loc["trace", "trace"]) == list(expected.index)
+    mean = rows.loc["mean"]
+    assert mean["difference"] == pytest.approx(expected.mean(), abs=1e-15)
+    assert (mean["wins"], mean["losses"]) == ((expected < 0).sum(), (expected > 0).sum())  # less is better
+    capsys.readouterr()
+    options = ["--baseline", "h2o", "-b", "0.1,0.3", "--metric", "attention_l1", "--json"]
+    assert compare([str(many), *options]) == 0
+    lines = pd.DataFrame(json.loads(capsys.readouterr().out)["lines"])
+    line = lines[(lines["budget"] == "0.3") & (lines["policy"] == "snapkv")].iloc[0]
+    same = ["difference_low", "difference_high", "p", "p_holm"]
+    assert list(mean[same]) == list(line[same])
+
+
+def test_compare_sorts_the_better_to_the_top(many, tmp_path):
+    def order(*options: str) -> list[str]:
+        data = drawn("compare", many, tmp_path, "--baseline", "random", *options)
+        return list(data[(data["quantity"] == "mean") & (data["budget"] == 0.1)]["policy"])
+
+    first, last = order(), order("--metric", "attention_l1")
+    assert first == last and set(first) == {"snapkv", "h2o", "chunkkv"}
+    means = drawn("compare", many, tmp_path, "--baseline", "random").query("quantity == 'mean' and budget == 0.1")
+    assert list(means["difference"]) == sorted(means["difference"], reverse=True)
+
+
+def test_compare_puts_what_no_budget_binds_last_and_does_not_judge_it(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [SNAPKV, H2O, NINE[3]], 2, ["0.1"], NEEDLES)
+    about = json.loads((run / "run.json").read_text())
+    cells = Run(run).cells
+    own = cells[(cells["policy"] == "snapkv") & (cells["heads"] == "kv")]
+    assert len(own) == len(NEEDLES)
+    about["cells"] = [{"trace": row["trace"], "cell": row["cell"], "own_memory": True} for _, row in own.iterrows()]
+    (run / "run.json").write_text(json.dumps(about))
+    means = drawn("compare", run, tmp_path, "--baseline", "random").query("quantity == 'mean'")
+    assert list(means["policy"])[-1] == own["label"].iloc[0]
+    assert means["difference"].iloc[-1] > means["difference"].min()
+    for column in (means["own_memory"], means["wins"].isna(), means["p"].isna()):
+        assert column.tolist() == [False, False, True]
+    assert dict(zip(means["heads"], means["memory"], strict=True)) == {"kv": 1, "query": 3}
+    assert "no budget binds snapkv" in capsys.readouterr().err
+    assert compare([str(run), "--baseline", "random"]) == 0
+    assert "  query 3x  " in capsys.readouterr().out
+
+
+def test_attention_shows_what_a_head_attends_to_and_its_own_set(run, tmp_path):
+    with h5py.File(run / "selections.h5", "r", locking=False) as file:
+        heads = file["traces/demo/eval_attention_heads"][()].astype(float) / 32
+        mean = file["traces/demo/eval_attention"][()].astype(float) / 32
+    data = drawn("attention", run, tmp_path, "--layer", "2", "--head", "5", "-b", "0.2").set_index("policy")
+    np.testing.assert_allclose(data.loc["h2o", "attention"], heads[2, 5], rtol=1e-12)
+    for policy, row in (("h2o", 2 * 3 + 1), ("chunkkv", 2)):  # query head 5 reads KV head 1 of 3; layer 2
+        group = cell_of(run, policy, "0.2")
+        kept = np.split(group["positions"][()], group["offsets"][1:-1])[row]
+        np.testing.assert_array_equal(np.flatnonzero(data.loc[policy, "kept_share"]), kept)
+    data = drawn("attention", run, tmp_path, "--layer", "2", "-b", "0.2").set_index("policy")
+    np.testing.assert_allclose(data.loc["h2o", "attention"], mean[2], rtol=1e-12)
+    shares = np.bincount(cell_of(run, "h2o", "0.2")["positions"][()][6 * 96 : 9 * 96], minlength=480) / 3
+    np.testing.assert_allclose(data.loc["h2o", "kept_share"], shares, rtol=1e-12)
+
+
+def test_attention_of_a_long_prompt_is_drawn_in_means_that_lose_nothing(tmp_path):
+    run = make_run(tmp_path / "run", [H2O], 2, ["0.1"], [("long", 2500, 0.5)])
+    data = drawn("attention", run, tmp_path, "--head", "0")
+    width = data["end"] - data["begin"]
+    assert width.max() == 3 and data["end"].max() == 2500
+    assert (data["attention"] * width).sum() == pytest.approx(0.8, rel=1e-5)
+    assert (data["kept_share"] * width).sum() == pytest.approx(250, rel=1e-12)
+
+
+def test_attention_that_was_not_saved_or_not_measured_says_so(broken, capsys):
+    with h5py.File(broken / "selections.h5", "r+") as file:
+        del file["traces/demo/eval_attention_heads"]
+        file["traces/demo/eval_attention"][1:3] = np.nan
+        treated = np.array([0, 3], dtype=np.int32)  # as of sliding windows 0, 64, 64, 0
+        file["traces/demo"].attrs["treated"] = treated
+        for cell in file["cells"].values():
+            cell.attrs["layers"] = treated
+    assert main(["attention", str(broken)]) == 0
+    capsys.readouterr()
+    line = refused(capsys, 3, "attention", broken, "--head", "0")
+    assert "attention by head was not saved: expected a run of replay --save attention" in line
+    line = refused(capsys, 2, "attention", broken, "--layer", "1")
+    assert "--layer: not treated in this run: expected one of 0, 3, found 1" in line
+
+
+def cosines(path: Path, layer: int, part: str, prompt: int) -> np.ndarray:
+    """Token by token, from the definition: [P,P]."""
+    with h5py.File(path) as file:
+        tensor = file[f"layers/{layer:03d}/{part}"][()].astype(np.float64)
+    vectors = [np.concatenate([head[token] for head in tensor]) for token in range(prompt)]
+    return np.array([[a @ b / np.sqrt((a @ a) * (b @ b)) for b in vectors] for a in vectors])
+
+
+@pytest.mark.parametrize(("name", "part"), [("keys", "k"), ("values", "v")])
+def test_similarity_of_a_short_prompt_is_the_cosine_of_every_two_tokens(name, part, tmp_path):
+    run = make_run(tmp_path / "run", [SNAPKV], 2, ["0.1"], [("short", 60, 0.3)])
+    data = drawn("similarity", run, tmp_path, "--layer", "1", "--of", name)
+    assert set(data["tensor"]) == {name} and len(data) == 60 * 61 // 2
+    expected = cosines(run / "traces" / "short.h5", 1, part, 60)
+    np.testing.assert_allclose(data["cosine"], expected[data["begin"], data["other_begin"]], atol=1e-12)
+    assert data[(data["begin"] == 17) & (data["other_begin"] == 17)]["cosine"].item() == pytest.approx(1, abs=1e-12)
+
+
+def test_similarity_of_a_long_prompt_is_the_mean_over_pairs_of_different_tokens(tmp_path):
+    path = make_run(tmp_path / "run", [SNAPKV], 1, ["0.1"], [("long", 601, 0.3)]) / "traces" / "long.h5"
+    data = drawn("similarity", path, tmp_path, "--of", "values").set_index(["begin", "other_begin"])
+    each = cosines(path, 0, "v", 601)
+    assert data.loc[(30, 90), ["end", "other_end"]].tolist() == [33, 93]
+    assert data.loc[(30, 90), "cosine"] == pytest.approx(each[30:33, 90:93].mean(), abs=1e-12)
+    inside = (each[30:33, 30:33].sum() - 3) / 6
+    assert data.loc[(30, 30), "cosine"] == pytest.approx(inside, abs=1e-12)
+    assert data.loc[(597, 600), "end"] == 600 and data.loc[(600, 600), "cosine"] == 1
+    assert data.loc[(597, 600), "cosine"] == pytest.approx(each[597:600, 600].mean(), abs=1e-12)
+
+
+def test_similarity_of_bfloat16_and_of_a_token_that_is_zero():
+    tensor = np.random.default_rng(0).normal(size=(2, 700, 4)).astype(ml_dtypes.bfloat16)
+    tensor[:, 5] = 0
+    found = similarity.block_cosines(tensor, 650, 1)
+    assert found.shape == (650, 650) and (found[5, np.arange(650) != 5] == 0).all()
+    wide = tensor.astype(np.float64).transpose(1, 0, 2).reshape(700, 8)
+    expected = wide[600] @ wide[20] / np.linalg.norm(wide[600]) / np.linalg.norm(wide[20])
+    assert found[600, 20] == found[20, 600] == pytest.approx(expected, abs=1e-12)
+
+
+def test_similarity_holds_neither_all_pairs_nor_the_whole_tensor():
+    prompt = 20_000
+    tensor = np.ones((2, prompt, 16), dtype=np.float16)
+    tracemalloc.start()
+    found = similarity.block_cosines(tensor, prompt, 100)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.shape == (200, 200) and found == pytest.approx(1, abs=1e-12)
+    assert peak < prompt * 32 * 8 / 4  # a quarter of the tensor in float64; all pairs would be 3.2 GB
+
+
+def test_similarity_takes_a_trace_in_place_of_a_run(run, tmp_path, monkeypatch, capsys):
+    path = run / "traces" / "demo.h5"
+    shown = drawn("similarity", run, tmp_path, "--layer", "1")
+    pd.testing.assert_frame_equal(drawn("similarity", path, tmp_path, "--layer", "1"), shown)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main(["similarity", str(path), "--layer", "1"]) == 0
+    assert capsys.readouterr() == ("similarity.svg\n", "")
+    assert "heatmap needs a run: expected a folder that replay wrote" in refused(capsys, 2, "heatmap", path)
+    assert "file: expected a trace that can be read" in refused(capsys, 3, "similarity", tmp_path / "none.h5")
+
+
+def test_a_trace_that_moved_or_changed_is_named(broken, capsys):
+    path = broken / "traces" / "demo.h5"
+    path.rename(broken / "other.h5")
+    line = refused(capsys, 3, "similarity", broken)
+    assert f"trace demo has moved: expected its file here, or TRACE.h5 in place of the run, found {path}" in line
+    write_trace(path, 470, 4, 9, 3, [("needle", "needle", 3, 5)])
+    line = refused(capsys, 3, "similarity", broken)
+    assert "not the trace that was replayed: expected made-up-135M, 480 prompt of 512 tokens, 4 layers, found" in line
+    path.unlink()
+    write_trace(path, 480, 4, 9, 3, [("needle", "needle", 3, 5)], first_id=7)  # same name and shapes
+    line = refused(capsys, 3, "similarity", broken)
+    assert f"{path}: not the trace that was replayed: expected prompt ids of XXH3-128" in line
+    (broken / "run.json").write_text(json.dumps({"schema": "kvreplay-run/1"}))
+    assert "run.json: path of trace demo: expected an entry of inputs" in refused(capsys, 3, "similarity", broken)
+
+
+def test_a_figure_of_one_trace_speaks_of_that_trace(many, tmp_path):
+    choice = Choice(Run(many), traces_asked=["needle-1", "needle-2"])
+    assert choice.one_trace().name == "needle-1"
+    assert "trace needle-1, 400 prompt" in choice.caption() and "40 tokens per layer" in choice.budget_line()
 
 
 def test_policies_are_called_by_name_until_parameters_tell_them_apart(tmp_path):
@@ -340,7 +578,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, single, wide):
     for folder in (single, wide):
         with style.settings():
-            figure = import_module(f"kvreplay.plot.{kind}").draw(Choice(Run(folder))).figure
+            figure = import_module(f"kvreplay.plot.{kind}").draw(Choice(Run(folder), baseline="random")).figure
             figure.set_dpi(200)
             canvas = FigureCanvasAgg(figure)
             canvas.draw()
@@ -381,8 +619,16 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["kept", "-o", "figure.jpg"], "-o: format: expected a name ending in .svg, .pdf, .png, found figure.jpg"),
         (["kept", "--data", "numbers.txt"], "--data: format: expected a name ending in .csv, found numbers.txt"),
         (["needle", "--metric", "span_recall:men"], "expected mean, found men"),
+        (["compare"], "--baseline: missing: expected the policy that others are compared with"),
+        (["compare", "--baseline", "h20"], "--baseline: no such policy in this run: expected h2o, found h20"),
+        (["compare", "--baseline", "h2o", "--seed", "-2"], "--seed: out of range: expected 0 or more, found -2"),
+        (["attention", "--layer", "9"], "--layer: no such layer in this trace: expected 0 to 3, found 9"),
+        (["attention", "--head", "9"], "--head: no such query head: expected 0 to 8, found 9"),
+        (["similarity", "--layer", "-1"], "--layer: no such layer in this trace: expected 0 to 3, found -1"),
+        (["similarity", "--of", "queries"], "plot: argument --of: invalid choice"),
         (["heatmap", "--variant", "none"], "plot: argument --variant: invalid choice"),
-        (["heatmap", "--colour"], "plot: unrecognized arguments: --colour"),
+        (["heatmap", "--colour"], "plot: option: expected one that --help lists, found --colour"),
+        (["heatmap", "--trase", "demo"], "plot: option: expected --trace, found --trase"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_nearest(options, words, run, capsys):
@@ -412,6 +658,16 @@ def test_damaged_files_are_refused_by_name(broken, capsys):
     assert "schema: expected kvreplay-run/1, found kvreplay-run/2" in refused(capsys, 3, "curve", broken)
     (broken / "run.json").write_text("{")
     assert "run.json: unreadable: expected JSON" in refused(capsys, 3, "curve", broken)
+    (broken / "run.json").write_text(json.dumps({"schema": "kvreplay-run/1", "inputs": None}))
+    assert "run.json: inputs: expected a list, found null" in refused(capsys, 3, "curve", broken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_without_a_cell_is_called_empty(kind, broken, capsys):
+    (broken / "results.csv").write_text((broken / "results.csv").read_text().splitlines()[0] + "\n")
+    for options in ([], ["-b", "0.1"], ["-p", "snapkv"], ["--metric", "attention_recall"]):
+        line = refused(capsys, 3, kind, broken, *NEEDED.get(kind, []), *options)
+        assert line.endswith("results.csv: empty: expected at least one cell, found none\n")
 
 
 def test_damaged_selections_are_refused_by_object(broken, capsys):

@@ -15,6 +15,7 @@ class Refusal(IntEnum):
     RESOURCES = 5  # memory or disk would not suffice
     INTERNAL = 70  # a bug of ours
     INTERRUPTED = 130  # the user stopped the program
+    UNREAD = 141  # who reads the output left before its end
 
 
 class Error(Exception):

@@ -7,6 +7,7 @@ here, so that a policy is called the same everywhere.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,10 @@ COLUMNS = (
     "layer head metric variant value unit open_loop synthetic backend seed cell"
 ).split()
 NUMBERS = ["budget_tokens", "kept_tokens", "value"]
-CELL = "cell trace model role policy params heads budget budget_tokens boundary eval backend seed synthetic".split()
+PIECE = 200_000  # rows of results.csv read at a time where only some are kept
+CELL = (
+    "cell trace model role policy params heads budget budget_tokens kept_tokens boundary eval backend seed synthetic"
+).split()
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,12 @@ class TraceFacts:
     tokens: int  # T
     layers: int  # L
     layer_numbers: np.ndarray  # int [L], the model's own numbers
+    treated: np.ndarray  # int, the stored layers that were treated, ascending
     query_heads: int
     kv_heads: int
+    hash: str  # of the trace; empty: not known
+    dtype: str  # empty: the run does not say
+    synthetic: bool
     spans: list[Span]
     redundancy: dict[str, np.ndarray]  # key, value: float [L,boundary], NaN where not treated
 
@@ -100,6 +108,11 @@ class Run:
             if not (self.folder / name).is_file():
                 raise Error(str(self.folder), "not a finished run", RUN_FILES, f"no {name}")
 
+    @property
+    def figures(self) -> Path:
+        """Where its figures go when nothing is said."""
+        return self.folder / "figures"
+
     @cached_property
     def about(self) -> dict:
         """run.json."""
@@ -111,19 +124,31 @@ class Run:
         schema = about.get("schema") if isinstance(about, dict) else None
         if schema != "kvreplay-run/1":
             raise Error(str(path), "schema", "kvreplay-run/1", str(schema))
+        check_about(path, about)
         return about
 
     @cached_property
     def table(self) -> pd.DataFrame:
         """results.csv with numbers as numbers (undefined: NaN), everything else as written, and the column `label`."""
+        return self._rows(over_all=False)
+
+    @cached_property
+    def overall(self) -> pd.DataFrame:
+        """The rows of `table` over all layers and heads, without holding the others: for runs of many traces."""
+        return self._rows(over_all=True)
+
+    def _rows(self, over_all: bool) -> pd.DataFrame:
         path = self.folder / "results.csv"
+        pieces = []
         try:
-            table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
+            for rows in pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8", chunksize=PIECE):
+                missing = [name for name in COLUMNS if name not in rows.columns]
+                if missing:
+                    raise Error(str(path), "columns", ", ".join(COLUMNS), "no " + ", ".join(missing))
+                pieces.append(rows[(rows["layer"] == "all") & (rows["head"] == "all")] if over_all else rows)
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
-        missing = [name for name in COLUMNS if name not in table.columns]
-        if missing:
-            raise Error(str(path), "columns", ", ".join(COLUMNS), "no " + ", ".join(missing))
+        table = pd.concat(pieces)
         for name in NUMBERS:
             number = pd.to_numeric(table[name], errors="coerce")
             wrong = table[name][number.isna() & (table[name] != "")]
@@ -137,6 +162,28 @@ class Run:
         return table
 
     @property
+    def better(self) -> dict[str, str]:
+        """By metric and by METRIC:VARIANT, which of two values the program calls better: higher, lower or neither."""
+        metrics = self.about.get("metrics", [])
+        variants = [variant for metric in metrics for variant in metric.get("variants", [])]
+        return {one["name"]: one["better"] for one in [*variants, *metrics]}
+
+    def better_of(self, name: str) -> str | None:
+        """The same of NAME[:VARIANT]; a variant that is not listed, as of a span, has its metric's direction."""
+        return self.better.get(name, self.better.get(name.partition(":")[0]))
+
+    @property
+    def units(self) -> dict[str, str]:
+        """By metric."""
+        return {metric["name"]: metric["unit"] for metric in self.about.get("metrics", []) if "unit" in metric}
+
+    @property
+    def prompt_hashes(self) -> dict[str, str]:
+        """By the hash of a trace, that of its prompt's token ids."""
+        inputs = self.about.get("inputs", [])
+        return {one["trace_hash"]: one["prompt_hash"] for one in inputs if {"trace_hash", "prompt_hash"} <= set(one)}
+
+    @property
     def failed(self) -> list[dict[str, str]]:
         """The cells that run.json calls failed: none of their numbers are read."""
         return [cell for cell in self.about.get("cells", []) if cell.get("state") == "failed"]
@@ -144,8 +191,51 @@ class Run:
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row a cell: trace, policy with its parameters and `label`, budget; in the order of results.csv."""
-        rows = self.table[self.table["role"] != "trace"]
+        rows = self.overall[self.overall["role"] != "trace"]
         return rows[[*CELL, "label"]].drop_duplicates(["trace", "cell"]).reset_index(drop=True)
+
+    @property
+    def replayed_last(self) -> list[dict]:
+        """The inputs of the call that run.json describes; other traces are of earlier calls into the same folder."""
+        return self.about.get("inputs", [])
+
+    @cached_property
+    def _told_memory(self) -> dict[tuple[str, str], bool]:
+        """By (trace, cell), whether its memory is its own, as run.json says: of the last call's cells."""
+        listed = [cell for cell in self.about.get("cells", []) if "own_memory" in cell]
+        return {(cell.get("trace"), cell.get("cell")): cell["own_memory"] for cell in listed}
+
+    @cached_property
+    def own_memory(self) -> set[tuple[str, str]]:
+        """(trace, cell) of the cells that no budget binds: they hold what their own rule says.
+
+        Of what run.json has no word on, a cell that holds more than its budget is one.
+        """
+        cells = self.cells
+        over = cells["kept_tokens"] > cells["budget_tokens"] + 1e-9
+        named = zip(cells["trace"], cells["cell"], strict=True)
+        return {key for key, beyond in zip(named, over, strict=True) if self._told_memory.get(key, beyond)}
+
+    @cached_property
+    def untold_memory(self) -> set[tuple[str, str]]:
+        """(trace, cell) of the cells that hold no more than their budget, but may do so by a rule of their own: of
+        which run.json does not say whether a budget binds them."""
+        every = set(zip(self.cells["trace"], self.cells["cell"], strict=True))
+        return every - self.own_memory - set(self._told_memory)
+
+    @cached_property
+    def select_seconds(self) -> dict[tuple[str, str], float]:
+        """Seconds that choosing took, all layers of a cell together, by (trace, cell); empty without seconds.csv."""
+        path = self.folder / "seconds.csv"
+        if not path.is_file():
+            return {}
+        try:
+            times = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
+            chosen = times[(times["metric"] == "select_seconds") & (times["variant"] == "")]
+            values = pd.to_numeric(chosen["value"]).groupby([chosen["trace"], chosen["cell"]]).sum()
+        except (OSError, ValueError, KeyError) as problem:
+            raise Error(str(path), "unreadable", "trace, cell, metric, variant, value", str(problem)) from problem
+        return {(str(trace), str(cell)): float(value) for (trace, cell), value in values.items()}
 
     @cached_property
     def selections(self) -> h5py.File:
@@ -218,8 +308,74 @@ class Run:
                 kind: group["redundancy_" + kind][()] for kind in ("key", "value") if "redundancy_" + kind in group
             },
             layer_numbers=layer_numbers(group, int(group.attrs["layers"])),
+            treated=np.asarray(group.attrs.get("treated", np.arange(int(group.attrs["layers"]))), dtype=int),
+            hash=text(group.attrs.get("trace_hash", "")),
+            dtype=text(group.attrs.get("dtype", "")),
+            synthetic=bool(group.attrs.get("synthetic", 0)),
             **{key: int(group.attrs[key]) for key in "prompt tokens layers query_heads kv_heads".split()},
         )
+
+    def captured(self, name: str) -> Path:
+        """The file of the trace `name`, where replay found it."""
+        where = str(self.folder / "run.json")
+        paths = [one["path"] for one in self.about.get("inputs", []) if one.get("trace") == name and "path" in one]
+        if not paths:
+            raise Error(where, f"path of trace {name}", "an entry of inputs", "none")
+        path = Path(paths[0])
+        if not path.is_file():
+            raise Error(where, f"trace {name} has moved", "its file here, or TRACE.h5 in place of the run", str(path))
+        return path
+
+    def eval_attention(self, name: str, layer: int, head: int | None = None) -> np.ndarray:
+        """Attention that each prompt token gets from an eval query, mean over these: float [boundary].
+
+        Of one query head, or the mean over the heads; `layer` counts stored layers. NaN where it was not treated.
+        """
+        group = self._object("/traces/" + name)
+        where = f"{self.folder / 'selections.h5'}:{group.name}"
+        if head is not None and "eval_attention_heads" not in group:
+            found = "the mean over heads alone"
+            raise Error(where, "attention by head was not saved", "a run of replay --save attention", found)
+        if "eval_attention" not in group or "n_queries" not in group.attrs:
+            raise Error(where, "eval attention not measured", "eval_attention, n_queries", "not both")
+        sums = group["eval_attention"][layer] if head is None else group["eval_attention_heads"][layer, head]
+        return np.asarray(sums, dtype=float) / int(group.attrs["n_queries"])
+
+    def texts(self, name: str) -> tuple[list[str], list[str]] | None:
+        """Of each of the T tokens of a trace the text before it that is no token's, and its own; None without text.
+
+        Of characters that tokens share (pieces of one character) the first token has the text.
+        """
+        group = self._object("/traces/" + name)
+        if "tokens/text" not in group or "tokens/offsets" not in group:
+            return None
+        where = f"{self.folder / 'selections.h5'}:{group.name}/tokens/offsets"
+        try:
+            whole = text(group["tokens/text"][()])
+        except UnicodeDecodeError as problem:
+            raise Error(where.replace("offsets", "text"), "unreadable", "UTF-8", str(problem)) from problem
+        before, own, shown = [], [], 0
+        for begin, end in group["tokens/offsets"][()].tolist():
+            if not 0 <= begin <= end <= len(whole):
+                raise Error(where, "range", f"0 to {len(whole)}, ascending", f"{begin} to {end}")
+            begin = max(begin, shown)
+            before.append(whole[shown:begin])
+            own.append(whole[begin:end])
+            shown = max(shown, end)
+        return before, own
+
+    def eval_attention_sums(self, name: str) -> np.ndarray | None:
+        """Attention that the eval queries pay to each prompt token, summed over them, mean over query heads.
+
+        float [L,boundary], NaN in layers that are not treated; None where the run does not keep it.
+        """
+        group = self._object("/traces/" + name)
+        return group["eval_attention"][()] if "eval_attention" in group else None
+
+    def scores(self, cell: str) -> np.ndarray | None:
+        """Scores by which a cell ranked tokens: float [L,H,boundary], NaN where a layer has none; None: not saved."""
+        group = self._object("/cells/" + cell)
+        return group["scores"][()] if "scores" in group else None
 
     def _object(self, path: str) -> h5py.Group:
         if path not in self.selections:
@@ -232,6 +388,44 @@ class Run:
             where = f"{self.folder / 'selections.h5'}:{group.name}/{name}"
             raise Error(where, "missing", "a dataset", "nothing")
         return group[name][()]
+
+
+OBJECTS = ("backend", "build", "options", "self_check")  # of run.json
+LISTS = ("inputs", "policies", "metrics", "cells")  # of objects
+ENTRIES = {  # texts that an entry of a list must have
+    "inputs": ("trace",),
+    "metrics": ("name", "better"),
+}
+
+
+def check_about(path: Path, about: dict) -> None:
+    """What run.json has, it has in the shape that its readers count on."""
+
+    def refuse(what: str, expected: str, found: object) -> None:
+        raise Error(str(path), what, expected, json.dumps(found)[:60])
+
+    for name in OBJECTS:
+        if not isinstance(about.get(name, {}), dict):
+            refuse(name, "an object", about[name])
+    for name in ("argv", "warnings", *LISTS):
+        if not isinstance(about.get(name, []), list):
+            refuse(name, "a list", about[name])
+    for name in LISTS:
+        for i, one in enumerate(about.get(name, [])):
+            if not isinstance(one, dict):
+                refuse(f"{name}[{i}]", "an object", one)
+            for key in ENTRIES.get(name, ()):
+                if not isinstance(one.get(key), str):
+                    refuse(f"{name}[{i}].{key}", "a text", one.get(key))
+
+
+def untold_note(metrics: Iterable[str], better: dict[str, str]) -> list[str]:
+    """What to say where a run does not tell what is better of some of these metrics."""
+    untold = sorted(set(metrics) - set(better))
+    if not untold:
+        return []
+    return [f"run.json does not say what is better of {', '.join(untold)}: the same replay once more adds it and "
+            "computes nothing again"]  # fmt: skip
 
 
 def layer_numbers(trace: h5py.Group, layers: int) -> np.ndarray:

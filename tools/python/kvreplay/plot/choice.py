@@ -23,6 +23,28 @@ def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> li
     return [name for name in known if name in asked]
 
 
+def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Of the labels `known`, those that `asked` names: as labels, or as replay writes policies.
+
+    A name takes all labels of that policy, name:key=value,… those with these values.
+    """
+    policies = cells[["label", "policy", "params"]].drop_duplicates()
+    chosen: set[str] = set()
+    for one in asked:
+        name, _, pairs = one.partition(":")
+        wanted = parameters(pairs).items()
+        same = policies["params"].map(lambda line: wanted <= parameters(line).items())  # noqa: B023
+        labels = set(policies["label"][(policies["policy"] == name) & same])
+        chosen |= labels or set(pick(flag, "policy", [one], known))
+    return [label for label in known if label in chosen]
+
+
+def metric_names(rows: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    """Metric and variant by NAME[:VARIANT], of the rows of cells, sorted."""
+    pairs = rows[rows["role"] != "trace"][["metric", "variant"]].drop_duplicates().itertuples(index=False, name=None)
+    return dict(sorted((name + (f":{variant}" if variant else ""), (name, variant)) for name, variant in pairs))
+
+
 @dataclass(frozen=True)
 class DrawnCell:
     """A cell with its selection."""
@@ -43,8 +65,17 @@ class Choice:
     traces_asked: Sequence[str] = ()
     metric_asked: str = ""
     variant: str = "mean"
+    baseline: str = ""
+    seed: int = 0
+    layer: int | None = None
+    head: int | None = None
+    of: str = ""
     title: str = ""
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.run.cells.empty:
+            raise Error(str(self.run.folder / "results.csv"), "empty", "at least one cell", "none")
 
     @cached_property
     def asked_labels(self) -> list[str]:
@@ -57,30 +88,17 @@ class Choice:
         return "asked" if label in self.asked_labels else "control"
 
     def labels(self, controls: bool) -> list[str]:
-        """What to draw: -p as labels or as replay writes policies, else all that was asked for, and controls if wanted.
-
-        A name takes all labels of that policy, name:key=value,… those with these values.
-        """
+        """What to draw: -p, else all that was asked for, and controls if wanted."""
         rest = sorted(set(self.run.cells["label"]) - set(self.asked_labels))
         known = self.asked_labels + rest
         if not self.policies:
             return known if controls or not self.asked_labels else list(self.asked_labels)
-        cells = self.run.cells[["label", "policy", "params"]].drop_duplicates()
-        chosen: set[str] = set()
-        for asked in self.policies:
-            name, _, pairs = asked.partition(":")
-            wanted = parameters(pairs).items()
-            same = cells["params"].map(lambda line: wanted <= parameters(line).items())  # noqa: B023
-            labels = set(cells["label"][(cells["policy"] == name) & same])
-            chosen |= labels or set(pick("-p", "policy", [asked], known))
-        return [label for label in known if label in chosen]
+        return chosen_labels("-p", self.run.cells, self.policies, known)
 
     @cached_property
     def traces(self) -> list[str]:
         """The traces to draw, sorted; of one model, since layers and heads of two models have nothing in common."""
         known = sorted(set(self.run.cells["trace"]))
-        if not known:
-            raise Error(str(self.run.folder / "results.csv"), "empty", "at least one cell", "none")
         chosen = pick("--trace", "trace", self.traces_asked, known) if self.traces_asked else known
         models = sorted({self.run.trace(name).model for name in chosen})
         if len(models) > 1:
@@ -89,10 +107,24 @@ class Choice:
         return chosen
 
     def one_trace(self) -> TraceFacts:
-        """The trace of a figure that shows one: the first."""
+        """The trace of a figure that shows one: the first. What is said of traces from here on is said of it alone."""
         if len(self.traces) > 1:
             self.notes.append(f"one trace is drawn, {self.traces[0]}; --trace chooses another of {len(self.traces)}")
+            self.traces = self.traces[:1]
         return self.run.trace(self.traces[0])
+
+    def one_layer(self, trace: TraceFacts) -> int:
+        """The stored layer of a figure that shows one, asked for by the model's own number: the middle treated one."""
+        numbers = list(trace.layer_numbers)
+        if self.layer is None:
+            middle = int(trace.treated[len(trace.treated) // 2])
+            if len(numbers) > 1:
+                self.notes.append(f"one layer is drawn, {numbers[middle]}; --layer chooses another of {len(numbers)}")
+            return middle
+        if self.layer not in numbers:
+            raise Error("--layer", "no such layer in this trace", f"{numbers[0]} to {numbers[-1]}", str(self.layer),
+                        Refusal.USAGE)  # fmt: skip
+        return numbers.index(self.layer)
 
     @cached_property
     def budget_sizes(self) -> dict[str, float]:
@@ -141,10 +173,8 @@ class Choice:
     @cached_property
     def metric(self) -> tuple[str, str]:
         """Name and variant."""
-        rows = self.run.table[self.run.table["role"] != "trace"]
-        pairs = rows[["metric", "variant"]].drop_duplicates().itertuples(index=False, name=None)
-        known = {name + (f":{variant}" if variant else ""): (name, variant) for name, variant in pairs}
-        return known[pick("--metric", "metric", [self.metric_asked or "attention_recall"], sorted(known))[0]]
+        known = metric_names(self.run.overall)
+        return known[pick("--metric", "metric", [self.metric_asked or "attention_recall"], list(known))[0]]
 
     @property
     def metric_name(self) -> str:
@@ -158,12 +188,17 @@ class Choice:
         return name.replace("_", " ").capitalize() + (f", {variant}," if variant else "")
 
     @property
+    def metric_unit(self) -> str:
+        """Its unit in parentheses, a space before them."""
+        table = self.run.overall
+        units = set(table["unit"][table["metric"] == self.metric[0]]) - {"", "1"}
+        return f" ({units.pop()})" if units else ""
+
+    @property
     def metric_axis(self) -> str:
         """The metric with its unit, for an axis."""
         name, variant = self.metric
-        units = set(self.run.table["unit"][self.run.table["metric"] == name]) - {"", "1"}
-        unit = f" ({units.pop()})" if units else ""
-        return name.replace("_", " ") + (f", {variant}" if variant else "") + unit
+        return name.replace("_", " ") + (f", {variant}" if variant else "") + self.metric_unit
 
     def rows(self, metric: str) -> pd.DataFrame:
         """Rows of results.csv of a metric over heads (`head` = all), of the chosen traces."""
@@ -189,8 +224,13 @@ class Choice:
         else:
             line = f"{facts[0].model}, {len(facts)} traces"
         synthetic = self.run.cells[self.run.cells["trace"].isin(self.traces)]["synthetic"].isin(["1", "true"]).any()
-        pieces = [line, "Synthetic numbers: no model made them" if synthetic else "", *more]
-        return ". ".join(piece for piece in pieces if piece) + ". Open loop: queries as captured under the full cache."
+        return open_loop(line, synthetic, *more)
+
+
+def open_loop(line: str, synthetic: bool, *more: str) -> str:
+    """A caption: where the numbers come from, what else is to be said, and what every number of a replay is."""
+    pieces = [line, "Synthetic numbers: no model made them" if synthetic else "", *more]
+    return ". ".join(piece for piece in pieces if piece) + ". Open loop: queries as captured under the full cache."
 
 
 def split_policies(values: Sequence[str]) -> list[str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import traceback
 from pathlib import Path
-from typing import NoReturn
 
-from kvreplay import __version__
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.nearest import nearest
+from kvreplay.program import Parser, exit_code, names, not_installed
 
 KINDS = {
     "heatmap": "layer × layer Jaccard similarity of the kept tokens, beside chance",
@@ -21,15 +19,12 @@ KINDS = {
     "curve": "a metric over the budget, a line a policy",
     "layers": "a metric by layer, a line a policy",
     "needle": "span recall of needles by prompt length and depth, over many traces",
+    "compare": "paired differences of policies against a --baseline, over many traces",
+    "attention": "attention of later queries over the prompt, and the tokens kept",
+    "similarity": "token × token cosine of keys and of values in a layer; of a run or a TRACE.h5",
 }
+OF_TRACES = ("similarity",)  # kinds that need no run
 FORMATS = ("svg", "pdf", "png")
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuses in the words of every other error of ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Error("plot", message, "kvreplay plot --help", "", Refusal.USAGE)
 
 
 def parser() -> Parser:
@@ -44,18 +39,24 @@ def parser() -> Parser:
     )
     add = found.add_argument
     add("kind", metavar="KIND", help="what to draw, see below")
-    add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote")
+    add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote; for similarity also a TRACE.h5")
     add("-o", "--output", metavar="FIG.svg|pdf|png", type=Path, action="append", default=[],
         help="file to write, format by suffix; several: repeat (default: RUN/figures/KIND.svg)")  # fmt: skip
     add("--data", metavar="FILE.csv", type=Path, help="the numbers drawn, as CSV")
     add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
         help="policies to draw, as tables call them (default: all that were asked for)")  # fmt: skip
-    add("-b", "--budgets", metavar="BUDGET,…", action="append", default=[],
+    add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
         help="budgets as they were asked for (default: all; where a figure shows one, the smallest)")  # fmt: skip
     add("--trace", metavar="NAME", action="append", default=[],
         help="traces to draw, repeat for several (default: all; where a figure shows one, the first)")  # fmt: skip
-    add("--metric", metavar="NAME[:VARIANT]", default="", help="for curve and layers (default: attention_recall); for "
-        "needle: span_recall:any|mean|full (default: mean)")  # fmt: skip
+    add("--metric", metavar="NAME[:VARIANT]", default="", help="for curve, layers and compare (default: "
+        "attention_recall); for needle: span_recall:any|mean|full (default: mean)")  # fmt: skip
+    add("--baseline", metavar="POLICY", default="", help="for compare: what the other policies are compared with")
+    add("--seed", metavar="N", type=int, default=0, help="for compare: of the bootstrap's draws (default: 0)")
+    add("--layer", metavar="N", type=int, help="for attention and similarity: the model's own number of the layer "
+        "(default: the middle one)")  # fmt: skip
+    add("--head", metavar="N", type=int, help="for attention: the query head (default: the mean over heads)")
+    add("--of", choices=("keys", "values"), default="", help="for similarity (default: both)")
     add("--variant", choices=("first", "mean", "union"), default="mean",
         help="for heatmap: sets of the first head, head by head, or their union (default: mean)")  # fmt: skip
     add("--title", metavar="TEXT", default="", help="replaces the figure's first line")
@@ -70,6 +71,11 @@ def check_names(arguments: argparse.Namespace) -> None:
         if path.suffix[1:].lower() not in FORMATS:
             wanted = "a name ending in ." + ", .".join(FORMATS)
             raise Error("-o", "format", wanted, str(path), Refusal.USAGE)
+    if arguments.run.suffix == ".h5" and arguments.kind not in OF_TRACES:
+        raise Error("plot", f"{arguments.kind} needs a run", "a folder that replay wrote", str(arguments.run),
+                    Refusal.USAGE)  # fmt: skip
+    if arguments.seed < 0:
+        raise Error("--seed", "out of range", "0 or more", str(arguments.seed), Refusal.USAGE)
     if arguments.data and arguments.data.suffix.lower() != ".csv":
         raise Error("--data", "format", "a name ending in .csv", str(arguments.data), Refusal.USAGE)
 
@@ -80,25 +86,28 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     try:
         from kvreplay.plot import style
         from kvreplay.plot.choice import Choice, split_policies
+        from kvreplay.plot.trace_file import TraceFile
         from kvreplay.results import Run
 
         kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
     except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] == "kvreplay":
-            raise
-        need = "what tools/setup build python installs"
-        raise Error("plot", f"{missing.name} is not installed", need, "", Refusal.CAPABILITY) from missing
+        raise not_installed("plot", missing) from missing
 
     choice = Choice(
-        Run(arguments.run),
+        TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run),
         policies=split_policies(arguments.policies),
-        budgets_asked=[budget for value in arguments.budgets for budget in value.split(",")],
+        budgets_asked=arguments.budgets,
         traces_asked=arguments.trace,
         metric_asked=arguments.metric,
         variant=arguments.variant,
+        baseline=arguments.baseline,
+        seed=arguments.seed,
+        layer=arguments.layer,
+        head=arguments.head,
+        of=arguments.of,
         title=arguments.title,
     )
-    written = arguments.output or [arguments.run / "figures" / f"{arguments.kind}.svg"]
+    written = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
     with style.settings():
         drawing = kind.draw(choice)
         try:
@@ -119,19 +128,12 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the files written; returns the exit code."""
-    try:
+
+    def work() -> None:
         for path in plot(parser().parse_args(argv)):
             print(path)
-    except Error as error:
-        print(f"kvreplay: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return int(Refusal.INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        print(f"kvreplay: plot: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
-        return int(Refusal.INTERNAL)
-    return 0
+
+    return exit_code("plot", work)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from kvreplay.compare.comparison import prompts_of
 from kvreplay.errors import Error
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.style import Drawing, LineEnd, Sheet, label_room, line_style, quiet_frame
 
-INTERVAL = "Band: 95 % t interval of the mean over traces"
+INTERVAL = "Band: 95 % t interval of the mean, prompts being independent"
 PER_QUERY_HEAD = "\u2020"
 MOST_MARKERS = 8  # a line of more points goes without
 
@@ -41,12 +42,32 @@ def t_quantile(freedom: int, share: float = 0.95) -> float:
     return math.sqrt(freedom) * math.tan(low)
 
 
-def mean_over_traces(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Columns `by`, `traces` (count), `mean`, `low`, `high`: the 95 % t interval, NaN for a single trace."""
-    found = rows.groupby(by, sort=True)["value"].agg(traces="count", mean="mean", deviation="std").reset_index()
-    quantiles = found["traces"].map({n: t_quantile(n - 1) for n in set(found["traces"]) if n > 1})
-    half = quantiles * found["deviation"] / np.sqrt(found["traces"])
-    return found.drop(columns="deviation").assign(low=found["mean"] - half, high=found["mean"] + half)
+def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | None = None) -> pd.DataFrame:
+    """Columns `by`, `traces` (count), `mean`, `low`, `high`: the 95 % t interval, NaN for a single prompt.
+
+    Every trace counts once in the mean m of n values. Traces of one prompt are no independent evidence: with R_c the
+    sum of x - m over the traces of prompt c, of k prompts, the variance of m is k/(k-1) sum R_c^2 / n^2 (Cochran 1977,
+    chapter 6: m is a ratio of sums over prompts), with k - 1 degrees of freedom. Where each prompt has as many traces
+    it is the t interval over the means of the prompts; with one trace a prompt that over the traces. Unlike the
+    bootstrap of `compare` it does not shrink where prompts are few, as they are in a figure's cells.
+
+    `prompts`: int by trace_hash as `prompts_of` gives it; None: each row is of a prompt of its own.
+    """
+    groups = rows.groupby(by, sort=True)["value"]
+    found = groups.agg(traces="count", mean="mean").reset_index()
+    prompt = np.arange(len(rows)) if prompts is None else rows["trace_hash"].map(prompts).to_numpy()
+    keys = [*(rows[name].to_numpy() for name in by), prompt]
+    sums = (rows["value"] - groups.transform("mean")).groupby(keys).sum(min_count=1)
+    spread = (sums**2).groupby(level=list(range(len(by))), sort=True).agg(["sum", "count"]).reset_index(drop=True)
+    k = spread["count"]
+    quantiles = k.map({n: t_quantile(n - 1) for n in set(k) if n > 1})
+    half = quantiles * np.sqrt(k / (k - 1) * spread["sum"]) / found["traces"]
+    return found.assign(low=found["mean"] - half, high=found["mean"] + half)
+
+
+def prompts_of_rows(choice: Choice, rows: pd.DataFrame) -> pd.Series:
+    """The prompt of each trace of `rows`, int by trace_hash: the clusters of `kvreplay compare`."""
+    return prompts_of(rows[["trace_hash", "trace"]].drop_duplicates("trace_hash"), [choice.run])
 
 
 def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
@@ -68,7 +89,7 @@ def draw_lines(
     A control with a single value beside lines that have more holds everywhere: it is drawn across. The caller sets the
     scale of x, then names the lines with `label_ends`.
     """
-    found = mean_over_traces(rows, ["label", x])
+    found = mean_over_traces(rows, ["label", x], prompts_of_rows(choice, rows))
     heads = rows.groupby("label")["heads"].first()
     facts = [choice.run.trace(name) for name in choice.traces]
     group = max(fact.query_heads // fact.kv_heads for fact in facts)

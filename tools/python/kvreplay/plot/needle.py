@@ -7,10 +7,12 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.choice import Choice
+from kvreplay.plot.lines import mean_over_traces, prompts_of_rows
 from kvreplay.plot.nearest import nearest
 from kvreplay.plot.style import Drawing, PanelNames, Sheet, columns_for
+from kvreplay.results import Span, TraceFacts
 
-DEPTHS = 10  # rows: tenths of the prompt
+DEPTHS = 10  # rows: depths to the nearest tenth, 0 to 1
 SAME_LENGTH = 1.1  # prompts within this factor of the shortest of a column share it
 VARIANTS = {"any": "by at least one head", "mean": "mean over heads", "full": "whole by at least one head"}
 
@@ -28,6 +30,24 @@ def columns_of(lengths: list[int]) -> dict[int, int]:
     return columns
 
 
+def context_of(needle: Span, trace: TraceFacts) -> Span | None:
+    """The span of kind context that the needle lies in; None: the trace names none."""
+    around = [span for span in trace.spans if span.kind == "context" and span.begin <= needle.begin < span.end]
+    return around[0] if around else None
+
+
+def depth_of(needle: Span, trace: TraceFacts) -> float:
+    """Where the needle begins, in tokens, as a fraction of the context around it; of the prompt where none is named."""
+    context = context_of(needle, trace) or Span("prompt", "prompt", 0, trace.prompt)
+    return (needle.begin - context.begin) / (context.end - context.begin)
+
+
+def places_of(traces: list[TraceFacts]) -> str:
+    """What the depths are fractions of: context, prompt, or both."""
+    needles = [(span, trace) for trace in traces for span in trace.spans if span.kind == "needle"]
+    return " or ".join(sorted({"context" if context_of(*one) else "prompt" for one in needles}))
+
+
 def draw(choice: Choice) -> Drawing:
     """One matrix a policy; a cell is the mean over its traces' needles, crossed out where the run has none."""
     measure = choice.metric_asked.partition(":")[2] or "mean"
@@ -37,7 +57,7 @@ def draw(choice: Choice) -> Drawing:
     needles = pd.DataFrame(
         [
             {"trace": fact.name, "variant": f"{span.name}.{measure}", "prompt_tokens": fact.prompt,
-             "depth": (span.begin + span.end) / (2 * fact.prompt)}
+             "depth": depth_of(span, fact)}
             for fact in facts.values() for span in fact.spans if span.kind == "needle" and span.end <= fact.prompt
         ],
         columns=["trace", "variant", "prompt_tokens", "depth"],
@@ -47,16 +67,17 @@ def draw(choice: Choice) -> Drawing:
         raise Error(where, "no needle", "traces with a span of kind needle in the prompt", f"{len(facts)} without")
     rows = choice.rows("span_recall")
     rows = rows[(rows["layer"] == "all") & (rows["budget"] == choice.budgets[0])].dropna(subset="value")
-    rows = rows[["trace", "variant", "label", "heads", "value"]].merge(needles, on=["trace", "variant"])
+    rows = rows[["trace", "trace_hash", "variant", "label", "heads", "value"]].merge(needles, on=["trace", "variant"])
     if rows.empty:
         raise Error(where, "nothing to draw", f"span_recall:NEEDLE.{measure} of a needle span", "none")
 
     column = columns_of(list(rows["prompt_tokens"]))
     rows["column"] = rows["prompt_tokens"].map(column)
-    rows["row"] = np.minimum((rows["depth"] * DEPTHS).astype(int), DEPTHS - 1)
-    cells = rows.groupby(["label", "heads", "row", "column"])["value"].agg(["mean", "count"]).reset_index()
+    rows["row"] = np.floor(rows["depth"] * DEPTHS + 0.5).astype(int)
+    cells = mean_over_traces(rows, ["label", "heads", "row", "column"], prompts_of_rows(choice, rows))
     lengths = rows.drop_duplicates(["trace", "column"]).groupby("column")["prompt_tokens"].mean()
 
+    place = places_of([facts[name] for name in sorted(set(rows["trace"]))])
     labels = [label for label in choice.labels(controls=False) if label in set(rows["label"])]
     columns = columns_for(len(labels))
     panel = (float(np.clip(0.34 * len(lengths), 1.1, 1.75)), 1.5)
@@ -73,7 +94,7 @@ def draw(choice: Choice) -> Drawing:
     for i, label in enumerate(labels):
         axis = sheet.axes[i]
         mine = cells[cells["label"] == label]
-        grid = np.full((DEPTHS, len(lengths)), np.nan)
+        grid = np.full((DEPTHS + 1, len(lengths)), np.nan)
         grid[mine["row"], mine["column"]] = mine["mean"]
         image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
         empty = np.argwhere(np.isnan(grid))
@@ -81,16 +102,17 @@ def draw(choice: Choice) -> Drawing:
         step = -(-len(lengths) * 0.33 // panel[0])
         shown = np.arange(0, len(lengths), max(1, int(step)))
         axis.set_xticks(shown, [short(lengths.iloc[k]) for k in shown])
-        axis.set_yticks([-0.5, DEPTHS / 2 - 0.5, DEPTHS - 0.5], ["0", "50", "100"])
+        axis.set_yticks([0, DEPTHS / 2, DEPTHS], ["0", "50", "100"])
         axis.tick_params(labelleft=i % columns == 0)
         if i % columns == 0:
-            axis.set_ylabel("depth of the needle / %")
+            axis.set_ylabel(f"depth in the {place} / %")
         axis.set_xlabel("prompt tokens")
         names.write(axis, i)
         data.append(pd.DataFrame({
             "policy": label, "heads": heads[label], "budget": choice.budgets[0], "measure": measure,
-            "prompt_tokens": mine["column"].map(lengths), "depth_from": mine["row"] / DEPTHS,
-            "depth_to": (mine["row"] + 1) / DEPTHS, "traces": mine["count"], "span_recall": mine["mean"],
+            "prompt_tokens": mine["column"].map(lengths), "depth": mine["row"] / DEPTHS,
+            "traces": mine["traces"], "span_recall": mine["mean"],
+            "low": mine["low"], "high": mine["high"],
         }))  # fmt: skip
     sheet.colour_bar(image, "share of the needle kept")
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))

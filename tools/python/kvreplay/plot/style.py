@@ -164,11 +164,11 @@ class Sheet:
         """Text at inches from the lower left corner, its descenders above `y`."""
         self.figure.text(x / self.size[0], (y + 0.03) / self.size[1], line, va="baseline", **look)
 
-    def colour_bar(self, image: object, label: str, **options: object) -> None:
-        """The scale that all panels share, right of them."""
+    def colour_bar(self, image: object, label: str, beside: float = 0.15, **options: object) -> None:
+        """The scale that all panels share, `beside` inches right of them."""
         x, y, width, height = self.grid
         tall = min(height, 2.4)
-        axis = self.place(x + width + 0.15, y + height - tall, 0.1, tall)
+        axis = self.place(x + width + beside, y + height - tall, 0.1, tall)
         bar = self.figure.colorbar(image, cax=axis, **options)
         bar.set_label(label)
         bar.outline.set_linewidth(0.6)
@@ -211,6 +211,13 @@ def layer_ticks(axis: object, layers: Sequence[int], most: int = 7) -> None:
     steps = [step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100) if (len(layers) - 1) // step + 1 <= most]
     ticks = np.arange(0, len(layers), steps[0] if steps else len(layers))
     axis.set_ticks(ticks, [str(layers[i]) for i in ticks])
+
+
+def position_ticks(axis: object, prompt: int, per_column: float = 1, most: int = 8) -> None:
+    """Ticks at most `most` round positions below `prompt`, on an axis whose unit is `per_column` tokens."""
+    steps = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    ticks = range(0, prompt, next(step for step in steps if prompt / step <= most))
+    axis.set_ticks([tick / per_column for tick in ticks], [f"{tick:,}" for tick in ticks])
 
 
 def layer_axis(axis: Axes, layers: Sequence[int]) -> None:

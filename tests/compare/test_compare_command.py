@@ -1,0 +1,366 @@
+"""Does `kvreplay compare` read runs, join prompts, print what it computed, and refuse what cannot be meant?"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvreplay.compare.command import main
+from kvreplay.results import COLUMNS
+
+UNITS = {"output_error": "relative L2 norm", "kv_bytes": "bytes"}
+METRICS = {"attention_recall": "higher", "output_error": "lower", "kv_bytes": "neither"}
+
+
+def write_run(
+    folder: Path,
+    values: dict[str, dict[str, list[float | str]]],
+    traces: list[str],
+    model: str = "small",
+    prompts: list[str] | None = None,
+    better: dict[str, str] = METRICS,
+    variants: dict[str, str] | None = None,
+    budgets: tuple[str, ...] = ("0.1",),
+    hashes: list[str] | None = None,
+    eval_queries: str = "continuation",
+    version: str = "",
+) -> Path:
+    """`values`: numbers of all traces by policy NAME[:PARAMS], by metric NAME[:VARIANT]; no selections, so none can
+    be read."""
+    folder.mkdir(parents=True)
+    (folder / "selections.h5").write_bytes(b"")
+    hashes = hashes or [f"{model}/{trace}" for trace in traces]
+    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as page:
+        writer = csv.DictWriter(page, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        for i, trace in enumerate(traces):
+            about = {"trace": trace, "trace_hash": hashes[i], "model": model, "boundary": 100, "eval": eval_queries,
+                     "n_queries": 32, "open_loop": "true", "synthetic": "false", "backend": "cpu"}  # fmt: skip
+            writer.writerow(about | {"role": "trace", "layer": "all", "head": "all", "metric": "redundancy_key"})
+            for budget in budgets:
+                for policy, metrics in values.items():
+                    name, _, params = policy.partition(":")
+                    cell = about | {
+                        "role": "control" if name in ("full", "random") else "asked", "policy": name, "params": params,
+                        "heads": "kv", "budget": budget, "budget_tokens": 100 * float(budget), "seed": 0,
+                        "cell": f"{hashes[i]}/{policy}/{budget}{version}",
+                    }  # fmt: skip
+                    for metric, column in metrics.items():
+                        row = cell | dict(zip(("metric", "variant"), metric.partition(":")[::2], strict=True))
+                        writer.writerow(row | {"layer": 0, "head": "all", "value": 77})
+                        writer.writerow(row | {"layer": "all", "head": "all", "value": column[i]})
+    prompts = prompts or [f"ids of {one}" for one in hashes]
+    inputs = [{"trace": trace, "trace_hash": one, "prompt_hash": prompt, "path": f"{trace}.h5"}
+              for trace, one, prompt in zip(traces, hashes, prompts, strict=True)]  # fmt: skip
+    about = {"schema": "kvreplay-run/1", "open_loop": True, "inputs": inputs,
+             "metrics": [{"name": name, "unit": UNITS.get(name, "share"), "better": word, "variants": [
+                 {"name": variant, "better": other} for variant, other in (variants or {}).items()
+                 if variant.startswith(name + ":")]} for name, word in better.items()]}  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
+    return folder
+
+
+SIX = [f"needle-{i:03d}" for i in range(6)]
+BASE = [0.5, 0.6, 0.7, 0.5, 0.6, 0.7]
+VALUES = {
+    "base": {"attention_recall": BASE, "output_error": [0.2] * 6},
+    "a": {"attention_recall": [x + d for x, d in zip(BASE, [0.1, 0.2, 0.1, 0.25, 0.1, 0.0], strict=True)],
+          "output_error": [0.1] * 5 + [0.3]},
+    "b:chunk=10": {"attention_recall": [0.4] * 6, "output_error": [0.2] * 6},
+    "b:chunk=20": {"attention_recall": [0.45, "", "", "", "", ""], "output_error": [""] * 6},
+    "random": {"attention_recall": [0.1] * 6, "output_error": [0.9] * 6},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", VALUES, SIX)
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: object) -> pd.DataFrame:
+    return pd.DataFrame(document(capsys, *arguments)["lines"]).set_index(["metric", "policy"])
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+    assert main([str(one) for one in arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_one_run_against_a_baseline(run, capsys):
+    found = document(capsys, run, "--baseline", "base", "--metric", "attention_recall,output_error")
+    assert (found["open_loop"], found["traces"], found["prompts"], found["models"]) == (True, 6, 6, ["small"])
+    assert found["comparisons"] == 5  # b:chunk=20 has no output_error
+    table = pd.DataFrame(found["lines"]).set_index(["metric", "policy"])
+    recall = table.loc[("attention_recall", "a")]
+    assert recall["difference"] == pytest.approx(0.125, abs=1e-12)
+    assert recall["p"] == 2 / 2**6 * 2  # 0.75 in all: all six signs alike, and that of the difference 0 is free
+    assert (recall["wins"], recall["ties"], recall["losses"]) == (5, 1, 0)
+    error = table.loc[("output_error", "a")]
+    assert (error["wins"], error["ties"], error["losses"]) == (5, 0, 1)
+    assert table.loc[("attention_recall", "b:chunk=20"), "pairs"] == 1
+    assert table.loc[("output_error", "b:chunk=20"), "pairs"] == 0
+    assert table.loc[("attention_recall", "base"), "difference"] is None or pd.isna(
+        table.loc[("attention_recall", "base"), "difference"])  # fmt: skip
+    assert "random" not in table.index.get_level_values("policy")
+
+
+def test_holm_counts_the_comparisons_that_are_printed(run, capsys):
+    alone = lines(capsys, run, "--baseline", "base", "-p", "a").loc[("attention_recall", "a")]
+    assert alone["p_holm"] == alone["p"]
+    both = lines(capsys, run, "--baseline", "base", "-p", "a,b:chunk=10").loc["attention_recall"]
+    assert both.loc["b:chunk=10", "p"] == 2 / 2**6  # 0.1 to 0.3 less on every prompt
+    assert both.loc["b:chunk=10", "p_holm"] == 4 / 2**6 and both.loc["a", "p_holm"] == 4 / 2**6
+
+
+def test_the_star_is_for_what_holm_leaves(run, capsys):
+    """p is 0.031 both times; with a second comparison Holm makes it 0.062."""
+    for policies, star in (("b:chunk=10", True), ("a,b:chunk=10", False)):
+        assert main([str(run), "--baseline", "base", "-p", policies]) == 0
+        [line] = [one for one in capsys.readouterr().out.splitlines() if " b:chunk=10 " in one]
+        assert ("*" in line) is star
+
+
+def test_the_table_is_aligned_and_says_open_loop(run, capsys):
+    assert main([str(run), "--baseline", "base", "-p", "a,random"]) == 0
+    captured = capsys.readouterr()
+    page = captured.out.splitlines()
+    assert page[0] == "traces    6 of 6 prompts   small        OPEN LOOP"
+    assert page[1] == "baseline  base"
+    assert page[2].split() == ("metric unit budget policy heads traces mean 95 % interval difference 95 % interval p "
+                               "p Holm better/same/worse").split()  # fmt: skip
+    assert page[3].split()[:7] == ["attention_recall", "share", "0.1", "base", "kv", "6", "0.6000"]
+    assert page[3].split()[-1] == "baseline"
+    assert page[4].split()[3:7] == ["a", "kv", "6", "0.7250"] and page[4].endswith("5/1/0")
+    assert page[5].split()[3] == "(random)" and page[5].endswith("0/0/6")
+    assert len(page[4]) == len(page[5]) == len(page[2])
+    assert captured.err == "kvreplay: compare: few prompts (6): intervals are too narrow, and no p is below 0.0312\n"
+
+
+def test_a_metric_without_a_direction_has_no_winner(tmp_path, capsys):
+    values = {name: {"kv_bytes": [n] * 2, "attention_recall": [n] * 2} for name, n in (("base", 1), ("a", 2))}
+    run = write_run(tmp_path / "run", values, SIX[:2])
+    found = lines(capsys, run, "--baseline", "base", "--metric", "kv_bytes,attention_recall")
+    assert pd.isna(found.loc[("kv_bytes", "a"), "wins"]) and found.loc[("attention_recall", "a"), "wins"] == 2
+    assert main([str(run), "--baseline", "base", "--metric", "kv_bytes"]) == 0
+    assert capsys.readouterr().out.splitlines()[4].endswith(" -")
+    untold = write_run(tmp_path / "untold", values, SIX[:2], better={})
+    assert main([str(untold), "--baseline", "base"]) == 0
+    assert "run.json does not say what is better of attention_recall" in capsys.readouterr().err
+
+
+def test_a_variant_has_its_own_direction_and_else_that_of_its_metric(tmp_path, capsys):
+    names = ["kv_l1_loss", "kv_l1_loss:key", "kv_l1_loss:rho", "kv_l1_loss:token"]
+    values = {policy: {name: [n] * 2 for name in names} for policy, n in (("base", 1), ("a", 2))}
+    run = write_run(tmp_path / "run", values, SIX[:2], better={"kv_l1_loss": "lower"},
+                    variants={"kv_l1_loss:rho": "higher", "kv_l1_loss:token": "neither"})  # fmt: skip
+    found = lines(capsys, run, "--baseline", "base", "--metric", ",".join(names)).xs("a", level="policy")
+    assert list(found.loc[names, "better"]) == ["lower", "lower", "higher", "neither"]
+    assert [found.loc[name, "wins"] for name in names[:3]] == [0, 0, 2] and pd.isna(found.loc[names[3], "wins"])
+
+
+def test_two_models_on_one_prompt_are_one_cluster(tmp_path, capsys):
+    runs = [write_run(tmp_path / model, VALUES, SIX, model) for model in ("small", "large")]
+    found = document(capsys, *runs, "--baseline", "base", "-p", "a")
+    assert (found["traces"], found["prompts"], found["models"]) == (12, 6, ["large", "small"])
+    line = found["lines"][1]
+    assert (line["pairs"], line["paired_prompts"]) == (12, 6)
+    assert line["p"] == 2 / 2**6 * 2  # as with one model: twelve traces are no more evidence than six prompts
+
+
+def test_two_continuations_of_one_prompt_are_one_cluster(tmp_path, capsys):
+    prompts = ["x", "x", "y", "y", "z", "z"]
+    run = write_run(tmp_path / "run", VALUES, SIX, prompts=prompts)
+    assert document(capsys, run, "--baseline", "base")["prompts"] == 3
+
+
+def test_a_pattern_says_which_names_are_of_one_prompt(tmp_path, capsys):
+    names = ["p0-small", "p0-large", "p1-small", "p1-large", "p2-small", "p3-large"]
+    run = write_run(tmp_path / "run", VALUES, names)
+    assert document(capsys, run, "--baseline", "base")["prompts"] == 6
+    for pattern in ("p[0-9]", "(p[0-9])-[a-z]+", "^[^-]*"):
+        assert document(capsys, run, "--baseline", "base", "--same-prompt", pattern)["prompts"] == 4
+
+
+def test_a_cell_in_two_runs_counts_once(tmp_path, capsys):
+    first = write_run(tmp_path / "first", VALUES, SIX)
+    second = write_run(tmp_path / "second", VALUES, SIX)
+    assert main([str(first), str(second), "--baseline", "base", "-p", "a"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("traces    6 of 6 prompts")
+    assert "30 cells are in more than one run and count once" in captured.err
+
+
+def test_a_trace_under_two_names_is_one_trace(tmp_path, capsys):
+    """Two runs with other eval queries: what they differ in tells their policies apart, whatever the file is called."""
+    hashes = [f"hash {i}" for i in range(6)]
+    first = write_run(tmp_path / "first", VALUES, SIX, hashes=hashes)
+    copies = [f"copy-{i}" for i in range(6)]
+    second = write_run(tmp_path / "second", VALUES, copies, hashes=hashes, eval_queries="prompt", version="/prompt")
+    found = document(capsys, first, second, "--baseline", "base:eval=continuation", "-p", "a")
+    assert (found["traces"], found["prompts"]) == (6, 6)
+    assert [line["policy"] for line in found["lines"]] == [
+        "base:eval=continuation", "a:eval=continuation", "a:eval=prompt"]  # fmt: skip
+
+
+def test_two_results_that_nothing_tells_apart_are_refused(tmp_path, capsys):
+    first = write_run(tmp_path / "first", VALUES, SIX)
+    second = write_run(tmp_path / "second", VALUES, SIX, version="/edited")
+    line = refused(capsys, 2, first, second, "--baseline", "base", "-p", "a")
+    assert f"{first}, {second}: two results of base at budget 0.1 for trace needle-000: expected one cell" in line
+
+
+def test_traces_whose_prompts_are_not_known_are_named(run, capsys):
+    """run.json lists the traces of the last replay into a folder; those of an earlier one have a name alone."""
+    about = json.loads((run / "run.json").read_text())
+    about["inputs"] = about["inputs"][:4]
+    (run / "run.json").write_text(json.dumps(about))
+    assert main([str(run), "--baseline", "base"]) == 0
+    note = "run.json has no token ids of the prompts of 2 traces (needle-004, needle-005): their names alone tell"
+    assert note in capsys.readouterr().err
+    assert main([str(run), "--baseline", "base", "--same-prompt", "needle-[0-9]"]) == 0
+    assert "token ids" not in capsys.readouterr().err
+
+
+def test_traces_that_a_budget_lacks_are_counted(tmp_path, capsys):
+    """Of two traces of other lengths a budget of as many tokens may have two names."""
+    long = write_run(tmp_path / "long", VALUES, SIX, "long", budgets=("0.1", "0.2"))
+    short = write_run(tmp_path / "short", VALUES, SIX[:4], "short", budgets=("0.2", "0.4"))
+    assert main([str(long), str(short), "--baseline", "base"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "are missing" in line]
+    assert [line.removeprefix("kvreplay: compare: ") for line in notes] == [
+        "budget 0.1: 4 of 10 traces have no cell of that name and are missing",
+        "budget 0.4: 6 of 10 traces have no cell of that name and are missing"]  # fmt: skip
+
+
+def held_by_own_rule(run: Path, policy: str) -> None:
+    """Says in run.json that no budget binds the policy."""
+    about = json.loads((run / "run.json").read_text())
+    about["cells"] = [{"trace": trace, "cell": f"small/{trace}/{policy}/0.1", "own_memory": True} for trace in SIX]
+    (run / "run.json").write_text(json.dumps(about))
+
+
+def test_what_no_budget_binds_has_no_verdict(run, capsys):
+    held_by_own_rule(run, "b:chunk=10")
+    assert main([str(run), "--baseline", "base", "-p", "a,b:chunk=10"]) == 0
+    captured = capsys.readouterr()
+    [line] = [one for one in captured.out.splitlines() if " b:chunk=10 " in one]
+    assert "-0.200" in line and line.split()[-3:] == ["-", "-", "-"]
+    assert "no budget binds b:chunk=10: not at equal memory, no p and no verdict" in captured.err
+    found = document(capsys, run, "--baseline", "base", "-p", "a,b:chunk=10")
+    assert found["comparisons"] == 1  # Holm corrects for what is tested
+    assert [line["own_memory"] for line in found["lines"]] == [False, False, True]
+
+
+def test_nothing_is_at_equal_memory_with_a_baseline_that_no_budget_binds(run, capsys):
+    held_by_own_rule(run, "base")
+    found = document(capsys, run, "--baseline", "base", "-p", "a")["lines"][1]
+    assert found["difference"] == pytest.approx(0.125) and found["p"] is None and found["wins"] is None
+
+
+def test_the_seed_decides_every_draw(tmp_path, capsys):
+    names = [f"t{i}" for i in range(20)]
+    values = {"base": {"attention_recall": [0.5] * 20}, "a": {"attention_recall": [0.45 + i / 100 for i in range(20)]}}
+    run = write_run(tmp_path / "run", values, names)
+    first, again, other = (document(capsys, run, "--baseline", "base", "--seed", seed)["lines"] for seed in (7, 7, 8))
+    assert first == again
+    assert first[1]["p"] != other[1]["p"] and first[1]["difference_low"] != other[1]["difference_low"]
+    assert first[1]["difference"] == other[1]["difference"]
+
+
+def test_csv_holds_the_table_in_full_precision(run, tmp_path, capsys):
+    data = tmp_path / "new" / "table.csv"
+    found = lines(capsys, run, "--baseline", "base", "--data", data)
+    table = pd.read_csv(data).set_index(["metric", "policy"])
+    assert list(table["mean"]) == list(found["mean"])
+    assert set(table["unit"]) == set(found["unit"]) == {"share"}
+    assert list(table["p"].dropna()) == list(found["p"].dropna())
+
+
+def test_a_failed_cell_is_left_out(run, capsys):
+    about = json.loads((run / "run.json").read_text())
+    about["cells"] = [{"trace": SIX[0], "cell": f"small/{SIX[0]}/a/0.1", "state": "failed"}]
+    (run / "run.json").write_text(json.dumps(about))
+    assert main([str(run), "--baseline", "base", "-p", "a", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["lines"][1]["pairs"] == 5
+    assert captured.err.startswith(f"kvreplay: compare: {run}: 1 failed cells are left out\n")
+
+
+def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, capsys):
+    names = [f"t{i}" for i in range(1000)]
+    values = {"base": {"attention_recall": [0.5] * 1000},
+              "a": {"attention_recall": [0.5 + (i % 3 - 0.5) / 10 for i in range(1000)]}}  # fmt: skip
+    run = write_run(tmp_path / "run", values, names, budgets=("0.1", "0.2"))
+    found = document(capsys, run, "--baseline", "base")
+    assert (found["traces"], found["prompts"], len(found["lines"])) == (1000, 1000, 4)
+    assert found["lines"][1]["wins"] == 666 and found["lines"][1]["losses"] == 334
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "compare: the following arguments are required: --baseline: expected kvreplay compare --help"),
+        (["--baseline", "bas"], "--baseline: no such policy in this run: expected base, found bas"),
+        (["--baseline", "b"], "--baseline: several policies: expected one of b:chunk=10, b:chunk=20, found b"),
+        (["--baseline", "base", "-p", "base"], "--baseline: nothing to compare it with"),
+        (["--baseline", "base", "-p", "c"], "-p: no such policy in this run"),
+        (["--baseline", "base", "-b", "0.2"], "-b: no such budget in this run: expected 0.1, found 0.2"),
+        (["--baseline", "base", "--metric", "atention_recall"], "--metric: no such metric in this run: expected att"),
+        (["--baseline", "base", "--same-prompt", "("], "--same-prompt: not a regular expression"),
+        (["--baseline", "base", "--data", "table.txt"], "--data: format: expected a name ending in .csv"),
+        (["--baseline", "base", "--seed", "-1"], "--seed: out of range: expected 0 or more, found -1"),
+        (["--baseline", "base", "--seed", "x"], "compare: argument --seed: invalid int value"),
+        (["--base", "base"], "compare: option: expected --baseline, found --base"),
+        (["--baseline=base", "--metrik", "x"], "compare: option: expected --metric, found --metrik"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_nearest(options, words, run, capsys):
+    assert words in refused(capsys, 2, run, *options)
+
+
+def test_what_cannot_be_read_is_refused_by_name(run, tmp_path, capsys):
+    assert "not a finished run" in refused(capsys, 3, run, tmp_path / "none", "--baseline", "base")
+    assert "/dev/null/table.csv: cannot be written" in refused(
+        capsys, 3, run, "--baseline", "base", "--data", "/dev/null/table.csv")  # fmt: skip
+    table = (run / "results.csv").read_text()
+    (run / "results.csv").write_text(table.splitlines()[0] + "\n")
+    assert "nothing to compare: expected at least one cell, found none" in refused(capsys, 3, run, "--baseline", "a")
+    (run / "results.csv").write_text(table.replace(",0.6,", ",six,"))
+    assert "value: expected a number or nothing, found six" in refused(capsys, 3, run, "--baseline", "base")
+
+
+@pytest.mark.parametrize("option, unbuffered", [("--json", ""), ("--json", "1"), ("--help", "")])
+def test_a_reader_that_leaves_is_no_bug(option, unbuffered, run):
+    """As `kvreplay compare ... | head -1`, with the reader gone before the first byte."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvreplay.compare.command", str(run), "--baseline", "random", option]
+    environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writer) as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == 141  # as of the signal by which the replay program leaves
+    assert "bug" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_without_pandas_it_says_what_to_install(run):
+    code = "import sys; sys.modules['pandas'] = None; from kvreplay.compare.command import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, str(run), "--baseline", "base"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    assert (done.returncode, done.stdout) == (4, "")
+    expected = "what tools/setup build python installs"
+    assert done.stderr == f"kvreplay: compare: pandas is not installed: expected {expected}\n"

@@ -1,0 +1,1 @@
+"""Policies against a baseline over traces: paired differences, their intervals, and tests of them."""

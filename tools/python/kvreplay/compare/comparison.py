@@ -1,0 +1,294 @@
+"""What of some runs is compared, and how it is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+
+from kvreplay.compare import statistics
+from kvreplay.errors import Error, Refusal
+from kvreplay.plot.choice import chosen_labels, metric_names, pick
+from kvreplay.results import Run, labels, untold_note
+
+NAMED = 5  # traces in a note
+VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The lines of `statistics.paired`, and where they come from. `rows`: one value each, see VALUE."""
+
+    rows: pd.DataFrame
+    cluster: pd.Series  # int by trace: the prompt
+    baseline: str
+    better: dict[str, str]  # by name: higher, lower or neither
+    units: dict[str, str]  # by metric
+    seed: int
+    runs: list[str]
+    models: list[str]
+    synthetic: bool
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        runs: Sequence[Run],
+        baseline: str,
+        policies: Sequence[str] = (),
+        budgets: Sequence[str] = (),
+        metrics: Sequence[str] = (),
+        traces: Sequence[str] = (),
+        same_prompt: re.Pattern[str] | None = None,
+        seed: int = 0,
+    ) -> Comparison:
+        """Names as on the command line; empty: all policies asked for, all budgets, attention_recall, all traces."""
+        where = ", ".join(str(run.folder) for run in runs)
+        notes = []
+        table = pd.concat([values_of(run) for run in runs], ignore_index=True)
+        table = table[table["role"] != "trace"].reset_index(drop=True)
+        if table.empty:
+            raise Error(where, "nothing to compare", "at least one cell", "none")
+        table["label"] = labels(table.assign(trace=table["trace_hash"]))  # in two runs it may have two names
+        again = table.duplicated(["trace_hash", "cell", "metric", "variant"])
+        if again.any():
+            cells = len(table[again][["trace_hash", "cell"]].drop_duplicates())
+            notes.append(f"{cells} cells are in more than one run and count once")
+            table = table[~again]
+
+        known_traces = sorted(set(table["trace"]))
+        table = table[table["trace"].isin(pick("--trace", "trace", traces or known_traces, known_traces))]
+
+        known = metric_names(table)
+        table["name"] = table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else "")
+        names = pick("--metric", "metric", list(metrics) or ["attention_recall"], list(known))
+        asked = sorted(set(table["label"][table["role"] != "control"]))
+        every = asked + sorted(set(table["label"]) - set(asked))
+        base = chosen_labels("--baseline", table, [baseline], every)
+        if len(base) > 1:
+            raise Error("--baseline", "several policies", "one of " + ", ".join(base), baseline, Refusal.USAGE)
+        shown = chosen_labels("-p", table, policies, every) if policies else asked
+        others = [label for label in shown if label != base[0]]
+        if not others:
+            raise Error("--baseline", "nothing to compare it with", "another policy", base[0], Refusal.USAGE)
+        sizes = table.groupby("budget")["budget_tokens"].mean().sort_values(kind="stable").index.tolist()
+        literals = pick("-b", "budget", list(budgets) or sizes, sizes)
+
+        chosen = table[table["label"].isin([*base, *others]) & table["budget"].isin(literals)]
+        every_trace = table["trace_hash"].nunique()
+        for literal in literals:
+            present = chosen["trace_hash"][chosen["budget"] == literal].nunique()
+            if present < every_trace:
+                notes.append(f"budget {literal}: {every_trace - present} of {every_trace} traces have no cell of that "
+                             "name and are missing")  # fmt: skip
+        rows = chosen[chosen["name"].isin(names)]
+        for column, wanted in (("label", [*base, *others]), ("budget", literals), ("name", names)):
+            rows = rows.sort_values(column, key=lambda one: one.map(wanted.index), kind="stable")  # noqa: B023
+        refuse_two_values(rows)
+        identities = rows[["trace_hash", "trace"]].drop_duplicates("trace_hash")
+        cluster = prompts_of(identities, runs, same_prompt)
+        unknown = [] if same_prompt else without_prompt_hash(identities, runs)
+        if unknown:
+            shown = ", ".join(unknown[:NAMED]) + (", …" if len(unknown) > NAMED else "")
+            notes.append(f"run.json has no token ids of the prompts of {len(unknown)} traces ({shown}): their names "
+                         "alone tell which are of one prompt; --same-prompt says more")  # fmt: skip
+        for column, what in (("eval", "eval queries"), ("seed", "seeds")):
+            kinds = sorted(set(rows[column]))
+            if len(kinds) > 1:
+                notes.append(f"traces with different {what} stand together: {', '.join(kinds)}")
+        better = {name: word for run in runs for name in names if (word := run.better_of(name))}
+        notes += untold_note(names, better)
+        rows = rows.rename(columns={"trace": "trace_name"}).rename(columns={"trace_hash": "trace"})
+        found = cls(
+            rows=rows[[*VALUE, "value", "heads", "memory", "own_memory", "role", "trace_name"]].reset_index(drop=True),
+            cluster=cluster,
+            baseline=base[0],
+            better=better,
+            units={metric: unit for run in runs for metric, unit in run.units.items()},
+            seed=seed,
+            runs=[str(run.folder) for run in runs],
+            models=sorted(set(rows["model"])),
+            synthetic=rows["synthetic"].isin(["1", "true"]).any(),
+            notes=notes,
+        )
+        found.add_notes()
+        return found
+
+    @cached_property
+    def lines(self) -> pd.DataFrame:
+        """Columns of `statistics.paired` with `heads` and `role` of each policy, and what is better of each metric."""
+        lines = statistics.paired(
+            self.rows, self.cluster, self.baseline, self.better, self.seed, self.unequal_memory
+        )
+        facts = self.rows.groupby("label").agg({"heads": "first", "role": "first", "memory": "max"})
+        lines = lines.rename(columns={"name": "metric", "label": "policy"})
+        lines.insert(1, "unit", lines["metric"].str.partition(":")[0].map(self.units))
+        lines.insert(4, "heads", lines["policy"].map(facts["heads"]))
+        lines.insert(5, "memory", lines["policy"].map(facts["memory"]))
+        lines.insert(6, "role", lines["policy"].map(facts["role"]))
+        lines.insert(7, "better", lines["metric"].map(self.better))
+        pairs = zip(lines["budget"], lines["policy"], strict=True)
+        lines.insert(8, "own_memory", [pair in self.own_memory for pair in pairs])
+        return lines
+
+    @cached_property
+    def own_memory(self) -> set[tuple[str, str]]:
+        """(budget, policy) that hold in some trace what their own rule says: no budget binds them."""
+        own = self.rows[self.rows["own_memory"]]
+        return set(zip(own["budget"], own["label"], strict=True))
+
+    @property
+    def unequal_memory(self) -> set[tuple[str, str]]:
+        """(budget, policy) whose difference is not one at equal memory: their own memory, or the baseline's."""
+        every = set(zip(self.rows["budget"], self.rows["label"], strict=True))
+        return {(budget, label) for budget, label in every
+                if {(budget, label), (budget, self.baseline)} & self.own_memory}  # fmt: skip
+
+    def add_notes(self) -> None:
+        """What the reader of the numbers should know of these."""
+        own = sorted({label for _, label in self.own_memory})
+        if own:
+            self.notes.append(f"no budget binds {', '.join(own)}: not at equal memory, no p and no verdict")
+        compared = self.lines[self.lines["policy"] != self.baseline]
+        for line in compared[compared["pairs"] == 0].itertuples():
+            place = f"{line.metric} of {line.policy} at budget {line.budget}"
+            self.notes.append(f"{place}: in no trace beside the baseline's")
+        fewest = int(compared["paired_prompts"][compared["pairs"] > 0].min()) if (compared["pairs"] > 0).any() else 0
+        if 0 < fewest < statistics.FEW:
+            smallest = 2.0 ** (1 - fewest)
+            self.notes.append(f"few prompts ({fewest}): intervals are too narrow, and no p is below {smallest:.3g}")
+
+    def document(self) -> dict:
+        """The comparison for JSON."""
+        lines = self.lines.astype(object).where(self.lines.notna(), None)
+        return {
+            "open_loop": True,
+            "synthetic": bool(self.synthetic),
+            "runs": self.runs,
+            "models": self.models,
+            "traces": len(self.cluster),
+            "prompts": int(self.cluster.nunique()),
+            "baseline": self.baseline,
+            "seed": self.seed,
+            "comparisons": int(self.lines["p"].notna().sum()),
+            "lines": lines.to_dict("records"),
+            "notes": self.notes,
+        }
+
+    def table(self) -> str:
+        """Where it comes from, one aligned line a metric, budget and policy, and how to read it."""
+        count = int(self.lines["p"].notna().sum())
+        prompts = self.cluster.nunique()
+        head = f"traces    {len(self.cluster)} of {prompts} prompts   {', '.join(self.models)}"
+        head += "   synthetic" if self.synthetic else ""
+        texts = [("metric", "unit", "budget", "policy", "heads", "traces", "mean", "95 % interval",
+                  "difference", "95 % interval", "p", "p Holm", "better/same/worse")]  # fmt: skip
+        texts += [self.line_texts(line) for line in self.lines.itertuples()]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        left = 5  # columns of words; numbers stand right
+        body = ["  ".join(one.ljust(w) if i < left else one.rjust(w)
+                          for i, (one, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+                for line in texts]  # fmt: skip
+        foot = [f"difference: policy less ({self.baseline}), mean over traces; intervals: bootstrap over prompts, "
+                f"seed {self.seed}; p: sign flips of prompts;",
+                f"* Holm-corrected p below 0.05, over all comparisons of this table: {count}"]  # fmt: skip
+        return "\n".join([f"{head}        OPEN LOOP", f"baseline  {self.baseline}", *body, "", *foot])
+
+    def line_texts(self, line) -> tuple[str, ...]:
+        """The texts of one line; what is undefined is a dash."""
+        own = line.policy == self.baseline
+        policy = f"({line.policy})" if line.role == "control" else line.policy
+        unit = "-" if pd.isna(line.unit) else line.unit
+        first = (line.metric, unit, line.budget, policy, heads_shown(line), str(line.traces), number(line.mean),
+                 interval(line.low, line.high))  # fmt: skip
+        if own:
+            return (*first, "baseline", *[""] * 4)
+        counts = (line.wins, line.ties, line.losses)
+        verdict = "-" if any(pd.isna(one) for one in counts) else "/".join(map(str, counts))
+        mark = "*" if line.p_holm < 0.05 else " "
+        return (*first, number(line.difference, sign=True), interval(line.difference_low, line.difference_high, True),
+                probability(line.p), probability(line.p_holm) + mark, verdict)  # fmt: skip
+
+
+def values_of(run: Run) -> pd.DataFrame:
+    """`Run.overall` with `run`, `own_memory` as `Run.own_memory`, and `memory`: how many times as much a policy's cache
+    holds as one set for each KV head does; sets of query heads hold a copy for each query head of a group."""
+    rows = run.overall
+    facts = {name: run.trace(name) for name in sorted(set(rows["trace"][rows["heads"] == "query"]))}
+    group = {name: fact.query_heads // fact.kv_heads for name, fact in facts.items()}
+    cells = zip(rows["trace"], rows["cell"], strict=True)
+    heads = zip(rows["trace"], rows["heads"], strict=True)
+    return rows.assign(
+        run=str(run.folder),
+        own_memory=[cell in run.own_memory for cell in cells],
+        memory=[group[name] if of == "query" else 1 for name, of in heads],
+    )
+
+
+def heads_shown(line) -> str:
+    """The granularity of a policy's sets; of query heads with the memory that these hold."""
+    return f"query {line.memory}x" if line.heads == "query" else line.heads
+
+
+def prompts_of(identities: pd.DataFrame, runs: Sequence[Run], pattern: re.Pattern[str] | None = None) -> pd.Series:
+    """The cluster of each trace, int by trace_hash: all traces of one prompt, by name or by the prompt's token ids.
+
+    `identities`: trace_hash and trace (the name), one row a trace; with `pattern` the names alone tell.
+    """
+    prompts = {trace: prompt for run in runs for trace, prompt in run.prompt_hashes.items()}
+    return pd.Series(
+        statistics.joined(
+            [prompt_name(name, pattern) for name in identities["trace"]],
+            [None if pattern else prompts.get(one) for one in identities["trace_hash"]],
+        ),
+        index=identities["trace_hash"],
+    )
+
+
+def without_prompt_hash(identities: pd.DataFrame, runs: Sequence[Run]) -> list[str]:
+    """Names of the traces whose prompts' token ids no run.json knows: it lists those of the last replay into a run."""
+    known = {trace for run in runs for trace in run.prompt_hashes}
+    return sorted(identities["trace"][~identities["trace_hash"].isin(known)])
+
+
+def refuse_two_values(rows: pd.DataFrame) -> None:
+    """Cells that nothing in their names tells apart: an edited policy file, other numerics."""
+    key = ["trace_hash", "name", "budget", "label"]
+    twice = rows[rows.duplicated(key, keep=False)]
+    if len(twice):
+        one = twice.iloc[0]
+        same = twice[(twice[key] == one[key]).all(axis=1)]
+        where = ", ".join(dict.fromkeys(same["run"]))
+        found = "cells " + ", ".join(dict.fromkeys(same["cell"]))
+        raise Error(where, f"two results of {one['label']} at budget {one['budget']} for trace {one['trace']}",
+                    "one cell, so runs of one version of each policy", found, Refusal.USAGE)  # fmt: skip
+
+
+def prompt_name(trace: str, pattern: re.Pattern[str] | None) -> str:
+    """The prompt's part of a trace's name: the first group of what the pattern finds, or all of it; else the name."""
+    found = pattern.search(trace) if pattern else None
+    if found is None:
+        return trace
+    return (found.group(1) if found.re.groups else found.group()) or trace
+
+
+def number(value: float, sign: bool = False) -> str:
+    """Four digits, of differences three and their sign; a dash where undefined."""
+    if pd.isna(value) or value == 0:
+        return "-" if pd.isna(value) else "0"
+    if abs(value) >= 1e4:
+        return f"{value:+,.0f}" if sign else f"{value:,.0f}"
+    return f"{value:+#.3g}".rstrip(".") if sign else f"{value:#.4g}".rstrip(".")
+
+
+def interval(low: float, high: float, sign: bool = False) -> str:
+    """LOW to HIGH."""
+    return "-" if pd.isna(low) else f"{number(low, sign)} to {number(high, sign)}"
+
+
+def probability(p: float) -> str:
+    """Two digits."""
+    return "-" if pd.isna(p) else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"

@@ -1,0 +1,35 @@
+"""Positions of a prompt as columns of a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MOST = 1000  # more than these a page cannot show
+
+
+@dataclass(frozen=True)
+class Columns:
+    """At most MOST columns: a token each, or the mean of `per_column` neighbours. `edges`: int [columns + 1]."""
+
+    per_column: int
+    edges: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: int) -> Columns:
+        """All `tokens` of a prompt; the last column may have fewer than the others."""
+        per_column = -(-tokens // MOST)
+        return cls(per_column, np.append(np.arange(0, tokens, per_column), tokens))
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """Float [..., columns] of values [..., tokens]."""
+        return np.add.reduceat(values, self.edges[:-1], axis=-1) / np.diff(self.edges)
+
+    @property
+    def words(self) -> str:
+        """What a subtitle adds where a column is more than a token."""
+        return f"; a column is the mean of {self.per_column} tokens" if self.per_column > 1 else ""

@@ -1,0 +1,55 @@
+"""A trace in place of a run: all that a figure of the trace alone asks of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from kvreplay.results import Span, TraceFacts
+from kvreplay.trace import Trace
+
+
+class TraceFile:
+    """Answers as a run of this one trace would; its figures go into the current folder."""
+
+    failed = ()
+    figures = Path()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.prompt_hashes: dict[str, str] = {}  # the file is its own witness
+        with Trace(path) as trace:
+            self._facts = facts_of(trace)
+            synthetic = str(trace.attribute("/", "synthetic"))
+        self.cells = pd.DataFrame({"trace": [self._facts.name], "synthetic": [synthetic]})
+
+    def trace(self, name: str) -> TraceFacts:
+        """The facts of the one trace."""
+        return self._facts
+
+    def captured(self, name: str) -> Path:
+        """The file itself."""
+        return self.path
+
+
+def facts_of(trace: Trace) -> TraceFacts:
+    """What a trace says of itself; the whole prompt counts as under compression."""
+    return TraceFacts(
+        name=trace.path.stem,
+        model=trace.attribute("/model", "name"),
+        prompt=trace.prompt_tokens,
+        boundary=trace.prompt_tokens,
+        tokens=trace.tokens,
+        layers=trace.layers,
+        layer_numbers=trace["/model/layer_index"].astype(int),
+        treated=np.arange(trace.layers),
+        hash="",
+        dtype=trace.attribute("/model", "dtype"),
+        synthetic=bool(trace.attribute("/", "synthetic")),
+        query_heads=trace.attribute("/model", "n_query_heads"),
+        kv_heads=trace.attribute("/model", "n_kv_heads"),
+        spans=[Span(span.name, span.kind, span.begin, span.end) for span in trace.spans],
+        redundancy={},
+    )

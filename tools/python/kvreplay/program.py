@@ -1,0 +1,87 @@
+"""What the programs in Python share: refusals in the words of every other error, and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from kvreplay import __version__
+from kvreplay.errors import Error, Refusal
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose usage errors are ours; an unknown option is answered with the nearest one."""
+
+    @property
+    def command(self) -> str:
+        return re.split("[ /]", self.prog)[-1]
+
+    def error(self, message: str) -> NoReturn:
+        raise Error(self.command, message, f"{self.prog} --help", "", Refusal.USAGE)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        self._refuse_unknown(words)
+        return super().parse_args(words, namespace)
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Unknown options come before missing ones: a misspelt option is both."""
+        takes_value = {option for action in self._actions if action.nargs != 0 for option in action.option_strings}
+        known = [option for action in self._actions for option in action.option_strings]
+        previous = ""
+        for word in words:
+            if word == "--":  # what follows is no option
+                return
+            name = word.partition("=")[0]
+            if word.startswith("--") and name not in known and previous not in takes_value:
+                near = difflib.get_close_matches(name, known, 1)
+                expected = near[0] if near else "one that --help lists"
+                raise Error(self.command, "option", expected, name, Refusal.USAGE)
+            previous = word
+
+
+def names(value: str) -> list[str]:
+    """The type of an option NAME,… that may be repeated: action="extend"."""
+    return value.split(",")
+
+
+def not_installed(command: str, missing: ModuleNotFoundError) -> Error:
+    """A package that the command needs; a module of ours that is missing is a bug, and raised again."""
+    if (missing.name or "").partition(".")[0] == "kvreplay":
+        raise missing
+    need = "what tools/setup build python installs"
+    return Error(command, f"{missing.name} is not installed", need, "", Refusal.CAPABILITY)
+
+
+def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
+    """Does the work; what is refused is one line on stderr, and so is what an interruption left, if `kept` says it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path is printed in its own bytes, UTF-8 or not
+    try:
+        try:
+            work()
+        finally:
+            sys.stdout.flush()
+    except Error as error:
+        print(f"kvreplay: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # What is left in the buffer has no reader either: without this the interpreter's own flush would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(Refusal.UNREAD)
+    except KeyboardInterrupt:
+        if kept:
+            print(f"kvreplay: {command}: interrupted, {kept}", file=sys.stderr)
+        return int(Refusal.INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        print(f"kvreplay: {command}: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
+        return int(Refusal.INTERNAL)
+    return 0
