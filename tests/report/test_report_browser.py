@@ -1,0 +1,486 @@
+"""Does the page work in a browser: right shades, all controls, no error, nothing loaded, no text of a run executed?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from make_run import CHUNKKV, H2O, SNAPKV, make_run
+from make_special import HOSTILE, write_hostile, write_largest
+from run_pages import cell_of, kept_by, opened, write_report
+
+SHADES = 16
+TRACE = "smollm2-135m-needle"
+
+
+@pytest.fixture
+def look(chromium) -> Iterator[object]:
+    """Opens a page file in a window; in the end nothing may have been loaded and no error said."""
+    contexts, requests, said = [], [], []
+
+    def opened(page: Path, width: int = 1280, **options: object) -> object:
+        context = chromium.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        window = context.new_page()
+        window.on("request", lambda request: requests.append(request.url))
+        window.on("console", lambda message: said.append(message.text))
+        window.on("pageerror", lambda error: said.append(str(error)))
+        window.goto(page.as_uri())
+        window.wait_for_selector("html[data-ready]")
+        contexts.append(page.as_uri())
+        return window
+
+    yield opened
+    for context in contexts[::2]:
+        context.close()
+    assert said == []
+    assert requests == contexts[1::2]
+
+
+@pytest.fixture(scope="module")
+def page(real) -> Path:
+    return write_report(real[0])
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    return write_report(write_largest(tmp_path_factory.mktemp("browser") / "large", policies=2))
+
+
+def shades(window, pane: int = 0) -> np.ndarray:
+    """The shade of every token that is compressed."""
+    names = window.evaluate(
+        f"[...document.querySelectorAll('.prose')][{pane}].querySelectorAll('[role=option]:not(.after)')"
+        ".values().map((one) => one.className).toArray()"
+    )
+    return np.array([int((re.search(r"\bk(\d+)", name) or [0, 0])[1]) for name in names])
+
+
+def choose(window, **values: object) -> None:
+    for name, value in values.items():
+        window.select_option(f"#{name.replace('_', '-')}", str(value))
+    window.wait_for_timeout(30)
+
+
+def test_spans_are_outlined_and_named(page, real, look):
+    window = look(page)
+    spans = opened(real[0])[f"traces/{TRACE}/spans"][()]
+    legend = window.inner_text("#legend")
+    for name, kind, begin, end in spans:
+        assert name.decode() in legend
+        classes = f".prose .outer-{kind.decode()}, .prose .inner-{kind.decode()}"
+        outlined = window.eval_on_selector_all(
+            classes, "all => all.filter((one) => getComputedStyle(one).boxShadow !== 'none').map((one) => one.place)"
+        )
+        assert outlined == ([] if kind == b"context" else list(range(begin, end)))
+    assert "needle, answer" in token_said(window, spans[spans["kind"] == b"answer"]["begin"][0])
+
+
+def token_said(window, token: int) -> str:
+    """What the page says of a token that is pointed at."""
+    window.hover(f"#token-0-{token}")
+    return window.inner_text("#token")
+
+
+@pytest.mark.parametrize("policy, label, heads", [
+    ("snapkv", "snapkv:heads=kv", "kv"), ("snapkv", "snapkv:heads=query", "query"), ("chunkkv", "chunkkv", "layer"),
+    ("h2o-online", "h2o-online", "kv"),
+])  # fmt: skip
+def test_shades_are_the_sets_of_the_run(policy, label, heads, page, real, look):
+    window = look(page)
+    choose(window, first=label)
+    for number, budget in enumerate(["0.1", "160"]):
+        choose(window, budget=number)
+        kept = kept_by(real[0], policy, heads, budget)
+        share = kept.mean(axis=(0, 1))
+        views = [(-1, -1, share), (7, -1, kept[7].mean(axis=0))]
+        # The head that is chosen is one of nine query heads, of which three share a KV head.
+        views += [(layer, head, kept[np.arange(30) if layer < 0 else [layer], head * kept.shape[1] // 9].mean(axis=0))
+                  for layer, head in ((-1, 1), (29, 6))]  # fmt: skip
+        for layer, head, share in views:
+            choose(window, layer=layer, head=head)
+            wanted = np.where(share > 0, np.maximum(1, np.floor(SHADES * np.sqrt(share) + 0.5)), 0)
+            np.testing.assert_array_equal(shades(window), wanted)
+            assert len(set(wanted)) > 1
+
+
+def test_two_policies_stand_side_by_side_with_differences_marked(page, real, look):
+    window = look(page)
+    choose(window, first="snapkv:heads=kv", second="chunkkv", layer=12)
+    a = kept_by(real[0], "snapkv", "kv", "0.1")[12].mean(axis=0)
+    b = kept_by(real[0], "chunkkv", "layer", "0.1")[12].mean(axis=0)
+    for pane, more in enumerate((a - b >= 0.25, b - a >= 0.25)):
+        marked = window.evaluate(
+            f"[...document.querySelectorAll('.prose')[{pane}].querySelectorAll('.more')].map((one) => one.place)"
+        )
+        assert marked == np.flatnonzero(more).tolist() and marked
+        assert f"{len(marked)}" in window.text_content("#difference")
+    assert window.evaluate("getComputedStyle(document.querySelector('.more')).textDecorationLine") == "underline"
+    boxes = [pane.bounding_box() for pane in window.query_selector_all(".pane")]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    assert (
+        window.text_content(".token h3").startswith("No token") is False if window.query_selector(".token h3") else True
+    )
+
+
+def test_a_token_tells_who_kept_it_its_rank_and_its_later_attention(page, real, look):
+    window = look(page)
+    choose(window, first="snapkv:heads=kv", layer=12)
+    kept = kept_by(real[0], "snapkv", "kv", "0.1")
+    file = opened(real[0])
+    token = int(np.argmax((kept[12].sum(axis=0) == 2) & (np.arange(480) < 400)))
+    assert kept[12, :, token].sum() == 2
+    said = token_said(window, token)
+    texts = file[f"traces/{TRACE}/tokens/text"][()].decode()
+    begin, end = file[f"traces/{TRACE}/tokens/offsets"][token]
+    assert f"Token {token}" in said and texts[begin:end].strip() in said
+    assert "2 of 3 sets" in said
+    scores = cell_of(real[0], "snapkv", "kv", "0.1")["scores"][12]
+    rank = np.mean([np.sum((row > row[token]) | ((row == row[token]) & (np.arange(480) < token))) for row in scores])
+    shown = float(re.search(r"top ([\d.]+)\s%", said)[1])
+    assert shown == pytest.approx(100 * rank / 480, abs=0.8)
+    attention = float(re.search(r"later attention\s+([\d.]+)", said)[1])
+    assert attention == pytest.approx(file[f"traces/{TRACE}/eval_attention"][12, token], rel=0.035)
+    bars = dict(re.findall(r"^(\S+)\n(\d+/\d+)$", said, re.MULTILINE))
+    assert bars["snapkv:heads=kv"] == "2/3"
+    query = kept_by(real[0], "snapkv", "query", "0.1")[12, :, token].sum()
+    assert bars["snapkv:heads=query"] == f"{query}/9" and bars["kivi"] == "3/3" and bars["(full)"] == "3/3"
+    window.hover("h1")
+    window.click(f"#token-0-{token}")
+    window.hover("#token-0-3")
+    assert f"Token {token}" in window.inner_text("#token")
+    window.keyboard.press("Escape")
+
+
+def test_the_table_sorts_and_marks_the_best(page, real, look):
+    window = look(page)
+
+    def column(title: str) -> list[str]:
+        titles = window.eval_on_selector_all("#headline thead th", "all => all.map((one) => one.innerText)")
+        at = [one.split()[0] for one in titles].index(title)
+        cells = f"#headline tbody tr > :nth-child({at + 1})"
+        return window.eval_on_selector_all(cells, "all => all.map((one) => one.innerText.trim())")
+
+    results = pd.read_csv(real[0] / "results.csv", keep_default_na=False, dtype=str)
+    rows = results[(results["layer"] == "all") & (results["metric"] == "attention_recall") & (results["variant"] == "")
+                   & (results["head"] == "all") & (results["budget"] == "0.1")]  # fmt: skip
+    wanted = sorted((f"{float(value):.3f}" for value in rows["value"]), reverse=True)
+    assert column("recall") != wanted
+    for expected, order in ((wanted, "descending"), (wanted[::-1], "ascending")):
+        window.click("#headline thead button:has-text('recall')")
+        assert [value.strip("*\xa0") for value in column("recall")] == expected
+        assert window.get_attribute("#headline th:has(button:has-text('recall'))", "aria-sort") == order
+    best = [value for value in column("recall") if value.endswith("*")]
+    compared = rows[(rows["role"] == "asked") & ~rows["policy"].isin(["kivi", "sca"])]
+    assert best == [f"{compared['value'].astype(float).max():.3f}*"]
+    assert {"(full)", "(random)", "(oracle)"} <= set(column("policy")) and "kivi" in column("policy")
+    assert "OPEN LOOP" in window.inner_text("header")
+
+
+def test_curves_layers_and_similarity_follow_their_controls(page, real, look):
+    window = look(page)
+    for kind in ("curve", "layer"):
+        before = window.inner_html(f"#{kind}-chart svg[role]")
+        choose(window, **{f"{kind}_metric": 4})
+        assert window.inner_html(f"#{kind}-chart svg[role]") != before
+        assert window.locator(f"#{kind}-chart .series polyline").count() == 9
+    window.click("#curve-chart button:has-text('kivi')")
+    assert window.locator("#curve-chart polyline").count() == 8
+    assert window.get_attribute("#curve-chart button:has-text('kivi')", "aria-pressed") == "false"
+    choose(window, variant="union")
+    canvas = window.locator("canvas[aria-label^=chunkkv]")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    window.mouse.move(box["x"] + box["width"] * 7.5 / 30, box["y"] + box["height"] * 3.5 / 30)
+    wanted = cell_of(real[0], "chunkkv", "layer", "0.1")["jaccard_union"][3, 7]
+    assert window.text_content("#pair") == f"chunkkv: layers 3 and 7 share {wanted:.3f}"
+    assert "kivi" in window.text_content("#unlike") and window.locator("canvas[aria-label^=kivi]").count() == 0
+
+
+def test_a_curve_has_units_and_says_whom_no_budget_binds(page, real, look):
+    window = look(page)
+    titles = window.evaluate("page.columns.map((column) => column.title)")
+    written = "page.traces[0].budgets.flatMap((b) => b.cells.map((one) => [one.label, one.values[AT][1]]))"
+    seconds = pd.read_csv(real[0] / "seconds.csv", keep_default_na=False)
+    for title, unit in (("kept", "tokens"), ("recall", ""), ("select", "(s|ms|us)")):
+        choose(window, curve_metric=titles.index(title))
+        axis = window.inner_text("#curve-chart .axis")
+        assert re.search(rf" \({unit}\)$", axis) if unit else not axis.endswith(")")
+        at = window.evaluate(f"page.traces[0].columns.indexOf({titles.index(title)})")
+        cells = window.evaluate(written.replace("AT", str(at)))
+        told = window.eval_on_selector_all("#curve-chart .series title", "all => all.map((one) => one.textContent)")
+        assert sorted((one.split(": budget")[0], one.rpartition(", ")[2]) for one in told) == sorted(map(tuple, cells))
+    marks = "#curve-chart svg[role] text[text-anchor=end]"
+    ticks = window.eval_on_selector_all(marks, "all => all.map((one) => one.textContent)")
+    most = seconds[seconds["metric"] == "select_seconds"].groupby("cell")["value"].sum().max()
+    factor = {"s": 1, "ms": 1e3, "us": 1e6}[re.search(r" \((\w+)\)$", axis)[1]]
+    assert 1 <= most * factor < 1000 and 0.4 * most * factor <= max(map(float, ticks)) <= 1.06 * most * factor
+    free = ["(full)", "kivi", "sca"]
+    for chart in ("curve-chart", "layer-chart"):
+        if chart == "layer-chart":
+            choose(window, layer_metric=titles.index("recall"))
+        said = window.inner_text(f"#{chart} .free")
+        assert said.startswith("Dash and dot: no budget binds ") and said.endswith(": not at equal memory.")
+        assert sorted(said.removeprefix("Dash and dot: no budget binds ").split(":")[0].split(", ")) == free
+        lines = f"#{chart} svg[role] .series:has([stroke-dasharray='9 3 2 3'])"
+        dashed = window.eval_on_selector_all(lines, "all => all.map((one) => one.dataset.label)")
+        assert sorted(dashed) == ["full", "kivi", "sca"]
+    choose(window, layer_metric=0)
+    assert window.locator("#layer-chart .free").count() == 0
+
+
+def test_every_control_is_reached_by_keyboard_and_arrows_walk_the_text(page, look):
+    window = look(page)
+    wanted = window.eval_on_selector_all("select, [role=listbox], #theme, thead button", "all => all.length")
+    seen = set()
+    for _ in range(120):
+        window.keyboard.press("Tab")
+        focused = window.evaluate(
+            "(() => { const at = document.activeElement; at.dataset.seen = 1; return [at.tagName, "
+            "getComputedStyle(at).outlineStyle, at.matches('select, [role=listbox], #theme, thead button')]; })()"
+        )
+        assert focused[0] == "BODY" or focused[1] != "none", focused
+        seen.add(focused[0])
+    assert window.locator(":is(select, [role=listbox], #theme, thead button)[data-seen]").count() == wanted > 20
+    window.focus("[role=listbox]")
+
+    def at() -> int:
+        return int(window.get_attribute("[role=listbox]", "aria-activedescendant").split("-")[2])
+
+    assert at() == 0
+    for key, place in (
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("ArrowLeft", 1),
+        ("End", 511),
+        ("Home", 0),
+        ("PageDown", 100),
+    ):
+        window.keyboard.press(key)
+        assert at() == place and f"Token {place}" in window.inner_text("#token")
+    # Of the tokens that begin on the next line the one nearest across.
+    nearest = """(way) => {
+      const boxes = [...document.querySelectorAll(".prose > span")].map((one) => one.getClientRects()[0]);
+      const here = boxes[40], lines = [...new Set(boxes.map((box) => Math.round(box.top / 4)))];
+      const line = lines[lines.indexOf(Math.round(here.top / 4)) + way];
+      const across = boxes.map((box) => (Math.round(box.top / 4) === line ? Math.abs(box.left - here.left) : Infinity));
+      return across.indexOf(Math.min(...across));
+    }"""
+    window.click("#token-0-40")
+    for key, way in (("ArrowDown", 1), ("ArrowUp", -1)):
+        window.click("#token-0-40")
+        wanted = window.evaluate(nearest, way)
+        window.keyboard.press(key)
+        assert at() == wanted != 40
+    assert window.locator("[aria-selected=true]").count() == 1
+    assert window.evaluate("getComputedStyle(document.querySelector('[aria-selected=true]')).outlineStyle") == "solid"
+    window.keyboard.press("Escape")
+    assert "held" not in window.inner_text("#token")
+    window.keyboard.press("Enter")
+    assert "held" in window.inner_text("#token")
+    names = window.eval_on_selector_all(
+        "select, [role=listbox], canvas, svg[role], button, aside",
+        "all => all.filter((one) => !(one.getAttribute('aria-label') || one.innerText || one.closest('label'))).length",
+    )
+    assert names == 0
+
+
+CONTRAST = """
+() => {
+  const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const light = (colour) => {
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (one) => {
+    for (; one; one = one.parentElement) {
+      const colour = getComputedStyle(one).backgroundColor;
+      if (colour !== "rgba(0, 0, 0, 0)") return colour;
+    }
+  };
+  document.querySelectorAll(".prose > span").forEach((one, i) => i < 17 && (one.className = `k${i}`));
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  for (let node; (node = walker.nextNode()); ) {
+    const one = node.parentElement;
+    if (!node.data.trim() || !one.checkVisibility() || one.closest("script")) continue;
+    const style = getComputedStyle(one), drawn = one.namespaceURI.endsWith("svg");
+    const [a, b] = [light(drawn ? style.fill : style.color), light(ground(one))].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), one.className.baseVal ?? one.className, node.data]);
+  }
+  return found.sort((a, b) => a[0] - b[0]);
+}
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast(scheme, page, look):
+    window = look(page, color_scheme=scheme)
+    window.hover("#token-0-40")
+    found = window.evaluate(CONTRAST)
+    assert len(found) > 700 and {f"k{i}" for i in range(17)} <= {one[1] for one in found}
+    assert found[0][0] >= 4.5, found[:5]
+
+
+def test_light_and_dark_follow_the_system_and_the_button(page, look):
+    def ground(window) -> int:
+        return sum(
+            map(int, re.findall(r"\d+", window.evaluate("getComputedStyle(document.documentElement).backgroundColor")))
+        )
+
+    light, dark = look(page, color_scheme="light"), look(page, color_scheme="dark")
+    assert ground(light) > 600 and ground(dark) < 150
+    for window, pressed in ((light, "true"), (dark, "false")):
+        before = ground(window)
+        window.click("#theme")
+        assert (ground(window) > 400) != (before > 400) and window.get_attribute("#theme", "aria-pressed") == pressed
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
+def test_nothing_is_wider_than_the_window(width, page, look):
+    window = look(page, width=width)
+    choose(window, second="chunkkv")
+    assert window.evaluate("document.documentElement.scrollWidth") <= width
+    small = window.eval_on_selector_all(
+        "p, td, th, dd, .prose, button, select, figcaption, li",
+        "all => all.filter((one) => one.checkVisibility() && parseFloat(getComputedStyle(one).fontSize) < 12).length",
+    )
+    assert small == 0
+
+
+def test_motion_is_only_for_those_who_want_it(page, look):
+    still, moving = look(page, reduced_motion="reduce"), look(page, reduced_motion="no-preference")
+    behaviour = "getComputedStyle(document.documentElement).scrollBehavior"
+    assert (still.evaluate(behaviour), moving.evaluate(behaviour)) == ("auto", "smooth")
+
+
+def test_four_thousand_tokens_are_shaded_in_fifty_milliseconds(large, look):
+    window = look(large)
+    assert len(shades(window)) == 4000
+    # The least of many: other programs may want the processor too.
+    times = window.evaluate("""() => Array.from({ length: 30 }, (_, i) => {
+        const start = performance.now();
+        document.getElementById("layer").value = i % 2 ? "-1" : "3";
+        document.getElementById("layer").dispatchEvent(new Event("change"));
+        document.body.offsetHeight;
+        return performance.now() - start;
+      })""")
+    assert min(times) < 50, times
+
+
+def test_a_hostile_prompt_runs_nothing(tmp_path, look):
+    window = look(write_report(write_hostile(tmp_path / "hostile")))
+    assert window.evaluate("typeof window.hacked") == "undefined"
+    assert window.evaluate("[...document.scripts].length") == 2
+    elements = "img, iframe, svg[onload], [onclick], [onerror], b:not(p b, figcaption b), object, embed, link"
+    assert window.locator(elements).count() == 0
+    shown = window.text_content(".prose")
+    assert shown.startswith("</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2> {{script}} ")
+    assert "&lt;b&gt;" in shown and "\u202e" not in shown and "caf\u00e9 \U0001f600 end" in shown
+    for name in ("second", "variant", "shade", "head", "layer", "budget"):
+        for option in window.eval_on_selector_all(f"#{name} option", "all => all.slice(0, 3).map((one) => one.value)"):
+            choose(window, **{name: option})
+    for i in range(0, 60, 7):
+        window.hover(f"#token-0-{i}")
+    assert window.evaluate("typeof window.hacked") == "undefined"
+    assert "\u202e" not in window.inner_text("body")
+    assert HOSTILE.split("\n")[0][:30] in window.text_content("#provenance")
+    assert HOSTILE[:30] in window.text_content("#headline")
+
+
+def test_even_a_script_that_got_in_could_not_run_or_call_home(page, chromium):
+    refused, said = [], []
+    window = chromium.new_page()
+    window.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
+    window.on("console", lambda message: said.append(message.text))
+    window.goto(page.as_uri())
+    window.wait_for_selector("html[data-ready]")
+    window.evaluate("""async () => {
+      document.body.append(Object.assign(document.createElement("script"), { textContent: "window.hacked = 1" }));
+      document.body.insertAdjacentHTML("beforeend", "<img src=http://127.0.0.1:9/x onerror='window.hacked = 2'>");
+      await fetch("http://127.0.0.1:9/y").catch(() => {});
+      await new Promise((done) => setTimeout(done, 100));
+    }""")
+    assert window.evaluate("typeof window.hacked") == "undefined"
+    assert sum("Content Security Policy" in line for line in said) >= 3
+    assert refused == [("http://127.0.0.1:9/x", "csp")]
+    window.close()
+
+
+def test_a_page_without_text_shows_positions(real, look):
+    window = look(write_report(real[0], "--no-text"))
+    assert window.inner_text("#token-0-123").strip() == "123"
+    choose(window, first="chunkkv", layer=3)
+    np.testing.assert_array_equal(shades(window), 16 * kept_by(real[0], "chunkkv", "layer", "0.1")[3, 0])
+    assert "Token 7" in token_said(window, 7)
+
+
+def test_traces_can_be_switched(tmp_path, look):
+    traces = [("short", 200, 0.4), ("long", 480, 0.4)]
+    run = make_run(tmp_path / "many", [SNAPKV, H2O, CHUNKKV], traces=traces, budgets=["0.1", "0.5"])
+    with h5py.File(run / "selections.h5", "r+") as kept:
+        for trace in kept["traces"].values():
+            del trace["eval_attention"]
+    window = look(write_report(run, "--trace", "short", "--trace", "long"))
+    assert window.locator("[role=option]").count() == 480 + 32
+    choose(window, trace=1, budget=1)
+    assert window.locator("[role=option]").count() == 200 + 32
+    assert "short" in window.text_content("#line") and "100 tokens" in window.text_content("#budget-line")
+    assert window.text_content("#shade") == "who keeps it"  # no scores, no later attention in this run
+
+
+def test_nothing_of_another_trace_stays_where_a_trace_has_no_budget(tmp_path, look):
+    run = make_run(tmp_path / "run", [SNAPKV], traces=[("a", 200, 0.4), ("b", 480, 0.4)], budgets=["0.1"])
+    page = write_report(run, "--trace", "a", "--trace", "b")
+    before, mark, rest = page.read_text().partition('<script type="application/json" id="data">')
+    data, end, after = rest.partition("</script>")
+    content = json.loads(data)
+    content["traces"][1]["budgets"] = []
+    page.write_text(before + mark + json.dumps(content).replace("<", "\\u003c") + end + after)
+    window = look(page)
+    assert "snapkv" in window.inner_text("#headline")
+    choose(window, trace=1, variant="union", layer=1)
+    assert "b" in window.inner_text("#line")
+    for name in ("headline", "panes", "curve-chart", "layer-chart", "heatmaps", "budget-line", "legend"):
+        assert window.text_content(f"#{name}") == ""
+    choose(window, trace=0)
+    assert "snapkv" in window.inner_text("#headline")
+
+
+def test_failed_cells_and_policies_without_sets_are_said(tmp_path, look):
+    run = make_run(tmp_path / "run", [SNAPKV, H2O, CHUNKKV], budgets=["0.1"])
+    with h5py.File(run / "selections.h5", "a") as file:
+        cells = {cell.attrs["policy"]: (name, cell) for name, cell in file["cells"].items()}
+        del cells["chunkkv"][1]["offsets"]
+    failed = {"trace": "demo", "cell": cells["h2o"][0], "policy": "h2o", "params": "a=1", "budget": "0.1",
+              "state": "failed", "error": "scores: not a number"}  # fmt: skip
+    (run / "run.json").write_text(json.dumps({"schema": "kvreplay-run/1", "cells": [failed]}))
+    window = look(write_report(run))
+    assert "h2o:a=1" in window.inner_text("#headline .failed") and "not a number" in window.inner_text(".failed")
+    assert "1 failed cells, see the table" in window.inner_text("#notes").splitlines()
+    choose(window, first="chunkkv")
+    assert "keeps no fixed set" in window.inner_text(".pane h3") and set(shades(window)) == {0}
+    assert "No fixed sets: chunkkv." in window.inner_text("#unlike")
+    choose(window, first="snapkv", second="chunkkv")
+    assert set(shades(window)) > {0} and window.locator(".more").count() == 0
+    assert "no ranks in this run: kvreplay replay --save scores" in window.inner_text("#legend")
+
+
+def test_what_a_policy_lacks_is_said(page, look):
+    window = look(page)
+    choose(window, first="h2o-online", shade="rank")
+    assert "--save scores" in window.inner_text(".pane h3")
+    choose(window, shade="kept")
+    assert "held when the prompt has been seen" in window.inner_text(".pane h3")
+    choose(window, first="kivi")
+    assert set(shades(window)) == {16}

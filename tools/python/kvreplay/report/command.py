@@ -1,0 +1,70 @@
+"""`kvreplay report RUN`: one offline HTML file of a finished run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.program import Parser, exit_code, names, not_installed
+
+
+def parser() -> Parser:
+    """The command line, said once."""
+    found = Parser(
+        prog="kvreplay report",
+        description="Writes one HTML file of a finished run, which needs no network: table, curves, similarity of "
+        "layers, budgets, and the prompt's text shaded by who kept it. Ranks need `kvreplay replay --save scores`.",
+        allow_abbrev=False,
+    )
+    add = found.add_argument
+    add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote")
+    add("-o", "--output", metavar="REPORT.html", type=Path, help="file to write (default: RUN/report.html)")
+    add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
+        help="policies to show, as tables call them (default: all)")  # fmt: skip
+    add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
+        help="budgets as they were asked for (default: all)")  # fmt: skip
+    add("--trace", metavar="NAME", action="append", default=[],
+        help="traces to show, repeat for several (default: the first)")  # fmt: skip
+    add("--no-text", action="store_true", help="for private prompts: no text of the prompt, tokens as positions")
+    return found
+
+
+def report(arguments: argparse.Namespace) -> Path:
+    """Writes the page; the file written."""
+    output = arguments.output or arguments.run / "report.html"
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise Error("-o", "format", "a name ending in .html", str(output), Refusal.USAGE)
+    try:
+        from kvreplay.plot.choice import split_policies
+        from kvreplay.report.content import Asked, Page
+        from kvreplay.report.page import written
+        from kvreplay.results import Run
+    except ModuleNotFoundError as missing:
+        raise not_installed("report", missing) from missing
+    asked = Asked(
+        traces=arguments.trace,
+        policies=split_policies(arguments.policies),
+        budgets=arguments.budgets,
+        text=not arguments.no_text,
+    )
+    page = Page(Run(arguments.run), asked)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(written(page))
+    except OSError as problem:
+        raise Error(str(problem.filename or output), "cannot be written", "", str(problem.strerror)) from problem
+    for note in page.notes:
+        print(f"kvreplay: report: {note}", file=sys.stderr)
+    print(f"kvreplay: report: {output.stat().st_size:,} bytes", file=sys.stderr)
+    return output
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the file written; returns the exit code."""
+    return exit_code("report", lambda: print(report(parser().parse_args(argv))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

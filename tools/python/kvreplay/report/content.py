@@ -1,0 +1,346 @@
+"""What goes into the page: numbers as they stand in the run, large arrays as planes, and a word on what had no room."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+
+from kvreplay import __version__
+from kvreplay.errors import Error, Refusal
+from kvreplay.plot.choice import VARIANTS, Choice, pick
+from kvreplay.plot.heatmap import chance, scale_end
+from kvreplay.plot.style import line_style
+from kvreplay.report import planes, table
+from kvreplay.results import Run, Selection, TraceFacts, untold_note
+
+COLOUR_STOPS = 33  # of the heatmaps' colour map; the page draws straight lines between them
+Cells = dict[tuple[str, str], dict[table.Metric, Any]]  # by (trace, cell)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of a run the page shall show; empty: the first trace, every policy, every budget."""
+
+    traces: Sequence[str] = ()
+    policies: Sequence[str] = ()
+    budgets: Sequence[str] = ()
+    text: bool = True
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A plane that a page would hold: `raw` becomes `target[key]`, in the order of `place`; before, it is None."""
+
+    place: tuple[int, ...]
+    what: str  # of which kind, for the word on what had no room
+    of: str
+    target: dict[str, Any]
+    key: str
+    raw: Callable[[], bytes]
+
+    def __post_init__(self) -> None:
+        self.target[self.key] = None
+
+
+def headline_values(run: Run) -> tuple[Cells, Cells]:
+    """The defined values of the table's columns: of each cell as a whole, and a dict by the layer's own number."""
+    metrics = {column.metric for column in table.COLUMNS}
+    rows = run.table[(run.table["role"] != "trace") & (run.table["head"] == "all")]
+    whole: Cells = {}
+    by_layer: Cells = {}
+    kept = zip(run.cells["trace"], run.cells["cell"], run.cells["kept_tokens"], strict=True)
+    for trace, cell, tokens in kept:
+        whole[trace, cell] = {table.KEPT: float(tokens)}
+        by_layer[trace, cell] = {}
+        if (trace, cell) in run.select_seconds:
+            whole[trace, cell][table.SELECT] = run.select_seconds[trace, cell]
+    names = ["trace", "cell", "layer", "metric", "variant", "value"]
+    for trace, cell, layer, metric, variant, value in rows[names].itertuples(index=False, name=None):
+        if (metric, variant) not in metrics or (metric, variant) == table.KEPT or not table.defined(value):
+            continue
+        if layer == "all":
+            whole[trace, cell][metric, variant] = value
+        else:
+            by_layer[trace, cell].setdefault((metric, variant), {})[int(layer)] = value
+    return whole, by_layer
+
+
+class Page:
+    """The content of one page: `content`, a dict that JSON can hold, and `notes`, what its reader should know."""
+
+    def __init__(self, run: Run, asked: Asked) -> None:
+        self.run = run
+        self.choice = Choice(run, policies=asked.policies, budgets_asked=asked.budgets)
+        self.text = asked.text
+        self.notes: list[str] = []
+        known = sorted(set(run.cells["trace"]))
+        self.labels = self.choice.labels(controls=True)
+        self.traces = self._traces(asked.traces, known)
+        if len(self.traces) < len(known):
+            self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; --trace chooses others")
+        untold = {trace for trace, _ in run.untold_memory}
+        untold = [name for name in self.traces if name in untold]
+        if untold:
+            self.notes.append(f"run.json does not say which policies a budget binds on {', '.join(untold)}: at equal "
+                              "memory or not, none of them is marked *; the same replay once more tells")  # fmt: skip
+        failed = [cell for cell in run.failed if cell.get("trace") in self.traces]
+        if failed:
+            self.notes.append(f"{len(failed)} failed cells, see the table")
+        self.whole, self.by_layer = headline_values(run)
+        self.order = {(cell.get("trace"), cell.get("cell")): i for i, cell in enumerate(run.about.get("cells", []))}
+        self.wanted: list[Wanted] = []
+        self.content = {
+            # A folder's name is bytes; what of it is no UTF-8 is shown as U+FFFD.
+            "title": os.fsencode(run.folder.resolve().name).decode("utf-8", "replace"),
+            "version": __version__,
+            "synthetic": any(run.trace(name).synthetic for name in self.traces),
+            "policies": [self._look(label) for label in self.labels],
+            "variants": VARIANTS,
+            "colours": [[round(255 * part) for part in colormaps["cividis"](i / (COLOUR_STOPS - 1))[:3]]
+                        for i in range(COLOUR_STOPS)],
+            "columns": [
+                {"title": column.title, "meaning": column.meaning, "best": column.best(run.better),
+                 "units": column.units}
+                for column in table.COLUMNS
+            ],
+            "traces": [self._trace(run.trace(name)) for name in self.traces],
+            "provenance": list(provenance(run, self.traces)),
+            "warnings": [str(warning) for warning in run.about.get("warnings", [])] if self._of_last_call() else [],
+        }  # fmt: skip
+        shown = {table.COLUMNS[i].metric for trace in self.content["traces"] for i in trace["columns"]}
+        # Kept tokens are columns of results.csv, no metric of it.
+        self.notes += untold_note((name for name, _ in shown - {table.KEPT}), run.better)
+
+    def fill(self, room: int) -> None:
+        """Puts the planes in, as many as `room` bytes hold, and says which did not fit."""
+        stock = planes.Planes(room)
+        left_out: dict[str, dict[str, None]] = {}  # names of each kind, once each, in their order
+        for one in sorted(self.wanted, key=lambda one: one.place):
+            one.target[one.key] = stock.add(one.raw())
+            if one.target[one.key] is None:
+                left_out.setdefault(one.what, {})[one.of] = None
+        self.content["planes"] = list(stock.places)
+        for what, of in left_out.items():
+            names = ", ".join(list(of)[:6]) + (f" and {len(of) - 6} more" if len(of) > 6 else "")
+            self.notes.append(f"no room for {what} of {names}; --trace, -p and -b choose less")
+        self.content["notes"] = self.notes
+
+    def _traces(self, asked: Sequence[str], known: list[str]) -> list[str]:
+        """Of the traces asked for those with a cell to show, else the first that has one."""
+        cells = self.run.cells
+        cells = cells[cells["label"].isin(self.labels) & cells["budget"].isin(self.choice.budgets)]
+        wanted = pick("--trace", "trace", asked, known) if asked else known
+        found = [name for name in wanted if name in set(cells["trace"])]
+        if not found:
+            raise Error("report", "nothing to show", "a trace with a cell of these policies at these budgets",
+                        ", ".join(wanted), Refusal.USAGE)  # fmt: skip
+        if asked:
+            self.notes += [f"{name} is left out: no cell of these policies at these budgets"
+                           for name in wanted if name not in found]  # fmt: skip
+        return found if asked else found[:1]
+
+    def _of_last_call(self) -> bool:
+        """Whether run.json describes the call that replayed one of these traces."""
+        return any(one.get("trace") in self.traces for one in self.run.replayed_last)
+
+    def _look(self, label: str) -> dict[str, Any]:
+        look = line_style(label, self.choice.role(label), self.choice.asked_labels)
+        dashes = look["linestyle"][1] if isinstance(look["linestyle"], tuple) else ()
+        return {"label": label, "role": self.choice.role(label), "colour": look["color"],
+                "dashes": list(dashes), "marker": look.get("marker", "")}  # fmt: skip
+
+    def _trace(self, facts: TraceFacts) -> dict[str, Any]:
+        cells = self.run.cells
+        cells = cells[(cells["trace"] == facts.name) & cells["label"].isin(self.labels)]
+        cells = cells[cells["budget"].isin(self.choice.budgets)]
+        texts = self.run.texts(facts.name) if self.text else None
+        found: dict[str, Any] = {
+            "name": facts.name,
+            "model": facts.model,
+            "hash": facts.hash,
+            "line": table.trace_line(facts, len(facts.treated)),
+            "prompt": facts.prompt,
+            "boundary": facts.boundary,
+            "tokens": facts.tokens,
+            "layers": facts.layer_numbers[facts.treated].tolist(),
+            "query_heads": facts.query_heads,
+            "kv_heads": facts.kv_heads,
+            "spans": [vars(span) for span in facts.spans],
+            "text": texts and texts[1],
+            "before": texts and {i: gap for i, gap in enumerate(texts[0]) if gap},
+            "attention": self._attention(facts),
+            "budgets": [],
+        }
+        lines = {row["cell"]: self._line(row, facts) for _, row in cells.iterrows()}
+        columns = table.columns_of(list(lines.values()))
+        found["columns"] = [table.COLUMNS.index(column) for column in columns]
+        for place, budget in enumerate(self.choice.budgets):
+            rows = [row for _, row in cells[cells["budget"] == budget].iterrows()]
+            rows.sort(key=lambda row: (row["role"] == "control", self.order.get((facts.name, row["cell"]), len(cells))))
+            if rows:
+                of_budget = self._budget(facts, columns, rows, [lines[row["cell"]] for row in rows], place)
+                found["budgets"].append({"budget": budget, "failed": self._failed(facts.name, budget)} | of_budget)
+        return found
+
+    def _line(self, row: Any, facts: TraceFacts) -> table.Line:
+        key = (facts.name, row["cell"])
+        return table.Line(row["label"], row["role"], row["heads"], self.whole[key], key in self.run.own_memory,
+                          key in self.run.untold_memory)  # fmt: skip
+
+    def _failed(self, trace: str, budget: str) -> list[dict[str, str]]:
+        failed = [cell for cell in self.run.failed if (cell.get("trace"), cell.get("budget")) == (trace, budget)]
+        return [{"label": ":".join(filter(None, (cell.get("policy", ""), cell.get("params", "")))),
+                 "error": cell.get("error", "")} for cell in failed]  # fmt: skip
+
+    def _budget(
+        self, facts: TraceFacts, columns: list[table.Column], rows: list[Any], lines: list[table.Line], place: int
+    ) -> dict[str, Any]:
+        tokens = int(rows[0]["budget_tokens"])
+        layers = facts.layer_numbers[facts.treated].tolist()
+        cells: list[dict[str, Any]] = []
+        matrices: dict[str, list[np.ndarray]] = {variant: [] for variant in VARIANTS}
+        shown = table.texts(columns, lines, self.run.better)
+        for number, (row, line, texts) in enumerate(zip(rows, lines, shown, strict=True)):
+            by_layer = self.by_layer[facts.name, row["cell"]]
+            cell = {
+                "label": line.label,
+                "role": line.role,
+                "heads": line.heads_shown(facts),
+                "own_memory": line.own_memory,
+                "values": texts,
+                "by_layer": {
+                    table.COLUMNS.index(column): [rounded(by_layer[column.metric].get(layer)) for layer in layers]
+                    for column in columns
+                    if column.metric in by_layer
+                },
+                "rows": 0,
+            }
+            cells.append(cell)
+            selection = self._selection(facts, row["cell"])
+            if selection is not None:
+                self._add_sets(cell, selection, row, (place, line.role == "control", number))
+                for variant, matrix in selection.jaccard.items() if cell["choice"] else ():
+                    matrices[variant].append(matrix)
+        return {
+            "tokens": tokens,
+            "line": table.budget_line(rows[0]["budget"], tokens, len(facts.treated)),
+            "own_memory": table.own_memory_line(lines),
+            "scale": {variant: scale_end(found) if found else 1.0 for variant, found in matrices.items()},
+            "cells": cells,
+        }
+
+    def _selection(self, facts: TraceFacts, cell: str) -> Selection | None:
+        selection = self.run.selection(cell, facts.boundary)
+        if selection is not None and not np.array_equal(selection.layers, facts.treated):
+            where = f"{self.run.folder / 'selections.h5'}:/cells/{cell}"
+            raise Error(where, "attribute layers", str(facts.treated.tolist()), str(selection.layers.tolist()))
+        return selection
+
+    def _add_sets(self, cell: dict[str, Any], selection: Selection, row: Any, place: tuple[int, ...]) -> None:
+        """What a fixed set adds to a cell; planes of a later `place` are left out first."""
+        rows = selection.granted.shape[1]
+        beside = {variant: np.diagonal(matrix, 1) for variant, matrix in selection.jaccard.items()}
+        cell |= {
+            "rows": rows,
+            "kept": [rounded(mean) for mean in selection.kept.mean(axis=1)],
+            "schedule": selection.evicted_at is not None,
+            "choice": has_choice(selection),
+            "jaccard": {},
+            "adjacent": {name: float(shares.mean()) for name, shares in beside.items() if len(shares)},
+            "chance": {name: chance(selection, name) for name, shares in beside.items() if len(shares)},
+        }
+        of = f"{row['label']} at {row['budget']}" + (f" on {row['trace']}" if len(self.traces) > 1 else "")
+
+        def want(order: int, what: str, target: dict[str, Any], key: str, raw: Callable[[], bytes]) -> None:
+            self.wanted.append(Wanted((order, *place), what, of, target, key, raw))
+
+        shape = (len(selection.layers) * rows, selection.boundary)
+        want(1, "kept tokens", cell, "sets", lambda: planes.bits(selection.mask().reshape(shape)))
+        by_rule = np.stack([selection.sinks, selection.recent])[:, selection.layers].astype("<i4")
+        want(1, "what a rule keeps", cell, "by_rule", by_rule.tobytes)
+        for variant, matrix in selection.jaccard.items():
+            want(2, "similarity", cell["jaccard"], variant, lambda matrix=matrix: planes.triangle(matrix))
+        scores = self.run.scores(row["cell"])
+        if scores is not None:
+            ranked = [i for i, layer in enumerate(selection.layers) if not np.isnan(scores[layer]).any()]
+            cell["ranked"] = ranked
+            name, chosen = row["cell"], selection.layers[ranked]
+            # Read again when their turn comes: those of all cells together need not be in memory.
+            want(3, "ranks", cell, "ranks", lambda: planes.rank_levels(self.run.scores(name)[chosen]).tobytes())
+
+    def _attention(self, facts: TraceFacts) -> dict[str, Any] | None:
+        attention = self.run.eval_attention_sums(facts.name)
+        if attention is None:
+            return None
+        levels, most = planes.attention_levels(attention[facts.treated])
+        found: dict[str, Any] = {"most": most}
+        self.wanted.append(Wanted((0,), "later attention", facts.name, found, "levels", levels.tobytes))
+        return found
+
+
+def has_choice(selection: Selection) -> bool:
+    """Whether some token was kept, and some evicted, that no rule protects: else there is nothing to compare."""
+    kept, free = selection.mask(), selection.unprotected()
+    return bool((kept & free).any() and (~kept & free).any())
+
+
+def rounded(value: float | None) -> float | None:
+    """To six digits, for a drawing."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def provenance(run: Run, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What made the numbers of these traces, from run.json, as names and words.
+
+    run.json describes the last call alone; what it says of other traces is none of theirs.
+    """
+    inputs = {one.get("trace"): one for one in run.replayed_last}
+    for name in traces:
+        if name not in inputs:
+            yield f"trace {name}", "replayed earlier into this folder: its command and self-check are not kept"
+    of_call = [inputs[name] for name in traces if name in inputs]
+    if of_call:
+        yield from provenance_of_call(run.about, of_call)
+    yield "page", f"kvreplay report {__version__}"
+
+
+def provenance_of_call(about: dict, inputs: Sequence[dict]) -> Iterator[tuple[str, str]]:
+    """What run.json says of its call, and of these of its inputs."""
+    check = about.get("self_check", {})
+    if check:
+        yield "self-check", " | ".join(check.get("result", []))
+    if "path_tolerance" in check:
+        words = "two ways to compute a metric agree within {}, no recall is more than {} above its oracle"
+        yield "tolerances", words.format(check["path_tolerance"], check.get("oracle_tolerance"))
+    if "argv" in about:
+        yield "command", shlex.join(map(str, about["argv"]))
+    if "start" in about:
+        yield "run", f"{about['start']} to {about.get('end', '')}"
+    for one in inputs:
+        words = [one.get("path", ""), one.get("model", ""), "XXH3-128 " + one.get("trace_hash", "?")]
+        yield (
+            f"trace {one.get('trace', '')}",
+            ", ".join(filter(None, words)) + (f", failed: {one['error']}" if "error" in one else ""),
+        )
+    options = about.get("options", {})
+    if options:
+        names = ("eval", "boundary", "detail", "sliding", "save_scores", "save_attention")
+        yield "options", ", ".join(f"{name} {options[name]}" for name in names if name in options)
+    for name in ("seed", "numerics"):
+        if name in about:
+            yield name, str(about[name])
+    if "backend" in about:
+        yield "backend", str(about["backend"].get("description", ""))
+    build = about.get("build", {})
+    if build:
+        yield "build", ", ".join(f"{name} {value}" for name, value in build.items() if name != "backend")
+    for policy in about.get("policies", []):
+        paper = f" ({policy['paper']})" if policy.get("paper") else ""
+        values = ", ".join(f"{name}={value}" for name, value in policy.get("parameters", {}).items())
+        yield f"policy {policy.get('label', '')}", (values or "no parameters") + paper

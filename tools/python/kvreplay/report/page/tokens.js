@@ -1,0 +1,278 @@
+// The prompt's text, each token shaded; one pane, or two with differences marked, and what is known of one token.
+
+const SHADES = 16;
+const OUTLINED = ["needle", "question", "answer"];
+const UNLIKE = 0.25; // shares of sets that differ by this much are marked
+const DECADES = 4; // of later attention between the darkest shade and none
+
+const reading = { at: -1, held: false, panes: [], view: null };
+
+/** What stands for a token's text: line breaks and nothing become visible. */
+function visible(text) {
+  return plain(text || "·").replace(/\n/g, "↵\n");
+}
+
+/** The class of each token that does not change with the view: outlines of spans, and whether it is compressed. */
+function fixedClasses(trace) {
+  const classes = Array.from({ length: trace.tokens }, (_, i) => (i < trace.boundary ? "" : "after"));
+  const outlined = trace.spans.filter((span) => OUTLINED.includes(span.kind))
+    .sort((a, b) => b.end - b.begin - (a.end - a.begin));
+  const depth = new Uint8Array(trace.tokens);
+  for (const span of outlined) {
+    const end = Math.min(span.end, trace.tokens);
+    for (let i = span.begin; i < end; i++) {
+      if (depth[i] > 1) continue;
+      classes[i] += ` ${depth[i] ? "inner" : "outer"}-${span.kind}`;
+      if (!depth[i] && i === span.begin) classes[i] += " begin";
+      if (!depth[i] && i === end - 1) classes[i] += " end";
+      depth[i]++;
+    }
+  }
+  return classes;
+}
+
+/** New panes for a trace. */
+function buildPanes(trace, count) {
+  const classes = fixedClasses(trace);
+  reading.panes = Array.from({ length: count }, (_, number) => {
+    const spans = [];
+    const look = trace.text ? "prose" : "prose positions";
+    const list = make("div", { class: look, role: "listbox", tabindex: 0, dir: "auto" });
+    for (let i = 0; i < trace.tokens; i++) {
+      if (trace.before?.[i]) list.append(visible(trace.before[i]));
+      const span = document.createElement("span");
+      span.textContent = trace.text ? visible(trace.text[i]) : String(i);
+      span.setAttribute("role", "option");
+      span.id = `token-${number}-${i}`;
+      span.place = i;
+      spans.push(span);
+      list.append(span);
+    }
+    const heading = make("h3", {});
+    const pane = { list, spans, classes, heading, box: make("div", { class: "pane" }, heading, list) };
+    list.addEventListener("pointerover", (event) => {
+      const { place } = event.target;
+      if (place !== undefined && !reading.held && event.pointerType === "mouse") choose(place);
+    });
+    list.addEventListener("click", (event) => {
+      const { place } = event.target;
+      if (place === undefined) return;
+      reading.held = !(reading.held && reading.at === place);
+      choose(place);
+    });
+    list.addEventListener("focus", () => reading.at < 0 && choose(0));
+    list.addEventListener("keydown", (event) => walk(event, pane));
+    list.addEventListener("scroll", () => {
+      for (const other of reading.panes) if (other !== pane) other.list.scrollTop = list.scrollTop;
+    });
+    return pane;
+  });
+  reading.at = -1;
+  reading.held = false;
+  document.getElementById("panes").replaceChildren(...reading.panes.map((pane) => pane.box));
+}
+
+/** The nearest token on the line above (-1) or below (1). */
+function besideLine(pane, direction) {
+  const spans = pane.spans, here = spans[reading.at].getBoundingClientRect();
+  let best = reading.at, line = null;
+  for (let i = reading.at + direction; i >= 0 && i < spans.length; i += direction) {
+    const box = spans[i].getClientRects()[0];
+    if (Math.abs(box.top - here.top) < 4) continue;
+    if (line !== null && Math.abs(box.top - line) >= 4) break;
+    const away = Math.abs(box.left - here.left);
+    if (line === null || away < Math.abs(spans[best].getClientRects()[0].left - here.left)) best = i;
+    line = box.top;
+  }
+  return best;
+}
+
+function walk(event, pane) {
+  const last = pane.spans.length - 1, at = Math.max(0, reading.at);
+  const goals = {
+    ArrowRight: () => at + 1, ArrowLeft: () => at - 1, ArrowDown: () => besideLine(pane, 1),
+    ArrowUp: () => besideLine(pane, -1), PageDown: () => at + 100, PageUp: () => at - 100,
+    Home: () => 0, End: () => last,
+  };
+  if (event.key === "Enter" || event.key === " ") reading.held = true;
+  else if (event.key === "Escape") reading.held = false;
+  else if (!goals[event.key]) return;
+  event.preventDefault();
+  choose(Math.min(last, Math.max(0, goals[event.key]?.() ?? at)));
+  // Within the pane: the page itself stays where it is.
+  const box = pane.spans[reading.at].getBoundingClientRect(), frame = pane.list.getBoundingClientRect();
+  if (box.top < frame.top) pane.list.scrollTop -= frame.top - box.top + 30;
+  if (box.bottom > frame.bottom) pane.list.scrollTop += box.bottom - frame.bottom + 30;
+}
+
+/** Makes a token the one that is spoken of. */
+function choose(i) {
+  for (const pane of reading.panes) {
+    pane.spans[reading.at]?.removeAttribute("aria-selected");
+    pane.spans[i].setAttribute("aria-selected", "true");
+    pane.list.setAttribute("aria-activedescendant", pane.spans[i].id);
+  }
+  reading.at = i;
+  drawToken();
+}
+
+/** The shade of each token, 0 to SHADES. */
+function shadesOf(view, cell) {
+  const { trace, layer, shade } = view, tokens = trace.boundary;
+  if (shade === "attention") {
+    const received = attentionOf(trace, layer, tokens), most = received.reduce((a, b) => Math.max(a, b), 0);
+    return Uint8Array.from(received, (one) =>
+      one > 0 ? Math.max(0, Math.round(SHADES * (1 + Math.log10(one / most) / DECADES))) : 0);
+  }
+  if (shade === "rank") {
+    const ranks = ranksOf(cell, layer, tokens);
+    return ranks && Uint8Array.from(ranks, (rank) => Math.round(SHADES * (1 - rank)));
+  }
+  const share = shareOf(view, cell);
+  // The square root: at a small budget most shares are small.
+  return share && Uint8Array.from(share, (one) => (one ? Math.max(1, Math.round(SHADES * Math.sqrt(one))) : 0));
+}
+
+/** Of the sets that the view shows the share that keeps each token; null without sets. */
+function shareOf(view, cell) {
+  if (!cell?.bits) return null;
+  const sets = shownSets(view.trace, cell, view.layer, view.head, view.finest);
+  return Float64Array.from(keptBy(cell.bits, sets, view.trace.boundary), (count) => count / sets.length);
+}
+
+/** Whether the run has the scores that ranks come from. */
+function ranksAreSaved(view) {
+  return view.budget.cells.some((cell) => cell.ranks !== undefined);
+}
+
+/** Why a policy's pane has no shades. */
+function whyPlain(view, cell) {
+  if (!cell) return "failed at this budget, or was not replayed";
+  if (!cell.rows) return "keeps no fixed set";
+  if (!cell.bits) return "no room in this page for its sets: kvreplay report -p and -b choose less";
+  if (view.shade === "rank" && !shadesOf(view, cell)) {
+    return cell.ranks === undefined
+      ? "no ranks: kvreplay replay --save scores writes them, for policies that rank a whole prompt once"
+      : cell.rankLevels ? "this layer has no ranks of its own" : "no room in this page for its ranks";
+  }
+  return "";
+}
+
+/** Shades both panes in one pass; says how they differ. */
+function drawText(view) {
+  const { trace, cells } = view;
+  if (reading.view?.trace !== trace || reading.panes.length !== cells.length) buildPanes(trace, cells.length);
+  reading.view = view;
+  const shares = cells.map((cell) => shareOf(view, cell));
+  const compared = cells.length === 2 && shares[0] && shares[1];
+  const more = [0, 0];
+  cells.forEach((cell, number) => {
+    const pane = reading.panes[number], shades = cell?.bits ? shadesOf(view, cell) : null;
+    const why = whyPlain(view, cell);
+    const schedule = cell?.schedule ? "held when the prompt has been seen" : "";
+    const note = [cell ? `heads=${cell.heads}` : "", schedule, why].filter(Boolean).join("; ");
+    pane.heading.replaceChildren(view.labels[number], make("span", { class: "quiet" }, ` ${note}`));
+    pane.list.setAttribute("aria-label", `Tokens, shaded for ${view.labels[number]}`);
+    for (let i = 0; i < trace.tokens; i++) {
+      let name = pane.classes[i];
+      if (i < trace.boundary) {
+        if (shades) name += ` k${shades[i]}`;
+        if (compared && shares[number][i] - shares[1 - number][i] >= UNLIKE) {
+          name += " more";
+          more[number]++;
+        }
+      }
+      if (pane.spans[i].className !== name) pane.spans[i].className = name;
+    }
+  });
+  const [a, b] = view.labels;
+  document.getElementById("difference").textContent = !compared ? ""
+    : plain("Underlined: kept here and not there (a quarter of the sets or more): "
+      + `${more[0]} tokens by ${a}, ${more[1]} by ${b}.`);
+  drawLegend(view);
+  drawToken();
+}
+
+function drawLegend(view) {
+  const [words, least, most] = {
+    kept: ["share of sets that keep a token", "none", "all"],
+    rank: ["rank in its layer", "last", "first"],
+    attention: ["later attention received, logarithmic", "1/10,000 of the most", "the most"],
+  }[view.shade];
+  const steps = Array.from({ length: SHADES / 2 + 1 }, (_, i) => make("span", { class: `swatch k${2 * i}` }));
+  const kinds = OUTLINED.filter((kind) => view.trace.spans.some((span) => span.kind === kind));
+  const others = view.trace.spans.filter((span) => !OUTLINED.includes(span.kind))
+    .map((span) => `${span.name} ${span.begin} to ${span.end - 1}`);
+  const parts = [make("span", {}, `${words}: ${least} `, make("span", { class: "swatches" }, ...steps), ` ${most}`),
+    ...kinds.map((kind) => make("span", {}, make("span", { class: `swatch outer-${kind} begin end` }), ` ${kind}`))];
+  const say = (...words) => parts.push(make("span", { class: "quiet" }, ...words));
+  if (view.trace.tokens > view.trace.boundary) say(make("i", {}, "italic"), ": comes later, never evicted");
+  if (others.length) say(`not outlined: ${others.join(", ")}`);
+  if (!ranksAreSaved(view)) say("no ranks in this run: kvreplay replay --save scores writes them");
+  document.getElementById("legend").replaceChildren(...parts);
+}
+
+/** What is known of the chosen token. */
+function drawToken() {
+  const view = reading.view, i = reading.at, box = document.getElementById("token");
+  if (!view || i < 0) {
+    box.replaceChildren(make("p", { class: "quiet" }, "No token chosen."));
+    return;
+  }
+  const { trace, layer, head, finest } = view;
+  const facts = [];
+  const add = (name, ...value) => facts.push(make("dt", {}, name), make("dd", {}, ...value));
+  const spans = trace.spans.filter((span) => span.begin <= i && i < span.end).map((span) => span.name);
+  if (spans.length) add("in", spans.join(", "));
+  const bars = [];
+  if (i >= trace.boundary) {
+    add("kept", "not compressed: it comes after the tokens under compression");
+  } else {
+    view.cells.forEach((cell, number) => add(view.labels[number], ...wordsOn(view, cell, i)));
+    if (trace.attention?.bytes) {
+      const value = attentionOf(trace, layer, trace.boundary)[i];
+      const size = value ? brief(value) : "less than 10⁻⁶ of the most";
+      add("later attention", `${size}${meanOver(layer < 0, true)}, summed over eval queries`);
+    }
+    for (const cell of view.budget.cells) {
+      if (!cell.bits) continue;
+      const sets = shownSets(trace, cell, layer, head, finest);
+      const kept = sets.reduce((sum, set) => sum + keeps(cell.bits, set, i, trace.boundary), 0);
+      bars.push(make("li", {}, make("span", { class: "name" }, named(cell)),
+        make("span", { class: "bar", "--share": kept / sets.length, "aria-hidden": "true" }),
+        make("span", { class: "number" }, `${kept}/${sets.length}`)));
+    }
+  }
+  const of = layer < 0 && head < 0 ? "all layers and heads" : "this layer or head";
+  box.replaceChildren(
+    make("h3", {}, `Token ${i}`, ...(trace.text ? [" ", make("code", {}, visible(trace.text[i]))] : []),
+      make("span", { class: "quiet" }, reading.held ? " held" : "")),
+    make("dl", {}, ...facts),
+    ...(bars.length ? [make("p", { class: "quiet" }, `Sets that keep it, of ${of}:`),
+      make("ul", { class: "bars" }, ...bars)] : []));
+}
+
+function meanOver(layers, heads) {
+  const names = [layers && "layers", heads && "heads"].filter(Boolean);
+  return names.length ? `, mean over ${names.join(" and ")}` : "";
+}
+
+/** A cell on one token, in words. */
+function wordsOn(view, cell, i) {
+  if (!cell?.bits) return [whyPlain(view, cell)];
+  const { trace, layer, head, finest } = view;
+  const sets = shownSets(trace, cell, layer, head, finest);
+  const keeping = sets.filter((set) => keeps(cell.bits, set, i, trace.boundary));
+  const layers = new Set(keeping.map((set) => Math.floor(set / cell.rows)));
+  const words = sets.length === 1 ? [keeping.length ? "kept" : "not kept"]
+    : [`${keeping.length} of ${sets.length} sets`];
+  if (layer < 0) words.push(`in ${layers.size} of ${trace.layers.length} layers`);
+  const [first, recent] = [(set) => cell.rule[set], (set) => cell.rule[cell.rule.length / 2 + set]];
+  const byRule = (set) => i < first(set) || i >= trace.boundary - recent(set);
+  const ruled = cell.rule ? sets.filter(byRule).length : 0;
+  if (ruled) words.push(ruled === sets.length ? "by rule (first or recent)" : `${ruled} by rule (first or recent)`);
+  const ranks = ranksOf(cell, layer, trace.boundary);
+  if (!ranks) words.push(`no rank${ranksAreSaved(view) ? " of its own" : ""}`);
+  else words.push(`rank: top ${percent(ranks[i])}${meanOver(layer < 0, cell.rows > 1)}`);
+  return [words.join("; ")];
+}

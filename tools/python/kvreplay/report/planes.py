@@ -1,0 +1,70 @@
+"""Large arrays of a report as short text: quantised, compressed, each different one stored once.
+
+A plane is the base64 text of a zlib stream; the page undoes it with the browser's own DecompressionStream("deflate").
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+RANGE = 1e6  # largest over least attention that a level tells from none
+STEPS = 254
+
+
+def bits(kept: np.ndarray) -> bytes:
+    """Of bool [rows,P] each row as ceil(P/8) bytes, the first token in the lowest bit."""
+    return np.packbits(kept, axis=1, bitorder="little").tobytes()
+
+
+def triangle(matrix: np.ndarray) -> bytes:
+    """Of a symmetric matrix [n,n] of shares in [0,1] what lies above the diagonal, row by row, as uint16 of 65535."""
+    above = matrix[np.triu_indices(len(matrix), 1)]
+    return np.rint(np.clip(above, 0, 1) * 65535).astype("<u2").tobytes()
+
+
+def rank_levels(scores: np.ndarray) -> np.ndarray:
+    """Of scores [n,H,P] the rank of each token in its layer, mean over heads, as uint8 [n,P]: 0 is the best 1/256.
+
+    Larger scores come first, of equal ones the lower position: the order in which tokens stay.
+    """
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    ranks = np.empty(scores.shape, dtype=np.int32)
+    np.put_along_axis(ranks, order, np.arange(scores.shape[-1], dtype=np.int32)[None, None], axis=-1)
+    return np.floor(ranks.mean(axis=1) * 256 / scores.shape[-1]).astype(np.uint8)
+
+
+def attention_levels(attention: np.ndarray) -> tuple[np.ndarray, float]:
+    """Of attention [n,P] the nearest of 255 levels in geometric steps as uint8, and the largest attention m.
+
+    Level k > 0 stands for m·10^(−6(255−k)/254), which is within 2.8 %; level 0 for less than the least of them.
+    """
+    most = float(attention.max(initial=0.0))
+    levels = np.zeros(attention.shape, dtype=np.uint8)
+    counts = attention >= most / RANGE if most > 0 else np.zeros(attention.shape, dtype=bool)
+    steps = np.log(attention[counts] / most) / np.log(RANGE) * STEPS
+    levels[counts] = np.rint(255 + steps).astype(np.uint8)
+    return levels, most
+
+
+@dataclass
+class Planes:
+    """The planes of one page, in as many bytes as are left for them; `null` stands where their places will."""
+
+    room: int
+    places: dict[str, int] = field(default_factory=dict)  # by plane, in the order in which they were added
+
+    def add(self, raw: bytes) -> int | None:
+        """The place of these bytes among the planes; None where they do not fit."""
+        plane = base64.b64encode(zlib.compress(raw, 9)).decode("ascii")
+        place = self.places.get(plane, len(self.places))
+        cost = max(0, len(str(place)) - len("null"))
+        if plane not in self.places:
+            cost += len(plane) + len('"",')
+        if cost > self.room:
+            return None
+        self.room -= cost
+        return self.places.setdefault(plane, place)

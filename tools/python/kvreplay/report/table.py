@@ -1,0 +1,147 @@
+"""The headline table: the columns, texts, marks and lines of the table that `kvreplay replay` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvreplay.results import TraceFacts
+
+Metric = tuple[str, str]  # name, variant
+
+
+def three_digits(value: float) -> str:
+    """For shares, cosines and distances."""
+    return f"{value:.3f}"
+
+
+def one_digit(value: float) -> str:
+    """For mean numbers of tokens."""
+    return f"{value:.1f}"
+
+
+# Units from the largest: how many make one, and the name. A drawing takes the first of which its largest value has one.
+Units = tuple[tuple[float, str], ...]
+SECONDS: Units = ((1, "s"), (1e3, "ms"), (1e6, "us"))
+TOKENS: Units = ((1, "tokens"),)
+
+
+def duration(seconds: float) -> str:
+    """With the largest unit of which it has one."""
+    count, unit = next((one for one in SECONDS if seconds >= 1 / one[0]), SECONDS[-1])
+    digits = {"s": 2, "ms": 1, "us": 0}[unit]
+    return f"{seconds * count:.{digits}f} {unit}"
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    metric: Metric
+    meaning: str
+    write: Callable[[float], str] = three_digits
+    units: Units = ()  # none: a share, a cosine or a distance
+
+    def best(self, better: dict[str, str]) -> int:
+        """1 where the largest value is the best, -1 the smallest, 0 where none is; `better` as `Run.better`."""
+        return {"higher": 1, "lower": -1}.get(better.get(self.metric[0], ""), 0)
+
+
+KEPT = ("kept_tokens", "")
+SELECT = ("select_seconds", "")
+COLUMNS = (
+    Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", one_digit, TOKENS),
+    Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", one_digit, TOKENS),
+    Column("recall", ("attention_recall", ""), "share of the attention that falls on kept tokens"),
+    Column("att.cos", ("attention_cosine", ""), "cosine of the attention before and after"),
+    Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
+    Column("out.cos", ("output_cosine", ""), "cosine of the attention output before and after"),
+    Column("out.err", ("output_error", ""), "relative error of the attention output"),
+    Column("kv.l1", ("kv_l1_loss", ""), "share of the L1 norm of keys and values evicted or changed"),
+    Column("jaccard", ("jaccard_adjacent", "mean"), "Jaccard similarity of the sets of adjacent layers"),
+    Column("needle", ("span_recall", "needle.mean"), "share of the needle's tokens kept"),
+    Column("answer", ("span_recall", "answer.mean"), "share of the answer's tokens kept"),
+    Column("question", ("span_recall", "question.mean"), "share of the question's tokens kept"),
+    Column("select", SELECT, "time to choose the tokens, all layers", duration, SECONDS),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cell of one trace; `error` is empty unless it failed. `own_memory`: no budget binds it; `untold_memory`: none
+    may bind it, the run does not say."""
+
+    label: str
+    role: str
+    heads: str
+    values: dict[Metric, float]
+    own_memory: bool = False
+    untold_memory: bool = False
+    error: str = ""
+
+    @property
+    def compared(self) -> bool:
+        """Whether it may be marked best: only equal memory is compared."""
+        return self.role != "control" and not (self.error or self.own_memory or self.untold_memory)
+
+    def heads_shown(self, trace: TraceFacts) -> str:
+        """Sets of query heads hold as many times the memory as there are query heads to a KV head."""
+        return f"query {trace.query_heads // trace.kv_heads}x" if self.heads == "query" else self.heads
+
+
+def columns_of(lines: Sequence[Line]) -> list[Column]:
+    """The columns that some line of a trace has a value for."""
+    return [column for column in COLUMNS if any(column.metric in line.values for line in lines)]
+
+
+def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> float | None:
+    """The best value among two or more that are compared."""
+    direction = column.best(better)
+    values = [line.values[column.metric] for line in lines if line.compared and column.metric in line.values]
+    if direction == 0 or len(values) < 2:
+        return None
+    return max(values) if direction > 0 else min(values)
+
+
+def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, str]) -> list[list[list]]:
+    """Of lines of one budget by column: value (None: undefined), text, whether it is the best."""
+    found = []
+    best = [best_of(column, lines, better) for column in columns]
+    for line in lines:
+        values = [line.values.get(column.metric) for column in columns]
+        found.append([
+            [value, "-" if value is None else column.write(value), line.compared and value is not None and value == top]
+            for value, column, top in zip(values, columns, best, strict=True)
+        ])  # fmt: skip
+    return found
+
+
+def trace_line(trace: TraceFacts, treated: int) -> str:
+    """The trace in one line."""
+    left_out = f" ({trace.layers - treated} left as they are)" if treated < trace.layers else ""
+    pieces = [
+        f"P {trace.prompt} + G {trace.tokens - trace.prompt}",
+        f"{treated} layers{left_out}",
+        f"{trace.query_heads} query / {trace.kv_heads} kv heads",
+        trace.dtype,
+        "synthetic" if trace.synthetic else "",
+    ]
+    return "   ".join(filter(None, pieces))
+
+
+def budget_line(budget: str, tokens: int, treated: int) -> str:
+    """What a budget means in tokens and slots."""
+    share = f"{budget} of P = " if any(letter in budget for letter in ".%eE") else ""
+    slots = f"{tokens * treated:,}".replace(",", " ")
+    return f"{share}{tokens} tokens a layer on average, {slots} slots a head, sinks and window included"
+
+
+def own_memory_line(lines: Sequence[Line]) -> str:
+    """Names those whose memory is their own."""
+    names = [line.label for line in lines if line.own_memory and line.role != "control"]
+    return f"no budget binds {', '.join(names)}: not at equal memory, never marked *" if names else ""
+
+
+def defined(value: float) -> bool:
+    """Neither NaN nor infinite: what a table can show."""
+    return math.isfinite(value)
