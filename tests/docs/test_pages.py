@@ -9,7 +9,7 @@ import pytest
 from shown_commands import CONSOLE, GENERATED, ROOT, commands, replayed, run, without_times
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "policies.md", ROOT / "core" / "policies" / "README.md"]
+PAGES = [README, ROOT / "docs" / "policies.md", ROOT / "docs" / "report.md", ROOT / "core" / "policies" / "README.md"]
 SOURCES = sorted((ROOT / "core" / "policies").rglob("*.cpp"))
 SHOWN_CODE = [(page, code) for page in PAGES for code in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)]
 BLOCKS = [(page, block) for page in PAGES for block in CONSOLE.findall(page.read_text())]

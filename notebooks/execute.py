@@ -1,0 +1,128 @@
+"""Executes notebooks over the corpus: tools/figures once everything is installed and built.
+
+A notebook is a file of this folder that begins with a percent cell (https://jupytext.readthedocs.io). Each leaves its
+figures, tables and itself, executed, as HTML in OUTPUT/NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.plot.nearest import nearest
+from kvreplay.program import Parser, exit_code, not_installed
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PAGE = ROOT / "docs" / "papers.md"
+SHOWN = re.compile(r"(<!-- tools/figures (\w+)/([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PICTURE = re.compile(r"\]\((figures/(\w+?)-([\w-]+)\.png)\)")
+PICTURE_WIDTH = 900  # pixels
+PICTURE_COLOURS = 128
+
+
+def notebooks() -> dict[str, Path]:
+    """Names and files."""
+    return {path.stem: path for path in sorted(HERE.glob("*.py")) if path.read_text().startswith("# %%")}
+
+
+def execute(notebook: Path, folder: Path) -> None:
+    """Runs all cells in a fresh process; a cell that fails is named."""
+    import jupytext
+    import nbconvert
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    page = jupytext.read(notebook, fmt="py:percent")
+    quiet = ["--IPKernelApp.log_level=ERROR"]  # else it warns that its messages, signed, are not encrypted
+    here = {"metadata": {"path": str(HERE)}}
+    try:
+        NotebookClient(page, timeout=None, kernel_name="python3", extra_arguments=quiet, resources=here).execute()
+    except CellExecutionError as error:
+        cells = [cell for cell in page.cells if cell.cell_type == "code"]
+        number = max(i for i, cell in enumerate(cells, 1) if cell.execution_count)
+        first = cells[number - 1].source.strip().partition("\n")[0]
+        what = f"{error.ename}: {error.evalue}"
+        raise Error(f"{notebook.stem}, code cell {number} of {len(cells)} ({first})", what, exit_code=1) from error
+    html, _ = nbconvert.HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True).from_notebook_node(page)
+    html = re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)  # they fetch from the network; none is needed
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{notebook.stem}.html").write_text(html, encoding="utf-8")
+
+
+def refresh(figures: Path, names: list[str]) -> None:
+    """Tables and pictures of these notebooks in docs/papers.md."""
+    from PIL import Image
+
+    def table(found: re.Match[str]) -> str:
+        if found[2] not in names:
+            return found[0]
+        return found[1] + (figures / found[2] / f"{found[3]}.md").read_text(encoding="utf-8") + found[5]
+
+    text = SHOWN.sub(table, PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(text, encoding="utf-8")
+    for target, name, figure in PICTURE.findall(text):
+        if name in names:
+            picture = Image.open(figures / name / f"{figure}.png").convert("RGB")
+            picture.thumbnail((PICTURE_WIDTH, 10 * PICTURE_WIDTH))
+            reduced = picture.quantize(PICTURE_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+            reduced.save(PAGE.parent / target, optimize=True)
+
+
+def parser() -> Parser:
+    """The command line, said once."""
+    found = Parser(prog="tools/figures", description=__doc__, allow_abbrev=False)
+    add = found.add_argument
+    add("names", metavar="NAME", nargs="*", help=f"notebooks (default: all): {', '.join(notebooks())}")
+    add("--small", action="store_true", help="the small corpus, into out/figures-small: a test of all in minutes")
+    add("--corpus", metavar="DIR", type=Path, help="traces and corpus.csv as tools/corpus writes them, instead of it")
+    add("-o", "--output", metavar="DIR", type=Path, help="where everything goes (default: out/figures)")
+    add("--docs", action="store_true", help="then bring tables and pictures of docs/papers.md up to date")
+    return found
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Corpus, notebooks, page."""
+    known = notebooks()
+    for name in arguments.names:
+        if name not in known:
+            raise Error("figures", "no such notebook", nearest(name, known), name, Refusal.USAGE)
+    names = [name for name in known if not arguments.names or name in arguments.names]
+    suffix = "-small" if arguments.small else ""
+    corpus = (arguments.corpus or ROOT / "build" / f"corpus{suffix}").resolve()
+    if not arguments.corpus:
+        done = subprocess.run([ROOT / "tools" / "corpus", *(["--small"] if arguments.small else [])])
+        if done.returncode:
+            raise Error("tools/corpus", "failed", exit_code=done.returncode)
+    if not (corpus / "corpus.csv").is_file():
+        raise Error(str(corpus), "no corpus", "corpus.csv and the traces in it, as tools/corpus writes them", "neither")
+    figures = (arguments.output or ROOT / "out" / f"figures{suffix}").resolve()
+    os.environ |= {"KVREPLAY_CORPUS": str(corpus), "KVREPLAY_FIGURES": str(figures)}
+    for name in names:
+        start = time.monotonic()
+        execute(known[name], figures / name)
+        print(f"{figures / name}: {time.monotonic() - start:.0f} s", flush=True)
+    if arguments.docs:
+        refresh(figures, names)
+        print(PAGE)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code."""
+    def work() -> None:
+        try:
+            run(parser().parse_args(argv))
+        except ModuleNotFoundError as missing:
+            raise not_installed("figures", missing) from missing
+
+    return exit_code("figures", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

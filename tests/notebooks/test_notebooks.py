@@ -1,0 +1,380 @@
+"""Does every notebook run on the small corpus, keep its figures, numbers and findings, and are the numbers right?"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import t as student
+from scipy.stats import ttest_rel
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+import execute  # noqa: E402
+import frame  # noqa: E402
+
+from kvreplay.errors import Error  # noqa: E402
+from kvreplay.results import Run  # noqa: E402
+from kvreplay.trace import Trace  # noqa: E402
+
+PROGRAM = Path(os.environ.get("KVREPLAY", ROOT / "build" / "release" / "kvreplay")).resolve()
+PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+PAPER = (8.5, 11.0)  # inches: both letter and A4 hold a figure of this size less margins
+MARGIN = 0.7
+
+NAMES = list(execute.notebooks())
+Figures = Callable[[str], Path]
+
+
+def tools_figures(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """What tools/figures does once everything is built."""
+    path = f"{PROGRAM.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [sys.executable, execute.__file__, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": path})
+
+
+@pytest.fixture(scope="session")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    """The folder that a notebook leaves, executed once on the small corpus."""
+    output = tmp_path_factory.mktemp("figures")
+    subprocess.run([ROOT / "tools" / "corpus", "--small"], check=True, capture_output=True)
+    done: dict[str, subprocess.CompletedProcess[str]] = {}
+
+    def of(name: str) -> Path:
+        if name not in done:
+            done[name] = tools_figures(name, "--corpus", ROOT / "build" / "corpus-small", "-o", output)
+        assert done[name].returncode == 0, done[name].stderr
+        return output / name
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_its_numbers_fits_on_paper_and_says_open_loop(name: str, figures: Figures):
+    folder = figures(name)
+    drawn = {path.stem for path in folder.glob("*.svg")}
+    assert drawn and drawn == {path.stem for path in folder.glob("*.png")}
+    for figure in drawn:
+        assert len(pd.read_csv(folder / f"{figure}.csv")) > 0, figure
+        picture = (folder / f"{figure}.svg").read_text(encoding="utf-8")
+        width, height = (
+            float(size) / 72 for size in re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', picture).groups()
+        )
+        assert width <= PAPER[0] - MARGIN and height <= PAPER[1] - 2 * MARGIN, (figure, width, height)
+        words = " ".join(re.findall(r"<!-- (.*?) -->", picture))  # a line of text each
+        assert "Open loop: queries as captured under the full cache" in words, figure
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_table_has_its_numbers_and_every_finding_its_verdict(name: str, figures: Figures):
+    folder = figures(name)
+    assert {path.stem for path in folder.glob("*.md")} <= {path.stem for path in folder.glob("*.csv")}
+    found = pd.read_csv(folder / "findings.csv")
+    assert list(found) == ["paper", "says", "here", "verdict"] and found.notna().all(axis=None)
+    verdicts = ("holds", "holds in part", "does not hold", "not comparable")
+    assert set(found["verdict"].str.partition(":")[0]) <= set(verdicts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_needs_no_network(name: str, figures: Figures):
+    page = (figures(name) / f"{name}.html").read_text(encoding="utf-8")
+    assert len(re.findall(r"<img[^>]*data:image/png", page)) == len(list(figures(name).glob("*.png")))
+    assert "<script" not in page and not re.search(r'(src|href)="https?:', page)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docs_show_what_the_notebook_leaves(name: str, figures: Figures):
+    """The same tables, with the same first line, and the same pictures, whatever the corpus."""
+    folder = figures(name)
+    assert f"../notebooks/{name}.py" in PAGE
+    assert f"]({name}.py)" in (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
+    tables = [found for found in execute.SHOWN.findall(PAGE) if found[1] == name]
+    assert "findings" in [table for _, _, table, _, _ in tables]
+    for _, _, table, shown, _ in tables:
+        assert shown.splitlines()[0] == (folder / f"{table}.md").read_text(encoding="utf-8").splitlines()[0]
+    pictures = {figure for _, notebook, figure in execute.PICTURE.findall(PAGE) if notebook == name}
+    assert pictures and pictures <= {path.stem for path in folder.glob("*.png")}
+
+
+def test_pictures_of_the_docs_are_small_and_all_shown():
+    shown = {target for target, _, _ in execute.PICTURE.findall(PAGE)}
+    kept = {f"figures/{path.name}" for name in NAMES for path in (ROOT / "docs" / "figures").glob(f"{name}-*.png")}
+    assert shown == kept
+    assert all((ROOT / "docs" / target).stat().st_size < 120_000 for target in shown)
+
+
+def test_markers_of_the_docs_name_notebooks():
+    assert {name for _, name, *_ in execute.SHOWN.findall(PAGE)} <= set(NAMES)
+    assert len(execute.SHOWN.findall(PAGE)) == PAGE.count("<!-- tools/figures ")
+
+
+# Numbers, computed another way
+
+
+@pytest.fixture(scope="session")
+def chunkkv(figures: Figures) -> Path:
+    return figures("chunkkv")
+
+
+def sets_of(folder: Path, policy: str, params: str) -> dict[str, list[set[int]]]:
+    """By trace: the tokens that the first row of each layer chose, those kept by rule left out, from the file."""
+    found = {}
+    with h5py.File(folder / "selections.h5") as file:
+        for cell in file["cells"].values():
+            about = {name: cell.attrs[name].decode() for name in ("policy", "params", "trace")}
+            if about["policy"] != policy or params not in about["params"]:
+                continue
+            prompt = int(file["traces"][about["trace"]].attrs["prompt"])
+            rows, offsets = cell["budget"].shape, cell["offsets"][()]
+            first = [cell["positions"][offsets[i * rows[1]] : offsets[i * rows[1] + 1]] for i in range(rows[0])]
+            recent, sinks = cell["recent"][:, 0], cell["sinks"][:, 0]
+            found[about["trace"]] = [
+                {int(j) for j in kept if sinks[i] <= j < prompt - recent[i]} for i, kept in enumerate(first)
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "label, policy, params",
+    [("chunkkv:heads=layer", "chunkkv", "heads=layer"), ("h2o:heads=query", "h2o", "heads=query")],
+)
+def test_adjacent_similarity_and_its_interval(chunkkv: Path, label: str, policy: str, params: str):
+    sets = sets_of(chunkkv / "runs" / "tenth", policy, params)
+    means = [np.mean([len(a & b) / len(a | b) for a, b in zip(one, one[1:], strict=False)]) for one in sets.values()]
+    row = pd.read_csv(chunkkv / "adjacent-layers.csv").set_index("policy").loc[label]
+    assert row["traces"] == len(means) == len(pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv"))
+    half = student.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / np.sqrt(len(means))
+    np.testing.assert_allclose(row[["mean", "low", "high"]].astype(float),
+                               [np.mean(means), np.mean(means) - half, np.mean(means) + half], rtol=1e-9)  # fmt: skip
+
+
+def test_lengths_of_kept_runs(chunkkv: Path):
+    sets = sets_of(chunkkv / "runs" / "tenth", "chunkkv", "heads=layer")
+    lengths, alone = [], []
+    for layers in sets.values():
+        runs = [
+            len(list(run))
+            for kept in layers
+            for _, run in groupby(enumerate(sorted(kept)), lambda one: one[1] - one[0])
+        ]
+        lengths.append(np.mean(runs))
+        alone.append(runs.count(1) / sum(runs))
+    found = pd.read_csv(chunkkv / "runs.csv")
+    found = found[found["label"] == "ChunkKV"].set_index("quantity")["mean"]
+    assert found["length"] == pytest.approx(np.mean(lengths), rel=1e-12)
+    assert found["alone"] == pytest.approx(np.mean(alone), rel=1e-12)
+
+
+def test_the_hybrid_is_its_halves(chunkkv: Path):
+    costs = pd.read_csv(chunkkv / "hybrid.csv").pivot(index="layer", columns="series", values="mean")
+    half = len(costs) // 2
+    np.testing.assert_array_equal(costs["hybrid"].iloc[:half], costs["ChunkKV"].iloc[:half])
+    assert (costs["hybrid"].iloc[half:] == 0).all() and (costs["ChunkKV"] != 0).all()
+    table = pd.read_csv(chunkkv / "runs" / "hybrid" / "results.csv", dtype=str)
+    table = table[(table["metric"] == "output_error") & (table["layer"] == "7") & (table["head"] == "all")]
+    means = table.astype({"value": float}).groupby("policy")["value"].mean()
+    assert costs.loc[7, "ChunkKV"] == pytest.approx(means["chunkkv"] - means["snapkv"], rel=1e-9)
+
+
+def test_sizes_at_equal_bytes(chunkkv: Path):
+    share = pd.read_csv(chunkkv / "kivi.csv").groupby("series")["share"].agg(["min", "max"])
+    expected = [(bits + 32 / 64) / 16 for bits in (2, 4)]  # a scale and a zero point of 16 bits for each 64 numbers
+    np.testing.assert_allclose(share.loc["kivi, 2 and 4 bits"], expected, rtol=1e-12)
+
+
+def test_a_kept_token_on_the_text_is_one_of_the_selection(chunkkv: Path):
+    shown = pd.read_csv(chunkkv / "kept-text.csv", keep_default_na=False)
+    shown = shown[shown["shown_as"] == "ChunkKV"].set_index("position")
+    run = Run(chunkkv / "runs" / "tenth")
+    cells = run.cells[run.cells["label"] == "chunkkv:heads=layer"]
+    candidates = []
+    for cell in cells.itertuples():
+        tokens, selection = run.selections[f"/traces/{cell.trace}/tokens"], run.selection(cell.cell, 10**6)
+        text, offsets = tokens["text"][()].decode(), tokens["offsets"][()]
+        if max(shown.index) < len(offsets) and all(
+            text[slice(*offsets[i])].replace("\n", "⏎") == piece for i, piece in shown["token"].items()
+        ):
+            counts = np.bincount(selection.positions, minlength=len(offsets)) / len(selection.layers)
+            candidates.append(np.allclose(counts[shown.index], shown["share_of_layers"], atol=1e-12))
+    assert candidates == [True]
+
+
+def best_scores(trace: Trace, count: int, window: int) -> np.ndarray:
+    """How many of the `count` best window scores, summed over query heads, lie in each layer: in plain numpy."""
+    prompt, scores = trace.prompt_tokens, []
+    rows = np.arange(prompt - window, prompt)
+    for layer in range(trace.layers):
+        q, k = (trace[f"/layers/{layer:03}/{name}"].astype(np.float64) for name in ("q", "k"))
+        k = np.repeat(k[:, :prompt], len(q) // len(k), axis=0)
+        logits = q[:, rows] @ k.transpose(0, 2, 1) * trace.attribute("/model", "softmax_scale")
+        logits = np.where(np.arange(prompt) <= rows[:, None], logits, -np.inf)
+        weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        scores.append(weights.sum(axis=(0, 1))[: prompt - window])
+    best = np.argsort(-np.concatenate(scores), kind="stable")[:count]
+    return np.bincount(best // (prompt - window), minlength=trace.layers)
+
+
+def test_layers_of_the_best_scores(figures: Figures):
+    drawn = pd.read_csv(figures("dynamickv") / "layers.csv")
+    drawn = drawn[(drawn["panel"] == "code") & (drawn["series"] == "best scores")].sort_values("layer")
+    with Trace(ROOT / "build" / "corpus-small" / "code-small-1.h5") as trace:
+        expected = best_scores(trace, 128 * trace.layers, window=8)
+    np.testing.assert_allclose(drawn["mean"], expected, atol=1)  # scores of float32 may tie otherwise at the cut
+    assert np.ptp(expected) > 100
+
+
+def test_tokens_held_under_a_threshold(figures: Figures):
+    drawn = pd.read_csv(figures("sca") / "threshold-residents.csv")
+    assert sorted(set(drawn["threshold"])) == [0.15, 0.3, 0.6]
+    for peak, line in drawn.groupby("threshold"):
+        prompt = len(line)
+        most, least = (int(share * prompt + 0.5) for share in (peak, peak / 2))
+        held, expected = 0, []
+        for _ in range(prompt):
+            held += 1
+            expected.append(held)
+            held = least if held == most else held
+        np.testing.assert_array_equal(line["held"], expected)
+
+
+def test_truncation_keeps_what_the_rule_says_of_an_answer(figures: Figures):
+    found = pd.read_csv(figures("finch") / "ratios.csv")
+    found = found[(found["series"] == "truncation") & (found["panel"] == "answer")].set_index("budget")
+    listed = pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv")
+    for budget in (0.425, 0.65):
+        shares = []
+        for name in listed["name"][listed["kind"].isin(["needle", "question"])]:
+            with Trace(ROOT / "build" / "corpus-small" / f"{name}.h5") as trace:
+                prompt, spans = trace.prompt_tokens, {span.kind: span for span in trace.spans}
+            question = prompt - spans["question"].begin
+            free = int(budget * prompt + 0.5) - question
+            kept = {*range(-(-free // 2)), *range(prompt - question - free // 2, prompt)}
+            answer = range(spans["answer"].begin, spans["answer"].end)
+            shares.append(len(kept.intersection(answer)) / len(answer))
+        assert found.loc[budget, "traces"] == len(shares) == 4
+        assert found.loc[budget, "mean"] == pytest.approx(np.mean(shares), abs=1e-12)
+    assert 0 < found["mean"].min() + found["mean"].max() < 2
+
+
+def test_the_way_from_random_to_oracle(figures: Figures):
+    folder = figures("overview")
+    table = pd.read_csv(folder / "runs" / "one" / "results.csv", keep_default_na=False)
+    table = table[(table["metric"] == "attention_recall") & (table["variant"] == "") & (table["layer"] == "all")]
+    recall = table[table["head"] == "all"].pivot(index="trace", columns="policy", values="value").astype(float)
+    shown = pd.read_csv(folder / "policies.csv")
+    shown = shown[shown["quantity"] == "of the way"].set_index("label")
+    for policy in ("h2o", "local", "snapkv"):
+        way = (recall[policy] - recall["random"]) / (recall["oracle"] - recall["random"])
+        half = student.ppf(0.975, len(way) - 1) * way.std(ddof=1) / np.sqrt(len(way))
+        np.testing.assert_allclose(shown.loc[policy, ["mean", "low", "high"]].astype(float),
+                                   [way.mean(), way.mean() - half, way.mean() + half], rtol=1e-9)  # fmt: skip
+    assert shown.loc["oracle", "mean"] == 1 and shown.loc["random", "mean"] == 0
+
+
+# What is refused, and the frame's own rules
+
+
+def test_a_cell_that_fails_is_named(tmp_path: Path):
+    path = tmp_path / "broken.py"
+    path.write_text("# %% [markdown]\n# # Broken\n\n# %%\nfine = 1\n\n# %%\nwrong = fine / 0\n")
+    with pytest.raises(Error) as refused:
+        execute.execute(path, tmp_path)
+    assert str(refused.value) == "broken, code cell 2 of 2 (wrong = fine / 0): ZeroDivisionError: division by zero"
+    assert not (tmp_path / "broken.html").exists()
+
+
+def test_names_and_corpora_that_are_not_there_are_refused(tmp_path: Path):
+    answer = tools_figures("chunkvk", "--corpus", tmp_path)
+    assert (answer.returncode, answer.stderr) == (
+        2,
+        "kvreplay: figures: no such notebook: expected chunkkv, found chunkvk\n",
+    )
+    answer = tools_figures("chunkkv", "--corpus", tmp_path, "-o", tmp_path)
+    assert answer.returncode == 3 and answer.stderr.count("\n") == 1
+    assert answer.stderr.startswith(f"kvreplay: {tmp_path}: no corpus: expected corpus.csv and the traces in it")
+
+
+def test_a_corpus_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "corpus.csv").write_text("name,kind,prompt_tokens,needle_depth\na,poem,100,\n")
+    monkeypatch.setattr(frame, "CORPUS", tmp_path)
+    with pytest.raises(Error, match="corpus.csv: kind: expected one of needle, .*, found poem"):
+        frame.traces()
+
+
+def test_a_run_is_begun_anew_when_the_request_changes_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(frame, "FIGURES", tmp_path)
+    monkeypatch.setenv("PATH", f"{PROGRAM.parent}:{os.environ['PATH']}")
+    for name in ("a", "b"):
+        subprocess.run([PROGRAM, "synth", "fixture", "-o", tmp_path / f"{name}.h5"], check=True, capture_output=True)
+    page = frame.Page("test")
+
+    def policies(*asked: str, trace: str = "a") -> tuple[set[str], int]:
+        run = page.replay("run", [tmp_path / f"{trace}.h5"], asked, ["0.5"])
+        return set(run.cells["policy"]), (run.folder / "parts" / f"{trace}.h5").stat().st_mtime_ns
+
+    both, made = policies("local", "strided")
+    assert both == {"local", "strided", "full", "random", "oracle"}
+    assert policies("local", "strided") == (both, made)
+    one, made = policies("strided")
+    assert one == both - {"local"}
+    os.utime(tmp_path / "a.h5")
+    again, made_again = policies("strided")
+    assert again == one and made_again > made
+    with pytest.raises(Error) as refused:
+        policies("stride")
+    assert (str(refused.value), refused.value.exit_code) == (
+        "replay run: stride: unknown policy: expected strided, found stride", 2,
+    )  # fmt: skip
+
+
+def test_verdicts_and_tables():
+    assert frame.verdict([True, True], "why") == "holds"
+    assert frame.verdict([True, False], "why") == "holds in part: why"
+    assert frame.verdict([False, False], "why") == "does not hold: why"
+    assert frame.verdict([], "why") == "not comparable: why"
+    assert frame.interval(0.25, 0.125, 0.375) == "0.250 ± 0.125" and frame.interval(0.25, np.nan, np.nan) == "0.250"
+    table = pd.DataFrame({"a": ["x|y"], "b": [1]})
+    assert frame.markdown(table) == "| a | b |\n| --- | --- |\n| x\\|y | 1 |\n"
+    assert frame.readable([1, 2, 3, 100], "linear") == [3, 100] and frame.readable([1, 10, 11], "log") == [1, 11]
+
+
+def test_less_is_the_paired_interval():
+    random = np.random.default_rng(3)
+    for shift in (0.0, 0.05, 0.5):
+        level = random.normal(size=12)
+        a, b = level + 0.1 * random.normal(size=12), level + shift + 0.1 * random.normal(size=12)
+        rows = pd.DataFrame({"trace": [*range(12)] * 2, "label": ["a"] * 12 + ["b"] * 12, "value": [*a, *b]})
+        high = ttest_rel(a, b).confidence_interval(0.95).high
+        assert frame.less(rows, "a", "b") == (high < 0) and frame.less(rows, "b", "a") == (
+            ttest_rel(b, a).confidence_interval(0.95).high < 0
+        )
+    assert frame.less(rows, "a", "b")
+
+
+def test_docs_are_refreshed_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from PIL import Image
+
+    page = tmp_path / "papers.md"
+    old = "before\n<!-- tools/figures a/one -->\nold\n<!-- end -->\n<!-- tools/figures b/one -->\nold\n<!-- end -->\n"
+    page.write_text(old + "![](figures/a-two.png)\n")
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    (tmp_path / "out" / "a" / "one.md").write_text("new\n")
+    Image.new("RGB", (2000, 1000), "#0072B2").save(tmp_path / "out" / "a" / "two.png")
+    monkeypatch.setattr(execute, "PAGE", page)
+    execute.refresh(tmp_path / "out", ["a"])
+    assert page.read_text() == old.replace("old", "new", 1) + "![](figures/a-two.png)\n"
+    picture = Image.open(tmp_path / "figures" / "a-two.png")
+    assert picture.size == (900, 450)
+    np.testing.assert_allclose(picture.convert("RGB").getpixel((9, 9)), (0x00, 0x72, 0xB2), atol=4)
