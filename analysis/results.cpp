@@ -61,8 +61,7 @@ class Owner {
     return before_ +
            csv_fields(
                {place_text(place.layer < 0 ? place.layer : trace_.layer_index[static_cast<std::size_t>(place.layer)]),
-                place_text(place.head), name.metric, name.variant, csv_number(value),
-                metrics().get(name.metric).unit}) +
+                place_text(place.head), name.metric, name.variant, csv_number(value), unit_of(name)}) +
            after_;
   }
 

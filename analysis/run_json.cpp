@@ -43,7 +43,9 @@ Json metric_json(const std::string& name) {
   const MetricCard& card = metrics().get(name);
   Json variants = Json::array();
   for (const MetricVariant& variant : card.variants)
-    variants.push_back({{"name", MetricName{name, variant.name}.text()}, {"better", word(better_of(card, variant))}});
+    variants.push_back({{"name", MetricName{name, variant.name}.text()},
+                        {"unit", unit_of(card, variant)},
+                        {"better", word(better_of(card, variant))}});
   return {{"name", name}, {"unit", card.unit}, {"better", word(card.better)}, {"variants", variants}};
 }
 

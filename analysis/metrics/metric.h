@@ -87,8 +87,10 @@ struct MetricVariant {
   std::string name;  // empty: the metric itself
   std::string summary;
   Measure measure;
-  bool by_default = false;            // computed when nothing is asked for
-  std::optional<Better> better = {};  // where it is not the metric's
+  bool by_default = false;  // computed when nothing is asked for
+  // Where they are not the metric's.
+  std::optional<Better> better = {};
+  std::optional<std::string> unit = {};
 };
 
 struct MetricCard {
@@ -130,6 +132,10 @@ const MetricVariant* find_variant(const MetricName& name);
 /// Of the variant, else of its metric.
 Better better_of(const MetricCard& card, const MetricVariant& variant);
 Better better_of(const MetricName& name);
+const std::string& unit_of(const MetricCard& card, const MetricVariant& variant);
+/// A variant that is not declared, in a part of another version, has its metric's. Throws Error{usage} for a metric
+/// that is not.
+const std::string& unit_of(const MetricName& name);
 
 /// `asked` with each variant of spans spelled out for the spans below `boundary`, of equal names the first;
 /// jaccard is always in it. Sorted, unique.

@@ -65,6 +65,16 @@ Better better_of(const MetricCard& card, const MetricVariant& variant) { return 
 
 Better better_of(const MetricName& name) { return better_of(metrics().get(name.metric), *find_variant(name)); }
 
+const std::string& unit_of(const MetricCard& card, const MetricVariant& variant) {
+  return variant.unit ? *variant.unit : card.unit;
+}
+
+const std::string& unit_of(const MetricName& name) {
+  const MetricCard& card = metrics().get(name.metric);
+  const MetricVariant* variant = find_variant(name);
+  return variant != nullptr ? unit_of(card, *variant) : card.unit;
+}
+
 std::vector<MetricName> parse_metrics(std::string_view text) {
   std::vector<MetricName> names;
   if (text.empty()) {

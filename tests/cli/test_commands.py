@@ -149,7 +149,10 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
     # loss = 1 - f rho, and token = 1 - f is a size: the budget sets it
     lower = dict.fromkeys(["", "key", "value", "absolute"], "lower")
     assert loss["better"] == "lower" and better == lower | {"rho": "higher", "token": "neither"}
-    assert "; better: higher" in done("metrics", "kv_l1_loss", folder=tmp_path)
+    unit = {one["name"].partition(":")[2]: one["unit"] for one in loss["variants"]}
+    share = dict.fromkeys(["", "key", "value", "token"], "share")
+    assert loss["unit"] == "share" and unit == share | {"rho": "ratio", "absolute": "L1 norm per number"}
+    assert "; unit: ratio; better: higher\n" in done("metrics", "kv_l1_loss", folder=tmp_path)
 
 
 @pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],
@@ -174,10 +177,10 @@ def test_replay_prints_a_table_and_fills_the_folder(traces: Path, tmp_path: Path
     assert record["argv"][1:] == ["replay", str(traces / "fixture.h5"), *REPLAY]
     assert record["build"]["version"] and record["build"]["HDF5"]
     declared = json.loads(done("metrics", "--json", folder=tmp_path))
-    directions = [[{key: one[key] for key in ("name", "better")} for one in card["variants"]] for card in declared]
     keys = ("name", "unit", "better")
+    of_variants = [[{key: one[key] for key in keys} for one in card["variants"]] for card in declared]
     assert record["metrics"] == [{key: card[key] for key in keys} | {"variants": variants}
-                                 for card, variants in zip(declared, directions, strict=True)]  # fmt: skip
+                                 for card, variants in zip(declared, of_variants, strict=True)]  # fmt: skip
     with h5py.File(traces / "fixture.h5") as file:
         ids = file["tokens/ids"][: file["tokens"].attrs["prefill"]].astype("<i4")
     assert record["inputs"][0]["prompt_hash"] == xxhash.xxh3_128(ids.tobytes()).hexdigest()
@@ -197,6 +200,18 @@ def test_what_is_better_of_a_metric_is_what_keeping_everything_gives(traces: Pat
     for metric, variant in directed:
         gain = values["full", metric, variant] - values["random", metric, variant]
         assert gain >= 0 if better[metric] == "higher" else gain <= 0, metric
+
+
+def test_every_row_has_the_unit_of_its_variant(traces: Path, tmp_path: Path) -> None:
+    asked = "kv_l1_loss:rho,kv_l1_loss:absolute,span_recall,kv_bytes"
+    done("replay", traces / "fixture.h5", *REPLAY, "--metrics", asked, folder=tmp_path)
+    cards = {card["name"]: card for card in json.loads(done("metrics", "--json", folder=tmp_path))}
+    units = {one["name"]: one["unit"] for card in cards.values() for one in card["variants"]}
+    with (tmp_path / "kvreplay-out/results.csv").open(encoding="utf-8", newline="") as page:
+        found = {(row["metric"], row["variant"]): row["unit"] for row in csv.DictReader(page)}
+    assert len(found) > 9 and {("kv_l1_loss", "rho"), ("kv_l1_loss", "absolute")} < found.keys()
+    for (metric, variant), unit in found.items():  # a span's variant is SPAN.NAME
+        assert unit == units[":".join(filter(None, (metric, variant.rpartition(".")[2])))], (metric, variant)
 
 
 def test_replay_as_json_has_the_numbers_of_the_fixture(traces: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvreplay.compare.command import main
 from kvreplay.results import COLUMNS
 
-UNITS = {"output_error": "relative L2 norm", "kv_bytes": "bytes"}
+UNITS = {"output_error": "relative L2 norm", "kv_bytes": "bytes", "kv_l1_loss:rho": "ratio"}
 METRICS = {"attention_recall": "higher", "output_error": "lower", "kv_bytes": "neither"}
 
 
@@ -61,7 +61,8 @@ def write_run(
               for trace, one, prompt in zip(traces, hashes, prompts, strict=True)]  # fmt: skip
     about = {"schema": "kvreplay-run/1", "open_loop": True, "inputs": inputs,
              "metrics": [{"name": name, "unit": UNITS.get(name, "share"), "better": word, "variants": [
-                 {"name": variant, "better": other} for variant, other in (variants or {}).items()
+                 {"name": variant, "better": other} | ({"unit": UNITS[variant]} if variant in UNITS else {})
+                 for variant, other in (variants or {}).items()
                  if variant.startswith(name + ":")]} for name, word in better.items()]}  # fmt: skip
     (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
     return folder
@@ -163,13 +164,14 @@ def test_a_metric_without_a_direction_has_no_winner(tmp_path, capsys):
     assert "run.json does not say what is better of attention_recall" in capsys.readouterr().err
 
 
-def test_a_variant_has_its_own_direction_and_else_that_of_its_metric(tmp_path, capsys):
+def test_a_variant_has_its_own_direction_and_unit_and_else_those_of_its_metric(tmp_path, capsys):
     names = ["kv_l1_loss", "kv_l1_loss:key", "kv_l1_loss:rho", "kv_l1_loss:token"]
     values = {policy: {name: [n] * 2 for name in names} for policy, n in (("base", 1), ("a", 2))}
     run = write_run(tmp_path / "run", values, SIX[:2], better={"kv_l1_loss": "lower"},
                     variants={"kv_l1_loss:rho": "higher", "kv_l1_loss:token": "neither"})  # fmt: skip
     found = lines(capsys, run, "--baseline", "base", "--metric", ",".join(names)).xs("a", level="policy")
     assert list(found.loc[names, "better"]) == ["lower", "lower", "higher", "neither"]
+    assert list(found.loc[names, "unit"]) == ["share", "share", "ratio", "share"]
     assert [found.loc[name, "wins"] for name in names[:3]] == [0, 0, 2] and pd.isna(found.loc[names[3], "wins"])
 
 

@@ -250,6 +250,15 @@ def test_curve_shows_the_values_of_results_csv_with_controls(run, tmp_path):
     assert {(row["policy"], row["budget"]): row["mean"] for _, row in data.iterrows()} == expected
 
 
+def test_an_axis_has_the_unit_of_the_variant_drawn(broken):
+    table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
+    table["unit"] = table["variant"].map({"": "share", "prompt": "ratio"}).fillna(table["unit"])
+    table.to_csv(broken / "results.csv", index=False)
+    shown = {name: Choice(Run(broken), metric_asked=name).metric_axis
+             for name in ("attention_recall", "attention_recall:prompt")}  # fmt: skip
+    assert list(shown.values()) == ["attention recall (share)", "attention recall, prompt (ratio)"]
+
+
 def test_several_traces_are_a_mean_with_a_t_interval(many, tmp_path):
     data = drawn("curve", many, tmp_path).set_index(["policy", "budget"]).loc[("h2o", 0.2)]
     table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)

@@ -58,6 +58,15 @@ TEST(MetricCards, AVariantMayHaveADirectionOfItsOwn) {
   EXPECT_EQ(better_of({"span_recall", "needle.any"}), Better::higher);
 }
 
+TEST(MetricCards, AVariantMayHaveAUnitOfItsOwn) {
+  EXPECT_EQ(unit_of({"kv_l1_loss", ""}), "share");
+  EXPECT_EQ(unit_of({"kv_l1_loss", "key"}), "share");
+  EXPECT_EQ(unit_of({"kv_l1_loss", "rho"}), "ratio");  // of two means: above 1 where large tokens stay
+  EXPECT_EQ(unit_of({"kv_l1_loss", "absolute"}), "L1 norm per number");
+  EXPECT_EQ(unit_of({"span_recall", "needle.any"}), "share");
+  EXPECT_EQ(unit_of({"kv_l1_loss", "of another version"}), "share");
+}
+
 TEST(MetricNames, OfTwoSpansOfOneNameTheFirstCounts) {
   const std::vector<MetricName> asked = parse_metrics("span_recall");
   const auto spans_of = [&](const std::vector<Span>& spans) {

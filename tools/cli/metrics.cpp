@@ -19,10 +19,12 @@ std::string full_name(const MetricCard& card, const MetricVariant& variant) {
   return MetricName{card.name, variant.name}.text();
 }
 
-/// Said where the variant's direction is not the metric's.
-std::string other_direction(const MetricCard& card, const MetricVariant& variant) {
+/// What the variant measures, and its unit and direction where they are not the metric's.
+std::string meaning(const MetricCard& card, const MetricVariant& variant) {
+  const std::string& unit = unit_of(card, variant);
   const Better better = better_of(card, variant);
-  return better == card.better ? "" : fmt::format("; better: {}", word(better));
+  return variant.summary + (unit == card.unit ? "" : fmt::format("; unit: {}", unit)) +
+         (better == card.better ? "" : fmt::format("; better: {}", word(better)));
 }
 
 Json as_json(const MetricCard& card) {
@@ -34,6 +36,7 @@ Json as_json(const MetricCard& card) {
     document["variants"].push_back({{"name", full_name(card, variant)},
                                     {"summary", variant.summary},
                                     {"by_default", variant.by_default},
+                                    {"unit", unit_of(card, variant)},
                                     {"better", word(better_of(card, variant))}});
   return document;
 }
@@ -44,8 +47,7 @@ void print_text(const MetricCard& card) {
       {{"better", word(card.better)}, {"formula", card.formula}, {"source", card.source}, {"edges", card.edges}}, 2);
   std::vector<std::vector<std::string>> rows;
   for (const MetricVariant& variant : card.variants)
-    rows.push_back({full_name(card, variant), variant.by_default ? "default" : "on request",
-                    variant.summary + other_direction(card, variant)});
+    rows.push_back({full_name(card, variant), variant.by_default ? "default" : "on request", meaning(card, variant)});
   print_columns(rows, 2);
 }
 
@@ -55,7 +57,7 @@ void print_markdown(const MetricCard& card) {
   fmt::print("| variant | measured | meaning |\n| --- | --- | --- |\n");
   for (const MetricVariant& variant : card.variants)
     fmt::print("| `{}` | {} | {} |\n", full_name(card, variant), variant.by_default ? "by default" : "on request",
-               markdown_cell(variant.summary + other_direction(card, variant)));
+               markdown_cell(meaning(card, variant)));
 }
 
 int list(const Arguments& arguments) {

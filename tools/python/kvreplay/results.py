@@ -164,9 +164,7 @@ class Run:
     @property
     def better(self) -> dict[str, str]:
         """By metric and by METRIC:VARIANT, which of two values the program calls better: higher, lower or neither."""
-        metrics = self.about.get("metrics", [])
-        variants = [variant for metric in metrics for variant in metric.get("variants", [])]
-        return {one["name"]: one["better"] for one in [*variants, *metrics]}
+        return {one["name"]: one["better"] for one in self._declared}
 
     def better_of(self, name: str) -> str | None:
         """The same of NAME[:VARIANT]; a variant that is not listed, as of a span, has its metric's direction."""
@@ -174,8 +172,18 @@ class Run:
 
     @property
     def units(self) -> dict[str, str]:
-        """By metric."""
-        return {metric["name"]: metric["unit"] for metric in self.about.get("metrics", []) if "unit" in metric}
+        """By metric and by METRIC:VARIANT, where the run says it."""
+        return {one["name"]: one["unit"] for one in self._declared if "unit" in one}
+
+    def unit_of(self, name: str) -> str | None:
+        """The same of NAME[:VARIANT]; a variant that is not listed has its metric's unit."""
+        return self.units.get(name, self.units.get(name.partition(":")[0]))
+
+    @property
+    def _declared(self) -> list[dict]:
+        """What run.json says of variants and of metrics; a variant without a name of its own is its metric."""
+        metrics = self.about.get("metrics", [])
+        return [*(variant for metric in metrics for variant in metric.get("variants", [])), *metrics]
 
     @property
     def prompt_hashes(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ class Comparison:
     cluster: pd.Series  # int by trace: the prompt
     baseline: str
     better: dict[str, str]  # by name: higher, lower or neither
-    units: dict[str, str]  # by metric
+    units: dict[str, str]  # by name
     seed: int
     runs: list[str]
     models: list[str]
@@ -107,7 +107,7 @@ class Comparison:
             cluster=cluster,
             baseline=base[0],
             better=better,
-            units={metric: unit for run in runs for metric, unit in run.units.items()},
+            units={name: unit for run in runs for name in names if (unit := run.unit_of(name))},
             seed=seed,
             runs=[str(run.folder) for run in runs],
             models=sorted(set(rows["model"])),
@@ -125,7 +125,7 @@ class Comparison:
         )
         facts = self.rows.groupby("label").agg({"heads": "first", "role": "first", "memory": "max"})
         lines = lines.rename(columns={"name": "metric", "label": "policy"})
-        lines.insert(1, "unit", lines["metric"].str.partition(":")[0].map(self.units))
+        lines.insert(1, "unit", lines["metric"].map(self.units))
         lines.insert(4, "heads", lines["policy"].map(facts["heads"]))
         lines.insert(5, "memory", lines["policy"].map(facts["memory"]))
         lines.insert(6, "role", lines["policy"].map(facts["role"]))

@@ -191,7 +191,8 @@ class Choice:
     def metric_unit(self) -> str:
         """Its unit in parentheses, a space before them."""
         table = self.run.overall
-        units = set(table["unit"][table["metric"] == self.metric[0]]) - {"", "1"}
+        name, variant = self.metric
+        units = set(table["unit"][(table["metric"] == name) & (table["variant"] == variant)]) - {"", "1"}
         return f" ({units.pop()})" if units else ""
 
     @property
