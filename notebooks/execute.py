@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.nearest import nearest
+from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, not_installed
 
 HERE = Path(__file__).resolve().parent

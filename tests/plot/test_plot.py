@@ -20,9 +20,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from scipy import stats
 
+from kvreplay.asked import split_policies
 from kvreplay.compare.command import main as compare
 from kvreplay.plot import heatmap, lines, needle, similarity, style
-from kvreplay.plot.choice import Choice, split_policies
+from kvreplay.plot.choice import Choice
 from kvreplay.plot.command import FORMATS, KINDS, main
 from kvreplay.results import Run, Selection, Span
 

@@ -1,5 +1,6 @@
 """The folder tree is the architecture: which folder may include what, as one table."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -34,6 +35,17 @@ LAYERS = {
     "analysis": ("core", "core/trace", "core/attention", "core/policies", "core/replay", "analysis"),
     "cuda": ("core", "core/trace", "core/attention", "cuda"),
 }
+
+# Packages of the Python tools -> packages whose modules they may import; "kvreplay" is what all share.
+PACKAGES = {
+    "kvreplay": ("kvreplay",),
+    "kvreplay.capture": ("kvreplay", "kvreplay.capture"),
+    "kvreplay.compare": ("kvreplay", "kvreplay.compare"),
+    "kvreplay.plot": ("kvreplay", "kvreplay.compare", "kvreplay.plot"),
+    "kvreplay.report": ("kvreplay", "kvreplay.plot", "kvreplay.report"),
+}
+PACKAGE_FOLDERS = {name: "tools/python/" + name.replace(".", "/") for name in PACKAGES}
+PACKAGE_FOLDERS["kvreplay.capture"] = "tools/capture"
 
 
 def sources():
@@ -97,6 +109,32 @@ def test_data_walks_one_way():
             if folder is not None and layer_of(folder) not in LAYERS[layer]:
                 wrong.append(f"{path}: {include}")
     assert not wrong
+
+
+def imported_packages(module: Path) -> set[str]:
+    """Packages of ours that a module imports from, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name for name in names if name.partition(".")[0] == "kvreplay"}
+    return {max((one for one in PACKAGES if f"{name}.".startswith(f"{one}.")), key=len) for name in ours}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_python_imports_go_one_way(package):
+    modules = sorted((ROOT / PACKAGE_FOLDERS[package]).glob("*.py"))
+    assert modules
+    wrong = {module.name: found for module in modules if (found := imported_packages(module) - set(PACKAGES[package]))}
+    assert not wrong
+
+
+def test_every_python_package_has_its_place():
+    folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tools/python").rglob("__init__.py")}
+    assert folders | {"tools/capture"} == set(PACKAGE_FOLDERS.values())
 
 
 def test_policies_are_one_file_each_and_see_only_policies():

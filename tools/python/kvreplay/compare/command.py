@@ -55,8 +55,8 @@ def compare(arguments: argparse.Namespace) -> None:
     """Reads, compares, prints."""
     pattern = check_options(arguments)
     try:
+        from kvreplay.asked import split_policies
         from kvreplay.compare.comparison import Comparison
-        from kvreplay.plot.choice import split_policies
         from kvreplay.results import Run
     except ModuleNotFoundError as missing:
         raise not_installed("compare", missing) from missing

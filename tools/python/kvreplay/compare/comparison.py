@@ -9,9 +9,9 @@ from functools import cached_property
 
 import pandas as pd
 
+from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.choice import chosen_labels, metric_names, pick
 from kvreplay.results import Run, labels, untold_note
 
 NAMED = 5  # traces in a note

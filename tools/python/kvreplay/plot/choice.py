@@ -8,41 +8,11 @@ from functools import cached_property
 
 import pandas as pd
 
+from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.nearest import nearest
-from kvreplay.results import Run, Selection, TraceFacts, parameters, split_outside_parentheses
+from kvreplay.results import Run, Selection, TraceFacts
 
 VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}
-
-
-def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """`asked` in the order of `known`; a name that is not known is refused with the nearest."""
-    for name in asked:
-        if name not in known:
-            raise Error(flag, f"no such {what} in this run", nearest(name, known), name, Refusal.USAGE)
-    return [name for name in known if name in asked]
-
-
-def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Of the labels `known`, those that `asked` names: as labels, or as replay writes policies.
-
-    A name takes all labels of that policy, name:key=value,… those with these values.
-    """
-    policies = cells[["label", "policy", "params"]].drop_duplicates()
-    chosen: set[str] = set()
-    for one in asked:
-        name, _, pairs = one.partition(":")
-        wanted = parameters(pairs).items()
-        same = policies["params"].map(lambda line: wanted <= parameters(line).items())  # noqa: B023
-        labels = set(policies["label"][(policies["policy"] == name) & same])
-        chosen |= labels or set(pick(flag, "policy", [one], known))
-    return [label for label in known if label in chosen]
-
-
-def metric_names(rows: pd.DataFrame) -> dict[str, tuple[str, str]]:
-    """Metric and variant by NAME[:VARIANT], of the rows of cells, sorted."""
-    pairs = rows[rows["role"] != "trace"][["metric", "variant"]].drop_duplicates().itertuples(index=False, name=None)
-    return dict(sorted((name + (f":{variant}" if variant else ""), (name, variant)) for name, variant in pairs))
 
 
 @dataclass(frozen=True)
@@ -232,16 +202,3 @@ def open_loop(line: str, synthetic: bool, *more: str) -> str:
     """A caption: where the numbers come from, what else is to be said, and what every number of a replay is."""
     pieces = [line, "Synthetic numbers: no model made them" if synthetic else "", *more]
     return ". ".join(piece for piece in pieces if piece) + ". Open loop: queries as captured under the full cache."
-
-
-def split_policies(values: Sequence[str]) -> list[str]:
-    """Policies of comma lists: a piece with `=` before any `:` or `(` belongs to the policy before it."""
-    names: list[str] = []
-    for value in values:
-        for i, piece in enumerate(split_outside_parentheses(value)):
-            head = piece.split(":")[0].split("(")[0]
-            if i and "=" in head:
-                names[-1] += "," + piece
-            else:
-                names.append(piece)
-    return names

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.nearest import nearest
+from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, not_installed
 
 KINDS = {
@@ -84,8 +84,9 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     """Draws and writes; the files written."""
     check_names(arguments)
     try:
+        from kvreplay.asked import split_policies
         from kvreplay.plot import style
-        from kvreplay.plot.choice import Choice, split_policies
+        from kvreplay.plot.choice import Choice
         from kvreplay.plot.trace_file import TraceFile
         from kvreplay.results import Run
 

@@ -12,8 +12,9 @@ import numpy as np
 from matplotlib import colormaps
 
 from kvreplay import __version__
+from kvreplay.asked import pick
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.choice import VARIANTS, Choice, pick
+from kvreplay.plot.choice import VARIANTS, Choice
 from kvreplay.plot.heatmap import chance, scale_end
 from kvreplay.plot.style import line_style
 from kvreplay.report import planes, table

@@ -1,0 +1,54 @@
+"""What of a run is asked for by name: policies, budgets, traces and metrics, as command lines write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.nearest import nearest
+from kvreplay.results import parameters, split_outside_parentheses
+
+
+def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """`asked` in the order of `known`; a name that is not known is refused with the nearest."""
+    for name in asked:
+        if name not in known:
+            raise Error(flag, f"no such {what} in this run", nearest(name, known), name, Refusal.USAGE)
+    return [name for name in known if name in asked]
+
+
+def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Of the labels `known`, those that `asked` names: as labels, or as replay writes policies.
+
+    A name takes all labels of that policy, name:key=value,… those with these values.
+    """
+    policies = cells[["label", "policy", "params"]].drop_duplicates()
+    chosen: set[str] = set()
+    for one in asked:
+        name, _, pairs = one.partition(":")
+        wanted = parameters(pairs).items()
+        same = policies["params"].map(lambda line: wanted <= parameters(line).items())  # noqa: B023
+        labels = set(policies["label"][(policies["policy"] == name) & same])
+        chosen |= labels or set(pick(flag, "policy", [one], known))
+    return [label for label in known if label in chosen]
+
+
+def metric_names(rows: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    """Metric and variant by NAME[:VARIANT], of the rows of cells, sorted."""
+    pairs = rows[rows["role"] != "trace"][["metric", "variant"]].drop_duplicates().itertuples(index=False, name=None)
+    return dict(sorted((name + (f":{variant}" if variant else ""), (name, variant)) for name, variant in pairs))
+
+
+def split_policies(values: Sequence[str]) -> list[str]:
+    """Policies of comma lists: a piece with `=` before any `:` or `(` belongs to the policy before it."""
+    names: list[str] = []
+    for value in values:
+        for i, piece in enumerate(split_outside_parentheses(value)):
+            head = piece.split(":")[0].split("(")[0]
+            if i and "=" in head:
+                names[-1] += "," + piece
+            else:
+                names.append(piece)
+    return names
