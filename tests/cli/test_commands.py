@@ -10,9 +10,12 @@ import subprocess
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import xxhash
 from program import done, kvreplay
+
+from kvreplay.trace import Trace, TraceWriter
 
 POLICIES = set(
     "chunkkv dynamickv finch full h2o h2o-online hybrid kivi local oracle pyramid-infer pyramid-kv random sca snapkv "
@@ -125,6 +128,30 @@ def test_validate_says_yes_and_no(traces: Path, tmp_path: Path) -> None:
     answer = kvreplay("validate", "text.h5", folder=tmp_path)
     assert (answer.code, answer.err) == (1, "")
     assert answer.out.startswith("text.h5: invalid\n")
+
+
+def test_a_trace_of_the_python_writer_may_list_no_span(tmp_path: Path) -> None:
+    path = tmp_path / "no-span.h5"
+    with TraceWriter(path) as trace:
+        trace.attributes("/", synthetic=1)
+        trace.attributes("/model", name="m", architecture="none", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=2,
+                         dtype="float16", softmax_scale=1.0, logit_softcap=0.0)  # fmt: skip
+        for name in ("sliding_window", "layer_index"):
+            trace.dataset(f"/model/{name}", np.zeros(1, np.int32))
+        trace.attributes("/tokens", prefill=2)
+        trace.dataset("/tokens/ids", np.arange(3, dtype=np.int32))
+        trace.dataset("/spans", [])
+        trace.layer(0, *np.ones((3, 1, 3, 2), np.float16))
+    with Trace(path) as trace:
+        assert "/spans" in trace and trace.spans == []
+    with h5py.File(path) as file:
+        spans = file["spans"]
+        assert spans.shape == (0,) and spans.dtype.names == ("name", "kind", "begin", "end")
+        assert [h5py.check_string_dtype(spans.dtype[name]).encoding for name in ("name", "kind")] == ["utf-8"] * 2
+        assert spans.dtype["begin"] == spans.dtype["end"] == "<i4"
+    assert done("validate", "--deep", path, folder=tmp_path).startswith(f"{path}: valid")
+    [shown] = json.loads(done("info", path, "--json", folder=tmp_path))
+    assert shown["spans"] == []
 
 
 def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:

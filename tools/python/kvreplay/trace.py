@@ -181,8 +181,8 @@ class TraceWriter:
         scalar = h5py.h5s.create(h5py.h5s.SCALAR)
         h5py.h5a.create(target, name.encode(), kind, scalar).write(data, mtype=kind)
 
-    def dataset(self, path: str, data: np.ndarray | str | Sequence[Span]) -> int:
-        """Writes one dataset of the schema, contiguous and allocated early. Returns its byte offset in the file."""
+    def dataset(self, path: str, data: np.ndarray | str | Sequence[Span]) -> None:
+        """Writes one dataset of the schema, contiguous and allocated early."""
         rule = self._checker.dataset_rule(path)
         if rule is None:
             raise Error(f"{self.path}:{path}", "dataset", "one of the schema", path, Refusal.INTERNAL)
@@ -209,20 +209,19 @@ class TraceWriter:
         created.write(h5py.h5s.ALL, h5py.h5s.ALL, _storable(array), mtype=file_type)
         if rule["type"] == "real" and self._checker.attribute_rule(path, "xxh3") and rule["shape"][-1] == "d":
             self.attributes(path, xxh3=xxhash.xxh3_128(_storable(array)).hexdigest())
-        return int(created.get_offset())
 
     def _spans(self, spans: list[Span]) -> tuple[h5py.h5t.TypeID, np.ndarray]:
         for span in spans:
             self._checker.span(span.name, span.kind, span.begin, span.end)
         columns = self._checker.schema["compounds"]["span"]
-        rows = [[getattr(span, column["name"]) for column in columns] for span in spans]
         members = []
-        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+        for column in columns:
             if column["type"] == "string":
-                length = max(len(value.encode()) for value in values)
+                length = max((len(getattr(span, column["name"]).encode()) for span in spans), default=0)
                 members.append((column["name"], h5py.string_dtype("utf-8", max(1, length))))
             else:
                 members.append((column["name"], np.dtype(column["type"])))
+        rows = [[getattr(span, column["name"]) for column in columns] for span in spans]
         encoded = [tuple(value.encode() if isinstance(value, str) else value for value in row) for row in rows]
         array = np.array(encoded, dtype=members)
         return h5py.h5t.py_create(array.dtype, logical=True), array
