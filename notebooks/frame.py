@@ -26,8 +26,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot import style
 from kvreplay.plot.choice import Choice
-from kvreplay.plot.lines import INTERVAL, MOST_MARKERS, mean_over_traces
-from kvreplay.plot.style import Drawing, LineEnd, Sheet, label_ends, label_room, layer_axis, line_style, quiet_frame
+from kvreplay.plot.lines import INTERVAL, draw_mean, mean_over_traces
+from kvreplay.plot.style import Drawing, Sheet, label_ends, label_room, layer_axis, line_style, quiet_frame
 from kvreplay.results import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -246,11 +246,7 @@ def curves(
         for one in [one for one in series if one in set(mine["series"])]:
             line = mine[mine["series"] == one]
             look = line_style(one, "control" if one in grey else "asked", coloured)
-            axis.fill_between(line[x], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
-            if len(line) > MOST_MARKERS:
-                look.pop("marker", None)
-            axis.plot(line[x], line["mean"], **look)
-            ends.append(LineEnd(one, line[x].iloc[-1], line["mean"].iloc[-1], look["color"]))
+            ends.append(draw_mean(axis, line, x, look, one))
         if x == "layer":
             layer_axis(axis, ticks)
         else:

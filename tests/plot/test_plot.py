@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from make_run import CHUNKKV, H2O, NINE, SNAPKV, Policy, make_run, write_trace
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 from scipy import stats
 
@@ -303,6 +304,23 @@ def test_the_band_of_two_traces_a_prompt_is_that_of_the_prompts(kind, tmp_path):
     low, high = stats.t.interval(0.95, 2, means.mean(), stats.sem(means))
     assert shown["traces"] == 6
     assert (shown["low"], shown["high"]) == (pytest.approx(low), pytest.approx(high))
+
+
+@pytest.mark.parametrize("traces", [1, 3])
+@pytest.mark.parametrize("points", [lines.MOST_MARKERS, lines.MOST_MARKERS + 1])
+def test_a_mean_has_a_band_of_several_traces_and_markers_where_they_are_few(traces, points):
+    rows = pd.DataFrame([{"layer": x, "value": float(x + trace)} for x in range(points) for trace in range(traces)])
+    found, look = lines.mean_over_traces(rows, ["layer"]), style.line_style("a", "asked", ["a"])
+    axis = Figure().subplots()
+    end = lines.draw_mean(axis, found, "layer", look, "name")
+    assert (end.label, end.x, end.y, end.colour) == ("name", points - 1, found["mean"].iloc[-1], look["color"])
+    [drawn] = axis.lines
+    np.testing.assert_array_equal(drawn.get_ydata(), found["mean"])
+    assert (drawn.get_marker() == look["marker"]) == (points <= lines.MOST_MARKERS)
+    assert len(axis.collections) == (traces > 1)
+    for band in axis.collections:
+        low, high = band.get_paths()[0].get_extents().intervaly
+        assert (low, high) == (pytest.approx(found["low"].min()), pytest.approx(found["high"].max()))
 
 
 def test_layers_shows_single_layers_at_one_budget(run, tmp_path):

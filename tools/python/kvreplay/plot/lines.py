@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,6 +82,19 @@ def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
     return rows
 
 
+def draw_mean(axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name: str) -> LineEnd:
+    """One line, rows of `mean_over_traces` along the column `x`, with its band where it has one; where it is named.
+
+    `look` as of `line_style`.
+    """
+    if line["low"].notna().any():
+        axis.fill_between(line[x], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
+    if len(line) > MOST_MARKERS:
+        look = {key: value for key, value in look.items() if key != "marker"}
+    axis.plot(line[x], line["mean"], **look)
+    return LineEnd(name, line[x].iloc[-1], line["mean"].iloc[-1], look["color"])
+
+
 def draw_lines(
     choice: Choice, rows: pd.DataFrame, x: str, panel: tuple[float, float], title: str, subtitle: str
 ) -> tuple[Drawing, Axes, list[LineEnd]]:
@@ -106,17 +120,12 @@ def draw_lines(
     for label in labels:
         line = found[found["label"] == label]
         look = line_style(label, choice.role(label), choice.asked_labels)
-        value = line["mean"].iloc[-1]
-        if several:
-            axis.fill_between(line[x], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
         if len(line) == 1 and choice.role(label) == "control":
+            value = line["mean"].iloc[0]
             axis.axhline(value, **look)
             ends.append(LineEnd(names[label], found[x].max(), value, look["color"]))
         else:
-            if len(line) > MOST_MARKERS:
-                look.pop("marker", None)
-            axis.plot(line[x], line["mean"], **look)
-            ends.append(LineEnd(names[label], line[x].iloc[-1], value, look["color"]))
+            ends.append(draw_mean(axis, line, x, look, names[label]))
     quiet_frame(axis)
     axis.set_ylabel(choice.metric_axis)
     axis.set_ylim(axis.get_ylim())
