@@ -25,7 +25,7 @@ from kvreplay.asked import split_policies
 from kvreplay.compare.command import main as compare
 from kvreplay.plot import heatmap, lines, needle, similarity, style
 from kvreplay.plot.choice import Choice
-from kvreplay.plot.command import FORMATS, KINDS, main
+from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.results import Run, Selection, Span
 
 NEEDED = {"compare": ["--baseline", "random"]}  # options that a kind cannot do without
@@ -647,6 +647,10 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["kept", "-o", "figure.jpg"], "-o: format: expected a name ending in .svg, .pdf, .png, found figure.jpg"),
         (["kept", "--data", "numbers.txt"], "--data: format: expected a name ending in .csv, found numbers.txt"),
         (["needle", "--metric", "span_recall:men"], "expected mean, found men"),
+        (
+            ["needle", "--metric", "kv_bytes"],
+            "--metric: not what this figure shows: expected span_recall:any|mean|full, found kv_bytes",
+        ),
         (["compare"], "--baseline: missing: expected the policy that others are compared with"),
         (["compare", "--baseline", "h20"], "--baseline: no such policy in this run: expected h2o, found h20"),
         (["compare", "--baseline", "h2o", "--seed", "-2"], "--seed: out of range: expected 0 or more, found -2"),
@@ -661,6 +665,45 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
 )
 def test_what_cannot_be_meant_is_refused_with_the_nearest(options, words, run, capsys):
     assert words in refused(capsys, 2, options[0], run, *options[1:])
+
+
+VALUES = {"-p": "snapkv", "-b": "0.1", "--trace": "demo", "--metric": "span_recall", "--variant": "first",
+          "--baseline": "random", "--seed": "0", "--layer": "2", "--head": "0", "--of": "keys"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_option_that_a_kind_does_not_read_is_refused_with_those_that_do(kind, capsys):
+    flags = {parser().flag(field): field for one in KINDS.values() for field in one.reads}
+    assert flags.keys() == VALUES.keys()
+    for flag, field in flags.items():
+        readers = [name for name, one in KINDS.items() if field in one.reads]
+        if kind in readers:
+            continue
+        expected = ", ".join(readers) if len(readers) == 1 else "one of " + ", ".join(readers)
+        line = f"kvreplay: {flag}: not read by this figure: expected {expected}, found {kind}\n"
+        assert refused(capsys, 2, kind, "no-run", flag, VALUES[flag]) == line  # before anything is read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_reads_what_it_declares(kind, run, tmp_path, monkeypatch):
+    fields = {field for one in KINDS.values() for field in one.reads}
+    read = set()
+
+    class Watched(Choice):
+        def __getattribute__(self, name):
+            read.update({name} & fields)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr("kvreplay.plot.choice.Choice", Watched)
+    assert main([kind, str(run), "-o", str(tmp_path / "figure.svg"), *NEEDED.get(kind, [])]) == 0
+    assert read == set(KINDS[kind].reads)
+
+
+def test_help_names_the_options_of_each_kind():
+    kinds = parser().format_help().partition("kinds, and which")[2].splitlines()[1:]
+    for (name, kind), head, reads in zip(KINDS.items(), kinds[::2], kinds[1::2], strict=True):
+        assert head.split() == [name, *kind.summary.split()]
+        assert reads.split() == [parser().flag(field) for field in kind.reads]
 
 
 def test_an_empty_command_line_says_what_is_missing(capsys):
@@ -693,7 +736,8 @@ def test_damaged_files_are_refused_by_name(broken, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_without_a_cell_is_called_empty(kind, broken, capsys):
     (broken / "results.csv").write_text((broken / "results.csv").read_text().splitlines()[0] + "\n")
-    for options in ([], ["-b", "0.1"], ["-p", "snapkv"], ["--metric", "attention_recall"]):
+    given = {"budgets_asked": ["-b", "0.1"], "policies": ["-p", "snapkv"], "metric_asked": ["--metric", "span_recall"]}
+    for options in ([], *(words for field, words in given.items() if field in KINDS[kind].reads)):
         line = refused(capsys, 3, kind, broken, *NEEDED.get(kind, []), *options)
         assert line.endswith("results.csv: empty: expected at least one cell, found none\n")
 

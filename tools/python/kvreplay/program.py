@@ -23,6 +23,10 @@ class Parser(argparse.ArgumentParser):
     def command(self) -> str:
         return re.split("[ /]", self.prog)[-1]
 
+    def flag(self, field: str) -> str:
+        """The first name of the option whose value is `field` of the namespace."""
+        return next(action.option_strings[0] for action in self._actions if action.dest == field)
+
     def error(self, message: str) -> NoReturn:
         raise Error(self.command, message, f"{self.prog} --help", "", Refusal.USAGE)
 

@@ -5,35 +5,50 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, not_installed
 
+
+@dataclass(frozen=True)
+class Kind:
+    """What a figure shows, and the options that it reads beside those of every figure: fields of `Choice`."""
+
+    summary: str
+    reads: tuple[str, ...]
+
+
+OF_SETS = ("policies", "budgets_asked", "traces_asked")
 KINDS = {
-    "heatmap": "layer × layer Jaccard similarity of the kept tokens, beside chance",
-    "kept": "which tokens are kept: layer × position, with the trace's spans",
-    "redundancy": "similarity of keys and of values to their most similar other, by layer and position",
-    "budgets": "kept tokens by layer",
-    "curve": "a metric over the budget, a line a policy",
-    "layers": "a metric by layer, a line a policy",
-    "needle": "span recall of needles by prompt length and depth, over many traces",
-    "compare": "paired differences of policies against a --baseline, over many traces",
-    "attention": "attention of later queries over the prompt, and the tokens kept",
-    "similarity": "token × token cosine of keys and of values in a layer; of a run or a TRACE.h5",
-}
+    "heatmap": Kind("layer × layer Jaccard similarity of the kept tokens, beside chance", (*OF_SETS, "variant")),
+    "kept": Kind("which tokens are kept: layer × position, with the trace's spans", OF_SETS),
+    "redundancy": Kind("similarity of keys and of values to their most similar other, by layer and position",
+                       ("traces_asked",)),
+    "budgets": Kind("kept tokens by layer", OF_SETS),
+    "curve": Kind("a metric over the budget, a line a policy", (*OF_SETS, "metric_asked")),
+    "layers": Kind("a metric by layer, a line a policy", (*OF_SETS, "metric_asked")),
+    "needle": Kind("span recall of needles by prompt length and depth, over many traces", (*OF_SETS, "metric_asked")),
+    "compare": Kind("paired differences of policies against a --baseline, over many traces",
+                    (*OF_SETS, "metric_asked", "baseline", "seed")),
+    "attention": Kind("attention of later queries over the prompt, and the tokens kept",
+                      (*OF_SETS, "layer", "head")),
+    "similarity": Kind("token × token cosine of keys and of values in a layer; of a run or a TRACE.h5",
+                       ("traces_asked", "layer", "of")),
+}  # fmt: skip
 OF_TRACES = ("similarity",)  # kinds that need no run
 FORMATS = ("svg", "pdf", "png")
 
 
 def parser() -> Parser:
-    """The command line, said once."""
-    kinds = "\n".join(f"  {name:<11}{summary}" for name, summary in KINDS.items())
+    """The command line, said once. An option that only some kinds read sets a field of `Choice`, if it is given."""
     found = Parser(
         prog="kvreplay plot",
         description="Draws a finished run. What a figure shows is open loop: queries as captured under the full cache.",
-        epilog="kinds:\n" + kinds,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -43,30 +58,45 @@ def parser() -> Parser:
     add("-o", "--output", metavar="FIG.svg|pdf|png", type=Path, action="append", default=[],
         help="file to write, format by suffix; several: repeat (default: RUN/figures/KIND.svg)")  # fmt: skip
     add("--data", metavar="FILE.csv", type=Path, help="the numbers drawn, as CSV")
-    add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
-        help="policies to draw, as tables call them (default: all that were asked for)")  # fmt: skip
-    add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
-        help="budgets as they were asked for (default: all; where a figure shows one, the smallest)")  # fmt: skip
-    add("--trace", metavar="NAME", action="append", default=[],
-        help="traces to draw, repeat for several (default: all; where a figure shows one, the first)")  # fmt: skip
-    add("--metric", metavar="NAME[:VARIANT]", default="", help="for curve, layers and compare (default: "
-        "attention_recall); for needle: span_recall:any|mean|full (default: mean)")  # fmt: skip
-    add("--baseline", metavar="POLICY", default="", help="for compare: what the other policies are compared with")
-    add("--seed", metavar="N", type=int, default=0, help="for compare: of the bootstrap's draws (default: 0)")
-    add("--layer", metavar="N", type=int, help="for attention and similarity: the model's own number of the layer "
-        "(default: the middle one)")  # fmt: skip
-    add("--head", metavar="N", type=int, help="for attention: the query head (default: the mean over heads)")
-    add("--of", choices=("keys", "values"), default="", help="for similarity (default: both)")
-    add("--variant", choices=("first", "mean", "union"), default="mean",
-        help="for heatmap: sets of the first head, head by head, or their union (default: mean)")  # fmt: skip
     add("--title", metavar="TEXT", default="", help="replaces the figure's first line")
+
+    of_kinds = partial(add, default=argparse.SUPPRESS)
+    of_kinds("-p", "--policies", metavar="POLICY,…", action="append",
+             help="policies to draw, as tables call them (default: all that were asked for)")  # fmt: skip
+    of_kinds("-b", "--budgets", dest="budgets_asked", metavar="BUDGET,…", action="extend", type=names,
+             help="budgets as they were asked for (default: all; where a figure shows one, the smallest)")  # fmt: skip
+    of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",
+             help="traces to draw, repeat for several (default: all; where a figure shows one, the first)")  # fmt: skip
+    of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]", help="what to draw (default: "
+             "attention_recall; of needle span_recall:mean, and else any or full)")  # fmt: skip
+    of_kinds("--variant", choices=("first", "mean", "union"),
+             help="sets of the first head, head by head, or their union (default: mean)")  # fmt: skip
+    of_kinds("--baseline", metavar="POLICY", help="what the other policies are compared with")
+    of_kinds("--seed", metavar="N", type=int, help="of the bootstrap's draws (default: 0)")
+    of_kinds("--layer", metavar="N", type=int, help="the model's own number of the layer (default: the middle one)")
+    of_kinds("--head", metavar="N", type=int, help="the query head (default: the mean over heads)")
+    of_kinds("--of", choices=("keys", "values"), help="what is compared (default: both)")
+    found.epilog = "kinds, and which of the options from -p on they read:\n" + "\n".join(
+        f"  {name:<11}{kind.summary}\n{'':13}{' '.join(map(found.flag, kind.reads))}" for name, kind in KINDS.items()
+    )
     return found
+
+
+def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `Choice` that were given and that only some kinds read."""
+    of_some = {field for kind in KINDS.values() for field in kind.reads}
+    return {field: value for field, value in vars(arguments).items() if field in of_some}
 
 
 def check_names(arguments: argparse.Namespace) -> None:
     """What can be refused before anything is read."""
     if arguments.kind not in KINDS:
         raise Error("plot", "no such figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
+    for field in asked_of_kinds(arguments):
+        readers = [name for name, kind in KINDS.items() if field in kind.reads]
+        if arguments.kind not in readers:
+            wanted = ("one of " if len(readers) > 1 else "") + ", ".join(readers)
+            raise Error(parser().flag(field), "not read by this figure", wanted, arguments.kind, Refusal.USAGE)
     for path in arguments.output:
         if path.suffix[1:].lower() not in FORMATS:
             wanted = "a name ending in ." + ", .".join(FORMATS)
@@ -74,7 +104,7 @@ def check_names(arguments: argparse.Namespace) -> None:
     if arguments.run.suffix == ".h5" and arguments.kind not in OF_TRACES:
         raise Error("plot", f"{arguments.kind} needs a run", "a folder that replay wrote", str(arguments.run),
                     Refusal.USAGE)  # fmt: skip
-    if arguments.seed < 0:
+    if "seed" in arguments and arguments.seed < 0:
         raise Error("--seed", "out of range", "0 or more", str(arguments.seed), Refusal.USAGE)
     if arguments.data and arguments.data.suffix.lower() != ".csv":
         raise Error("--data", "format", "a name ending in .csv", str(arguments.data), Refusal.USAGE)
@@ -94,20 +124,11 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     except ModuleNotFoundError as missing:
         raise not_installed("plot", missing) from missing
 
-    choice = Choice(
-        TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run),
-        policies=split_policies(arguments.policies),
-        budgets_asked=arguments.budgets,
-        traces_asked=arguments.trace,
-        metric_asked=arguments.metric,
-        variant=arguments.variant,
-        baseline=arguments.baseline,
-        seed=arguments.seed,
-        layer=arguments.layer,
-        head=arguments.head,
-        of=arguments.of,
-        title=arguments.title,
-    )
+    asked = asked_of_kinds(arguments)
+    if "policies" in asked:
+        asked["policies"] = split_policies(asked["policies"])
+    source = TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run)
+    choice = Choice(source, title=arguments.title, **asked)
     written = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
     with style.settings():
         drawing = kind.draw(choice)

@@ -12,6 +12,7 @@ from kvreplay.plot.lines import mean_over_traces, prompts_of_rows
 from kvreplay.plot.style import Drawing, PanelNames, Sheet, columns_for
 from kvreplay.results import Span, TraceFacts
 
+METRIC = "span_recall"
 DEPTHS = 10  # rows: depths to the nearest tenth, 0 to 1
 SAME_LENGTH = 1.1  # prompts within this factor of the shortest of a column share it
 VARIANTS = {"any": "by at least one head", "mean": "mean over heads", "full": "whole by at least one head"}
@@ -50,9 +51,12 @@ def places_of(traces: list[TraceFacts]) -> str:
 
 def draw(choice: Choice) -> Drawing:
     """One matrix a policy; a cell is the mean over its traces' needles, crossed out where the run has none."""
-    measure = choice.metric_asked.partition(":")[2] or "mean"
+    name, _, measure = (choice.metric_asked or METRIC).partition(":")
+    measure = measure or "mean"
+    if name != METRIC:
+        raise Error("--metric", "not what this figure shows", f"{METRIC}:{'|'.join(VARIANTS)}", name, Refusal.USAGE)
     if measure not in VARIANTS:
-        raise Error("--metric", "no such variant of span_recall", nearest(measure, VARIANTS), measure, Refusal.USAGE)
+        raise Error("--metric", f"no such variant of {METRIC}", nearest(measure, VARIANTS), measure, Refusal.USAGE)
     facts = {name: choice.run.trace(name) for name in choice.traces}
     needles = pd.DataFrame(
         [
@@ -65,7 +69,7 @@ def draw(choice: Choice) -> Drawing:
     where = str(choice.run.folder)
     if needles.empty:
         raise Error(where, "no needle", "traces with a span of kind needle in the prompt", f"{len(facts)} without")
-    rows = choice.rows("span_recall")
+    rows = choice.rows(METRIC)
     rows = rows[(rows["layer"] == "all") & (rows["budget"] == choice.budgets[0])].dropna(subset="value")
     rows = rows[["trace", "trace_hash", "variant", "label", "heads", "value"]].merge(needles, on=["trace", "variant"])
     if rows.empty:
