@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 import xxhash
 
@@ -27,6 +29,7 @@ from kvreplay.capture.prompts import Message, Prompt
 from kvreplay.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
+OTHER = "not whole, or of another prompt, model or setting: captured again"
 NEEDLE = "The lamp is green."
 PROMPTS = [
     Prompt("needle-60-d50", f"The tide was late. {NEEDLE} It rained.", "What is green?", ("lamp",), NEEDLE),
@@ -102,8 +105,11 @@ def test_the_list(prompts: list[Prompt], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "harm", ["changed question", "shorter context", "changed answer", "changed role", "truncated", "damaged", "gone"]
 )
-def test_what_does_not_hold_its_prompt_is_captured_again(harm: str, prompts: list[Prompt], tmp_path: Path) -> None:
+def test_what_does_not_hold_its_prompt_is_captured_again(
+    harm: str, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert corpus.main(["-o", str(tmp_path)]) == 0
+    assert "again" not in capsys.readouterr().err
     before, listed = times(tmp_path), manifest(tmp_path)
     place = 2 if harm == "changed role" else 1
     path = tmp_path / f"{prompts[place].name}.h5"
@@ -127,6 +133,7 @@ def test_what_does_not_hold_its_prompt_is_captured_again(harm: str, prompts: lis
     assert corpus.main(["-o", str(tmp_path)]) == 0
     after = times(tmp_path)
     assert {name for name in after if after[name] != before[name]} - {"corpus.csv"} == {path.name}
+    assert (f"corpus: {path.name} is {OTHER}\n" in capsys.readouterr().err) == (harm != "gone")
     with Trace(path) as trace:
         assert (prompts[1].text if place == 1 else PROMPTS[2].question) in trace.text
     rows = manifest(tmp_path)
@@ -161,6 +168,70 @@ def test_an_interrupted_call_goes_on(
     assert corpus.main(["-o", str(tmp_path)]) == 0
     before.pop("corpus.csv")
     assert times(tmp_path).items() > before.items() and len(manifest(tmp_path)) == 3
+
+
+@pytest.fixture
+def left_behind(prompts: list[Prompt], tmp_path: Path) -> Path:
+    """question-1.h5, of a call that was killed before the trace had its row."""
+    whole = corpus.Manifest.add
+
+    def killed(*arguments):
+        if arguments[1].name == "question-1":
+            raise KeyboardInterrupt
+        whole(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(corpus.Manifest, "add", killed)
+        assert corpus.main(["-o", str(tmp_path)]) == 130
+    assert [row["name"] for row in manifest(tmp_path)] == ["needle-60-d50"]
+    return tmp_path / "question-1.h5"
+
+
+def test_a_trace_without_its_row_gets_it(left_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, before = left_behind.parent, times(left_behind.parent)
+    assert corpus.main(["-o", str(folder)]) == 0
+    said = capsys.readouterr().err
+    assert "corpus: question-1.h5 is there, whole and of its prompt: listed, not captured again\n" in said
+    assert f"corpus: 2 of 3 traces are in {folder}\n" in said and "1 of 1  chat-1" in said
+    assert times(folder)["question-1.h5"] == before["question-1.h5"]
+    rows = manifest(folder)
+    assert [row["name"] for row in rows] == ["needle-60-d50", "question-1", "chat-1"]
+    left_behind.unlink()
+    assert corpus.main(["-o", str(folder)]) == 0
+    [captured] = [row for row in manifest(folder) if row["name"] == "question-1"]
+    assert rows[1] | {"file_hash": ""} == captured | {"file_hash": ""}  # the time of writing is in the file
+
+
+@pytest.mark.parametrize("harm", ["another prompt", "a number"])
+def test_a_trace_without_its_row_that_does_not_hold_its_prompt_is_captured_again(
+    harm: str, left_behind: Path, prompts: list[Prompt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if harm == "another prompt":
+        prompts[1] = replace(PROMPTS[1], question="When did the boat come in?")
+    else:
+        with h5py.File(left_behind, "r+") as file:
+            file["layers/001/v"][0, 3, 0] += 1
+    before = times(left_behind.parent)
+    capsys.readouterr()
+    assert corpus.main(["-o", str(left_behind.parent)]) == 0
+    assert f"corpus: question-1.h5 is {OTHER}\n" in capsys.readouterr().err
+    after = times(left_behind.parent)
+    assert after["question-1.h5"] != before["question-1.h5"]
+    assert after["needle-60-d50.h5"] == before["needle-60-d50.h5"]
+    with Trace(left_behind) as trace:
+        assert prompts[1].question in trace.text and trace.damaged() == []
+
+
+def test_a_trace_that_somebody_captured_under_our_name_stays(
+    left_behind: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even of the same prompt."""
+    with h5py.File(left_behind, "r+") as file:
+        file.attrs["producer"] = np.bytes_("kvreplay 0.1.0")  # of `kvreplay capture`
+    before = times(left_behind.parent)
+    assert corpus.main(["-o", str(left_behind.parent)]) == 2
+    assert capsys.readouterr().err.startswith(f"kvreplay: {left_behind}: output: expected no such file")
+    assert times(left_behind.parent) == before
 
 
 def test_another_model_is_noticed(prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +280,8 @@ def test_a_file_that_is_not_listed_stays(
     own = tmp_path / "chat-1.h5"
     own.write_text("mine")
     assert corpus.main(["-o", str(tmp_path)]) == 2
-    expected = f"expected no such file, or one that {tmp_path}/corpus.csv lists, found a file that it does not list"
-    assert capsys.readouterr().err == f"kvreplay: {own}: output: {expected}\n"
+    expected = f"no such file, or one that {tmp_path}/corpus.csv lists or this program wrote"
+    assert capsys.readouterr().err == f"kvreplay: {own}: output: expected {expected}, found another file\n"
     assert own.read_text() == "mine" and list(tmp_path.iterdir()) == [own]
 
 

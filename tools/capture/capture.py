@@ -21,7 +21,7 @@ from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
 from kvreplay.capture.verify import Deviation, unit_roundoff
 from kvreplay.errors import Error, Refusal
 from kvreplay.schema import REAL_TYPES
-from kvreplay.trace import TraceWriter, expected_bytes
+from kvreplay.trace import PRODUCER, TraceWriter, expected_bytes
 
 CHECKED_QUERIES = 64  # a layer, evenly spread, in every capture
 
@@ -43,6 +43,7 @@ class Choices:
     verify_all: bool = False
     force: bool = False
     source_hash: str = ""
+    producer: str = PRODUCER  # as the trace names it
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def capture(
         layer.append((tuple(shape.output_projection().shape), store))
     _refuse_full_disk(path, expected_bytes(layer * len(wanted)))
 
-    with TraceWriter(path, choices.force) as trace:
+    with TraceWriter(path, choices.force, choices.producer) as trace:
         trace.attributes("/", synthetic=0)
         trace.attributes(
             "/model",

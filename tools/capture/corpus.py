@@ -6,11 +6,12 @@ import argparse
 import csv
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvreplay.capture.corpus_prompts import KINDS, full_prompts, small_prompts
 from kvreplay.capture.prompts import Prompt, encode
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser
-from kvreplay.trace import Trace
+from kvreplay.trace import PRODUCER, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
@@ -30,6 +31,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 COMPUTED_IN = "bfloat16"
 GENERATED = 32  # tokens of every continuation
 COLUMNS = ("name", "kind", "prompt_tokens", "continuation_tokens", "needle_depth", "source", "file_hash", "bytes")
+WRITTEN_BY_US = re.compile(r"kvreplay \S+, tools/corpus ([0-9a-f]{32})")  # the producer of a trace, and its source
 DESCRIPTION = f"""Captures {MODEL_NAME} on prompts of six kinds, made from the texts in traces/corpus, and lists the
 traces in corpus.csv. Traces that are there already stay."""
 
@@ -70,6 +72,21 @@ def source_digest(prompt: Prompt, model_hash: str) -> str:
     """XXH3-128 of all that a trace is made from: the prompt's parts, the model's weights and the settings."""
     made_from = [asdict(prompt), model_hash, MODEL_NAME, COMPUTED_IN, GENERATED]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
+
+
+def producer(source: str) -> str:
+    """What a trace says of who wrote it: with its source, so that it tells what it holds where no list does."""
+    return f"{PRODUCER}, tools/corpus {source}"
+
+
+def written_source(path: Path) -> str | None:
+    """The source of a trace that this program wrote, of any version; None: the file is no such trace."""
+    try:
+        with Trace(path) as trace:
+            found = WRITTEN_BY_US.fullmatch(trace.attribute("/", "producer"))
+    except Error:
+        return None
+    return found and found.group(1)
 
 
 def file_hash(path: Path) -> str:
@@ -132,11 +149,26 @@ class Manifest:
     def holds(self, name: str, source: str) -> bool:
         return name in self.rows and self.rows[name]["source"] == source
 
+    def unlisted(self, name: str) -> bool:
+        """Whether there is a file that no row is of, as a killed call leaves one between the trace and its row."""
+        return name not in self.listed and self.path(name).exists()
+
     def refuse_foreign(self, name: str) -> None:
-        """What is not listed is somebody else's."""
-        if self.path(name).exists() and name not in self.listed:
-            expected = f"no such file, or one that {self.place} lists"
-            raise Error(str(self.path(name)), "output", expected, "a file that it does not list", Refusal.USAGE)
+        """What is not listed and not written by this program is somebody else's."""
+        if self.unlisted(name) and written_source(self.path(name)) is None:
+            expected = f"no such file, or one that {self.place} lists or this program wrote"
+            raise Error(str(self.path(name)), "output", expected, "another file", Refusal.USAGE)
+
+    def adopt(self, prompt: Prompt, source: str) -> None:
+        """A trace without a row gets one if it is whole and of this source."""
+        path = self.path(prompt.name)
+        if not self.unlisted(prompt.name) or written_source(path) != source:
+            return
+        with Trace(path) as trace:
+            if trace.damaged():
+                return
+        self.add(prompt, source)
+        say(f"{path.name} is there, whole and of its prompt: listed, not captured again")
 
     def drop(self, name: str) -> None:
         """The trace, and its row first."""
@@ -201,12 +233,14 @@ def capture_all(prompts: Sequence[Prompt], sources: Mapping[str, str], manifest:
         return tqdm(total=layers, unit=" layers", leave=False, disable=not show, file=sys.stderr)
 
     for prompt in prompts:
-        if prompt.name in manifest.listed:
+        if manifest.path(prompt.name).exists():
+            say(f"{prompt.name}.h5 is not whole, or of another prompt, model or setting: captured again")
             manifest.drop(prompt.name)
     for number, prompt in enumerate(prompts, start=1):
         path = manifest.path(prompt.name)
         begin = time.monotonic()
-        captured = capture(model, tokenizer, prompt, path, choices, progress)
+        named = replace(choices, producer=producer(sources[prompt.name]))
+        captured = capture(model, tokenizer, prompt, path, named, progress)
         manifest.add(prompt, sources[prompt.name])
         say(
             f"{number:2d} of {len(prompts)}  {prompt.name:18s} {captured.prompt_tokens:5,d} + {GENERATED} tokens  "
@@ -228,9 +262,11 @@ def run(arguments: argparse.Namespace) -> None:
     model_hash = model_source.hash()
     sources = {prompt.name: source_digest(prompt, model_hash) for prompt in prompts}
     manifest = Manifest(folder)
-    missing = [prompt for prompt in prompts if not manifest.holds(prompt.name, sources[prompt.name])]
-    for prompt in missing:
+    for prompt in prompts:
         manifest.refuse_foreign(prompt.name)
+    for prompt in prompts:
+        manifest.adopt(prompt, sources[prompt.name])
+    missing = [prompt for prompt in prompts if not manifest.holds(prompt.name, sources[prompt.name])]
     say(f"{len(prompts) - len(missing)} of {len(prompts)} traces are in {folder}")
     if missing:
         capture_all(missing, sources, manifest, model_source)

@@ -26,6 +26,7 @@ from kvreplay.schema import REAL_TYPES, Checker
 ALIGNMENT_THRESHOLD, ALIGNMENT = 65536, 4096  # bytes: tensors start on a page, so that they can be mapped
 HEADER_ROOM = 1 << 18  # bytes: far more than the headers that HDF5 writes between two datasets
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+PRODUCER = f"kvreplay {__version__}"
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,17 @@ def refuse_existing(path: Path, force: bool) -> None:
 class TraceWriter:
     """Writes PATH.partial, and renames it to PATH when all is there; on any exception the partial file goes.
 
+    `producer`: the program, with its version, that the trace names as its own.
+
     with TraceWriter(path) as trace:
         trace.attributes("/model", n_layers=2, ...)
         trace.dataset("/tokens/ids", ids)
         trace.layer(0, q, k, v)
     """
 
-    def __init__(self, path: str | Path, force: bool = False) -> None:
+    def __init__(self, path: str | Path, force: bool = False, producer: str = PRODUCER) -> None:
         self.path = Path(path)
+        self.producer = producer
         self.partial = self.path.with_name(self.path.name + ".partial")
         refuse_existing(self.path, force)
         self._checker = Checker(str(self.path))
@@ -108,7 +112,7 @@ class TraceWriter:
             "/",
             format=self._checker.schema["format"],
             version=self._checker.schema["version"],
-            producer=f"kvreplay {__version__}",
+            producer=self.producer,
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
         return self
@@ -355,6 +359,15 @@ class Trace:
     def _read_spans(self) -> Iterator[Span]:
         for row in self._file["/spans"][()] if "/spans" in self else ():
             yield Span(row["name"].decode("utf-8"), row["kind"].decode("utf-8"), int(row["begin"]), int(row["end"]))
+
+    def damaged(self) -> list[str]:
+        """The tensors whose numbers are not those that their hashes were made of; reads all of them."""
+        found = []
+        for path in (f"/layers/{layer:03d}/{name}" for layer in range(self.layers) for name in "qkv"):
+            has_hash = "xxh3" in self._file[path].attrs
+            if has_hash and xxhash.xxh3_128(_storable(self[path])).hexdigest() != self.attribute(path, "xxh3"):
+                found.append(path)
+        return found
 
     def q_positions(self, layer: int) -> np.ndarray:
         """The positions [Tq] of a layer's stored queries."""
