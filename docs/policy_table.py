@@ -28,7 +28,7 @@ COLUMNS = {
 
 def over_layers(run: Run) -> pd.DataFrame:
     """Values over all layers and heads, with the column `name`: METRIC or METRIC:VARIANT."""
-    rows = run.table[(run.table["layer"] == "all") & (run.table["head"] == "all")]
+    rows = run.overall
     variant = rows["variant"].where(rows["variant"] == "", ":" + rows["variant"])
     return rows.assign(name=rows["metric"] + variant)
 

@@ -67,7 +67,7 @@ def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
     """
     name, _, variant = metric.partition(":")
     rows = run.table
-    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant) & (rows["head"] == "all")]
+    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant)]
     rows = rows[(rows["layer"] == "all") == (layer == "all")].dropna(subset="value")
     if rows.empty:
         raise Error(str(run.folder / "results.csv"), metric, "at least one value", "none")

@@ -48,7 +48,7 @@ whole = size[size["label"] == "full"].set_index("trace")["value"]
 size = size.assign(value=size["value"] / size["trace"].map(whole))
 spans = {}
 for kind in ("needle", "answer"):
-    some = one.table[(one.table["metric"] == "span_recall") & (one.table["head"] == "all")]
+    some = one.table[one.table["metric"] == "span_recall"]
     some = some[some["variant"].str.fullmatch(rf"{kind}.*\.mean") & (some["layer"] == "all")]
     spans[kind] = some[["trace", "label", "value"]]
 columns = {"attention recall": recall, "output error": error, "of the way": way, "bytes": size,

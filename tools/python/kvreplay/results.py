@@ -7,7 +7,7 @@ here, so that a policy is called the same everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,15 +129,19 @@ class Run:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """results.csv with numbers as numbers (undefined: NaN), everything else as written, and the column `label`."""
-        return self._rows(over_all=False)
+        """results.csv over heads (`head` = all), with the column `label`; numbers as numbers (undefined: NaN),
+        everything else as written. Rows of single heads, most of a run that has them, stay in the file."""
+        return self._rows(lambda rows: rows["head"] == "all")
 
     @cached_property
     def overall(self) -> pd.DataFrame:
-        """The rows of `table` over all layers and heads, without holding the others: for runs of many traces."""
-        return self._rows(over_all=True)
+        """The rows of `table` over all layers. Without `table`, of which a run of many traces has much, the file is
+        read for these alone; after it, it is not read again."""
+        if "table" in vars(self):
+            return self.table[self.table["layer"] == "all"].reset_index(drop=True)
+        return self._rows(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
 
-    def _rows(self, over_all: bool) -> pd.DataFrame:
+    def _rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
         path = self.folder / "results.csv"
         pieces = []
         try:
@@ -145,7 +149,7 @@ class Run:
                 missing = [name for name in COLUMNS if name not in rows.columns]
                 if missing:
                     raise Error(str(path), "columns", ", ".join(COLUMNS), "no " + ", ".join(missing))
-                pieces.append(rows[(rows["layer"] == "all") & (rows["head"] == "all")] if over_all else rows)
+                pieces.append(rows[wanted(rows)])
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
         table = pd.concat(pieces)

@@ -172,9 +172,9 @@ class Choice:
         return name.replace("_", " ") + (f", {variant}" if variant else "") + self.metric_unit
 
     def rows(self, metric: str) -> pd.DataFrame:
-        """Rows of results.csv of a metric over heads (`head` = all), of the chosen traces."""
+        """Rows of `Run.table` of a metric, of the chosen traces."""
         table = self.run.table
-        mine = (table["role"] != "trace") & (table["metric"] == metric) & (table["head"] == "all")
+        mine = (table["role"] != "trace") & (table["metric"] == metric)
         return table[mine & table["trace"].isin(self.traces)]
 
     def values(self) -> pd.DataFrame:

@@ -52,7 +52,7 @@ class Wanted:
 def headline_values(run: Run) -> tuple[Cells, Cells]:
     """The defined values of the table's columns: of each cell as a whole, and a dict by the layer's own number."""
     metrics = {column.metric for column in table.COLUMNS}
-    rows = run.table[(run.table["role"] != "trace") & (run.table["head"] == "all")]
+    rows = run.table[run.table["role"] != "trace"]
     whole: Cells = {}
     by_layer: Cells = {}
     kept = zip(run.cells["trace"], run.cells["cell"], run.cells["kept_tokens"], strict=True)
@@ -77,6 +77,8 @@ class Page:
 
     def __init__(self, run: Run, asked: Asked) -> None:
         self.run = run
+        # First of all: after `Run.table` nothing reads results.csv again.
+        self.whole, self.by_layer = headline_values(run)
         self.choice = Choice(run, policies=asked.policies, budgets_asked=asked.budgets)
         self.text = asked.text
         self.notes: list[str] = []
@@ -93,7 +95,6 @@ class Page:
         failed = [cell for cell in run.failed if cell.get("trace") in self.traces]
         if failed:
             self.notes.append(f"{len(failed)} failed cells, see the table")
-        self.whole, self.by_layer = headline_values(run)
         self.order = {(cell.get("trace"), cell.get("cell")): i for i, cell in enumerate(run.about.get("cells", []))}
         self.wanted: list[Wanted] = []
         self.content = {
