@@ -269,8 +269,13 @@ TEST_F(EmulatedDevice, CountsAndRounds) {
 
 TEST_F(EmulatedDevice, FloatsOfSixteenBits) {
 #ifdef __FLT16_MANT_DIG__
+#ifdef __aarch64__
+  using Half = __fp16;  // g++ 12 has _Float16 for Arm in C alone
+#else
+  using Half = _Float16;
+#endif
   for (unsigned bits = 0; bits < 0x10000; ++bits) {
-    const auto value = static_cast<float>(std::bit_cast<_Float16>(static_cast<std::uint16_t>(bits)));
+    const auto value = static_cast<float>(std::bit_cast<Half>(static_cast<std::uint16_t>(bits)));
     const auto ours = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
     if (value != value) {
       ASSERT_TRUE(ours != ours) << bits;
@@ -282,11 +287,11 @@ TEST_F(EmulatedDevice, FloatsOfSixteenBits) {
   for (int i = 0; i < 1000000; ++i) {
     const float value = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
     if (value != value) continue;
-    ASSERT_EQ(__half_as_ushort(__float2half_rn(value)), std::bit_cast<std::uint16_t>(static_cast<_Float16>(value)));
+    ASSERT_EQ(__half_as_ushort(__float2half_rn(value)), std::bit_cast<std::uint16_t>(static_cast<Half>(value)));
   }
   for (std::uint32_t bits = 0x33000000; bits < 0x39000000; bits += 257) {  // subnormal halves
     const auto value = std::bit_cast<float>(bits);
-    ASSERT_EQ(__half_as_ushort(__float2half_rn(value)), std::bit_cast<std::uint16_t>(static_cast<_Float16>(value)));
+    ASSERT_EQ(__half_as_ushort(__float2half_rn(value)), std::bit_cast<std::uint16_t>(static_cast<Half>(value)));
   }
 #endif
   EXPECT_EQ(__half_as_ushort(__float2half_rn(65519.0f)), 0x7BFF);
