@@ -119,7 +119,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory, kit: Path, compiler: str) 
     with (project / "CMakeLists.txt").open("a") as lists:
         lists.write(PROJECT)
     build = project / "build"
-    configure = ["cmake", "-S", project, "-B", build, f"-Dkvreplay_ROOT={kit}", f"-DCMAKE_CXX_COMPILER={compiler}"]
-    for command in (configure, ["cmake", "--build", build, "-j", "2"]):
+    options = ["-G", "Ninja", f"-Dkvreplay_ROOT={kit}", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    for command in (["cmake", "-S", project, "-B", build, *options], ["cmake", "--build", build, "-j", "2"]):
         subprocess.run(command, check=True, capture_output=True)
     return build

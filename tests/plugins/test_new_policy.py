@@ -67,7 +67,7 @@ def ran(*command: str | Path, folder: Path) -> str:
     return answer.stdout
 
 
-def test_files_alone_in_the_folder_are_policies(tmp_path: Path) -> None:
+def test_files_alone_in_the_folder_are_policies(compiler: str, tmp_path: Path) -> None:
     """A copy of the source tree with two new files is configured, and built but for what is not new."""
     source = tmp_path / "source"
     source.mkdir()
@@ -91,7 +91,7 @@ def test_files_alone_in_the_folder_are_policies(tmp_path: Path) -> None:
     launcher.write_text(LAUNCHER.format(build=PROGRAM.parent))
     launcher.chmod(0o755)
     build = tmp_path / "build"
-    options = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}", "-DKVREPLAY_CUDA=OFF"]
+    options = [f"-DCMAKE_CXX_COMPILER={compiler}", f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}", "-DKVREPLAY_CUDA=OFF"]
     options += [f"-D{name}={cache[f'{name}:STRING']}" for name in ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS")]
     ran("cmake", "-G", "Ninja", "-S", source, "-B", build, *options, folder=tmp_path)
     ran("cmake", "--build", build, "-j", "2", "--target", "kvreplay", "laws", "unit_tests", folder=tmp_path)
