@@ -190,6 +190,7 @@ void write_cell_facts(Group& group, const PartCell& cell) {
   for (const auto& [name, member] : words) group.set_attribute(name, cell.*member);
   group.set_attribute("budget_tokens", std::int64_t{cell.budget_tokens});
   group.set_attribute("seed", std::to_string(cell.seed));
+  if (!cell.source.empty()) group.set_attribute("source", cell.source);
   group.set_attribute("kept_tokens", cell.kept_tokens);
   group.set_attribute("scores", std::int64_t{cell.has_scores});
   group.set_attribute("sets", cell.keeps_all_changed ? "all" : "fixed");
@@ -205,6 +206,7 @@ PartCell read_cell_facts(const Group& group, const std::string& id) {
   const auto [end, problem] = std::from_chars(seed.data(), seed.data() + seed.size(), cell.seed);
   if (problem != std::errc{} || end != seed.data() + seed.size())
     throw Error{Refusal::input, group.where("seed"), "number", "0..2^64-1", seed};
+  if (group.has_attribute("source")) cell.source = group.string_attribute("source");
   cell.kept_tokens = group.float_attribute("kept_tokens");
   cell.has_scores = group.integer_attribute("scores") != 0;
   cell.keeps_all_changed = group.string_attribute("sets") == "all";

@@ -50,6 +50,7 @@ struct PartCell {
   std::string id, role, policy, params, label, paper, heads, agg, budget;
   int budget_tokens = 0;
   std::uint64_t seed = 0;
+  std::string source = {};  // ConfiguredPolicy::source_hash
   double kept_tokens = 0;
   bool has_scores = false;
   bool keeps_all_changed = false;  // every token stays, none as it was: there are no sets to store

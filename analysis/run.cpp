@@ -61,7 +61,18 @@ std::string cell_id(const PartTrace& trace, const PartCell& cell) {
                   "layers={}\nseed={}\nbackend={}\n",
                   trace.numerics, trace.hash, cell.policy, cell.params, cell.budget_tokens, trace.boundary, trace.eval,
                   numbers(trace.treated), cell.seed, trace.backend));
+  if (!cell.source.empty()) hash.update(fmt::format("source={}\n", cell.source));
   return hash.digits().substr(0, 16);
+}
+
+/// The same policy with the same values, of another version of the files that it comes from.
+bool of_another_version(const PartCell& cell, const PartCell& other) {
+  return cell.policy == other.policy && cell.params == other.params && cell.source != other.source;
+}
+
+/// An edited policy's numbers take the place of those that its file gave before.
+bool takes_place_of(const PartCell& now, const PartCell& earlier) {
+  return of_another_version(now, earlier) && now.budget_tokens == earlier.budget_tokens && now.seed == earlier.seed;
 }
 
 /// Traces, cells and their names must be able to mean something before anything is opened.
@@ -230,6 +241,7 @@ void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy
   facts.budget = budget.literal;
   facts.budget_tokens = budget.tokens(work.conditions.boundary);
   facts.seed = request.seed;
+  facts.source = policy.source_hash();
   facts.id = cell_id(work.facts, facts);
 
   const auto same = std::ranges::find(work.cells, facts.id, [](const CellWork& other) { return other.facts.id; });
@@ -281,6 +293,20 @@ void check_cells(TraceWork& work, const Trace& trace) {
   }
 }
 
+/// At budgets that are not asked for now, numbers of an edited policy's earlier version stay: nobody should take them
+/// for its own.
+void warn_of_versions(TraceWork& work) {
+  if (!work.part) return;
+  for (const PartCell& found : work.part->cells) {
+    const auto some_cell = [&](bool (*is)(const PartCell&, const PartCell&)) {
+      return std::ranges::any_of(work.cells, [&](const CellWork& cell) { return is(cell.facts, found); });
+    };
+    if (some_cell(of_another_version) && !some_cell(takes_place_of))
+      warn_once(work, fmt::format("{}: {} at {} stays as another version of its file left it", work.summary.name,
+                                  found.label, found.budget));
+  }
+}
+
 TraceWork prepare(const RunRequest& request, const fs::path& path) {
   TraceWork work;
   work.summary.path = path;
@@ -318,6 +344,7 @@ TraceWork prepare(const RunRequest& request, const fs::path& path) {
       add_cell(work, request, policy, budget, "control", of_cells);
   }
   check_cells(work, trace);
+  warn_of_versions(work);
   return work;
 }
 
@@ -475,6 +502,10 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
   if (work.part)
     for (const PartCell& found : work.part->cells) {
       if (replaced.contains(found.id)) continue;
+      if (std::ranges::any_of(work.cells, [&](const CellWork& cell) { return takes_place_of(cell.facts, found); })) {
+        changed = true;
+        continue;
+      }
       cells.push_back({found});
       const auto now = std::ranges::find(work.cells, found.id, [](const CellWork& cell) { return cell.facts.id; });
       if (now == work.cells.end()) continue;

@@ -35,8 +35,11 @@ Json policy_json(const ConfiguredPolicy& policy) {
   Json parameters = Json::object();
   const Parameters declared = policy.parameters();
   for (const Parameter& parameter : declared.all()) parameters[parameter.name] = parameter.text();
-  return {
+  Json result = {
       {"label", policy.label()}, {"name", policy.name()}, {"parameters", parameters}, {"paper", policy.card().paper}};
+  for (const Source& source : policy.sources())
+    result["source"].push_back({{"path", source.path}, {"hash", source.hash}});
+  return result;
 }
 
 Json metric_json(const std::string& name) {

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -14,7 +15,39 @@
 
 namespace kvreplay {
 
-/// `Card` has a member `name`. A duplicate name is a bug of ours that no caller could handle: the program stops.
+/// Whether it can be written wherever names are, and what such a name is made of.
+bool is_name(std::string_view text);
+inline constexpr const char* name_rule = "lower-case letters, digits and hyphens, a letter first";
+
+/// What is registered while it lives: a plug-in's names, all of which go again where one of them cannot stay.
+class Newcomers {
+ public:
+  struct Name {
+    std::string kind;  // of what: "policy", "selector"
+    std::string name;
+    bool taken;  // it was registered before, and that stays
+  };
+
+  /// One at a time.
+  Newcomers();
+  Newcomers(const Newcomers&) = delete;
+  Newcomers& operator=(const Newcomers&) = delete;
+  ~Newcomers();
+  /// Null while none lives: the program itself registers what it is made of.
+  static Newcomers* current();
+
+  const std::vector<Name>& names() const { return names_; }
+  void add(Name name, std::function<void()> remove);
+  /// Those that were not taken are registered no longer.
+  void take_back();
+
+ private:
+  std::vector<Name> names_;
+  std::vector<std::function<void()>> removals_;
+};
+
+/// `Card` has a member `name`. A duplicate name is a bug of ours that no caller could handle: the program stops. What
+/// comes from elsewhere is heard by Newcomers instead.
 template <class Card>
 class Registry {
  public:
@@ -23,7 +56,10 @@ class Registry {
 
   void add(Card card) {
     const std::string name{card.name};
-    if (!cards_.emplace(name, std::move(card)).second) {
+    const bool taken = !cards_.emplace(name, std::move(card)).second;
+    if (Newcomers* newcomers = Newcomers::current()) {
+      newcomers->add({kind_, name, taken}, [this, name] { cards_.erase(name); });
+    } else if (taken) {
       std::fprintf(stderr, "kvreplay: two things are registered as %s \"%s\"\n", kind_.c_str(), name.c_str());
       std::abort();
     }

@@ -159,6 +159,23 @@ Parameters ConfiguredPolicy::parameters() const {
   return all;
 }
 
+std::vector<Source> ConfiguredPolicy::sources() const {
+  std::vector<Source> all = policy_->sources();
+  if (const PolicyEntry* entry = policies().find(name_)) all.push_back(entry->source);
+  for (const Placed& placed : parts_) all.push_back(parts(placed.kind).get(placed.name).source);
+  std::erase_if(all, &Source::is_built_in);
+  std::ranges::sort(all, {}, &Source::hash);
+  const auto twice = std::ranges::unique(all, {}, &Source::hash);
+  all.erase(twice.begin(), twice.end());
+  return all;
+}
+
+std::string ConfiguredPolicy::source_hash() const {
+  std::string hashes;
+  for (const Source& source : sources()) hashes += (hashes.empty() ? "" : ",") + source.hash;
+  return hashes;
+}
+
 std::string ConfiguredPolicy::label() const {
   return label_of([](const Parameter&) { return false; });
 }

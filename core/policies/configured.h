@@ -26,6 +26,11 @@ class ConfiguredPolicy {
 
   const std::string& name() const { return name_; }
   const Card& card() const { return policy_->card(); }
+  /// The files that it comes from where it is not built in, those of its parts and of policies that it is made of
+  /// included: each once, ascending by hash.
+  std::vector<Source> sources() const;
+  /// Their hashes, with commas; empty: all of it is built in.
+  std::string source_hash() const;
   Parameters parameters() const;
   /// "window=8,kernel=7,...": every parameter.
   std::string params() const { return parameters().canonical(); }

@@ -65,6 +65,13 @@ class LayerRanges final : public Policy {
 
   void set_seed(std::uint64_t seed) override { seed_ = seed; }
 
+  std::vector<Source> sources() const override {
+    std::vector<Source> all;
+    for (const Range& range : ranges_)
+      for (const Source& source : ConfiguredPolicy::parse(range.policy).sources()) all.push_back(source);
+    return all;
+  }
+
   void check() const override {}
 
   void check_limits(int prompt, int) const override {

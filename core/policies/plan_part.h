@@ -33,6 +33,7 @@ struct PartCard {
   std::string name;
   std::string summary;
   std::function<std::unique_ptr<PlanPart>()> make;
+  Source source = current_source();
 };
 
 Registry<PartCard>& parts(PartKind kind);

@@ -26,6 +26,17 @@
 
 namespace kvreplay {
 
+/// The file that a policy or a part comes from, where the program was built without it.
+struct Source {
+  std::string path = {};
+  std::string hash = {};  // XXH3-128 of its bytes, in hexadecimal digits; empty: it is built in
+
+  bool is_built_in() const { return hash.empty(); }
+};
+
+/// Of what registers itself now: the plug-in that is being loaded, or the program itself.
+const Source& current_source();
+
 /// What a policy says of itself.
 struct Card {
   const char* name;
@@ -203,6 +214,9 @@ class Policy {
   virtual bool declare(std::string_view /*name*/) { return false; }
   /// The default of every seed parameter of the policies that it is made of.
   virtual void set_seed(std::uint64_t) {}
+  /// Where the policies that it is made of come from: one that parses or makes others must say so, since the results of
+  /// an earlier version of their files are not its own.
+  virtual std::vector<Source> sources() const { return {}; }
   /// Throws Error{usage} for values that contradict each other, whatever the number of layers.
   virtual void check() const = 0;
   /// Throws Error{usage} when a policy that it is made of was given a value too large for P tokens or L layers.
@@ -216,7 +230,8 @@ void append_plans(std::vector<LayerPlan>& plans, const Policy& policy, int layer
 
 struct PolicyEntry {
   std::string name;
-  std::unique_ptr<Policy> (*make)();
+  std::function<std::unique_ptr<Policy>()> make;
+  Source source = current_source();
 };
 
 Registry<PolicyEntry>& policies();
@@ -235,6 +250,12 @@ struct Registered {
     }
     void set_seed(std::uint64_t seed) override {
       if constexpr (requires { value.set_seed(seed); }) value.set_seed(seed);
+    }
+    std::vector<Source> sources() const override {
+      if constexpr (requires { value.sources(); })
+        return value.sources();
+      else
+        return {};
     }
     void check() const override {
       if constexpr (requires { value.check(); })

@@ -21,7 +21,7 @@ POLICIES = set(
     "chunkkv dynamickv finch full h2o h2o-online hybrid kivi local oracle pyramid-infer pyramid-kv random sca snapkv "
     "streaming-llm strided truncate".split()
 )
-COMMANDS = {"doctor", "synth", "info", "validate", "replay", "diff", "policies", "metrics", "completion", "help"}
+COMMANDS = set("doctor synth info validate replay diff policies new-policy metrics completion help".split())
 REPLAY = ["-p", "snapkv:window=2,kernel=3,h2o:recent=3", "-b", "6"]
 
 

@@ -315,6 +315,38 @@ TEST(Registry, DuplicateNameStopsTheProgram) {
       "two things are registered as policy \"twice\"");
 }
 
+TEST(Registry, WhatComesLaterIsHeardAndGoesAgain) {
+  struct Named {
+    std::string name;
+    int number = 0;
+  };
+  Registry<Named> registry("policy");
+  registry.add({"old", 1});
+  {
+    Newcomers newcomers;
+    registry.add({"new", 2});
+    registry.add({"old", 3});
+    ASSERT_EQ(newcomers.names().size(), 2U);
+    EXPECT_EQ(newcomers.names()[0].kind, "policy");
+    EXPECT_EQ(newcomers.names()[0].name, "new");
+    EXPECT_FALSE(newcomers.names()[0].taken);
+    EXPECT_TRUE(newcomers.names()[1].taken);
+    EXPECT_EQ(registry.get("new").number, 2);
+    EXPECT_EQ(registry.get("old").number, 1);
+    newcomers.take_back();
+  }
+  EXPECT_EQ(registry.names(), std::vector<std::string>{"old"});
+  registry.add({"new", 4});
+  EXPECT_EQ(registry.get("new").number, 4);
+}
+
+TEST(Registry, NamesCanBeWrittenAnywhere) {
+  for (const char* good : {"a", "h2o-online", "x-2"}) EXPECT_TRUE(is_name(good)) << good;
+  for (const char* bad : {"", "A", "2nd", "-a", "a-", "a_b", "a,b", "a:b", "a b", "\u00e4"})
+    EXPECT_FALSE(is_name(bad)) << bad;
+  for (const std::string& name : policies().names()) EXPECT_TRUE(is_name(name)) << name;
+}
+
 TEST(Registry, EveryPolicyDescribesItselfAndItsParameters) {
   for (const std::string& name : policies().names()) {
     SCOPED_TRACE(name);

@@ -34,6 +34,8 @@ struct Command {
 inline constexpr Option json_option{"json", 0, "", "", "the same as JSON"};
 inline constexpr Option progress_option{"progress", 0, "auto|always|never", "auto",
                                         "a line on stderr that tells how far the work is; auto: on a terminal"};
+inline constexpr Option plugin_option{"plugin", 0, "FILE", "", "policies that are compiled apart; may be repeated",
+                                      true};
 /// Every command has it; the program itself answers it.
 inline constexpr Option help_option{"help", 'h', "", "", "this help"};
 

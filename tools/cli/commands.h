@@ -15,6 +15,7 @@ extern const Command doctor_command;
 extern const Command help_command;
 extern const Command info_command;
 extern const Command metrics_command;
+extern const Command new_policy_command;
 extern const Command policies_command;
 extern const Command replay_command;
 extern const Command synth_command;

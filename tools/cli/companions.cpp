@@ -9,6 +9,7 @@
 
 #include "commands.h"
 #include "error.h"
+#include "machine.h"
 #include "nearest.h"
 
 namespace kvreplay {
@@ -33,8 +34,7 @@ std::optional<std::filesystem::path> find_companion(std::string_view name) {
   if (name.empty() || name.find('/') != std::string_view::npos) return std::nullopt;
   std::vector<std::filesystem::path> folders;
   std::error_code problem;
-  if (const auto self = std::filesystem::read_symlink("/proc/self/exe", problem); !problem)
-    folders.push_back(self.parent_path());
+  if (const std::filesystem::path beside = program_folder(); !beside.empty()) folders.push_back(beside);
   const char* path = std::getenv("PATH");
   for (const std::string& folder : split(path == nullptr ? "" : path, ':')) folders.emplace_back(folder);
   for (const std::filesystem::path& folder : folders) {

@@ -39,6 +39,11 @@ constexpr const char* container_use = "/sys/fs/cgroup/memory.current";
 
 }  // namespace
 
+std::filesystem::path program_folder() {
+  std::error_code problem;
+  return std::filesystem::read_symlink("/proc/self/exe", problem).parent_path();
+}
+
 int machine_threads() {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);

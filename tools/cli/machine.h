@@ -10,6 +10,8 @@
 
 namespace kvreplay {
 
+/// Where this program lies; empty: the system does not say.
+std::filesystem::path program_folder();
 int machine_threads();
 std::size_t page_size();
 /// Memory in all and what is free now, within the limit of a container where there is one.

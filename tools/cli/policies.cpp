@@ -8,6 +8,7 @@
 #include "output.h"
 #include "policies/layer_ranges.h"
 #include "policies/plan_part.h"
+#include "policies/plugin.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -17,6 +18,7 @@ constexpr Option options[] = {
     {"parts", 0, "", "", "the parts that can be put into any policy"},
     {"names", 0, "", "", "names alone, one a line"},
     {"markdown", 0, "", "", "as Markdown"},
+    plugin_option,
     json_option,
 };
 
@@ -121,6 +123,7 @@ int list_policies(const Arguments& arguments) {
 }
 
 int run(const Arguments& arguments) {
+  for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   if (arguments.given("parts")) {
     if (!arguments.operands().empty())
       throw Error{Refusal::usage, "--parts", "lists all parts", "no policy", arguments.operands().front()};

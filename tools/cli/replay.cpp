@@ -16,6 +16,7 @@
 #include "interruption.h"
 #include "machine.h"
 #include "output.h"
+#include "policies/plugin.h"
 #include "progress_line.h"
 #include "replay/estimate.h"
 #include "replay/stored_observables.h"
@@ -29,6 +30,7 @@ constexpr Option options[] = {
      "be repeated",
      true},
     {"budget", 'b', "BUDGET,...", "", "tokens kept a layer and head: 0.1, 10% or 512; may be repeated", true},
+    plugin_option,
     {"metrics", 0, "METRIC,...", "", "NAME or NAME:VARIANT; default: all in their base variants", true},
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
@@ -264,6 +266,7 @@ void report_troubles(const RunSummary& summary) {
 }
 
 int run_replay(const Arguments& arguments) {
+  for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   const Device device = find_device(arguments.text("device"));
   RunRequest request = requested(arguments, device);
   if (arguments.given("memory")) arguments.bytes("memory");

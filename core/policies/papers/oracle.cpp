@@ -1,5 +1,6 @@
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "policies/configured.h"
 #include "policies/parts/allocation.h"
@@ -38,6 +39,10 @@ struct Oracle {
   }
 
   void set_seed(std::uint64_t given) { seed = given; }
+
+  std::vector<Source> sources() const {
+    return counts == "none" ? std::vector<Source>{} : ConfiguredPolicy::parse(counts).sources();
+  }
 
   void check() const {
     if (counts != "none" && (grouping.heads != Heads::kv || scope != Scope::head))

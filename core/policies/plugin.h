@@ -1,0 +1,16 @@
+// Policies that are compiled apart, against the kit's headers alone, and loaded while the program runs.
+//
+// A plug-in is a shared library whose bytes hold a stamp, "kvreplay-plugin:VERSION:ABI". It is read before the library
+// is opened, because opening it runs its registrations: whatever was built for something else never runs.
+#pragma once
+
+#include <filesystem>
+
+namespace kvreplay {
+
+/// Registers the policies and parts of a plug-in, all of them or none; they carry its path and content hash as Source.
+/// A file that is loaded already does nothing. Throws Error{input} for a file that is no plug-in, that is damaged, or
+/// whose names are taken, Error{capability} for one that was made for another kvreplay, compiler or machine.
+void load_plugin(const std::filesystem::path& path);
+
+}  // namespace kvreplay
