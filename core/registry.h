@@ -65,6 +65,12 @@ class Registry {
     }
   }
 
+  /// In place of what has that name; new where nothing has.
+  void replace(Card card) {
+    std::string name{card.name};
+    cards_.insert_or_assign(std::move(name), std::move(card));
+  }
+
   const Card* find(std::string_view name) const {
     const auto found = cards_.find(name);
     return found == cards_.end() ? nullptr : &found->second;

@@ -133,8 +133,8 @@ page.keep(adjacent_figure(), "adjacent")
 def diagonals(label: str) -> np.ndarray:
     """Mean similarity of layers at distance 1 … L-1, over all traces: float [L-1]."""
     cells = tenth.cells[tenth.cells["label"] == label]
-    sets = [tenth.selection(row.cell, tenth.trace(row.trace).boundary).jaccard["first"] for row in cells.itertuples()]
-    matrix = np.mean(sets, axis=0)
+    sets = [tenth.selection_of(row.cell, tenth.trace(row.trace).boundary) for row in cells.itertuples()]
+    matrix = np.mean([one.jaccard["first"] for one in sets], axis=0)
     return np.array([np.diagonal(matrix, distance).mean() for distance in range(1, len(matrix))])
 
 
@@ -506,7 +506,7 @@ def text_map(trace: str, drawings: dict[str, tuple[Run, str]]) -> Drawing:
     data = []
     for axis, (name, (run, label)) in zip(sheet.axes, drawings.items(), strict=True):
         mine = run.cells[(run.cells["label"] == label) & (run.cells["trace"] == trace)].iloc[0]
-        kept = run.selection(mine["cell"], facts.boundary).mask().mean(axis=(0, 1))
+        kept = run.selection_of(mine["cell"], facts.boundary).mask().mean(axis=(0, 1))
         for i, piece, (row, begin) in zip(chosen, pieces, places, strict=True):
             x, y = begin * advance, row * height
             axis.add_patch(Rectangle((x, y), len(piece) * advance, height, facecolor=shades(kept[i]), linewidth=0))
@@ -535,7 +535,7 @@ def runs_of(run: Run, label: str) -> pd.DataFrame:
     """By trace: mean length of runs of kept neighbours, and the share of kept tokens that stand alone."""
     found = []
     for row in run.cells[run.cells["label"] == label].itertuples():
-        selection = run.selection(row.cell, run.trace(row.trace).boundary)
+        selection = run.selection_of(row.cell, run.trace(row.trace).boundary)
         kept = (selection.mask() & selection.unprotected()).reshape(-1, selection.boundary)
         edged = np.pad(kept, ((0, 0), (1, 1)))
         begins = edged[:, 1:-1] & ~edged[:, :-2]

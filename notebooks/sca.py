@@ -276,7 +276,7 @@ def sets(run: Run, label: str, budget: str) -> dict[str, np.ndarray]:
     """By trace: whether a layer keeps a token, of policies with one set a layer, bool [layers, prompt]."""
     chosen = run.cells[(run.cells["label"] == label) & (run.cells["budget"] == budget)]
     return {
-        row.trace: run.selection(row.cell, run.trace(row.trace).boundary).mask()[:, 0] for row in chosen.itertuples()
+        row.trace: run.selection_of(row.cell, run.trace(row.trace).boundary).mask()[:, 0] for row in chosen.itertuples()
     }
 
 
@@ -378,7 +378,7 @@ def residents(trace: str, label: str) -> np.ndarray:
     """
     about = flow.trace(trace)
     row = flow.cells[(flow.cells["trace"] == trace) & (flow.cells["label"] == label)].iloc[0]
-    gone = flow.selection(row["cell"], about.boundary).evicted_at[0, 0][: about.boundary]
+    gone = flow.selection_of(row["cell"], about.boundary).evicted_at[0, 0][: about.boundary]
     gone = np.where((gone < 0) | (gone > len(gone)), len(gone), gone)  # after the prompt, or never
     changes = np.zeros(len(gone) + 2, dtype=int)
     changes[: len(gone)] += 1

@@ -8,6 +8,7 @@
 #include "nearest.h"
 #include "policies/layer_ranges.h"
 #include "policies/policy_file.h"
+#include "policies/policy_source.h"
 
 namespace kvreplay {
 namespace {
@@ -51,7 +52,7 @@ std::vector<std::string> split_policies(std::string_view text) {
     } else if (is_assignment(piece)) {
       if (found.empty())
         throw Error{Refusal::usage, "policy", "value without a policy", "NAME[:KEY=VALUE,...]", std::string(piece)};
-      found.back() += (found.back().find(':') == std::string::npos ? ":" : ",") + std::string(piece);
+      found.back() += (end_of_policy_name(found.back()) == found.back().size() ? ":" : ",") + std::string(piece);
     } else {
       found.emplace_back(piece);
     }
@@ -60,14 +61,15 @@ std::vector<std::string> split_policies(std::string_view text) {
 }
 
 ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t seed) {
-  const std::size_t colon = text.find(':');
+  const std::size_t name = end_of_policy_name(text);
   ConfiguredPolicy configured;
-  configured.name_ = std::string(text.substr(0, colon));
+  configured.name_ = registered_policy(text.substr(0, name));
   configured.policy_ = make_policy(configured.name_);
+  if (const PolicyEntry* entry = policies().find(configured.name_)) configured.source_ = entry->source;
   configured.policy_->set_seed(seed);
   std::vector<std::pair<std::string, std::string>> values;
-  if (colon != std::string_view::npos) {
-    for (const std::string_view piece : split_list(configured.name_, text.substr(colon + 1))) {
+  if (name != text.size()) {
+    for (const std::string_view piece : split_list(configured.name_, text.substr(name + 1))) {
       const std::size_t equals = piece.find('=');
       if (equals == std::string_view::npos || equals == 0)
         throw Error{Refusal::usage, configured.name_, "not a parameter", "KEY=VALUE", "\"" + std::string(piece) + "\""};
@@ -107,7 +109,7 @@ void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::strin
     std::vector<std::pair<std::string, std::string>> of_part;
     std::shared_ptr<PlanPart> part = parse_part(kind->value, value, of_part);
     parts_.push_back({kind->value, value.substr(0, value.find('(')), std::move(part)});
-    rest.insert(rest.end(), of_part.begin(), of_part.end());
+    for (const auto& [name, of_name] : of_part) rest.emplace_back(name, without_parentheses(of_name));
   }
   values = std::move(rest);
 }
@@ -161,7 +163,7 @@ Parameters ConfiguredPolicy::parameters() const {
 
 std::vector<Source> ConfiguredPolicy::sources() const {
   std::vector<Source> all = policy_->sources();
-  if (const PolicyEntry* entry = policies().find(name_)) all.push_back(entry->source);
+  all.push_back(source_);
   for (const Placed& placed : parts_) all.push_back(parts(placed.kind).get(placed.name).source);
   std::erase_if(all, &Source::is_built_in);
   std::ranges::sort(all, {}, &Source::hash);
@@ -267,6 +269,15 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
                 "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
                 parameter.text()};
   }
+}
+
+void ConfiguredPolicy::check_layers_apart() const {
+  if (name_ == layer_ranges_name) throw Error{Refusal::usage, name_, "ranges of layers", "one policy for all layers"};
+  constexpr int some_layers = 64;
+  const std::vector<LayerPlan> all = plans(some_layers);
+  if (all.size() > 1)
+    throw Error{Refusal::usage, name_, "its layers have plans of their own", "one policy for all layers", name_};
+  kvreplay::check_layers_apart(name_, all.front().plan);
 }
 
 Budget Budget::parse(std::string_view text) {

@@ -45,6 +45,10 @@ class ConfiguredPolicy {
   /// where they are used.
   void check_limits(int prompt, int layers) const;
 
+  /// Throws Error{usage} unless ranges of layers that are cut out of it have the sets that it has there itself: each
+  /// layer's depend on that layer and the budget alone.
+  void check_layers_apart() const;
+
  private:
   struct Placed {
     PartKind kind;
@@ -60,6 +64,7 @@ class ConfiguredPolicy {
   [[noreturn]] void refuse_parts() const;
 
   std::string name_;
+  Source source_ = {};  // of the policy itself; another file's may have its name by now
   std::shared_ptr<Policy> policy_;
   std::vector<Placed> parts_;
   std::set<std::string, std::less<>> given_;

@@ -6,6 +6,7 @@
 #include <list>
 
 #include "policies/configured.h"
+#include "policies/policy_source.h"
 
 namespace kvreplay {
 namespace {
@@ -116,7 +117,7 @@ class LayerRanges final : public Policy {
 
 std::unique_ptr<Policy> make_policy(const std::string& name) {
   if (name == layer_ranges_name) return std::make_unique<LayerRanges>();
-  return policies().get(name).make();
+  return policies().get(registered_policy(name)).make();
 }
 
 }  // namespace kvreplay

@@ -115,4 +115,16 @@ void check_plan(const std::string& who, const Plan& plan) {
             "heads=kv or heads=layer", "heads=query");
 }
 
+void check_layers_apart(const std::string& who, const Plan& plan) {
+  const auto refuse_if = [&who](bool unfit, const char* expected, const char* found) {
+    if (unfit) throw Error{Refusal::usage, who, "its layers depend on each other", expected, found};
+  };
+  const bool within =
+      std::holds_alternative<Uniform>(plan.allocate) || std::holds_alternative<WithinLayer>(plan.allocate);
+  if (!has_budget(plan)) throw Error{Refusal::usage, who, "no budget binds it", "a policy that one binds"};
+  refuse_if(plan.nesting != Nesting::none, "a policy whose layers are not nested", "one whose layers are");
+  refuse_if(shares_layers(plan.share), "share=none", "layers that share a set");
+  refuse_if(!within, "allocate=uniform", name_of(plan.allocate));
+}
+
 }  // namespace kvreplay

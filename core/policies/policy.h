@@ -196,6 +196,10 @@ bool keeps_everything(const Plan& plan, int budget, int prompt);
 /// Throws Error{usage} at `who` for parts that do not fit together, with the reason.
 void check_plan(const std::string& who, const Plan& plan);
 
+/// Throws Error{usage} at `who` unless each layer's sets depend on that layer and the budget alone: then a layer has
+/// the same sets whatever policies the other layers have.
+void check_layers_apart(const std::string& who, const Plan& plan);
+
 /// The plan of the treated layers [first, first + count): the policy sees them as if they were all there are.
 struct LayerPlan {
   int first = 0;

@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "parameters.h"
+#include "policies/policy_source.h"
 
 namespace kvreplay {
 namespace {
@@ -19,7 +20,7 @@ std::string policy_of(const std::filesystem::path& path, const YAML::Node& node)
     throw Error{Refusal::usage, where(path, node.Mark()), "not a policy", "a text, or a mapping with the key policy",
                 node.IsMap() ? "a mapping without it" : "something else"};
   std::string text = node["policy"].Scalar();
-  bool first = text.find(':') == std::string::npos;
+  bool first = end_of_policy_name(text) == text.size();
   for (const auto& entry : node) {
     const std::string key = entry.first.Scalar();
     if (key == "policy") continue;

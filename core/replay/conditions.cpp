@@ -138,6 +138,11 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
       throw Error{Refusal::usage, who, "no such layer", fmt::format("-{}..{}", of_range.count, of_range.count - 1),
                   fmt::format("layer {}", source < 0 ? source - of_range.count : source)};
   if (const auto* threshold = std::get_if<Threshold>(&plan.schedule)) tokens_of(*threshold, prompt, who);
+  if (const auto* by_layer = std::get_if<ByLayer>(&plan.allocate);
+      by_layer && !keeps_everything(plan, budget, prompt)) {
+    const auto [sinks, recent] = plan.protect.within(budget, prompt);
+    (*by_layer)({of_range.count, prompt, budget, sinks, recent});  // throws what replay would
+  }
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   if (blocks != nullptr && !keeps_everything(plan, budget, prompt)) {
     if (const int spared = blocks->spared_tokens(prompt, question); budget <= spared)

@@ -248,10 +248,12 @@ class Replay {
       stretch.by_rule = of_range.plan.protect.within(job.budget, prompt());
       const bool whole = job.known() || keeps_everything(of_range.plan, job.budget, prompt());
       if (const auto* by_layer = std::get_if<ByLayer>(&of_range.plan.allocate); by_layer != nullptr && !whole) {
-        stretch.by_layer = (*by_layer)(division(stretch, job.budget));
-        const long slots = std::accumulate(stretch.by_layer.begin(), stretch.by_layer.end(), 0L);
-        const long allowed = static_cast<long>(of_range.count) * job.budget;
-        if (has_budget(of_range.plan) && slots > allowed) overspent(job, allowed, slots);
+        guarded(job, [&] {
+          stretch.by_layer = (*by_layer)(division(stretch, job.budget));
+          const long slots = std::accumulate(stretch.by_layer.begin(), stretch.by_layer.end(), 0L);
+          const long allowed = static_cast<long>(of_range.count) * job.budget;
+          if (has_budget(of_range.plan) && slots > allowed) overspent(job, allowed, slots);
+        });
       }
       job.two_walks = job.two_walks || (!whole && (counted_later || stretch.shares_later_layer() ||
                                                    std::holds_alternative<AcrossLayers>(of_range.plan.allocate)));

@@ -9,7 +9,8 @@ import pytest
 from shown_commands import CONSOLE, GENERATED, ROOT, commands, replayed, run, without_times
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "policies.md", ROOT / "docs" / "report.md", ROOT / "core" / "policies" / "README.md"]
+DOCS = ["docs/policies.md", "docs/report.md", "docs/python.md", "core/policies/README.md"]
+PAGES = [README, *(ROOT / page for page in DOCS)]
 SOURCES = sorted((ROOT / "core" / "policies").rglob("*.cpp"))
 SHOWN_CODE = [(page, code) for page in PAGES for code in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)]
 BLOCKS = [(page, block) for page in PAGES for block in CONSOLE.findall(page.read_text())]
@@ -48,6 +49,17 @@ def test_python_of_the_readme_runs():
     run(commands(CONSOLE.findall(README.read_text())[0])[0])
     printed = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "snapkv" in printed and "oracle" in printed
+
+
+def test_python_of_its_page_runs():
+    """One block after the other, in one session."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    shown = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    policy = (ROOT / "docs" / "value_attention.py").read_text()
+    assert policy in shown and f"```py\n{policy}```" in README.read_text()
+    checks = "assert votes.shape == (9, 480) and keys.shape == (3, 512, 64) and kept.mask().shape == (30, 3, 480)\n"
+    checks += "assert set(measured.cells.policy) >= {'given'} and set(other.cells.policy) >= {'Sloped', 'snapkv'}\n"
+    subprocess.run([sys.executable, "-W", "error", "-c", shown + checks], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("page, found", GENERATED_PARTS, ids=[found[1] for _, found in GENERATED_PARTS])

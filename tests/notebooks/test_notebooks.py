@@ -199,7 +199,7 @@ def test_a_kept_token_on_the_text_is_one_of_the_selection(chunkkv: Path):
     cells = run.cells[run.cells["label"] == "chunkkv:heads=layer"]
     candidates = []
     for cell in cells.itertuples():
-        tokens, selection = run.selections[f"/traces/{cell.trace}/tokens"], run.selection(cell.cell, 10**6)
+        tokens, selection = run.selections[f"/traces/{cell.trace}/tokens"], run.selection_of(cell.cell, 10**6)
         text, offsets = tokens["text"][()].decode(), tokens["offsets"][()]
         if max(shown.index) < len(offsets) and all(
             text[slice(*offsets[i])].replace("\n", "⏎") == piece for i, piece in shown["token"].items()

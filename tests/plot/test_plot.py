@@ -195,7 +195,7 @@ def test_a_policy_that_keeps_every_token_changed_is_drawn_whole(broken, tmp_path
         for name, values in (("offsets", np.zeros(13, np.int64)), ("positions", np.zeros(0, np.int32))):
             del group[name]
             group[name] = values
-    selection = Run(broken).selection("0000000000000000", 480)
+    selection = Run(broken).selection_of("0000000000000000", 480)
     assert selection.mask().shape == (3, 3, 480) and selection.mask().all()
     np.testing.assert_array_equal(np.diff(selection.offsets), [480] * 9 + [0] * 3)
     assert (drawn("budgets", broken, tmp_path)["kept_least"] == 480).all()
@@ -204,7 +204,7 @@ def test_a_policy_that_keeps_every_token_changed_is_drawn_whole(broken, tmp_path
 
 def test_a_schedule_tells_when_tokens_went_and_is_drawn_as_at_the_end_of_the_prompt(broken, tmp_path, capsys):
     def read() -> Selection:
-        return Run(broken).selection("0000000000000000", 480)
+        return Run(broken).selection_of("0000000000000000", 480)
 
     before, shown = read(), drawn("kept", broken, tmp_path)
     assert before.evicted_at is None

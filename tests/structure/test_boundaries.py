@@ -21,6 +21,7 @@ ALLOWED = {
     "JSON": (r"<nlohmann/", ("core/trace", "analysis", "tools/cli", "tests")),
     "xxHash": (r"<xxhash\.h>", ("core/trace", "analysis", "tools/cli")),
     "CUDA": (r"[<\"](cuda|cublas|cub/|cutlass|cute/)", ("cuda", "tests/cuda", "tools/bench/device")),
+    "nanobind": (r"<nanobind/", ("tools/python/engine",)),
     "GoogleTest": (r"<g(test|mock)/", ("tests",)),
     "Google Benchmark": (r"<benchmark/", ("tools/bench",)),
 }
@@ -41,7 +42,9 @@ PACKAGES = {
     "kvreplay": ("kvreplay",),
     "kvreplay.capture": ("kvreplay", "kvreplay.capture"),
     "kvreplay.compare": ("kvreplay", "kvreplay.compare"),
+    "kvreplay.tune": ("kvreplay", "kvreplay.compare", "kvreplay.tune"),
     "kvreplay.plot": ("kvreplay", "kvreplay.compare", "kvreplay.plot"),
+    "kvreplay.command_line": ("kvreplay", "kvreplay.plot", "kvreplay.command_line"),
     "kvreplay.report": ("kvreplay", "kvreplay.plot", "kvreplay.report"),
 }
 PACKAGE_FOLDERS = {name: "tools/python/" + name.replace(".", "/") for name in PACKAGES}

@@ -116,6 +116,15 @@ TEST(PlanRules, WhatFitsIsTaken) {
     EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }
 
+TEST(PlanRules, LayersStandApartWhereEachDependsOnItselfAlone) {
+  for (const char* policy : {"snapkv", "h2o:select=chunks", "h2o-online", "oracle:scope=layer", "streaming-llm"})
+    EXPECT_NO_THROW(ConfiguredPolicy::parse(policy).check_layers_apart()) << policy;
+  for (const char* policy :
+       {"chunkkv:reuse=2", "sca", "pyramid-kv", "pyramid-infer", "dynamickv", "oracle:scope=global",
+        "oracle:counts=snapkv", "hybrid", "layers:0-3=snapkv", "full", "snapkv:allocate=list((2,1))"})
+    EXPECT_THROW(ConfiguredPolicy::parse(policy).check_layers_apart(), Error) << policy;
+}
+
 TEST(PlanRules, ABudgetBindsWhatEvictsByOne) {
   const auto bound = [](const char* policy) {
     for (const LayerPlan& part : ConfiguredPolicy::parse(policy).plans(2))

@@ -8,9 +8,11 @@
 #include <tuple>
 
 #include "error.h"
+#include "policies/configured.h"
 #include "policies/parts/apportion.h"
 #include "policies/parts/decay.h"
 #include "policies/parts/dynamic_allocation.h"
+#include "policies/parts/layer_shares.h"
 #include "policies/parts/pyramid.h"
 #include "policies/plan_part.h"
 #include "random.h"
@@ -317,6 +319,39 @@ TEST(DynamicAllocation, EqualsTheSortedAlgorithmAndSpendsTheBudgetExactly) {
     }
     ASSERT_EQ(slots, division.layers * rows * division.budget) << round;
   }
+}
+
+// ---- by a list
+
+TEST(LayerShares, DivideTheWholeBudgetWithinWhatStaysByRuleAndThePrompt) {
+  const ByLayer counts = by_shares({4, 2, 1, 1});
+  EXPECT_EQ(counts({.layers = 4, .prompt = 99, .budget = 16}), (Counts{32, 16, 8, 8}));
+  EXPECT_EQ(counts({.layers = 4, .prompt = 20, .budget = 16}), (Counts{20, 20, 12, 12})) << "no more than P";
+  EXPECT_EQ(counts({.layers = 4, .prompt = 99, .budget = 16, .sinks = 2, .recent = 8}), (Counts{29, 15, 10, 10}))
+      << "no less than stays by rule";
+  EXPECT_EQ(by_shares({0.5, 0.25, 0.25})({.layers = 3, .prompt = 99, .budget = 4}), (Counts{6, 3, 3}));
+}
+
+TEST(LayerShares, QuartersOfTheBudgetAreExact) {
+  const Weights quarters{1, 2, 3, 4, 5, 6, 8, 3, 4};
+  ASSERT_EQ(std::accumulate(quarters.begin(), quarters.end(), 0L), 4 * std::ssize(quarters));
+  RealWeights shares;
+  for (const std::int64_t one : quarters) shares.push_back(static_cast<double>(one) / 4);
+  for (const int budget : {4, 52, 396, 100000}) {
+    const Counts counts = by_shares(shares)({.layers = 9, .prompt = 1000000, .budget = budget});
+    for (std::size_t l = 0; l < quarters.size(); ++l) EXPECT_EQ(counts[l], quarters[l] * budget / 4) << budget;
+  }
+}
+
+TEST(LayerShares, AreOneForEachLayer) {
+  EXPECT_THROW(by_shares({1, 2})({.layers = 3, .prompt = 9, .budget = 3}), Error);
+  EXPECT_THROW(by_shares({1, 2, 3, 4})({.layers = 3, .prompt = 9, .budget = 3}), Error);
+  EXPECT_EQ(ConfiguredPolicy::parse("snapkv:allocate=list((4,2,0.50))").label(),
+            "snapkv:allocate=list,shares=(4,2,0.5)");
+  EXPECT_EQ(ConfiguredPolicy::parse("snapkv:allocate=list,shares=(4,2,0.5)").params(),
+            ConfiguredPolicy::parse("snapkv:allocate=list((4,2,0.50))").params());
+  for (const char* wrong : {"(1,-1)", "(0,0)", "(1,x)", "(1,,2)", "(1,1e999)"})
+    EXPECT_THROW(ConfiguredPolicy::parse(std::string("snapkv:allocate=list,shares=") + wrong), Error) << wrong;
 }
 
 // ---- by name

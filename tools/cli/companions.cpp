@@ -20,9 +20,13 @@ constexpr Companion table[] = {
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"compare", "policies against a baseline over traces: paired differences, intervals, tests",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"python", "any command, with policies that are written in Python: -p FILE.py:NAME",
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"plot", "figures of a run: heatmaps, curves, kept positions",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"report", "one offline page of a run: table, curves, and who keeps which token",
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"tune", "parameters, layer budgets or layer ranges fitted on some traces, reported on others",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
 };
 

@@ -1,80 +1,16 @@
-// kvreplay COMMAND ...: results on stdout, everything else on stderr, the exit code says what became of it.
-#include <fmt/format.h>
-
-#include <cstdio>
-#include <exception>
-#include <filesystem>
-#include <new>
 #include <string>
 #include <vector>
 
-#include "arguments.h"
-#include "build.h"
-#include "commands.h"
 #include "companions.h"
-#include "error.h"
-#include "help.h"
-#include "nearest.h"
-
-namespace kvreplay {
-namespace {
-
-int run_command(const std::string& program, const std::vector<std::string>& words) {
-  if (words.empty() || words.front() == "--help" || words.front() == "-h") {
-    print_overview();
-    return 0;
-  }
-  const std::string& name = words.front();
-  if (name == "--version") {
-    fmt::print("kvreplay {}\n", build_line());
-    return 0;
-  }
-  const std::vector<std::string> rest(words.begin() + 1, words.end());
-  const Command* command = find_command(name);
-  if (command == nullptr && name.starts_with('-'))
-    throw Error{Refusal::usage, "kvreplay", "unknown option",
-                nearest(name, std::vector<std::string>{"--help", "--version"}), name};
-  if (command == nullptr) run_companion(name, rest);
-
-  const Arguments arguments(*command, program, rest);
-  if (arguments.given(help_option.name)) {
-    print_help(*command);
-    return 0;
-  }
-  return command->run(arguments);
-}
-
-/// The exit code, once all of stdout is where it should be.
-int flushed(int code) {
-  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
-    throw Error{Refusal::resources, "standard output", "cannot be written"};
-  return code;
-}
-
-int refused(const std::string& line, Refusal refusal) {
-  fmt::print(stderr, "kvreplay: {}\n", line);
-  if (refusal == Refusal::internal)
-    fmt::print(stderr,
-               "kvreplay: this is a bug of kvreplay {}: please report the command line, these lines and the "
-               "output of \"kvreplay doctor\"\n",
-               build_line());
-  return static_cast<int>(refusal);
-}
-
-}  // namespace
-}  // namespace kvreplay
+#include "policies/policy_source.h"
+#include "program.h"
 
 int main(int argc, char** argv) {
   using namespace kvreplay;
-  try {
-    return flushed(run_command(argv[0], std::vector<std::string>(argv + 1, argv + argc)));
-  } catch (const Error& error) {
-    return refused(error.what(), error.refusal());
-  } catch (const std::bad_alloc&) {
-    return refused("out of memory", Refusal::resources);
-  } catch (const std::filesystem::filesystem_error& error) {
-    return refused(Error{Refusal::input, error.path1().string(), error.code().message()}.what(), Refusal::input);
-  } catch (const std::exception& error) {
-    return refused(error.what(), Refusal::internal);
-  }
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  // A policy in Python runs inside Python, beside the same engine: it is given the whole command line. Policies are
+  // read before anything else is done.
+  policy_sources().add(
+      {".py", [&words](const std::string&, const std::string&) -> std::string { run_companion("python", words); }});
+  return run_program(argv[0], words);
 }

@@ -13,6 +13,7 @@
 #include "arguments.h"
 #include "build.h"
 #include "commands.h"
+#include "companions.h"
 #include "interruption.h"
 #include "machine.h"
 #include "output.h"
@@ -20,6 +21,7 @@
 #include "progress_line.h"
 #include "replay/estimate.h"
 #include "replay/stored_observables.h"
+#include "replay_traces.h"
 
 namespace kvreplay {
 namespace {
@@ -48,6 +50,9 @@ constexpr Option options[] = {
     {"output", 'o', "DIR", "kvreplay-out", "the folder of results; what it holds is not computed again"},
     {"force", 0, "", "", "compute again what the folder holds"},
     {"no-text", 0, "", "", "results without the trace's text"},
+    {"watch", 0, "", "", "replay again whenever the file of a policy was saved, until Ctrl-C"},
+    {"figure", 0, "KIND=FILE", "",
+     "with --watch: what kvreplay plot KIND draws of the run, drawn each time; may be repeated", true},
     {"dry-run", 0, "", "", "only say what would be computed, and what it would cost"},
     progress_option,
     json_option,
@@ -265,28 +270,48 @@ void report_troubles(const RunSummary& summary) {
       fmt::print(stderr, "kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 
-int run_replay(const Arguments& arguments) {
-  for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
-  const Device device = find_device(arguments.text("device"));
-  RunRequest request = requested(arguments, device);
-  if (arguments.given("memory")) arguments.bytes("memory");
-  heed_interruptions();
-  request.build = build_facts(make_backend(request.backend, request.threads, request.device)->description());
-  if (!device.reason.empty()) request.build["device"] = "auto: " + device.reason;
+/// A request that fits this machine, and what it comes to.
+struct Prepared {
+  Device device = {};
+  RunRequest request = {};
+  std::vector<PlannedTrace> plan = {};
+  std::vector<Estimate> costs = {};
+};
 
-  const std::vector<PlannedTrace> plan = plan_run(request);
-  const std::vector<Estimate> costs = fitting_costs(arguments, plan, request);
+Prepared prepared(const Arguments& arguments) {
+  for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
+  Prepared all{.device = find_device(arguments.text("device"))};
+  all.request = requested(arguments, all.device);
+  if (arguments.given("memory")) arguments.bytes("memory");
+  all.request.build =
+      build_facts(make_backend(all.request.backend, all.request.threads, all.request.device)->description());
+  if (!all.device.reason.empty()) all.request.build["device"] = "auto: " + all.device.reason;
+  all.plan = plan_run(all.request);
+  all.costs = fitting_costs(arguments, all.plan, all.request);
+  return all;
+}
+
+int run_replay(const Arguments& arguments) {
+  if (arguments.given("watch")) {
+    const std::vector<std::string>& line = arguments.command_line();
+    run_companion("python", {line.begin() + 1, line.end()});
+  }
+  if (arguments.given("figure"))
+    throw Error{Refusal::usage, "--figure", "is drawn while policies are watched", "--watch, or kvreplay plot"};
+  heed_interruptions();
+  const Prepared all = prepared(arguments);
   if (arguments.given("dry-run")) {
-    print_plan(arguments, plan, costs);
+    print_plan(arguments, all.plan, all.costs);
     return 0;
   }
   // For people who watch; run.json has it too. Where there is no choice there is nothing to say.
-  if (!device.reason.empty() && backends().names().size() > 1 && isatty(STDERR_FILENO) != 0)
-    fmt::print(stderr, "kvreplay: device {}: {}\n", device.backend, device.reason);
+  if (!all.device.reason.empty() && backends().names().size() > 1 && isatty(STDERR_FILENO) != 0)
+    fmt::print(stderr, "kvreplay: device {}: {}\n", all.device.backend, all.device.reason);
 
   const RunSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
-    return run(request, [&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
+    return run(
+        all.request, [&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
   if (arguments.given("json"))
     print_json(as_json(summary));
@@ -298,6 +323,11 @@ int run_replay(const Arguments& arguments) {
 }
 
 }  // namespace
+
+RunSummary replay_traces(const Arguments& arguments, const std::function<void(const Progress&)>& progress,
+                         const std::function<bool()>& asked_to_stop) {
+  return run(prepared(arguments).request, progress, asked_to_stop);
+}
 
 const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",
                              options, run_replay};

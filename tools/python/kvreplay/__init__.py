@@ -1,3 +1,53 @@
-"""kvreplay in Python: capture of traces from language models, reading of traces, pictures of results."""
+"""kvreplay in Python: traces, replays, policies of your own, measurements, captures from language models, pictures.
+
+```python
+import kvreplay as kv
+
+trace = kv.open("trace.h5")
+run = kv.replay(trace, ["snapkv", kv.policy.h2o()], [0.1, 512])
+run.results                    # every number, as pandas
+run.selection("snapkv", 0.1)   # who was kept
+```
+
+Names are looked up when they are used, so that pictures and captures work where the engine is not installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvreplay.engine import Trace as Trace
+    from kvreplay.engine import measure as measure
+    from kvreplay.engine import open as open
+    from kvreplay.engine import policy as policy
+    from kvreplay.engine import replay as replay
+    from kvreplay.errors import Error as Error
+    from kvreplay.laws import check as check
+    from kvreplay.python_policies import Policy as Policy
+    from kvreplay.python_policies import Row as Row
+    from kvreplay.python_policies import parameter as parameter
+    from kvreplay.results import Run as Run
+
+_PLACES = {
+    "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
+    "kvreplay.errors": ("Error",),
+    "kvreplay.laws": ("check",),
+    "kvreplay.python_policies": ("Policy", "Row", "parameter"),
+    "kvreplay.results": ("Run",),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvreplay' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

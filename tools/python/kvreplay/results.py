@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from kvreplay.errors import Error
+from kvreplay.errors import Error, Refusal
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -262,7 +262,36 @@ class Run:
             raise Error(str(path), "format", "kvselections version 1", "{} version {}".format(*found))
         return file
 
-    def selection(self, cell: str, boundary: int) -> Selection | None:
+    @property
+    def results(self) -> pd.DataFrame:
+        """Every number: `table` with the role, the policy, the budget, the layer, the head, the metric … of each."""
+        return self.table
+
+    def selection(self, policy: str, budget: float | str, trace: str = "") -> Selection | None:
+        """Who was kept: of a policy by its name, with the values that tell it from others of that name, at a budget as
+        it was asked for or in tokens. `trace` may be left out where there is one. None where a policy has no fixed set.
+        """
+        found = self._cell(str(policy), str(budget), trace)
+        return self.selection_of(found["cell"], self.trace(found["trace"]).boundary)
+
+    def _cell(self, policy: str, budget: str, trace: str) -> pd.Series:
+        """The one cell that is meant; raises Error with those that could be."""
+        name, _, values = policy.partition(":")
+        wanted = parameters(values)
+        rows = self.cells[self.cells["trace"] == trace] if trace else self.cells
+        of_name = rows["policy"] == name
+        of_values = rows["params"].map(lambda one: wanted.items() <= parameters(one).items())
+        of_budget = (rows["budget"] == budget) | (rows["budget_tokens"].map("{:.0f}".format) == budget)
+        found = rows[of_name & of_values & of_budget]
+        if len(found) == 1:
+            return found.iloc[0]
+        near = found if len(found) else rows[of_name] if of_name.any() else rows
+        known = (near["trace"] + ": " + near["label"] + " at " + near["budget"]).head(8)
+        what = "several cells are meant" if len(found) else "no such cell"
+        asked = f"{policy} at {budget}" + (f" of {trace}" if trace else "")
+        raise Error(str(self.folder), what, "; ".join(known), asked, Refusal.USAGE)
+
+    def selection_of(self, cell: str, boundary: int) -> Selection | None:
         """The kept tokens of a cell that compresses `boundary` tokens; None where a policy has no fixed set.
 
         A policy that keeps every token, changed, stores no rows and says `sets` = all: its rows are whole.

@@ -131,7 +131,7 @@ class Choice:
                 self.notes.append(f"{label} has no cell at budget {self.budgets[0]}")
                 continue
             row = table.loc[[label]].iloc[0]
-            selection = self.run.selection(row["cell"], trace.boundary)
+            selection = self.run.selection_of(row["cell"], trace.boundary)
             if selection is None:
                 self.notes.append(f"{label} keeps no fixed set")
             else:

@@ -238,7 +238,7 @@ class Page:
         }
 
     def _selection(self, facts: TraceFacts, cell: str) -> Selection | None:
-        selection = self.run.selection(cell, facts.boundary)
+        selection = self.run.selection_of(cell, facts.boundary)
         if selection is not None and not np.array_equal(selection.layers, facts.treated):
             where = f"{self.run.folder / 'selections.h5'}:/cells/{cell}"
             raise Error(where, "attribute layers", str(facts.treated.tolist()), str(selection.layers.tolist()))

@@ -1,0 +1,29 @@
+// Policies in files that users name: "mine.py:my_policy" is the policy my_policy of the file mine.py.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "registry.h"
+
+namespace kvreplay {
+
+/// What reads policies out of one kind of file.
+struct PolicySource {
+  std::string name;  // how the file's name ends: ".py"
+  /// Enters the policy into policies(), and gives the name that it has there. Throws Error{input} for a file that
+  /// cannot be read, Error{usage} for a policy that is not in it, Error{capability} where nothing here can read it.
+  std::function<std::string(const std::string& file, const std::string& policy)> load;
+};
+
+Registry<PolicySource>& policy_sources();
+
+/// Where the name of a policy ends that `text` begins with: at its ':', or with the text.
+std::size_t end_of_policy_name(std::string_view text);
+
+/// The name in policies() of a policy that a user names, which is read from its file first if it is in one.
+std::string registered_policy(std::string_view name);
+
+}  // namespace kvreplay

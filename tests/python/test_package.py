@@ -1,0 +1,65 @@
+"""Does the package say what it offers, to people, to notebooks and to editors?"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import kvreplay as kv
+
+FOLDER = Path(kv.__file__).parent
+PUBLIC = ["check", "measure", "open", "parameter", "replay"]
+
+
+def test_editors_read_its_types() -> None:
+    assert (FOLDER / "py.typed").is_file()
+    offered = {name.asname for node in ast.walk(ast.parse((FOLDER / "__init__.py").read_text()))
+               if isinstance(node, ast.ImportFrom) for name in node.names if name.asname}  # fmt: skip
+    assert offered == set(kv._MODULES) and offered <= set(dir(kv))
+    for name in offered:
+        assert getattr(kv, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_functions_say_their_types(name: str) -> None:
+    function = getattr(kv, name)
+    assert typing.get_type_hints(function, {**vars(inspect.getmodule(function)), "Run": kv.Run}).keys() == {
+        *inspect.signature(function).parameters, "return"
+    }  # fmt: skip
+
+
+def test_a_trace_says_what_it_has(small: Path) -> None:
+    trace = kv.open(small)
+    for name in set(kv.Trace.__annotations__):
+        assert getattr(trace, name) is not None
+    public = {name for name in dir(trace._trace) if not name.startswith("_")} - {"tensor", "layer", "text"}
+    assert public == set(kv.Trace.__annotations__)
+
+
+def test_unknown_names_are_refused_as_of_any_module() -> None:
+    with pytest.raises(AttributeError, match="module 'kvreplay' has no attribute 'replya'"):
+        kv.replya  # noqa: B018
+
+
+WITHOUT = """
+import sys
+sys.modules["kvreplay._engine"] = None
+import kvreplay as kv
+from kvreplay.results import Run
+kv.Run, kv.Error
+try:
+    kv.open("trace.h5")
+except kv.Error as error:
+    print(error.exit_code, str(error).partition(": expected ")[0])
+"""
+
+
+def test_without_the_engine_results_can_be_read() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("4 kvreplay: the engine is not installed for this Python\n", "")

@@ -1,0 +1,113 @@
+"""Does --watch replay what was edited, and nothing else, each time that a policy's file was saved?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from program import PROGRAM, kvreplay
+
+TRACE = Path(__file__).parents[2] / "traces" / "smollm2-135m-needle.h5"
+POLICY = """import kvreplay as kv
+
+@kv.policy
+def by_size(view):
+    "tokens with large values"
+    return view.value_norms()
+"""
+PATIENCE = 60  # seconds
+
+
+class Watched:
+    """A replay under --watch whose output is read as it comes."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [PROGRAM, "replay", "trace.h5", "-b", "0.1", "-o", "run", "--watch", *words],
+                cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def replays(self, count: int) -> list[str]:
+        """What each of so many replays printed."""
+        until = time.monotonic() + PATIENCE
+        while (parts := self.log.read_text().split("; watching "))[:-1][count - 1 :] == []:
+            assert time.monotonic() < until and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        return parts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(TRACE, tmp_path / "trace.h5")
+    (tmp_path / "mine.py").write_text(POLICY)
+    return tmp_path
+
+
+@pytest.fixture
+def watched(folder: Path) -> Iterator[Watched]:
+    found = Watched(folder, "-p", "mine.py:by_size,snapkv", "--figure", "curve=curve.svg")
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+def row(printed: str, policy: str) -> list[str]:
+    """The policy's numbers, without the marks of the best and the seconds."""
+    line = next(line for line in printed.splitlines() if line.startswith(policy))
+    return line.replace("*", " ").split()[2:-2]
+
+
+def test_an_edited_policy_has_a_new_row_and_a_new_figure(folder, watched):
+    first = watched.replays(1)[0]
+    figure = (folder / "curve.svg").read_bytes()
+    (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
+    second = watched.replays(2)[1]
+    assert row(second, "snapkv") == row(first, "snapkv")
+    assert row(second, "by_size") != row(first, "by_size")
+    assert (folder / "curve.svg").read_bytes() != figure
+    (folder / "mine.py").write_text(POLICY.replace("view.value_norms()", "nothing"))
+    assert "mine.py:6: score raised NameError" in watched.replays(3)[2]
+    (folder / "mine.py").write_text(POLICY)
+    fourth = watched.replays(4)[3]
+    assert row(fourth, "by_size") == row(first, "by_size")
+    watched.process.send_signal(signal.SIGINT)
+    assert watched.process.wait(PATIENCE) == 130
+
+
+def test_only_the_edited_policy_is_computed_again(folder, watched):
+    watched.replays(1)
+    (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
+    watched.replays(2)
+    from kvreplay.results import Run
+
+    states = {(cell["policy"], cell["state"]) for cell in Run(folder / "run").about["cells"]}
+    assert states == {("by_size", "done"), *((name, "skipped") for name in ("snapkv", "full", "random", "oracle"))}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["-p", "snapkv", "--watch"],
+            "--watch: no policy in a file: expected -p FILE.py:NAME",
+        ),
+        (["-p", "snapkv", "--figure", "curve=c.svg"], "--figure: is drawn while policies are watched"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(folder, words, line):
+    answer = kvreplay("replay", "trace.h5", "-b", "0.1", *words, folder=folder)
+    assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}"), answer
+
+
+def test_without_the_python_package_it_says_what_is_missing(folder):
+    bare = {**os.environ, "PATH": "/usr/bin:/bin"}
+    answer = kvreplay("replay", "trace.h5", "-p", "mine.py:by_size", "-b", "0.1", "--watch", folder=folder, env=bare)
+    assert answer.code == 4 and "kvreplay-python is not installed" in answer.err, answer

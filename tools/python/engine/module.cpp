@@ -1,0 +1,138 @@
+// kvreplay._engine: what kvreplay/engine.py and kvreplay/python_policies.py are made of.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "analysis/metrics/metric.h"
+#include "analysis/table.h"
+#include "errors.h"
+#include "policies/configured.h"
+#include "policies/layer_ranges.h"
+#include "policies/policy_source.h"
+#include "program.h"
+#include "python_policy.h"
+#include "replay_traces.h"
+#include "trace.h"
+#include "view.h"
+
+namespace kvreplay::python {
+namespace {
+
+namespace nb = nanobind;
+
+/// Ctrl-C, as Python hears it. What a handler raises is KeyboardInterrupt, or is reported as if it were.
+bool asked_to_stop() {
+  const nb::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() == 0) return false;
+  PyErr_Clear();
+  return true;
+}
+
+nb::dict replay(const std::vector<std::string>& words, const nb::object& progress) {
+  RunSummary summary;
+  const auto heard = [&progress](const Progress& now) {
+    const nb::gil_scoped_acquire locked;
+    try {
+      progress(now.done, now.name);
+    } catch (nb::python_error& raised) {
+      throw as_error(raised);
+    }
+  };
+  {
+    const nb::gil_scoped_release unlocked;
+    const Arguments arguments(replay_command, "kvreplay", words);
+    summary = replay_traces(arguments, heard, asked_to_stop);
+  }
+  nb::list troubles;
+  for (const CellSummary& cell : summary.cells)
+    if (cell.state == CellState::failed)
+      troubles.append(cell.trace + ", " + cell.label + " at " + cell.budget + ": " + cell.error);
+  nb::dict found;
+  found["output"] = summary.output.string();
+  found["table"] = table(summary);
+  found["failed"] = troubles;
+  found["warnings"] = nb::cast(summary.warnings);
+  return found;
+}
+
+nb::list registered() {
+  nb::list all;
+  for (const std::string& name : policies().names()) {
+    const auto policy = policies().get(name).make();
+    const Card& card = policy->card();
+    nb::list parameters;
+    const Parameters declared = policy->parameters();
+    for (const Parameter& parameter : declared.all())
+      parameters.append(nb::make_tuple(parameter.name, parameter.default_text, parameter.range, parameter.help));
+    all.append(nb::make_tuple(name, card.summary, card.paper, card.score, parameters));
+  }
+  return all;
+}
+
+nb::list parameters_of(const std::string& text) {
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse(text);
+  const Parameters declared = policy.parameters();
+  nb::list all;
+  for (const Parameter& one : declared.all()) all.append(nb::make_tuple(one.name, one.text(), one.range, one.is_seed));
+  return all;
+}
+
+std::string better_of_metric(const std::string& text) {
+  const std::vector<MetricName> names = parse_metrics(text);
+  if (text.empty() || names.size() != 1)
+    throw Error{Refusal::usage, "--metric", "not one metric", "NAME[:VARIANT]", text};
+  return word(better_of(names.front()));
+}
+
+}  // namespace
+}  // namespace kvreplay::python
+
+NB_MODULE(_engine, module) {
+  using namespace nanobind::literals;
+  namespace python = kvreplay::python;
+  nanobind::set_leak_warnings(false);  // policies live in a registry that outlives the interpreter
+  python::translate_errors();
+  python::bind_view(module);
+  python::bind_trace(module);
+  python::bind_python_policies(module);
+  module.def("policies", python::registered, "(name, summary, paper, score, [(name, default, range, help)]) of each");
+  module.def(
+      "label", [](const std::string& text) { return kvreplay::ConfiguredPolicy::parse(text).label(); }, "policy"_a,
+      "The policy in its normal form: its name, and what differs from the defaults.");
+  module.def(
+      "canonical",
+      [](const std::string& text) {
+        const kvreplay::ConfiguredPolicy policy = kvreplay::ConfiguredPolicy::parse(text);
+        return std::make_pair(policy.name(), policy.params());
+      },
+      "policy"_a, "Its name and the values of all its parameters, as results have them.");
+  module.def("split_policies", kvreplay::split_policies, "text"_a,
+             "The policies of a comma list; @FILE stands for those of that file.");
+  module.def("end_of_policy_name", kvreplay::end_of_policy_name, "text"_a,
+             "Where the name of a policy ends that the text begins with: behind that of its file, if it is in one.");
+  module.def("parameters", python::parameters_of, "policy"_a,
+             "(name, value, range, whether it is a seed) of each, those of the parts put into it too.");
+  module.def(
+      "check_layers_apart",
+      [](const std::string& text) { kvreplay::ConfiguredPolicy::parse(text).check_layers_apart(); }, "policy"_a,
+      "Refuses a policy unless each layer's sets depend on that layer and the budget alone.");
+  module.def(
+      "budget_tokens", [](const std::string& text, int prompt) { return kvreplay::Budget::parse(text).tokens(prompt); },
+      "budget"_a, "prompt"_a, "What a budget is of a prompt of so many tokens.");
+  module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
+  module.def("replay", python::replay, "words"_a, "progress"_a,
+             "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");
+  module.def(
+      "program",
+      [](const std::vector<std::string>& words) {
+        const nanobind::gil_scoped_release unlocked;
+        return kvreplay::run_program("kvreplay", words);
+      },
+      "words"_a, "The program kvreplay; gives its exit code.");
+}

@@ -1,0 +1,170 @@
+#include "view.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <string>
+
+#include "error.h"
+#include "trace/float_types.h"
+
+namespace kvreplay::python {
+namespace {
+
+namespace nb = nanobind;
+
+using Positions32 = std::vector<std::int32_t>;
+
+/// float32 [heads, n, d] of the tokens that are resident.
+Array<float> resident(const View& view, const TensorView& tensor) {
+  const auto tokens = static_cast<std::size_t>(view->tokens()), dim = static_cast<std::size_t>(tensor.dim);
+  std::vector<float> numbers(static_cast<std::size_t>(tensor.heads) * tokens * dim);
+  auto next = numbers.begin();
+  for (int head = 0; head < tensor.heads; ++head)
+    for (const std::int32_t position : view->positions(head))
+      for (std::size_t i = 0; i < dim; ++i) *next++ = load(tensor.row(head, position), tensor.dtype, i);
+  return as_array(std::move(numbers), {static_cast<std::size_t>(tensor.heads), tokens, dim});
+}
+
+/// float32 [Hq, last, d] of the last queries that have come.
+Array<float> last_queries(const View& view, int last) {
+  const TensorView& queries = view->tensors().q;
+  const std::span<const std::int32_t> stored = view->tensors().query_positions;
+  const int seen = view->residents().seen;
+  if (last < 1 || last > seen)
+    throw Error{Refusal::usage, "queries", "how many of the last", "1.." + std::to_string(seen), std::to_string(last)};
+  const auto dim = static_cast<std::size_t>(queries.dim);
+  std::vector<float> numbers(static_cast<std::size_t>(queries.heads) * static_cast<std::size_t>(last) * dim);
+  auto next = numbers.begin();
+  for (int head = 0; head < queries.heads; ++head)
+    for (int position = seen - last; position < seen; ++position) {
+      int row = position;
+      if (!stored.empty()) {
+        const auto found = std::ranges::lower_bound(stored, position);
+        if (found == stored.end() || *found != position)
+          throw Error{Refusal::input, "queries", "not in the trace", "the query at " + std::to_string(position)};
+        row = static_cast<int>(found - stored.begin());
+      }
+      for (std::size_t i = 0; i < dim; ++i) *next++ = load(queries.row(head, row), queries.dtype, i);
+    }
+  return as_array(std::move(numbers), {static_cast<std::size_t>(queries.heads), static_cast<std::size_t>(last), dim});
+}
+
+/// What an observable may be asked.
+void check(int window) {
+  if (window < 1) throw Error{Refusal::usage, "window_attention", "window", "1 or more", std::to_string(window)};
+}
+void check(double p) {
+  if (!(p > 0 && std::isfinite(p))) throw Error{Refusal::usage, "norms", "p", "more than 0", std::to_string(p)};
+}
+
+template <class... Arguments>
+auto observable(const Matrix& (LayerView::*compute)(Arguments...) const) {
+  return [compute](const View& view, Arguments... arguments) {
+    (check(arguments), ...);
+    const LayerView& layer = *view;
+    const Matrix* found = nullptr;
+    {
+      const nb::gil_scoped_release unlocked;
+      const std::scoped_lock alone(view.lock());
+      found = &(layer.*compute)(arguments...);
+    }
+    return as_array(*found);
+  };
+}
+
+Array<double> attention_of(const View& view, const Positions32& queries, const std::vector<double>& weights) {
+  const LayerView& layer = *view;
+  const auto refuse = [](const char* what, std::string expected, std::string found) {
+    throw Error{Refusal::usage, "attention_of", what, std::move(expected), std::move(found)};
+  };
+  if (!weights.empty() && weights.size() != queries.size())
+    refuse("weights", std::to_string(queries.size()), std::to_string(weights.size()));
+  const int tokens = layer.tensors().k.tokens;
+  for (std::size_t i = 0; i < queries.size(); ++i) {
+    const std::int32_t query = queries[i];
+    if (query < 0 || query >= tokens) refuse("query", "0.." + std::to_string(tokens - 1), std::to_string(query));
+    if (i > 0 && query <= queries[i - 1]) refuse("queries", "ascending positions", std::to_string(query));
+    for (int head = 0; head < layer.kv_heads(); ++head)
+      if (std::ranges::find(layer.positions(head), query) != layer.positions(head).end())
+        refuse("query", "a token that is not resident", std::to_string(query));
+  }
+  Matrix found;
+  {
+    const nb::gil_scoped_release unlocked;
+    const std::scoped_lock alone(view.lock());
+    found = layer.attention_of(queries, weights);
+  }
+  return as_array(found);
+}
+
+}  // namespace
+
+const LayerView& View::operator*() const {
+  if (view_ == nullptr)
+    throw Error{Refusal::usage, "view", "its layer has been let go", "what is read inside the call that was given it"};
+  return *view_;
+}
+
+void bind_view(nb::module_& module) {
+  using namespace nb::literals;
+  nb::class_<View>(module, "View",
+                   "One layer as a policy sees it: n tokens that are resident, and what can be measured on them,\n"
+                   "computed once and shared by all policies. Hq query heads, Hkv KV heads, P prompt tokens.")
+      .def_prop_ro(
+          "layer", [](const View& view) { return view->layer(); }, "number among the treated layers")
+      .def_prop_ro(
+          "layers", [](const View& view) { return view->layers(); }, "treated layers")
+      .def_prop_ro(
+          "stored_layer", [](const View& view) { return view->stored_layer(); }, "number among the layers of the trace")
+      .def_prop_ro(
+          "prompt", [](const View& view) { return view->prompt(); }, "P: tokens under compression")
+      .def_prop_ro(
+          "question", [](const View& view) { return view->question(); },
+          "begin of the question that ends them; -1: none is marked")
+      .def_prop_ro(
+          "tokens", [](const View& view) { return view->tokens(); }, "n: resident tokens")
+      .def_prop_ro(
+          "seen", [](const View& view) { return view->residents().seen; }, "tokens that have come")
+      .def_prop_ro(
+          "query_heads", [](const View& view) { return view->query_heads(); }, "Hq")
+      .def_prop_ro(
+          "kv_heads", [](const View& view) { return view->kv_heads(); }, "Hkv")
+      .def_prop_ro(
+          "group", [](const View& view) { return view->group(); }, "query heads to a KV head")
+      .def(
+          "positions",
+          [](const View& view, int row) {
+            if (row < 0 || row >= view->kv_heads())
+              throw Error{Refusal::usage, "positions", "row", "0.." + std::to_string(view->kv_heads() - 1),
+                          std::to_string(row)};
+            const auto found = view->positions(row);
+            return as_array(Positions32(found.begin(), found.end()), {found.size()});
+          },
+          "row"_a = 0, "int32 [n]: positions of the resident tokens of a KV head")
+      .def(
+          "keys", [](const View& view) { return resident(view, view->tensors().k); },
+          "float32 [Hkv, n, d]: keys of the resident tokens, after RoPE")
+      .def(
+          "values", [](const View& view) { return resident(view, view->tensors().v); },
+          "float32 [Hkv, n, d]: values of the resident tokens")
+      .def("queries", last_queries, "last"_a, "float32 [Hq, last, d]: the last queries that have come, after RoPE")
+      .def("window_attention", observable(&LayerView::window_attention), "window"_a,
+           "float64 [Hq, n]: attention that the last `window` queries pay to each token, summed over them")
+      .def("cumulative_attention", observable(&LayerView::cumulative_attention),
+           "float64 [Hq, n]: attention of all queries so far, summed (H2O: arXiv:2306.14048, eq. 2)")
+      .def("eval_attention", observable(&LayerView::eval_attention),
+           "float64 [Hq, P]: attention of the eval queries, which no policy can know: for oracles")
+      .def("attention_of", attention_of, "queries"_a, "weights"_a = std::vector<double>(),
+           "float64 [Hq, n + len(queries)]: attention of the queries at these positions, none of them resident, over\n"
+           "what is resident and themselves; weights: one a query, by default 1")
+      .def("key_norms", observable(&LayerView::key_norms), "p"_a = 2.0, "float64 [Hkv, P]: p-norms of the keys")
+      .def("value_norms", observable(&LayerView::value_norms), "p"_a = 2.0, "float64 [Hkv, P]: p-norms of the values")
+      .def("key_similarity", observable(&LayerView::key_similarity),
+           "float64 [1, P]: cosine of each token's keys, all heads side by side, with the token most like it")
+      .def("value_similarity", observable(&LayerView::value_similarity), "float64 [1, P]: the same of values");
+}
+
+}  // namespace kvreplay::python

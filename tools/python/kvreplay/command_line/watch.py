@@ -1,0 +1,122 @@
+"""`kvreplay replay … --watch`: the same command line again whenever the file of one of its policies was saved.
+
+Each replay is a process of its own, forked from one in which everything heavy is imported already: an edited file is
+read anew, and what a policy breaks is broken for one replay. Figures are drawn by the process that stays, whose fonts
+and imports are there. Cells that nobody edited are in the folder of results.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvreplay import engine
+from kvreplay.errors import Error, Refusal
+
+POLL = 0.05  # seconds between looks at the files
+DRAWN_AFTER = (0, 6)  # exit codes that leave a run: all done, or some cells failed
+
+
+def watch(words: Sequence[str]) -> int:
+    """Replays until Ctrl-C; the exit code. `words` is a command line of `replay` with --watch."""
+    rest, figures = _without_watch(words)
+    files = policy_files(rest)
+    if not files:
+        expected = "-p FILE.py:NAME, -p @FILE or --plugin FILE"
+        raise Error("--watch", "no policy in a file", expected, "", Refusal.USAGE)
+    plugins = any(word.startswith("--plugin") for word in rest)
+    program = shutil.which("kvreplay") or "" if plugins else ""
+    if plugins and not program:
+        raise Error("--watch", "no program that loads plug-ins", "kvreplay on PATH", "", Refusal.CAPABILITY)
+    if "--observables" not in rest:
+        rest += ["--observables", "keep"]
+    try:
+        while True:
+            seen = _stamps(files)
+            start = time.monotonic()
+            code = _forked(rest, program)
+            if code in DRAWN_AFTER:
+                _draw(rest, figures)
+            took = f"{time.monotonic() - start:.2f} s"
+            print(f"kvreplay: {took}; watching {', '.join(files)}", file=sys.stderr, flush=True)
+            if code == Refusal.INTERRUPTED:
+                return code
+            while _stamps(files) == seen:
+                time.sleep(POLL)
+            while (now := _stamps(files)) != seen:  # an editor may write in several steps
+                seen = now
+                time.sleep(POLL)
+    except KeyboardInterrupt:
+        return int(Refusal.INTERRUPTED)
+
+
+def policy_files(words: Sequence[str]) -> list[str]:
+    """The files of policies that a command line names, also by a file of policies."""
+    found: dict[str, None] = {}
+    for previous, word in zip(["", *words], words, strict=False):
+        if previous == "--plugin" or word.startswith("--plugin="):
+            found[word.removeprefix("--plugin=")] = None
+        for name in re.findall(r"@([^,\s]+)", word):
+            if Path(name).is_file():
+                found[name] = None
+                word += "," + ",".join(Path(name).read_text(encoding="utf-8").split())
+        found |= dict.fromkeys(re.findall(r"([^\s,=(]+\.py):", word))
+    return list(found)
+
+
+def _without_watch(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The command line of one replay, and the figures (kind, file) that --figure asks for."""
+    rest, figures = [], []
+    given = iter(words)
+    for word in given:
+        if word.startswith("--figure"):
+            kind, _, file = (word.partition("=")[2] if "=" in word else next(given)).partition("=")
+            figures.append((kind, file))
+        elif word != "--watch":
+            rest.append(word)
+    return rest, figures
+
+
+def _stamps(files: Sequence[str]) -> list[tuple[int, int] | None]:
+    found: list[tuple[int, int] | None] = []
+    for file in files:
+        try:
+            about = os.stat(file)
+            found.append((about.st_mtime_ns, about.st_size))
+        except OSError:  # between an editor's steps, or gone
+            found.append(None)
+    return found
+
+
+def _forked(words: Sequence[str], program: str) -> int:
+    """In this process, where policies in Python are, or by a program of its own."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = int(Refusal.INTERNAL)
+        try:
+            code = subprocess.run([program, *words]).returncode if program else engine.program(words)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    while True:
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except KeyboardInterrupt:  # the child has heard it, too, and ends in its own way
+            continue
+
+
+def _draw(words: Sequence[str], figures: Sequence[tuple[str, str]]) -> None:
+    if not figures:
+        return
+    from kvreplay.plot.command import main as plot
+
+    given = [value for option, value in zip(words, words[1:], strict=False) if option in ("-o", "--output")]
+    for kind, file in figures:
+        plot([kind, given[-1] if given else "kvreplay-out", "-o", file])

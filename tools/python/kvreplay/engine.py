@@ -1,0 +1,290 @@
+"""The engine from Python: traces, replays and measurements, in this process and with the program's own words.
+
+P prompt tokens, T tokens in all, L layers, Hq query heads, Hkv KV heads, d components of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import numbers
+import shutil
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.python_policies import Definition, FunctionPolicy, Policy, from_function, load, register, with_values
+
+if TYPE_CHECKING:
+    from kvreplay._engine import View
+    from kvreplay.results import Run
+
+try:
+    from kvreplay import _engine
+except ImportError as problem:
+    need = "pip install . in kvreplay's source folder, or cmake --build --preset release there"
+    raise Error(
+        "kvreplay", "the engine is not installed for this Python", need, str(problem), Refusal.CAPABILITY
+    ) from None
+
+_engine.read_policies_by(load)
+
+
+class Trace:
+    """An open trace. Everything was checked when it was opened; tensors are read where they lie in the file."""
+
+    path: Path
+    name: str
+    hash: str
+    model: str
+    synthetic: bool
+    dtype: str  # float16 | bfloat16 | float32
+    layers: int  # L
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    prompt: int  # P
+    tokens: int  # T
+    ids: np.ndarray  # int32 [T]
+    offsets: np.ndarray  # int32 [T,2]: characters of each token
+    spans: list[tuple[str, str, int, int]]  # name, kind, begin, end
+    query_positions: Callable[[int], np.ndarray]  # of a layer: int32 [Tq] where it holds only some queries
+
+    def __init__(self, path: str | Path) -> None:
+        self._trace = _engine.Trace(Path(path))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._trace, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(one for one in dir(self._trace) if not one.startswith("_"))})
+
+    def __repr__(self) -> str:
+        return (
+            f"<kvreplay trace {self.name}: P {self.prompt} + G {self.tokens - self.prompt}, {self.layers} layers, "
+            f"{self.query_heads} query / {self.kv_heads} KV heads of {self.head_dim}, {self.dtype}>"
+        )
+
+    @property
+    def text(self) -> str:
+        """The prompt and its continuation; empty: the trace has none."""
+        return self._trace.text.decode()
+
+    def q(self, layer: int) -> np.ndarray:
+        """[Hq, Tq, d] queries of a stored layer, after RoPE, as the file has them: read-only, not copied."""
+        return self._tensor("q", layer)
+
+    def k(self, layer: int) -> np.ndarray:
+        """[Hkv, T, d] keys, after RoPE."""
+        return self._tensor("k", layer)
+
+    def v(self, layer: int) -> np.ndarray:
+        """[Hkv, T, d] values."""
+        return self._tensor("v", layer)
+
+    def layer(
+        self, layer: int, boundary: int | str = "prompt", eval: str = "continuation", device: str = "cpu"
+    ) -> View:
+        """A stored layer as a policy sees it when the prompt is over: `view.window_attention(32)` and others."""
+        return self._trace.layer(layer, str(boundary), eval, device)
+
+    def _tensor(self, name: str, layer: int) -> np.ndarray:
+        data, kind, shape = self._trace.tensor(name, layer)
+        if kind == "bfloat16":
+            import ml_dtypes  # numpy itself has no such type
+
+            kind = ml_dtypes.bfloat16
+        return data.view(np.dtype(kind)).reshape(shape)
+
+
+Traces = str | Path | Trace
+
+
+def open(path: str | Path) -> Trace:
+    """Opens a trace. Raises Error that names the object, what was expected and what was found."""
+    return Trace(path)
+
+
+class _Policies:
+    """Every registered policy as a function of its parameters; called itself, it is the decorator of new ones."""
+
+    def __call__(self, function: Callable | None = None, **options: Any) -> Any:
+        """`@kv.policy` or `@kv.policy(heads="layer", …)` over `view -> scores`; options are attributes of Policy."""
+        if function is None:
+            return lambda later: from_function(later, **options)
+        return from_function(function, **options)
+
+    def __dir__(self) -> list[str]:
+        return [name.replace("-", "_") for name, *_ in _engine.policies()]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, *_ in _engine.policies())
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        every = {known: rest for known, *rest in _engine.policies()}
+        for known in (name, *(one for one in every if one.replace("-", "_") == name)):
+            if known in every:
+                return _constructor(known, *every[known])
+        raise AttributeError(f"no policy {name}: {', '.join(dir(self))}")
+
+
+policy = _Policies()
+
+
+def _constructor(
+    name: str, summary: str, paper: str, score: str, parameters: Sequence[tuple[str, str, str, str]]
+) -> Callable[..., str]:
+    """The function of a registered policy, with the signature and docstring that its declaration makes."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    spelled = {one.replace(".", "_"): one for one, *_ in parameters}  # hybrid's chunkkv.chunk is no name in Python
+    declared = [
+        inspect.Parameter(one.replace(".", "_"), keyword, default=_value(standard))
+        for one, standard, _, _ in parameters
+    ]
+    more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
+    lines = [summary, "", paper, score, ""] if paper or score else [summary, ""]
+    lines += [f"{one}={standard}  {span}  {help}" for one, standard, span, help in parameters]
+
+    def make(**values: Any) -> str:
+        return _engine.label(with_values(name, {spelled.get(one, one): value for one, value in values.items()}))
+
+    make.__name__ = make.__qualname__ = name.replace("-", "_")
+    make.__doc__ = "\n".join(lines)
+    make.__signature__ = inspect.Signature([*declared, more], return_annotation="str")
+    return make
+
+
+def _value(text: str) -> bool | int | float | str:
+    """A default as Python writes it."""
+    if text in ("false", "true"):
+        return text == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+PRINTED = ("dry_run", "help", "json", "policy", "budget")  # what they would say is not printed here, or said otherwise
+
+
+def replay(
+    traces: Traces | Iterable[Traces],
+    policies: Any,
+    budgets: float | str | Iterable[float | str],
+    *,
+    metrics: str | Iterable[str] = (),
+    output: str | Path | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Run:
+    """Replays traces through policies at budgets; the run, as `kvreplay replay` leaves it in a folder.
+
+    `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
+    fraction of the prompt (0.1) or a count of tokens (512). `output`: a folder whose finished cells are kept; None: one
+    that goes with the result. `progress`: a bar; None: where somebody watches. `options`: those of the program, by
+    their long names: device, threads, memory, seed, eval, boundary, detail, save, observables, force, no_text …
+
+    Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
+    """
+    words = [str(one.path if isinstance(one, Trace) else one) for one in _several(traces)]
+    for one in _texts(_several(policies)):
+        words += ["--policy", one]
+    for one in _several(budgets):
+        words += ["--budget", str(one)]
+    if metrics:
+        words += ["--metrics", ",".join(_several(metrics))]
+    for option, value in options.items():
+        if option in PRINTED:
+            raise Error("replay", "not an option in Python", "", option, Refusal.USAGE)
+        if value is True:
+            words.append("--" + option.replace("_", "-"))
+        elif value is not False and value is not None:
+            words += ["--" + option.replace("_", "-"), ",".join(map(str, _several(value)))]
+    folder = tempfile.mkdtemp(prefix="kvreplay-") if output is None else str(output)
+    words += ["--output", folder]
+    try:
+        with _bar(progress) as heard:
+            told = _engine.replay(words, heard)
+    except BaseException:
+        if output is None:
+            shutil.rmtree(folder)
+        raise
+    for line in told["warnings"]:
+        warnings.warn(line, stacklevel=2)
+    for line in told["failed"]:
+        warnings.warn(f"failed: {line}", stacklevel=2)
+    from kvreplay.results import Run
+
+    run = Run(Path(told["output"]))
+    run.printed = told["table"]
+    if output is None:
+        weakref.finalize(run, shutil.rmtree, folder)
+    return run
+
+
+def measure(trace: Traces, selection: Any, **options: Any) -> Run:
+    """Measures sets that come from elsewhere: what `kv.replay` says of a policy that keeps exactly these tokens.
+
+    `selection`: for each layer a list of positions below P, or such a list for each KV head (or each query head); or
+    what `Run.selection` gives.
+    """
+    from kvreplay.given import given
+
+    opened = trace if isinstance(trace, Trace) else Trace(trace)
+    made, budget = given(opened, selection, options.get("sliding", "skip"))
+    return replay(opened, made, budget, **options)
+
+
+def _several(one: Any) -> list[Any]:
+    return [one] if isinstance(one, str | Path | Trace | numbers.Real | Policy | FunctionPolicy | type) else list(one)
+
+
+def _texts(policies: Sequence[Any]) -> list[str]:
+    """Policies as a command line names them. Those in Python are entered anew: a name means the last one entered."""
+    definitions: dict[str, Definition] = {}
+    for one in policies:
+        if isinstance(one, str):
+            continue
+        if not isinstance(one, Policy | FunctionPolicy) and not (isinstance(one, type) and issubclass(one, Policy)):
+            raise Error("replay", "not a policy", "a text, or a policy in Python", type(one).__name__, Refusal.USAGE)
+        known = definitions.setdefault(one.definition.name, one.definition)
+        if known.source_hash != one.definition.source_hash:
+            raise Error("replay", "two policies of one name", "a name for each", known.name, Refusal.USAGE)
+    for definition in definitions.values():
+        register(definition)
+    return [one.definition.name if isinstance(one, type) else str(one) for one in policies]
+
+
+class _bar:
+    """tqdm's bar, in terminals and notebooks."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> Callable[[float, str], None]:
+        from tqdm.auto import tqdm
+
+        hidden = not (self._wanted if self._wanted is not None else sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self._bar = tqdm(total=1.0, disable=hidden, bar_format="{desc}{percentage:3.0f} %|{bar}| {elapsed}<{remaining}")
+        return self._heard
+
+    def _heard(self, share: float, trace: str) -> None:
+        self._bar.set_description_str(trace + " ", refresh=False)
+        self._bar.update(share - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def program(words: Sequence[str]) -> int:
+    """The program `kvreplay` in this process: prints, and gives its exit code."""
+    return _engine.program(list(words))

@@ -1,0 +1,469 @@
+"""Policies written in Python: a function `view -> scores`, or a class that overrides any part of a plan.
+
+```python
+import kvreplay as kv
+
+@kv.policy
+def long_keys(view, p: float = 2.0):
+    "tokens with long keys"
+    return view.key_norms(p)
+```
+
+H rows of the policy's granularity (KV heads, query heads, or 1 for the layer), Hq query heads, n resident tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import marshal
+import pickle
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvreplay.errors import Error, Refusal
+
+PLACES = ("score", "select", "allocate", "share", "schedule", "store")
+METHODS = ("score", "select", "allocate", "share")  # what a class may say by a method of its own; the others by name
+TAKEN = (*PLACES, "heads", "agg", "preset")  # what a command line says of any policy
+NAME = re.compile("[A-Za-z_][A-Za-z0-9_-]*")
+Standard = bool | int | float | str
+PLAIN = Standard | bytes | tuple | list | dict | np.ndarray | np.generic
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One value that a user may set: its default, whose type it has, its range or its words, and what it is."""
+
+    default: Standard
+    least: float | None = None
+    most: float | None = None
+    help: str = ""
+    choices: Sequence[str] = ()
+    name: str = ""
+
+
+def parameter(
+    default: Any, least: float | None = None, most: float | None = None, help: str = "", *, choices: Sequence[str] = ()
+) -> Any:
+    """The default of an argument or of a class's attribute, with its range or its words."""
+    return Parameter(default, least, most, help, tuple(choices))
+
+
+@dataclass(frozen=True)
+class Division:
+    """What `allocate` divides over layers and rows: see core/policies/policy.h."""
+
+    layers: int  # L
+    prompt: int  # P
+    budget: int  # B, tokens a layer and row on average
+    sinks: int  # tokens that stay by rule at B
+    recent: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to select from: n tokens, numbered as they are resident."""
+
+    scores: np.ndarray | None  # float64 [n]; None without a scorer
+    tokens: int  # n
+    budget: int  # tokens that this row may keep
+    sinks: int  # of the budget: first tokens that stay by rule
+    recent: int  # and last ones
+
+
+class Policy:
+    """The base of policies that are classes. What a class does not say is as in core/policies/policy.h.
+
+    Its docstring is its summary; an attribute `window: int = kv.parameter(32, 1, 4096, "help")` is a parameter, which
+    instances have as `self.window`. Each of `score`, `select`, `allocate` and `share` is a method or the name of a
+    registered part, such as `select = "chunks(10)"`; `schedule` and `store` are names of parts.
+    """
+
+    name: str = ""  # empty: the class's own
+    paper: str = ""
+    formula: str = ""
+    heads: str = "kv"  # kv | query | layer
+    agg: str = "mean"  # how a group of query heads becomes one: mean | sum | max
+    sinks: int = 0  # first tokens that stay by rule
+    recent: int | float = 0  # last ones; a float is a fraction of the budget
+    queries: str | int | None = None  # which the trace must have: all, future (oracles), the last so many
+    score: Any = None  # (self, view) -> [H, n] or [Hq, n], larger stays
+    select: Any = None  # (self, row: Row) -> numbers of the tokens that stay, at most row.budget
+    allocate: Any = None  # (self, division) -> [layers], or (self, division, scores) -> [layers, H]
+    share: Any = None  # (self, layer, layers) -> the layer whose set it uses
+    schedule: Any = None
+    store: Any = None
+
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        register(_of_class(cls))
+
+    def __init__(self, **values: Standard) -> None:
+        cls = type(self)
+        known = {one.name: one for one in cls.definition.parameters}
+        for name in values:
+            if name not in known:
+                raise Error(cls.definition.name, "unknown parameter", ", ".join(known) or "none", name, Refusal.USAGE)
+        self._given = values
+        for name, one in known.items():
+            setattr(self, name, values.get(name, one.default))
+
+    def __str__(self) -> str:
+        return with_values(type(self).definition.name, self._given)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A policy as the engine registers it."""
+
+    name: str
+    summary: str
+    paper: str
+    formula: str
+    heads: str
+    agg: str
+    parameters: Sequence[Parameter]
+    source: object  # the function or class
+    make: Callable[[Mapping[str, Standard]], Policy]
+    file: str = ""  # where it was written; empty: nowhere that can be read again
+    source_hash: str = ""
+
+    def bind(self, values: Mapping[str, Standard]) -> Bound:
+        """The policy with these values."""
+        return Bound(self, self.call("its making", self.make, values))
+
+    def call(self, what: str, function: Callable, *arguments: Any) -> Any:
+        """What a function of the policy's author gives; what it raises is an Error that says in which line."""
+        try:
+            return function(*arguments)
+        except Exception as problem:
+            frames = [one for one in traceback.extract_tb(problem.__traceback__) if one.filename != __file__]
+            own = [one for one in frames if one.filename == self.file] or frames
+            place = f"{own[-1].filename}:{own[-1].lineno}" if own else self.name
+            if isinstance(problem, Error):
+                pieces = (problem.what, problem.expected, problem.found, problem.exit_code)
+                raise Error(f"{place}: {problem.where}", *pieces) from problem
+            raise Error(
+                place, f"{what} raised {type(problem).__name__}: {problem}", exit_code=Refusal.INPUT
+            ) from problem
+
+
+@dataclass
+class Bound:
+    """A policy with values, as the engine asks it; what is wrong with an answer says where it was written."""
+
+    definition: Definition
+    policy: Policy
+    parts: dict[str, str] = field(default_factory=dict)
+    methods: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for place in PLACES:
+            given = getattr(self.policy, place)
+            if isinstance(given, str):
+                self.parts[place] = given
+            elif callable(given) and place in METHODS:
+                self.methods.append(place)
+            elif given is not None:
+                what = "the name of a part" + (", or a method" if place in METHODS else "")
+                raise Error(self.definition.name, place, what, type(given).__name__, Refusal.USAGE)
+
+    @property
+    def queries(self) -> str | int | None:
+        asked = self.policy.queries
+        counts = isinstance(asked, int) and not isinstance(asked, bool) and asked > 0
+        if not counts and asked not in (None, "all", "future"):
+            raise self._wrong("queries", "all, future or how many of the last", repr(asked), Refusal.USAGE)
+        return asked
+
+    @property
+    def sinks(self) -> int:
+        return self._amount("sinks", self.policy.sinks, "a number of tokens, 0 or more", (int,))
+
+    @property
+    def recent(self) -> int | float:
+        expected = "a number of tokens, 0 or more, or a fraction of the budget"
+        return self._amount("recent", self.policy.recent, expected, (int, float))
+
+    def _amount(self, what: str, value: Any, expected: str, kinds: tuple[type, ...]) -> Any:
+        most = 1 if isinstance(value, float) else np.iinfo(np.int32).max
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
+            raise self._wrong(what, expected, repr(value), Refusal.USAGE)
+        return value
+
+    @property
+    def allocates_by_scores(self) -> bool:
+        return "allocate" in self.methods and len(inspect.signature(self.policy.allocate).parameters) > 1
+
+    def score(self, view: Any, rows: int) -> np.ndarray:
+        """float64 [rows, n], or [Hq, n] where the engine makes rows of query heads."""
+        found = self._call("score", self.policy.score, view)
+        scores = self._numbers("scores", found, np.float64)
+        kv, query, n = view.kv_heads, view.query_heads, view.tokens
+        if scores.ndim == 2 and scores.shape[1] == n and scores.shape[0] in (rows, query):
+            return scores
+        if scores.shape == (kv, n):  # finer or coarser than heads of keys and values
+            return scores.sum(axis=0, keepdims=True) if rows == 1 else np.repeat(scores, rows // kv, axis=0)
+        expected = " or ".join(f"[{count}, {n}]" for count in dict.fromkeys((rows, kv, query)))
+        raise self._wrong("scores", expected, str(list(scores.shape)))
+
+    def select(self, scores: np.ndarray | None, tokens: int, budget: int, sinks: int, recent: int) -> np.ndarray:
+        """int64 numbers of the tokens that stay, ascending."""
+        found = self._call("select", self.policy.select, Row(scores, tokens, budget, sinks, recent))
+        kept = np.sort(self._numbers("selected tokens", found, np.int64).ravel())
+        if len(kept) > budget:
+            raise self._wrong("selected tokens", f"at most {budget}", str(len(kept)))
+        if len(kept) and (kept[0] < 0 or kept[-1] >= tokens):
+            raise self._wrong("selected tokens", f"0..{tokens - 1}", str(kept[0] if kept[0] < 0 else kept[-1]))
+        if (np.diff(kept) == 0).any():
+            raise self._wrong("selected tokens", "each once", f"{kept[:-1][np.diff(kept) == 0][0]} twice")
+        return kept
+
+    def allocate(self, division: Division, scores: Sequence[np.ndarray] | None) -> np.ndarray:
+        """int64 [layers, H], or [layers] where it reads no scores."""
+        rest = () if scores is None else (scores,)
+        found = self._numbers("counts", self._call("allocate", self.policy.allocate, division, *rest), np.int64)
+        shape = (division.layers,) if scores is None else (division.layers, len(scores[0]))
+        if found.shape != shape:
+            raise self._wrong("counts", str(list(shape)), str(list(found.shape)))
+        if (found < 0).any() or (found > division.prompt).any():
+            raise self._wrong("counts", f"0..{division.prompt}", str(found.min() if found.min() < 0 else found.max()))
+        return found
+
+    def share(self, layer: int, layers: int) -> int:
+        """The layer whose set it uses."""
+        source = self._call("share", self.policy.share, layer, layers)
+        if not isinstance(source, int | np.integer) or not 0 <= source < layers:
+            raise self._wrong("layer to share", f"0..{layers - 1}", str(source))
+        return int(source)
+
+    def _call(self, what: str, method: Callable, *arguments: Any) -> Any:
+        return self.definition.call(what, method, *arguments)
+
+    def _numbers(self, what: str, found: Any, kind: type) -> np.ndarray:
+        whole = kind is np.int64
+        expected = "an array of whole numbers" if whole else "an array of numbers"
+        try:
+            given = np.asarray(found)
+        except (TypeError, ValueError) as problem:
+            raise self._wrong(what, expected, str(problem)) from None
+        fits = np.issubdtype(given.dtype, np.integer) if whole else np.can_cast(given.dtype, np.float64, "same_kind")
+        if given.size and not fits:
+            raise self._wrong(what, expected, "None" if found is None else str(given.dtype))
+        return np.ascontiguousarray(given, dtype=kind)
+
+    def _wrong(self, what: str, expected: str, found: str, refusal: Refusal = Refusal.INPUT) -> Error:
+        """Of an answer, which fails the policy's own cells; of an option (USAGE), which is refused at once."""
+        where = self.definition.name + (f" ({self.definition.file})" if self.definition.file else "")
+        return Error(where, what, expected, found, refusal)
+
+
+class FunctionPolicy:
+    """What the decorator makes of a function: call it with values and parts, as in `kv.policy.NAME(…)`, or give it to
+    `kv.replay` as it is."""
+
+    def __init__(self, definition: Definition, function: Callable) -> None:
+        self.definition = definition
+        self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
+        keywords = [
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
+            for one in definition.parameters
+        ]
+        more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
+        self.__signature__ = inspect.Signature([*keywords, more], return_annotation="str")
+
+    def __call__(self, **values: Standard) -> str:
+        return with_values(self.definition.name, values)
+
+    def __str__(self) -> str:
+        return self.definition.name
+
+
+def from_function(function: Callable, **options: Any) -> FunctionPolicy:
+    """The policy of a function `(view, parameters with defaults) -> scores`; options as the attributes of `Policy`."""
+    if isinstance(function, type | FunctionPolicy) or not callable(function):
+        raise Error(
+            "policy", "not a function", "def NAME(view, …), or a class of Policy", repr(function), Refusal.USAGE
+        )
+    name = options.pop("name", "") or function.__name__
+    unknown = set(options) - {one for one in vars(Policy) if not one.startswith("_")} - {"score"}
+    if unknown:
+        raise Error(name, "unknown option of a policy", ", ".join(sorted(PLACES[1:])), min(unknown), Refusal.USAGE)
+    arguments = list(inspect.signature(function).parameters.values())
+    if not arguments:
+        raise Error(name, "arguments", "a view, and parameters with defaults", "none", Refusal.USAGE)
+    parameters = [_declared(name, one.name, one.default) for one in arguments[1:]]
+
+    def make(values: Mapping[str, Standard]) -> Policy:
+        made = object.__new__(Policy)
+        for option, value in options.items():
+            setattr(
+                made, option, values[value] if option in ("recent", "sinks", "queries") and value in values else value
+            )
+        made.score = lambda view: function(view, **values)
+        return made
+
+    definition = _definition(function, name, function.__doc__, options, parameters, make)
+    register(definition)
+    return FunctionPolicy(definition, function)
+
+
+def _of_class(cls: type[Policy]) -> Definition:
+    name = cls.__dict__.get("name") or cls.__name__
+    found = {one: value for base in reversed(cls.__mro__) for one, value in vars(base).items()}
+    parameters = [_declared(name, one, value) for one, value in found.items() if isinstance(value, Parameter)]
+    options = {one: getattr(cls, one) for one in ("paper", "formula", "heads", "agg")}
+    cls.definition = _definition(cls, name, cls.__doc__, options, parameters, lambda values: cls(**values))
+    return cls.definition
+
+
+def _declared(policy: str, name: str, default: Any) -> Parameter:
+    known = default if isinstance(default, Parameter) else Parameter(default)
+    standard, where = known.default, f"{policy}:{name}"
+    if name in TAKEN:
+        raise Error(where, "every policy has that already", "another name", name, Refusal.USAGE)
+    if not name.isascii():
+        raise Error(where, "name", "letters of ASCII", name, Refusal.USAGE)
+    if not isinstance(standard, Standard):
+        found = "no default" if standard is inspect.Parameter.empty else type(standard).__name__
+        raise Error(where, "default", "a number, a truth value or a word", found, Refusal.USAGE)
+    if known.choices and standard not in known.choices:
+        raise Error(where, "default", " | ".join(known.choices), str(standard), Refusal.USAGE)
+    if not isinstance(standard, str | bool):
+        ends = np.iinfo(np.int32) if isinstance(standard, int) else np.finfo(np.float64)
+        least = ends.min if known.least is None else known.least
+        most = ends.max if known.most is None else known.most
+        if not max(least, ends.min) <= standard <= min(most, ends.max):
+            raise Error(where, "default", f"{least}..{most}", str(standard), Refusal.USAGE)
+    return Parameter(standard, known.least, known.most, known.help, known.choices, name)
+
+
+def _definition(
+    source: Any, name: str, doc: str | None, options: Mapping[str, Any], parameters: Sequence[Parameter], make: Callable
+) -> Definition:
+    summary = " ".join((inspect.cleandoc(doc or "").split("\n\n")[0] or name).split())
+    file, content = _written(source)
+    if not NAME.fullmatch(name):
+        raise Error("policy", "name", "letters and digits of ASCII, - and _", repr(name), Refusal.USAGE)
+    texts = {one: options.get(one, getattr(Policy, one)) for one in ("paper", "formula", "heads", "agg")}
+    for one, value in texts.items():
+        if not isinstance(value, str):
+            raise Error(name, one, "a word", repr(value), Refusal.USAGE)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    return Definition(
+        name, summary, **texts, parameters=parameters, source=source, make=make, file=file, source_hash=digest
+    )
+
+
+def _written(source: Any) -> tuple[str, bytes]:
+    """The file that it was written in, and all that makes it another policy when it changes: the bytes of that file,
+    its own lines there (or what they were compiled to), and the values that it reads from around it."""
+    functions = [one for one in (vars(source).values() if isinstance(source, type) else [source]) if _has_code(one)]
+    try:
+        file = inspect.getsourcefile(source) or ""
+    except (OSError, TypeError):  # typed in a session, or compiled
+        file = ""
+    linecache.checkcache(file)
+    try:
+        lines = inspect.getsource(source).encode()
+    except (OSError, TypeError):
+        lines = marshal.dumps([one.__code__ for one in functions])
+    content = Path(file).read_bytes() if Path(file).is_file() else b""
+    above = [base for base in getattr(source, "__mro__", ())[1:] if issubclass(base, Policy) and base is not Policy]
+    return file, b"\0".join([content, lines, *map(_values_around, functions), *(_written(base)[1] for base in above)])
+
+
+def _has_code(value: Any) -> bool:
+    return isinstance(getattr(value, "__code__", None), CodeType)
+
+
+def _values_around(function: Any) -> bytes:
+    """The variables of outer functions and of its module that a function reads, where they are plain data."""
+    around = inspect.getclosurevars(function)
+    found = []
+    for name, value in sorted({**around.globals, **around.nonlocals}.items()):
+        found.append(name.encode())
+        if isinstance(value, PLAIN):
+            with contextlib.suppress(Exception):  # a list of what is no data
+                found.append(pickle.dumps(value))
+    return b"\0".join(found)
+
+
+def with_values(name: str, values: Mapping[str, Any]) -> str:
+    """The policy as users write it."""
+
+    def word(value: Any) -> str:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return f"({text})" if any(one in text for one in ",():") else text
+
+    return name + ":" * bool(values) + ",".join(f"{key}={word(value)}" for key, value in values.items())
+
+
+_entered: dict[str, Definition] = {}
+
+
+def register(definition: Definition) -> None:
+    """Enters it beside all other policies, in the place of an earlier one of Python's with its name."""
+    from kvreplay import _engine
+
+    if _entered.get(definition.name) is not definition:
+        _engine.register_policy(definition)
+        _entered[definition.name] = definition
+
+
+def load(file: str, name: str) -> str:
+    """Enters the policy of a file that a command line names, FILE.py:NAME; the name that it is registered by."""
+    path = Path(file)
+    if not path.is_file():
+        raise Error(file, "cannot be read", "a file with a policy in Python", "no such file", Refusal.INPUT)
+    sys.path.insert(0, str(path.resolve().parent))  # its own imports
+    try:
+        found = _run(str(path.resolve()))
+    except (Error, KeyboardInterrupt):
+        raise
+    except SyntaxError as problem:
+        raise Error(f"{file}:{problem.lineno}", "not Python", found=problem.msg, exit_code=Refusal.INPUT) from problem
+    except Exception as problem:
+        inside = [
+            one.lineno for one in traceback.extract_tb(problem.__traceback__) if Path(one.filename) == path.resolve()
+        ]
+        place = f"{file}:{inside[-1]}" if inside else file
+        raise Error(place, f"raised {type(problem).__name__}: {problem}", exit_code=Refusal.INPUT) from problem
+    finally:
+        sys.path.pop(0)
+    defined = {one: value.definition for one, value in found.items() if _is_policy(value)}
+    policies = {one.name: one for one in defined.values()}
+    chosen = policies.get(name, defined.get(name))  # by its own name, or by the name of its class
+    if chosen is None:
+        known = ", ".join(policies) or "a function under @kv.policy"
+        raise Error(f"{file}:{name}", "no such policy", known, name, Refusal.USAGE)
+    register(chosen)  # another file may have taken the name since
+    return chosen.name
+
+
+def _is_policy(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, Policy) and value is not Policy
+    return is_class or isinstance(value, FunctionPolicy)
+
+
+_read: dict[str, dict[str, Any]] = {}
+
+
+def _run(file: str) -> dict[str, Any]:
+    """What the file defines; once for each content, since a command line may name several of its policies."""
+    key = f"{file}@{xxhash.xxh3_128_hexdigest(Path(file).read_bytes())}"
+    if key not in _read:
+        _read[key] = runpy.run_path(file)
+    return _read[key]
