@@ -1,0 +1,301 @@
+"""Does `kvreplay tune` find what is better, judge it where it did not look, and refuse what cannot be meant?"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import kvreplay as kv
+from kvreplay.errors import Error
+from kvreplay.tune import search, space
+from kvreplay.tune.command import main
+from kvreplay.tune.sides import sides
+
+# ---- search
+
+
+def test_a_known_optimum_is_found(traces, tune):
+    """`random` with the most sinks keeps what the traces of the kind sinks attend to."""
+    sinks = [one for one in traces if "sinks" in one.name]
+    found = tune(*sinks, "-p", "random", "-b", "12", "--search", "sinks=0|1|2|4,seed=0")
+    assert found["best"] == "random:sinks=4"
+    assert found["fitting"]["difference"] > 0.1
+    assert found["better"] and found["verdict"].startswith("better on held-out traces: +")
+    assert found["held_out"]["low"] > 0
+    assert found["tried"].startswith("all of sinks=0|1|2|4")
+
+
+def test_the_numbers_are_those_of_the_file_replayed(traces, tune, tmp_path):
+    found = tune(*traces, "-p", "snapkv", "-b", "0.25", "--search", "window=1..32,kernel=1|3|5", "--trials", "10")
+    for policy, word in ((found["start"], "start"), ("@best.yaml", "best")):
+        run = kv.replay(traces, policy, "0.25", metrics="attention_recall", output=tmp_path / word)
+        rows = run.overall[(run.overall["role"] == "asked") & (run.overall["metric"] == "attention_recall")]
+        values = rows.set_index("trace")["value"]
+        for side in ("fitting", "held_out"):
+            assert found[side][word] == pytest.approx(values[found[side]["traces"]].mean(), abs=1e-12)
+    assert found["fitting"]["best"] >= found["fitting"]["start"]
+    text = (tmp_path / "best.yaml").read_text()
+    assert "# kvreplay tune " in text and found["verdict"] in text and "'" + found["best"] + "'" in text
+
+
+def test_the_same_call_gives_the_same_answer_and_computes_nothing_again(traces, tune, tmp_path):
+    words = [*traces, "-p", "streaming-llm", "-b", "16", "--search", "sinks=0..15", "--trials", "6", "--seed", "3"]
+    first = tune(*words)
+    parts = {one: one.stat().st_mtime_ns for one in tmp_path.glob("kvreplay-tune/*/parts/*.h5")}
+    assert parts
+    assert tune(*words) == first
+    assert {one: one.stat().st_mtime_ns for one in tmp_path.glob("kvreplay-tune/*/parts/*.h5")} == parts
+    shutil.rmtree(tmp_path / "kvreplay-tune")
+    assert tune(*reversed(traces), *words[len(traces) :])["held_out"] == first["held_out"]
+
+
+def test_what_is_held_out_is_never_fitted_on(traces, tune, tmp_path):
+    found = tune(*traces, "-p", "snapkv", "-b", "16", "--search", "window=1..16", "--trials", "5")
+    fitting = {one.stem for one in tmp_path.glob("kvreplay-tune/fitting/parts/*.h5")}
+    held_out = {one.stem for one in tmp_path.glob("kvreplay-tune/held_out/parts/*.h5")}
+    assert fitting == set(found["fitting"]["traces"]) and held_out == set(found["held_out"]["traces"])
+    assert not fitting & held_out and fitting | held_out == {one.stem for one in traces}
+    asked = kv.Run(tmp_path / "kvreplay-tune" / "held_out").overall
+    assert set(asked["policy"][asked["role"] == "asked"]) == {"snapkv"}
+    assert asked[asked["role"] == "asked"]["cell"].nunique() <= 2 * len(held_out)
+
+
+def test_nothing_better_is_said_plainly(traces, tune, tmp_path):
+    found = tune(*traces, "-p", "oracle", "-b", "16", "--search", "heads=kv|layer")
+    assert found["best"] == found["start"] == "oracle"
+    assert not found["better"] and found["verdict"].startswith("not better on held-out traces: nothing that was tried")
+    assert (tmp_path / "best.yaml").read_text().endswith("'oracle'\n")
+
+
+def test_more_memory_is_no_verdict(traces, tune):
+    found = tune(*traces, "-p", "random:sinks=4,heads=layer", "-b", "12", "--search", "sinks=4")
+    assert found["held_out"]["memory"] == 1
+    found = tune(*traces[1::2], "--held-out", *traces[::2], "-p", "oracle:heads=layer", "-b", "12",
+                 "--search", "heads=query")  # fmt: skip
+    assert found["best"] == "oracle:heads=query" and found["held_out"]["memory"] == 4
+    assert found["held_out"]["low"] > 0 and not found["better"]
+    assert found["verdict"].startswith("no verdict, not at equal memory: the best holds 4 times as much")
+
+
+def test_a_loss_is_better_when_lower(traces, tune):
+    found = tune(*traces, "-p", "random", "-b", "12", "--search", "sinks=0|4", "--metric", "output_error")
+    assert found["fitting"]["best"] <= found["fitting"]["start"] and found["direction"] == "lower"
+    assert found["best"] == "random:sinks=4"
+
+
+def test_parts_are_parameters_too():
+    drawn = space.candidates("h2o", space.asked_space(["select=top-k|chunks,chunk=5|10"]), 64, 0)
+    assert drawn.policies == ["h2o", "h2o:select=chunks,chunk=5", "h2o:select=chunks"]
+    assert len(drawn.refused) == 2 and "chunk" in str(drawn.refused[0])  # of top-k, nothing reads it
+    assert {"norm", "progressive"} <= set(space.declared_space("h2o:allocate=dynamickv"))
+
+
+def test_what_is_searched_when_nothing_is_said():
+    assert list(space.declared_space("snapkv")) == ["pool", "pool_order"]
+    found = space.declared_space("pyramid-infer")
+    assert isinstance(found["r"], space.Real) and "distance_weight" not in found
+
+
+def test_values_replace_values():
+    assert space.with_values("snapkv:window=32", {"window": "8", "kernel": "3"}) == "snapkv:kernel=3"
+    listed = space.with_values("snapkv", {"allocate": "list", "shares": "2,1"})
+    assert listed == "snapkv:allocate=list,shares=(2,1)"
+    assert space.with_values(listed, {"window": "9"}) == "snapkv:window=9,allocate=list,shares=(2,1)"
+    assert space.without_part(listed, "allocate") == "snapkv"
+    layers = "layers:0-1=(snapkv:window=9),2-3=h2o"
+    assert space.with_values(layers, {}) == "layers:0-1=(snapkv:window=9),2-3=h2o"
+
+
+@pytest.mark.parametrize("candidates, traces, shares",
+                         [(64, 18, [1 / 9, 1 / 3, 1]), (2, 18, [1]), (64, 2, [1]), (4, 6, [1 / 3, 1])])  # fmt: skip
+def test_rounds_of_halving(candidates, traces, shares):
+    assert search.halving_shares(candidates, traces) == pytest.approx(shares)
+
+
+def test_policies_in_python_keep_their_file(traces, tune, tmp_path):
+    (tmp_path / "mine.py").write_text(PYTHON_POLICY)
+    found = tune(*traces, "-p", "mine.py:early", "-b", "12", "--search", "first=1|40", "--metric", "attention_recall")
+    assert {found["start"], found["best"]} <= {"mine.py:early", "mine.py:early:first=1", "mine.py:early:first=40"}
+    assert found["start"] == "mine.py:early"
+
+
+PYTHON_POLICY = """
+import kvreplay as kv
+import numpy as np
+
+
+@kv.policy
+def early(view, first: int = 20):
+    return -np.abs(np.tile(np.arange(view.tokens), (view.kv_heads, 1)) - first).astype(float)
+"""
+
+
+# ---- layers
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing is chosen")
+def test_layer_budgets_do_what_the_grid_promised(traces, tune, tmp_path):
+    """The predicted mean of the chosen sizes is what the file replays to, exactly: B is a multiple of 4."""
+    found = tune(*traces, "-p", "snapkv:window=4", "-b", "16", "--layers")
+    fitted = [one for one in traces if one.stem in found["fitting"]["traces"]]
+    run = kv.replay(fitted, "snapkv:window=4", [4 * one for one in (1, 2, 3, 4, 5, 6, 8, 12, 16)],
+                    metrics="attention_recall", detail="layer")  # fmt: skip
+    rows = by_layer(run)
+    curve = rows.groupby(["layer", "budget_tokens"])["value"].mean()
+    shares = re.search(r"shares=\((.*)\)", found["best"])
+    assert shares, found["best"]
+    counts = [float(one) * 16 for one in shares[1].split(",")]
+    assert sum(counts) == 4 * 16
+    predicted = np.mean([curve[layer, count] for layer, count in enumerate(counts)])
+    assert found["fitting"]["best"] == pytest.approx(predicted, abs=1e-12)
+    assert found["fitting"]["best"] > found["fitting"]["start"]
+    again = kv.replay(traces[0], "@best.yaml", "16", metrics="layer_budget", detail="layer")
+    assert by_layer(again, "layer_budget").sort_values("layer")["value"].tolist() == counts
+
+
+def by_layer(run: kv.Run, metric: str = "attention_recall"):
+    rows = run.table[(run.table["metric"] == metric) & (run.table["variant"] == "") & (run.table["role"] == "asked")]
+    return rows[(rows["layer"] != "all") & (rows["head"] == "all")].astype({"layer": int})
+
+
+def test_layers_that_cannot_be_sized(traces, refused):
+    for policy, reason in (
+        ("h2o", "what stays by rule grows with the budget: expected a number of tokens"),
+        ("chunkkv:reuse=2", "layers that share a set have one count"),
+        ("pyramid-infer", "nested sets need counts that are known beforehand"),
+        ("local", "all of the budget stays by rule"),
+        ("hybrid", "its layers have plans of their own"),
+    ):
+        assert reason in refused(2, *traces, "-p", policy, "-b", "16", "--layers")
+
+
+# ---- ranges
+
+
+def test_layer_ranges_do_what_their_policies_promised(traces, tune, tmp_path):
+    policies = ["streaming-llm", "snapkv:window=4"]
+    found = tune(*traces, "-p", policies[0], "-p", policies[1], "-b", "16", "--ranges", "2")
+    fitted = [one for one in traces if one.stem in found["fitting"]["traces"]]
+    run = kv.replay(fitted, policies, 16, metrics="attention_recall", detail="layer")
+    values = by_layer(run).groupby(["layer", "policy"])["value"].mean()
+    best = max(
+        np.mean([values[layer, (one, other)[layer >= cut]] for layer in range(4)])
+        for cut in range(5) for one, other in (("streaming-llm", "snapkv"), ("snapkv", "streaming-llm"))
+    )  # fmt: skip
+    assert found["fitting"]["best"] == pytest.approx(best, abs=1e-12)
+    assert found["start"] in policies
+    assert found["fitting"]["best"] >= found["fitting"]["start"]
+
+
+def test_layers_that_cannot_be_parted(traces, refused):
+    for policy, reason in (
+        ("pyramid-kv", "its layers depend on each other: expected allocate=uniform"),
+        ("chunkkv:reuse=2", "its layers depend on each other: expected share=none"),
+        ("pyramid-infer", "its layers depend on each other: expected a policy whose layers are not nested"),
+        ("full", "no budget binds it"),
+    ):
+        said = refused(2, *traces, "-p", "snapkv", "-p", policy, "-b", "16", "--ranges")
+        assert said.startswith(policy.partition(":")[0]) and reason in said
+
+
+def test_ranges_are_written_as_policies_are():
+    assert search.ranges_text(["a", "a", "b", "c:x=1"]) == "layers:0-1=(a),2=(b),3=(c:x=1)"
+    assert search.ranges_text(["a"] * 3) == "a"
+
+
+# ---- sides
+
+
+def test_one_prompt_is_on_one_side(traces, tmp_path):
+    again = tmp_path / "other-name.h5"
+    shutil.copy(traces[0], again)
+    for seed in range(10):
+        divided = sides([*traces, again], [], 0.3, None, seed)
+        fitting = {one.prompt for one in divided.fitting}
+        held_out = {one.prompt for one in divided.held_out}
+        assert not fitting & held_out and len(held_out) == 2
+        assert len(divided.fitting) + len(divided.held_out) == 7
+    with pytest.raises(Error, match="prompt on both sides"):
+        sides(traces[:3], [again, *traces[4:]], 0.3, None, 0)
+    kinds = sides([*traces, again], [], 0.3, re.compile("-(.)"), 0)  # 0 to 5, and n
+    assert len({one.prompt for one in [*kinds.fitting, *kinds.held_out]}) == 7
+    given = sides(traces[:3], traces[3:], 0.3, None, 0)
+    assert {one.path for one in given.held_out} == set(traces[3:])
+
+
+# ---- refusals
+
+
+REFUSALS = [
+    (["-p", "snapkv", "-b", "16", "--search", "windwo=8..16"], 2, "snapkv: unknown parameter: expected window"),
+    (["-p", "snapkv", "-b", "16", "--search", "window"], 2, "--search: not a parameter: expected NAME=LOW..HIGH"),
+    (["-p", "snapkv", "-b", "16", "--search", "window=16..8"], 2, "--search window: range: expected a lower number"),
+    (["-p", "snapkv", "-b", "16", "--search", "window=a..b"], 2, "--search window: range: expected two numbers"),
+    (["-p", "snapkv", "-b", "16", "--search", "window=8,window=9"], 2, "--search: given twice"),
+    (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has a short range"),
+    (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: expected snapkv"),
+    (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
+    (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
+    (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),
+    (["-p", "snapkv", "-b", "1", "--layers"], 2, "-b: all of it stays by rule: expected a larger"),
+    (["-p", "snapkv", "-b", "16", "--metric", "attention_recal"], 2, "metric"),
+    (["-p", "snapkv", "-b", "16", "--metric", "layer_budget"], 2, "--metric: no value of layer_budget is better"),
+    (["-p", "snapkv", "-b", "16", "--hold-out", "1"], 2, "--hold-out: out of range"),
+    (["-p", "snapkv", "-b", "16", "-o", "best.txt"], 2, "-o: format: expected a name ending in .yaml"),
+    (["-p", "snapkv", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected two or more policies, found 1"),
+    (["-p", "snapkv", "-p", "h2o", "-b", "16"], 2, "-p: policies to tune: expected one policy, or --ranges, found 2"),
+    (["-p", "full", "-b", "16", "--search", "store=exact|quantised"], 2, "full: "),
+    (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: option: expected --trials"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, code, said", REFUSALS, ids=[said[:40] for _, _, said in REFUSALS])
+def test_what_cannot_be_meant_is_one_line(words, code, said, traces, refused):
+    assert said in refused(code, *traces, *words)
+
+
+def test_too_few_prompts(traces, refused, tmp_path):
+    words = ["-p", "snapkv", "-b", "16"]
+    expected = "traces: too few prompts to hold some out: expected traces of 3 prompts, or --held-out TRACE for others"
+    assert refused(2, traces[0], *words) == f"{expected}, found 1"
+    assert refused(2, *traces[:2], *words) == f"{expected}, found 2"
+    said = refused(2, *traces[:2], *words, "--held-out", traces[3])
+    assert said == "--held-out: too few prompts for an interval: expected 2 or more, found 1"
+    assert "none.h5" in refused(3, tmp_path / "none.h5", *words)
+
+
+def test_an_interruption_keeps_what_is_finished(traces, tune, tmp_path, monkeypatch, capsys):
+    words = [*map(str, traces), "-p", "snapkv", "-b", "16", "--search", "window=1..16", "--trials", "5"]
+    real = kv.replay
+
+    def interrupted(paths, *others, **options):
+        real(paths[:1], *others, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvreplay.tune.objective.replay", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 130
+    assert capsys.readouterr().err == (
+        "kvreplay: tune: interrupted, finished traces are kept, and the same command goes on\n"
+    )
+    [part] = tmp_path.glob("kvreplay-tune/fitting/parts/*.h5")
+    with h5py.File(part) as file:
+        before = set(file["cells"]) if "cells" in file else set(file)
+    monkeypatch.setattr("kvreplay.tune.objective.replay", real)
+    tune(*words)
+    with h5py.File(part) as file:
+        assert before <= (set(file["cells"]) if "cells" in file else set(file))
+
+
+def test_the_table_is_for_people(traces, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [*map(str, traces), "-p", "snapkv", "-b", "16", "--search", "window=2|4|16", "-o", "out/mine.yaml"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "OPEN LOOP" in said and "on held-out traces" in said and "too few to trust that interval" in said
+    assert said.endswith("replay it  -p @out/mine.yaml\n") and Path("out/mine.yaml").is_file()

@@ -1,0 +1,137 @@
+"""`kvreplay tune TRACE... -p POLICY -b BUDGET`: a better policy for some traces, and whether it is for others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.program import Parser, exit_code, not_installed
+
+
+def parser() -> Parser:
+    """The command line, said once."""
+    found = Parser(
+        prog="kvreplay tune",
+        description="Fits a policy on some traces and reports it on traces that are held out, with the interval of "
+        "the paired difference. Searches parameters at random by successive halving; or divides the budget over "
+        "layers (--layers), or the layers among policies (--ranges), both exactly. Numbers are open loop: queries as "
+        "captured under the full cache.",
+        allow_abbrev=False,
+    )
+    add = found.add_argument
+    add("traces", metavar="TRACE", type=Path, nargs="+", help="traces to fit on, some of whose prompts are held out")
+    add("-p", "--policy", metavar="POLICY", action="append", required=True,
+        help="the start, as in kvreplay replay; with --ranges two or more")  # fmt: skip
+    add("-b", "--budget", metavar="BUDGET", required=True, help="a fraction of the prompt, or a count of tokens")
+    way = found.add_mutually_exclusive_group()
+    way.add_argument("--search", metavar="NAME=VALUES,…", action="append", default=[],
+        help="parameters to search, LOW..HIGH or A|B|C (default: all that have a short range, but heads "
+        "and agg)")  # fmt: skip
+    way.add_argument("--layers", action="store_true", help="one size for each layer, L times B in all")
+    way.add_argument("--ranges", metavar="R", type=int, nargs="?", const=3,
+        help="which policy each layer takes, in at most R ranges of layers (default: 3)")  # fmt: skip
+    add("--metric", metavar="NAME[:VARIANT]", default="attention_recall",
+        help="the objective (default: attention_recall)")  # fmt: skip
+    apart = found.add_mutually_exclusive_group()
+    apart.add_argument("--hold-out", metavar="SHARE", type=float, default=0.3,
+        help="share of the prompts that are held out, at least two (default: 0.3)")  # fmt: skip
+    apart.add_argument("--held-out", metavar="TRACE", type=Path, nargs="+", default=[],
+        help="traces that are held out, in place of a share")  # fmt: skip
+    add("--same-prompt", metavar="REGEX", default="", help="traces in whose names the first group (or all that "
+        "matches) is equal have the same prompt (default: equal names, or equal token ids)")  # fmt: skip
+    add("--trials", metavar="N", type=int, default=64, help="candidates of a search beside the start (default: 64)")
+    add("--seed", metavar="N", type=int, default=0, help="of all random draws (default: 0)")
+    add("-o", "--output", metavar="BEST.yaml", type=Path, default=Path("best.yaml"),
+        help="policy file to write (default: best.yaml)")  # fmt: skip
+    add("--work", metavar="DIR", type=Path, default=Path("kvreplay-tune"),
+        help="runs; what they hold is not computed again (default: kvreplay-tune)")  # fmt: skip
+    add("--device", metavar="auto|cpu|cuda[:N]", help="as in kvreplay replay")
+    add("--threads", metavar="N", help="as in kvreplay replay")
+    add("--memory", metavar="SIZE", help="as in kvreplay replay")
+    add("--json", action="store_true", help="one JSON document in place of the table")
+    return found
+
+
+def check_options(arguments: argparse.Namespace) -> re.Pattern[str] | None:
+    """What can be refused before anything is read; the pattern of --same-prompt."""
+    def refuse(where: str, what: str, expected: str, found: object) -> None:
+        raise Error(where, what, expected, str(found), Refusal.USAGE)
+
+    if arguments.output.suffix.lower() not in (".yaml", ".yml"):
+        refuse("-o", "format", "a name ending in .yaml", arguments.output)
+    if not 0 < arguments.hold_out < 1:
+        refuse("--hold-out", "out of range", "a share between 0 and 1", arguments.hold_out)
+    for option, least in (("trials", 1), ("seed", 0), ("ranges", 2)):
+        value = getattr(arguments, option)
+        if value is not None and value < least:
+            refuse(f"--{option}", "out of range", f"{least} or more", value)
+    try:
+        return re.compile(arguments.same_prompt) if arguments.same_prompt else None
+    except re.error as problem:
+        raise Error("--same-prompt", "not a regular expression", str(problem), arguments.same_prompt,
+                    Refusal.USAGE) from problem  # fmt: skip
+
+
+def tune(arguments: argparse.Namespace, command: list[str]) -> None:
+    """Splits, fits, judges, writes, prints."""
+    pattern = check_options(arguments)
+    try:
+        from kvreplay.engine import _engine
+        from kvreplay.tune import outcome, search, space
+        from kvreplay.tune.objective import Objective
+        from kvreplay.tune.sides import sides
+    except ModuleNotFoundError as missing:
+        raise not_installed("tune", missing) from missing
+
+    policies = [one for text in arguments.policy for one in _engine.split_policies(text)]
+    several = arguments.ranges is not None
+    if several != (len(policies) > 1):
+        expected = "two or more policies" if several else "one policy, or --ranges"
+        raise Error("-p", "policies to tune", expected, str(len(policies)), Refusal.USAGE)
+    policies = [space.with_values(policy, {}) for policy in policies]  # refused here if they cannot be meant
+    if len(set(policies)) < len(policies):
+        raise Error("-p", "policies to tune", "different ones", ", ".join(policies), Refusal.USAGE)
+    _engine.budget_tokens(arguments.budget, 1)  # so is the budget
+    objective = Objective(
+        arguments.metric, arguments.budget, arguments.work,
+        {"device": arguments.device, "threads": arguments.threads, "memory": arguments.memory},
+    )  # fmt: skip
+    asked = space.asked_space(arguments.search)
+    divided = sides(arguments.traces, arguments.held_out, arguments.hold_out, pattern, arguments.seed)
+    if several:
+        found = search.layer_ranges(objective, divided.fitting, policies, arguments.ranges)
+    elif arguments.layers:
+        found = search.layer_budgets(objective, divided.fitting, policies[0])
+    else:
+        asked = asked or space.declared_space(policies[0])
+        found = search.halving(objective, divided.fitting, policies[0], asked, arguments.trials, arguments.seed)
+    on_both = [outcome.difference(objective, side, traces, found, arguments.seed)
+               for side, traces in vars(divided).items()]  # fmt: skip
+    result = outcome.Outcome(objective, found, divided, *on_both, command)
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(result.policy_file(), encoding="utf-8")
+    except OSError as problem:
+        raise Error(str(arguments.output), "cannot be written", "", str(problem.strerror)) from problem
+    if arguments.json:
+        print(json.dumps(result.document(str(arguments.output)), indent=2, allow_nan=False))
+    else:
+        print(result.table())
+        print(f"replay it  -p @{arguments.output}")
+    for note in objective.notes:
+        print(f"kvreplay: tune: {note}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what was found; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    return exit_code("tune", lambda: tune(parser().parse_args(words), words),
+                     "finished traces are kept, and the same command goes on")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

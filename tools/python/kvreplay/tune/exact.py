@@ -1,0 +1,63 @@
+"""The best division of layers, by dynamic programming: exact, since a mean over layers adds up layer by layer.
+
+In open loop a layer's value depends on its own tokens alone. So the best choice for the first l layers extends the best
+one for the first l-1 layers with what is left, and nothing else needs to be tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def best_sizes(values: np.ndarray, sizes: Sequence[int], total: int) -> list[int]:
+    """For each layer an index into `sizes` [K] such that these sum to `total` and the `values` [L,K] to the most.
+
+    Of equal sums the one whose last layers have the earlier sizes of the list. Requires that some choice sums to
+    `total`, as where it is L times one of the sizes.
+    """
+    most = np.full(total + 1, -np.inf)  # by what the layers so far take
+    most[0] = 0.0
+    taken = []
+    for of_layer in values:
+        sums = np.full((len(sizes), total + 1), -np.inf)
+        for i, size in enumerate(sizes):
+            sums[i, size:] = most[: max(0, total + 1 - size)] + of_layer[i]
+        taken.append(sums.argmax(axis=0))
+        most = sums.max(axis=0)
+    chosen, left = [], total
+    for choice in reversed(taken):
+        chosen.append(int(choice[left]))
+        left -= sizes[chosen[-1]]
+    return chosen[::-1]
+
+
+def best_ranges(values: np.ndarray, most_ranges: int) -> list[int]:
+    """For each layer an index of a policy such that the `values` [L,N] sum to the most, with at most `most_ranges`
+    ranges of neighbouring layers of one policy. Of equal sums the one with the fewest ranges, then the earlier policies
+    in the last layers."""
+    layers, policies = values.shape
+    ranges = min(most_ranges, layers)
+    most = np.full((ranges, policies), -np.inf)  # by further ranges begun, and the policy of the layer before
+    most[0] = values[0]
+    before = []  # of each later layer: the policy of the one before, [ranges, policies]
+    for of_layer in values[1:]:
+        source = np.tile(np.arange(policies), (ranges, 1))
+        extended = most.copy()
+        for begun in range(1, ranges):
+            for policy in range(policies):
+                others = [one for one in range(policies) if one != policy]
+                best = max(others, key=lambda one: (most[begun - 1, one], -one), default=policy)  # noqa: B023
+                if best != policy and most[begun - 1, best] > extended[begun, policy]:
+                    extended[begun, policy], source[begun, policy] = most[begun - 1, best], best
+        before.append(source)
+        most = extended + of_layer
+    begun, policy = divmod(int(most.argmax()), policies)
+    chosen = [policy]
+    for source in reversed(before):
+        earlier = int(source[begun, policy])
+        begun -= earlier != policy
+        policy = earlier
+        chosen.append(policy)
+    return chosen[::-1]

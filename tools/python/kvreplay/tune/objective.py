@@ -1,0 +1,95 @@
+"""What is fitted: one metric of one policy after the other, on some traces, at one budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from kvreplay import _engine
+from kvreplay.compare.comparison import values_of
+from kvreplay.engine import replay
+from kvreplay.errors import Error, Refusal
+from kvreplay.results import Run
+from kvreplay.tune.sides import Captured
+
+ADDS_UP = 1e-9  # a mean over layers, computed in another order
+
+
+@dataclass
+class Objective:
+    """Replays into `folder`, where finished traces stay, and reads what it wants of them."""
+
+    metric: str  # NAME[:VARIANT]
+    budget: str
+    folder: Path
+    options: dict[str, object]  # of the replay: device, threads, memory
+    better: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.better = _engine.better(self.metric)
+        if self.better == "neither":
+            raise Error("--metric", f"no value of {self.metric} is better than another", "a metric with a direction",
+                        "see kvreplay metrics", Refusal.USAGE)  # fmt: skip
+
+    @property
+    def sign(self) -> float:
+        return 1.0 if self.better == "higher" else -1.0
+
+    def run(self, side: str, traces: Sequence[Captured], policies: Sequence[str], budgets: Sequence[str] = (),
+            detail: str = "summary") -> Run:  # fmt: skip
+        """All in one call, since policies of one run share what they read of a trace."""
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            run = replay([one.path for one in traces], list(policies), list(budgets) or [self.budget],
+                         metrics=self.metric, output=self.folder / side, detail=detail, **self.options)  # fmt: skip
+        self.notes += [line for line in dict.fromkeys(str(one.message) for one in heard) if line not in self.notes]
+        return run
+
+    def measure(self, side: str, traces: Sequence[Captured], policies: Sequence[str]) -> pd.DataFrame:
+        """Rows of `kvreplay.compare.comparison.values_of`, one a trace and policy, with `asked`: the policy's index."""
+        rows = self.of_metric(values_of(self.run(side, traces, policies)), traces)
+        rows = rows[rows["budget"] == self.budget]
+        place = {_engine.canonical(policy): i for i, policy in enumerate(policies)}
+        asked = [place.get(one, -1) for one in zip(rows["policy"], rows["params"], strict=True)]
+        rows = rows.assign(asked=asked)
+        return rows[rows["asked"] >= 0]
+
+    def means(self, traces: Sequence[Captured], policies: Sequence[str]) -> np.ndarray:
+        """Of each policy, the mean over the fitting traces on which the start, the first, is defined: float [n], NaN
+        for a policy that is undefined on one of them, or that no budget binds."""
+        rows = self.measure("fitting", traces, policies)
+        table = rows.pivot(index="trace_hash", columns="asked", values="value").reindex(columns=range(len(policies)))
+        defined = table[table[0].notna()]
+        if defined.empty:
+            why = next((note for note in self.notes if note.startswith("failed: ")), policies[0])
+            raise Error(self.metric, "not defined for the start", "a value on some fitting trace", why)
+        found = defined.mean(axis=0, skipna=False).to_numpy(float, copy=True)
+        own = set(rows["asked"][rows["own_memory"]])
+        if 0 in own:
+            raise Error(policies[0], "no budget binds it", "a policy that one binds",
+                        "it holds what its own rule says", Refusal.USAGE)  # fmt: skip
+        found[list(own)] = np.nan
+        return found
+
+    def by_layer(self, run: Run, traces: Sequence[Captured]) -> pd.DataFrame:
+        """Rows of single layers, over all heads. Raises Error for a metric that is no mean over layers."""
+        rows = self.of_metric(run.table, traces)
+        layers = rows[(rows["layer"] != "all") & (rows["head"] == "all")].astype({"layer": int})
+        whole = rows[(rows["layer"] == "all") & (rows["head"] == "all")].set_index(["trace", "cell"])["value"].dropna()
+        means = layers.groupby(["trace", "cell"])["value"].agg(lambda values: values.mean(skipna=False))
+        apart = (means.reindex(whole.index) - whole).abs()
+        if layers.empty or not (apart <= ADDS_UP * whole.abs().clip(lower=1)).all():
+            raise Error("--metric", f"{self.metric} does not add up over layers",
+                        "a mean over layers, such as attention_recall", "", Refusal.USAGE)  # fmt: skip
+        return layers
+
+    def of_metric(self, rows: pd.DataFrame, traces: Iterable[Captured]) -> pd.DataFrame:
+        metric, _, variant = self.metric.partition(":")
+        known = {one.hash for one in traces}
+        return rows[(rows["metric"] == metric) & (rows["variant"] == variant) & rows["trace_hash"].isin(known)]

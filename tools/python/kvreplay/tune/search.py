@@ -1,0 +1,162 @@
+"""Three ways to a better policy. Each gives what it tried, and its finalist; none sees a trace that is held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from kvreplay import _engine
+from kvreplay.errors import Error, Refusal
+from kvreplay.results import Run
+from kvreplay.tune import exact, space
+from kvreplay.tune.objective import Objective
+from kvreplay.tune.sides import Captured
+
+STEP = 3  # of successive halving: a third of the candidates goes on, on three times as many traces
+QUARTERS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # the grid of layer budgets, in quarters of B
+
+
+@dataclass(frozen=True)
+class Found:
+    start: str
+    best: str  # the start itself where nothing is better on the fitting traces
+    story: str  # what was tried
+
+
+def halving(objective: Objective, traces: Sequence[Captured], start: str, asked: dict[str, space.Domain], trials: int,
+            seed: int) -> Found:  # fmt: skip
+    """Random search by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): all candidates on few
+    traces, the best third on three times as many, until the last ones and the start are on all."""
+    drawn = space.candidates(start, asked, trials, seed)
+    if drawn.refused:
+        objective.notes.append(f"{len(drawn.refused)} draws do not fit, such as {drawn.refused[0]}")
+    running, told = drawn.policies, []
+    for share in halving_shares(len(running), len(traces)):
+        some = traces[: math.ceil(len(traces) * share)]
+        means = objective.sign * objective.means(some, running)
+        told.append(f"{len(running)} on {len(some)}")
+        order = np.argsort(-np.where(np.isnan(means), -np.inf, means), kind="stable")
+        left_out = int(np.isnan(means).sum())
+        if left_out:
+            objective.notes.append(f"{left_out} candidates are left out: undefined on a trace, or bound by no budget")
+        keep = max(1, math.ceil(len(running) / STEP))
+        best = running[order[0]]
+        defined = [i for i in order[:keep] if not np.isnan(means[i])]
+        running = [start, *(running[i] for i in defined if running[i] != start)]
+    ranges = ", ".join(f"{name}={one}" for name, one in asked.items())
+    every = "all of " if drawn.every else "random search in "
+    return Found(start, best, f"{every}{ranges}: candidates on traces: {', '.join(told)}")
+
+
+def halving_shares(candidates: int, traces: int) -> list[float]:
+    """The share of the traces of each round, the last 1."""
+    rounds = min(whole_log(candidates), whole_log(traces))
+    return [STEP ** (i - rounds) for i in range(rounds + 1)]
+
+
+def whole_log(number: int) -> int:
+    found = 0
+    while STEP ** (found + 1) <= number:
+        found += 1
+    return found
+
+
+def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) -> Found:
+    """Sizes from the grid, one a layer, with the sum L*B and the most of the mean over layers: `allocate=list`."""
+    base = space.without_part(start, "allocate")
+    uniform = space.with_values(base, {"allocate": "uniform"})
+    space.with_values(base, {"allocate": "list", "shares": "1"})  # refused where its layers share sets
+    quarters, budgets = grid(objective.budget, min(one.tokens for one in traces))
+    run = objective.run("fitting", traces, [uniform], budgets, detail="layer")
+    rows = objective.by_layer(run, traces)
+    rows = rows[[one == _engine.canonical(uniform) for one in zip(rows["policy"], rows["params"], strict=True)]]
+    fits = sizes_that_fit(run, rows, uniform, quarters, budgets)
+    quarters, budgets = [quarters[i] for i in fits], [budgets[i] for i in fits]
+    values = rows.pivot_table(index="layer", columns="budget", values="value", sort=True)[budgets].to_numpy()
+    chosen = exact.best_sizes(objective.sign * values, quarters, 4 * len(values))
+    shares = [quarters[i] for i in chosen]
+    best = space.with_values(base, {"allocate": "list", "shares": ",".join(f"{one / 4:g}" for one in shares)})
+    means = objective.means(traces, [start, best])
+    better = objective.sign * (means[1] - means[0]) > 0
+    sizes = ", ".join(f"{one / 4:g}" for one in quarters)
+    return Found(start, best if better else start, f"{len(values)} layers of {sizes} times B each, {len(values)} B in "
+                 "all: exact on this grid")  # fmt: skip
+
+
+def grid(budget: str, prompt: int) -> tuple[list[int], list[str]]:
+    """The quarters of the budget that are sizes at all, and the literals that ask for them."""
+    whole = not any(mark in budget for mark in ".eE%")
+    share = float(budget.rstrip("%")) / (100 if "%" in budget else 1)
+    most = prompt if whole else 1.0
+    found = {}
+    for quarters in QUARTERS:
+        size = round(share * quarters / 4) if whole else float(f"{share * quarters / 4:.15g}")  # 0.3, not 0.30…04
+        if 0 < size <= most:
+            found.setdefault(str(size), quarters)
+    found = {size: quarters for size, quarters in found.items() if quarters != 4 and size != str(share)}
+    found[budget] = 4
+    ordered = sorted((quarters, size) for size, quarters in found.items())
+    return [quarters for quarters, _ in ordered], [size for _, size in ordered]
+
+
+def sizes_that_fit(run: Run, rows: pd.DataFrame, policy: str, quarters: list[int], budgets: list[str]) -> list[int]:
+    """Indices of the sizes at which every trace keeps by rule what it keeps at B. A list divides B after the rules have
+    had theirs: what was measured with other rules is not what the list would keep."""
+    middle = budgets[quarters.index(4)]
+    names = sorted(set(rows["trace"]))
+    tokens, by_rule = {}, {}  # by trace and size
+    for one in rows[["trace", "cell", "budget", "budget_tokens"]].drop_duplicates().itertuples():
+        selection = run.selection_of(one.cell, run.trace(one.trace).boundary)
+        stays = 0 if selection is None else int((selection.sinks + selection.recent)[selection.layers].max())
+        tokens[one.trace, one.budget], by_rule[one.trace, one.budget] = one.budget_tokens, stays
+    fits = []
+    for i, size in enumerate(budgets):
+        for name in names:
+            if (name, size) not in tokens:
+                raise Error("-b", "sizes of the grid are the same number of tokens", "a larger budget", name,
+                            Refusal.USAGE)  # fmt: skip
+            if by_rule[name, middle] >= tokens[name, middle]:
+                raise Error("-b", "all of it stays by rule", "a larger budget", f"{middle} of {name}", Refusal.USAGE)
+        if any(tokens[name, size] < by_rule[name, middle] for name in names):
+            continue  # no room for what stays by rule
+        if any(by_rule[name, size] != by_rule[name, middle] for name in names):
+            raise Error(policy, "what stays by rule grows with the budget", "a number of tokens, as in recent=64",
+                        "a share of the budget", Refusal.USAGE)  # fmt: skip
+        fits.append(i)
+    return fits
+
+
+def layer_ranges(objective: Objective, traces: Sequence[Captured], policies: Sequence[str], most: int) -> Found:
+    """Which policy each layer takes, in at most `most` ranges. The start is the best of the policies alone."""
+    for policy in policies:
+        _engine.check_layers_apart(policy)
+    run = objective.run("fitting", traces, policies, detail="layer")
+    rows = objective.by_layer(run, traces)
+    rows = rows[rows["budget"] == objective.budget]
+    place = {_engine.canonical(policy): i for i, policy in enumerate(policies)}
+    rows = rows.assign(asked=[place.get(one, -1) for one in zip(rows["policy"], rows["params"], strict=True)])
+    rows = rows[rows["asked"] >= 0]
+    values = rows.pivot_table(index="layer", columns="asked", values="value", sort=True).to_numpy()
+    alone = objective.means(traces, policies)
+    order = np.argsort(-objective.sign * alone, kind="stable")  # ties go to the policy named first
+    start = policies[order[0]]
+    chosen = exact.best_ranges(objective.sign * values[:, order], most)
+    best = ranges_text([policies[order[i]] for i in chosen])
+    story = f"{len(values)} layers in at most {most} ranges: exact; alone: " + ", ".join(
+        f"{policy} {mean:.4f}" for policy, mean in zip(policies, alone, strict=True)
+    )
+    return Found(start, best, story)
+
+
+def ranges_text(policies: Sequence[str]) -> str:
+    """The policy of each layer, as `layers:FIRST-LAST=(POLICY),…`; of one policy for all, that one."""
+    begins = [i for i, policy in enumerate(policies) if i == 0 or policies[i - 1] != policy]
+    if len(begins) == 1:
+        return policies[0]
+    ends = [*(begin - 1 for begin in begins[1:]), len(policies) - 1]
+    pieces = [f"{first}-{last}" if first < last else f"{first}" for first, last in zip(begins, ends, strict=True)]
+    return "layers:" + ",".join(f"{span}=({policies[i]})" for span, i in zip(pieces, begins, strict=True))

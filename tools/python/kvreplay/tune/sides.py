@@ -1,0 +1,92 @@
+"""The two sides of a fit: traces that it may look at, and traces that it is judged by. No prompt is on both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvreplay.compare.comparison import prompt_name
+from kvreplay.compare.statistics import joined
+from kvreplay.engine import Trace
+from kvreplay.errors import Error, Refusal
+
+LEAST_HELD_OUT = 2  # prompts: one has no interval
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A trace, and the number of its prompt: equal for all traces of one prompt, as `kvreplay compare` joins them."""
+
+    path: Path
+    name: str
+    hash: str
+    tokens: int  # of the prompt
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Sides:
+    fitting: list[Captured]
+    held_out: list[Captured]
+
+
+def sides(
+    paths: Sequence[Path], held_out: Sequence[Path], share: float, pattern: re.Pattern[str] | None, seed: int
+) -> Sides:
+    """`held_out` as given, or else a random `share` of the prompts of `paths`, at least LEAST_HELD_OUT; in a random
+    order of prompts. Raises Error where a side has too few prompts, or both have the same."""
+    every = captured([*paths, *held_out], pattern)
+    generator = np.random.default_rng(seed)
+    if held_out:
+        fitting, apart = every[: len(paths)], every[len(paths) :]
+        known = {one.prompt: one.name for one in fitting}
+        for one in apart:
+            if one.prompt in known:
+                found = f"{one.name}, of the prompt of {known[one.prompt]}"
+                raise Error("--held-out", "prompt on both sides", "prompts that are not fitted on", found,
+                            Refusal.USAGE)  # fmt: skip
+        found = len({one.prompt for one in apart})
+        if found < LEAST_HELD_OUT:
+            raise Error("--held-out", "too few prompts for an interval", f"{LEAST_HELD_OUT} or more", str(found),
+                        Refusal.USAGE)  # fmt: skip
+        order = generator.permutation(len({one.prompt for one in every})).tolist()
+        return Sides(in_order(fitting, order), in_order(apart, order))
+    # A permutation of the prompts by name, so that the order of the command line does not matter.
+    every.sort(key=lambda one: (one.name, str(one.path)))
+    prompts = list(dict.fromkeys(one.prompt for one in every))
+    if len(prompts) < LEAST_HELD_OUT + 1:
+        raise Error("traces", "too few prompts to hold some out",
+                    f"traces of {LEAST_HELD_OUT + 1} prompts, or --held-out TRACE for others", str(len(prompts)),
+                    Refusal.USAGE)  # fmt: skip
+    order = [prompts[i] for i in generator.permutation(len(prompts))]
+    count = min(max(LEAST_HELD_OUT, round(share * len(prompts))), len(prompts) - 1)
+    return Sides(in_order(every, order[count:]), in_order(every, order[:count]))
+
+
+def in_order(traces: Sequence[Captured], prompts: Sequence[int]) -> list[Captured]:
+    """The traces of these prompts, prompt by prompt."""
+    place = {prompt: i for i, prompt in enumerate(prompts)}
+    return sorted((one for one in traces if one.prompt in place), key=lambda one: place[one.prompt])
+
+
+def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Captured]:
+    """The traces, in the order of `paths`."""
+    opened = [Trace(path) for path in paths]
+    for trace in opened:
+        if trace.prompt == trace.tokens:
+            raise Error(str(trace.path), "no continuation to measure on", "tokens after the prompt", "none")
+    names = [prompt_name(trace.name, pattern) for trace in opened]
+    ids = [None if pattern else bytes(trace.ids[: trace.prompt]) for trace in opened]
+    traces = zip(paths, opened, joined(names, ids), strict=True)
+    found = [Captured(Path(path), one.name, one.hash, one.prompt, int(prompt)) for path, one, prompt in traces]
+    first: dict[str, Captured] = {}
+    for one in found:
+        if one.name in first:
+            raise Error(str(one.path), "a trace of that name is given already", "traces of different names",
+                        str(first[one.name].path), Refusal.USAGE)  # fmt: skip
+        first[one.name] = one
+    return found
