@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvreplay as kv
+from kvreplay import _engine
 
 FOLDER = Path(kv.__file__).parent
 PUBLIC = ["check", "measure", "open", "parameter", "replay"]
@@ -24,6 +25,12 @@ def test_editors_read_its_types() -> None:
     assert offered == set(kv._MODULES) and offered <= set(dir(kv))
     for name in offered:
         assert getattr(kv, name).__doc__, name
+
+
+def test_editors_read_the_engines_types() -> None:
+    stub = ast.parse((FOLDER / "_engine.pyi").read_text())
+    said = {node.name for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert said == {name for name in dir(_engine) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
