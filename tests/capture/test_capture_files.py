@@ -54,7 +54,8 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 def test_stopped_in_the_middle(stop: signal.Signals, model_folder: Folder, tmp_path: Path) -> None:
     out = tmp_path / "t.h5"
     command = [sys.executable, "-c", SLOW, *words(model_folder("llama"), out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe, heed = subprocess.PIPE, lambda: signal.signal(stop, signal.SIG_DFL) if stop != signal.SIGKILL else None
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in the middle\n"
         time.sleep(0.2)

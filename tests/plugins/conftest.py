@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,11 @@ const Registered<Unresolved> registered;
 }  // namespace kvreplay
 """,
 }
+TUTORIAL = Path(__file__).resolve().parents[2] / "notebooks" / "tutorial.py"
+CODE = re.compile(r"^# ```cpp\n((?:#.*\n)*?)# ```$", re.MULTILINE)
+SOURCES["tutorial"] = re.sub(r"^# ?", "", CODE.findall(TUTORIAL.read_text())[0], flags=re.MULTILINE)
 PROJECT = """
+kvreplay_add_plugin(tutorial tutorial.cpp)
 kvreplay_add_plugin(pair pair.cpp)
 kvreplay_add_plugin(taken taken.cpp)
 target_compile_definitions(taken PRIVATE TAKEN='s')

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from program import PROGRAM, done, kvreplay
 
 from kvreplay.plot.command import main as plot
 from kvreplay.report.command import main as report
+from kvreplay.results import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "traces" / "smollm2-135m-needle.h5"
@@ -74,6 +77,23 @@ def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: P
         kept = {cell.attrs["policy"].decode(): cell["positions"][()] for cell in file["cells"].values()}
     assert np.array_equal(kept["mine"], kept["snapkv"])
     assert not np.array_equal(kept["mine"], kept["random"])
+
+
+def test_the_tutorials_policy_keeps_the_same_in_python_and_in_cpp(plugins: Path, tmp_path: Path) -> None:
+    """Bit by bit, at windows and budgets, and where each KV head holds tokens of its own."""
+    windows = ("window=8", "window=32", "window=8,schedule=every,block=100")
+    python = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    policy = ROOT / "notebooks/two_horizons.py:two_horizons"
+    for name, words in (("two-horizons", ["--plugin", plugins / "tutorial.so"]), (str(policy), [])):
+        asked = [word for window in windows for word in ("-p", f"{name}:{window}")]
+        asked += ["-b", "0.1,200", *FEW, "-o", "out"]
+        answer = kvreplay("replay", TRACE, *words, *asked, folder=tmp_path, env=python)
+        assert (answer.code, answer.err) == (0, ""), answer
+    run = Run(tmp_path / "out")
+    for window in windows:
+        for budget in ("0.1", "200"):
+            ours, theirs = (run.selection(f"{name}:{window}", budget) for name in ("two_horizons", "two-horizons"))
+            assert np.array_equal(ours.positions, theirs.positions) and np.array_equal(ours.offsets, theirs.offsets)
 
 
 def test_a_plugin_is_listed_with_its_parameters(plugins: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ def by_size(view):
     return view.value_norms()
 """
 PATIENCE = 60  # seconds
+# kvreplay-python is beside the interpreter.
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 class Watched:
@@ -32,7 +35,8 @@ class Watched:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [PROGRAM, "replay", "trace.h5", "-b", "0.1", "-o", "run", "--watch", *words],
-                cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+                cwd=folder, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
             )  # fmt: skip
 
     def replays(self, count: int) -> list[str]:
@@ -103,7 +107,7 @@ def test_only_the_edited_policy_is_computed_again(folder, watched):
     ],
 )
 def test_what_cannot_be_watched_is_refused(folder, words, line):
-    answer = kvreplay("replay", "trace.h5", "-b", "0.1", *words, folder=folder)
+    answer = kvreplay("replay", "trace.h5", "-b", "0.1", *words, folder=folder, env=ENVIRONMENT)
     assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}"), answer
 
 

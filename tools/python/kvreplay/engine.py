@@ -264,6 +264,12 @@ def _texts(policies: Sequence[Any]) -> list[str]:
     return [one.definition.name if isinstance(one, type) else str(one) for one in policies]
 
 
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
 class _bar:
     """tqdm's bar, in terminals and notebooks."""
 
@@ -271,10 +277,15 @@ class _bar:
         self._wanted = wanted
 
     def __enter__(self) -> Callable[[float, str], None]:
-        from tqdm.auto import tqdm
+        in_notebook = _in_notebook()
+        if in_notebook:
+            from tqdm.auto import tqdm
+        else:  # tqdm.auto would ask for widgets wherever IPython is imported
+            from tqdm import tqdm
 
-        hidden = not (self._wanted if self._wanted is not None else sys.stderr.isatty() or "ipykernel" in sys.modules)
-        self._bar = tqdm(total=1.0, disable=hidden, bar_format="{desc}{percentage:3.0f} %|{bar}| {elapsed}<{remaining}")
+        shown = self._wanted if self._wanted is not None else in_notebook or sys.stderr.isatty()
+        form = "{desc}{percentage:3.0f} %|{bar}| {elapsed}<{remaining}"
+        self._bar = tqdm(total=1.0, disable=not shown, bar_format=form)
         return self._heard
 
     def _heard(self, share: float, trace: str) -> None:

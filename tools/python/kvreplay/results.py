@@ -282,7 +282,8 @@ class Run:
         of_name = rows["policy"] == name
         of_values = rows["params"].map(lambda one: wanted.items() <= parameters(one).items())
         of_budget = (rows["budget"] == budget) | (rows["budget_tokens"].map("{:.0f}".format) == budget)
-        found = rows[of_name & of_values & of_budget]
+        of_label = rows["label"] == policy  # what tables and figures call it: of cells that all fit, the one meant
+        found = rows[of_label & of_budget] if (of_label & of_budget).any() else rows[of_name & of_values & of_budget]
         if len(found) == 1:
             return found.iloc[0]
         near = found if len(found) else rows[of_name] if of_name.any() else rows
