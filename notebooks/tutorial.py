@@ -70,7 +70,7 @@ rows = rows.sort_values("series", key=lambda one: one.map([*order, "oracle"].ind
 page.keep(curves(
     rows, "share", {words: words for words in METRICS.values()}, "Two horizons, beside one",
     "all policies keep the last 8 tokens; the oracle in grey", Choice(run).caption(), "share of the prompt kept", "log",
-    grey=["oracle"],
+    columns=1, grey=["oracle"],
 ), "budgets")  # fmt: skip
 
 # %%
