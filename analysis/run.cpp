@@ -80,12 +80,13 @@ void check_request(const RunRequest& request) {
   if (request.traces.empty()) throw Error{Refusal::usage, "replay", "no trace", "at least one"};
   if (request.policies.empty()) throw Error{Refusal::usage, "replay", "no policy", "at least one"};
   if (request.budgets.empty()) throw Error{Refusal::usage, "replay", "no budget", "at least one"};
-  for (const ConfiguredPolicy& policy : request.policies)
-    for (const ConfiguredPolicy& other : request.policies)
-      if (policy.name() == other.name() && policy.params() == other.params() &&
-          policy.source_hash() != other.source_hash())
-        throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files",
-                    "names that differ"};
+  std::map<std::string, std::string> sources;  // by policy with all its values
+  for (const ConfiguredPolicy& policy : request.policies) {
+    const std::string source = policy.source_hash();
+    if (sources.emplace(policy.name() + ":" + policy.params(), source).first->second != source)
+      throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files",
+                  "names that differ"};
+  }
   backends().get(request.backend);
   if (request.output.empty()) throw Error{Refusal::usage, "output", "no folder for results"};
   std::error_code ignored;

@@ -34,20 +34,24 @@ void find_visible(const Participants& participants, int position, int window, Qu
 
 }  // namespace
 
+int stored_query(const LayerTensors& layer, std::int32_t position) {
+  const std::span<const std::int32_t> stored = layer.query_positions;
+  const auto found = std::lower_bound(stored.begin(), stored.end(), position);
+  const bool is_stored =
+      stored.empty() ? position >= 0 && position < layer.q.tokens : found != stored.end() && *found == position;
+  if (!is_stored) {
+    throw Error{Refusal::input, "q", "stored queries", "position " + std::to_string(position), "none"};
+  }
+  return stored.empty() ? position : static_cast<int>(found - stored.begin());
+}
+
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
                                      const Participants& participants) {
-  const std::span<const std::int32_t> stored = layer.query_positions;
   std::vector<QueryPlace> places;
   places.reserve(queries.size());
   for (const std::int32_t position : queries) {
-    const auto found = std::lower_bound(stored.begin(), stored.end(), position);
-    const bool is_stored =
-        stored.empty() ? position >= 0 && position < layer.q.tokens : found != stored.end() && *found == position;
-    if (!is_stored) {
-      throw Error{Refusal::input, "q", "stored queries", "position " + std::to_string(position), "none"};
-    }
     QueryPlace place;
-    place.stored = stored.empty() ? position : static_cast<int>(found - stored.begin());
+    place.stored = stored_query(layer, position);
     find_visible(participants, position, layer.sliding_window, place);
     if (participants.positions == Positions::cache) {
       if (place.own < 0) {

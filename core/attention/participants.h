@@ -23,6 +23,9 @@ struct Participants {
   int moved(int key) const { return positions == Positions::cache ? key - position(key) : 0; }
 };
 
+/// The number among the stored queries of the one at `position`. Throws Error{input} where it is not stored.
+int stored_query(const LayerTensors& layer, std::int32_t position);
+
 /// A query and what it sees of the participants.
 struct QueryPlace {
   int stored = 0;  // number among the stored queries

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import xxhash
-from program import PROGRAM, done, kvreplay
+from program import PROGRAM, WITH_PYTHON, done, kvreplay
 
 from kvreplay.plot.command import main as plot
 from kvreplay.report.command import main as report
@@ -82,12 +80,11 @@ def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: P
 def test_the_tutorials_policy_keeps_the_same_in_python_and_in_cpp(plugins: Path, tmp_path: Path) -> None:
     """Bit by bit, at windows and budgets, and where each KV head holds tokens of its own."""
     windows = ("window=8", "window=32", "window=8,schedule=every,block=100")
-    python = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     policy = ROOT / "notebooks/two_horizons.py:two_horizons"
     for name, words in (("two-horizons", ["--plugin", plugins / "tutorial.so"]), (str(policy), [])):
         asked = [word for window in windows for word in ("-p", f"{name}:{window}")]
         asked += ["-b", "0.1,200", *FEW, "-o", "out"]
-        answer = kvreplay("replay", TRACE, *words, *asked, folder=tmp_path, env=python)
+        answer = kvreplay("replay", TRACE, *words, *asked, folder=tmp_path, env=WITH_PYTHON)
         assert (answer.code, answer.err) == (0, ""), answer
     run = Run(tmp_path / "out")
     for window in windows:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import sys
 from pathlib import Path
 
 import h5py
 import pytest
-from program import PROGRAM, Answer, kvreplay
+from program import PROGRAM, WITH_PYTHON, Answer, kvreplay
 
 import kvreplay as kv
 from kvreplay.plot.command import main as plot
@@ -48,12 +46,7 @@ def broken(view):
 def words(tmp_path: Path, small: Path) -> dict[str, str]:
     """The environment in which kvreplay-python is on PATH, and a file mine.py beside."""
     (tmp_path / "mine.py").write_text(MINE)
-    program = tmp_path / "bin/kvreplay-python"
-    program.parent.mkdir()
-    code = "import sys; from kvreplay.command_line.command import main; sys.exit(main())"
-    program.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    return WITH_PYTHON
 
 
 def told(answer: Answer) -> str:

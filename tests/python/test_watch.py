@@ -6,13 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program import PROGRAM, kvreplay
+from program import PROGRAM, WITH_PYTHON, kvreplay
 
 TRACE = Path(__file__).parents[2] / "traces" / "smollm2-135m-needle.h5"
 POLICY = """import kvreplay as kv
@@ -23,8 +22,6 @@ def by_size(view):
     return view.value_norms()
 """
 PATIENCE = 60  # seconds
-# kvreplay-python is beside the interpreter.
-ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 class Watched:
@@ -35,7 +32,7 @@ class Watched:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [PROGRAM, "replay", "trace.h5", "-b", "0.1", "-o", "run", "--watch", *words],
-                cwd=folder, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT,
+                cwd=folder, env=WITH_PYTHON, stdout=log, stderr=subprocess.STDOUT,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
             )  # fmt: skip
 
@@ -86,6 +83,17 @@ def test_an_edited_policy_has_a_new_row_and_a_new_figure(folder, watched):
     assert watched.process.wait(PATIENCE) == 130
 
 
+def test_options_may_be_written_in_any_way(folder):
+    words = ["-pmine.py:by_size", "--observables=use", "--figure=curve=curve.svg"]
+    watched = Watched(folder, *words)
+    try:
+        assert "by_size" in watched.replays(1)[0]
+        assert (folder / "curve.svg").is_file() and not list(folder.glob("*.obs.h5"))
+    finally:
+        watched.process.kill()
+        watched.process.wait()
+
+
 def test_only_the_edited_policy_is_computed_again(folder, watched):
     watched.replays(1)
     (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
@@ -107,7 +115,7 @@ def test_only_the_edited_policy_is_computed_again(folder, watched):
     ],
 )
 def test_what_cannot_be_watched_is_refused(folder, words, line):
-    answer = kvreplay("replay", "trace.h5", "-b", "0.1", *words, folder=folder, env=ENVIRONMENT)
+    answer = kvreplay("replay", "trace.h5", "-b", "0.1", *words, folder=folder, env=WITH_PYTHON)
     assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}"), answer
 
 

@@ -122,6 +122,18 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
   if (n < count.least) throw Error{Refusal::usage, command.name, "missing argument", command.operands};
 }
 
+std::vector<std::string> Arguments::spelled_out(std::string_view left_out) const {
+  std::vector<std::string> words{command_.name};
+  words.insert(words.end(), operands_.begin(), operands_.end());
+  for (const auto& [option, values] : values_)
+    for (const std::string& value : values) {
+      if (option == left_out) continue;
+      words.push_back(flag(option));
+      if (*declaration(command_, option).value != '\0') words.push_back(value);
+    }
+  return words;
+}
+
 std::string Arguments::text(std::string_view option) const {
   const auto found = values_.find(option);
   return found == values_.end() ? declaration(command_, option).standard : found->second.front();

@@ -25,6 +25,10 @@ class Arguments {
   /// The whole command line, for the record.
   const std::vector<std::string>& command_line() const { return command_line_; }
 
+  /// The same command line with long names, each followed by its value as a word of its own; operands first, and
+  /// without the option `left_out`.
+  std::vector<std::string> spelled_out(std::string_view left_out) const;
+
   bool given(std::string_view option) const { return values_.contains(option); }
   /// The value as given, or the declared standard.
   std::string text(std::string_view option) const;

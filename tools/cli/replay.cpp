@@ -293,8 +293,9 @@ Prepared prepared(const Arguments& arguments) {
 
 int run_replay(const Arguments& arguments) {
   if (arguments.given("watch")) {
-    const std::vector<std::string>& line = arguments.command_line();
-    run_companion("python", {line.begin() + 1, line.end()});
+    std::vector<std::string> words = arguments.spelled_out("watch");
+    words.insert(words.begin(), "watch");
+    run_companion("python", words);
   }
   if (arguments.given("figure"))
     throw Error{Refusal::usage, "--figure", "is drawn while policies are watched", "--watch, or kvreplay plot"};

@@ -1,3 +1,5 @@
+#include "emulated_runtime.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -10,8 +12,6 @@
 #include <mutex>
 #include <string>
 #include <vector>
-
-#include "cuda_runtime.h"
 
 struct CUstream_st {};
 struct CUevent_st {};

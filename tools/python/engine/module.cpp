@@ -122,9 +122,15 @@ NB_MODULE(_engine, module) {
       "check_layers_apart",
       [](const std::string& text) { kvreplay::ConfiguredPolicy::parse(text).check_layers_apart(); }, "policy"_a,
       "Refuses a policy unless each layer's sets depend on that layer and the budget alone.");
+  module.def("list_value", kvreplay::list_value, "value"_a,
+             "A value as it stands in a list of KEY=VALUE: in parentheses where it would not end at the next comma.");
   module.def(
-      "budget_tokens", [](const std::string& text, int prompt) { return kvreplay::Budget::parse(text).tokens(prompt); },
-      "budget"_a, "prompt"_a, "What a budget is of a prompt of so many tokens.");
+      "budget",
+      [](const std::string& text) {
+        const kvreplay::Budget budget = kvreplay::Budget::parse(text);
+        return std::make_pair(budget.fraction, budget.count);
+      },
+      "budget"_a, "(fraction of the prompt, tokens) that a budget says; the other one is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def("replay", python::replay, "words"_a, "progress"_a,
              "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");

@@ -308,8 +308,8 @@ class PythonPolicy final : public Policy {
 
   /// Equal names, equal scores: values and source are all that a score may depend on.
   std::string score_name() const {
-    Parameters all = const_cast<PythonPolicy*>(this)->parameters();
-    return definition_.name + "(" + all.canonical() + ")@" + definition_.source.hash;
+    PythonPolicy same = *this;  // parameters may be set, and so are those of an object that may change
+    return definition_.name + "(" + same.parameters().canonical() + ")@" + definition_.source.hash;
   }
 
   const Definition& definition_;

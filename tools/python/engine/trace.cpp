@@ -124,6 +124,9 @@ void bind_trace(nb::module_& module) {
             return as_array(std::vector<std::int32_t>(found.begin(), found.end()), {found.size()});
           },
           "layer"_a)
+      .def(
+          "treated_layers", [](const Traced& of, bool sliding) { return treated_layers(of.trace(), sliding); },
+          "sliding"_a)
       .def("tensor", &Traced::tensor, "name"_a, "layer"_a)
       .def("layer", &Traced::layer, "layer"_a, "boundary"_a, "eval"_a, "device"_a);
 }

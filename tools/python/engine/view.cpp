@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "attention/participants.h"
 #include "error.h"
 #include "trace/float_types.h"
 
@@ -31,7 +32,6 @@ Array<float> resident(const View& view, const TensorView& tensor) {
 /// float32 [Hq, last, d] of the last queries that have come.
 Array<float> last_queries(const View& view, int last) {
   const TensorView& queries = view->tensors().q;
-  const std::span<const std::int32_t> stored = view->tensors().query_positions;
   const int seen = view->residents().seen;
   if (last < 1 || last > seen)
     throw Error{Refusal::usage, "queries", "how many of the last", "1.." + std::to_string(seen), std::to_string(last)};
@@ -40,13 +40,7 @@ Array<float> last_queries(const View& view, int last) {
   auto next = numbers.begin();
   for (int head = 0; head < queries.heads; ++head)
     for (int position = seen - last; position < seen; ++position) {
-      int row = position;
-      if (!stored.empty()) {
-        const auto found = std::ranges::lower_bound(stored, position);
-        if (found == stored.end() || *found != position)
-          throw Error{Refusal::input, "queries", "not in the trace", "the query at " + std::to_string(position)};
-        row = static_cast<int>(found - stored.begin());
-      }
+      const int row = stored_query(view->tensors(), position);
       for (std::size_t i = 0; i < dim; ++i) *next++ = load(queries.row(head, row), queries.dtype, i);
     }
   return as_array(std::move(numbers), {static_cast<std::size_t>(queries.heads), static_cast<std::size_t>(last), dim});
@@ -58,6 +52,10 @@ void check(int window) {
 }
 void check(double p) {
   if (!(p > 0 && std::isfinite(p))) throw Error{Refusal::usage, "norms", "p", "more than 0", std::to_string(p)};
+}
+
+auto property(int (LayerView::*get)() const) {
+  return [get](const View& view) { return ((*view).*get)(); };
 }
 
 template <class... Arguments>
@@ -113,27 +111,18 @@ void bind_view(nb::module_& module) {
   nb::class_<View>(module, "View",
                    "One layer as a policy sees it: n tokens that are resident, and what can be measured on them,\n"
                    "computed once and shared by all policies. Hq query heads, Hkv KV heads, P prompt tokens.")
-      .def_prop_ro(
-          "layer", [](const View& view) { return view->layer(); }, "number among the treated layers")
-      .def_prop_ro(
-          "layers", [](const View& view) { return view->layers(); }, "treated layers")
-      .def_prop_ro(
-          "stored_layer", [](const View& view) { return view->stored_layer(); }, "number among the layers of the trace")
-      .def_prop_ro(
-          "prompt", [](const View& view) { return view->prompt(); }, "P: tokens under compression")
-      .def_prop_ro(
-          "question", [](const View& view) { return view->question(); },
-          "begin of the question that ends them; -1: none is marked")
-      .def_prop_ro(
-          "tokens", [](const View& view) { return view->tokens(); }, "n: resident tokens")
+      .def_prop_ro("layer", property(&LayerView::layer), "number among the treated layers")
+      .def_prop_ro("layers", property(&LayerView::layers), "treated layers")
+      .def_prop_ro("stored_layer", property(&LayerView::stored_layer), "number among the layers of the trace")
+      .def_prop_ro("prompt", property(&LayerView::prompt), "P: tokens under compression")
+      .def_prop_ro("question", property(&LayerView::question),
+                   "begin of the question that ends them; -1: none is marked")
+      .def_prop_ro("tokens", property(&LayerView::tokens), "n: resident tokens")
       .def_prop_ro(
           "seen", [](const View& view) { return view->residents().seen; }, "tokens that have come")
-      .def_prop_ro(
-          "query_heads", [](const View& view) { return view->query_heads(); }, "Hq")
-      .def_prop_ro(
-          "kv_heads", [](const View& view) { return view->kv_heads(); }, "Hkv")
-      .def_prop_ro(
-          "group", [](const View& view) { return view->group(); }, "query heads to a KV head")
+      .def_prop_ro("query_heads", property(&LayerView::query_heads), "Hq")
+      .def_prop_ro("kv_heads", property(&LayerView::kv_heads), "Hkv")
+      .def_prop_ro("group", property(&LayerView::group), "query heads to a KV head")
       .def(
           "positions",
           [](const View& view, int row) {

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.results import parameters, split_outside_parentheses
+from kvreplay.results import of_policy, split_outside_parentheses
 
 
 def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -27,10 +27,7 @@ def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: S
     policies = cells[["label", "policy", "params"]].drop_duplicates()
     chosen: set[str] = set()
     for one in asked:
-        name, _, pairs = one.partition(":")
-        wanted = parameters(pairs).items()
-        same = policies["params"].map(lambda line: wanted <= parameters(line).items())  # noqa: B023
-        labels = set(policies["label"][(policies["policy"] == name) & same])
+        labels = set(policies["label"][of_policy(policies, one)])
         chosen |= labels or set(pick(flag, "policy", [one], known))
     return [label for label in known if label in chosen]
 

@@ -56,6 +56,7 @@ class Trace:
     offsets: np.ndarray  # int32 [T,2]: characters of each token
     spans: list[tuple[str, str, int, int]]  # name, kind, begin, end
     query_positions: Callable[[int], np.ndarray]  # of a layer: int32 [Tq] where it holds only some queries
+    treated_layers: Callable[[bool], list[int]]  # stored layers that take part; whether those that slide do
 
     def __init__(self, path: str | Path) -> None:
         self._trace = _engine.Trace(Path(path))
@@ -209,6 +210,7 @@ def replay(
             words.append("--" + option.replace("_", "-"))
         elif value is not False and value is not None:
             words += ["--" + option.replace("_", "-"), ",".join(map(str, _several(value)))]
+    _refuse_plugins(words)
     folder = tempfile.mkdtemp(prefix="kvreplay-") if output is None else str(output)
     words += ["--output", folder]
     try:
@@ -298,4 +300,12 @@ class _bar:
 
 def program(words: Sequence[str]) -> int:
     """The program `kvreplay` in this process: prints, and gives its exit code."""
+    _refuse_plugins(words)
     return _engine.program(list(words))
+
+
+def _refuse_plugins(words: Sequence[str]) -> None:
+    """A plug-in calls the program that loads it; what it could call here is beside the HDF5 that h5py brings along."""
+    if any(word.startswith("--plugin") for word in words):
+        what, expected = "beside a policy in Python", "two command lines with one output folder"
+        raise Error("--plugin", what, expected, "", Refusal.CAPABILITY)

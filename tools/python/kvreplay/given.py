@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import h5py
 import numpy as np
 import xxhash
 
@@ -22,7 +21,8 @@ def given(trace: Trace, selection: Any, sliding: str) -> tuple[str, int]:
     if len({len(layer) for layer in rows}) > 1:
         found = ", ".join(str(len(layer)) for layer in rows)
         raise Error("selection", "rows", "as many in every layer", found, Refusal.USAGE)
-    counts = np.array([[len(row) for row in rows[layer]] for layer in _treated(trace, sliding)], dtype=np.int64)
+    treated = trace.treated_layers(sliding == "treat")
+    counts = np.array([[len(row) for row in rows[layer]] for layer in treated], dtype=np.int64)
     heads = dict(zip((1, trace.query_heads, trace.kv_heads), ("layer", "query", "kv"), strict=True))[len(rows[0])]
 
     def score(view: Any) -> np.ndarray:
@@ -51,14 +51,7 @@ def given(trace: Trace, selection: Any, sliding: str) -> tuple[str, int]:
             source_hash=xxhash.xxh3_128_hexdigest(content),
         )
     )
-    return "given", max(1, int(np.ceil(counts.mean()))) if counts.size else 1
-
-
-def _treated(trace: Trace, sliding: str) -> list[int]:
-    """The stored layers that take part."""
-    with h5py.File(trace.path, locking=False) as file:
-        windows = file["model/sliding_window"][()] if "model/sliding_window" in file else np.zeros(trace.layers)
-    return [layer for layer in range(trace.layers) if sliding == "treat" or windows[layer] == 0]
+    return "given", max(1, int(np.ceil(counts.mean())))
 
 
 def _layers(trace: Trace, selection: Any) -> list[Any]:

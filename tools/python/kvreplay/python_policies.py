@@ -403,12 +403,10 @@ def _values_around(function: Any) -> bytes:
 
 def with_values(name: str, values: Mapping[str, Any]) -> str:
     """The policy as users write it."""
+    from kvreplay import _engine
 
-    def word(value: Any) -> str:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        return f"({text})" if any(one in text for one in ",():") else text
-
-    return name + ":" * bool(values) + ",".join(f"{key}={word(value)}" for key, value in values.items())
+    texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
+    return name + ":" * bool(texts) + ",".join(f"{key}={_engine.list_value(text)}" for key, text in texts.items())
 
 
 _entered: dict[str, Definition] = {}

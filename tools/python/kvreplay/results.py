@@ -276,16 +276,14 @@ class Run:
 
     def _cell(self, policy: str, budget: str, trace: str) -> pd.Series:
         """The one cell that is meant; raises Error with those that could be."""
-        name, _, values = policy.partition(":")
-        wanted = parameters(values)
         rows = self.cells[self.cells["trace"] == trace] if trace else self.cells
-        of_name = rows["policy"] == name
-        of_values = rows["params"].map(lambda one: wanted.items() <= parameters(one).items())
+        meant = of_policy(rows, policy)
         of_budget = (rows["budget"] == budget) | (rows["budget_tokens"].map("{:.0f}".format) == budget)
         of_label = rows["label"] == policy  # what tables and figures call it: of cells that all fit, the one meant
-        found = rows[of_label & of_budget] if (of_label & of_budget).any() else rows[of_name & of_values & of_budget]
+        found = rows[of_label & of_budget] if (of_label & of_budget).any() else rows[meant & of_budget]
         if len(found) == 1:
             return found.iloc[0]
+        of_name = rows["policy"] == policy.partition(":")[0]
         near = found if len(found) else rows[of_name] if of_name.any() else rows
         known = (near["trace"] + ": " + near["label"] + " at " + near["budget"]).head(8)
         what = "several cells are meant" if len(found) else "no such cell"
@@ -495,6 +493,14 @@ def split_outside_parentheses(line: str) -> list[str]:
 def parameters(line: str) -> dict[str, str]:
     """Names and values of a canonical key=value list."""
     return dict(piece.partition("=")[::2] for piece in split_outside_parentheses(line))
+
+
+def of_policy(cells: pd.DataFrame, policy: str) -> pd.Series:
+    """Which rows are of a policy as replay writes it: a name means all of that name, name:key=value,… those with these
+    values."""
+    name, _, values = policy.partition(":")
+    wanted = parameters(values).items()
+    return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items())
 
 
 def labels(table: pd.DataFrame) -> pd.Series:

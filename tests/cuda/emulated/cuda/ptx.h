@@ -5,9 +5,8 @@
 
 #include <cstdint>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
-#include "cuda_runtime.h"
+#include "emulated_numbers.h"
+#include "emulated_runtime.h"
 
 namespace emulated {
 

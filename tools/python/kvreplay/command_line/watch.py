@@ -24,13 +24,14 @@ DRAWN_AFTER = (0, 6)  # exit codes that leave a run: all done, or some cells fai
 
 
 def watch(words: Sequence[str]) -> int:
-    """Replays until Ctrl-C; the exit code. `words` is a command line of `replay` with --watch."""
-    rest, figures = _without_watch(words)
+    """Replays until Ctrl-C; the exit code. `words` is a command line of `replay`, spelled out: long names, each value a
+    word of its own, and no --watch."""
+    rest, figures = _without_figures(words)
     files = policy_files(rest)
     if not files:
         expected = "-p FILE.py:NAME, -p @FILE or --plugin FILE"
         raise Error("--watch", "no policy in a file", expected, "", Refusal.USAGE)
-    plugins = any(word.startswith("--plugin") for word in rest)
+    plugins = "--plugin" in rest
     program = shutil.which("kvreplay") or "" if plugins else ""
     if plugins and not program:
         raise Error("--watch", "no program that loads plug-ins", "kvreplay on PATH", "", Refusal.CAPABILITY)
@@ -60,8 +61,8 @@ def policy_files(words: Sequence[str]) -> list[str]:
     """The files of policies that a command line names, also by a file of policies."""
     found: dict[str, None] = {}
     for previous, word in zip(["", *words], words, strict=False):
-        if previous == "--plugin" or word.startswith("--plugin="):
-            found[word.removeprefix("--plugin=")] = None
+        if previous == "--plugin":
+            found[word] = None
         for name in re.findall(r"@([^,\s]+)", word):
             if Path(name).is_file():
                 found[name] = None
@@ -70,15 +71,15 @@ def policy_files(words: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _without_watch(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def _without_figures(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The command line of one replay, and the figures (kind, file) that --figure asks for."""
     rest, figures = [], []
     given = iter(words)
     for word in given:
-        if word.startswith("--figure"):
-            kind, _, file = (word.partition("=")[2] if "=" in word else next(given)).partition("=")
+        if word == "--figure":
+            kind, _, file = next(given).partition("=")
             figures.append((kind, file))
-        elif word != "--watch":
+        else:
             rest.append(word)
     return rest, figures
 
@@ -117,6 +118,6 @@ def _draw(words: Sequence[str], figures: Sequence[tuple[str, str]]) -> None:
         return
     from kvreplay.plot.command import main as plot
 
-    given = [value for option, value in zip(words, words[1:], strict=False) if option in ("-o", "--output")]
+    output = words[words.index("--output") + 1] if "--output" in words else "kvreplay-out"
     for kind, file in figures:
-        plot([kind, given[-1] if given else "kvreplay-out", "-o", file])
+        plot([kind, output, "-o", file])

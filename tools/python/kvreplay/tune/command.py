@@ -95,7 +95,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     policies = [space.with_values(policy, {}) for policy in policies]  # refused here if they cannot be meant
     if len(set(policies)) < len(policies):
         raise Error("-p", "policies to tune", "different ones", ", ".join(policies), Refusal.USAGE)
-    _engine.budget_tokens(arguments.budget, 1)  # so is the budget
+    _engine.budget(arguments.budget)  # so is the budget
     objective = Objective(
         arguments.metric, arguments.budget, arguments.work,
         {"device": arguments.device, "threads": arguments.threads, "memory": arguments.memory},

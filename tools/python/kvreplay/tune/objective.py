@@ -54,11 +54,7 @@ class Objective:
     def measure(self, side: str, traces: Sequence[Captured], policies: Sequence[str]) -> pd.DataFrame:
         """Rows of `kvreplay.compare.comparison.values_of`, one a trace and policy, with `asked`: the policy's index."""
         rows = self.of_metric(values_of(self.run(side, traces, policies)), traces)
-        rows = rows[rows["budget"] == self.budget]
-        place = {_engine.canonical(policy): i for i, policy in enumerate(policies)}
-        asked = [place.get(one, -1) for one in zip(rows["policy"], rows["params"], strict=True)]
-        rows = rows.assign(asked=asked)
-        return rows[rows["asked"] >= 0]
+        return of_policies(rows[rows["budget"] == self.budget], policies)
 
     def means(self, traces: Sequence[Captured], policies: Sequence[str]) -> np.ndarray:
         """Of each policy, the mean over the fitting traces on which the start, the first, is defined: float [n], NaN
@@ -93,3 +89,10 @@ class Objective:
         metric, _, variant = self.metric.partition(":")
         known = {one.hash for one in traces}
         return rows[(rows["metric"] == metric) & (rows["variant"] == variant) & rows["trace_hash"].isin(known)]
+
+
+def of_policies(rows: pd.DataFrame, policies: Sequence[str]) -> pd.DataFrame:
+    """The rows of these policies, with `asked`: the policy's index among them."""
+    place = {_engine.canonical(policy): i for i, policy in enumerate(policies)}
+    rows = rows.assign(asked=[place.get(one, -1) for one in zip(rows["policy"], rows["params"], strict=True)])
+    return rows[rows["asked"] >= 0]

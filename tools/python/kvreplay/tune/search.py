@@ -13,7 +13,7 @@ from kvreplay import _engine
 from kvreplay.errors import Error, Refusal
 from kvreplay.results import Run
 from kvreplay.tune import exact, space
-from kvreplay.tune.objective import Objective
+from kvreplay.tune.objective import Objective, of_policies
 from kvreplay.tune.sides import Captured
 
 STEP = 3  # of successive halving: a third of the candidates goes on, on three times as many traces
@@ -72,8 +72,7 @@ def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) 
     space.with_values(base, {"allocate": "list", "shares": "1"})  # refused where its layers share sets
     quarters, budgets = grid(objective.budget, min(one.tokens for one in traces))
     run = objective.run("fitting", traces, [uniform], budgets, detail="layer")
-    rows = objective.by_layer(run, traces)
-    rows = rows[[one == _engine.canonical(uniform) for one in zip(rows["policy"], rows["params"], strict=True)]]
+    rows = of_policies(objective.by_layer(run, traces), [uniform])
     fits = sizes_that_fit(run, rows, uniform, quarters, budgets)
     quarters, budgets = [quarters[i] for i in fits], [budgets[i] for i in fits]
     values = rows.pivot_table(index="layer", columns="budget", values="value", sort=True)[budgets].to_numpy()
@@ -89,15 +88,14 @@ def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) 
 
 def grid(budget: str, prompt: int) -> tuple[list[int], list[str]]:
     """The quarters of the budget that are sizes at all, and the literals that ask for them."""
-    whole = not any(mark in budget for mark in ".eE%")
-    share = float(budget.rstrip("%")) / (100 if "%" in budget else 1)
-    most = prompt if whole else 1.0
+    share, count = _engine.budget(budget)
+    most = 1.0 if share else prompt
     found = {}
     for quarters in QUARTERS:
-        size = round(share * quarters / 4) if whole else float(f"{share * quarters / 4:.15g}")  # 0.3, not 0.30…04
+        size = float(f"{share * quarters / 4:.15g}") if share else round(count * quarters / 4)  # 0.3, not 0.30…04
         if 0 < size <= most:
             found.setdefault(str(size), quarters)
-    found = {size: quarters for size, quarters in found.items() if quarters != 4 and size != str(share)}
+    found = {size: quarters for size, quarters in found.items() if quarters != 4 and size != str(share or count)}
     found[budget] = 4
     ordered = sorted((quarters, size) for size, quarters in found.items())
     return [quarters for quarters, _ in ordered], [size for _, size in ordered]
@@ -136,10 +134,7 @@ def layer_ranges(objective: Objective, traces: Sequence[Captured], policies: Seq
         _engine.check_layers_apart(policy)
     run = objective.run("fitting", traces, policies, detail="layer")
     rows = objective.by_layer(run, traces)
-    rows = rows[rows["budget"] == objective.budget]
-    place = {_engine.canonical(policy): i for i, policy in enumerate(policies)}
-    rows = rows.assign(asked=[place.get(one, -1) for one in zip(rows["policy"], rows["params"], strict=True)])
-    rows = rows[rows["asked"] >= 0]
+    rows = of_policies(rows[rows["budget"] == objective.budget], policies)
     values = rows.pivot_table(index="layer", columns="asked", values="value", sort=True).to_numpy()
     alone = objective.means(traces, policies)
     order = np.argsort(-objective.sign * alone, kind="stable")  # ties go to the policy named first

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvreplay import _engine
+from kvreplay import _engine, python_policies
 from kvreplay.errors import Error, Refusal
 from kvreplay.results import parameters, split_outside_parentheses
 
@@ -209,11 +209,6 @@ def values_of(policy: str) -> dict[str, str]:
 
 
 def assembled(name: str, values: dict[str, str]) -> str:
-    text = name + ":" * bool(values) + ",".join(f"{key}={grouped(value)}" for key, value in values.items())
+    """In its normal form."""
+    text = python_policies.with_values(name, values)
     return name + _engine.label(text)[len(_engine.canonical(text)[0]) :]
-
-
-def grouped(value: str) -> str:
-    """In parentheses where it would not end at the next comma."""
-    outside = re.sub(r"\([^()]*\)", "", value)
-    return value if value.startswith("(") or not re.search("[,:=]", outside) else f"({value})"
