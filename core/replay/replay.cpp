@@ -552,9 +552,11 @@ class Replay {
   void report_and_measure(const LayerView& view, bool second_walk) {
     const auto l = static_cast<std::size_t>(view.layer());
     std::vector<Measured> to_measure;
-    for (const Job& job : jobs_) {
-      if (job.number == no_cell || job.two_walks != second_walk || job.failure) continue;
-      Measured cell = prepared(job, view);
+    for (Job& job : jobs_) {
+      if (job.number == no_cell || job.two_walks != second_walk) continue;
+      Measured cell{};
+      guarded(job, [&] { cell = prepared(job, view); });
+      if (job.failure) continue;
       const bool changes = std::holds_alternative<Transformed>(job.stretch(view.layer()).plan().store);
       sink_.selected(view, job.number, *cell.selection, changes ? cell.stored.get() : nullptr, job.seconds[l]);
       if (job.cell->measure) to_measure.push_back(std::move(cell));

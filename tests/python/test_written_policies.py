@@ -115,6 +115,69 @@ def test_a_twin_under_a_schedule(several: list[Path]) -> None:
     same_sets(run, "window_twin", "snapkv")
 
 
+class Every(kv.Policy):
+    "what every(32) does, written out"
+
+    name = "every-twin"
+    recent = 8
+    queries = 8
+    block = 32
+
+    def score(self, view):
+        return view.window_attention(8)
+
+    def schedule(self, end):
+        assert end.seen <= end.prompt and end.held <= end.seen - end.block
+        return min(end.budget, end.held + end.block)
+
+
+def test_a_schedule_of_our_own(several: list[Path]) -> None:
+    run = replay(several, [Every, "snapkv:pool=none,schedule=every,block=32"], [30, 47])
+    same_sets(run, "every-twin", "snapkv")
+
+
+def test_a_schedule_holds_what_it_says(small: Path) -> None:
+    class Growing(Every):
+        name = "growing"
+
+        def schedule(self, end):
+            return max(1, end.budget * end.seen // end.prompt)
+
+    evicted_at = replay(small, Growing, 30).selection("growing", 30).evicted_at
+    for seen in (32, 64, 96, 128):  # the next block's queries see what the end of this one left, and themselves
+        held = (np.arange(len(evicted_at[0, 0])) < seen) & ((evicted_at < 0) | (evicted_at >= seen))
+        assert (held.sum(axis=-1) == 30 * seen // 150).all()
+
+
+class Rounded(kv.Policy):
+    "all heads' longest keys, rounded to whole numbers, and values cut in half"
+
+    name = "rounded"
+    heads = "layer"
+
+    def score(self, view):
+        return view.key_norms(2)
+
+    def store(self, view, kept):
+        assert kept.dtype == bool and kept.shape == (view.kv_heads, view.prompt)
+        return np.round(view.keys()), view.values() / 2, kept.sum() * 3.5
+
+
+def test_a_store_of_our_own(small: Path) -> None:
+    metrics = "kv_bytes,kv_l1_loss:key,kv_l1_loss:value,attention_l1,output_error"
+    run = replay(small, Rounded, 30, metrics=metrics, detail="layer")
+    assert set(run.cells["policy"]) > {"rounded"}
+    trace, found = kv.open(small), run.results[run.results["label"] == "rounded"]
+    mask = run.selection("rounded", 30).mask()[:, 0]
+    for layer in range(trace.layers):
+        rows = found[found["layer"] == str(layer)].set_index(["metric", "variant"])["value"]
+        keys, values = (one[:, : trace.prompt].astype(float) for one in (trace.k(layer), trace.v(layer)))
+        for name, exact, given in (("key", keys, np.round(keys)), ("value", values, values / 2)):
+            lost = np.abs(np.where(mask[layer][:, None], exact - given, exact)).sum() / np.abs(exact).sum()
+            assert rows[("kv_l1_loss", name)] == pytest.approx(lost, abs=1e-6)
+    assert (found[found["metric"] == "kv_bytes"]["value"] == 30 * trace.kv_heads * 3.5 * trace.layers).any()
+
+
 def test_one_order_of_tokens_is_one_selection(small: Path) -> None:
     same_sets(replay(small, [LongKeys, ordered_keys], BUDGETS), "long-keys", "ordered-keys")
 
@@ -318,7 +381,9 @@ def ones(view):
         ({"recent": None}, "or a fraction of the budget, found None"),
         ({"queries": "some"}, "queries: expected all, future or how many of the last, found 'some'"),
         ({"queries": 0}, "queries: expected all, future or how many of the last, found 0"),
-        ({"schedule": len}, "mine: schedule: expected the name of a part, found builtin_function_or_method"),
+        ({"schedule": 3}, "mine: schedule: expected the name of a part, or a method, found int"),
+        ({"schedule": len, "block": 0}, f"mine ({__file__}): block: expected a number of tokens, 1 or more, found 0"),
+        ({"store": lambda view, kept: 3, "heads": "query"}, "expected heads=kv or heads=layer, found heads=query"),
         ({"select": "chunkz"}, "chunkz: unknown selector: expected chunks, found chunkz"),
     ],
 )
@@ -397,6 +462,13 @@ BROKEN = [
     (ones, {"allocate": lambda d, s: [[-1, 1]] * d.layers}, "counts: expected 0..150, found -1"),
     (ones, {"allocate": lambda d, s: [[1, 151]] * d.layers}, "counts: expected 0..150, found 151"),
     (ones, {"allocate": lambda d, s: [1] * d.layers}, "counts: expected [3, 2], found [3]"),
+    (ones, {"schedule": lambda end: 0, "block": 50}, "tokens held: expected 1..50, found 0"),
+    (ones, {"schedule": lambda end: end.held + 1.0, "block": 50}, "tokens held: expected 1..50, found 1.0"),
+    (ones, {"schedule": lambda end: 16, "block": 50}, "held at the end of the prompt: expected at most 15, found 16"),
+    (ones, {"store": lambda view, kept: view.keys()}, "store: expected keys, values and bytes, found ndarray"),
+    (ones, {"store": lambda v, kept: (v.keys(), v.values()[:1], 1)}, "stored values: expected [2, 150, "),
+    (ones, {"store": lambda v, kept: (v.keys() * np.inf, v.values(), 1)}, "stored keys: expected finite numbers, "),
+    (ones, {"store": lambda v, kept: (v.keys(), v.values(), -1)}, "bytes: expected a number, 0 or more, found -1"),
     (ones, {"allocate": lambda d, s: [[15, 16]] * d.layers}, "overspends its budget: expected at most 90 slots"),
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 #include "policies/policy_source.h"
+#include "trace/float_types.h"
 #include "view.h"
 
 namespace kvreplay::python {
@@ -119,6 +120,7 @@ Definition* definition(nb::handle of) {
 }
 
 using Numbers = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Counts = nb::ndarray<const std::int64_t, nb::c_contig, nb::device::cpu>;
 
 Matrix as_matrix(const Numbers& numbers) {
@@ -223,6 +225,53 @@ Sharing sharing(const Shared& bound) {
   };
 }
 
+Schedule schedule(const Shared& bound) {
+  Blocks blocks{.block = in_python([&] { return get<int>(*bound, "block"); })};
+  blocks.keep = [bound](const BlockEnd& end) {
+    return in_python([&] {
+      return nb::cast<int>((*bound).attr("schedule")(end.budget, end.context, end.seen, end.held, end.block));
+    });
+  };
+  return blocks;
+}
+
+/// Replaces the rows of the prompt's tokens, [heads, P, dim], in [heads, T, dim].
+void replace_prompt(std::vector<float>& all, const TensorView& shape, std::span<const float> prompt) {
+  const std::size_t of_head = prompt.size() / static_cast<std::size_t>(shape.heads);
+  for (int head = 0; head < shape.heads; ++head)
+    std::ranges::copy(prompt.subspan(static_cast<std::size_t>(head) * of_head, of_head),
+                      row_of(all, shape, head, 0).data());
+}
+
+Store store(const Shared& bound) {
+  return Transformed{[bound](const LayerView& view, const KeptSet& kept) {
+    auto layer = std::make_unique<StoredLayer>();
+    layer->tensors = view.tensors();
+    TensorView &keys = layer->tensors.k, &values = layer->tensors.v;
+    layer->keys = widened(keys);
+    layer->values = widened(values);
+    const KeptSet of_heads = kept.refined(Heads::kv, keys.heads);
+    std::vector<std::uint8_t> mask;
+    for (int head = 0; head < keys.heads; ++head)
+      for (int token = 0; token < view.prompt(); ++token) mask.push_back(of_heads.keeps(head, token));
+    in_python([&] {
+      const Lent lent(view);
+      const auto heads = static_cast<std::size_t>(keys.heads), tokens = static_cast<std::size_t>(view.prompt());
+      const nb::object given = (*bound).attr("store")(*lent, as_array(std::move(mask), {heads, tokens}));
+      const auto numbers = [&](int which) {
+        const auto array = nb::cast<Floats>(given[which]);
+        return std::span(array.data(), array.size());
+      };
+      replace_prompt(layer->keys, keys, numbers(0));
+      replace_prompt(layer->values, values, numbers(1));
+      layer->bytes = nb::cast<double>(given[2]);
+    });
+    keys = view_of(layer->keys, keys);
+    values = view_of(layer->values, values);
+    return layer;
+  }};
+}
+
 class PythonPolicy final : public Policy {
  public:
   explicit PythonPolicy(const Definition& definition) : definition_(definition), grouping_(definition.grouping) {
@@ -304,6 +353,8 @@ class PythonPolicy final : public Policy {
     if (methods.contains("select")) plan.select = selector(bound, static_cast<bool>(plan.score));
     if (methods.contains("allocate")) plan.allocate = allocator(bound, by_scores);
     if (methods.contains("share")) plan.share = sharing(bound);
+    if (methods.contains("schedule")) plan.schedule = schedule(bound);
+    if (methods.contains("store")) plan.store = store(bound);
   }
 
   /// Equal names, equal scores: values and source are all that a score may depend on.

@@ -122,6 +122,8 @@ void bind_view(nb::module_& module) {
           "seen", [](const View& view) { return view->residents().seen; }, "tokens that have come")
       .def_prop_ro("query_heads", property(&LayerView::query_heads), "Hq")
       .def_prop_ro("kv_heads", property(&LayerView::kv_heads), "Hkv")
+      .def_prop_ro(
+          "head_dim", [](const View& view) { return view->tensors().k.dim; }, "d")
       .def_prop_ro("group", property(&LayerView::group), "query heads to a KV head")
       .def(
           "positions",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvreplay.engine import replay as replay
     from kvreplay.errors import Error as Error
     from kvreplay.laws import check as check
+    from kvreplay.python_policies import BlockEnd as BlockEnd
     from kvreplay.python_policies import Policy as Policy
     from kvreplay.python_policies import Row as Row
     from kvreplay.python_policies import parameter as parameter
@@ -35,7 +36,7 @@ _PLACES = {
     "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),
-    "kvreplay.python_policies": ("Policy", "Row", "parameter"),
+    "kvreplay.python_policies": ("BlockEnd", "Policy", "Row", "parameter"),
     "kvreplay.results": ("Run",),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}

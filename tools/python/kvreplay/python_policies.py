@@ -35,7 +35,6 @@ import xxhash
 from kvreplay.errors import Error, Refusal
 
 PLACES = ("score", "select", "allocate", "share", "schedule", "store")
-METHODS = ("score", "select", "allocate", "share")  # what a class may say by a method of its own; the others by name
 TAKEN = (*PLACES, "heads", "agg", "preset")  # what a command line says of any policy
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_-]*")
 Standard = bool | int | float | str
@@ -83,12 +82,23 @@ class Row:
     recent: int  # and last ones
 
 
+@dataclass(frozen=True)
+class BlockEnd:
+    """What `schedule` is told at the end of a block of the prompt."""
+
+    budget: int  # B
+    prompt: int  # P
+    seen: int  # tokens that have come
+    held: int  # tokens of a row before this block
+    block: int  # tokens of this block
+
+
 class Policy:
     """The base of policies that are classes. What a class does not say is as in core/policies/policy.h.
 
     Its docstring is its summary; an attribute `window: int = kv.parameter(32, 1, 4096, "help")` is a parameter, which
-    instances have as `self.window`. Each of `score`, `select`, `allocate` and `share` is a method or the name of a
-    registered part, such as `select = "chunks(10)"`; `schedule` and `store` are names of parts.
+    instances have as `self.window`. Each of `score`, `select`, `allocate`, `share`, `schedule` and `store` is a method,
+    or the name of a registered part, such as `select = "chunks(10)"`.
     """
 
     name: str = ""  # empty: the class's own
@@ -103,8 +113,9 @@ class Policy:
     select: Any = None  # (self, row: Row) -> numbers of the tokens that stay, at most row.budget
     allocate: Any = None  # (self, division) -> [layers], or (self, division, scores) -> [layers, H]
     share: Any = None  # (self, layer, layers) -> the layer whose set it uses
-    schedule: Any = None
-    store: Any = None
+    block: int = 512  # tokens of the prompt that come before `schedule` is asked
+    schedule: Any = None  # (self, end: BlockEnd) -> how many tokens each row holds from here on
+    store: Any = None  # (self, view, kept: bool [Hkv, P]) -> keys [Hkv, P, d], values [Hkv, P, d], bytes of the kept
 
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
@@ -174,10 +185,10 @@ class Bound:
             given = getattr(self.policy, place)
             if isinstance(given, str):
                 self.parts[place] = given
-            elif callable(given) and place in METHODS:
+            elif callable(given):
                 self.methods.append(place)
             elif given is not None:
-                what = "the name of a part" + (", or a method" if place in METHODS else "")
+                what = "the name of a part, or a method"
                 raise Error(self.definition.name, place, what, type(given).__name__, Refusal.USAGE)
 
     @property
@@ -202,6 +213,12 @@ class Bound:
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
             raise self._wrong(what, expected, repr(value), Refusal.USAGE)
         return value
+
+    @property
+    def block(self) -> int:
+        if self._amount("block", self.policy.block, "a number of tokens, 1 or more", (int,)) < 1:
+            raise self._wrong("block", "a number of tokens, 1 or more", "0", Refusal.USAGE)
+        return self.policy.block
 
     @property
     def allocates_by_scores(self) -> bool:
@@ -249,6 +266,34 @@ class Bound:
             raise self._wrong("layer to share", f"0..{layers - 1}", str(source))
         return int(source)
 
+    def schedule(self, budget: int, prompt: int, seen: int, held: int, block: int) -> int:
+        """How many tokens each row holds from the end of a block on."""
+        found = self._call("schedule", self.policy.schedule, BlockEnd(budget, prompt, seen, held, block))
+        if not isinstance(found, int | np.integer) or isinstance(found, bool) or not 1 <= found <= held + block:
+            raise self._wrong("tokens held", f"1..{held + block}", str(found))
+        if seen == prompt and found > budget:
+            raise self._wrong("tokens held at the end of the prompt", f"at most {budget}", str(found))
+        return int(found)
+
+    def store(self, view: Any, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        """float32 keys and values [Hkv, P, d] as they are given back, and the bytes that the kept ones take."""
+        found = self._call("store", self.policy.store, view, kept.astype(bool))
+        if not isinstance(found, tuple | list) or len(found) != 3:
+            raise self._wrong("store", "keys, values and bytes", type(found).__name__)
+        shape = (view.kv_heads, view.tokens, view.head_dim)
+        arrays = []
+        for what, one in zip(("stored keys", "stored values"), found, strict=False):
+            array = self._numbers(what, one, np.float32)
+            if array.shape != shape:
+                raise self._wrong(what, str(list(shape)), str(list(array.shape)))
+            if not np.isfinite(array[kept.astype(bool)]).all():
+                raise self._wrong(what, "finite numbers", "one that is not")
+            arrays.append(array)
+        size = self._numbers("bytes", found[2], np.float64)
+        if size.size != 1 or not 0 <= (size := size.item()) < np.inf:
+            raise self._wrong("bytes", "a number, 0 or more", str(found[2]))
+        return arrays[0], arrays[1], size
+
     def _call(self, what: str, method: Callable, *arguments: Any) -> Any:
         return self.definition.call(what, method, *arguments)
 
@@ -259,7 +304,7 @@ class Bound:
             given = np.asarray(found)
         except (TypeError, ValueError) as problem:
             raise self._wrong(what, expected, str(problem)) from None
-        fits = np.issubdtype(given.dtype, np.integer) if whole else np.can_cast(given.dtype, np.float64, "same_kind")
+        fits = np.issubdtype(given.dtype, np.integer) if whole else np.can_cast(given.dtype, kind, "same_kind")
         if given.size and not fits:
             raise self._wrong(what, expected, "None" if found is None else str(given.dtype))
         return np.ascontiguousarray(given, dtype=kind)
