@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 from program import PROGRAM, WITH_PYTHON, done, kvreplay
+from watched import watching
 
 from kvreplay.plot.command import main as plot
 from kvreplay.report.command import main as report
@@ -75,6 +76,21 @@ def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: P
         kept = {cell.attrs["policy"].decode(): cell["positions"][()] for cell in file["cells"].values()}
     assert np.array_equal(kept["mine"], kept["snapkv"])
     assert not np.array_equal(kept["mine"], kept["random"])
+
+
+def test_a_new_library_has_a_new_row(plugins: Path, tmp_path: Path) -> None:
+    """Another build of it: bytes behind its end, which nothing reads."""
+    shutil.copy(TRACE, tmp_path / "trace.h5")
+    shutil.copy(plugins / "mine.so", tmp_path)
+    words = ["--plugin", "mine.so", "-p", "mine,snapkv", "--figure", "curve=curve.svg"]
+    with watching(tmp_path, *words) as watched:
+        first = watched.replays(1)[0]
+        copied(plugins / "mine.so", tmp_path, "new.so", lambda data: data + bytes(16)).rename(tmp_path / "mine.so")
+        second = watched.replays(2)[1]
+        states = {(cell["policy"], cell["state"]) for cell in about(tmp_path, "run")["cells"]}
+    assert states == {("mine", "done"), *((name, "skipped") for name in ("snapkv", "full", "random", "oracle"))}
+    [before], [after] = ([line.split()[:8] for line in one.splitlines() if "mine " in line] for one in (first, second))
+    assert before == after and (tmp_path / "curve.svg").is_file()
 
 
 def test_the_tutorials_policy_keeps_the_same_in_python_and_in_cpp(plugins: Path, tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program import PROGRAM, WITH_PYTHON, kvreplay
+from program import WITH_PYTHON, kvreplay
+from watched import PATIENCE, Watched, watching
 
 TRACE = Path(__file__).parents[2] / "traces" / "smollm2-135m-needle.h5"
 POLICY = """import kvreplay as kv
@@ -21,28 +20,6 @@ def by_size(view):
     "tokens with large values"
     return view.value_norms()
 """
-PATIENCE = 60  # seconds
-
-
-class Watched:
-    """A replay under --watch whose output is read as it comes."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [PROGRAM, "replay", "trace.h5", "-b", "0.1", "-o", "run", "--watch", *words],
-                cwd=folder, env=WITH_PYTHON, stdout=log, stderr=subprocess.STDOUT,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
-            )  # fmt: skip
-
-    def replays(self, count: int) -> list[str]:
-        """What each of so many replays printed."""
-        until = time.monotonic() + PATIENCE
-        while (parts := self.log.read_text().split("; watching "))[:-1][count - 1 :] == []:
-            assert time.monotonic() < until and self.process.poll() is None, self.log.read_text()
-            time.sleep(0.05)
-        return parts
 
 
 @pytest.fixture
@@ -54,10 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def watched(folder: Path) -> Iterator[Watched]:
-    found = Watched(folder, "-p", "mine.py:by_size,snapkv", "--figure", "curve=curve.svg")
-    yield found
-    found.process.kill()
-    found.process.wait()
+    with watching(folder, "-p", "mine.py:by_size,snapkv", "--figure", "curve=curve.svg") as found:
+        yield found
 
 
 def row(printed: str, policy: str) -> list[str]:
@@ -84,14 +59,9 @@ def test_an_edited_policy_has_a_new_row_and_a_new_figure(folder, watched):
 
 
 def test_options_may_be_written_in_any_way(folder):
-    words = ["-pmine.py:by_size", "--observables=use", "--figure=curve=curve.svg"]
-    watched = Watched(folder, *words)
-    try:
+    with watching(folder, "-pmine.py:by_size", "--observables=use", "--figure=curve=curve.svg") as watched:
         assert "by_size" in watched.replays(1)[0]
         assert (folder / "curve.svg").is_file() and not list(folder.glob("*.obs.h5"))
-    finally:
-        watched.process.kill()
-        watched.process.wait()
 
 
 def test_only_the_edited_policy_is_computed_again(folder, watched):

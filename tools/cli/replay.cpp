@@ -294,7 +294,7 @@ Prepared prepared(const Arguments& arguments) {
 int run_replay(const Arguments& arguments) {
   if (arguments.given("watch")) {
     std::vector<std::string> words = arguments.spelled_out("watch");
-    words.insert(words.begin(), "watch");
+    words.insert(words.begin(), {"watch", (program_folder() / "kvreplay").string()});
     run_companion("python", words);
   }
   if (arguments.given("figure"))

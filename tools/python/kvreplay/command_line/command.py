@@ -8,11 +8,11 @@ from kvreplay.program import exit_code
 
 
 def run(words: list[str]) -> int:
-    """Does what the command line says; the exit code. The program itself hands over `watch replay …`."""
+    """Does what the command line says; the exit code. The program itself hands over `watch PROGRAM replay …`."""
     from kvreplay import engine
     from kvreplay.command_line.watch import watch
 
-    return watch(words[1:]) if words[:1] == ["watch"] else engine.program(words)
+    return watch(words[1], words[2:]) if words[:1] == ["watch"] else engine.program(words)
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -23,25 +22,21 @@ POLL = 0.05  # seconds between looks at the files
 DRAWN_AFTER = (0, 6)  # exit codes that leave a run: all done, or some cells failed
 
 
-def watch(words: Sequence[str]) -> int:
-    """Replays until Ctrl-C; the exit code. `words` is a command line of `replay`, spelled out: long names, each value a
-    word of its own, and no --watch."""
+def watch(program: str, words: Sequence[str]) -> int:
+    """Replays until Ctrl-C; the exit code. `program` is what was called, and `words` its command line, spelled out:
+    long names, each value a word of its own, and no --watch."""
     rest, figures = _without_figures(words)
     files = policy_files(rest)
     if not files:
         expected = "-p FILE.py:NAME, -p @FILE or --plugin FILE"
         raise Error("--watch", "no policy in a file", expected, "", Refusal.USAGE)
-    plugins = "--plugin" in rest
-    program = shutil.which("kvreplay") or "" if plugins else ""
-    if plugins and not program:
-        raise Error("--watch", "no program that loads plug-ins", "kvreplay on PATH", "", Refusal.CAPABILITY)
     if "--observables" not in rest:
         rest += ["--observables", "keep"]
     try:
         while True:
             seen = _stamps(files)
             start = time.monotonic()
-            code = _forked(rest, program)
+            code = _forked(rest, program if "--plugin" in rest else "")
             if code in DRAWN_AFTER:
                 _draw(rest, figures)
             took = f"{time.monotonic() - start:.2f} s"
