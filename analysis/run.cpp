@@ -588,6 +588,7 @@ CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
                       .params = facts.params,
                       .label = facts.label,
                       .paper = facts.paper,
+                      .family = word_of(cell.policy.card().family),
                       .heads = facts.heads,
                       .budget = cell.facts.budget,
                       .budget_tokens = facts.budget_tokens,

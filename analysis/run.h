@@ -78,6 +78,7 @@ struct CellSummary {
   std::string params = {};  // every value
   std::string label = {};   // the name and what differs from the defaults
   std::string paper = {};
+  std::string family = {};  // what the policy is mainly about
   std::string heads = {};   // kv | query | layer
   std::string budget = {};  // as asked
   int budget_tokens = 0;

@@ -12,6 +12,7 @@ namespace kvreplay {
 namespace {
 
 constexpr std::size_t widest = 140;
+constexpr std::size_t many = 12;  // more rows than these are read family by family
 // "999.9 ms" and a mark: what a table looks like must not depend on how long it took.
 constexpr std::size_t longest_duration = 9;
 
@@ -169,6 +170,8 @@ std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*
   lines.erase(lines.find_last_not_of(' ') + 1);
   lines += '\n';
   for (std::size_t i = 0; i < cells.size(); ++i) {
+    const bool begins = i == 0 || cells[i]->family != cells[i - 1]->family || cells[i]->role != cells[i - 1]->role;
+    if (cells.size() > many && begins) lines += "-- " + cells[i]->family + '\n';
     std::string line = left(cut(shown_name(*cells[i]), name_width), name_width) + "  ";
     if (cells[i]->state == CellState::failed) {
       line = cut(line + "failed: " + cells[i]->error, widest);

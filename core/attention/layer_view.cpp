@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "attention/output_change.h"
 #include "error.h"
 #include "positions.h"
 
@@ -124,6 +125,10 @@ Matrix LayerView::window_attention_over_all(std::span<const double> weights) con
   return backend_.attention_sums(tensors_, {.queries = queries, .weights = weights, .columns = residents_.seen});
 }
 
+void LayerView::each_row_of_window(int window, const std::function<void(const Matrix&)>& read) const {
+  for (const std::int32_t query : last_queries(window)) read(sums({&query, 1}, {}));
+}
+
 Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const {
   std::vector<std::int32_t> lists;
   for (int row = 0; row < residents_.rows; ++row) {
@@ -161,6 +166,10 @@ const Matrix& LayerView::key_norms(double p) const {
 
 const Matrix& LayerView::value_norms(double p) const {
   return remember("value_norms", p, [&] { return backend_.norms(tensors_.v, prompt(), p); });
+}
+
+Matrix LayerView::distances_from_mean_value(const Matrix& weights) const {
+  return distances_from_mean(tensors_.v, residents_.positions, residents_.rows, weights, backend_.threads());
 }
 
 const Matrix& LayerView::similarity(std::string_view observable, const TensorView& tensor) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
 #include <string_view>
@@ -71,6 +72,9 @@ class LayerView {
   Matrix window_attention(std::span<const double> weights) const;
   /// [Hq, seen]: the same with all that the queries could see, resident or not.
   Matrix window_attention_over_all(std::span<const double> weights) const;
+  /// The attention of each of the last `window` queries, one [Hq, n] after the other, oldest first: of all together
+  /// there would be `window` times as much as of scores.
+  void each_row_of_window(int window, const std::function<void(const Matrix&)>& read) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
   /// attention over what is resident and, after it, over themselves.
   Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
@@ -82,6 +86,8 @@ class LayerView {
   /// [Hkv, P]: p-norms of keys and of values.
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
+  /// [Hq, n]: ‖Σ_i weights_i v_i − v_j‖₂, of weights [Hq, n]: how far each value is from their mean.
+  Matrix distances_from_mean_value(const Matrix& weights) const;
   /// [1, P]: of each token of the prompt, the cosine with the other token that is most like it, over the keys or the
   /// values of all heads side by side.
   const Matrix& key_similarity() const;

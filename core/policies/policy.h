@@ -6,6 +6,7 @@
 // kept per layer and head on average. n is the number of tokens that are resident when a policy is asked: P, or fewer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -37,12 +38,30 @@ struct Source {
 /// Of what registers itself now: the plug-in that is being loaded, or the program itself.
 const Source& current_source();
 
+/// What a policy is mainly about: the order in which all of them are listed.
+enum class Family { control, rule, attention, geometry, budget, chunk, store, reading, own };
+
+inline constexpr Choice<Family> families[] = {
+    {"controls", Family::control},
+    {"a rule", Family::rule},                       // positions alone
+    {"attention", Family::attention},               // what queries attend to
+    {"keys and values", Family::geometry},          // without any query
+    {"layers and heads", Family::budget},           // how a budget is divided
+    {"chunks", Family::chunk},                      // of neighbouring tokens
+    {"everything, in less memory", Family::store},  // tokens changed, not only dropped
+    {"everything, read in part", Family::reading},  // a set for each query
+    {"of your own", Family::own},
+};
+
+inline const char* word_of(Family family) { return std::ranges::find(families, family, &Choice<Family>::value)->word; }
+
 /// What a policy says of itself.
 struct Card {
   const char* name;
   const char* summary;
   const char* paper;
   const char* score;
+  Family family = Family::own;
 };
 
 /// Which captured queries the observables read. A trace that lacks them is refused before the run.

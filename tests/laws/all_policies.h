@@ -64,6 +64,10 @@ inline std::vector<std::string> all_policies() {
            "snapkv:window=3,heads=layer,score=question,schedule=question-blocks(9),question_tokens=3,"
            "question=last",
            "snapkv:window=2,share=every,reuse=2",
+           "caote:base=cumulative,heads=query",
+           "caote:window=1,heads=layer",
+           "lava:window=3,pool=avg,kernel=3,heads=query",
+           "snapkv:window=2,allocate=entropy",
            "oracle:scope=layer",
            "oracle:scope=global,heads=layer",
            "oracle:counts=(chunkkv:heads=kv,fill=none,window=2)",

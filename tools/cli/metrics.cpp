@@ -71,7 +71,7 @@ int list(const Arguments& arguments) {
   if (arguments.given("json"))
     print_json(document);
   else if (arguments.given("markdown"))
-    print_markdown_table("| metric | unit | meaning |", rows);
+    print_markdown_table({"metric", "unit", "meaning"}, rows);
   else
     print_columns(rows);
   return 0;

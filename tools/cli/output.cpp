@@ -1,6 +1,7 @@
 #include "output.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -38,9 +39,16 @@ void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_
   }
 }
 
-void print_markdown_table(std::string_view heading, const std::vector<std::vector<std::string>>& rows) {
-  fmt::print("{}\n| --- | --- | --- |\n", heading);
-  for (const auto& row : rows) fmt::print("| `{}` | {} | {} |\n", row[0], markdown_cell(row[1]), markdown_cell(row[2]));
+void print_markdown_table(const std::vector<std::string>& heads, const std::vector<std::vector<std::string>>& rows,
+                          std::size_t code) {
+  fmt::print("| {} |\n|", fmt::join(heads, " | "));
+  for (std::size_t i = 0; i < heads.size(); ++i) fmt::print(" --- |");
+  for (const auto& row : rows) {
+    fmt::print("\n|");
+    for (std::size_t i = 0; i < row.size(); ++i)
+      fmt::print(" {} |", i == code ? "`" + row[i] + "`" : markdown_cell(row[i]));
+  }
+  fmt::print("\n");
 }
 
 std::string size_text(std::size_t bytes) {

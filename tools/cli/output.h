@@ -17,8 +17,9 @@ void print_json(const Json& value);
 /// Columns padded to their widest entry, two spaces between, the last one as it is. Widths count characters.
 void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 0);
 
-/// A Markdown table of three columns, names in the first.
-void print_markdown_table(std::string_view heading, const std::vector<std::vector<std::string>>& rows);
+/// A Markdown table; column `code` holds names.
+void print_markdown_table(const std::vector<std::string>& heads, const std::vector<std::vector<std::string>>& rows,
+                          std::size_t code = 0);
 
 /// "23.4 MiB"; "120 ms", "1.2 s", "3 min 20 s".
 std::string size_text(std::size_t bytes);

@@ -1,6 +1,8 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <iterator>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "arguments.h"
@@ -31,6 +33,7 @@ std::string assignments(const Preset& preset) {
 Json as_json(Policy& policy) {
   const Card& card = policy.card();
   Json document{{"name", card.name}, {"summary", card.summary}, {"paper", card.paper}, {"score", card.score}};
+  document["family"] = word_of(card.family);
   document["parameters"] = Json::array();
   document["presets"] = Json::array();
   const Parameters parameters = policy.parameters();
@@ -100,23 +103,33 @@ int list_parts(const Arguments& arguments) {
   return 0;
 }
 
+/// By family, and by name within it.
+std::vector<std::unique_ptr<Policy>> by_family() {
+  std::vector<std::unique_ptr<Policy>> all;
+  for (const std::string& name : policies().names()) all.push_back(policies().get(name).make());
+  std::ranges::stable_sort(all, {}, [](const auto& policy) { return policy->card().family; });
+  return all;
+}
+
 int list_names() {
-  for (const std::string& name : policies().names()) fmt::print("{}\n", name);
+  for (const auto& policy : by_family()) fmt::print("{}\n", policy->card().name);
   return 0;
 }
 
 int list_policies(const Arguments& arguments) {
   Json document = Json::array();
   std::vector<std::vector<std::string>> rows;
-  for (const std::string& name : policies().names()) {
-    const auto policy = policies().get(name).make();
+  std::string family;
+  for (const auto& policy : by_family()) {
     document.push_back(as_json(*policy));
-    rows.push_back({name, policy->card().summary, policy->card().paper});
+    const Card& card = policy->card();
+    rows.push_back({family == word_of(card.family) ? "" : word_of(card.family), card.name, card.summary, card.paper});
+    family = word_of(card.family);
   }
   if (arguments.given("json"))
     print_json(document);
   else if (arguments.given("markdown"))
-    print_markdown_table("| policy | what stays | paper |", rows);
+    print_markdown_table({"by", "policy", "what stays", "paper"}, rows, 1);
   else
     print_columns(rows);
   return 0;

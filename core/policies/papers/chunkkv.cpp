@@ -12,6 +12,7 @@ struct ChunkKv {
       .summary = "whole chunks of tokens by the attention of the last prompt queries; layers may reuse a set",
       .paper = "Liu et al. 2025, ChunkKV, arXiv:2502.00299, algorithms 1 and 2",
       .score = "s[chunk] = sum over its tokens j and the last `window` queries t of softmax_j(q_t k_j)",
+      .family = Family::chunk,
   };
 
   // Algorithm 1 is written for one head; the code of its first author sums over heads and keeps one set per layer.

@@ -11,6 +11,7 @@ struct DynamicKv : WindowFamily {
       .summary = "SnapKV's scores; each layer's budget by how many of the best entries it has",
       .paper = "Zhou et al. 2024, DynamicKV, arXiv:2412.14838, eqs. 1 to 8 and algorithm 1",
       .score = "as snapkv; layer sizes by the number c_l of the best b H N entries of the first N layers in layer l",
+      .family = Family::budget,
   };
 
   DynamicAllocation allocation = {};

@@ -16,6 +16,7 @@ struct Finch {
       .score =
           "s[x] = sum over heads and question rows p of nu_p softmax_x(q_p k_x) over what is held, the block, and "
           "the question",
+      .family = Family::attention,
   };
 
   QuestionBlocks blocks = {};

@@ -9,6 +9,7 @@ struct Full {
       .summary = "keeps every token: the control, with all errors exactly 0",
       .paper = "",
       .score = "none",
+      .family = Family::control,
   };
 
   void parameters(Parameters&) {}

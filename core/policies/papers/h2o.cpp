@@ -11,6 +11,7 @@ struct H2o {
       .summary = "heavy hitters, by the attention of all prompt queries, and recent tokens; decided once",
       .paper = "Zhang et al. 2023, H2O, arXiv:2306.14048",
       .score = "s[h,j] = sum over prompt queries t of softmax_j(q_t k_j)",
+      .family = Family::attention,
   };
 
   Amount recent = Amount::fraction(0.5);

@@ -11,6 +11,7 @@ struct H2oOnline {
       .summary = "H2O's algorithm: after each token the one with the least attention so far goes",
       .paper = "Zhang et al. 2023, H2O, arXiv:2306.14048, algorithm 1",
       .score = "acc[h,j] = sum over queries t >= j of softmax_j(q_t k_j) over what is held at t",
+      .family = Family::attention,
   };
 
   Amount recent = Amount::fraction(0.5);

@@ -11,6 +11,7 @@ struct Hybrid {
       .summary = "chunkkv in the lower half of the layers, snapkv above",
       .paper = "ChunkKV (NeurIPS version), section 4.6",
       .score = "chunkkv for l < floor(L/2), snapkv from there on",
+      .family = Family::chunk,
   };
 
   std::unique_ptr<Policy> chunkkv = policies().get("chunkkv").make();

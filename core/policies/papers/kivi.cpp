@@ -10,6 +10,7 @@ struct Kivi {
       .summary = "every token, with keys quantised per channel and values per token",
       .paper = "Liu et al. 2024, KIVI, arXiv:2402.02750; ChunkKV, section 4.5",
       .score = "none; x is given back as q s + m, q of `bits` bits, s and m of each group in half precision",
+      .family = Family::store,
   };
 
   Quantised quantised = {};

@@ -9,6 +9,7 @@ struct Local {
       .summary = "the most recent tokens",
       .paper = "SCA, Table 3",
       .score = "none: the last B tokens",
+      .family = Family::rule,
   };
 
   void parameters(Parameters&) {}

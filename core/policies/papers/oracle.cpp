@@ -20,6 +20,7 @@ struct Oracle {
       .summary = "what the eval queries will attend to: the most recall that any fixed set with its counts can have",
       .paper = "",
       .score = "s[h,j] = sum over eval queries t != j of softmax_j(q_t k_j)",
+      .family = Family::control,
   };
 
   Grouping grouping = {};

@@ -18,6 +18,7 @@ struct PyramidInfer {
       .summary = "each layer keeps fewer of the tokens that the layer before it kept",
       .paper = "Yang et al. 2024, PyramidInfer, arXiv:2405.12532",
       .score = "s[j] = sum over heads and recent queries i of rho_i softmax_j(q_i k_j) over the previous layer's set",
+      .family = Family::budget,
   };
 
   Amount recent = Amount::fraction(0.2);

@@ -11,6 +11,7 @@ struct PyramidKv : WindowFamily {
       .summary = "SnapKV's scores with budgets that shrink from layer to layer",
       .paper = "Cai et al. 2024, PyramidKV, arXiv:2406.02069",
       .score = "as snapkv; layer sizes in arithmetic progression from 2b - b/beta to b/beta beside the window",
+      .family = Family::budget,
   };
 
   Pyramid pyramid = {};

@@ -38,6 +38,7 @@ struct Random {
       .summary = "tokens drawn by a counter-based generator: what chance alone keeps",
       .paper = "",
       .score = "the smallest chain(seed, layer, head, position) stay",
+      .family = Family::control,
   };
 
   std::uint64_t seed = 0;

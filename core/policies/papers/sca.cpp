@@ -46,6 +46,7 @@ struct Sca {
           "the tokens least like those that stay: similarity of keys and values of the last layer, for all layers",
       .paper = "SCA, eq. 1, section 4 and algorithm 1",
       .score = "none: while fewer than B stay, the token least similar to those that do joins them, eq. 1",
+      .family = Family::geometry,
   };
 
   std::string schedule = "once";

@@ -11,6 +11,7 @@ struct SnapKv : WindowFamily {
       .paper = "Li et al. 2024, SnapKV, arXiv:2404.14469",
       .score =
           "s[h,j] = pool over j of the group mean of the sum over the last `window` queries t of softmax_j(q_t k_j)",
+      .family = Family::attention,
   };
 };
 

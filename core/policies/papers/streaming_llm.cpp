@@ -10,6 +10,7 @@ struct StreamingLlm {
       .summary = "the first tokens, which attract attention whatever they say, and the most recent ones",
       .paper = "Xiao et al. 2023, StreamingLLM, arXiv:2309.17453",
       .score = "none: the first `sinks` and the last B - sinks tokens",
+      .family = Family::rule,
   };
 
   int sinks = 4;

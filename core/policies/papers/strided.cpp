@@ -10,6 +10,7 @@ struct Strided {
       .summary = "tokens at equal distances: sparse attention's stride",
       .paper = "Child et al. 2019, arXiv:1904.10509; SCA, section 5",
       .score = "none: tokens floor(i P / B), i = 0 ... B-1",
+      .family = Family::rule,
   };
 
   void parameters(Parameters&) {}

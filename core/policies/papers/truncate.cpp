@@ -11,6 +11,7 @@ struct Truncate {
           "the head and the tail of the prompt (their keys have seen the middle, which a cut text would not have)",
       .paper = "FINCH, section 6",
       .score = "none: the first ceil(B/2) and the last floor(B/2) tokens, beside a marked question",
+      .family = Family::rule,
   };
 
   bool keep_question = true;

@@ -8,9 +8,10 @@
 namespace kvreplay {
 namespace {
 
-/// How many of the best rows * slots candidates lie in each row, for matrices one after another; what stays by rule
+/// How many of the best `slots` candidates lie in each row, for matrices one after another; what stays by rule
 /// included.
-std::vector<std::vector<int>> counts_of_best(const Division& division, std::span<const Matrix* const> scores) {
+std::vector<std::vector<int>> counts_in(const Division& division, std::span<const Matrix* const> scores,
+                                        std::int64_t slots) {
   std::vector<std::span<const double>> rows;
   std::vector<double> all;
   for (const Matrix* layer : scores)
@@ -20,7 +21,7 @@ std::vector<std::vector<int>> counts_of_best(const Division& division, std::span
       std::ranges::copy(rows.back(), std::back_inserter(all));
     }
   std::vector<std::vector<int>> counts;
-  Cut cut = cut_after(all, std::int64_t{division.slots()} * std::ssize(rows));
+  Cut cut = cut_after(all, slots);
   auto row = rows.cbegin();
   for (const Matrix* layer : scores) {
     std::vector<int>& of_layer = counts.emplace_back(static_cast<std::size_t>(layer->rows()));
@@ -46,13 +47,21 @@ const RegisteredFixedPart registered_global{PartKind::allocate, "ranked-global",
 
 }  // namespace
 
+std::vector<int> counts_of_best(const Division& division, const Matrix& scores, std::int64_t slots) {
+  const Matrix* const layer = &scores;
+  return counts_in(division, {&layer, 1}, slots).front();
+}
+
 WithinLayer ranked_within_layer() {
   return [](const Division& division, const Matrix& scores) {
-    const Matrix* const layer = &scores;
-    return counts_of_best(division, {&layer, 1}).front();
+    return counts_of_best(division, scores, std::int64_t{division.slots()} * scores.rows());
   };
 }
 
-AcrossLayers ranked_across_layers() { return counts_of_best; }
+AcrossLayers ranked_across_layers() {
+  return [](const Division& division, std::span<const Matrix* const> scores) {
+    return counts_in(division, scores, std::int64_t{division.slots()} * division.layers * scores.front()->rows());
+  };
+}
 
 }  // namespace kvreplay

@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <numeric>
+
+#include "policies/parts/allocation.h"
+#include "policies/parts/pooling.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+double sum_of(std::span<const double> numbers) { return std::accumulate(numbers.begin(), numbers.end(), 0.0); }
+
+struct DefensiveKv {
+  static constexpr Card card{
+      .name = "defensive-kv",
+      .summary = "the most that any of the last queries attends to a token, never less than the head's mean of it",
+      .paper = "Feng et al. 2025, DefensiveKV, arXiv:2510.13334",
+      .score = "s[h,j] = max(m[h,j], mean over j of m), m the maximum over queries and group of pooled attention",
+      .family = Family::attention,
+  };
+
+  int window = 32;
+  int kernel = 5;
+  Pool pool = Pool::average;
+  Grouping grouping = {.aggregate = Aggregate::max};
+
+  void parameters(Parameters& p) {
+    p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+    add_pooling(p, pool, kernel);
+    grouping.parameters(p);
+  }
+
+  Matrix score(const LayerView& view, const Scoring& how) const {
+    const auto candidates = static_cast<std::size_t>(view.tokens() - how.recent);
+    Matrix most(view.query_heads(), view.tokens());
+    view.each_row_of_window(window, [&](const Matrix& row) {
+      Matrix smooth = pooled(row, pool, kernel, static_cast<int>(candidates));
+      for (int head = 0; head < row.rows(); ++head) {
+        // Pooling leaves a query's attention to the candidates what it was in all.
+        const double before = sum_of(row.row(head).first(candidates));
+        const double after = sum_of(smooth.row(head).first(candidates));
+        for (std::size_t j = 0; j < candidates && after > 0; ++j) {
+          double& worst = most.row(head)[j];
+          worst = std::max(worst, smooth.row(head)[j] / after * before);
+        }
+      }
+    });
+    Matrix risk = how.grouping(most, view.group());
+    for (int head = 0; head < risk.rows() && candidates > 0; ++head) {
+      const std::span<double> of_head = risk.row(head).first(candidates);
+      const double prior = sum_of(of_head) / static_cast<double>(candidates);
+      for (double& one : of_head) one = std::max(one, prior);
+    }
+    return risk;
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = grouping,
+        .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
+                  .needs = last_queries(window),
+                  .reads_recent = true,
+                  .name = name_with_values("defensive-kv", *this)},
+        .protect = {.recent = Amount::tokens(window)},
+        .allocate = ranked_within_layer(),
+    };
+  }
+};
+
+const Registered<DefensiveKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,59 @@
+#include <algorithm>
+
+#include "policies/parts/entropy_allocation.h"
+#include "policies/parts/window_score.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Lava {
+  static constexpr Card card{
+      .name = "lava",
+      .summary = "SnapKV's attention times the head's largest value; heads and layers compete, by entropy",
+      .paper = "Shen et al. 2025, LAVa, arXiv:2509.09754",
+      .score = "s[h,j] = max_k |v_k|_1 sum over the last `window` queries t of softmax_j(q_t k_j), pooled over j",
+      .family = Family::budget,
+  };
+
+  int window = 32;
+  int kernel = 7;
+  Pool pool = Pool::max;
+  Grouping grouping = {.aggregate = Aggregate::max};
+
+  void parameters(Parameters& p) {
+    p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+    add_pooling(p, pool, kernel);
+    grouping.parameters(p);
+  }
+
+  Matrix score(const LayerView& view, const Scoring& how) const {
+    Matrix attention = view.window_attention(window);
+    for (int head = 0; head < attention.rows(); ++head) {
+      const int kv_head = head / view.group();
+      double largest = 0;
+      for (const std::int32_t position : view.positions(kv_head))
+        largest = std::max(largest, view.value_norms(1)(kv_head, position));
+      for (double& one : attention.row(head)) one *= largest;
+    }
+    return pooled(how.grouping(attention, view.group()), pool, kernel, view.tokens() - how.recent);
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = grouping,
+        .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
+                  .needs = last_queries(window),
+                  .reads_recent = pool != Pool::none,
+                  .name = name_with_values("lava", *this)},
+        .protect = {.recent = Amount::tokens(window)},
+        .allocate = by_entropy(),
+    };
+  }
+};
+
+const Registered<Lava> registered;
+
+}  // namespace
+}  // namespace kvreplay
