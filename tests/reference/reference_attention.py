@@ -57,8 +57,8 @@ def tova(case: Case) -> Selection:
             there = residents.at(0, t)
             if len(there) <= budget:
                 continue
-            seen = np.isin(np.arange(trace.tokens), there)
-            scores = np.where(seen, softmax(z[:, t], seen).mean(axis=0), np.inf)
+            scores = np.full(trace.tokens, np.inf)
+            scores[there] = softmax(z[:, t, there], np.ones(len(there), bool)).mean(axis=0)
             scores[t + 1 - last : t + 1] = np.inf
             decisions.append(found(f"treated layer {index} query {t}", lowest_goes(residents, scores[None], t)))
     return scheduled(case, layers, decisions, fixed=fixed)
@@ -225,7 +225,7 @@ def expected_weights(case: Case, layer: int) -> np.ndarray:
         return result[::group]
     asked = np.arange(sinks, trace.prompt)
     queries = unrotated(trace, layer, rows_of(trace, layer, asked), asked)
-    ahead = np.mean([rotation(trace, layer, trace.prompt + i) for i in range(future)], axis=0)
+    ahead = mean_rotation(trace, layer, future)
     for head in range(trace.query_heads):
         mean = queries[head].mean(axis=0)
         keys = prompt_keys(trace, layer)[head // group, sinks:]
@@ -233,15 +233,16 @@ def expected_weights(case: Case, layer: int) -> np.ndarray:
         if parameters["covariance"] == "true":
             centred = queries[head] - mean
             covariance = ahead @ (centred.T @ centred / len(asked)) @ ahead.T
-            z += trace.scale**2 / 2 * np.array([key @ covariance @ key for key in keys])
+            z += trace.scale**2 / 2 * ((keys @ covariance) * keys).sum(axis=1)
         result[head, sinks:] = softmax(z, np.ones(len(z), bool))
     return result.reshape(trace.kv_heads, group, trace.prompt).mean(axis=1)
 
 
-def rotation(trace: Trace, layer: int, position: int) -> np.ndarray:
-    """[d,d]: attention_scaling R(position)."""
-    columns = rotate(trace, layer, np.eye(trace.dimension), np.full(trace.dimension, position))
-    return trace.layers[layer].attention_scaling * columns.T
+def mean_rotation(trace: Trace, layer: int, future: int) -> np.ndarray:
+    """[d,d]: mean of attention_scaling R(P), attention_scaling R(P+1)… over so many positions."""
+    d = trace.dimension
+    moved = [rotate(trace, layer, np.eye(d), np.full(d, trace.prompt + i)).T for i in range(future)]
+    return trace.layers[layer].attention_scaling * np.mean(moved, axis=0)
 
 
 def critical_kv(case: Case, name: str, base: Case) -> Selection:

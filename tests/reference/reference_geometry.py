@@ -234,7 +234,7 @@ def leverages(case: Case, layer: int) -> np.ndarray:
             channel, column = np.indices((trace.dimension, columns))
             x = x @ (gaussian(seed, layer, head, channel, column) / math.sqrt(columns))
         inverse = np.linalg.inv(x.T @ x + ridge * np.eye(x.shape[1]))
-        result[head] = [row @ inverse @ row for row in x]
+        result[head] = ((x @ inverse) * x).sum(axis=1)
     return standardised(result)
 
 

@@ -22,7 +22,7 @@ def ada_kv(case: Case) -> Selection:
     counts, decisions = [], []
     for index, layer in enumerate(trace.treated):
         scores = window_scores(case, layer)
-        if parameters["normalise"] == "true":
+        if parameters["normalise"] == "true" and free > 0:
             best = -np.sort(-scores, axis=1)[:, :free]
             scores = scores * (best.sum(axis=1) / scores.sum(axis=1))[:, None]
         choices = []

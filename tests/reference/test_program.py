@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 import reference
 import reference_metrics
-from program_runs import Run, call, cell_of, results, runs, trace_of, trace_path
+from program_runs import Run, call, cell_of, folder, results, runs, trace_of, trace_path
 from reference import Trace
 from reference_policies import decide, parameters_of, select
 from reference_selection import Policy, Selection, Verdict, row_count
@@ -29,7 +29,7 @@ CASES = [(run, policy, budget) for run in RUNS for policy in run.policies for bu
 case = pytest.mark.parametrize(
     ("run", "policy", "budget"),
     CASES,
-    ids=[f"{run.trace}-{run.choice}-{policy}-{budget}" for run, policy, budget in CASES],
+    ids=[f"{run.trace}-{run.choice}-{policy}-{budget}".replace(folder().name, "") for run, policy, budget in CASES],
 )
 by_run = pytest.mark.parametrize("run", RUNS, ids=[f"{run.trace}-{run.choice}" for run in RUNS])
 
@@ -66,8 +66,8 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
             assert (np.diff(row) > 0).all(), f"{where}: layer {layer} head {head} is not ascending"
             assert layer in trace.treated or len(row) == 0, f"{where}: layer {layer} is not treated but has rows"
     rows = [stored[layer] for layer in trace.treated]
-    if ours.stored is not None:
-        assert attributes["sets"] in ("all", b"all"), where
+    if attributes.get("sets") in ("all", b"all"):
+        assert all(len(row) == trace.prompt for layer in ours.rows for row in layer), where
         assert len(positions) == 0, where
         rows = ours.rows
     if evicted_at is not None:
