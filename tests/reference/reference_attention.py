@@ -166,7 +166,7 @@ def nacl(case: Case) -> Selection:
         )
         rows.append([])
         for row, scores in enumerate(paid):
-            u = uniform_number(seed, trace.layers[layer].number, row, np.arange(trace.prompt))
+            u = uniform_number(seed, layer, row, np.arange(trace.prompt))
             drawn = scores / temperature - np.log(-np.log(u))
             [chosen], first = ranked([(index, row)], only(scores, candidates)[None], free - by_chance, fixed)
             known = followed(case, (index, row), scores, free - by_chance, fixed, chosen)

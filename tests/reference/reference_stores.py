@@ -87,20 +87,21 @@ def cam(case: Case, base: Selection) -> Selection:
     """What another policy keeps; the kept values take up those evicted before them, for what these were attended to."""
     trace, prompt = case.trace, case.trace.prompt
     spread, sampled = case.number("merge"), case.parameters["mode"] == "sampled"
+    rows = case.follow.rows if case.follow else base.rows
 
     def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
         index = trace.treated.index(layer)
         values = trace.layers[layer].v.copy()
         paid = aggregate(cumulative_attention(trace, layer), "kv", "mean", trace.kv_heads)
         for head in range(trace.kv_heads):
-            kept = base.rows[index][head]
+            kept = rows[index][head]
             for token in np.setdiff1d(np.arange(prompt), kept)[::-1]:
                 following = kept[kept > token][:spread]
                 if len(following) == 0:
                     continue
                 share = min(1.0, paid[head, token] / paid[head, following].mean())
                 if sampled:
-                    u = uniform_number(case.number("seed"), trace.layers[layer].number, head, token)
+                    u = uniform_number(case.number("seed"), layer, head, token)
                     share = float(u < share)
                 values[head, following] += share * trace.layers[layer].v[head, token] / spread
         return trace.layers[layer].k, values

@@ -76,7 +76,7 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
     if ours.evicted_at is not None:
         assert evicted_at is not None, f"{where}: no evicted_at"
     ours = decide(trace, Policy.parse(policy), budget, run.choice, follow=theirs)
-    return ours, dataclasses.replace(theirs, order=ours.order), datasets
+    return ours, dataclasses.replace(theirs, order=ours.order, stored=ours.stored), datasets
 
 
 @case
@@ -149,7 +149,9 @@ def test_metrics(run: Run, policy: str, budget: str) -> None:
 
 
 MEETS_ITS_BUDGET = (
-    "random local streaming-llm strided truncate h2o-online snapkv pyramid-kv pyramid-infer chunkkv hybrid sca finch"
+    "random local streaming-llm strided truncate h2o-online snapkv pyramid-kv pyramid-infer chunkkv hybrid sca finch "
+    "tova scissorhands knorm keydiff value-norm vatp observed-attention expected-attention lagkv ada-kv head-kv "
+    "critical-kv nacl cam q-filter leverage compactor cur"
 ).split()
 MAY_SPEND_OTHERWISE = {"schedule", "overlap", "fill", "window_mode", "lengths", "rate", "grow"}
 
@@ -240,6 +242,16 @@ def test_fixture_is_made_bit_for_bit() -> None:
         ("snapkv:preset=snapkv-paper", ()),
         ("chunkkv:window=9", ()),
         ("oracle:counts=(h2o)", ()),
+        ("observed-attention", ()),
+        ("vatp", ()),
+        ("scissorhands:history=9", ()),
+        ("tova:schedule=online", ()),
+        ("nacl:question_tokens=9", ()),
+        ("think:window=9", ()),
+        ("ada-kv:window=9", ()),
+        ("simlayerkv:rows=9", ()),
+        ("cam", ()),
+        ("q-filter", ()),
         ("local", ("--eval", "all")),
         ("local", ("--eval", "last:9")),
         ("local", ("--metrics", "attention_cosine:rows")),
