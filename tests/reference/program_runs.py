@@ -298,7 +298,7 @@ FURTHER_FIXTURE_POLICIES = [
     "tova",
     "tova:schedule=online",
     "knorm",
-    "knorm:skip_layers=(1,3)",
+    "knorm:skip_layers=(3)",
     "keydiff",
     "keydiff:schedule=every(5)",
     "observed-attention",

@@ -150,7 +150,7 @@ def lagkv(case: Case) -> Selection:
         kept = protection(sinks, budget, budget, prompt)
         every = [[kept] * trace.kv_heads for _ in trace.treated]
         places = [(layer, row) for layer in range(len(every)) for row in range(trace.kv_heads)]
-        return case.selection(every, kept, [exactly(place, kept) for place in places])
+        return case.selection(every, protection(sinks, 0, budget, prompt), [exactly(place, kept) for place in places])
     partitions = [np.arange(sinks + i * lag, sinks + (i + 1) * lag) for i in range(whole)]
     rows: list[list[np.ndarray]] = []
     decisions: list[Decision] = []
