@@ -560,11 +560,11 @@ def further_runs() -> list[Run]:
         policies = further(build.__name__, content, chosen, budget)
         choice = "continuation" if content.prompt < content.k[0].shape[1] else "last:4"
         every.append(Run(build.__name__, choice, policies, (budget,), False))
-    for seed in range(random_traces.SHAPES):
-        content, budget = random_traces.shape(seed), (f"0.{25 + seed % 17}", str(8 + seed % 11))[seed % 2]
-        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + seed) % 6 == 0]
+    for number, seed in enumerate(seed for seed in range(random_traces.SHAPES) if seed % 4 < 2):
+        content, budget = random_traces.shape(seed), (f"0.{33 + seed % 17}", str(8 + seed % 11))[seed % 2]
+        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 3 == 0]
         policies = further(f"shape{seed}", content, chosen, budget)
-        every.append(Run(f"shape{seed}", ("continuation", "stride:6")[seed % 4 == 0], policies, (budget,), False))
+        every.append(Run(f"shape{seed}", ("continuation", "stride:6")[number % 5 == 0], policies, (budget,), False))
     content = random_traces.shape(4)
     every.append(Run("shape4", "stride:6", further("shape4", content, FURTHER_POLICIES, "1000"), ("1000",), False))
     if REAL.exists():

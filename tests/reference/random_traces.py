@@ -103,7 +103,7 @@ def no_continuation() -> Content:
 
 
 def shape(seed: int) -> Content:
-    """A random shape: grouping, RoPE, stored type, length; a question ends every other, every third has Wo."""
+    """A random shape: grouping, RoPE, stored type, length; a question ends every other, every fourth has Wo."""
     generator = np.random.default_rng(1000 + seed)
 
     def one_of(*choices: object) -> object:
@@ -132,7 +132,7 @@ def shape(seed: int) -> Content:
             "question": ("question", prompt - behind - question, prompt - behind),
         }
     content = normal(100 + seed, n_layers, kv_heads * group, kv_heads, d, prompt, prompt + 9, **others)
-    if seed % 3 == 0:
+    if seed % 4 == 0:
         hidden, numbers = int(generator.integers(2, 20)), kv_heads * group * d
         content.wo = [generator.normal(size=(hidden, numbers)) for _ in range(n_layers)]
     return content
