@@ -219,6 +219,128 @@ NEW_FEW_POLICIES = [
     "finch:blocks=16,question_tokens=4",
     "kivi:group=8,residual=16",
 ]
+# Policies that came later: in their default form, and where their parameters matter on a short prompt. {folder} has a
+# table for each trace.
+FURTHER_POLICIES = [
+    "tova",
+    "tova:protect_last=true",
+    "tova:schedule=online",
+    "tova:schedule=online,protect_last=true",
+    "scissorhands",
+    "scissorhands:history=4,recent=2",
+    "scissorhands:history=9,recent=0.3,heads=query",
+    "scissorhands:history=12,recent=1,binary=false,agg=max",
+    "scissorhands:history=7,recent=3,heads=layer",
+    "knorm",
+    "knorm:skip_layers=(0)",
+    "keydiff",
+    "keydiff:schedule=every(7)",
+    "value-norm",
+    "value-norm:p=1,sinks=1,window=2",
+    "vatp",
+    "vatp:sinks=1,recent=2",
+    "vatp:base=scissorhands,sinks=2,recent=3,history=12",
+    "observed-attention",
+    "observed-attention:heads=query",
+    "observed-attention:heads=layer",
+    "observed-attention:agg=max",
+    "expected-attention",
+    "expected-attention:sinks=1,future=4",
+    "expected-attention:sinks=2,future=7,covariance=false,epsilon=0.02",
+    "expected-attention:sinks=0,future=50,vnorm=false",
+    "lagkv",
+    "lagkv:sinks=2,lag=3",
+    "lagkv:sinks=1,lag=5",
+    "ada-kv",
+    "ada-kv:window=2,kernel=3,alpha=0.5,heads=query",
+    "ada-kv:window=2,normalise=true,alpha=0",
+    "ada-kv:window=1,pool=none",
+    "head-kv:table={folder}/{trace}-importance.npy",
+    "head-kv:table={folder}/{trace}-importance.npy,window=2,kernel=3,heads=query,beta=1.5",
+    "critical-kv",
+    "critical-kv:base=snapkv,first=0.75",
+    "critical-kv:wo=none",
+    "critical-kv:base=snapkv,wo=none,first=0.3",
+    "quest",
+    "quest:page=4,dense_layers=1,least_pages=2",
+    "quest:page=3,dense_layers=0,least_pages=1",
+    "think",
+    "think:window=4,ratio=0.5,recent=3",
+    "think:window=1,ratio=0.75,recent=0",
+    "nacl:question_tokens=2",
+    "nacl:question_tokens=3,random=0.5,temperature=0.5,seed=3",
+    "cam",
+    "cam:merge=2,recent=2",
+    "cam:merge=3,mode=sampled,seed=5",
+    "minicache",
+    "minicache:gap=0.5,t=0.3",
+    "minicache:distance=code,gap=0.2",
+    "q-filter",
+    "q-filter:filters={folder}/{trace}-filters.npy",
+    "duo-attention",
+    "duo-attention:sinks=2,recent=5,full_heads=0.3",
+    "duo-attention:table={folder}/{trace}-gates.npy,sinks=1,recent=3",
+    "simlayerkv",
+    "simlayerkv:rows=3,sinks=1,recent=5,threshold=0.3",
+    "simlayerkv:sinks=2,recent=4,threshold=0.2",
+    "leverage",
+    "leverage:sketch=3,seed=2",
+    "leverage:ridge=0.5",
+    "compactor",
+    "compactor:mix=0.35,sketch=4,seed=1,sinks=1,recent=2,block=16",
+    "compactor:sinks=2,recent=0,block=7",
+    "cur",
+    "cur:use=key,block=5,sinks=1",
+    "cur:use=value,sinks=0",
+    "cur:use=avg,block=7",
+]
+FURTHER_FIXTURE_POLICIES = [
+    "tova",
+    "tova:schedule=online",
+    "knorm",
+    "knorm:skip_layers=(3)",
+    "keydiff",
+    "keydiff:schedule=every(5)",
+    "observed-attention",
+    "vatp:recent=3,sinks=1",
+    "scissorhands:history=4,recent=2",
+    "expected-attention:sinks=1,future=4",
+    "lagkv:sinks=2,lag=3",
+    "ada-kv:window=2,kernel=3",
+    "cur:block=4,sinks=1",
+    "think:window=2,ratio=0.5,recent=2",
+    "minicache",
+    "cam:recent=3",
+    "quest:page=2,least_pages=1",
+]
+FURTHER_REAL_POLICIES = [
+    "tova",
+    "tova:schedule=online",
+    "scissorhands",
+    "knorm",
+    "keydiff",
+    "keydiff:schedule=every(128)",
+    "value-norm",
+    "vatp",
+    "observed-attention",
+    "expected-attention",
+    "lagkv",
+    "ada-kv",
+    "head-kv:table={folder}/{trace}-importance.npy",
+    "critical-kv:base=snapkv,wo=none",
+    "quest",
+    "think",
+    "nacl",
+    "cam",
+    "minicache",
+    "q-filter",
+    "duo-attention:sinks=4,recent=20",
+    "simlayerkv:recent=44",
+    "leverage",
+    "leverage:sketch=48",
+    "compactor",
+    "cur",
+]
 ALSO_LARGE_BUDGETS = (random_traces.one_layer, random_traces.sliding_windows)
 ALSO_ALL_ROWS = (
     random_traces.grouped_queries,
@@ -287,6 +409,49 @@ class Results:
     frame: pd.DataFrame
     cells: list[Cell]
     selections: Path
+
+
+def table(trace: str, layers: int, query_heads: int, kv_heads: int, d: int) -> None:
+    """Tables for a trace, beside it: importances of query heads that sum to 1, gates of KV heads, and filters."""
+    generator = np.random.default_rng(sum(trace.encode()))
+    importance = generator.uniform(size=(layers, query_heads)) ** 3
+    tables = {
+        "importance": importance / importance.sum(),
+        "gates": generator.uniform(size=(layers, kv_heads)),
+        "filters": generator.normal(size=(layers, kv_heads, d)),
+    }
+    for name, values in tables.items():
+        np.save(Path(folder().name) / f"{trace}-{name}.npy", values)
+
+
+def further(trace: str, content: random_traces.Content | None, policies: list[str], budget: str) -> tuple[str, ...]:
+    """Of the policies those that the trace has what it takes for, with its tables."""
+    if content:
+        layers = sum(window == 0 for window in content.windows or [0] * len(content.k))
+        table(trace, layers, len(content.q[0]), *content.k[0].shape[::2])
+        policies = [policy for policy in policies if has_what_it_takes(content, policy, budget)]
+    return tuple(policy.format(folder=folder().name, trace=trace) for policy in policies)
+
+
+def has_what_it_takes(content: random_traces.Content, text: str, budget: str) -> bool:
+    """Queries, RoPE, an output projection, a prompt as long and a model as deep as the parameters say."""
+    policy = Policy.parse(text)
+    given, parameters = dict(policy.given), parameters_of(policy)
+    prompt, tokens = content.prompt, reference.budget_tokens(budget, content.prompt)
+    treated = sum(window == 0 for window in content.windows or [0] * len(content.k))
+    based = parameters.get("base", policy.name)
+    if {policy.name, based} & {"expected-attention", "leverage", "compactor"} and not content.rope:
+        return False
+    if policy.name == "duo-attention" and parameters["table"] == "kvpress" and not content.rope:
+        return False
+    if policy.name == "critical-kv" and parameters["wo"] == "trace" and content.wo is None:
+        return False
+    if policy.name == "knorm" and parameters["skip_layers"] != "none":
+        return treated > 1 and treated * tokens >= prompt + treated
+    lengths = ("sinks", "window", "recent", "question_tokens")
+    if policy.name in ("ada-kv", "head-kv", "think"):
+        lengths = ("recent",)
+    return all("." in given[name] or int(given[name]) <= prompt for name in lengths if name in given)
 
 
 def queries_of(policy: Policy) -> str:
@@ -373,9 +538,38 @@ def runs() -> list[Run]:
         policies = tuple(policy for policy in SHAPE_POLICIES if accepted(random_traces.shape(seed), policy))
         policies = tuple(policy for policy in policies if "threshold" not in policy)
         every.append(Run(f"shape{seed}", "stride:7", policies, (MORE_THAN_THE_PROMPT,), False))
+    every += further_runs()
     if REAL.exists():
         every.append(Run("real", "continuation", tuple(REAL_POLICIES), ("0.1",), False))
         every.append(Run("real", "last:20", tuple(FEW_POLICIES), ("0.2",), False))
+    return every
+
+
+def further_runs() -> list[Run]:
+    """Each later policy on the fixture, on a part of the small traces and shapes in turn, and on the real trace."""
+    table("fixture", 4, 4, 2, 4)
+    every = [
+        Run("fixture", "continuation", further("fixture", None, FURTHER_FIXTURE_POLICIES, "6"), ("6", "9"), False),
+        Run("fixture", "all", further("fixture", None, FURTHER_FIXTURE_POLICIES, "6"), ("6",), False),
+    ]
+    for number, build in enumerate(random_traces.TRACES):
+        content, budget = build(), ("0.2", "0.4", "5")[number % 3]
+        if content.q_positions is not None:
+            continue
+        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 3 == 0]
+        policies = further(build.__name__, content, chosen, budget)
+        choice = "continuation" if content.prompt < content.k[0].shape[1] else "last:4"
+        every.append(Run(build.__name__, choice, policies, (budget,), False))
+    for number, seed in enumerate(seed for seed in range(random_traces.SHAPES) if seed % 4 < 2):
+        content, budget = random_traces.shape(seed), (f"0.{33 + seed % 17}", str(8 + seed % 11))[seed % 2]
+        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 3 == 0]
+        policies = further(f"shape{seed}", content, chosen, budget)
+        every.append(Run(f"shape{seed}", ("continuation", "stride:6")[number % 5 == 0], policies, (budget,), False))
+    content = random_traces.shape(4)
+    every.append(Run("shape4", "stride:6", further("shape4", content, FURTHER_POLICIES, "1000"), ("1000",), False))
+    if REAL.exists():
+        table("real", 30, 9, 3, 64)
+        every.append(Run("real", "continuation", further("real", None, FURTHER_REAL_POLICIES, "0.2"), ("0.2",), False))
     return every
 
 
@@ -421,7 +615,7 @@ def results(run: Run) -> Results:
 @functools.cache
 def replayed(run: Run) -> Results | str:
     """The program's results of a run, or how it failed."""
-    out = Path(folder().name) / f"{run.trace}-{run.choice.replace(':', '-')}"
+    out = Path(tempfile.mkdtemp(prefix=f"{run.trace}-", dir=folder().name)) / "out"
     metrics = METRICS + (["attention_cosine:rows"] if run.rows else [])
     finished = call(
         "replay",
@@ -458,6 +652,8 @@ def program_parameters(policy: Policy) -> dict[str, str]:
     parameters = parameters_of(policy)
     if parameters.get("schedule") == "threshold":
         parameters["schedule"] = f"threshold({parameters['peak']},{parameters['keep']})"
+    if parameters.get("schedule") == "every":
+        parameters["schedule"] = f"every({parameters['block']})"
     if "schedule" in parameters:
         parameters["schedule"] = unwrapped(parameters["schedule"])
     return parameters

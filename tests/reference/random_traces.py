@@ -103,7 +103,7 @@ def no_continuation() -> Content:
 
 
 def shape(seed: int) -> Content:
-    """A random shape: grouping, RoPE, stored type, length, and a question at the prompt's end in every other one."""
+    """A random shape: grouping, RoPE, stored type, length; a question ends every other, every fourth has Wo."""
     generator = np.random.default_rng(1000 + seed)
 
     def one_of(*choices: object) -> object:
@@ -131,7 +131,11 @@ def shape(seed: int) -> Content:
             "first": ("question", 10, 12),
             "question": ("question", prompt - behind - question, prompt - behind),
         }
-    return normal(100 + seed, n_layers, kv_heads * group, kv_heads, d, prompt, prompt + 9, **others)
+    content = normal(100 + seed, n_layers, kv_heads * group, kv_heads, d, prompt, prompt + 9, **others)
+    if seed % 4 == 0:
+        hidden, numbers = int(generator.integers(2, 20)), kv_heads * group * d
+        content.wo = [generator.normal(size=(hidden, numbers)) for _ in range(n_layers)]
+    return content
 
 
 TRACES: list[Callable[[], Content]] = [

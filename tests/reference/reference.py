@@ -28,6 +28,7 @@ class Layer:
     """q [Hq,Tq,d] for the ascending q_positions [Tq]; k, v [Hkv,T,d]; window W (0: none); number: the model's own.
 
     inv_freq [r]: radians a position by which RoPE turns each of the first r pairs of components; None: no RoPE.
+    attention_scaling: what RoPE multiplies queries and keys by; wo [hidden,Hq*d]: the output projection, if stored.
     """
 
     q: np.ndarray
@@ -37,6 +38,8 @@ class Layer:
     window: int
     number: int
     inv_freq: np.ndarray | None = None
+    attention_scaling: float = 1.0
+    wo: np.ndarray | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -116,6 +119,8 @@ def read_trace(path: Path) -> Trace:
                     window=int(model["sliding_window"][index]),
                     number=int(model["layer_index"][index]),
                     inv_freq=rope["inv_freq"][index] if rope else None,
+                    attention_scaling=float(rope["attention_scaling"][index]) if rope else 1.0,
+                    wo=numbers(group["wo"]) if "wo" in group else None,
                 )
             )
         spans, kinds = {}, {}
@@ -369,6 +374,11 @@ def rotate(trace: Trace, layer: int, vectors: np.ndarray, steps: np.ndarray) -> 
     moved[..., first] = vectors[..., first] * cosines - vectors[..., second] * sines
     moved[..., second] = vectors[..., first] * sines + vectors[..., second] * cosines
     return moved
+
+
+def unrotated(trace: Trace, layer: int, vectors: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Keys or queries [...,n,d] as they were before RoPE put them at their positions [n]."""
+    return rotate(trace, layer, vectors, -np.asarray(positions)) / trace.layers[layer].attention_scaling
 
 
 def capped(trace: Trace, products: np.ndarray) -> np.ndarray:

@@ -49,6 +49,8 @@ def kept_by_query_head(trace: Trace, selection: Selection, layer: int) -> np.nda
 def residents(trace: Trace, selection: Selection, layer: int, queries: np.ndarray) -> np.ndarray:
     """[Hq,E,T] bool of a treated layer: the tokens that each query sees, itself among them."""
     position, query = np.arange(trace.tokens), queries[:, None]
+    if selection.read is not None:
+        return selection.read(layer, queries)
     if selection.seen is not None:
         return np.broadcast_to(selection.seen(queries), (trace.query_heads, len(queries), trace.tokens))
     if selection.evicted_at is not None:
@@ -149,6 +151,7 @@ def kv_l1_loss(trace: Trace, selection: Selection) -> dict[tuple[str, str], Valu
         else:
             changed = dict(zip(exact, selection.stored(layer), strict=True))
             losses = {name: norms(exact[name] - changed[name][:, :prompt], 1) for name in exact}
+            losses = {name: np.where(evicted, sizes[name], loss) for name, loss in losses.items()}
         for variant, names in parts.items():
             lost, size = (sum(values[name] for name in names) for values in (losses, sizes))
             add_row(results, variant, (selection, index), lost.sum(axis=1), size.sum(axis=1))

@@ -109,17 +109,18 @@ def observation_window(case: Case) -> int:
     return min(case.number("window"), case.trace.prompt)
 
 
-def window_selection(case: Case, counts: list[int], decisions: list[Decision]) -> Selection:
-    """The window, and `counts` [L] tokens a row that its queries attend to most."""
+def window_selection(case: Case, counts: list[int] | list[list[int]], decisions: list[Decision]) -> Selection:
+    """The window, and `counts` tokens that its queries attend to most: as many in all rows of a layer, or [L][H]."""
     trace = case.trace
     window = observation_window(case)
     fixed = protection(0, window, case.budget, trace.prompt)
     rows, decisions = [], list(decisions)
     for index, layer in enumerate(trace.treated):
         scores = np.pad(window_scores(case, layer), ((0, 0), (0, window)), constant_values=-np.inf)
+        of_rows = np.broadcast_to(counts[index], len(scores))
         rows.append([])
         for row in range(len(scores)):
-            [kept], decision = ranked([(index, row)], scores[row][None], counts[index], fixed)
+            [kept], decision = ranked([(index, row)], scores[row][None], of_rows[row], fixed)
             rows[-1].append(kept)
             decisions.append(decision)
     return case.selection(rows, fixed, decisions)

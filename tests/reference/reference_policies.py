@@ -7,6 +7,9 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import reference_attention
+import reference_geometry
+import reference_heads
 import reference_layers
 import reference_once
 import reference_schedules
@@ -81,6 +84,29 @@ DEFAULTS: dict[str, dict[str, str]] = {
     },
     "kivi": {"bits": "2", "group": "32", "residual": "128"},
     "oracle": {"heads": "kv", "scope": "head", "counts": "none"},
+    "tova": {"protect_last": "false", "schedule": "once", "heads": "layer"},
+    "scissorhands": {"history": "400", "recent": "10", "binary": "true", "heads": "kv", "agg": "mean"},
+    "knorm": {"skip_layers": "none"},
+    "keydiff": {"schedule": "once"},
+    "value-norm": {"p": "2", "sinks": "4", "window": "8"},
+    "vatp": {"base": "h2o", "sinks": "20", "recent": "auto", "history": "400"},
+    "observed-attention": {"heads": "kv", "agg": "mean"},
+    "expected-attention": {"sinks": "4", "future": "512", "epsilon": "0", "covariance": "true", "vnorm": "true"},
+    "lagkv": {"sinks": "4", "lag": "128"},
+    "ada-kv": SNAPKV | {"alpha": "0.2", "normalise": "false"},
+    "head-kv": SNAPKV | {"beta": "1.01"},
+    "critical-kv": {"base": "expected-attention", "wo": "trace", "first": "0.5"},
+    "quest": {"page": "16", "dense_layers": "2", "least_pages": "3"},
+    "think": {"window": "32", "ratio": "0.4", "recent": "32"},
+    "nacl": {"question": "auto", "question_tokens": "32", "random": "0.3", "temperature": "1", "seed": "0"},
+    "cam": {"recent": "0.5", "merge": "32", "mode": "expected", "seed": "0"},
+    "minicache": {"t": "0.6", "distance": "paper", "gap": "0.05"},
+    "q-filter": {"filters": "trace"},
+    "duo-attention": {"table": "kvpress", "full_heads": "0.5", "sinks": "128", "recent": "256"},
+    "simlayerkv": {"rows": "1", "sinks": "4", "recent": "1024", "threshold": "0.9", "heads": "layer"},
+    "leverage": {"sketch": "0", "ridge": "0.01", "seed": "0"},
+    "compactor": {"mix": "auto", "sketch": "0", "seed": "0", "sinks": "8", "recent": "4", "block": "256"},
+    "cur": {"use": "product", "block": "16", "sinks": "4"},
 }
 
 
@@ -106,8 +132,8 @@ def decide(
     if policy.name == "layers":
         return by_layer(trace, policy, literal, choice, follow)
     case = Case(trace, parameters_of(policy), literal, choice, follow)
-    if policy.name == "kivi":
-        return reference_stores.kivi(case)
+    if policy.name in STORES:
+        return STORES[policy.name](case)
     if policy.name == "full" or case.budget >= trace.prompt:
         return everything(case, policy)
     return POLICIES[policy.name](case)
@@ -180,11 +206,28 @@ def oracle(case: Case) -> Selection:
     return Selection(heads, rows, [nothing] * n_layers, list(range(n_layers)), decisions, layer_heads)
 
 
+def critical_kv(case: Case) -> Selection:
+    """With the parameters of its base policy."""
+    base = Policy.parse(unwrapped(case.parameters["base"]))
+    return reference_attention.critical_kv(case, base.name, dataclasses.replace(case, parameters=parameters_of(base)))
+
+
+def cam(case: Case) -> Selection:
+    """With the tokens of H2O."""
+    given = DEFAULTS["h2o"] | {"recent": case.parameters["recent"]}
+    return reference_stores.cam(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
+
+
 def once_or(once: Callable[[Case], Selection], at_threshold: Callable[[Case], Selection]) -> Callable:
     """A policy under its two schedules."""
     return lambda case: once(case) if case.parameters["schedule"] == "once" else at_threshold(case)
 
 
+STORES = {  # that keep every token, whatever the budget
+    "kivi": reference_stores.kivi,
+    "think": reference_stores.think,
+    "minicache": reference_stores.minicache,
+}
 POLICIES = {
     "random": once_or(reference_once.random, reference_schedules.random_at_threshold),
     "local": reference_once.local,
@@ -202,4 +245,25 @@ POLICIES = {
     "sca": reference_schedules.sca,
     "finch": reference_schedules.finch,
     "oracle": oracle,
+    "tova": reference_attention.tova,
+    "scissorhands": reference_attention.scissorhands,
+    "knorm": reference_geometry.knorm,
+    "keydiff": reference_geometry.keydiff,
+    "value-norm": reference_geometry.value_norm,
+    "vatp": reference_attention.vatp,
+    "observed-attention": reference_attention.observed_attention,
+    "expected-attention": reference_attention.expected_attention,
+    "lagkv": reference_geometry.lagkv,
+    "ada-kv": reference_heads.ada_kv,
+    "head-kv": reference_heads.head_kv,
+    "critical-kv": critical_kv,
+    "quest": reference_stores.quest,
+    "nacl": reference_attention.nacl,
+    "cam": cam,
+    "q-filter": reference_geometry.q_filter,
+    "duo-attention": reference_heads.duo_attention,
+    "simlayerkv": reference_heads.simlayerkv,
+    "leverage": reference_geometry.leverage,
+    "compactor": reference_geometry.compactor,
+    "cur": reference_geometry.cur,
 }

@@ -86,6 +86,7 @@ class Selection:
     layer_heads: list[str] | None = None  # by treated layer, where layers differ; their rows are repeated to `heads`
     evicted_at: np.ndarray | None = None  # [L,H,T]: the query that saw the token last, -1: never evicted
     seen: Callable[[np.ndarray], np.ndarray] | None = None  # query positions [E] to the tokens that they see, [E,T]
+    read: Callable[[int, np.ndarray], np.ndarray] | None = None  # treated layer, [E] to what query heads read [Hq,E,T]
     moved: bool = False  # residents sit at their slots, by ascending position unless `order` says otherwise
     order: list[list[np.ndarray]] | None = None  # kept prompt positions by slot
     stored: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None  # stored layer to changed K, V
@@ -200,6 +201,23 @@ def ranked(
         return sets_agree(kept, np.concatenate(chosen), flat, cut)
 
     return rows, decided(places, rows, agrees)
+
+
+def best_beside(
+    case: Case, fixed: np.ndarray, scores: Callable[[int], np.ndarray], counts: list[list[int]] | None = None
+) -> Selection:
+    """`fixed`, and beside it the best others by scores(stored layer) [H,P]: counts [L][H] of them, or B in all."""
+    candidates = np.setdiff1d(np.arange(case.trace.prompt), fixed)
+    rows: list[list[np.ndarray]] = []
+    decisions = []
+    for index, layer in enumerate(case.trace.treated):
+        rows.append([])
+        for row, of_row in enumerate(scores(layer)):
+            count = counts[index][row] if counts else case.budget - len(fixed)
+            [kept], decision = ranked([(index, row)], only(of_row, candidates)[None], count, fixed)
+            rows[-1].append(kept)
+            decisions.append(decision)
+    return case.selection(rows, fixed, decisions)
 
 
 def ranked_once(scores: np.ndarray, count: int, fixed: np.ndarray, theirs: np.ndarray | None) -> tuple:

@@ -1,10 +1,15 @@
-"""Caches that keep every token and change what they keep of it."""
+"""Caches that change what they keep of a token, or of which each query reads a part."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from fractions import Fraction
 
 import numpy as np
+from reference import aggregate, cumulative_attention, rank, rows_of
+from reference_geometry import NOTHING, uniform_number
 from reference_selection import Case, Selection
 
 
@@ -42,6 +47,160 @@ def kivi(case: Case) -> Selection:
     numbers = trace.kv_heads * trace.dimension
     few = (n_keys + n_values) * (bits + Fraction(32, group))
     layer_bytes = numbers * (few + (2 * prompt - n_keys - n_values) * 16) / 8
-    every = np.arange(prompt)
-    rows = [[every] * trace.kv_heads for _ in trace.treated]
-    return case.selection(rows, np.array([], int), [], stored=stored, stored_bytes=lambda layer: float(layer_bytes))
+    return case.selection(
+        everything_kept(case), NOTHING, [], stored=stored, stored_bytes=lambda layer: float(layer_bytes)
+    )
+
+
+def everything_kept(case: Case) -> list[list[np.ndarray]]:
+    return [[np.arange(case.trace.prompt)] * case.trace.kv_heads for _ in case.trace.treated]
+
+
+# ---------------------------------------------------------------------------------------------------------------- think
+
+
+def think(case: Case) -> Selection:
+    """Keys lose the channels in which the last queries and they themselves are small; the recent ones do not."""
+    trace, prompt = case.trace, case.trace.prompt
+    dropped = int(Fraction(case.parameters["ratio"]) * trace.dimension)
+    older = prompt - min(case.number("recent"), prompt)
+    last = np.arange(max(0, prompt - case.number("window")), prompt)
+
+    def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
+        keys = trace.layers[layer].k.copy()
+        asked = (rows_of(trace, layer, last) ** 2).mean(axis=1)
+        asked = asked.reshape(trace.kv_heads, -1, trace.dimension).mean(axis=1)
+        for head in range(trace.kv_heads):
+            scores = asked[head] * (keys[head, :prompt] ** 2).mean(axis=0)
+            keys[head, :older, rank(scores)[trace.dimension - dropped :]] = 0
+        return keys, trace.layers[layer].v
+
+    numbers = older * (2 * trace.dimension - dropped) + (prompt - older) * 2 * trace.dimension
+    layer_bytes = float(trace.kv_heads * numbers * trace.number_bytes)
+    return case.selection(everything_kept(case), NOTHING, [], stored=stored, stored_bytes=lambda layer: layer_bytes)
+
+
+# ------------------------------------------------------------------------------------------------------------------ cam
+
+
+def cam(case: Case, base: Selection) -> Selection:
+    """What another policy keeps; the kept values take up those evicted before them, for what these were attended to."""
+    trace, prompt = case.trace, case.trace.prompt
+    spread, sampled = case.number("merge"), case.parameters["mode"] == "sampled"
+    rows = case.follow.rows if case.follow else base.rows
+
+    def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
+        index = trace.treated.index(layer)
+        values = trace.layers[layer].v.copy()
+        paid = aggregate(cumulative_attention(trace, layer), "kv", "mean", trace.kv_heads)
+        for head in range(trace.kv_heads):
+            kept = rows[index][head]
+            for token in np.setdiff1d(np.arange(prompt), kept)[::-1]:
+                following = kept[kept > token][:spread]
+                if len(following) == 0:
+                    continue
+                share = min(1.0, paid[head, token] / paid[head, following].mean())
+                if sampled:
+                    u = uniform_number(case.number("seed"), layer, head, token)
+                    share = float(u < share)
+                values[head, following] += share * trace.layers[layer].v[head, token] / spread
+        return trace.layers[layer].k, values
+
+    return dataclasses.replace(base, stored=stored)
+
+
+# ------------------------------------------------------------------------------------------------------------ minicache
+
+
+def minicache(case: Case) -> Selection:
+    """Pairs of deeper layers share the directions of their keys and of their values, each with lengths of its own."""
+    trace, prompt, n_layers = case.trace, case.trace.prompt, len(case.trace.treated)
+    t, gap = float(case.parameters["t"]), Fraction(case.parameters["gap"])
+    of_code = case.parameters["distance"] == "code"
+    partners = {}
+    for lower in range((n_layers + 1) // 2, n_layers - 1, 2):
+        partners[lower], partners[lower + 1] = (lower, lower + 1), (lower, lower + 1)
+
+    @functools.cache
+    def merged(index: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The layer's tensor with shared directions [Hkv,T,d]; which tokens are merged [Hkv,P]."""
+        layers = [trace.treated[layer] for layer in partners[index]]
+        first, second = (getattr(trace.layers[layer], name)[:, :prompt] for layer in layers)
+        whole = getattr(trace.layers[trace.treated[index]], name).copy()
+        together = np.zeros((trace.kv_heads, prompt), bool)
+        for head in range(trace.kv_heads):
+            angles = np.array([angle(a, b) for a, b in zip(first[head], second[head], strict=True)])
+            if of_code:
+                apart = rank(angles)[: int(gap * prompt)]
+            else:
+                limit = angles.min() + float(gap) * (angles.max() - angles.min())
+                apart = np.flatnonzero(angles > limit)
+            for token in np.setdiff1d(np.arange(prompt), apart):
+                direction = between(first[head, token], second[head, token], t)
+                whole[head, token] = np.linalg.norm(whole[head, token]) * direction
+                together[head, token] = True
+        return whole, together
+
+    def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
+        index = trace.treated.index(layer)
+        if index not in partners:
+            return trace.layers[layer].k, trace.layers[layer].v
+        return merged(index, "k")[0], merged(index, "v")[0]
+
+    def stored_bytes(layer: int) -> float:
+        index, d = trace.treated.index(layer), trace.dimension
+        numbers = 2 * trace.kv_heads * prompt * d
+        if index in partners:
+            shared = sum(int(merged(index, name)[1].sum()) for name in "kv")
+            numbers += shared * (1 - Fraction(d, 2))
+        return float(numbers * trace.number_bytes)
+
+    return case.selection(everything_kept(case), NOTHING, [], stored=stored, stored_bytes=stored_bytes)
+
+
+def angle(a: np.ndarray, b: np.ndarray) -> float:
+    """Between two vectors."""
+    lengths = np.linalg.norm(a) * np.linalg.norm(b)
+    return math.acos(np.clip(a @ b / lengths, -1, 1)) if lengths > 0 else math.pi / 2
+
+
+def between(a: np.ndarray, b: np.ndarray, t: float) -> np.ndarray:
+    """The direction a share t of the way along the arc from that of a to that of b."""
+    omega, a, b = angle(a, b), a / np.linalg.norm(a), b / np.linalg.norm(b)
+    if math.sin(omega) == 0:
+        return a
+    return (math.sin((1 - t) * omega) * a + math.sin(t * omega) * b) / math.sin(omega)
+
+
+# ---------------------------------------------------------------------------------------------------------------- quest
+
+
+def quest(case: Case) -> Selection:
+    """The whole cache; each query reads the pages whose bounds promise it the most, in all but the first layers."""
+    trace, prompt, size = case.trace, case.trace.prompt, case.number("page")
+    dense = case.number("dense_layers")
+    n_pages = -(-prompt // size)
+    count = min(n_pages, max(case.number("least_pages"), case.budget // size))
+    page_of = np.arange(prompt) // size
+
+    def read(index: int, queries: np.ndarray) -> np.ndarray:
+        """[Hq,E,T]: which tokens the queries at these positions read."""
+        layer, position = trace.treated[index], np.arange(trace.tokens)
+        seen = np.broadcast_to(position <= queries[:, None], (trace.query_heads, len(queries), trace.tokens)).copy()
+        if index < dense:
+            return seen
+        for head, rows in enumerate(rows_of(trace, layer, queries)):
+            keys = trace.layers[layer].k[head * trace.kv_heads // trace.query_heads, :prompt]
+            least = np.array([keys[page_of == page].min(axis=0) for page in range(n_pages)])
+            most = np.array([keys[page_of == page].max(axis=0) for page in range(n_pages)])
+            for e, q in enumerate(rows):
+                bounds = np.maximum(q * least, q * most).sum(axis=1)
+                best = rank(bounds)[:count]
+                seen[head, e, :prompt] &= np.isin(page_of, best)
+        return seen | (position == queries[:, None])
+
+    def stored_bytes(layer: int) -> float:
+        bounds = 0 if trace.treated.index(layer) < dense else n_pages
+        return float(2 * trace.kv_heads * trace.dimension * trace.number_bytes * (prompt + bounds))
+
+    return case.selection(everything_kept(case), NOTHING, [], read=read, stored_bytes=stored_bytes)

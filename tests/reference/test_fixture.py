@@ -116,10 +116,32 @@ SETS = [
     ),
 ]
 
+FIRST_LAYERS = [
+    ("tova", "1-3,6,7,11 | 2,3,5-7,11", ""),
+    ("knorm", "0,4,6,7,9,11 ; 2,3,6,7,10,11 | 1,4,5,7,8,11 ; 2,4,5,7,8,11", ""),
+    ("keydiff", "1,4,6,9-11 ; 1,5,8-11 | 3-6,8,11 ; 2,3,6,7,10,11", ""),
+    ("observed-attention", "0-3,8,11 ; 0-2,4,5,8 | 0,2-6 ; 0-4,11", ""),
+    ("vatp:recent=3,sinks=1", "0,1,3,9-11 ; 0,1,5,9-11 | 0,2,6,9-11 ; 0-2,9-11", ""),
+    ("scissorhands:history=4,recent=2", "0,3,7,8 ; 1,2,6,7 | 0,3-5 ; 1-3,6", "10,11"),
+    ("expected-attention:sinks=1,future=4", "0,1,4,6,8,10 ; 0,3-5,8,11 | 0,2,4,6,9,10 ; 0,1,6,8,9,11", ""),
+    (f"ada-kv:{WINDOW}", "2-4 ; 0-3,5 | 4-7 ; 0,2-4", "10,11"),
+    ("cur:block=4,sinks=1", "0,1,3,5,8,10 ; 0,4,5,7,8,11 | 0,2,4,6,9,11 ; 0,1,6,7,9,10", ""),
+]
+
 
 @pytest.mark.parametrize(("policy", "rows", "also"), SETS, ids=[policy for policy, _, _ in SETS])
 def test_sets(policy: str, rows: str, also: str) -> None:
     assert kept(policy) == printed(rows, also)
+
+
+@pytest.mark.parametrize(("policy", "rows", "also"), FIRST_LAYERS, ids=[policy for policy, _, _ in FIRST_LAYERS])
+def test_sets_of_two_layers(policy: str, rows: str, also: str) -> None:
+    assert kept(policy)[:2] == printed(rows, also)
+
+
+def test_lagging_partitions() -> None:
+    expected = printed("0-2,4,5,8-11 ; 0-3,7-11 | 0-2,4,6,8-11 ; 0-3,6,8-11")
+    assert kept("lagkv:sinks=2,lag=3", "9")[:2] == expected
 
 
 def test_sets_of_query_heads() -> None:
@@ -566,6 +588,22 @@ POLICIES = [
     "sca:objective=max,sinks=1,share=2",
     "finch:question_tokens=2,blocks=4,positions=original",
     "streaming-llm:sinks=1,rolling=true",
+    "tova",
+    "tova:schedule=online",
+    "scissorhands:history=5,recent=2",
+    "scissorhands:history=5,recent=0.3,heads=query",
+    "keydiff",
+    "keydiff:schedule=every(6)",
+    "value-norm:sinks=1,window=2",
+    "vatp:sinks=1",
+    "observed-attention:heads=layer",
+    "lagkv:sinks=1,lag=4",
+    "ada-kv:window=3",
+    "ada-kv:window=3,heads=query,normalise=true",
+    "nacl:question_tokens=2",
+    "critical-kv:wo=none,base=(snapkv:window=2)",
+    "q-filter",
+    "cur",
     "oracle",
     "oracle:scope=layer",
     "oracle:scope=global",

@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 import reference
 import reference_metrics
-from program_runs import Run, call, cell_of, results, runs, trace_of, trace_path
+from program_runs import Run, call, cell_of, folder, results, runs, trace_of, trace_path
 from reference import Trace
 from reference_policies import decide, parameters_of, select
 from reference_selection import Policy, Selection, Verdict, row_count
@@ -29,7 +29,7 @@ CASES = [(run, policy, budget) for run in RUNS for policy in run.policies for bu
 case = pytest.mark.parametrize(
     ("run", "policy", "budget"),
     CASES,
-    ids=[f"{run.trace}-{run.choice}-{policy}-{budget}" for run, policy, budget in CASES],
+    ids=[f"{run.trace}-{run.choice}-{policy}-{budget}".replace(folder().name, "") for run, policy, budget in CASES],
 )
 by_run = pytest.mark.parametrize("run", RUNS, ids=[f"{run.trace}-{run.choice}" for run in RUNS])
 
@@ -66,8 +66,8 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
             assert (np.diff(row) > 0).all(), f"{where}: layer {layer} head {head} is not ascending"
             assert layer in trace.treated or len(row) == 0, f"{where}: layer {layer} is not treated but has rows"
     rows = [stored[layer] for layer in trace.treated]
-    if ours.stored is not None:
-        assert attributes["sets"] in ("all", b"all"), where
+    if attributes.get("sets") in ("all", b"all"):
+        assert all(len(row) == trace.prompt for layer in ours.rows for row in layer), where
         assert len(positions) == 0, where
         rows = ours.rows
     if evicted_at is not None:
@@ -76,7 +76,7 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
     if ours.evicted_at is not None:
         assert evicted_at is not None, f"{where}: no evicted_at"
     ours = decide(trace, Policy.parse(policy), budget, run.choice, follow=theirs)
-    return ours, dataclasses.replace(theirs, order=ours.order), datasets
+    return ours, dataclasses.replace(theirs, order=ours.order, stored=ours.stored), datasets
 
 
 @case
@@ -149,7 +149,9 @@ def test_metrics(run: Run, policy: str, budget: str) -> None:
 
 
 MEETS_ITS_BUDGET = (
-    "random local streaming-llm strided truncate h2o-online snapkv pyramid-kv pyramid-infer chunkkv hybrid sca finch"
+    "random local streaming-llm strided truncate h2o-online snapkv pyramid-kv pyramid-infer chunkkv hybrid sca finch "
+    "tova scissorhands knorm keydiff value-norm vatp observed-attention expected-attention lagkv ada-kv head-kv "
+    "critical-kv nacl cam q-filter leverage compactor cur"
 ).split()
 MAY_SPEND_OTHERWISE = {"schedule", "overlap", "fill", "window_mode", "lengths", "rate", "grow"}
 
@@ -240,6 +242,16 @@ def test_fixture_is_made_bit_for_bit() -> None:
         ("snapkv:preset=snapkv-paper", ()),
         ("chunkkv:window=9", ()),
         ("oracle:counts=(h2o)", ()),
+        ("observed-attention", ()),
+        ("vatp", ()),
+        ("scissorhands:history=9", ()),
+        ("tova:schedule=online", ()),
+        ("nacl:question_tokens=9", ()),
+        ("think:window=9", ()),
+        ("ada-kv:window=9", ()),
+        ("simlayerkv:rows=9", ()),
+        ("cam", ()),
+        ("q-filter", ()),
         ("local", ("--eval", "all")),
         ("local", ("--eval", "last:9")),
         ("local", ("--metrics", "attention_cosine:rows")),

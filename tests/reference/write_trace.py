@@ -32,6 +32,7 @@ class Content:
     rotated: float = 1.0  # share of the components that RoPE turns
     attention_scaling: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
+    wo: list[np.ndarray] | None = None  # [layer] [hidden, Hq*d]
 
 
 def stored_type(dtype: str) -> h5py.h5t.TypeFloatID:
@@ -111,5 +112,7 @@ def write_trace(path: Path, content: Content) -> None:
             write_tensor(layer, "q", content.q[index], content.dtype)
             write_tensor(layer, "k", content.k[index], content.dtype)
             write_tensor(layer, "v", content.v[index], content.dtype)
+            if content.wo is not None:
+                write_tensor(layer, "wo", content.wo[index], content.dtype)
             if content.q_positions is not None:
                 array(layer, "q_positions", content.q_positions.astype(np.int32))

@@ -1,0 +1,271 @@
+"""Policies that look at keys and values themselves, their lengths and directions, and hardly at attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from reference import Trace, apportion, chain, norms, pool, protection, rank, rows_of, unrotated
+from reference_schedules import Residents, scheduled
+from reference_selection import (
+    Case,
+    Decision,
+    Selection,
+    best_beside,
+    call_of,
+    decided,
+    exactly,
+    found,
+    ranked_once,
+    sets_agree,
+)
+
+NOTHING = np.array([], dtype=int)
+
+
+def prompt_keys(trace: Trace, layer: int) -> np.ndarray:
+    """[Hkv,P,d]."""
+    return trace.layers[layer].k[:, : trace.prompt]
+
+
+def prompt_values(trace: Trace, layer: int) -> np.ndarray:
+    """[Hkv,P,d]."""
+    return trace.layers[layer].v[:, : trace.prompt]
+
+
+def standardised(scores: np.ndarray) -> np.ndarray:
+    """In standard deviations from the mean, both over all heads and tokens of a layer; 0 where all are equal."""
+    spread = scores.std()
+    return (scores - scores.mean()) / spread if spread > 0 else np.zeros_like(scores)
+
+
+def gaussian(*indices: np.ndarray | int) -> np.ndarray:
+    """A normal number from the chains of the indices that end in 0 and 1."""
+    return np.sqrt(-2 * np.log(uniform_number(*indices, 0))) * np.cos(2 * np.pi * uniform_number(*indices, 1))
+
+
+def uniform_number(*indices: np.ndarray | int) -> np.ndarray:
+    """In (0,1), from the chain of the indices."""
+    return ((chain(*indices) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+# -------------------------------------------------------------------------------------------------- one token by itself
+
+
+def knorm(case: Case) -> Selection:
+    """The shortest keys; some layers may keep all, the others then share what these leave of L*B."""
+    trace = case.trace
+    n_layers, prompt = len(trace.treated), trace.prompt
+    skipped = layer_list(case.parameters["skip_layers"])
+    whole = [layer in skipped for layer in range(n_layers)]
+    left = n_layers * case.budget - prompt * sum(whole)
+    ones = [1] * (n_layers - sum(whole))
+    shares = iter(apportion(left, ones, [0] * len(ones), [prompt] * len(ones)))
+    counts = [[prompt if full else next(shares)] * trace.kv_heads for full in whole]
+    return best_beside(case, NOTHING, lambda layer: -norms(prompt_keys(trace, layer), 2), counts)
+
+
+def layer_list(value: str) -> list[int]:
+    """'(0,1)' or '0' or 'none'."""
+    return [] if value == "none" else [int(number) for number in value.strip("()").split(",")]
+
+
+def value_norm(case: Case) -> Selection:
+    """The longest values, beside sinks and window."""
+    fixed = protection(case.number("sinks"), case.number("window"), case.budget, case.trace.prompt)
+    order = float(case.parameters["p"])
+    return best_beside(case, fixed, lambda layer: norms(prompt_values(case.trace, layer), order))
+
+
+def q_filter(case: Case) -> Selection:
+    """Keys along the direction in which the queries lie most."""
+    trace, filters = case.trace, case.parameters["filters"]
+
+    def scores(layer: int) -> np.ndarray:
+        if filters == "trace":
+            directions = main_directions(trace, layer)
+        else:
+            directions = np.load(Path(filters))[trace.treated.index(layer)].astype(float)
+        return (prompt_keys(trace, layer) * directions[:, None, :]).sum(axis=-1)
+
+    return best_beside(case, NOTHING, scores)
+
+
+def main_directions(trace: Trace, layer: int) -> np.ndarray:
+    """[Hkv,d]: each group's mean of the first right singular vectors of its heads' prompt queries."""
+    directions = []
+    for queries in rows_of(trace, layer, np.arange(trace.prompt)):
+        _, _, right = np.linalg.svd(queries, full_matrices=False)
+        forward = right[0] @ queries.mean(axis=0) >= 0
+        directions.append(right[0] if forward else -right[0])
+    return np.reshape(directions, (trace.kv_heads, -1, trace.dimension)).mean(axis=1)
+
+
+# --------------------------------------------------------------------------------------------- a token among the others
+
+
+def unlike_the_mean(keys: np.ndarray) -> np.ndarray:
+    """[n]: minus the cosine between each of the keys [n,d] and the mean of their directions; 0 for a key of zeros."""
+    lengths = np.linalg.norm(keys, axis=1)
+    directions = np.array([key / length if length > 0 else 0 * key for key, length in zip(keys, lengths, strict=True)])
+    anchor = directions.mean(axis=0)
+    length = np.linalg.norm(anchor)
+    return np.zeros(len(keys)) if length == 0 else -(directions * anchor).sum(axis=1) / length
+
+
+def keydiff(case: Case) -> Selection:
+    """The keys least like their mean: of the whole prompt, or block after block of what is there."""
+    trace = case.trace
+    if case.parameters["schedule"] == "once":
+        return best_beside(
+            case, NOTHING, lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(trace, layer)])
+        )
+    size = int(call_of(case.parameters["schedule"])[1][0])
+    layers, decisions = [], []
+    for index, layer in enumerate(trace.treated):
+        residents = Residents(case, index)
+        layers.append(residents)
+        for end in [*range(size, trace.prompt, size), trace.prompt]:
+            for row in range(case.row_count):
+                there = residents.at(row, end - 1)
+                if len(there) <= case.budget:
+                    continue
+                scores = np.full(trace.tokens, -np.inf)
+                scores[there] = unlike_the_mean(trace.layers[layer].k[row, there])
+                kept, verdict = ranked_once(scores, case.budget, NOTHING, residents.theirs(row, end - 1))
+                decisions.append(found(f"treated layer {index} row {row} block to {end}: {kept.tolist()}", verdict))
+                residents.keep(row, end - 1, kept)
+    return scheduled(case, layers, decisions, fixed=NOTHING)
+
+
+def lagkv(case: Case) -> Selection:
+    """In each partition the tokens that spread most on the scale of the next one; the last whole one and what follows
+    it come first, as sinks do."""
+    trace, lag = case.trace, case.number("lag")
+    sinks, prompt, budget = min(case.number("sinks"), trace.prompt), trace.prompt, case.budget
+    whole = (prompt - sinks) // lag
+    if whole < 2:
+        kept = protection(sinks, budget, budget, prompt)
+        every = [[kept] * trace.kv_heads for _ in trace.treated]
+        places = [(layer, row) for layer in range(len(every)) for row in range(trace.kv_heads)]
+        return case.selection(every, protection(sinks, 0, budget, prompt), [exactly(place, kept) for place in places])
+    partitions = [np.arange(sinks + i * lag, sinks + (i + 1) * lag) for i in range(whole)]
+    rows: list[list[np.ndarray]] = []
+    decisions: list[Decision] = []
+    for index, layer in enumerate(trace.treated):
+        rows.append([])
+        for row in range(trace.kv_heads):
+            spreads = np.full(prompt, np.nan)
+            scores = np.ones(prompt)
+            for now, following in zip(partitions, partitions[1:], strict=False):
+                keys, values = (tensor[row] for tensor in (trace.layers[layer].k, trace.layers[layer].v))
+                spreads[now] = (spread(keys[now], keys[following]) + spread(values[now], values[following])) / 2
+                for place, token in enumerate(now[rank(spreads[now])]):
+                    scores[token] = (lag - 1 - place) / lag
+            kept = np.sort(rank(scores)[:budget])
+            rows[-1].append(kept)
+            decisions.append(decided([(index, row)], [kept], as_spread(kept, spreads, partitions[:-1])))
+    return case.selection(rows, protection(sinks, 0, budget, prompt), decisions)
+
+
+def spread(tokens: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """[g]: softmax over tokens [g,d] of their channels' standard deviation, in units of what follows."""
+    least, extent = following.min(axis=0), following.max(axis=0) - following.min(axis=0)
+    scaled = np.divide(tokens - least, extent, out=np.zeros_like(tokens), where=extent > 0)
+    deviation = np.array([channels.std(ddof=1) for channels in scaled])
+    weights = np.exp(deviation - deviation.max())
+    return weights / weights.sum()
+
+
+def as_spread(
+    kept: np.ndarray, spreads: np.ndarray, partitions: list[np.ndarray]
+) -> Callable[[list[np.ndarray]], bool]:
+    """Agreement if each partition's share is as large, and as spread within the tolerance; all else is fixed."""
+
+    def agrees(theirs: list[np.ndarray]) -> bool:
+        scored = np.concatenate(partitions)
+        if not np.array_equal(np.setdiff1d(kept, scored), np.setdiff1d(theirs[0], scored)):
+            return False
+        for partition in partitions:
+            mine, other = np.intersect1d(kept, partition), np.intersect1d(theirs[0], partition)
+            cut = spreads[mine].min() if len(mine) else np.nan
+            if not sets_agree(mine, other, spreads, cut):
+                return False
+        return True
+
+    return agrees
+
+
+def cur(case: Case) -> Selection:
+    """Keys and values that are long among their neighbours."""
+    trace, use, size = case.trace, case.parameters["use"], case.number("block")
+    fixed = protection(case.number("sinks"), 0, case.budget, trace.prompt)
+
+    def within_blocks(squares: np.ndarray) -> np.ndarray:
+        result = np.zeros_like(squares)
+        for begin in range(0, trace.prompt, size):
+            block = squares[:, begin : begin + size]
+            total = block.sum(axis=1, keepdims=True)
+            result[:, begin : begin + size] = np.divide(block, total, out=np.zeros_like(block), where=total > 0)
+        return result
+
+    def scores(layer: int) -> np.ndarray:
+        key = within_blocks((prompt_keys(trace, layer) ** 2).sum(axis=-1))
+        value = within_blocks((prompt_values(trace, layer) ** 2).sum(axis=-1))
+        return {"key": key, "value": value, "avg": (key + value) / 2, "product": key * value}[use]
+
+    return best_beside(case, fixed, scores)
+
+
+# ------------------------------------------------------------------------------------------------------------- leverage
+
+
+def leverages(case: Case, layer: int) -> np.ndarray:
+    """[Hkv,P]: x_j (X'X + ridge I)^-1 x_j of the un-rotated, centred keys, or of some random combinations of their
+    channels; standardised over the layer."""
+    trace, columns, seed = case.trace, case.number("sketch"), case.number("seed")
+    ridge = float(case.parameters.get("ridge", "0.01"))
+    result = np.zeros((trace.kv_heads, trace.prompt))
+    for head, keys in enumerate(unrotated(trace, layer, prompt_keys(trace, layer), np.arange(trace.prompt))):
+        x = keys - keys.mean(axis=0)
+        if columns:
+            channel, column = np.indices((trace.dimension, columns))
+            x = x @ (gaussian(seed, layer, head, channel, column) / math.sqrt(columns))
+        inverse = np.linalg.inv(x.T @ x + ridge * np.eye(x.shape[1]))
+        result[head] = ((x @ inverse) * x).sum(axis=1)
+    return standardised(result)
+
+
+def leverage(case: Case) -> Selection:
+    """Keys that no others stand in for."""
+    return best_beside(case, NOTHING, lambda layer: leverages(case, layer))
+
+
+def compactor(case: Case) -> Selection:
+    """Leverage, and what the tokens of a block pay to each other; the smaller the budget the more of the former."""
+    trace, parameters = case.trace, case.parameters
+    fixed = protection(case.number("sinks"), case.number("recent"), case.budget, trace.prompt)
+    mix = 1 - case.budget / trace.prompt if parameters["mix"] == "auto" else float(parameters["mix"])
+
+    def scores(layer: int) -> np.ndarray:
+        lengths = norms(prompt_values(trace, layer), 2)
+        paid = attention_in_blocks(trace, layer, case.number("block")) * lengths
+        return mix * leverages(case, layer) + standardised(pool(paid, 3, "avg"))
+
+    return best_beside(case, fixed, scores)
+
+
+def attention_in_blocks(trace: Trace, layer: int, size: int) -> np.ndarray:
+    """[Hkv,P]: column sums of the softmax of queries times keys, unscaled and in both directions of time, in blocks."""
+    queries, group = rows_of(trace, layer, np.arange(trace.prompt)), trace.query_heads // trace.kv_heads
+    result = np.zeros((trace.query_heads, trace.prompt))
+    for head in range(trace.query_heads):
+        keys = prompt_keys(trace, layer)[head // group]
+        for begin in range(0, trace.prompt, size):
+            block = slice(begin, min(begin + size, trace.prompt))
+            products = queries[head, block] @ keys[block].T
+            weights = np.exp(products - products.max(axis=1, keepdims=True))
+            result[head, block] = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+    return result.reshape(trace.kv_heads, group, trace.prompt).mean(axis=1)
