@@ -1,0 +1,104 @@
+"""CAOTE, LAVa and DefensiveKV, from the papers' equations and what docs/conventions.md decides."""
+
+from __future__ import annotations
+
+import numpy as np
+from reference import (
+    aggregate,
+    apportion,
+    attention,
+    cumulative_attention,
+    norms,
+    pool,
+    protection,
+    window_attention,
+)
+from reference_geometry import prompt_values
+from reference_once import observation_window
+from reference_selection import TOLERANCE, Case, Decision, Selection, Verdict, best_beside, only, ranked, tokens_of
+
+
+def caote(case: Case) -> Selection:
+    """What the attention output would change without a token (Goel et al. 2025, arXiv:2504.14051, eq. 6)."""
+    trace, parameters = case.trace, case.parameters
+    group = trace.query_heads // trace.kv_heads
+    of_window = parameters["base"] == "window"
+    recent = observation_window(case) if of_window else tokens_of("0.5", case.budget)
+    fixed = protection(0, min(recent, trace.prompt), case.budget, trace.prompt)
+
+    def scores(layer: int) -> np.ndarray:
+        seen = window_attention(trace, layer, observation_window(case)) if of_window else cumulative_attention(
+            trace, layer
+        )
+        share = seen / seen.sum(axis=1, keepdims=True)
+        values = np.repeat(prompt_values(trace, layer), group, axis=0)
+        outputs = np.einsum("hj,hjd->hd", share, values)
+        apart = np.linalg.norm(outputs[:, None] - values, axis=-1)
+        return aggregate(share / (1 - share) * apart, case.heads, parameters["agg"], trace.kv_heads)
+
+    return best_beside(case, fixed, scores)
+
+
+def lava(case: Case) -> Selection:
+    """SnapKV's attention by the head's largest value; layers by entropy, heads by rank (Shen et al. 2025,
+    arXiv:2509.09754, eqs. 6 to 9)."""
+    trace, parameters = case.trace, case.parameters
+    window, n_rows, n_layers = observation_window(case), case.row_count, len(trace.treated)
+    fixed = protection(0, window, case.budget, trace.prompt)
+    free, room = max(0, case.budget - window), trace.prompt - window
+    scores = []
+    for layer in trace.treated:
+        largest = norms(prompt_values(trace, layer), 1).max(axis=1)
+        seen = window_attention(trace, layer, window)[:, :room]
+        seen = seen * np.repeat(largest, trace.query_heads // trace.kv_heads)[:, None]
+        grouped = aggregate(seen, case.heads, parameters["agg"], trace.kv_heads)
+        scores.append(np.pad(pool(grouped, case.number("kernel"), parameters["pool"]), ((0, 0), (0, window))))
+    weights = [entropy(one[:, :room]) for one in scores]
+    slots = apportion(n_layers * n_rows * free, weights, [0] * n_layers, [n_rows * room] * n_layers)
+    return shared_by_heads(case, scores, slots, fixed)
+
+
+def entropy(scores: np.ndarray) -> float:
+    """Of the scores as shares of their sum, 1 where all are equal."""
+    if scores.size < 2 or scores.sum() == 0:
+        return 0.0
+    shares = scores[scores > 0] / scores.sum()
+    return max(0.0, float(-(shares * np.log(shares)).sum() / np.log(scores.size)))
+
+
+def defensive_kv(case: Case) -> Selection:
+    """The most that any query of the window and of the group pays, and at least the mean of that (Feng et al. 2025,
+    arXiv:2510.13334, algorithm 2)."""
+    trace, parameters = case.trace, case.parameters
+    window = observation_window(case)
+    fixed = protection(0, window, case.budget, trace.prompt)
+    free, room = max(0, case.budget - window), trace.prompt - window
+    scores = []
+    for layer in trace.treated:
+        rows = attention(trace, layer, np.arange(trace.prompt - window, trace.prompt))[:, :, :room]
+        smooth = np.stack([pool(rows[:, t], case.number("kernel"), parameters["pool"]) for t in range(window)], axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            smooth = np.nan_to_num(smooth / smooth.sum(axis=2, keepdims=True) * rows.sum(axis=2, keepdims=True))
+        risk = aggregate(smooth.max(axis=1), case.heads, parameters["agg"], trace.kv_heads)
+        if room:
+            risk = np.maximum(risk, risk.mean(axis=1, keepdims=True))
+        scores.append(np.pad(risk, ((0, 0), (0, window))))
+    return shared_by_heads(case, scores, [free * case.row_count] * len(scores), fixed)
+
+
+def shared_by_heads(case: Case, scores: list[np.ndarray], slots: list[int], fixed: np.ndarray) -> Selection:
+    """In each layer its number of best entries, whichever head they are of, beside what stays in every head."""
+    candidates = np.setdiff1d(np.arange(case.trace.prompt), fixed)
+    rows, decisions = [], []
+    if case.follow:
+        theirs = [sum(len(row) - len(fixed) for row in layer) for layer in case.follow.rows]
+        near = sum(theirs) == sum(slots) and max(abs(a - b) for a, b in zip(theirs, slots, strict=True)) <= 1
+        verdict = Verdict.EQUAL if theirs == slots else Verdict.NEAR if near else Verdict.WRONG
+        decisions.append(Decision(f"slots of layers {slots}, found {theirs}", lambda _: verdict))
+        slots = theirs
+    for index, of_layer in enumerate(scores):
+        places = [(index, row) for row in range(len(of_layer))]
+        kept, decision = ranked(places, only(of_layer, candidates), slots[index], fixed)
+        rows.append(kept)
+        decisions.append(decision)
+    return case.selection(rows, fixed, decisions)
