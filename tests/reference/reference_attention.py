@@ -208,34 +208,34 @@ def expected_attention(case: Case) -> Selection:
 
     def scores(layer: int) -> np.ndarray:
         expected = expected_weights(case, layer)
-        if parameters["vnorm"] == "false":
-            return expected
-        return (expected + float(parameters["epsilon"])) * norms(prompt_values(trace, layer), 2)
+        if parameters["vnorm"] == "true":
+            lengths = np.repeat(norms(prompt_values(trace, layer), 2), trace.query_heads // trace.kv_heads, axis=0)
+            expected = (expected + float(parameters["epsilon"])) * lengths
+        return aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
 
     return best_beside(case, fixed, scores)
 
 
 def expected_weights(case: Case, layer: int) -> np.ndarray:
-    """[Hkv,P]: softmax over what follows the sinks, 0 for these; mean over each group."""
+    """[Hq,P]: softmax over what follows the sinks, 0 for these."""
     trace, parameters = case.trace, case.parameters
     sinks, future = case.number("sinks"), case.number("future")
-    group = trace.query_heads // trace.kv_heads
     result = np.zeros((trace.query_heads, trace.prompt))
     if sinks >= trace.prompt:
-        return result[::group]
+        return result
     asked = np.arange(sinks, trace.prompt)
     queries = unrotated(trace, layer, rows_of(trace, layer, asked), asked)
     ahead = mean_rotation(trace, layer, future)
     for head in range(trace.query_heads):
         mean = queries[head].mean(axis=0)
-        keys = prompt_keys(trace, layer)[head // group, sinks:]
+        keys = prompt_keys(trace, layer)[head * trace.kv_heads // trace.query_heads, sinks:]
         z = trace.scale * keys @ (ahead @ mean)
         if parameters["covariance"] == "true":
             centred = queries[head] - mean
             covariance = ahead @ (centred.T @ centred / len(asked)) @ ahead.T
             z += trace.scale**2 / 2 * ((keys @ covariance) * keys).sum(axis=1)
         result[head, sinks:] = softmax(z, np.ones(len(z), bool))
-    return result.reshape(trace.kv_heads, group, trace.prompt).mean(axis=1)
+    return result
 
 
 def mean_rotation(trace: Trace, layer: int, future: int) -> np.ndarray:
@@ -257,7 +257,10 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     rows: list[list[np.ndarray]] = []
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
-        scores = expected_weights(base, layer) if name == "expected-attention" else window_scores(base, layer)
+        if name == "expected-attention":
+            scores = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads)
+        else:
+            scores = window_scores(base, layer)
         scores = np.pad(scores, ((0, 0), (0, trace.prompt - scores.shape[1])))
         weighted = (scores + 1e-4) * output_norms(trace, layer, parameters["wo"])
         rows.append([])
