@@ -28,9 +28,12 @@ void read_row(const TensorView& tensor, int head, int row, std::span<double> vec
   if (!finite) throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
 }
 
-/// Rows [first, first + count) of one head.
-TensorView cut(const TensorView& tensor, int head, int first, int count) {
-  return {tensor.row(head, first), tensor.dtype, 1, count, tensor.dim};
+/// Rows [first, first + count) of all heads, as a tensor of their own.
+TensorView cut(const TensorView& tensor, int first, int count, std::vector<std::byte>& rows) {
+  rows.clear();
+  for (int head = 0; head < tensor.heads; ++head)
+    rows.insert(rows.end(), tensor.row(head, first), tensor.row(head, first) + count * tensor.row_bytes());
+  return {rows.data(), tensor.dtype, tensor.heads, count, tensor.dim};
 }
 
 }  // namespace
@@ -275,18 +278,17 @@ Matrix LayerView::unrotated_key_forms(const QuadraticForms& forms) const {
 const Matrix& LayerView::block_attention(int block) const {
   return remember(memo_, "block_attention", {static_cast<double>(block)}, [&] {
     Matrix sums(query_heads(), prompt());
+    std::vector<std::byte> queries, keys;
     for (int first = 0; first < prompt(); first += block) {
       const int count = std::min(block, prompt() - first);
-      const std::vector<std::int32_t> keys = position_range(0, count), queries = position_range(count, 2 * count);
-      for (int head = 0; head < query_heads(); ++head) {
-        const LayerTensors of_block{.q = cut(tensors_.q, head, stored_query(tensors_, first), count),
-                                    .k = cut(tensors_.k, head / group(), first, count),
-                                    .v = cut(tensors_.v, head / group(), first, count),
-                                    .query_positions = queries,
-                                    .rope = {}};
-        const Matrix of_head = backend_.attention_sums(of_block, {.queries = queries, .resident = keys});
-        std::ranges::copy(of_head.row(0), sums.row(head).begin() + first);
-      }
+      const std::vector<std::int32_t> before = position_range(0, count), after = position_range(count, 2 * count);
+      LayerTensors of_block;
+      of_block.q = cut(tensors_.q, stored_query(tensors_, first), count, queries);
+      of_block.k = of_block.v = cut(tensors_.k, first, count, keys);
+      of_block.query_positions = after;
+      const Matrix of_heads = backend_.attention_sums(of_block, {.queries = after, .resident = before});
+      for (int head = 0; head < query_heads(); ++head)
+        std::ranges::copy(of_heads.row(head), sums.row(head).begin() + first);
     }
     return sums;
   });
