@@ -78,11 +78,13 @@ void check_plan(const std::string& who, const Plan& plan) {
             "allocate=decay or allocate=pyramid", allocator);
   refuse_if(plan.nesting != Nesting::none && plan.grouping.heads != Heads::layer, "nested sets are one a layer",
             "heads=layer", "a set for each head");
-  refuse_if(plan.nesting != Nesting::none && (plan.score.accumulates || plan.score.needs.future_queries),
+  refuse_if(plan.nesting != Nesting::none &&
+                (plan.score.accumulates || plan.score.needs.future_queries || plan.score.of_prompt),
             "nested sets are scored over what the layer before kept", "score=recency-window, window or random",
             "a score of all tokens");
   refuse_if(!once && plan.nesting != Nesting::none, "nested sets are made at the end of the prompt", "schedule=once",
             schedule);
+  refuse_if(!once && plan.score.of_prompt, "the score is one of the whole prompt", "schedule=once", schedule);
   refuse_if(!once && !plan.select.fills, "a schedule holds equally many tokens in every head",
             "a selector that fills its budget", "one that may keep fewer");
   refuse_if((online || rolling) && !plan.select.takes_best, "the schedule itself says which token goes", "select=top-k",

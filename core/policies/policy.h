@@ -71,6 +71,7 @@ struct Needs {
   bool future_queries = false;  // eval queries: the mark of an oracle
   bool recent_queries = false;  // those of the tokens that stay by rule at the end of the prompt
   bool question = false;        // those of the question that ends the prompt
+  bool rope = false;            // the model's RoPE, because it un-rotates keys or queries
 };
 
 inline Needs last_queries(int window) { return {.last_queries = window}; }
@@ -81,6 +82,7 @@ inline Needs future_queries() { return {.future_queries = true}; }
 struct Scoring {
   Grouping grouping = {};
   int recent = 0;  // last tokens that stay by rule at this budget; 0 for scorers that do not read it
+  int budget = 0;  // B; 0 for scorers that do not read it
 };
 
 /// How important each resident token is: [H, n], larger stays.
@@ -89,6 +91,8 @@ struct Scorer {
   Needs needs = {};
   bool accumulates = false;   // the score is the attention received so far: what `Online` can go on with
   bool reads_recent = false;  // Scoring::recent
+  bool reads_budget = false;  // Scoring::budget
+  bool of_prompt = false;     // all of the prompt must be resident
   /// Scorers of equal names give equal scores of equal tokens, and so share them; empty: it shares with none.
   std::string name = {};
 

@@ -156,6 +156,9 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (std::holds_alternative<CachePositions>(plan.store) && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
                 "the model's RoPE", "none"};
+  if (plan.score.needs.rope && !trace.header().has_rope)
+    throw Error{Refusal::input, trace.path().string() + ":/model/rope",
+                "keys and queries cannot be un-rotated for " + who, "the model's RoPE", "none"};
   const int first = first_query(plan, budget, prompt, question);
   const int end = first < prompt && reads_continuation(plan) ? trace.header().tokens() : prompt;
   const std::vector<std::int32_t> wanted = position_range(first, end);

@@ -395,11 +395,14 @@ class Replay {
     return seconds_since(start) - (view.observable_seconds() - shared_before);
   }
 
+  static Scoring scoring(const Job& job, const Stretch& stretch) {
+    return {stretch.plan().grouping, stretch.by_rule.recent, job.budget};
+  }
+
   Matrix scored(Job& job, const Stretch& stretch, const LayerView& view) const {
     Matrix scores;
-    job.seconds[static_cast<std::size_t>(view.layer())].score = seconds_of(view, [&] {
-      scores = score_tokens(view, stretch.plan(), {stretch.plan().grouping, stretch.by_rule.recent}, job.name);
-    });
+    job.seconds[static_cast<std::size_t>(view.layer())].score =
+        seconds_of(view, [&] { scores = score_tokens(view, stretch.plan(), scoring(job, stretch), job.name); });
     return scores;
   }
 
@@ -411,7 +414,7 @@ class Replay {
   Scores scores_of_prompt(Job& job, const Stretch& stretch, const LayerView& view) {
     const Scorer& score = stretch.plan().score;
     if (!score) return nullptr;
-    const ScoreKey key = score_key(stretch.plan(), stretch.by_rule.recent);
+    const ScoreKey key = score_key(stretch.plan(), scoring(job, stretch));
     double& seconds = job.seconds[static_cast<std::size_t>(view.layer())].score;
     Scores scores;
     if (const auto known = scores_.find(key); known != scores_.end()) {
@@ -649,8 +652,9 @@ class Replay {
 
 }  // namespace
 
-ScoreKey score_key(const Plan& plan, int recent) {
-  return {plan.score.name, plan.grouping.heads, plan.grouping.aggregate, plan.score.reads_recent ? recent : 0};
+ScoreKey score_key(const Plan& plan, const Scoring& how) {
+  const Scoring read = told(plan, how);
+  return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent, read.budget};
 }
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,

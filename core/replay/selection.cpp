@@ -114,10 +114,15 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
   selection.granted[r] = granted;
 }
 
+Scoring told(const Plan& plan, Scoring how) {
+  if (!plan.score.reads_recent) how.recent = 0;
+  if (!plan.score.reads_budget) how.budget = 0;
+  return how;
+}
+
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who) {
   if (!plan.score) return {};
-  const int recent = plan.score.reads_recent ? how.recent : 0;
-  Matrix scores = plan.score.score(view, {how.grouping, recent});
+  Matrix scores = plan.score.score(view, told(plan, how));
   bool numbers = true;
   for (const double score : scores.values()) numbers &= score == score;
   if (!numbers)

@@ -57,6 +57,9 @@ Kept choose_row(const Selector& select, std::span<const std::int32_t> positions,
 /// Enters a row's kept positions.
 void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted);
 
+/// Of `how` what the plan's scorer reads.
+Scoring told(const Plan& plan, Scoring how);
+
 /// [H, n] scores of what is resident. Throws Error{input} where one is not a number.
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who);
 

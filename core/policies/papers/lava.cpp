@@ -31,10 +31,7 @@ struct Lava {
   Matrix score(const LayerView& view, const Scoring& how) const {
     Matrix attention = view.window_attention(window);
     for (int head = 0; head < attention.rows(); ++head) {
-      const int kv_head = head / view.group();
-      double largest = 0;
-      for (const std::int32_t position : view.positions(kv_head))
-        largest = std::max(largest, view.value_norms(1)(kv_head, position));
+      const double largest = std::ranges::max(view.value_norms(1).row(head / view.group()));
       for (double& one : attention.row(head)) one *= largest;
     }
     return pooled(how.grouping(attention, view.group()), pool, kernel, view.tokens() - how.recent);
