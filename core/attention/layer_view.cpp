@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <chrono>
 
+#include "attention/participants.h"
 #include "error.h"
 #include "positions.h"
+#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {
@@ -161,6 +163,23 @@ const Matrix& LayerView::key_norms(double p) const {
 
 const Matrix& LayerView::value_norms(double p) const {
   return remember("value_norms", p, [&] { return backend_.norms(tensors_.v, prompt(), p); });
+}
+
+const Matrix& LayerView::query_squares(int window) const {
+  const int count = std::clamp(window, 0, residents_.seen);
+  return remember("query_squares", count, [&] {
+    const TensorView& q = tensors_.q;
+    Matrix squares(q.heads, q.dim);
+    for (std::int32_t position = residents_.seen - count; position < residents_.seen; ++position) {
+      const int stored = stored_query(tensors_, position);
+      for (int head = 0; head < q.heads; ++head)
+        for (int c = 0; c < q.dim; ++c) {
+          const double x = load(q.row(head, stored), q.dtype, static_cast<std::size_t>(c));
+          squares(head, c) += x * x / count;
+        }
+    }
+    return squares;
+  });
 }
 
 const Matrix& LayerView::similarity(std::string_view observable, const TensorView& tensor) const {

@@ -82,6 +82,9 @@ class LayerView {
   /// [Hkv, P]: p-norms of keys and of values.
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
+  /// [Hq, d]: mean over the last `window` queries that have come of the square of each channel; a window longer than
+  /// what has come is all of it. Host code: it reads a few rows of each head.
+  const Matrix& query_squares(int window) const;
   /// [1, P]: of each token of the prompt, the cosine with the other token that is most like it, over the keys or the
   /// values of all heads side by side.
   const Matrix& key_similarity() const;

@@ -1,4 +1,6 @@
 // Which parts fit together, and why others do not.
+#include <algorithm>
+
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -28,6 +30,19 @@ bool shares_layers(const Sharing& share) {
 }
 
 }  // namespace
+
+Needs needs_of(const Store& store) {
+  const auto* transformed = std::get_if<Transformed>(&store);
+  return transformed != nullptr ? transformed->needs : Needs{};
+}
+
+Needs needs_of(const Plan& plan) {
+  Needs needs = plan.score.needs;
+  const Needs of_store = needs_of(plan.store);
+  needs.last_queries = std::max(needs.last_queries, of_store.last_queries);
+  needs.all_queries |= of_store.all_queries;
+  return needs;
+}
 
 bool has_budget(const Plan& plan) {
   if (const auto* counts = std::get_if<CountsOf>(&plan.allocate)) return counts->has_budget;
@@ -110,8 +125,8 @@ void check_plan(const std::string& who, const Plan& plan) {
   refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",
             "streaming-llm or local", "another policy");
   const bool transformed = std::holds_alternative<Transformed>(plan.store);
-  refuse_if(transformed && !once, "tokens are quantised at the end of the prompt", "schedule=once", schedule);
-  refuse_if(transformed && plan.grouping.heads == Heads::query, "a quantised cache holds a token once a KV head",
+  refuse_if(transformed && !once, "a store changes tokens at the end of the prompt", "schedule=once", schedule);
+  refuse_if(transformed && plan.grouping.heads == Heads::query, "a store that changes tokens holds each once a KV head",
             "heads=kv or heads=layer", "heads=query");
 }
 

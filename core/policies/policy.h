@@ -168,9 +168,13 @@ struct CachePositions {};
 /// They are changed.
 struct Transformed {
   std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet&)> store;
+  Needs needs = {};  // of the store itself
 };
 
 using Store = std::variant<Exact, CachePositions, Transformed>;
+
+/// What the store reads, whatever the scorer does.
+Needs needs_of(const Store& store);
 
 Selector top_k();      // parts/top_k.h
 Sharing no_sharing();  // parts/sharing.h
@@ -186,6 +190,9 @@ struct Plan {
   Schedule schedule = Once{};
   Store store = Exact{};
 };
+
+/// What the scorer or the store reads.
+Needs needs_of(const Plan& plan);
 
 /// Whether slots are held against a budget: not where everything stays, where a threshold says how much is held, or
 /// where layers prune each other by sizes of their own.

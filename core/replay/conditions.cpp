@@ -114,7 +114,7 @@ int spared_tokens(const Plan& plan, int prompt, int question) {
 
 /// The first prompt query that the plan reads, P where it reads none.
 int first_query(const Plan& plan, int budget, int prompt, int question) {
-  const Needs& needs = plan.score.needs;
+  const Needs needs = needs_of(plan);
   const int recent = needs.recent_queries ? std::max(1, plan.protect.within(budget, prompt).recent) : 0;
   const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
   const bool in_time = !std::holds_alternative<Once>(plan.schedule) && (needs.last_queries > 0 || needs.recent_queries);

@@ -90,7 +90,7 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
     shape.online |= std::holds_alternative<Online>(plan.schedule);
     if (plan.select.one_set)
       for (int l = 0; l < count; ++l) shape.similarity_layers += is_source(plan.share, l, count) ? 1 : 0;
-    const Needs& needs = plan.score.needs;
+    const Needs needs = needs_of(plan);
     const auto* blocks = std::get_if<Blocks>(&plan.schedule);
     const int asked = needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question) : 0;
     shape.last_queries = std::max({shape.last_queries, needs.last_queries, asked});

@@ -289,8 +289,9 @@ class Replay {
   bool reads_all_queries() const {
     const bool measures = 2 * conditions_.eval_queries.size() > static_cast<std::size_t>(trace_.header().tokens());
     return measures || std::ranges::any_of(jobs_, [](const Job& job) {
-             return !job.known() && std::ranges::any_of(job.stretches, [](const Stretch& stretch) {
-               return stretch.plan().score.needs.all_queries;
+             return std::ranges::any_of(job.stretches, [&job](const Stretch& stretch) {
+               const Plan& plan = stretch.plan();
+               return (job.known() ? needs_of(plan.store) : needs_of(plan)).all_queries;
              });
            });
   }

@@ -55,6 +55,8 @@ inline std::vector<std::string> all_policies() {
            "finch:blocks=9,question_tokens=2,question=last,rate=code",
            "kivi:bits=4,group=8,residual=5",
            "kivi:bits=8,group=3,residual=0",
+           "think:window=3,ratio=0.7,recent=5",
+           "snapkv:window=3,store=fewer-channels,recent=2",
            "random:schedule=threshold(0.5,0.25)",
            "random:heads=layer,sinks=2,window=3,schedule=every(11)",
            "strided:schedule=threshold(0.5,0.25)",
