@@ -5,8 +5,13 @@
 #include <algorithm>
 #include <chrono>
 
+#include "attention/page_bounds.h"
 #include "attention/participants.h"
+#include "attention/principal_direction.h"
+#include "attention/projected_norms.h"
+#include "attention/rope.h"
 #include "error.h"
+#include "parallel.h"
 #include "positions.h"
 #include "trace/float_types.h"
 
@@ -40,6 +45,10 @@ std::span<const std::int32_t> LayerView::positions(int row) const {
   const auto count = static_cast<std::size_t>(tokens());
   return std::span(residents_.positions)
       .subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count);
+}
+
+void LayerView::on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const {
+  all_side_by_side(backend_.threads(), count, work);
 }
 
 /// What the backend refuses has a place.
@@ -179,6 +188,47 @@ const Matrix& LayerView::query_squares(int window) const {
         }
     }
     return squares;
+  });
+}
+
+const Matrix& LayerView::query_directions() const {
+  return remember("query_directions", 0, [&] {
+    return principal_directions(tensors_, position_range(0, residents_.seen), backend_.threads());
+  });
+}
+
+const Matrix& LayerView::unrotated_mean(std::string_view observable, const TensorView& tensor, bool queries) const {
+  return remember(observable, 0, [&] {
+    const int seen = residents_.seen;
+    const BackwardRotation rotation(tensors_.rope, seen);
+    Matrix means(tensor.heads, tensor.dim);
+    on_threads(static_cast<std::size_t>(tensor.heads), [&](std::size_t number) {
+      const auto head = static_cast<int>(number);
+      std::vector<double> vector(static_cast<std::size_t>(tensor.dim));
+      for (std::int32_t position = 0; position < seen; ++position) {
+        const std::byte* row = tensor.row(head, queries ? stored_query(tensors_, position) : position);
+        for (std::size_t c = 0; c < vector.size(); ++c) vector[c] = load(row, tensor.dtype, c);
+        rotation.apply(-position, vector);
+        for (std::size_t c = 0; c < vector.size(); ++c)
+          means.row(head)[c] += vector[c] / (seen * tensors_.rope.attention_scaling);
+      }
+    });
+    return means;
+  });
+}
+
+const Matrix& LayerView::mean_query() const { return unrotated_mean("mean_query", tensors_.q, true); }
+
+const Matrix& LayerView::mean_key() const { return unrotated_mean("mean_key", tensors_.k, false); }
+
+const Matrix& LayerView::page_bounds(int page) const {
+  return remember("page_bounds", page,
+                  [&] { return kvreplay::page_bounds(tensors_.k, prompt(), page, backend_.threads()); });
+}
+
+const Matrix& LayerView::projected_value_norms() const {
+  return remember("projected_value_norms", 0, [&] {
+    return projected_norms(tensors_.v, place_.projection, group(), prompt(), backend_.threads());
   });
 }
 

@@ -50,12 +50,11 @@ struct Cell {
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
 };
 
-/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens where it reads them. Of scorers
-/// with a name, equal keys mean equal scores.
-using ScoreKey = std::tuple<std::string, Heads, Aggregate, int>;
+/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens and budget where it reads them. Of
+/// scorers with a name, equal keys mean equal scores.
+using ScoreKey = std::tuple<std::string, Heads, Aggregate, int, int>;
 
-/// `recent`: tokens that stay by rule at the budget.
-ScoreKey score_key(const Plan& plan, int recent);
+ScoreKey score_key(const Plan& plan, const Scoring& how);
 
 /// Seconds of one cell in one layer, shared observables apart. Scores that cells share count in full for each of them,
 /// and so does what is copied from a cell of equal sets.

@@ -52,7 +52,7 @@ class Cache {
     by_rule.sinks = std::min(by_rule.sinks, keep);
     by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
-      const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent}, who_);
+      const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent, keep}, who_);
       for (int row = 0; row < selection_.set.rows(); ++row) cut_row(now, scores, row, {keep, by_rule}, by_relevance);
     }
     if (plan_.score.accumulates) carry_attention(now);
@@ -127,6 +127,10 @@ LayerSelection run(const Once&, const LayerView&, const Plan&, int, const std::s
   throw Error{Refusal::internal, who, "no schedule"};
 }
 
+LayerSelection run(const Reads&, const LayerView&, const Plan&, int, const std::string& who, const Poll&) {
+  throw Error{Refusal::internal, who, "no schedule"};
+}
+
 LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, int budget, const std::string& who,
                    const Poll& poll) {
   const int spared = blocks.spared_tokens(view.prompt(), view.question());
@@ -198,7 +202,7 @@ struct Prefilled {
 Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, const std::string& who) {
   // Online scores are means over a row's query heads; those of a layer are sums.
   const double heads = plan.grouping.heads == Heads::layer ? view.query_heads() : 1.0;
-  const Matrix scores = score_tokens(view, plan, {plan.grouping, budget.by_rule.recent}, who);
+  const Matrix scores = score_tokens(view, plan, {plan.grouping, budget.by_rule.recent, budget.count}, who);
   Prefilled held;
   for (int row = 0; row < scores.rows(); ++row)
     for (const std::int32_t position :

@@ -50,6 +50,7 @@ std::span<const std::int32_t> LayerSelection::slots_of(int row) const {
 }
 
 KeptSet LayerSelection::seen_by(int query) const {
+  if (reads.at) return reads.at(query);
   KeptSet seen(set.heads(), set.rows(), static_cast<int>(evicted_of(0).size()));
   for (int row = 0; row < set.rows(); ++row) {
     const std::span<const std::int32_t> gone = evicted_of(row);
@@ -114,10 +115,36 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
   selection.granted[r] = granted;
 }
 
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt) {
+  return plan.protect.within(plan.own_memory ? prompt : budget, prompt);
+}
+
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget) {
+  const auto [sinks, recent] = kept_by_rule(plan, budget, prompt);
+  return {layers,
+          prompt,
+          budget,
+          sinks,
+          recent,
+          rows_of(plan.grouping.heads, header.query_heads, header.kv_heads),
+          header.query_heads};
+}
+
+TensorView output_projection(const Trace& trace, int stored_layer) {
+  for (const StoredTensor& tensor : trace.tensors(stored_layer))
+    if (tensor.path.ends_with("/wo")) return tensor.view;
+  return {};
+}
+
+Scoring told(const Plan& plan, Scoring how) {
+  if (!plan.score.reads_recent) how.recent = 0;
+  if (!plan.score.reads_budget) how.budget = 0;
+  return how;
+}
+
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who) {
   if (!plan.score) return {};
-  const int recent = plan.score.reads_recent ? how.recent : 0;
-  Matrix scores = plan.score.score(view, {how.grouping, recent});
+  Matrix scores = plan.score.score(view, told(plan, how));
   bool numbers = true;
   for (const double score : scores.values()) numbers &= score == score;
   if (!numbers)

@@ -67,8 +67,9 @@ void FewerChannels::parameters(Parameters& p) {
 }
 
 Store FewerChannels::store() const {
-  return Transformed{[part = *this](const LayerView& view, const KeptSet& kept) { return stored(part, view, kept); },
-                     last_queries(window)};
+  return Transformed{
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); },
+      last_queries(window)};
 }
 
 }  // namespace kvreplay

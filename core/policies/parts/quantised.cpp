@@ -105,7 +105,8 @@ void Quantised::parameters(Parameters& p) {
 }
 
 Store Quantised::store() const {
-  return Transformed{[part = *this](const LayerView& view, const KeptSet& kept) { return stored(part, view, kept); }};
+  return Transformed{
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); }};
 }
 
 }  // namespace kvreplay
