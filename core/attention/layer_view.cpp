@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 #include "attention/page_bounds.h"
 #include "attention/participants.h"
 #include "attention/principal_direction.h"
 #include "attention/projected_norms.h"
-#include "attention/rope.h"
 #include "error.h"
 #include "parallel.h"
 #include "positions.h"
@@ -20,6 +20,24 @@ namespace {
 
 Residents all_of(int prompt) {
   return {.positions = position_range(0, prompt), .rows = 1, .seen = prompt, .added = prompt};
+}
+
+void read_row(const TensorView& tensor, int head, int row, std::span<double> vector) {
+  const std::byte* const stored = tensor.row(head, row);
+  bool finite = true;
+  for (std::size_t i = 0; i < vector.size(); ++i) {
+    vector[i] = load(stored, tensor.dtype, i);
+    finite &= std::isfinite(vector[i]);
+  }
+  if (!finite) throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
+}
+
+/// Rows [first, first + count) of all heads, as a tensor of their own.
+TensorView cut(const TensorView& tensor, int first, int count, std::vector<std::byte>& rows) {
+  rows.clear();
+  for (int head = 0; head < tensor.heads; ++head)
+    rows.insert(rows.end(), tensor.row(head, first), tensor.row(head, first) + count * tensor.row_bytes());
+  return {rows.data(), tensor.dtype, tensor.heads, count, tensor.dim};
 }
 
 }  // namespace
@@ -38,7 +56,7 @@ LayerView::LayerView(const LayerView& whole, Residents residents)
       tensors_(whole.tensors_),
       place_(whole.place_),
       eval_queries_(whole.eval_queries_),
-      partial_(true),
+      whole_(&whole.whole()),
       residents_(std::move(residents)) {}
 
 std::span<const std::int32_t> LayerView::positions(int row) const {
@@ -53,7 +71,7 @@ void LayerView::on_threads(std::size_t count, const std::function<void(std::size
 
 /// What the backend refuses has a place.
 template <class Compute>
-Matrix LayerView::in_this_layer(Compute compute) const {
+auto LayerView::in_this_layer(Compute compute) const {
   try {
     return compute();
   } catch (const Error& error) {
@@ -64,20 +82,21 @@ Matrix LayerView::in_this_layer(Compute compute) const {
   }
 }
 
-template <class Compute>
-const Matrix& LayerView::remember(std::string_view observable, double argument, Compute compute) const {
-  const auto key = std::pair{observable, argument};
-  const auto known = memo_.find(key);
-  if (known != memo_.end()) return known->second;
+template <class Result, class Compute>
+const Result& LayerView::remember(Memo<Result>& memo, std::string_view observable, Arguments arguments,
+                                  Compute compute) const {
+  const auto key = std::pair{observable, std::move(arguments)};
+  const auto known = memo.find(key);
+  if (known != memo.end()) return known->second;
   const auto begin = std::chrono::steady_clock::now();
-  Matrix result = in_this_layer(compute);
+  Result result = in_this_layer(compute);
   observable_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  return memo_.emplace(key, std::move(result)).first->second;
+  return memo.emplace(key, std::move(result)).first->second;
 }
 
 template <class Compute>
 const Matrix& LayerView::remember_stored(std::string_view observable, int rows, Compute compute) const {
-  return remember(observable, 0, [&] {
+  return remember(memo_, observable, {}, [&] {
     if (store_ == nullptr) return compute();
     if (std::optional<Matrix> known = store_->find(observable, stored_layer(), rows, prompt()))
       return *std::move(known);
@@ -89,7 +108,7 @@ const Matrix& LayerView::remember_stored(std::string_view observable, int rows, 
 
 Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const double> weights) const {
   AttentionSums what{.queries = queries, .weights = weights, .columns = tokens()};
-  if (partial_) {
+  if (whole_ != nullptr) {
     what.resident = residents_.positions;
     what.resident_rows = residents_.rows;
     what.positions = residents_.place;
@@ -115,8 +134,8 @@ std::vector<std::int32_t> LayerView::last_queries(int window) const {
 }
 
 const Matrix& LayerView::window_attention(int window) const {
-  return remember("window_attention", std::clamp(window, 0, residents_.seen),
-                  [&] { return sums(last_queries(window), {}); });
+  const double queries = std::clamp(window, 0, residents_.seen);
+  return remember(memo_, "window_attention", {queries}, [&] { return sums(last_queries(window), {}); });
 }
 
 Matrix LayerView::window_attention(std::span<const double> weights) const {
@@ -161,22 +180,131 @@ const Matrix& LayerView::cumulative_attention() const {
 }
 
 const Matrix& LayerView::eval_attention() const {
-  return remember("eval_attention", 0, [&] {
+  return remember(memo_, "eval_attention", {}, [&] {
     return backend_.attention_sums(tensors_, {.queries = eval_queries_, .columns = prompt(), .own_key = false});
   });
 }
 
-const Matrix& LayerView::key_norms(double p) const {
-  return remember("key_norms", p, [&] { return backend_.norms(tensors_.k, prompt(), p); });
+const Matrix& LayerView::norms(std::string_view observable, const TensorView& tensor, double p) const {
+  return remember(memo_, observable, {p}, [&] {
+    if (whole_ == nullptr) return backend_.norms(tensor, prompt(), p);
+    const double all = tensor.tokens;
+    const Matrix& of_all =
+        whole_->remember(whole_->memo_, observable, {p, all}, [&] { return backend_.norms(tensor, tensor.tokens, p); });
+    Matrix held(tensor.heads, tokens());
+    for (int head = 0; head < held.rows(); ++head)
+      for (int i = 0; i < held.columns(); ++i)
+        held(head, i) = of_all(head, positions(head)[static_cast<std::size_t>(i)]);
+    return held;
+  });
 }
 
-const Matrix& LayerView::value_norms(double p) const {
-  return remember("value_norms", p, [&] { return backend_.norms(tensors_.v, prompt(), p); });
+const Matrix& LayerView::key_norms(double p) const { return norms("key_norms", tensors_.k, p); }
+
+const Matrix& LayerView::value_norms(double p) const { return norms("value_norms", tensors_.v, p); }
+
+Vectors LayerView::keys() const {
+  const auto read = [this](int head, int i, std::span<double> vector) {
+    const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
+    read_row(tensors_.k, head, position, vector);
+    if (residents_.place == Positions::cache) rotate(tensors_.rope, i - position, vector);
+  };
+  return {tensors_.k.heads, tokens(), tensors_.k.dim, read};
+}
+
+Vectors LayerView::values() const {
+  const auto read = [this](int head, int i, std::span<double> vector) {
+    read_row(tensors_.v, head, positions(head)[static_cast<std::size_t>(i)], vector);
+  };
+  return {tensors_.v.heads, tokens(), tensors_.v.dim, read};
+}
+
+const BackwardRotation& LayerView::backward_rotation() const {
+  if (tensors_.rope.inv_freq.empty())
+    throw Error{Refusal::input, "rope", "keys and queries cannot be un-rotated", "the model's RoPE", "none"};
+  std::optional<BackwardRotation>& made = whole().backward_rotation_;
+  if (!made) made.emplace(tensors_.rope, tensors_.k.tokens - 1);
+  return *made;
+}
+
+Vectors LayerView::unrotated_keys() const {
+  const auto read = [this, &back = backward_rotation()](int head, int i, std::span<double> vector) {
+    const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
+    read_row(tensors_.k, head, position, vector);
+    back.apply(-position, vector);
+    for (double& number : vector) number /= tensors_.rope.attention_scaling;
+  };
+  return {tensors_.k.heads, tokens(), tensors_.k.dim, read};
+}
+
+Vectors LayerView::unrotated_queries(int first) const {
+  const auto read = [this, first, &back = backward_rotation()](int head, int i, std::span<double> vector) {
+    read_row(tensors_.q, head, stored_query(tensors_, first + i), vector);
+    back.apply(-(first + i), vector);
+    for (double& number : vector) number /= tensors_.rope.attention_scaling;
+  };
+  return {tensors_.q.heads, std::max(0, residents_.seen - first), tensors_.q.dim, read};
+}
+
+const Matrix& LayerView::key_anchor() const {
+  return remember(memo_, "key_anchor", {}, [&] { return mean_direction(keys(), backend_.threads()); });
+}
+
+const Matrix& LayerView::anchor_cosines() const {
+  const Matrix& anchor = key_anchor();
+  return remember(memo_, "anchor_cosines", {}, [&] { return cosines(keys(), anchor, backend_.threads()); });
+}
+
+const Matrix& LayerView::key_lag_deviations(int first, int lag) const {
+  return remember(memo_, "key_lag_deviations", {static_cast<double>(first), static_cast<double>(lag)},
+                  [&] { return lag_deviations(keys(), first, lag, backend_.threads()); });
+}
+
+const Matrix& LayerView::value_lag_deviations(int first, int lag) const {
+  return remember(memo_, "value_lag_deviations", {static_cast<double>(first), static_cast<double>(lag)},
+                  [&] { return lag_deviations(values(), first, lag, backend_.threads()); });
+}
+
+const VectorMoments& LayerView::query_moments(int first) const {
+  return remember(moments_, "query_moments", {static_cast<double>(first)},
+                  [&] { return moments_of(unrotated_queries(first), backend_.threads()); });
+}
+
+const VectorMoments& LayerView::key_moments() const {
+  return remember(moments_, "key_moments", {}, [&] { return moments_of(unrotated_keys(), backend_.threads()); });
+}
+
+Matrix LayerView::key_forms(const QuadraticForms& forms) const {
+  return in_this_layer([&] { return values_of(forms, keys(), backend_.threads()); });
+}
+
+Matrix LayerView::unrotated_key_forms(const QuadraticForms& forms) const {
+  return in_this_layer([&] { return values_of(forms, unrotated_keys(), backend_.threads()); });
+}
+
+/// A block is a layer of its own, whose queries come after all of its keys.
+const Matrix& LayerView::block_attention(int block) const {
+  return remember(memo_, "block_attention", {static_cast<double>(block)}, [&] {
+    Matrix sums(query_heads(), prompt());
+    std::vector<std::byte> queries, keys;
+    for (int first = 0; first < prompt(); first += block) {
+      const int count = std::min(block, prompt() - first);
+      const std::vector<std::int32_t> before = position_range(0, count), after = position_range(count, 2 * count);
+      LayerTensors of_block;
+      of_block.q = cut(tensors_.q, stored_query(tensors_, first), count, queries);
+      of_block.k = of_block.v = cut(tensors_.k, first, count, keys);
+      of_block.query_positions = after;
+      const Matrix of_heads = backend_.attention_sums(of_block, {.queries = after, .resident = before});
+      for (int head = 0; head < query_heads(); ++head)
+        std::ranges::copy(of_heads.row(head), sums.row(head).begin() + first);
+    }
+    return sums;
+  });
 }
 
 const Matrix& LayerView::query_squares(int window) const {
   const int count = std::clamp(window, 0, residents_.seen);
-  return remember("query_squares", count, [&] {
+  return remember(memo_, "query_squares", {static_cast<double>(count)}, [&] {
     const TensorView& q = tensors_.q;
     Matrix squares(q.heads, q.dim);
     for (std::int32_t position = residents_.seen - count; position < residents_.seen; ++position) {
@@ -192,42 +320,18 @@ const Matrix& LayerView::query_squares(int window) const {
 }
 
 const Matrix& LayerView::query_directions() const {
-  return remember("query_directions", 0, [&] {
+  return remember(memo_, "query_directions", {}, [&] {
     return principal_directions(tensors_, position_range(0, residents_.seen), backend_.threads());
   });
 }
 
-const Matrix& LayerView::unrotated_mean(std::string_view observable, const TensorView& tensor, bool queries) const {
-  return remember(observable, 0, [&] {
-    const int seen = residents_.seen;
-    const BackwardRotation rotation(tensors_.rope, seen);
-    Matrix means(tensor.heads, tensor.dim);
-    on_threads(static_cast<std::size_t>(tensor.heads), [&](std::size_t number) {
-      const auto head = static_cast<int>(number);
-      std::vector<double> vector(static_cast<std::size_t>(tensor.dim));
-      for (std::int32_t position = 0; position < seen; ++position) {
-        const std::byte* row = tensor.row(head, queries ? stored_query(tensors_, position) : position);
-        for (std::size_t c = 0; c < vector.size(); ++c) vector[c] = load(row, tensor.dtype, c);
-        rotation.apply(-position, vector);
-        for (std::size_t c = 0; c < vector.size(); ++c)
-          means.row(head)[c] += vector[c] / (seen * tensors_.rope.attention_scaling);
-      }
-    });
-    return means;
-  });
-}
-
-const Matrix& LayerView::mean_query() const { return unrotated_mean("mean_query", tensors_.q, true); }
-
-const Matrix& LayerView::mean_key() const { return unrotated_mean("mean_key", tensors_.k, false); }
-
 const Matrix& LayerView::page_bounds(int page) const {
-  return remember("page_bounds", page,
+  return remember(memo_, "page_bounds", {static_cast<double>(page)},
                   [&] { return kvreplay::page_bounds(tensors_.k, prompt(), page, backend_.threads()); });
 }
 
 const Matrix& LayerView::projected_value_norms() const {
-  return remember("projected_value_norms", 0, [&] {
+  return remember(memo_, "projected_value_norms", {}, [&] {
     return projected_norms(tensors_.v, place_.projection, group(), prompt(), backend_.threads());
   });
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -13,6 +14,8 @@
 
 #include "attention/backend.h"
 #include "attention/observable_store.h"
+#include "attention/rope.h"
+#include "attention/vector_statistics.h"
 #include "matrix.h"
 #include "trace/tensor.h"
 
@@ -44,7 +47,7 @@ class LayerView {
   /// known of the layer already; null: nothing is. Everything must outlive the view.
   LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place, std::span<const std::int32_t> eval_queries,
             ObservableStore* store = nullptr);
-  /// The same layer with less resident.
+  /// The same layer with less resident; `whole` must outlive the view, too.
   LayerView(const LayerView& whole, Residents residents);
 
   int layer() const { return place_.layer; }
@@ -82,7 +85,7 @@ class LayerView {
   const Matrix& cumulative_attention() const;
   /// [Hq, P]: Σ over the eval queries t, t != j, of a(t,j). What oracles see and policies must not.
   const Matrix& eval_attention() const;
-  /// [Hkv, P]: p-norms of keys and of values.
+  /// [Hkv, n]: p-norms of keys and of values.
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
   /// [Hq, d]: mean over the last `window` queries that have come of the square of each channel; a window longer than
@@ -91,15 +94,30 @@ class LayerView {
   /// [Hq, d]: first right singular vector of the queries that have come, as they are stored, of the sign that makes
   /// their mean project positively on it (principal_direction.h).
   const Matrix& query_directions() const;
-  /// [Hq, d] and [Hkv, d]: means of the queries and of the keys that have come, un-rotated: rot(x, -position) /
-  /// attention_scaling. Host code: O(n d).
-  const Matrix& mean_query() const;
-  const Matrix& mean_key() const;
   /// [Hkv, pages * 2d]: least and greatest number of each channel of the keys in each page of so many tokens of the
   /// prompt, the last of which may be short (page_bounds.h).
   const Matrix& page_bounds(int page) const;
   /// [Hq, P]: L1 norms of W_o v, W_o the query head's part of the output projection (projected_norms.h).
   const Matrix& projected_value_norms() const;
+  /// [Hkv, d]: mean of k / ‖k‖, where the keys stand; a zero key counts as 0 (Park et al. 2025, arXiv:2504.15364).
+  const Matrix& key_anchor() const;
+  /// [Hkv, n]: cosines of the keys with it, 0 where either is zero.
+  const Matrix& anchor_cosines() const;
+  /// [Hkv, n]: how keys and values of each partition of `lag` tokens, counted from number `first`, vary over channels
+  /// on the scale of the partition that follows (lag_deviations).
+  const Matrix& key_lag_deviations(int first, int lag) const;
+  const Matrix& value_lag_deviations(int first, int lag) const;
+  /// Mean [Hq, d] and covariance [Hq, d * d] of the queries at positions from `first` on that have come, un-rotated:
+  /// rot(q, -position) / attention_scaling.
+  const VectorMoments& query_moments(int first) const;
+  /// The same, [Hkv, ...], of the keys.
+  const VectorMoments& key_moments() const;
+  /// [rows of the forms, n] of the keys where they stand, or un-rotated.
+  Matrix key_forms(const QuadraticForms& forms) const;
+  Matrix unrotated_key_forms(const QuadraticForms& forms) const;
+  /// [Hq, P]: column sums of softmax_j(<q_t, k_j>) without scale, softcap or order in time, inside blocks of so many
+  /// tokens of the prompt, of which the last may be short. All of the prompt must be resident.
+  const Matrix& block_attention(int block) const;
   /// [1, P]: of each token of the prompt, the cosine with the other token that is most like it, over the keys or the
   /// values of all heads side by side.
   const Matrix& key_similarity() const;
@@ -113,15 +131,26 @@ class LayerView {
   double observable_seconds() const { return observable_seconds_; }
 
  private:
+  using Arguments = std::vector<double>;
+  template <class Result>
+  using Memo = std::map<std::pair<std::string_view, Arguments>, Result>;
+
   template <class Compute>
-  Matrix in_this_layer(Compute compute) const;
-  template <class Compute>
-  const Matrix& remember(std::string_view observable, double argument, Compute compute) const;
+  auto in_this_layer(Compute compute) const;
+  template <class Result, class Compute>
+  const Result& remember(Memo<Result>& memo, std::string_view observable, Arguments arguments, Compute compute) const;
   /// Of the whole prompt: read from the store where it is known, and put there where it had to be computed.
   template <class Compute>
   const Matrix& remember_stored(std::string_view observable, int rows, Compute compute) const;
   const Matrix& similarity(std::string_view observable, const TensorView& tensor) const;
-  const Matrix& unrotated_mean(std::string_view observable, const TensorView& tensor, bool queries) const;
+  const Matrix& norms(std::string_view observable, const TensorView& tensor, double p) const;
+  const LayerView& whole() const { return whole_ != nullptr ? *whole_ : *this; }
+  Vectors keys() const;
+  Vectors values() const;
+  Vectors unrotated_keys() const;
+  Vectors unrotated_queries(int first) const;
+  /// Of all positions of the trace.
+  const BackwardRotation& backward_rotation() const;
   Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights) const;
   bool is_resident(std::int32_t position) const;
   std::vector<std::int32_t> last_queries(int window) const;
@@ -130,10 +159,12 @@ class LayerView {
   LayerTensors tensors_;
   LayerPlace place_;
   std::span<const std::int32_t> eval_queries_;
-  bool partial_ = false;
+  const LayerView* whole_ = nullptr;  // with all of the prompt resident; null: this one
   Residents residents_;
   ObservableStore* store_ = nullptr;
-  mutable std::map<std::pair<std::string_view, double>, Matrix> memo_;
+  mutable Memo<Matrix> memo_;
+  mutable Memo<VectorMoments> moments_;
+  mutable std::optional<BackwardRotation> backward_rotation_;
   mutable double observable_seconds_ = 0;
 };
 

@@ -14,9 +14,8 @@ void turn(Number& first, Number& second, double cosine, double sine) {
   second = static_cast<Number>(x * sine + y * cosine);
 }
 
-}  // namespace
-
-void rotate(const Rope& rope, int distance, std::span<float> vector) {
+template <class Number>
+void turn_pairs(const Rope& rope, int distance, std::span<Number> vector) {
   if (distance == 0) return;
   const std::size_t pairs = rope.inv_freq.size();
   for (std::size_t i = 0; i < pairs; ++i) {
@@ -25,6 +24,11 @@ void rotate(const Rope& rope, int distance, std::span<float> vector) {
          std::sin(angle));
   }
 }
+
+}  // namespace
+
+void rotate(const Rope& rope, int distance, std::span<float> vector) { turn_pairs(rope, distance, vector); }
+void rotate(const Rope& rope, int distance, std::span<double> vector) { turn_pairs(rope, distance, vector); }
 
 BackwardRotation::BackwardRotation(const Rope& rope, int farthest)
     : pairs_(rope.inv_freq.size()), interleaved_(rope.interleaved) {
@@ -48,6 +52,24 @@ void BackwardRotation::apply(int distance, std::span<double> vector) const {
   } else {
     for (std::size_t i = 0; i < pairs_; ++i) turn(vector[i], vector[i + pairs_], cosines[i], sines[i]);
   }
+}
+
+MeanRotation::MeanRotation(const Rope& rope, int first, int count) : interleaved_(rope.interleaved) {
+  for (const double frequency : rope.inv_freq) {
+    double cosines = 0, sines = 0;
+    for (int i = 0; i < count; ++i) {
+      cosines += std::cos((first + i) * frequency);
+      sines += std::sin((first + i) * frequency);
+    }
+    cosines_.push_back(cosines / count);
+    sines_.push_back(sines / count);
+  }
+}
+
+void MeanRotation::apply(std::span<double> vector) const {
+  const std::size_t pairs = cosines_.size();
+  for (std::size_t i = 0; i < pairs; ++i)
+    turn(vector[interleaved_ ? 2 * i : i], vector[interleaved_ ? 2 * i + 1 : i + pairs], cosines_[i], sines_[i]);
 }
 
 }  // namespace kvreplay

@@ -11,6 +11,7 @@ namespace kvreplay {
 /// rot(x, distance): turns pair i of `vector` by distance * inv_freq[i] radians, angles in float64. The stored vector
 /// carries attention_scaling already; it is not applied again.
 void rotate(const Rope& rope, int distance, std::span<float> vector);
+void rotate(const Rope& rope, int distance, std::span<double> vector);
 
 /// The same in float64 throughout, for many vectors that move back: sines and cosines of the distances
 /// -farthest ... 0, computed once.
@@ -24,6 +25,18 @@ class BackwardRotation {
   std::size_t pairs_;
   bool interleaved_;
   std::vector<double> cosines_, sines_;  // [distances, pairs]
+};
+
+/// mean over i < count of rot(·, first + i): what a vector is turned to on average at the positions that come next.
+class MeanRotation {
+ public:
+  MeanRotation(const Rope& rope, int first, int count);
+
+  void apply(std::span<double> vector) const;
+
+ private:
+  bool interleaved_;
+  std::vector<double> cosines_, sines_;  // [pairs]
 };
 
 }  // namespace kvreplay

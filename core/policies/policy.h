@@ -53,6 +53,7 @@ struct Needs {
   bool recent_queries = false;  // those of the tokens that stay by rule at the end of the prompt
   bool question = false;        // those of the question that ends the prompt
   bool projection = false;      // no queries: the layers' output projections
+  bool rope = false;            // the model's RoPE, because it un-rotates keys or queries
 };
 
 inline Needs last_queries(int window) { return {.last_queries = window}; }

@@ -163,6 +163,9 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
     if (const int stored = conditions.layers[static_cast<std::size_t>(l)]; !output_projection(trace, stored).data)
       throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/wo", trace.path().string(), stored),
                   "no output projection for " + who, "one, as capture --with-wo stores it, or wo=none", "none"};
+  if (plan.score.needs.rope && !trace.header().has_rope)
+    throw Error{Refusal::input, trace.path().string() + ":/model/rope",
+                "keys and queries cannot be un-rotated for " + who, "the model's RoPE", "none"};
   const int first = first_query(plan, budget, prompt, question);
   const int end = first < prompt && reads_continuation(plan) ? trace.header().tokens() : prompt;
   const std::vector<std::int32_t> wanted = position_range(first, end);

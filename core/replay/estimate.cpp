@@ -78,6 +78,7 @@ struct Shape {
   int similarity_layers = 0;  // that choose by similarity
   int last_queries = 0;
   bool all_queries = false;
+  bool unrotates = false;
 };
 
 Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions, int question) {
@@ -99,7 +100,9 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
     const auto* blocks = std::get_if<Blocks>(&plan.schedule);
     const int asked = needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question) : 0;
     shape.last_queries = std::max({shape.last_queries, needs.last_queries, asked});
-    shape.all_queries |= needs.all_queries && !shape.online;
+    // What un-rotates queries reads each of them for itself, not against all keys.
+    shape.all_queries |= needs.all_queries && !needs.rope && !shape.online;
+    shape.unrotates |= needs.rope;
   }
   return shape;
 }
@@ -180,7 +183,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   bool cumulative = false, second_walk = false;
   int measured_cells = 0;
   double comparisons = 0, online = 0, redundancy = 0;  // of one layer, in units of the sample's calls
-  std::size_t stored_bytes = 0, read_bytes = 0;
+  std::size_t stored_bytes = 0, read_bytes = 0, angle_bytes = 0;
   bool pairs = false;
   Workload work{.sets = static_cast<int>(cells.size())};
   double kept_share = 0, candidates = 0;  // of one layer, all cells
@@ -193,6 +196,10 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
     if (cell.known.empty()) {
       window = std::max(window, std::min(shape.last_queries, conditions.boundary));
       cumulative |= shape.all_queries;
+      // Sines and cosines of all positions.
+      if (shape.unrotates)
+        angle_bytes =
+            static_cast<std::size_t>(tokens) * static_cast<std::size_t>(header.rope_pairs) * 2 * sizeof(double);
       second_walk |= shape.across_layers;
       const double steps = tokens / sample_steps;
       work.online = work.online || (shape.online && !whole);
@@ -282,8 +289,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
-                       ranking_bytes + at_once * largest_copy + stored_bytes + read_bytes + 2 * set_bits + 2 * part +
-                       program;
+                       ranking_bytes + at_once * largest_copy + stored_bytes + read_bytes + angle_bytes + 2 * set_bits +
+                       2 * part + program;
   std::size_t archived_bytes = 0;
   for (const int layer : conditions.layers) {
     archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));

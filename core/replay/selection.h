@@ -68,11 +68,11 @@ Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt);
 /// What the plan divides over `layers` layers of the trace.
 Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget);
 
-/// Of `how` what the plan's scorer reads.
-Scoring told(const Plan& plan, Scoring how);
-
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
 TensorView output_projection(const Trace& trace, int stored_layer);
+
+/// Of `how` what the plan's scorer reads.
+Scoring told(const Plan& plan, Scoring how);
 
 /// [H, n] scores of what is resident. Throws Error{input} where one is not a number.
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who);

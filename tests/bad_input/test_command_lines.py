@@ -270,6 +270,25 @@ LINES: list[tuple[int, str, str]] = [
         )
         for policy in ("streaming-llm:positions=cache", "finch:question_tokens=2", "snapkv:store=cache")
     ),
+    *(
+        (
+            INPUT,
+            f"replay norope.h5 -p {policy} -b 6",
+            f"norope.h5:/model/rope: keys and queries cannot be un-rotated for {policy}: expected the model's RoPE, "
+            "found none",
+        )
+        for policy in ("leverage", "compactor", "expected-attention")
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p knorm:skip_layers=(0,9) -b 0.9",
+        "skip_layers: no such layer: expected 0..3, found 9",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p knorm:skip_layers=x -b 0.5",
+        "skip_layers: not a whole number: expected a whole number, found x",
+    ),
     # files of policies
     (INPUT, f"{REPLAY} -p @missing.yaml -b 0.5", "missing.yaml: cannot be read: expected a file of policies"),
     (

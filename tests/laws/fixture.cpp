@@ -322,6 +322,36 @@ TEST_F(Fixture, Kivi) {
   EXPECT_NEAR(l1_loss(exact.v, stored.values), .071708, 5.1e-7);
 }
 
+TEST_F(Fixture, KnormAndKeyDiff) {
+  EXPECT_EQ(first_layers(sets("knorm"), 2), printed("0,4,6,7,9,11 ; 2,3,6,7,10,11 | 1,4,5,7,8,11 ; 2,4,5,7,8,11"));
+  EXPECT_EQ(first_layers(sets("keydiff"), 2), printed("1,4,6,9-11 ; 1,5,8-11 | 3-6,8,11 ; 2,3,6,7,10,11"));
+  // One block is the whole prompt.
+  EXPECT_EQ(sets("keydiff:schedule=every(12)"), sets("keydiff"));
+}
+
+TEST_F(Fixture, KnormWithLayersThatKeepEverything) {
+  const Sets even = sets("knorm", 4), some = sets("knorm:skip_layers=(0,2)", 8);
+  const std::string all = "0-11 ; 0-11";
+  EXPECT_EQ((Sets{some[0], some[2]}), printed(all + " | " + all));
+  EXPECT_EQ((Sets{some[1], some[3]}), (Sets{even[1], even[3]})) << "4 * 8 less 2 * 12 are 4 for each of the others";
+}
+
+TEST_F(Fixture, Cur) {
+  EXPECT_EQ(first_layers(sets("cur:block=4,sinks=1"), 2),
+            printed("0,1,3,5,8,10 ; 0,4,5,7,8,11 | 0,2,4,6,9,11 ; 0,1,6,7,9,10"));
+}
+
+TEST_F(Fixture, LagKv) {
+  EXPECT_EQ(first_layers(sets("lagkv:sinks=2,lag=3", 9), 2),
+            printed("0-2,4,5,8-11 ; 0-3,7-11 | 0-2,4,6,8-11 ; 0-3,6,8-11"));
+  EXPECT_EQ(sets("lagkv:sinks=2,lag=6"), in_all_layers("0,1,8-11 ; 0,1,8-11")) << "one whole partition alone";
+}
+
+TEST_F(Fixture, ExpectedAttention) {
+  EXPECT_EQ(first_layers(sets("expected-attention:sinks=1,future=4"), 2),
+            printed("0,1,4,6,8,10 ; 0,3-5,8,11 | 0,2,4,6,9,10 ; 0,1,6,8,9,11"));
+}
+
 TEST_F(Fixture, Oracle) {
   EXPECT_EQ(sets("oracle"), (Sets{{{1, 4, 5, 6, 9, 10}, {1, 2, 8, 9, 10, 11}},
                                   {{0, 3, 5, 6, 9, 10}, {1, 2, 3, 6, 10, 11}},

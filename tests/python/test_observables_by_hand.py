@@ -83,6 +83,35 @@ def test_norms_and_similarity(case: tuple) -> None:
         np.testing.assert_allclose(similarity(), cosines.max(axis=1, keepdims=True).T, **CLOSE)
 
 
+def unrotated(vectors: np.ndarray) -> np.ndarray:
+    """[H, T, d] before RoPE: pairs (i, i + d/2) turned back by position times frequency, as `synth` turned them."""
+    pairs = vectors.shape[2] // 2
+    angles = np.arange(vectors.shape[1])[:, None] * 10000.0 ** (-np.arange(pairs) / pairs)
+    turned = vectors.astype(np.float64)
+    first, second = turned[..., :pairs].copy(), turned[..., pairs : 2 * pairs].copy()
+    turned[..., :pairs] = first * np.cos(angles) + second * np.sin(angles)
+    turned[..., pairs : 2 * pairs] = second * np.cos(angles) - first * np.sin(angles)
+    return turned
+
+
+def test_moments_of_queries_before_rope(case: tuple) -> None:
+    trace, _ = case
+    queries = unrotated(trace.q(1))[:, : trace.prompt]
+    for first in (0, 4):
+        mean, covariance = trace.layer(1).query_moments(first)
+        centred = queries[:, first:] - queries[:, first:].mean(axis=1, keepdims=True)
+        np.testing.assert_allclose(mean, queries[:, first:].mean(axis=1), atol=1e-9)
+        expected = np.einsum("hti,htj->hij", centred, centred) / (trace.prompt - first)
+        np.testing.assert_allclose(covariance, expected, atol=1e-9)
+
+
+def test_the_anchor_is_the_mean_direction_of_the_keys(case: tuple) -> None:
+    trace, _ = case
+    keys = trace.k(1)[:, : trace.prompt].astype(np.float64)
+    directions = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    np.testing.assert_allclose(trace.layer(1).key_anchor(), directions.mean(axis=1), atol=1e-12)
+
+
 def test_what_a_layer_says_of_itself(case: tuple) -> None:
     trace, _ = case
     view, prompt = trace.layer(1), trace.prompt
@@ -132,6 +161,7 @@ def test_a_view_keeps_its_trace(small: Path) -> None:
         (lambda view: view.queries(151), "queries: how many of the last: expected 1..150, found 151"),
         (lambda view: view.positions(2), "positions: row: expected 0..1, found 2"),
         (lambda view: view.attention_of([400]), "attention_of: query: expected 0..161, found 400"),
+        (lambda view: view.query_moments(150), "query_moments: first: expected 0..149, found 150"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(ask: object, words: str, small: Path) -> None:

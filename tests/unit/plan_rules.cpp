@@ -57,6 +57,8 @@ const Refused refused[] = {
      "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found once"},
     {"truncate:schedule=every",
      "truncate: the selector chooses from the whole prompt: expected schedule=once, found every or question-blocks"},
+    {"compactor:schedule=every",
+     "compactor: the score is one of the whole prompt: expected schedule=once, found every or question-blocks"},
     {"pyramid-infer:select=head-and-tail",
      "pyramid-infer: the selector chooses from the whole prompt: expected a policy whose layers are not nested, found "
      "one whose layers are"},

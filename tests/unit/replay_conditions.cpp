@@ -1,4 +1,4 @@
-// Which tokens a replay takes for the question.
+// Which tokens a replay takes for the question, and which policies a trace without RoPE is refused for.
 
 #include <gtest/gtest.h>
 
@@ -56,6 +56,32 @@ TEST_F(QuestionBegin, TheLastThatEndsBelowTheBoundaryCounts) {
 TEST_F(QuestionBegin, OtherKindsAndNoSpansHaveNone) {
   EXPECT_EQ(begin({{"c", "context", 4, 10}}, 10), -1);
   EXPECT_EQ(begin({}, 10), -1);
+}
+
+class WithoutRope : public TraceFiles {};
+
+TEST_F(WithoutRope, WhatUnrotatesIsRefusedInFront) {
+  SynthOptions options = synth_defaults("gaussian");
+  options.rope_base = 0;
+  options.prefill = 40;
+  synthesise(options, file("norope.h5"));
+  const Trace trace = Trace::open(file("norope.h5"));
+  const Conditions conditions{
+      .boundary = 40, .eval_queries = eval_queries(trace, "continuation"), .layers = treated_layers(trace, false)};
+  const auto refusal_of = [&](const std::string& policy) -> std::string {
+    try {
+      check_policy(trace, conditions, ConfiguredPolicy::parse(policy), 10);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  for (const std::string policy : {"leverage", "compactor", "expected-attention"})
+    EXPECT_EQ(refusal_of(policy), file("norope.h5").string() +
+                                      ":/model/rope: keys and queries cannot be un-rotated for " + policy +
+                                      ": expected the model's RoPE, found none");
+  for (const char* policy : {"knorm", "value-norm", "keydiff", "cur", "lagkv"})
+    EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }
 
 }  // namespace

@@ -38,7 +38,8 @@ Matrix score_of_heads(const LayerView& view, const Scoring&) {
   Matrix scores(view.kv_heads(), view.tokens());
   for (int head = 0; head < view.query_heads(); ++head) {
     const int kv_head = head / view.group();
-    const double area = cumulated_attention(view, view.mean_query().row(head), view.mean_key().row(kv_head));
+    const double area =
+        cumulated_attention(view, view.query_moments(0).mean.row(head), view.key_moments().mean.row(kv_head));
     for (double& score : scores.row(kv_head)) score += area / view.group();
   }
   return scores;
@@ -47,7 +48,8 @@ Matrix score_of_heads(const LayerView& view, const Scoring&) {
 }  // namespace
 
 Scorer head_role_score() {
-  return {.score = score_of_heads, .needs = all_queries(), .of_prompt = true, .name = "head-role"};
+  return {
+      .score = score_of_heads, .needs = {.all_queries = true, .rope = true}, .of_prompt = true, .name = "head-role"};
 }
 
 }  // namespace kvreplay

@@ -1,5 +1,6 @@
 #include "view.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -71,6 +72,24 @@ auto observable(const Matrix& (LayerView::*compute)(Arguments...) const) {
     }
     return as_array(*found);
   };
+}
+
+std::pair<Array<double>, Array<double>> query_moments(const View& view, int first) {
+  const LayerView& layer = *view;
+  const int seen = layer.residents().seen;
+  if (first < 0 || first >= seen)
+    throw Error{Refusal::usage, "query_moments", "first", "0.." + std::to_string(seen - 1), std::to_string(first)};
+  const VectorMoments* found = nullptr;
+  {
+    const nb::gil_scoped_release unlocked;
+    const std::scoped_lock alone(view.lock());
+    found = &layer.query_moments(first);
+  }
+  const auto heads = static_cast<std::size_t>(layer.query_heads());
+  const auto dim = static_cast<std::size_t>(found->mean.columns());
+  const std::span<const double> covariance = found->covariance.values();
+  return {as_array(found->mean),
+          as_array(std::vector<double>(covariance.begin(), covariance.end()), {heads, dim, dim})};
 }
 
 Array<double> attention_of(const View& view, const Positions32& queries, const std::vector<double>& weights) {
@@ -149,8 +168,13 @@ void bind_view(nb::module_& module) {
       .def("attention_of", attention_of, "queries"_a, "weights"_a = std::vector<double>(),
            "float64 [Hq, n + len(queries)]: attention of the queries at these positions, none of them resident, over\n"
            "what is resident and themselves; weights: one a query, by default 1")
-      .def("key_norms", observable(&LayerView::key_norms), "p"_a = 2.0, "float64 [Hkv, P]: p-norms of the keys")
-      .def("value_norms", observable(&LayerView::value_norms), "p"_a = 2.0, "float64 [Hkv, P]: p-norms of the values")
+      .def("key_norms", observable(&LayerView::key_norms), "p"_a = 2.0, "float64 [Hkv, n]: p-norms of the keys")
+      .def("value_norms", observable(&LayerView::value_norms), "p"_a = 2.0, "float64 [Hkv, n]: p-norms of the values")
+      .def("key_anchor", observable(&LayerView::key_anchor),
+           "float64 [Hkv, d]: mean direction of the keys (KeyDiff: arXiv:2504.15364)")
+      .def("query_moments", query_moments, "first"_a = 0,
+           "float64 [Hq, d] and [Hq, d, d]: mean and covariance of the queries at positions from `first` on that have\n"
+           "come, before RoPE")
       .def("key_similarity", observable(&LayerView::key_similarity),
            "float64 [1, P]: cosine of each token's keys, all heads side by side, with the token most like it")
       .def("value_similarity", observable(&LayerView::value_similarity), "float64 [1, P]: the same of values");

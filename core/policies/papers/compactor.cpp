@@ -1,0 +1,77 @@
+#include <string>
+
+#include "policies/parts/leverage.h"
+#include "policies/parts/pooling.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+/// 1 - B/P, or a number that the user gave.
+const std::string automatic = "auto";
+
+std::string normal_mix(std::string_view text) {
+  if (text == automatic) return automatic;
+  double mix = 0;
+  Parameters declared{"compactor"};
+  declared.add("mix", mix, RealRange{0.0, 1.0}, "");
+  declared.set("mix", text);
+  return declared.find("mix")->text();
+}
+
+struct Compactor {
+  static constexpr Card card{
+      .name = "compactor",
+      .summary = "keys that no others stand in for, and what tokens pay to their neighbours in both directions of time",
+      .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
+      .score =
+          "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)), n_j = group mean of the column sums of "
+          "softmax_j(q_t k_j) inside j's block",
+  };
+
+  std::string mix = automatic;
+  Leverage leverage = {};
+  int sinks = 8;
+  int recent = 4;
+  int block = 256;
+
+  void parameters(Parameters& p) {
+    p.add("mix", mix, "auto, or 0..1", normal_mix, "weight of the leverage; auto: 1 - B/P");
+    leverage.parameters(p);
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
+    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "last tokens that always stay");
+    p.add("block", block, IntRange{.least = 1}, "tokens that attend to each other");
+  }
+
+  Matrix scores(const LayerView& view, int budget) const {
+    Matrix paid = Grouping{}(view.block_attention(block), view.group());
+    const Matrix& lengths = view.value_norms(2.0);
+    for (int row = 0; row < paid.rows(); ++row)
+      for (int j = 0; j < paid.columns(); ++j) paid(row, j) *= lengths(row, j);
+    Matrix scores = z_scores(pooled(std::move(paid), Pool::average, 3, view.tokens()));
+    const double weight =
+        mix == automatic ? 1.0 - static_cast<double>(budget) / view.prompt() : parse_real("compactor:mix", mix);
+    const Matrix of_keys = leverage(view);
+    for (int row = 0; row < scores.rows(); ++row)
+      for (int j = 0; j < scores.columns(); ++j) scores(row, j) += weight * of_keys(row, j);
+    return scores;
+  }
+
+  Plan plan() const {
+    const auto score = [*this](const LayerView& view, const Scoring& how) { return scores(view, how.budget); };
+    return {
+        .score = {.score = score,
+                  .needs = {.all_queries = true, .rope = true},
+                  .reads_budget = mix == automatic,
+                  .of_prompt = true,
+                  .name = name_with_values(card.name, *this)},
+        .protect = {.sinks = sinks, .recent = Amount::tokens(recent)},
+    };
+  }
+};
+
+const Registered<Compactor> registered;
+
+}  // namespace
+}  // namespace kvreplay

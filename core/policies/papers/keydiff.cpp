@@ -1,0 +1,29 @@
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct KeyDiff {
+  static constexpr Card card{
+      .name = "keydiff",
+      .summary = "the keys least like the mean direction of all; with schedule=every(128) of those that are held",
+      .paper = "Park et al. 2025, KeyDiff, arXiv:2504.15364",
+      .score = "s[h,j] = -cos(k_j, mean over held i of k_i / |k_i|)",
+  };
+
+  void parameters(Parameters&) {}
+
+  Plan plan() const {
+    const auto score = [](const LayerView& view, const Scoring&) {
+      Matrix scores = view.anchor_cosines();
+      for (double& number : scores.values()) number = -number;
+      return scores;
+    };
+    return {.score = {.score = score, .name = "keydiff"}};
+  }
+};
+
+const Registered<KeyDiff> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,32 @@
+#include "policies/parts/skipped_layers.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Knorm {
+  static constexpr Card card{
+      .name = "knorm",
+      .summary = "the shortest keys, which are attended to most",
+      .paper = "Devoto et al. 2024, L2 norm-based strategy, arXiv:2406.11430",
+      .score = "s[h,j] = -|k_j|_2",
+  };
+
+  SkippedLayers skipped = {};
+
+  void parameters(Parameters& p) { skipped.parameters(p); }
+
+  Plan plan() const {
+    const auto score = [](const LayerView& view, const Scoring&) {
+      Matrix scores = view.key_norms(2.0);
+      for (double& number : scores.values()) number = -number;
+      return scores;
+    };
+    return {.score = {.score = score, .name = "knorm"}, .allocate = skipped.allocator()};
+  }
+};
+
+const Registered<Knorm> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,83 @@
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <vector>
+
+#include "policies/parts/ranking.h"
+#include "policies/parts/top_k.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+std::vector<double> softmax(std::span<const double> logits) {
+  const double most = std::ranges::max(logits);
+  std::vector<double> shares;
+  double sum = 0;
+  for (const double logit : logits) sum += shares.emplace_back(std::exp(logit - most));
+  for (double& share : shares) share /= sum;
+  return shares;
+}
+
+struct LagKv {
+  static constexpr Card card{
+      .name = "lagkv",
+      .summary = "in each partition the tokens whose keys and values vary most on the scale of the partition after it",
+      .paper = "Liang et al. 2025, LagKV, arXiv:2504.04704",
+      .score =
+          "s[h,j] = rank in its partition of the mean over K and V of softmax_j(std_c((x_jc - min_c) / (max_c - "
+          "min_c))), over `lag`; extremes of the next partition",
+  };
+
+  int sinks = 4;
+  int lag = 128;
+
+  void parameters(Parameters& p) {
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay, before all partitions");
+    p.add("lag", lag, IntRange{.least = 1}, "tokens of a partition");
+  }
+
+  int partitions(int tokens) const { return std::max(0, tokens - sinks) / lag; }
+
+  /// Of tokens too few to compare partitions the most recent stay.
+  Selector selector() const {
+    const auto select = [*this, best = top_k()](Row row) {
+      if (partitions(row.tokens) < 2) row.recent = row.budget - row.sinks;
+      return best(row);
+    };
+    return {.select = select};
+  }
+
+  /// 1 for what no whole partition follows.
+  Matrix scores(const LayerView& view) const {
+    Matrix scores(view.kv_heads(), view.tokens(), 1.0);
+    const Matrix& of_keys = view.key_lag_deviations(sinks, lag);
+    const Matrix& of_values = view.value_lag_deviations(sinks, lag);
+    const auto length = static_cast<std::size_t>(lag);
+    for (int row = 0; row < scores.rows(); ++row)
+      for (int first = sinks; first < sinks + (partitions(view.tokens()) - 1) * lag; first += lag) {
+        const auto begin = static_cast<std::size_t>(first);
+        std::vector<double> shares = softmax(of_keys.row(row).subspan(begin, length));
+        const std::vector<double> more = softmax(of_values.row(row).subspan(begin, length));
+        for (std::size_t i = 0; i < length; ++i) shares[i] += more[i];
+        int rank = lag;
+        for (const std::int32_t i : ranked(shares)) scores(row, first + i) = static_cast<double>(--rank) / lag;
+      }
+    return scores;
+  }
+
+  Plan plan() const {
+    const auto score = [*this](const LayerView& view, const Scoring&) { return scores(view); };
+    return {
+        .score = {.score = score, .name = name_with_values(card.name, *this)},
+        .protect = {.sinks = sinks},
+        .select = selector(),
+    };
+  }
+};
+
+const Registered<LagKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,33 @@
+#include "policies/parts/leverage.h"
+
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct LeverageScores {
+  static constexpr Card card{
+      .name = "leverage",
+      .summary = "the keys that others say least about, before they were rotated",
+      .paper = "the leverage scores of Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
+      .score = "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the un-rotated keys less their mean",
+  };
+
+  Leverage leverage = {};
+
+  void parameters(Parameters& p) {
+    leverage.parameters(p);
+    p.add("ridge", leverage.ridge, RealRange{1e-6, 1e6}, "what is added to the diagonal of X'X");
+  }
+
+  Plan plan() const {
+    const auto score = [scores = leverage](const LayerView& view, const Scoring&) { return scores(view); };
+    return {.score = {.score = score, .needs = {.rope = true}, .name = name_with_values(card.name, *this)}};
+  }
+};
+
+const Registered<LeverageScores> registered;
+
+}  // namespace
+}  // namespace kvreplay

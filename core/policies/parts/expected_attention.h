@@ -1,0 +1,28 @@
+// Attention that queries still to come can be expected to pay (Devoto et al. 2025, Expected Attention,
+// arXiv:2510.00636).
+#pragma once
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// Queries are taken as Gaussian: mean mu and covariance Sigma are those of the un-rotated queries that have come, but
+/// for the first `sinks`. They are turned by R, the mean of attention_scaling rot(., p) over the next `future`
+/// positions p, so that a key expects the logarithm of
+///   z_j = scale <R mu, k_j> + scale^2 / 2 k_j' R Sigma R' k_j
+/// (the mean of exp of a Gaussian; without `covariance` the first term alone).
+struct ExpectedAttention {
+  int sinks = 4;
+  int future = 512;
+  double epsilon = 0;
+  bool covariance = true;
+  bool vnorm = true;
+
+  void parameters(Parameters& p);
+};
+
+/// [H, n]: for each query head the softmax of z over all but the first `sinks`, plus epsilon, times |v_j|_2 (`vnorm`);
+/// then as the plan groups heads. The first ones have the largest score of their row, since they stay.
+Scorer expected_attention_score(const ExpectedAttention& values);
+
+}  // namespace kvreplay

@@ -1,0 +1,360 @@
+// Scores of policies that look at keys, values and queries without attention, written out from their papers.
+
+#include <gtest/gtest.h>
+
+#include "attention_reference.h"
+#include "policies/configured.h"
+#include "policies/parts/leverage.h"
+#include "policies/parts/skipped_layers.h"
+#include "policies/plan_part.h"
+#include "replay/replay.h"
+
+namespace kvreplay::testing {
+namespace {
+
+using Numbers = std::vector<double>;
+
+Plan plan_of(const std::string& policy) { return ConfiguredPolicy::parse(policy).plans(2).front().plan; }
+
+std::string refusal_of(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+// ---- knorm
+
+std::vector<int> counts(const std::string& layers, const Division& division) {
+  return std::get<ByLayer>(SkippedLayers{.layers = layers}.allocator())(division);
+}
+
+TEST(SkippedLayers, KeepAllAndTheOthersShareWhatIsLeft) {
+  EXPECT_EQ(counts("0,2", {.layers = 4, .prompt = 20, .budget = 12}), (std::vector<int>{20, 4, 20, 4}));
+  EXPECT_EQ(counts("1", {.layers = 4, .prompt = 20, .budget = 8}), (std::vector<int>{4, 20, 4, 4}));
+  EXPECT_EQ(counts("0", {.layers = 3, .prompt = 20, .budget = 9}), (std::vector<int>{20, 4, 3}));
+  EXPECT_EQ(counts("0", {.layers = 3, .prompt = 20, .budget = 8}), (std::vector<int>{20, 2, 2}));
+  EXPECT_TRUE(std::holds_alternative<Uniform>(plan_of("knorm").allocate));
+}
+
+TEST(SkippedLayers, AreRefusedWhereTheBudgetHasNoRoomForThem) {
+  EXPECT_EQ(refusal_of([] { counts("0", {.layers = 3, .prompt = 20, .budget = 7}); }),
+            "skip_layers: no room for layers that keep everything beside the others: expected a budget of at least 8 "
+            "tokens a layer, found 7");
+  EXPECT_EQ(counts("0", {.layers = 2, .prompt = 21, .budget = 11}), (std::vector<int>{21, 1}));
+  EXPECT_NE(refusal_of([] { counts("0", {.layers = 2, .prompt = 21, .budget = 11, .sinks = 1, .recent = 1}); }),
+            "accepted")
+      << "two tokens stay by rule";
+  EXPECT_EQ(refusal_of([] { counts("1,3", {.layers = 3, .prompt = 20, .budget = 19}); }),
+            "skip_layers: no such layer: expected 0..2, found 3");
+}
+
+TEST(SkippedLayers, HaveOneNormalForm) {
+  EXPECT_EQ(ConfiguredPolicy::parse("knorm:skip_layers=(2,0,2)").label(), "knorm:skip_layers=(0,2)");
+  EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("knorm:skip_layers=-1"); }).substr(0, 12), "skip_layers:");
+}
+
+// ---- on a layer
+
+class ScoresOf : public ::testing::TestWithParam<bool> {
+ protected:
+  static constexpr int prompt = 41;
+  static constexpr int dim = 8;
+
+  Matrix scores(const std::string& policy, const LayerView& of, int budget = 10) const {
+    const Plan plan = plan_of(policy);
+    return plan.score.score(of, {.grouping = plan.grouping, .budget = budget});
+  }
+  Matrix scores(const std::string& policy, int budget = 10) const { return scores(policy, view, budget); }
+
+  Numbers unrotated(Numbers x, int position) const {
+    x = layer.rotated(std::move(x), -position);
+    for (double& number : x) number /= tensors.rope.attention_scaling;
+    return x;
+  }
+  Numbers row(const RandomTensor& tensor, int head, int token) const { return tensor.row(head, token); }
+  double value_length(int head, int j) const {
+    const Numbers value = layer.v.row(head, j);
+    return std::sqrt(std::inner_product(value.begin(), value.end(), value.begin(), 0.0));
+  }
+
+  /// [2, tokens] z-scores of x' (X'X + ridge I)^-1 x by Gaussian elimination; `phi` combines channels.
+  Matrix leverages(const LayerView& of, double ridge,
+                   const std::function<std::vector<Numbers>(int head)>& phi = {}) const {
+    Matrix found(2, of.tokens());
+    for (int head = 0; head < 2; ++head) {
+      std::vector<Numbers> x;
+      for (const std::int32_t j : of.positions(head)) x.push_back(unrotated(layer.k.row(head, j), j));
+      Numbers mean(dim);
+      for (const Numbers& one : x)
+        for (std::size_t c = 0; c < dim; ++c) mean[c] += one[c] / static_cast<double>(x.size());
+      for (Numbers& one : x) {
+        for (std::size_t c = 0; c < dim; ++c) one[c] -= mean[c];
+        if (phi) {
+          const std::vector<Numbers> columns = phi(head);
+          Numbers combined(columns.front().size());
+          for (std::size_t c = 0; c < dim; ++c)
+            for (std::size_t s = 0; s < combined.size(); ++s) combined[s] += one[c] * columns[c][s];
+          one = combined;
+        }
+      }
+      const std::size_t width = x.front().size();
+      for (int j = 0; j < of.tokens(); ++j) {
+        std::vector<Numbers> system(width, Numbers(width + 1));
+        for (std::size_t r = 0; r < width; ++r) {
+          for (std::size_t c = 0; c < width; ++c)
+            for (const Numbers& one : x) system[r][c] += one[r] * one[c];
+          system[r][r] += ridge;
+          system[r][width] = x[static_cast<std::size_t>(j)][r];
+        }
+        const Numbers solved = solve(system);
+        for (std::size_t r = 0; r < width; ++r) found(head, j) += solved[r] * x[static_cast<std::size_t>(j)][r];
+      }
+    }
+    return standardised(found);
+  }
+
+  static Numbers solve(std::vector<Numbers> system) {
+    const std::size_t width = system.size();
+    for (std::size_t p = 0; p < width; ++p)
+      for (std::size_t r = 0; r < width; ++r)
+        if (r != p)
+          for (std::size_t c = width + 1; c-- > p;) system[r][c] -= system[r][p] / system[p][p] * system[p][c];
+    Numbers solution;
+    for (std::size_t p = 0; p < width; ++p) solution.push_back(system[p][width] / system[p][p]);
+    return solution;
+  }
+
+  static Matrix standardised(Matrix scores) {
+    const auto count = static_cast<double>(scores.values().size());
+    const double mean = std::accumulate(scores.values().begin(), scores.values().end(), 0.0) / count;
+    double variance = 0;
+    for (const double score : scores.values()) variance += (score - mean) * (score - mean) / count;
+    for (double& score : scores.values()) score = (score - mean) / std::sqrt(variance);
+    return scores;
+  }
+
+  static void expect_near(const Matrix& found, const Matrix& expected, double tolerance) {
+    ASSERT_EQ(found.rows(), expected.rows());
+    ASSERT_EQ(found.columns(), expected.columns());
+    for (int r = 0; r < found.rows(); ++r)
+      for (int j = 0; j < found.columns(); ++j) EXPECT_NEAR(found(r, j), expected(r, j), tolerance) << r << ", " << j;
+  }
+
+  RandomLayer layer{{.tokens = 60, .rope_pairs = 3, .interleaved = GetParam()}};
+  const std::vector<std::int32_t> eval = range(prompt, 60);
+  LayerTensors tensors = [this] {
+    LayerTensors made = layer.tensors();
+    made.rope.attention_scaling = 1.25;
+    return made;
+  }();
+  std::unique_ptr<Backend> backend = tested_backend(2);
+  LayerView view{*backend, tensors, {.stored_layer = 3, .prompt = prompt}, eval};
+  // Twelve tokens of each KV head, at slots of the cache; 30 have come.
+  const std::vector<std::int32_t> held_positions{0, 2, 3, 5,  8,  11, 13, 17, 21, 22, 28, 29,
+                                                 1, 2, 4, 10, 12, 14, 15, 16, 20, 25, 28, 29};
+  LayerView held{view, {.positions = held_positions, .rows = 2, .seen = 30, .added = 2, .place = Positions::cache}};
+};
+
+INSTANTIATE_TEST_SUITE_P(Pairs, ScoresOf, ::testing::Bool());
+
+TEST_P(ScoresOf, LeverageIsThatOfTheUnrotatedKeysThatAreHeld) {
+  expect_near(scores("leverage"), leverages(view, 0.01), 1e-9);
+  expect_near(scores("leverage:ridge=2"), leverages(view, 2), 1e-9);
+  expect_near(scores("leverage", held), leverages(held, 0.01), 1e-9);
+}
+
+TEST_P(ScoresOf, SketchesCombineChannelsAtRandom) {
+  const auto phi = [](int head) {
+    std::vector<Numbers> channels;
+    for (int channel = 0; channel < dim; ++channel) {
+      Numbers& row = channels.emplace_back();
+      for (int column = 0; column < 3; ++column) {
+        const double u1 = uniform(chain(7, 3, head, channel, column, 0));
+        const double u2 = uniform(chain(7, 3, head, channel, column, 1));
+        row.push_back(std::sqrt(-2 * std::log(u1)) * std::cos(2 * 3.14159265358979323846 * u2) / std::sqrt(3.0));
+      }
+    }
+    return channels;
+  };
+  expect_near(scores("leverage:sketch=3,seed=7"), leverages(view, 0.01, phi), 1e-9);
+}
+
+TEST_P(ScoresOf, CompactorMixesLeverageWithWhatTokensOfABlockPay) {
+  Matrix paid(2, prompt);
+  for (int head = 0; head < 4; ++head)
+    for (int t = 0; t < prompt; ++t) {
+      const int begin = t / 16 * 16, end = std::min(begin + 16, prompt);
+      Numbers weights;
+      double sum = 0;
+      for (int j = begin; j < end; ++j) {
+        const Numbers q = layer.query(head, t), k = layer.k.row(head / 2, j);
+        sum += weights.emplace_back(std::exp(std::inner_product(q.begin(), q.end(), k.begin(), 0.0)));
+      }
+      for (int j = begin; j < end; ++j)
+        paid(head / 2, j) += weights[static_cast<std::size_t>(j - begin)] / sum / 2 * value_length(head / 2, j);
+    }
+  Matrix pooled(2, prompt);
+  for (int head = 0; head < 2; ++head)
+    for (int j = 0; j < prompt; ++j)
+      for (int i = std::max(0, j - 1); i <= std::min(prompt - 1, j + 1); ++i) pooled(head, j) += paid(head, i) / 3;
+  const Matrix of_blocks = standardised(pooled), of_keys = leverages(view, 0.01);
+  const auto mixed = [&](double mix) {
+    Matrix expected = of_blocks;
+    for (int r = 0; r < 2; ++r)
+      for (int j = 0; j < prompt; ++j) expected(r, j) += mix * of_keys(r, j);
+    return expected;
+  };
+  expect_near(scores("compactor:block=16", 10), mixed(1 - 10.0 / prompt), 2e-5);
+  expect_near(scores("compactor:block=16", 30), mixed(1 - 30.0 / prompt), 2e-5);
+  expect_near(scores("compactor:block=16,mix=0.35"), mixed(0.35), 2e-5);
+}
+
+TEST_P(ScoresOf, ExpectedAttentionIsThatOfGaussianQueriesAtTheNextPositions) {
+  const auto expected = [&](const LayerView& of, int sinks, int future, bool covariance, double epsilon, bool vnorm) {
+    const int seen = of.residents().seen, next = &of == &view ? seen : of.tokens();
+    Matrix per_head(4, of.tokens());
+    for (int head = 0; head < 4; ++head) {
+      std::vector<Numbers> queries;  // as they would stand on average at the next positions
+      for (int t = sinks; t < seen; ++t) {
+        const Numbers before = unrotated(layer.query(head, t), t);
+        Numbers mean(dim);
+        for (int i = 0; i < future; ++i) {
+          const Numbers there = layer.rotated(before, next + i);
+          for (std::size_t c = 0; c < dim; ++c) mean[c] += 1.25 * there[c] / future;
+        }
+        queries.push_back(mean);
+      }
+      double sum = 0;
+      for (int j = sinks; j < of.tokens(); ++j) {
+        const int position = of.positions(head / 2)[static_cast<std::size_t>(j)];
+        const Numbers key = layer.rotated(layer.k.row(head / 2, position), &of == &view ? 0 : j - position);
+        // Products of a query with the key are Gaussian: exp of their mean and half their variance.
+        Numbers logits;
+        for (const Numbers& query : queries)
+          logits.push_back(static_cast<double>(tensors.softmax_scale) *
+                           std::inner_product(query.begin(), query.end(), key.begin(), 0.0));
+        const auto count = static_cast<double>(logits.size());
+        const double mean = std::accumulate(logits.begin(), logits.end(), 0.0) / count;
+        double variance = 0;
+        for (const double logit : logits) variance += (logit - mean) * (logit - mean) / count;
+        sum += per_head(head, j) = std::exp(mean + (covariance ? variance / 2 : 0.0));
+      }
+      for (int j = sinks; j < of.tokens(); ++j) {
+        per_head(head, j) /= sum;
+        const int position = of.positions(head / 2)[static_cast<std::size_t>(j)];
+        if (vnorm) per_head(head, j) = (per_head(head, j) + epsilon) * value_length(head / 2, position);
+      }
+    }
+    return per_head;
+  };
+  const auto with_sinks = [](Matrix rows, int sinks) {
+    for (int r = 0; r < rows.rows(); ++r)
+      for (int j = 0; j < sinks; ++j) rows(r, j) = std::ranges::max(rows.row(r));
+    return rows;
+  };
+  const Grouping mean{}, query{.heads = Heads::query};
+  const std::string policy = "expected-attention:sinks=2,future=5";
+  expect_near(scores(policy), with_sinks(mean(expected(view, 2, 5, true, 0, true), 2), 2), 1e-6);
+  expect_near(scores(policy + ",heads=query,epsilon=0.25"),
+              with_sinks(query(expected(view, 2, 5, true, 0.25, true), 2), 2), 1e-6);
+  expect_near(scores(policy + ",vnorm=false,covariance=false"),
+              with_sinks(mean(expected(view, 2, 5, false, 0, false), 2), 2), 1e-9);
+  expect_near(scores(policy + ",vnorm=false", held), with_sinks(mean(expected(held, 2, 5, true, 0, false), 2), 2),
+              1e-9);
+  expect_near(scores("expected-attention:sinks=0,future=1"), mean(expected(view, 0, 1, true, 0, true), 2), 1e-6);
+}
+
+TEST_P(ScoresOf, OfKeyDiffAndKnormAreWhatStaysFirst) {
+  const Matrix cosines = scores("keydiff", held);
+  for (int i = 0; i < 12; ++i) EXPECT_EQ(cosines(1, i), -held.anchor_cosines()(1, i));
+  const Matrix norms = scores("knorm", held);
+  for (int i = 0; i < 12; ++i) {
+    const Numbers key = layer.k.row(1, held.positions(1)[static_cast<std::size_t>(i)]);
+    EXPECT_NEAR(norms(1, i), -std::sqrt(std::inner_product(key.begin(), key.end(), key.begin(), 0.0)), 1e-6);
+  }
+}
+
+TEST_P(ScoresOf, CurDividesByTheBlockOfWhatIsHeld) {
+  const auto square = [](const Numbers& x) { return std::inner_product(x.begin(), x.end(), x.begin(), 0.0); };
+  for (int i = 0; i < 12; ++i) {
+    double keys = 0, values = 0;
+    for (int other = i / 5 * 5; other < std::min(i / 5 * 5 + 5, 12); ++other) {
+      const int position = held.positions(1)[static_cast<std::size_t>(other)];
+      keys += square(layer.k.row(1, position));
+      values += square(layer.v.row(1, position));
+    }
+    const int position = held.positions(1)[static_cast<std::size_t>(i)];
+    const double key = square(layer.k.row(1, position)) / keys, value = square(layer.v.row(1, position)) / values;
+    EXPECT_NEAR(scores("cur:block=5", held)(1, i), key * value, 1e-6);
+    EXPECT_NEAR(scores("cur:block=5,use=key", held)(1, i), key, 1e-6);
+    EXPECT_NEAR(scores("cur:block=5,use=value", held)(1, i), value, 1e-6);
+    EXPECT_NEAR(scores("cur:block=5,use=avg", held)(1, i), (key + value) / 2, 1e-6);
+  }
+}
+
+TEST_P(ScoresOf, LagKvRanksWithinPartitions) {
+  // 41 tokens, 3 sinks: partitions of 8 begin at 3, 11, 19, 27; the last whole one and the tail are not ranked.
+  const Matrix found = scores("lagkv:sinks=3,lag=8");
+  const Matrix &of_keys = view.key_lag_deviations(3, 8), &of_values = view.value_lag_deviations(3, 8);
+  const auto share = [](const Matrix& deviations, int row, int j, int first) {
+    double sum = 0;
+    for (int i = first; i < first + 8; ++i) sum += std::exp(deviations(row, i));
+    return std::exp(deviations(row, j)) / sum;
+  };
+  for (int row = 0; row < 2; ++row)
+    for (int j = 0; j < prompt; ++j) {
+      if (j < 3 || j >= 27) {
+        EXPECT_EQ(found(row, j), 1.0) << j;
+        continue;
+      }
+      const int first = 3 + (j - 3) / 8 * 8;
+      const auto score = [&](int i) { return share(of_keys, row, i, first) + share(of_values, row, i, first); };
+      int below = 0;
+      for (int i = first; i < first + 8; ++i) below += score(i) < score(j) ? 1 : 0;
+      EXPECT_EQ(found(row, j), below / 8.0) << j;
+    }
+}
+
+TEST(LagKv, OfEqualTokensTheFirstRanksHighest) {
+  RandomTensor same(1, 6, 2, DType::float32, 0.0, 1);
+  const LayerTensors tensors{.q = same.view(), .k = same.view(), .v = same.view(), .query_positions = {}, .rope = {}};
+  const auto backend = tested_backend(1);
+  const std::vector<std::int32_t> eval{5};
+  const LayerView view(*backend, tensors, {.prompt = 6}, eval);
+  const Matrix found = plan_of("lagkv:sinks=0,lag=3").score.score(view, {});
+  EXPECT_EQ(std::vector<double>(found.row(0).begin(), found.row(0).end()),
+            (std::vector<double>{2.0 / 3, 1.0 / 3, 0, 1, 1, 1}));
+}
+
+TEST(LagKv, TooFewTokensToCompareKeepTheMostRecentByRule) {
+  const Plan plan = plan_of("lagkv:sinks=2,lag=5");
+  const std::vector<double> scores(11, 1.0);
+  const Kept kept = plan.select({.scores = scores, .tokens = 11, .budget = 5, .sinks = 2});
+  EXPECT_EQ(kept.positions, (std::vector<std::int32_t>{0, 1, 8, 9, 10}));
+  EXPECT_EQ(kept.recent, 3);
+  const std::vector<double> more(12, 1.0);
+  EXPECT_EQ(plan.select({.scores = more, .tokens = 12, .budget = 5, .sinks = 2}).positions,
+            (std::vector<std::int32_t>{0, 1, 2, 3, 4}));
+}
+
+TEST(ZScores, OfEqualNumbersAreZero) {
+  const Matrix equal = z_scores(Matrix(2, 3, 0.1));
+  for (const double score : equal.values()) EXPECT_EQ(score, 0.0);
+  Matrix two(2, 1);
+  two(0, 0) = 1;
+  two(1, 0) = 5;
+  EXPECT_EQ(z_scores(two)(0, 0), -1.0) << "over all rows together";
+}
+
+TEST(ScoreKeys, HoldTheBudgetWhereTheScoreDependsOnIt) {
+  const auto key = [](const char* policy, int budget) { return score_key(plan_of(policy), {.budget = budget}); };
+  EXPECT_NE(key("compactor", 5), key("compactor", 6));
+  EXPECT_EQ(key("compactor:mix=0.5", 5), key("compactor:mix=0.5", 6));
+  EXPECT_EQ(key("leverage", 5), key("leverage", 6));
+}
+
+}  // namespace
+}  // namespace kvreplay::testing
