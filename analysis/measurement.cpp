@@ -222,7 +222,7 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
       if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
   }
-  if (wanted_[c].moments() && !selection.changes_with_time()) {
+  if (wanted_[c].moments() && !selection.differs_by_query()) {
     if (!expecting_) expecting_.emplace(view);
     expected_[c][l] = expecting_->of(selection.set);
   }
@@ -256,7 +256,7 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
     const KeptSet& set = selection.set;
     for (int head = 0; head < view.query_heads(); ++head) {
       const bool keeps_everything =
-          !selection.changes_with_time() && set.count(set.row_of(head, view.group())) == set.tokens();
+          !selection.differs_by_query() && set.count(set.row_of(head, view.group())) == set.tokens();
       for (int query = 0; query < count; ++query)
         note(cells[i],
              check_moments(moments.kept[place(i, view.query_heads(), head, count, query)],
@@ -286,6 +286,7 @@ void Measurement::cross_checked(const LayerView& view, int cell, int query, int 
 void Measurement::layer_done(const LayerView& view, int walk, int walks) {
   const std::size_t l = static_cast<std::size_t>(view.layer());
   trace_result_.observable_seconds[l] += view.observable_seconds();
+  for (CellResult& result : results_) result.selections[l].reads = {};  // which read the layer
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
     if (expected_[c][l].empty() || !results_[c].error.empty()) continue;
     const Matrix recalls = recall_[c].means(0, view.eval_queries().size());

@@ -23,4 +23,11 @@ std::vector<std::exception_ptr> side_by_side(int threads, std::size_t count, con
   return thrown;
 }
 
+/// The same; throws what the first of the calls that threw has thrown.
+template <class Work>
+void all_side_by_side(int threads, std::size_t count, const Work& work) {
+  for (const std::exception_ptr& thrown : side_by_side(threads, count, work))
+    if (thrown) std::rethrow_exception(thrown);
+}
+
 }  // namespace kvreplay

@@ -46,7 +46,7 @@ double token_bytes(const LayerFacts& facts) {
 /// Bytes of so many tokens a row.
 double bytes_of(const LayerFacts& facts, std::span<const double> tokens) {
   const double heads_a_row = facts.selection.set.heads() == Heads::layer ? facts.view.kv_heads() : 1;
-  return token_bytes(facts) * heads_a_row * sum(tokens);
+  return token_bytes(facts) * heads_a_row * sum(tokens) + facts.selection.reads.bytes;
 }
 
 LayerValues kv_bytes(const LayerFacts& facts) {
@@ -69,7 +69,9 @@ LayerValues shared_bytes(const LayerFacts& facts) {
 
 LayerValues bytes_of_attention_heads(const LayerFacts& facts) {
   if (facts.stored != nullptr) return {{}, facts.stored->bytes * facts.view.group()};
-  return {{}, token_bytes(facts) * facts.view.query_heads() * mean(counts(facts.selection.set))};
+  return {{},
+          token_bytes(facts) * facts.view.query_heads() * mean(counts(facts.selection.set)) +
+              facts.selection.reads.bytes * facts.view.group()};
 }
 
 /// [T], mean over rows: tokens that are resident when query t attends, t included. Until the prompt has been seen, a
@@ -113,18 +115,18 @@ LayerValues held_tokens(const LayerFacts& facts) {
   const int window = facts.view.tensors().sliding_window;
   double held = 0;
   for (const std::int32_t t : facts.view.eval_queries()) {
-    const KeptSet at_query = selection.changes_with_time() ? selection.seen_by(t) : KeptSet();
-    const KeptSet& set = selection.changes_with_time() ? at_query : selection.set;
+    const KeptSet at_query = selection.differs_by_query() ? selection.seen_by(t) : KeptSet();
+    const KeptSet& set = selection.differs_by_query() ? at_query : selection.set;
+    double of_rows = 0;
     const int first = window > 0 ? std::max(0, t - window + 1) : 0;
     const int after = std::max(0, t + 1 - std::max(set.tokens(), first));
     for (int row = 0; row < set.rows(); ++row) {
       const bool alone = t < set.tokens() && !set.keeps(row, t);
-      held += set.count_within(row, first, std::min(t + 1, set.tokens())) + after + (alone ? 1 : 0);
+      of_rows += set.count_within(row, first, std::min(t + 1, set.tokens())) + after + (alone ? 1 : 0);
     }
+    held += of_rows / set.rows();
   }
-  return {
-      {},
-      held / static_cast<double>(static_cast<std::size_t>(selection.set.rows()) * facts.view.eval_queries().size())};
+  return {{}, held / static_cast<double>(facts.view.eval_queries().size())};
 }
 
 const RegisteredMetric layer_budget_metric{{

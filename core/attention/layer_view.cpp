@@ -6,8 +6,12 @@
 #include <chrono>
 #include <cmath>
 
+#include "attention/page_bounds.h"
 #include "attention/participants.h"
+#include "attention/principal_direction.h"
+#include "attention/projected_norms.h"
 #include "error.h"
+#include "parallel.h"
 #include "positions.h"
 #include "trace/float_types.h"
 
@@ -59,6 +63,10 @@ std::span<const std::int32_t> LayerView::positions(int row) const {
   const auto count = static_cast<std::size_t>(tokens());
   return std::span(residents_.positions)
       .subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count);
+}
+
+void LayerView::on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const {
+  all_side_by_side(backend_.threads(), count, work);
 }
 
 /// What the backend refuses has a place.
@@ -300,6 +308,40 @@ const Matrix& LayerView::block_attention(int block) const {
 
 Matrix LayerView::distances_from_mean_value(const Matrix& weights) const {
   return in_this_layer([&] { return distances_from_mean(values(), weights, backend_.threads()); });
+}
+
+const Matrix& LayerView::query_squares(int window) const {
+  const int count = std::clamp(window, 0, residents_.seen);
+  return remember(memo_, "query_squares", {static_cast<double>(count)}, [&] {
+    const TensorView& q = tensors_.q;
+    Matrix squares(q.heads, q.dim);
+    for (std::int32_t position = residents_.seen - count; position < residents_.seen; ++position) {
+      const int stored = stored_query(tensors_, position);
+      for (int head = 0; head < q.heads; ++head)
+        for (int c = 0; c < q.dim; ++c) {
+          const double x = load(q.row(head, stored), q.dtype, static_cast<std::size_t>(c));
+          squares(head, c) += x * x / count;
+        }
+    }
+    return squares;
+  });
+}
+
+const Matrix& LayerView::query_directions() const {
+  return remember(memo_, "query_directions", {}, [&] {
+    return principal_directions(tensors_, position_range(0, residents_.seen), backend_.threads());
+  });
+}
+
+const Matrix& LayerView::page_bounds(int page) const {
+  return remember(memo_, "page_bounds", {static_cast<double>(page)},
+                  [&] { return kvreplay::page_bounds(tensors_.k, prompt(), page, backend_.threads()); });
+}
+
+const Matrix& LayerView::projected_value_norms() const {
+  return remember(memo_, "projected_value_norms", {}, [&] {
+    return projected_norms(tensors_.v, place_.projection, group(), prompt(), backend_.threads());
+  });
 }
 
 const Matrix& LayerView::similarity(std::string_view observable, const TensorView& tensor) const {

@@ -2,6 +2,7 @@
 // shared by every policy and budget of a run.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -22,11 +23,12 @@ namespace kvreplay {
 
 /// Where a layer stands in the run.
 struct LayerPlace {
-  int layer = 0;         // number among the treated layers, 0 ... layers-1
-  int layers = 1;        // treated layers
-  int stored_layer = 0;  // number among the layers of the trace
-  int prompt = 0;        // P: tokens under compression, [0, P)
-  int question = -1;     // begin of the question that ends them; -1: none is marked
+  int layer = 0;               // number among the treated layers, 0 ... layers-1
+  int layers = 1;              // treated layers
+  int stored_layer = 0;        // number among the layers of the trace
+  int prompt = 0;              // P: tokens under compression, [0, P)
+  int question = -1;           // begin of the question that ends them; -1: none is marked
+  TensorView projection = {};  // [1, hidden, Hq * d]: the layer's output projection, where a policy needs it
 };
 
 /// What is held at some time, when it is not all of the prompt.
@@ -91,6 +93,17 @@ class LayerView {
   const Matrix& value_norms(double p) const;
   /// [Hq, n]: ‖Σ_i weights_i v_i − v_j‖₂, of weights [Hq, n]: how far each value is from their mean.
   Matrix distances_from_mean_value(const Matrix& weights) const;
+  /// [Hq, d]: mean over the last `window` queries that have come of the square of each channel; a window longer than
+  /// what has come is all of it. Host code: it reads a few rows of each head.
+  const Matrix& query_squares(int window) const;
+  /// [Hq, d]: first right singular vector of the queries that have come, as they are stored, of the sign that makes
+  /// their mean project positively on it (principal_direction.h).
+  const Matrix& query_directions() const;
+  /// [Hkv, pages * 2d]: least and greatest number of each channel of the keys in each page of so many tokens of the
+  /// prompt, the last of which may be short (page_bounds.h).
+  const Matrix& page_bounds(int page) const;
+  /// [Hq, P]: L1 norms of W_o v, W_o the query head's part of the output projection (projected_norms.h).
+  const Matrix& projected_value_norms() const;
   /// [Hkv, d]: mean of k / ‖k‖, where the keys stand; a zero key counts as 0 (Park et al. 2025, arXiv:2504.15364).
   const Matrix& key_anchor() const;
   /// [Hkv, n]: cosines of the keys with it, 0 where either is zero.
@@ -114,6 +127,10 @@ class LayerView {
   /// values of all heads side by side.
   const Matrix& key_similarity() const;
   const Matrix& value_similarity() const;
+
+  /// work(i) for all i < count, on the backend's threads and in any order: what one call writes, no other may read or
+  /// write. For host code of policies; throws what a call has thrown.
+  void on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const;
 
   /// Seconds spent on observables so far: shared by all policies, so reported apart from them.
   double observable_seconds() const { return observable_seconds_; }

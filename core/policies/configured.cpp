@@ -214,6 +214,9 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
       if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
         throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                     "allocate=" + placed.name};
+      if (placed.kind == PartKind::allocate && plan.own_memory)
+        throw Error{Refusal::usage, name_, "its heads have sizes of their own", "another policy for this part",
+                    "allocate=" + placed.name};
       placed.part->fill(plan);
       scores = scores || placed.kind == PartKind::score;
     }

@@ -1,4 +1,6 @@
 // Which parts fit together, and why others do not.
+#include <algorithm>
+
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -9,6 +11,7 @@ const char* name_of(const Allocator& allocator) {
   constexpr const char* names[] = {"uniform",
                                    "all tokens",
                                    "counts from the number of layers",
+                                   "counts from the number of layers and heads",
                                    "counts from a layer's scores",
                                    "counts from all layers' scores",
                                    "another policy's counts"};
@@ -16,7 +19,7 @@ const char* name_of(const Allocator& allocator) {
 }
 
 const char* name_of(const Schedule& schedule) {
-  constexpr const char* names[] = {"once", "every or question-blocks", "threshold", "online", "rolling"};
+  constexpr const char* names[] = {"once", "every or question-blocks", "threshold", "online", "rolling", "reads"};
   return names[schedule.index()];
 }
 
@@ -29,10 +32,23 @@ bool shares_layers(const Sharing& share) {
 
 }  // namespace
 
+Needs needs_of(const Store& store) {
+  const auto* transformed = std::get_if<Transformed>(&store);
+  return transformed != nullptr ? transformed->needs : Needs{};
+}
+
+Needs needs_of(const Plan& plan) {
+  Needs needs = plan.score.needs;
+  const Needs of_store = needs_of(plan.store);
+  needs.last_queries = std::max(needs.last_queries, of_store.last_queries);
+  needs.all_queries |= of_store.all_queries;
+  return needs;
+}
+
 bool has_budget(const Plan& plan) {
   if (const auto* counts = std::get_if<CountsOf>(&plan.allocate)) return counts->has_budget;
-  return !std::holds_alternative<Everything>(plan.allocate) && !std::holds_alternative<Threshold>(plan.schedule) &&
-         plan.nesting != Nesting::prunes_next;
+  return !plan.own_memory && !std::holds_alternative<Everything>(plan.allocate) &&
+         !std::holds_alternative<Threshold>(plan.schedule) && plan.nesting != Nesting::prunes_next;
 }
 
 bool keeps_everything(const Plan& plan, int budget, int prompt) {
@@ -43,12 +59,14 @@ void check_plan(const std::string& who, const Plan& plan) {
   const auto refuse_if = [&who](bool unfit, const char* what, const char* expected, const char* found) {
     if (unfit) throw Error{Refusal::usage, who, what, expected, found};
   };
-  const bool once = std::holds_alternative<Once>(plan.schedule);
+  const bool reads = std::holds_alternative<Reads>(plan.schedule);
+  const bool once = std::holds_alternative<Once>(plan.schedule) || reads;
   const bool online = std::holds_alternative<Online>(plan.schedule);
   const bool rolling = std::holds_alternative<Rolling>(plan.schedule);
   const bool uniform = std::holds_alternative<Uniform>(plan.allocate);
   const bool everything = std::holds_alternative<Everything>(plan.allocate);
   const bool by_layer = std::holds_alternative<ByLayer>(plan.allocate);
+  const bool by_head = std::holds_alternative<ByHead>(plan.allocate);
   const bool across = std::holds_alternative<AcrossLayers>(plan.allocate);
   const bool by_rule = plan.protect.recent.is_fraction() && plan.protect.recent.share == 1.0;
 
@@ -67,7 +85,7 @@ void check_plan(const std::string& who, const Plan& plan) {
       std::holds_alternative<WithinLayer>(plan.allocate) || across || std::holds_alternative<CountsOf>(plan.allocate);
   refuse_if(!plan.score && from_scores, "the allocator divides what is scored", "a score, or allocate=uniform",
             allocator);
-  refuse_if((by_layer || across) && shares_layers(plan.share), "layers that share a set have one count",
+  refuse_if((by_layer || by_head || across) && shares_layers(plan.share), "layers that share a set have one count",
             "share=none, or allocate=uniform", allocator);
   refuse_if(plan.select.one_set && plan.grouping.heads != Heads::layer,
             "similarity is that of all heads of a token together", "heads=layer", "a set for each head");
@@ -111,10 +129,16 @@ void check_plan(const std::string& who, const Plan& plan) {
   refuse_if(online && plan.protect.sinks > 0, "schedule=online protects recent tokens alone", "no sinks", "sinks");
   refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",
             "streaming-llm or local", "another policy");
-  const bool transformed = std::holds_alternative<Transformed>(plan.store);
-  refuse_if(transformed && !once, "tokens are quantised at the end of the prompt", "schedule=once", schedule);
-  refuse_if(transformed && plan.grouping.heads == Heads::query, "a quantised cache holds a token once a KV head",
-            "heads=kv or heads=layer", "heads=query");
+  const auto* transformed = std::get_if<Transformed>(&plan.store);
+  refuse_if(reads && (!everything || !std::holds_alternative<Exact>(plan.store)),
+            "each query reads some of the whole prompt, as it is", "no other allocator and store",
+            everything ? "another store" : allocator);
+  refuse_if(transformed != nullptr && transformed->paired_with && !everything, "layers are merged token by token",
+            "every token in both", allocator);
+  refuse_if(transformed != nullptr && !once, "a store changes tokens at the end of the prompt", "schedule=once",
+            schedule);
+  refuse_if(transformed != nullptr && plan.grouping.heads == Heads::query,
+            "a store that changes tokens holds each once a KV head", "heads=kv or heads=layer", "heads=query");
 }
 
 void check_layers_apart(const std::string& who, const Plan& plan) {

@@ -71,6 +71,7 @@ struct Needs {
   bool future_queries = false;  // eval queries: the mark of an oracle
   bool recent_queries = false;  // those of the tokens that stay by rule at the end of the prompt
   bool question = false;        // those of the question that ends the prompt
+  bool projection = false;      // no queries: the layers' output projections
   bool rope = false;            // the model's RoPE, because it un-rotates keys or queries
 };
 
@@ -135,6 +136,8 @@ struct Division {
   int budget = 0;  // B
   int sinks = 0;   // tokens that stay by rule at B
   int recent = 0;
+  int rows = 1;         // H
+  int query_heads = 1;  // Hq
 
   int by_rule() const { return sinks + recent; }
   /// M: tokens of a row that compete.
@@ -149,6 +152,8 @@ struct Uniform {};
 struct Everything {};
 /// Counts from the number of layers alone: [L], each for all rows of its layer, what stays by rule included.
 using ByLayer = std::function<std::vector<int>(const Division&)>;
+/// The same head by head: [L][H]. Sum at most L*H*B.
+using ByHead = std::function<std::vector<std::vector<int>>(const Division&)>;
 /// Counts of one layer, [H], from its scores [H, P]. Sum at most H*B.
 using WithinLayer = std::function<std::vector<int>(const Division&, const Matrix& scores)>;
 /// Counts of all treated layers at once, [L][H], from all layers' scores [L] of [H, P]. Sum at most L*H*B.
@@ -161,7 +166,7 @@ struct CountsOf {
 };
 
 /// The type says what must be known before a layer's set is final: nothing, the layer, all layers, another policy.
-using Allocator = std::variant<Uniform, Everything, ByLayer, WithinLayer, AcrossLayers, CountsOf>;
+using Allocator = std::variant<Uniform, Everything, ByLayer, ByHead, WithinLayer, AcrossLayers, CountsOf>;
 
 /// The treated layer whose set layer l of L uses, row by row.
 using Sharing = std::function<int(int layer, int layers)>;
@@ -188,12 +193,23 @@ struct StoredLayer {
 struct Exact {};
 /// They move to their slots 0, 1, 2 ..., and the query to its own.
 struct CachePositions {};
+/// The layer that another one is stored with, or that one itself where it is stored alone.
+struct Partner {
+  int layer = 0;  // treated
+  LayerTensors tensors = {};
+};
+
 /// They are changed.
 struct Transformed {
-  std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet&)> store;
+  std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet&, const Partner&)> store;
+  Needs needs = {};          // of the store itself
+  Sharing paired_with = {};  // the treated layer that layer l of L is stored with, or l; empty: each alone
 };
 
 using Store = std::variant<Exact, CachePositions, Transformed>;
+
+/// What the store reads, whatever the scorer does.
+Needs needs_of(const Store& store);
 
 Selector top_k();      // parts/top_k.h
 Sharing no_sharing();  // parts/sharing.h
@@ -208,10 +224,14 @@ struct Plan {
   Nesting nesting = Nesting::none;
   Schedule schedule = Once{};
   Store store = Exact{};
+  bool own_memory = false;  // no budget binds it: the allocator says how much is held
 };
 
-/// Whether slots are held against a budget: not where everything stays, where a threshold says how much is held, or
-/// where layers prune each other by sizes of their own.
+/// What the scorer or the store reads.
+Needs needs_of(const Plan& plan);
+
+/// Whether slots are held against a budget: not where everything stays, where a threshold or the policy itself says how
+/// much is held, or where layers prune each other by sizes of their own.
 bool has_budget(const Plan& plan);
 /// Whether every row keeps all of the prompt: by the plan, or because the budget is no less.
 bool keeps_everything(const Plan& plan, int budget, int prompt);

@@ -1,11 +1,13 @@
 // When tokens are evicted, and so what a query sees: R(t) changes with time.
 //
-// At step t: append, attend, then evict. `once` sees R(t) = I and the tokens after the prompt.
+// At step t: append, attend, then evict. `once` sees R(t) = I and the tokens after the prompt. Where each query reads
+// some of what is held, nothing is evicted.
 #pragma once
 
 #include <functional>
 #include <variant>
 
+#include "attention/kept_set.h"
 #include "attention/layer_view.h"
 #include "parameters.h"
 
@@ -49,9 +51,20 @@ struct Online {
   bool prefill_once = false;  // the prompt is cut as by `Once`, its scores go on
 };
 
+/// What each query reads of a layer that holds all of the prompt.
+struct LayerReads {
+  std::function<KeptSet(int query)> at;  // as a set over [0, P); tokens after the prompt are read too
+  double bytes = 0;                      // that are held for it, beside keys and values
+};
+
+/// Nothing goes: B is how many tokens of the prompt a query reads. A budget of P or more reads all.
+struct Reads {
+  std::function<LayerReads(const LayerView&, int budget)> of_layer;
+};
+
 /// The first and the last tokens by rule: query t sees the sinks and the last B - sinks tokens, itself included.
 struct Rolling {};
 
-using Schedule = std::variant<Once, Blocks, Threshold, Online, Rolling>;
+using Schedule = std::variant<Once, Blocks, Threshold, Online, Rolling, Reads>;
 
 }  // namespace kvreplay

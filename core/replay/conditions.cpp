@@ -7,6 +7,7 @@
 #include "positions.h"
 #include "replay/replay.h"
 #include "replay/schedules.h"
+#include "replay/selection.h"
 
 namespace kvreplay {
 namespace {
@@ -114,10 +115,12 @@ int spared_tokens(const Plan& plan, int prompt, int question) {
 
 /// The first prompt query that the plan reads, P where it reads none.
 int first_query(const Plan& plan, int budget, int prompt, int question) {
-  const Needs& needs = plan.score.needs;
+  const Needs needs = needs_of(plan);
   const int recent = needs.recent_queries ? std::max(1, plan.protect.within(budget, prompt).recent) : 0;
   const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
-  const bool in_time = !std::holds_alternative<Once>(plan.schedule) && (needs.last_queries > 0 || needs.recent_queries);
+  const bool evicts_in_time =
+      !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
+  const bool in_time = evicts_in_time && (needs.last_queries > 0 || needs.recent_queries);
   if (needs.all_queries || in_time) return 0;
   return std::max(0, prompt - std::max({needs.last_queries, recent, asked}));
 }
@@ -138,10 +141,10 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
       throw Error{Refusal::usage, who, "no such layer", fmt::format("-{}..{}", of_range.count, of_range.count - 1),
                   fmt::format("layer {}", source < 0 ? source - of_range.count : source)};
   if (const auto* threshold = std::get_if<Threshold>(&plan.schedule)) tokens_of(*threshold, prompt, who);
-  if (const auto* by_layer = std::get_if<ByLayer>(&plan.allocate);
-      by_layer && !keeps_everything(plan, budget, prompt)) {
-    const auto [sinks, recent] = plan.protect.within(budget, prompt);
-    (*by_layer)({of_range.count, prompt, budget, sinks, recent});  // throws what replay would
+  if (!keeps_everything(plan, budget, prompt)) {  // throws what replay would
+    const Division division = division_of(plan, trace.header(), of_range.count, prompt, budget);
+    if (const auto* by_layer = std::get_if<ByLayer>(&plan.allocate)) (*by_layer)(division);
+    if (const auto* by_head = std::get_if<ByHead>(&plan.allocate)) (*by_head)(division);
   }
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   if (blocks != nullptr && !keeps_everything(plan, budget, prompt)) {
@@ -156,6 +159,10 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (std::holds_alternative<CachePositions>(plan.store) && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
                 "the model's RoPE", "none"};
+  for (int l = of_range.first; needs_of(plan).projection && l < of_range.first + of_range.count; ++l)
+    if (const int stored = conditions.layers[static_cast<std::size_t>(l)]; !output_projection(trace, stored).data)
+      throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/wo", trace.path().string(), stored),
+                  "no output projection for " + who, "one, as capture --with-wo stores it, or wo=none", "none"};
   if (plan.score.needs.rope && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
                 "keys and queries cannot be un-rotated for " + who, "the model's RoPE", "none"};

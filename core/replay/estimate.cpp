@@ -73,6 +73,8 @@ struct Shape {
   bool general = false;  // measured by the general comparison
   bool online = false;
   bool in_time = false;       // sets change with time
+  bool reads = false;         // each query reads a set of its own
+  bool pairs = false;         // layers are stored two by two
   int similarity_layers = 0;  // that choose by similarity
   int last_queries = 0;
   bool all_queries = false;
@@ -87,11 +89,14 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
     shape.across_layers |= std::holds_alternative<AcrossLayers>(plan.allocate);
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.general |= !std::holds_alternative<Exact>(plan.store);
-    shape.in_time |= !std::holds_alternative<Once>(plan.schedule);
+    shape.reads |= std::holds_alternative<Reads>(plan.schedule);
+    shape.in_time |= !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
+    const auto* transformed = std::get_if<Transformed>(&plan.store);
+    shape.pairs |= transformed != nullptr && transformed->paired_with;
     shape.online |= std::holds_alternative<Online>(plan.schedule);
     if (plan.select.one_set)
       for (int l = 0; l < count; ++l) shape.similarity_layers += is_source(plan.share, l, count) ? 1 : 0;
-    const Needs& needs = plan.score.needs;
+    const Needs needs = needs_of(plan);
     const auto* blocks = std::get_if<Blocks>(&plan.schedule);
     const int asked = needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question) : 0;
     shape.last_queries = std::max({shape.last_queries, needs.last_queries, asked});
@@ -178,7 +183,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   bool cumulative = false, second_walk = false;
   int measured_cells = 0;
   double comparisons = 0, online = 0, redundancy = 0;  // of one layer, in units of the sample's calls
-  std::size_t stored_bytes = 0, angle_bytes = 0;
+  std::size_t stored_bytes = 0, read_bytes = 0, angle_bytes = 0;
+  bool pairs = false;
   Workload work{.sets = static_cast<int>(cells.size())};
   double kept_share = 0, candidates = 0;  // of one layer, all cells
   std::size_t set_bits = 0, position_bytes = 0, score_bytes = 0, ranking_bytes = 0, largest_copy = 0, copies = 0;
@@ -213,7 +219,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
         const std::size_t scores =
             static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
         ranked += scores * static_cast<std::size_t>(count);
-        const int recent = plan.protect.within(cell.budget, conditions.boundary).recent;
+        const int recent = kept_by_rule(plan, cell.budget, conditions.boundary).recent;
         const ScoreKey key = score_key(plan, {plan.grouping, recent, cell.budget});
         for (int l = first; l < first + count; ++l)
           if (held_scores.emplace(key, l).second || plan.score.name.empty()) ranking_bytes += scores * sizeof(double);
@@ -236,6 +242,11 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       }
     }
     set_bits += shape.rows * positions / 8 * layers;
+    pairs |= shape.pairs;
+    // Sets of a block of queries, a row each head; bounds of pages, two float64 a channel and some 16 tokens.
+    if (shape.reads)
+      read_bytes += query_heads * positions / 8 * sample_queries +
+                    static_cast<std::size_t>(header.kv_heads) * positions * static_cast<std::size_t>(header.head_dim);
     if (shape.in_time) position_bytes += shape.rows * static_cast<std::size_t>(tokens) * layers * sizeof(std::int32_t);
     position_bytes += static_cast<std::size_t>(share * prompt) * shape.rows * layers * sizeof(std::int32_t);
   }
@@ -278,14 +289,16 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
-                       ranking_bytes + at_once * largest_copy + stored_bytes + angle_bytes + 2 * set_bits + 2 * part +
-                       program;
+                       ranking_bytes + at_once * largest_copy + stored_bytes + read_bytes + angle_bytes + 2 * set_bits +
+                       2 * part + program;
   std::size_t archived_bytes = 0;
   for (const int layer : conditions.layers) {
     archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));
     total.mapped_bytes = std::max(total.mapped_bytes, trace.mapped_bytes(layer));
   }
-  total.memory_bytes += archived_bytes;
+  // A layer, and the one that it is stored with.
+  total.memory_bytes += archived_bytes * (pairs ? 2 : 1);
+  total.mapped_bytes *= pairs ? 2 : 1;
   total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;
 }

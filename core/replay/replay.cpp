@@ -58,8 +58,9 @@ struct CostedScores {
 /// The plan of a range of treated layers, and the counts that follow from its number of layers.
 struct Stretch {
   LayerPlan of;
-  Protection::Clamped by_rule = {};  // at the cell's budget
-  std::vector<int> by_layer = {};    // [count]
+  Protection::Clamped by_rule = {};            // at the cell's budget
+  std::vector<int> by_layer = {};              // [count]
+  std::vector<std::vector<int>> by_head = {};  // [count][H]
 
   const Plan& plan() const { return of.plan; }
   int source_of(int layer) const { return of.first + of.plan.share(layer - of.first, of.count); }
@@ -146,6 +147,24 @@ LayerTensors one_head(LayerTensors tensors, int query_head) {
   cut(tensors.v, kv_head);
   return tensors;
 }
+
+/// Keys and values of a layer that another one is stored with.
+struct PairedLayer {
+  Partner partner;
+  std::vector<std::byte> keys = {}, values = {};  // copies of archived ones: a trace holds one such layer at a time
+
+  PairedLayer(const Trace& trace, int layer, int stored_layer) : partner{layer, trace.layer(stored_layer)} {
+    LayerTensors& tensors = partner.tensors;
+    if (trace.archived_bytes(stored_layer) == 0) return;
+    const auto copy = [](TensorView& tensor, std::vector<std::byte>& bytes) {
+      bytes.assign(tensor.data, tensor.data + tensor.bytes());
+      tensor.data = bytes.data();
+    };
+    copy(tensors.k, keys);
+    copy(tensors.v, values);
+    tensors.q = {};
+  }
+};
 
 /// How one cell is measured in one layer.
 struct Measured {
@@ -245,7 +264,7 @@ class Replay {
     for (const LayerPlan& of_range : plans) {
       Stretch& stretch = job.stretches.emplace_back();
       stretch.of = of_range;
-      stretch.by_rule = of_range.plan.protect.within(job.budget, prompt());
+      stretch.by_rule = kept_by_rule(of_range.plan, job.budget, prompt());
       const bool whole = job.known() || keeps_everything(of_range.plan, job.budget, prompt());
       if (const auto* by_layer = std::get_if<ByLayer>(&of_range.plan.allocate); by_layer != nullptr && !whole) {
         guarded(job, [&] {
@@ -255,6 +274,11 @@ class Replay {
           if (has_budget(of_range.plan) && slots > allowed) overspent(job, allowed, slots);
         });
       }
+      if (const auto* by_head = std::get_if<ByHead>(&of_range.plan.allocate); by_head != nullptr && !whole)
+        guarded(job, [&] {
+          stretch.by_head = (*by_head)(division(stretch, job.budget));
+          check_slots(job, of_range.plan, stretch.by_head);
+        });
       job.two_walks = job.two_walks || (!whole && (counted_later || stretch.shares_later_layer() ||
                                                    std::holds_alternative<AcrossLayers>(of_range.plan.allocate)));
     }
@@ -268,7 +292,10 @@ class Replay {
 
   /// The first job of the same policy, where no budget binds it.
   int same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
-    if (job.known() || job.takes_counts() || std::ranges::any_of(plans, has_budget, &LayerPlan::plan)) return no_cell;
+    const auto binds = [](const LayerPlan& of_range) {
+      return has_budget(of_range.plan) || std::holds_alternative<Reads>(of_range.plan.schedule);
+    };
+    if (job.known() || job.takes_counts() || std::ranges::any_of(plans, binds)) return no_cell;
     const auto policy = [](const Job& of) { return of.cell->policy.name() + ":" + of.cell->policy.params(); };
     const auto found = std::ranges::find_if(jobs_, [&](const Job& other) {
       return other.number != no_cell && !other.known() && policy(other) == policy(job);
@@ -277,7 +304,7 @@ class Replay {
   }
 
   Division division(const Stretch& stretch, int budget) const {
-    return {stretch.of.count, prompt(), budget, stretch.by_rule.sinks, stretch.by_rule.recent};
+    return division_of(stretch.plan(), trace_.header(), stretch.of.count, prompt(), budget);
   }
 
   void poll() const {
@@ -289,10 +316,19 @@ class Replay {
   bool reads_all_queries() const {
     const bool measures = 2 * conditions_.eval_queries.size() > static_cast<std::size_t>(trace_.header().tokens());
     return measures || std::ranges::any_of(jobs_, [](const Job& job) {
-             return !job.known() && std::ranges::any_of(job.stretches, [](const Stretch& stretch) {
-               return stretch.plan().score.needs.all_queries;
+             return std::ranges::any_of(job.stretches, [&job](const Stretch& stretch) {
+               const Plan& plan = stretch.plan();
+               return (job.known() ? needs_of(plan.store) : needs_of(plan)).all_queries;
              });
            });
+  }
+
+  bool reads_projection() const {
+    return std::ranges::any_of(jobs_, [](const Job& job) {
+      return !job.known() && std::ranges::any_of(job.stretches, [](const Stretch& stretch) {
+        return needs_of(stretch.plan()).projection;
+      });
+    });
   }
 
   void walk(int number, int walks) {
@@ -301,6 +337,7 @@ class Replay {
     for (int l = 0; l < layers(); ++l) {
       poll();
       const int stored = conditions_.layers[static_cast<std::size_t>(l)];
+      const std::map<int, PairedLayer> paired = paired_layers(l, number == 1);
       const LayerTensors tensors = trace_.layer(stored);
       if (held.empty()) held.emplace_back(backend_, tensors);
       held.front().hold(queries);  // again, where it did not fit beside the one before it
@@ -311,18 +348,43 @@ class Replay {
         if (fits && trace_.archived_bytes(following) == 0)
           held.emplace_back(backend_, trace_.layer(following)).hold(queries);
       }
-      const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_}, conditions_.eval_queries,
-                           store_);
+      const TensorView projection = reads_projection() ? output_projection(trace_, stored) : TensorView{};
+      const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_, projection},
+                           conditions_.eval_queries, store_);
       if (number == 0) {
         sink_.layer(view, backend_);
         select(view);
       }
-      report_and_measure(view, number == 1);
+      report_and_measure(view, number == 1, paired);
       sink_.layer_done(view, number, walks);
       forget(l, number == 1);
       held.pop_front();
       trace_.release(stored);
+      for (const auto& [partner, of_partner] : paired)
+        if (partner < l) trace_.release(conditions_.layers[static_cast<std::size_t>(partner)]);
     }
+  }
+
+  /// The treated layer that the job stores this one with, or the layer itself.
+  static int partner_of(const Job& job, int layer) {
+    const Stretch& stretch = job.stretch(layer);
+    const auto* transformed = std::get_if<Transformed>(&stretch.plan().store);
+    if (transformed == nullptr || !transformed->paired_with) return layer;
+    return stretch.of.first + transformed->paired_with(layer - stretch.of.first, stretch.of.count);
+  }
+
+  /// The layers that layer l is stored with, itself among them where a store that pairs layers leaves it alone.
+  std::map<int, PairedLayer> paired_layers(int l, bool second_walk) const {
+    std::map<int, PairedLayer> paired;
+    for (const Job& job : jobs_) {
+      const auto* transformed = std::get_if<Transformed>(&job.stretch(l).plan().store);
+      if (transformed == nullptr || !transformed->paired_with || job.number == no_cell ||
+          job.two_walks != second_walk || job.failure)
+        continue;
+      const int partner = partner_of(job, l), stored = conditions_.layers[static_cast<std::size_t>(partner)];
+      if (!paired.contains(partner)) paired.try_emplace(partner, trace_, partner, stored);
+    }
+    return paired;
   }
 
   /// Whether a layer's counts are known only when all layers have been seen.
@@ -437,6 +499,7 @@ class Replay {
     }
     if (const auto* within = std::get_if<WithinLayer>(&stretch.plan().allocate))
       return (*within)(division(stretch, job.budget), *scores);
+    if (!stretch.by_head.empty()) return stretch.by_head[static_cast<std::size_t>(layer - stretch.of.first)];
     const int of_each =
         stretch.by_layer.empty() ? job.budget : stretch.by_layer[static_cast<std::size_t>(layer - stretch.of.first)];
     return std::vector<int>(static_cast<std::size_t>(rows), of_each);
@@ -459,8 +522,9 @@ class Replay {
     }
     job.seconds[l].select += seconds_since(start);
     // Counts of several layers are held against their budget where they are made.
-    const bool of_one_layer = std::holds_alternative<Uniform>(stretch.plan().allocate) ||
-                              std::holds_alternative<WithinLayer>(stretch.plan().allocate);
+    const bool of_one_layer =
+        has_budget(stretch.plan()) && (std::holds_alternative<Uniform>(stretch.plan().allocate) ||
+                                       std::holds_alternative<WithinLayer>(stretch.plan().allocate));
     const long slots = std::accumulate(selection.granted.begin(), selection.granted.end(), 0L);
     const long allowed = static_cast<long>(selection.set.rows()) * job.budget;
     if (of_one_layer && slots > allowed) overspent(job, allowed, slots);
@@ -497,6 +561,16 @@ class Replay {
     }
   }
 
+  /// Of several layers, [L][H].
+  static void check_slots(const Job& job, const Plan& plan, const std::vector<std::vector<int>>& counts) {
+    long slots = 0, allowed = 0;
+    for (const std::vector<int>& of_layer : counts) {
+      slots += std::accumulate(of_layer.begin(), of_layer.end(), 0L);
+      allowed += static_cast<long>(of_layer.size()) * job.budget;
+    }
+    if (has_budget(plan) && slots > allowed) overspent(job, allowed, slots);
+  }
+
   [[noreturn]] static void overspent(const Job& job, long allowed, long slots) {
     throw Error{Refusal::internal, job.name, "overspends its budget", fmt::format("at most {} slots", allowed),
                 std::to_string(slots)};
@@ -522,12 +596,7 @@ class Replay {
       for (const Scores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(stretch.of.count)))
         scores.push_back(of_layer.get());
       counts_of_layers = (*across)(division(stretch, job.budget), scores);
-      long slots = 0, allowed = 0;
-      for (const std::vector<int>& of_layer : counts_of_layers) {
-        slots += std::accumulate(of_layer.begin(), of_layer.end(), 0L);
-        allowed += static_cast<long>(of_layer.size()) * job.budget;
-      }
-      if (slots > allowed) overspent(job, allowed, slots);
+      check_slots(job, stretch.plan(), counts_of_layers);
     }
     job.seconds[first].select += seconds_since(start);
     for (int l = stretch.of.first; l < stretch.of.first + stretch.of.count; ++l)
@@ -537,14 +606,16 @@ class Replay {
                                         : counts_of_layers[static_cast<std::size_t>(l - stretch.of.first)]);
   }
 
-  /// What the store of the layer's plan makes of a selection.
-  Measured prepared(const Job& job, const LayerView& view) const {
+  /// What the store of the layer's plan makes of a selection. `paired`: layers that this one is stored with.
+  Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const {
     const LayerSelection& selection = job.selections[static_cast<std::size_t>(view.layer())];
     const Store& store = job.stretch(view.layer()).plan().store;
     Measured measured{&job, &selection};
-    const bool nothing_moves = !selection.changes_with_time() && keeps_all(selection.set);
+    const bool nothing_moves = !selection.differs_by_query() && keeps_all(selection.set);
     if (const auto* transformed = std::get_if<Transformed>(&store))
-      measured.stored = transformed->store(view, selection.set);
+      measured.stored = transformed->store(view, selection.set,
+                                           transformed->paired_with ? paired.at(partner_of(job, view.layer())).partner
+                                                                    : Partner{view.layer(), view.tensors()});
     else if (std::holds_alternative<CachePositions>(store) && !nothing_moves && !selection.slots.empty())
       measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
     else if (std::holds_alternative<CachePositions>(store) && !nothing_moves)
@@ -552,13 +623,18 @@ class Replay {
     return measured;
   }
 
-  void report_and_measure(const LayerView& view, bool second_walk) {
+  void report_and_measure(const LayerView& view, bool second_walk, const std::map<int, PairedLayer>& paired) {
     const auto l = static_cast<std::size_t>(view.layer());
     std::vector<Measured> to_measure;
     for (Job& job : jobs_) {
       if (job.number == no_cell || job.two_walks != second_walk) continue;
       Measured cell{};
-      guarded(job, [&] { cell = prepared(job, view); });
+      guarded(job, [&] {
+        if (const auto* reads = std::get_if<Reads>(&job.stretch(view.layer()).plan().schedule);
+            reads != nullptr && job.budget < prompt())
+          job.selections[l].reads = reads->of_layer(view, job.budget);
+        cell = prepared(job, view, paired);
+      });
       if (job.failure) continue;
       const bool changes = std::holds_alternative<Transformed>(job.stretch(view.layer()).plan().store);
       sink_.selected(view, job.number, *cell.selection, changes ? cell.stored.get() : nullptr, job.seconds[l]);
@@ -582,7 +658,7 @@ class Replay {
       std::vector<KeptSets> sets;
       for (Measured& cell : to_measure) {
         cell.by_query.clear();
-        if (cell.selection->changes_with_time())
+        if (cell.selection->differs_by_query())
           for (const std::int32_t query : block) cell.by_query.push_back(cell.selection->seen_by(query));
         sets.push_back(cell.by_query.empty() ? KeptSets(&cell.selection->set, 1) : KeptSets(cell.by_query));
       }

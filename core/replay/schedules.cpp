@@ -127,6 +127,10 @@ LayerSelection run(const Once&, const LayerView&, const Plan&, int, const std::s
   throw Error{Refusal::internal, who, "no schedule"};
 }
 
+LayerSelection run(const Reads&, const LayerView&, const Plan&, int, const std::string& who, const Poll&) {
+  throw Error{Refusal::internal, who, "no schedule"};
+}
+
 LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, int budget, const std::string& who,
                    const Poll& poll) {
   const int spared = blocks.spared_tokens(view.prompt(), view.question());

@@ -50,6 +50,7 @@ std::span<const std::int32_t> LayerSelection::slots_of(int row) const {
 }
 
 KeptSet LayerSelection::seen_by(int query) const {
+  if (reads.at) return reads.at(query);
   KeptSet seen(set.heads(), set.rows(), static_cast<int>(evicted_of(0).size()));
   for (int row = 0; row < set.rows(); ++row) {
     const std::span<const std::int32_t> gone = evicted_of(row);
@@ -112,6 +113,27 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
   selection.sinks[r] = kept.sinks;
   selection.recent[r] = kept.recent;
   selection.granted[r] = granted;
+}
+
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt) {
+  return plan.protect.within(plan.own_memory ? prompt : budget, prompt);
+}
+
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget) {
+  const auto [sinks, recent] = kept_by_rule(plan, budget, prompt);
+  return {layers,
+          prompt,
+          budget,
+          sinks,
+          recent,
+          rows_of(plan.grouping.heads, header.query_heads, header.kv_heads),
+          header.query_heads};
+}
+
+TensorView output_projection(const Trace& trace, int stored_layer) {
+  for (const StoredTensor& tensor : trace.tensors(stored_layer))
+    if (tensor.path.ends_with("/wo")) return tensor.view;
+  return {};
 }
 
 Scoring told(const Plan& plan, Scoring how) {

@@ -9,6 +9,7 @@
 #include "attention/kept_set.h"
 #include "attention/layer_view.h"
 #include "policies/policy.h"
+#include "trace/trace.h"
 
 namespace kvreplay {
 
@@ -23,14 +24,18 @@ struct LayerSelection {
   std::vector<std::int32_t> evicted_at = {};
   /// Kept positions of all rows, one row after the other, in the order of their slots; empty: ascending.
   std::vector<std::int32_t> slots = {};
+  /// Of policies that hold all and read some, while the layer is in use.
+  LayerReads reads = {};
 
   bool changes_with_time() const { return !evicted_at.empty(); }
+  bool differs_by_query() const { return changes_with_time() || reads.at; }
   /// [T] of evicted_at.
   std::span<std::int32_t> evicted_of(int row);
   std::span<const std::int32_t> evicted_of(int row) const;
   /// Of `slots`, which must not be empty.
   std::span<const std::int32_t> slots_of(int row) const;
-  /// R(t), of those that change with time: what query t sees, t itself included, as a set over [0, T).
+  /// R(t), where it differs by query: what query t sees, t itself included, as a set over [0, T); or over [0, P), where
+  /// each query reads some and t may be missing.
   KeptSet seen_by(int query) const;
 };
 
@@ -56,6 +61,15 @@ Kept choose_row(const Selector& select, std::span<const std::int32_t> positions,
 
 /// Enters a row's kept positions.
 void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted);
+
+/// Tokens that stay by rule at a budget: of all of the prompt, where the policy has none.
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt);
+
+/// What the plan divides over `layers` layers of the trace.
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget);
+
+/// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
+TensorView output_projection(const Trace& trace, int stored_layer);
 
 /// Of `how` what the plan's scorer reads.
 Scoring told(const Plan& plan, Scoring how);

@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "naive_attention.h"
+#include "random.h"
 #include "recorded_run.h"
+#include "tests/table_file.h"
 #include "trace/float_types.h"
 
 namespace kvreplay {
@@ -347,6 +350,221 @@ TEST_F(LawsOfPapers, AQuantisedCacheOfSnapKvKeepsSnapKvsTokens) {
   expect_same_sets("snapkv:store=quantised,group=4,residual=0", "snapkv", 20);
   const RecordedRun run = record(trace(), {"snapkv:store=quantised,bits=2,group=4,residual=0"}, 20);
   EXPECT_DOUBLE_EQ(run.stored.at({0, 0}).bytes, 2 * 20 * 16 * 2 * (2 + 32.0 / 4) / 8);
+}
+
+/// The best of a row's tokens [first, end), ties to the lower position.
+std::vector<int> best_of(std::span<const double> scores, int first, int end, int count) {
+  std::vector<int> order;
+  for (int j = first; j < end; ++j) order.push_back(j);
+  std::ranges::stable_sort(order, std::greater{}, [&](int j) { return scores[static_cast<std::size_t>(j)]; });
+  order.resize(static_cast<std::size_t>(count));
+  return order;
+}
+
+TEST_F(LawsOfPapers, ThinkAndMiniCacheKeepEveryToken) {
+  const RecordedRun run = record(trace(), {"think:recent=10", "minicache"}, 20);
+  for (const auto& [key, selection] : run.selections) EXPECT_EQ(selection.set.count(0), prompt);
+  for (int l = 0; l < layers; ++l)  // floor(16 * 0.4) = 6 of 16 channels of 80 keys
+    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * (prompt * 32 - 80 * 6) * 4.0);
+}
+
+TEST_F(LawsOfPapers, MiniCacheSharesDirectionsInTheLastTwoOfFiveLayers) {
+  const RecordedRun run = record(trace(), {"minicache"}, 20);
+  for (int l = 0; l < 3; ++l) {
+    EXPECT_EQ(run.stored.at({0, l}).keys, widened(trace().layer(l).k));
+    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * prompt * 32 * 4.0);
+  }
+  const std::vector<float>& lower = run.stored.at({0, 3}).values;
+  const std::vector<float>& upper = run.stored.at({0, 4}).values;
+  const std::vector<float> exact = widened(trace().layer(4).v);
+  int shared = 0;
+  for (std::size_t row = 0; row < 2 * tokens; ++row) {
+    double dot = 0, a = 0, b = 0, own = 0;
+    for (std::size_t i = 16 * row; i < 16 * row + 16; ++i) {
+      dot += static_cast<double>(lower[i]) * static_cast<double>(upper[i]);
+      a += static_cast<double>(lower[i]) * static_cast<double>(lower[i]);
+      b += static_cast<double>(upper[i]) * static_cast<double>(upper[i]);
+      own += static_cast<double>(exact[i]) * static_cast<double>(exact[i]);
+    }
+    if (dot > (1 - 1e-6) * std::sqrt(a * b)) {
+      ++shared;
+      EXPECT_LT(row % tokens, static_cast<std::size_t>(prompt)) << "tokens after the prompt are as they were";
+    }
+    EXPECT_NEAR(b, own, 1e-5 * own);
+  }
+  EXPECT_GT(shared, 0);
+  EXPECT_EQ(run.stored.at({0, 3}).bytes, run.stored.at({0, 4}).bytes);
+}
+
+TEST_F(LawsOfPapers, CamKeepsTheTokensAndTheBytesOfH2o) {
+  expect_same_sets("cam", "h2o", 20);
+  const RecordedRun run = record(trace(), {"cam", "cam:mode=sampled", "cam:mode=sampled,seed=1"}, 20);
+  for (int l = 0; l < layers; ++l) {
+    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * 20 * 32 * 4.0);
+    EXPECT_EQ(run.stored.at({0, l}).keys, widened(trace().layer(l).k));
+    EXPECT_NE(run.stored.at({0, l}).values, run.stored.at({1, l}).values);
+    EXPECT_NE(run.stored.at({1, l}).values, run.stored.at({2, l}).values);
+  }
+}
+
+TEST_F(LawsOfPapers, QuestHoldsAllAndReadsPages) {
+  const RecordedRun run = record(trace(), {"quest:page=8,least_pages=1,dense_layers=2"}, 24);
+  for (int l = 0; l < layers; ++l) {
+    const LayerSelection& selection = run.selections.at({0, l});
+    EXPECT_EQ(selection.set.heads(), Heads::kv);
+    EXPECT_EQ(selection.set.count(0), prompt);
+    EXPECT_EQ(selection.differs_by_query(), l >= 2);
+    if (l < 2) {
+      EXPECT_EQ(run.recall(0, l), 1.0);
+      continue;
+    }
+    EXPECT_EQ(selection.reads.bytes, 2 * 12 * 2 * 16 * 4.0);
+    EXPECT_LT(run.recall(0, l), 1.0);
+    for (int t = prompt; t < tokens; ++t) {
+      const KeptSet read = selection.seen_by(t);
+      for (int h = 0; h < 4; ++h)
+        EXPECT_EQ(read.count(h), read.keeps(h, prompt - 1) ? 2 * 8 + 2 : 24);  // 90 = 11 * 8 + 2
+    }
+  }
+  EXPECT_FALSE(record(trace(), {"quest:dense_layers=0"}, prompt).selections.at({0, 4}).differs_by_query());
+  // Other budgets of one run read other pages.
+  const ConfiguredPolicy quest = ConfiguredPolicy::parse("quest:page=4,least_pages=1,dense_layers=0");
+  const RecordedRun both = record_cells(trace(), {{quest, 8}, {quest, 40}}, 2);
+  EXPECT_EQ(both.selections.at({0, 1}).seen_by(prompt).count(0) <= 8, true);
+  EXPECT_GT(both.selections.at({1, 1}).seen_by(prompt).count(0), 30);
+}
+
+TEST_F(LawsOfPapers, HeadKvKeepsSnapKvsBestOfEachHead) {
+  std::vector<double> importance;
+  for (int i = 0; i < layers * 4; ++i) importance.push_back(uniform(chain(3, i)));
+  const TemporaryFile table(npy(dictionary("<f8", "(5, 4)"), numbers(importance)));
+  const std::string policy = "head-kv:table=" + table.path() + ",window=4,beta=1.5";
+  const RecordedRun run = record(trace(), {policy, "snapkv:window=4"}, 20);
+  int slots = 0;
+  bool differ = false;
+  for (int l = 0; l < layers; ++l)
+    for (int row = 0; row < 2; ++row) {
+      const KeptSet& set = run.selections.at({0, l}).set;
+      slots += set.count(row);
+      differ = differ || set.count(row) != 20;
+      std::vector<int> expected = best_of(run.scores.at({1, l}).row(row), 0, prompt - 4, set.count(row) - 4);
+      for (int j = prompt - 4; j < prompt; ++j) expected.push_back(j);
+      std::ranges::sort(expected);
+      EXPECT_EQ(set.positions(row), expected);
+    }
+  EXPECT_EQ(slots, layers * 2 * 20);
+  EXPECT_TRUE(differ);
+  EXPECT_THROW(record(trace(), {"head-kv"}, 20), Error) << "no table";
+}
+
+TEST_F(LawsOfPapers, QFilterTakesDirectionsOfAFile) {
+  std::vector<float> directions;
+  for (int i = 0; i < layers * 2 * 16; ++i) directions.push_back(static_cast<float>(uniform(chain(4, i)) - 0.5));
+  const TemporaryFile table(npy(dictionary("<f4", "(5, 2, 16)"), numbers(directions)));
+  const RecordedRun run = record(trace(), {"q-filter:filters=" + table.path()}, 20);
+  for (int l = 0; l < layers; ++l)
+    for (int row = 0; row < 2; ++row) {
+      const LayerTensors tensors = trace().layer(l);
+      std::vector<double> scores;
+      for (int j = 0; j < prompt; ++j) {
+        double score = 0;
+        for (int c = 0; c < 16; ++c)
+          score += static_cast<double>(directions[static_cast<std::size_t>((l * 2 + row) * 16 + c)]) *
+                   static_cast<double>(load(tensors.k.row(row, j), tensors.k.dtype, static_cast<std::size_t>(c)));
+        scores.push_back(score);
+      }
+      std::vector<int> expected = best_of(scores, 0, prompt, 20);
+      std::ranges::sort(expected);
+      EXPECT_EQ(run.selections.at({0, l}).set.positions(row), expected);
+    }
+}
+
+TEST_F(LawsOfPapers, DuoAttentionKeepsRetrievalHeadsWhole) {
+  const TemporaryFile table(npy(dictionary("<f8", "(5, 2)"), numbers<double>({9, 1, 2, 8, 3, 3, 7, 0, 0, 6})));
+  // The best round(0.5 * 10) = 5 of ten heads: 9, 8, 7, 6, and of the two 3 the first.
+  const std::vector<int> whole{1, 0, 0, 1, 1, 0, 1, 0, 0, 1};
+  for (const int budget : {1, 50}) {
+    const RecordedRun run = record(trace(), {"duo-attention:sinks=3,recent=7,table=" + table.path()}, budget);
+    for (int head = 0; head < 10; ++head) {
+      const KeptSet& set = run.selections.at({0, head / 2}).set;
+      for (int j = 0; j < prompt; ++j)
+        EXPECT_EQ(set.keeps(head % 2, j), whole[static_cast<std::size_t>(head)] == 1 || j < 3 || j >= prompt - 7);
+    }
+  }
+}
+
+TEST_F(LawsOfPapers, DuoAttentionWithoutATableCumulatesTheAttentionOfMeans) {
+  // As kvpress says it: the mean query and key at 500 positions, attention of the last, mean of its running sum.
+  std::vector<double> areas;
+  for (int l = 0; l < layers; ++l) {
+    const LayerTensors tensors = trace().layer(l);
+    const auto mean = [&](const TensorView& tensor, int head) {
+      std::vector<double> sum(16);
+      for (int j = 0; j < prompt; ++j) {
+        const std::vector<double> back = turned(tensors.rope, -j, head_rows(tensor, head)[static_cast<std::size_t>(j)]);
+        for (std::size_t c = 0; c < 16; ++c) sum[c] += back[c] / tensors.rope.attention_scaling / prompt;
+      }
+      return sum;
+    };
+    for (int kv = 0; kv < 2; ++kv) {
+      areas.push_back(0);
+      const std::vector<double> key = mean(tensors.k, kv);
+      for (const int h : {2 * kv, 2 * kv + 1}) {
+        const std::vector<double> query = turned(tensors.rope, 499, mean(tensors.q, h));
+        std::vector<double> logits;
+        for (int j = 0; j < 500; ++j)
+          logits.push_back(static_cast<double>(tensors.softmax_scale) * product(query, turned(tensors.rope, j, key)));
+        double cumulated = 0;
+        for (const double weight : softmax(logits, 0)) areas.back() += (cumulated += weight) / 500 / 2;
+      }
+    }
+  }
+  const RecordedRun run = record(trace(), {"duo-attention:sinks=3,recent=7,full_heads=0.3"}, 20);
+  const std::vector<int> best = best_of(areas, 0, 10, 3);
+  for (int head = 0; head < 10; ++head) {
+    EXPECT_NEAR(run.scores.at({0, head / 2})(head % 2, 5), areas[static_cast<std::size_t>(head)], 1e-6);
+    EXPECT_EQ(run.selections.at({0, head / 2}).set.count(head % 2),
+              std::ranges::find(best, head) != best.end() ? prompt : 10);
+  }
+}
+
+TEST_F(LawsOfPapers, CriticalKvWeighsTheSecondHalfByValues) {
+  const RecordedRun run = record(trace(), {"critical-kv:base=(snapkv:window=4),wo=none", "snapkv:window=4"}, 20);
+  bool differ = false;
+  for (int l = 0; l < layers; ++l) {
+    const LayerTensors tensors = trace().layer(l);
+    for (int row = 0; row < 2; ++row) {
+      const std::span<const double> scores = run.scores.at({1, l}).row(row);
+      // Ten by score, the window's four among them.
+      std::vector<int> expected = best_of(scores, 0, prompt - 4, 6);
+      std::vector<double> rest;
+      const HeadRows values = head_rows(tensors.v, row);
+      for (int j = 0; j < prompt; ++j) {
+        double norm = 0;
+        for (const double x : values[static_cast<std::size_t>(j)]) norm += std::abs(x);
+        rest.push_back(std::ranges::find(expected, j) != expected.end()
+                           ? -1.0
+                           : (scores[static_cast<std::size_t>(j)] + 1e-4) * norm);
+      }
+      for (const int j : best_of(rest, 0, prompt - 4, 10)) expected.push_back(j);
+      for (int j = prompt - 4; j < prompt; ++j) expected.push_back(j);
+      std::ranges::sort(expected);
+      EXPECT_EQ(run.selections.at({0, l}).set.positions(row), expected);
+      differ = differ || run.selections.at({0, l}).set != run.selections.at({1, l}).set;
+    }
+  }
+  EXPECT_TRUE(differ);
+  expect_same_sets("critical-kv:wo=none,first=1", "snapkv", 20);
+}
+
+TEST_F(LawsOfPapers, CriticalKvAsksForTheOutputProjection) {
+  try {
+    check_policy(trace(), default_conditions(trace()), ConfiguredPolicy::parse("critical-kv"), 20);
+    FAIL() << "these traces have none";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::input);
+    EXPECT_EQ(error.expected(), "one, as capture --with-wo stores it, or wo=none");
+  }
 }
 
 }  // namespace

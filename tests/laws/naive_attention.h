@@ -62,9 +62,10 @@ inline std::vector<int> seen_in_slot_order(const LayerSelection& selection, cons
     for (int j = selection.set.tokens(); j <= t; ++j) seen.push_back(j);
     return seen;
   }
-  const KeptSet set = selection.changes_with_time() ? selection.seen_by(t) : selection.set;
+  const KeptSet set = selection.differs_by_query() ? selection.seen_by(t) : selection.set;
+  const int of_head = set.row_of(h, tensors.group());
   for (int j = 0; j <= t; ++j)
-    if (j >= set.tokens() || set.keeps(row, j) || j == t) seen.push_back(j);
+    if (j >= set.tokens() || set.keeps(of_head, j) || j == t) seen.push_back(j);
   return seen;
 }
 

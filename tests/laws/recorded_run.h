@@ -66,7 +66,12 @@ struct RecordedRun : Sink {
   }
   void selected(const LayerView& view, int cell, const LayerSelection& selection, const StoredLayer* changed,
                 const CellSeconds&) override {
-    selections[{cell, view.layer()}] = selection;
+    LayerSelection& kept = selections[{cell, view.layer()}] = selection;
+    if (selection.reads.at) {  // while the layer is there
+      std::map<int, KeptSet> sets;
+      for (const std::int32_t t : view.eval_queries()) sets[t] = selection.reads.at(t);
+      kept.reads.at = [sets](int query) { return sets.at(query); };
+    }
     if (changed != nullptr) stored[{cell, view.layer()}] = {changed->keys, changed->values, changed->bytes};
   }
   void compared(const LayerView& view, int cell, int, int, std::span<const Comparison> comparisons) override {

@@ -52,6 +52,22 @@ TEST_F(LayerViewOf, EveryObservableIsComputedOnce) {
   EXPECT_EQ(first(0, 0), 0.5);
 }
 
+TEST_F(LayerViewOf, QuerySquaresAreMeansOverTheLastQueries) {
+  const Matrix& squares = view.query_squares(7);
+  ASSERT_EQ(squares.rows(), 4);
+  ASSERT_EQ(squares.columns(), 8);
+  for (int h = 0; h < 4; ++h)
+    for (int c = 0; c < 8; ++c) {
+      double mean = 0;
+      for (int t = 23; t < 30; ++t) mean += layer.q.at(h, t, c) * layer.q.at(h, t, c) / 7;
+      EXPECT_NEAR(squares(h, c), mean, 1e-14);
+    }
+  EXPECT_EQ(&view.query_squares(30), &view.query_squares(1000));
+  // Of what had come at a time, not of what stayed.
+  const LayerView earlier(view, {.positions = {0, 2, 9}, .seen = 10, .added = 1});
+  EXPECT_DOUBLE_EQ(earlier.query_squares(1)(3, 5), layer.q.at(3, 9, 5) * layer.q.at(3, 9, 5));
+}
+
 TEST_F(LayerViewOf, AWindowLongerThanThePromptIsThePrompt) {
   const Matrix& all = view.window_attention(1000);
   EXPECT_EQ(backend.asked_queries, range(0, 30));

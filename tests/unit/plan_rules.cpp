@@ -80,9 +80,10 @@ const Refused refused[] = {
     {"strided:schedule=rolling",
      "strided: the schedule itself says which token goes: expected select=top-k, found another selector"},
     {"snapkv:store=quantised,schedule=every",
-     "snapkv: tokens are quantised at the end of the prompt: expected schedule=once, found every or question-blocks"},
+     "snapkv: a store changes tokens at the end of the prompt: expected schedule=once, found every or question-blocks"},
     {"snapkv:store=quantised,heads=query",
-     "snapkv: a quantised cache holds a token once a KV head: expected heads=kv or heads=layer, found heads=query"},
+     "snapkv: a store that changes tokens holds each once a KV head: expected heads=kv or heads=layer, found "
+     "heads=query"},
 };
 
 TEST(PlanRules, WhatDoesNotFitIsRefusedWithItsReason) {

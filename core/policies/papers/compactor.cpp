@@ -28,6 +28,7 @@ struct Compactor {
       .score =
           "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)), n_j = group mean of the column sums of "
           "softmax_j(q_t k_j) inside j's block",
+      .family = Family::geometry,
   };
 
   std::string mix = automatic;

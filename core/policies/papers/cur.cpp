@@ -29,6 +29,7 @@ struct Cur {
       .summary = "tokens whose keys and values are long among their neighbours, and the first ones",
       .paper = "Sengupta et al. 2025, CurDKV, arXiv:2509.15038",
       .score = "s[h,j] = |k_j|^2 |v_j|^2 / (sum of |k|^2 in j's block * sum of |v|^2 in it)",
+      .family = Family::geometry,
   };
 
   Use use = Use::product;

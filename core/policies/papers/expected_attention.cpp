@@ -13,6 +13,7 @@ struct ExpectedAttentionPolicy {
       .score =
           "s[h,j] = mean over the group of softmax_j(<m, k_j> + k_j' C k_j / 2) |v_j|_2, m and C mean and "
           "covariance of the scaled queries at the next `future` positions",
+      .family = Family::attention,
   };
 
   ExpectedAttention expected = {};

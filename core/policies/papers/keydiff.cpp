@@ -9,6 +9,7 @@ struct KeyDiff {
       .summary = "the keys least like the mean direction of all; with schedule=every(128) of those that are held",
       .paper = "Park et al. 2025, KeyDiff, arXiv:2504.15364",
       .score = "s[h,j] = -cos(k_j, mean over held i of k_i / |k_i|)",
+      .family = Family::geometry,
   };
 
   void parameters(Parameters&) {}

@@ -10,6 +10,7 @@ struct Knorm {
       .summary = "the shortest keys, which are attended to most",
       .paper = "Devoto et al. 2024, L2 norm-based strategy, arXiv:2406.11430",
       .score = "s[h,j] = -|k_j|_2",
+      .family = Family::geometry,
   };
 
   SkippedLayers skipped = {};

@@ -28,6 +28,7 @@ struct LagKv {
       .score =
           "s[h,j] = rank in its partition of the mean over K and V of softmax_j(std_c((x_jc - min_c) / (max_c - "
           "min_c))), over `lag`; extremes of the next partition",
+      .family = Family::geometry,
   };
 
   int sinks = 4;

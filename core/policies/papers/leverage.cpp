@@ -12,6 +12,7 @@ struct LeverageScores {
       .summary = "the keys that others say least about, before they were rotated",
       .paper = "the leverage scores of Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
       .score = "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the un-rotated keys less their mean",
+      .family = Family::geometry,
   };
 
   Leverage leverage = {};

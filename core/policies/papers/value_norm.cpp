@@ -10,6 +10,7 @@ struct ValueNorm {
       .summary = "the longest values, beside the first and the last tokens",
       .paper = "the value norm of Guo et al. 2024, VATP, arXiv:2406.12335, by itself",
       .score = "s[h,j] = |v_j|_p",
+      .family = Family::geometry,
   };
 
   double order = 2;

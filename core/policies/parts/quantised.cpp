@@ -6,6 +6,7 @@
 #include <string>
 
 #include "error.h"
+#include "policies/parts/stores.h"
 #include "policies/plan_part.h"
 #include "trace/float_types.h"
 
@@ -67,17 +68,11 @@ std::vector<float*> rows_of_head(std::vector<float>& numbers, const TensorView& 
 
 std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view, const KeptSet& kept) {
   const LayerTensors& exact = view.tensors();
-  auto layer = std::make_unique<StoredLayer>();
-  layer->keys = widened(exact.k);
-  layer->values = widened(exact.v);
-  layer->tensors = exact;
-  layer->tensors.k = view_of(layer->keys, exact.k);
-  layer->tensors.v = view_of(layer->values, exact.v);
+  std::unique_ptr<StoredLayer> layer = exact_copy(view);
 
   double bits = 0;
   for (int head = 0; head < exact.k.heads; ++head) {
-    std::vector<std::int32_t> positions = kept.positions(kept.heads() == Heads::kv ? head : 0);
-    positions.erase(std::ranges::lower_bound(positions, view.prompt()), positions.end());
+    const std::vector<std::int32_t> positions = held_of_prompt(view, kept, head);
     const int held = static_cast<int>(positions.size());
     const int quantised_keys = part.residual == 0 ? held : held - held % part.residual;
     const int quantised_values = std::max(0, held - part.residual);
@@ -110,7 +105,8 @@ void Quantised::parameters(Parameters& p) {
 }
 
 Store Quantised::store() const {
-  return Transformed{[part = *this](const LayerView& view, const KeptSet& kept) { return stored(part, view, kept); }};
+  return Transformed{
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); }};
 }
 
 }  // namespace kvreplay

@@ -16,6 +16,12 @@ Kept strided(const Row& row) {
   return kept;
 }
 
+Kept first_and_last(const Row& row) {
+  Kept kept{position_range(0, row.sinks), row.sinks, row.recent};
+  std::ranges::copy(position_range(row.tokens - row.recent, row.tokens), std::back_inserter(kept.positions));
+  return kept;
+}
+
 struct HeadAndTail {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "head-and-tail";
@@ -36,6 +42,8 @@ const RegisteredPart<HeadAndTail> registered_head_and_tail;
 }  // namespace
 
 Selector stride() { return {.select = strided, .reads_scores = false}; }
+
+Selector by_rule_alone() { return {.select = first_and_last, .reads_scores = false, .fills = false}; }
 
 Selector head_and_tail(bool keep_question) {
   const auto select = [keep_question](const Row& row) {

@@ -12,4 +12,7 @@ Selector stride();
 /// rule for what stands before it, and the question whole.
 Selector head_and_tail(bool keep_question);
 
+/// The first and the last tokens that stay by rule, and no other: no budget is filled.
+Selector by_rule_alone();
+
 }  // namespace kvreplay

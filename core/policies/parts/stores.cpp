@@ -1,7 +1,10 @@
 // Stores by name that change no number of a kept token; those that do have files of their own.
 #include "policies/parts/stores.h"
 
+#include <algorithm>
+
 #include "policies/plan_part.h"
+#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {
@@ -22,5 +25,22 @@ void add_positions(Parameters& p, Positions& positions) {
 }
 
 Store store_at(Positions positions) { return positions == Positions::cache ? Store{CachePositions{}} : Store{Exact{}}; }
+
+std::unique_ptr<StoredLayer> exact_copy(const LayerView& view) {
+  const LayerTensors& exact = view.tensors();
+  auto layer = std::make_unique<StoredLayer>();
+  layer->keys = widened(exact.k);
+  layer->values = widened(exact.v);
+  layer->tensors = exact;
+  layer->tensors.k = view_of(layer->keys, exact.k);
+  layer->tensors.v = view_of(layer->values, exact.v);
+  return layer;
+}
+
+std::vector<std::int32_t> held_of_prompt(const LayerView& view, const KeptSet& kept, int kv_head) {
+  std::vector<std::int32_t> positions = kept.positions(kept.heads() == Heads::kv ? kv_head : 0);
+  positions.erase(std::ranges::lower_bound(positions, view.prompt()), positions.end());
+  return positions;
+}
 
 }  // namespace kvreplay

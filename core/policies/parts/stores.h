@@ -1,5 +1,9 @@
-// Where kept tokens stand, as a parameter.
+// Where kept tokens stand, as a parameter; and what stores that change tokens begin with.
 #pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "policies/policy.h"
 
@@ -9,5 +13,11 @@ void add_positions(Parameters& p, Positions& positions);
 
 /// The store that leaves tokens where they were, or moves them to their slots.
 Store store_at(Positions positions);
+
+/// The layer's own keys and values, to be changed; its bytes are not counted yet.
+std::unique_ptr<StoredLayer> exact_copy(const LayerView& view);
+
+/// Tokens of the prompt that a KV head holds, ascending; the sets are one for each KV head, or one for the layer.
+std::vector<std::int32_t> held_of_prompt(const LayerView& view, const KeptSet& kept, int kv_head);
 
 }  // namespace kvreplay

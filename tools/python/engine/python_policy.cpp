@@ -244,7 +244,7 @@ void replace_prompt(std::vector<float>& all, const TensorView& shape, std::span<
 }
 
 Store store(const Shared& bound) {
-  return Transformed{[bound](const LayerView& view, const KeptSet& kept) {
+  return Transformed{[bound](const LayerView& view, const KeptSet& kept, const Partner&) {
     auto layer = std::make_unique<StoredLayer>();
     layer->tensors = view.tensors();
     TensorView &keys = layer->tensors.k, &values = layer->tensors.v;

@@ -1,0 +1,78 @@
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "policies/parts/array_file.h"
+#include "policies/parts/head_roles.h"
+#include "policies/parts/ranking.h"
+#include "policies/parts/rules.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct DuoAttention {
+  static constexpr Card card{
+      .name = "duo-attention",
+      .summary = "retrieval heads keep every token, the others the first and the last ones; no budget binds it",
+      .paper = "Xiao et al. 2024, DuoAttention, arXiv:2410.10819; kvpress for scores without a table",
+      .score =
+          "of a KV head: from a table, or the area under the cumulated attention of its mean query over 500 copies "
+          "of its mean key",
+      .family = Family::budget,
+  };
+
+  ArrayFile table{"kvpress"};
+  double full_heads = 0.5;
+  int sinks = 128;
+  int recent = 256;
+
+  void parameters(Parameters& p) {
+    table.parameter(p, "table", "scores [L, Hkv] of the treated layers' KV heads, or kvpress' from this prompt");
+    p.add("full_heads", full_heads, RealRange{}, "share of the KV heads of all layers that keep every token");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that the other heads keep");
+    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "last tokens that the other heads keep");
+  }
+
+  std::vector<Source> sources() const { return table.sources(); }
+
+  /// Of heads with these scores, layer by layer.
+  std::vector<std::vector<int>> counts(const Division& division, std::span<const double> scores) const {
+    const auto full = static_cast<std::int64_t>(std::floor(full_heads * static_cast<double>(scores.size()) + 0.5));
+    std::vector<std::vector<int>> all(static_cast<std::size_t>(division.layers),
+                                      std::vector<int>(static_cast<std::size_t>(division.rows), division.by_rule()));
+    for (const std::int32_t head : largest(scores, full))
+      all[static_cast<std::size_t>(head / division.rows)][static_cast<std::size_t>(head % division.rows)] =
+          division.prompt;
+    return all;
+  }
+
+  Plan plan() const {
+    Plan plan{.protect = {.sinks = sinks, .recent = Amount::tokens(recent)}, .own_memory = true};
+    if (table.is_file()) {
+      plan.select = by_rule_alone();
+      plan.allocate = ByHead([*this](const Division& division) {
+        return counts(
+            division,
+            table.of_shape("duo-attention:table", {division.layers, division.rows}, "[treated layers, KV heads]")
+                .numbers);
+      });
+    } else {
+      plan.score = head_role_score();
+      plan.allocate = AcrossLayers([*this](const Division& division, std::span<const Matrix* const> layers) {
+        std::vector<double> scores;
+        for (const Matrix* layer : layers)
+          for (int head = 0; head < layer->rows(); ++head) scores.push_back((*layer)(head, 0));
+        return counts(division, scores);
+      });
+    }
+    return plan;
+  }
+};
+
+const Registered<DuoAttention> registered;
+
+}  // namespace
+}  // namespace kvreplay

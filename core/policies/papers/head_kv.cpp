@@ -1,0 +1,79 @@
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "policies/parts/apportion.h"
+#include "policies/parts/array_file.h"
+#include "policies/parts/window_score.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct HeadKv : WindowFamily {
+  static constexpr Card card{
+      .name = "head-kv",
+      .summary = "SnapKV's scores with budgets by the importance of each head, from a table",
+      .paper = "Fu et al. 2024, HeadKV, arXiv:2410.19258",
+      .score =
+          "as snapkv; head sizes beside the window as p b/beta L Hq + (b - b/beta), p the head's share of all "
+          "importance",
+      .family = Family::budget,
+  };
+
+  ArrayFile table{"none"};
+  double beta = 1.01;
+
+  void parameters(Parameters& p) {
+    WindowFamily::parameters(p);
+    const auto read = p.of_part("allocate");
+    table.parameter(p, "table", "importances [L, Hq] of the treated layers' query heads, 0 or more; needed");
+    p.add("beta", beta, RealRange{1, 1e6}, "1/beta of the budget is divided by importance, the rest equally");
+  }
+
+  std::vector<Source> sources() const { return table.sources(); }
+
+  /// Importances of the rows, means over their query heads, as shares of L * Hq.
+  std::vector<double> shares(const Division& division) const {
+    const Array& importance =
+        table.of_shape("head-kv:table", {division.layers, division.query_heads}, "[treated layers, query heads]");
+    double sum = 0;
+    for (const double number : importance.numbers) {
+      if (number < 0)
+        throw Error{Refusal::input, importance.source.path, "importance of a head", "0 or more",
+                    std::to_string(number)};
+      sum += number;
+    }
+    if (sum == 0)
+      throw Error{Refusal::input, importance.source.path, "no head has any importance", "a number above 0", "zeros"};
+    std::vector<double> of_rows(static_cast<std::size_t>(division.layers) * static_cast<std::size_t>(division.rows));
+    // Rows of a layer stand side by side, and so do their query heads.
+    for (std::size_t head = 0; head < importance.numbers.size(); ++head)
+      of_rows[head * of_rows.size() / importance.numbers.size()] +=
+          importance.numbers[head] / sum * static_cast<double>(of_rows.size());
+    return of_rows;
+  }
+
+  Plan plan() const {
+    Plan plan = WindowFamily::plan();
+    plan.allocate = ByHead([*this](const Division& division) {
+      const double slots = division.slots();
+      std::vector<double> weights = shares(division);
+      for (double& weight : weights) weight = weight * slots / beta + (slots - slots / beta);
+      const std::int64_t all = std::int64_t{division.layers} * division.rows * division.slots();
+      const std::vector<int> sizes = apportion(all, weights, 0, division.candidates());
+      std::vector<std::vector<int>> counts(static_cast<std::size_t>(division.layers));
+      for (std::size_t i = 0; i < sizes.size(); ++i)
+        counts[i / static_cast<std::size_t>(division.rows)].push_back(division.by_rule() + sizes[i]);
+      return counts;
+    });
+    return plan;
+  }
+};
+
+const Registered<HeadKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,61 @@
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "policies/parts/array_file.h"
+#include "policies/parts/key_products.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct QFilter {
+  static constexpr Card card{
+      .name = "q-filter",
+      .summary =
+          "keys that point where queries do: by one direction for each KV head, from this prompt's queries or a "
+          "file",
+      .paper = "Godey et al. 2025, Q-Filters, arXiv:2503.02812",
+      .score = "s[h,j] = <k_j, u>, u the group mean of the queries' first right singular vectors, signed by their mean",
+      .family = Family::geometry,
+  };
+
+  ArrayFile filters{"trace"};
+
+  void parameters(Parameters& p) {
+    filters.parameter(p, "filters",
+                      "directions [L, Hkv, d] of the treated layers, keys along them stay (published filters point the "
+                      "other way), or those of this prompt's own queries");
+  }
+
+  std::vector<Source> sources() const { return filters.sources(); }
+
+  /// [Hkv, d].
+  Matrix directions(const LayerView& view) const {
+    Matrix result(view.kv_heads(), view.tensors().k.dim);
+    if (!filters.is_file()) return Grouping{}(view.query_directions(), view.group());
+    const std::span<const double> all =
+        filters
+            .of_shape("q-filter:filters", {view.layers(), result.rows(), result.columns()},
+                      "[treated layers, KV heads, head dimension]")
+            .numbers;
+    std::ranges::copy(
+        all.subspan(static_cast<std::size_t>(view.layer()) * result.values().size(), result.values().size()),
+        result.values().begin());
+    return result;
+  }
+
+  Plan plan() const {
+    const auto score = [*this](const LayerView& view, const Scoring&) { return key_products(view, directions(view)); };
+    const std::vector<Source> files = sources();
+    return {.score = {.score = score,
+                      .needs = filters.is_file() ? Needs{} : all_queries(),
+                      .name = "q-filter(" + (files.empty() ? "trace" : files.front().hash) + ")"}};
+  }
+};
+
+const Registered<QFilter> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,28 @@
+#include "policies/parts/fewer_channels.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Think {
+  static constexpr Card card{
+      .name = "think",
+      .summary = "every token, its key without the channels that matter least to the last queries",
+      .paper = "Xu et al. 2024, ThinK, arXiv:2407.21018",
+      .score =
+          "of channel c of a KV head: group mean of (mean over the last `window` queries of q_c^2) * mean over keys "
+          "of k_c^2",
+      .family = Family::store,
+  };
+
+  FewerChannels channels = {};
+
+  void parameters(Parameters& p) { channels.parameters(p); }
+
+  Plan plan() const { return {.allocate = Everything{}, .store = channels.store()}; }
+};
+
+const Registered<Think> registered;
+
+}  // namespace
+}  // namespace kvreplay

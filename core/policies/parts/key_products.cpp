@@ -1,0 +1,23 @@
+#include "policies/parts/key_products.h"
+
+#include "trace/float_types.h"
+
+namespace kvreplay {
+
+Matrix key_products(const LayerView& view, const Matrix& directions) {
+  const TensorView& keys = view.tensors().k;
+  Matrix products(keys.heads, view.tokens());
+  view.on_threads(static_cast<std::size_t>(keys.heads), [&](std::size_t number) {
+    const auto head = static_cast<int>(number);
+    const std::span<const std::int32_t> positions = view.positions(head);
+    for (int i = 0; i < products.columns(); ++i) {
+      const std::byte* key = keys.row(head, positions[static_cast<std::size_t>(i)]);
+      for (int c = 0; c < keys.dim; ++c)
+        products(head, i) +=
+            directions(head, c) * static_cast<double>(load(key, keys.dtype, static_cast<std::size_t>(c)));
+    }
+  });
+  return products;
+}
+
+}  // namespace kvreplay

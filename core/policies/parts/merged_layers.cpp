@@ -1,0 +1,147 @@
+#include "policies/parts/merged_layers.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <memory>
+#include <numbers>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "policies/parts/ranking.h"
+#include "policies/parts/stores.h"
+#include "trace/float_types.h"
+
+namespace kvreplay {
+namespace {
+
+using Distance = MergedLayers::Distance;
+
+constexpr Choice<Distance> distance_words[] = {{"paper", Distance::paper}, {"code", Distance::code}};
+
+double length(std::span<const double> x) {
+  double square = 0;
+  for (const double number : x) square += number * number;
+  return std::sqrt(square);
+}
+
+std::vector<double> numbers_of(const TensorView& tensor, int head, int token) {
+  std::vector<double> numbers(static_cast<std::size_t>(tensor.dim));
+  for (std::size_t c = 0; c < numbers.size(); ++c) numbers[c] = load(tensor.row(head, token), tensor.dtype, c);
+  return numbers;
+}
+
+/// A token's vector in both layers of a pair: lengths, and the angle between them.
+struct Pair {
+  std::vector<double> lower, upper;
+  double lower_length = 0, upper_length = 0, angle = 0;  // 0 beside a zero vector
+
+  Pair(const TensorView& below, const TensorView& above, int head, int token)
+      : lower(numbers_of(below, head, token)),
+        upper(numbers_of(above, head, token)),
+        lower_length(length(lower)),
+        upper_length(length(upper)) {
+    // Of the sum and the difference of the directions: near 0 and pi the arc cosine has lost half its digits.
+    double sum = 0, difference = 0;
+    for (std::size_t c = 0; has_directions() && c < lower.size(); ++c) {
+      const double a = lower[c] / lower_length, b = upper[c] / upper_length;
+      sum += (a + b) * (a + b);
+      difference += (a - b) * (a - b);
+    }
+    angle = 2 * std::atan2(std::sqrt(difference), std::sqrt(sum));
+  }
+
+  bool has_directions() const { return lower_length > 0 && upper_length > 0; }
+  /// Opposite vectors have no direction between them, and a zero one has none at all.
+  bool can_merge() const { return has_directions() && angle < std::numbers::pi - 1e-6; }
+};
+
+/// The layers from L/2 on two by two; one that is left over is stored alone.
+int partner_of(int layer, int layers) {
+  const int first = (layers + 1) / 2;
+  if (layer < first) return layer;
+  const int other = first + ((layer - first) ^ 1);
+  return other < layers ? other : layer;
+}
+
+/// Which tokens keep both vectors.
+std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& angles) {
+  std::vector<bool> result(angles.size());
+  if (part.distance == Distance::code) {
+    const auto count = static_cast<std::int64_t>(part.gap * static_cast<double>(angles.size()));
+    for (const std::int32_t j : largest(angles, count)) result[static_cast<std::size_t>(j)] = true;
+    return result;
+  }
+  const auto [least, most] = std::ranges::minmax(angles);
+  for (std::size_t j = 0; j < angles.size(); ++j) result[j] = angles[j] > least + part.gap * (most - least);
+  return result;
+}
+
+/// One KV head of keys or values in one of two layers; the numbers that both take.
+double merge(const MergedLayers& part, const TensorView& below, const TensorView& above, bool is_upper, int head,
+             int prompt, std::vector<float>& out) {
+  std::vector<double> angles;
+  for (int token = 0; token < prompt; ++token) angles.push_back(Pair(below, above, head, token).angle);
+  const std::vector<bool> stays = apart(part, angles);
+  double numbers = 0;
+  for (int token = 0; token < prompt; ++token) {
+    const Pair pair(below, above, head, token);
+    if (stays[static_cast<std::size_t>(token)] || !pair.can_merge()) {
+      numbers += 2.0 * below.dim;
+      continue;
+    }
+    numbers += below.dim + 2.0;
+    const double unit = pair.angle > 0 ? std::sin(pair.angle) : 1.0;
+    const double of_lower = pair.angle > 0 ? std::sin((1 - part.t) * pair.angle) / unit : 1 - part.t;
+    const double of_upper = pair.angle > 0 ? std::sin(part.t * pair.angle) / unit : part.t;
+    const double own_length = is_upper ? pair.upper_length : pair.lower_length;
+    const std::span<float> row = row_of(out, below, head, token);
+    for (std::size_t c = 0; c < row.size(); ++c)
+      row[c] = static_cast<float>(
+          own_length * (of_lower * pair.lower[c] / pair.lower_length + of_upper * pair.upper[c] / pair.upper_length));
+  }
+  return numbers;
+}
+
+std::unique_ptr<StoredLayer> stored(const MergedLayers& part, const LayerView& view, const Partner& partner) {
+  std::unique_ptr<StoredLayer> layer = exact_copy(view);
+  const LayerTensors& own = view.tensors();
+  if (partner.layer == view.layer()) {
+    layer->bytes = static_cast<double>(own.k.row_bytes() + own.v.row_bytes()) * own.k.heads * view.prompt();
+    return layer;
+  }
+  const bool is_upper = partner.layer < view.layer();
+  const LayerTensors& below = is_upper ? partner.tensors : own;
+  const LayerTensors& above = is_upper ? own : partner.tensors;
+  std::vector<double> bytes(static_cast<std::size_t>(own.k.heads));
+  view.on_threads(bytes.size(), [&](std::size_t i) {
+    const auto head = static_cast<int>(i);
+    const double keys = merge(part, below.k, above.k, is_upper, head, view.prompt(), layer->keys);
+    const double values = merge(part, below.v, above.v, is_upper, head, view.prompt(), layer->values);
+    bytes[i] =
+        (keys * static_cast<double>(size_of(own.k.dtype)) + values * static_cast<double>(size_of(own.v.dtype))) / 2;
+  });
+  layer->bytes = std::accumulate(bytes.begin(), bytes.end(), 0.0);
+  return layer;
+}
+
+}  // namespace
+
+void MergedLayers::parameters(Parameters& p) {
+  p.add("t", t, RealRange{}, "where the shared direction lies: 0 the lower layer's, 1 the upper one's");
+  p.add<Distance>("distance", distance, distance_words,
+                  "tokens stay apart by how far their angle reaches from the least to the greatest, or by their rank");
+  p.add("gap", gap, RealRange{},
+        "angles above min + gap (max - min) stay apart; with distance=code that share of them");
+}
+
+Store MergedLayers::store() const {
+  return Transformed{[part = *this](const LayerView& view, const KeptSet&, const Partner& partner) {
+                       return stored(part, view, partner);
+                     },
+                     {},
+                     partner_of};
+}
+
+}  // namespace kvreplay
