@@ -295,6 +295,13 @@ FURTHER_POLICIES = [
     "cur:use=key,block=5,sinks=1",
     "cur:use=value,sinks=0",
     "cur:use=avg,block=7",
+    "caote:window=2",
+    "caote:base=cumulative,heads=query",
+    "caote:window=1,heads=layer",
+    "lava:window=2,kernel=3",
+    "lava:window=3,pool=avg,kernel=3,heads=query,agg=mean",
+    "defensive-kv:window=2,kernel=3",
+    "defensive-kv:window=4,pool=none,heads=layer",
 ]
 FURTHER_FIXTURE_POLICIES = [
     "tova",
@@ -342,6 +349,9 @@ FURTHER_REAL_POLICIES = [
     "leverage:sketch=48",
     "compactor",
     "cur",
+    "caote",
+    "lava",
+    "defensive-kv",
 ]
 ALSO_LARGE_BUDGETS = (random_traces.one_layer, random_traces.sliding_windows)
 ALSO_ALL_ROWS = (

@@ -15,7 +15,7 @@ from reference import (
 )
 from reference_geometry import prompt_values
 from reference_once import observation_window
-from reference_selection import TOLERANCE, Case, Decision, Selection, Verdict, best_beside, only, ranked, tokens_of
+from reference_selection import Case, Decision, Selection, Verdict, best_beside, only, ranked, tokens_of
 
 
 def caote(case: Case) -> Selection:
@@ -27,8 +27,10 @@ def caote(case: Case) -> Selection:
     fixed = protection(0, min(recent, trace.prompt), case.budget, trace.prompt)
 
     def scores(layer: int) -> np.ndarray:
-        seen = window_attention(trace, layer, observation_window(case)) if of_window else cumulative_attention(
-            trace, layer
+        seen = (
+            window_attention(trace, layer, observation_window(case))
+            if of_window
+            else cumulative_attention(trace, layer)
         )
         share = seen / seen.sum(axis=1, keepdims=True)
         values = np.repeat(prompt_values(trace, layer), group, axis=0)

@@ -11,6 +11,7 @@ import reference_attention
 import reference_geometry
 import reference_heads
 import reference_layers
+import reference_newer
 import reference_once
 import reference_schedules
 import reference_stores
@@ -115,6 +116,9 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "leverage": {"sketch": "0", "ridge": "0.01", "seed": "0"},
     "compactor": {"mix": "auto", "sketch": "0", "seed": "0", "sinks": "8", "recent": "4", "block": "256"},
     "cur": {"use": "product", "block": "16", "sinks": "4"},
+    "caote": {"base": "window", "window": "8", "heads": "kv", "agg": "mean"},
+    "lava": {"window": "32", "kernel": "7", "pool": "max", "heads": "kv", "agg": "max"},
+    "defensive-kv": {"window": "32", "kernel": "5", "pool": "avg", "heads": "kv", "agg": "max"},
 }
 
 
@@ -274,4 +278,7 @@ POLICIES = {
     "leverage": reference_geometry.leverage,
     "compactor": reference_geometry.compactor,
     "cur": reference_geometry.cur,
+    "caote": reference_newer.caote,
+    "lava": reference_newer.lava,
+    "defensive-kv": reference_newer.defensive_kv,
 }
