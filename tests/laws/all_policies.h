@@ -81,6 +81,7 @@ inline std::vector<std::string> all_policies() {
            "caote:base=cumulative,heads=query",
            "caote:window=1,heads=layer",
            "lava:window=3,pool=avg,kernel=3,heads=query",
+           "defensive-kv:window=3,allocate=ranked-global",
            "snapkv:window=2,allocate=entropy",
            "oracle:scope=layer",
            "oracle:scope=global,heads=layer",

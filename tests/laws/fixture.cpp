@@ -341,6 +341,25 @@ TEST_F(Fixture, Cur) {
             printed("0,1,3,5,8,10 ; 0,4,5,7,8,11 | 0,2,4,6,9,11 ; 0,1,6,7,9,10"));
 }
 
+// By tests/reference, from the papers' equations: no line of the rules has them.
+TEST_F(Fixture, Caote) {
+  EXPECT_EQ(first_layers(sets("caote:window=2"), 2), printed("0,2,3,8,10,11 ; 1,2,6,7,10,11 | 5-7,9-11 ; 1-3,6,10,11"));
+  EXPECT_EQ(first_layers(sets("caote:base=cumulative"), 4),
+            printed("0-2,9-11 ; 0-2,9-11 | 0-2,9-11 ; 0-2,9-11 | 0,2,3,9-11 ; 0,1,4,9-11 | 0,1,3,9-11 ; 0-2,9-11"));
+}
+
+TEST_F(Fixture, Lava) {
+  EXPECT_EQ(sets("lava:window=2,kernel=3"),
+            printed("2-4,10,11 ; 0-3,5,10,11 | 4-7,10,11 ; 0,2-4,10,11 | 0-3,10,11 ; 4-7,10,11 | 0-3,10,11 ; "
+                    "3,5-7,10,11"));
+}
+
+TEST_F(Fixture, DefensiveKv) {
+  EXPECT_EQ(sets("defensive-kv:window=2,kernel=3"),
+            printed("1-4,10,11 ; 0-3,10,11 | 0,1,4-7,10,11 ; 2,4,10,11 | 0-2,10,11 ; 2-6,10,11 | 0,1,10,11 ; "
+                    "0,3-7,10,11"));
+}
+
 TEST_F(Fixture, LagKv) {
   EXPECT_EQ(first_layers(sets("lagkv:sinks=2,lag=3", 9), 2),
             printed("0-2,4,5,8-11 ; 0-3,7-11 | 0-2,4,6,8-11 ; 0-3,6,8-11"));
