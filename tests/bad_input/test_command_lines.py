@@ -287,7 +287,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p knorm:skip_layers=x -b 0.5",
-        "skip_layers: not a whole number: expected a whole number, found x",
+        'skip_layers: not a number: expected a whole number, found "x"',
     ),
     # files of policies
     (INPUT, f"{REPLAY} -p @missing.yaml -b 0.5", "missing.yaml: cannot be read: expected a file of policies"),

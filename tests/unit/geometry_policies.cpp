@@ -329,15 +329,16 @@ TEST(LagKv, OfEqualTokensTheFirstRanksHighest) {
             (std::vector<double>{2.0 / 3, 1.0 / 3, 0, 1, 1, 1}));
 }
 
-TEST(LagKv, TooFewTokensToCompareKeepTheMostRecentByRule) {
+TEST(LagKv, OfTokensTooFewToCompareTheMostRecentScoreHighest) {
+  RandomTensor some(1, 12, 2, DType::float32, 1.0, 1);
+  const LayerTensors tensors{.q = some.view(), .k = some.view(), .v = some.view(), .query_positions = {}, .rope = {}};
+  const auto backend = tested_backend(1);
+  const std::vector<std::int32_t> eval{11};
   const Plan plan = plan_of("lagkv:sinks=2,lag=5");
-  const std::vector<double> scores(11, 1.0);
-  const Kept kept = plan.select({.scores = scores, .tokens = 11, .budget = 5, .sinks = 2});
-  EXPECT_EQ(kept.positions, (std::vector<std::int32_t>{0, 1, 8, 9, 10}));
-  EXPECT_EQ(kept.recent, 3);
-  const std::vector<double> more(12, 1.0);
-  EXPECT_EQ(plan.select({.scores = more, .tokens = 12, .budget = 5, .sinks = 2}).positions,
-            (std::vector<std::int32_t>{0, 1, 2, 3, 4}));
+  EXPECT_EQ(plan.protect.sinks, 2);
+  const LayerView eleven(*backend, tensors, {.prompt = 11}, eval), twelve(*backend, tensors, {.prompt = 12}, eval);
+  for (int j = 0; j < 11; ++j) EXPECT_EQ(plan.score.score(eleven, {})(0, j), j);
+  EXPECT_EQ(plan.score.score(twelve, {})(0, 11), 1.0) << "two whole partitions behind the sinks";
 }
 
 TEST(ZScores, OfEqualNumbersAreZero) {

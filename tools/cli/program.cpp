@@ -45,10 +45,11 @@ int run_command(const std::string& program, const std::vector<std::string>& word
   return command->run(arguments);
 }
 
+const Error cannot_be_written{Refusal::resources, "standard output", "cannot be written"};
+
 /// The exit code, once all of stdout is where it should be.
 int flushed(int code) {
-  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
-    throw Error{Refusal::resources, "standard output", "cannot be written"};
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw cannot_be_written;
   return code;
 }
 
@@ -74,6 +75,8 @@ int run_program(const std::string& program, const std::vector<std::string>& word
   } catch (const std::filesystem::filesystem_error& error) {
     return refused(Error{Refusal::input, error.path1().string(), error.code().message()}.what(), Refusal::input);
   } catch (const std::exception& error) {
+    // What is longer than the stream's buffer is written, and thrown by fmt, before it is flushed.
+    if (std::ferror(stdout) != 0) return refused(cannot_be_written.what(), cannot_be_written.refusal());
     return refused(error.what(), Refusal::internal);
   }
 }

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "policies/parts/ranking.h"
-#include "policies/parts/top_k.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 
@@ -39,25 +38,18 @@ struct LagKv {
     p.add("lag", lag, IntRange{.least = 1}, "tokens of a partition");
   }
 
-  int partitions(int tokens) const { return std::max(0, tokens - sinks) / lag; }
-
-  /// Of tokens too few to compare partitions the most recent stay.
-  Selector selector() const {
-    const auto select = [*this, best = top_k()](Row row) {
-      if (partitions(row.tokens) < 2) row.recent = row.budget - row.sinks;
-      return best(row);
-    };
-    return {.select = select};
-  }
-
-  /// 1 for what no whole partition follows.
+  /// 1 for what no whole partition follows. Of tokens too few to compare partitions the most recent stay.
   Matrix scores(const LayerView& view) const {
+    const int partitions = std::max(0, view.tokens() - sinks) / lag;
     Matrix scores(view.kv_heads(), view.tokens(), 1.0);
+    if (partitions < 2)
+      for (int row = 0; row < scores.rows(); ++row)
+        for (int j = 0; j < view.tokens(); ++j) scores(row, j) = j;
     const Matrix& of_keys = view.key_lag_deviations(sinks, lag);
     const Matrix& of_values = view.value_lag_deviations(sinks, lag);
     const auto length = static_cast<std::size_t>(lag);
     for (int row = 0; row < scores.rows(); ++row)
-      for (int first = sinks; first < sinks + (partitions(view.tokens()) - 1) * lag; first += lag) {
+      for (int first = sinks; first < sinks + (partitions - 1) * lag; first += lag) {
         const auto begin = static_cast<std::size_t>(first);
         std::vector<double> shares = softmax(of_keys.row(row).subspan(begin, length));
         const std::vector<double> more = softmax(of_values.row(row).subspan(begin, length));
@@ -70,11 +62,7 @@ struct LagKv {
 
   Plan plan() const {
     const auto score = [*this](const LayerView& view, const Scoring&) { return scores(view); };
-    return {
-        .score = {.score = score, .name = name_with_values(card.name, *this)},
-        .protect = {.sinks = sinks},
-        .select = selector(),
-    };
+    return {.score = {.score = score, .name = name_with_values(card.name, *this)}, .protect = {.sinks = sinks}};
   }
 };
 
