@@ -125,6 +125,9 @@ struct Selector {
   bool reads_layer = false;  // `view` of a row is there, and the layer resident
   bool one_set = false;      // for all heads of a layer
   bool of_prompt = false;    // says what stays of the whole prompt, also of all of it
+  /// Of a selector whose sets have a structure: the one with the largest sum of the row's scores among all that have as
+  /// many tokens as the row's budget, the first and the last ones by rule among them. Empty: any set can be chosen.
+  std::function<Kept(const Row&)> best = {};
 
   Kept operator()(const Row& row) const { return select(row); }
 };
@@ -159,10 +162,15 @@ using WithinLayer = std::function<std::vector<int>(const Division&, const Matrix
 /// Counts of all treated layers at once, [L][H], from all layers' scores [L] of [H, P]. Sum at most L*H*B.
 using AcrossLayers =
     std::function<std::vector<std::vector<int>>(const Division&, std::span<const Matrix* const> scores)>;
+/// Counts of the rows of some layers, [layers][H], that sum to `slots`, from their scores, [layers] of [H, P].
+using SlotDivision =
+    std::function<std::vector<std::vector<int>>(std::int64_t slots, std::span<const Matrix* const> scores)>;
 /// The counts and the granularity of another policy's selection.
 struct CountsOf {
   std::string policy;
-  bool has_budget = true;  // whether one binds that policy
+  bool has_budget = true;    // whether one binds that policy
+  SlotDivision divide = {};  // its slots anew; none: each row has its count
+  bool over_layers = false;  // `divide` those of all layers together, not of each
 };
 
 /// The type says what must be known before a layer's set is final: nothing, the layer, all layers, another policy.

@@ -72,6 +72,12 @@ struct Stretch {
   }
 };
 
+/// Whether a layer's counts depend on the scores of all layers.
+bool divides_over_layers(const Allocator& allocate) {
+  const auto* counts = std::get_if<CountsOf>(&allocate);
+  return std::holds_alternative<AcrossLayers>(allocate) || (counts != nullptr && counts->over_layers);
+}
+
 /// A cell of the caller, or a policy that runs unseen because a cell takes its counts.
 struct Job {
   const Cell* cell;
@@ -279,8 +285,9 @@ class Replay {
           stretch.by_head = (*by_head)(division(stretch, job.budget));
           check_slots(job, of_range.plan, stretch.by_head);
         });
-      job.two_walks = job.two_walks || (!whole && (counted_later || stretch.shares_later_layer() ||
-                                                   std::holds_alternative<AcrossLayers>(of_range.plan.allocate)));
+      job.two_walks =
+          job.two_walks ||
+          (!whole && (counted_later || stretch.shares_later_layer() || divides_over_layers(of_range.plan.allocate)));
     }
     const auto size = static_cast<std::size_t>(layers());
     job.selections.resize(size);
@@ -389,7 +396,7 @@ class Replay {
 
   /// Whether a layer's counts are known only when all layers have been seen.
   bool counts_come_later(const Job& job, const Stretch& stretch) const {
-    return std::holds_alternative<AcrossLayers>(stretch.plan().allocate) ||
+    return divides_over_layers(stretch.plan().allocate) ||
            (job.takes_counts() && jobs_[static_cast<std::size_t>(job.counted)].two_walks);
   }
 
@@ -490,12 +497,21 @@ class Replay {
     return scores;
   }
 
+  /// Of the policy whose counts the job takes.
+  std::vector<int> counted(const Job& job, int layer) const {
+    const KeptSet& set = jobs_[static_cast<std::size_t>(job.counted)].selections[static_cast<std::size_t>(layer)].set;
+    std::vector<int> of_rows;
+    for (int row = 0; row < set.rows(); ++row) of_rows.push_back(set.count(row));
+    return of_rows;
+  }
+
   std::vector<int> counts(const Job& job, const Stretch& stretch, int layer, const Scores& scores, int rows) const {
     if (job.takes_counts()) {
-      const KeptSet& set = jobs_[static_cast<std::size_t>(job.counted)].selections[static_cast<std::size_t>(layer)].set;
-      std::vector<int> of_rows;
-      for (int row = 0; row < set.rows(); ++row) of_rows.push_back(set.count(row));
-      return of_rows;
+      const std::vector<int> of_rows = counted(job, layer);
+      const SlotDivision& divide = std::get<CountsOf>(stretch.plan().allocate).divide;
+      const Matrix* const of_layer = scores.get();
+      return divide ? divide(std::accumulate(of_rows.begin(), of_rows.end(), std::int64_t{0}), {&of_layer, 1}).front()
+                    : of_rows;
     }
     if (const auto* within = std::get_if<WithinLayer>(&stretch.plan().allocate))
       return (*within)(division(stretch, job.budget), *scores);
@@ -591,10 +607,19 @@ class Replay {
     const auto first = static_cast<std::size_t>(stretch.of.first);
     const auto start = std::chrono::steady_clock::now();
     std::vector<std::vector<int>> counts_of_layers;
+    std::vector<const Matrix*> scores;
+    for (const Scores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(stretch.of.count)))
+      scores.push_back(of_layer.get());
+    if (const auto* counts = std::get_if<CountsOf>(&stretch.plan().allocate);
+        counts != nullptr && counts->over_layers) {
+      std::int64_t slots = 0;
+      for (int l = stretch.of.first; l < stretch.of.first + stretch.of.count; ++l) {
+        const std::vector<int> of_layer = counted(job, l);
+        slots += std::accumulate(of_layer.begin(), of_layer.end(), std::int64_t{0});
+      }
+      counts_of_layers = counts->divide(slots, scores);
+    }
     if (const auto* across = std::get_if<AcrossLayers>(&stretch.plan().allocate)) {
-      std::vector<const Matrix*> scores;
-      for (const Scores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(stretch.of.count)))
-        scores.push_back(of_layer.get());
       counts_of_layers = (*across)(division(stretch, job.budget), scores);
       check_slots(job, stretch.plan(), counts_of_layers);
     }

@@ -336,6 +336,60 @@ TEST_P(EveryPolicy, RecallsNoMoreThanTheOracleWithItsCounts) {
   });
 }
 
+/// The sum of the best `slots` entries: what sets can attend to whose counts are free.
+double best_entries(std::vector<double> entries, long slots) {
+  std::ranges::sort(entries, std::greater{});
+  return std::accumulate(entries.begin(), entries.begin() + slots, 0.0);
+}
+
+/// R0 ... R4: the policy, and the oracles with its counts that may choose ever more. The last two are held against the
+/// best entries of each layer, and of all.
+TEST_P(EveryPolicy, RecallsNoMoreThanOraclesThatMayChooseEverMore) {
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse(GetParam());
+  std::vector<std::string> asked{GetParam()};
+  for (const char* free : {"chunks", "tokens", "heads", "layers"})
+    asked.push_back("oracle:counts=(" + GetParam() + "),free=" + free);
+  on_all([&](const Trace& trace, int budget) {
+    const Conditions conditions = default_conditions(trace);
+    const auto layers = static_cast<int>(conditions.layers.size());
+    const std::vector<LayerPlan> plans = policy.plans(layers);
+    const bool bounded = std::ranges::all_of(plans, [&](const LayerPlan& part) {
+      return std::holds_alternative<Once>(part.plan.schedule) && has_budget(part.plan) &&
+             !std::holds_alternative<CountsOf>(part.plan.allocate) &&
+             part.plan.grouping.heads == plans.front().plan.grouping.heads;
+    });
+    if (!bounded) {
+      EXPECT_THROW(static_cast<void>(ConfiguredPolicy::parse(asked.back()).plans(layers)), Error);
+      return;
+    }
+    const RecordedRun run = record(trace, asked, budget);
+    const int group = trace.header().group();
+    const double pairs = static_cast<double>(conditions.eval_queries.size()) * trace.header().query_heads;
+    double all = 0, recalled = 0;
+    std::vector<double> of_model;
+    long slots_of_model = 0;
+    for (int l = 0; l < layers; ++l) {
+      const LayerSelection& selection = run.selections.at({0, l});
+      const Matrix& future = run.eval_attention.at(l);
+      Matrix read(selection.set.rows(), future.columns());
+      for (int h = 0; h < future.rows(); ++h)
+        for (int j = 0; j < future.columns(); ++j) read(selection.set.row_of(h, group), j) += future(h, j);
+      long slots = 0;
+      for (int row = 0; row < selection.set.rows(); ++row) slots += selection.set.count(row);
+      const std::vector<double> entries(read.values().begin(), read.values().end());
+      const double of_layer = std::accumulate(entries.begin(), entries.end(), 0.0);
+      EXPECT_NEAR(run.recall(3, l), 1.0 - (of_layer - best_entries(entries, slots)) / pairs, 1e-6);
+      for (const int free : {1, 2, 3})
+        EXPECT_LE(run.recall(free - 1, l), run.recall(free, l) + 1e-6) << asked[static_cast<std::size_t>(free)];
+      of_model.insert(of_model.end(), entries.begin(), entries.end());
+      slots_of_model += slots;
+      all += of_layer;
+      recalled += run.recall(4, l);
+    }
+    EXPECT_NEAR(recalled, layers - (all - best_entries(of_model, slots_of_model)) / pairs, 1e-6 * layers);
+  });
+}
+
 TEST_P(EveryPolicy, ObeysTheIdentitiesOfEviction) {
   on_all([](const Trace& trace, int budget) {
     const RecordedRun run = record(trace, {GetParam()}, budget);

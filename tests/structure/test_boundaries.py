@@ -41,6 +41,7 @@ LAYERS = {
 PACKAGES = {
     "kvreplay": ("kvreplay",),
     "kvreplay.capture": ("kvreplay", "kvreplay.capture"),
+    "kvreplay.bounds": ("kvreplay", "kvreplay.bounds"),
     "kvreplay.compare": ("kvreplay", "kvreplay.compare"),
     "kvreplay.tune": ("kvreplay", "kvreplay.compare", "kvreplay.tune"),
     "kvreplay.plot": ("kvreplay", "kvreplay.compare", "kvreplay.plot"),

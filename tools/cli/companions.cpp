@@ -24,6 +24,8 @@ constexpr Companion table[] = {
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"plot", "figures of a run: heatmaps, curves, kept positions",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"regret", "how far policies stay below the best that could be kept: by scores, chunks, heads, layers",
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"report", "one offline page of a run: table, curves, and who keeps which token",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"tune", "parameters, layer budgets or layer ranges fitted on some traces, reported on others",

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,6 +16,13 @@ enum class Scope { head, layer, global };
 
 constexpr Choice<Scope> scope_words[] = {{"head", Scope::head}, {"layer", Scope::layer}, {"global", Scope::global}};
 
+/// What an oracle with another policy's counts may choose, each more than the one before: whole chunks where that
+/// policy keeps such, with what it keeps by rule; any tokens; also the counts of a layer's heads; also those of layers.
+enum class Free { chunks, tokens, heads, layers };
+
+constexpr Choice<Free> free_words[] = {
+    {"chunks", Free::chunks}, {"tokens", Free::tokens}, {"heads", Free::heads}, {"layers", Free::layers}};
+
 struct Oracle {
   static constexpr Card card{
       .name = "oracle",
@@ -26,6 +35,7 @@ struct Oracle {
   Grouping grouping = {};
   Scope scope = Scope::head;
   std::string counts = "none";
+  Free free = Free::tokens;
   std::uint64_t seed = 0;
 
   void parameters(Parameters& p) {
@@ -37,6 +47,10 @@ struct Oracle {
     };
     p.add("counts", counts, "none | (POLICY)", normal,
           "take granularity and counts, layer by layer and head by head, from this policy's selection");
+    p.add<Free>(
+        "free", free, free_words,
+        "with counts: which whole chunks stay, if the policy keeps such; or any tokens; also how many of each head "
+        "of a layer; also of each layer");
   }
 
   void set_seed(std::uint64_t given) { seed = given; }
@@ -49,31 +63,67 @@ struct Oracle {
     if (counts != "none" && (grouping.heads != Heads::kv || scope != Scope::head))
       throw Error{Refusal::usage, "oracle", "heads and scope come from the counted policy",
                   "counts without heads and scope", "heads or scope beside counts=(" + counts + ")"};
+    if (counts == "none" && free != Free::tokens)
+      throw Error{Refusal::usage, "oracle:free", "no counts to be free of", "counts=(POLICY)", "counts=none"};
   }
 
   std::vector<LayerPlan> plans(int layers) const {
     Plan plan{.grouping = grouping, .score = eval_score()};
     if (scope == Scope::layer) plan.allocate = ranked_within_layer();
     if (scope == Scope::global) plan.allocate = ranked_across_layers();
+    check();
     if (counts == "none") return {{0, layers, plan}};
 
-    check();
     std::vector<LayerPlan> all;
-    for (const LayerPlan& counted : ConfiguredPolicy::parse(counts).plans(layers)) {
-      if (std::holds_alternative<Everything>(counted.plan.allocate))
-        throw Error{Refusal::usage, "oracle:counts", "counts of a policy that keeps everything", "a policy that evicts",
-                    counts};
-      if (std::holds_alternative<CountsOf>(counted.plan.allocate))
-        throw Error{Refusal::usage, "oracle:counts", "counts of counts", "a policy with counts of its own", counts};
+    const std::vector<LayerPlan> of_counted = ConfiguredPolicy::parse(counts).plans(layers);
+    for (const LayerPlan& counted : of_counted) {
+      check_counted(counted.plan);
       plan.grouping.heads = counted.plan.grouping.heads;
       plan.score.needs = counted.plan.score.needs;
       // Its own queries were asked for with the counted policy; what an oracle reads is the future.
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
-      plan.allocate = CountsOf{counts, has_budget(counted.plan)};
+      plan.allocate =
+          CountsOf{counts, has_budget(counted.plan),
+                   free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{}, free == Free::layers};
+      plan.protect = {};
+      plan.select = top_k();
+      if (free == Free::chunks && counted.plan.select.best) {
+        plan.protect = counted.plan.protect;
+        plan.select = {.select = counted.plan.select.best};
+      }
       all.push_back({counted.first, counted.count, plan});
     }
-    return all;
+    return free == Free::layers ? together(std::move(all), layers) : all;
+  }
+
+ private:
+  void check_counted(const Plan& counted) const {
+    const auto refuse_if = [this](bool unfit, const char* where, const char* what, const char* expected) {
+      if (unfit) throw Error{Refusal::usage, where, what, expected, counts};
+    };
+    refuse_if(std::holds_alternative<Everything>(counted.allocate), "oracle:counts",
+              "counts of a policy that keeps everything", "a policy that evicts");
+    refuse_if(std::holds_alternative<CountsOf>(counted.allocate), "oracle:counts", "counts of counts",
+              "a policy with counts of its own");
+    if (free == Free::tokens) return;
+    refuse_if(!std::holds_alternative<Once>(counted.schedule), "oracle:free",
+              "its sets change with time, and no fixed set bounds them", "a policy that decides once");
+    refuse_if(!has_budget(counted), "oracle:free", "no budget binds it", "a policy that one binds");
+  }
+
+  /// One plan for all layers: their rows are ranked as one.
+  std::vector<LayerPlan> together(std::vector<LayerPlan> all, int layers) const {
+    LayerPlan whole{0, layers, std::move(all.front().plan)};
+    for (const LayerPlan& one : std::span(all).subspan(1)) {
+      if (one.plan.grouping.heads != whole.plan.grouping.heads)
+        throw Error{Refusal::usage, "oracle:free", "a token of one layer takes more slots than one of another",
+                    "a policy of one granularity in all layers", counts};
+      Needs& needs = whole.plan.score.needs;
+      needs.last_queries = std::max(needs.last_queries, one.plan.score.needs.last_queries);
+      needs.all_queries = needs.all_queries || one.plan.score.needs.all_queries;
+    }
+    return {std::move(whole)};
   }
 };
 

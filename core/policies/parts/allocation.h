@@ -19,4 +19,7 @@ WithinLayer ranked_within_layer();
 /// Ranks (layer, head, position) of all layers together.
 AcrossLayers ranked_across_layers();
 
+/// Ranks (matrix, row, column) of all matrices together: nothing stays by rule.
+SlotDivision ranked_slots();
+
 }  // namespace kvreplay

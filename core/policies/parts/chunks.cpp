@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "policies/parts/best_chunks.h"
 #include "policies/parts/ranking.h"
 #include "policies/plan_part.h"
 #include "positions.h"
@@ -107,7 +108,20 @@ Selector Chunks::selector() const {
     std::ranges::set_union(taken, recent, std::back_inserter(kept.positions));
     return kept;
   };
-  return {.select = select, .fills = window_mode == WindowMode::reserve && fill != Fill::none};
+  // Chunks of all tokens, cut by the window, are those before it: the window's mode makes no other sets.
+  const auto best = [part = *this](const Row& row) {
+    const int slots = row.budget - row.sinks - row.recent, end = row.tokens - row.recent;
+    const std::span<const double> scores =
+        row.scores.subspan(static_cast<std::size_t>(row.sinks), static_cast<std::size_t>(end - row.sinks));
+    const bool tokens = part.fill == Fill::tokens && part.window_mode == WindowMode::reserve;
+    Kept kept{position_range(0, row.sinks), row.sinks, row.recent};
+    for (const std::int32_t token :
+         tokens ? best_chunks_and_tokens(scores, slots, part.chunk) : best_chunks_and_a_part(scores, slots, part.chunk))
+      kept.positions.push_back(row.sinks + token);
+    std::ranges::copy(position_range(end, row.tokens), std::back_inserter(kept.positions));
+    return kept;
+  };
+  return {.select = select, .fills = window_mode == WindowMode::reserve && fill != Fill::none, .best = best};
 }
 
 }  // namespace kvreplay

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from kvreplay.bounds.terms import regret as regret
     from kvreplay.engine import Trace as Trace
     from kvreplay.engine import measure as measure
     from kvreplay.engine import open as open
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvreplay.results import Run as Run
 
 _PLACES = {
+    "kvreplay.bounds.terms": ("regret",),
     "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),

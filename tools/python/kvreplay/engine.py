@@ -197,7 +197,7 @@ def replay(
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
     """
     words = [str(one.path if isinstance(one, Trace) else one) for one in _several(traces)]
-    for one in _texts(_several(policies)):
+    for one in policy_texts(policies):
         words += ["--policy", one]
     for one in _several(budgets):
         words += ["--budget", str(one)]
@@ -250,9 +250,11 @@ def _several(one: Any) -> list[Any]:
     return [one] if isinstance(one, str | Path | Trace | numbers.Real | Policy | FunctionPolicy | type) else list(one)
 
 
-def _texts(policies: Sequence[Any]) -> list[str]:
-    """Policies as a command line names them. Those in Python are entered anew: a name means the last one entered."""
+def policy_texts(policies: Any) -> list[str]:
+    """One policy or several as a command line names them. Those in Python are entered anew: a name means the last one
+    entered."""
     definitions: dict[str, Definition] = {}
+    policies = _several(policies)
     for one in policies:
         if isinstance(one, str):
             continue

@@ -1,0 +1,154 @@
+"""Does `kvreplay regret` split the gap of every policy that has one, print what it found, and refuse the others?"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kvreplay as kv
+from kvreplay.bounds import terms
+from kvreplay.bounds.terms import ROUNDING, TERMS
+from kvreplay.errors import Error, Refusal
+
+NEEDLE = Path(__file__).resolve().parents[2] / "traces" / "smollm2-135m-needle.h5"
+OF_CHUNKS = ["chunkkv:heads=kv,fill=none", "chunkkv:fill=tokens", "chunkkv:window_mode=replace", "h2o:select=chunks",
+             "hybrid:chunkkv.heads=kv", "layers:0-14=(chunkkv:heads=kv),15-29=snapkv"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_terms_of_every_policy_are_no_less_than_0_and_sum_to_the_gap(tiny: list[Path]) -> None:
+    """On the shipped trace. What is refused is refused for a reason of the bounds, or needs more than a name."""
+    bounded, refused = [], {}
+    for policy in kv.policy:
+        try:
+            kv.regret(tiny[0], policy, 4)
+            bounded.append(policy)
+        except Error as error:
+            assert error.exit_code in (Refusal.USAGE, Refusal.INPUT), error
+            refused[policy] = str(error)
+    assert {"snapkv", "h2o", "pyramid-kv", "pyramid-infer", "chunkkv", "dynamickv", "sca", "random"} <= set(bounded)
+    for policy, why in refused.items():
+        if not why.startswith("oracle:"):
+            with pytest.raises(Error):
+                kv.replay(tiny[0], policy, 4)
+    assert all(one.startswith("oracle:") for one in (refused["full"], refused["h2o-online"], refused["kivi"]))
+
+    found = kv.regret(NEEDLE, [*bounded, *OF_CHUNKS], ["0.05", "64"])
+    assert len(found) == 2 * (len(bounded) + len(OF_CHUNKS))
+    assert found.notna().all(axis=None)
+    assert (found[list(TERMS)] >= -ROUNDING).all(axis=None)
+    gap = found["bound"] - found["recall"]
+    assert np.allclose(found[list(TERMS)].sum(axis=1), gap, rtol=0, atol=1e-12)
+    assert (found["bound"] <= 1 + ROUNDING).all()
+    chunked = found["policy"].str.contains("chunk")
+    assert (found["structure"][chunked] > 0.001).all() and (found["structure"][~chunked].abs() <= ROUNDING).all()
+    assert (found["head"][found["heads"] == "layer"].abs() <= ROUNDING).all(), "one set a layer has one count"
+    assert (found.set_index("policy")["head"].loc["snapkv"] > 0.001).all()
+    assert (found.set_index("policy")["layer"].loc["snapkv"] > 0.001).all()
+    assert (found.set_index("policy")["score"].loc["oracle"].abs() <= ROUNDING).all(), "it has the best score"
+
+
+def test_everything_kept_has_no_gap(tiny: list[Path]) -> None:
+    found = kv.regret(tiny, "snapkv", 1.0)
+    assert (found["recall"] == 1).all() and (found["bound"] == 1).all() and (found[list(TERMS)] == 0).all(axis=None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_table_document_and_file_say_the_same(tiny: list[Path], said, tmp_path: Path) -> None:
+    words = [*tiny, "-p", "chunkkv:chunk=3,window=2,snapkv:window=2", "-b", "0.5,3"]
+    data = tmp_path / "made" / "terms.csv"
+    document = json.loads(said(*words, "-o", data, "--json"))
+    rows = pd.read_csv(data, dtype={"budget": str})
+    assert rows.columns.tolist() == list(terms.COLUMNS) and len(rows) == len(document["traces"]) == 3 * 2 * 2
+    assert document["open_loop"] and document["metric"] == "attention_recall"
+    expected = kv.regret(tiny, ["chunkkv:chunk=3,window=2", "snapkv:window=2"], [0.5, 3])
+    pd.testing.assert_frame_equal(rows, expected, check_exact=True)
+    printed = said(*words)
+    assert "OPEN LOOP" in printed and "mean over 3 traces" in printed
+    blocks = re.split(r"\nbudget ", printed)[1:]
+    assert [block.split(":")[0] for block in blocks] == ["3", "0.5"], "by their tokens"
+    for block in blocks:
+        budget = block.split(":")[0]
+        for line in block.splitlines()[2:4]:
+            policy, heads, traces, *numbers = line.split()
+            [mean] = [one for one in document["means"] if (one["budget"], one["policy"]) == (budget, policy)]
+            of_policy = rows[(rows["budget"] == budget) & (rows["policy"] == policy)]
+            names = ["recall", *TERMS, "bound"]
+            assert (heads, int(traces)) == (mean["heads"], 3) and mean["traces"] == 3
+            assert numbers == [f"{mean[name]:z.4f}" for name in names]
+            assert [mean[name] for name in names] == pytest.approx(of_policy[names].mean().tolist(), abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_policies_in_python_have_bounds_too(tiny: list[Path], said, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PYTHON_POLICY)
+    [line] = json.loads(said(tiny[0], "-p", f"{tmp_path}/mine.py:early", "-b", "3", "--json"))["means"]
+    assert line["score"] > 0 and line["policy"].endswith("mine.py:early")
+
+
+PYTHON_POLICY = """
+import kvreplay as kv
+import numpy as np
+
+
+@kv.policy
+def early(view, first: int = 2):
+    return -np.abs(np.tile(np.arange(view.tokens), (view.kv_heads, 1)) - first).astype(float)
+"""
+
+
+def test_eval_queries_are_those_that_were_asked_for(tiny: list[Path], said) -> None:
+    words = [tiny[0], "-p", "snapkv:window=2", "-b", "3", "--json"]
+    after = json.loads(said(*words))["means"][0]
+    of_all = json.loads(said(*words, "--eval", "all"))["means"][0]
+    assert after["recall"] != of_all["recall"] and min(of_all[term] for term in TERMS) >= -ROUNDING
+
+
+def test_what_fails_is_left_out(tiny: list[Path], said, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PYTHON_POLICY.replace("-np.abs", "1 / 0 - np.abs"))
+    broken = f"{tmp_path}/mine.py:early"
+    with pytest.warns(UserWarning, match="failed: .*division by zero"):
+        found = kv.regret(tiny[0], [broken, "snapkv"], 3)
+    assert found["policy"].tolist() == ["snapkv"]
+    with pytest.warns(UserWarning), pytest.raises(Error, match="regret: every policy failed: .*division by zero"):
+        kv.regret(tiny[0], broken, 3)
+
+
+IN_TIME = "oracle:free: its sets change with time, and no fixed set bounds them: expected a policy that decides once"
+
+
+@pytest.mark.parametrize("policy, why", [
+    ("h2o-online", f"{IN_TIME}, found h2o-online"),
+    ("snapkv:schedule=every(4)", f"{IN_TIME}, found snapkv:schedule=every,block=4"),
+    ("pyramid-infer:lengths=natural", "oracle:free: no budget binds it: expected a policy that one binds, found "
+                                      "pyramid-infer:lengths=natural"),
+    ("full", "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found full"),
+    ("hybrid", "oracle:free: a token of one layer takes more slots than one of another: expected a policy of one "
+               "granularity in all layers, found hybrid"),
+    ("oracle:counts=(snapkv)", "oracle:counts: counts of counts: expected a policy with counts of its own, found "
+                               "oracle:counts=snapkv"),
+    ("snapvk", "snapvk: unknown policy: expected snapkv, found snapvk"),
+])  # fmt: skip
+def test_policies_without_bounds_are_refused(policy: str, why: str, tiny: list[Path], said) -> None:
+    assert said(tiny[0], "-p", policy, "-b", "4", code=2) == why
+
+
+def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> None:
+    words = [tiny[0], "-p", "snapkv", "-b", "4"]
+    assert said(*words, "-o", "terms.txt", code=2) == "-o: format: expected a name ending in .csv, found terms.txt"
+    assert said(*words, "--evl", "all", code=2) == "regret: option: expected --eval, found --evl"
+    assert "required" in said(tiny[0], "-p", "snapkv", code=2)
+    with pytest.raises(Error, match="regret: not an option here: expected seed=N of a policy, found seed"):
+        kv.regret(tiny[0], "random", 4, seed=3)
+
+
+def test_a_negative_term_is_an_error_and_rounding_is_none() -> None:
+    found = terms.terms("", np.array([0.5, 0.5 - ROUNDING / 2, 0.6, 0.6, 0.7]))
+    assert found == pytest.approx([-ROUNDING / 2, 0.1, 0, 0.1]), "as it is, not clamped"
+    with pytest.raises(Error, match="here: structure is negative"):
+        terms.terms("here", np.array([0.5, 0.6, 0.6 - 2 * ROUNDING, 0.6, 0.7]))

@@ -1,0 +1,80 @@
+"""The gap between a policy and the best that could be kept, in mean attention recall, as a sum of terms.
+
+R0 is the policy's recall, R1 that of the best sets with its structure and its counts, R2 that of the best with its
+counts, R3 with its counts free among the heads of a layer, R4 free among all layers. Each allows what the one before
+does, so no term is negative, but for the rounding of recalls that were summed in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvreplay import _engine, engine
+from kvreplay.errors import Error, Refusal
+
+FREE = ("chunks", "tokens", "heads", "layers")  # what R1 ... R4 may choose
+TERMS = ("score", "structure", "head", "layer")  # R1 - R0 ... R4 - R3
+COLUMNS = ("trace", "budget", "budget_tokens", "policy", "heads", "recall", *TERMS, "bound")
+ROUNDING = 1e-6  # of a recall: what the program's own check of the oracle allows
+OWN = ("metrics", "detail", "seed")  # options of a replay that are no choice here
+
+
+def regret(
+    traces: engine.Traces | Iterable[engine.Traces],
+    policies: Any,
+    budgets: float | str | Iterable[float | str],
+    *,
+    output: str | Path | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> pd.DataFrame:
+    """One row a budget, policy and trace: `recall` R0, the terms `score`, `structure`, `head` and `layer`, and `bound`
+    R4, their sum. What failed is warned of and left out; NaN where a bound failed.
+
+    Arguments are those of `kv.replay`. Raises Error for policies without such bounds: those that no budget binds, whose
+    sets change with time, or whose layers differ in granularity.
+    """
+    for option in OWN:
+        if option in options:
+            raise Error("regret", "not an option here", "seed=N of a policy" if option == "seed" else "", option,
+                        Refusal.USAGE)  # fmt: skip
+    asked = list(dict.fromkeys(_engine.label(one) for one in engine.policy_texts(policies)))
+    family = {policy: [policy, *(bound_of(policy, free) for free in FREE)] for policy in asked}
+    run = engine.replay(traces, [one for of_policy in family.values() for one in of_policy], budgets,
+                        metrics="attention_recall", output=output, progress=progress, **options)  # fmt: skip
+    rows = run.overall[(run.overall["metric"] == "attention_recall") & (run.overall["variant"] == "")]
+    rows = rows.set_index(["trace", "budget", "policy", "params"])
+    found = []
+    for budget in rows.index.unique("budget"):
+        for policy, bounds in family.items():
+            for trace in rows.index.unique("trace"):
+                cells = [(trace, budget, *_engine.canonical(one)) for one in bounds]
+                if cells[0] not in rows.index:
+                    continue  # failed, and warned of
+                recalls = rows["value"].reindex(cells).to_numpy()
+                own = rows.loc[cells[0]]
+                found.append((trace, budget, own["budget_tokens"], policy, own["heads"], recalls[0],
+                              *terms(f"{policy} at {budget} of {trace}", recalls), recalls[-1]))  # fmt: skip
+    if not found:
+        why = next((cell["error"] for cell in run.failed if "error" in cell), "none")
+        raise Error("regret", "every policy failed", "one that does not", why)
+    return pd.DataFrame(found, columns=list(COLUMNS)).astype({"budget_tokens": int})
+
+
+def bound_of(policy: str, free: str) -> str:
+    """The oracle with the policy's counts that may choose `free`, in its normal form."""
+    return _engine.label(f"oracle:counts=({policy}),free={free}")
+
+
+def terms(place: str, recalls: np.ndarray) -> np.ndarray:
+    """Differences of R0 ... R4. Raises Error where one is negative beyond rounding."""
+    found = np.diff(recalls)
+    for i in np.flatnonzero(found < -ROUNDING):
+        raise Error(place, f"{TERMS[i]} is negative", f"a bound of {recalls[i]:.9f} or more", f"{recalls[i + 1]:.9f}",
+                    Refusal.INTERNAL)  # fmt: skip
+    return found
