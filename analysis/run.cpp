@@ -176,6 +176,7 @@ void fill_summary(TraceSummary& summary, const PartTrace& facts) {
   summary.model = facts.model;
   summary.dtype = facts.dtype;
   summary.synthetic = facts.synthetic;
+  summary.prompt_tokens = facts.prompt;
   summary.prompt = facts.boundary;
   summary.continuation = facts.tokens - facts.boundary;
   summary.layers = static_cast<int>(facts.treated.size());

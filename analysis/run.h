@@ -98,9 +98,10 @@ struct TraceSummary {
   std::string model = {};
   std::string dtype = {};
   bool synthetic = false;
-  int prompt = 0;        // tokens under compression
-  int continuation = 0;  // tokens after them
-  int layers = 0;        // treated
+  int prompt_tokens = 0;  // as captured
+  int prompt = 0;         // tokens under compression
+  int continuation = 0;   // tokens after them
+  int layers = 0;         // treated
   int stored_layers = 0;
   int query_heads = 0;
   int kv_heads = 0;

@@ -123,9 +123,13 @@ std::string trace_line(const TraceSummary& trace) {
   const std::string left_out = trace.layers == trace.stored_layers
                                    ? ""
                                    : fmt::format(" ({} left as they are)", trace.stored_layers - trace.layers);
-  return fmt::format("trace    {}  P {} + G {}   {} layers{}   {} query / {} kv heads   {}{}        OPEN LOOP\n",
-                     trace.name, trace.prompt, trace.continuation, trace.layers, left_out, trace.query_heads,
-                     trace.kv_heads, trace.dtype, trace.synthetic ? "   synthetic" : "");
+  const std::string tokens = trace.prompt == trace.prompt_tokens
+                                 ? fmt::format("P {} + G {}", trace.prompt, trace.continuation)
+                                 : fmt::format("P {} of a prompt of {} + G {}", trace.prompt, trace.prompt_tokens,
+                                               trace.continuation - (trace.prompt_tokens - trace.prompt));
+  return fmt::format("trace    {}  {}   {} layers{}   {} query / {} kv heads   {}{}        OPEN LOOP\n", trace.name,
+                     tokens, trace.layers, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
+                     trace.synthetic ? "   synthetic" : "");
 }
 
 std::string budget_line(const TraceSummary& trace, const CellSummary& cell) {

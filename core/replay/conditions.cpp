@@ -84,8 +84,15 @@ std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text
 int boundary(const Trace& trace, std::string_view text) {
   const int prefill = trace.header().prefill;
   if (text == "prompt") return prefill;
+  if (text.starts_with("span:")) {
+    const Span& span = find_span(trace, text.substr(5));
+    if (span.end > prefill)
+      throw Error{Refusal::input, trace.path().string(), "no boundary: span " + span.name + " ends behind the prompt",
+                  fmt::format("an end at {} or before", prefill), std::to_string(span.end)};
+    return span.end;
+  }
   const std::string where = "boundary " + std::string(text);
-  const int tokens = text.starts_with("span:") ? find_span(trace, text.substr(5)).end : parse_int(where, text);
+  const int tokens = parse_int(where, text);
   if (tokens < 1 || tokens > prefill)
     throw Error{Refusal::usage, where, "outside the prompt", fmt::format("1..{}", prefill), std::to_string(tokens)};
   return tokens;

@@ -32,7 +32,8 @@ struct Conditions {
 /// the text, Error{input} for a trace without such queries.
 std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text);
 
-/// "prompt", a number of tokens, or "span:NAME" (its end). Throws as eval_queries.
+/// How many tokens are under compression: "prompt", a number of them, or "span:NAME", those up to its end (of equal
+/// names the first span counts). No policy that decides once reads a query from there on. Throws as eval_queries.
 int boundary(const Trace& trace, std::string_view text);
 
 /// Stored layers without a sliding window, or all with `treat_sliding`. Throws Error{input} when none is left.

@@ -381,6 +381,8 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{H2O} --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
     (USAGE, f"{H2O} --boundary half", 'boundary half: not a number: expected a whole number, found "half"'),
     (INPUT, f"{H2O} --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
+    (INPUT, "info fixture.h5 --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
+    (USAGE, "info fixture.h5 --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
     (USAGE, f"{H2O} -o foreign", "foreign: holds other things: expected an empty folder, or one of results, found x"),
     (USAGE, f"{H2O} -o note.txt", "note.txt: not a folder: expected a folder for results, found a file"),
 ]

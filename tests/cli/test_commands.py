@@ -99,6 +99,15 @@ def test_info_says_what_the_trace_is_and_serves(traces: Path) -> None:
     assert "P 12 + G 4" in text and "P 512 + G 64" in text and "about" not in text
 
 
+def test_info_counts_what_is_under_compression(traces: Path) -> None:
+    words = ["info", "fixture.h5", "--boundary", "span:context"]
+    [found] = json.loads(done(*words, "--json", folder=traces))
+    [context] = [span for span in found["spans"] if span["name"] == "context"]
+    assert (found["boundary"], found["prompt"]) == (context["end"], 12) and context["end"] < 12
+    assert f"boundary  {context['end']} tokens under compression" in done(*words, "--no-estimate", folder=traces)
+    assert "boundary" not in done("info", "fixture.h5", "--no-estimate", folder=traces)
+
+
 def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     shape = "--prompt 20 --continuation 0 --queries last:10".split()
     done("synth", "gaussian", "-o", "a.h5", *shape, folder=tmp_path)

@@ -8,11 +8,13 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <numeric>
 
 #include "all_policies.h"
 #include "naive_attention.h"
 #include "recorded_run.h"
+#include "trace/writer.h"
 
 namespace kvreplay {
 namespace {
@@ -214,6 +216,76 @@ TEST_P(EveryPolicy, SelectsTheSameInAnyCompany) {
       EXPECT_TRUE(std::ranges::equal(scores.values(), alone.scores.at({0, key.second}).values()));
     }
   });
+}
+
+/// The same trace with what comes from token `first` on repeated from its begin.
+class RetoldTrace {
+ public:
+  RetoldTrace(const Trace& trace, int first) : file_(synth_defaults("fixture")) {
+    TraceWriter writer(file_.path(), trace.header(), Existing::replace);
+    for (int l = 0; l < trace.header().layers; ++l) {
+      const LayerTensors tensors = trace.layer(l);
+      const auto retold = [first](const TensorView& tensor) {
+        std::vector<std::byte> all;
+        for (int head = 0; head < tensor.heads; ++head)
+          for (int t = 0; t < tensor.tokens; ++t) {
+            const std::byte* row = tensor.row(head, t < first ? t : (t - first) % first);
+            all.insert(all.end(), row, row + tensor.row_bytes());
+          }
+        return all;
+      };
+      writer.begin_layer(tensors.k.dtype);
+      writer.append_q(retold(tensors.q));
+      writer.append_k(retold(tensors.k));
+      writer.append_v(retold(tensors.v));
+    }
+    writer.finish();
+  }
+  Trace open() const { return file_.open(); }
+
+ private:
+  TemporaryTrace file_;
+};
+
+const Trace& retold_from(const Trace& trace, int first) {
+  struct Opened {
+    Opened(const Trace& trace, int first) : file(trace, first), retold(file.open()) {}
+    RetoldTrace file;
+    Trace retold;
+  };
+  static std::map<std::string, Opened> all;  // by what is told
+  return all.try_emplace(trace.hash(), trace, first).first->second.retold;
+}
+
+bool knows_the_future(const ConfiguredPolicy& policy, int layers) {
+  return std::ranges::any_of(policy.plans(layers), [](const LayerPlan& part) {
+    return part.plan.score.needs.future_queries || std::holds_alternative<CountsOf>(part.plan.allocate);
+  });
+}
+
+TEST_P(EveryPolicy, ChoosesByWhatComesBeforeTheBoundary) {
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse(GetParam());
+  bool differs = false, foresees = false;
+  on_all([&](const Trace& trace, int budget) {
+    if (budget != 3 && budget != 40) return;
+    Conditions conditions = default_conditions(trace);
+    conditions.boundary = trace.header().prefill / 2 + 1;
+    foresees = knows_the_future(policy, static_cast<int>(conditions.layers.size()));
+    try {
+      check_policy(trace, conditions, policy, budget);
+    } catch (const Error&) {
+      return;  // too large for so few tokens
+    }
+    if (foresees) return;
+    const Trace& retold = retold_from(trace, conditions.boundary);
+    const std::vector<Cell> cells{{policy, budget}};
+    RecordedRun told, told_anew;
+    replay(*tested_backend(2), trace, conditions, cells, told);
+    replay(*tested_backend(2), retold, conditions, cells, told_anew);
+    differs |= !std::ranges::equal(told.eval_attention.at(0).values(), told_anew.eval_attention.at(0).values());
+    for (const auto& [key, selection] : told.selections) EXPECT_EQ(selection.set, told_anew.selections.at(key).set);
+  });
+  EXPECT_NE(differs, foresees) << "what comes later is not the same";
 }
 
 TEST_P(EveryPolicy, NoQuerySeesAnEvictedTokenAndEachSeesItself) {

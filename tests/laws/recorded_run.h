@@ -29,6 +29,7 @@ class TemporaryTrace {
   TemporaryTrace& operator=(const TemporaryTrace&) = delete;
   ~TemporaryTrace() { std::filesystem::remove(path_); }
   Trace open() const { return Trace::open(path_); }
+  const std::filesystem::path& path() const { return path_; }
 
  private:
   static inline int next_ = 0;

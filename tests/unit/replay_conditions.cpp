@@ -1,4 +1,5 @@
-// Which tokens a replay takes for the question, and which policies a trace without RoPE is refused for.
+// Which tokens a replay takes for the question, which it compresses, and which policies a trace without RoPE is refused
+// for.
 
 #include <gtest/gtest.h>
 
@@ -11,9 +12,9 @@
 namespace kvreplay {
 namespace {
 
-class QuestionBegin : public TraceFiles {
+class SpansOf : public TraceFiles {
  protected:
-  QuestionBegin() {
+  SpansOf() {
     SynthOptions options = synth_defaults("gaussian");
     options.layers = options.query_heads = options.kv_heads = 1;
     options.head_dim = 2;
@@ -23,7 +24,7 @@ class QuestionBegin : public TraceFiles {
     header_ = Trace::open(file("plain.h5")).header();
   }
 
-  int begin(std::vector<Span> spans, int boundary) {
+  Trace with(std::vector<Span> spans) {
     header_.spans = std::move(spans);
     TraceWriter writer(file("spans.h5"), header_, Existing::replace);
     const std::vector<std::byte> zeros(static_cast<std::size_t>(header_.tokens()) * 2 * sizeof(float));
@@ -32,11 +33,47 @@ class QuestionBegin : public TraceFiles {
     writer.append_k(zeros);
     writer.append_v(zeros);
     writer.finish();
-    return question_begin(Trace::open(file("spans.h5")), boundary);
+    return Trace::open(file("spans.h5"));
   }
 
   TraceHeader header_;
 };
+
+class QuestionBegin : public SpansOf {
+ protected:
+  int begin(std::vector<Span> spans, int boundary) { return question_begin(with(std::move(spans)), boundary); }
+};
+
+using Boundary = SpansOf;
+
+TEST_F(Boundary, IsTheEndOfASpan) {
+  const Trace trace = with({{"context", "context", 0, 30}, {"asked", "question", 30, 36}, {"late", "answer", 34, 38}});
+  EXPECT_EQ(boundary(trace, "span:context"), 30);
+  EXPECT_EQ(boundary(trace, "span:asked"), 36) << "all of the prompt";
+  EXPECT_EQ(boundary(trace, "prompt"), 36);
+  EXPECT_EQ(boundary(trace, "7"), 7);
+  try {
+    boundary(trace, "span:late");
+    FAIL() << "it ends after the prompt";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::input);
+    EXPECT_NE(std::string(error.what())
+                  .find("no boundary: span late ends behind the prompt: expected an end at 36 or before, found 38"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_F(Boundary, OfEqualNamesTheFirstSpanCounts) {
+  EXPECT_EQ(boundary(with({{"part", "context", 8, 20}, {"part", "context", 0, 8}, {"part", "x", 20, 30}}), "span:part"),
+            20);
+}
+
+TEST_F(Boundary, LeavesTheEvalQueriesThatFollowThePrompt) {
+  const Trace trace = with({{"context", "context", 2, 30}});
+  EXPECT_EQ(boundary(trace, "span:context"), 30);
+  EXPECT_EQ(eval_queries(trace, "continuation"), (std::vector<std::int32_t>{36, 37, 38, 39}));
+}
 
 TEST_F(QuestionBegin, AtMostSixteenTokensLieBetweenItsEndAndTheBoundary) {
   const std::vector<Span> one{{"asked", "question", 4, 10}};

@@ -36,6 +36,9 @@ inline constexpr Option progress_option{"progress", 0, "auto|always|never", "aut
                                         "a line on stderr that tells how far the work is; auto: on a terminal"};
 inline constexpr Option plugin_option{"plugin", 0, "FILE", "", "policies that are compiled apart; may be repeated",
                                       true};
+inline constexpr Option boundary_option{"boundary", 0, "prompt|TOKENS|span:NAME", "prompt",
+                                        "tokens under compression: the prompt, so many, or those up to a span's end; "
+                                        "what follows stays, and policies choose without its queries"};
 /// Every command has it; the program itself answers it.
 inline constexpr Option help_option{"help", 'h', "", "", "this help"};
 

@@ -17,6 +17,7 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
+    boundary_option,
     {"no-estimate", 0, "", "", "without time and memory, which are measured on this machine"},
     json_option,
 };
@@ -50,10 +51,9 @@ void check_at_some_budget(const Trace& trace, const Conditions& conditions, cons
   }
 }
 
-Use use_of(const Trace& trace) {
+Use use_of(const Trace& trace, const std::string& boundary_text) {
   Use use;
-  const TraceHeader& header = trace.header();
-  use.conditions.boundary = header.prefill;
+  use.conditions.boundary = boundary(trace, boundary_text);
   const auto fallback = [&use](auto preferred, auto otherwise) {
     try {
       return preferred();
@@ -154,6 +154,7 @@ Json as_json(const Trace& trace, const Use& use, const Estimate* cost) {
                 {"head_dim", header.head_dim},
                 {"prompt", header.prefill},
                 {"continuation", header.continuation()},
+                {"boundary", use.conditions.boundary},
                 {"stored_queries", stored_queries(trace)},
                 {"sliding_window", header.sliding_window},
                 {"layer_index", header.layer_index},
@@ -200,6 +201,9 @@ void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
                    : "none"}};
   for (const Span& span : header.spans)
     rows.push_back({"span", fmt::format("{}  {}  [{}, {})", span.name, span.kind, span.begin, span.end)});
+  if (const int tokens = use.conditions.boundary; tokens < header.prefill)
+    rows.push_back({"boundary", fmt::format("{} tokens under compression, {} of the prompt after them", tokens,
+                                            header.prefill - tokens)});
   rows.push_back({"serves", served.empty() ? "no policy" : served});
   for (const Service& service : use.policies)
     if (!service.refused.empty()) rows.push_back({"not", service.policy.name() + ": " + service.refused});
@@ -225,7 +229,7 @@ int run(const Arguments& arguments) {
       continue;
     }
     const Trace trace = Trace::open(path);
-    const Use use = use_of(trace);
+    const Use use = use_of(trace, arguments.text("boundary"));
     const bool estimated = !arguments.given("no-estimate");
     const Estimate cost = estimated ? cost_of(trace, use) : Estimate{};
     if (arguments.given("json")) {

@@ -36,7 +36,7 @@ constexpr Option options[] = {
     {"metrics", 0, "METRIC,...", "", "NAME or NAME:VARIANT; default: all in their base variants", true},
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
-    {"boundary", 0, "prompt|TOKENS|span:NAME", "prompt", "how many tokens are under compression"},
+    boundary_option,
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: left as they are, or treated too"},
     {"save", 0, "scores|attention,...", "", "what selections.h5 gets beside sets and matrices"},
     {"observables", 0, "use|keep|ignore", "use",
