@@ -182,7 +182,9 @@ class Replay {
       const std::vector<LayerPlan> plans = cell.policy.plans(layers());
       if (const auto* counts = std::get_if<CountsOf>(&plans.front().plan.allocate); counts != nullptr && !job.known()) {
         const ConfiguredPolicy counted = ConfiguredPolicy::parse(counts->policy);
-        job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
+        job.counted = known_job(counted.label(), cell.budget);
+        if (job.counted == no_cell)
+          job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
       }
       job.same = same_as(job, plans);
       add(std::move(job), plans);
@@ -271,6 +273,14 @@ class Replay {
     job.scores.resize(size);
     jobs_.push_back(std::move(job));
     return static_cast<int>(jobs_.size()) - 1;
+  }
+
+  /// The first job of a policy, by its label, at a budget, whose counts others can take; no_cell: there is none yet.
+  int known_job(const std::string& label, int budget) const {
+    const auto found = std::ranges::find_if(jobs_, [&](const Job& job) {
+      return job.name == label && job.budget == budget && !job.takes_counts() && job.same == no_cell;
+    });
+    return found == jobs_.end() ? no_cell : static_cast<int>(found - jobs_.begin());
   }
 
   /// The first job of the same policy, where no budget binds it.
