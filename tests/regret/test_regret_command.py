@@ -89,7 +89,7 @@ def test_policies_in_python_have_bounds_too(tiny: list[Path], said, tmp_path: Pa
     (tmp_path / "mine.py").write_text(PYTHON_POLICY)
     [line] = json.loads(said(tiny[0], "-p", f"{tmp_path}/mine.py:early", "-b", "3", "--json"))["means"]
     assert line["score"] > 0 and line["policy"] == "early"
-    (tmp_path / "other.py").write_text(PYTHON_POLICY)
+    (tmp_path / "other.py").write_text(PYTHON_POLICY.replace("first: int = 2", "first: int = 3"))
     both = f"{tmp_path}/mine.py:early,{tmp_path}/other.py:early"
     assert said(tiny[0], "-p", both, "-b", "3", code=2).startswith("early: two policies of this name")
 

@@ -42,7 +42,13 @@ def regret(
             raise Error("regret", "not an option here", "seed=N of a policy" if option == "seed" else "", option,
                         Refusal.USAGE)  # fmt: skip
     texts = [one for text in engine.policy_texts(policies) for one in _engine.split_policies(text)]
-    family = {policy: [policy, *(bound_of(policy, free) for free in FREE)] for policy in map(_engine.label, texts)}
+    meant: dict[str, tuple[str, str]] = {}
+    for text in texts:
+        policy, canonical = _engine.label(text), _engine.canonical(text)
+        if meant.setdefault(policy, canonical) != canonical:  # a bound could not say whose counts it takes
+            raise Error(policy, "two policies of this name, from different files", "names that differ", "",
+                        Refusal.USAGE)  # fmt: skip
+    family = {policy: [policy, *(bound_of(policy, free) for free in FREE)] for policy in meant}
     bounds = [bound for of_policy in family.values() for bound in of_policy[1:]]
     run = engine.replay(traces, [*texts, *bounds], budgets, metrics="attention_recall", progress=progress, **options)
     rows = run.overall[(run.overall["metric"] == "attention_recall") & (run.overall["variant"] == "")]
