@@ -71,12 +71,6 @@ struct Stretch {
   }
 };
 
-/// Whether a layer's counts depend on the scores of all layers.
-bool divides_over_layers(const Allocator& allocate) {
-  const auto* counts = std::get_if<CountsOf>(&allocate);
-  return std::holds_alternative<AcrossLayers>(allocate) || (counts != nullptr && counts->over_layers);
-}
-
 /// A cell of the caller, or a policy that runs unseen because a cell takes its counts.
 struct Job {
   const Cell* cell;
@@ -683,6 +677,11 @@ class Replay {
 };
 
 }  // namespace
+
+bool divides_over_layers(const Allocator& allocate) {
+  const auto* counts = std::get_if<CountsOf>(&allocate);
+  return std::holds_alternative<AcrossLayers>(allocate) || (counts != nullptr && counts->over_layers);
+}
 
 ScoreKey score_key(const Plan& plan, int recent) {
   return {plan.score.name, plan.grouping.heads, plan.grouping.aggregate, plan.score.reads_recent ? recent : 0};
