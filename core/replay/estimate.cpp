@@ -86,7 +86,7 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
   for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
     shape.rows = std::max(shape.rows,
                           static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
-    shape.across_layers |= std::holds_alternative<AcrossLayers>(plan.allocate);
+    shape.across_layers |= divides_over_layers(plan.allocate);
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.general |= !std::holds_alternative<Exact>(plan.store);
     shape.reads |= std::holds_alternative<Reads>(plan.schedule);
@@ -215,7 +215,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       // many cells as there are threads, while their slots are divided.
       std::size_t ranked = 0;
       for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
-        if (!std::holds_alternative<AcrossLayers>(plan.allocate)) continue;
+        if (!divides_over_layers(plan.allocate)) continue;
         const std::size_t scores =
             static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
         ranked += scores * static_cast<std::size_t>(count);

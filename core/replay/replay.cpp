@@ -72,12 +72,6 @@ struct Stretch {
   }
 };
 
-/// Whether a layer's counts depend on the scores of all layers.
-bool divides_over_layers(const Allocator& allocate) {
-  const auto* counts = std::get_if<CountsOf>(&allocate);
-  return std::holds_alternative<AcrossLayers>(allocate) || (counts != nullptr && counts->over_layers);
-}
-
 /// A cell of the caller, or a policy that runs unseen because a cell takes its counts.
 struct Job {
   const Cell* cell;
@@ -201,7 +195,9 @@ class Replay {
       const std::vector<LayerPlan> plans = cell.policy.plans(layers());
       if (const auto* counts = std::get_if<CountsOf>(&plans.front().plan.allocate); counts != nullptr && !job.known()) {
         const ConfiguredPolicy counted = ConfiguredPolicy::parse(counts->policy);
-        job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
+        job.counted = known_job(counted.label(), cell.budget);
+        if (job.counted == no_cell)
+          job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
       }
       job.same = same_as(job, plans);
       add(std::move(job), plans);
@@ -295,6 +291,14 @@ class Replay {
     job.scores.resize(size);
     jobs_.push_back(std::move(job));
     return static_cast<int>(jobs_.size()) - 1;
+  }
+
+  /// The first job of a policy, by its label, at a budget, whose counts others can take; no_cell: there is none yet.
+  int known_job(const std::string& label, int budget) const {
+    const auto found = std::ranges::find_if(jobs_, [&](const Job& job) {
+      return job.name == label && job.budget == budget && !job.takes_counts() && job.same == no_cell;
+    });
+    return found == jobs_.end() ? no_cell : static_cast<int>(found - jobs_.begin());
   }
 
   /// The first job of the same policy, where no budget binds it.
@@ -753,9 +757,19 @@ class Replay {
 
 }  // namespace
 
+<<<<<<< HEAD
 ScoreKey score_key(const Plan& plan, const Scoring& how) {
   const Scoring read = told(plan, how);
   return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent, read.budget};
+=======
+bool divides_over_layers(const Allocator& allocate) {
+  const auto* counts = std::get_if<CountsOf>(&allocate);
+  return std::holds_alternative<AcrossLayers>(allocate) || (counts != nullptr && counts->over_layers);
+}
+
+ScoreKey score_key(const Plan& plan, int recent) {
+  return {plan.score.name, plan.grouping.heads, plan.grouping.aggregate, plan.score.reads_recent ? recent : 0};
+>>>>>>> regret
 }
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,

@@ -51,9 +51,18 @@ struct Cell {
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
 };
 
+<<<<<<< HEAD
 /// What the scores of a layer depend on: name of the scorer, grouping, recent tokens and budget where it reads them. Of
 /// scorers with a name, equal keys mean equal scores.
 using ScoreKey = std::tuple<std::string, Heads, Aggregate, int, int>;
+=======
+/// Whether a layer's counts depend on the scores of all layers, which are then held together.
+bool divides_over_layers(const Allocator& allocate);
+
+/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens where it reads them. Of scorers
+/// with a name, equal keys mean equal scores.
+using ScoreKey = std::tuple<std::string, Heads, Aggregate, int>;
+>>>>>>> regret
 
 ScoreKey score_key(const Plan& plan, const Scoring& how);
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvreplay as kv
-from kvreplay.bounds.terms import ROUNDING, TERMS
+from kvreplay.gap import ROUNDING, TERMS
 
 P = 8
 SETS = np.array(list(itertools.product([False, True], repeat=P)))  # bool [2^P, P]

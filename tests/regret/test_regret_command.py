@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 import kvreplay as kv
-from kvreplay.bounds import terms
-from kvreplay.bounds.terms import ROUNDING, TERMS
+from kvreplay import gap
 from kvreplay.errors import Error, Refusal
+from kvreplay.gap import ROUNDING, TERMS
 
 NEEDLE = Path(__file__).resolve().parents[2] / "traces" / "smollm2-135m-needle.h5"
 OF_CHUNKS = ["chunkkv:heads=kv,fill=none", "chunkkv:fill=tokens", "chunkkv:window_mode=replace", "h2o:select=chunks",
@@ -42,8 +42,8 @@ def test_terms_of_every_policy_are_no_less_than_0_and_sum_to_the_gap(tiny: list[
     assert len(found) == 2 * (len(bounded) + len(OF_CHUNKS))
     assert found.notna().all(axis=None)
     assert (found[list(TERMS)] >= -ROUNDING).all(axis=None)
-    gap = found["bound"] - found["recall"]
-    assert np.allclose(found[list(TERMS)].sum(axis=1), gap, rtol=0, atol=1e-12)
+    whole_gap = found["bound"] - found["recall"]
+    assert np.allclose(found[list(TERMS)].sum(axis=1), whole_gap, rtol=0, atol=1e-12)
     assert (found["bound"] <= 1 + ROUNDING).all()
     chunked = found["policy"].str.contains("chunk")
     assert (found["structure"][chunked] > 0.001).all() and (found["structure"][~chunked].abs() <= ROUNDING).all()
@@ -64,7 +64,7 @@ def test_table_document_and_file_say_the_same(tiny: list[Path], said, tmp_path: 
     data = tmp_path / "made" / "terms.csv"
     document = json.loads(said(*words, "-o", data, "--json"))
     rows = pd.read_csv(data, dtype={"budget": str})
-    assert rows.columns.tolist() == list(terms.COLUMNS) and len(rows) == len(document["traces"]) == 3 * 2 * 2
+    assert rows.columns.tolist() == list(gap.COLUMNS) and len(rows) == len(document["traces"]) == 3 * 2 * 2
     assert document["open_loop"] and document["metric"] == "attention_recall"
     expected = kv.regret(tiny, ["chunkkv:chunk=3,window=2", "snapkv:window=2"], [0.5, 3])
     pd.testing.assert_frame_equal(rows, expected, check_exact=True)
@@ -88,7 +88,10 @@ def test_table_document_and_file_say_the_same(tiny: list[Path], said, tmp_path: 
 def test_policies_in_python_have_bounds_too(tiny: list[Path], said, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PYTHON_POLICY)
     [line] = json.loads(said(tiny[0], "-p", f"{tmp_path}/mine.py:early", "-b", "3", "--json"))["means"]
-    assert line["score"] > 0 and line["policy"].endswith("mine.py:early")
+    assert line["score"] > 0 and line["policy"] == "early"
+    (tmp_path / "other.py").write_text(PYTHON_POLICY.replace("first: int = 2", "first: int = 3"))
+    both = f"{tmp_path}/mine.py:early,{tmp_path}/other.py:early"
+    assert said(tiny[0], "-p", both, "-b", "3", code=2).startswith("early: two policies of this name")
 
 
 PYTHON_POLICY = """
@@ -148,7 +151,7 @@ def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> Non
 
 
 def test_a_negative_term_is_an_error_and_rounding_is_none() -> None:
-    found = terms.terms("", np.array([0.5, 0.5 - ROUNDING / 2, 0.6, 0.6, 0.7]))
-    assert found == pytest.approx([-ROUNDING / 2, 0.1, 0, 0.1]), "as it is, not clamped"
+    found = gap.terms("", np.array([0.5, 0.5 - ROUNDING / 2, 0.6, 0.6, 0.7]))
+    assert found == pytest.approx([-ROUNDING / 2, 0.1 + ROUNDING / 2, 0, 0.1]), "as it is, not clamped"
     with pytest.raises(Error, match="here: structure is negative"):
-        terms.terms("here", np.array([0.5, 0.6, 0.6 - 2 * ROUNDING, 0.6, 0.7]))
+        gap.terms("here", np.array([0.5, 0.6, 0.6 - 2 * ROUNDING, 0.6, 0.7]))

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvreplay.bounds.terms import regret as regret
     from kvreplay.engine import Trace as Trace
     from kvreplay.engine import measure as measure
     from kvreplay.engine import open as open
     from kvreplay.engine import policy as policy
     from kvreplay.engine import replay as replay
     from kvreplay.errors import Error as Error
+    from kvreplay.gap import regret as regret
     from kvreplay.laws import check as check
     from kvreplay.python_policies import BlockEnd as BlockEnd
     from kvreplay.python_policies import Policy as Policy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvreplay.results import Run as Run
 
 _PLACES = {
-    "kvreplay.bounds.terms": ("regret",),
+    "kvreplay.gap": ("regret",),
     "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),

@@ -45,16 +45,15 @@ def regret(arguments: argparse.Namespace) -> None:
     if arguments.output and arguments.output.suffix.lower() != ".csv":
         raise Error("-o", "format", "a name ending in .csv", str(arguments.output), Refusal.USAGE)
     try:
-        from kvreplay import _engine
-        from kvreplay.bounds import shown, terms
+        from kvreplay.bounds import shown
+        from kvreplay.gap import regret as terms_of
     except ModuleNotFoundError as missing:
         raise not_installed("regret", missing) from missing
 
-    policies = [one for text in arguments.policy for one in _engine.split_policies(text)]
     options = {name: getattr(arguments, name) for name in ("eval", "device", "threads", "memory")}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        found = terms.regret(arguments.traces, policies, arguments.budget, **options)
+        found = terms_of(arguments.traces, arguments.policy, arguments.budget, **options)
     if arguments.output:
         write(found, arguments.output)
     print(json.dumps(shown.document(found), indent=2, allow_nan=False) if arguments.json else shown.table(found))

@@ -1,10 +1,10 @@
-"""The terms of `terms.regret` as people and programs read them: means over traces."""
+"""The terms of `kv.regret` as people and programs read them: means over traces."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from kvreplay.bounds.terms import ROUNDING, TERMS
+from kvreplay.gap import ROUNDING, TERMS
 
 NUMBERS = ["recall", *TERMS, "bound"]
 

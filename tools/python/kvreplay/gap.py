@@ -8,7 +8,6 @@ does, so no term is negative, but for the rounding of recalls that were summed i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ FREE = ("chunks", "tokens", "heads", "layers")  # what R1 ... R4 may choose
 TERMS = ("score", "structure", "head", "layer")  # R1 - R0 ... R4 - R3
 COLUMNS = ("trace", "budget", "budget_tokens", "policy", "heads", "recall", *TERMS, "bound")
 ROUNDING = 1e-6  # of a recall: what the program's own check of the oracle allows
-OWN = ("metrics", "detail", "seed")  # options of a replay that are no choice here
+OWN = ("metrics", "detail", "seed", "output")  # options of a replay that are no choice here
 
 
 def regret(
@@ -29,31 +28,36 @@ def regret(
     policies: Any,
     budgets: float | str | Iterable[float | str],
     *,
-    output: str | Path | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> pd.DataFrame:
     """One row a budget, policy and trace: `recall` R0, the terms `score`, `structure`, `head` and `layer`, and `bound`
     R4, their sum. What failed is warned of and left out; NaN where a bound failed.
 
-    Arguments are those of `kv.replay`. Raises Error for policies without such bounds: those that no budget binds, whose
-    sets change with time, or whose layers differ in granularity.
+    Arguments are those of `kv.replay`, but for metrics, detail, seed and output. Raises Error for policies without such
+    bounds: those that no budget binds, whose sets change with time, or whose layers differ in granularity.
     """
     for option in OWN:
         if option in options:
             raise Error("regret", "not an option here", "seed=N of a policy" if option == "seed" else "", option,
                         Refusal.USAGE)  # fmt: skip
-    asked = list(dict.fromkeys(_engine.label(one) for one in engine.policy_texts(policies)))
-    family = {policy: [policy, *(bound_of(policy, free) for free in FREE)] for policy in asked}
-    run = engine.replay(traces, [one for of_policy in family.values() for one in of_policy], budgets,
-                        metrics="attention_recall", output=output, progress=progress, **options)  # fmt: skip
+    texts = [one for text in engine.policy_texts(policies) for one in _engine.split_policies(text)]
+    meant: dict[str, tuple[str, str]] = {}
+    for text in texts:
+        policy, canonical = _engine.label(text), _engine.canonical(text)
+        if meant.setdefault(policy, canonical) != canonical:  # a bound could not say whose counts it takes
+            raise Error(policy, "two policies of this name, from different files", "names that differ", "",
+                        Refusal.USAGE)  # fmt: skip
+    family = {policy: [policy, *(bound_of(policy, free) for free in FREE)] for policy in meant}
+    bounds = [bound for of_policy in family.values() for bound in of_policy[1:]]
+    run = engine.replay(traces, [*texts, *bounds], budgets, metrics="attention_recall", progress=progress, **options)
     rows = run.overall[(run.overall["metric"] == "attention_recall") & (run.overall["variant"] == "")]
     rows = rows.set_index(["trace", "budget", "policy", "params"])
     found = []
     for budget in rows.index.unique("budget"):
-        for policy, bounds in family.items():
+        for policy, of_policy in family.items():
             for trace in rows.index.unique("trace"):
-                cells = [(trace, budget, *_engine.canonical(one)) for one in bounds]
+                cells = [(trace, budget, *_engine.canonical(one)) for one in of_policy]
                 if cells[0] not in rows.index:
                     continue  # failed, and warned of
                 recalls = rows["value"].reindex(cells).to_numpy()
