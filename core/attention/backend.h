@@ -112,15 +112,16 @@ struct Comparison {
 /// Tokens come one by one, each after its query has attended to what is held and to itself; its attention is added to
 /// the scores of all that are held, and the lowest score goes while more than `budget` are held (of equal ones the
 /// higher position). Of a row's query heads the mean attention counts (Zhang et al. 2023, arXiv:2306.14048, algorithm
-/// 1).
+/// 1). Or its attention alone is the score (Oren et al. 2024, arXiv:2401.06104).
 struct OnlineEviction {
   Heads heads = Heads::kv;
   int first = 0;                                // tokens [0, first) have come before
   int tokens = 0;                               // up to here they come
   std::span<const std::int32_t> resident = {};  // [H, n] ascending: what is held of them
   std::span<const double> scores = {};          // [H, n]
+  bool accumulate = true;                       // false: each query's attention takes the place of the scores
   int budget = 0;
-  int recent = 1;  // last tokens that never go, the newest included, 1 ... budget
+  int recent = 1;  // last tokens that never go, the newest included, 0 ... budget
 };
 
 /// Which tokens say least that others do not say. With S_ij = rint(2^30 cos(w_i, w_j)), w the keys or the values of all

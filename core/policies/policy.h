@@ -64,11 +64,19 @@ struct Scoring {
   int recent = 0;  // last tokens that stay by rule at this budget; 0 for scorers that do not read it
 };
 
+/// What the attention of each next query does to scores, token by token: how `Online` goes on with them.
+enum class OnlineScore {
+  none,   // they do not follow from it
+  sum,    // it is added
+  newest  // it takes their place
+};
+
 /// How important each resident token is: [H, n], larger stays.
 struct Scorer {
   std::function<Matrix(const LayerView&, const Scoring&)> score = {};
   Needs needs = {};
-  bool accumulates = false;   // the score is the attention received so far: what `Online` can go on with
+  bool accumulates = false;  // reads the attention received so far, of queries that saw what has gone since, too
+  OnlineScore online = OnlineScore::none;
   bool reads_recent = false;  // Scoring::recent
   /// Scorers of equal names give equal scores of equal tokens, and so share them; empty: it shares with none.
   std::string name = {};

@@ -189,7 +189,7 @@ LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int 
   return selection;
 }
 
-/// [H, n] scores and positions of what h2o keeps of the prompt, for going on token by token.
+/// [H, n] scores and positions of what is kept of the prompt, for going on token by token.
 struct Prefilled {
   std::vector<std::int32_t> positions;
   std::vector<double> scores;
@@ -214,10 +214,13 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
   const int tokens = view.tensors().k.tokens;
   const int prompt = view.prompt();
   const Protection::Clamped by_rule = plan.protect.within(budget, prompt);
+  const bool accumulate = plan.score.online == OnlineScore::sum;
+  // No other query has added to the newest token's sum: it stays. Scores of one query compare all tokens.
   OnlineEviction what{.heads = plan.grouping.heads,
                       .tokens = online.grow ? prompt : tokens,
+                      .accumulate = accumulate,
                       .budget = budget,
-                      .recent = std::max(1, by_rule.recent)};
+                      .recent = std::max(accumulate ? 1 : 0, by_rule.recent)};
   Prefilled held;
   if (online.prefill_once) {
     held = cut_once(view, plan, {budget, by_rule}, who);

@@ -322,6 +322,12 @@ TEST_F(Fixture, Kivi) {
   EXPECT_NEAR(l1_loss(exact.v, stored.values), .071708, 5.1e-7);
 }
 
+TEST_F(Fixture, ObservedAttention) {
+  EXPECT_EQ(first_layers(sets("observed-attention"), 2), printed("0-3,8,11 ; 0-2,4,5,8 | 0,2-6 ; 0-4,11"));
+}
+
+TEST_F(Fixture, Tova) { EXPECT_EQ(first_layers(sets("tova"), 2), printed("1-3,6,7,11 | 2,3,5-7,11")); }
+
 TEST_F(Fixture, Oracle) {
   EXPECT_EQ(sets("oracle"), (Sets{{{1, 4, 5, 6, 9, 10}, {1, 2, 8, 9, 10, 11}},
                                   {{0, 3, 5, 6, 9, 10}, {1, 2, 3, 6, 10, 11}},

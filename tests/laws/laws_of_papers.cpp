@@ -115,6 +115,25 @@ TEST_F(LawsOfPapers, EqualCountsMakeDynamicKvAndPyramidKvSnapKv) {
   EXPECT_EQ(run.selections.at({1, 0}).set, run.selections.at({2, 0}).set);
 }
 
+TEST_F(LawsOfPapers, WithoutWhatSetsThemApartSomePoliciesAreOthers) {
+  for (const int budget : {8, 12, 20, 61}) {
+    expect_same_sets("tova:protect_last=true", "snapkv:window=1,pool=none,heads=layer", budget);
+  }
+}
+
+TEST_F(LawsOfPapers, TovaHoldsTheBudgetAndLetsTheNewestTokenGo) {
+  const RecordedRun run = record(trace(), {"tova:schedule=online", "tova:schedule=online,protect_last=true"}, 12);
+  int newest_gone = 0;
+  for (int l = 0; l < layers; ++l)
+    for (int t = 0; t < tokens; ++t) {
+      for (const int cell : {0, 1}) EXPECT_EQ(evictions_after(run.selections.at({cell, l}), 0, t), t < 12 ? 0 : 1);
+      const auto at = static_cast<std::size_t>(t);
+      newest_gone += run.selections.at({0, l}).evicted_at[at] == t ? 1 : 0;
+      EXPECT_NE(run.selections.at({1, l}).evicted_at[at], t);
+    }
+  EXPECT_GT(newest_gone, 0);
+}
+
 TEST_F(LawsOfPapers, PyramidKvShrinksFromLayerToLayer) {
   const RecordedRun run = record(trace(), {"pyramid-kv"}, 20);
   for (int l = 1; l < layers; ++l)

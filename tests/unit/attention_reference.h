@@ -383,7 +383,7 @@ inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, co
         const std::vector<double> a = softmax(z);
         for (std::size_t i = 0; i < a.size(); ++i) mean[i] += a[i] / static_cast<double>(heads.size());
       }
-      for (std::size_t i = 0; i < held.size(); ++i) held[i].score += mean[i];
+      for (std::size_t i = 0; i < held.size(); ++i) held[i].score = what.accumulate ? held[i].score + mean[i] : mean[i];
       while (static_cast<int>(held.size()) > what.budget) {
         std::size_t lowest = 0;
         for (std::size_t i = 0; i + static_cast<std::size_t>(what.recent) < held.size(); ++i)

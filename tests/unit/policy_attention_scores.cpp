@@ -1,0 +1,87 @@
+// Scores made of attention, against loops over a random layer's softmax rows in float64.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "attention_reference.h"
+#include "policies/parts/attention_scores.h"
+
+namespace kvreplay::testing {
+namespace {
+
+/// A random layer of P = 40 prompt tokens and 6 more, two query heads a KV head.
+class AttentionScores : public ::testing::TestWithParam<int> {
+ protected:
+  static constexpr int prompt = 40;
+
+  const RandomLayer layer{{.tokens = 46, .spread = 1.5, .sliding_window = GetParam()}};
+  const std::unique_ptr<Backend> backend = tested_backend(2);
+  const std::vector<std::int32_t> eval = range(prompt, 46);
+  const LayerTensors tensors = layer.tensors();
+  const LayerView view{*backend, tensors, {.layers = 3, .stored_layer = 2, .prompt = prompt}, eval};
+
+  /// a(t, j) of query head h.
+  double attention(int head, int t, int j) const { return rows_[static_cast<std::size_t>(head)](t, j); }
+
+  template <class Expected>
+  static void expect_scores(const Matrix& found, int rows, Expected expected) {
+    ASSERT_EQ(found.rows(), rows);
+    ASSERT_EQ(found.columns(), prompt);
+    for (int row = 0; row < rows; ++row)
+      for (int j = 0; j < prompt; ++j)
+        ASSERT_NEAR(found(row, j), expected(row, j), 1e-5 * (1 + std::abs(expected(row, j)))) << row << ", " << j;
+  }
+
+ private:
+  void SetUp() override {
+    for (int head = 0; head < 4; ++head) {
+      Matrix& rows = rows_.emplace_back(46, 46);
+      for (int t = 0; t < 46; ++t) {
+        const std::vector<double> z = layer.logits(head, t);
+        std::ranges::copy(softmax(z), rows.row(t).begin());
+      }
+    }
+  }
+
+  std::vector<Matrix> rows_;  // [query head], [t, j]
+};
+
+INSTANTIATE_TEST_SUITE_P(Windows, AttentionScores, ::testing::Values(0, 9));
+
+TEST_P(AttentionScores, ObservedIsTheMeanOfTheQueriesThatSeeAToken) {
+  expect_scores(observed_score().score(view, {}), 2, [&](int kv_head, int j) {
+    double sum = 0;
+    int queries = 0;
+    for (int t = 0; t < prompt; ++t) {
+      if (!layer.visible(t, j)) continue;
+      ++queries;
+      sum += (attention(2 * kv_head, t, j) + attention(2 * kv_head + 1, t, j)) / 2;
+    }
+    return sum / queries;
+  });
+}
+
+TEST_P(AttentionScores, ObservedOfThoseHeldCountsTheQueriesSinceTheyCame) {
+  // Tokens 3 and 5 were held when 10 and 11 came, and have 0.5 of what came before.
+  const LayerView held(view,
+                       {.positions = {3, 5, 10, 11}, .seen = 12, .added = 2, .attention_before = Matrix(4, 2, 0.5)});
+  const Matrix all = cumulative_score().score(held, {}), means = observed_score().score(held, {});
+  const int came[] = {9, 7, 2, 1};
+  for (int row = 0; row < 2; ++row)
+    for (int i = 0; i < 4; ++i) {
+      const int queries = GetParam() == 0 ? came[i] : std::min(came[i], GetParam());
+      EXPECT_DOUBLE_EQ(means(row, i), all(row, i) / queries) << row << ", " << i;
+    }
+}
+
+TEST_P(AttentionScores, NewestIsTheAttentionOfTheLastQuerySummedOverAllHeads) {
+  const Scoring layer_wide{.grouping = {.heads = Heads::layer}};
+  expect_scores(newest_score().score(view, layer_wide), 1, [&](int, int j) {
+    double sum = 0;
+    for (int head = 0; head < 4; ++head) sum += attention(head, prompt - 1, j);
+    return sum;
+  });
+}
+
+}  // namespace
+}  // namespace kvreplay::testing
