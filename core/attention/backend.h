@@ -34,6 +34,9 @@ struct AttentionSums {
   int columns = 0;                            // without `resident`: sums are returned for keys [0, columns)
   Positions positions = Positions::original;  // cache: key at its slot, the query at its own (it must be resident)
   bool own_key = true;                        // false: a(t,t) takes part in the softmax but not in the sums
+  /// Above 0: each query that gives a key more than so many times 1 / (keys that it sees) counts as 1, others as 0, and
+  /// there are no weights.
+  double above_uniform = 0.0;
 };
 
 /// Kept keys as the eval queries see them: one set for all queries, or one for each (what is resident changes with

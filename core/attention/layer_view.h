@@ -71,6 +71,9 @@ class LayerView {
   Matrix window_attention(std::span<const double> weights) const;
   /// [Hq, seen]: the same with all that the queries could see, resident or not.
   Matrix window_attention_over_all(std::span<const double> weights) const;
+  /// [Hq, n]: how many of the last `window` queries that have come give j more than 1 + 1e-6 times the uniform share of
+  /// what they see: t + 1 keys, or fewer where a window slides or part of the tokens is resident.
+  const Matrix& window_counts(int window) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
   /// attention over what is resident and, after it, over themselves.
   Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
@@ -99,7 +102,7 @@ class LayerView {
   template <class Compute>
   const Matrix& remember_stored(std::string_view observable, int rows, Compute compute) const;
   const Matrix& similarity(std::string_view observable, const TensorView& tensor) const;
-  Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights) const;
+  Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights, double above_uniform = 0) const;
   bool is_resident(std::int32_t position) const;
   std::vector<std::int32_t> last_queries(int window) const;
 

@@ -247,8 +247,11 @@ inline Matrix reference_sums(const RandomLayer& layer, const AttentionSums& what
         z.push_back(layer.visible(t, keys[slot]) ? layer.logit(query, key) : -HUGE_VAL);
       }
       const std::vector<double> a = softmax(z);
+      const auto seen = static_cast<double>(std::count_if(z.begin(), z.end(), [](double x) { return x > -HUGE_VAL; }));
       for (std::size_t slot = 0; slot < keys.size() && slot < static_cast<std::size_t>(columns); ++slot) {
-        if (what.own_key || keys[slot] != t) sums(head, static_cast<int>(slot)) += weight * a[slot];
+        if (!what.own_key && keys[slot] == t) continue;
+        const bool counts = what.above_uniform > 0.0;
+        sums(head, static_cast<int>(slot)) += !counts ? weight * a[slot] : a[slot] > what.above_uniform / seen ? 1 : 0;
       }
     }
   }

@@ -52,6 +52,16 @@ TEST_F(LayerViewOf, EveryObservableIsComputedOnce) {
   EXPECT_EQ(first(0, 0), 0.5);
 }
 
+TEST_F(LayerViewOf, WindowCountsAreThoseAboveTheUniformShareByAMillionth) {
+  view.window_attention(8);
+  EXPECT_EQ(backend.asked.above_uniform, 0.0);
+  const Matrix& first = view.window_counts(8);
+  EXPECT_EQ(backend.asked.above_uniform, 1.0 + 1e-6);
+  EXPECT_EQ(backend.asked_queries, range(22, 30));
+  EXPECT_EQ(&view.window_counts(8), &first);
+  EXPECT_EQ(backend.calls, 2);
+}
+
 TEST_F(LayerViewOf, AWindowLongerThanThePromptIsThePrompt) {
   const Matrix& all = view.window_attention(1000);
   EXPECT_EQ(backend.asked_queries, range(0, 30));

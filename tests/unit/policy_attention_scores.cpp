@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention_reference.h"
+#include "policies/parts/attention_counts.h"
 #include "policies/parts/attention_scores.h"
 
 namespace kvreplay::testing {
@@ -81,6 +82,43 @@ TEST_P(AttentionScores, NewestIsTheAttentionOfTheLastQuerySummedOverAllHeads) {
     for (int head = 0; head < 4; ++head) sum += attention(head, prompt - 1, j);
     return sum;
   });
+}
+
+TEST_P(AttentionScores, CountsOrderTokensByVotesThenBySumThenByPosition) {
+  constexpr int history = 12;
+  const auto votes = [&](int kv_head, int j) {
+    double count = 0, sum = 0;
+    for (int t = prompt - history; t < prompt; ++t)
+      for (const int head : {2 * kv_head, 2 * kv_head + 1}) {
+        int seen = 0;
+        for (int key = 0; key <= t; ++key) seen += layer.visible(t, key) ? 1 : 0;
+        count += attention(head, t, j) > (1 + 1e-6) / seen ? 1 : 0;
+        sum += attention(head, t, j);
+      }
+    return std::pair(count, sum);
+  };
+  const Matrix scores = AttentionCounts{.history = history}.scorer().score(view, {});
+  int ties = 0;
+  for (int row = 0; row < 2; ++row)
+    for (int i = 0; i < prompt; ++i) {
+      EXPECT_EQ(std::floor(scores(row, i)), votes(row, i).first) << row << ", " << i;
+      for (int j = i + 1; j < prompt; ++j) {
+        const auto [count_i, sum_i] = votes(row, i);
+        const auto [count_j, sum_j] = votes(row, j);
+        ties += count_i == count_j ? 1 : 0;
+        ASSERT_NE(scores(row, i), scores(row, j)) << "places in an order differ";
+        if (sum_i == 0 && sum_j == 0) {
+          EXPECT_GT(scores(row, i), scores(row, j)) << "of equals the lower position: " << i << ", " << j;
+        } else if (count_i != count_j || std::abs(sum_i - sum_j) > 1e-5) {
+          EXPECT_EQ(scores(row, i) > scores(row, j), std::pair(count_i, sum_i) > std::pair(count_j, sum_j))
+              << row << ": " << i << ", " << j;
+        }
+      }
+    }
+  EXPECT_GT(ties, 20) << "or the sums would decide nothing";
+
+  expect_scores(AttentionCounts{history, false}.scorer().score(view, {}), 2,
+                [&](int row, int j) { return votes(row, j).second; });
 }
 
 }  // namespace
