@@ -107,6 +107,8 @@ void check_plan(const std::string& who, const Plan& plan) {
   refuse_if(online && plan.score.online == OnlineScore::none, "schedule=online evicts by attention, query by query",
             "score=cumulative or score=newest", plan.score ? "another score" : "none");
   refuse_if(online && plan.protect.sinks > 0, "schedule=online protects recent tokens alone", "no sinks", "sinks");
+  refuse_if(!once && plan.protect.question.last_tokens > 0,
+            "the question that stays is known when the prompt has been seen", "schedule=once", schedule);
   refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",
             "streaming-llm or local", "another policy");
   const bool transformed = std::holds_alternative<Transformed>(plan.store);

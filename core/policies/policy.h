@@ -92,6 +92,7 @@ struct Row {
   int sinks = 0;                        // of the budget: first tokens that stay by rule
   int recent = 0;                       // and last ones
   const LayerView* view = nullptr;      // for selectors that say they read the layer; others leave it alone
+  int number = 0;                       // among the rows of its layer
 };
 
 /// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.

@@ -206,7 +206,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
         const std::size_t scores =
             static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
         ranked += scores * static_cast<std::size_t>(count);
-        const ScoreKey key = score_key(plan, plan.protect.within(cell.budget, conditions.boundary).recent);
+        const ScoreKey key = score_key(plan, plan.protect.within(cell.budget, conditions.boundary, question).recent);
         for (int l = first; l < first + count; ++l)
           if (held_scores.emplace(key, l).second || plan.score.name.empty()) ranking_bytes += scores * sizeof(double);
       }

@@ -95,7 +95,8 @@ class Sink {
 void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
 
 /// Whether the policy would choose, but sinks and recent tokens take all that it may hold.
-bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
+bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                              int budget);
 
 /// Whether the policy asks for a question and none is marked, so that the last tokens of the prompt take its place.
 bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);

@@ -53,7 +53,8 @@ class Cache {
     by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
       const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent}, who_);
-      for (int row = 0; row < selection_.set.rows(); ++row) cut_row(now, scores, row, {keep, by_rule}, by_relevance);
+      for (int row = 0; row < selection_.set.rows(); ++row)
+        cut_row(now, scores, row, {keep, by_rule, row}, by_relevance);
     }
     if (plan_.score.accumulates) carry_attention(now);
   }
@@ -136,7 +137,7 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
     throw Error{Refusal::input, who,
                 fmt::format("budget {} has no room beside the {} tokens of the question", budget, spared),
                 fmt::format("at least {}", spared + 1), std::to_string(budget)};
-  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt());
+  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt(), view.question());
   Cache cache(view, plan, who);
   for (int begin = 0; begin < context; begin += blocks.block) {
     poll();
@@ -159,7 +160,7 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
 LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan& plan, int /*budget*/,
                    const std::string& who, const Poll& poll) {
   const auto [peak, keep] = tokens_of(threshold, view.prompt(), who);
-  const Protection::Clamped by_rule = plan.protect.within(keep, view.prompt());
+  const Protection::Clamped by_rule = plan.protect.within(keep, view.prompt(), view.question());
   Cache cache(view, plan, who);
   for (int seen = peak; seen <= cache.tokens(); seen += peak - keep) {
     poll();
@@ -172,7 +173,7 @@ LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan
 
 LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int budget, const std::string&,
                    const Poll&) {
-  const auto [sinks, recent] = plan.protect.within(budget, view.prompt());
+  const auto [sinks, recent] = plan.protect.within(budget, view.prompt(), view.question());
   LayerSelection selection = empty_selection(view, plan.grouping.heads);
   const int tokens = view.tensors().k.tokens;
   for (int row = 0; row < selection.set.rows(); ++row) {
@@ -200,12 +201,14 @@ Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, co
   const double heads = plan.grouping.heads == Heads::layer ? view.query_heads() : 1.0;
   const Matrix scores = score_tokens(view, plan, {plan.grouping, budget.by_rule.recent}, who);
   Prefilled held;
-  for (int row = 0; row < scores.rows(); ++row)
+  for (int row = 0; row < scores.rows(); ++row) {
+    budget.row = row;
     for (const std::int32_t position :
          choose_row(plan.select, view.positions(row), scores.row(row), budget, &view, who).positions) {
       held.positions.push_back(position);
       held.scores.push_back(scores(row, position) / heads);
     }
+  }
   return held;
 }
 
@@ -213,7 +216,7 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
                    const Poll&) {
   const int tokens = view.tensors().k.tokens;
   const int prompt = view.prompt();
-  const Protection::Clamped by_rule = plan.protect.within(budget, prompt);
+  const Protection::Clamped by_rule = plan.protect.within(budget, prompt, view.question());
   const bool accumulate = plan.score.online == OnlineScore::sum;
   // No other query has added to the newest token's sum: it stays. Scores of one query compare all tokens.
   OnlineEviction what{.heads = plan.grouping.heads,

@@ -80,7 +80,7 @@ Kept choose_row(const Selector& select, int tokens, std::span<const double> scor
   const int sinks = std::min(budget.by_rule.sinks, count);
   const int recent = std::min(budget.by_rule.recent, count - sinks);
   if (count == 0 || count == tokens) return {position_range(0, count), sinks, recent};
-  Kept kept = select({scores, tokens, count, sinks, recent, view});
+  Kept kept = select({scores, tokens, count, sinks, recent, view, budget.row});
   check_row(kept.positions, tokens, count, who);
   return kept;
 }

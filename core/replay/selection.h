@@ -43,6 +43,7 @@ void hold_at_end_of_prompt(LayerSelection& selection, int row);
 struct RowBudget {
   int count = 0;                     // tokens that it may keep
   Protection::Clamped by_rule = {};  // at the policy's budget; clamped to `count` where that is less
+  int row = 0;                       // its number
 };
 
 /// Which of `tokens` resident tokens stay, by their numbers, ascending: all where the row may keep as many. `scores`

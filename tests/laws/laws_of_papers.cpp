@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "random.h"
 #include "recorded_run.h"
 #include "trace/float_types.h"
 
@@ -119,7 +120,35 @@ TEST_F(LawsOfPapers, WithoutWhatSetsThemApartSomePoliciesAreOthers) {
   for (const int budget : {8, 12, 20, 61}) {
     expect_same_sets("tova:protect_last=true", "snapkv:window=1,pool=none,heads=layer", budget);
     expect_same_sets("scissorhands:binary=false,history=8,recent=8", "snapkv:pool=none", budget);
+    expect_same_sets("nacl:random=0,question=last,question_tokens=8", "snapkv:pool=none", budget);
   }
+}
+
+TEST_F(LawsOfPapers, NaclDrawsForEachLayerAndHeadByItsSeed) {
+  const std::string nacl = "nacl:question=last,question_tokens=4,random=0.5";
+  const RecordedRun run = record(trace(), {nacl, nacl + ",seed=1"}, 24);
+  bool seeds_differ = false;
+  for (int l = 0; l < layers; ++l) {
+    const Matrix& scores = run.scores.at({0, l});
+    for (int head = 0; head < 2; ++head) {
+      std::vector<std::pair<double, std::int32_t>> ranked, drawn;  // minus the score, token
+      for (int j = 0; j < prompt - 4; ++j) ranked.emplace_back(-scores(head, j), j);
+      std::ranges::sort(ranked);
+      std::vector<std::int32_t> expected{86, 87, 88, 89};
+      for (int i = 0; i < prompt - 4; ++i) {
+        const auto [minus_score, j] = ranked[static_cast<std::size_t>(i)];
+        if (i < 10) expected.push_back(j);
+        if (i >= 10) drawn.emplace_back(minus_score + std::log(-std::log(uniform(chain(0, l, head, j)))), j);
+      }
+      std::ranges::sort(drawn);
+      for (std::size_t i = 0; i < 10; ++i) expected.push_back(drawn[i].second);
+      std::ranges::sort(expected);
+      EXPECT_EQ(run.selections.at({0, l}).set.positions(head), expected) << "layer " << l << ", head " << head;
+      EXPECT_EQ(run.selections.at({0, l}).recent[static_cast<std::size_t>(head)], 4);
+    }
+    seeds_differ = seeds_differ || run.selections.at({0, l}).set != run.selections.at({1, l}).set;
+  }
+  EXPECT_TRUE(seeds_differ);
 }
 
 TEST_F(LawsOfPapers, TovaHoldsTheBudgetAndLetsTheNewestTokenGo) {

@@ -72,6 +72,9 @@ const Refused refused[] = {
     {"observed-attention:schedule=online",
      "observed-attention: schedule=online evicts by attention, query by query: expected score=cumulative or "
      "score=newest, found another score"},
+    {"nacl:schedule=every",
+     "nacl: the question that stays is known when the prompt has been seen: expected schedule=once, found every or "
+     "question-blocks"},
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},

@@ -2,10 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <map>
+#include <set>
 
 #include "attention_reference.h"
+#include "fake_backend.h"
 #include "policies/parts/attention_counts.h"
 #include "policies/parts/attention_scores.h"
+#include "policies/parts/sampled.h"
 
 namespace kvreplay::testing {
 namespace {
@@ -119,6 +123,54 @@ TEST_P(AttentionScores, CountsOrderTokensByVotesThenBySumThenByPosition) {
 
   expect_scores(AttentionCounts{history, false}.scorer().score(view, {}), 2,
                 [&](int row, int j) { return votes(row, j).second; });
+}
+
+class SampledRows : public ::testing::Test {
+ protected:
+  const RandomLayer layer{{.tokens = 30}};
+  FakeBackend backend;
+  const LayerTensors tensors = layer.tensors();
+  const LayerView view{backend, tensors, {.layers = 3, .stored_layer = 7, .prompt = 30}, {}};
+};
+
+TEST_F(SampledRows, AreTheBestAndTheLargestPerturbedScoresOfTheRest) {
+  std::vector<double> scores;
+  for (int j = 0; j < 30; ++j) scores.push_back(3 * uniform(chain(11, j)));
+  for (const auto& [share, temperature] : {std::pair{0.3, 1.0}, {0.5, 0.2}, {1.0, 5.0}, {0.0, 1.0}})
+    for (const int number : {0, 1}) {
+      const Sampled part{share, temperature, 5};
+      const Row row{scores, 30, 14, 2, 3, &view, number};
+      std::set<std::int32_t> expected{0, 1, 27, 28, 29};
+      std::vector<std::pair<double, std::int32_t>> rest;  // minus the score, token
+      for (int j = 2; j < 27; ++j) rest.emplace_back(-scores[static_cast<std::size_t>(j)], j);
+      std::sort(rest.begin(), rest.end());
+      const int drawn = static_cast<int>(std::floor(share * 9));
+      for (int i = 0; i < 9 - drawn; ++i) expected.insert(rest[static_cast<std::size_t>(i)].second);
+      rest.erase(rest.begin(), rest.begin() + (9 - drawn));
+      for (auto& [key, j] : rest) {
+        const double u = (static_cast<double>(chain(5, 7, number, j) >> 11) + 0.5) * std::ldexp(1.0, -53);
+        key = -(scores[static_cast<std::size_t>(j)] / temperature - std::log(-std::log(u)));
+      }
+      std::sort(rest.begin(), rest.end());
+      for (int i = 0; i < drawn; ++i) expected.insert(rest[static_cast<std::size_t>(i)].second);
+      const Kept kept = part.selector()(row);
+      EXPECT_EQ(std::set(kept.positions.begin(), kept.positions.end()), expected) << share << ", row " << number;
+      EXPECT_TRUE(std::is_sorted(kept.positions.begin(), kept.positions.end()));
+      EXPECT_EQ(kept.positions.size(), 14U);
+      EXPECT_EQ(std::pair(kept.sinks, kept.recent), std::pair(2, 3));
+    }
+}
+
+TEST_F(SampledRows, ASingleDrawHasTheProbabilitiesOfTheSoftmax) {
+  const std::vector<double> scores{1.0, 0.0, 2.0, 1.5, -1.0}, expected = softmax({0.5, 0.0, 1.0, 0.75, -0.5});
+  constexpr int draws = 20000;
+  std::map<std::int32_t, int> drawn;
+  for (std::uint64_t seed = 0; seed < draws; ++seed)
+    ++drawn[Sampled{1.0, 2.0, seed}.selector()({scores, 5, 1, 0, 0, &view, 0}).positions.front()];
+  for (int j = 0; j < 5; ++j) {
+    const double p = expected[static_cast<std::size_t>(j)];
+    EXPECT_NEAR(drawn[j], draws * p, 4 * std::sqrt(draws * p * (1 - p))) << j;
+  }
 }
 
 }  // namespace
