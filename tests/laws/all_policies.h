@@ -67,6 +67,8 @@ inline std::vector<std::string> all_policies() {
            "nacl:question=last,question_tokens=3,random=0.5",
            "nacl:question_tokens=2,temperature=0.1,heads=layer",
            "snapkv:window=3,select=sampled,random=1,schedule=every(16)",
+           "ada-kv:window=2,alpha=0.5,normalise=true",
+           "ada-kv:window=2,heads=query,alpha=0",
            "random:schedule=threshold(0.5,0.25)",
            "random:heads=layer,sinks=2,window=3,schedule=every(11)",
            "strided:schedule=threshold(0.5,0.25)",

@@ -337,6 +337,11 @@ TEST_F(Fixture, Scissorhands) {
             each_with(printed("0,3,7,8 ; 1,2,6,7 | 0,3-5 ; 1-3,6"), {10, 11}));
 }
 
+TEST_F(Fixture, AdaKv) {
+  EXPECT_EQ(first_layers(sets("ada-kv:window=2,kernel=3"), 2),
+            each_with(printed("2-4 ; 0-3,5 | 4-7 ; 0,2-4"), {10, 11}));
+}
+
 TEST_F(Fixture, Oracle) {
   EXPECT_EQ(sets("oracle"), (Sets{{{1, 4, 5, 6, 9, 10}, {1, 2, 8, 9, 10, 11}},
                                   {{0, 3, 5, 6, 9, 10}, {1, 2, 3, 6, 10, 11}},

@@ -126,7 +126,7 @@ TEST(PlanRules, WhatFitsIsTaken) {
 
 TEST(PlanRules, LayersStandApartWhereEachDependsOnItselfAlone) {
   for (const char* policy :
-       {"snapkv", "h2o:select=chunks", "h2o-online", "oracle:scope=layer", "streaming-llm"})
+       {"snapkv", "ada-kv", "h2o:select=chunks", "h2o-online", "oracle:scope=layer", "streaming-llm"})
     EXPECT_NO_THROW(ConfiguredPolicy::parse(policy).check_layers_apart()) << policy;
   for (const char* policy :
        {"chunkkv:reuse=2", "sca", "pyramid-kv", "pyramid-infer", "dynamickv", "oracle:scope=global",
