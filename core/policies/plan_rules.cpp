@@ -11,7 +11,8 @@ const char* name_of(const Allocator& allocator) {
                                    "counts from the number of layers",
                                    "counts from a layer's scores",
                                    "counts from all layers' scores",
-                                   "another policy's counts"};
+                                   "another policy's counts",
+                                   "counts that a layer's scores decide"};
   return names[allocator.index()];
 }
 
@@ -32,7 +33,7 @@ bool shares_layers(const Sharing& share) {
 bool has_budget(const Plan& plan) {
   if (const auto* counts = std::get_if<CountsOf>(&plan.allocate)) return counts->has_budget;
   return !std::holds_alternative<Everything>(plan.allocate) && !std::holds_alternative<Threshold>(plan.schedule) &&
-         plan.nesting != Nesting::prunes_next;
+         !std::holds_alternative<OwnCounts>(plan.allocate) && plan.nesting != Nesting::prunes_next;
 }
 
 bool keeps_everything(const Plan& plan, int budget, int prompt) {
@@ -63,8 +64,9 @@ void check_plan(const std::string& who, const Plan& plan) {
             plan.score ? "a score" : "a selector");
   refuse_if(by_rule && (!plan.select.reads_scores || (!uniform && !plan.score)), "all of the budget stays by rule",
             "another policy for this part", plan.select.reads_scores ? allocator : "a selector");
-  const bool from_scores =
-      std::holds_alternative<WithinLayer>(plan.allocate) || across || std::holds_alternative<CountsOf>(plan.allocate);
+  const bool from_scores = std::holds_alternative<WithinLayer>(plan.allocate) || across ||
+                           std::holds_alternative<CountsOf>(plan.allocate) ||
+                           std::holds_alternative<OwnCounts>(plan.allocate);
   refuse_if(!plan.score && from_scores, "the allocator divides what is scored", "a score, or allocate=uniform",
             allocator);
   refuse_if((by_layer || across) && shares_layers(plan.share), "layers that share a set have one count",

@@ -137,6 +137,10 @@ struct Everything {};
 using ByLayer = std::function<std::vector<int>(const Division&)>;
 /// Counts of one layer, [H], from its scores [H, P]. Sum at most H*B.
 using WithinLayer = std::function<std::vector<int>(const Division&, const Matrix& scores)>;
+/// The same where no budget binds them, and each is P or less; `Division::budget` is P.
+struct OwnCounts {
+  std::function<std::vector<int>(const Division&, const Matrix& scores)> of_layer;
+};
 /// Counts of all treated layers at once, [L][H], from all layers' scores [L] of [H, P]. Sum at most L*H*B.
 using AcrossLayers =
     std::function<std::vector<std::vector<int>>(const Division&, std::span<const Matrix* const> scores)>;
@@ -147,7 +151,7 @@ struct CountsOf {
 };
 
 /// The type says what must be known before a layer's set is final: nothing, the layer, all layers, another policy.
-using Allocator = std::variant<Uniform, Everything, ByLayer, WithinLayer, AcrossLayers, CountsOf>;
+using Allocator = std::variant<Uniform, Everything, ByLayer, WithinLayer, AcrossLayers, CountsOf, OwnCounts>;
 
 /// The treated layer whose set layer l of L uses, row by row.
 using Sharing = std::function<int(int layer, int layers)>;
@@ -196,8 +200,8 @@ struct Plan {
   Store store = Exact{};
 };
 
-/// Whether slots are held against a budget: not where everything stays, where a threshold says how much is held, or
-/// where layers prune each other by sizes of their own.
+/// Whether slots are held against a budget: not where everything stays, where a threshold or a layer's scores say how
+/// much is held, or where layers prune each other by sizes of their own.
 bool has_budget(const Plan& plan);
 /// Whether every row keeps all of the prompt: by the plan, or because the budget is no less.
 bool keeps_everything(const Plan& plan, int budget, int prompt);

@@ -70,7 +70,8 @@ struct Shape {
   std::size_t rows = 0;
   bool across_layers = false;
   bool whole = true;
-  bool general = false;  // measured by the general comparison
+  bool own_counts = false;  // of any size
+  bool general = false;     // measured by the general comparison
   bool online = false;
   bool in_time = false;       // sets change with time
   int similarity_layers = 0;  // that choose by similarity
@@ -85,6 +86,7 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
                           static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
     shape.across_layers |= std::holds_alternative<AcrossLayers>(plan.allocate);
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
+    shape.own_counts |= std::holds_alternative<OwnCounts>(plan.allocate);
     shape.general |= !std::holds_alternative<Exact>(plan.store);
     shape.in_time |= !std::holds_alternative<Once>(plan.schedule);
     shape.online |= std::holds_alternative<Online>(plan.schedule);
@@ -183,7 +185,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   for (const Cell& cell : cells) {
     const Shape shape = shape_of(cell, header, conditions, question);
     const bool whole = shape.whole;
-    const double share = whole ? 1.0 : cell.budget / prompt;
+    const double share = whole || shape.own_counts ? 1.0 : cell.budget / prompt;
     if (cell.known.empty()) {
       window = std::max(window, std::min(shape.last_queries, conditions.boundary));
       cumulative |= shape.all_queries;

@@ -245,7 +245,8 @@ class Replay {
     for (const LayerPlan& of_range : plans) {
       Stretch& stretch = job.stretches.emplace_back();
       stretch.of = of_range;
-      stretch.by_rule = of_range.plan.protect.within(job.budget, prompt(), question_);
+      const int budget = std::holds_alternative<OwnCounts>(of_range.plan.allocate) ? prompt() : job.budget;
+      stretch.by_rule = of_range.plan.protect.within(budget, prompt(), question_);
       const bool whole = job.known() || keeps_everything(of_range.plan, job.budget, prompt());
       if (const auto* by_layer = std::get_if<ByLayer>(&of_range.plan.allocate); by_layer != nullptr && !whole) {
         guarded(job, [&] {
@@ -434,6 +435,8 @@ class Replay {
     }
     if (const auto* within = std::get_if<WithinLayer>(&stretch.plan().allocate))
       return (*within)(division(stretch, job.budget), *scores);
+    if (const auto* own = std::get_if<OwnCounts>(&stretch.plan().allocate))
+      return own->of_layer(division(stretch, prompt()), *scores);
     const int of_each =
         stretch.by_layer.empty() ? job.budget : stretch.by_layer[static_cast<std::size_t>(layer - stretch.of.first)];
     return std::vector<int>(static_cast<std::size_t>(rows), of_each);

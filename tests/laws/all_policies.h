@@ -69,6 +69,8 @@ inline std::vector<std::string> all_policies() {
            "snapkv:window=3,select=sampled,random=1,schedule=every(16)",
            "ada-kv:window=2,alpha=0.5,normalise=true",
            "ada-kv:window=2,heads=query,alpha=0",
+           "simlayerkv:sinks=2,recent=8,threshold=0.3",
+           "simlayerkv:rows=3,sinks=1,recent=20,threshold=0.6",
            "random:schedule=threshold(0.5,0.25)",
            "random:heads=layer,sinks=2,window=3,schedule=every(11)",
            "strided:schedule=threshold(0.5,0.25)",

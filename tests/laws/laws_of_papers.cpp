@@ -123,6 +123,38 @@ TEST_F(LawsOfPapers, WithoutWhatSetsThemApartSomePoliciesAreOthers) {
     expect_same_sets("tova:protect_last=true", "snapkv:window=1,pool=none,heads=layer", budget);
     expect_same_sets("scissorhands:binary=false,history=8,recent=8", "snapkv:pool=none", budget);
     expect_same_sets("nacl:random=0,question=last,question_tokens=8", "snapkv:pool=none", budget);
+    expect_same_sets("simlayerkv:threshold=0,sinks=4,recent=6", "random:heads=layer,sinks=4,window=6", 10);
+  }
+}
+
+TEST_F(LawsOfPapers, SimLayerKvKeepsAllWhereFirstAndRecentTokensHaveLessThanTheThreshold) {
+  constexpr int sinks = 2, recent = 5, rows = 3;
+  const std::vector<std::int32_t> eval{90};
+  const std::unique_ptr<Backend> backend = tested_backend(1);
+  std::vector<double> masses;
+  for (int l = 0; l < layers; ++l) {
+    const LayerTensors tensors = trace().layer(l);
+    const LayerView view(*backend, tensors, {.prompt = prompt}, eval);
+    const Matrix& attention = view.window_attention(rows);
+    double mass = 0;
+    for (int head = 0; head < 4; ++head)
+      for (int j = 0; j < prompt; ++j)
+        if (j < sinks || j >= prompt - recent) mass += attention(head, j) / (4 * rows);
+    masses.push_back(mass);
+  }
+  std::vector<double> sorted = masses;
+  std::ranges::sort(sorted);
+  const double threshold = (sorted[1] + sorted[2]) / 2;
+  ASSERT_TRUE(sorted[1] < threshold && threshold < sorted[2]);
+  const RecordedRun run =
+      record(trace(), {"simlayerkv:rows=3,sinks=2,recent=5,threshold=" + std::to_string(threshold)}, 3);
+  for (int l = 0; l < layers; ++l) {
+    const LayerSelection& selection = run.selections.at({0, l});
+    const bool lazy = masses[static_cast<std::size_t>(l)] > threshold;
+    EXPECT_EQ(selection.set.count(0), lazy ? sinks + recent : prompt) << "layer " << l;
+    if (lazy) {
+      EXPECT_EQ(selection.set.positions(0), (std::vector<std::int32_t>{0, 1, 85, 86, 87, 88, 89})) << "layer " << l;
+    }
   }
 }
 

@@ -75,6 +75,12 @@ const Refused refused[] = {
     {"nacl:schedule=every",
      "nacl: the question that stays is known when the prompt has been seen: expected schedule=once, found every or "
      "question-blocks"},
+    {"simlayerkv:schedule=every",
+     "simlayerkv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
+     "counts that a layer's scores decide"},
+    {"simlayerkv:select=stride",
+     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found counts that a "
+     "layer's scores decide"},
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},
@@ -130,7 +136,7 @@ TEST(PlanRules, LayersStandApartWhereEachDependsOnItselfAlone) {
     EXPECT_NO_THROW(ConfiguredPolicy::parse(policy).check_layers_apart()) << policy;
   for (const char* policy :
        {"chunkkv:reuse=2", "sca", "pyramid-kv", "pyramid-infer", "dynamickv", "oracle:scope=global",
-        "oracle:counts=snapkv", "hybrid", "layers:0-3=snapkv", "full", "snapkv:allocate=list((2,1))"})
+        "oracle:counts=snapkv", "hybrid", "layers:0-3=snapkv", "full", "simlayerkv", "snapkv:allocate=list((2,1))"})
     EXPECT_THROW(ConfiguredPolicy::parse(policy).check_layers_apart(), Error) << policy;
 }
 
@@ -142,7 +148,7 @@ TEST(PlanRules, ABudgetBindsWhatEvictsByOne) {
   };
   for (const char* policy : {"snapkv", "h2o-online", "finch", "sca", "pyramid-infer", "snapkv:store=quantised"})
     EXPECT_TRUE(bound(policy)) << policy;
-  for (const char* policy : {"full", "kivi", "sca:schedule=threshold(8,4)",
+  for (const char* policy : {"full", "kivi", "simlayerkv", "sca:schedule=threshold(8,4)",
                              "pyramid-infer:lengths=natural", "random:schedule=threshold(0.5,0.2)"})
     EXPECT_FALSE(bound(policy)) << policy;
 }
