@@ -288,7 +288,7 @@ void check_cells(TraceWork& work, const Trace& trace) {
       for (const Conditions* conditions : {&work.conditions, work.all_queries ? &*work.all_queries : nullptr})
         if (conditions != nullptr) check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens);
       if (cell.facts.role == "asked" &&
-          leaves_nothing_to_choose(work.conditions, cell.policy, cell.facts.budget_tokens))
+          leaves_nothing_to_choose(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
         warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.summary.name,
                                     cell.facts.label, cell.facts.budget));
       if (cell.facts.role == "asked" && lacks_question(trace, work.conditions, cell.policy))

@@ -1,5 +1,6 @@
 // Column sums of attention: row states, then columns; O(n) memory beyond the tensors.
 #include <algorithm>
+#include <cassert>
 
 #include "cuda/device_call.h"
 #include "cuda/placed_task.h"
@@ -8,6 +9,8 @@
 namespace kvreplay {
 
 Matrix CudaBackend::attention_sums(const LayerTensors& layer, const AttentionSums& what) {
+  const bool counts = what.above_uniform > 0.0;
+  assert(!counts || what.weights.empty());
   const bool all_take_part = what.resident.empty();
   const int columns =
       all_take_part ? what.columns : static_cast<int>(what.resident.size()) / std::max(1, what.resident_rows);
@@ -35,10 +38,10 @@ Matrix CudaBackend::attention_sums(const LayerTensors& layer, const AttentionSum
     DeviceBuffer<RowPartial> row_sums(memory_);
     DeviceBuffer<RowState> states(memory_);
     DeviceBuffer<double> column_parts(memory_), made(memory_);
-    find_row_states(placed.form(), task, weights, row_sums.at_least(row_partials(task)),
+    find_row_states(placed.form(), task, weights, what.above_uniform, row_sums.at_least(row_partials(task)),
                     states.at_least(query_heads * static_cast<std::size_t>(task.padded_queries)), call.bad(),
                     call.stream());
-    add_columns(placed.form(), task, states.data(), what.own_key, columns,
+    add_columns(placed.form(), task, states.data(), what.own_key, counts, columns,
                 column_parts.at_least(column_partials(task, columns)),
                 made.at_least(query_heads * static_cast<std::size_t>(columns)), call.stream());
     call.fetch(static_cast<const double*>(made.data()),

@@ -63,17 +63,18 @@ struct ProductForm {
   bool warp_groups = false;      // the device has Hopper's products
 };
 
-/// states[heads, padded_queries] = attention of a row from its exponentials, times weights[query] (null: 1). Counts in
-/// `bad` that some logit was not a finite number. `partials` has room for row_partials().
+/// states[heads, padded_queries] = attention of a row from its exponentials, times weights[query] (null: 1), or with
+/// `above_uniform` over 0 in units of so many times 1 / (keys that the query sees). Counts in `bad` that some logit was
+/// not a finite number. `partials` has room for row_partials().
 std::size_t row_partials(const AttentionTask& task);
-void find_row_states(const ProductForm& form, const AttentionTask& task, const double* weights, RowPartial* partials,
-                     RowState* states, int* bad, cudaStream_t stream);
+void find_row_states(const ProductForm& form, const AttentionTask& task, const double* weights, double above_uniform,
+                     RowPartial* partials, RowState* states, int* bad, cudaStream_t stream);
 
-/// sums[heads, columns] = attention of all queries, by key; `with_own`: that to a query's own key too. `partials` has
-/// room for column_partials().
+/// sums[heads, columns] = attention of all queries, by key; `with_own`: that to a query's own key too; `counts`: how
+/// many of them are above 1. `partials` has room for column_partials().
 std::size_t column_partials(const AttentionTask& task, int columns);
-void add_columns(const ProductForm& form, const AttentionTask& task, const RowState* states, bool with_own, int columns,
-                 double* partials, double* sums, cudaStream_t stream);
+void add_columns(const ProductForm& form, const AttentionTask& task, const RowState* states, bool with_own, bool counts,
+                 int columns, double* partials, double* sums, cudaStream_t stream);
 
 /// logits[row - first_row, stride], in units of log 2, of rows [first_row, first_row + rows) of each KV head, KV head
 /// after KV head; -infinity where the query does not see the key. Counts in `bad` as above.

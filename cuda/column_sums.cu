@@ -28,7 +28,8 @@ Segments segments_of(const AttentionTask& task, int columns) {
 
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
-    column_sums(AttentionTask task, const RowState* states, bool with_own, int segment_query_count, double* partials) {
+    column_sums(AttentionTask task, const RowState* states, bool with_own, bool counts, int segment_query_count,
+                double* partials) {
   const int kv_head = static_cast<int>(blockIdx.z);
   const int first_key = static_cast<int>(blockIdx.x) * Tiles::rows;
   const int end_key = first_key + Tiles::rows;
@@ -90,7 +91,10 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
               for (int i = 0; i < Tiles::row_count; ++i) {
                 const int key = first_key + Tiles::row(i);
                 const float p = exp2_fast(__fmaf_rn(Tiles::at(sums, i, j + k), scale, -state[k].reference));
-                if (whole || (key >= sees.x && key < sees.y && key != own_key))
+                if (!whole && (key < sees.x || key >= sees.y || key == own_key)) continue;
+                if (counts)
+                  received.sum[i] += p * state[k].factor > 1.0F ? 1.0F : 0.0F;
+                else
                   received.sum[i] = __fmaf_rn(p, state[k].factor, received.sum[i]);
               }
             }
@@ -136,14 +140,14 @@ std::size_t column_partials(const AttentionTask& task, int columns) {
          static_cast<std::size_t>(segments.key_tiles * key_rows);
 }
 
-void add_columns(const ProductForm& form, const AttentionTask& task, const RowState* states, bool with_own, int columns,
-                 double* partials, double* sums, cudaStream_t stream) {
+void add_columns(const ProductForm& form, const AttentionTask& task, const RowState* states, bool with_own, bool counts,
+                 int columns, double* partials, double* sums, cudaStream_t stream) {
   const Segments segments = segments_of(task, columns);
   const dim3 blocks(static_cast<unsigned>(segments.key_tiles), static_cast<unsigned>(segments.count),
                     static_cast<unsigned>(task.kv_heads));
   with_tiles(form, [&]<class Tiles>() {
     static_assert(Tiles::rows == key_rows);
-    launch(column_sums<Tiles>, blocks, Tiles::threads, Tiles::shared_bytes, stream, task, states, with_own,
+    launch(column_sums<Tiles>, blocks, Tiles::threads, Tiles::shared_bytes, stream, task, states, with_own, counts,
            segments.queries, partials);
   });
   constexpr int threads = 256;

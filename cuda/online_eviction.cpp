@@ -21,7 +21,7 @@ constexpr std::size_t most_logits = std::size_t{1} << 26;
 }  // namespace
 
 std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer, const OnlineEviction& what) {
-  assert(what.recent >= 1 && what.recent <= what.budget);
+  assert(what.recent >= 0 && what.recent <= what.budget);
   const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
   const int given = static_cast<int>(what.resident.size()) / rows;
   const int heads_a_row = layer.q.heads / rows;
@@ -58,6 +58,7 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
                        .given = given,
                        .first = what.first,
                        .tokens = what.tokens,
+                       .accumulate = what.accumulate,
                        .budget = what.budget,
                        .recent = what.recent,
                        .window = layer.sliding_window,

@@ -195,8 +195,9 @@ __global__ void __launch_bounds__(most_threads)
     }
     __syncthreads();
 
-    // The mean over heads is added to the scores.
+    // The mean over heads is added to the scores, or takes their place.
     for (int slot = thread; slot < slots; slot += threads) {
+      if (!held_rows.accumulate) scores[slot] = 0.0;
       if (positions[slot] < lowest_seen) continue;
       double shares = 0.0;
       for (int head = 0; head < heads; ++head) {

@@ -19,6 +19,7 @@ struct HeldRows {
   int given = 0;     // tokens that each row held in the beginning
   int first = 0;     // tokens [0, first) had come before
   int tokens = 0;
+  bool accumulate = true;  // scores go on from step to step
   int budget = 0;
   int recent = 1;
   int window = 0;                          // 0: all

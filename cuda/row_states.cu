@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
            static_cast<std::size_t>(row / task.group)] = all;
 }
 
-__global__ void combine_statistics(AttentionTask task, int splits, const double* weights, const RowPartial* partials,
-                                   RowState* states) {
+__global__ void combine_statistics(AttentionTask task, int splits, const double* weights, double above_uniform,
+                                   const RowPartial* partials, RowState* states) {
   const int query = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (query >= task.padded_queries) return;
   const std::size_t heads = static_cast<std::size_t>(task.kv_heads * task.group);
@@ -130,7 +130,13 @@ __global__ void combine_statistics(AttentionTask task, int splits, const double*
     }
     if (sum > 0.0) {
       state.reference = reference;
-      state.factor = static_cast<float>((weights != nullptr ? weights[query] : 1.0) / sum);
+      double weight = weights != nullptr ? weights[query] : 1.0;
+      if (above_uniform > 0.0) {
+        const int list = task.lists == 1 ? 0 : static_cast<int>(blockIdx.y) / task.group;
+        const int2 sees = task.visible[list * task.padded_queries + query];
+        weight = static_cast<double>(sees.y - sees.x) / above_uniform;
+      }
+      state.factor = static_cast<float>(weight / sum);
     }
   }
   states[at] = state;
@@ -143,8 +149,8 @@ std::size_t row_partials(const AttentionTask& task) {
          static_cast<std::size_t>(task.padded_queries);
 }
 
-void find_row_states(const ProductForm& form, const AttentionTask& task, const double* weights, RowPartial* partials,
-                     RowState* states, int* bad, cudaStream_t stream) {
+void find_row_states(const ProductForm& form, const AttentionTask& task, const double* weights, double above_uniform,
+                     RowPartial* partials, RowState* states, int* bad, cudaStream_t stream) {
   const Splits splits = splits_of(task);
   const dim3 blocks(static_cast<unsigned>(splits.row_tiles), static_cast<unsigned>(splits.count),
                     static_cast<unsigned>(task.kv_heads));
@@ -155,7 +161,7 @@ void find_row_states(const ProductForm& form, const AttentionTask& task, const d
   constexpr int threads = 256;
   const dim3 queries(blocks_for(static_cast<std::size_t>(task.padded_queries), threads),
                      static_cast<unsigned>(task.kv_heads * task.group));
-  launch(combine_statistics, queries, threads, 0, stream, task, splits.count, weights, partials, states);
+  launch(combine_statistics, queries, threads, 0, stream, task, splits.count, weights, above_uniform, partials, states);
 }
 
 }  // namespace kvreplay

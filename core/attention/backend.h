@@ -34,6 +34,9 @@ struct AttentionSums {
   int columns = 0;                            // without `resident`: sums are returned for keys [0, columns)
   Positions positions = Positions::original;  // cache: key at its slot, the query at its own (it must be resident)
   bool own_key = true;                        // false: a(t,t) takes part in the softmax but not in the sums
+  /// Above 0: each query that gives a key more than so many times 1 / (keys that it sees) counts as 1, others as 0, and
+  /// there are no weights.
+  double above_uniform = 0.0;
 };
 
 /// Kept keys as the eval queries see them: one set for all queries, or one for each (what is resident changes with
@@ -112,15 +115,16 @@ struct Comparison {
 /// Tokens come one by one, each after its query has attended to what is held and to itself; its attention is added to
 /// the scores of all that are held, and the lowest score goes while more than `budget` are held (of equal ones the
 /// higher position). Of a row's query heads the mean attention counts (Zhang et al. 2023, arXiv:2306.14048, algorithm
-/// 1).
+/// 1). Or its attention alone is the score (Oren et al. 2024, arXiv:2401.06104).
 struct OnlineEviction {
   Heads heads = Heads::kv;
   int first = 0;                                // tokens [0, first) have come before
   int tokens = 0;                               // up to here they come
   std::span<const std::int32_t> resident = {};  // [H, n] ascending: what is held of them
   std::span<const double> scores = {};          // [H, n]
+  bool accumulate = true;                       // false: each query's attention takes the place of the scores
   int budget = 0;
-  int recent = 1;  // last tokens that never go, the newest included, 1 ... budget
+  int recent = 1;  // last tokens that never go, the newest included, 0 ... budget
 };
 
 /// Which tokens say least that others do not say. With S_ij = rint(2^30 cos(w_i, w_j)), w the keys or the values of all

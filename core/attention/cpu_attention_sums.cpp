@@ -2,6 +2,7 @@
 // after the other, so that memory beyond the trace stays O(n).
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cstddef>
 
 #include "attention/cpu_backend.h"
@@ -109,6 +110,8 @@ int many_block(int keys, int panel_rows) {
 }  // namespace
 
 Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums& what) {
+  const bool counts = what.above_uniform > 0.0;
+  assert(!counts || what.weights.empty());
   const int queries = static_cast<int>(what.queries.size());
   const bool all_take_part = what.resident.empty();
   const int columns =
@@ -173,11 +176,17 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
     }
     float* factors = mine.factors.at_least(static_cast<std::size_t>(mine.block.tiles().panels * kernels_.rows));
     for (int row = begin; row < end; ++row) {
-      const double weight = what.weights.empty() ? 1.0 : what.weights[static_cast<std::size_t>(row % queries)];
+      const QueryPlace& place = mine.rows[static_cast<std::size_t>(row - begin)].place;
+      const double weight = counts                 ? (place.end - place.first) / what.above_uniform
+                            : what.weights.empty() ? 1.0
+                                                   : what.weights[static_cast<std::size_t>(row % queries)];
       const double sum = mine.block.row_sum(row - begin);
       factors[row - begin] = sum > 0.0 ? static_cast<float>(weight / sum) : 0.0F;
-      const int own = mine.rows[static_cast<std::size_t>(row - begin)].place.own;
-      if (!what.own_key && own >= 0) mine.block.exponential(row - begin, own) = 0.0F;
+      if (!what.own_key && place.own >= 0) mine.block.exponential(row - begin, place.own) = 0.0F;
+    }
+    if (counts) {
+      mine.block.count_above_one(factors);
+      std::fill_n(factors, end - begin, 1.0F);
     }
     for (int tile = mine.block.first_tile(); tile < std::min(mine.block.end_tile(), column_tiles); ++tile) {
       double* tile_sums = into + product(tile - segment.first_tile, kernels_.keys);

@@ -1,4 +1,5 @@
-// H2O's greedy algorithm (Zhang et al. 2023, arXiv:2306.14048, algorithm 1): one step a token, over what is held alone.
+// H2O's greedy algorithm (Zhang et al. 2023, arXiv:2306.14048, algorithm 1): one step a token, over what is held alone;
+// and TOVA's (Oren et al. 2024, arXiv:2401.06104), where scores are forgotten before each step.
 //
 // What is held changes by a token or two a step, so the exponentials of several queries are computed at once, over all
 // that any of them sees. Then step by step: those of tokens that have gone meanwhile are struck out, a query's others
@@ -70,6 +71,10 @@ class HeldTokens {
     scores_.data()[slot] = score;
   }
   void add_passed(int position, double score) { passed_.push_back({position, score}); }
+  void forget_scores() {
+    std::fill_n(scores_.data(), slots_, 0.0);
+    for (Token& token : passed_) token.score = 0.0;
+  }
 
   /// The window has passed by `position`.
   void pass(int position) {
@@ -162,8 +167,9 @@ class HeldTokens {
 /// The exponentials of the steps of one row of held tokens, for each KV head that its query heads read.
 class Steps {
  public:
-  Steps(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer, HeadRange heads)
-      : kernels_(kernels), online_(online), layer_(layer) {
+  Steps(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer, HeadRange heads,
+        bool accumulate)
+      : kernels_(kernels), online_(online), layer_(layer), accumulate_(accumulate) {
     const int group = layer.group();
     for (int first = heads.first; first < heads.end; first = (first / group + 1) * group) {
       ranges_.push_back({first, std::min((first / group + 1) * group, heads.end)});
@@ -194,8 +200,8 @@ class Steps {
     return true;
   }
 
-  /// Adds the attention of query `step` over slots that have not been left behind to their scores. False: too much of
-  /// what it saw has been; nothing is added.
+  /// Adds the attention of query `step` over slots that have not been left behind to their scores, or puts it in their
+  /// place. False: too much of what it saw has been; nothing is added.
   bool share_out(int step, HeldTokens& tokens) {
     shared_.clear();
     const int keys = kernels_.keys;
@@ -212,6 +218,7 @@ class Steps {
         one.sum = static_cast<float>(sum);
       }
     }
+    if (!accumulate_) tokens.forget_scores();
     online_.add_shares(shared_.data(), static_cast<int>(shared_.size()), tiles, keys, tokens.scores());
     return true;
   }
@@ -220,6 +227,7 @@ class Steps {
   const TileKernels& kernels_;
   const OnlineKernels& online_;
   const LayerTensors& layer_;
+  bool accumulate_;
   std::vector<HeadRange> ranges_;  // of the query heads that read one KV head
   std::vector<SoftmaxBlock> blocks_;
   std::vector<BlockRow> rows_;
@@ -230,7 +238,7 @@ class Steps {
 }  // namespace
 
 std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer, const OnlineEviction& what) {
-  assert(what.recent >= 1 && what.recent <= what.budget);
+  assert(what.recent >= 0 && what.recent <= what.budget);
   const int group = layer.group();
   const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
   const int held = static_cast<int>(what.resident.size()) / rows;
@@ -246,7 +254,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     if (what.heads == Heads::query) heads = {row, row + 1};
     const HeadRange kv_heads{heads.first / group, (heads.end - 1) / group + 1};
 
-    Steps steps(kernels_, online_kernels_, layer, heads);
+    Steps steps(kernels_, online_kernels_, layer, heads, what.accumulate);
     HeldTokens tokens(kernels_, online_kernels_, layer, kv_heads,
                       std::min(std::max(held, what.budget), what.tokens) + steps.at_once());
     std::deque<int> recent;
@@ -280,8 +288,9 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
         if (!steps.share_out(done, tokens)) break;
         add_recent(token);
         const int still_to_come = end - token - 1;
+        const int protected_from = recent.empty() ? token + 1 : recent.front();
         while (tokens.count() - still_to_come > what.budget)
-          evicted[product(row, what.tokens) + static_cast<std::size_t>(tokens.evict_before(recent.front()))] = token;
+          evicted[product(row, what.tokens) + static_cast<std::size_t>(tokens.evict_before(protected_from))] = token;
       }
       tokens.close_up(before + done);
     }

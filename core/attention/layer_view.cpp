@@ -106,8 +106,9 @@ const Matrix& LayerView::remember_stored(std::string_view observable, int rows, 
   });
 }
 
-Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const double> weights) const {
-  AttentionSums what{.queries = queries, .weights = weights, .columns = tokens()};
+Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const double> weights,
+                       double above_uniform) const {
+  AttentionSums what{.queries = queries, .weights = weights, .columns = tokens(), .above_uniform = above_uniform};
   if (whole_ != nullptr) {
     what.resident = residents_.positions;
     what.resident_rows = residents_.rows;
@@ -136,6 +137,13 @@ std::vector<std::int32_t> LayerView::last_queries(int window) const {
 const Matrix& LayerView::window_attention(int window) const {
   const double queries = std::clamp(window, 0, residents_.seen);
   return remember(memo_, "window_attention", {queries}, [&] { return sums(last_queries(window), {}); });
+}
+
+const Matrix& LayerView::window_counts(int window) const {
+  constexpr double above_uniform = 1.0 + 1e-6;  // a row of equal logits gives nobody more than its share
+  return remember(memo_, "window_counts", {static_cast<double>(std::clamp(window)}, 0, residents_.seen),
+                  [&] {
+    return sums(last_queries(window), {}, above_uniform); });
 }
 
 Matrix LayerView::window_attention(std::span<const double> weights) const {

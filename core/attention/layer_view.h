@@ -80,6 +80,9 @@ class LayerView {
   /// The attention of each of the last `window` queries, one [Hq, n] after the other, oldest first: of all together
   /// there would be `window` times as much as of scores.
   void each_row_of_window(int window, const std::function<void(const Matrix&)>& read) const;
+  /// [Hq, n]: how many of the last `window` queries that have come give j more than 1 + 1e-6 times the uniform share of
+  /// what they see: t + 1 keys, or fewer where a window slides or part of the tokens is resident.
+  const Matrix& window_counts(int window) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
   /// attention over what is resident and, after it, over themselves.
   Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
@@ -156,7 +159,7 @@ class LayerView {
   Vectors unrotated_queries(int first) const;
   /// Of all positions of the trace.
   const BackwardRotation& backward_rotation() const;
-  Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights) const;
+  Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights, double above_uniform = 0) const;
   bool is_resident(std::int32_t position) const;
   std::vector<std::int32_t> last_queries(int window) const;
 

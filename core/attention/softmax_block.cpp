@@ -129,6 +129,21 @@ float& SoftmaxBlock::exponential(int row, int key) {
   return block_.exponentials[(piece * kernels_.rows + row % kernels_.rows) * kernels_.keys + key % kernels_.keys];
 }
 
+void SoftmaxBlock::count_above_one(const float* factors) {
+  const int panel_cells = kernels_.rows * kernels_.keys;
+  float* piece = block_.exponentials;
+  for (int tile = first_tile(); tile < end_tile_; ++tile)
+    for (int panel = 0; panel < block_.panels; ++panel, piece += panel_cells) {
+      if (!block_.ranges[panel].sees_some(tile * kernels_.keys, (tile + 1) * kernels_.keys)) continue;
+      const int rows = std::min(kernels_.rows, block_.rows - panel * kernels_.rows);
+      for (int row = 0; row < rows; ++row) {
+        const float factor = factors[panel * kernels_.rows + row];
+        float* p = piece + row * kernels_.keys;
+        for (int key = 0; key < kernels_.keys; ++key) p[key] = p[key] * factor > 1.0F ? 1.0F : 0.0F;
+      }
+    }
+}
+
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
                const Participants& participants, int tile, AlignedBuffer<float>& staging, float* out) {
   const int dim = layer.k.dim;

@@ -41,6 +41,8 @@ class SoftmaxBlock {
   int end_tile() const { return end_tile_; }
   double row_sum(int row) const { return block_.row_sums[row]; }
   float& exponential(int row, int key);
+  /// Exponentials that are above 1 when multiplied with their row's factor become 1, others 0.
+  void count_above_one(const float* factors);
 
  private:
   template <class KeysOf>

@@ -215,7 +215,7 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
         throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                     "allocate=" + placed.name};
       if (placed.kind == PartKind::allocate && plan.own_memory)
-        throw Error{Refusal::usage, name_, "its heads have sizes of their own", "another policy for this part",
+        throw Error{Refusal::usage, name_, "its layers and heads have sizes of their own", "another policy for this part",
                     "allocate=" + placed.name};
       placed.part->fill(plan);
       scores = scores || placed.kind == PartKind::score;

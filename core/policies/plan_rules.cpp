@@ -124,9 +124,11 @@ void check_plan(const std::string& who, const Plan& plan) {
             "score=question asks a question that must stay whole", "schedule=question-blocks", schedule);
   refuse_if(online && plan.grouping.heads == Heads::kv && plan.grouping.aggregate != Aggregate::mean,
             "schedule=online takes the mean over a group of query heads", "agg=mean", "agg=sum or max");
-  refuse_if(online && !plan.score.accumulates, "schedule=online evicts by the attention received so far",
-            "score=cumulative", plan.score ? "another score" : "none");
+  refuse_if(online && plan.score.online == OnlineScore::none, "schedule=online evicts by attention, query by query",
+            "score=cumulative or score=newest", plan.score ? "another score" : "none");
   refuse_if(online && plan.protect.sinks > 0, "schedule=online protects recent tokens alone", "no sinks", "sinks");
+  refuse_if(!once && plan.protect.question.last_tokens > 0,
+            "the question that stays is known when the prompt has been seen", "schedule=once", schedule);
   refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",
             "streaming-llm or local", "another policy");
   const auto* transformed = std::get_if<Transformed>(&plan.store);

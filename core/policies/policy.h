@@ -86,11 +86,19 @@ struct Scoring {
   int budget = 0;  // B; 0 for scorers that do not read it
 };
 
+/// What the attention of each next query does to scores, token by token: how `Online` goes on with them.
+enum class OnlineScore {
+  none,   // they do not follow from it
+  sum,    // it is added
+  newest  // it takes their place
+};
+
 /// How important each resident token is: [H, n], larger stays.
 struct Scorer {
   std::function<Matrix(const LayerView&, const Scoring&)> score = {};
   Needs needs = {};
-  bool accumulates = false;   // the score is the attention received so far: what `Online` can go on with
+  bool accumulates = false;  // reads the attention received so far, of queries that saw what has gone since, too
+  OnlineScore online = OnlineScore::none;
   bool reads_recent = false;  // Scoring::recent
   bool reads_budget = false;  // Scoring::budget
   bool of_prompt = false;     // all of the prompt must be resident
@@ -108,6 +116,7 @@ struct Row {
   int sinks = 0;                        // of the budget: first tokens that stay by rule
   int recent = 0;                       // and last ones
   const LayerView* view = nullptr;      // for selectors that say they read the layer; others leave it alone
+  int number = 0;                       // among the rows of its layer
 };
 
 /// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.

@@ -123,7 +123,7 @@ int spared_tokens(const Plan& plan, int prompt, int question) {
 /// The first prompt query that the plan reads, P where it reads none.
 int first_query(const Plan& plan, int budget, int prompt, int question) {
   const Needs needs = needs_of(plan);
-  const int recent = needs.recent_queries ? std::max(1, plan.protect.within(budget, prompt).recent) : 0;
+  const int recent = needs.recent_queries ? std::max(1, plan.protect.within(budget, prompt, question).recent) : 0;
   const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
   const bool evicts_in_time =
       !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
@@ -149,7 +149,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
                   fmt::format("layer {}", source < 0 ? source - of_range.count : source)};
   if (const auto* threshold = std::get_if<Threshold>(&plan.schedule)) tokens_of(*threshold, prompt, who);
   if (!keeps_everything(plan, budget, prompt)) {  // throws what replay would
-    const Division division = division_of(plan, trace.header(), of_range.count, prompt, budget);
+    const Division division = division_of(plan, trace.header(), of_range.count, prompt, budget, question);
     if (const auto* by_layer = std::get_if<ByLayer>(&plan.allocate)) (*by_layer)(division);
     if (const auto* by_head = std::get_if<ByHead>(&plan.allocate)) (*by_head)(division);
   }
@@ -201,26 +201,29 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   }
 }
 
-bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPolicy& policy, int budget) {
+bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                              int budget) {
   const int prompt = conditions.boundary;
+  const int question = question_begin(trace, prompt);
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
     const bool chooses = plan.score || plan.select.one_set;
     if (!chooses || keeps_everything(plan, budget, prompt)) return false;
     const auto* threshold = std::get_if<Threshold>(&plan.schedule);
     const int held = threshold != nullptr ? threshold->keep.of_prompt(prompt) : has_budget(plan) ? budget : prompt;
-    const auto [sinks, recent] = plan.protect.within(held, prompt);
+    const auto [sinks, recent] = plan.protect.within(held, prompt, question);
     if (sinks + recent < held) return false;
   }
   return true;
 }
 
 bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
-  for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size())))
-    if (const auto* blocks = std::get_if<Blocks>(&of_range.plan.schedule);
-        blocks != nullptr && blocks->asks_marked_question)
-      return question_begin(trace, conditions.boundary) < 0;
-  return false;
+  const auto asks = [](const LayerPlan& of_range) {
+    const auto* blocks = std::get_if<Blocks>(&of_range.plan.schedule);
+    return (blocks != nullptr && blocks->asks_marked_question) || of_range.plan.protect.question.marked;
+  };
+  return std::ranges::any_of(policy.plans(static_cast<int>(conditions.layers.size())), asks) &&
+         question_begin(trace, conditions.boundary) < 0;
 }
 
 }  // namespace kvreplay

@@ -70,7 +70,8 @@ struct Shape {
   std::size_t rows = 0;
   bool across_layers = false;
   bool whole = true;
-  bool general = false;  // measured by the general comparison
+  bool own_memory = false;  // counts of any size
+  bool general = false;     // measured by the general comparison
   bool online = false;
   bool in_time = false;       // sets change with time
   bool reads = false;         // each query reads a set of its own
@@ -88,6 +89,7 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
                           static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
     shape.across_layers |= divides_over_layers(plan.allocate);
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
+    shape.own_memory |= plan.own_memory;
     shape.general |= !std::holds_alternative<Exact>(plan.store);
     shape.reads |= std::holds_alternative<Reads>(plan.schedule);
     shape.in_time |= !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
@@ -192,7 +194,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   for (const Cell& cell : cells) {
     const Shape shape = shape_of(cell, header, conditions, question);
     const bool whole = shape.whole;
-    const double share = whole ? 1.0 : cell.budget / prompt;
+    const double share = whole || shape.own_memory ? 1.0 : cell.budget / prompt;
     if (cell.known.empty()) {
       window = std::max(window, std::min(shape.last_queries, conditions.boundary));
       cumulative |= shape.all_queries;
@@ -219,7 +221,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
         const std::size_t scores =
             static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
         ranked += scores * static_cast<std::size_t>(count);
-        const int recent = kept_by_rule(plan, cell.budget, conditions.boundary).recent;
+        const int recent = kept_by_rule(plan, cell.budget, conditions.boundary, question).recent;
         const ScoreKey key = score_key(plan, {plan.grouping, recent, cell.budget});
         for (int l = first; l < first + count; ++l)
           if (held_scores.emplace(key, l).second || plan.score.name.empty()) ranking_bytes += scores * sizeof(double);

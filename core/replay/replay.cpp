@@ -99,7 +99,7 @@ struct Job {
 LayerSelection whole_prompt(const LayerView& view, const Plan& plan) {
   const int prompt = view.prompt();
   LayerSelection selection = empty_selection(view, plan.grouping.heads);
-  const auto [sinks, recent] = plan.protect.within(prompt, prompt);
+  const auto [sinks, recent] = plan.protect.within(prompt, prompt, view.question());
   Kept all{position_range(0, prompt), sinks, recent};
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   if (const int spared = blocks != nullptr ? blocks->spared_tokens(prompt, view.question()) : 0; spared > 0)
@@ -266,7 +266,7 @@ class Replay {
     for (const LayerPlan& of_range : plans) {
       Stretch& stretch = job.stretches.emplace_back();
       stretch.of = of_range;
-      stretch.by_rule = kept_by_rule(of_range.plan, job.budget, prompt());
+      stretch.by_rule = kept_by_rule(of_range.plan, job.budget, prompt(), question_);
       const bool whole = job.known() || keeps_everything(of_range.plan, job.budget, prompt());
       if (const auto* by_layer = std::get_if<ByLayer>(&of_range.plan.allocate); by_layer != nullptr && !whole) {
         guarded(job, [&] {
@@ -315,7 +315,7 @@ class Replay {
   }
 
   Division division(const Stretch& stretch, int budget) const {
-    return division_of(stretch.plan(), trace_.header(), stretch.of.count, prompt(), budget);
+    return division_of(stretch.plan(), trace_.header(), stretch.of.count, prompt(), budget, question_);
   }
 
   void poll() const {
@@ -538,7 +538,8 @@ class Replay {
       const int count = std::min(of_rows[static_cast<std::size_t>(row)], prompt());
       const std::span<const double> of_row = scores ? scores->row(row) : std::span<const double>();
       enter_row(selection, row,
-                choose_row(stretch.plan().select, prompt(), of_row, {count, stretch.by_rule}, view, job.name), count);
+                choose_row(stretch.plan().select, prompt(), of_row, {count, stretch.by_rule, row}, view, job.name),
+                count);
     }
     job.seconds[l].select += seconds_since(start);
     // Counts of several layers are held against their budget where they are made.
@@ -757,19 +758,14 @@ class Replay {
 
 }  // namespace
 
-<<<<<<< HEAD
-ScoreKey score_key(const Plan& plan, const Scoring& how) {
-  const Scoring read = told(plan, how);
-  return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent, read.budget};
-=======
 bool divides_over_layers(const Allocator& allocate) {
   const auto* counts = std::get_if<CountsOf>(&allocate);
   return std::holds_alternative<AcrossLayers>(allocate) || (counts != nullptr && counts->over_layers);
 }
 
-ScoreKey score_key(const Plan& plan, int recent) {
-  return {plan.score.name, plan.grouping.heads, plan.grouping.aggregate, plan.score.reads_recent ? recent : 0};
->>>>>>> regret
+ScoreKey score_key(const Plan& plan, const Scoring& how) {
+  const Scoring read = told(plan, how);
+  return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent, read.budget};
 }
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,

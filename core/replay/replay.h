@@ -51,18 +51,12 @@ struct Cell {
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
 };
 
-<<<<<<< HEAD
-/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens and budget where it reads them. Of
-/// scorers with a name, equal keys mean equal scores.
-using ScoreKey = std::tuple<std::string, Heads, Aggregate, int, int>;
-=======
 /// Whether a layer's counts depend on the scores of all layers, which are then held together.
 bool divides_over_layers(const Allocator& allocate);
 
-/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens where it reads them. Of scorers
-/// with a name, equal keys mean equal scores.
-using ScoreKey = std::tuple<std::string, Heads, Aggregate, int>;
->>>>>>> regret
+/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens and budget where it reads them. Of
+/// scorers with a name, equal keys mean equal scores.
+using ScoreKey = std::tuple<std::string, Heads, Aggregate, int, int>;
 
 ScoreKey score_key(const Plan& plan, const Scoring& how);
 
@@ -104,7 +98,8 @@ class Sink {
 void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
 
 /// Whether the policy would choose, but sinks and recent tokens take all that it may hold.
-bool leaves_nothing_to_choose(const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
+bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                              int budget);
 
 /// Whether the policy asks for a question and none is marked, so that the last tokens of the prompt take its place.
 bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);

@@ -53,7 +53,8 @@ class Cache {
     by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
       const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent, keep}, who_);
-      for (int row = 0; row < selection_.set.rows(); ++row) cut_row(now, scores, row, {keep, by_rule}, by_relevance);
+      for (int row = 0; row < selection_.set.rows(); ++row)
+        cut_row(now, scores, row, {keep, by_rule, row}, by_relevance);
     }
     if (plan_.score.accumulates) carry_attention(now);
   }
@@ -140,7 +141,7 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
     throw Error{Refusal::input, who,
                 fmt::format("budget {} has no room beside the {} tokens of the question", budget, spared),
                 fmt::format("at least {}", spared + 1), std::to_string(budget)};
-  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt());
+  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt(), view.question());
   Cache cache(view, plan, who);
   for (int begin = 0; begin < context; begin += blocks.block) {
     poll();
@@ -163,7 +164,7 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
 LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan& plan, int /*budget*/,
                    const std::string& who, const Poll& poll) {
   const auto [peak, keep] = tokens_of(threshold, view.prompt(), who);
-  const Protection::Clamped by_rule = plan.protect.within(keep, view.prompt());
+  const Protection::Clamped by_rule = plan.protect.within(keep, view.prompt(), view.question());
   Cache cache(view, plan, who);
   for (int seen = peak; seen <= cache.tokens(); seen += peak - keep) {
     poll();
@@ -176,7 +177,7 @@ LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan
 
 LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int budget, const std::string&,
                    const Poll&) {
-  const auto [sinks, recent] = plan.protect.within(budget, view.prompt());
+  const auto [sinks, recent] = plan.protect.within(budget, view.prompt(), view.question());
   LayerSelection selection = empty_selection(view, plan.grouping.heads);
   const int tokens = view.tensors().k.tokens;
   for (int row = 0; row < selection.set.rows(); ++row) {
@@ -193,7 +194,7 @@ LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int 
   return selection;
 }
 
-/// [H, n] scores and positions of what h2o keeps of the prompt, for going on token by token.
+/// [H, n] scores and positions of what is kept of the prompt, for going on token by token.
 struct Prefilled {
   std::vector<std::int32_t> positions;
   std::vector<double> scores;
@@ -204,12 +205,14 @@ Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, co
   const double heads = plan.grouping.heads == Heads::layer ? view.query_heads() : 1.0;
   const Matrix scores = score_tokens(view, plan, {plan.grouping, budget.by_rule.recent, budget.count}, who);
   Prefilled held;
-  for (int row = 0; row < scores.rows(); ++row)
+  for (int row = 0; row < scores.rows(); ++row) {
+    budget.row = row;
     for (const std::int32_t position :
          choose_row(plan.select, view.positions(row), scores.row(row), budget, &view, who).positions) {
       held.positions.push_back(position);
       held.scores.push_back(scores(row, position) / heads);
     }
+  }
   return held;
 }
 
@@ -217,11 +220,14 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
                    const Poll&) {
   const int tokens = view.tensors().k.tokens;
   const int prompt = view.prompt();
-  const Protection::Clamped by_rule = plan.protect.within(budget, prompt);
+  const Protection::Clamped by_rule = plan.protect.within(budget, prompt, view.question());
+  const bool accumulate = plan.score.online == OnlineScore::sum;
+  // No other query has added to the newest token's sum: it stays. Scores of one query compare all tokens.
   OnlineEviction what{.heads = plan.grouping.heads,
                       .tokens = online.grow ? prompt : tokens,
+                      .accumulate = accumulate,
                       .budget = budget,
-                      .recent = std::max(1, by_rule.recent)};
+                      .recent = std::max(accumulate ? 1 : 0, by_rule.recent)};
   Prefilled held;
   if (online.prefill_once) {
     held = cut_once(view, plan, {budget, by_rule}, who);

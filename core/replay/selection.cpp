@@ -81,7 +81,7 @@ Kept choose_row(const Selector& select, int tokens, std::span<const double> scor
   const int sinks = std::min(budget.by_rule.sinks, count);
   const int recent = std::min(budget.by_rule.recent, count - sinks);
   if (count == 0 || count == tokens) return {position_range(0, count), sinks, recent};
-  Kept kept = select({scores, tokens, count, sinks, recent, view});
+  Kept kept = select({scores, tokens, count, sinks, recent, view, budget.row});
   check_row(kept.positions, tokens, count, who);
   return kept;
 }
@@ -115,12 +115,12 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
   selection.granted[r] = granted;
 }
 
-Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt) {
-  return plan.protect.within(plan.own_memory ? prompt : budget, prompt);
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, int question) {
+  return plan.protect.within(plan.own_memory ? prompt : budget, prompt, question);
 }
 
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget) {
-  const auto [sinks, recent] = kept_by_rule(plan, budget, prompt);
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget, int question) {
+  const auto [sinks, recent] = kept_by_rule(plan, budget, prompt, question);
   return {layers,
           prompt,
           budget,

@@ -48,6 +48,7 @@ void hold_at_end_of_prompt(LayerSelection& selection, int row);
 struct RowBudget {
   int count = 0;                     // tokens that it may keep
   Protection::Clamped by_rule = {};  // at the policy's budget; clamped to `count` where that is less
+  int row = 0;                       // its number
 };
 
 /// Which of `tokens` resident tokens stay, by their numbers, ascending: all where the row may keep as many. `scores`
@@ -62,11 +63,12 @@ Kept choose_row(const Selector& select, std::span<const std::int32_t> positions,
 /// Enters a row's kept positions.
 void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted);
 
-/// Tokens that stay by rule at a budget: of all of the prompt, where the policy has none.
-Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt);
+/// Tokens that stay by rule at a budget: of all of the prompt, where the policy has none. `question`: begin of the
+/// marked one, -1: none is.
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, int question);
 
 /// What the plan divides over `layers` layers of the trace.
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget);
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget, int question);
 
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
 TensorView output_projection(const Trace& trace, int stored_layer);

@@ -217,8 +217,8 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p snapkv:schedule=online -b 0.5",
-        "snapkv: schedule=online evicts by the attention received so far: expected score=cumulative, found another "
-        "score",
+        "snapkv: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, "
+        "found another score",
     ),
     (
         USAGE,

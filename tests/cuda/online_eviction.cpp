@@ -20,6 +20,9 @@ TEST_P(CudaOnlineEviction, IsThatOfTheCpu) {
       EXPECT_EQ(cuda->online_eviction(layer.tensors(), what), cpu->online_eviction(layer.tensors(), what))
           << "heads " << static_cast<int>(heads) << ", budget " << budget;
     }
+    const OnlineEviction newest{.heads = heads, .tokens = shape.tokens, .accumulate = false, .budget = 19, .recent = 0};
+    EXPECT_EQ(cuda->online_eviction(layer.tensors(), newest), cpu->online_eviction(layer.tensors(), newest))
+        << "heads " << static_cast<int>(heads) << ", by the newest query alone";
   }
 }
 

@@ -371,6 +371,26 @@ TEST_F(Fixture, ExpectedAttention) {
             printed("0,1,4,6,8,10 ; 0,3-5,8,11 | 0,2,4,6,9,10 ; 0,1,6,8,9,11"));
 }
 
+TEST_F(Fixture, ObservedAttention) {
+  EXPECT_EQ(first_layers(sets("observed-attention"), 2), printed("0-3,8,11 ; 0-2,4,5,8 | 0,2-6 ; 0-4,11"));
+}
+
+TEST_F(Fixture, Tova) { EXPECT_EQ(first_layers(sets("tova"), 2), printed("1-3,6,7,11 | 2,3,5-7,11")); }
+
+TEST_F(Fixture, Vatp) {
+  EXPECT_EQ(first_layers(sets("vatp:recent=3,sinks=1"), 2), printed("0,1,3,9-11 ; 0,1,5,9-11 | 0,2,6,9-11 ; 0-2,9-11"));
+}
+
+TEST_F(Fixture, Scissorhands) {
+  EXPECT_EQ(first_layers(sets("scissorhands:history=4,recent=2"), 2),
+            each_with(printed("0,3,7,8 ; 1,2,6,7 | 0,3-5 ; 1-3,6"), {10, 11}));
+}
+
+TEST_F(Fixture, AdaKv) {
+  EXPECT_EQ(first_layers(sets("ada-kv:window=2,kernel=3"), 2),
+            each_with(printed("2-4 ; 0-3,5 | 4-7 ; 0,2-4"), {10, 11}));
+}
+
 TEST_F(Fixture, Oracle) {
   EXPECT_EQ(sets("oracle"), (Sets{{{1, 4, 5, 6, 9, 10}, {1, 2, 8, 9, 10, 11}},
                                   {{0, 3, 5, 6, 9, 10}, {1, 2, 3, 6, 10, 11}},

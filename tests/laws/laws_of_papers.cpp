@@ -118,6 +118,88 @@ TEST_F(LawsOfPapers, EqualCountsMakeDynamicKvAndPyramidKvSnapKv) {
   EXPECT_EQ(run.selections.at({1, 0}).set, run.selections.at({2, 0}).set);
 }
 
+TEST_F(LawsOfPapers, WithoutWhatSetsThemApartSomePoliciesAreOthers) {
+  for (const int budget : {8, 12, 20, 61}) {
+    expect_same_sets("ada-kv:alpha=1", "snapkv", budget);
+    expect_same_sets("ada-kv:alpha=0", "snapkv:allocate=ranked-layer", budget);
+    expect_same_sets("tova:protect_last=true", "snapkv:window=1,pool=none,heads=layer", budget);
+    expect_same_sets("scissorhands:binary=false,history=8,recent=8", "snapkv:pool=none", budget);
+    expect_same_sets("nacl:random=0,question=last,question_tokens=8", "snapkv:pool=none", budget);
+    expect_same_sets("simlayerkv:threshold=0,sinks=4,recent=6", "random:heads=layer,sinks=4,window=6", 10);
+  }
+}
+
+TEST_F(LawsOfPapers, SimLayerKvKeepsAllWhereFirstAndRecentTokensHaveLessThanTheThreshold) {
+  constexpr int sinks = 2, recent = 5, rows = 3;
+  const std::vector<std::int32_t> eval{90};
+  const std::unique_ptr<Backend> backend = tested_backend(1);
+  std::vector<double> masses;
+  for (int l = 0; l < layers; ++l) {
+    const LayerTensors tensors = trace().layer(l);
+    const LayerView view(*backend, tensors, {.prompt = prompt}, eval);
+    const Matrix& attention = view.window_attention(rows);
+    double mass = 0;
+    for (int head = 0; head < 4; ++head)
+      for (int j = 0; j < prompt; ++j)
+        if (j < sinks || j >= prompt - recent) mass += attention(head, j) / (4 * rows);
+    masses.push_back(mass);
+  }
+  std::vector<double> sorted = masses;
+  std::ranges::sort(sorted);
+  const double threshold = (sorted[1] + sorted[2]) / 2;
+  ASSERT_TRUE(sorted[1] < threshold && threshold < sorted[2]);
+  const RecordedRun run =
+      record(trace(), {"simlayerkv:rows=3,sinks=2,recent=5,threshold=" + std::to_string(threshold)}, 3);
+  for (int l = 0; l < layers; ++l) {
+    const LayerSelection& selection = run.selections.at({0, l});
+    const bool lazy = masses[static_cast<std::size_t>(l)] > threshold;
+    EXPECT_EQ(selection.set.count(0), lazy ? sinks + recent : prompt) << "layer " << l;
+    if (lazy) {
+      EXPECT_EQ(selection.set.positions(0), (std::vector<std::int32_t>{0, 1, 85, 86, 87, 88, 89})) << "layer " << l;
+    }
+  }
+}
+
+TEST_F(LawsOfPapers, NaclDrawsForEachLayerAndHeadByItsSeed) {
+  const std::string nacl = "nacl:question=last,question_tokens=4,random=0.5";
+  const RecordedRun run = record(trace(), {nacl, nacl + ",seed=1"}, 24);
+  bool seeds_differ = false;
+  for (int l = 0; l < layers; ++l) {
+    const Matrix& scores = run.scores.at({0, l});
+    for (int head = 0; head < 2; ++head) {
+      std::vector<std::pair<double, std::int32_t>> ranked, drawn;  // minus the score, token
+      for (int j = 0; j < prompt - 4; ++j) ranked.emplace_back(-scores(head, j), j);
+      std::ranges::sort(ranked);
+      std::vector<std::int32_t> expected{86, 87, 88, 89};
+      for (int i = 0; i < prompt - 4; ++i) {
+        const auto [minus_score, j] = ranked[static_cast<std::size_t>(i)];
+        if (i < 10) expected.push_back(j);
+        if (i >= 10) drawn.emplace_back(minus_score + std::log(-std::log(uniform(chain(0, l, head, j)))), j);
+      }
+      std::ranges::sort(drawn);
+      for (std::size_t i = 0; i < 10; ++i) expected.push_back(drawn[i].second);
+      std::ranges::sort(expected);
+      EXPECT_EQ(run.selections.at({0, l}).set.positions(head), expected) << "layer " << l << ", head " << head;
+      EXPECT_EQ(run.selections.at({0, l}).recent[static_cast<std::size_t>(head)], 4);
+    }
+    seeds_differ = seeds_differ || run.selections.at({0, l}).set != run.selections.at({1, l}).set;
+  }
+  EXPECT_TRUE(seeds_differ);
+}
+
+TEST_F(LawsOfPapers, TovaHoldsTheBudgetAndLetsTheNewestTokenGo) {
+  const RecordedRun run = record(trace(), {"tova:schedule=online", "tova:schedule=online,protect_last=true"}, 12);
+  int newest_gone = 0;
+  for (int l = 0; l < layers; ++l)
+    for (int t = 0; t < tokens; ++t) {
+      for (const int cell : {0, 1}) EXPECT_EQ(evictions_after(run.selections.at({cell, l}), 0, t), t < 12 ? 0 : 1);
+      const auto at = static_cast<std::size_t>(t);
+      newest_gone += run.selections.at({0, l}).evicted_at[at] == t ? 1 : 0;
+      EXPECT_NE(run.selections.at({1, l}).evicted_at[at], t);
+    }
+  EXPECT_GT(newest_gone, 0);
+}
+
 TEST_F(LawsOfPapers, PyramidKvShrinksFromLayerToLayer) {
   const RecordedRun run = record(trace(), {"pyramid-kv"}, 20);
   for (int l = 1; l < layers; ++l)

@@ -54,6 +54,47 @@ TEST_P(OnlineEvictionOf, GoesOnFromWhatIsHeld) {
   }
 }
 
+TEST_P(OnlineEvictionOf, ByTheNewestQueryAloneIsThatOfBruteForce) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    for (const auto& [budget, recent] : {std::pair{1, 0}, {1, 1}, {7, 0}, {20, 1}, {33, 5}, {1000, 0}}) {
+      SCOPED_TRACE(::testing::Message() << "heads " << static_cast<int>(heads) << ", budget " << budget);
+      const OnlineEviction what{
+          .heads = heads, .tokens = shape.tokens, .accumulate = false, .budget = budget, .recent = recent};
+      const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+      EXPECT_EQ(evict(layer, what, 1), expected);
+      EXPECT_EQ(evict(layer, what, 3), expected);
+    }
+  }
+}
+
+TEST_P(OnlineEvictionOf, TheNewestQueryAloneGoesOnFromWhatIsHeld) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const int first = shape.tokens / 2, held = first / 3;
+  for (const Heads heads : {Heads::kv, Heads::layer}) {
+    std::vector<std::int32_t> resident;
+    std::vector<double> scores;  // that no longer matter
+    for (int row = 0; row < rows_of(heads, shape.query_heads, shape.kv_heads); ++row)
+      for (int i = 0; i < held; ++i) {
+        resident.push_back(2 * i + row % 2);
+        scores.push_back(3.0 * uniform(chain(5, row, i)));
+      }
+    for (const int budget : {1, held - 2, held + 9}) {
+      const OnlineEviction what{.heads = heads,
+                                .first = first,
+                                .tokens = shape.tokens,
+                                .resident = resident,
+                                .scores = scores,
+                                .accumulate = false,
+                                .budget = budget,
+                                .recent = 0};
+      EXPECT_EQ(evict(layer, what), reference_eviction(layer, what)) << static_cast<int>(heads) << ", " << budget;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Shapes, OnlineEvictionOf,
     ::testing::Values(LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8},
@@ -69,9 +110,11 @@ TEST(OnlineEvictionWith, EverySimdLevelIsThatOfBruteForce) {
   for (const int window : {0, 40}) {
     const RandomLayer layer({.query_heads = 6, .kv_heads = 2, .tokens = 200, .dim = 20, .sliding_window = window});
     for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
-      const OnlineEviction what{.heads = heads, .tokens = 200, .budget = 50, .recent = 10};
-      const std::vector<std::int32_t> expected = reference_eviction(layer, what);
-      EXPECT_GE(at_every_simd_level([&](const char* level) { EXPECT_EQ(evict(layer, what), expected) << level; }), 1);
+      for (const bool accumulate : {true, false}) {
+        const OnlineEviction what{.heads = heads, .tokens = 200, .accumulate = accumulate, .budget = 50, .recent = 10};
+        const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+        EXPECT_GE(at_every_simd_level([&](const char* level) { EXPECT_EQ(evict(layer, what), expected) << level; }), 1);
+      }
     }
   }
 }
@@ -107,6 +150,17 @@ TEST(OnlineEvictionWith, EqualScoresLoseTheHigherPosition) {
   expected[58] = 60;
   for (int token = 59; token < 118; ++token) expected[static_cast<std::size_t>(token)] = token + 2;
   EXPECT_EQ(found, expected);
+}
+
+TEST(OnlineEvictionWith, ANewcomerThatNoQueryHeedsGoesAtOnceWhereItMay) {
+  RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 60, .dim = 8});
+  for (int token = 0; token < 60; ++token) {
+    for (int head = 0; head < 2; ++head) layer.q.set(head, token, 0, 20.0F);
+    layer.k.set(0, token, 0, token < 8 ? 3.0F : -3.0F);
+  }
+  const OnlineEviction what{.tokens = 60, .accumulate = false, .budget = 8, .recent = 0};
+  const std::vector<std::int32_t> found = evict(layer, what);
+  for (int token = 0; token < 60; ++token) EXPECT_EQ(found[static_cast<std::size_t>(token)], token < 8 ? -1 : token);
 }
 
 TEST(OnlineEvictionWith, TheLastTokensNeverGo) {

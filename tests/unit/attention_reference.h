@@ -247,8 +247,11 @@ inline Matrix reference_sums(const RandomLayer& layer, const AttentionSums& what
         z.push_back(layer.visible(t, keys[slot]) ? layer.logit(query, key) : -HUGE_VAL);
       }
       const std::vector<double> a = softmax(z);
+      const auto seen = static_cast<double>(std::count_if(z.begin(), z.end(), [](double x) { return x > -HUGE_VAL; }));
       for (std::size_t slot = 0; slot < keys.size() && slot < static_cast<std::size_t>(columns); ++slot) {
-        if (what.own_key || keys[slot] != t) sums(head, static_cast<int>(slot)) += weight * a[slot];
+        if (!what.own_key && keys[slot] == t) continue;
+        const bool counts = what.above_uniform > 0.0;
+        sums(head, static_cast<int>(slot)) += !counts ? weight * a[slot] : a[slot] > what.above_uniform / seen ? 1 : 0;
       }
     }
   }
@@ -383,7 +386,7 @@ inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, co
         const std::vector<double> a = softmax(z);
         for (std::size_t i = 0; i < a.size(); ++i) mean[i] += a[i] / static_cast<double>(heads.size());
       }
-      for (std::size_t i = 0; i < held.size(); ++i) held[i].score += mean[i];
+      for (std::size_t i = 0; i < held.size(); ++i) held[i].score = what.accumulate ? held[i].score + mean[i] : mean[i];
       while (static_cast<int>(held.size()) > what.budget) {
         std::size_t lowest = 0;
         for (std::size_t i = 0; i + static_cast<std::size_t>(what.recent) < held.size(); ++i)

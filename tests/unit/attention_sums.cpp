@@ -76,6 +76,36 @@ TEST_P(AttentionSumsOf, SomeQueriesWithWeightsAndFewerColumns) {
   expect_near(sums(layer, what), reference_sums(layer, what), 2e-6);
 }
 
+/// Counts, but for attention so near to the bound that float32 may put it on either side.
+void expect_counts(const RandomLayer& layer, AttentionSums what) {
+  const double above = what.above_uniform;
+  const Matrix found = sums(layer, what);
+  what.above_uniform = above * (1 - 2e-5);
+  const Matrix most = reference_sums(layer, what);
+  what.above_uniform = above * (1 + 2e-5);
+  const Matrix least = reference_sums(layer, what);
+  ASSERT_EQ(found.values().size(), most.values().size());
+  std::size_t certain = 0;
+  for (std::size_t i = 0; i < found.values().size(); ++i) {
+    ASSERT_GE(found.values()[i], least.values()[i]) << i;
+    ASSERT_LE(found.values()[i], most.values()[i]) << i;
+    certain += least.values()[i] == most.values()[i] ? 1 : 0;
+  }
+  if (layer.shape().tokens > 1 && layer.shape().sliding_window != 1) {
+    EXPECT_GE(certain, found.values().size() * 9 / 10);
+  }
+}
+
+TEST_P(AttentionSumsOf, CountsQueriesThatGiveMoreThanTheUniformShare) {
+  const RandomLayer layer(GetParam());
+  const int tokens = GetParam().tokens;
+  const auto all = range(0, tokens), some = range(tokens / 2, tokens, 3), last = range(tokens - 1, tokens);
+  expect_counts(layer, {.queries = all, .columns = tokens, .above_uniform = 1.5});
+  expect_counts(layer, {.queries = some, .columns = (tokens + 1) / 2, .own_key = false, .above_uniform = 0.7});
+  at_every_simd_level(
+      [&](const char*) { expect_counts(layer, {.queries = last, .columns = tokens, .above_uniform = 2.0}); });
+}
+
 TEST_P(AttentionSumsOf, HasTheSameBitsForAnyNumberOfThreads) {
   const RandomLayer layer(GetParam());
   const auto queries = range(0, GetParam().tokens);
@@ -123,6 +153,23 @@ TEST_P(ResidentSums, RunOverTheListAlone) {
     what.own_key = false;
     expect_near(sums(layer, what), reference_sums(layer, what), 3e-6);
   }
+}
+
+TEST_P(ResidentSums, CountByTheShareOfWhatIsResident) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  // The lists differ in how many keys the first queries see.
+  const auto queries = range(shape.tokens - 12, shape.tokens, 2);
+  std::vector<std::int32_t> resident;
+  for (int row = 0; row < shape.kv_heads; ++row) {
+    for (int i = 0; i < 30; ++i) resident.push_back(2 * i + row % 2);
+    const auto late = range(shape.tokens - 12 - row % 2, shape.tokens, 2);
+    resident.insert(resident.end(), late.begin(), late.begin() + 6);
+  }
+  expect_counts(layer,
+                {.queries = queries, .resident = resident, .resident_rows = shape.kv_heads, .above_uniform = 1.2});
+  const std::span<const std::int32_t> one = std::span(resident).first(36);
+  expect_counts(layer, {.queries = queries, .resident = one, .positions = Positions::cache, .above_uniform = 1.2});
 }
 
 TEST_P(ResidentSums, OfManyQueries) {
@@ -175,6 +222,19 @@ const std::vector<LayerShape> rotated_shapes{
 };
 
 INSTANTIATE_TEST_SUITE_P(Styles, ResidentSums, ::testing::ValuesIn(rotated_shapes));
+
+TEST(AttentionSumsWith, AUniformRowGivesNobodyMoreThanItsShare) {
+  RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 700, .dim = 8});
+  for (int token = 0; token < 700; ++token)
+    for (int c = 0; c < 8; ++c) layer.q.set(1, token, c, 0.0F);
+  const auto queries = range(0, 700);
+  const Matrix above = sums(layer, {.queries = queries, .columns = 700, .above_uniform = 1.0 + 1e-6});
+  const Matrix not_below = sums(layer, {.queries = queries, .columns = 700, .above_uniform = 1.0 - 1e-6});
+  for (int token = 0; token < 700; ++token) {
+    EXPECT_EQ(above(1, token), 0.0) << token;
+    EXPECT_EQ(not_below(1, token), 700.0 - token) << token;
+  }
+}
 
 TEST(AttentionSumsWith, PartialQueriesReadTheStoredOnes) {
   const RandomLayer layer({.tokens = 64, .first_stored_query = 3, .stored_query_step = 7});

@@ -68,6 +68,16 @@ TEST_F(LayerViewOf, QuerySquaresAreMeansOverTheLastQueries) {
   EXPECT_DOUBLE_EQ(earlier.query_squares(1)(3, 5), layer.q.at(3, 9, 5) * layer.q.at(3, 9, 5));
 }
 
+TEST_F(LayerViewOf, WindowCountsAreThoseAboveTheUniformShareByAMillionth) {
+  view.window_attention(8);
+  EXPECT_EQ(backend.asked.above_uniform, 0.0);
+  const Matrix& first = view.window_counts(8);
+  EXPECT_EQ(backend.asked.above_uniform, 1.0 + 1e-6);
+  EXPECT_EQ(backend.asked_queries, range(22, 30));
+  EXPECT_EQ(&view.window_counts(8), &first);
+  EXPECT_EQ(backend.calls, 2);
+}
+
 TEST_F(LayerViewOf, AWindowLongerThanThePromptIsThePrompt) {
   const Matrix& all = view.window_attention(1000);
   EXPECT_EQ(backend.asked_queries, range(0, 30));

@@ -69,9 +69,23 @@ const Refused refused[] = {
      "h2o: schedule=online takes the mean over a group of query heads: expected agg=mean, "
      "found agg=sum or max"},
     {"snapkv:schedule=online",
-     "snapkv: schedule=online evicts by the attention received so far: expected score=cumulative, found another score"},
+     "snapkv: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
+     "another score"},
+    {"observed-attention:schedule=online",
+     "observed-attention: schedule=online evicts by attention, query by query: expected score=cumulative or "
+     "score=newest, found another score"},
+    {"nacl:schedule=every",
+     "nacl: the question that stays is known when the prompt has been seen: expected schedule=once, found every or "
+     "question-blocks"},
+    {"simlayerkv:schedule=every",
+     "simlayerkv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
+     "counts that a layer's scores decide"},
+    {"simlayerkv:select=stride",
+     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found counts that a "
+     "layer's scores decide"},
     {"local:schedule=online",
-     "local: schedule=online evicts by the attention received so far: expected score=cumulative, found none"},
+     "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
+     "none"},
     {"random:score=cumulative,sinks=2,schedule=online",
      "random: schedule=online protects recent tokens alone: expected no sinks, found sinks"},
     {"h2o:schedule=rolling",
@@ -111,20 +125,21 @@ TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {
 TEST(PlanRules, WhatFitsIsTaken) {
   for (const char* policy :
        {"local:score=window,select=top-k", "h2o:schedule=online", "h2o:schedule=online,heads=query,agg=max",
-        "random:score=cumulative,schedule=online", "streaming-llm:schedule=rolling", "local:schedule=rolling",
-        "snapkv:schedule=every,heads=layer", "h2o:score=question,schedule=question-blocks",
-        "snapkv:store=quantised,heads=layer", "snapkv:heads=query,store=cache", "random:schedule=threshold(0.5,0.25)",
-        "strided:schedule=every", "snapkv:select=stride", "h2o:select=chunks,chunk=10,allocate=pyramid",
-        "snapkv:allocate=dynamickv,r_max=3"})
+        "random:score=cumulative,schedule=online", "tova:schedule=online", "snapkv:score=newest,schedule=online",
+        "streaming-llm:schedule=rolling", "local:schedule=rolling", "snapkv:schedule=every,heads=layer",
+        "h2o:score=question,schedule=question-blocks", "snapkv:store=quantised,heads=layer",
+        "snapkv:heads=query,store=cache", "random:schedule=threshold(0.5,0.25)", "strided:schedule=every",
+        "snapkv:select=stride", "h2o:select=chunks,chunk=10,allocate=pyramid", "snapkv:allocate=dynamickv,r_max=3"})
     EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }
 
 TEST(PlanRules, LayersStandApartWhereEachDependsOnItselfAlone) {
-  for (const char* policy : {"snapkv", "h2o:select=chunks", "h2o-online", "oracle:scope=layer", "streaming-llm"})
+  for (const char* policy :
+       {"snapkv", "ada-kv", "h2o:select=chunks", "h2o-online", "oracle:scope=layer", "streaming-llm"})
     EXPECT_NO_THROW(ConfiguredPolicy::parse(policy).check_layers_apart()) << policy;
   for (const char* policy :
        {"chunkkv:reuse=2", "sca", "pyramid-kv", "pyramid-infer", "dynamickv", "oracle:scope=global",
-        "oracle:counts=snapkv", "hybrid", "layers:0-3=snapkv", "full", "snapkv:allocate=list((2,1))"})
+        "oracle:counts=snapkv", "hybrid", "layers:0-3=snapkv", "full", "simlayerkv", "snapkv:allocate=list((2,1))"})
     EXPECT_THROW(ConfiguredPolicy::parse(policy).check_layers_apart(), Error) << policy;
 }
 
@@ -136,8 +151,8 @@ TEST(PlanRules, ABudgetBindsWhatEvictsByOne) {
   };
   for (const char* policy : {"snapkv", "h2o-online", "finch", "sca", "pyramid-infer", "snapkv:store=quantised"})
     EXPECT_TRUE(bound(policy)) << policy;
-  for (const char* policy : {"full", "kivi", "sca:schedule=threshold(8,4)", "pyramid-infer:lengths=natural",
-                             "random:schedule=threshold(0.5,0.2)"})
+  for (const char* policy : {"full", "kivi", "simlayerkv", "sca:schedule=threshold(8,4)",
+                             "pyramid-infer:lengths=natural", "random:schedule=threshold(0.5,0.2)"})
     EXPECT_FALSE(bound(policy)) << policy;
 }
 

@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "policies/configured.h"
+#include "policies/parts/ada.h"
 #include "policies/parts/apportion.h"
 #include "policies/parts/decay.h"
 #include "policies/parts/dynamic_allocation.h"
@@ -114,6 +115,59 @@ TEST(Apportion, MoreWeightNeverGetsLess) {
     const Counts counts = apportion(below(hi * items + 1, round, 3), weights, 0, hi);
     ASSERT_TRUE(std::ranges::is_sorted(counts, std::greater{})) << round;
   }
+}
+
+// ---- heads of a layer
+
+/// c_h of the definition: every entry of the layer in one list.
+Counts best_of_layer(const Matrix& scores, int columns, int best) {
+  std::vector<std::tuple<double, int, int>> entries;
+  for (int h = 0; h < scores.rows(); ++h)
+    for (int j = 0; j < columns; ++j) entries.emplace_back(-scores(h, j), h, j);
+  std::ranges::sort(entries);
+  Counts counts(static_cast<std::size_t>(scores.rows()));
+  for (int i = 0; i < best; ++i) ++counts[static_cast<std::size_t>(std::get<1>(entries[static_cast<std::size_t>(i)]))];
+  return counts;
+}
+
+TEST(AdaptiveHeads, DivideTheSlotsByBestEntriesAndAFloor) {
+  for (int round = 0; round < 200; ++round) {
+    const int heads = 1 + below(5, round, 0), recent = below(4, round, 1), columns = 8 + below(20, round, 2);
+    const int slots = 1 + below(columns, round, 3);
+    Matrix scores(heads, columns + recent);
+    for (int h = 0; h < heads; ++h)
+      for (int j = 0; j < columns + recent; ++j) scores(h, j) = (h + 1) * uniform(chain(9, round, h, j));
+    const Division division{.layers = 2, .prompt = columns + recent, .budget = slots + recent, .recent = recent};
+    for (const int thousandths : {0, 200, 333, 1000})
+      for (const bool normalise : {false, true}) {
+        Matrix ranked = scores;
+        for (int h = 0; normalise && h < heads; ++h) {
+          RealWeights sorted(scores.row(h).begin(), scores.row(h).begin() + columns);
+          std::ranges::sort(sorted, std::greater{});
+          const double best = std::accumulate(sorted.begin(), sorted.begin() + slots, 0.0);
+          for (double& score : ranked.row(h)) score *= best / std::accumulate(sorted.begin(), sorted.end(), 0.0);
+        }
+        Weights weights;
+        for (const int count : best_of_layer(ranked, columns, slots * heads))
+          weights.push_back((1000 - thousandths) * count + thousandths * slots);
+        Counts expected = apportion(slots * heads, weights, 0, columns);
+        for (int& count : expected) count += recent;
+        const Counts found = AdaptiveHeads{thousandths / 1000.0, normalise}.allocator()(division, scores);
+        ASSERT_EQ(found, expected) << round << ", " << thousandths << ", " << normalise;
+        ASSERT_EQ(sum(found), heads * (slots + recent));
+      }
+  }
+}
+
+TEST(AdaptiveHeads, AnExampleByHand) {
+  // Of the 4 best entries 3 are the first head's: (0.8 * 3 + 0.2 * 2) : (0.8 * 1 + 0.2 * 2) = 2.8 : 1.2.
+  Matrix scores(2, 4);
+  const double rows[2][4] = {{9, 8, 7, 1}, {6, 2, 2, 2}};
+  for (int h = 0; h < 2; ++h)
+    for (int j = 0; j < 4; ++j) scores(h, j) = rows[h][j];
+  const Division division{.prompt = 4, .budget = 2};
+  EXPECT_EQ(AdaptiveHeads{}.allocator()(division, scores), (Counts{3, 1}));
+  EXPECT_EQ((AdaptiveHeads{.alpha = 1}.allocator()(division, scores)), (Counts{2, 2}));
 }
 
 // ---- sizes that shrink with depth

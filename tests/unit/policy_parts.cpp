@@ -164,9 +164,15 @@ TEST(TopK, KeepsWhatStaysByRuleAndTheBestOfTheRest) {
 
 TEST(Protection, ClampsSinksThenRecentToTheBudget) {
   const auto within = [](const Protection& protect, int budget) {
-    const auto [sinks, recent] = protect.within(budget, 40);
+    const auto [sinks, recent] = protect.within(budget, 40, 31);
     return std::pair(sinks, recent);
   };
+  const EndQuestion marked{4, true}, last{4, false};
+  EXPECT_EQ(within({.sinks = 2, .question = marked}, 20), std::pair(2, 9));
+  EXPECT_EQ(within({.sinks = 2, .question = marked}, 6), std::pair(2, 4));
+  EXPECT_EQ(within({.recent = Amount::tokens(7), .question = last}, 20), std::pair(0, 4));
+  EXPECT_EQ(marked.tokens(40, -1), 4);
+  EXPECT_EQ(marked.tokens(3, -1), 3);
   EXPECT_EQ(within({.sinks = 4, .recent = Amount::tokens(3)}, 5), std::pair(4, 1));
   EXPECT_EQ(within({.sinks = 4}, 3), std::pair(3, 0));
   EXPECT_EQ(within({.recent = Amount::tokens(8)}, 3), std::pair(0, 3));

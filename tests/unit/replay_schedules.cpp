@@ -182,7 +182,7 @@ TEST_F(Schedules, RollingSeesSinksAndTheLastTokens) {
 
 TEST_F(Schedules, OnlineAsksForAllTokensOrThePromptAlone) {
   plan.schedule = Online{};
-  plan.score.accumulates = true;
+  plan.score.online = OnlineScore::sum;
   plan.protect = {.recent = Amount::fraction(0.5), .least_recent = 1};
   backend.evicted = {8, -1, 4, -1, 6, 7, 9, -1, 10, -1, -1, -1};
   const LayerSelection selection = run(4);

@@ -1,5 +1,7 @@
 #include "policies/parts/attention_scores.h"
 
+#include <algorithm>
+
 #include "policies/plan_part.h"
 
 namespace kvreplay {
@@ -7,6 +9,11 @@ namespace {
 
 const RegisteredFixedPart registered_cumulative{PartKind::score, "cumulative", "attention of all queries so far",
                                                 [](Plan& plan) { plan.score = cumulative_score(); }};
+const RegisteredFixedPart registered_observed{PartKind::score, "observed",
+                                              "attention of all queries so far, divided by how many saw the token",
+                                              [](Plan& plan) { plan.score = observed_score(); }};
+const RegisteredFixedPart registered_newest{PartKind::score, "newest", "attention of the newest query alone",
+                                            [](Plan& plan) { plan.score = newest_score(); }};
 const RegisteredFixedPart registered_eval{PartKind::score, "eval",
                                           "attention of the eval queries themselves, which no policy can know",
                                           [](Plan& plan) { plan.score = eval_score(); }};
@@ -17,7 +24,31 @@ Scorer cumulative_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
     return how.grouping(view.cumulative_attention(), view.group());
   };
-  return {.score = score, .needs = all_queries(), .accumulates = true, .name = "cumulative"};
+  return {
+      .score = score, .needs = all_queries(), .accumulates = true, .online = OnlineScore::sum, .name = "cumulative"};
+}
+
+Scorer observed_score() {
+  const auto score = [](const LayerView& view, const Scoring& how) {
+    Matrix scores = how.grouping(view.cumulative_attention(), view.group());
+    const int seen = view.residents().seen, window = view.tensors().sliding_window;
+    for (int row = 0; row < scores.rows(); ++row) {
+      const std::span<const std::int32_t> positions = view.positions(row);
+      for (int i = 0; i < scores.columns(); ++i) {
+        const int came = seen - positions[static_cast<std::size_t>(i)];
+        scores(row, i) /= window > 0 ? std::min(came, window) : came;
+      }
+    }
+    return scores;
+  };
+  return {.score = score, .needs = all_queries(), .accumulates = true, .name = "observed"};
+}
+
+Scorer newest_score() {
+  const auto score = [](const LayerView& view, const Scoring& how) {
+    return how.grouping(view.window_attention(1), view.group());
+  };
+  return {.score = score, .needs = last_queries(1), .online = OnlineScore::newest, .name = "newest"};
 }
 
 Scorer eval_score() {

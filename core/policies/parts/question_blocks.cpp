@@ -46,11 +46,12 @@ void QuestionBlocks::parameters(Parameters& p) {
 }
 
 Schedule QuestionBlocks::schedule(const Question& question) const {
-  return Blocks{.block = blocks,
-                .spared = [question](int prompt, int marked) { return question.tokens(prompt, marked); },
-                .asks_marked_question = question.from == QuestionFrom::marked,
-                .keep = rate == Rate::exact ? keep_exactly : keep_as_code,
-                .by_relevance = order == Order::relevance};
+  return Blocks{
+      .block = blocks,
+      .spared = [ending = question.ending()](int prompt, int marked) { return ending.tokens(prompt, marked); },
+      .asks_marked_question = question.from == QuestionFrom::marked,
+      .keep = rate == Rate::exact ? keep_exactly : keep_as_code,
+      .by_relevance = order == Order::relevance};
 }
 
 }  // namespace kvreplay

@@ -46,9 +46,7 @@ void Question::parameters(Parameters& p) {
         "how many last tokens are the question where none is marked");
 }
 
-int Question::tokens(int prompt, int marked) const {
-  return from == QuestionFrom::marked && marked >= 0 ? prompt - marked : std::min(last_tokens, prompt);
-}
+EndQuestion Question::ending() const { return {last_tokens, from == QuestionFrom::marked}; }
 
 void QuestionScore::parameters(Parameters& p) {
   question.parameters(p);
@@ -60,7 +58,7 @@ void QuestionScore::parameters(Parameters& p) {
 
 Scorer QuestionScore::scorer() const {
   const auto score = [*this](const LayerView& view, const Scoring& how) {
-    const int asked = question.tokens(view.prompt(), view.question());
+    const int asked = question.ending().tokens(view.prompt(), view.question());
     const std::vector<std::int32_t> rows = position_range(view.prompt() - asked, view.prompt());
     const int before = view.tokens();
     Matrix sums(view.query_heads(), before);

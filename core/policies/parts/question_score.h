@@ -17,8 +17,8 @@ struct Question {
   int last_tokens = 32;
 
   void parameters(Parameters& p);
-  /// n_q: tokens of the question, which end the prompt of P tokens; `marked` is the begin of the marked one, or -1.
-  int tokens(int prompt, int marked) const;
+  /// Its n_q tokens end the prompt.
+  EndQuestion ending() const;
 };
 
 /// How a row of attention is weighted by how many keys it sees.

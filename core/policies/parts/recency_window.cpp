@@ -44,7 +44,10 @@ void RecencyWindow::parameters(Parameters& p) {
 
 Scorer RecencyWindow::scorer() const {
   const auto score = [*this](const LayerView& view, const Scoring& how) {
-    const std::vector<double> rho = weights(std::max(1, how.recent), distance_weight);
+    const int window = std::max(1, how.recent);
+    if (distance_weight == 1.0 && over == Over::resident)  // what policies share
+      return how.grouping(view.window_attention(window), view.group());
+    const std::vector<double> rho = weights(window, distance_weight);
     if (over == Over::resident) return how.grouping(view.window_attention(rho), view.group());
     return resident_columns(how.grouping(view.window_attention_over_all(rho), view.group()), view);
   };

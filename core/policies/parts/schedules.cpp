@@ -36,7 +36,7 @@ struct ThresholdPart {
 struct OnlinePart : OnlineEvictions {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "online";
-  static constexpr const char* summary = "after every token the lowest score goes; scores are attention so far";
+  static constexpr const char* summary = "after every token the lowest score goes, by its attention so far or now";
 
   void fill(Plan& plan) const { plan.schedule = schedule(); }
 };
@@ -55,7 +55,7 @@ const RegisteredFixedPart registered_rolling{PartKind::schedule, "rolling",
 void OnlineEvictions::parameters(Parameters& p) {
   const auto read = p.of_part("schedule");
   p.add("grow", grow, "after the prompt nothing goes: B and the continuation are held");
-  p.add<Prefill>("prefill", prefill, prefill_words, "the prompt token by token, or cut once as by h2o");
+  p.add<Prefill>("prefill", prefill, prefill_words, "the prompt token by token, or cut once when it has been seen");
 }
 
 Schedule OnlineEvictions::schedule() const { return Online{.grow = grow, .prefill_once = prefill == Prefill::once}; }

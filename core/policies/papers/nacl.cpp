@@ -1,0 +1,41 @@
+#include "policies/parts/question_score.h"
+#include "policies/parts/recency_window.h"
+#include "policies/parts/sampled.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct Nacl {
+  static constexpr Card card{
+      .name = "nacl",
+      .summary = "what the question at the prompt's end attends to, the question itself, and other tokens by chance",
+      .paper = "Chen et al. 2024, NACL, arXiv:2408.03675",
+      .score = "s[h,j] = sum over the question's queries t of softmax_j(q_t k_j)",
+      .family = Family::attention,
+  };
+
+  Question question = {};
+  Sampled sampled = {};
+  Grouping grouping = {};
+
+  void parameters(Parameters& p) {
+    question.parameters(p);
+    sampled.parameters(p);
+    grouping.parameters(p);
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = grouping,
+        .score = RecencyWindow{.distance_weight = 1.0}.scorer(),
+        .protect = {.question = question.ending()},
+        .select = sampled.selector(),
+    };
+  }
+};
+
+const Registered<Nacl> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,77 @@
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+/// [1, n]: the mean attention of the last queries, over them and all query heads.
+Scorer mean_of_last_rows(int rows) {
+  const auto score = [rows](const LayerView& view, const Scoring& how) {
+    Matrix scores = how.grouping(view.window_attention(rows), view.group());
+    const double votes = static_cast<double>(view.query_heads()) * std::min(rows, view.residents().seen);
+    for (double& mean : scores.values()) mean /= votes;
+    return scores;
+  };
+  return {.score = score, .needs = last_queries(rows), .name = "mean-of-last-rows(" + std::to_string(rows) + ")"};
+}
+
+/// What stays by rule, where that has more than `threshold` of the attention; else everything.
+WithinLayer by_rule_where_lazy(double threshold) {
+  return [threshold](const Division& division, const Matrix& scores) {
+    const std::span<const double> row = scores.row(0);
+    const auto sinks = row.first(static_cast<std::size_t>(division.sinks));
+    const auto recent = row.last(static_cast<std::size_t>(division.recent));
+    const double mass = std::accumulate(recent.begin(), recent.end(), std::accumulate(sinks.begin(), sinks.end(), 0.0));
+    return std::vector<int>{mass > threshold ? division.by_rule() : division.prompt};
+  };
+}
+
+struct SimLayerKv {
+  static constexpr Card card{
+      .name = "simlayerkv",
+      .summary = "first and recent tokens in layers that attend to little else, all tokens in the others; no budget",
+      .paper = "Zhang et al. 2024, SimLayerKV, arXiv:2410.13846",
+      .score =
+          "s[j] = mean over query heads and the last `rows` queries t of softmax_j(q_t k_j); lazy: its sum over the "
+          "tokens that stay by rule > threshold",
+      .family = Family::budget,
+  };
+
+  int rows = 1;
+  int sinks = 4;
+  int recent = 1024;
+  double threshold = 0.9;
+
+  void parameters(Parameters& p) {
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that a lazy layer keeps");
+    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "last tokens that a lazy layer keeps");
+    {
+      const auto read = p.of_part("score");
+      p.add("rows", rows, IntRange{.least = 1}, "last queries whose attention says whether a layer is lazy");
+    }
+    const auto read = p.of_part("allocate");
+    p.add("threshold", threshold, RealRange{0.0, 1.0}, "a layer is lazy with more of its attention on these tokens");
+    p.preset({"llama-3", "SimLayerKV with Llama 3", {{"threshold", "0.9"}}});
+    p.preset({"llama-2", "SimLayerKV with Llama 2", {{"threshold", "0.65"}}});
+    p.preset({"mistral", "SimLayerKV with Mistral", {{"threshold", "0.8"}}});
+    p.preset({"qwen", "SimLayerKV with Qwen", {{"threshold", "0.85"}}});
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = {.heads = Heads::layer},
+        .score = mean_of_last_rows(rows),
+        .protect = {.sinks = sinks, .recent = Amount::tokens(recent)},
+        .allocate = by_rule_where_lazy(threshold),
+        .own_memory = true,
+    };
+  }
+};
+
+const Registered<SimLayerKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

@@ -1,0 +1,24 @@
+// Some slots for the best tokens, the others by chance: what every score overlooks has a chance, too (Chen et al. 2024,
+// NACL, arXiv:2408.03675).
+#pragma once
+
+#include <cstdint>
+
+#include "policies/policy.h"
+
+namespace kvreplay {
+
+/// Of the m slots between sinks and recent tokens floor(share m) are drawn, the others go to the best tokens. Tokens
+/// that are not among these are drawn without replacement, with weights softmax(s / temperature): those of the largest
+/// s/temperature - ln(-ln u), u of chain(seed, stored layer, row, position) (Gumbel's maxima; Kool et al. 2019,
+/// arXiv:1903.06059).
+struct Sampled {
+  double share = 0.3;
+  double temperature = 1.0;
+  std::uint64_t seed = 0;
+
+  void parameters(Parameters& p);
+  Selector selector() const;
+};
+
+}  // namespace kvreplay
