@@ -54,6 +54,8 @@ struct TraceWork {
 
 std::string numbers(const std::vector<int>& all) { return fmt::format("{}", fmt::join(all, ",")); }
 
+double share_of_seen(const PartCell& cell) { return Budget::parse(cell.budget).of_seen(); }
+
 std::string cell_id(const PartTrace& trace, const PartCell& cell) {
   Hash hash;
   hash.update(
@@ -62,6 +64,7 @@ std::string cell_id(const PartTrace& trace, const PartCell& cell) {
                   trace.numerics, trace.hash, cell.policy, cell.params, cell.budget_tokens, trace.boundary, trace.eval,
                   numbers(trace.treated), cell.seed, trace.backend));
   if (!cell.source.empty()) hash.update(fmt::format("source={}\n", cell.source));
+  if (const double of_seen = share_of_seen(cell); of_seen > 0) hash.update(fmt::format("of_seen={}\n", of_seen));
   return hash.digits().substr(0, 16);
 }
 
@@ -72,7 +75,8 @@ bool of_another_version(const PartCell& cell, const PartCell& other) {
 
 /// An edited policy's numbers take the place of those that its file gave before.
 bool takes_place_of(const PartCell& now, const PartCell& earlier) {
-  return of_another_version(now, earlier) && now.budget_tokens == earlier.budget_tokens && now.seed == earlier.seed;
+  return of_another_version(now, earlier) && now.budget_tokens == earlier.budget_tokens && now.seed == earlier.seed &&
+         share_of_seen(now) == share_of_seen(earlier);
 }
 
 /// Traces, cells and their names must be able to mean something before anything is opened.
@@ -229,8 +233,20 @@ bool saves_scores(std::span<const LayerPlan> plans) {
   });
 }
 
-void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy& policy, const Budget& budget,
-              const std::string& role, const std::vector<MetricName>& wanted) {
+/// B of the policy on this trace.
+int tokens_of(const Budget& budget, const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+  if (budget.bytes == 0) return budget.tokens(conditions.boundary);
+  const double slice = slice_bytes(trace, conditions, policy);
+  if (budget.bytes < slice)
+    throw Error{Refusal::usage, "budget " + budget.literal,
+                "holds no token of " + policy.label() + " in " + trace.name(),
+                fmt::format("{:g} KiB or more, a token in each head of each layer", std::ceil(slice / 1.024) / 1000),
+                budget.literal};
+  return budget.tokens(conditions.boundary, slice);
+}
+
+void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, const ConfiguredPolicy& policy,
+              const Budget& budget, const std::string& role, const std::vector<MetricName>& wanted) {
   CellWork cell{.policy = policy, .wanted = wanted};
   PartCell& facts = cell.facts;
   facts.role = role;
@@ -247,7 +263,7 @@ void add_cell(TraceWork& work, const RunRequest& request, const ConfiguredPolicy
            std::holds_alternative<Transformed>(of_range.plan.store);
   });
   facts.budget = budget.literal;
-  facts.budget_tokens = budget.tokens(work.conditions.boundary);
+  facts.budget_tokens = tokens_of(budget, trace, work.conditions, policy);
   facts.seed = request.seed;
   facts.source = policy.source_hash();
   facts.id = cell_id(work.facts, facts);
@@ -286,7 +302,8 @@ void check_cells(TraceWork& work, const Trace& trace) {
   for (CellWork& cell : work.cells) {
     try {
       for (const Conditions* conditions : {&work.conditions, work.all_queries ? &*work.all_queries : nullptr})
-        if (conditions != nullptr) check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens);
+        if (conditions != nullptr)
+          check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens, share_of_seen(cell.facts));
       if (cell.facts.role == "asked" &&
           leaves_nothing_to_choose(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
         warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.summary.name,
@@ -347,9 +364,10 @@ TraceWork prepare(const RunRequest& request, const fs::path& path) {
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
   for (const Budget& budget : request.budgets) {
-    for (const ConfiguredPolicy& policy : request.policies) add_cell(work, request, policy, budget, "asked", of_cells);
+    for (const ConfiguredPolicy& policy : request.policies)
+      add_cell(work, trace, request, policy, budget, "asked", of_cells);
     for (const ConfiguredPolicy& policy : controls(request.seed))
-      add_cell(work, request, policy, budget, "control", of_cells);
+      add_cell(work, trace, request, policy, budget, "control", of_cells);
   }
   check_cells(work, trace);
   warn_of_versions(work);
@@ -408,7 +426,8 @@ std::vector<TraceWork> prepare(const RunRequest& request) {
     for (const TraceWork& work : works)
       for (const CellWork& cell : work.cells)
         if (!cell.error.empty())
-          check_policy(Trace::open(work.summary.path), work.conditions, cell.policy, cell.facts.budget_tokens);
+          check_policy(Trace::open(work.summary.path), work.conditions, cell.policy, cell.facts.budget_tokens,
+                       share_of_seen(cell.facts));
   }
   check_names(works);
   check_spans(request, works);
@@ -432,7 +451,10 @@ Batch batch(TraceWork& work, const RunRequest& request) {
     Wanted wanted{cell.missing, cell.facts.budget_tokens, scores && saves_scores(plans),
                   finest(plans, work.facts).rows};
     if (!std::ranges::all_of(plans, has_budget, &LayerPlan::plan)) wanted.budget = 0;
-    Cell made{.policy = cell.policy, .budget = cell.facts.budget_tokens, .measure = wanted.moments()};
+    Cell made{.policy = cell.policy,
+              .budget = cell.facts.budget_tokens,
+              .of_seen = share_of_seen(cell.facts),
+              .measure = wanted.moments()};
     if (cell.uses_known_sets()) made.known = read_selections(work.part_path(request.output), cell.facts.id, work.facts);
     result.cells.push_back(std::move(made));
     result.wanted.push_back(std::move(wanted));

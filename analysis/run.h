@@ -68,7 +68,8 @@ enum class CellState {
 /// One cell as tables and run.json show it. A cell is a trace, a policy with all its values and a budget. Its id is the
 /// first 16 hexadecimal digits of the XXH3-128 of these lines, each ended by a newline: "kvreplay cell", then numerics,
 /// trace (its hash), policy, params, budget (tokens), boundary (tokens), eval, layers (stored numbers of the treated
-/// ones, with commas), seed and backend as KEY=VALUE, and source (ConfiguredPolicy::source_hash) where it is not empty.
+/// ones, with commas), seed and backend as KEY=VALUE, then source (ConfiguredPolicy::source_hash) where it is not empty
+/// and of_seen, the share of the tokens seen that a budget grows with, where it does.
 /// `numerics` is raised whenever a number of ours changes: the same id means the same numbers.
 struct CellSummary {
   std::string trace = {};

@@ -44,11 +44,25 @@ Column metric(const char* title, MetricName name) {
           better};
 }
 
+/// Whether bytes say more than kept tokens do: not where a kept token takes as many in every cell.
+bool bytes_differ(const std::vector<CellSummary>& cells) {
+  double least = std::numeric_limits<double>::infinity(), most = 0;
+  for (const CellSummary& cell : cells) {
+    const double of_token = value_of(cell, {"kv_bytes", ""}) / cell.kept_tokens;
+    if (!std::isfinite(of_token)) continue;
+    least = std::min(least, of_token);
+    most = std::max(most, of_token);
+  }
+  return most > least * (1 + 1e-9);
+}
+
 /// The columns that some cell has a value for.
 std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
   std::vector<Column> all{
       {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
       {"held", [](const CellSummary& cell) { return value_of(cell, {"held_tokens", ""}); }, one_digit, Better::neither},
+      {"KiB", [](const CellSummary& cell) { return value_of(cell, {"kv_bytes", ""}) / 1024; }, one_digit,
+       Better::neither},
       metric("recall", {"attention_recall", ""}),
       metric("att.cos", {"attention_cosine", ""}),
       metric("att.l1", {"attention_l1", ""}),
@@ -61,6 +75,7 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
       metric("question", {"span_recall", "question.mean"}),
   };
   std::erase_if(all, [&](const Column& column) {
+    if (column.title == "KiB" && !bytes_differ(cells)) return true;
     return std::ranges::all_of(cells, [&](const CellSummary& cell) { return !std::isfinite(column.value(cell)); });
   });
   all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration,
@@ -132,11 +147,19 @@ std::string trace_line(const TraceSummary& trace) {
                      trace.synthetic ? "   synthetic" : "");
 }
 
-std::string budget_line(const TraceSummary& trace, const CellSummary& cell) {
-  const bool fraction = cell.budget.find_first_of(".%eE") != std::string::npos;
-  return fmt::format("budget   {}{} tokens a layer on average, {} slots a head, sinks and window included\n",
-                     fraction ? cell.budget + " of P = " : "", cell.budget_tokens,
-                     grouped(static_cast<long>(cell.budget_tokens) * trace.layers));
+/// What the budget of some cells means in tokens, and in slots where it is the same for all of them.
+std::string budget_line(const TraceSummary& trace, const std::vector<const CellSummary*>& cells) {
+  const Budget budget = Budget::parse(cells.front()->budget);
+  const auto [least, most] = std::ranges::minmax(cells, {}, &CellSummary::budget_tokens);
+  const int tokens = most->budget_tokens;
+  const std::string means = budget.bytes > 0      ? budget.literal + " = "
+                            : budget.fraction > 0 ? budget.literal + " of P = "
+                                                  : "";
+  if (least->budget_tokens < tokens)
+    return fmt::format("budget   {}{} to {} tokens a layer on average, sinks and window included\n", means,
+                       least->budget_tokens, tokens);
+  return fmt::format("budget   {}{} tokens a layer on average, {} slots a head, sinks and window included\n", means,
+                     tokens, grouped(static_cast<long>(tokens) * trace.layers));
 }
 
 /// Names those whose memory is their own.
@@ -207,10 +230,9 @@ std::string table(const RunSummary& summary) {
     const std::vector<Column> columns = columns_of(of_trace);
     for (std::size_t first = 0; first < of_trace.size();) {
       std::vector<const CellSummary*> group;
-      while (first + group.size() < of_trace.size() &&
-             of_trace[first + group.size()].budget_tokens == of_trace[first].budget_tokens)
+      while (first + group.size() < of_trace.size() && of_trace[first + group.size()].budget == of_trace[first].budget)
         group.push_back(&of_trace[first + group.size()]);
-      text += budget_line(trace, of_trace[first]) + rows(trace, group, columns) + own_memory_line(group) + '\n';
+      text += budget_line(trace, group) + rows(trace, group, columns) + own_memory_line(group) + '\n';
       first += group.size();
     }
   }

@@ -28,6 +28,12 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
   std::vector<std::int32_t> evicted(static_cast<std::size_t>(rows) * static_cast<std::size_t>(what.tokens), -1);
   if (what.first >= what.tokens) return evicted;
 
+  std::vector<std::int32_t> budgets, recents;
+  for (int token = 0; token < what.tokens; ++token) {
+    budgets.push_back(what.budget_after(token));
+    recents.push_back(what.recent_after(token));
+  }
+
   DeviceCall call(*this);
   const std::vector<std::int32_t> queries = position_range(what.first, what.tokens);
   PlacedQueries placed(call, layer, queries, {{.count = what.tokens}});
@@ -60,7 +66,8 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
                        .tokens = what.tokens,
                        .accumulate = what.accumulate,
                        .budget = what.budget,
-                       .recent = what.recent,
+                       .budgets = some.copy(std::span<const std::int32_t>(budgets)),
+                       .recents = some.copy(std::span<const std::int32_t>(recents)),
                        .window = layer.sliding_window,
                        .resident = some.copy(what.resident.subspan(before(given), within(given)))};
     held_rows.positions = some.room<std::int32_t>(within(capacity));
@@ -77,7 +84,7 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
       const int steps = std::min(at_once, what.tokens - token);
       write_held_logits(placed.form(), heads.task(), held_rows, held, token, steps, logits, some.stream());
       take_steps(held_rows, held, token, steps, logits, call.bad(), some.stream());
-      held = std::min(held + steps, what.budget);
+      held = std::min(held + steps, what.budget_after(token + steps - 1));
     }
     some.fetch(static_cast<const std::int32_t*>(held_rows.evicted), result);
   }

@@ -99,10 +99,11 @@ __device__ __forceinline__ Candidate first_to_go(Candidate mine) {
   return mine;
 }
 
-/// The first of the newest `recent` tokens when `now` has come and more are held.
+/// The first of the newest tokens that never go, when `now` has come and more are held.
 __device__ __forceinline__ int first_of_newest(const HeldRows& held_rows, std::size_t row, int now) {
-  const int given_among = held_rows.recent - (now - held_rows.first + 1);
-  if (given_among <= 0) return now - held_rows.recent + 1;
+  const int recent = held_rows.recents[now];
+  const int given_among = recent - (now - held_rows.first + 1);
+  if (given_among <= 0) return now - recent + 1;
   return held_rows.resident[row * static_cast<std::size_t>(held_rows.given) +
                             static_cast<std::size_t>(held_rows.given - given_among)];
 }
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(most_threads)
 
     // While too many are held, the lowest goes; not one of the newest.
     ++count;
-    for (; count > held_rows.budget; --count) {
+    for (; count > held_rows.budgets[now]; --count) {
       const int end = first_of_newest(held_rows, blockIdx.x, now);
       Candidate lowest{0.0, -1};
       int its_slot = -1;

@@ -125,6 +125,13 @@ struct OnlineEviction {
   bool accumulate = true;                       // false: each query's attention takes the place of the scores
   int budget = 0;
   int recent = 1;  // last tokens that never go, the newest included, 0 ... budget
+  /// [tokens] what both are once a token has come, where they grow: by no more than one a token, up to `budget` and
+  /// `recent`. Empty: they stand.
+  std::span<const std::int32_t> budgets = {};
+  std::span<const std::int32_t> recents = {};
+
+  int budget_after(int token) const { return budgets.empty() ? budget : budgets[static_cast<std::size_t>(token)]; }
+  int recent_after(int token) const { return recents.empty() ? recent : recents[static_cast<std::size_t>(token)]; }
 };
 
 /// Which tokens say least that others do not say. With S_ij = rint(2^30 cos(w_i, w_j)), w the keys or the values of all

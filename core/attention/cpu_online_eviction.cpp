@@ -258,9 +258,9 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     HeldTokens tokens(kernels_, online_kernels_, layer, kv_heads,
                       std::min(std::max(held, what.budget), what.tokens) + steps.at_once());
     std::deque<int> recent;
-    const auto add_recent = [&](int position) {
+    const auto add_recent = [&](int position, int most) {
       recent.push_back(position);
-      if (static_cast<int>(recent.size()) > what.recent) recent.pop_front();
+      if (static_cast<int>(recent.size()) > most) recent.pop_front();
     };
     for (int i = 0; i < held; ++i) {
       const std::size_t number = product(row, held) + static_cast<std::size_t>(i);
@@ -270,7 +270,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
       } else {
         tokens.add(position, what.scores[number]);
       }
-      add_recent(position);
+      add_recent(position, what.recent_after(what.first));
     }
     for (int token = what.first; token < what.tokens && finite;) {
       const int end = std::min(token + steps.at_once(), what.tokens);
@@ -286,10 +286,10 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
       for (; token < end; ++token, ++done) {
         if (layer.sliding_window > 0) tokens.pass(token - layer.sliding_window);
         if (!steps.share_out(done, tokens)) break;
-        add_recent(token);
+        add_recent(token, what.recent_after(token));
         const int still_to_come = end - token - 1;
         const int protected_from = recent.empty() ? token + 1 : recent.front();
-        while (tokens.count() - still_to_come > what.budget)
+        while (tokens.count() - still_to_come > what.budget_after(token))
           evicted[product(row, what.tokens) + static_cast<std::size_t>(tokens.evict_before(protected_from))] = token;
       }
       tokens.close_up(before + done);

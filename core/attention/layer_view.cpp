@@ -141,9 +141,8 @@ const Matrix& LayerView::window_attention(int window) const {
 
 const Matrix& LayerView::window_counts(int window) const {
   constexpr double above_uniform = 1.0 + 1e-6;  // a row of equal logits gives nobody more than its share
-  return remember(memo_, "window_counts", {static_cast<double>(std::clamp(window)}, 0, residents_.seen),
-                  [&] {
-    return sums(last_queries(window), {}, above_uniform); });
+  const double queries = std::clamp(window, 0, residents_.seen);
+  return remember(memo_, "window_counts", {queries}, [&] { return sums(last_queries(window), {}, above_uniform); });
 }
 
 Matrix LayerView::window_attention(std::span<const double> weights) const {

@@ -215,8 +215,8 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
         throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                     "allocate=" + placed.name};
       if (placed.kind == PartKind::allocate && plan.own_memory)
-        throw Error{Refusal::usage, name_, "its layers and heads have sizes of their own", "another policy for this part",
-                    "allocate=" + placed.name};
+        throw Error{Refusal::usage, name_, "its layers and heads have sizes of their own",
+                    "another policy for this part", "allocate=" + placed.name};
       placed.part->fill(plan);
       scores = scores || placed.kind == PartKind::score;
     }
@@ -286,19 +286,41 @@ void ConfiguredPolicy::check_layers_apart() const {
 Budget Budget::parse(std::string_view text) {
   const std::string where = "budget " + std::string(text);
   Budget budget{.literal = std::string(text)};
-  if (text.empty()) throw Error{Refusal::usage, "budget", "empty", "a fraction in (0, 1] or a count of tokens"};
+  constexpr std::string_view seen = "@seen";
+  if (text.ends_with(seen)) {
+    budget.at_seen = true;
+    text.remove_suffix(seen.size());
+  }
+  if (text.empty())
+    throw Error{Refusal::usage, "budget", "empty", "a fraction in (0, 1] or a count of tokens", budget.literal};
+  constexpr std::pair<std::string_view, double> units[] = {{"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}};
+  for (const auto& [unit, size] : units) {
+    if (!text.ends_with(unit)) continue;
+    budget.bytes = std::floor(parse_real(where, text.substr(0, text.size() - unit.size())) * size);
+    if (budget.at_seen)
+      throw Error{Refusal::usage, where, "memory does not grow",
+                  "a fraction in (0, 1] of the tokens seen, as in 0.1@seen", std::string(text)};
+    if (budget.bytes < 1) throw Error{Refusal::usage, where, "out of range", "a byte or more", std::string(text)};
+    return budget;
+  }
+  if (text.ends_with('B'))
+    throw Error{Refusal::usage, where, "unknown unit of memory", "KiB, MiB or GiB", std::string(text)};
   const bool percent = text.ends_with('%');
   if (percent || text.find_first_of(".eE") != std::string_view::npos) {
     budget.fraction = percent ? parse_real(where, text.substr(0, text.size() - 1)) / 100.0 : parse_real(where, text);
     if (!(budget.fraction > 0.0 && budget.fraction <= 1.0))
       throw Error{Refusal::usage, where, "out of range", "a fraction in (0, 1]", std::string(text)};
+  } else if (budget.at_seen) {
+    throw Error{Refusal::usage, where, "a count does not grow",
+                "a fraction in (0, 1] of the tokens seen, as in 0.1@seen", std::string(text)};
   } else {
     budget.count = parse_int(where, text, 1);
   }
   return budget;
 }
 
-int Budget::tokens(int prompt) const {
+int Budget::tokens(int prompt, double slice_bytes) const {
+  if (bytes > 0) return static_cast<int>(std::min(std::floor(bytes / slice_bytes), static_cast<double>(prompt)));
   return (count > 0 ? Amount::tokens(count) : Amount::fraction(fraction)).of_prompt(prompt);
 }
 

@@ -19,7 +19,8 @@ namespace kvreplay {
 class ConfiguredPolicy {
  public:
   /// "snapkv:window=32,pool=avg"; a preset is applied before the other values, `seed` is the default of every seed
-  /// parameter. score=, select=, allocate=, share=, schedule= and store= put a part into the policy's plan, whose
+  /// parameter. score=, select=, allocate=, share=, schedule= and store=, and heads= where the policy has no
+  /// parameter of that name, put a part into the policy's plan, whose
   /// parameters then are the policy's too; one that both have is one. "layers:0-14=(chunkkv:chunk=20),15-29=snapkv"
   /// replays ranges of treated layers by policies of their own. Throws Error{usage}.
   static ConfiguredPolicy parse(std::string_view text, std::uint64_t seed = 0);
@@ -75,15 +76,22 @@ class ConfiguredPolicy {
 /// (policy_file.h).
 std::vector<std::string> split_policies(std::string_view text);
 
-/// A budget as asked for: a literal with a point, an exponent or '%' is a fraction of P in (0, 1], an integer a count.
+/// A budget as asked for: a literal with a point, an exponent or '%' is a fraction of P in (0, 1], with "@seen" of all
+/// tokens seen so far; with KiB, MiB or GiB it is the memory that kept keys and values may take; an integer is a count.
 struct Budget {
   std::string literal;
-  double fraction = 0;  // 0: a count
+  double fraction = 0;  // one of the three is not 0
   int count = 0;
+  double bytes = 0;
+  bool at_seen = false;
+
+  /// The share of the tokens seen so far that it grows with; 0: it stands.
+  double of_seen() const { return at_seen ? fraction : 0.0; }
 
   static Budget parse(std::string_view text);
-  /// max(1, floor(f * P + 1/2)), or the count.
-  int tokens(int prompt) const;
+  /// max(1, floor(f * P + 1/2)), the count, or of bytes as many slices as fit, P at most. A slice is a token in every
+  /// row of every layer; none may fit.
+  int tokens(int prompt, double slice_bytes = 0) const;
 };
 
 }  // namespace kvreplay

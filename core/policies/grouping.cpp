@@ -22,6 +22,12 @@ void reduce(const Matrix& in, int first, int count, Aggregate how, std::span<dou
 
 }  // namespace
 
+Matrix sum_over_rows(const Matrix& rows) {
+  Matrix layer(1, rows.columns());
+  reduce(rows, 0, rows.rows(), Aggregate::sum, layer.row(0));
+  return layer;
+}
+
 void add_heads(Parameters& p, Heads& heads) {
   p.add<Heads>("heads", heads, heads_words, "one set per KV head, per query head, or one for the layer");
 }
@@ -33,11 +39,7 @@ void Grouping::parameters(Parameters& p) {
 
 Matrix Grouping::operator()(const Matrix& per_query_head, int group) const {
   if (heads == Heads::query) return per_query_head;
-  if (heads == Heads::layer) {
-    Matrix layer(1, per_query_head.columns());
-    reduce(per_query_head, 0, per_query_head.rows(), Aggregate::sum, layer.row(0));
-    return layer;
-  }
+  if (heads == Heads::layer) return sum_over_rows(per_query_head);
   Matrix grouped(per_query_head.rows() / group, per_query_head.columns());
   for (int row = 0; row < grouped.rows(); ++row)
     reduce(per_query_head, row * group, group, aggregate, grouped.row(row));

@@ -20,6 +20,9 @@ struct Grouping {
   Matrix operator()(const Matrix& per_query_head, int group) const;
 };
 
+/// The sum over all rows: [1, n].
+Matrix sum_over_rows(const Matrix& rows);
+
 /// Declares `heads` alone, with the words that the policy offers.
 void add_heads(Parameters& p, Heads& heads);
 

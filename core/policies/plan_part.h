@@ -14,11 +14,12 @@
 namespace kvreplay {
 
 /// Which member of Plan a part fills.
-enum class PartKind { score, select, allocate, share, schedule, store };
+enum class PartKind { score, heads, select, allocate, share, schedule, store };
 
-inline constexpr Choice<PartKind> part_kinds[] = {{"score", PartKind::score},       {"select", PartKind::select},
-                                                  {"allocate", PartKind::allocate}, {"share", PartKind::share},
-                                                  {"schedule", PartKind::schedule}, {"store", PartKind::store}};
+inline constexpr Choice<PartKind> part_kinds[] = {{"score", PartKind::score},   {"heads", PartKind::heads},
+                                                  {"select", PartKind::select}, {"allocate", PartKind::allocate},
+                                                  {"share", PartKind::share},   {"schedule", PartKind::schedule},
+                                                  {"store", PartKind::store}};
 
 /// A part with values of its own.
 class PlanPart {

@@ -24,10 +24,12 @@ Registry<PolicyEntry>& policies() {
 
 Registry<PartCard>& parts(PartKind kind) {
   static Registry<PartCard> scorers{"scorer"}, selectors{"selector"}, allocators{"allocator"}, sharing{"sharing"},
-      schedules{"schedule"}, stores{"store"};
+      schedules{"schedule"}, stores{"store"}, heads{"heads"};
   switch (kind) {
     case PartKind::score:
       return scorers;
+    case PartKind::heads:
+      return heads;
     case PartKind::select:
       return selectors;
     case PartKind::allocate:

@@ -191,14 +191,33 @@ int question_begin(const Trace& trace, int boundary) {
   return last != nullptr && boundary - last->end <= most_after_question ? last->begin : -1;
 }
 
-void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget) {
+void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget,
+                  double of_seen) {
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
     if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate))
-      check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget);
+      check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget, of_seen);
+    if (of_seen > 0 && std::holds_alternative<Rolling>(of_range.plan.schedule))
+      throw Error{Refusal::usage, policy.name(), "its window has one size: a first token that was let go is gone",
+                  "a budget without @seen, or schedule=once", fmt::format("{}@seen", of_seen)};
     check_on_trace(trace, conditions, of_range, policy.name(), budget);
   }
+}
+
+double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+  double bytes = 0;
+  for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
+    const Plan& plan = of_range.plan;
+    if (has_budget(plan) && std::holds_alternative<Transformed>(plan.store))
+      throw Error{Refusal::usage, policy.name(), "its store changes what a token takes", "a budget in tokens", "bytes"};
+    for (int l = of_range.first; l < of_range.first + of_range.count; ++l) {
+      const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
+      const int heads = plan.grouping.heads == Heads::query ? tensors.q.heads : tensors.k.heads;
+      bytes += static_cast<double>(heads) * static_cast<double>(tensors.k.row_bytes() + tensors.v.row_bytes());
+    }
+  }
+  return bytes;
 }
 
 bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,

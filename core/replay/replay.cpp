@@ -78,6 +78,7 @@ struct Job {
   int number;        // of the cell, or no_cell
   std::string name;  // for messages
   int budget;
+  double of_seen;  // as in Cell
   std::vector<Stretch> stretches = {};
   int counted = no_cell;                        // the job whose counts this one takes
   int same = no_cell;                           // an earlier one that no budget parts from this: its sets are these
@@ -191,13 +192,13 @@ class Replay {
         question_(question_begin(trace, conditions.boundary)) {
     for (std::size_t i = 0; i < cells.size(); ++i) {
       const Cell& cell = cells[i];
-      Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.budget};
+      Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.budget, cell.of_seen};
       const std::vector<LayerPlan> plans = cell.policy.plans(layers());
       if (const auto* counts = std::get_if<CountsOf>(&plans.front().plan.allocate); counts != nullptr && !job.known()) {
         const ConfiguredPolicy counted = ConfiguredPolicy::parse(counts->policy);
-        job.counted = known_job(counted.label(), cell.budget);
+        job.counted = known_job(counted.label(), cell.budget, cell.of_seen);
         if (job.counted == no_cell)
-          job.counted = add({nullptr, no_cell, counted.label(), cell.budget}, counted.plans(layers()));
+          job.counted = add({nullptr, no_cell, counted.label(), cell.budget, cell.of_seen}, counted.plans(layers()));
       }
       job.same = same_as(job, plans);
       add(std::move(job), plans);
@@ -294,9 +295,10 @@ class Replay {
   }
 
   /// The first job of a policy, by its label, at a budget, whose counts others can take; no_cell: there is none yet.
-  int known_job(const std::string& label, int budget) const {
+  int known_job(const std::string& label, int budget, double of_seen) const {
     const auto found = std::ranges::find_if(jobs_, [&](const Job& job) {
-      return job.name == label && job.budget == budget && !job.takes_counts() && job.same == no_cell;
+      return job.name == label && job.budget == budget && job.of_seen == of_seen && !job.takes_counts() &&
+             job.same == no_cell;
     });
     return found == jobs_.end() ? no_cell : static_cast<int>(found - jobs_.begin());
   }
@@ -447,7 +449,7 @@ class Replay {
     }
     if (!std::holds_alternative<Once>(stretch.plan().schedule)) {
       job.seconds[l].select = seconds_of(view, [&] {
-        job.selections[l] = run_schedule(view, stretch.plan(), job.budget, job.name, [this] { poll(); });
+        job.selections[l] = run_schedule(view, stretch.plan(), {job.budget, job.of_seen}, job.name, [this] { poll(); });
       });
     } else if (stretch.plan().nesting != Nesting::none) {
       select_nested(job, stretch, view);

@@ -46,7 +46,8 @@ int question_begin(const Trace& trace, int boundary);
 /// A policy at a budget.
 struct Cell {
   ConfiguredPolicy policy;
-  int budget = 0;                                    // tokens; a budget of P or more keeps everything
+  int budget = 0;      // tokens; a budget of P or more keeps everything
+  double of_seen = 0;  // the budget is this share of the tokens seen so far, `budget` of P; 0: it stands
   std::vector<LayerSelection> known = {};            // [L] from an earlier run, or empty: to be made
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
 };
@@ -94,8 +95,13 @@ class Sink {
 };
 
 /// Throws Error{input} when the trace lacks queries or RoPE data that the policy reads, Error{usage} when a value or
-/// the budget (tokens) does not fit it.
-void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget);
+/// the budget (tokens, or a share of those seen: as in Cell) does not fit it.
+void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget,
+                  double of_seen = 0);
+
+/// Bytes of one token's key and value in every row of every treated layer, as the trace stores them: what a budget of
+/// one token takes. Throws Error{usage} for a policy that a budget binds and whose store changes what a token takes.
+double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Whether the policy would choose, but sinks and recent tokens take all that it may hold.
 bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,

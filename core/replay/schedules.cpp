@@ -31,8 +31,9 @@ class Cache {
   /// Of each row: all rows hold equally many.
   int held() const { return static_cast<int>(held_.front().size()); }
 
-  /// Tokens [seen, end) come; then the rows are cut to `keep`, `recent` and sinks clamped to it. With `by_relevance`
-  /// the kept ones stand in the order of their scores.
+  /// Tokens [seen, end) come; then the rows are cut to `keep`, `recent` and sinks clamped to it: a first token that was
+  /// let go, while fewer were kept, is none any more. With `by_relevance` the kept ones stand in the order of their
+  /// scores.
   void append_and_cut(int end, int keep, Protection::Clamped by_rule, bool by_relevance) {
     Residents residents{.positions = {},
                         .rows = plan_.grouping.heads == Heads::layer ? 1 : view_.kv_heads(),
@@ -49,7 +50,7 @@ class Cache {
     if (!cuts && !plan_.score.accumulates) return;
 
     const LayerView now(view_, std::move(residents));
-    by_rule.sinks = std::min(by_rule.sinks, keep);
+    by_rule.sinks = std::min(sinks_held(by_rule.sinks), keep);
     by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
       const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent, keep}, who_);
@@ -69,6 +70,11 @@ class Cache {
   const std::vector<std::int32_t>& row(int number) const { return held_[static_cast<std::size_t>(number)]; }
 
  private:
+  /// Of the first `sinks` tokens: rules let the same ones go in all rows.
+  int sinks_held(int sinks) const {
+    return static_cast<int>(std::ranges::count_if(held_.front(), [sinks](std::int32_t j) { return j < sinks; }));
+  }
+
   void cut_row(const LayerView& now, const Matrix& scores, int row, RowBudget budget, bool by_relevance) {
     const std::span<const double> of_row = scores.empty() ? std::span<const double>() : scores.row(row);
     std::vector<std::int32_t>& list = held_[static_cast<std::size_t>(row)];
@@ -124,31 +130,34 @@ void note_rules(LayerSelection& selection, Protection::Clamped by_rule, int gran
   }
 }
 
-LayerSelection run(const Once&, const LayerView&, const Plan&, int, const std::string& who, const Poll&) {
+LayerSelection run(const Once&, const LayerView&, const Plan&, Allowance, const std::string& who, const Poll&) {
   throw Error{Refusal::internal, who, "no schedule"};
 }
 
-LayerSelection run(const Reads&, const LayerView&, const Plan&, int, const std::string& who, const Poll&) {
+LayerSelection run(const Reads&, const LayerView&, const Plan&, Allowance, const std::string& who, const Poll&) {
   throw Error{Refusal::internal, who, "no schedule"};
 }
 
-LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, int budget, const std::string& who,
-                   const Poll& poll) {
+LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, Allowance budget,
+                   const std::string& who, const Poll& poll) {
   const int spared = blocks.spared_tokens(view.prompt(), view.question());
   const int context = view.prompt() - spared;
-  const int slots = budget - spared;
+  const int slots = budget.tokens - spared;
   if (slots < 1)
     throw Error{Refusal::input, who,
-                fmt::format("budget {} has no room beside the {} tokens of the question", budget, spared),
-                fmt::format("at least {}", spared + 1), std::to_string(budget)};
-  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt(), view.question());
+                fmt::format("budget {} has no room beside the {} tokens of the question", budget.tokens, spared),
+                fmt::format("at least {}", spared + 1), std::to_string(budget.tokens)};
   Cache cache(view, plan, who);
   for (int begin = 0; begin < context; begin += blocks.block) {
     poll();
     const int end = std::min(begin + blocks.block, context);
     const BlockEnd now{slots, context, end, cache.held(), end - begin};
-    cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : slots, by_rule, blocks.by_relevance);
+    // A schedule's own rule already keeps a share of what has been seen.
+    const int room = blocks.keep ? slots : std::max(1, budget.after(end) - spared);
+    cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : room, plan.protect.within(room, view.prompt()),
+                         blocks.by_relevance);
   }
+  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt());
   std::vector<std::int32_t> slots_of_all;
   if (blocks.by_relevance)
     for (int row = 0; row < cache.selection().set.rows(); ++row) {
@@ -157,11 +166,11 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
     }
   LayerSelection selection = cache.finish();
   selection.slots = std::move(slots_of_all);
-  note_rules(selection, {by_rule.sinks, spared > 0 ? spared : by_rule.recent}, budget);
+  note_rules(selection, {by_rule.sinks, spared > 0 ? spared : by_rule.recent}, budget.tokens);
   return selection;
 }
 
-LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan& plan, int /*budget*/,
+LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan& plan, Allowance /*budget*/,
                    const std::string& who, const Poll& poll) {
   const auto [peak, keep] = tokens_of(threshold, view.prompt(), who);
   const Protection::Clamped by_rule = plan.protect.within(keep, view.prompt(), view.question());
@@ -175,9 +184,9 @@ LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan
   return selection;
 }
 
-LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int budget, const std::string&,
+LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, Allowance budget, const std::string&,
                    const Poll&) {
-  const auto [sinks, recent] = plan.protect.within(budget, view.prompt(), view.question());
+  const auto [sinks, recent] = plan.protect.within(budget.tokens, view.prompt(), view.question());
   LayerSelection selection = empty_selection(view, plan.grouping.heads);
   const int tokens = view.tensors().k.tokens;
   for (int row = 0; row < selection.set.rows(); ++row) {
@@ -190,7 +199,7 @@ LayerSelection run(const Rolling&, const LayerView& view, const Plan& plan, int 
     for (const std::int32_t position : position_range(view.prompt() - recent, view.prompt()))
       selection.set.keep(row, position);
   }
-  note_rules(selection, {sinks, recent}, budget);
+  note_rules(selection, {sinks, recent}, budget.tokens);
   return selection;
 }
 
@@ -216,21 +225,35 @@ Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, co
   return held;
 }
 
-LayerSelection run(const Online& online, const LayerView& view, const Plan& plan, int budget, const std::string& who,
-                   const Poll&) {
+LayerSelection run(const Online& online, const LayerView& view, const Plan& plan, Allowance budget,
+                   const std::string& who, const Poll&) {
   const int tokens = view.tensors().k.tokens;
   const int prompt = view.prompt();
-  const Protection::Clamped by_rule = plan.protect.within(budget, prompt, view.question());
   const bool accumulate = plan.score.online == OnlineScore::sum;
   // No other query has added to the newest token's sum: it stays. Scores of one query compare all tokens.
+  const auto recent_within = [&](int room) {
+    return std::max(accumulate ? 1 : 0, plan.protect.within(room, prompt, view.question()).recent);
+  };
+  const Protection::Clamped by_rule = plan.protect.within(budget.tokens, prompt, view.question());
   OnlineEviction what{.heads = plan.grouping.heads,
                       .tokens = online.grow ? prompt : tokens,
                       .accumulate = accumulate,
-                      .budget = budget,
-                      .recent = std::max(accumulate ? 1 : 0, by_rule.recent)};
+                      .budget = budget.tokens,
+                      .recent = recent_within(budget.tokens)};
+  std::vector<std::int32_t> budgets, recents;
+  if (budget.of_seen > 0) {
+    for (int t = 0; t < what.tokens; ++t) {
+      budgets.push_back(budget.after(t + 1));
+      recents.push_back(recent_within(budgets.back()));
+    }
+    what.budget = budgets.back();
+    what.recent = recents.back();
+    what.budgets = budgets;
+    what.recents = recents;
+  }
   Prefilled held;
   if (online.prefill_once) {
-    held = cut_once(view, plan, {budget, by_rule}, who);
+    held = cut_once(view, plan, {budget.tokens, by_rule}, who);
     what.first = prompt;
     what.resident = held.positions;
     what.scores = held.scores;
@@ -252,7 +275,7 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
     }
     hold_at_end_of_prompt(selection, static_cast<int>(row));
   }
-  note_rules(selection, {by_rule.sinks, what.recent}, budget);
+  note_rules(selection, {by_rule.sinks, recent_within(budget.tokens)}, budget.tokens);
   return selection;
 }
 
@@ -266,7 +289,7 @@ PeakAndKeep tokens_of(const Threshold& threshold, int prompt, const std::string&
   return found;
 }
 
-LayerSelection run_schedule(const LayerView& view, const Plan& plan, int budget, const std::string& who,
+LayerSelection run_schedule(const LayerView& view, const Plan& plan, Allowance budget, const std::string& who,
                             const std::function<void()>& poll) {
   return std::visit([&](const auto& schedule) { return run(schedule, view, plan, budget, who, poll); }, plan.schedule);
 }

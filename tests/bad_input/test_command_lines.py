@@ -383,6 +383,53 @@ LINES: list[tuple[int, str, str]] = [
     (INPUT, f"{H2O} --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
     (INPUT, "info fixture.h5 --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
     (USAGE, "info fixture.h5 --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
+    # budgets that grow, budgets of memory, and pages
+    (
+        USAGE,
+        f"{REPLAY} -p h2o -b 12@seen",
+        "budget 12@seen: a count does not grow: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
+        "found 12",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p streaming-llm:rolling=true -b 0.5@seen",
+        "streaming-llm: its window has one size: a first token that was let go is gone: expected a budget without "
+        "@seen, or schedule=once, found 0.5@seen",
+    ),
+    (USAGE, f"{REPLAY} -p h2o -b 1MB", "budget 1MB: unknown unit of memory: expected KiB, MiB or GiB, found 1MB"),
+    (
+        USAGE,
+        f"{REPLAY} -p h2o -b 0.1KiB",
+        "budget 0.1KiB: holds no token of h2o in fixture: expected 0.125 KiB or more, a token in each head of each "
+        "layer, found 0.1KiB",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p snapkv:window=2,store=quantised -b 1KiB",
+        "snapkv: its store changes what a token takes: expected a budget in tokens, found bytes",
+    ),
+    (
+        USAGE,
+        f"{H2O} --structure page=0,heads=layer",
+        "--structure:page: out of range: expected 1.., found 0",
+    ),
+    (
+        USAGE,
+        f"{H2O} --structure heads=rows",
+        "--structure:heads: unknown value: expected one of layer, kv, query, own, found \"rows\"",
+    ),
+    (USAGE, f"{H2O} --structure 16", "--structure: not a value: expected page=16,heads=layer, found 16"),
+    (
+        USAGE,
+        f"{REPLAY} -p sca -b 0.5 --structure page=4",
+        "sca: the selector reads scores: expected a score, as in score=window, found none",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p hybrid -b 0.5 --structure page=4",
+        "hybrid: its layers have plans of their own: expected layers:0-14=(A:...),15-29=(B:...), found chunks",
+    ),
+    (USAGE, f"{REPLAY} -p h2o:heads=kv -b 0.5 --structure page=4", "h2o: given twice: found heads"),
     (USAGE, f"{H2O} -o foreign", "foreign: holds other things: expected an empty folder, or one of results, found x"),
     (USAGE, f"{H2O} -o note.txt", "note.txt: not a folder: expected a folder for results, found a file"),
 ]

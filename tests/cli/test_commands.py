@@ -296,6 +296,58 @@ def test_a_hybrid_is_two_ranges_of_layers(traces: Path, tmp_path: Path) -> None:
     assert one["values"] == other["values"]
 
 
+WINDOW = "window=2,kernel=3"
+
+
+def test_budgets_of_memory_are_equal_memory_whatever_the_heads(traces: Path, tmp_path: Path) -> None:
+    words = ["-p", f"snapkv:{WINDOW}", "-p", f"snapkv:{WINDOW},heads=query", "-b", "1KiB"]
+    found = json.loads(done("replay", traces / "fixture.h5", *words, "--json", folder=tmp_path))
+    cells = {cell["heads"]: cell for cell in found["cells"] if cell["role"] == "asked"}
+    # 4 layers of 2 KV heads or 4 query heads, 4 + 4 numbers of 2 bytes: 128 or 256 bytes a token.
+    assert {heads: cell["budget_tokens"] for heads, cell in cells.items()} == {"kv": 8, "query": 4}
+    assert {cell["values"]["kv_bytes"] for cell in cells.values()} == {1024}
+    assert {cell["budget_tokens"] for cell in found["cells"] if cell["policy"] == "oracle"} == {8}
+    table = done("replay", traces / "fixture.h5", *words, folder=tmp_path)
+    assert "budget   1KiB = 4 to 8 tokens a layer on average, sinks" in table and " KiB " in table
+    plain = done("replay", traces / "fixture.h5", *words[:2], "-b", "8", "-o", "plain", folder=tmp_path)
+    assert " KiB " not in plain, "bytes say no more than tokens"
+
+
+def test_a_budget_of_the_tokens_seen_is_another_cell(traces: Path, tmp_path: Path) -> None:
+    words = ["-p", f"snapkv:{WINDOW}", "-p", "h2o-online", "-b", "0.5,0.5@seen"]
+    found = json.loads(done("replay", traces / "fixture.h5", *words, "--json", folder=tmp_path))
+    cells = {(cell["policy"], cell["budget"]): cell for cell in found["cells"] if cell["role"] == "asked"}
+    assert len(cells) == len({cell["id"] for cell in cells.values()}) == 4
+    assert {cell["budget_tokens"] for cell in cells.values()} == {6}
+    once, of_seen = (cells["snapkv", budget]["values"] for budget in ("0.5", "0.5@seen"))
+    assert once == of_seen, "decided when all of the prompt has been seen"
+    once, of_seen = (cells["h2o-online", budget]["values"] for budget in ("0.5", "0.5@seen"))
+    # After query t half of t + 1 tokens are held; queries 12 to 15 find 6, 7, 7, 8 and themselves.
+    assert (once["held_tokens"], of_seen["held_tokens"]) == (7, 8)
+    assert of_seen["resident_tokens:mean"] < once["resident_tokens:mean"]
+    table = done("replay", traces / "fixture.h5", *words, folder=tmp_path)
+    assert table.count("budget   0.5 of P = 6 tokens") == table.count("budget   0.5@seen of P = 6 tokens") == 1
+
+
+def test_pages_are_kept_whole_and_for_the_layer(traces: Path, tmp_path: Path) -> None:
+    words = ["-p", "h2o:recent=16", "-b", "100", "--structure", "page=16,heads=layer", "-o", "run"]
+    [found, *_] = json.loads(done("replay", traces / "long.h5", *words, "--json", folder=tmp_path))["cells"]
+    assert found["label"] == "h2o:recent=16,heads=layer,select=chunks,chunk=16,window_mode=whole"
+    with h5py.File(tmp_path / "run/selections.h5") as file:
+        [cell] = [one for one in file["cells"].values() if one.attrs["policy"] == b"h2o"]
+        assert cell.attrs["heads"] == b"layer"
+        offsets, positions = cell["offsets"][:], cell["positions"][:]
+    for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+        pages = [0] * 32
+        for position in positions[begin:end]:
+            pages[position // 16] += 1
+        assert sorted(pages)[-7:] == [4, 16, 16, 16, 16, 16, 16] and sum(pages) == 100 and pages[31] == 16
+    same = "h2o:recent=16,select=chunks,chunk=16,window_mode=whole,heads=layer"
+    put_in = ["-p", same, "-b", "100", "-o", "run", "--json"]
+    [again, *_] = json.loads(done("replay", traces / "long.h5", *put_in, folder=tmp_path))["cells"]
+    assert (again["id"], again["state"]) == (found["id"], "skipped"), "nothing but these parts"
+
+
 def test_policies_are_read_from_a_file(traces: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "- snapkv:window=2,kernel=3\n"

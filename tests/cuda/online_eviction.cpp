@@ -26,6 +26,19 @@ TEST_P(CudaOnlineEviction, IsThatOfTheCpu) {
   }
 }
 
+TEST_P(CudaOnlineEviction, GrowsWithTheTokensAsOnTheCpu) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const auto cpu = make_backend("cpu", 1), cuda = make_backend("cuda", 1);
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer})
+    for (const auto& [begin, every] : {std::pair{1, 10}, {2, 3}, {5, 2}}) {
+      const GrowingBudget growing(shape.tokens, begin, every);
+      const OnlineEviction what = growing.of({.heads = heads, .tokens = shape.tokens});
+      EXPECT_EQ(cuda->online_eviction(layer.tensors(), what), cpu->online_eviction(layer.tensors(), what))
+          << "heads " << static_cast<int>(heads) << ", one in " << every;
+    }
+}
+
 TEST_P(CudaOnlineEviction, GoesOnFromWhatIsHeld) {
   const LayerShape& shape = GetParam();
   const RandomLayer layer(shape);

@@ -9,7 +9,14 @@ import pytest
 from shown_commands import CONSOLE, GENERATED, ROOT, commands, replayed, run, without_times
 
 README = ROOT / "README.md"
-DOCS = ["docs/policies.md", "docs/report.md", "docs/python.md", "docs/regret.md", "core/policies/README.md"]
+DOCS = [
+    "docs/policies.md",
+    "docs/budgets.md",
+    "docs/report.md",
+    "docs/python.md",
+    "docs/regret.md",
+    "core/policies/README.md",
+]
 PAGES = [README, *(ROOT / page for page in DOCS)]
 SOURCES = sorted((ROOT / "core" / "policies").rglob("*.cpp"))
 SHOWN_CODE = [(page, code) for page in PAGES for code in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)]

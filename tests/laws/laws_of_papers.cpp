@@ -267,6 +267,46 @@ TEST_F(LawsOfPapers, OnlineEvictionHoldsNoMoreThanItsBudgetAndTheNewToken) {
   }
 }
 
+TEST_F(LawsOfPapers, AShareOfTheTokensSeenIsHeldAtEveryStep) {
+  const auto most = [](int seen) { return std::max(1, static_cast<int>(std::floor(0.3 * seen + 0.5))); };
+  for (const char* policy : {"h2o-online", "h2o:schedule=online(true)", "snapkv:window=2,schedule=every(1)",
+                             "h2o:schedule=every(16)", "streaming-llm:schedule=every(16)"}) {
+    const RecordedRun run = record_cells(trace(), {{ConfiguredPolicy::parse(policy), most(prompt), 0.3}}, 2);
+    const std::string name = policy;
+    const int block = name.find("every(16)") != std::string::npos ? 16 : 1;
+    const bool later = name == "h2o-online";  // it evicts after the prompt, too
+    for (const auto& [key, selection] : run.selections)
+      for (int row = 0; row < selection.set.rows(); ++row) {
+        for (int t = 0; t < (later ? tokens : prompt); ++t) {
+          if ((t + 1) % block != 0) continue;
+          EXPECT_EQ(held_at(selection, row, t) - evictions_after(selection, row, t), most(t + 1)) << name << ", " << t;
+        }
+        EXPECT_EQ(selection.set.count(row), most(prompt)) << name;
+      }
+  }
+}
+
+TEST_F(LawsOfPapers, ABudgetOfTheTokensSeenIsOneOfThePromptWhereItIsCutOnce) {
+  for (const char* policy : {"snapkv", "h2o", "dynamickv", "pyramid-infer", "sca:schedule=threshold(0.5,0.25)"}) {
+    const ConfiguredPolicy parsed = ConfiguredPolicy::parse(policy);
+    const RecordedRun run = record_cells(trace(), {{parsed, 27}, {parsed, 27, 0.3}}, 2);
+    for (int l = 0; l < layers; ++l) EXPECT_EQ(run.selections.at({0, l}).set, run.selections.at({1, l}).set) << policy;
+  }
+}
+
+TEST_F(LawsOfPapers, ARollingWindowHasOneSize) {
+  const std::vector<Cell> rolling{{ConfiguredPolicy::parse("streaming-llm:rolling=true"), 27, 0.3}};
+  try {
+    record_cells(trace(), rolling, 2);
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(
+        std::string(error.what()),
+        "streaming-llm: its window has one size: a first token that was let go is gone: expected a budget without "
+        "@seen, or schedule=once, found 0.3@seen");
+  }
+}
+
 TEST_F(LawsOfPapers, OnlineEvictionSparesRecentTokens) {
   const RecordedRun run = record(trace(), {"h2o-online:recent=7"}, 20);
   for (const auto& [key, selection] : run.selections)

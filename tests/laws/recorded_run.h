@@ -106,7 +106,7 @@ inline Conditions default_conditions(const Trace& trace) {
 
 inline RecordedRun record_cells(Backend& backend, const Trace& trace, const std::vector<Cell>& cells) {
   const Conditions conditions = default_conditions(trace);
-  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, cell.budget);
+  for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, cell.budget, cell.of_seen);
   RecordedRun run;
   replay(backend, trace, conditions, cells, run);
   return run;

@@ -56,6 +56,30 @@ def test_options_are_those_of_the_program(small: Path, traces: Path, tmp_path: P
     assert (tmp_path / "run/results.csv").read_bytes() == (tmp_path / "told/results.csv").read_bytes()
 
 
+def test_the_boundary_may_be_the_end_of_a_span(tmp_path: Path) -> None:
+    shape = ["--layers", "2", "--prompt", "120", "--continuation", "8"]
+    done("synth", "needle", "-o", "asked.h5", *shape, folder=tmp_path)
+    trace = kv.open(tmp_path / "asked.h5")
+    [end] = [end for name, _, _, end in trace.spans if name == "context"]
+    run = kv.replay(trace, ["snapkv", "h2o"], 0.1, boundary="span:context")
+    assert 0 < end < trace.prompt and run.trace("asked").boundary == end
+    assert set(map(int, run.table["boundary"])) == {end} and set(map(int, run.table["n_queries"])) == {8}
+    assert run.selection("h2o", 0.1).mask().shape[-1] == end
+    assert trace.layer(1, boundary="span:context").prompt == end
+    with pytest.raises(kv.Error, match=r"asked.h5: no such span: expected .*context.*, found contxt"):
+        kv.replay(trace, "snapkv", 0.1, boundary="span:contxt")
+
+
+def test_budgets_of_every_kind_and_pages(small: Path) -> None:
+    policies = ["snapkv:window=4", "snapkv:window=4,heads=query"]
+    run = kv.replay(small, policies, ["0.1@seen", "18KiB"], structure="page=4,heads=own")
+    # 3 layers of 2 KV heads or 6 query heads, 16 + 16 numbers of 4 bytes: 768 or 2304 bytes a token.
+    asked = run.cells[(run.cells["role"] == "asked") & (run.cells["budget"] == "18KiB")]
+    assert dict(zip(asked["heads"], asked["budget_tokens"], strict=True)) == {"kv": 24, "query": 8}
+    assert set(run.cells["budget_tokens"][run.cells["budget"] == "0.1@seen"]) == {15}
+    assert all("window_mode=whole" in params for params in asked["params"])
+
+
 def test_the_bits_do_not_depend_on_threads(small: Path) -> None:
     runs = [kv.replay(small, POLICIES, BUDGETS, threads=n) for n in (1, 2, 3)]
     assert len({(run.folder / "results.csv").read_bytes() for run in runs}) == 1

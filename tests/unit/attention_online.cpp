@@ -95,6 +95,34 @@ TEST_P(OnlineEvictionOf, TheNewestQueryAloneGoesOnFromWhatIsHeld) {
   }
 }
 
+TEST_P(OnlineEvictionOf, GrowsWithTheTokens) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const int first = shape.tokens / 2;
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    for (const auto& [begin, every] : {std::pair{1, 10}, {2, 3}, {5, 2}, {1, 1}}) {
+      SCOPED_TRACE(::testing::Message() << "heads " << static_cast<int>(heads) << ", one in " << every);
+      const GrowingBudget growing(shape.tokens, begin, every);
+      const OnlineEviction what = growing.of({.heads = heads, .tokens = shape.tokens});
+      const std::vector<std::int32_t> expected = reference_eviction(layer, what);
+      EXPECT_EQ(evict(layer, what, 1), expected);
+      EXPECT_EQ(evict(layer, what, 3), expected);
+
+      const auto held = static_cast<std::size_t>(growing.budgets[static_cast<std::size_t>(first) - 1]);
+      std::vector<std::int32_t> resident;
+      std::vector<double> scores;
+      for (int row = 0; row < rows_of(heads, shape.query_heads, shape.kv_heads); ++row)
+        for (std::size_t i = 0; i < std::min(held, static_cast<std::size_t>(first)); ++i) {
+          resident.push_back(static_cast<std::int32_t>(i));
+          scores.push_back(3.0 * uniform(chain(5, row, i)));
+        }
+      const OnlineEviction later =
+          growing.of({.heads = heads, .first = first, .tokens = shape.tokens, .resident = resident, .scores = scores});
+      EXPECT_EQ(evict(layer, later), reference_eviction(layer, later)) << "from what is held";
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Shapes, OnlineEvictionOf,
     ::testing::Values(LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8},

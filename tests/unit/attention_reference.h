@@ -351,6 +351,25 @@ inline Comparison reference_comparison(const RandomLayer& layer, const RandomLay
   return expected;
 }
 
+/// Budgets that grow with the tokens, and their recent part: one in `every` tokens joins `begin`.
+struct GrowingBudget {
+  std::vector<std::int32_t> budgets, recents;
+
+  GrowingBudget(int tokens, int begin, int every) {
+    for (int t = 0; t < tokens; ++t) {
+      budgets.push_back(begin + t / every);
+      recents.push_back(std::max(1, budgets.back() / 3));
+    }
+  }
+  OnlineEviction of(OnlineEviction what) const {
+    what.budget = budgets.back();
+    what.recent = recents.back();
+    what.budgets = budgets;
+    what.recents = recents;
+    return what;
+  }
+};
+
 /// The greedy algorithm, a list of residents copied and searched at every token.
 inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, const OnlineEviction& what) {
   const auto& shape = layer.shape();
@@ -387,9 +406,11 @@ inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, co
         for (std::size_t i = 0; i < a.size(); ++i) mean[i] += a[i] / static_cast<double>(heads.size());
       }
       for (std::size_t i = 0; i < held.size(); ++i) held[i].score = what.accumulate ? held[i].score + mean[i] : mean[i];
-      while (static_cast<int>(held.size()) > what.budget) {
+      const int budget = what.budgets.empty() ? what.budget : what.budgets[static_cast<std::size_t>(t)];
+      const int recent = what.recents.empty() ? what.recent : what.recents[static_cast<std::size_t>(t)];
+      while (static_cast<int>(held.size()) > budget) {
         std::size_t lowest = 0;
-        for (std::size_t i = 0; i + static_cast<std::size_t>(what.recent) < held.size(); ++i)
+        for (std::size_t i = 0; i + static_cast<std::size_t>(recent) < held.size(); ++i)
           if (held[i].score <= held[lowest].score) lowest = i;
         evicted[static_cast<std::size_t>(row * what.tokens + held[lowest].position)] = t;
         held.erase(held.begin() + static_cast<std::ptrdiff_t>(lowest));

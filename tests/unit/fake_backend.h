@@ -23,6 +23,7 @@ class FakeBackend final : public Backend {
   std::vector<std::int32_t> asked_queries;
   AttentionSums asked;  // its spans are not kept
   double asked_norm = 0;
+  std::vector<std::int32_t> asked_budgets, asked_recents;
 
   std::string description() const override { return "fake"; }
   Matrix attention_sums(const LayerTensors&, const AttentionSums& what) override {
@@ -41,8 +42,10 @@ class FakeBackend final : public Backend {
     ++calls;
     return comparisons;
   }
-  std::vector<std::int32_t> online_eviction(const LayerTensors&, const OnlineEviction&) override {
+  std::vector<std::int32_t> online_eviction(const LayerTensors&, const OnlineEviction& what) override {
     ++calls;
+    asked_budgets.assign(what.budgets.begin(), what.budgets.end());
+    asked_recents.assign(what.recents.begin(), what.recents.end());
     return evicted;
   }
   std::vector<std::int32_t> least_redundant(const LayerTensors&, const RedundancyElimination&) override {

@@ -18,6 +18,7 @@
 #include "policies/parts/rules.h"
 #include "policies/parts/sharing.h"
 #include "policies/parts/top_k.h"
+#include "policies/plan_part.h"
 
 namespace kvreplay {
 namespace {
@@ -216,6 +217,79 @@ TEST(Chunks, WindowReplacesTheLastChosenPositionsWhateverTheFill) {
 
 TEST(Chunks, BudgetWithinTheWindowKeepsTheLastTokens) {
   EXPECT_EQ(chosen(Chunks{.chunk = 3}.selector(), Scores(10, 1.0), 3, {0, 3}), (Positions32{7, 8, 9}));
+}
+
+TEST(Chunks, WholeOnesHoldSinksAndWindow) {
+  const Chunks pages{.chunk = 4, .window_mode = WindowMode::whole};  // 0-3, 4-7, 8-11, 12-13; the last 3 stay by rule
+  const Scores scores{0, 0, 0, 0, 1, 1, 1, 1, 9, 0, 0, 0, 0, 0};
+  EXPECT_EQ(chosen(pages.selector(), scores, 12, {4, 3}), (Positions32{0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13}));
+  EXPECT_EQ(chosen(pages.selector(), scores, 10, {4, 3}), (Positions32{0, 1, 2, 3, 8, 9, 10, 11, 12, 13}));
+  EXPECT_EQ(chosen(pages.selector(), scores, 9, {4, 3}), (Positions32{0, 1, 2, 3, 9, 10, 11, 12, 13}))
+      << "what has no room is farthest from the window";
+  EXPECT_EQ(chosen(pages.selector(), scores, 7, {4, 3}), (Positions32{0, 1, 2, 3, 11, 12, 13}));
+  EXPECT_EQ(chosen(pages.selector(), scores, 6), (Positions32{4, 5, 8, 9, 10, 11})) << "without a rule the best stay";
+}
+
+TEST(Chunks, AtMostOneWholeOneIsCut) {
+  std::mt19937_64 random(11);
+  const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  for (int i = 0; i < 300; ++i) {
+    const int page = 1 + below(7), tokens = 4 * page + below(40), sinks = below(2) * page, window = below(9);
+    const auto page_of = [page](int token) { return static_cast<std::size_t>(token / page); };
+    const int least = sinks + window + page;  // with the rest of the window's page
+    if (least >= tokens) continue;
+    const int budget = least + below(tokens - least);
+    Scores scores(static_cast<std::size_t>(tokens));
+    for (double& score : scores) score = below(50);
+    const Positions32 kept =
+        chosen(Chunks{.chunk = page, .window_mode = WindowMode::whole}.selector(), scores, budget, {sinks, window});
+    ASSERT_EQ(std::ssize(kept), budget);
+    std::vector<int> size(page_of(tokens - 1) + 1), held(size.size()), sum(size.size());
+    for (int j = 0; j < tokens; ++j) {
+      ++size[page_of(j)];
+      sum[page_of(j)] += static_cast<int>(scores[static_cast<std::size_t>(j)]);
+      const bool stays = j < sinks || j >= tokens - window;
+      EXPECT_TRUE(!stays || std::ranges::binary_search(kept, j));
+    }
+    for (const std::int32_t j : kept) ++held[page_of(j)];
+    int cut = 0, least_whole = std::numeric_limits<int>::max(), most_gone = -1;
+    for (std::size_t p = 0; p < size.size(); ++p) {
+      const bool by_rule = static_cast<int>(p) * page < sinks || static_cast<int>(p + 1) * page > tokens - window;
+      if (by_rule && window > 0) {
+        EXPECT_EQ(held[p], size[p]) << "page " << p;
+        continue;
+      }
+      cut += held[p] > 0 && held[p] < size[p] ? 1 : 0;
+      if (held[p] == size[p] && static_cast<int>(p) * page >= sinks) least_whole = std::min(least_whole, sum[p]);
+      if (held[p] < size[p]) most_gone = std::max(most_gone, sum[p]);
+    }
+    EXPECT_LE(cut, 1);
+    EXPECT_GE(least_whole, most_gone);
+  }
+}
+
+TEST(LayerHeads, AddUpTheRowsOfAnyScore) {
+  testing::FakeBackend backend;
+  LayerTensors tensors;
+  tensors.q = {nullptr, DType::float32, 4, 3, 4};
+  tensors.k = tensors.v = {nullptr, DType::float32, 2, 3, 4};
+  const LayerView view(backend, tensors, {.prompt = 3}, {});
+  Plan plan;
+  plan.score.score = [](const LayerView&, const Scoring& how) {
+    EXPECT_EQ(how.grouping.heads, Heads::kv) << "it scores as it always does";
+    EXPECT_EQ(how.recent, 2);
+    return matrix({{1, 2, 3}, {10, 20, 40}});
+  };
+  plan.score.name = "mine";
+  make_part(PartKind::heads, "layer")->fill(plan);
+  EXPECT_EQ(plan.grouping.heads, Heads::layer);
+  EXPECT_EQ(row(plan.score.score(view, {plan.grouping, 2}), 0), (Scores{11, 22, 43}));
+  EXPECT_NE(plan.score.name, "mine") << "these are other scores";
+
+  Plan by_rule{.grouping = {.heads = Heads::query}};
+  make_part(PartKind::heads, "layer")->fill(by_rule);
+  EXPECT_EQ(by_rule.grouping.heads, Heads::layer);
+  EXPECT_FALSE(by_rule.score);
 }
 
 TEST(Stride, IsExactInWholeNumbers) {

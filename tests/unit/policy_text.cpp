@@ -6,6 +6,7 @@
 
 #include "policies/configured.h"
 #include "policies/policy_file.h"
+#include "policies/structure.h"
 #include "trace_files.h"
 
 namespace kvreplay {
@@ -290,6 +291,58 @@ TEST(Budget, LiteralWithAPointIsAFraction) {
   EXPECT_EQ(Budget::parse("512").tokens(12), 512);
 }
 
+TEST(Budget, AtSeenGrowsAndIsTheShareOfThePromptThen) {
+  EXPECT_EQ(Budget::parse("0.1@seen").tokens(480), 48);
+  EXPECT_EQ(Budget::parse("0.1@seen").of_seen(), 0.1);
+  EXPECT_EQ(Budget::parse("10%@seen").of_seen(), 0.1);
+  EXPECT_EQ(Budget::parse("0.1@seen").literal, "0.1@seen");
+  EXPECT_EQ(Budget::parse("0.1").of_seen(), 0.0);
+  EXPECT_EQ(Budget::parse("512").of_seen(), 0.0);
+}
+
+TEST(Budget, OfMemoryIsAsManySlicesAsFit) {
+  EXPECT_EQ(Budget::parse("64KiB").bytes, 65536);
+  EXPECT_EQ(Budget::parse("1.5MiB").bytes, 1572864);
+  EXPECT_EQ(Budget::parse("2GiB").bytes, 2147483648.0);
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, 256), 4);
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, 257), 3);
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, 1025), 0) << "none fits";
+  EXPECT_EQ(Budget::parse("8GiB").tokens(480, 1), 480) << "all of the prompt";
+}
+
+TEST(Structure, IsMadeOfParts) {
+  const auto around = [](const char* structure, const char* policy) {
+    return Structure::parse(structure).around(policy);
+  };
+  const std::string sixteen = "select=chunks,chunk=16,window_mode=whole";
+  EXPECT_EQ(around("page=16,heads=layer", "h2o"), "h2o:" + sixteen + ",heads=layer");
+  EXPECT_EQ(around("page=16", "snapkv:window=4"), "snapkv:window=4," + sixteen + ",heads=layer");
+  EXPECT_EQ(around("heads=query", "snapkv"), "snapkv:" + sixteen + ",heads=query");
+  EXPECT_EQ(around("heads=own,page=5", "random"), "random:select=chunks,chunk=5,window_mode=whole");
+  EXPECT_EQ(around("page=16", "local"), "local:" + sixteen + ",heads=layer");
+  EXPECT_EQ(around("heads=kv", "local"), "local:" + sixteen) << "it has sets of KV heads";
+
+  const Plan streaming = ConfiguredPolicy::parse(around("page=16", "streaming-llm")).plans(2).front().plan;
+  EXPECT_EQ(streaming.grouping.heads, Heads::layer);
+  EXPECT_EQ(streaming.protect.sinks, 16) << "the page of the four sinks";
+}
+
+TEST(Structure, RefusesWhatHasNoPages) {
+  const auto refusal = [](const char* structure, const char* policy) {
+    return refusal_of([&] { Structure::parse(structure).around(policy); });
+  };
+  EXPECT_EQ(refusal("page=16", "strided"),
+            "strided: the selector reads scores: expected a score, as in score=window, found none");
+  EXPECT_EQ(refusal("page=16", "full"), "full: every token stays: expected no score and no selector, found a selector");
+  EXPECT_TRUE(refusal("page=16", "layers:0-14=h2o,15-29=snapkv")
+                  .starts_with("layers: its layers have plans of their own: expected parts in the policies"));
+  EXPECT_EQ(refusal("page=16", "h2o:heads=kv"), "h2o: given twice: found heads");
+  EXPECT_EQ(refusal("heads=query", "local"), "query: unknown heads: expected layer, found query");
+  EXPECT_EQ(refusal("page=0", "h2o"), "--structure:page: out of range: expected 1.., found 0");
+  EXPECT_EQ(refusal("pages=16", "h2o"), "--structure: unknown parameter: expected one of page, heads, found pages");
+  EXPECT_EQ(refusal("16", "h2o"), "--structure: not a value: expected page=16,heads=layer, found 16");
+}
+
 TEST(Budget, RefusesInOneLine) {
   const auto refusal = [](const char* text) { return refusal_of([text] { Budget::parse(text); }); };
   EXPECT_EQ(refusal("0"), "budget 0: out of range: expected 1..2147483647, found 0");
@@ -298,6 +351,16 @@ TEST(Budget, RefusesInOneLine) {
   EXPECT_EQ(refusal("1.5"), "budget 1.5: out of range: expected a fraction in (0, 1], found 1.5");
   EXPECT_EQ(refusal("200%"), "budget 200%: out of range: expected a fraction in (0, 1], found 200%");
   EXPECT_EQ(refusal("99999999999"), "budget 99999999999: out of range: expected 1..2147483647, found 99999999999");
+  EXPECT_EQ(refusal("12@seen"),
+            "budget 12@seen: a count does not grow: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
+            "found 12");
+  EXPECT_EQ(refusal("@seen"), "budget: empty: expected a fraction in (0, 1] or a count of tokens, found @seen");
+  EXPECT_EQ(refusal("1MiB@seen"),
+            "budget 1MiB@seen: memory does not grow: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
+            "found 1MiB");
+  EXPECT_EQ(refusal("1MB"), "budget 1MB: unknown unit of memory: expected KiB, MiB or GiB, found 1MB");
+  EXPECT_EQ(refusal("0KiB"), "budget 0KiB: out of range: expected a byte or more, found 0KiB");
+  EXPECT_EQ(refusal("manyKiB"), "budget manyKiB: not a number: expected a number, found \"many\"");
   EXPECT_EQ(refusal("abc"), "budget abc: not a number: expected a whole number, found \"abc\"");
   EXPECT_EQ(refusal(""), "budget: empty: expected a fraction in (0, 1] or a count of tokens");
 }

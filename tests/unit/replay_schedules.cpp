@@ -35,7 +35,7 @@ class Schedules : public ::testing::Test {
   }
 
   LayerSelection run(int budget) {
-    return run_schedule(view, plan, budget, "policy", [this] { ++polls; });
+    return run_schedule(view, plan, {budget, of_seen}, "policy", [this] { ++polls; });
   }
 
   static std::string refusal(const std::function<void()>& call) {
@@ -50,6 +50,7 @@ class Schedules : public ::testing::Test {
   std::vector<double> importance{5, 1, 9, 2, 8, 3, 7, 4, 6, 0, 0, 0};
   std::vector<int> seen;  // when scores were asked for
   int polls = 0;
+  double of_seen = 0;
   FakeBackend backend;
   LayerTensors tensors = twelve_tokens();
   LayerView view{backend, tensors, {.prompt = 8}, {}};
@@ -65,6 +66,42 @@ TEST_F(Schedules, EveryBlockIsCutToTheBudget) {
   EXPECT_EQ(seen, (std::vector<int>{6, 8})) << "the first block fits";
   EXPECT_EQ(polls, 3) << "before each block";
   EXPECT_EQ(selection.granted, std::vector<int>{3});
+}
+
+TEST_F(Schedules, ABudgetOfWhatWasSeenGrowsBlockByBlock) {
+  plan.schedule = Blocks{.block = 2};
+  of_seen = 0.5;
+  // 0 1: 0 | + 2 3: 2 0 | + 4 5: 2 4 0 | + 6 7: 2 4 6 0.
+  const LayerSelection selection = run(4);
+  EXPECT_EQ(selection.evicted_at, (Numbers{-1, 1, -1, 3, -1, 5, -1, 7, -1, -1, -1, -1}));
+  EXPECT_EQ(selection.set.positions(0), (Numbers{0, 2, 4, 6}));
+  EXPECT_EQ(selection.granted, std::vector<int>{4});
+
+  of_seen = 0.1;  // a token at least
+  EXPECT_EQ(run(1).set.positions(0), (Numbers{2}));
+}
+
+TEST_F(Schedules, WhatStaysByRuleGrowsWithTheBudget) {
+  plan.schedule = Blocks{.block = 2};
+  plan.score.reads_recent = true;
+  plan.protect.recent = Amount::fraction(0.5);
+  std::vector<int> recent;
+  plan.score.score = [&](const LayerView& held, const Scoring& how) {
+    recent.push_back(how.recent);
+    return Matrix(1, held.tokens());
+  };
+  of_seen = 0.5;
+  run(4);
+  EXPECT_EQ(recent, (std::vector<int>{0, 1, 1, 2})) << "half of 1, 2, 3 and 4";
+}
+
+TEST_F(Schedules, AFirstTokenThatWentIsNoSinkAnyMore) {
+  plan.schedule = Blocks{.block = 2};
+  plan.protect.sinks = 2;
+  importance = {5, 1, 2.5, 2, 8, 3, 7, 4, 0, 0, 0, 0};
+  of_seen = 0.5;
+  // 0 1: 0, all that fits | + 2 3: 0, and 2 by its score | + 4 5: 0 4 5; 2 is the second that is held, and no sink.
+  EXPECT_EQ(run(4).evicted_at, (Numbers{-1, 1, 5, 3, -1, 7, -1, -1, -1, -1, -1, -1}));
 }
 
 TEST_F(Schedules, BlocksSpareTheQuestionAndMayGrow) {
@@ -124,7 +161,7 @@ TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
     return scores;
   };
   backend.sums = received({5, 1, 9});
-  run_schedule(both, plan, 3, "policy", [] {});
+  run_schedule(both, plan, {3}, "policy", [] {});
   // 0 ... 5 have 6 3 12 4 5 6, tenfold in the second head; the first row goes on with 0 2 4, the second with 1 3 5.
   EXPECT_EQ(before, (std::vector<std::vector<double>>{{5, 1, 9, 50, 10, 90}, {6, 12, 5, 30, 40, 60}}));
 }
@@ -195,6 +232,26 @@ TEST_F(Schedules, OnlineAsksForAllTokensOrThePromptAlone) {
   backend.evicted.resize(8);
   for (std::int32_t& at : backend.evicted) at = at > 7 ? -1 : at;
   EXPECT_EQ(run(4).evicted_at, (Numbers{-1, -1, 4, -1, 6, 7, -1, -1, -1, -1, -1, -1}));
+}
+
+TEST_F(Schedules, AnOnlineBudgetOfWhatWasSeenGrowsTokenByToken) {
+  plan.schedule = Online{};
+  plan.score.accumulates = true;
+  plan.protect = {.recent = Amount::fraction(0.5), .least_recent = 1};
+  backend.evicted.assign(12, -1);
+  run(4);
+  EXPECT_TRUE(backend.asked_budgets.empty() && backend.asked_recents.empty());
+
+  of_seen = 0.4;
+  // floor(0.4 seen + 1/2), at least 1, for 1 ... 12 tokens seen; half of each.
+  EXPECT_EQ(run(3).granted, std::vector<int>{3});
+  EXPECT_EQ(backend.asked_budgets, (Numbers{1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5}));
+  EXPECT_EQ(backend.asked_recents, (Numbers{1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2}));
+
+  plan.schedule = Online{.grow = true};
+  backend.evicted.resize(8);
+  run(3);
+  EXPECT_EQ(backend.asked_budgets, (Numbers{1, 1, 1, 2, 2, 2, 3, 3}));
 }
 
 TEST_F(Schedules, OnlineGoesOnFromThePromptCutOnce) {

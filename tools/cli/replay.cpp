@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "analysis/run.h"
 #include "analysis/table.h"
@@ -18,6 +19,7 @@
 #include "machine.h"
 #include "output.h"
 #include "policies/plugin.h"
+#include "policies/structure.h"
 #include "progress_line.h"
 #include "replay/estimate.h"
 #include "replay/stored_observables.h"
@@ -31,7 +33,14 @@ constexpr Option options[] = {
      "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store=; layers:0-14=(A),15-29=B; @FILE; may "
      "be repeated",
      true},
-    {"budget", 'b', "BUDGET,...", "", "tokens kept a layer and head: 0.1, 10% or 512; may be repeated", true},
+    {"structure", 0, "page=N,heads=layer|kv|query|own", "",
+     "pages as inference engines hold them, around every policy that is asked for; page=16,heads=layer is the default "
+     "of both"},
+    {"budget", 'b', "BUDGET,...", "",
+     "tokens kept a layer and head: 0.1 or 10% of the prompt, 512, 0.1@seen of all tokens seen so far; or as many as "
+     "take "
+     "64KiB, 1MiB, 1GiB; may be repeated",
+     true},
     plugin_option,
     {"metrics", 0, "METRIC,...", "", "NAME or NAME:VARIANT; default: all in their base variants", true},
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
@@ -81,9 +90,11 @@ RunRequest requested(const Arguments& arguments, const Device& device) {
   const std::vector<std::string> traces = without_observables(arguments.operands());
   request.traces.assign(traces.begin(), traces.end());
   request.seed = arguments.seed("seed");
+  std::optional<Structure> structure;
+  if (arguments.given("structure")) structure = Structure::parse(arguments.text("structure"));
   for (const std::string& text : arguments.all("policy"))
     for (const std::string& policy : split_policies(text))
-      request.policies.push_back(ConfiguredPolicy::parse(policy, request.seed));
+      request.policies.push_back(ConfiguredPolicy::parse(structure ? structure->around(policy) : policy, request.seed));
   for (const std::string& text : arguments.all("budget")) {
     for (const std::string& literal : split(text, ',')) request.budgets.push_back(Budget::parse(literal));
   }

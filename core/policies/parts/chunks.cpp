@@ -13,7 +13,8 @@ namespace {
 
 constexpr Choice<Fill> fill_words[] = {{"cut", Fill::cut}, {"none", Fill::none}, {"tokens", Fill::tokens}};
 constexpr Choice<ChunkScore> score_words[] = {{"sum", ChunkScore::sum}, {"mean", ChunkScore::mean}};
-constexpr Choice<WindowMode> window_words[] = {{"reserve", WindowMode::reserve}, {"replace", WindowMode::replace}};
+constexpr Choice<WindowMode> window_words[] = {
+    {"reserve", WindowMode::reserve}, {"replace", WindowMode::replace}, {"whole", WindowMode::whole}};
 
 std::vector<double> chunk_scores(std::span<const double> scores, int chunk, ChunkScore how) {
   std::vector<double> of_chunks;
@@ -65,7 +66,11 @@ struct ChunksPart : Chunks {
   static constexpr const char* name = "chunks";
   static constexpr const char* summary = "whole chunks of neighbouring tokens, best first";
 
-  void fill(Plan& plan) const { plan.select = selector(); }
+  void fill(Plan& plan) const {
+    plan.select = selector();
+    // All that B has beside the sinks may be recent tokens: these leave no room to make the sinks' chunk whole.
+    if (window_mode == WindowMode::whole) plan.protect.sinks = (plan.protect.sinks + chunk - 1) / chunk * chunk;
+  }
 };
 
 const RegisteredPart<ChunksPart> registered;
@@ -75,23 +80,32 @@ const RegisteredPart<ChunksPart> registered;
 void Chunks::parameters(Parameters& p) {
   const auto read = p.of_part("select");
   p.add("chunk", chunk, IntRange{.least = 1}, "tokens in a chunk; the last one may be short");
-  p.add<Fill>("fill", fill, fill_words, "what becomes of slots that no whole chunk fits into (window_mode=reserve)");
+  p.add<Fill>("fill", fill, fill_words,
+              "what becomes of slots that no whole chunk fits into (not with window_mode=replace)");
   p.add<ChunkScore>("chunk_score", score, score_words, "a chunk's score from its tokens' scores");
-  p.add<WindowMode>("window_mode", window_mode, window_words,
-                    "the window has slots of its own, or replaces the last of the chosen positions");
+  p.add<WindowMode>(
+      "window_mode", window_mode, window_words,
+      "the window has slots of its own, replaces the last of the chosen positions, or makes its chunk stay");
 }
 
 Selector Chunks::selector() const {
   const auto select = [part = *this](const Row& row) {
-    const int slots = row.budget - row.sinks - row.recent;
+    int slots = row.budget - row.sinks - row.recent;
+    int first_recent = row.tokens - row.recent, end = first_recent;
+    if (part.window_mode == WindowMode::whole && row.recent > 0) {
+      end = std::max(row.sinks, first_recent / part.chunk * part.chunk);
+      const int of_its_chunk = std::min(slots, first_recent - end);
+      first_recent -= of_its_chunk;
+      slots -= of_its_chunk;
+    }
     Kept kept{position_range(0, row.sinks), row.sinks, row.recent};
-    const std::vector<std::int32_t> recent = position_range(row.tokens - row.recent, row.tokens);
+    const std::vector<std::int32_t> recent = position_range(first_recent, row.tokens);
     if (slots == 0) {
       kept.positions.insert(kept.positions.end(), recent.begin(), recent.end());
       return kept;
     }
-    const bool reserve = part.window_mode == WindowMode::reserve;
-    const int end = reserve ? row.tokens - row.recent : row.tokens;
+    const bool reserve = part.window_mode != WindowMode::replace;
+    if (!reserve) end = row.tokens;
     const int to_divide = reserve ? slots : slots + row.recent;
 
     const std::span<const double> scores =
@@ -121,7 +135,7 @@ Selector Chunks::selector() const {
     std::ranges::copy(position_range(end, row.tokens), std::back_inserter(kept.positions));
     return kept;
   };
-  return {.select = select, .fills = window_mode == WindowMode::reserve && fill != Fill::none, .best = best};
+  return {.select = select, .fills = window_mode != WindowMode::replace && fill != Fill::none, .best = best};
 }
 
 }  // namespace kvreplay

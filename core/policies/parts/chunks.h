@@ -14,7 +14,8 @@ enum class Fill {
 enum class ChunkScore { sum, mean };
 enum class WindowMode {
   reserve,  // chunks cover the tokens before the window, which has its own slots
-  replace   // chunks cover all tokens; the chosen ones, in order, are cut to B - window positions, the window appended
+  replace,  // chunks cover all tokens; the chosen ones, in order, are cut to B - window positions, the window appended
+  whole     // chunks cover all tokens; those of the sinks and of the window stay, before any other
 };
 
 struct Chunks {

@@ -190,9 +190,10 @@ def replay(
     """Replays traces through policies at budgets; the run, as `kvreplay replay` leaves it in a folder.
 
     `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
-    fraction of the prompt (0.1) or a count of tokens (512). `output`: a folder whose finished cells are kept; None: one
-    that goes with the result. `progress`: a bar; None: where somebody watches. `options`: those of the program, by
-    their long names: device, threads, memory, seed, eval, boundary, detail, save, observables, force, no_text …
+    fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
+    folder whose finished cells are kept; None: one that goes with the result. `progress`: a bar; None: where somebody
+    watches. `options`: those of the program, by their long names: device, threads, memory, seed, eval, boundary,
+    structure, detail, save, observables, force, no_text …
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
     """

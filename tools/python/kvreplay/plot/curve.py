@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from kvreplay.errors import Error, Refusal
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import draw_lines, rows_to_draw
 from kvreplay.plot.style import Drawing, label_ends
@@ -20,6 +21,9 @@ def draw(choice: Choice) -> Drawing:
         title=f"{choice.metric_words} by budget", subtitle="over all layers; controls in grey",
     )  # fmt: skip
     sizes = [choice.budget_sizes[budget] for budget in choice.budgets]
+    if len(set(sizes)) < len(sizes):
+        raise Error("-b", "budgets of as many tokens have one place on the axis", "one of them",
+                    ", ".join(choice.budgets), Refusal.USAGE)  # fmt: skip
     low, high = min(sizes), max(sizes)
     if high >= LOGARITHMIC * low:
         axis.set_xscale("log")
@@ -40,7 +44,9 @@ def draw(choice: Choice) -> Drawing:
 
 
 def budget_axis(budgets: list[str]) -> str:
-    """What the numbers on the axis are: a budget with a point or % is a share of the prompt, any other a count."""
+    """What the names on the axis are: a budget in B is a size, one with a point or % a share, any other a count."""
+    if any(budget.endswith("B") for budget in budgets):
+        return "budget (memory of the kept keys and values)"
     shares = ["." in budget or "%" in budget for budget in budgets]
     if all(shares):
         return "budget (share of the prompt kept)"

@@ -203,7 +203,7 @@ class Page:
     def _budget(
         self, facts: TraceFacts, columns: list[table.Column], rows: list[Any], lines: list[table.Line], place: int
     ) -> dict[str, Any]:
-        tokens = int(rows[0]["budget_tokens"])
+        tokens = [int(row["budget_tokens"]) for row in rows]
         layers = facts.layer_numbers[facts.treated].tolist()
         cells: list[dict[str, Any]] = []
         matrices: dict[str, list[np.ndarray]] = {variant: [] for variant in VARIANTS}
@@ -230,7 +230,7 @@ class Page:
                 for variant, matrix in selection.jaccard.items() if cell["choice"] else ():
                     matrices[variant].append(matrix)
         return {
-            "tokens": tokens,
+            "tokens": max(tokens),
             "line": table.budget_line(rows[0]["budget"], tokens, len(facts.treated)),
             "own_memory": table.own_memory_line(lines),
             "scale": {variant: scale_end(found) if found else 1.0 for variant, found in matrices.items()},

@@ -25,6 +25,12 @@ def one_digit(value: float) -> str:
 Units = tuple[tuple[float, str], ...]
 SECONDS: Units = ((1, "s"), (1e3, "ms"), (1e6, "us"))
 TOKENS: Units = ((1, "tokens"),)
+BYTES: Units = ((2**-30, "GiB"), (2**-20, "MiB"), (2**-10, "KiB"))
+
+
+def kibibytes(count: float) -> str:
+    """For the memory of kept tokens."""
+    return f"{count / 1024:.1f}"
 
 
 def duration(seconds: float) -> str:
@@ -48,10 +54,12 @@ class Column:
 
 
 KEPT = ("kept_tokens", "")
+MEMORY = ("kv_bytes", "")
 SELECT = ("select_seconds", "")
 COLUMNS = (
     Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", one_digit, TOKENS),
     Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", one_digit, TOKENS),
+    Column("KiB", MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
     Column("recall", ("attention_recall", ""), "share of the attention that falls on kept tokens"),
     Column("att.cos", ("attention_cosine", ""), "cosine of the attention before and after"),
     Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
@@ -90,8 +98,13 @@ class Line:
 
 
 def columns_of(lines: Sequence[Line]) -> list[Column]:
-    """The columns that some line of a trace has a value for."""
-    return [column for column in COLUMNS if any(column.metric in line.values for line in lines)]
+    """The columns that some line of a trace has a value for. Memory is none where it says no more than kept tokens do:
+    where a kept token takes as many bytes in every line."""
+    known = [line.values for line in lines if MEMORY in line.values and line.values.get(KEPT)]
+    of_token = [values[MEMORY] / values[KEPT] for values in known]
+    same = not of_token or max(of_token) <= min(of_token) * (1 + 1e-9)
+    shown = [column for column in COLUMNS if any(column.metric in line.values for line in lines)]
+    return [column for column in shown if column.metric != MEMORY or not same]
 
 
 def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> float | None:
@@ -120,7 +133,8 @@ def trace_line(trace: TraceFacts, treated: int) -> str:
     """The trace in one line."""
     left_out = f" ({trace.layers - treated} left as they are)" if treated < trace.layers else ""
     pieces = [
-        f"P {trace.prompt} + G {trace.tokens - trace.prompt}",
+        (f"P {trace.boundary} of a prompt of {trace.prompt}" if trace.boundary < trace.prompt else f"P {trace.prompt}")
+        + f" + G {trace.tokens - trace.prompt}",
         f"{treated} layers{left_out}",
         f"{trace.query_heads} query / {trace.kv_heads} kv heads",
         trace.dtype,
@@ -129,11 +143,14 @@ def trace_line(trace: TraceFacts, treated: int) -> str:
     return "   ".join(filter(None, pieces))
 
 
-def budget_line(budget: str, tokens: int, treated: int) -> str:
-    """What a budget means in tokens and slots."""
-    share = f"{budget} of P = " if any(letter in budget for letter in ".%eE") else ""
-    slots = f"{tokens * treated:,}".replace(",", " ")
-    return f"{share}{tokens} tokens a layer on average, {slots} slots a head, sinks and window included"
+def budget_line(budget: str, tokens: Sequence[int], treated: int) -> str:
+    """What a budget means in the tokens of its lines, and in slots where these have the same."""
+    share = any(letter in budget for letter in ".%eE")
+    meaning = f"{budget} = " if budget.endswith("B") else f"{budget} of P = " if share else ""
+    if min(tokens) < max(tokens):
+        return f"{meaning}{min(tokens)} to {max(tokens)} tokens a layer on average, sinks and window included"
+    slots = f"{tokens[0] * treated:,}".replace(",", " ")
+    return f"{meaning}{tokens[0]} tokens a layer on average, {slots} slots a head, sinks and window included"
 
 
 def own_memory_line(lines: Sequence[Line]) -> str:

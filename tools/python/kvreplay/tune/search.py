@@ -89,6 +89,9 @@ def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) 
 def grid(budget: str, prompt: int) -> tuple[list[int], list[str]]:
     """The quarters of the budget that are sizes at all, and the literals that ask for them."""
     share, count = _engine.budget(budget)
+    if budget.endswith("@seen") or not (share or count):
+        raise Error("-b", "is not divided over layers", "a fraction of the prompt, or a count of tokens", budget,
+                    Refusal.USAGE)  # fmt: skip
     most = 1.0 if share else prompt
     found = {}
     for quarters in QUARTERS:

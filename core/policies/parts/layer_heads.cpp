@@ -1,0 +1,31 @@
+// One set for the layer, of policies that score for KV heads alone: their rows are added up, as the sum over all query
+// heads is where a policy scores for these.
+#include <string>
+
+#include "policies/grouping.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+Scorer summed(Scorer of_rows, Grouping rows) {
+  Scorer scorer = of_rows;
+  scorer.score = [score = std::move(of_rows.score), rows](const LayerView& view, const Scoring& how) {
+    return sum_over_rows(score(view, {rows, how.recent}));
+  };
+  if (!scorer.name.empty()) scorer.name = "sum over rows of " + scorer.name;
+  return scorer;
+}
+
+void fill(Plan& plan) {
+  if (plan.grouping.heads == Heads::layer) return;
+  if (plan.score) plan.score = summed(std::move(plan.score), plan.grouping);
+  plan.grouping.heads = Heads::layer;
+}
+
+const RegisteredFixedPart registered{PartKind::heads, "layer",
+                                     "one set for the layer, by the sum of the scores of its rows", fill};
+
+}  // namespace
+}  // namespace kvreplay
