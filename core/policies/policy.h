@@ -278,8 +278,8 @@ class Policy {
   virtual bool declare(std::string_view /*name*/) { return false; }
   /// The default of every seed parameter of the policies that it is made of.
   virtual void set_seed(std::uint64_t) {}
-  /// Where the policies that it is made of come from: one that parses or makes others must say so, since the results of
-  /// an earlier version of their files are not its own.
+  /// Where the policies that it is made of come from, and the tables that it reads: one that parses or makes others
+  /// must say so, since the results of an earlier version of their files are not its own.
   virtual std::vector<Source> sources() const { return {}; }
   /// Throws Error{usage} for values that contradict each other, whatever the number of layers.
   virtual void check() const = 0;

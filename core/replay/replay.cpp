@@ -303,10 +303,11 @@ class Replay {
     return found == jobs_.end() ? no_cell : static_cast<int>(found - jobs_.begin());
   }
 
-  /// The first job of the same policy, where no budget binds it.
+  /// The first job of the same policy, where no budget binds it, and its sets are known with their layer.
   int same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
     const auto binds = [](const LayerPlan& of_range) {
-      return has_budget(of_range.plan) || std::holds_alternative<Reads>(of_range.plan.schedule);
+      return has_budget(of_range.plan) || std::holds_alternative<Reads>(of_range.plan.schedule) ||
+             std::holds_alternative<AcrossLayers>(of_range.plan.allocate);
     };
     if (job.known() || job.takes_counts() || std::ranges::any_of(plans, binds)) return no_cell;
     const auto policy = [](const Job& of) { return of.cell->policy.name() + ":" + of.cell->policy.params(); };

@@ -487,14 +487,14 @@ TEST_F(LawsOfPapers, ThinkAndMiniCacheKeepEveryToken) {
   const RecordedRun run = record(trace(), {"think:recent=10", "minicache"}, 20);
   for (const auto& [key, selection] : run.selections) EXPECT_EQ(selection.set.count(0), prompt);
   for (int l = 0; l < layers; ++l)  // floor(16 * 0.4) = 6 of 16 channels of 80 keys
-    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * (prompt * 32 - 80 * 6) * 4.0);
+    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * (prompt * 32 - 80 * 6) * 2.0);
 }
 
 TEST_F(LawsOfPapers, MiniCacheSharesDirectionsInTheLastTwoOfFiveLayers) {
   const RecordedRun run = record(trace(), {"minicache"}, 20);
   for (int l = 0; l < 3; ++l) {
     EXPECT_EQ(run.stored.at({0, l}).keys, widened(trace().layer(l).k));
-    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * prompt * 32 * 4.0);
+    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * prompt * 32 * 2.0);
   }
   const std::vector<float>& lower = run.stored.at({0, 3}).values;
   const std::vector<float>& upper = run.stored.at({0, 4}).values;
@@ -522,7 +522,7 @@ TEST_F(LawsOfPapers, CamKeepsTheTokensAndTheBytesOfH2o) {
   expect_same_sets("cam", "h2o", 20);
   const RecordedRun run = record(trace(), {"cam", "cam:mode=sampled", "cam:mode=sampled,seed=1"}, 20);
   for (int l = 0; l < layers; ++l) {
-    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * 20 * 32 * 4.0);
+    EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * 20 * 32 * 2.0);
     EXPECT_EQ(run.stored.at({0, l}).keys, widened(trace().layer(l).k));
     EXPECT_NE(run.stored.at({0, l}).values, run.stored.at({1, l}).values);
     EXPECT_NE(run.stored.at({1, l}).values, run.stored.at({2, l}).values);
@@ -540,7 +540,7 @@ TEST_F(LawsOfPapers, QuestHoldsAllAndReadsPages) {
       EXPECT_EQ(run.recall(0, l), 1.0);
       continue;
     }
-    EXPECT_EQ(selection.reads.bytes, 2 * 12 * 2 * 16 * 4.0);
+    EXPECT_EQ(selection.reads.bytes, 2 * 12 * 2 * 16 * 2.0);
     EXPECT_LT(run.recall(0, l), 1.0);
     for (int t = prompt; t < tokens; ++t) {
       const KeptSet read = selection.seen_by(t);
@@ -676,7 +676,7 @@ TEST_F(LawsOfPapers, CriticalKvWeighsTheSecondHalfByValues) {
     }
   }
   EXPECT_TRUE(differ);
-  expect_same_sets("critical-kv:wo=none,first=1", "snapkv", 20);
+  expect_same_sets("critical-kv:base=snapkv,wo=none,first=1", "snapkv", 20);
 }
 
 TEST_F(LawsOfPapers, CriticalKvAsksForTheOutputProjection) {

@@ -1,0 +1,111 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "policies/configured.h"
+#include "policies/parts/ranking.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+enum class Projection { trace, none };
+
+constexpr Choice<Projection> projection_words[] = {{"trace", Projection::trace}, {"none", Projection::none}};
+
+/// [Hq, P]: of W_o v, or of v.
+Matrix value_norms(const LayerView& view, Projection projection) {
+  if (projection == Projection::trace) return view.projected_value_norms();
+  const Matrix& of_heads = view.value_norms(1.0);
+  Matrix norms(view.query_heads(), of_heads.columns());
+  for (int head = 0; head < norms.rows(); ++head)
+    std::ranges::copy(of_heads.row(head / view.group()), norms.row(head).begin());
+  return norms;
+}
+
+struct CriticalKv {
+  static constexpr Card card{
+      .name = "critical-kv",
+      .summary =
+          "half of the budget by another policy's scores, the rest by these times the size of the projected values",
+      .paper = "Feng et al. 2025, CriticalKV, arXiv:2502.03805",
+      .score =
+          "the best floor(first B) by s of the base, those that stay by rule among them; of the others "
+          "(s + 1e-4) |W_o v_j|_1, group mean",
+  };
+
+  std::string base = "expected-attention:vnorm=false";
+  Projection projection = Projection::trace;
+  double first = 0.5;
+  std::uint64_t seed = 0;
+
+  void parameters(Parameters& p) {
+    const auto normal = [this](std::string_view text) {
+      // Without its own factor |v|, which would count twice.
+      if (text == "expected-attention") text = "expected-attention:vnorm=false";
+      return ConfiguredPolicy::parse(text, seed).label_with_seeds();
+    };
+    p.add("base", base, "(POLICY)", normal, "whose scores, and whose tokens that stay by rule");
+    p.add<Projection>("wo", projection, projection_words,
+                      "values as the trace's output projection makes them, or as they are");
+    p.add("first", first, RealRange{}, "share of the budget that goes to the best scores of the base");
+  }
+
+  void set_seed(std::uint64_t given) { seed = given; }
+
+  std::vector<Source> sources() const { return ConfiguredPolicy::parse(base).sources(); }
+
+  /// The first stage's tokens have no equal.
+  Scorer two_stages(const Plan& of_base) const {
+    const auto score = [projection = projection, first = first, scored = of_base.score, sinks = of_base.protect.sinks](
+                           const LayerView& view, const Scoring& how) {
+      constexpr double epsilon = 1e-4;
+      const Matrix base_scores = scored.score(view, how);
+      const Grouping group_mean{how.grouping.heads, Aggregate::mean};
+      Matrix scores = group_mean(value_norms(view, projection), view.group());
+      const int before = std::min(sinks, how.budget), candidates = view.tokens() - before - how.recent;
+      const int best = static_cast<int>(first * how.budget) - before - how.recent;
+      for (int row = 0; row < scores.rows(); ++row) {
+        const std::span<const double> base_row = base_scores.row(row);
+        const std::span<double> of_row = scores.row(row);
+        for (std::size_t j = 0; j < of_row.size(); ++j) of_row[j] *= base_row[j] + epsilon;
+        for (const std::int32_t j :
+             largest(base_row.subspan(static_cast<std::size_t>(before), static_cast<std::size_t>(candidates)), best,
+                     before))
+          of_row[static_cast<std::size_t>(j)] = std::numeric_limits<double>::infinity();
+      }
+      return scores;
+    };
+    Scorer both{
+        .score = score, .needs = of_base.score.needs, .reads_recent = true, .reads_budget = true, .of_prompt = true};
+    both.needs.projection = projection == Projection::trace;
+    if (!of_base.score.name.empty())
+      both.name = fmt::format("critical-kv({},sinks={},wo={},first={})", of_base.score.name, of_base.protect.sinks,
+                              projection == Projection::trace ? "trace" : "none", first);
+    return both;
+  }
+
+  Plan plan() const {
+    constexpr int some_layers = 2;
+    const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(base).plans(some_layers);
+    Plan plan = plans.front().plan;
+    const bool scores_tokens = plan.score && plan.select.takes_best && std::holds_alternative<Once>(plan.schedule) &&
+                               std::holds_alternative<Uniform>(plan.allocate) && has_budget(plan) && plans.size() == 1;
+    if (!scores_tokens)
+      throw Error{Refusal::usage, "critical-kv:base", "no scores to begin with",
+                  "a policy that keeps the best tokens of every head once", base};
+    plan.score = two_stages(plan);
+    return plan;
+  }
+};
+
+const Registered<CriticalKv> registered;
+
+}  // namespace
+}  // namespace kvreplay
