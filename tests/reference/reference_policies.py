@@ -103,7 +103,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "lagkv": {"sinks": "4", "lag": "128"},
     "ada-kv": SNAPKV | {"alpha": "0.2", "normalise": "false"},
     "head-kv": SNAPKV | {"beta": "1.01"},
-    "critical-kv": {"base": "expected-attention", "wo": "trace", "first": "0.5"},
+    "critical-kv": {"base": "expected-attention:vnorm=false", "wo": "trace", "first": "0.5"},
     "quest": {"page": "16", "dense_layers": "2", "least_pages": "3"},
     "think": {"window": "32", "ratio": "0.4", "recent": "32"},
     "nacl": {"question": "auto", "question_tokens": "32", "random": "0.3", "temperature": "1", "seed": "0"},
@@ -155,7 +155,9 @@ def everything(case: Case, policy: Policy) -> Selection:
     asked = POLICIES[policy.name](dataclasses.replace(case, literal=str(case.trace.prompt), follow=None))
     whole = dataclasses.replace(case, parameters={"heads": asked.heads})
     selection = uniform(whole, lambda layer, row: every, every[:0])
-    return dataclasses.replace(selection, protected=asked.protected, layer_heads=asked.layer_heads)
+    return dataclasses.replace(
+        selection, protected=asked.protected, layer_heads=asked.layer_heads, stored=asked.stored
+    )
 
 
 def hybrid(case: Case) -> Selection:
