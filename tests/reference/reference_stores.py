@@ -194,8 +194,9 @@ def quest(case: Case) -> Selection:
             least = np.array([keys[page_of == page].min(axis=0) for page in range(n_pages)])
             most = np.array([keys[page_of == page].max(axis=0) for page in range(n_pages)])
             for e, q in enumerate(rows):
+                begun = np.arange(n_pages) * size <= queries[e]
                 bounds = np.maximum(q * least, q * most).sum(axis=1)
-                best = rank(bounds)[:count]
+                best = rank(np.where(begun, bounds, -np.inf))[:count]
                 seen[head, e, :prompt] &= np.isin(page_of, best)
         return seen | (position == queries[:, None])
 
