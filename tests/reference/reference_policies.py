@@ -140,8 +140,8 @@ def decide(
     if policy.name == "layers":
         return by_layer(trace, policy, literal, choice, follow)
     case = Case(trace, parameters_of(policy), literal, choice, follow)
-    if policy.name in STORES:
-        return STORES[policy.name](case)
+    if policy.name in WITHOUT_BUDGET:
+        return WITHOUT_BUDGET[policy.name](case)
     if policy.name == "full" or case.budget >= trace.prompt:
         return everything(case, policy)
     return POLICIES[policy.name](case)
@@ -233,10 +233,12 @@ def once_or(once: Callable[[Case], Selection], at_threshold: Callable[[Case], Se
     return lambda case: once(case) if case.parameters["schedule"] == "once" else at_threshold(case)
 
 
-STORES = {  # that keep every token, whatever the budget
+WITHOUT_BUDGET = {  # with a memory of their own, also where B would hold the prompt
     "kivi": reference_stores.kivi,
     "think": reference_stores.think,
     "minicache": reference_stores.minicache,
+    "duo-attention": reference_heads.duo_attention,
+    "simlayerkv": reference_heads.simlayerkv,
 }
 POLICIES = {
     "random": once_or(reference_once.random, reference_schedules.random_at_threshold),
@@ -271,8 +273,6 @@ POLICIES = {
     "nacl": reference_attention.nacl,
     "cam": cam,
     "q-filter": reference_geometry.q_filter,
-    "duo-attention": reference_heads.duo_attention,
-    "simlayerkv": reference_heads.simlayerkv,
     "leverage": reference_geometry.leverage,
     "compactor": reference_geometry.compactor,
     "cur": reference_geometry.cur,
