@@ -451,7 +451,7 @@ def has_what_it_takes(content: random_traces.Content, text: str, budget: str) ->
     given, parameters = dict(policy.given), parameters_of(policy)
     prompt, tokens = content.prompt, reference.budget_tokens(budget, content.prompt)
     treated = sum(window == 0 for window in content.windows or [0] * len(content.k))
-    based = parameters.get("base", policy.name)
+    based = parameters.get("base", "").partition(":")[0]
     if {policy.name, based} & {"expected-attention", "leverage", "compactor"} and not content.rope:
         return False
     if policy.name == "duo-attention" and parameters["table"] == "kvpress" and not content.rope:

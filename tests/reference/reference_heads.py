@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
-from reference import apportion, attention, capped, protection, rotate, rows_of, softmax, unrotated
-from reference_layers import best_by_layer
+from reference import apportion, attention, capped, protection, rank, rotate, rows_of, softmax, unrotated
+from reference_layers import MOST_COUNTS, best_by_layer
 from reference_once import observation_window, window_scores, window_selection
 from reference_selection import TOLERANCE, Case, Decision, Selection, Verdict, decided, exactly
 
@@ -26,7 +27,7 @@ def ada_kv(case: Case) -> Selection:
             best = -np.sort(-scores, axis=1)[:, :free]
             scores = scores * (best.sum(axis=1) / scores.sum(axis=1))[:, None]
         choices = []
-        for shares in best_by_layer([row[None] for row in scores], free):
+        for shares in itertools.islice(best_by_layer([row[None] for row in scores], free), MOST_COUNTS):
             weights = [(1000 - floor) * share + floor * free for share in shares]
             choices.append(apportion(free * n_rows, weights, [0] * n_rows, [room] * n_rows))
         chosen = choices[0]
@@ -84,13 +85,11 @@ def duo_attention(case: Case) -> Selection:
     prompt, sinks, recent = trace.prompt, case.number("sinks"), case.number("recent")
     few, every = protection(sinks, recent, min(sinks + recent, prompt), prompt), np.arange(prompt)
     if parameters["table"] == "kvpress":
-        areas = np.array([early_attention(case, layer) for layer in trace.treated]).ravel()
-        full = rounded(Fraction(parameters["full_heads"]) * len(areas))
-        order = np.lexsort((np.arange(len(areas)), -areas))
-        whole = np.zeros(len(areas), bool)
-        whole[order[:full]] = True
+        scores = np.array([early_attention(case, layer) for layer in trace.treated]).ravel()
     else:
-        whole = np.load(parameters["table"]).ravel() > 0.5
+        scores = np.load(parameters["table"]).astype(float).ravel()
+    whole = np.zeros(len(scores), bool)
+    whole[rank(scores)[: rounded(Fraction(parameters["full_heads"]) * len(scores))]] = True
     heads = [(layer, row) for layer in range(len(trace.treated)) for row in range(trace.kv_heads)]
     rows: list[list[np.ndarray]] = [[] for _ in trace.treated]
     for (layer, _), full_head in zip(heads, whole, strict=True):

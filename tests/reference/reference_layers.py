@@ -185,7 +185,7 @@ def best_by_layer(scores: list[np.ndarray], free: int) -> Iterator[list[int]]:
         return
     cut = flat[taken[-1]]
     near = np.abs(flat - cut) <= TOLERANCE * abs(cut)
-    if len(np.unique(flat[near])) == 1 or len(np.unique(owner[near])) == 1:
+    if len(np.unique(owner[near])) == 1:  # of several, even equal ones may differ by the rounding of their sums
         return
     sure = np.bincount(owner[(flat > cut) & ~near], minlength=len(scores))
     some = np.bincount(owner[near], minlength=len(scores))

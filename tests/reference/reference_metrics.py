@@ -258,26 +258,23 @@ def kv_bytes(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values
 
     `peak` and `mean` are those of the most and of the mean residents of all queries.
     """
-    if selection.stored_bytes is not None:
-        layers = np.array([selection.stored_bytes(layer) for layer in trace.treated])
-        bytes_of = {"": layers, "union": layers}
-        undefined = {
-            ("kv_bytes", variant): Values(None, np.full(len(layers), np.nan), np.nan) for variant in ("peak", "mean")
-        }
-    else:
-        one = 2 * trace.dimension * trace.number_bytes
-        undefined = {}
-        end = [stored_rows(trace, selection, index) for index in range(len(trace.treated))]
-        over_time = [tokens_held(trace, selection, index) for index in range(len(trace.treated))]
-        bytes_of = {
-            "": one * np.array([sum(map(len, rows)) for rows in end]),
-            "union": one * np.array([shared_tokens(trace, selection, index) for index in range(len(end))]),
-            "peak": one * np.array([held.max() for held in over_time]),
-            "mean": one * np.array([held.mean() for held in over_time]),
-        }
-    return undefined | {
-        ("kv_bytes", variant): Values(None, layers, float(layers.sum())) for variant, layers in bytes_of.items()
+    one = 2 * trace.dimension * trace.number_bytes
+    end = [stored_rows(trace, selection, index) for index in range(len(trace.treated))]
+    over_time = [tokens_held(trace, selection, index) for index in range(len(trace.treated))]
+    bytes_of = {
+        "": one * np.array([sum(map(len, rows)) for rows in end]),
+        "union": one * np.array([shared_tokens(trace, selection, index) for index in range(len(end))]),
+        "peak": one * np.array([held.max() for held in over_time]),
+        "mean": one * np.array([held.mean() for held in over_time]),
     }
+    if selection.stored_bytes is not None:
+        changed = np.array([selection.stored_bytes(layer) for layer in trace.treated])
+        for variant in ("peak", "mean"):  # what lies beside the tokens
+            bytes_of[variant] = bytes_of[variant] + changed - bytes_of[""]
+        bytes_of[""] = bytes_of["union"] = changed
+    if selection.stored is not None:
+        bytes_of["peak"] = bytes_of["mean"] = np.full(len(end), np.nan)
+    return {("kv_bytes", variant): Values(None, layers, float(layers.sum())) for variant, layers in bytes_of.items()}
 
 
 def stored_rows(trace: Trace, selection: Selection, index: int) -> list[np.ndarray]:

@@ -104,7 +104,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "lagkv": {"sinks": "4", "lag": "128"},
     "ada-kv": SNAPKV | {"alpha": "0.2", "normalise": "false"},
     "head-kv": SNAPKV | {"beta": "1.01"},
-    "critical-kv": {"base": "expected-attention", "wo": "trace", "first": "0.5"},
+    "critical-kv": {"base": "expected-attention:vnorm=false", "wo": "trace", "first": "0.5"},
     "quest": {"page": "16", "dense_layers": "2", "least_pages": "3"},
     "think": {"window": "32", "ratio": "0.4", "recent": "32"},
     "nacl": {"question": "auto", "question_tokens": "32", "random": "0.3", "temperature": "1", "seed": "0"},
@@ -144,8 +144,8 @@ def decide(
     if policy.name == "layers":
         return by_layer(trace, policy, literal, choice, follow)
     case = Case(trace, parameters_of(policy), literal, choice, follow)
-    if policy.name in STORES:
-        return STORES[policy.name](case)
+    if policy.name in WITHOUT_BUDGET:
+        return WITHOUT_BUDGET[policy.name](case)
     if policy.name == "full" or case.budget >= trace.prompt:
         return everything(case, policy)
     return POLICIES[policy.name](case)
@@ -159,7 +159,9 @@ def everything(case: Case, policy: Policy) -> Selection:
     asked = POLICIES[policy.name](dataclasses.replace(case, literal=str(case.trace.prompt), follow=None))
     whole = dataclasses.replace(case, parameters={"heads": asked.heads})
     selection = uniform(whole, lambda layer, row: every, every[:0])
-    return dataclasses.replace(selection, protected=asked.protected, layer_heads=asked.layer_heads)
+    return dataclasses.replace(
+        selection, protected=asked.protected, layer_heads=asked.layer_heads, stored=asked.stored
+    )
 
 
 def hybrid(case: Case) -> Selection:
@@ -235,10 +237,12 @@ def once_or(once: Callable[[Case], Selection], at_threshold: Callable[[Case], Se
     return lambda case: once(case) if case.parameters["schedule"] == "once" else at_threshold(case)
 
 
-STORES = {  # that keep every token, whatever the budget
+WITHOUT_BUDGET = {  # with a memory of their own, also where B would hold the prompt
     "kivi": reference_stores.kivi,
     "think": reference_stores.think,
     "minicache": reference_stores.minicache,
+    "duo-attention": reference_heads.duo_attention,
+    "simlayerkv": reference_heads.simlayerkv,
 }
 POLICIES = {
     "random": once_or(reference_once.random, reference_schedules.random_at_threshold),
@@ -273,8 +277,6 @@ POLICIES = {
     "nacl": reference_attention.nacl,
     "cam": cam,
     "q-filter": reference_geometry.q_filter,
-    "duo-attention": reference_heads.duo_attention,
-    "simlayerkv": reference_heads.simlayerkv,
     "leverage": reference_geometry.leverage,
     "compactor": reference_geometry.compactor,
     "cur": reference_geometry.cur,

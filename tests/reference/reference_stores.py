@@ -84,7 +84,7 @@ def think(case: Case) -> Selection:
 
 
 def cam(case: Case, base: Selection) -> Selection:
-    """What another policy keeps; the kept values take up those evicted before them, for what these were attended to."""
+    """What another policy keeps; the kept values take up, in equal parts, what was evicted before them."""
     trace, prompt = case.trace, case.trace.prompt
     spread, sampled = case.number("merge"), case.parameters["mode"] == "sampled"
     rows = case.follow.rows if case.follow else base.rows
@@ -103,7 +103,7 @@ def cam(case: Case, base: Selection) -> Selection:
                 if sampled:
                     u = uniform_number(case.number("seed"), layer, head, token)
                     share = float(u < share)
-                values[head, following] += share * trace.layers[layer].v[head, token] / spread
+                values[head, following] += share * trace.layers[layer].v[head, token] / len(following)
         return trace.layers[layer].k, values
 
     return dataclasses.replace(base, stored=stored)
@@ -194,8 +194,9 @@ def quest(case: Case) -> Selection:
             least = np.array([keys[page_of == page].min(axis=0) for page in range(n_pages)])
             most = np.array([keys[page_of == page].max(axis=0) for page in range(n_pages)])
             for e, q in enumerate(rows):
+                begun = np.arange(n_pages) * size <= queries[e]
                 bounds = np.maximum(q * least, q * most).sum(axis=1)
-                best = rank(bounds)[:count]
+                best = rank(np.where(begun, bounds, -np.inf))[:count]
                 seen[head, e, :prompt] &= np.isin(page_of, best)
         return seen | (position == queries[:, None])
 
