@@ -154,10 +154,10 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
     const BlockEnd now{slots, context, end, cache.held(), end - begin};
     // A schedule's own rule already keeps a share of what has been seen.
     const int room = blocks.keep ? slots : std::max(1, budget.after(end) - spared);
-    cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : room, plan.protect.within(room, view.prompt()),
-                         blocks.by_relevance);
+    cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : room,
+                         plan.protect.within(room, view.prompt(), view.question()), blocks.by_relevance);
   }
-  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt());
+  const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt(), view.question());
   std::vector<std::int32_t> slots_of_all;
   if (blocks.by_relevance)
     for (int row = 0; row < cache.selection().set.rows(); ++row) {

@@ -38,6 +38,7 @@ struct CriticalKv {
       .score =
           "the best floor(first B) by s of the base, those that stay by rule among them; of the others "
           "(s + 1e-4) |W_o v_j|_1, group mean",
+      .family = Family::attention,
   };
 
   std::string base = "expected-attention:vnorm=false";
