@@ -11,7 +11,7 @@
 namespace kvreplay {
 namespace {
 
-constexpr std::size_t widest = 140;
+constexpr std::size_t widest = 150;
 constexpr std::size_t many = 12;  // more rows than these are read family by family
 // "999.9 ms" and a mark: what a table looks like must not depend on how long it took.
 constexpr std::size_t longest_duration = 9;

@@ -18,10 +18,8 @@ USAGE, INPUT, CAPABILITY, RESOURCES = 2, 3, 4, 5
 # policies that cannot be meant, and the folder foreign/, which holds a file of somebody else.
 REPLAY = "replay fixture.h5"
 H2O = f"{REPLAY} -p h2o -b 0.5"
-POLICIES = (
-    "one of chunkkv, dynamickv, finch, full, h2o, h2o-online, hybrid, kivi, local, oracle, pyramid-infer, pyramid-kv, "
-    "random, sca, snapkv, streaming-llm, strided, truncate"
-)
+NAMES = subprocess.run([PROGRAM, "policies", "--names"], capture_output=True, text=True, check=True).stdout.split()
+POLICIES = "one of " + ", ".join(sorted(NAMES))
 QUESTION = "question=last,question_tokens=6"
 COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
