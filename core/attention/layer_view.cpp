@@ -36,7 +36,8 @@ void read_row(const TensorView& tensor, int head, int row, std::span<double> vec
 TensorView cut(const TensorView& tensor, int first, int count, std::vector<std::byte>& rows) {
   rows.clear();
   for (int head = 0; head < tensor.heads; ++head)
-    rows.insert(rows.end(), tensor.row(head, first), tensor.row(head, first) + count * tensor.row_bytes());
+    rows.insert(rows.end(), tensor.row(head, first),
+                tensor.row(head, first) + static_cast<std::size_t>(count) * tensor.row_bytes());
   return {rows.data(), tensor.dtype, tensor.heads, count, tensor.dim};
 }
 

@@ -18,9 +18,12 @@ from program import done, kvreplay
 from kvreplay.trace import Trace, TraceWriter
 
 POLICIES = set(
-    "chunkkv dynamickv finch full h2o h2o-online hybrid kivi local oracle pyramid-infer pyramid-kv random sca snapkv "
-    "streaming-llm strided truncate".split()
+    "ada-kv cam caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv expected-attention finch "
+    "full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local minicache nacl observed-attention "
+    "oracle pyramid-infer pyramid-kv q-filter quest random sca scissorhands simlayerkv snapkv streaming-llm strided "
+    "think tova truncate value-norm vatp".split()
 )
+ASK_FOR_MORE = {"critical-kv", "head-kv"}  # the model's output projections, and a table
 COMMANDS = set("doctor synth info validate replay diff policies new-policy metrics completion help".split())
 REPLAY = ["-p", "snapkv:window=2,kernel=3,h2o:recent=3", "-b", "6"]
 
@@ -93,7 +96,8 @@ def test_info_says_what_the_trace_is_and_serves(traces: Path) -> None:
     [found] = json.loads(done("info", "--json", "fixture.h5", folder=traces))
     keys = ["layers", "query_heads", "kv_heads", "head_dim", "prompt", "continuation", "tensor_bytes", "synthetic"]
     assert [found[key] for key in keys] == [4, 4, 2, 4, 12, 4, 4 * (4 + 2 + 2) * 16 * 4 * 2, True]
-    assert {policy["name"]: policy["served"] for policy in found["policies"]} == dict.fromkeys(POLICIES, True)
+    served = {policy["name"]: policy["served"] for policy in found["policies"]}
+    assert served == {name: name not in ASK_FOR_MORE for name in POLICIES}
     assert found["estimate"]["seconds"] > 0
     text = done("info", "--no-estimate", "fixture.h5", "long.h5", folder=traces)
     assert "P 12 + G 4" in text and "P 512 + G 64" in text and "about" not in text
@@ -113,7 +117,9 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     done("synth", "gaussian", "-o", "a.h5", *shape, folder=tmp_path)
     [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
     refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
-    assert set(refused) == {"h2o", "h2o-online", "oracle"}
+    all_queries = "cam compactor duo-attention expected-attention h2o h2o-online observed-attention q-filter vatp"
+    windows_of_more = "defensive-kv lava scissorhands think"
+    assert set(refused) == {"oracle", *ASK_FOR_MORE, *all_queries.split(), *windows_of_more.split()}
     assert refused["h2o"] == (
         "a.h5:/layers/000/q_positions: too few stored queries for h2o: expected queries 0..19, found no query 0"
     )
