@@ -79,10 +79,10 @@ const Refused refused[] = {
      "question-blocks"},
     {"simlayerkv:schedule=every",
      "simlayerkv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
-     "counts that a layer's scores decide"},
+     "counts from a layer's scores"},
     {"simlayerkv:select=stride",
-     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found counts that a "
-     "layer's scores decide"},
+     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found counts from a "
+     "layer's scores"},
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},
