@@ -4,6 +4,8 @@
 #include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <string_view>
+#include <utility>
 
 #include "arguments.h"
 #include "commands.h"
@@ -107,7 +109,9 @@ int list_parts(const Arguments& arguments) {
 std::vector<std::unique_ptr<Policy>> by_family() {
   std::vector<std::unique_ptr<Policy>> all;
   for (const std::string& name : policies().names()) all.push_back(policies().get(name).make());
-  std::ranges::stable_sort(all, {}, [](const auto& policy) { return policy->card().family; });
+  std::ranges::sort(all, {}, [](const auto& policy) {
+    return std::pair(policy->card().family, std::string_view(policy->card().name));
+  });
   return all;
 }
 
