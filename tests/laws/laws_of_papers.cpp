@@ -478,7 +478,7 @@ TEST_F(LawsOfPapers, AQuantisedCacheOfSnapKvKeepsSnapKvsTokens) {
 std::vector<int> best_of(std::span<const double> scores, int first, int end, int count) {
   std::vector<int> order;
   for (int j = first; j < end; ++j) order.push_back(j);
-  std::ranges::stable_sort(order, std::greater{}, [&](int j) { return scores[static_cast<std::size_t>(j)]; });
+  std::ranges::sort(order, std::less{}, [&](int j) { return std::pair(-scores[static_cast<std::size_t>(j)], j); });
   order.resize(static_cast<std::size_t>(count));
   return order;
 }
