@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import kvreplay as kv
-from kvreplay import gap
+from kvreplay import gap, python_policies
 from kvreplay.errors import Error, Refusal
 from kvreplay.gap import ROUNDING, TERMS
 
@@ -24,7 +24,7 @@ OF_CHUNKS = ["chunkkv:heads=kv,fill=none", "chunkkv:fill=tokens", "chunkkv:windo
 def test_terms_of_every_policy_are_no_less_than_0_and_sum_to_the_gap(tiny: list[Path]) -> None:
     """On the shipped trace. What is refused is refused for a reason of the bounds, or needs more than a name."""
     bounded, refused = [], {}
-    for policy in kv.policy:
+    for policy in sorted(set(kv.policy) - set(python_policies._entered)):  # other tests may have entered some
         try:
             kv.regret(tiny[0], policy, 4)
             bounded.append(policy)
