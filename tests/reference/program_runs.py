@@ -568,13 +568,13 @@ def further_runs() -> list[Run]:
         content, budget = build(), ("0.2", "0.4", "5")[number % 3]
         if content.q_positions is not None:
             continue
-        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 3 == 0]
+        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 4 == 0]
         policies = further(build.__name__, content, chosen, budget)
         choice = "continuation" if content.prompt < content.k[0].shape[1] else "last:4"
         every.append(Run(build.__name__, choice, policies, (budget,), False))
     for number, seed in enumerate(seed for seed in range(random_traces.SHAPES) if seed % 4 < 2):
         content, budget = random_traces.shape(seed), (f"0.{33 + seed % 17}", str(8 + seed % 11))[seed % 2]
-        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 3 == 0]
+        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 4 == 0]
         policies = further(f"shape{seed}", content, chosen, budget)
         every.append(Run(f"shape{seed}", ("continuation", "stride:6")[number % 5 == 0], policies, (budget,), False))
     content = random_traces.shape(4)
