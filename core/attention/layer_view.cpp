@@ -22,14 +22,10 @@ Residents all_of(int prompt) {
   return {.positions = position_range(0, prompt), .rows = 1, .seen = prompt, .added = prompt};
 }
 
-void read_row(const TensorView& tensor, int head, int row, std::span<double> vector) {
-  const std::byte* const stored = tensor.row(head, row);
-  bool finite = true;
-  for (std::size_t i = 0; i < vector.size(); ++i) {
-    vector[i] = load(stored, tensor.dtype, i);
-    finite &= std::isfinite(vector[i]);
-  }
-  if (!finite) throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
+void read_finite_row(const TensorView& tensor, int head, int row, std::span<double> vector) {
+  read_row(tensor, head, row, vector);
+  if (!std::ranges::all_of(vector, [](double number) { return std::isfinite(number); }))
+    throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
 }
 
 /// Rows [first, first + count) of all heads, as a tensor of their own.
@@ -218,7 +214,7 @@ const Matrix& LayerView::value_norms(double p) const { return norms("value_norms
 Vectors LayerView::keys() const {
   const auto read = [this](int head, int i, std::span<double> vector) {
     const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
-    read_row(tensors_.k, head, position, vector);
+    read_finite_row(tensors_.k, head, position, vector);
     if (residents_.place == Positions::cache) rotate(tensors_.rope, i - position, vector);
   };
   return {tensors_.k.heads, tokens(), tensors_.k.dim, read};
@@ -226,7 +222,7 @@ Vectors LayerView::keys() const {
 
 Vectors LayerView::values() const {
   const auto read = [this](int head, int i, std::span<double> vector) {
-    read_row(tensors_.v, head, positions(head)[static_cast<std::size_t>(i)], vector);
+    read_finite_row(tensors_.v, head, positions(head)[static_cast<std::size_t>(i)], vector);
   };
   return {tensors_.v.heads, tokens(), tensors_.v.dim, read};
 }
@@ -242,7 +238,7 @@ const BackwardRotation& LayerView::backward_rotation() const {
 Vectors LayerView::unrotated_keys() const {
   const auto read = [this, &back = backward_rotation()](int head, int i, std::span<double> vector) {
     const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
-    read_row(tensors_.k, head, position, vector);
+    read_finite_row(tensors_.k, head, position, vector);
     back.apply(-position, vector);
     for (double& number : vector) number /= tensors_.rope.attention_scaling;
   };
@@ -251,7 +247,7 @@ Vectors LayerView::unrotated_keys() const {
 
 Vectors LayerView::unrotated_queries(int first) const {
   const auto read = [this, first, &back = backward_rotation()](int head, int i, std::span<double> vector) {
-    read_row(tensors_.q, head, stored_query(tensors_, first + i), vector);
+    read_finite_row(tensors_.q, head, stored_query(tensors_, first + i), vector);
     back.apply(-(first + i), vector);
     for (double& number : vector) number /= tensors_.rope.attention_scaling;
   };

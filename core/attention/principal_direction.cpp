@@ -15,8 +15,8 @@ std::vector<double> direction_of(const TensorView& queries, int head, std::span<
   const auto dim = static_cast<std::size_t>(queries.dim);
   std::vector<double> gram(dim * dim), mean(dim), query(dim);
   for (const int row : stored) {
-    const std::byte* numbers = queries.row(head, row);
-    for (std::size_t c = 0; c < dim; ++c) mean[c] += query[c] = load(numbers, queries.dtype, c);
+    read_row(queries, head, row, query);
+    for (std::size_t c = 0; c < dim; ++c) mean[c] += query[c];
     for (std::size_t a = 0; a < dim; ++a)
       for (std::size_t b = a; b < dim; ++b) gram[a * dim + b] += query[a] * query[b];
   }

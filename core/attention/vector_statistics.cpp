@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <exception>
 #include <limits>
 #include <vector>
 
@@ -25,12 +24,10 @@ std::size_t at(int i) { return static_cast<std::size_t>(i); }
 template <class Work>
 void in_pieces(const Vectors& vectors, int first_head, int heads, int size, int threads, const Work& work) {
   const int pieces = (vectors.count + size - 1) / size;
-  const auto thrown = side_by_side(threads, at(heads) * at(pieces), [&](std::size_t i) {
+  all_side_by_side(threads, at(heads) * at(pieces), [&](std::size_t i) {
     const int begin = static_cast<int>(i % at(pieces)) * size;
     work(first_head + static_cast<int>(i / at(pieces)), begin, std::min(begin + size, vectors.count));
   });
-  for (const std::exception_ptr& error : thrown)
-    if (error) std::rethrow_exception(error);
 }
 
 /// [heads, width]: sums over pieces of what add(head, begin, end, sums of the piece) adds up.
@@ -190,7 +187,7 @@ Matrix values_of(const QuadraticForms& forms, const Vectors& vectors, int thread
 Matrix distances_from_mean(const Vectors& vectors, const Matrix& weights, int threads) {
   Matrix distances(weights.rows(), weights.columns());
   const int group = weights.rows() / vectors.heads;
-  const auto thrown = side_by_side(threads, at(weights.rows()), [&](std::size_t row) {
+  all_side_by_side(threads, at(weights.rows()), [&](std::size_t row) {
     const int r = static_cast<int>(row);
     std::vector<double> mean(at(vectors.dim)), vector(at(vectors.dim));
     for (int i = 0; i < vectors.count; ++i) {
@@ -203,8 +200,6 @@ Matrix distances_from_mean(const Vectors& vectors, const Matrix& weights, int th
       distances(r, i) = length(vector);
     }
   });
-  for (const std::exception_ptr& error : thrown)
-    if (error) std::rethrow_exception(error);
   return distances;
 }
 

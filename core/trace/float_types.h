@@ -66,6 +66,12 @@ inline std::span<float> row_of(std::vector<float>& elements, const TensorView& s
   return std::span(elements).subspan(row * dim, dim);
 }
 
+/// The first vector.size() elements of a stored row.
+inline void read_row(const TensorView& tensor, int head, int row, std::span<double> vector) {
+  const std::byte* const stored = tensor.row(head, row);
+  for (std::size_t i = 0; i < vector.size(); ++i) vector[i] = static_cast<double>(load(stored, tensor.dtype, i));
+}
+
 /// All elements of a tensor, [heads, tokens, dim].
 inline std::vector<float> widened(const TensorView& tensor) {
   std::vector<float> elements(static_cast<std::size_t>(tensor.heads) * static_cast<std::size_t>(tensor.tokens) *

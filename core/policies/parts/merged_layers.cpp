@@ -28,7 +28,7 @@ double length(std::span<const double> x) {
 
 std::vector<double> numbers_of(const TensorView& tensor, int head, int token) {
   std::vector<double> numbers(static_cast<std::size_t>(tensor.dim));
-  for (std::size_t c = 0; c < numbers.size(); ++c) numbers[c] = load(tensor.row(head, token), tensor.dtype, c);
+  read_row(tensor, head, token, numbers);
   return numbers;
 }
 

@@ -21,7 +21,7 @@ KeptSet read_by(const PageReads& part, const LayerView& view, const Matrix& boun
   view.on_threads(static_cast<std::size_t>(q.heads), [&](std::size_t number) {
     const auto head = static_cast<int>(number);
     std::vector<double> channels(static_cast<std::size_t>(q.dim));
-    for (std::size_t c = 0; c < channels.size(); ++c) channels[c] = load(q.row(head, stored), q.dtype, c);
+    read_row(q, head, stored, channels);
     const std::vector<double> scores = page_scores(channels, bounds.row(head / view.group()).first(numbers));
     for (const std::int32_t best : largest(scores, std::max(part.least_pages, budget / part.page)))
       read.keep(head, best * part.page, std::min((best + 1) * part.page, prompt));

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/ptx.h"
 #include "emulated_device.h"
+#include "emulated_ptx.h"
 
 namespace {
 

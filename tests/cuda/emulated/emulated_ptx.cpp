@@ -1,8 +1,8 @@
+#include "emulated_ptx.h"
+
 #include <bit>
 #include <cmath>
 #include <cstring>
-
-#include "cuda/ptx.h"
 
 namespace emulated {
 namespace {
