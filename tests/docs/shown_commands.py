@@ -12,6 +12,7 @@ file replaces both by what the commands print now.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,9 @@ def commands(block: str) -> list[str]:
 
 
 def replayed(block: str) -> str:
-    """The block with what its commands print now."""
+    """The block with what its commands print now, in folders that are not there yet: a folder keeps its older rows."""
+    for folder in re.findall(r" -o (out/\S+)", block):
+        shutil.rmtree(ROOT / folder, ignore_errors=True)
     return "".join(f"$ {command}\n{run(command)}" for command in commands(block))
 
 

@@ -116,7 +116,7 @@ inline RecordedRun record_cells(const Trace& trace, const std::vector<Cell>& cel
   return record_cells(*tested_backend(threads), trace, cells);
 }
 
-inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 2) {
+inline RecordedRun record(const Trace& trace, const std::vector<std::string>& policies, int budget, int threads = 1) {
   std::vector<Cell> cells;
   for (const std::string& policy : policies) cells.push_back({ConfiguredPolicy::parse(policy), budget});
   return record_cells(trace, cells, threads);

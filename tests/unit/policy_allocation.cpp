@@ -13,6 +13,7 @@
 #include "policies/parts/apportion.h"
 #include "policies/parts/decay.h"
 #include "policies/parts/dynamic_allocation.h"
+#include "policies/parts/entropy_allocation.h"
 #include "policies/parts/layer_shares.h"
 #include "policies/parts/pyramid.h"
 #include "policies/plan_part.h"
@@ -406,6 +407,28 @@ TEST(LayerShares, AreOneForEachLayer) {
             ConfiguredPolicy::parse("snapkv:allocate=list((4,2,0.50))").params());
   for (const char* wrong : {"(1,-1)", "(0,0)", "(1,x)", "(1,,2)", "(1,1e999)"})
     EXPECT_THROW(ConfiguredPolicy::parse(std::string("snapkv:allocate=list,shares=") + wrong), Error) << wrong;
+}
+
+// ---- layers by the entropy of their scores
+
+TEST(EntropyAllocation, SharesByHowEvenlyScoresAreSpread) {
+  // e = 1 where all four are equal, ln 2 / ln 4 = 1/2 where two are, 0 where one token has it all.
+  const Matrix even = matrix({{2, 2, 2, 2}}), halves = matrix({{0, 3, 0, 3}}), single = matrix({{0, 0, 7, 0}});
+  const auto counts = [](int budget, const std::vector<Matrix>& layers) {
+    const auto layer_count = static_cast<int>(layers.size());
+    return by_entropy()({.layers = layer_count, .prompt = 4, .budget = budget}, pointers(layers));
+  };
+  EXPECT_EQ(counts(3, {even, halves}), (LayerCounts{{4}, {2}}));
+  EXPECT_EQ(counts(1, {halves, even, single}), (LayerCounts{{1}, {2}, {0}}));
+  EXPECT_EQ(counts(2, {single, single}), (LayerCounts{{2}, {2}}));
+}
+
+TEST(EntropyAllocation, HeadsShareByTheirLayersBestEntriesAndSinksAndRecentDoNotCompete) {
+  // Both layers are as even as each other; of the first one's four slots the first head has three.
+  const std::vector<Matrix> layers{matrix({{99, 9, 8, 7, 0}, {0, 6, 5, 4, 99}}),
+                                   matrix({{0, 4, 5, 6, 0}, {0, 7, 8, 9, 0}})};
+  EXPECT_EQ(by_entropy()({.layers = 2, .prompt = 5, .budget = 4, .sinks = 1, .recent = 1}, pointers(layers)),
+            (LayerCounts{{5, 3}, {3, 5}}));
 }
 
 // ---- by name
