@@ -359,7 +359,7 @@ void write_trace_arrays(Group& group, const std::optional<Group>& old, const Par
 }
 
 void copy_text(const std::filesystem::path& source, const Group& group) {
-  const File file = File::open(source);
+  const File file = File::open_walked(source);
   for (const char* name : {"tokens", "spans"})
     if (file.member(name) != Group::Member::none) copy(file, name, group);
 }
@@ -494,7 +494,7 @@ Part read_part(const std::filesystem::path& path) {
 
 std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
                                             const PartTrace& trace) {
-  const File file = File::open(path);
+  const File file = File::open_walked(path);
   const Group group = file.group("cells").group(id);
   const Heads heads = read_heads(group);
   const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
@@ -561,7 +561,7 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
                 const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
                 const std::optional<std::filesystem::path>& source) {
   std::optional<File> old;
-  if (earlier) old = File::open(*earlier);
+  if (earlier) old = File::open_walked(*earlier);
   File file = File::create_in_memory(path.string());
   {
     file.set_attribute("format", part_format);
@@ -610,7 +610,7 @@ void write_selections(const std::filesystem::path& path, const std::vector<std::
     file.set_attribute("version", std::int64_t{1});
     const Group traces = file.create_group("traces"), cells = file.create_group("cells");
     for (const std::filesystem::path& part : parts) {
-      const File from = File::open(part);
+      const File from = File::open_walked(part);
       const Group from_traces = from.group("traces"), from_cells = from.group("cells"), sets = from.group("sets");
       const std::string name = from_traces.names().front();
       const PartTrace trace = read_conditions(from_traces.group(name), name);

@@ -370,6 +370,7 @@ class Replay {
         select(view);
       }
       report_and_measure(view, number == 1, paired);
+      trace_.require_unchanged();
       sink_.layer_done(view, number, walks);
       forget(l, number == 1);
       held.pop_front();

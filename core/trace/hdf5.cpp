@@ -9,6 +9,8 @@
 #include <functional>
 #include <numeric>
 
+#include "trace/child_walk.h"
+
 namespace kvreplay::hdf5 {
 namespace {
 
@@ -445,6 +447,11 @@ File File::create_in_memory(const std::string& name) {
 }
 
 File File::open(const std::filesystem::path& path) {
+  walk_in_child(path);
+  return open_walked(path);
+}
+
+File File::open_walked(const std::filesystem::path& path) {
   const Handle access = access_properties();
   return {
       Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.id()), path.string(), "cannot be opened"), H5Fclose},

@@ -221,7 +221,10 @@ class File : public Group {
   /// A file that is never on a disk: `name` is for messages. Writing it cannot fail half-way, which HDF5 survives badly
   /// (1.10.8 crashes when a disk fills up under H5Ocopy); its image is written by whoever made it.
   static File create_in_memory(const std::string& name);
+  /// A child process has walked it before (child_walk.h): Error{input} where it did not come to the end.
   static File open(const std::filesystem::path& path);
+  /// For what open() has opened before in this process.
+  static File open_walked(const std::filesystem::path& path);
   /// For adding to a file.
   static File open_writable(const std::filesystem::path& path);
 

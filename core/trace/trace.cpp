@@ -2,23 +2,18 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "error.h"
 #include "trace/hash.h"
 #include "trace/hdf5.h"
 #include "trace/header.h"
+#include "trace/mapping.h"
 #include "trace/open_file.h"
 #include "trace/schema.h"
 
@@ -27,94 +22,6 @@ namespace {
 
 /// Deflate cannot make more than this of one byte.
 constexpr std::uint64_t largest_inflation = 1032;
-
-/// A file's bytes, read when they are touched.
-class Mapping {
- public:
-  Mapping() = default;
-  Mapping(const FileDescriptor& file, std::uint64_t length, const std::string& where) : length_(length) {
-    void* mapped = ::mmap(nullptr, length_, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file.get(), 0);
-    if (mapped == MAP_FAILED)
-      throw Error{Refusal::resources, where, std::string("cannot be mapped: ") + std::strerror(errno)};
-    base_ = static_cast<std::byte*>(mapped);
-    // Read in large pages where the file system has them: fewer faults bring the bytes to a kernel.
-    ::madvise(base_, length_, MADV_HUGEPAGE);
-  }
-  Mapping(Mapping&& other) noexcept
-      : base_(std::exchange(other.base_, nullptr)), length_(std::exchange(other.length_, 0)) {}
-  Mapping& operator=(Mapping&& other) noexcept {
-    std::swap(base_, other.base_);
-    std::swap(length_, other.length_);
-    return *this;
-  }
-  ~Mapping() {
-    if (base_ != nullptr) ::munmap(base_, length_);
-  }
-
-  const std::byte* at(std::uint64_t offset) const { return base_ + offset; }
-  bool holds(std::span<const std::byte> bytes) const { return bytes.data() >= base_ && bytes.data() < base_ + length_; }
-  std::uint64_t offset_of(std::span<const std::byte> bytes) const {
-    return static_cast<std::uint64_t>(bytes.data() - base_);
-  }
-
-  /// Pages that the range touches are read ahead.
-  void read_ahead(std::uint64_t offset, std::uint64_t bytes) const {
-    const std::uint64_t begin = offset / page() * page();
-    ::madvise(base_ + begin, offset + bytes - begin, MADV_WILLNEED);
-  }
-  /// Pages that lie wholly in the range are let go.
-  void let_go(std::uint64_t offset, std::uint64_t bytes) const {
-    const std::uint64_t begin = (offset + page() - 1) / page() * page(), end = (offset + bytes) / page() * page();
-    if (begin < end) ::madvise(base_ + begin, end - begin, MADV_DONTNEED);
-  }
-  void let_all_go() const { ::madvise(base_, length_, MADV_DONTNEED); }
-
- private:
-  static std::uint64_t page() {
-    static const auto size = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-    return size;
-  }
-
-  std::byte* base_ = nullptr;
-  std::uint64_t length_ = 0;
-};
-
-/// Pages of files that this process has mapped and resident; none: the system does not say.
-std::optional<std::size_t> resident_file_bytes() noexcept {
-  try {
-    std::size_t all = 0, resident = 0, shared = 0;
-    if (std::ifstream("/proc/self/statm") >> all >> resident >> shared)
-      return shared * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  } catch (const std::exception&) {
-    // Out of memory: as good as no answer.
-  }
-  return std::nullopt;
-}
-
-/// Lets the pages of a mapping go whenever about `limit` of them are resident, or while nobody says how many are. A
-/// backend reads a layer as it likes, so this looks from beside, often enough that the half it leaves takes what comes
-/// meanwhile: at most 30 MB a millisecond and hardware thread.
-class MappedLimit {
- public:
-  MappedLimit(const Mapping& mapping, std::size_t limit)
-      : watcher_([&mapping, limit, before = resident_file_bytes().value_or(0)](const std::stop_token& stop) {
-          const std::chrono::microseconds pause = time_to_read(limit / 2);
-          while (!stop.stop_requested()) {
-            const std::optional<std::size_t> now = resident_file_bytes();
-            if (!now || *now > before + limit / 2) mapping.let_all_go();
-            std::this_thread::sleep_for(pause);
-          }
-        }) {}
-
- private:
-  /// By all hardware threads at once; at most a millisecond.
-  static std::chrono::microseconds time_to_read(std::size_t bytes) {
-    const std::size_t bytes_a_microsecond = 30'000 * std::max<std::size_t>(1, std::thread::hardware_concurrency());
-    return std::chrono::microseconds(std::min<std::size_t>(1000, bytes / bytes_a_microsecond));
-  }
-
-  std::jthread watcher_;
-};
 
 /// Where a tensor lies: at an offset of the mapped file, or in chunks that HDF5 puts together.
 struct TensorPlace {
@@ -369,13 +276,13 @@ class Trace::State {
  public:
   explicit State(const std::filesystem::path& path) : path_(path), name_(name_of(path)) {
     std::uint64_t length = 0;
-    const FileDescriptor file = open_file(path_.string(), length);
+    FileDescriptor file = open_file(path_.string(), length);
     check_superblock(file, length, path_.string());
     const hdf5::File hdf5_file = hdf5::File::open(path_);
     Contents contents = Reader(hdf5_file, path_.string(), length).read();
     header_ = std::move(contents.header);
     layers_ = std::move(contents.layers);
-    mapping_ = Mapping(file, length, path_.string());
+    mapping_ = Mapping(std::move(file), length, path_.string());
   }
 
   void limit_mapped(std::size_t bytes) {
@@ -430,6 +337,7 @@ class Trace::State {
       }
       if (!trace.states_hashes()) trace.release(l);
     }
+    trace.require_unchanged();
     return hash.digits();
   }
 
@@ -446,7 +354,7 @@ class Trace::State {
     if (archived_layer_ == l) return archived_;
     archived_layer_ = -1;
     archived_.clear();
-    const hdf5::File file = hdf5::File::open(path_);
+    const hdf5::File file = hdf5::File::open_walked(path_);
     for (const TensorPlace& place : places(l).tensors) {
       std::vector<std::byte>& bytes = archived_.emplace_back();
       if (place.offset) continue;
@@ -504,7 +412,10 @@ bool Trace::states_hashes() const {
   });
 }
 
+void Trace::require_unchanged() const { state_->mapping_.require_unchanged(); }
+
 LayerTensors Trace::layer(int l) const {
+  require_unchanged();
   const TraceHeader& header = state_->header_;
   const auto at = static_cast<std::size_t>(l);
   LayerTensors tensors;
@@ -524,6 +435,7 @@ LayerTensors Trace::layer(int l) const {
 }
 
 std::vector<StoredTensor> Trace::tensors(int l) const {
+  require_unchanged();
   std::vector<StoredTensor> all;
   const LayerPlaces& places = state_->places(l);
   for (std::size_t t = 0; t < places.tensors.size(); ++t) {

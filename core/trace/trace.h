@@ -97,7 +97,11 @@ class Trace {
   /// Whether every tensor's hash is in the file, so that hash() is immediate.
   bool states_hashes() const;
 
-  /// Stored layer l. Mapped where the file is contiguous; read through HDF5 into memory that the result's trace keeps
+  /// Throws Error{input} where the file was written to since it was opened, or its disk failed. Bytes that have gone
+  /// meanwhile read as 0: whoever computes with tensors asks this again before the result is believed.
+  void require_unchanged() const;
+
+  /// Stored layer l; require_unchanged(). Mapped where the file is contiguous; read through HDF5 into memory that the result's trace keeps
   /// until another archived layer is asked for, where it is chunked.
   LayerTensors layer(int l) const;
 

@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "error.h"
 #include "trace/hash.h"
 #include "trace/synth.h"
 #include "trace/trace.h"
@@ -50,6 +53,41 @@ TEST_F(TraceMapping, LimitsAndHintsChangeNothing) {
     }
     EXPECT_EQ(trace.hash(), plain.hash());
   }
+}
+
+TEST_F(TraceMapping, BytesThatHaveGoneAreZerosAndTheChangeIsToldOf) {
+  const Trace trace = Trace::open(file("a.h5"));
+  const LayerTensors first = trace.layer(0), last = trace.layer(3);
+  const std::vector<std::byte> before = bytes_of(first.k);
+  trace.release(3);
+  std::filesystem::resize_file(file("a.h5"), std::filesystem::file_size(file("a.h5")) / 2);
+  EXPECT_EQ(bytes_of(last.v), std::vector<std::byte>(last.v.bytes(), std::byte{0}));
+  EXPECT_EQ(bytes_of(first.k), before);
+  for (const auto& ask : std::vector<std::function<void()>>{[&] { trace.require_unchanged(); }, [&] { trace.layer(0); },
+                                                            [&] { trace.tensors(0); }}) {
+    try {
+      ask();
+      ADD_FAILURE() << "it passes";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.refusal(), Refusal::input);
+      EXPECT_EQ(error.problem(), "changed while it was read");
+    }
+  }
+}
+
+TEST_F(TraceMapping, AFileThatIsWrittenToIsToldOfAndOneThatTakesItsNameIsNot) {
+  const Trace trace = Trace::open(file("a.h5"));
+  const std::vector<std::byte> before = bytes_of(trace.layer(2).k);
+  std::filesystem::copy_file(file("a.h5"), file("b.h5"));
+  std::filesystem::rename(file("b.h5"), file("a.h5"));
+  EXPECT_EQ(bytes_of(trace.layer(2).k), before);
+  std::filesystem::remove(file("a.h5"));
+  EXPECT_EQ(bytes_of(trace.layer(2).k), before);
+
+  synthesise(options(), file("c.h5"));
+  const Trace written = Trace::open(file("c.h5"));
+  std::fstream(file("c.h5"), std::ios::in | std::ios::out | std::ios::binary).seekp(-1, std::ios::end).put('x');
+  EXPECT_THROW(written.layer(0), Error);
 }
 
 /// Bytes of files that are mapped and resident, of this process.
