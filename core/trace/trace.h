@@ -101,8 +101,8 @@ class Trace {
   /// meanwhile read as 0: whoever computes with tensors asks this again before the result is believed.
   void require_unchanged() const;
 
-  /// Stored layer l; require_unchanged(). Mapped where the file is contiguous; read through HDF5 into memory that the result's trace keeps
-  /// until another archived layer is asked for, where it is chunked.
+  /// Stored layer l; require_unchanged(). Mapped where the file is contiguous; read through HDF5 into memory that the
+  /// result's trace keeps until another archived layer is asked for, where it is chunked.
   LayerTensors layer(int l) const;
 
   /// q, k, v and, where it is stored, wo of layer l; lifetime as for layer().

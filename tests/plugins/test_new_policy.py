@@ -72,8 +72,10 @@ def test_files_alone_in_the_folder_are_policies(compiler: str, tmp_path: Path) -
     source = tmp_path / "source"
     source.mkdir()
     for name in BUILT_FROM:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
     before = files(source)
     said = done("new-policy", "my-policy", folder=source)
     (source / "core/policies/papers/large_values.cpp").write_text(BY_HAND)
