@@ -72,9 +72,12 @@ herr_t walk_attribute(hid_t object, const char* name, const H5A_info_t*, void*) 
   return 0;
 }
 
-/// Where each chunk lies: the index of chunks is read on the way.
-void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk) {
-  if (std::ranges::find(shape, hsize_t{0}) != shape.end()) return;
+/// Where each chunk lies: the index of chunks is read on the way. More chunks than the file has bytes are not walked:
+/// no reader believes such a shape.
+void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk, hsize_t length) {
+  hdf5::Shape chunks;
+  for (std::size_t axis = 0; axis < shape.size(); ++axis) chunks.push_back((shape[axis] - 1) / chunk[axis] + 1);
+  if (hdf5::elements(shape) == 0 || hdf5::elements(chunks) > length) return;
   std::vector<hsize_t> at(shape.size(), 0);
   for (std::size_t axis = 0; axis < at.size();) {
     hsize_t bytes = 0;
@@ -87,7 +90,7 @@ void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::ve
   }
 }
 
-void walk_dataset(hid_t dataset) {
+void walk_dataset(hid_t dataset, hsize_t length) {
   const Handle type{H5Dget_type(dataset), H5Tclose}, space{H5Dget_space(dataset), H5Sclose},
       creation{H5Dget_create_plist(dataset), H5Pclose};
   if (!good(type.id()) || !good(space.id()) || !good(creation.id())) return;
@@ -98,7 +101,7 @@ void walk_dataset(hid_t dataset) {
   if (layout == H5D_CHUNKED) {
     std::vector<hsize_t> chunk(shape.size());
     if (good(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data())))
-      walk_chunks(dataset, shape, chunk);
+      walk_chunks(dataset, shape, chunk, length);
   } else {
     H5Dget_offset(dataset);
     H5Eclear2(H5E_DEFAULT);
@@ -114,17 +117,20 @@ void walk_dataset(hid_t dataset) {
   if (!bytes.empty()) good(H5Dread(dataset, type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, bytes.data()));
 }
 
-using Visited = std::set<haddr_t>;
+struct Visited {
+  std::set<haddr_t> objects = {};
+  hsize_t length;  // of the file
+};
 
 herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* visited);
 
 void walk_object(hid_t object, Visited& visited) {
   H5O_info_t info;
-  if (!good(H5Oget_info2(object, &info, H5O_INFO_BASIC)) || !visited.insert(info.addr).second) return;
+  if (!good(H5Oget_info2(object, &info, H5O_INFO_BASIC)) || !visited.objects.insert(info.addr).second) return;
   hsize_t next = 0;
   good(H5Aiterate2(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_attribute, nullptr));
   next = 0;
-  if (info.type == H5O_TYPE_DATASET) walk_dataset(object);
+  if (info.type == H5O_TYPE_DATASET) walk_dataset(object, visited.length);
   if (info.type == H5O_TYPE_GROUP) good(H5Literate(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_link, &visited));
 }
 
@@ -149,7 +155,8 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
 }
 
 /// Never returns; the parent's files, handlers and threads stay its own.
-[[noreturn]] void be_the_child(const std::filesystem::path& path, std::uint64_t seconds, std::uint64_t memory) {
+[[noreturn]] void be_the_child(const std::filesystem::path& path, std::uint64_t length, std::uint64_t seconds,
+                               std::uint64_t memory) {
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGALRM, SIGXCPU})
     std::signal(signal, SIG_DFL);
   std::signal(SIGINT, SIG_IGN);  // meant for the parent
@@ -163,7 +170,7 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
   }
   try {
     const hdf5::File file = hdf5::File::open_walked(path);
-    Visited visited;
+    Visited visited{.length = length};
     walk_object(file.id(), visited);
   } catch (const Error&) {
     // HDF5 refuses the file: the parent will say so.
@@ -183,7 +190,7 @@ void walk_in_child(const std::filesystem::path& path) {
   const pid_t child = ::fork();
   if (child < 0)
     throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
-  if (child == 0) be_the_child(path, seconds, memory);
+  if (child == 0) be_the_child(path, length, seconds, memory);
   int status = 0;
   while (::waitpid(child, &status, 0) < 0)
     if (errno != EINTR)

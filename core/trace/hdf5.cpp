@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <functional>
-#include <numeric>
+#include <limits>
 
 #include "trace/child_walk.h"
 
@@ -108,8 +107,14 @@ herr_t add_attribute_name(hid_t, const char* name, const H5A_info_t*, void* name
 
 }  // namespace
 
-hsize_t elements(const Shape& shape) {
-  return std::accumulate(shape.begin(), shape.end(), hsize_t{1}, std::multiplies<>());
+hsize_t elements(const Shape& shape) { return bytes(shape, 1); }
+
+hsize_t bytes(const Shape& shape, std::size_t element) {
+  if (std::ranges::find(shape, hsize_t{0}) != shape.end()) return 0;
+  hsize_t product = element;
+  for (const hsize_t size : shape)
+    if (__builtin_mul_overflow(product, size, &product)) return std::numeric_limits<hsize_t>::max();
+  return product;
 }
 
 std::string to_string(const Shape& shape) {

@@ -24,8 +24,10 @@ namespace kvreplay::hdf5 {
 
 using Shape = std::vector<hsize_t>;
 
-/// The product of the dimensions; 1 for a scalar.
+/// The product of the dimensions, and of an element's size; 1 element for a scalar. What does not fit into 64 bits is
+/// their largest number.
 hsize_t elements(const Shape& shape);
+hsize_t bytes(const Shape& shape, std::size_t element);
 /// "[8, 4096, 128]"; "scalar".
 std::string to_string(const Shape& shape);
 

@@ -31,7 +31,7 @@ struct TensorPlace {
   std::optional<std::uint64_t> offset = {};
   std::string xxh3 = {};
 
-  std::uint64_t bytes() const { return hdf5::elements({shape.begin(), shape.end()}) * size_of(dtype); }
+  std::uint64_t bytes() const { return hdf5::bytes({shape.begin(), shape.end()}, size_of(dtype)); }
 };
 
 struct LayerPlaces {
@@ -155,7 +155,7 @@ class Reader {
     if (entry.type == "string") require_string(object, "", dataset.type());
     const hdf5::Shape shape = dataset.shape();
     rules_.check_shape(object, entry, {shape.begin(), shape.end()});
-    check_storage(object, dataset, hdf5::elements(shape) * dataset.type().bytes());
+    check_storage(object, dataset, hdf5::bytes(shape, dataset.type().bytes()));
     if (entry.type == "int32") return dataset.values<std::int32_t>();
     if (entry.type == "float64") return dataset.values<double>();
     if (entry.type == "span") return read_spans(dataset);

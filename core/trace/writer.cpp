@@ -161,7 +161,7 @@ struct TraceWriter::State {
     hdf5::Shape shape;
     for (const std::string& dimension : entry.shape) shape.push_back(static_cast<hsize_t>(rules.size(dimension)));
     hdf5::Dataset dataset = layer_group->create_dataset(name, hdf5::Type::of(stored), shape);
-    const std::uint64_t bytes = hdf5::elements(shape) * size_of(stored);
+    const std::uint64_t bytes = hdf5::bytes(shape, size_of(stored));
     const std::uint64_t offset = place(dataset, bytes);
     growing.push_back({.object = object_in_layer(entry, layer),
                        .dataset = std::move(dataset),
