@@ -718,6 +718,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
 
   RunSummary summary{.output = request.output};
   Tally tally;
+  std::optional<Error> refused;  // the first trace whose numbers are refused
   for (std::size_t i = 0; i < works.size(); ++i) {
     TraceWork& work = works[i];
     const auto heard = [&](double share, int layers) {
@@ -731,6 +732,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
       } catch (const Error& error) {
         const Refusal refusal = error.refusal();
         if (refusal != Refusal::input && refusal != Refusal::internal && refusal != Refusal::capability) throw;
+        if (refusal == Refusal::input && !refused) refused = error;
         for (CellWork& cell : work.cells)
           if (cell.to_compute()) {
             cell.error = error.what();
@@ -746,6 +748,8 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
     }
     summary.traces.push_back(work.summary);
   }
+  const auto failed = [](const CellSummary& cell) { return !cell.error.empty(); };
+  if (refused && std::ranges::all_of(summary.cells, failed)) throw *refused;
   assemble(request.output, request.detail);
   summary.self_check = {verdict(tally, Law::full, "full 0", "full"), verdict(tally, Law::budget, "budget ok", "budget"),
                         verdict(tally, Law::identity, "identities ok", "identities"),

@@ -351,7 +351,9 @@ const Matrix& LayerView::projected_value_norms() const {
 const Matrix& LayerView::similarity(std::string_view observable, const TensorView& tensor) const {
   return remember_stored(observable, 1, [&] {
     Matrix maxima(1, prompt());
-    std::ranges::copy(backend_.similarity_row_maxima(tensor, prompt()), maxima.row(0).begin());
+    // Rounding lets equal vectors be more than alike.
+    std::ranges::transform(backend_.similarity_row_maxima(tensor, prompt()), maxima.row(0).begin(),
+                           [](double cosine) { return std::clamp(cosine, -1.0, 1.0); });
     return maxima;
   });
 }

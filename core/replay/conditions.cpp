@@ -205,6 +205,24 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   }
 }
 
+std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                                       int budget) {
+  const int prompt = conditions.boundary;
+  const int question = question_begin(trace, prompt);
+  int first = prompt, end = prompt;
+  for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
+    if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate)) {
+      const std::vector<std::int32_t> counted =
+          queries_read(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget);
+      first = counted.empty() ? first : std::min(first, counted.front());
+      end = counted.empty() ? end : std::max(end, counted.back() + 1);
+    }
+    first = std::min(first, first_query(of_range.plan, budget, prompt, question));
+    if (first < prompt && reads_continuation(of_range.plan)) end = trace.header().tokens();
+  }
+  return position_range(first, end);
+}
+
 double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
   double bytes = 0;
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {

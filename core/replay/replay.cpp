@@ -12,12 +12,15 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <set>
 
+#include "attention/participants.h"
 #include "attention/rope.h"
 #include "parallel.h"
 #include "positions.h"
 #include "replay/schedules.h"
 #include "trace/float_types.h"
+#include "trace/validate.h"
 
 namespace kvreplay {
 namespace {
@@ -190,8 +193,13 @@ class Replay {
         store_(store),
         everything_(position_range(0, conditions.boundary)),
         question_(question_begin(trace, conditions.boundary)) {
+    std::set<std::int32_t> read(conditions.eval_queries.begin(), conditions.eval_queries.end());
     for (std::size_t i = 0; i < cells.size(); ++i) {
       const Cell& cell = cells[i];
+      if (cell.known.empty()) {
+        const std::vector<std::int32_t> by_policy = queries_read(trace, conditions, cell.policy, cell.budget);
+        read.insert(by_policy.begin(), by_policy.end());
+      }
       Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.budget, cell.of_seen};
       const std::vector<LayerPlan> plans = cell.policy.plans(layers());
       if (const auto* counts = std::get_if<CountsOf>(&plans.front().plan.allocate); counts != nullptr && !job.known()) {
@@ -203,6 +211,7 @@ class Replay {
       job.same = same_as(job, plans);
       add(std::move(job), plans);
     }
+    queries_read_.assign(read.begin(), read.end());
   }
 
   void run() {
@@ -345,6 +354,30 @@ class Replay {
     });
   }
 
+  /// Numbers that are none would not stop every policy: a capped logit of infinity is the cap, and a maximum passes NaN
+  /// by. Throws Error{input} that names the first in what is read of a layer.
+  void require_finite(int stored, bool projection) const {
+    const std::string file = trace_.path().string();
+    for (const StoredTensor& tensor : trace_.tensors(stored)) {
+      const bool queries = tensor.path.ends_with("/q");
+      if (tensor.path.ends_with("/wo") && !projection) continue;
+      const std::span<const std::int32_t> positions =
+          queries ? trace_.query_positions(stored) : std::span<const std::int32_t>{};
+      std::optional<std::span<const std::int32_t>> rows;
+      std::vector<std::int32_t> stored_rows;
+      if (queries) {
+        for (const std::int32_t query : queries_read_) stored_rows.push_back(stored_query(trace_.layer(stored), query));
+        rows = stored_rows;
+      }
+      std::vector<std::optional<Error>> of_heads(static_cast<std::size_t>(tensor.view.heads));
+      all_side_by_side(backend_.threads(), of_heads.size(), [&](std::size_t head) {
+        of_heads[head] = first_not_finite(file, tensor, static_cast<int>(head), positions, rows);
+      });
+      for (const std::optional<Error>& found : of_heads)
+        if (found) throw *found;
+    }
+  }
+
   void walk(int number, int walks) {
     const bool queries = reads_all_queries();
     std::deque<HeldLayer> held;  // the layer in use, and the next
@@ -352,6 +385,8 @@ class Replay {
       poll();
       const int stored = conditions_.layers[static_cast<std::size_t>(l)];
       const std::map<int, PairedLayer> paired = paired_layers(l, number == 1);
+      for (const auto& [partner, of_partner] : paired)  // those before it have been seen
+        if (number == 0 && partner > l) require_finite(conditions_.layers[static_cast<std::size_t>(partner)], false);
       const LayerTensors tensors = trace_.layer(stored);
       if (held.empty()) held.emplace_back(backend_, tensors);
       held.front().hold(queries);  // again, where it did not fit beside the one before it
@@ -363,6 +398,7 @@ class Replay {
           held.emplace_back(backend_, trace_.layer(following)).hold(queries);
       }
       const TensorView projection = reads_projection() ? output_projection(trace_, stored) : TensorView{};
+      if (number == 0) require_finite(stored, projection.data != nullptr);
       const LayerView view(backend_, tensors, {l, layers(), stored, prompt(), question_, projection},
                            conditions_.eval_queries, store_);
       if (number == 0) {
@@ -754,7 +790,8 @@ class Replay {
   Sink& sink_;
   const std::function<bool()>& interrupted_;
   ObservableStore* store_;
-  std::vector<std::int32_t> everything_;  // positions of the prompt
+  std::vector<std::int32_t> everything_;    // positions of the prompt
+  std::vector<std::int32_t> queries_read_;  // positions
   int question_;
   std::vector<Job> jobs_;
   std::map<ScoreKey, CostedScores> scores_;  // of the layer under way

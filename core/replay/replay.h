@@ -94,6 +94,10 @@ class Sink {
   virtual void layer_done(const LayerView&, int /*walk*/, int /*walks*/) {}
 };
 
+/// Positions of the queries that the policy reads to choose, ascending; those at which it is measured come besides.
+std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                                       int budget);
+
 /// Throws Error{input} when the trace lacks queries or RoPE data that the policy reads, Error{usage} when a value or
 /// the budget (tokens, or a share of those seen: as in Cell) does not fit it.
 void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget,

@@ -42,25 +42,6 @@ bool any_not_finite(const std::byte* elements, DType type, std::size_t count) {
   return any_not_finite<std::uint16_t>(elements, count, type == DType::float16 ? 0x7C00U : 0x7F80U);
 }
 
-/// The first row with a number that is not finite is named; one problem a tensor is enough.
-void check_finite(const std::string& file, const StoredTensor& tensor, std::span<const std::int32_t> positions,
-                  std::vector<Error>& problems) {
-  const TensorView& view = tensor.view;
-  const auto dim = static_cast<std::size_t>(view.dim);
-  for (int head = 0; head < view.heads; ++head)
-    for (int token = 0; token < view.tokens; ++token) {
-      const std::byte* row = view.row(head, token);
-      if (!any_not_finite(row, view.dtype, dim)) continue;
-      std::size_t component = 0;
-      while (std::isfinite(load(row, view.dtype, component))) ++component;
-      const int position = positions.empty() ? token : positions[static_cast<std::size_t>(token)];
-      problems.emplace_back(Refusal::input, file + ":" + tensor.path, "number", "finite numbers",
-                            fmt::format("{} at head {}, position {}, component {}", load(row, view.dtype, component),
-                                        head, position, component));
-      return;
-    }
-}
-
 /// How well the keys of a layer line up over positions, as stored and turned back by RoPE: the length of their sum over
 /// the sum of their lengths, a mean over heads and those pairs that turn often enough.
 struct Coherence {
@@ -122,6 +103,26 @@ void check_rope(const std::string& file, const std::string& path, const LayerTen
 
 }  // namespace
 
+std::optional<Error> first_not_finite(const std::string& file, const StoredTensor& tensor, int head,
+                                      std::span<const std::int32_t> positions,
+                                      std::optional<std::span<const std::int32_t>> rows) {
+  const TensorView& view = tensor.view;
+  const auto dim = static_cast<std::size_t>(view.dim);
+  const int count = rows ? static_cast<int>(rows->size()) : view.tokens;
+  for (int i = 0; i < count; ++i) {
+    const int number = rows ? (*rows)[static_cast<std::size_t>(i)] : i;
+    const std::byte* row = view.row(head, number);
+    if (!any_not_finite(row, view.dtype, dim)) continue;
+    std::size_t component = 0;
+    while (std::isfinite(load(row, view.dtype, component))) ++component;
+    const int position = positions.empty() ? number : positions[static_cast<std::size_t>(number)];
+    return Error{Refusal::input, file + ":" + tensor.path, "number", "finite numbers",
+                 fmt::format("{} at head {}, position {}, component {}", load(row, view.dtype, component), head,
+                             position, component)};
+  }
+  return std::nullopt;
+}
+
 DeepReport validate_deep(const Trace& trace, const std::function<void(double)>& progress) {
   DeepReport report;
   const std::string file = trace.path().string();
@@ -131,7 +132,12 @@ DeepReport validate_deep(const Trace& trace, const std::function<void(double)>& 
     if (l + 1 < layers) trace.prefetch(l + 1);
     for (const StoredTensor& tensor : trace.tensors(l)) {
       const bool queries = tensor.path.ends_with("/q"), keys = tensor.path.ends_with("/k");
-      check_finite(file, tensor, queries ? trace.query_positions(l) : std::span<const std::int32_t>{}, report.problems);
+      const std::span<const std::int32_t> positions =
+          queries ? trace.query_positions(l) : std::span<const std::int32_t>{};
+      std::optional<Error> problem;  // one a tensor is enough
+      for (int head = 0; head < tensor.view.heads && !problem; ++head)
+        problem = first_not_finite(file, tensor, head, positions);
+      if (problem) report.problems.push_back(*problem);
       report.numbers += static_cast<std::int64_t>(tensor.view.bytes() / size_of(tensor.view.dtype));
       ++report.tensors;
       if (!tensor.xxh3.empty()) {

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "error.h"
@@ -22,5 +25,11 @@ struct DeepReport {
 /// recomputed ones; keys not such as a model has before RoPE (traces/FORMAT.md says what can be concluded and when).
 /// `progress` hears the fraction done.
 DeepReport validate_deep(const Trace& trace, const std::function<void(double)>& progress = {});
+
+/// Of one head of a tensor, the first number that is NaN or infinite. `positions`: what its rows are, where they are
+/// not all tokens. `rows`: those to look at, ascending; none given: all.
+std::optional<Error> first_not_finite(const std::string& file, const StoredTensor& tensor, int head,
+                                      std::span<const std::int32_t> positions = {},
+                                      std::optional<std::span<const std::int32_t>> rows = {});
 
 }  // namespace kvreplay

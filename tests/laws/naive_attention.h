@@ -70,10 +70,12 @@ inline std::vector<int> seen_in_slot_order(const LayerSelection& selection, cons
 }
 
 inline std::vector<double> softmax(std::vector<double> logits, float softcap) {
+  if (softcap > 0)
+    for (double& z : logits) z = static_cast<double>(softcap) * std::tanh(z / static_cast<double>(softcap));
+  const double highest = *std::ranges::max_element(logits);
   double sum = 0;
   for (double& z : logits) {
-    if (softcap > 0) z = static_cast<double>(softcap) * std::tanh(z / static_cast<double>(softcap));
-    z = std::exp(z);
+    z = std::exp(z - highest);
     sum += z;
   }
   for (double& z : logits) z /= sum;

@@ -624,6 +624,15 @@ def results(run: Run) -> Results:
     return made
 
 
+def read_frame(folder: Path) -> pd.DataFrame:
+    """results.csv of a run, values as numbers."""
+    text = ["policy", "params", "budget", "layer", "head", "metric", "variant", "cell", "role", "heads", "trace_hash"]
+    path = folder / "results.csv"
+    frame = pd.read_csv(path, dtype=dict.fromkeys(text, str), keep_default_na=False, low_memory=False)
+    frame["value"] = frame["value"].replace("", np.nan).astype(float)
+    return frame
+
+
 @functools.cache
 def replayed(run: Run) -> Results | str:
     """The program's results of a run, or how it failed."""
@@ -648,9 +657,7 @@ def replayed(run: Run) -> Results | str:
     )
     if finished.returncode != 0:
         return f"{run.trace} {run.choice}: exit {finished.returncode}\n{finished.stderr}"
-    text = ["policy", "params", "budget", "layer", "head", "metric", "variant", "cell", "role", "heads", "trace_hash"]
-    frame = pd.read_csv(out / "results.csv", dtype=dict.fromkeys(text, str), keep_default_na=False, low_memory=False)
-    frame["value"] = frame["value"].replace("", np.nan).astype(float)
+    frame = read_frame(out)
     cells = [
         Cell(Policy.parse(f"{policy}:{params}"), budget, str(name), rows)
         for (policy, params, budget, name), rows in frame.groupby(["policy", "params", "budget", "cell"])

@@ -296,7 +296,7 @@ def sca(case: Case) -> Selection:
         chosen = least_redundant(similarities, fixed, keep, parameters["objective"])
         return now[np.sort(np.concatenate([fixed, chosen]).astype(int))]
 
-    fixed = protection(sinks, recent, keep if once else trace.prompt, trace.prompt)
+    fixed = protection(sinks, recent, keep, trace.prompt)
     if once:
         chosen = {index: choose(trace.treated[index], np.arange(trace.prompt)) for index in set(source)}
         rows = [[chosen[index]] for index in source]

@@ -129,13 +129,16 @@ def minicache(case: Case) -> Selection:
         whole = getattr(trace.layers[trace.treated[index]], name).copy()
         together = np.zeros((trace.kv_heads, prompt), bool)
         for head in range(trace.kv_heads):
+            directed = first[head].any(axis=1) & second[head].any(axis=1)  # zero vectors have no direction to share
             angles = np.array([angle(a, b) for a, b in zip(first[head], second[head], strict=True)])
+            angles[~directed] = 0
             if of_code:
                 apart = rank(angles)[: int(gap * prompt)]
             else:
-                limit = angles.min() + float(gap) * (angles.max() - angles.min())
-                apart = np.flatnonzero(angles > limit)
-            for token in np.setdiff1d(np.arange(prompt), apart):
+                least, most = (angles[directed].min(), angles[directed].max()) if directed.any() else (0, 0)
+                apart = np.flatnonzero(angles > least + float(gap) * (most - least))
+            merging = directed & (angles < math.pi - 1e-6)  # nor have opposite ones
+            for token in np.setdiff1d(np.flatnonzero(merging), apart):
                 direction = between(first[head, token], second[head, token], t)
                 whole[head, token] = np.linalg.norm(whole[head, token]) * direction
                 together[head, token] = True

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import pandas as pd
 import pytest
 import reference
 import reference_metrics
+from comparison import compare_metrics, compare_rows, compare_selections, expected_rows, stored_selection
 from program_runs import Run, call, cell_of, folder, results, runs, trace_of, trace_path
-from reference import Trace
 from reference_policies import decide, parameters_of, select
-from reference_selection import Policy, Selection, Verdict, row_count
+from reference_selection import Policy, Selection, Verdict
 
 RUNS = runs()
 VERDICTS: collections.Counter[tuple[str, Verdict]] = collections.Counter()
@@ -41,111 +40,26 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
     ours = select(trace, Policy.parse(policy), budget, run.choice)
     where = f"{run.trace} {policy} {budget}"
     with h5py.File(results(run).selections) as file:
-        cell = file["cells"][cell_of(run, policy, budget).name]
-        attributes = dict(cell.attrs)
-        datasets = {name: cell[name][:] for name in cell}
-    heads = attributes["heads"]
-    heads = heads.decode() if isinstance(heads, bytes) else heads
-    assert heads == ours.heads, f"{where}: granularity {heads}, expected {ours.heads}"
-    assert int(attributes["budget_tokens"]) in (
-        reference.budget_tokens(budget, trace.prompt),
-        min(trace.prompt, reference.budget_tokens(budget, trace.prompt)),
-    ), where
-    offsets, positions = datasets["offsets"], datasets["positions"]
-    n_rows = row_count(trace, ours.heads)
-    assert offsets.shape == (len(trace.layers) * n_rows + 1,), where
-    assert offsets[0] == 0, where
-    assert offsets[-1] == len(positions), where
-    evicted_at = datasets.get("evicted_at")
-    stored = [
-        [positions[offsets[layer * n_rows + row] : offsets[layer * n_rows + row + 1]] for row in range(n_rows)]
-        for layer in range(len(trace.layers))
-    ]
-    for layer, rows in enumerate(stored):
-        for head, row in enumerate(rows):
-            assert (np.diff(row) > 0).all(), f"{where}: layer {layer} head {head} is not ascending"
-            assert layer in trace.treated or len(row) == 0, f"{where}: layer {layer} is not treated but has rows"
-    rows = [stored[layer] for layer in trace.treated]
-    if attributes.get("sets") in ("all", b"all"):
-        assert all(len(row) == trace.prompt for layer in ours.rows for row in layer), where
-        assert len(positions) == 0, where
-        rows = ours.rows
-    if evicted_at is not None:
-        evicted_at = evicted_at[trace.treated]
-    theirs = dataclasses.replace(ours, rows=rows, evicted_at=evicted_at)
-    if ours.evicted_at is not None:
-        assert evicted_at is not None, f"{where}: no evicted_at"
+        theirs, datasets = stored_selection(
+            trace, ours, file["cells"][cell_of(run, policy, budget).name], budget, where
+        )
     ours = decide(trace, Policy.parse(policy), budget, run.choice, follow=theirs)
     return ours, dataclasses.replace(theirs, order=ours.order, stored=ours.stored), datasets
 
 
 @case
 def test_selection(run: Run, policy: str, budget: str) -> None:
-    trace = trace_of(run.trace)
     ours, theirs, datasets = program_selection(run, policy, budget)
     where = f"{run.trace} {policy} {budget}"
-    for decision in ours.decisions:
-        verdict = decision.verdict(theirs)
+    for verdict in compare_selections(trace_of(run.trace), ours, theirs, datasets, where):
         VERDICTS[Policy.parse(policy).name, verdict] += 1
-        if verdict == Verdict.WRONG:
-            found = "; ".join(str(theirs.rows[layer][row].tolist()) for layer, row in decision.places)
-            pytest.fail(f"{where}: {decision.where}, found {found}")
-    for layer, source in enumerate(ours.source):
-        for row, kept in enumerate(theirs.rows[layer]):
-            assert kept.tolist() == theirs.rows[source][row].tolist(), f"{where}: layer {layer} head {row}: reuse"
-    sources = np.full(len(trace.layers), -1)
-    sources[trace.treated] = np.array(trace.treated)[ours.source]
-    assert datasets["layer_source"].tolist() == sources.tolist(), where
-    for variant in ("first", "mean", "union"):
-        expected = reference_metrics.jaccard_matrix(trace, theirs, variant)
-        np.testing.assert_allclose(datasets[f"jaccard_{variant}"], expected, rtol=0, atol=1e-12, err_msg=where)
-
-
-def expected_rows(trace: Trace, measured: dict[tuple[str, str], reference_metrics.Values]) -> dict[tuple, float | None]:
-    """Keyed as in results.csv: layer, head, metric, variant."""
-    rows: dict[tuple, float | None] = {}
-    for (metric, variant), values in measured.items():
-        rows["all", "all", metric, variant] = values.all
-        for index, layer in enumerate(trace.treated):
-            number = str(trace.layers[layer].number)
-            if values.layers is not None:
-                rows[number, "all", metric, variant] = values.layers[index]
-            if values.heads is not None:
-                for head, value in enumerate(values.heads[index]):
-                    rows[number, str(head), metric, variant] = value
-    return rows
-
-
-def compare_rows(where: str, expected: dict[tuple, float | None], frame: pd.DataFrame, tolerance: float = 1e-6) -> None:
-    """Each expected row is there, none without a reference, and all values are equal; bytes exactly."""
-    keys = list(zip(frame["layer"], frame["head"], frame["metric"], frame["variant"], strict=True))
-    assert len(set(keys)) == len(keys), f"{where}: a row appears twice"
-    missing = expected.keys() - set(keys)
-    unknown = set(keys) - expected.keys()
-    assert not missing, f"{where}: {len(missing)} rows are missing, the first is {min(missing)}"
-    assert not unknown, f"{where}: {len(unknown)} rows without a reference, the first is {min(unknown)}"
-    wanted = np.array([np.nan if expected[key] is None else expected[key] for key in keys], float)
-    found = frame["value"].to_numpy(float)
-    allowed = np.array([1e-12 * w if key[2] == "kv_bytes" else tolerance for key, w in zip(keys, wanted, strict=True)])
-    wrong = ~((np.abs(found - wanted) <= allowed) | (np.isnan(found) & np.isnan(wanted)))
-    lines = [f"{key}: {f!r}, expected {w!r}" for key, f, w, bad in zip(keys, found, wanted, wrong, strict=True) if bad]
-    assert not lines, (
-        f"{where}: {len(lines)} of {len(keys)} values differ (layer, head, metric, variant)\n" + "\n".join(lines[:12])
-    )
 
 
 @case
 def test_metrics(run: Run, policy: str, budget: str) -> None:
-    trace = trace_of(run.trace)
-    where = f"{run.trace} {policy} {budget}"
     _, theirs, _ = program_selection(run, policy, budget)
-    measured = reference_metrics.measure(trace, theirs, run.choice, run.rows)
-    cell = cell_of(run, policy, budget)
-    # moved keys and queries are rotated in float32: an angle of some hundred radians is known to 1e-5 at best
-    compare_rows(where, expected_rows(trace, measured), cell.rows, 1e-5 if theirs.moved else 1e-6)
-    one = cell.rows.iloc[0]
-    assert float(one["kept_tokens"]) == pytest.approx(reference_metrics.counts(theirs).mean(), abs=1e-9), where
-    assert int(one["n_queries"]) == len(reference.eval_queries(trace, run.choice)), where
+    rows = cell_of(run, policy, budget).rows
+    compare_metrics(trace_of(run.trace), theirs, run.choice, rows, f"{run.trace} {policy} {budget}", run.rows)
 
 
 MEETS_ITS_BUDGET = (

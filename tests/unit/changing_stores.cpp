@@ -277,5 +277,11 @@ TEST_F(MiniCached, WhatHasNoDirectionBetweenStaysAsItWas) {
     }
 }
 
+TEST_F(MiniCached, AZeroVectorSaysNothingOfHowFarAnglesReach) {
+  for (int c = 0; c < 8; ++c) upper.k.set(0, 3, c, 0.0F);
+  const auto result = both("minicache:gap=0");  // of each head the keys of the least angle merge, and the values
+  for (const auto& of : result) EXPECT_EQ(of->bytes, 4 * (24 * 16 + 10) * 2 / 2.0);
+}
+
 }  // namespace
 }  // namespace kvreplay::testing

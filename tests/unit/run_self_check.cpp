@@ -86,6 +86,14 @@ TEST(SelfCheck, WhatIsNotANumberAgreesWithNothing) {
   EXPECT_TRUE(check_comparison(odd, kept, no_output));
 }
 
+TEST(SelfCheck, LogitsOfRoundingAloneAreNotCompared) {
+  Moments rounded = full, kept_of_it = kept;
+  rounded.logit_square = kept_of_it.logit_square = 1e-16;  // 0 by the comparison
+  EXPECT_FALSE(check_comparison(compared, kept_of_it, rounded));
+  rounded.logit_square = kept_of_it.logit_square = 1e-4;
+  EXPECT_TRUE(check_comparison(compared, kept_of_it, rounded));
+}
+
 TEST(SelfCheck, WhatTheMomentsWereNotAskedForIsNotCompared) {
   Moments attention = kept, all_attention = full;
   attention.output_square = attention.output_dot = attention.error_square = all_attention.output_square = 0;

@@ -65,15 +65,18 @@ int partner_of(int layer, int layers) {
   return other < layers ? other : layer;
 }
 
-/// Which tokens keep both vectors.
-std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& angles) {
+/// Which tokens keep both vectors. `directed`: the angles of those that have directions, which alone say how far angles
+/// reach.
+std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& angles,
+                        const std::vector<double>& directed) {
   std::vector<bool> result(angles.size());
   if (part.distance == Distance::code) {
     const auto count = static_cast<std::int64_t>(part.gap * static_cast<double>(angles.size()));
     for (const std::int32_t j : largest(angles, count)) result[static_cast<std::size_t>(j)] = true;
     return result;
   }
-  const auto [least, most] = std::ranges::minmax(angles);
+  if (directed.empty()) return result;
+  const auto [least, most] = std::ranges::minmax(directed);
   for (std::size_t j = 0; j < angles.size(); ++j) result[j] = angles[j] > least + part.gap * (most - least);
   return result;
 }
@@ -81,9 +84,13 @@ std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& ang
 /// One KV head of keys or values in one of two layers; the numbers that both take.
 double merge(const MergedLayers& part, const TensorView& below, const TensorView& above, bool is_upper, int head,
              int prompt, std::vector<float>& out) {
-  std::vector<double> angles;
-  for (int token = 0; token < prompt; ++token) angles.push_back(Pair(below, above, head, token).angle);
-  const std::vector<bool> stays = apart(part, angles);
+  std::vector<double> angles, directed;
+  for (int token = 0; token < prompt; ++token) {
+    const Pair pair(below, above, head, token);
+    angles.push_back(pair.angle);
+    if (pair.has_directions()) directed.push_back(pair.angle);
+  }
+  const std::vector<bool> stays = apart(part, angles, directed);
   double numbers = 0;
   for (int token = 0; token < prompt; ++token) {
     const Pair pair(below, above, head, token);

@@ -1,5 +1,7 @@
 #include "policies/parts/quantised.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -82,7 +84,7 @@ std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view
     if (!quantise(Rows(keys).first(static_cast<std::size_t>(quantised_keys)), exact.k.dim, part.group, 1, part.bits) ||
         !quantise(Rows(values).first(static_cast<std::size_t>(quantised_values)), exact.v.dim, 1, part.group,
                   part.bits))
-      throw Error{Refusal::input, "layer " + std::to_string(view.stored_layer()), "quantised keys or values",
+      throw Error{Refusal::input, fmt::format("/layers/{:03}", view.stored_layer()), "quantised keys or values",
                   "zero points and scales within float16", "a larger one in KV head " + std::to_string(head)};
 
     const double quantised_bits = part.bits + 32.0 / part.group;
