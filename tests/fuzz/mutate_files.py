@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Damages files, and gives them to the program as a user would: it must refuse them or read them, never crash or hang.
 
     tests/fuzz/mutate_files.py --files 200000             mutants 0 to 199,999 of seed 0
