@@ -1,0 +1,59 @@
+// A trace with everything in it that the format knows, small enough to be read thousands of times a second.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <vector>
+
+#include "trace/writer.h"
+
+namespace kvreplay {
+
+/// Two layers, the first with all queries and an output projection, the second with the last of them; text and spans.
+inline void write_small_trace(const std::filesystem::path& path) {
+  TraceHeader header;
+  header.producer = "fuzz";
+  header.model = "none";
+  header.architecture = "none";
+  header.synthetic = true;
+  header.layers = 2;
+  header.query_heads = 4;
+  header.kv_heads = 2;
+  header.head_dim = 4;
+  header.softmax_scale = 0.5;
+  header.source_hash = "0";
+  header.sliding_window = {0, 0};
+  header.layer_index = {0, 3};
+  header.has_rope = true;
+  header.rope_pairs = 2;
+  header.inv_freq = {1.0, 0.25, 1.0, 0.25};
+  header.attention_scaling = {1.0, 1.0};
+  header.prefill = 20;
+  constexpr int tokens = 24;
+  for (int t = 0; t < tokens; ++t) {
+    header.ids.push_back(7 * t % 11);
+    header.offsets.insert(header.offsets.end(), {t, t + 1});
+    header.text += "é";
+  }
+  header.spans = {{"context", "context", 2, 12}, {"question", "question", 14, 18}};
+
+  const auto rows = [](int count, int size) {
+    std::vector<float> numbers;
+    for (int i = 0; i < count * size; ++i) numbers.push_back(static_cast<float>((i * 37 + 11) % 33 - 16) / 8.0F);
+    const auto* raw = reinterpret_cast<const std::byte*>(numbers.data());
+    return std::vector<std::byte>(raw, raw + numbers.size() * sizeof(float));
+  };
+  TraceWriter writer(path, header, Existing::replace);
+  for (int layer = 0; layer < header.layers; ++layer) {
+    const std::vector<std::int32_t> last = {12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23};
+    const int queries = layer == 0 ? tokens : static_cast<int>(last.size());
+    writer.begin_layer(DType::float32, layer == 0 ? std::vector<std::int32_t>() : last);
+    writer.append_q(rows(header.query_heads * queries, header.head_dim));
+    writer.append_k(rows(header.kv_heads * tokens, header.head_dim));
+    writer.append_v(rows(header.kv_heads * tokens, header.head_dim));
+    if (layer == 0) writer.write_output_projection(DType::float32, 3, rows(3, header.query_heads * header.head_dim));
+  }
+  writer.finish();
+}
+
+}  // namespace kvreplay
