@@ -358,6 +358,7 @@ class Replay {
   /// by. Throws Error{input} that names the first in what is read of a layer.
   void require_finite(int stored, bool projection) const {
     const std::string file = trace_.path().string();
+    const LayerTensors layer = trace_.layer(stored);
     for (const StoredTensor& tensor : trace_.tensors(stored)) {
       const bool queries = tensor.path.ends_with("/q");
       if (tensor.path.ends_with("/wo") && !projection) continue;
@@ -366,7 +367,7 @@ class Replay {
       std::optional<std::span<const std::int32_t>> rows;
       std::vector<std::int32_t> stored_rows;
       if (queries) {
-        for (const std::int32_t query : queries_read_) stored_rows.push_back(stored_query(trace_.layer(stored), query));
+        for (const std::int32_t query : queries_read_) stored_rows.push_back(stored_query(layer, query));
         rows = stored_rows;
       }
       std::vector<std::optional<Error>> of_heads(static_cast<std::size_t>(tensor.view.heads));
