@@ -9,6 +9,8 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <set>
+#include <utility>
 
 #include "analysis/csv.h"
 #include "analysis/results.h"
@@ -103,7 +105,7 @@ std::optional<std::vector<double>> numbers(const Dataset& dataset) {
   const hdf5::Type type = dataset.type();
   const H5T_class_t kind = H5Tget_class(type.id());
   if (kind != H5T_INTEGER && kind != H5T_FLOAT) return std::nullopt;
-  std::vector<double> all(static_cast<std::size_t>(hdf5::elements(dataset.shape())));
+  std::vector<double> all(dataset.stored_elements());
   const hdf5::Type doubles{H5Tcopy(H5T_NATIVE_DOUBLE), H5Tclose};
   dataset.read(doubles, all.data());
   return all;
@@ -111,7 +113,9 @@ std::optional<std::vector<double>> numbers(const Dataset& dataset) {
 
 std::vector<char> bytes(const Dataset& dataset) {
   const hdf5::Type type = dataset.type();
-  std::vector<char> all(static_cast<std::size_t>(hdf5::elements(dataset.shape())) * type.bytes());
+  if (type.has_variable_length())
+    throw Error{Refusal::input, dataset.where(), "type", "elements of one length", type.name()};
+  std::vector<char> all(dataset.stored_elements() * type.bytes());
   dataset.read(type, all.data());
   return all;
 }
@@ -187,20 +191,36 @@ void compare_dataset(const std::string& where, const Dataset& first, const Datas
          csv_number((*ours)[at]), csv_number((*theirs)[at])});
 }
 
-/// Datasets of two groups and of the groups in them; a cell's sets are compared as sets.
-void compare_groups(const std::string& where, const Group& first, const Group& second, double tolerance,
-                    RunDifference& difference) {
-  const std::vector<std::string> ours = first.names(), theirs = second.names();
-  for (const std::string& name : theirs)
-    if (std::ranges::find(ours, name) == ours.end()) difference.only_second.push_back(where + "/" + name);
-  for (const std::string& name : ours) {
-    const std::string at = where + "/" + name;
-    if (std::ranges::find(theirs, name) == theirs.end()) {
-      difference.only_first.push_back(at);
-    } else if (first.member(name) == Group::Member::group) {
-      compare_groups(at, first.group(name), second.group(name), tolerance, difference);
-    } else if (name != "offsets" && name != "positions") {
-      compare_dataset(at, first.dataset(name), second.dataset(name), tolerance, difference);
+/// Two groups of the same name.
+struct Groups {
+  std::string where;
+  Group first, second;
+};
+
+/// Datasets of two groups and of the groups in them, each pair once, wherever links lead; a cell's sets are compared as
+/// sets.
+void compare_groups(Groups all, double tolerance, RunDifference& difference) {
+  std::set<std::pair<std::uint64_t, std::uint64_t>> compared;
+  std::vector<Groups> pending;
+  pending.push_back(std::move(all));
+  while (!pending.empty()) {
+    const auto [where, first, second] = std::move(pending.back());
+    pending.pop_back();
+    if (!compared.emplace(first.number(), second.number()).second) continue;
+    const std::vector<std::string> ours = first.names(), theirs = second.names();
+    for (const std::string& name : theirs)
+      if (std::ranges::find(ours, name) == ours.end()) difference.only_second.push_back(where + "/" + name);
+    for (const std::string& name : ours) {
+      const std::string at = where + "/" + name;
+      if (std::ranges::find(theirs, name) == theirs.end()) {
+        difference.only_first.push_back(at);
+      } else if (const Group::Member kind = first.member(name); second.member(name) != kind) {
+        difference.values.push_back({at, "an object of one kind", "an object of another"});
+      } else if (kind == Group::Member::group) {
+        pending.push_back({at, first.group(name), second.group(name)});
+      } else if (name != "offsets" && name != "positions") {
+        compare_dataset(at, first.dataset(name), second.dataset(name), tolerance, difference);
+      }
     }
   }
 }
@@ -218,7 +238,7 @@ std::map<std::string, std::string> cells_by_name(const Group& cells) {
 
 void compare_selections(const fs::path& first, const fs::path& second, double tolerance, RunDifference& difference) {
   const hdf5::File ours = hdf5::File::open(first), theirs = hdf5::File::open(second);
-  compare_groups("/traces", ours.group("traces"), theirs.group("traces"), tolerance, difference);
+  compare_groups({"/traces", ours.group("traces"), theirs.group("traces")}, tolerance, difference);
   const Group our_cells = ours.group("cells"), their_cells = theirs.group("cells");
   const auto our_ids = cells_by_name(our_cells), their_ids = cells_by_name(their_cells);
   for (const auto& [name, id] : their_ids)
@@ -229,9 +249,9 @@ void compare_selections(const fs::path& first, const fs::path& second, double to
       difference.only_first.push_back("sets of " + name);
       continue;
     }
-    const Group a = our_cells.group(id), b = their_cells.group(other->second);
+    Group a = our_cells.group(id), b = their_cells.group(other->second);
     compare_sets(name, a, b, difference);
-    compare_groups(name, a, b, tolerance, difference);
+    compare_groups({name, std::move(a), std::move(b)}, tolerance, difference);
   }
 }
 

@@ -93,8 +93,8 @@ ValuesByMetric read_values(const Group& group, const PartTrace& trace) {
         shape[1] > extent(trace.query_heads) + 1)
       throw Error{Refusal::input, dataset.where(), "shape",
                   fmt::format("[{} or 1, 1..{}]", trace.layers + 1, trace.query_heads + 1), hdf5::to_string(shape)};
-    Values values(static_cast<int>(shape[0]), static_cast<int>(shape[1]));
     const std::vector<double> stored = dataset.values<double>();
+    Values values(static_cast<int>(shape[0]), static_cast<int>(shape[1]));
     std::ranges::copy(stored, values.values().begin());
     all[metric] = std::move(values);
   }

@@ -49,10 +49,12 @@ double parse_real(const std::string& where, std::string_view text) {
 }
 
 std::vector<std::string_view> split_list(const std::string& where, std::string_view text) {
+  // What stands in parentheses is read by whoever reads what stands around them: the stack is not endless.
+  constexpr int deepest = 16;
   std::vector<std::string_view> pieces;
   int depth = 0;
   std::size_t begin = 0;
-  for (std::size_t i = 0; i <= text.size() && depth >= 0; ++i) {
+  for (std::size_t i = 0; i <= text.size() && depth >= 0 && depth <= deepest; ++i) {
     if (i == text.size() || (text[i] == ',' && depth == 0)) {
       pieces.push_back(text.substr(begin, i - begin));
       begin = i + 1;
@@ -62,6 +64,8 @@ std::vector<std::string_view> split_list(const std::string& where, std::string_v
       --depth;
     }
   }
+  if (depth > deepest)
+    throw Error{Refusal::usage, where, "parentheses in parentheses", fmt::format("at most {}", deepest), "more"};
   if (depth != 0) throw Error{Refusal::usage, where, "parentheses do not match", "", quoted(text)};
   for (const std::string_view piece : pieces)
     if (piece.empty()) throw Error{Refusal::usage, where, "empty piece of a list", "", quoted(text)};

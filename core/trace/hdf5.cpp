@@ -6,12 +6,16 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 
 #include "trace/child_walk.h"
 
 namespace kvreplay::hdf5 {
 namespace {
+
+/// Deflate cannot make more than this of one byte.
+constexpr hsize_t largest_inflation = 1032;
 
 // A file that a full disk keeps from closing stays behind in the library, whose clean-up at exit then crashes (1.10.8).
 // All handles close themselves, so there is nothing to clean up. This has to come before every other call.
@@ -170,6 +174,23 @@ std::string Type::name() const {
                      mantissa_bits);
 }
 
+bool Type::has_variable_length() const {
+  switch (H5Tget_class(id())) {
+    case H5T_STRING:
+      return H5Tis_variable_str(id()) > 0;
+    case H5T_VLEN:
+      return true;
+    case H5T_ARRAY:
+      return Type{H5Tget_super(id()), H5Tclose}.has_variable_length();
+    case H5T_COMPOUND:
+      for (int m = 0; m < H5Tget_nmembers(id()); ++m)
+        if (Type{H5Tget_member_type(id(), static_cast<unsigned>(m)), H5Tclose}.has_variable_length()) return true;
+      return false;
+    default:
+      return false;
+  }
+}
+
 Type Type::compound(std::size_t bytes) {
   return {require(H5Tcreate(H5T_COMPOUND, bytes), "HDF5", "cannot make a compound type"), H5Tclose};
 }
@@ -196,6 +217,20 @@ Space Space::of(const Shape& shape) {
   const hid_t id =
       shape.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr);
   return {require(id, "HDF5", "cannot make a shape " + to_string(shape)), H5Sclose};
+}
+
+std::uint64_t Object::number() const {
+  std::uint64_t address = 0;
+#if H5_VERSION_GE(1, 12, 0)
+  H5O_info2_t info;
+  require(H5Oget_info3(id(), &info, H5O_INFO_BASIC), where(), "cannot be looked up");
+  std::memcpy(&address, &info.token, sizeof address);
+#else
+  H5O_info_t info;
+  require(H5Oget_info2(id(), &info, H5O_INFO_BASIC), where(), "cannot be looked up");
+  address = info.addr;
+#endif
+  return address;
 }
 
 void Object::write_attribute(const std::string& name, const Type& type, const void* value) {
@@ -297,6 +332,22 @@ H5D_layout_t Dataset::layout() const {
 
 bool Dataset::chunked() const { return layout() == H5D_CHUNKED; }
 bool Dataset::compact() const { return layout() == H5D_COMPACT; }
+
+std::size_t Dataset::stored_elements() const {
+  const Handle file{require(H5Iget_file_id(id()), where(), "has no file"), H5Fclose};
+  hsize_t length = 0;
+  require(H5Fget_filesize(file.id(), &length), where(), "file has no length");
+  const Shape sizes = shape();
+  const hsize_t most = length * (chunked() ? largest_inflation : 1) / type().bytes();
+  hsize_t count = std::ranges::count(sizes, hsize_t{0}) > 0 ? 0 : 1;
+  for (const hsize_t size : sizes) {
+    if (size > 0 && count > most / size)
+      throw Error{Refusal::input, where(), "shape",
+                  fmt::format("at most {} elements in a file of {} bytes", most, length), to_string(sizes)};
+    count *= size;
+  }
+  return static_cast<std::size_t>(count);
+}
 
 void Dataset::require_plain_storage() const {
   const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};

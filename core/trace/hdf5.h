@@ -74,6 +74,8 @@ class Type : public Handle {
   std::string name() const;
   std::size_t bytes() const { return H5Tget_size(id()); }
   bool is_fixed_string() const { return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) == 0; }
+  /// Whether elements, or parts of them, are addresses of what has any length.
+  bool has_variable_length() const;
 
   static Type compound(std::size_t bytes);
   void insert(const char* name, std::size_t offset, const Type& member);
@@ -118,6 +120,8 @@ class Object {
 
   hid_t id() const { return handle_.id(); }
   const std::string& where() const { return where_; }
+  /// Tells the objects of one file apart: two links to one object have the same.
+  std::uint64_t number() const;
   /// "FILE:/object/path@name"
   std::string where(std::string_view attribute) const { return where_ + "@" + std::string(attribute); }
 
@@ -154,6 +158,8 @@ class Dataset : public Object {
   void require_plain_storage() const;
   bool chunked() const;
   bool compact() const;
+  /// The product of the dimensions, which must not be more than a file of this length can hold.
+  std::size_t stored_elements() const;
 
   /// Every element, in `type`, into memory that holds them.
   void read(const Type& type, void* elements) const;
@@ -164,7 +170,7 @@ class Dataset : public Object {
   std::vector<Element> values() const {
     const Type expected = type_of<Element>();
     require_type(expected);
-    std::vector<Element> all(static_cast<std::size_t>(elements(shape())));
+    std::vector<Element> all(stored_elements());
     read(expected, all.data());
     return all;
   }

@@ -74,6 +74,12 @@ class HostileFile {
     return items[bytes.ConsumeIntegralInRange<std::size_t>(0, items.size() - 1)];
   }
 
+  /// Elements of the type are nothing but their bytes.
+  static bool is_flat(const hdf5::Handle& type) {
+    const hdf5::Type copy{H5Tcopy(type.id()), H5Tclose};
+    return !copy.has_variable_length() && H5Tdetect_class(copy.id(), H5T_REFERENCE) <= 0;
+  }
+
   // Any of these calls may fail, since earlier changes have removed what it needs: then it changes nothing.
   void apply(hid_t file, const Place& place, FuzzedDataProvider& bytes) const {
     const hdf5::Handle parent{H5Oopen(file, place.parent.c_str(), H5P_DEFAULT), H5Oclose};
@@ -112,8 +118,7 @@ class HostileFile {
     const hdf5::Handle type{place.attribute ? H5Aget_type(object.id()) : H5Dget_type(object.id()), H5Tclose};
     const hdf5::Handle space{place.attribute ? H5Aget_space(object.id()) : H5Dget_space(object.id()), H5Sclose};
     const hssize_t count = H5Sget_simple_extent_npoints(space.id());
-    if (count < 1 || count > 1 << 16 || H5Tdetect_class(type.id(), H5T_VLEN) != 0 || H5Tis_variable_str(type.id()) != 0)
-      return;
+    if (count < 1 || count > 1 << 16 || !is_flat(type)) return;
     std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * H5Tget_size(type.id()));
     if (place.attribute)
       H5Aread(object.id(), type.id(), elements.data());
@@ -269,9 +274,7 @@ class HostileFile {
                                                 FuzzedDataProvider& bytes) {
     const hssize_t count = H5Sget_simple_extent_npoints(space.id());
     const std::size_t size = H5Tget_size(type.id());
-    if (count < 1 || count > 4096 || size > 65536 || H5Tdetect_class(type.id(), H5T_VLEN) != 0 ||
-        H5Tis_variable_str(type.id()) != 0 || H5Tdetect_class(type.id(), H5T_REFERENCE) != 0)
-      return {};
+    if (count < 1 || count > 4096 || size > 65536 || !is_flat(type)) return {};
     const std::vector<std::uint8_t> pattern = value(bytes);
     std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * size);
     for (std::size_t i = 0; i < elements.size() && !pattern.empty(); ++i) elements[i] = pattern[i % pattern.size()];

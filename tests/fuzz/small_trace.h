@@ -9,8 +9,10 @@
 
 namespace kvreplay {
 
-/// Two layers, the first with all queries and an output projection, the second with the last of them; text and spans.
-inline void write_small_trace(const std::filesystem::path& path) {
+constexpr int small_trace_tokens = 24;
+
+/// Two layers, the first with an output projection, the second with so many of its last queries; text and spans.
+inline void write_small_trace(const std::filesystem::path& path, int last_queries = small_trace_tokens) {
   TraceHeader header;
   header.producer = "fuzz";
   header.model = "none";
@@ -29,7 +31,7 @@ inline void write_small_trace(const std::filesystem::path& path) {
   header.inv_freq = {1.0, 0.25, 1.0, 0.25};
   header.attention_scaling = {1.0, 1.0};
   header.prefill = 20;
-  constexpr int tokens = 24;
+  constexpr int tokens = small_trace_tokens;
   for (int t = 0; t < tokens; ++t) {
     header.ids.push_back(7 * t % 11);
     header.offsets.insert(header.offsets.end(), {t, t + 1});
@@ -45,9 +47,10 @@ inline void write_small_trace(const std::filesystem::path& path) {
   };
   TraceWriter writer(path, header, Existing::replace);
   for (int layer = 0; layer < header.layers; ++layer) {
-    const std::vector<std::int32_t> last = {12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23};
-    const int queries = layer == 0 ? tokens : static_cast<int>(last.size());
-    writer.begin_layer(DType::float32, layer == 0 ? std::vector<std::int32_t>() : last);
+    const int queries = layer == 0 ? tokens : last_queries;
+    std::vector<std::int32_t> positions;
+    for (int t = tokens - queries; queries < tokens && t < tokens; ++t) positions.push_back(t);
+    writer.begin_layer(DType::float32, positions);
     writer.append_q(rows(header.query_heads * queries, header.head_dim));
     writer.append_k(rows(header.kv_heads * tokens, header.head_dim));
     writer.append_v(rows(header.kv_heads * tokens, header.head_dim));

@@ -14,7 +14,7 @@ struct Sound {
   HostileFile file{made(folder / "sound.h5")};
 
   static std::filesystem::path made(const std::filesystem::path& path) {
-    write_small_trace(path);
+    write_small_trace(path, small_trace_tokens / 2);
     return path;
   }
 };

@@ -42,6 +42,9 @@ TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
   EXPECT_EQ(refusal_of([] { split_policies("oracle:counts=(h2o"); }),
             "policy: parentheses do not match: found \"oracle:counts=(h2o\"");
   EXPECT_EQ(refusal_of([] { split_policies("h2o)"); }), "policy: parentheses do not match: found \"h2o)\"");
+  const std::string deep = std::string(100000, '(') + "h2o" + std::string(100000, ')');
+  EXPECT_EQ(refusal_of([&] { split_policies("oracle:counts=" + deep); }),
+            "policy: parentheses in parentheses: expected at most 16, found more");
 }
 
 TEST(ConfiguredPolicy, LabelNamesWhatDiffersAndParamsNameAll) {

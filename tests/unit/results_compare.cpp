@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <functional>
 #include <iterator>
 
 #include "analysis/compare_runs.h"
@@ -77,6 +78,58 @@ TEST_F(CompareRuns, SetsThatDiffer) {
   EXPECT_NE(difference.sets[0].where.find("layer 0, head 0"), std::string::npos);
   EXPECT_EQ(difference.sets[0].first, "3");
   EXPECT_EQ(difference.sets[0].second, "4");
+}
+
+/// Selections beside which `edit` leaves something of its own in the group of the trace.
+std::filesystem::path edited(const std::filesystem::path& run, const std::function<void(hdf5::Group&)>& edit) {
+  const hdf5::File file = hdf5::File::open_writable(run / "selections.h5");
+  const hdf5::Group traces = file.group("traces");
+  hdf5::Group trace = traces.group(traces.names().front());
+  edit(trace);
+  return run / "selections.h5";
+}
+
+/// A chunked dataset of which nothing is stored.
+void create_empty(const hdf5::Group& group, const hdf5::Type& type, const hdf5::Shape& shape) {
+  const hdf5::Shape chunk(shape.size(), 4);
+  const hdf5::Handle creation{H5Pcreate(H5P_DATASET_CREATE), H5Pclose};
+  H5Pset_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data());
+  const hdf5::Space space = hdf5::Space::of(shape);
+  const hdf5::Handle made{
+      H5Dcreate2(group.id(), "more", type.id(), space.id(), H5P_DEFAULT, creation.id(), H5P_DEFAULT), H5Dclose};
+  ASSERT_GE(made.id(), 0);
+}
+
+TEST_F(CompareRuns, GroupsThatLeadBackToThemselvesAreComparedOnce) {
+  const auto path = edited(results("first", "local"), [](hdf5::Group& trace) {
+    H5Olink(trace.id(), trace.id(), "again", H5P_DEFAULT, H5P_DEFAULT);
+    H5Olink(trace.id(), trace.id(), "and_again", H5P_DEFAULT, H5P_DEFAULT);
+  });
+  EXPECT_TRUE(compare_runs(path, path).equal());
+}
+
+TEST_F(CompareRuns, MoreElementsThanAFileCanHoldAreRefused) {
+  constexpr hsize_t many = hsize_t{1} << 61;
+  for (const hdf5::Shape& shape : {hdf5::Shape{many}, hdf5::Shape{many, 8}, hdf5::Shape{1 << 20, 1 << 16}}) {
+    const auto path = edited(results("first", "local"), [&](hdf5::Group& trace) {
+      if (trace.member("more") != hdf5::Group::Member::none) trace.remove("more");
+      create_empty(trace, hdf5::Type::float32(), shape);
+    });
+    EXPECT_THROW(compare_runs(path, path), Error) << hdf5::to_string(shape);
+  }
+}
+
+TEST_F(CompareRuns, ObjectsOfOtherKindsDifferAndOfAnyLengthAreRefused) {
+  const auto with_group = edited(results("first", "local"), [](hdf5::Group& trace) { trace.create_group("more"); });
+  const auto with_dataset =
+      edited(results("second", "local"), [](hdf5::Group& trace) { create_empty(trace, hdf5::Type::int32(), {4}); });
+  EXPECT_EQ(compare_runs(with_group, with_dataset).values.size(), 1U);
+  const auto with_text = edited(results("third", "local"), [](hdf5::Group& trace) {
+    const hdf5::Type any_length{H5Tcopy(H5T_C_S1), H5Tclose};
+    H5Tset_size(any_length.id(), H5T_VARIABLE);
+    create_empty(trace, any_length, {4});
+  });
+  EXPECT_THROW(compare_runs(with_text, with_text), Error);
 }
 
 TEST_F(CompareRuns, OtherThingsAreRefused) {
