@@ -9,15 +9,15 @@
 #include <string>
 #include <utility>
 
-#include "error.h"
+#include "trace/partial_file.h"
 
 namespace kvreplay {
 namespace {
 
 /// Of the system call that has just failed.
-Error failed(const std::filesystem::path& path) {
+Unwritable failed(const std::filesystem::path& path) {
   const int reason = errno;
-  const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
+  const bool full = means_disk_full(reason);
   return {full ? Refusal::resources : Refusal::input, path.string(), full ? "disk full" : "cannot be written", "",
           std::strerror(reason)};
 }
@@ -39,6 +39,10 @@ ReplacedFile::ReplacedFile(std::filesystem::path path)
   if (!stream_) throw failed(partial_);
 }
 
+ReplacedFile::~ReplacedFile() {
+  if (!finished_) unlink(partial_.c_str());
+}
+
 void ReplacedFile::write(std::string_view content) {
   if (!stream_.write(content.data(), static_cast<std::streamsize>(content.size()))) throw failed(partial_);
 }
@@ -48,6 +52,7 @@ void ReplacedFile::finish() {
   stream_.close();
   if (!stream_ || !bring_to_disk(partial_)) throw failed(partial_);
   if (std::rename(partial_.c_str(), path_.c_str()) != 0) throw failed(path_);
+  finished_ = true;
 }
 
 void replace_file(const std::filesystem::path& path, std::string_view content) {

@@ -5,13 +5,24 @@
 #include <fstream>
 #include <string_view>
 
+#include "error.h"
+
 namespace kvreplay {
 
-/// What an earlier, killed run left as NAME.partial is overwritten. Throws Error{resources} when the disk is full; the
-/// file of that name is then as it was.
+/// A file that cannot be written, whatever the work that it was to hold.
+class Unwritable : public Error {
+ public:
+  using Error::Error;
+};
+
+/// What an earlier, killed run left as NAME.partial is overwritten. Throws Unwritable, with Refusal::resources when the
+/// disk is full; the file of that name is then as it was, and NAME.partial gone.
 class ReplacedFile {
  public:
   explicit ReplacedFile(std::filesystem::path path);
+  ReplacedFile(const ReplacedFile&) = delete;
+  ReplacedFile& operator=(const ReplacedFile&) = delete;
+  ~ReplacedFile();
   void write(std::string_view content);
   /// The name exists afterwards.
   void finish();
@@ -19,6 +30,7 @@ class ReplacedFile {
  private:
   std::filesystem::path path_, partial_;
   std::ofstream stream_;
+  bool finished_ = false;
 };
 
 void replace_file(const std::filesystem::path& path, std::string_view content);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <optional>
 #include <set>
 #include <system_error>
@@ -16,6 +17,7 @@
 #include "analysis/run_json.h"
 #include "nearest.h"
 #include "trace/hash.h"
+#include "trace/partial_file.h"
 
 namespace kvreplay {
 namespace {
@@ -148,6 +150,10 @@ void check_name(const Trace& trace) {
                 name.empty() ? "none"
                 : printable  ? name
                              : "control characters"};
+  constexpr std::size_t most = NAME_MAX - std::string_view(".h5.partial").size();
+  if (name.size() > most)
+    throw Error{Refusal::input, trace.path().string(), "name", fmt::format("at most {} bytes before .h5", most),
+                fmt::format("{} bytes", name.size())};
 }
 
 PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditions& conditions) {
@@ -669,7 +675,7 @@ void make_folders(const fs::path& output) {
   std::error_code problem;
   fs::create_directories(output / "parts", problem);
   if (problem)
-    throw Error{problem == std::errc::no_space_on_device ? Refusal::resources : Refusal::usage, output.string(),
+    throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, output.string(),
                 "cannot be made", "a folder for results", problem.message()};
 }
 
@@ -729,6 +735,8 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
     if (work.summary.error.empty()) {
       try {
         compute(request, *backend, work, tally, heard, interrupted);
+      } catch (const Unwritable&) {
+        throw;  // no fault of this trace: the results of the next could not be kept either
       } catch (const Error& error) {
         const Refusal refusal = error.refusal();
         if (refusal != Refusal::input && refusal != Refusal::internal && refusal != Refusal::capability) throw;

@@ -5,6 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "error.h"
 
@@ -18,6 +22,25 @@ const RegisteredBackend registered{
        return std::make_unique<CpuBackend>(threads);
      }}};
 
+/// As many of `wanted` threads as the system lets this process have. OpenMP ends the program where it is refused one:
+/// it has its threads from here on.
+int granted(int wanted) {
+  int threads = 1;
+  {
+    std::vector<std::jthread> others;
+    std::mutex counting;
+    const std::lock_guard all_at_once(counting);
+    try {
+      for (; threads < wanted; ++threads) others.emplace_back([&counting] { const std::lock_guard counted(counting); });
+    } catch (const std::system_error&) {
+      // No more.
+    }
+  }
+#pragma omp parallel num_threads(threads)
+  omp_get_thread_num();
+  return threads;
+}
+
 }  // namespace
 
 CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
@@ -25,7 +48,7 @@ CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
       kernels_(tile_kernels()),
       similarity_kernels_(similarity_kernels()),
       online_kernels_(online_kernels()),
-      threads_(threads > 0 ? threads : omp_get_max_threads()),
+      threads_(granted(threads > 0 ? threads : omp_get_max_threads())),
       similarity_bytes_(similarity_bytes) {
   scratch_.reserve(static_cast<std::size_t>(threads_));
   for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_, moment_kernels());

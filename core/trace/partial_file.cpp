@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <system_error>
@@ -19,7 +20,7 @@ namespace {
 constexpr std::uint64_t headroom = std::uint64_t{1} << 20;
 
 Error system_failure(int code, const std::string& where, const std::string& what) {
-  if (code == ENOSPC || code == EDQUOT || code == EFBIG) return {Refusal::resources, where, "disk full"};
+  if (means_disk_full(code)) return {Refusal::resources, where, "disk full"};
   return {Refusal::input, where, what + ": " + std::strerror(code)};
 }
 
@@ -48,6 +49,10 @@ FileDescriptor open_locked(const std::filesystem::path& path) {
 }
 
 }  // namespace
+
+bool means_disk_full(int system_error) {
+  return system_error == ENOSPC || system_error == EDQUOT || system_error == EFBIG;
+}
 
 PartialFile::PartialFile(const std::filesystem::path& name)
     : name_(name), partial_(name.string() + ".partial"), file_(open_locked(partial_)) {
@@ -101,9 +106,7 @@ void PartialFile::trim() {
 }
 
 void PartialFile::finish() {
-  std::error_code code;
-  std::filesystem::rename(partial_, name_, code);
-  if (code) throw Error{Refusal::input, name_.string(), "cannot be made: " + code.message()};
+  if (std::rename(partial_.c_str(), name_.c_str()) != 0) throw system_failure(errno, name_.string(), "cannot be made");
   finished_ = true;
   sync_directory(name_.parent_path());
 }

@@ -326,7 +326,13 @@ void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& op
   const std::size_t most = std::max(1U, std::thread::hardware_concurrency());
   const std::size_t parts = std::clamp(to.size() / 65536, std::size_t{1}, most);
   std::vector<std::jthread> threads;
-  for (std::size_t p = 1; p < parts; ++p) threads.emplace_back(part, rows * p / parts, rows * (p + 1) / parts);
+  std::size_t begun = 1;
+  try {
+    for (; begun < parts; ++begun) threads.emplace_back(part, rows * begun / parts, rows * (begun + 1) / parts);
+  } catch (const std::system_error&) {
+    // The system grants no more threads: the rest is made here.
+  }
+  part(rows * begun / parts, rows);
   part(0, rows / parts);
 }
 
@@ -343,7 +349,8 @@ const std::vector<SynthKind>& synth_kinds() {
 
 SynthOptions synth_defaults(const std::string& kind) { return kind_of(kind).card.defaults; }
 
-void synthesise(const SynthOptions& options, const std::filesystem::path& path) {
+void synthesise(const SynthOptions& options, const std::filesystem::path& path,
+                const std::function<bool()>& interrupted) {
   check(options);
   require_space(options, path);
   const RowMaker maker = kind_of(options.kind).rows(options);
@@ -360,6 +367,8 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path) 
   const auto write = [&](Tag tag, int layer, int heads, std::span<const std::int32_t> positions, auto append) {
     const std::size_t rows = static_cast<std::size_t>(heads) * positions.size();
     for (std::size_t r = 0; r < rows; r += rows_in_block) {
+      if (interrupted && interrupted())
+        throw Error{Refusal::interrupted, path.string(), "interrupted; nothing is kept of it"};
       block.resize(std::min(rows_in_block, rows - r) * row_bytes);
       make_rows(maker, tag, layer, options, positions, r, block);
       append(block);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,7 @@ SynthOptions synth_defaults(const std::string& kind);
 
 /// Writes the trace. Options that contradict each other are an Error{usage}, a trace that the disk has no room for
 /// is an Error{resources}, before anything is written.
-void synthesise(const SynthOptions& options, const std::filesystem::path& path);
+void synthesise(const SynthOptions& options, const std::filesystem::path& path,
+                const std::function<bool()>& interrupted = {});
 
 }  // namespace kvreplay

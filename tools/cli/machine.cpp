@@ -1,6 +1,7 @@
 #include "machine.h"
 
 #include <sched.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,10 +56,25 @@ std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE))
 
 std::size_t machine_memory() { return std::min(meminfo("MemTotal"), number_in(container_limit)); }
 
+std::size_t free_addresses() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return unlimited;
+  const std::size_t pages = number_in("/proc/self/statm");
+  const std::size_t used = pages == unlimited ? 0 : pages * page_size();
+  return limit.rlim_cur - std::min<std::size_t>(limit.rlim_cur, used);
+}
+
 std::size_t free_memory() {
   const std::size_t limit = number_in(container_limit), used = number_in(container_use);
   const std::size_t within = limit == unlimited ? unlimited : limit - std::min(limit, used);
-  return std::min(meminfo("MemAvailable"), within);
+  return std::min({meminfo("MemAvailable"), within, free_addresses()});
+}
+
+int affordable_threads(int wanted) {
+  const std::size_t free = free_addresses();
+  rlimit stack = {};
+  if (free == unlimited || getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur == RLIM_INFINITY) return wanted;
+  return static_cast<int>(std::clamp<std::size_t>(free / 2 / stack.rlim_cur, 1, static_cast<std::size_t>(wanted)));
 }
 
 std::size_t free_disk(const std::filesystem::path& path) {

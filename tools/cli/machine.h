@@ -14,9 +14,13 @@ namespace kvreplay {
 std::filesystem::path program_folder();
 int machine_threads();
 std::size_t page_size();
-/// Memory in all and what is free now, within the limit of a container where there is one.
+/// Memory in all and what is free now, within the limits of a container and of the process where there are some.
 std::size_t machine_memory();
 std::size_t free_memory();
+/// What `ulimit -v` leaves of the address space.
+std::size_t free_addresses();
+/// As many of `wanted` threads as leave the work at least as much of a limited address space as their stacks take.
+int affordable_threads(int wanted);
 /// Bytes that fit on the disk that holds `path`, or would.
 std::size_t free_disk(const std::filesystem::path& path);
 

@@ -1,13 +1,40 @@
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <new>
 #include <string>
 #include <vector>
 
 #include "companions.h"
+#include "error.h"
 #include "policies/policy_source.h"
 #include "program.h"
+
+namespace {
+
+/// Nothing that is thrown leaves one of OpenMP's threads; memory that ends there is no bug.
+[[noreturn]] void end_at_once() {
+  try {
+    if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+  } catch (const std::bad_alloc&) {
+    std::fputs("kvreplay: out of memory\n", stderr);
+    _exit(static_cast<int>(kvreplay::Refusal::resources));
+  } catch (...) {
+    // A bug: the core shows where.
+  }
+  std::abort();
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using namespace kvreplay;
   const std::vector<std::string> words(argv + 1, argv + argc);
+  std::set_terminate(end_at_once);
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a full disk: the write fails and says so
   // A policy in Python runs inside Python, beside the same engine: it is given the whole command line. Policies are
   // read before anything else is done.
   policy_sources().add(

@@ -15,7 +15,9 @@
 #include "companions.h"
 #include "error.h"
 #include "help.h"
+#include "machine.h"
 #include "nearest.h"
+#include "output.h"
 
 namespace kvreplay {
 namespace {
@@ -45,6 +47,14 @@ int run_command(const std::string& program, const std::vector<std::string>& word
   return command->run(arguments);
 }
 
+/// HDF5 does not survive an allocation that fails: some room there must be before it begins.
+void require_addresses() {
+  constexpr std::size_t least = std::size_t{16} << 20;
+  if (const std::size_t free = free_addresses(); free < least)
+    throw Error{Refusal::resources, "address space", "too small (ulimit -v)", size_text(least) + " free",
+                size_text(free)};
+}
+
 const Error cannot_be_written{Refusal::resources, "standard output", "cannot be written"};
 
 /// The exit code, once all of stdout is where it should be.
@@ -67,6 +77,7 @@ int refused(const std::string& line, Refusal refusal) {
 
 int run_program(const std::string& program, const std::vector<std::string>& words) {
   try {
+    require_addresses();
     return flushed(run_command(program, words));
   } catch (const Error& error) {
     return refused(error.what(), error.refusal());

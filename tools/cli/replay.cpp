@@ -294,6 +294,8 @@ Prepared prepared(const Arguments& arguments) {
   Prepared all{.device = find_device(arguments.text("device"))};
   all.request = requested(arguments, all.device);
   if (arguments.given("memory")) arguments.bytes("memory");
+  const int wanted = all.request.threads > 0 ? all.request.threads : machine_threads();
+  if (const int threads = affordable_threads(wanted); threads < wanted) all.request.threads = threads;
   all.request.build =
       build_facts(make_backend(all.request.backend, all.request.threads, all.request.device)->description());
   if (!all.device.reason.empty()) all.request.build["device"] = "auto: " + all.device.reason;

@@ -7,6 +7,7 @@
 #include "arguments.h"
 #include "commands.h"
 #include "error.h"
+#include "interruption.h"
 #include "output.h"
 #include "parameters.h"
 
@@ -82,7 +83,8 @@ int run(const Arguments& arguments) {
   const SynthOptions wanted = requested(arguments);
   if (!arguments.given("output")) throw Error{Refusal::usage, "synth", "no file to write", "-o FILE"};
   const std::string path = arguments.text("output");
-  synthesise(wanted, path);
+  heed_interruptions();
+  synthesise(wanted, path, interrupted);
   fmt::print("{}  {}  P {} + G {}  {} layers  {} query / {} kv heads  {}\n", path, wanted.kind, wanted.prefill,
              wanted.continuation, wanted.layers, wanted.query_heads, wanted.kv_heads,
              size_text(std::filesystem::file_size(path)));
