@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 
@@ -86,13 +87,37 @@ Amount Amount::parse(std::string_view where_text, std::string_view text) {
   return tokens(n);
 }
 
-int Amount::of(int whole) const {
-  return is_fraction() ? static_cast<int>(std::floor(share * static_cast<double>(whole))) : count;
+namespace {
+
+__extension__ typedef __int128 Wide;
+
+/// floor(share * whole + halves / 2), the share taken as the decimal number that was written, of up to 15 digits: 0.29
+/// of 100 is 29, which the nearest double is not.
+int part_of(double share, int whole, int halves) {
+  std::array<char, 32> text{};
+  const char* const end = std::to_chars(text.begin(), text.end(), share, std::chars_format::scientific, 14).ptr;
+  Wide digits = 0, unit = 1;  // share = digits / unit
+  const char* c = text.begin();
+  for (bool point = false; *c != 'e'; ++c) {
+    if (*c == '.') {
+      point = true;
+      continue;
+    }
+    digits = 10 * digits + (*c - '0');
+    if (point) unit *= 10;
+  }
+  int exponent = 0;
+  std::from_chars(c + (c[1] == '+' ? 2 : 1), end, exponent);
+  if (exponent < -18) return halves / 2;  // less than a token of any prompt
+  for (; exponent < 0; ++exponent) unit *= 10;
+  return static_cast<int>((2 * digits * whole + halves * unit) / (2 * unit));
 }
 
-int Amount::of_prompt(int prompt) const {
-  return is_fraction() ? std::max(1, static_cast<int>(std::floor(share * static_cast<double>(prompt) + 0.5))) : count;
-}
+}  // namespace
+
+int Amount::of(int whole) const { return is_fraction() ? part_of(share, whole, 0) : count; }
+
+int Amount::of_prompt(int prompt) const { return is_fraction() ? std::max(1, part_of(share, prompt, 1)) : count; }
 
 std::string Amount::text() const {
   if (!is_fraction()) return std::to_string(count);

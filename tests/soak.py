@@ -232,6 +232,8 @@ def random_content(draw: np.random.Generator) -> tuple[Content, str]:
     seed = int(draw.integers(1 << 31))
     content = random_traces.normal(seed, layers, kv_heads * group, kv_heads, d, prompt, tokens, **others)
     kind = str(one_of(draw, "normal", "normal", "normal", "few keys", "sinks", "whole"))
+    if kind == "whole" and prompt < 4:
+        kind = "normal"  # so few logits may all be 0, up to rounding, and have no direction
     if kind == "few keys":
         content.k = [keys[:, draw.integers(0, min(5, tokens), tokens)] for keys in content.k]
     if kind == "sinks":
@@ -272,10 +274,12 @@ def drawn(seed: int) -> Drawn:
         budget = str(one_of(draw, budget, *draw.integers(4, prompt, size=3)))
     choice = str(one_of(draw, "continuation", "continuation", "all", f"last:{max(1, prompt // 3)}", "stride:5"))
     if content.q_positions is not None or kind == "whole":
-        choice = "continuation"  # a lone key's whole logit may be 0, and has no direction: attention_cosine:logits
+        choice = "continuation"
     policy = random_policy(draw)
     if policy.startswith("keydiff") and reference.budget_tokens(budget, prompt) < 2:
         budget = "2"  # two keys are equally far from their mean, and rounding decides
+    if "threshold" in policy and reference.budget_tokens(budget, prompt) >= prompt:
+        budget = "1"  # no budget binds it, and the references keep all of a prompt that fits
     if policy.startswith("truncate") and reference.budget_tokens(budget, prompt) < 12:
         budget = "12"  # room beside the question, which the rules take for granted
     return Drawn(content, policy, budget, choice, int(one_of(draw, 1, 2)))

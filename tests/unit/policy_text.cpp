@@ -284,6 +284,11 @@ TEST_F(PolicyFile, WhatIsWrongIsSaidWithItsLine) {
 
 TEST(Budget, LiteralWithAPointIsAFraction) {
   EXPECT_EQ(Budget::parse("0.1").tokens(480), 48);
+  EXPECT_EQ(Budget::parse("0.7").tokens(85), 60);  // 59.5 and a half, of which doubles lose the last bit
+  EXPECT_EQ(Budget::parse("29.3%").tokens(5000), 1465);
+  EXPECT_EQ(Amount::parse("share", "0.29").of(100), 29);
+  EXPECT_EQ(Amount::parse("share", "1e-300").of(100), 0);
+  EXPECT_EQ(Amount::parse("share", "1.0").of(100), 100);
   EXPECT_EQ(Budget::parse("10%").tokens(480), 48);
   EXPECT_EQ(Budget::parse("0.1").tokens(5), 1);    // floor(0.5 + 0.5)
   EXPECT_EQ(Budget::parse("0.1").tokens(14), 1);   // floor(1.4 + 0.5)
