@@ -1,4 +1,4 @@
-"""`--hypothesis-profile=long` looks at twenty times as many traces."""
+"""`--hypothesis-profile=long` looks at thirty times as many traces."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 
-for name, examples in (("default", 25), ("long", 500)):
+for name, examples in (("default", 15), ("long", 500)):
     settings.register_profile(
         name,
         max_examples=examples,
