@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -477,6 +478,7 @@ def main() -> int:
     parser.add_argument("--no-repair", action="store_true", help="checksums stay wrong")
     parser.add_argument("--show", type=int, metavar="N", help="only this mutant")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was done is logged
     BUILD.mkdir(parents=True, exist_ok=True)
     mutants = Mutants(options.seed, sound_folder(BUILD), repairs=not options.no_repair)
     if options.show is not None:
