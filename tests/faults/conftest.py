@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def some(request: pytest.FixtureRequest) -> int:
     """Every so many faults of a sweep are tried."""
-    return 1 if request.config.getoption("--every-fault", False) else 7
+    return 1 if request.config.getoption("--every-fault", False) else 13
 
 
 @pytest.fixture(scope="session")

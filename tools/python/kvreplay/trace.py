@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -116,6 +118,30 @@ class _Storage:
         pass
 
 
+class _Interruptions:
+    """SIGINT and SIGTERM while a trace is written: the first is kept until HDF5, which calls Python, has returned."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is signal.default_int_handler:
+                self._before[number] = signal.signal(number, self._keep)
+
+    def end(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _keep(self, number: int, frame: Any) -> None:
+        if self.came:
+            signal.default_int_handler(number, frame)
+        self.came = True
+
+
 class TraceWriter:
     """Writes PATH.partial, and renames it to PATH when all is there; on any exception the partial file goes.
 
@@ -139,15 +165,25 @@ class TraceWriter:
         access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
         creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
         creation.set_obj_track_times(False)
+        self._interruptions = _Interruptions()
+        self._interruptions.begin()
         try:
             self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
             self._lock()
             os.ftruncate(self._descriptor, 0)
-        except OSError as error:
-            raise _failure(self.path, error) from error
+        except BaseException as error:
+            self._interruptions.end()
+            if isinstance(error, OSError):
+                raise _failure(self.path, error) from error
+            raise
         self._storage = _Storage(self._descriptor)
         access.set_fileobj_driver(h5py.h5fd.fileobj_driver, self._storage)
-        self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+        try:
+            self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+        except BaseException:
+            self._interruptions.end()
+            self._remove_partial()
+            raise
 
     def _lock(self) -> None:
         """One writer a file; a killed one leaves no lock. File systems without locks are used without."""
@@ -160,13 +196,17 @@ class TraceWriter:
             pass
 
     def __enter__(self) -> TraceWriter:
-        self.attributes(
-            "/",
-            format=self._checker.schema["format"],
-            version=self._checker.schema["version"],
-            producer=self.producer,
-            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        )
+        try:
+            self.attributes(
+                "/",
+                format=self._checker.schema["format"],
+                version=self._checker.schema["version"],
+                producer=self.producer,
+                created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            )
+        except BaseException as error:  # an interruption, too: nobody else calls __exit__ before this has returned
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -182,6 +222,9 @@ class TraceWriter:
                 self._file.close()
             os.close(self._descriptor)
             self._remove_partial()
+            self._interruptions.end()
+        if kind is None and self._interruptions.came:  # after all was written: the trace stays, the program ends
+            raise KeyboardInterrupt
 
     def _finish(self) -> None:
         self._checker.attribute("/", "complete", 1)
@@ -209,6 +252,8 @@ class TraceWriter:
     def _heed_failure(self) -> None:
         if self._storage.failure:
             raise self._storage.failure
+        if self._interruptions.came:
+            raise KeyboardInterrupt
 
     def flush(self) -> None:
         """All written so far is in the file, for whoever reads it back."""
