@@ -135,7 +135,7 @@ struct PlannedTrace {
   Demand demand = {};
 };
 
-inline constexpr int numerics = 2;
+inline constexpr int numerics = 3;
 
 /// Opens and checks everything, computes nothing and writes nothing. Throws as run() does.
 std::vector<PlannedTrace> plan_run(const RunRequest& request);
