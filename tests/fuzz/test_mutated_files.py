@@ -36,7 +36,7 @@ def test_sound_files_are_read(sounds: Path, tmp_path: Path):
 
 
 def test_damaged_files_are_refused_or_read(sounds: Path, tmp_path: Path):
-    mutants = Mutants(seed=1, sounds=sounds, repairs=False)
+    mutants = Mutants(seed=1, sounds=sounds, repairs=True)
     assert mutate_files.mutate(mutants, 0, 31 * mutate_files.BATCH, 2, tmp_path) == []
     # Few of those that take a process each.
     first = 31 * mutate_files.BATCH
