@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Third-party headers -> folders whose own files may include them.
 ALLOWED = {
-    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis")),
+    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis", "tests/fuzz")),
     "Eigen": (r"<Eigen/", ("analysis/metrics", "tools/bench", "tools/cli")),
     "YAML": (r"<yaml-cpp/", ("core/policies",)),
     "OpenMP": (r"<omp\.h>", ("core/attention", "cuda", "tools/cli", "tools/bench", "tests/cuda/emulated")),

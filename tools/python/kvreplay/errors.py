@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 from enum import IntEnum
-
-DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class Refusal(IntEnum):

@@ -5,10 +5,9 @@ Shapes: q [Hq,Tq,d], k and v [Hkv,T,d], each float16, bfloat16 (ml_dtypes) or fl
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ import numpy as np
 import xxhash
 
 from kvreplay import __version__
-from kvreplay.errors import DISK_FULL, Error, Refusal
+from kvreplay.errors import Error, Refusal
 from kvreplay.schema import REAL_TYPES, Checker
 
 ALIGNMENT_THRESHOLD, ALIGNMENT = 65536, 4096  # bytes: tensors start on a page, so that they can be mapped
@@ -67,81 +66,6 @@ def refuse_existing(path: Path, force: bool) -> None:
         raise Error(str(path), "output", "a new file (or --force)", "an existing file", Refusal.USAGE)
 
 
-def _failure(path: Path, error: OSError) -> Error:
-    """What a writer's file system refused."""
-    if error.errno in DISK_FULL:
-        found = "no space left (nothing is kept)"
-        return Error(str(path), "disk", "room for the whole trace", found, Refusal.RESOURCES)
-    return Error(str(path), "output", "a folder that can be written", str(error), Refusal.USAGE)
-
-
-class _Storage:
-    """The file that HDF5 writes, as h5py's driver for Python's files calls it. HDF5 does not survive a write that
-    fails: the first failure is kept for the writer, and from there on nothing is written."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._position = 0
-        self._end = 0  # where HDF5 believes the file to end
-        self.failure: OSError | None = None
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + (self._end if whence == os.SEEK_END else 0)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: memoryview) -> int:
-        left = memoryview(data).cast("B")
-        try:
-            while left and not self.failure:
-                written = os.pwrite(self._descriptor, left, self._position)
-                left, self._position = left[written:], self._position + written
-        except OSError as error:
-            self.failure = error
-        self._position += len(left)
-        self._end = max(self._end, self._position)
-        return len(data)
-
-    def readinto(self, buffer: memoryview) -> int:
-        view = memoryview(buffer).cast("B")
-        read = os.preadv(self._descriptor, [view], self._position)
-        view[read:] = bytes(len(view) - read)
-        return len(view)
-
-    def truncate(self, size: int) -> None:
-        """The file itself keeps what is reserved until it is finished."""
-        self._end = size
-
-    def flush(self) -> None:
-        pass
-
-
-class _Interruptions:
-    """SIGINT and SIGTERM while a trace is written: the first is kept until HDF5, which calls Python, has returned."""
-
-    def __init__(self) -> None:
-        self.came = False
-        self._before: dict[int, Any] = {}
-
-    def begin(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is signal.default_int_handler:
-                self._before[number] = signal.signal(number, self._keep)
-
-    def end(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-    def _keep(self, number: int, frame: Any) -> None:
-        if self.came:
-            signal.default_int_handler(number, frame)
-        self.came = True
-
-
 class TraceWriter:
     """Writes PATH.partial, and renames it to PATH when all is there; on any exception the partial file goes.
 
@@ -163,27 +87,15 @@ class TraceWriter:
         access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V110)
         access.set_alignment(ALIGNMENT_THRESHOLD, ALIGNMENT)
         access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+        access.set_file_locking(False, True)
         creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
         creation.set_obj_track_times(False)
-        self._interruptions = _Interruptions()
-        self._interruptions.begin()
         try:
             self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
             self._lock()
-            os.ftruncate(self._descriptor, 0)
-        except BaseException as error:
-            self._interruptions.end()
-            if isinstance(error, OSError):
-                raise _failure(self.path, error) from error
-            raise
-        self._storage = _Storage(self._descriptor)
-        access.set_fileobj_driver(h5py.h5fd.fileobj_driver, self._storage)
-        try:
             self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
-        except BaseException:
-            self._interruptions.end()
-            self._remove_partial()
-            raise
+        except OSError as error:
+            raise Error(str(self.path), "output", "a folder that can be written", str(error), Refusal.USAGE) from error
 
     def _lock(self) -> None:
         """One writer a file; a killed one leaves no lock. File systems without locks are used without."""
@@ -196,35 +108,24 @@ class TraceWriter:
             pass
 
     def __enter__(self) -> TraceWriter:
-        try:
-            self.attributes(
-                "/",
-                format=self._checker.schema["format"],
-                version=self._checker.schema["version"],
-                producer=self.producer,
-                created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            )
-        except BaseException as error:  # an interruption, too: nobody else calls __exit__ before this has returned
-            self.__exit__(type(error), error, None)
-            raise
+        self.attributes(
+            "/",
+            format=self._checker.schema["format"],
+            version=self._checker.schema["version"],
+            producer=self.producer,
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
             if kind is None:
                 self._finish()
-            elif isinstance(error, OSError):
-                raise error
-        except OSError as refused:
-            raise _failure(self.path, refused) from refused
         finally:
             if self._file.valid:
                 self._file.close()
             os.close(self._descriptor)
-            self._remove_partial()
-            self._interruptions.end()
-        if kind is None and self._interruptions.came:  # after all was written: the trace stays, the program ends
-            raise KeyboardInterrupt
+            self.partial.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         self._checker.attribute("/", "complete", 1)
@@ -234,31 +135,23 @@ class TraceWriter:
         self.flush()
         size = self._file.get_filesize()
         self._file.close()
-        self._heed_failure()
         os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
         os.replace(self.partial, self.path)
 
-    def _remove_partial(self) -> None:
-        try:
-            self.partial.unlink(missing_ok=True)
-        except OSError:  # it stays as a killed writer's does; what went wrong has been said
-            pass
-
     def _reserve(self, size: int) -> None:
-        """Disk for `size` more bytes and the headers around them, so that a full disk shows before they are written."""
-        os.posix_fallocate(self._descriptor, 0, self._file.get_filesize() + size + HEADER_ROOM)
-
-    def _heed_failure(self) -> None:
-        if self._storage.failure:
-            raise self._storage.failure
-        if self._interruptions.came:
-            raise KeyboardInterrupt
+        """Disk for `size` more bytes and the headers around them. HDF5 itself does not survive a full disk."""
+        try:
+            os.posix_fallocate(self._descriptor, 0, self._file.get_filesize() + size + HEADER_ROOM)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            found = "no space left (nothing is kept)"
+            raise Error(str(self.path), "disk", "room for the whole trace", found, Refusal.RESOURCES) from error
 
     def flush(self) -> None:
         """All written so far is in the file, for whoever reads it back."""
         h5py.h5f.flush(self._file)
-        self._heed_failure()
 
     def _group(self, path: str) -> None:
         """Creates a group and those above it, without times."""
@@ -318,7 +211,6 @@ class TraceWriter:
         self._reserve(array.nbytes)
         created = h5py.h5d.create(self._file, path.encode(), file_type, space, dcpl=creation)
         created.write(h5py.h5s.ALL, h5py.h5s.ALL, _storable(array), mtype=file_type)
-        self._heed_failure()
         if rule["type"] == "real" and self._checker.attribute_rule(path, "xxh3") and rule["shape"][-1] == "d":
             self.attributes(path, xxh3=xxhash.xxh3_128(_storable(array)).hexdigest())
 
