@@ -156,9 +156,7 @@ def interrupted_at_question_1() -> Iterator[None]:
         yield
 
 
-def test_an_interrupted_call_goes_on(
-    prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_call_goes_on(prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with interrupted_at_question_1():
         assert corpus.main(["-o", str(tmp_path)]) == 130
     expected = "kvreplay: corpus: interrupted, finished traces stay, and the same command goes on from there"
@@ -248,16 +246,16 @@ def test_another_model_is_noticed(prompts: list[Prompt], tmp_path: Path, monkeyp
 
 
 def test_rows_are_true_after_an_interrupted_call(prompts: list[Prompt], tmp_path: Path) -> None:
-    """Other text of the same size: a row of before would not show."""
+    """A row of before would not be true of the file that has another text now."""
     assert corpus.main(["-o", str(tmp_path)]) == 0
-    needle, size = tmp_path / "needle-60-d50.h5", (tmp_path / "needle-60-d50.h5").stat().st_size
+    needle = tmp_path / "needle-60-d50.h5"
     prompts[0] = replace(PROMPTS[0], context=f"{NEEDLE} The tide was late. It rained.")
     prompts[1] = replace(PROMPTS[1], question="When did the boat sink?")
 
     with interrupted_at_question_1():
         assert corpus.main(["-o", str(tmp_path)]) == 130
     rows = manifest(tmp_path)
-    assert [row["name"] for row in rows] == ["needle-60-d50", "chat-1"] and needle.stat().st_size == size
+    assert [row["name"] for row in rows] == ["needle-60-d50", "chat-1"]
     assert not (tmp_path / "question-1.h5").exists()
     assert rows[0]["needle_depth"] == "0.000"
     assert rows[0]["file_hash"] == xxhash.xxh3_128_hexdigest(needle.read_bytes())

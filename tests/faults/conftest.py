@@ -46,7 +46,8 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> Synth:
 @pytest.fixture(scope="session")
 def capture(tmp_path_factory: pytest.TempPathFactory, interposed: Path) -> Capture:
     """Of a tiny model, done once undisturbed."""
-    pytest.skip("the writer of captures does not stand these faults yet")
+    pytest.importorskip("torch", reason="capture needs tools/setup build python")
+    pytest.importorskip("transformers", reason="capture needs tools/setup build python")
     return Capture.prepared(tmp_path_factory.mktemp("capture"), interposed)
 
 

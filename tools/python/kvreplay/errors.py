@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
+
+DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class Refusal(IntEnum):

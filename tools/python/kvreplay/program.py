@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kvreplay import __version__
-from kvreplay.errors import Error, Refusal
+from kvreplay.errors import DISK_FULL, Error, Refusal
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,6 +64,11 @@ def not_installed(command: str, missing: ModuleNotFoundError) -> Error:
     return Error(command, f"{missing.name} is not installed", need, "", Refusal.CAPABILITY)
 
 
+def _drop_output() -> None:
+    """What is left in stdout's buffer has nowhere to go: without this the interpreter's own flush would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
     """Does the work; what is refused is one line on stderr, and so is what an interruption left, if `kept` says it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -77,14 +82,20 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
         print(f"kvreplay: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # What is left in the buffer has no reader either: without this the interpreter's own flush would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return int(Refusal.UNREAD)
+    except MemoryError:
+        print(f"kvreplay: {command}: out of memory", file=sys.stderr)
+        return int(Refusal.RESOURCES)
     except KeyboardInterrupt:
         if kept:
             print(f"kvreplay: {command}: interrupted, {kept}", file=sys.stderr)
         return int(Refusal.INTERRUPTED)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            _drop_output()
+            print(f"kvreplay: {command}: disk full: {error.filename or 'standard output'}", file=sys.stderr)
+            return int(Refusal.RESOURCES)
         traceback.print_exc()
         print(f"kvreplay: {command}: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
         return int(Refusal.INTERNAL)

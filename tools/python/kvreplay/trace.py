@@ -5,14 +5,17 @@ Shapes: q [Hq,Tq,d], k and v [Hkv,T,d], each float16, bfloat16 (ml_dtypes) or fl
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import functools
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import ml_dtypes
@@ -20,13 +23,15 @@ import numpy as np
 import xxhash
 
 from kvreplay import __version__
-from kvreplay.errors import Error, Refusal
+from kvreplay.errors import DISK_FULL, Error, Refusal
 from kvreplay.schema import REAL_TYPES, Checker
 
 ALIGNMENT_THRESHOLD, ALIGNMENT = 65536, 4096  # bytes: tensors start on a page, so that they can be mapped
 HEADER_ROOM = 1 << 18  # bytes: far more than the headers that HDF5 writes between two datasets
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 PRODUCER = f"kvreplay {__version__}"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,91 @@ def refuse_existing(path: Path, force: bool) -> None:
         raise Error(str(path), "output", "a new file (or --force)", "an existing file", Refusal.USAGE)
 
 
+class _Storage:
+    """The file that HDF5 writes, as h5py's driver for Python's files calls it. HDF5 does not survive a write that
+    fails: the first failure is kept for the writer, and from there on nothing is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._position = 0
+        self._end = 0  # where HDF5 believes the file to end
+        self.failure: OSError | None = None
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (self._end if whence == os.SEEK_END else 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: memoryview) -> int:
+        left = memoryview(data).cast("B")
+        try:
+            while left and not self.failure:
+                written = os.pwrite(self._descriptor, left, self._position)
+                left, self._position = left[written:], self._position + written
+        except OSError as error:
+            self.failure = error
+        self._position += len(left)
+        self._end = max(self._end, self._position)
+        return len(data)
+
+    def readinto(self, buffer: memoryview) -> int:
+        """What was never written, or could not be, is zeros."""
+        view = memoryview(buffer).cast("B")
+        read = os.preadv(self._descriptor, [view], self._position)
+        view[read:] = bytes(len(view) - read)
+        return len(view)
+
+    def truncate(self, size: int) -> None:
+        """The file itself keeps what is reserved until it is finished."""
+        self._end = size
+
+    def flush(self) -> None:
+        pass
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for the end of the block."""
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *interruption: came.append(interruption))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)
+
+
+def _calls_hdf5(method: Method) -> Method:
+    """HDF5 calls Python where it writes, and must not be left from there: an interruption waits until the method has
+    returned, and so does what the file system refused."""
+
+    @functools.wraps(method)
+    def call(self: TraceWriter, *arguments: Any, **named: Any) -> Any:
+        try:
+            with _uninterrupted():
+                result = method(self, *arguments, **named)
+            if self._storage.failure:
+                raise self._storage.failure
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                found = "no space left (nothing is kept)"
+                raise Error(str(self.path), "disk", "room for the whole trace", found, Refusal.RESOURCES) from error
+            raise Error(str(self.path), "output", "a folder that can be written", str(error), Refusal.USAGE) from error
+        return result
+
+    return call  # type: ignore[return-value]
+
+
 class TraceWriter:
     """Writes PATH.partial, and renames it to PATH when all is there; on any exception the partial file goes.
 
@@ -83,19 +173,29 @@ class TraceWriter:
         self.partial = self.path.with_name(self.path.name + ".partial")
         refuse_existing(self.path, force)
         self._checker = Checker(str(self.path))
+        self._descriptor = -1
+        self._file: h5py.h5f.FileID | None = None
+        self._storage = _Storage(-1)
+        try:
+            self._create()
+        except BaseException:
+            self._leave()
+            raise
+
+    @_calls_hdf5
+    def _create(self) -> None:
+        self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock()
+        os.ftruncate(self._descriptor, 0)
+        self._storage = _Storage(self._descriptor)
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V110)
         access.set_alignment(ALIGNMENT_THRESHOLD, ALIGNMENT)
         access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-        access.set_file_locking(False, True)
+        access.set_fileobj_driver(h5py.h5fd.fileobj_driver, self._storage)
         creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
         creation.set_obj_track_times(False)
-        try:
-            self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
-            self._lock()
-            self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
-        except OSError as error:
-            raise Error(str(self.path), "output", "a folder that can be written", str(error), Refusal.USAGE) from error
+        self._file = h5py.h5f.create(os.fsencode(self.partial), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
 
     def _lock(self) -> None:
         """One writer a file; a killed one leaves no lock. File systems without locks are used without."""
@@ -103,18 +203,23 @@ class TraceWriter:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._descriptor)
+            self._descriptor = -1
             raise Error(str(self.partial), "output", "one writer", "another at work", Refusal.USAGE) from error
         except OSError:
             pass
 
     def __enter__(self) -> TraceWriter:
-        self.attributes(
-            "/",
-            format=self._checker.schema["format"],
-            version=self._checker.schema["version"],
-            producer=self.producer,
-            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        )
+        try:
+            self.attributes(
+                "/",
+                format=self._checker.schema["format"],
+                version=self._checker.schema["version"],
+                producer=self.producer,
+                created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            )
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -122,11 +227,20 @@ class TraceWriter:
             if kind is None:
                 self._finish()
         finally:
-            if self._file.valid:
-                self._file.close()
-            os.close(self._descriptor)
-            self.partial.unlink(missing_ok=True)
+            self._leave()
 
+    def _leave(self) -> None:
+        """Closes the file, and removes what is not finished."""
+        with _uninterrupted():
+            if self._file is not None and self._file.valid:
+                self._file.close()
+            if self._descriptor >= 0:
+                with suppress(OSError):  # it stays, as a killed writer's does
+                    self.partial.unlink(missing_ok=True)
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    @_calls_hdf5
     def _finish(self) -> None:
         self._checker.attribute("/", "complete", 1)
         self._checker.finish()
@@ -135,20 +249,17 @@ class TraceWriter:
         self.flush()
         size = self._file.get_filesize()
         self._file.close()
+        if self._storage.failure:
+            raise self._storage.failure
         os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
         os.replace(self.partial, self.path)
 
     def _reserve(self, size: int) -> None:
-        """Disk for `size` more bytes and the headers around them. HDF5 itself does not survive a full disk."""
-        try:
-            os.posix_fallocate(self._descriptor, 0, self._file.get_filesize() + size + HEADER_ROOM)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
-            found = "no space left (nothing is kept)"
-            raise Error(str(self.path), "disk", "room for the whole trace", found, Refusal.RESOURCES) from error
+        """Disk for `size` more bytes and the headers around them, so that a full disk shows before they are written."""
+        os.posix_fallocate(self._descriptor, 0, self._file.get_filesize() + size + HEADER_ROOM)
 
+    @_calls_hdf5
     def flush(self) -> None:
         """All written so far is in the file, for whoever reads it back."""
         h5py.h5f.flush(self._file)
@@ -165,6 +276,7 @@ class TraceWriter:
             h5py.h5g.create(self._file, built.encode(), gcpl=creation)
             self._checker.group(built)
 
+    @_calls_hdf5
     def attributes(self, path: str, **values: Any) -> None:
         """Attributes of a group (made if new) or dataset, each checked."""
         if path != "/" and path.encode() not in self._file:
@@ -185,6 +297,7 @@ class TraceWriter:
         scalar = h5py.h5s.create(h5py.h5s.SCALAR)
         h5py.h5a.create(target, name.encode(), kind, scalar).write(data, mtype=kind)
 
+    @_calls_hdf5
     def dataset(self, path: str, data: np.ndarray | str | Sequence[Span]) -> None:
         """Writes one dataset of the schema, contiguous and allocated early."""
         rule = self._checker.dataset_rule(path)
@@ -247,6 +360,7 @@ class TraceWriter:
             if array is not None:
                 self.dataset(f"{base}/{name}", array)
 
+    @_calls_hdf5
     def read_back(self, number: int, name: str) -> np.ndarray:
         """A tensor of a written layer as it lies in the file, mapped."""
         self.flush()

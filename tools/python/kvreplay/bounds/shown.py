@@ -22,6 +22,7 @@ def means(found: pd.DataFrame) -> pd.DataFrame:
 
 def document(found: pd.DataFrame) -> dict:
     """For JSON."""
+
     def records(rows: pd.DataFrame) -> list[dict]:
         return rows.astype(object).where(rows.notna(), None).to_dict("records")
 

@@ -120,9 +120,7 @@ class Comparison:
     @cached_property
     def lines(self) -> pd.DataFrame:
         """Columns of `statistics.paired` with `heads` and `role` of each policy, and what is better of each metric."""
-        lines = statistics.paired(
-            self.rows, self.cluster, self.baseline, self.better, self.seed, self.unequal_memory
-        )
+        lines = statistics.paired(self.rows, self.cluster, self.baseline, self.better, self.seed, self.unequal_memory)
         facts = self.rows.groupby("label").agg({"heads": "first", "role": "first", "memory": "max"})
         lines = lines.rename(columns={"name": "metric", "label": "policy"})
         lines.insert(1, "unit", lines["metric"].map(self.units))

@@ -58,6 +58,7 @@ def parser() -> Parser:
 
 def check_options(arguments: argparse.Namespace) -> re.Pattern[str] | None:
     """What can be refused before anything is read; the pattern of --same-prompt."""
+
     def refuse(where: str, what: str, expected: str, found: object) -> None:
         raise Error(where, what, expected, str(found), Refusal.USAGE)
 
