@@ -12,6 +12,7 @@
 #include "analysis/replaced_file.h"
 #include "parameters.h"
 #include "trace/hdf5.h"
+#include "trace/hdf5_copy.h"
 
 namespace kvreplay {
 namespace {
@@ -46,11 +47,6 @@ std::vector<int> numbers_of(const Group& object, const std::string& name) {
   const hdf5::Type type = hdf5::Type::int32();
   if (H5Aread(attribute.id(), type.id(), stored.data()) < 0) throw hdf5::failure(object.where(name), "cannot be read");
   return {stored.begin(), stored.end()};
-}
-
-void copy(const Group& from, const std::string& name, const Group& to) {
-  if (H5Ocopy(from.id(), name.c_str(), to.id(), name.c_str(), H5P_DEFAULT, H5P_DEFAULT) < 0)
-    throw hdf5::failure(to.where() + "/" + name, "cannot be copied from " + from.where());
 }
 
 void write_matrix(Group& group, const std::string& name, const Matrix& matrix) {
@@ -358,7 +354,7 @@ void write_trace_arrays(Group& group, const std::optional<Group>& old, const Par
       copy(*old, name, group);
 }
 
-void copy_text(const std::filesystem::path& source, const Group& group) {
+void copy_text(const std::filesystem::path& source, Group& group) {
   const File file = File::open_walked(source);
   for (const char* name : {"tokens", "spans"})
     if (file.member(name) != Group::Member::none) copy(file, name, group);
@@ -608,7 +604,7 @@ void write_selections(const std::filesystem::path& path, const std::vector<std::
   {
     file.set_attribute("format", "kvselections");
     file.set_attribute("version", std::int64_t{1});
-    const Group traces = file.create_group("traces"), cells = file.create_group("cells");
+    Group traces = file.create_group("traces"), cells = file.create_group("cells");
     for (const std::filesystem::path& part : parts) {
       const File from = File::open_walked(part);
       const Group from_traces = from.group("traces"), from_cells = from.group("cells"), sets = from.group("sets");

@@ -99,6 +99,18 @@ const char* class_name(H5T_class_t type_class) {
   }
 }
 
+/// No step of a path is followed out of the file, or to where another name leads.
+void require_hard_links(hid_t group, const std::string& path, const std::string& where) {
+  for (std::size_t end = 0; end != std::string::npos;) {
+    end = path.find('/', end + 1);
+    H5L_info_t link;
+    require(H5Lget_info(group, path.substr(0, end).c_str(), &link, H5P_DEFAULT), where, "cannot be looked up");
+    if (link.type != H5L_TYPE_HARD)
+      throw Error{Refusal::input, where, "link", "an object of this file",
+                  link.type == H5L_TYPE_SOFT ? "a soft link" : "a link out of it"};
+  }
+}
+
 herr_t add_link_name(hid_t, const char* name, const H5L_info_t*, void* names) {
   static_cast<std::vector<std::string>*>(names)->emplace_back(name);
   return 0;
@@ -405,11 +417,7 @@ std::string Group::where_of(const std::string& name) const {
 Group::Member Group::member(const std::string& name) const {
   if (require(H5Lexists(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be looked up") == 0)
     return Member::none;
-  H5L_info_t link;
-  require(H5Lget_info(id(), name.c_str(), &link, H5P_DEFAULT), where_of(name), "cannot be looked up");
-  if (link.type != H5L_TYPE_HARD)
-    throw Error{Refusal::input, where_of(name), "link", "an object of this file",
-                link.type == H5L_TYPE_SOFT ? "a soft link" : "a link out of it"};
+  require_hard_links(id(), name, where_of(name));
   const Handle object{require(H5Oopen(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be opened"), H5Oclose};
   const H5I_type_t type = H5Iget_type(object.id());
   return type == H5I_GROUP ? Member::group : type == H5I_DATASET ? Member::dataset : Member::other;
@@ -424,11 +432,13 @@ std::vector<std::string> Group::names() const {
 
 Group Group::group(const std::string& name) const {
   const std::string at = where_of(name);
+  require_hard_links(id(), name, at);
   return {Handle{require(H5Gopen2(id(), name.c_str(), H5P_DEFAULT), at, "cannot be opened"), H5Gclose}, at};
 }
 
 Dataset Group::dataset(const std::string& name) const {
   const std::string at = where_of(name);
+  require_hard_links(id(), name, at);
   return {Handle{require(H5Dopen2(id(), name.c_str(), H5P_DEFAULT), at, "cannot be opened"), H5Dclose}, at};
 }
 

@@ -332,8 +332,11 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{H2O} --force=yes", "--force: takes no value"),
     (USAGE, f"{H2O} --device cpu --device cpu", "--device: given twice"),
     (USAGE, f"{H2O} --device gpu", "--device: unknown device: expected auto, cpu or cuda[:N], found gpu"),
-    (USAGE, f"{H2O} --device cpu --device-memory 1G",
-     "--device-memory: says what a GPU's memory may hold: expected --device cuda or auto, found --device cpu"),
+    (
+        USAGE,
+        f"{H2O} --device cpu --device-memory 1G",
+        "--device-memory: says what a GPU's memory may hold: expected --device cuda or auto, found --device cpu",
+    ),
     (USAGE, f"{H2O} --device cuda:x", '--device: not a number: expected a whole number, found "x"'),
     (
         USAGE,
@@ -414,7 +417,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{H2O} --structure heads=rows",
-        "--structure:heads: unknown value: expected one of layer, kv, query, own, found \"rows\"",
+        '--structure:heads: unknown value: expected one of layer, kv, query, own, found "rows"',
     ),
     (USAGE, f"{H2O} --structure 16", "--structure: not a value: expected page=16,heads=layer, found 16"),
     (

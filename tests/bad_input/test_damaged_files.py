@@ -4,12 +4,17 @@
 got a few other bytes: HDF5 1.10.8 crashes on one when their objects are walked, and asks for some GiB at the other.
 """
 
+import gzip
 import os
+import re
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import pytest
 
 PROGRAM = Path(os.environ.get("KVREPLAY", Path(__file__).parents[2] / "build" / "release" / "kvreplay")).resolve()
@@ -17,7 +22,9 @@ DAMAGED = sorted((Path(__file__).parent / "damaged").glob("*.h5"))
 
 
 def kvreplay(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where the commands in Python are
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run([PROGRAM, *words], cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
 
 
 @pytest.fixture
@@ -37,11 +44,51 @@ def test_a_part_that_hdf5_cannot_survive_is_refused(damaged: Path, run_folder: P
     assert "out/parts/a.h5: damaged: expected an HDF5 file that the library can walk, found " in refused.stderr
 
 
+def test_a_part_whose_cells_hdf5_cannot_copy(tmp_path: Path) -> None:
+    """Every object can be looked up, and H5Ocopy of HDF5 1.10.8 crashes."""
+    part = gzip.decompress((Path(__file__).parent / "damaged/part_that_crashes_copies.h5.gz").read_bytes())
+    assert kvreplay("synth", "fixture", "-o", "trace.h5", folder=tmp_path).returncode == 0
+    (tmp_path / "out/parts").mkdir(parents=True)
+    (tmp_path / "out/parts/trace.h5").write_bytes(part)
+    words = "replay trace.h5 -p h2o -b 6 --metrics attention_recall -o out".split()
+    went_on = kvreplay(*words, folder=tmp_path)
+    assert went_on.returncode in (0, 3), went_on
+
+
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)
 def test_as_a_trace_it_is_refused_before(damaged: Path, tmp_path: Path) -> None:
     refused = kvreplay("info", damaged, folder=tmp_path)
     assert refused.returncode == 3
     assert refused.stderr.endswith(f"{damaged}: superblock version: expected 2 or 3, found 0\n")
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)
+def test_selections_that_hdf5_cannot_survive_are_refused_by_plots_and_reports(damaged: Path, run_folder: Path) -> None:
+    shutil.copy(damaged, run_folder / "out/selections.h5")
+    for words in (["plot", "heatmap", "out", "-o", "heatmap.png"], ["report", "out"]):
+        refused = kvreplay(*words, folder=run_folder)
+        assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
+        assert "out/selections.h5: damaged: expected an HDF5 file that the library can walk, found " in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "found"),
+    [
+        (lambda file: file.update({"cells/more": h5py.SoftLink("/traces")}), "link: .* found a soft link"),
+        (lambda file: file.update({"cells/more": h5py.ExternalLink("b.h5", "/")}), "link: .* found a link out of it"),
+        (
+            lambda file: file.create_dataset("cells/more", (4,), "i4", external="/etc/passwd"),
+            "layout: expected stored in this file, found other files",
+        ),
+    ],
+    ids=["soft link", "external link", "external storage"],
+)
+def test_selections_that_lead_elsewhere(elsewhere: Callable[[h5py.File], object], found: str, run_folder: Path) -> None:
+    with h5py.File(run_folder / "out/selections.h5", "r+") as file:
+        elsewhere(file)
+    refused = kvreplay("plot", "heatmap", "out", "-o", "heatmap.png", folder=run_folder)
+    assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
+    assert re.search(f"out/selections.h5:/cells/more: {found}$", refused.stderr.strip()), refused
 
 
 def test_a_trace_that_shrinks_while_it_is_replayed(tmp_path: Path) -> None:

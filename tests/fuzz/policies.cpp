@@ -12,14 +12,9 @@ namespace kvreplay {
 namespace {
 
 struct Sound {
-  OwnFolder folder;
-  Trace trace = made(folder / "small.h5");
+  SmallTrace small;
+  const Trace& trace = *small;
   std::unique_ptr<Backend> backend = make_backend("cpu", 1);
-
-  static Trace made(const std::filesystem::path& path) {
-    write_small_trace(path);
-    return Trace::open(path);
-  }
 };
 
 class Listener final : public Sink {

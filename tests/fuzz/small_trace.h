@@ -5,6 +5,8 @@
 #include <filesystem>
 #include <vector>
 
+#include "survival.h"
+#include "trace/trace.h"
 #include "trace/writer.h"
 
 namespace kvreplay {
@@ -58,5 +60,21 @@ inline void write_small_trace(const std::filesystem::path& path, int last_querie
   }
   writer.finish();
 }
+
+/// That trace, open.
+class SmallTrace {
+ public:
+  SmallTrace() : trace_(made(folder_ / "small.h5")) {}
+  const Trace& operator*() const { return trace_; }
+
+ private:
+  static Trace made(const std::filesystem::path& path) {
+    write_small_trace(path);
+    return Trace::open(path);
+  }
+
+  OwnFolder folder_;
+  Trace trace_;
+};
 
 }  // namespace kvreplay

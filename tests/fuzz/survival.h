@@ -3,9 +3,12 @@
 
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <span>
 #include <string>
 
 #include "error.h"
@@ -45,6 +48,13 @@ class OwnFolder {
     std::filesystem::remove_all(path_, ignored);
   }
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+
+  /// The file of that name, with these bytes alone.
+  std::filesystem::path with(const std::string& name, std::span<const std::uint8_t> bytes) const {
+    std::ofstream(path_ / name, std::ios::binary | std::ios::trunc)
+        .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    return path_ / name;
+  }
 
  private:
   std::filesystem::path path_;

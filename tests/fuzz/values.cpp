@@ -13,16 +13,6 @@
 namespace kvreplay {
 namespace {
 
-struct Sound {
-  OwnFolder folder;
-  Trace trace = made(folder / "small.h5");
-
-  static Trace made(const std::filesystem::path& path) {
-    write_small_trace(path);
-    return Trace::open(path);
-  }
-};
-
 void read_budget(const std::string& text) {
   const Budget budget = Budget::parse(text);
   for (const int prompt : {1, 20, 4096, INT32_MAX}) {
@@ -58,7 +48,7 @@ void read_amount(const std::string& text) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kvreplay;
-  static const Sound sound;
+  static const SmallTrace small;
   FuzzedDataProvider bytes(data, size);
   const int kind = bytes.ConsumeIntegralInRange(0, 9);
   const std::string text = bytes.ConsumeRemainingBytesAsString();
@@ -67,11 +57,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       case 0:
         return read_budget(text);
       case 1:
-        return read_metrics(sound.trace, text);
+        return read_metrics(*small, text);
       case 2:
-        return read_queries(sound.trace, text);
+        return read_queries(*small, text);
       case 3:
-        return read_boundary(sound.trace, text);
+        return read_boundary(*small, text);
       case 4:
         Structure::parse(text).around("h2o");
         return;

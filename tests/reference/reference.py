@@ -210,7 +210,8 @@ def budget_tokens(literal: str, prompt: int) -> int:
 
 
 def protection(sinks: int, window: int, budget: int, prompt: int) -> np.ndarray:
-    """The first min(s,B) and the last min(w, B-s') of the prompt, ascending."""
+    """The first min(s,B) and the last min(w, B-s') of the prompt, ascending; no more than it has."""
+    budget = min(budget, prompt)
     sinks = min(sinks, budget)
     window = min(window, budget - sinks)
     return np.union1d(np.arange(sinks), np.arange(prompt - window, prompt))

@@ -250,6 +250,8 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     trace, parameters = case.trace, case.parameters
     if name == "expected-attention":
         fixed = protection(base.number("sinks"), 0, case.budget, trace.prompt)
+    elif name == "h2o":
+        fixed = protection(0, tokens_of(base.parameters["recent"], case.budget), case.budget, trace.prompt)
     else:
         fixed = protection(0, base.number("window"), case.budget, trace.prompt)
     first = max(0, int(Fraction(parameters["first"]) * case.budget) - len(fixed))
@@ -259,6 +261,8 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     for index, layer in enumerate(trace.treated):
         if name == "expected-attention":
             scores = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads)
+        elif name == "h2o":
+            scores = aggregate(cumulative_attention(trace, layer), "kv", base.parameters["agg"], trace.kv_heads)
         else:
             scores = window_scores(base, layer)
         scores = np.pad(scores, ((0, 0), (0, trace.prompt - scores.shape[1])))

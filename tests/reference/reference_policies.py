@@ -159,9 +159,7 @@ def everything(case: Case, policy: Policy) -> Selection:
     asked = POLICIES[policy.name](dataclasses.replace(case, literal=str(case.trace.prompt), follow=None))
     whole = dataclasses.replace(case, parameters={"heads": asked.heads})
     selection = uniform(whole, lambda layer, row: every, every[:0])
-    return dataclasses.replace(
-        selection, protected=asked.protected, layer_heads=asked.layer_heads, stored=asked.stored
-    )
+    return dataclasses.replace(selection, protected=asked.protected, layer_heads=asked.layer_heads, stored=asked.stored)
 
 
 def hybrid(case: Case) -> Selection:

@@ -224,7 +224,7 @@ def random_at_threshold(case: Case) -> Selection:
         order = hash_order(case.number("seed"), layer, row, np.setdiff1d(now, fixed))
         return same(np.union1d(fixed, order[: keep - len(fixed)]), theirs)
 
-    return at_threshold(case, choose, protection(sinks, window, case.trace.prompt, case.trace.prompt), scored=False)
+    return at_threshold(case, choose, protection(sinks, window, keep, case.trace.prompt), scored=False)
 
 
 def h2o_at_threshold(case: Case) -> Selection:

@@ -19,6 +19,7 @@
 #include "python_policy.h"
 #include "replay_traces.h"
 #include "trace.h"
+#include "trace/child_walk.h"
 #include "view.h"
 
 namespace kvreplay::python {
@@ -132,6 +133,9 @@ NB_MODULE(_engine, module) {
       },
       "budget"_a, "(fraction of the prompt, tokens) that a budget says; the other one is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
+  module.def(
+      "walk_in_child", [](const std::string& path) { kvreplay::walk_in_child(path); }, "path"_a,
+      "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, or asks for all memory.");
   module.def("replay", python::replay, "words"_a, "progress"_a,
              "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");
   module.def(

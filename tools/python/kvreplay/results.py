@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.hdf5_file import open_to_read
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -254,7 +255,7 @@ class Run:
         """selections.h5, open for reading."""
         path = self.folder / "selections.h5"
         try:
-            file = h5py.File(path, "r", locking=False)
+            file = open_to_read(path)
         except OSError as problem:
             raise Error(str(path), "unreadable", "an HDF5 file", str(problem)) from problem
         found = (text(file.attrs.get("format", "none")), int(file.attrs.get("version", 0)))

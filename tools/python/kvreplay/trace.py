@@ -24,6 +24,7 @@ import xxhash
 
 from kvreplay import __version__
 from kvreplay.errors import DISK_FULL, Error, Refusal
+from kvreplay.hdf5_file import open_to_read
 from kvreplay.schema import REAL_TYPES, Checker
 
 ALIGNMENT_THRESHOLD, ALIGNMENT = 65536, 4096  # bytes: tensors start on a page, so that they can be mapped
@@ -399,7 +400,7 @@ class Trace:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._file = h5py.File(self.path, "r", locking=False)
+            self._file = open_to_read(self.path)
         except OSError as error:
             raise Error(str(path), "file", "a trace that can be read", str(error), Refusal.INPUT) from error
         try:

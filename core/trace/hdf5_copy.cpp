@@ -1,0 +1,78 @@
+#include "trace/hdf5_copy.h"
+
+#include <fmt/format.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+
+namespace kvreplay::hdf5 {
+namespace {
+
+/// Bytes that fit into an object's header.
+constexpr std::size_t largest_attribute = std::size_t{1} << 16;
+
+/// Groups that hold what is copied.
+using Around = std::set<std::uint64_t>;
+
+void require_fixed_size(const Type& type, const std::string& where) {
+  if (type.has_variable_length()) throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
+}
+
+void copy_attributes(const Object& from, const Object& to) {
+  for (const std::string& name : from.attribute_names()) {
+    const Handle old{H5Aopen(from.id(), name.c_str(), H5P_DEFAULT), H5Aclose};
+    if (old.id() < 0) throw failure(from.where(name), "cannot be read");
+    const Type type{H5Aget_type(old.id()), H5Tclose};
+    const Space space{H5Aget_space(old.id()), H5Sclose};
+    require_fixed_size(type, from.where(name));
+    const hssize_t count = H5Sget_simple_extent_npoints(space.id());
+    if (count < 0) throw failure(from.where(name), "cannot be read");
+    if (static_cast<std::uint64_t>(count) > largest_attribute / type.bytes())
+      throw Error{Refusal::input, from.where(name), "size", fmt::format("at most {} bytes", largest_attribute),
+                  fmt::format("{} elements of {}", count, type.bytes())};
+    std::vector<std::byte> bytes(static_cast<std::size_t>(count) * type.bytes());
+    if (count > 0 && H5Aread(old.id(), type.id(), bytes.data()) < 0) throw failure(from.where(name), "cannot be read");
+    const Handle made{H5Acreate2(to.id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose};
+    if (made.id() < 0 || (count > 0 && H5Awrite(made.id(), type.id(), bytes.data()) < 0))
+      throw failure(to.where(name), "cannot be written");
+  }
+}
+
+void copy_dataset(const Dataset& from, const std::string& name, Group& to) {
+  from.require_plain_storage();
+  const Type type = from.type();
+  require_fixed_size(type, from.where());
+  std::vector<std::byte> bytes(from.stored_elements() * type.bytes());
+  if (!bytes.empty()) from.read(type, bytes.data());
+  Dataset made = to.create_dataset(name, type, from.shape());
+  if (!bytes.empty()) made.write(type, bytes.data());
+  copy_attributes(from, made);
+}
+
+void copy_member(const Group& from, const std::string& name, Group& to, Around around);
+
+void copy_group(const Group& from, const std::string& name, Group& to, Around around) {
+  if (!around.insert(from.number()).second)
+    throw Error{Refusal::input, from.where(), "link", "an object beneath its group", "a group around it"};
+  Group made = to.create_group(name);
+  copy_attributes(from, made);
+  for (const std::string& member : from.names()) copy_member(from, member, made, around);
+}
+
+void copy_member(const Group& from, const std::string& name, Group& to, Around around) {
+  if (from.member(name) == Group::Member::dataset)
+    copy_dataset(from.dataset(name), name, to);
+  else
+    copy_group(from.group(name), name, to, std::move(around));
+}
+
+}  // namespace
+
+void copy(const Group& from, const std::string& name, Group& to) { copy_member(from, name, to, {}); }
+
+}  // namespace kvreplay::hdf5
