@@ -350,7 +350,9 @@ std::size_t Dataset::stored_elements() const {
   hsize_t length = 0;
   require(H5Fget_filesize(file.id(), &length), where(), "file has no length");
   const Shape sizes = shape();
-  const hsize_t most = length * (chunked() ? largest_inflation : 1) / type().bytes();
+  const std::size_t bytes = type().bytes();
+  if (bytes == 0) throw Error{Refusal::input, where(), "type", "elements of at least a byte", "of none"};
+  const hsize_t most = length * (chunked() ? largest_inflation : 1) / bytes;
   hsize_t count = std::ranges::count(sizes, hsize_t{0}) > 0 ? 0 : 1;
   for (const hsize_t size : sizes) {
     if (size > 0 && count > most / size)

@@ -20,7 +20,8 @@ constexpr std::size_t largest_attribute = std::size_t{1} << 16;
 using Around = std::set<std::uint64_t>;
 
 void require_fixed_size(const Type& type, const std::string& where) {
-  if (type.has_variable_length()) throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
+  if (type.has_variable_length() || type.bytes() == 0)
+    throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
 }
 
 void copy_attributes(const Object& from, const Object& to) {

@@ -21,6 +21,11 @@ PROGRAM = Path(os.environ.get("KVREPLAY", Path(__file__).parents[2] / "build" / 
 DAMAGED = sorted((Path(__file__).parent / "damaged").glob("*.h5"))
 
 
+def unpacked(name: str) -> bytes:
+    """A damaged file that is kept small."""
+    return gzip.decompress((Path(__file__).parent / f"damaged/{name}.h5.gz").read_bytes())
+
+
 def kvreplay(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where the commands in Python are
     environment = {**os.environ, "PATH": path}
@@ -46,13 +51,20 @@ def test_a_part_that_hdf5_cannot_survive_is_refused(damaged: Path, run_folder: P
 
 def test_a_part_whose_cells_hdf5_cannot_copy(tmp_path: Path) -> None:
     """Every object can be looked up, and H5Ocopy of HDF5 1.10.8 crashes."""
-    part = gzip.decompress((Path(__file__).parent / "damaged/part_that_crashes_copies.h5.gz").read_bytes())
+    part = unpacked("part_that_crashes_copies")
     assert kvreplay("synth", "fixture", "-o", "trace.h5", folder=tmp_path).returncode == 0
     (tmp_path / "out/parts").mkdir(parents=True)
     (tmp_path / "out/parts/trace.h5").write_bytes(part)
     words = "replay trace.h5 -p h2o -b 6 --metrics attention_recall -o out".split()
     went_on = kvreplay(*words, folder=tmp_path)
     assert went_on.returncode in (0, 3), went_on
+
+
+def test_selections_whose_elements_have_no_size(tmp_path: Path) -> None:
+    (tmp_path / "damaged.h5").write_bytes(unpacked("selections_of_sizeless_elements"))
+    refused = kvreplay("diff", "damaged.h5", "damaged.h5", folder=tmp_path)
+    assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
+    assert refused.stderr.endswith(": type: expected elements of at least a byte, found of none\n")
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)

@@ -318,7 +318,8 @@ def sizes(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, st
     values = {("held_tokens", ""): Values(None, held, float(held.mean()))}
     for variant, without in (("", np.zeros(len(kept))), ("context", fixed)):
         layers = ratio(trace.prompt - without, kept - without, np.nan)
-        share = ((kept - without) / np.maximum(1, trace.prompt - without)).mean()
+        scored = trace.prompt - without.astype(float)
+        share = ratio(kept - without, scored, np.nan).mean()  # undefined where a layer has none that are scored
         values["compression", variant] = Values(None, layers, float(1 / share) if share else None)
     return values
 

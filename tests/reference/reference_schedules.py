@@ -134,7 +134,7 @@ def h2o_online(case: Case) -> Selection:
                     kept, verdict = ranked_once(scores, capacity - recent, now[-recent:], residents.theirs(row, t))
                     decisions.append(found(f"treated layer {index} row {row} query {t}: {kept.tolist()}", verdict))
                     residents.keep(row, t, kept)
-    fixed = np.arange(trace.prompt - recent, trace.prompt)
+    fixed = protection(0, recent, trace.prompt, trace.prompt)
     return scheduled(case, layers, decisions, fixed=fixed)
 
 
@@ -236,7 +236,7 @@ def h2o_at_threshold(case: Case) -> Selection:
         last = now[len(now) - recent :]
         return ranked_once(only(scores, np.setdiff1d(now, last)), keep - recent, last, theirs)
 
-    fixed = np.arange(case.trace.prompt - recent, case.trace.prompt)
+    fixed = protection(0, recent, keep, case.trace.prompt)
     return at_threshold(case, choose, fixed, scored=True)
 
 
