@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "trace/hdf5.h"
+#include "without_child.h"
 
 namespace kvreplay {
 
