@@ -40,11 +40,15 @@ void set_numbers(const Group& object, const std::string& name, const std::vector
 std::vector<int> numbers_of(const Group& object, const std::string& name) {
   const hdf5::Handle attribute{H5Aopen(object.id(), name.c_str(), H5P_DEFAULT), H5Aclose};
   if (attribute.id() < 0) throw hdf5::failure(object.where(name), "cannot be read");
+  const hdf5::Type type = hdf5::Type::int32(), found{H5Aget_type(attribute.id()), H5Tclose};
+  if (!(found == type)) throw Error{Refusal::input, object.where(name), "type", type.name(), found.name()};
   const hdf5::Space space{H5Aget_space(attribute.id()), H5Sclose};
   const hssize_t count = H5Sget_simple_extent_npoints(space.id());
-  if (count < 0) throw hdf5::failure(object.where(name), "cannot be read");
+  constexpr hssize_t most = 16384;  // what fits into an object's header
+  if (count < 0 || count > most)
+    throw Error{Refusal::input, object.where(name), "shape", fmt::format("at most {} numbers", most),
+                std::to_string(count)};
   std::vector<std::int32_t> stored(static_cast<std::size_t>(count));
-  const hdf5::Type type = hdf5::Type::int32();
   if (H5Aread(attribute.id(), type.id(), stored.data()) < 0) throw hdf5::failure(object.where(name), "cannot be read");
   return {stored.begin(), stored.end()};
 }

@@ -99,6 +99,17 @@ const char* class_name(H5T_class_t type_class) {
   }
 }
 
+/// HDF5 converts numbers of its own types alone: those whose bits lie anywhere else crash 1.10.8.
+void require_convertible(hid_t from, hid_t to, const std::string& where) {
+  const hid_t own[] = {H5T_STD_I8LE,  H5T_STD_I16LE,  H5T_STD_I32LE,  H5T_STD_I64LE,  H5T_STD_U8LE,
+                       H5T_STD_U16LE, H5T_STD_U32LE,  H5T_STD_U64LE,  H5T_STD_I8BE,   H5T_STD_I16BE,
+                       H5T_STD_I32BE, H5T_STD_I64BE,  H5T_STD_U8BE,   H5T_STD_U16BE,  H5T_STD_U32BE,
+                       H5T_STD_U64BE, H5T_IEEE_F32LE, H5T_IEEE_F32BE, H5T_IEEE_F64LE, H5T_IEEE_F64BE};
+  const auto is = [from](hid_t type) { return H5Tequal(from, type) > 0; };
+  if (!is(to) && std::ranges::none_of(own, is))
+    throw Error{Refusal::input, where, "type", "integers or floats of 8 to 64 bits", "numbers of other bits"};
+}
+
 /// No step of a path is followed out of the file, or to where another name leads.
 void require_hard_links(hid_t group, const std::string& path, const std::string& where) {
   for (std::size_t end = 0; end != std::string::npos;) {
@@ -305,6 +316,7 @@ std::string Object::string_attribute(const std::string& name) const {
 std::int64_t Object::integer_attribute(const std::string& name) const {
   const Handle attribute = open_attribute(name, H5T_INTEGER, "integer");
   long long number = 0;
+  require_convertible(Type{H5Aget_type(attribute.id()), H5Tclose}.id(), H5T_NATIVE_LLONG, where(name));
   require(H5Aread(attribute.id(), H5T_NATIVE_LLONG, &number), where(name), "cannot be read");
   return number;
 }
@@ -312,6 +324,7 @@ std::int64_t Object::integer_attribute(const std::string& name) const {
 double Object::float_attribute(const std::string& name) const {
   const Handle attribute = open_attribute(name, H5T_FLOAT, "float");
   double number = 0;
+  require_convertible(Type{H5Aget_type(attribute.id()), H5Tclose}.id(), H5T_NATIVE_DOUBLE, where(name));
   require(H5Aread(attribute.id(), H5T_NATIVE_DOUBLE, &number), where(name), "cannot be read");
   return number;
 }
@@ -383,6 +396,7 @@ void Dataset::require_plain_storage() const {
 }
 
 void Dataset::read(const Type& type, void* elements) const {
+  require_convertible(this->type().id(), type.id(), where());
   require(H5Dread(id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements), where(), "cannot be read");
 }
 

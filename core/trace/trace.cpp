@@ -174,6 +174,9 @@ class Reader {
       const auto member = type.member(name);
       const std::string of_member = std::string(" of member \"") + name + "\"";
       if (!member) refuse(object, "missing" + of_member, "compound of name, kind, begin, end", "none");
+      const std::size_t end = type.member_offset(name) + member->bytes();
+      if (end > type.bytes())
+        refuse(object, "size" + of_member, fmt::format("its end before byte {}", type.bytes()), std::to_string(end));
       const bool word = name[0] == 'n' || name[0] == 'k';
       if (word) require_string(object, of_member, *member);
       if (!word && !(*member == hdf5::Type::int32())) refuse(object, "type" + of_member, "int32", member->name());

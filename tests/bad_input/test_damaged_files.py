@@ -60,11 +60,28 @@ def test_a_part_whose_cells_hdf5_cannot_copy(tmp_path: Path) -> None:
     assert went_on.returncode in (0, 3), went_on
 
 
-def test_selections_whose_elements_have_no_size(tmp_path: Path) -> None:
-    (tmp_path / "damaged.h5").write_bytes(unpacked("selections_of_sizeless_elements"))
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("selections_of_sizeless_elements", "type: expected elements of at least a byte, found of none"),
+        (
+            "selections_of_odd_integers",
+            "type: expected integers or floats of 8 to 64 bits, found numbers of other bits",
+        ),
+    ],
+)
+def test_selections_of_types_that_nobody_writes(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "damaged.h5").write_bytes(unpacked(name))
     refused = kvreplay("diff", "damaged.h5", "damaged.h5", folder=tmp_path)
     assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
-    assert refused.stderr.endswith(": type: expected elements of at least a byte, found of none\n")
+    assert refused.stderr.endswith(f": {said}\n")
+
+
+def test_spans_whose_members_end_behind_them(tmp_path: Path) -> None:
+    (tmp_path / "damaged.h5").write_bytes(unpacked("archive_whose_spans_overlap_their_end"))
+    refused = kvreplay("info", "damaged.h5", folder=tmp_path)
+    assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
+    assert "damaged.h5:/spans: size of member " in refused.stderr
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)
