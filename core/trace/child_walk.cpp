@@ -118,15 +118,15 @@ void walk_dataset(hid_t dataset, hsize_t length) {
 }
 
 struct Visited {
-  std::set<haddr_t> objects = {};
+  std::set<std::uint64_t> objects = {};
   hsize_t length;  // of the file
 };
 
 herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* visited);
 
 void walk_object(hid_t object, Visited& visited) {
-  H5O_info_t info;
-  if (!good(H5Oget_info2(object, &info, H5O_INFO_BASIC)) || !visited.objects.insert(info.addr).second) return;
+  hdf5::Looks info;
+  if (!good(hdf5::look_up(object, info)) || !visited.objects.insert(info.number).second) return;
   hsize_t next = 0;
   good(H5Aiterate2(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_attribute, nullptr));
   next = 0;

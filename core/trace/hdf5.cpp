@@ -242,18 +242,25 @@ Space Space::of(const Shape& shape) {
   return {require(id, "HDF5", "cannot make a shape " + to_string(shape)), H5Sclose};
 }
 
-std::uint64_t Object::number() const {
-  std::uint64_t address = 0;
+// The number is the object's address in the file, in 1.12 under the name of a token.
+herr_t look_up(hid_t object, Looks& found) {
 #if H5_VERSION_GE(1, 12, 0)
   H5O_info2_t info;
-  require(H5Oget_info3(id(), &info, H5O_INFO_BASIC), where(), "cannot be looked up");
-  std::memcpy(&address, &info.token, sizeof address);
+  const herr_t status = H5Oget_info3(object, &info, H5O_INFO_BASIC);
+  if (status >= 0) std::memcpy(&found.number, &info.token, sizeof found.number);
 #else
   H5O_info_t info;
-  require(H5Oget_info2(id(), &info, H5O_INFO_BASIC), where(), "cannot be looked up");
-  address = info.addr;
+  const herr_t status = H5Oget_info2(object, &info, H5O_INFO_BASIC);
+  if (status >= 0) found.number = info.addr;
 #endif
-  return address;
+  if (status >= 0) found.type = info.type;
+  return status;
+}
+
+std::uint64_t Object::number() const {
+  Looks found;
+  require(look_up(id(), found), where(), "cannot be looked up");
+  return found.number;
 }
 
 void Object::write_attribute(const std::string& name, const Type& type, const void* value) {

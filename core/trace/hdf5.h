@@ -113,6 +113,15 @@ class Space : public Handle {
   static Space of(const Shape& shape);  // {}: scalar
 };
 
+/// What an object is, and a number that tells it from all others of its file.
+struct Looks {
+  H5O_type_t type = H5O_TYPE_UNKNOWN;
+  std::uint64_t number = 0;
+};
+
+/// As HDF5's own, which has other names and types from 1.12 on: negative where an object cannot be looked up.
+herr_t look_up(hid_t object, Looks& found);
+
 /// Anything that has attributes. `where` is "FILE:/object/path", for messages.
 class Object {
  public:

@@ -287,7 +287,7 @@ def test_the_seed_decides_every_draw(tmp_path, capsys):
 def test_csv_holds_the_table_in_full_precision(run, tmp_path, capsys):
     data = tmp_path / "new" / "table.csv"
     found = lines(capsys, run, "--baseline", "base", "--data", data)
-    table = pd.read_csv(data).set_index(["metric", "policy"])
+    table = pd.read_csv(data, float_precision="round_trip").set_index(["metric", "policy"])
     assert list(table["mean"]) == list(found["mean"])
     assert set(table["unit"]) == set(found["unit"]) == {"share"}
     assert list(table["p"].dropna()) == list(found["p"].dropna())

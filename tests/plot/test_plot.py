@@ -51,7 +51,7 @@ def broken(tmp_path: Path) -> Path:
 def drawn(kind: str, run: Path, folder: Path, *options: str) -> pd.DataFrame:
     data = folder / "numbers.csv"
     assert main([kind, str(run), "-o", str(folder / "figure.svg"), "--data", str(data), *options]) == 0
-    return pd.read_csv(data)
+    return pd.read_csv(data, float_precision="round_trip")
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:

@@ -63,7 +63,7 @@ def test_table_document_and_file_say_the_same(tiny: list[Path], said, tmp_path: 
     words = [*tiny, "-p", "chunkkv:chunk=3,window=2,snapkv:window=2", "-b", "0.5,3"]
     data = tmp_path / "made" / "terms.csv"
     document = json.loads(said(*words, "-o", data, "--json"))
-    rows = pd.read_csv(data, dtype={"budget": str})
+    rows = pd.read_csv(data, dtype={"budget": str}, float_precision="round_trip")
     assert rows.columns.tolist() == list(gap.COLUMNS) and len(rows) == len(document["traces"]) == 3 * 2 * 2
     assert document["open_loop"] and document["metric"] == "attention_recall"
     expected = kv.regret(tiny, ["chunkkv:chunk=3,window=2", "snapkv:window=2"], [0.5, 3])

@@ -160,7 +160,8 @@ class Run:
             if len(wrong):
                 where = f"{path}:{wrong.index[0] + 2}"
                 raise Error(where, name, "a number or nothing", wrong.iloc[0])
-            table[name] = number
+            # pandas before 3.1 is off by one in the last place of some.
+            table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
         failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
         table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)].reset_index(drop=True)
         table["label"] = labels(table)
