@@ -106,7 +106,7 @@ void require_convertible(hid_t from, hid_t to, const std::string& where) {
                        H5T_STD_I32BE, H5T_STD_I64BE,  H5T_STD_U8BE,   H5T_STD_U16BE,  H5T_STD_U32BE,
                        H5T_STD_U64BE, H5T_IEEE_F32LE, H5T_IEEE_F32BE, H5T_IEEE_F64LE, H5T_IEEE_F64BE};
   const auto is = [from](hid_t type) { return H5Tequal(from, type) > 0; };
-  if (!is(to) && std::ranges::none_of(own, is))
+  if (!is(to) && !is(Type::float16().id()) && !is(Type::bfloat16().id()) && std::ranges::none_of(own, is))
     throw Error{Refusal::input, where, "type", "integers or floats of 8 to 64 bits", "numbers of other bits"};
 }
 

@@ -135,7 +135,8 @@ NB_MODULE(_engine, module) {
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def(
       "walk_in_child", [](const std::string& path) { kvreplay::walk_in_child(path); }, "path"_a,
-      "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, or asks for all memory.");
+      "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, or asks for all "
+      "memory.");
   module.def("replay", python::replay, "words"_a, "progress"_a,
              "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");
   module.def(
