@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -16,8 +15,8 @@ namespace {
 /// Bytes that fit into an object's header.
 constexpr std::size_t largest_attribute = std::size_t{1} << 16;
 
-/// Groups that hold what is copied.
-using Around = std::set<std::uint64_t>;
+/// Groups that were met.
+using Met = std::set<std::uint64_t>;
 
 void require_fixed_size(const Type& type, const std::string& where) {
   if (type.has_variable_length() || type.bytes() == 0)
@@ -55,25 +54,28 @@ void copy_dataset(const Dataset& from, const std::string& name, Group& to) {
   copy_attributes(from, made);
 }
 
-void copy_member(const Group& from, const std::string& name, Group& to, Around around);
+void copy_member(const Group& from, const std::string& name, Group& to, Met& met);
 
-void copy_group(const Group& from, const std::string& name, Group& to, Around around) {
-  if (!around.insert(from.number()).second)
-    throw Error{Refusal::input, from.where(), "link", "an object beneath its group", "a group around it"};
+void copy_group(const Group& from, const std::string& name, Group& to, Met& met) {
+  if (!met.insert(from.number()).second)
+    throw Error{Refusal::input, from.where(), "link", "a group of one name", "one that has another"};
   Group made = to.create_group(name);
   copy_attributes(from, made);
-  for (const std::string& member : from.names()) copy_member(from, member, made, around);
+  for (const std::string& member : from.names()) copy_member(from, member, made, met);
 }
 
-void copy_member(const Group& from, const std::string& name, Group& to, Around around) {
+void copy_member(const Group& from, const std::string& name, Group& to, Met& met) {
   if (from.member(name) == Group::Member::dataset)
     copy_dataset(from.dataset(name), name, to);
   else
-    copy_group(from.group(name), name, to, std::move(around));
+    copy_group(from.group(name), name, to, met);
 }
 
 }  // namespace
 
-void copy(const Group& from, const std::string& name, Group& to) { copy_member(from, name, to, {}); }
+void copy(const Group& from, const std::string& name, Group& to) {
+  Met met;
+  copy_member(from, name, to, met);
+}
 
 }  // namespace kvreplay::hdf5

@@ -96,11 +96,12 @@ def test_as_a_trace_it_is_refused_before(damaged: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)
 def test_selections_that_hdf5_cannot_survive_are_refused_by_plots_and_reports(damaged: Path, run_folder: Path) -> None:
+    """By the walk, or, where the child had luck with its memory, as what they are: h5py has an HDF5 of its own."""
     shutil.copy(damaged, run_folder / "out/selections.h5")
     for words in (["plot", "heatmap", "out", "-o", "heatmap.png"], ["report", "out"]):
         refused = kvreplay(*words, folder=run_folder)
         assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
-        assert "out/selections.h5: damaged: expected an HDF5 file that the library can walk, found " in refused.stderr
+        assert re.search("out/selections.h5: (damaged: expected an HDF5 file|format: expected kvsel)", refused.stderr)
 
 
 @pytest.mark.parametrize(
