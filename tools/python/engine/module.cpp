@@ -1,10 +1,12 @@
 // kvreplay._engine: what kvreplay/engine.py and kvreplay/python_policies.py are made of.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
@@ -134,7 +136,7 @@ NB_MODULE(_engine, module) {
       "budget"_a, "(fraction of the prompt, tokens) that a budget says; the other one is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def(
-      "walk_in_child", [](const std::string& path) { kvreplay::walk_in_child(path); }, "path"_a,
+      "walk_in_child", [](const std::filesystem::path& path) { kvreplay::walk_in_child(path); }, "path"_a,
       "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, or asks for all "
       "memory.");
   module.def("replay", python::replay, "words"_a, "progress"_a,

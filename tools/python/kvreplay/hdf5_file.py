@@ -13,7 +13,7 @@ try:
     from kvreplay._engine import walk_in_child
 except ImportError:  # without the engine a file that crashes HDF5 crashes its reader
 
-    def walk_in_child(path: str) -> None:
+    def walk_in_child(path: Path) -> None:
         """Nothing."""
 
 
@@ -24,7 +24,7 @@ def open_to_read(path: str | Path) -> h5py.File:
     """
     path = Path(path)
     if path.is_file():
-        walk_in_child(str(path))
+        walk_in_child(path)
     file = h5py.File(path, "r", locking=False)
     try:
         _require_self_contained(file, path)
