@@ -7,14 +7,18 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -28,21 +32,43 @@ using hdf5::Handle;
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 /// Datasets that are no larger are read: what a reader takes in whole.
 constexpr std::uint64_t small = std::uint64_t{1} << 16;
-constexpr int out_of_memory = 1;
+constexpr std::size_t longest_refusal = 4096;
+constexpr int refused = 2, out_of_memory = 3;  // exit codes of the child
+
+/// What the child knows.
+struct Walk {
+  std::string file;
+  hsize_t length;  // of the file
+  int told;        // where a refusal is written to: where, a NUL, what
+  std::string at = "/";
+  std::set<std::uint64_t> visited = {};
+};
 
 herr_t is_about_memory(unsigned, const H5E_error2_t* error, void* found) {
   if (error->min_num == H5E_NOSPACE || error->min_num == H5E_CANTALLOC) *static_cast<bool*>(found) = true;
   return 0;
 }
 
-/// What HDF5 refuses is passed over, unless it was the memory that did not suffice.
-bool good(hid_t status) {
-  if (status >= 0) return true;
+[[noreturn]] void refuse(const Walk& walk, const std::string& what) {
+  const std::string text = walk.file + ":" + walk.at + '\0' + what;
+  // Shorter than a pipe is deep.
+  const ssize_t written = ::write(walk.told, text.data(), std::min(text.size(), longest_refusal));
+  ::_exit(written > 0 ? refused : EXIT_FAILURE);
+}
+
+/// What HDF5 refuses ends the walk: on its way out of a failure it frees what it has not set (1.10.8, links of a dense
+/// group), so nobody should try again.
+void require(hid_t status, const Walk& walk, const char* what) {
+  if (status >= 0) return;
   bool memory = false;
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, is_about_memory, &memory);
-  H5Eclear2(H5E_DEFAULT);
   if (memory) ::_exit(out_of_memory);
-  return false;
+  refuse(walk, hdf5::failure({}, what).problem());
+}
+
+/// HDF5 1.10.8 reads on behind elements of which fewer bytes are stored.
+void require_size(hsize_t expected, hsize_t stored, const Walk& walk) {
+  if (stored != expected) refuse(walk, fmt::format("size: expected {} bytes, found {} bytes", expected, stored));
 }
 
 bool has_pointers(hid_t type) { return H5Tdetect_class(type, H5T_VLEN) != 0 || H5Tis_variable_str(type) != 0; }
@@ -63,26 +89,81 @@ std::size_t few_bytes(hid_t space, hid_t type) {
   return static_cast<std::size_t>(count) * size;
 }
 
-herr_t walk_attribute(hid_t object, const char* name, const H5A_info_t*, void*) {
+herr_t walk_attribute(hid_t object, const char* name, const H5A_info_t*, void* walking) {
+  Walk& walk = *static_cast<Walk*>(walking);
+  const std::string object_at = std::exchange(walk.at, walk.at + "@" + name);
   const Handle attribute{H5Aopen(object, name, H5P_DEFAULT), H5Aclose};
-  if (!good(attribute.id())) return 0;
+  require(attribute.id(), walk, "cannot be opened");
   const Handle type{H5Aget_type(attribute.id()), H5Tclose}, space{H5Aget_space(attribute.id()), H5Sclose};
-  if (!good(type.id()) || !good(space.id())) return 0;
+  require(type.id(), walk, "has no type");
+  require(space.id(), walk, "has no shape");
   std::vector<char> bytes(few_bytes(space.id(), type.id()));
-  if (!bytes.empty()) good(H5Aread(attribute.id(), type.id(), bytes.data()));
+  if (!bytes.empty()) require(H5Aread(attribute.id(), type.id(), bytes.data()), walk, "cannot be read");
+  walk.at = object_at;
   return 0;
 }
 
-/// Where each chunk lies: the index of chunks is read on the way. More chunks than the file has bytes are not walked:
-/// no reader believes such a shape.
-void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk, hsize_t length) {
+/// What stands between a dataset's elements and the file.
+struct Filters {
+  int count = 0;
+  std::optional<unsigned> deflate = {};  // its place among them
+  bool known = true;                     // all are deflate, once, or shuffle
+};
+
+Filters filters_of(hid_t creation) {
+  Filters filters{.count = std::max(H5Pget_nfilters(creation), 0)};
+  for (unsigned place = 0; place < static_cast<unsigned>(filters.count); ++place) {
+    unsigned flags = 0, settings = 0;
+    std::size_t values = 0;
+    const H5Z_filter_t filter = H5Pget_filter2(creation, place, &flags, &values, nullptr, 0, nullptr, &settings);
+    if (filter == H5Z_FILTER_DEFLATE && !filters.deflate)
+      filters.deflate = place;
+    else if (filter != H5Z_FILTER_SHUFFLE)
+      filters.known = false;
+  }
+  return filters;
+}
+
+/// How many bytes deflated ones become; counted as far as `most` + 1.
+hsize_t inflated(std::vector<Bytef>& deflated, hsize_t most) {
+  z_stream stream{};
+  if (inflateInit(&stream) != Z_OK) ::_exit(out_of_memory);
+  stream.next_in = deflated.data();
+  stream.avail_in = static_cast<uInt>(deflated.size());
+  std::vector<Bytef> some(small);
+  int status = Z_OK;
+  while (status == Z_OK && stream.total_out <= most) {
+    stream.next_out = some.data();
+    stream.avail_out = static_cast<uInt>(some.size());
+    status = inflate(&stream, Z_NO_FLUSH);
+  }
+  inflateEnd(&stream);
+  return std::min<hsize_t>(stream.total_out, most + 1);
+}
+
+/// Where each chunk lies, so that their index is read on the way, and whether each holds all its elements.
+void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk,
+                 std::size_t element, const Filters& filters, const Walk& walk) {
+  if (hdf5::elements(shape) == 0) return;
   hdf5::Shape chunks;
   for (std::size_t axis = 0; axis < shape.size(); ++axis) chunks.push_back((shape[axis] - 1) / chunk[axis] + 1);
-  if (hdf5::elements(shape) == 0 || hdf5::elements(chunks) > length) return;
+  if (hdf5::elements(chunks) > walk.length)
+    refuse(walk, fmt::format("chunks: expected at most one for each of {} bytes, found {}", walk.length,
+                             hdf5::to_string(chunks)));
+  const hsize_t whole = hdf5::bytes(chunk, element);
   std::vector<hsize_t> at(shape.size(), 0);
   for (std::size_t axis = 0; axis < at.size();) {
-    hsize_t bytes = 0;
-    if (!good(H5Dget_chunk_storage_size(dataset, at.data(), &bytes))) return;
+    hsize_t stored = 0;
+    if (H5Dget_chunk_storage_size(dataset, at.data(), &stored) < 0) H5Eclear2(H5E_DEFAULT);  // none is stored there
+    if (stored > walk.length) require_size(walk.length, stored, walk);
+    if (stored > 0 && filters.deflate) {
+      std::uint32_t left_out = 0;
+      std::vector<Bytef> bytes(stored);
+      require(H5Dread_chunk(dataset, H5P_DEFAULT, at.data(), &left_out, bytes.data()), walk, "cannot be read");
+      require_size(whole, (left_out >> *filters.deflate & 1) != 0 ? stored : inflated(bytes, whole), walk);
+    } else if (stored > 0) {
+      require_size(whole, stored, walk);
+    }
     for (axis = 0; axis < at.size(); ++axis) {
       at[axis] += chunk[axis];
       if (at[axis] < shape[axis]) break;
@@ -91,54 +172,57 @@ void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::ve
   }
 }
 
-void walk_dataset(hid_t dataset, hsize_t length) {
+void walk_dataset(hid_t dataset, const Walk& walk) {
   const Handle type{H5Dget_type(dataset), H5Tclose}, space{H5Dget_space(dataset), H5Sclose},
       creation{H5Dget_create_plist(dataset), H5Pclose};
-  if (!good(type.id()) || !good(space.id()) || !good(creation.id())) return;
+  require(type.id(), walk, "has no type");
+  require(space.id(), walk, "has no shape");
+  require(creation.id(), walk, "has no layout");
   const H5D_layout_t layout = H5Pget_layout(creation.id());
+  const Filters filters = filters_of(creation.id());
   // Neither other files nor filters that are found on the machine are a reader's business.
-  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0) return;
+  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0 || !filters.known) return;
   const std::vector<hsize_t> shape = extent(space.id());
+  const std::size_t element = H5Tget_size(type.id());
   if (layout == H5D_CHUNKED) {
     std::vector<hsize_t> chunk(shape.size());
-    if (good(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data())))
-      walk_chunks(dataset, shape, chunk, length);
+    require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), walk, "has no chunks");
+    walk_chunks(dataset, shape, chunk, element, filters, walk);
+  } else if (layout == H5D_COMPACT) {
+    if (H5Sget_simple_extent_type(space.id()) != H5S_NULL)
+      require_size(hdf5::bytes(shape, element), H5Dget_storage_size(dataset), walk);
   } else {
-    H5Dget_offset(dataset);
+    H5Dget_offset(dataset);  // fails where nothing is allocated
     H5Eclear2(H5E_DEFAULT);
   }
-  for (int f = 0; f < H5Pget_nfilters(creation.id()); ++f) {
-    unsigned flags = 0, settings = 0;
-    std::size_t values = 0;
-    const H5Z_filter_t filter =
-        H5Pget_filter2(creation.id(), static_cast<unsigned>(f), &flags, &values, nullptr, 0, nullptr, &settings);
-    if (filter != H5Z_FILTER_DEFLATE && filter != H5Z_FILTER_SHUFFLE) return;
-  }
   std::vector<char> bytes(few_bytes(space.id(), type.id()));
-  if (!bytes.empty()) good(H5Dread(dataset, type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, bytes.data()));
+  if (!bytes.empty())
+    require(H5Dread(dataset, type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, bytes.data()), walk, "cannot be read");
 }
 
-struct Visited {
-  std::set<std::uint64_t> objects = {};
-  hsize_t length;  // of the file
-};
+herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* walking);
 
-herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* visited);
-
-void walk_object(hid_t object, Visited& visited) {
+void walk_object(hid_t object, Walk& walk) {
   hdf5::Looks info;
-  if (!good(hdf5::look_up(object, info)) || !visited.objects.insert(info.number).second) return;
+  require(hdf5::look_up(object, info), walk, "cannot be looked up");
+  if (!walk.visited.insert(info.number).second) return;
   hsize_t next = 0;
-  good(H5Aiterate2(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_attribute, nullptr));
+  require(H5Aiterate2(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_attribute, &walk), walk,
+          "has attributes that cannot be listed");
   next = 0;
-  if (info.type == H5O_TYPE_DATASET) walk_dataset(object, visited.length);
-  if (info.type == H5O_TYPE_GROUP) good(H5Literate(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_link, &visited));
+  if (info.type == H5O_TYPE_DATASET) walk_dataset(object, walk);
+  if (info.type == H5O_TYPE_GROUP)
+    require(H5Literate(object, H5_INDEX_NAME, H5_ITER_INC, &next, walk_link, &walk), walk, "cannot be listed");
 }
 
-herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* visited) {
+herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* walking) {
   if (link->type != H5L_TYPE_HARD) return 0;
+  Walk& walk = *static_cast<Walk*>(walking);
+  const std::string group_at = std::exchange(walk.at, walk.at + (walk.at == "/" ? "" : "/") + name);
   const Handle object{H5Oopen(group, name, H5P_DEFAULT), H5Oclose};
-  if (good(object.id())) walk_object(object.id(), *static_cast<Visited*>(visited));
+  require(object.id(), walk, "cannot be opened");
+  walk_object(object.id(), walk);
+  walk.at = group_at;
   return 0;
 }
 
@@ -156,7 +240,7 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
 }
 
 /// Never returns; the parent's files, handlers and threads stay its own.
-[[noreturn]] void be_the_child(const std::filesystem::path& path, std::uint64_t length, std::uint64_t seconds,
+[[noreturn]] void be_the_child(const std::filesystem::path& path, Walk walk, std::uint64_t seconds,
                                std::uint64_t memory) {
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGALRM, SIGXCPU})
     std::signal(signal, SIG_DFL);
@@ -176,8 +260,7 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
 #endif
   try {
     const hdf5::File file = hdf5::File::open_walked(path);
-    Visited visited{.length = length};
-    walk_object(file.id(), visited);
+    walk_object(file.id(), walk);
   } catch (const Error&) {
     // HDF5 refuses the file: the parent will say so.
   } catch (const std::bad_alloc&) {
@@ -186,6 +269,20 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
   ::_exit(0);
 }
 
+/// Both ends of a pipe.
+struct Pipe {
+  Pipe() {
+    if (::pipe2(ends, O_CLOEXEC) < 0) ends[0] = ends[1] = -1;
+  }
+  Pipe(const Pipe&) = delete;
+  Pipe& operator=(const Pipe&) = delete;
+  ~Pipe() {
+    for (const int end : ends)
+      if (end >= 0) ::close(end);
+  }
+  int ends[2];
+};
+
 }  // namespace
 
 void walk_in_child(const std::filesystem::path& path) {
@@ -193,10 +290,11 @@ void walk_in_child(const std::filesystem::path& path) {
   const std::uintmax_t length = std::filesystem::file_size(path, none);
   if (none) return;  // whoever opens it says what is wrong
   const std::uint64_t seconds = 5 + length / mib, memory = 1024 * mib + length;
-  const pid_t child = ::fork();
+  const Pipe pipe;
+  const pid_t child = pipe.ends[0] < 0 ? -1 : ::fork();
   if (child < 0)
     throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
-  if (child == 0) be_the_child(path, length, seconds, memory);
+  if (child == 0) be_the_child(path, {.file = path.string(), .length = length, .told = pipe.ends[1]}, seconds, memory);
   int status = 0;
   while (::waitpid(child, &status, 0) < 0)
     if (errno != EINTR)
@@ -211,6 +309,12 @@ void walk_in_child(const std::filesystem::path& path) {
     damaged(fmt::format("it ends in {}", ::strsignal(signal)));
   }
   if (WEXITSTATUS(status) == out_of_memory) damaged(fmt::format("more than {} MiB of memory asked for", memory / mib));
+  if (WEXITSTATUS(status) == refused) {
+    std::string told(longest_refusal, '\0');
+    told.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(pipe.ends[0], told.data(), told.size()), 0)));
+    const std::size_t end = std::min(told.find('\0'), told.size());
+    throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
+  }
   if (WEXITSTATUS(status) != 0) damaged(fmt::format("it ends with exit code {}", WEXITSTATUS(status)));
 }
 
