@@ -307,7 +307,6 @@ class HostileFile {
         if (bytes.ConsumeBool()) H5Pset_shuffle(creation.id());
         if (bytes.ConsumeBool()) H5Pset_deflate(creation.id(), 1);
         if (bytes.ConsumeIntegralInRange(0, 3) == 0) H5Pset_fletcher32(creation.id());
-        if (bytes.ConsumeIntegralInRange(0, 3) == 0) H5Pset_nbit(creation.id());
         break;
       }
       case 3:
