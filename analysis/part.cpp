@@ -42,13 +42,7 @@ std::vector<int> numbers_of(const Group& object, const std::string& name) {
   if (attribute.id() < 0) throw hdf5::failure(object.where(name), "cannot be read");
   const hdf5::Type type = hdf5::Type::int32(), found{H5Aget_type(attribute.id()), H5Tclose};
   if (!(found == type)) throw Error{Refusal::input, object.where(name), "type", type.name(), found.name()};
-  const hdf5::Space space{H5Aget_space(attribute.id()), H5Sclose};
-  const hssize_t count = H5Sget_simple_extent_npoints(space.id());
-  constexpr hssize_t most = 16384;  // what fits into an object's header
-  if (count < 0 || count > most)
-    throw Error{Refusal::input, object.where(name), "shape", fmt::format("at most {} numbers", most),
-                std::to_string(count)};
-  std::vector<std::int32_t> stored(static_cast<std::size_t>(count));
+  std::vector<std::int32_t> stored(hdf5::attribute_elements(attribute, object.where(name)));
   if (H5Aread(attribute.id(), type.id(), stored.data()) < 0) throw hdf5::failure(object.where(name), "cannot be read");
   return {stored.begin(), stored.end()};
 }

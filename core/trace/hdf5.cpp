@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -16,10 +17,14 @@ namespace {
 
 /// Deflate cannot make more than this of one byte.
 constexpr hsize_t largest_inflation = 1032;
+/// Bytes of an object's header.
+constexpr std::size_t largest_header = std::size_t{1} << 16;
 
 // A file that a full disk keeps from closing stays behind in the library, whose clean-up at exit then crashes (1.10.8).
 // All handles close themselves, so there is nothing to clean up. This has to come before every other call.
 [[maybe_unused]] const herr_t no_clean_up_at_exit = H5dont_atexit();
+
+std::array<char, 4096> opened_last{};
 
 struct Innermost {
   std::string message;
@@ -383,6 +388,22 @@ std::size_t Dataset::stored_elements() const {
   return static_cast<std::size_t>(count);
 }
 
+void require_fixed_size(const Type& type, const std::string& where) {
+  if (type.has_variable_length() || type.bytes() == 0)
+    throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
+}
+
+std::size_t attribute_elements(const Handle& attribute, const std::string& where) {
+  const Type type{require(H5Aget_type(attribute.id()), where, "type cannot be read"), H5Tclose};
+  require_fixed_size(type, where);
+  const Space space{require(H5Aget_space(attribute.id()), where, "shape cannot be read"), H5Sclose};
+  const hssize_t count = require(H5Sget_simple_extent_npoints(space.id()), where, "shape cannot be read");
+  if (static_cast<std::size_t>(count) > largest_header / type.bytes())
+    throw Error{Refusal::input, where, "size", fmt::format("at most {} bytes", largest_header),
+                fmt::format("{} elements of {}", count, type.bytes())};
+  return static_cast<std::size_t>(count);
+}
+
 void Dataset::require_plain_storage() const {
   const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
   if (H5Pget_layout(creation.id()) == H5D_VIRTUAL)
@@ -540,7 +561,10 @@ File File::open(const std::filesystem::path& path) {
   return open_walked(path);
 }
 
+const char* last_opened() { return opened_last.data(); }
+
 File File::open_walked(const std::filesystem::path& path) {
+  opened_last[path.native().copy(opened_last.data(), opened_last.size() - 1)] = '\0';
   const Handle access = access_properties();
   return {
       Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.id()), path.string(), "cannot be opened"), H5Fclose},

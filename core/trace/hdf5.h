@@ -191,6 +191,15 @@ class Dataset : public Object {
   H5D_layout_t layout() const;
 };
 
+/// The number of an open attribute's elements: of a fixed size, and no more than fit into an object's header.
+std::size_t attribute_elements(const Handle& attribute, const std::string& where);
+
+/// Error{input}: elements, or parts of them, that are of any length, or of none.
+void require_fixed_size(const Type& type, const std::string& where);
+
+/// Path of the file that was opened last; empty: none was. Its first 4,095 bytes, for whoever handles a crash.
+const char* last_opened();
+
 /// A fixed-length string element without its padding: NULs, or blanks where the type says so.
 std::string unpadded(const Type& type, std::string_view bytes);
 
@@ -235,8 +244,8 @@ class File : public Group {
  public:
   /// An existing file is overwritten.
   static File create(const std::filesystem::path& path);
-  /// A file that is never on a disk: `name` is for messages. Writing it cannot fail half-way, which HDF5 survives badly
-  /// (1.10.8 crashes when a disk fills up under H5Ocopy); its image is written by whoever made it.
+  /// A file that is never on a disk: `name` is for messages. Writing it cannot fail half-way, which HDF5 survives
+  /// badly; its image is written by whoever made it.
   static File create_in_memory(const std::string& name);
   /// A child process has walked it before (child_walk.h): Error{input} where it did not come to the end.
   static File open(const std::filesystem::path& path);

@@ -12,16 +12,8 @@
 namespace kvreplay::hdf5 {
 namespace {
 
-/// Bytes that fit into an object's header.
-constexpr std::size_t largest_attribute = std::size_t{1} << 16;
-
 /// Groups that were met.
 using Met = std::set<std::uint64_t>;
-
-void require_fixed_size(const Type& type, const std::string& where) {
-  if (type.has_variable_length() || type.bytes() == 0)
-    throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
-}
 
 void copy_attributes(const Object& from, const Object& to) {
   for (const std::string& name : from.attribute_names()) {
@@ -29,13 +21,8 @@ void copy_attributes(const Object& from, const Object& to) {
     if (old.id() < 0) throw failure(from.where(name), "cannot be read");
     const Type type{H5Aget_type(old.id()), H5Tclose};
     const Space space{H5Aget_space(old.id()), H5Sclose};
-    require_fixed_size(type, from.where(name));
-    const hssize_t count = H5Sget_simple_extent_npoints(space.id());
-    if (count < 0) throw failure(from.where(name), "cannot be read");
-    if (static_cast<std::uint64_t>(count) > largest_attribute / type.bytes())
-      throw Error{Refusal::input, from.where(name), "size", fmt::format("at most {} bytes", largest_attribute),
-                  fmt::format("{} elements of {}", count, type.bytes())};
-    std::vector<std::byte> bytes(static_cast<std::size_t>(count) * type.bytes());
+    const std::size_t count = attribute_elements(old, from.where(name));
+    std::vector<std::byte> bytes(count * type.bytes());
     if (count > 0 && H5Aread(old.id(), type.id(), bytes.data()) < 0) throw failure(from.where(name), "cannot be read");
     const Handle made{H5Acreate2(to.id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose};
     if (made.id() < 0 || (count > 0 && H5Awrite(made.id(), type.id(), bytes.data()) < 0))

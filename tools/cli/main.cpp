@@ -12,6 +12,7 @@
 #include "error.h"
 #include "policies/policy_source.h"
 #include "program.h"
+#include "trace/hdf5_crash.h"
 
 namespace {
 
@@ -35,6 +36,7 @@ int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   std::set_terminate(end_at_once);
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a full disk: the write fails and says so
+  hdf5::refuse_crashes();
   // A policy in Python runs inside Python, beside the same engine: it is given the whole command line. Policies are
   // read before anything else is done.
   policy_sources().add(

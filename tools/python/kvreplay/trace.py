@@ -115,6 +115,11 @@ class _Storage:
     def flush(self) -> None:
         pass
 
+    def require_written(self) -> None:
+        """Raises what the file system refused."""
+        if self.failure:
+            raise self.failure
+
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
@@ -145,8 +150,7 @@ def _calls_hdf5(method: Method) -> Method:
         try:
             with _uninterrupted():
                 result = method(self, *arguments, **named)
-            if self._storage.failure:
-                raise self._storage.failure
+            self._storage.require_written()
         except OSError as error:
             if error.errno in DISK_FULL:
                 found = "no space left (nothing is kept)"
@@ -250,8 +254,7 @@ class TraceWriter:
         self.flush()
         size = self._file.get_filesize()
         self._file.close()
-        if self._storage.failure:
-            raise self._storage.failure
+        self._storage.require_written()
         os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
         os.replace(self.partial, self.path)
