@@ -259,8 +259,10 @@ def test_other_threads_of_python_go_on(long: list[Path]) -> None:
 
 
 CTRL_C = """
+import signal
 import sys
 import kvreplay as kv
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 try:
     kv.replay(sys.argv[2:], ["h2o", "snapkv"], [0.1, 0.2, 0.3], output=sys.argv[1], threads=1)
 except KeyboardInterrupt:

@@ -70,12 +70,12 @@ def load(source: Source, dtype: str) -> tuple[Any, Any]:
     except ValueError as error:
         raise Error(source.name, "model", "a decoder language model", type(config).__name__) from error
     refuse_by_structure(source.name, skeleton)
+    # sdpa has no softcap: transformers 5.0 would generate without it, and say nothing.
+    softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     options: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "attn_implementation": "sdpa",
+        "attn_implementation": "sdpa" if skeleton._supports_sdpa and not softcapped else "eager",
     }
-    if not skeleton._supports_sdpa:
-        options["attn_implementation"] = "eager"
     if "gguf_file" in source.options and hasattr(transformers, "GgufConfig"):
         # Plain weights: packed ones would be computed in float32 whatever `dtype` says.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
