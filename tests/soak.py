@@ -278,8 +278,6 @@ def drawn(seed: int) -> Drawn:
     policy = random_policy(draw)
     if policy.startswith("keydiff") and reference.budget_tokens(budget, prompt) < 2:
         budget = "2"  # two keys are equally far from their mean, and rounding decides
-    if "threshold" in policy and reference.budget_tokens(budget, prompt) >= prompt:
-        budget = "1"  # no budget binds it, and the references keep all of a prompt that fits
     if policy.startswith("truncate") and reference.budget_tokens(budget, prompt) < 12:
         budget = "12"  # room beside the question, which the rules take for granted
     return Drawn(content, policy, budget, choice, int(one_of(draw, 1, 2)))

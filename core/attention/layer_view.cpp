@@ -211,6 +211,16 @@ const Matrix& LayerView::key_norms(double p) const { return norms("key_norms", t
 
 const Matrix& LayerView::value_norms(double p) const { return norms("value_norms", tensors_.v, p); }
 
+const Matrix& LayerView::squared_key_norms() const {
+  return remember(memo_, "squared_key_norms", {},
+                  [&] { return squared_lengths(as_stored(tensors_.k), backend_.threads()); });
+}
+
+const Matrix& LayerView::squared_value_norms() const {
+  return remember(memo_, "squared_value_norms", {},
+                  [&] { return squared_lengths(as_stored(tensors_.v), backend_.threads()); });
+}
+
 Vectors LayerView::keys() const {
   const auto read = [this](int head, int i, std::span<double> vector) {
     const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
@@ -220,11 +230,11 @@ Vectors LayerView::keys() const {
   return {tensors_.k.heads, tokens(), tensors_.k.dim, read};
 }
 
-Vectors LayerView::values() const {
-  const auto read = [this](int head, int i, std::span<double> vector) {
-    read_finite_row(tensors_.v, head, positions(head)[static_cast<std::size_t>(i)], vector);
+Vectors LayerView::as_stored(const TensorView& tensor) const {
+  const auto read = [this, &tensor](int head, int i, std::span<double> vector) {
+    read_finite_row(tensor, head, positions(head)[static_cast<std::size_t>(i)], vector);
   };
-  return {tensors_.v.heads, tokens(), tensors_.v.dim, read};
+  return {tensor.heads, tokens(), tensor.dim, read};
 }
 
 const BackwardRotation& LayerView::backward_rotation() const {
@@ -270,7 +280,7 @@ const Matrix& LayerView::key_lag_deviations(int first, int lag) const {
 
 const Matrix& LayerView::value_lag_deviations(int first, int lag) const {
   return remember(memo_, "value_lag_deviations", {static_cast<double>(first), static_cast<double>(lag)},
-                  [&] { return lag_deviations(values(), first, lag, backend_.threads()); });
+                  [&] { return lag_deviations(as_stored(tensors_.v), first, lag, backend_.threads()); });
 }
 
 const VectorMoments& LayerView::query_moments(int first) const {
@@ -311,7 +321,7 @@ const Matrix& LayerView::block_attention(int block) const {
 }
 
 Matrix LayerView::distances_from_mean_value(const Matrix& weights) const {
-  return in_this_layer([&] { return distances_from_mean(values(), weights, backend_.threads()); });
+  return in_this_layer([&] { return distances_from_mean(as_stored(tensors_.v), weights, backend_.threads()); });
 }
 
 const Matrix& LayerView::query_squares(int window) const {
@@ -324,7 +334,7 @@ const Matrix& LayerView::query_squares(int window) const {
       for (int head = 0; head < q.heads; ++head)
         for (int c = 0; c < q.dim; ++c) {
           const double x = load(q.row(head, stored), q.dtype, static_cast<std::size_t>(c));
-          squares(head, c) += x * x / count;
+          squares(head, c) += x * x;
         }
     }
     return squares;

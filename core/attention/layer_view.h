@@ -94,9 +94,12 @@ class LayerView {
   /// [Hkv, n]: p-norms of keys and of values.
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
+  /// [Hkv, n]: ‖k‖₂² and ‖v‖₂², without error where the numbers have few digits: squares of norms are rounded twice.
+  const Matrix& squared_key_norms() const;
+  const Matrix& squared_value_norms() const;
   /// [Hq, n]: ‖Σ_i weights_i v_i − v_j‖₂, of weights [Hq, n]: how far each value is from their mean.
   Matrix distances_from_mean_value(const Matrix& weights) const;
-  /// [Hq, d]: mean over the last `window` queries that have come of the square of each channel; a window longer than
+  /// [Hq, d]: sum over the last `window` queries that have come of the square of each channel; a window longer than
   /// what has come is all of it. Host code: it reads a few rows of each head.
   const Matrix& query_squares(int window) const;
   /// [Hq, d]: first right singular vector of the queries that have come, as they are stored, of the sign that makes
@@ -154,7 +157,7 @@ class LayerView {
   const Matrix& norms(std::string_view observable, const TensorView& tensor, double p) const;
   const LayerView& whole() const { return whole_ != nullptr ? *whole_ : *this; }
   Vectors keys() const;
-  Vectors values() const;
+  Vectors as_stored(const TensorView& tensor) const;
   Vectors unrotated_keys() const;
   Vectors unrotated_queries(int first) const;
   /// Of all positions of the trace.

@@ -29,17 +29,21 @@ struct VectorMoments {
 
 VectorMoments moments_of(const Vectors& vectors, int threads);
 
+/// [heads, count]: ‖x‖².
+Matrix squared_lengths(const Vectors& vectors, int threads);
+
 /// [heads, d]: mean of x / ‖x‖, a zero vector counting as 0.
 Matrix mean_direction(const Vectors& vectors, int threads);
 
 /// [heads, count]: cosine with each head's direction [heads, d]; 0 where either is zero.
 Matrix cosines(const Vectors& vectors, const Matrix& directions, int threads);
 
-/// y' A y + <b, y> of y = x - c. Each head is read by one row, or by as many neighbouring rows as any other.
+/// y' A y + <b, y> of y = x, or of x less the mean of its head's vectors. Each head is read by one row, or by as many
+/// neighbouring rows as any other.
 struct QuadraticForms {
-  Matrix matrices;      // A: [rows, d * d], symmetric
-  Matrix linear = {};   // b: [rows, d]; empty: 0
-  Matrix centres = {};  // c: [heads, d]; empty: 0
+  Matrix matrices;     // A: [rows, d * d], symmetric
+  Matrix linear = {};  // b: [rows, d]; empty: 0
+  bool centred = false;
 };
 
 /// [rows, count].

@@ -548,7 +548,6 @@ def runs() -> list[Run]:
         every.append(Run(f"shape{seed}", "stride:5", policies, ("3",), False))
     for seed in (0, 3):
         policies = tuple(policy for policy in SHAPE_POLICIES if accepted(random_traces.shape(seed), policy))
-        policies = tuple(policy for policy in policies if "threshold" not in policy)
         every.append(Run(f"shape{seed}", "stride:7", policies, (MORE_THAN_THE_PROMPT,), False))
     every += further_runs()
     if REAL.exists():

@@ -8,6 +8,7 @@ queries. "Treated" layers are those without a sliding window; selections, metric
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -269,7 +270,9 @@ def pool(scores: np.ndarray, kernel: int, kind: str) -> np.ndarray:
     edge = -np.inf if kind == "max" else 0.0
     padded = np.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(reach, reach)], constant_values=edge)
     neighbours = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
-    return neighbours.max(axis=-1) if kind == "max" else neighbours.sum(axis=-1) / kernel
+    if kind == "max":
+        return neighbours.max(axis=-1)
+    return np.apply_along_axis(math.fsum, -1, neighbours) / kernel  # the same neighbours in any order have one sum
 
 
 # -------------------------------------------------------------------------------------------------------- observables

@@ -203,18 +203,19 @@ def cur(case: Case) -> Selection:
     trace, use, size = case.trace, case.parameters["use"], case.number("block")
     fixed = protection(case.number("sinks"), 0, case.budget, trace.prompt)
 
-    def within_blocks(squares: np.ndarray) -> np.ndarray:
-        result = np.zeros_like(squares)
-        for begin in range(0, trace.prompt, size):
-            block = squares[:, begin : begin + size]
-            total = block.sum(axis=1, keepdims=True)
-            result[:, begin : begin + size] = np.divide(block, total, out=np.zeros_like(block), where=total > 0)
-        return result
+    def of_block(squares: np.ndarray) -> np.ndarray:
+        """The sum of the squares in each token's block, 1 where that is 0."""
+        begins = np.arange(0, trace.prompt, size)
+        sums = np.repeat(np.add.reduceat(squares, begins, axis=1), size, axis=1)[:, : trace.prompt]
+        return np.where(sums > 0, sums, 1)
 
     def scores(layer: int) -> np.ndarray:
-        key = within_blocks((prompt_keys(trace, layer) ** 2).sum(axis=-1))
-        value = within_blocks((prompt_values(trace, layer) ** 2).sum(axis=-1))
-        return {"key": key, "value": value, "avg": (key + value) / 2, "product": key * value}[use]
+        """One quotient each: of whole numbers equal ones are equal."""
+        key, value = ((one(trace, layer) ** 2).sum(axis=-1) for one in (prompt_keys, prompt_values))
+        keys, values = of_block(key), of_block(value)
+        if use == "avg":
+            return (key * values + value * keys) / (2 * keys * values)
+        return {"key": key / keys, "value": value / values, "product": key * value / (keys * values)}[use]
 
     return best_beside(case, fixed, scores)
 
@@ -229,7 +230,8 @@ def leverages(case: Case, layer: int) -> np.ndarray:
     ridge = float(case.parameters.get("ridge", "0.01"))
     result = np.zeros((trace.kv_heads, trace.prompt))
     for head, keys in enumerate(unrotated(trace, layer, prompt_keys(trace, layer), np.arange(trace.prompt))):
-        x = keys - keys.mean(axis=0)
+        x = keys - keys[0]  # so that two keys lie exactly opposite about their mean
+        x = x - x.mean(axis=0)
         if columns:
             channel, column = np.indices((trace.dimension, columns))
             x = x @ (gaussian(seed, layer, head, channel, column) / math.sqrt(columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -171,8 +172,8 @@ def chunk_selections(
     replace = parameters["window_mode"] == "replace"
     scored = prompt if replace else prompt - window
     chunks = [np.arange(begin, min(begin + size, scored)) for begin in range(0, scored, size)]
-    total = np.mean if parameters["chunk_score"] == "mean" else np.sum
-    scores = np.array([total(x[chunk]) for chunk in chunks])
+    mean = parameters["chunk_score"] == "mean"
+    scores = np.array([math.fsum(x[chunk]) / (len(chunk) if mean else 1) for chunk in chunks])
     fill = parameters["fill"]
 
     if replace:

@@ -146,7 +146,8 @@ def decide(
     case = Case(trace, parameters_of(policy), literal, choice, follow)
     if policy.name in WITHOUT_BUDGET:
         return WITHOUT_BUDGET[policy.name](case)
-    if policy.name == "full" or case.budget >= trace.prompt:
+    bound = case.parameters.get("schedule", "once").partition("(")[0] != "threshold"
+    if policy.name == "full" or (bound and case.budget >= trace.prompt):
         return everything(case, policy)
     return POLICIES[policy.name](case)
 

@@ -68,10 +68,10 @@ def think(case: Case) -> Selection:
 
     def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
         keys = trace.layers[layer].k.copy()
-        asked = (rows_of(trace, layer, last) ** 2).mean(axis=1)
-        asked = asked.reshape(trace.kv_heads, -1, trace.dimension).mean(axis=1)
+        asked = (rows_of(trace, layer, last) ** 2).sum(axis=1)
+        asked = asked.reshape(trace.kv_heads, -1, trace.dimension).sum(axis=1)
         for head in range(trace.kv_heads):
-            scores = asked[head] * (keys[head, :prompt] ** 2).mean(axis=0)
+            scores = asked[head] * (keys[head, :prompt] ** 2).sum(axis=0)  # sums, not means: of whole numbers exact
             keys[head, :older, rank(scores)[trace.dimension - dropped :]] = 0
         return keys, trace.layers[layer].v
 
@@ -162,9 +162,9 @@ def minicache(case: Case) -> Selection:
 
 
 def angle(a: np.ndarray, b: np.ndarray) -> float:
-    """Between two vectors."""
-    lengths = np.linalg.norm(a) * np.linalg.norm(b)
-    return math.acos(np.clip(a @ b / lengths, -1, 1)) if lengths > 0 else math.pi / 2
+    """Between two vectors, by one quotient: equal angles of whole numbers are equal."""
+    along, squares = a @ b, (a @ a) * (b @ b)
+    return math.acos(math.copysign(math.sqrt(min(1, along**2 / squares)), along)) if squares > 0 else math.pi / 2
 
 
 def between(a: np.ndarray, b: np.ndarray, t: float) -> np.ndarray:

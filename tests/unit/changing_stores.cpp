@@ -277,6 +277,17 @@ TEST_F(MiniCached, WhatHasNoDirectionBetweenStaysAsItWas) {
     }
 }
 
+TEST_F(MiniCached, OfEqualAnglesTheFirstStayApart) {
+  const int lower_direction[] = {1, 2, 2, 0, 0, 3, 0, 0}, upper_direction[] = {2, 1, 0, 1, 0, 1, 0, 3};
+  for (int j = 0; j < prompt; ++j)
+    for (int c = 0; c < 8; ++c) {
+      layer.k.set(0, j, c, static_cast<float>((1 + j % 5) * lower_direction[c]));
+      upper.k.set(0, j, c, static_cast<float>((1 + j % 7) * upper_direction[c]));
+    }
+  const auto result = both("minicache:gap=0.28,distance=code");  // 7 of 25
+  for (int j = 0; j < prompt; ++j) EXPECT_EQ(key(*result[0], 0, j, 3) == 0, j < 7) << j;
+}
+
 TEST_F(MiniCached, AZeroVectorSaysNothingOfHowFarAnglesReach) {
   for (int c = 0; c < 8; ++c) upper.k.set(0, 3, c, 0.0F);
   const auto result = both("minicache:gap=0");  // of each head the keys of the least angle merge, and the values

@@ -295,6 +295,23 @@ TEST_P(ScoresOf, CurDividesByTheBlockOfWhatIsHeld) {
   }
 }
 
+TEST_P(ScoresOf, CurIsEqualWhereProductsOfWholeNumbersAre) {
+  const int divisors[] = {1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60};
+  const auto give_square = [&](RandomTensor& tensor, int j, int square) {
+    for (int c = 0; c < dim; ++c) {
+      const int number = static_cast<int>(std::sqrt(square));
+      tensor.set(0, j, c, static_cast<float>(number));
+      square -= number * number;
+    }
+  };
+  for (int j = 0; j < prompt; ++j) {
+    give_square(layer.k, j, divisors[j % 12]);
+    give_square(layer.v, j, 60 / divisors[j % 12]);
+  }
+  const Matrix found = scores("cur:block=41");
+  for (int j = 1; j < prompt; ++j) EXPECT_EQ(found(0, j), found(0, 0)) << j;
+}
+
 TEST_P(ScoresOf, LagKvRanksWithinPartitions) {
   // 41 tokens, 3 sinks: partitions of 8 begin at 3, 11, 19, 27; the last whole one and the tail are not ranked.
   const Matrix found = scores("lagkv:sinks=3,lag=8");

@@ -52,15 +52,15 @@ TEST_F(LayerViewOf, EveryObservableIsComputedOnce) {
   EXPECT_EQ(first(0, 0), 0.5);
 }
 
-TEST_F(LayerViewOf, QuerySquaresAreMeansOverTheLastQueries) {
+TEST_F(LayerViewOf, QuerySquaresAreSumsOverTheLastQueries) {
   const Matrix& squares = view.query_squares(7);
   ASSERT_EQ(squares.rows(), 4);
   ASSERT_EQ(squares.columns(), 8);
   for (int h = 0; h < 4; ++h)
     for (int c = 0; c < 8; ++c) {
-      double mean = 0;
-      for (int t = 23; t < 30; ++t) mean += layer.q.at(h, t, c) * layer.q.at(h, t, c) / 7;
-      EXPECT_NEAR(squares(h, c), mean, 1e-14);
+      double sum = 0;
+      for (int t = 23; t < 30; ++t) sum += layer.q.at(h, t, c) * layer.q.at(h, t, c);
+      EXPECT_NEAR(squares(h, c), sum, 1e-13);
     }
   EXPECT_EQ(&view.query_squares(30), &view.query_squares(1000));
   // Of what had come at a time, not of what stayed.

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
 #include <limits>
 
 #include "attention/cholesky.h"
@@ -150,18 +152,17 @@ TEST_P(KeysAndQueries, NormsAreThoseOfTheTokensThatAreHeld) {
 }
 
 TEST_P(KeysAndQueries, FormsReadEachKeyForEveryRowOfItsGroup) {
-  QuadraticForms forms{.matrices = Matrix(4, 64), .linear = Matrix(4, 8), .centres = Matrix(2, 8)};
+  QuadraticForms forms{.matrices = Matrix(4, 64), .linear = Matrix(4, 8)};
   for (std::size_t i = 0; i < forms.linear.values().size(); ++i)
     forms.linear.values()[i] = gaussian(chain(1, i), chain(2, i));
-  for (std::size_t i = 0; i < forms.centres.values().size(); ++i)
-    forms.centres.values()[i] = 0.1 * static_cast<double>(i);
   for (int row = 0; row < 4; ++row)
     for (int r = 0; r < 8; ++r)
       for (int c = 0; c < 8; ++c) forms.matrices(row, r * 8 + c) = std::cos(row + r * c) + r + c;
-  const Matrix standing = held.key_forms(forms), before = view.unrotated_key_forms(forms);
-  const auto expected = [&](int row, Numbers x) {
+  const Matrix standing = held.key_forms(forms);
+  forms.centred = true;
+  const Matrix before = view.unrotated_key_forms(forms);
+  const auto expected = [&](int row, const Numbers& x) {
     double value = 0;
-    for (int r = 0; r < 8; ++r) x[static_cast<std::size_t>(r)] -= forms.centres(row / 2, r);
     for (int r = 0; r < 8; ++r) {
       const double number = x[static_cast<std::size_t>(r)];
       value += forms.linear(row, r) * number;
@@ -170,10 +171,36 @@ TEST_P(KeysAndQueries, FormsReadEachKeyForEveryRowOfItsGroup) {
     return value;
   };
   for (int row = 0; row < 4; ++row) {
+    std::vector<Numbers> keys;
+    for (int j = 0; j < prompt; ++j) keys.push_back(unrotated(layer.k.row(row / 2, j), j));
+    const Numbers mean = naive_moments(keys).first;
     for (int i = 0; i < 5; ++i) EXPECT_NEAR(standing(row, i), expected(row, held_key(row / 2, i)), 1e-10);
-    for (int j = 0; j < prompt; ++j)
-      EXPECT_NEAR(before(row, j), expected(row, unrotated(layer.k.row(row / 2, j), j)), 1e-10);
+    for (int j = 0; j < prompt; ++j) {
+      Numbers& key = keys[static_cast<std::size_t>(j)];
+      std::ranges::transform(key, mean, key.begin(), std::minus());
+      EXPECT_NEAR(before(row, j), expected(row, key), 1e-10);
+    }
   }
+}
+
+TEST_P(KeysAndQueries, TwoKeysLieOppositeAboutTheirMean) {
+  QuadraticForms forms{.matrices = Matrix(2, 64), .centred = true};
+  for (int row = 0; row < 2; ++row)
+    for (int r = 0; r < 8; ++r)
+      for (int c = 0; c < 8; ++c) forms.matrices(row, r * 8 + c) = std::cos(row + r * c + r + c);
+  for (int j = 1; j < prompt; ++j) {
+    const Matrix found = LayerView(view, {.positions = {0, j}, .seen = prompt, .added = 1}).unrotated_key_forms(forms);
+    for (int head = 0; head < 2; ++head) EXPECT_EQ(found(head, 0), found(head, 1)) << j;
+  }
+}
+
+TEST_P(KeysAndQueries, SquaresOfNormsHaveNoRoots) {
+  for (int head = 0; head < 2; ++head)
+    for (int j = 0; j < prompt; ++j) {
+      const Numbers key = layer.k.row(head, j), value = layer.v.row(head, j);
+      EXPECT_EQ(view.squared_key_norms()(head, j), dot(key, key));
+      EXPECT_EQ(view.squared_value_norms()(head, j), dot(value, value));
+    }
 }
 
 TEST_P(KeysAndQueries, BlocksAttendInBothDirectionsOfTimeWithoutScale) {

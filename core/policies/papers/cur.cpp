@@ -11,16 +11,17 @@ enum class Use { product, key, value, average };
 constexpr Choice<Use> use_words[] = {
     {"product", Use::product}, {"key", Use::key}, {"value", Use::value}, {"avg", Use::average}};
 
-/// Squares of norms, each divided by the sum of those in its block; 0 where that is 0.
-Matrix shares_of_blocks(Matrix norms, int block) {
-  for (int row = 0; row < norms.rows(); ++row)
-    for (int first = 0; first < norms.columns(); first += block) {
-      const int end = std::min(first + block, norms.columns());
+/// [heads, n]: the sum of the squares in a token's block; 1 where it is 0.
+Matrix sums_of_blocks(const Matrix& squares, int block) {
+  Matrix sums(squares.rows(), squares.columns());
+  for (int row = 0; row < sums.rows(); ++row)
+    for (int first = 0; first < sums.columns(); first += block) {
+      const int end = std::min(first + block, sums.columns());
       double sum = 0;
-      for (int j = first; j < end; ++j) sum += norms(row, j) *= norms(row, j);
-      for (int j = first; j < end && sum > 0; ++j) norms(row, j) /= sum;
+      for (int j = first; j < end; ++j) sum += squares(row, j);
+      for (int j = first; j < end; ++j) sums(row, j) = sum > 0 ? sum : 1.0;
     }
-  return norms;
+  return sums;
 }
 
 struct Cur {
@@ -42,14 +43,29 @@ struct Cur {
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
   }
 
+  /// Of what may be whole numbers one quotient, rounded once: equal scores are equal in their last bit.
   Matrix scores(const LayerView& view) const {
-    if (use == Use::value) return shares_of_blocks(view.value_norms(2.0), block);
-    Matrix scores = shares_of_blocks(view.key_norms(2.0), block);
-    if (use == Use::key) return scores;
-    const Matrix values = shares_of_blocks(view.value_norms(2.0), block);
+    const Matrix &keys = view.squared_key_norms(), &values = view.squared_value_norms();
+    const Matrix of_keys = sums_of_blocks(keys, block), of_values = sums_of_blocks(values, block);
+    Matrix scores(keys.rows(), keys.columns());
     for (int row = 0; row < scores.rows(); ++row)
-      for (int j = 0; j < scores.columns(); ++j)
-        scores(row, j) = use == Use::product ? scores(row, j) * values(row, j) : (scores(row, j) + values(row, j)) / 2;
+      for (int j = 0; j < scores.columns(); ++j) {
+        const double k = keys(row, j), v = values(row, j), all_k = of_keys(row, j), all_v = of_values(row, j);
+        switch (use) {
+          case Use::product:
+            scores(row, j) = k * v / (all_k * all_v);
+            break;
+          case Use::key:
+            scores(row, j) = k / all_k;
+            break;
+          case Use::value:
+            scores(row, j) = v / all_v;
+            break;
+          case Use::average:
+            scores(row, j) = (k * all_v + v * all_k) / (2 * all_k * all_v);
+            break;
+        }
+      }
     return scores;
   }
 

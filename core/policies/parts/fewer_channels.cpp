@@ -20,7 +20,8 @@ struct FewerChannelsPart : FewerChannels {
 
 const RegisteredPart<FewerChannelsPart> registered;
 
-/// [d]: what each channel of a KV head adds to the logits.
+/// [d]: what each channel of a KV head adds to the logits, squared and up to a factor: sums where means are meant, so
+/// that equal scores of whole numbers are equal in their last bit.
 std::vector<double> channel_scores(const LayerView& view, const Matrix& queries, std::vector<float>& keys, int head,
                                    std::span<const std::int32_t> held) {
   const TensorView& shape = view.tensors().k;
@@ -32,8 +33,7 @@ std::vector<double> channel_scores(const LayerView& view, const Matrix& queries,
   }
   for (int query_head = head * view.group(); query_head < (head + 1) * view.group(); ++query_head)
     for (std::size_t c = 0; c < of_queries.size(); ++c) of_queries[c] += queries.row(query_head)[c];
-  for (std::size_t c = 0; c < of_keys.size(); ++c)
-    of_keys[c] *= of_queries[c] / view.group() / static_cast<double>(held.size());
+  for (std::size_t c = 0; c < of_keys.size(); ++c) of_keys[c] *= of_queries[c];
   return of_keys;
 }
 

@@ -20,10 +20,21 @@ using Distance = MergedLayers::Distance;
 
 constexpr Choice<Distance> distance_words[] = {{"paper", Distance::paper}, {"code", Distance::code}};
 
-double length(std::span<const double> x) {
-  double square = 0;
-  for (const double number : x) square += number * number;
-  return std::sqrt(square);
+double product(std::span<const double> x, std::span<const double> y) {
+  return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
+}
+
+/// Between two vectors other than 0, of |a|^2 and <a, b>: by the part of b that stands upright on a, times |a|^2, for
+/// near 0 and pi an arc cosine has lost half its digits; and by one quotient, so that equal angles of whole numbers are
+/// equal in their last bit.
+double angle_between(std::span<const double> a, std::span<const double> b, double square, double along) {
+  double upright = 0;
+  for (std::size_t c = 0; c < a.size(); ++c) {
+    const double part = b[c] * square - a[c] * along;
+    upright += part * part;
+  }
+  const double angle = std::atan(std::sqrt(upright / (square * along * along)));
+  return along < 0 ? std::numbers::pi - angle : angle;
 }
 
 std::vector<double> numbers_of(const TensorView& tensor, int head, int token) {
@@ -38,18 +49,11 @@ struct Pair {
   double lower_length = 0, upper_length = 0, angle = 0;  // 0 beside a zero vector
 
   Pair(const TensorView& below, const TensorView& above, int head, int token)
-      : lower(numbers_of(below, head, token)),
-        upper(numbers_of(above, head, token)),
-        lower_length(length(lower)),
-        upper_length(length(upper)) {
-    // Of the sum and the difference of the directions: near 0 and pi the arc cosine has lost half its digits.
-    double sum = 0, difference = 0;
-    for (std::size_t c = 0; has_directions() && c < lower.size(); ++c) {
-      const double a = lower[c] / lower_length, b = upper[c] / upper_length;
-      sum += (a + b) * (a + b);
-      difference += (a - b) * (a - b);
-    }
-    angle = 2 * std::atan2(std::sqrt(difference), std::sqrt(sum));
+      : lower(numbers_of(below, head, token)), upper(numbers_of(above, head, token)) {
+    const double square = product(lower, lower);
+    lower_length = std::sqrt(square);
+    upper_length = std::sqrt(product(upper, upper));
+    if (has_directions()) angle = angle_between(lower, upper, square, product(lower, upper));
   }
 
   bool has_directions() const { return lower_length > 0 && upper_length > 0; }

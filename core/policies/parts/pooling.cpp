@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "policies/parts/wide_sum.h"
+
 namespace kvreplay {
 namespace {
 
@@ -15,8 +17,8 @@ constexpr Choice<Pool> words[] = {{"none", Pool::none}, {"max", Pool::max}, {"av
 void raise(std::span<double> to, std::span<const double> other) {
   for (std::size_t j = 0; j < to.size(); ++j) to[j] = std::max(to[j], other[j]);
 }
-void add(std::span<double> to, std::span<const double> other) {
-  for (std::size_t j = 0; j < to.size(); ++j) to[j] += other[j];
+void add(std::span<double> to, std::span<double> dropped, std::span<const double> other) {
+  for (std::size_t j = 0; j < to.size(); ++j) add_keeping(to[j], dropped[j], other[j]);
 }
 
 /// row[j] = max of row[j - reach .. j + reach]. Maxima of 1, 2, 4 ... scores make those of any width, so the time grows
@@ -33,16 +35,18 @@ void pool_maxima(std::span<double> row, std::size_t reach) {
   raise(row, all.subspan(kernel - width, row.size()));
 }
 
-/// row[j] = sum of row[j - reach .. j + reach] / kernel, added in ascending order for every j: a sliding sum would be
-/// faster for wide kernels, but equal neighbours would have unequal sums here and there, and the ties between them
-/// another order.
+/// row[j] = sum of row[j - reach .. j + reach] / kernel, each added by itself: a sliding sum would be faster for wide
+/// kernels, but equal neighbours would have unequal sums here and there, and the ties between them another order.
 void pool_averages(std::span<double> row, std::size_t reach, int kernel) {
   const std::vector<double> before(row.begin(), row.end());
   const std::span<const double> from(before);
+  std::vector<double> of_sums(row.size());
+  const std::span<double> dropped(of_sums);
   std::ranges::fill(row, 0.0);
-  for (std::size_t back = reach; back > 0; --back) add(row.subspan(back), from.first(from.size() - back));
-  for (std::size_t ahead = 0; ahead <= reach; ++ahead) add(row.first(row.size() - ahead), from.subspan(ahead));
-  for (double& value : row) value /= kernel;
+  for (std::size_t back = reach; back > 0; --back)
+    add(row.subspan(back), dropped.subspan(back), from.first(from.size() - back));
+  for (std::size_t ahead = 0; ahead <= reach; ++ahead) add(row.first(row.size() - ahead), dropped, from.subspan(ahead));
+  for (std::size_t j = 0; j < row.size(); ++j) row[j] = rounded_sum(row[j], dropped[j]) / kernel;
 }
 
 }  // namespace
