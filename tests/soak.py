@@ -51,7 +51,7 @@ FOLDER = ROOT / "build/soak"
 LONGEST = 120  # seconds for a case
 SETTLED = 300  # cases after which the memory of the process should have found its size
 GROWTH = 48  # MiB that it may grow by from there on, in any time
-OUTPUTS = 2e-5  # numbers of outputs agree so well: one near 0 has lost digits of its float32 sum
+SUMS = 2e-5  # numbers of outputs and logits agree so well: one near 0 has lost digits of its float32 sum
 NEAR = 0.005  # of a policy's choices that may be as good as the reference's and not equal
 CACHED = [
     value
@@ -320,7 +320,7 @@ def replayed(case: Drawn, folder: Path) -> tuple[str, collections.Counter[Verdic
     ours = reference_policies.decide(trace, asked, case.budget, case.choice, follow=theirs)
     theirs = dataclasses.replace(theirs, order=ours.order, stored=ours.stored)
     verdicts = compare_selections(trace, ours, theirs, datasets, "soak")
-    compare_metrics(trace, theirs, case.choice, rows, "soak", of_outputs=OUTPUTS)
+    compare_metrics(trace, theirs, case.choice, rows, "soak", of_sums=SUMS)
     return policy, collections.Counter(verdicts)
 
 

@@ -193,7 +193,7 @@ def test_sets_and_numbers_of_the_references(drawn: tuple[Content, str], data: so
                 continue  # their products are below all float32
             measured = reference_metrics.measure(trace, theirs, "continuation")
             del measured["attention_cosine", "logits"]
-            compare_rows(where, expected_rows(trace, measured), rows, of_outputs=2e-5)
+            compare_rows(where, expected_rows(trace, measured), rows, of_sums=2e-5)
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "0.0", "1.01", "nan", "inf", "1e400"])

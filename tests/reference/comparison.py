@@ -94,10 +94,11 @@ def compare_rows(
     expected: dict[tuple, float | None],
     frame: pd.DataFrame,
     tolerance: float = 1e-6,
-    of_outputs: float = 0.0,
+    of_sums: float = 0.0,
 ) -> None:
     """Each expected row is there, none without a reference, and all values are equal: bytes exactly, others to the
-    tolerance, relative above 1, those of outputs to their own where it is greater."""
+    tolerance, relative above 1, those of outputs and of logits, which are sums in float32 that may nearly cancel, to
+    their own where it is greater."""
     keys = list(zip(frame["layer"], frame["head"], frame["metric"], frame["variant"], strict=True))
     assert len(set(keys)) == len(keys), f"{where}: a row appears twice"
     missing = expected.keys() - set(keys)
@@ -107,8 +108,8 @@ def compare_rows(
     wanted = np.array([np.nan if expected[key] is None else expected[key] for key in keys], float)
     found = frame["value"].to_numpy(float)
     exact = np.array([key[2] == "kv_bytes" for key in keys])
-    outputs = np.array([key[2].startswith("output_") for key in keys])
-    relative = np.where(outputs, max(of_outputs, tolerance), tolerance)
+    sums = np.array([key[2].startswith("output_") or key[3] == "logits" for key in keys])
+    relative = np.where(sums, max(of_sums, tolerance), tolerance)
     allowed = np.where(exact, 1e-12 * wanted, relative * np.maximum(1, np.abs(wanted)))
     wrong = ~((np.abs(found - wanted) <= allowed) | (np.isnan(found) & np.isnan(wanted)))
     lines = [f"{key}: {f!r}, expected {w!r}" for key, f, w, bad in zip(keys, found, wanted, wrong, strict=True) if bad]
@@ -124,12 +125,12 @@ def compare_metrics(
     rows: pd.DataFrame,
     where: str,
     all_queries: bool = False,
-    of_outputs: float = 0.0,
+    of_sums: float = 0.0,
 ) -> None:
     """Every number of a cell, `rows` of results.csv, against what the reference makes of the cell's own sets."""
     measured = reference_metrics.measure(trace, theirs, choice, all_queries)
     # moved keys and queries are rotated in float32: an angle of some hundred radians is known to 1e-5 at best
-    compare_rows(where, expected_rows(trace, measured), rows, 1e-5 if theirs.moved else 1e-6, of_outputs)
+    compare_rows(where, expected_rows(trace, measured), rows, 1e-5 if theirs.moved else 1e-6, of_sums)
     one = rows.iloc[0]
     assert abs(float(one["kept_tokens"]) - reference_metrics.counts(theirs).mean()) <= 1e-9, where
     assert int(one["n_queries"]) == len(reference.eval_queries(trace, choice)), where
