@@ -66,7 +66,7 @@ void require(hid_t status, const Walk& walk, const char* what) {
   refuse(walk, hdf5::failure({}, what).problem());
 }
 
-/// HDF5 1.10.8 reads on behind elements of which fewer bytes are stored.
+/// HDF5 (1.10.8, 1.14.4, 2.0.0) reads on behind elements of which fewer bytes are stored.
 void require_size(hsize_t expected, hsize_t stored, const Walk& walk) {
   if (stored != expected) refuse(walk, fmt::format("size: expected {} bytes, found {} bytes", expected, stored));
 }
@@ -105,14 +105,14 @@ herr_t walk_attribute(hid_t object, const char* name, const H5A_info_t*, void* w
 
 /// What stands between a dataset's elements and the file.
 struct Filters {
-  int count = 0;
-  std::optional<unsigned> deflate = {};  // its place among them
-  bool known = true;                     // all are deflate, once, or shuffle
+  std::optional<unsigned> deflate;  // its place among them
+  bool known = true;                // all are deflate, once, or shuffle
 };
 
 Filters filters_of(hid_t creation) {
-  Filters filters{.count = std::max(H5Pget_nfilters(creation), 0)};
-  for (unsigned place = 0; place < static_cast<unsigned>(filters.count); ++place) {
+  Filters filters;
+  const int count = std::max(H5Pget_nfilters(creation), 0);
+  for (unsigned place = 0; place < static_cast<unsigned>(count); ++place) {
     unsigned flags = 0, settings = 0;
     std::size_t values = 0;
     const H5Z_filter_t filter = H5Pget_filter2(creation, place, &flags, &values, nullptr, 0, nullptr, &settings);
