@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import faulthandler
 import gc
+import math
 import os
 import signal
 import sys
@@ -240,7 +241,8 @@ def random_content(draw: np.random.Generator) -> tuple[Content, str]:
         for queries, keys in zip(content.q, content.k, strict=True):
             queries[..., 0] += 2
             keys[:, :2, 0] += 3
-    if kind == "whole":  # products without rounding: ties where numbers tie
+    if kind == "whole":  # logits without rounding, also as powers of two: ties where numbers tie
+        content.scale, content.softcap = math.log(2) / 2, 0.0
         for tensors in (content.q, content.k, content.v):
             tensors[:] = [np.clip(np.rint(2 * values), -4, 4) / 2 for values in tensors]
     if not draw.integers(4):

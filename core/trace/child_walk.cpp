@@ -50,9 +50,10 @@ herr_t is_about_memory(unsigned, const H5E_error2_t* error, void* found) {
 }
 
 [[noreturn]] void refuse(const Walk& walk, const std::string& what) {
-  const std::string text = walk.file + ":" + walk.at + '\0' + what;
-  // Shorter than a pipe is deep.
-  const ssize_t written = ::write(walk.told, text.data(), std::min(text.size(), longest_refusal));
+  // Shorter than a pipe is deep, also where names have many thousand bytes.
+  const std::string where = (walk.file + ":" + walk.at).substr(0, longest_refusal / 2);
+  const std::string text = where + '\0' + what.substr(0, longest_refusal / 2 - 1);
+  const ssize_t written = ::write(walk.told, text.data(), text.size());
   ::_exit(written > 0 ? refused : EXIT_FAILURE);
 }
 
@@ -71,7 +72,10 @@ void require_size(hsize_t expected, hsize_t stored, const Walk& walk) {
   if (stored != expected) refuse(walk, fmt::format("size: expected {} bytes, found {} bytes", expected, stored));
 }
 
-bool has_pointers(hid_t type) { return H5Tdetect_class(type, H5T_VLEN) != 0 || H5Tis_variable_str(type) != 0; }
+/// Elements are nothing but their bytes; others have another size in memory than in the file.
+bool is_flat(hid_t type) {
+  return H5Tdetect_class(type, H5T_REFERENCE) == 0 && !hdf5::Type(H5Tcopy(type), H5Tclose).has_variable_length();
+}
 
 std::vector<hsize_t> extent(hid_t space) {
   const int rank = H5Sget_simple_extent_ndims(space);
@@ -80,9 +84,9 @@ std::vector<hsize_t> extent(hid_t space) {
   return shape;
 }
 
-/// The bytes of all elements of a type without pointers; 0: none, or more than `small`.
+/// The bytes of all elements of a flat type; 0: none, or more than `small`.
 std::size_t few_bytes(hid_t space, hid_t type) {
-  if (has_pointers(type)) return 0;
+  if (!is_flat(type)) return 0;
   const hssize_t count = H5Sget_simple_extent_npoints(space);
   const std::size_t size = H5Tget_size(type);
   if (count <= 0 || size == 0 || static_cast<std::uint64_t>(count) > small / size) return 0;
@@ -107,10 +111,14 @@ herr_t walk_attribute(hid_t object, const char* name, const H5A_info_t*, void* w
 struct Filters {
   std::optional<unsigned> deflate;  // its place among them
   bool known = true;                // all are deflate, once, or shuffle
+  bool at_edges = true;             // also of chunks that reach beyond the shape
 };
 
 Filters filters_of(hid_t creation) {
   Filters filters;
+  unsigned options = 0;
+  if (H5Pget_layout(creation) == H5D_CHUNKED && H5Pget_chunk_opts(creation, &options) >= 0)
+    filters.at_edges = (options & H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS) == 0;
   const int count = std::max(H5Pget_nfilters(creation), 0);
   for (unsigned place = 0; place < static_cast<unsigned>(count); ++place) {
     unsigned flags = 0, settings = 0;
@@ -141,7 +149,8 @@ hsize_t inflated(std::vector<Bytef>& deflated, hsize_t most) {
   return std::min<hsize_t>(stream.total_out, most + 1);
 }
 
-/// Where each chunk lies, so that their index is read on the way, and whether each holds all its elements.
+/// Where each chunk lies, so that their index is read on the way, and whether each holds all its elements, of which one
+/// has so many bytes.
 void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk,
                  std::size_t element, const Filters& filters, const Walk& walk) {
   if (hdf5::elements(shape) == 0) return;
@@ -160,7 +169,9 @@ void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::ve
       std::uint32_t left_out = 0;
       std::vector<Bytef> bytes(stored);
       require(H5Dread_chunk(dataset, H5P_DEFAULT, at.data(), &left_out, bytes.data()), walk, "cannot be read");
-      require_size(whole, (left_out >> *filters.deflate & 1) != 0 ? stored : inflated(bytes, whole), walk);
+      bool plain = (left_out >> *filters.deflate & 1) != 0;
+      for (std::size_t a = 0; a < at.size(); ++a) plain |= !filters.at_edges && at[a] + chunk[a] > shape[a];
+      require_size(whole, plain ? stored : inflated(bytes, whole), walk);
     } else if (stored > 0) {
       require_size(whole, stored, walk);
     }
@@ -180,8 +191,9 @@ void walk_dataset(hid_t dataset, const Walk& walk) {
   require(creation.id(), walk, "has no layout");
   const H5D_layout_t layout = H5Pget_layout(creation.id());
   const Filters filters = filters_of(creation.id());
-  // Neither other files nor filters that are found on the machine are a reader's business.
-  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0 || !filters.known) return;
+  // Neither other files nor filters that are found on the machine are a reader's business, nor elements of any length.
+  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0 || !filters.known || !is_flat(type.id()))
+    return;
   const std::vector<hsize_t> shape = extent(space.id());
   const std::size_t element = H5Tget_size(type.id());
   if (layout == H5D_CHUNKED) {
@@ -248,7 +260,8 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
   limit(RLIMIT_CORE, 0);
   limit(RLIMIT_CPU, seconds);
   limit(RLIMIT_AS, address_space() + memory);
-  ::alarm(static_cast<unsigned>(seconds * 10));  // a disk may be slow
+  ::alarm(static_cast<unsigned>(seconds * 10));                // a disk may be slow
+  walk.told = ::fcntl(walk.told, F_DUPFD, STDERR_FILENO + 1);  // the caller's may have been closed, and be it
   if (const int nowhere = ::open("/dev/null", O_WRONLY); nowhere >= 0) {
     ::dup2(nowhere, STDOUT_FILENO);
     ::dup2(nowhere, STDERR_FILENO);
@@ -277,8 +290,11 @@ struct Pipe {
   Pipe(const Pipe&) = delete;
   Pipe& operator=(const Pipe&) = delete;
   ~Pipe() {
-    for (const int end : ends)
-      if (end >= 0) ::close(end);
+    close(0);
+    close(1);
+  }
+  void close(int end) {
+    if (ends[end] >= 0) ::close(std::exchange(ends[end], -1));
   }
   int ends[2];
 };
@@ -290,11 +306,12 @@ void walk_in_child(const std::filesystem::path& path) {
   const std::uintmax_t length = std::filesystem::file_size(path, none);
   if (none) return;  // whoever opens it says what is wrong
   const std::uint64_t seconds = 5 + length / mib, memory = 1024 * mib + length;
-  const Pipe pipe;
+  Pipe pipe;
   const pid_t child = pipe.ends[0] < 0 ? -1 : ::fork();
   if (child < 0)
     throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
   if (child == 0) be_the_child(path, {.file = path.string(), .length = length, .told = pipe.ends[1]}, seconds, memory);
+  pipe.close(1);
   int status = 0;
   while (::waitpid(child, &status, 0) < 0)
     if (errno != EINTR)

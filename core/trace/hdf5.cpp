@@ -26,6 +26,10 @@ constexpr std::size_t largest_header = std::size_t{1} << 16;
 
 std::array<char, 4096> opened_last{};
 
+void note_opened(const std::filesystem::path& path) {
+  opened_last[path.native().copy(opened_last.data(), opened_last.size() - 1)] = '\0';
+}
+
 struct Innermost {
   std::string message;
   bool disk_full = false;
@@ -533,7 +537,10 @@ Dataset Group::write_text(const std::string& name, std::string_view text) {
   return dataset;
 }
 
+const char* last_opened() { return opened_last.data(); }
+
 File File::create(const std::filesystem::path& path) {
+  note_opened({});  // what crashes from here on may be the writing
   const Handle access = access_properties();
   const Handle creation = property_list(H5P_FILE_CREATE);
   H5Pset_obj_track_times(creation.id(), false);
@@ -544,6 +551,7 @@ File File::create(const std::filesystem::path& path) {
 }
 
 File File::create_in_memory(const std::string& name) {
+  note_opened({});
   constexpr std::size_t growth = std::size_t{1} << 20;
   const Handle access = access_properties();
   require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
@@ -561,10 +569,8 @@ File File::open(const std::filesystem::path& path) {
   return open_walked(path);
 }
 
-const char* last_opened() { return opened_last.data(); }
-
 File File::open_walked(const std::filesystem::path& path) {
-  opened_last[path.native().copy(opened_last.data(), opened_last.size() - 1)] = '\0';
+  note_opened(path);
   const Handle access = access_properties();
   return {
       Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.id()), path.string(), "cannot be opened"), H5Fclose},

@@ -197,7 +197,8 @@ std::size_t attribute_elements(const Handle& attribute, const std::string& where
 /// Error{input}: elements, or parts of them, that are of any length, or of none.
 void require_fixed_size(const Type& type, const std::string& where);
 
-/// Path of the file that was opened last; empty: none was. Its first 4,095 bytes, for whoever handles a crash.
+/// Path of the file that was opened last, its first 4,095 bytes, for whoever handles a crash; empty: none was, or
+/// another has been created since.
 const char* last_opened();
 
 /// A fixed-length string element without its padding: NULs, or blanks where the type says so.

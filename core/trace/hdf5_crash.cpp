@@ -32,7 +32,7 @@ bool within_hdf5() {
 void say(const char* text) { static_cast<void>(!::write(STDERR_FILENO, text, std::strlen(text))); }
 
 void on_crash(int signal) {
-  if (!within_hdf5()) {
+  if (*last_opened() == '\0' || !within_hdf5()) {
     ::raise(signal);  // which nobody handles any more, once this has returned
     return;
   }

@@ -3,9 +3,9 @@
 
 namespace kvreplay::hdf5 {
 
-/// From now on a crash within HDF5 ends the process with exit code 3 and one line, which names the file that was opened
-/// last: the library reads behind damaged headers, and what lies there differs from process to process. Any other crash
-/// stays one.
+/// From now on a crash below a call of HDF5 ends the process with exit code 3 and one line, which names the file that
+/// was opened last: the library reads behind damaged headers, and what lies there differs from process to process. Any
+/// other crash stays one.
 void refuse_crashes();
 
 }  // namespace kvreplay::hdf5

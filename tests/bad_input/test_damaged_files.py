@@ -18,6 +18,8 @@ from pathlib import Path
 import h5py
 import pytest
 
+import kvreplay as kv
+
 PROGRAM = Path(os.environ.get("KVREPLAY", Path(__file__).parents[2] / "build" / "release" / "kvreplay")).resolve()
 DAMAGED = sorted((Path(__file__).parent / "damaged").glob("*.h5"))
 FOUND = {
@@ -34,7 +36,8 @@ def unpacked(name: str) -> bytes:
 def kvreplay(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where the commands in Python are
     environment = {**os.environ, "PATH": path}
-    return subprocess.run([PROGRAM, *words], cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
+    options = {"capture_output": True, "text": True, "errors": "backslashreplace", "timeout": 60}
+    return subprocess.run([PROGRAM, *words], cwd=folder, env=environment, **options)
 
 
 @pytest.fixture
@@ -153,6 +156,57 @@ def test_selections_that_lead_elsewhere(elsewhere: Callable[[h5py.File], object]
     refused = kvreplay("plot", "heatmap", "out", "-o", "heatmap.png", folder=run_folder)
     assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
     assert re.search(f"out/selections.h5:/cells/more: {found}$", refused.stderr.strip()), refused
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [{}, {"chunks": (2,)}, {"chunks": (2,), "compression": "gzip"}, "compact"],
+    ids=["contiguous", "chunked", "deflated", "compact"],
+)
+def test_texts_of_any_length_that_nobody_reads(storage: dict[str, object] | str, tmp_path: Path) -> None:
+    """Elements have another size in memory than in the file."""
+    assert kvreplay("synth", "fixture", "-o", "a.h5", folder=tmp_path).returncode == 0
+    kind, words = h5py.string_dtype(), ["one", "two", "three"]
+    with h5py.File(tmp_path / "a.h5", "r+", libver=("v108", "v110")) as file:
+        file.attrs.create("remark", words, dtype=kind)
+        if isinstance(storage, dict):
+            file.create_dataset("remarks", data=words, dtype=kind, **storage)
+        else:
+            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            creation.set_layout(h5py.h5d.COMPACT)
+            space = h5py.h5s.create_simple((3,))
+            made = h5py.h5d.create(file.id, b"remarks", h5py.h5t.py_create(kind, logical=True), space, dcpl=creation)
+            h5py.Dataset(made)[:] = words
+        file["links"] = [file["tokens"].ref] * 3
+    sound = kvreplay("validate", "a.h5", folder=tmp_path)
+    assert sound.returncode == 0, sound
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&- 2>&-", "<&- 2>&-", "<&-"])
+def test_a_refusal_finds_its_way_whatever_is_closed(closed: str, tmp_path: Path) -> None:
+    shutil.copy(DAMAGED[0], tmp_path / "a.h5")
+    command = f'"{PROGRAM}" diff a.h5 a.h5 {closed}'
+    with h5py.File(tmp_path / "a.h5", "w", libver=("v108", "v110")) as file:
+        more = file.create_dataset("more", (4, 10), "i8", chunks=(1, 10), compression="gzip")
+        more.id.write_direct_chunk((1, 0), b"nothing deflated")
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=30, capture_output=True).returncode == 3
+
+
+def test_names_that_are_longer_than_a_line_and_no_text(tmp_path: Path) -> None:
+    """In the program, and in Python, whose errors are texts."""
+    with h5py.File(tmp_path / "a.h5", "w", libver=("v108", "v110")) as file:
+        name = b"\xff" + b"n" * 5000
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((10,))
+        creation.set_deflate(1)
+        kind, space = h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple((10,))
+        h5py.h5d.create(file.id, name, kind, space, dcpl=creation).write_direct_chunk((0,), b"nothing deflated")
+    refused = kvreplay("diff", "a.h5", "a.h5", folder=tmp_path)
+    assert refused.returncode == 3 and refused.stderr.count("\n") == 1
+    assert refused.stderr.endswith("n: size: expected 40 bytes, found 0 bytes\n")
+    with pytest.raises(kv.Error, match="n: size: expected 40 bytes, found 0 bytes$") as error:
+        kv.Trace(tmp_path / "a.h5")
+    assert error.value.exit_code == 3
 
 
 def test_a_trace_that_shrinks_while_it_is_replayed(tmp_path: Path) -> None:

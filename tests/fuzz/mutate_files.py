@@ -50,6 +50,7 @@ ENVIRONMENT = {
     "ASAN_OPTIONS": "exitcode=99:detect_leaks=0",
     "UBSAN_OPTIONS": "exitcode=99",
 }
+CRASHED = "expected an HDF5 file that the library can read"
 MARKS_OF_BUGS = ("Sanitizer", "runtime error:", "this is a bug of kvreplay")
 
 UNDEFINED = b"\xff" * 8
@@ -362,6 +363,11 @@ def problem_of(kind: Kind, files: list[Path], folder: Path, sounds: Path) -> str
     err = answer.stderr.decode(errors="replace")
     if answer.returncode < 0:
         return f"signal {-answer.returncode}"
+    if CRASHED in err:
+        print(
+            f"{files[0].stem} and {len(files) - 1} beside it: HDF5 crashed behind the walk, and the program said so",
+            flush=True,
+        )
     if any(mark in err for mark in MARKS_OF_BUGS):
         return next(line for line in err.splitlines() if any(mark in line for mark in MARKS_OF_BUGS))
     if answer.returncode not in kind.codes:

@@ -1,3 +1,4 @@
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -29,11 +30,18 @@ namespace {
   std::abort();
 }
 
+/// No file that is opened may take the place of a stream that the caller has closed.
+void open_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) std::abort();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace kvreplay;
   const std::vector<std::string> words(argv + 1, argv + argc);
+  open_closed_streams();
   std::set_terminate(end_at_once);
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a full disk: the write fails and says so
   hdf5::refuse_crashes();

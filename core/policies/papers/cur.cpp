@@ -24,6 +24,13 @@ Matrix sums_of_blocks(const Matrix& squares, int block) {
   return sums;
 }
 
+Matrix shares_of_blocks(const Matrix& squares, int block) {
+  Matrix shares = sums_of_blocks(squares, block);
+  for (std::size_t i = 0; i < shares.values().size(); ++i)
+    shares.values()[i] = squares.values()[i] / shares.values()[i];
+  return shares;
+}
+
 struct Cur {
   static constexpr Card card{
       .name = "cur",
@@ -45,26 +52,15 @@ struct Cur {
 
   /// Of what may be whole numbers one quotient, rounded once: equal scores are equal in their last bit.
   Matrix scores(const LayerView& view) const {
+    if (use == Use::key) return shares_of_blocks(view.squared_key_norms(), block);
+    if (use == Use::value) return shares_of_blocks(view.squared_value_norms(), block);
     const Matrix &keys = view.squared_key_norms(), &values = view.squared_value_norms();
     const Matrix of_keys = sums_of_blocks(keys, block), of_values = sums_of_blocks(values, block);
     Matrix scores(keys.rows(), keys.columns());
     for (int row = 0; row < scores.rows(); ++row)
       for (int j = 0; j < scores.columns(); ++j) {
         const double k = keys(row, j), v = values(row, j), all_k = of_keys(row, j), all_v = of_values(row, j);
-        switch (use) {
-          case Use::product:
-            scores(row, j) = k * v / (all_k * all_v);
-            break;
-          case Use::key:
-            scores(row, j) = k / all_k;
-            break;
-          case Use::value:
-            scores(row, j) = v / all_v;
-            break;
-          case Use::average:
-            scores(row, j) = (k * all_v + v * all_k) / (2 * all_k * all_v);
-            break;
-        }
+        scores(row, j) = use == Use::product ? k * v / (all_k * all_v) : (k * all_v + v * all_k) / (2 * all_k * all_v);
       }
     return scores;
   }

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "policies/parts/ranking.h"
+#include "policies/parts/wide_sum.h"
 
 namespace kvreplay {
 namespace {
@@ -33,9 +34,7 @@ class Chunked {
   double sum_of(int rank) const { return sums_[static_cast<std::size_t>(rank)]; }
 
   double sum(int begin, int count) const {
-    const std::span<const double> some =
-        scores_.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count));
-    return std::accumulate(some.begin(), some.end(), 0.0);
+    return wide_sum(scores_.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count)));
   }
   double score(std::int32_t token) const { return scores_[static_cast<std::size_t>(token)]; }
 

@@ -21,9 +21,7 @@ std::vector<double> chunk_scores(std::span<const double> scores, int chunk, Chun
   for (std::size_t begin = 0; begin < scores.size(); begin += static_cast<std::size_t>(chunk)) {
     const std::size_t size = std::min(static_cast<std::size_t>(chunk), scores.size() - begin);
     const std::span<const double> members = scores.subspan(begin, size);
-    double sum = 0, dropped = 0;
-    for (const double score : members) add_keeping(sum, dropped, score);
-    sum = rounded_sum(sum, dropped);
+    const double sum = wide_sum(members);
     of_chunks.push_back(how == ChunkScore::mean ? sum / static_cast<double>(size) : sum);
   }
   return of_chunks;

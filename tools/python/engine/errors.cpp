@@ -42,8 +42,13 @@ void translate_errors() {
             PyErr_SetString(PyExc_KeyboardInterrupt, error.what());
             return;
           }
-          const nb::object value =
-              error_type()(error.where(), error.problem(), error.expected(), error.found(), error.exit_code());
+          // Names in files and of files need not be UTF-8.
+          const auto text = [](const std::string& piece) {
+            return nb::steal(
+                PyUnicode_DecodeUTF8(piece.data(), static_cast<Py_ssize_t>(piece.size()), "backslashreplace"));
+          };
+          const nb::object value = error_type()(text(error.where()), text(error.problem()), text(error.expected()),
+                                                text(error.found()), error.exit_code());
           PyErr_SetObject(error_type().ptr(), value.ptr());
         }
       },
