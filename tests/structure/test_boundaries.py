@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Third-party headers -> folders whose own files may include them.
 ALLOWED = {
-    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis", "tests/fuzz")),
+    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis", "tests/fuzz", "tests/unit")),
     "Eigen": (r"<Eigen/", ("analysis/metrics", "tools/bench", "tools/cli")),
     "YAML": (r"<yaml-cpp/", ("core/policies",)),
     "OpenMP": (r"<omp\.h>", ("core/attention", "cuda", "tools/cli", "tools/bench", "tests/cuda/emulated")),
@@ -19,6 +19,7 @@ ALLOWED = {
     "Boost": (r"<boost/", ("tools/cli", "tests/cuda/emulated")),
     "fmt": (r"<fmt/", ("core", "analysis", "tools", "tests")),
     "JSON": (r"<nlohmann/", ("core/trace", "analysis", "tools/cli", "tests")),
+    "zlib": (r"<zlib\.h>", ("core/trace",)),
     "xxHash": (r"<xxhash\.h>", ("core/trace", "analysis", "tools/cli")),
     "CUDA": (r"[<\"](cuda|cublas|cub/|cutlass|cute/)", ("cuda", "tests/cuda", "tools/bench/device")),
     "nanobind": (r"<nanobind/", ("tools/python/engine",)),
