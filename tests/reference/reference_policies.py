@@ -146,8 +146,9 @@ def decide(
     case = Case(trace, parameters_of(policy), literal, choice, follow)
     if policy.name in WITHOUT_BUDGET:
         return WITHOUT_BUDGET[policy.name](case)
-    bound = case.parameters.get("schedule", "once").partition("(")[0] != "threshold"
-    if policy.name == "full" or (bound and case.budget >= trace.prompt):
+    natural = case.parameters.get("lengths") == "natural"
+    unbound = natural or case.parameters.get("schedule", "once").startswith("threshold(")
+    if policy.name == "full" or (not unbound and case.budget >= trace.prompt):
         return everything(case, policy)
     return POLICIES[policy.name](case)
 
