@@ -95,6 +95,7 @@ class LayerView {
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
   /// [Hkv, n]: ‖k‖₂² and ‖v‖₂², without error where the numbers have few digits: squares of norms are rounded twice.
+  /// Host code: one pass over what is stored.
   const Matrix& squared_key_norms() const;
   const Matrix& squared_value_norms() const;
   /// [Hq, n]: ‖Σ_i weights_i v_i − v_j‖₂, of weights [Hq, n]: how far each value is from their mean.

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "parallel.h"
@@ -67,51 +66,29 @@ std::span<const double> row_or_none(const Matrix& matrix, int row) {
   return matrix.empty() ? std::span<const double>() : matrix.row(row);
 }
 
-/// Vectors less the mean of their head. That is taken of their differences from the first one: so two vectors lie
-/// exactly opposite about it, and what is even in them ties as it should.
-class Centred {
- public:
-  Centred(const Vectors& vectors, int threads) : origins_(vectors.heads, vectors.dim), centred_(vectors) {
-    for (int head = 0; head < vectors.heads && vectors.count > 0; ++head) vectors.read(head, 0, origins_.row(head));
-    const auto difference = [this, read = vectors.read](int head, int i, std::span<double> vector) {
-      read(head, i, vector);
-      for (std::size_t c = 0; c < vector.size(); ++c) vector[c] -= origins_.row(head)[c];
-    };
-    means_ = summed(vectors, vectors.dim, threads, [&](int head, int begin, int end, std::span<double> sums) {
-      std::vector<double> vector(at(vectors.dim));
-      for (int i = begin; i < end; ++i) {
-        difference(head, i, vector);
-        for (std::size_t c = 0; c < vector.size(); ++c) sums[c] += vector[c];
-      }
-    });
-    divide(means_, vectors.count);
-    centred_.read = [this, difference](int head, int i, std::span<double> vector) {
-      difference(head, i, vector);
-      for (std::size_t c = 0; c < vector.size(); ++c) vector[c] -= means_.row(head)[c];
-    };
-  }
-  Centred(const Centred&) = delete;
-  Centred& operator=(const Centred&) = delete;
-
-  const Vectors& vectors() const { return centred_; }
-  /// [heads, d]: what was taken from them.
-  Matrix mean() const {
-    Matrix mean = origins_;
-    for (std::size_t i = 0; i < mean.values().size(); ++i) mean.values()[i] += means_.values()[i];
-    return mean;
-  }
-
- private:
-  Matrix origins_;  // the first vectors
-  Matrix means_;    // of the differences from them
-  Vectors centred_;
-};
-
-/// Up to `lanes` vectors one after another, [lanes, d]; zeros beyond them.
-void read_some(const Vectors& vectors, int head, int begin, int end, std::span<double> some) {
+/// Up to `lanes` vectors one after another, [lanes, d], less a centre; zeros beyond them.
+void read_some(const Vectors& vectors, int head, int begin, int end, const Centre& centre, std::span<double> some) {
+  const std::span<const double> origin = row_or_none(centre.origin, head), offset = row_or_none(centre.offset, head);
   std::ranges::fill(some, 0.0);
-  for (int i = begin; i < end; ++i)
-    vectors.read(head, i, some.subspan(at(i - begin) * at(vectors.dim), at(vectors.dim)));
+  for (int i = begin; i < end; ++i) {
+    const std::span<double> one = some.subspan(at(i - begin) * at(vectors.dim), at(vectors.dim));
+    vectors.read(head, i, one);
+    for (std::size_t c = 0; c < origin.size(); ++c) one[c] = one[c] - origin[c] - offset[c];
+  }
+}
+
+Centre centre_of(const Vectors& vectors, int threads) {
+  Centre centre{.origin = Matrix(vectors.heads, vectors.dim), .offset = {}};
+  for (int head = 0; head < vectors.heads && vectors.count > 0; ++head) vectors.read(head, 0, centre.origin.row(head));
+  centre.offset = summed(vectors, vectors.dim, threads, [&](int head, int begin, int end, std::span<double> sums) {
+    std::vector<double> vector(at(vectors.dim));
+    for (int i = begin; i < end; ++i) {
+      vectors.read(head, i, vector);
+      for (std::size_t c = 0; c < vector.size(); ++c) sums[c] += vector[c] - centre.origin.row(head)[c];
+    }
+  });
+  divide(centre.offset, vectors.count);
+  return centre;
 }
 
 /// The upper triangle of the sum of x x' over some vectors, added to `sums` [d, d].
@@ -144,13 +121,15 @@ void evaluate(std::span<const double> matrix, std::span<const double> linear, co
 
 VectorMoments moments_of(const Vectors& vectors, int threads) {
   const std::size_t dim = at(vectors.dim);
-  const Centred centred(vectors, threads);
   VectorMoments moments;
-  moments.mean = centred.mean();
+  moments.centre = centre_of(vectors, threads);
+  moments.mean = moments.centre.origin;
+  for (std::size_t i = 0; i < moments.mean.values().size(); ++i)
+    moments.mean.values()[i] += moments.centre.offset.values()[i];
   const auto add_squares = [&](int head, int begin, int end, std::span<double> sums) {
     std::vector<double> some(dim * lanes);
     for (int i = begin; i < end; i += lanes) {
-      read_some(centred.vectors(), head, i, std::min(i + lanes, end), some);
+      read_some(vectors, head, i, std::min(i + lanes, end), moments.centre, some);
       add_products(some.data(), dim, sums.data());
     }
   };
@@ -205,10 +184,7 @@ Matrix cosines(const Vectors& vectors, const Matrix& directions, int threads) {
   return found;
 }
 
-Matrix values_of(const QuadraticForms& forms, const Vectors& given, int threads) {
-  std::optional<Centred> centred;
-  if (forms.centred) centred.emplace(given, threads);
-  const Vectors& vectors = centred ? centred->vectors() : given;
+Matrix values_of(const QuadraticForms& forms, const Vectors& vectors, int threads) {
   const int rows = forms.matrices.rows(), group = rows / vectors.heads;
   const std::size_t dim = at(vectors.dim);
   Matrix found(rows, vectors.count);
@@ -216,7 +192,7 @@ Matrix values_of(const QuadraticForms& forms, const Vectors& given, int threads)
     std::vector<double> some(dim * lanes), sides(dim * lanes);
     for (int i = begin; i < end; i += lanes) {
       const int count = std::min(lanes, end - i);
-      read_some(vectors, head, i, i + count, some);
+      read_some(vectors, head, i, i + count, forms.centre, some);
       for (std::size_t lane = 0; lane < lanes; ++lane)
         for (std::size_t c = 0; c < dim; ++c) sides[c * lanes + lane] = some[lane * dim + c];
       for (int row = head * group; row < (head + 1) * group; ++row) {

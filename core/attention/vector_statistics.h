@@ -21,8 +21,16 @@ struct Vectors {
   std::function<void(int head, int i, std::span<double> vector)> read = {};
 };
 
+/// [heads, d] each: a mean in two parts, the first vector and the mean of the differences from it. What both are taken
+/// from, one after the other, is exactly opposite for two vectors, and what is even in them ties as it should.
+struct Centre {
+  Matrix origin;
+  Matrix offset;
+};
+
 /// [heads, d] and [heads, d * d], divided by the number of vectors; zeros where there are none.
 struct VectorMoments {
+  Centre centre;
   Matrix mean;
   Matrix covariance;
 };
@@ -38,12 +46,11 @@ Matrix mean_direction(const Vectors& vectors, int threads);
 /// [heads, count]: cosine with each head's direction [heads, d]; 0 where either is zero.
 Matrix cosines(const Vectors& vectors, const Matrix& directions, int threads);
 
-/// y' A y + <b, y> of y = x, or of x less the mean of its head's vectors. Each head is read by one row, or by as many
-/// neighbouring rows as any other.
+/// y' A y + <b, y> of y = x - c. Each head is read by one row, or by as many neighbouring rows as any other.
 struct QuadraticForms {
   Matrix matrices;     // A: [rows, d * d], symmetric
   Matrix linear = {};  // b: [rows, d]; empty: 0
-  bool centred = false;
+  Centre centre = {};  // c; empty: 0
 };
 
 /// [rows, count].

@@ -5,6 +5,7 @@
 #include <hdf5.h>
 #include <malloc.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -14,10 +15,13 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <fstream>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -72,11 +76,6 @@ void require_size(hsize_t expected, hsize_t stored, const Walk& walk) {
   if (stored != expected) refuse(walk, fmt::format("size: expected {} bytes, found {} bytes", expected, stored));
 }
 
-/// Elements are nothing but their bytes; others have another size in memory than in the file.
-bool is_flat(hid_t type) {
-  return H5Tdetect_class(type, H5T_REFERENCE) == 0 && !hdf5::Type(H5Tcopy(type), H5Tclose).has_variable_length();
-}
-
 std::vector<hsize_t> extent(hid_t space) {
   const int rank = H5Sget_simple_extent_ndims(space);
   std::vector<hsize_t> shape(static_cast<std::size_t>(std::max(rank, 0)));
@@ -85,10 +84,10 @@ std::vector<hsize_t> extent(hid_t space) {
 }
 
 /// The bytes of all elements of a flat type; 0: none, or more than `small`.
-std::size_t few_bytes(hid_t space, hid_t type) {
-  if (!is_flat(type)) return 0;
+std::size_t few_bytes(hid_t space, const hdf5::Type& type) {
+  if (!type.is_flat()) return 0;
   const hssize_t count = H5Sget_simple_extent_npoints(space);
-  const std::size_t size = H5Tget_size(type);
+  const std::size_t size = type.bytes();
   if (count <= 0 || size == 0 || static_cast<std::uint64_t>(count) > small / size) return 0;
   return static_cast<std::size_t>(count) * size;
 }
@@ -98,10 +97,11 @@ herr_t walk_attribute(hid_t object, const char* name, const H5A_info_t*, void* w
   const std::string object_at = std::exchange(walk.at, walk.at + "@" + name);
   const Handle attribute{H5Aopen(object, name, H5P_DEFAULT), H5Aclose};
   require(attribute.id(), walk, "cannot be opened");
-  const Handle type{H5Aget_type(attribute.id()), H5Tclose}, space{H5Aget_space(attribute.id()), H5Sclose};
+  const hdf5::Type type{H5Aget_type(attribute.id()), H5Tclose};
+  const Handle space{H5Aget_space(attribute.id()), H5Sclose};
   require(type.id(), walk, "has no type");
   require(space.id(), walk, "has no shape");
-  std::vector<char> bytes(few_bytes(space.id(), type.id()));
+  std::vector<char> bytes(few_bytes(space.id(), type));
   if (!bytes.empty()) require(H5Aread(attribute.id(), type.id(), bytes.data()), walk, "cannot be read");
   walk.at = object_at;
   return 0;
@@ -184,18 +184,17 @@ void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::ve
 }
 
 void walk_dataset(hid_t dataset, const Walk& walk) {
-  const Handle type{H5Dget_type(dataset), H5Tclose}, space{H5Dget_space(dataset), H5Sclose},
-      creation{H5Dget_create_plist(dataset), H5Pclose};
+  const hdf5::Type type{H5Dget_type(dataset), H5Tclose};
+  const Handle space{H5Dget_space(dataset), H5Sclose}, creation{H5Dget_create_plist(dataset), H5Pclose};
   require(type.id(), walk, "has no type");
   require(space.id(), walk, "has no shape");
   require(creation.id(), walk, "has no layout");
   const H5D_layout_t layout = H5Pget_layout(creation.id());
   const Filters filters = filters_of(creation.id());
   // Neither other files nor filters that are found on the machine are a reader's business, nor elements of any length.
-  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0 || !filters.known || !is_flat(type.id()))
-    return;
+  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0 || !filters.known || !type.is_flat()) return;
   const std::vector<hsize_t> shape = extent(space.id());
-  const std::size_t element = H5Tget_size(type.id());
+  const std::size_t element = type.bytes();
   if (layout == H5D_CHUNKED) {
     std::vector<hsize_t> chunk(shape.size());
     require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), walk, "has no chunks");
@@ -207,7 +206,7 @@ void walk_dataset(hid_t dataset, const Walk& walk) {
     H5Dget_offset(dataset);  // fails where nothing is allocated
     H5Eclear2(H5E_DEFAULT);
   }
-  std::vector<char> bytes(few_bytes(space.id(), type.id()));
+  std::vector<char> bytes(few_bytes(space.id(), type));
   if (!bytes.empty())
     require(H5Dread(dataset, type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, bytes.data()), walk, "cannot be read");
 }
@@ -299,12 +298,37 @@ struct Pipe {
   int ends[2];
 };
 
+/// The files whose walk went well, as they were: each is walked once for a process.
+class Walked {
+ public:
+  bool holds(const struct stat& file) {
+    const std::scoped_lock lock(mutex_);
+    return states_.contains(state(file));
+  }
+  /// `before` the walk. Not one that had just changed: another change might bear the same time.
+  void add(const struct stat& before, std::time_t began) {
+    const std::scoped_lock lock(mutex_);
+    if (before.st_ctim.tv_sec + 1 < began) states_.insert(state(before));
+  }
+
+ private:
+  using State = std::tuple<dev_t, ino_t, off_t, time_t, long>;
+  static State state(const struct stat& file) {
+    return {file.st_dev, file.st_ino, file.st_size, file.st_ctim.tv_sec, file.st_ctim.tv_nsec};
+  }
+  std::mutex mutex_;
+  std::set<State> states_;
+};
+
 }  // namespace
 
 void walk_in_child(const std::filesystem::path& path) {
-  std::error_code none;
-  const std::uintmax_t length = std::filesystem::file_size(path, none);
-  if (none) return;  // whoever opens it says what is wrong
+  static Walked walked;
+  struct stat file{};
+  const std::time_t began = std::time(nullptr);
+  if (::stat(path.c_str(), &file) != 0) return;  // whoever opens it says what is wrong
+  if (walked.holds(file)) return;
+  const auto length = static_cast<std::uint64_t>(file.st_size);
   const std::uint64_t seconds = 5 + length / mib, memory = 1024 * mib + length;
   Pipe pipe;
   const pid_t child = pipe.ends[0] < 0 ? -1 : ::fork();
@@ -333,6 +357,7 @@ void walk_in_child(const std::filesystem::path& path) {
     throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
   }
   if (WEXITSTATUS(status) != 0) damaged(fmt::format("it ends with exit code {}", WEXITSTATUS(status)));
+  walked.add(file, began);
 }
 
 }  // namespace kvreplay

@@ -76,6 +76,8 @@ class Type : public Handle {
   bool is_fixed_string() const { return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) == 0; }
   /// Whether elements, or parts of them, are addresses of what has any length.
   bool has_variable_length() const;
+  /// Elements are nothing but their bytes; others have another size in memory than in the file.
+  bool is_flat() const { return H5Tdetect_class(id(), H5T_REFERENCE) <= 0 && !has_variable_length(); }
 
   static Type compound(std::size_t bytes);
   void insert(const char* name, std::size_t offset, const Type& member);

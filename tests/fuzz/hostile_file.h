@@ -75,12 +75,6 @@ class HostileFile {
     return items[bytes.ConsumeIntegralInRange<std::size_t>(0, items.size() - 1)];
   }
 
-  /// Elements of the type are nothing but their bytes.
-  static bool is_flat(const hdf5::Handle& type) {
-    const hdf5::Type copy{H5Tcopy(type.id()), H5Tclose};
-    return !copy.has_variable_length() && H5Tdetect_class(copy.id(), H5T_REFERENCE) <= 0;
-  }
-
   // Any of these calls may fail, since earlier changes have removed what it needs: then it changes nothing.
   void apply(hid_t file, const Place& place, FuzzedDataProvider& bytes) const {
     const hdf5::Handle parent{H5Oopen(file, place.parent.c_str(), H5P_DEFAULT), H5Oclose};
@@ -116,10 +110,10 @@ class HostileFile {
     const hdf5::Handle object = place.attribute ? hdf5::Handle{H5Aopen(parent, name, H5P_DEFAULT), H5Aclose}
                                                 : hdf5::Handle{H5Dopen2(parent, name, H5P_DEFAULT), H5Dclose};
     if (object.id() < 0) return;
-    const hdf5::Handle type{place.attribute ? H5Aget_type(object.id()) : H5Dget_type(object.id()), H5Tclose};
+    const hdf5::Type type{place.attribute ? H5Aget_type(object.id()) : H5Dget_type(object.id()), H5Tclose};
     const hdf5::Handle space{place.attribute ? H5Aget_space(object.id()) : H5Dget_space(object.id()), H5Sclose};
     const hssize_t count = H5Sget_simple_extent_npoints(space.id());
-    if (count < 1 || count > 1 << 16 || !is_flat(type)) return;
+    if (count < 1 || count > 1 << 16 || !type.is_flat()) return;
     std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * H5Tget_size(type.id()));
     if (place.attribute)
       H5Aread(object.id(), type.id(), elements.data());
@@ -168,7 +162,7 @@ class HostileFile {
     return raw;
   }
 
-  static hdf5::Handle any_type(FuzzedDataProvider& bytes, bool nested = false) {
+  static hdf5::Type any_type(FuzzedDataProvider& bytes, bool nested = false) {
     const std::vector<hid_t> plain = {
         H5T_STD_I32LE,      H5T_STD_I64LE, H5T_IEEE_F32LE, H5T_IEEE_F64LE, H5T_STD_I8LE,       H5T_STD_U8LE,
         H5T_STD_U64LE,      H5T_STD_I32BE, H5T_IEEE_F64BE, H5T_STD_B16LE,  H5T_STD_I16LE,      H5T_STD_REF_OBJ,
@@ -182,14 +176,14 @@ class HostileFile {
       case 3:
         return hdf5::Type::bfloat16();
       case 4: {  // strings: fixed
-        hdf5::Handle type{H5Tcopy(H5T_C_S1), H5Tclose};
+        hdf5::Type type{H5Tcopy(H5T_C_S1), H5Tclose};
         H5Tset_size(type.id(), pick(bytes, std::vector<std::size_t>{1, 2, 7, 16, 32, 300, 60000}));
         H5Tset_strpad(type.id(), pick(bytes, std::vector{H5T_STR_NULLTERM, H5T_STR_NULLPAD, H5T_STR_SPACEPAD}));
         H5Tset_cset(type.id(), bytes.ConsumeBool() ? H5T_CSET_UTF8 : H5T_CSET_ASCII);
         return type;
       }
       case 5: {
-        hdf5::Handle type{H5Tcopy(H5T_C_S1), H5Tclose};
+        hdf5::Type type{H5Tcopy(H5T_C_S1), H5Tclose};
         H5Tset_size(type.id(), H5T_VARIABLE);
         return type;
       }
@@ -200,29 +194,28 @@ class HostileFile {
                 H5Tclose};
       }
       case 7: {
-        hdf5::Handle type{H5Tcreate(H5T_OPAQUE, bytes.ConsumeIntegralInRange<std::size_t>(1, 16)), H5Tclose};
+        hdf5::Type type{H5Tcreate(H5T_OPAQUE, bytes.ConsumeIntegralInRange<std::size_t>(1, 16)), H5Tclose};
         return type;
       }
       case 8: {
-        hdf5::Handle type{H5Tenum_create(H5T_STD_I32LE), H5Tclose};
+        hdf5::Type type{H5Tenum_create(H5T_STD_I32LE), H5Tclose};
         const std::int32_t one = 1;
         H5Tenum_insert(type.id(), "one", &one);
         return type;
       }
       default: {  // a compound, as spans are
-        std::vector<std::pair<const char*, hdf5::Handle>> members;
+        std::vector<std::pair<const char*, hdf5::Type>> members;
         std::size_t size = 0;
         for (const char* name : {"name", "kind", "begin", "end", "else"}) {
           if (bytes.ConsumeIntegralInRange(0, 7) == 0) continue;
           const bool number = name[0] == 'b' || name[0] == 'e';
-          hdf5::Handle member = bytes.ConsumeIntegralInRange(0, 7) == 0 ? any_type(bytes, true)
-                                : number
-                                    ? hdf5::Handle(hdf5::Type::int32())
-                                    : hdf5::Handle(hdf5::Type::utf8(bytes.ConsumeIntegralInRange<std::size_t>(1, 9)));
+          hdf5::Type member = bytes.ConsumeIntegralInRange(0, 7) == 0 ? any_type(bytes, true)
+                              : number                                ? hdf5::Type::int32()
+                                       : hdf5::Type::utf8(bytes.ConsumeIntegralInRange<std::size_t>(1, 9));
           size += H5Tget_size(member.id());
           members.emplace_back(name, std::move(member));
         }
-        hdf5::Handle type{H5Tcreate(H5T_COMPOUND, std::max<std::size_t>(1, size)), H5Tclose};
+        hdf5::Type type{H5Tcreate(H5T_COMPOUND, std::max<std::size_t>(1, size)), H5Tclose};
         std::size_t offset = 0;
         for (const auto& [name, member] : members) {
           H5Tinsert(type.id(), name, offset, member.id());
@@ -251,9 +244,9 @@ class HostileFile {
     hdf5::Handle old = place.attribute ? hdf5::Handle{H5Aopen(parent, name, H5P_DEFAULT), H5Aclose}
                                        : hdf5::Handle{H5Dopen2(parent, name, H5P_DEFAULT), H5Dclose};
     const bool keeps_type = old.id() >= 0 && bytes.ConsumeBool(), keeps_shape = old.id() >= 0 && bytes.ConsumeBool();
-    const hdf5::Handle type =
-        keeps_type ? hdf5::Handle{place.attribute ? H5Aget_type(old.id()) : H5Dget_type(old.id()), H5Tclose}
-                   : any_type(bytes);
+    const hdf5::Type type = keeps_type
+                                ? hdf5::Type{place.attribute ? H5Aget_type(old.id()) : H5Dget_type(old.id()), H5Tclose}
+                                : any_type(bytes);
     hdf5::Shape shape;
     const hdf5::Handle space =
         keeps_shape ? hdf5::Handle{place.attribute ? H5Aget_space(old.id()) : H5Dget_space(old.id()), H5Sclose}
@@ -271,18 +264,18 @@ class HostileFile {
   }
 
   /// Elements that repeat the fuzzer's bytes; none where there would be too many, or where they are addresses.
-  static std::vector<std::uint8_t> elements_for(const hdf5::Handle& type, const hdf5::Handle& space,
+  static std::vector<std::uint8_t> elements_for(const hdf5::Type& type, const hdf5::Handle& space,
                                                 FuzzedDataProvider& bytes) {
     const hssize_t count = H5Sget_simple_extent_npoints(space.id());
     const std::size_t size = H5Tget_size(type.id());
-    if (count < 1 || count > 4096 || size > 65536 || !is_flat(type)) return {};
+    if (count < 1 || count > 4096 || size > 65536 || !type.is_flat()) return {};
     const std::vector<std::uint8_t> pattern = value(bytes);
     std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * size);
     for (std::size_t i = 0; i < elements.size() && !pattern.empty(); ++i) elements[i] = pattern[i % pattern.size()];
     return elements;
   }
 
-  static void create_attribute(hid_t parent, const char* name, const hdf5::Handle& type, const hdf5::Handle& space,
+  static void create_attribute(hid_t parent, const char* name, const hdf5::Type& type, const hdf5::Handle& space,
                                FuzzedDataProvider& bytes) {
     constexpr hssize_t most_bytes = 60000;  // in an object header
     if (H5Sget_simple_extent_npoints(space.id()) > most_bytes / static_cast<hssize_t>(H5Tget_size(type.id()))) return;
@@ -292,7 +285,7 @@ class HostileFile {
       H5Awrite(attribute.id(), type.id(), elements.data());
   }
 
-  static void create_dataset(hid_t parent, const char* name, const hdf5::Handle& type, const hdf5::Handle& space,
+  static void create_dataset(hid_t parent, const char* name, const hdf5::Type& type, const hdf5::Handle& space,
                              const hdf5::Shape& shape, FuzzedDataProvider& bytes) {
     const hdf5::Handle creation{H5Pcreate(H5P_DATASET_CREATE), H5Pclose};
     switch (bytes.ConsumeIntegralInRange(0, 5)) {
@@ -352,11 +345,12 @@ class HostileFile {
     if (bytes.ConsumeBool()) {
       const hdf5::Handle group{H5Gcreate2(parent, name.c_str(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT), H5Gclose};
     } else if (bytes.ConsumeBool()) {
-      const hdf5::Handle type = any_type(bytes);
+      const hdf5::Type type = any_type(bytes);
       H5Tcommit2(parent, name.c_str(), type.id(), H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
     } else {
       hdf5::Shape shape;
-      const hdf5::Handle type = any_type(bytes), space = any_space(bytes, shape);
+      const hdf5::Type type = any_type(bytes);
+      const hdf5::Handle space = any_space(bytes, shape);
       create_dataset(parent, name.c_str(), type, space, shape, bytes);
     }
   }

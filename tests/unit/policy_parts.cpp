@@ -117,7 +117,8 @@ TEST(Pooling, IsThatOfTheDefinitionForAnyKernel) {
       const Matrix average = pooled(scores, Pool::average, kernel, columns);
       for (int r = 0; r < 2; ++r)
         for (int j = 0; j < columns + 3; ++j) {
-          double most = scores(r, j), sum = 0;
+          double most = scores(r, j);
+          long double sum = 0;
           for (int i = std::max(0, j - kernel / 2); i <= std::min(columns - 1, j + kernel / 2); ++i) {
             most = std::max(most, scores(r, i));
             sum += scores(r, i);
@@ -125,7 +126,7 @@ TEST(Pooling, IsThatOfTheDefinitionForAnyKernel) {
           const bool is_pooled = j < columns;
           EXPECT_EQ(highest(r, j), is_pooled ? most : scores(r, j)) << columns << " " << kernel << " " << j;
           if (is_pooled)
-            EXPECT_NEAR(average(r, j), sum / kernel, 1e-13 * sum) << columns << " " << kernel << " " << j;
+            EXPECT_DOUBLE_EQ(average(r, j), static_cast<double>(sum / kernel)) << columns << " " << kernel << " " << j;
           else
             EXPECT_EQ(average(r, j), scores(r, j)) << columns << " " << kernel << " " << j;
         }

@@ -159,7 +159,7 @@ TEST_P(KeysAndQueries, FormsReadEachKeyForEveryRowOfItsGroup) {
     for (int r = 0; r < 8; ++r)
       for (int c = 0; c < 8; ++c) forms.matrices(row, r * 8 + c) = std::cos(row + r * c) + r + c;
   const Matrix standing = held.key_forms(forms);
-  forms.centred = true;
+  forms.centre = view.key_moments().centre;
   const Matrix before = view.unrotated_key_forms(forms);
   const auto expected = [&](int row, const Numbers& x) {
     double value = 0;
@@ -184,12 +184,14 @@ TEST_P(KeysAndQueries, FormsReadEachKeyForEveryRowOfItsGroup) {
 }
 
 TEST_P(KeysAndQueries, TwoKeysLieOppositeAboutTheirMean) {
-  QuadraticForms forms{.matrices = Matrix(2, 64), .centred = true};
+  QuadraticForms forms{.matrices = Matrix(2, 64)};
   for (int row = 0; row < 2; ++row)
     for (int r = 0; r < 8; ++r)
       for (int c = 0; c < 8; ++c) forms.matrices(row, r * 8 + c) = std::cos(row + r * c + r + c);
   for (int j = 1; j < prompt; ++j) {
-    const Matrix found = LayerView(view, {.positions = {0, j}, .seen = prompt, .added = 1}).unrotated_key_forms(forms);
+    const LayerView two(view, {.positions = {0, j}, .seen = prompt, .added = 1});
+    forms.centre = two.key_moments().centre;
+    const Matrix found = two.unrotated_key_forms(forms);
     for (int head = 0; head < 2; ++head) EXPECT_EQ(found(head, 0), found(head, 1)) << j;
   }
 }

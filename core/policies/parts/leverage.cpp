@@ -74,7 +74,7 @@ void Leverage::parameters(Parameters& p) {
 Matrix Leverage::operator()(const LayerView& view) const {
   const VectorMoments& keys = view.key_moments();
   const int dim = keys.mean.columns();
-  QuadraticForms forms{.matrices = Matrix(view.kv_heads(), dim * dim), .centred = true};
+  QuadraticForms forms{.matrices = Matrix(view.kv_heads(), dim * dim), .centre = keys.centre};
   for (int head = 0; head < view.kv_heads(); ++head) {
     Matrix products(dim, dim);
     for (int i = 0; i < dim * dim; ++i)
