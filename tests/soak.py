@@ -397,6 +397,8 @@ def soak(minutes: float) -> int:
                 counts["refused" if isinstance(outcome, str) else "compared"] += 1
                 if not isinstance(outcome, str):
                     choices[Policy.parse(policy).name] += outcome
+                    if outcome[Verdict.NEAR]:
+                        log.line(f"near {seed}: {policy}, {outcome[Verdict.NEAR]} of {outcome.total()} choices")
             except Exception:
                 counts["failed"] += 1
                 log.failure(seed, f"{case.text()}\n{traceback.format_exc()}")
