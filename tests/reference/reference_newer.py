@@ -36,7 +36,9 @@ def caote(case: Case) -> Selection:
         values = np.repeat(prompt_values(trace, layer), group, axis=0)
         outputs = np.einsum("hj,hjd->hd", share, values)
         apart = np.linalg.norm(outputs[:, None] - values, axis=-1)
-        return aggregate(share / (1 - share) * apart, case.heads, parameters["agg"], trace.kv_heads)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a token with all of the attention is all of the output
+            change = np.where(share < 1, share / (1 - share) * apart, np.inf)
+        return aggregate(change, case.heads, parameters["agg"], trace.kv_heads)
 
     return best_beside(case, fixed, scores)
 
