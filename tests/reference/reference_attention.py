@@ -162,7 +162,7 @@ def nacl(case: Case) -> Selection:
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
         paid = aggregate(
-            window_attention(trace, layer, proxies), case.heads, parameters.get("agg", "mean"), trace.kv_heads
+            window_attention(trace, layer, len(fixed)), case.heads, parameters.get("agg", "mean"), trace.kv_heads
         )
         rows.append([])
         for row, scores in enumerate(paid):
