@@ -114,13 +114,13 @@ class HostileFile {
     const hdf5::Handle space{place.attribute ? H5Aget_space(object.id()) : H5Dget_space(object.id()), H5Sclose};
     const hssize_t count = H5Sget_simple_extent_npoints(space.id());
     if (count < 1 || count > 1 << 16 || !type.is_flat()) return;
-    std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * H5Tget_size(type.id()));
+    std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * type.bytes());
     if (place.attribute)
       H5Aread(object.id(), type.id(), elements.data());
     else
       H5Dread(object.id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements.data());
     std::size_t at = bytes.ConsumeIntegralInRange<std::size_t>(0, elements.size() - 1);
-    if (bytes.ConsumeBool()) at -= at % H5Tget_size(type.id());
+    if (bytes.ConsumeBool()) at -= at % type.bytes();
     for (const std::uint8_t byte : value(bytes)) {
       if (at == elements.size()) break;
       elements[at++] = byte;
@@ -212,14 +212,14 @@ class HostileFile {
           hdf5::Type member = bytes.ConsumeIntegralInRange(0, 7) == 0 ? any_type(bytes, true)
                               : number                                ? hdf5::Type::int32()
                                        : hdf5::Type::utf8(bytes.ConsumeIntegralInRange<std::size_t>(1, 9));
-          size += H5Tget_size(member.id());
+          size += member.bytes();
           members.emplace_back(name, std::move(member));
         }
         hdf5::Type type{H5Tcreate(H5T_COMPOUND, std::max<std::size_t>(1, size)), H5Tclose};
         std::size_t offset = 0;
         for (const auto& [name, member] : members) {
           H5Tinsert(type.id(), name, offset, member.id());
-          offset += H5Tget_size(member.id());
+          offset += member.bytes();
         }
         return type;
       }
@@ -267,7 +267,7 @@ class HostileFile {
   static std::vector<std::uint8_t> elements_for(const hdf5::Type& type, const hdf5::Handle& space,
                                                 FuzzedDataProvider& bytes) {
     const hssize_t count = H5Sget_simple_extent_npoints(space.id());
-    const std::size_t size = H5Tget_size(type.id());
+    const std::size_t size = type.bytes();
     if (count < 1 || count > 4096 || size > 65536 || !type.is_flat()) return {};
     const std::vector<std::uint8_t> pattern = value(bytes);
     std::vector<std::uint8_t> elements(static_cast<std::size_t>(count) * size);
@@ -278,7 +278,7 @@ class HostileFile {
   static void create_attribute(hid_t parent, const char* name, const hdf5::Type& type, const hdf5::Handle& space,
                                FuzzedDataProvider& bytes) {
     constexpr hssize_t most_bytes = 60000;  // in an object header
-    if (H5Sget_simple_extent_npoints(space.id()) > most_bytes / static_cast<hssize_t>(H5Tget_size(type.id()))) return;
+    if (H5Sget_simple_extent_npoints(space.id()) > most_bytes / static_cast<hssize_t>(type.bytes())) return;
     const hdf5::Handle attribute{H5Acreate2(parent, name, type.id(), space.id(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose};
     if (attribute.id() < 0) return;
     if (const auto elements = elements_for(type, space, bytes); !elements.empty())
