@@ -9,8 +9,9 @@
 namespace kvreplay {
 
 /// Registers the policies and parts of a plug-in, all of them or none; they carry its path and content hash as Source.
-/// A file that is loaded already does nothing. Throws Error{input} for a file that is no plug-in, that is damaged, or
-/// whose names are taken, Error{capability} for one that was made for another kvreplay, compiler or machine.
+/// A file that is loaded already does nothing. Throws Error{input} for a file that is no plug-in, that is cut off, or
+/// whose names are taken, Error{capability} for one that was made for another kvreplay, compiler or machine. Bytes
+/// that are damaged in another way are run as they are: the system's loader has no checksum.
 void load_plugin(const std::filesystem::path& path);
 
 }  // namespace kvreplay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,33 @@ import numpy as np
 import pytest
 
 import kvreplay as kv
+from kvreplay import _engine
 from kvreplay.errors import Error
 from kvreplay.tune import search, space
 from kvreplay.tune.command import main
 from kvreplay.tune.sides import sides
+
+# ---- the page
+
+
+def test_the_commands_of_the_page_print_what_it_shows(traces, tmp_path, capsys, monkeypatch):
+    """On these traces instead of the corpus, so with other numbers: the same lines, and files that replay."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tune.md").read_text()
+    shown = re.findall(r"^\$ kvreplay tune build/corpus/\S+ (.*)\n((?:.+\n)+?)```", page, re.MULTILINE)
+    assert len(shown) == 2
+    for words, lines in shown:
+        assert main([*map(str, traces), *shlex.split(words), "--trials", "8"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert [beginning(line) for line in printed] == [beginning(line) for line in lines.splitlines()]
+        run = kv.replay(traces[0], shlex.split(printed[-1])[-1], "0.1", metrics="attention_recall", output="replayed")
+        assert set(run.overall["role"]) >= {"asked"}
+
+
+def beginning(line: str) -> str:
+    """The label, or the sentence up to its first number; a verdict may be either."""
+    return re.match(r"(?:not )?(better on held-out traces:|\S*) ?", line)[1]
+
 
 # ---- search
 
@@ -135,6 +159,96 @@ def early(view, first: int = 20):
 """
 
 
+SHORT = 80  # tokens of a prompt on which it raises
+FAILS_ON_SHORT = f"""
+import kvreplay as kv
+import numpy as np
+
+
+@kv.policy
+def sometimes(view, first: int = 60):
+    if view.tokens == {SHORT}:
+        raise ValueError("a short prompt")
+    return -np.abs(np.tile(np.arange(view.tokens), (view.kv_heads, 1)) - first).astype(float)
+"""
+
+
+@pytest.fixture
+def short(tmp_path):
+    """A trace on which the policy of sometimes.py raises."""
+    (tmp_path / "sometimes.py").write_text(FAILS_ON_SHORT)
+    words = ["--layers", "4", "--prompt", str(SHORT), "--continuation", "16", "--head-dim", "16"]
+    assert _engine.program(["synth", "gaussian", "-o", str(tmp_path / "short.h5"), *words]) == 0
+    return tmp_path / "short.h5"
+
+
+@pytest.mark.filterwarnings("ignore:failed")
+def test_what_is_undefined_on_a_held_out_trace_has_no_verdict(traces, short, tune):
+    found = tune(*traces[:3], "--held-out", *traces[3:5], short, "-p", "sometimes.py:sometimes", "-b", "12",
+                 "--search", "first=1|60")  # fmt: skip
+    one = found["held_out"]
+    assert one["undefined"] == 1 and set(one["traces"]) == {*(trace.stem for trace in traces[3:5]), "short"}
+    assert one["difference"] == pytest.approx(one["best"] - one["start"], abs=1e-12)
+    if found["best"] != found["start"]:
+        assert not found["better"]
+        assert found["verdict"] == "no verdict, start or best is undefined on 1 of 3 held-out traces"
+
+
+@pytest.mark.filterwarnings("ignore:failed")
+def test_what_is_undefined_on_every_held_out_trace_is_refused(traces, short, refused):
+    other = short.with_name("other.h5")
+    words = ["--seed", "9", "--layers", "4", "--prompt", str(SHORT), "--continuation", "16", "--head-dim", "16"]
+    assert _engine.program(["synth", "gaussian", "-o", str(other), *words]) == 0
+    said = refused(3, *traces[:3], "--held-out", short, other, "-p", "sometimes.py:sometimes", "-b", "12",
+                   "--search", "first=1|60")  # fmt: skip
+    assert "not defined for start and best on any held-out trace" in said and "a short prompt" in said
+
+
+@pytest.mark.filterwarnings("ignore:failed")
+def test_a_policy_that_fails_on_a_fitting_trace_takes_no_layer(traces, short, tune):
+    sides = [*traces[:2], short, "--held-out", *traces[2:4], "-b", "12", "--ranges", "2"]
+    others = ["-p", "random", "-p", "snapkv:window=8"]
+    found = tune(*sides, "-p", "sometimes.py:sometimes:first=1", *others)
+    assert "sometimes" not in found["best"] and "sometimes" not in found["tried"] and "nan" not in found["tried"]
+    assert "left out, undefined on a fitting trace: sometimes.py:sometimes:first=1" in found["notes"]
+    assert found["best"] == tune(*sides, *others)["best"]
+
+
+@pytest.mark.filterwarnings("ignore:failed")
+def test_layers_are_not_sized_by_what_fails_on_a_trace(traces, short, refused):
+    said = refused(3, *traces[:2], short, "--held-out", *traces[2:4], "-p", "sometimes.py:sometimes", "-b", "12",
+                   "--layers")  # fmt: skip
+    assert "not defined for sometimes.py:sometimes:allocate=uniform at 3 of short" in said and "a short prompt" in said
+
+
+def test_a_trace_that_was_renamed_is_another_row(traces, tune, tmp_path):
+    words = ["-p", "streaming-llm", "-b", "16", "--search", "sinks=0|4"]
+    first = tune(*traces, *words)
+    copy = shutil.copy(traces[0], tmp_path / "gaussian-copy.h5")
+    assert tune(copy, *traces[1:], *words)["best"] == first["best"]
+    assert tune(*traces, *words) == first
+
+
+def test_equal_tokens_stay_on_one_side_whatever_the_names_say(traces, refused, tmp_path):
+    copy = shutil.copy(traces[0], tmp_path / "copy.h5")
+    said = refused(2, *traces[:3], "--held-out", copy, traces[4], "--same-prompt", "zzz", "-p", "random", "-b", "12",
+                   "--search", "sinks=0|4")  # fmt: skip
+    assert said.startswith("--held-out: prompt on both sides")
+
+
+def test_what_changes_how_much_is_held_is_searched_only_when_named():
+    assert "grow" not in space.declared_space("h2o-online:recent=8")
+
+
+def test_another_part_brings_its_own_values():
+    assert space.with_values("h2o:select=chunks,chunk=5", {"select": "top-k"}) == "h2o:select=top-k"
+    assert space.with_values("h2o:select=chunks,chunk=5", {"select": "chunks"}) == "h2o:select=chunks,chunk=5"
+
+
+def test_numbers_beyond_any_are_refused(traces, refused):
+    assert "range" in refused(2, *traces, "-p", "random", "-b", "12", "--search", f"sinks=0..1{'0' * 400}")
+
+
 # ---- layers
 
 
@@ -222,8 +336,8 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
         assert len(divided.fitting) + len(divided.held_out) == 7
     with pytest.raises(Error, match="prompt on both sides"):
         sides(traces[:3], [again, *traces[4:]], 0.3, None, 0)
-    kinds = sides([*traces, again], [], 0.3, re.compile("-(.)"), 0)  # 0 to 5, and n
-    assert len({one.prompt for one in [*kinds.fitting, *kinds.held_out]}) == 7
+    kinds = sides([*traces, again], [], 0.3, re.compile("-(.)"), 0)  # 0 to 5, and n, of the tokens of 0
+    assert len({one.prompt for one in [*kinds.fitting, *kinds.held_out]}) == 6
     given = sides(traces[:3], traces[3:], 0.3, None, 0)
     assert {one.path for one in given.held_out} == set(traces[3:])
 

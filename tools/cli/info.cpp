@@ -8,6 +8,7 @@
 #include "machine.h"
 #include "output.h"
 #include "policies/configured.h"
+#include "policies/plugin.h"
 #include "replay/estimate.h"
 #include "replay/replay.h"
 #include "replay/stored_observables.h"
@@ -19,6 +20,7 @@ namespace {
 constexpr Option options[] = {
     boundary_option,
     {"no-estimate", 0, "", "", "without time and memory, which are measured on this machine"},
+    plugin_option,
     json_option,
 };
 
@@ -217,6 +219,7 @@ void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
 }
 
 int run(const Arguments& arguments) {
+  for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Json document = Json::array();
   bool first = true;
   for (const std::string& path : arguments.operands()) {

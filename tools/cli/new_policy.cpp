@@ -41,6 +41,7 @@ std::string file_name(std::string name) {
 std::string type_name(const std::string& name) {
   std::string type;
   for (std::string& word : split(name, '-')) {
+    if (word.empty()) continue;  // of a hyphen after another, or at the end
     word.front() = static_cast<char>(std::toupper(static_cast<unsigned char>(word.front())));
     type += word;
   }
@@ -106,6 +107,9 @@ std::optional<fs::path> kit_folder() {
 }
 
 void write_plugin(const std::string& name) {
+  constexpr std::string_view targets[] = {"all", "clean", "help", "install", "preinstall"};
+  if (std::ranges::find(targets, name) != std::end(targets))
+    throw Error{Refusal::usage, "new-policy", "a target of CMake's own", "another name", name};
   const fs::path folder = name;
   write({{folder / (file_name(name) + ".cpp"), filled(policy_text, name)},
          {folder / "CMakeLists.txt", filled(plugin_project_text, name)}});

@@ -34,8 +34,8 @@ class Objective:
     def __post_init__(self) -> None:
         self.better = _engine.better(self.metric)
         if self.better == "neither":
-            raise Error("--metric", f"no value of {self.metric} is better than another", "a metric with a direction",
-                        "see kvreplay metrics", Refusal.USAGE)  # fmt: skip
+            raise Error("--metric", f"no value of {self.metric} is better than another",
+                        "a metric with a direction, as kvreplay metrics lists them", "", Refusal.USAGE)  # fmt: skip
 
     @property
     def sign(self) -> float:
@@ -63,8 +63,8 @@ class Objective:
         table = rows.pivot(index="trace_hash", columns="asked", values="value").reindex(columns=range(len(policies)))
         defined = table[table[0].notna()]
         if defined.empty:
-            why = next((note for note in self.notes if note.startswith("failed: ")), policies[0])
-            raise Error(self.metric, "not defined for the start", "a value on some fitting trace", why)
+            raise Error(self.metric, "not defined for the start", "a value on some fitting trace",
+                        self.failure() or policies[0])  # fmt: skip
         found = defined.mean(axis=0, skipna=False).to_numpy(float, copy=True)
         own = set(rows["asked"][rows["own_memory"]])
         if 0 in own:
@@ -87,8 +87,13 @@ class Objective:
 
     def of_metric(self, rows: pd.DataFrame, traces: Iterable[Captured]) -> pd.DataFrame:
         metric, _, variant = self.metric.partition(":")
-        known = {one.hash for one in traces}
-        return rows[(rows["metric"] == metric) & (rows["variant"] == variant) & rows["trace_hash"].isin(known)]
+        known = {(one.name, one.hash) for one in traces}  # a copy of a trace may have left rows in the folder, too
+        ours = np.array([one in known for one in zip(rows["trace"], rows["trace_hash"], strict=True)], dtype=bool)
+        return rows[(rows["metric"] == metric) & (rows["variant"] == variant) & ours]
+
+    def failure(self) -> str:
+        """The first cell that failed, and why; empty: none did."""
+        return next((note for note in self.notes if note.startswith("failed: ")), "")
 
 
 def of_policies(rows: pd.DataFrame, policies: Sequence[str]) -> pd.DataFrame:

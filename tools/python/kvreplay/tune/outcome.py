@@ -12,6 +12,7 @@ import pandas as pd
 from kvreplay import __version__
 from kvreplay.compare import statistics
 from kvreplay.compare.comparison import interval, number, probability
+from kvreplay.errors import Error
 from kvreplay.tune.objective import Objective
 from kvreplay.tune.search import Found
 from kvreplay.tune.sides import Captured, Sides
@@ -19,9 +20,11 @@ from kvreplay.tune.sides import Captured, Sides
 
 @dataclass(frozen=True)
 class Difference:
-    """Start and best on one side, means over traces, and their paired difference, best less start."""
+    """Start and best on one side, means over the traces on which both are defined, and their paired difference, best
+    less start."""
 
     traces: int
+    undefined: int  # traces of the side that are not among them
     prompts: int
     start: float
     best: float
@@ -38,6 +41,11 @@ def difference(objective: Objective, side: str, traces: Sequence[Captured], foun
     if found.best == found.start:
         rows = pd.concat([rows, rows.assign(asked=1)])
     memory = rows.groupby("asked")["memory"].max()
+    defined = rows.pivot(index="trace_hash", columns="asked", values="value").dropna()
+    if len(defined.columns) < 2 or defined.empty:
+        what = f"not defined for start and best on any {side.replace('_', '-')} trace"
+        raise Error(objective.metric, what, "a value of both", objective.failure())
+    rows = rows[rows["trace_hash"].isin(defined.index)]
     labels = rows["asked"].map({0: "start", 1: "best"})
     rows = pd.DataFrame({"trace": rows["trace_hash"], "name": objective.metric, "budget": objective.budget,
                          "label": labels, "value": rows["value"]})  # fmt: skip
@@ -45,8 +53,8 @@ def difference(objective: Objective, side: str, traces: Sequence[Captured], foun
     cluster[:] = pd.factorize(cluster)[0]
     lines = statistics.paired(rows, cluster, "start", {objective.metric: objective.better}, seed).set_index("label")
     start, best = lines.loc["start"], lines.loc["best"]
-    return Difference(int(best["pairs"]), int(best["paired_prompts"]), start["mean"], best["mean"], best["difference"],
-                      best["difference_low"], best["difference_high"], best["p"],
+    return Difference(int(best["pairs"]), len(traces) - len(defined), int(best["paired_prompts"]), start["mean"],
+                      best["mean"], best["difference"], best["difference_low"], best["difference_high"], best["p"],
                       float(memory[1] / memory[0]))  # fmt: skip
 
 
@@ -63,7 +71,7 @@ class Outcome:
     def better(self) -> bool:
         """Whether the interval on held-out traces lies on the better side of 0, at equal memory."""
         bound = self.held_out.low if self.objective.better == "higher" else -self.held_out.high
-        return bool(bound > 0) and self.held_out.memory == 1
+        return bool(bound > 0) and self.held_out.memory == 1 and not self.held_out.undefined
 
     @property
     def verdict(self) -> str:
@@ -71,6 +79,9 @@ class Outcome:
             return "not better on held-out traces: nothing that was tried beats the start on the fitting traces"
         one = self.held_out
         change = f"{number(one.difference, sign=True)} [{number(one.low, True)}, {number(one.high, True)}]"
+        if one.undefined:
+            every = one.undefined + one.traces
+            return f"no verdict, start or best is undefined on {one.undefined} of {every} held-out traces"
         if one.memory != 1:
             return f"no verdict, not at equal memory: the best holds {one.memory:g} times as much; difference {change}"
         answer = "better" if self.better else "not better"

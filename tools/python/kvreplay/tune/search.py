@@ -73,7 +73,7 @@ def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) 
     quarters, budgets = grid(objective.budget, min(one.tokens for one in traces))
     run = objective.run("fitting", traces, [uniform], budgets, detail="layer")
     rows = of_policies(objective.by_layer(run, traces), [uniform])
-    fits = sizes_that_fit(run, rows, uniform, quarters, budgets)
+    fits = sizes_that_fit(objective, run, rows, uniform, [one.name for one in traces], quarters, budgets)
     quarters, budgets = [quarters[i] for i in fits], [budgets[i] for i in fits]
     values = rows.pivot_table(index="layer", columns="budget", values="value", sort=True)[budgets].to_numpy()
     chosen = exact.best_sizes(objective.sign * values, quarters, 4 * len(values))
@@ -104,11 +104,11 @@ def grid(budget: str, prompt: int) -> tuple[list[int], list[str]]:
     return [quarters for quarters, _ in ordered], [size for _, size in ordered]
 
 
-def sizes_that_fit(run: Run, rows: pd.DataFrame, policy: str, quarters: list[int], budgets: list[str]) -> list[int]:
+def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: str, names: Sequence[str],
+                   quarters: list[int], budgets: list[str]) -> list[int]:  # fmt: skip
     """Indices of the sizes at which every trace keeps by rule what it keeps at B. A list divides B after the rules have
     had theirs: what was measured with other rules is not what the list would keep."""
     middle = budgets[quarters.index(4)]
-    names = sorted(set(rows["trace"]))
     tokens, by_rule = {}, {}  # by trace and size
     for one in rows[["trace", "cell", "budget", "budget_tokens"]].drop_duplicates().itertuples():
         selection = run.selection_of(one.cell, run.trace(one.trace).boundary)
@@ -117,6 +117,9 @@ def sizes_that_fit(run: Run, rows: pd.DataFrame, policy: str, quarters: list[int
     fits = []
     for i, size in enumerate(budgets):
         for name in names:
+            if (name, size) not in tokens and objective.failure():
+                raise Error(objective.metric, f"not defined for {policy} at {size} of {name}",
+                            "a value of each size on every fitting trace", objective.failure())  # fmt: skip
             if (name, size) not in tokens:
                 raise Error("-b", "sizes of the grid are the same number of tokens", "a larger budget", name,
                             Refusal.USAGE)  # fmt: skip
@@ -138,7 +141,18 @@ def layer_ranges(objective: Objective, traces: Sequence[Captured], policies: Seq
     run = objective.run("fitting", traces, policies, detail="layer")
     rows = objective.by_layer(run, traces)
     rows = of_policies(rows[rows["budget"] == objective.budget], policies)
-    values = rows.pivot_table(index="layer", columns="asked", values="value", sort=True).to_numpy()
+    by_trace = rows.pivot(index=["trace", "layer"], columns="asked", values="value").reindex(
+        columns=range(len(policies))
+    )
+    whole = by_trace.notna().sum() == len(traces) * rows["layer"].nunique()
+    left_out = [policy for policy, defined in zip(policies, whole, strict=True) if not defined]
+    if left_out:
+        objective.notes.append(f"left out, undefined on a fitting trace: {', '.join(left_out)}")
+    policies = [policy for policy in policies if policy not in left_out]
+    if not policies:
+        raise Error(objective.metric, "not defined for any policy", "one with a value on every fitting trace",
+                    objective.failure())  # fmt: skip
+    values = by_trace.loc[:, whole].groupby("layer").mean().to_numpy()
     alone = objective.means(traces, policies)
     order = np.argsort(-objective.sign * alone, kind="stable")  # ties go to the policy named first
     start = policies[order[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,14 +76,10 @@ def in_order(traces: Sequence[Captured], prompts: Sequence[int]) -> list[Capture
 
 def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Captured]:
     """The traces, in the order of `paths`."""
-    opened = [Trace(path) for path in paths]
-    for trace in opened:
-        if trace.prompt == trace.tokens:
-            raise Error(str(trace.path), "no continuation to measure on", "tokens after the prompt", "none")
-    names = [prompt_name(trace.name, pattern) for trace in opened]
-    ids = [None if pattern else bytes(trace.ids[: trace.prompt]) for trace in opened]
-    traces = zip(paths, opened, joined(names, ids), strict=True)
-    found = [Captured(Path(path), one.name, one.hash, one.prompt, int(prompt)) for path, one, prompt in traces]
+    facts = [facts_of(Path(path)) for path in paths]
+    # Equal tokens are one prompt whatever the names say: no policy is judged by what it was fitted on.
+    prompts = joined([prompt_name(name, pattern) for _, name, _, _, _ in facts], [ids for *_, ids in facts])
+    found = [Captured(*fact[:4], int(prompt)) for fact, prompt in zip(facts, prompts, strict=True)]
     first: dict[str, Captured] = {}
     for one in found:
         if one.name in first:
@@ -90,3 +87,16 @@ def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Cap
                         str(first[one.name].path), Refusal.USAGE)  # fmt: skip
         first[one.name] = one
     return found
+
+
+def facts_of(path: Path) -> tuple[Path, str, str, int, bytes]:
+    """What `Captured` holds of a trace but for its prompt's number, and the prompt's token ids."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError as problem:
+        raise Error(os.fsdecode(path.name.encode("ascii", "backslashreplace")), "name", "UTF-8", "other bytes",
+                    Refusal.INPUT) from problem  # fmt: skip
+    trace = Trace(path)
+    if trace.prompt == trace.tokens:
+        raise Error(str(path), "no continuation to measure on", "tokens after the prompt", "none")
+    return path, trace.name, trace.hash, trace.prompt, bytes(trace.ids[: trace.prompt])

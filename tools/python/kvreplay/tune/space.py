@@ -16,7 +16,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.results import parameters, split_outside_parentheses
 
 WIDEST = 4096  # of a declared range that is searched when nothing is said
-NOT_UNASKED = ("heads", "agg")  # what changes how much a policy holds, or what its sets are
+NOT_UNASKED = ("heads", "agg", "grow")  # what changes how much a policy holds, or what its sets are
 REDRAWN = 20  # draws for one candidate, before a small space counts as used up
 
 
@@ -110,7 +110,11 @@ def domain(where: str, text: str) -> Domain:
             found = kind(number(low), number(high))
         except ValueError:
             continue
-        if not -math.inf < found.low < found.high < math.inf:
+        try:
+            in_order = -math.inf < float(found.low) < float(found.high) < math.inf
+        except OverflowError:  # a whole number beyond any float
+            in_order = False
+        if not in_order:
             raise Error(where, "range", "a lower number before a higher one", text, Refusal.USAGE)
         return found
     raise Error(where, "range", "two numbers, as in 8..64", text, Refusal.USAGE)
@@ -187,7 +191,11 @@ def draws(space: dict[str, Domain], count: int, generator: np.random.Generator) 
 
 
 def with_values(policy: str, values: dict[str, str]) -> str:
-    """The policy with these values in place of its own, in its normal form. Raises Error where that cannot be."""
+    """The policy with these values in place of its own, in its normal form; another part in the place of one brings
+    values of its own. Raises Error where that cannot be."""
+    for place in python_policies.PLACES:
+        if place in values and values_of(policy).get(place, values[place]) != values[place]:
+            policy = without_part(policy, place)
     name = policy[: _engine.end_of_policy_name(policy)]
     return assembled(name, values_of(policy) | values)
 
