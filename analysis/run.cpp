@@ -251,17 +251,33 @@ int tokens_of(const Budget& budget, const Trace& trace, const Conditions& condit
   return budget.tokens(conditions.boundary, slice);
 }
 
-void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, const ConfiguredPolicy& policy,
-              const Budget& budget, const std::string& role, const std::vector<MetricName>& wanted) {
-  CellWork cell{.policy = policy, .wanted = wanted};
+/// A policy, and what its cells say of it on any trace and at any budget.
+struct Candidate {
+  Candidate(const ConfiguredPolicy& configured, const char* role, std::uint64_t seed) : policy(configured) {
+    const Parameters parameters = policy.parameters();
+    facts.role = role;
+    facts.policy = policy.name();
+    facts.params = policy.params();
+    facts.label = policy.label();
+    facts.paper = policy.card().paper;
+    facts.agg = parameters.find("agg") != nullptr ? parameters.find("agg")->text() : "";
+    facts.seed = seed;
+    facts.source = policy.source_hash();
+  }
+
+  ConfiguredPolicy policy;
+  PartCell facts = {};
+};
+
+struct Candidates {
+  std::vector<Candidate> asked, controls;
+};
+
+void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, const Candidate& candidate,
+              const Budget& budget, const std::vector<MetricName>& wanted) {
+  const ConfiguredPolicy& policy = candidate.policy;
+  CellWork cell{.facts = candidate.facts, .policy = policy, .wanted = wanted};
   PartCell& facts = cell.facts;
-  facts.role = role;
-  facts.policy = policy.name();
-  facts.params = policy.params();
-  facts.label = policy.label();
-  facts.paper = policy.card().paper;
-  const Parameters parameters = policy.parameters();
-  facts.agg = parameters.find("agg") != nullptr ? parameters.find("agg")->text() : "";
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
   facts.heads = word(finest(plans, work.facts).heads);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
@@ -270,13 +286,11 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   });
   facts.budget = budget.literal;
   facts.budget_tokens = tokens_of(budget, trace, work.conditions, policy);
-  facts.seed = request.seed;
-  facts.source = policy.source_hash();
   facts.id = cell_id(work.facts, facts);
 
   const auto same = std::ranges::find(work.cells, facts.id, [](const CellWork& other) { return other.facts.id; });
   if (same != work.cells.end()) {
-    if (same->facts.budget != facts.budget && role == "asked")
+    if (same->facts.budget != facts.budget && facts.role == "asked")
       work.warnings.push_back(fmt::format("{}: budgets {} and {} are both {} tokens: {} is replayed once",
                                           work.summary.name, same->facts.budget, facts.budget, facts.budget_tokens,
                                           facts.label));
@@ -294,9 +308,11 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
 }
 
 /// Controls join what was asked; what was asked for comes first and gives a cell its role.
-std::vector<ConfiguredPolicy> controls(std::uint64_t seed) {
-  std::vector<ConfiguredPolicy> all;
-  for (const char* name : {"full", "random", "oracle"}) all.push_back(ConfiguredPolicy::parse(name, seed));
+Candidates candidates(const RunRequest& request) {
+  Candidates all;
+  for (const ConfiguredPolicy& policy : request.policies) all.asked.emplace_back(policy, "asked", request.seed);
+  for (const char* name : {"full", "random", "oracle"})
+    all.controls.emplace_back(ConfiguredPolicy::parse(name, request.seed), "control", request.seed);
   return all;
 }
 
@@ -338,7 +354,11 @@ void warn_of_versions(TraceWork& work) {
   }
 }
 
-TraceWork prepare(const RunRequest& request, const fs::path& path) {
+/// What is done with a trace that can be replayed while it is open.
+using WhileOpen = std::function<void(const Trace&, TraceWork&)>;
+
+TraceWork prepare(const RunRequest& request, const Candidates& candidates, const fs::path& path,
+                  const WhileOpen& while_open) {
   TraceWork work;
   work.summary.path = path;
   work.summary.name = path.stem().string();
@@ -369,14 +389,21 @@ TraceWork prepare(const RunRequest& request, const fs::path& path) {
     work.all_queries = work.conditions;
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
-  for (const Budget& budget : request.budgets) {
-    for (const ConfiguredPolicy& policy : request.policies)
-      add_cell(work, trace, request, policy, budget, "asked", of_cells);
-    for (const ConfiguredPolicy& policy : controls(request.seed))
-      add_cell(work, trace, request, policy, budget, "control", of_cells);
+  for (std::size_t b = 0; b < request.budgets.size(); ++b) {
+    const auto add = [&](const Candidate& candidate) {
+      add_cell(work, trace, request, candidate, request.budgets[b], of_cells);
+    };
+    bool asked = false;
+    for (std::size_t p = 0; p < request.policies.size(); ++p) {
+      if (!request.asks(p, b)) continue;
+      add(candidates.asked[p]);
+      asked = true;
+    }
+    if (asked) std::ranges::for_each(candidates.controls, add);
   }
   check_cells(work, trace);
   warn_of_versions(work);
+  if (while_open) while_open(trace, work);
   return work;
 }
 
@@ -406,14 +433,15 @@ void check_spans(const RunRequest& request, const std::vector<TraceWork>& works)
   }
 }
 
-std::vector<TraceWork> prepare(const RunRequest& request) {
+std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while_open = {}) {
   check_request(request);
+  const Candidates all = candidates(request);
   std::vector<TraceWork> works;
   std::optional<Error> first;
   bool served = false;
   for (const fs::path& path : request.traces) {
     try {
-      works.push_back(prepare(request, path));
+      works.push_back(prepare(request, all, path, while_open));
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;
@@ -557,8 +585,8 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
 /// Violations by law, for the line that a run ends with.
 using Tally = std::map<Law, int>;
 
-ObservableKey observable_key(const TraceWork& work, const Backend& backend) {
-  return {work.summary.hash, numerics, backend.description(), work.conditions.boundary};
+ObservableKey observable_key(const TraceWork& work, const std::string& backend) {
+  return {work.summary.hash, numerics, backend, work.conditions.boundary};
 }
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
@@ -577,7 +605,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   if (made.cells.empty() && !of_trace) return write(request, work, {}, made, {});
   std::optional<StoredObservables> stored;
   if (request.observables != ObservableUse::ignore)
-    stored.emplace(trace, observable_key(work, backend), request.observables == ObservableUse::keep);
+    stored.emplace(trace, observable_key(work, backend.description()), request.observables == ObservableUse::keep);
   replay(backend, trace, work.conditions, made.cells, measurement, interrupted, stored ? &*stored : nullptr);
   if (stored) {
     stored->finish();
@@ -639,17 +667,20 @@ CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
 /// A trace that could not be opened has no cells of its own: what was asked of it has failed.
 std::vector<CellSummary> failed_cells(const RunRequest& request, const TraceSummary& trace) {
   std::vector<CellSummary> cells;
-  for (const Budget& budget : request.budgets)
-    for (const ConfiguredPolicy& policy : request.policies)
+  for (std::size_t b = 0; b < request.budgets.size(); ++b)
+    for (std::size_t p = 0; p < request.policies.size(); ++p) {
+      const ConfiguredPolicy& policy = request.policies[p];
+      if (!request.asks(p, b)) continue;
       cells.push_back({.trace = trace.name,
                        .role = "asked",
                        .policy = policy.name(),
                        .params = policy.params(),
                        .label = policy.label(),
                        .paper = policy.card().paper,
-                       .budget = budget.literal,
+                       .budget = request.budgets[b].literal,
                        .state = CellState::failed,
                        .error = trace.error});
+    }
   return cells;
 }
 
@@ -659,8 +690,8 @@ std::string verdict(const Tally& tally, Law law, const std::string& good, const 
 }
 
 /// The layers whose observables are read from the file beside the trace cost nothing.
-void leave_out_stored(Demand& demand, const TraceWork& work, const ObservableKey& key) {
-  const StoredObservables stored(Trace::open(work.summary.path), key, false);
+void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work, const ObservableKey& key) {
+  const StoredObservables stored(trace, key, false);
   const auto lacking = [&](std::string_view observable) {
     const auto held = std::ranges::count_if(work.conditions.layers, [&](int l) { return stored.holds(observable, l); });
     return 1.0 - static_cast<double>(held) / static_cast<double>(work.conditions.layers.size());
@@ -685,24 +716,32 @@ int RunSummary::failed() const {
   return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellSummary::state));
 }
 
-std::vector<PlannedTrace> plan_run(const RunRequest& request) {
+std::vector<PlannedTrace> plan_run(const RunRequest& request,
+                                   const std::function<Estimate(const Trace&, const PlannedTrace&)>& cost) {
+  check_request(request);
+  const std::string backend = make_backend(request.backend, request.threads, request.device)->description();
+  std::map<fs::path, PlannedTrace> opened;
+  const auto plan_of = [&](const Trace& trace, TraceWork& work) {
+    PlannedTrace& plan = opened[work.summary.path];
+    Batch made = batch(work, request);
+    plan.conditions = work.conditions;
+    plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
+                   .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
+                   .save_scores = request.save_scores,
+                   .save_attention = work.of_trace.eval_attention_by_head};
+    if (request.observables != ObservableUse::ignore)
+      leave_out_stored(plan.demand, trace, work, observable_key(work, backend));
+    plan.skipped = static_cast<int>(
+        std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
+    plan.cells = std::move(made.cells);
+    if (cost) plan.cost = cost(trace, plan);
+  };
   std::vector<PlannedTrace> plans;
-  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
-  for (TraceWork& work : prepare(request)) {
-    PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
-    if (work.summary.error.empty()) {
-      Batch made = batch(work, request);
-      plan.conditions = work.conditions;
-      plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
-                     .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
-                     .save_scores = request.save_scores,
-                     .save_attention = work.of_trace.eval_attention_by_head};
-      if (request.observables != ObservableUse::ignore)
-        leave_out_stored(plan.demand, work, observable_key(work, *backend));
-      plan.skipped = static_cast<int>(
-          std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
-      plan.cells = std::move(made.cells);
-    }
+  for (TraceWork& work : prepare(request, plan_of)) {
+    PlannedTrace plan = std::move(opened[work.summary.path]);
+    plan.name = work.summary.name;
+    plan.path = work.summary.path;
+    plan.hash = work.summary.hash;
     plans.push_back(std::move(plan));
   }
   return plans;
