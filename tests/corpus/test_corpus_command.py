@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save
 
+import kvreplay as kv
 from kvreplay.capture import capture as one_capture
 from kvreplay.capture import corpus
 from kvreplay.capture.prompts import Message, Prompt
@@ -95,6 +96,7 @@ def test_the_list(prompts: list[Prompt], tmp_path: Path) -> None:
         assert int(row["prompt_tokens"]) == len(frame + text)  # a character is a token
         assert int(row["continuation_tokens"]) == corpus.GENERATED == 32
         assert int(row["bytes"]) == path.stat().st_size
+        assert row["trace_hash"] == kv.Trace(path).hash
         assert row["file_hash"] == xxhash.xxh3_128_hexdigest(path.read_bytes())
     context = PROMPTS[0].context
     assert float(rows[0]["needle_depth"]) == pytest.approx(context.index(NEEDLE) / len(context), abs=5e-4)

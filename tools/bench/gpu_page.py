@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the generated part of docs/gpu.md from what `gpu-check run` found.
 
-    tools/bench/gpu_page.py RESULTS [DOCUMENT]
+tools/bench/gpu_page.py RESULTS [DOCUMENT]
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def seconds(value: float | None) -> str:
 
 def share(goal: Goal, value: float | None, of: str) -> tuple[str, str]:
     """What is wanted, in percent, and the figure."""
-    wanted = Goal(
-        None if goal.least is None else 100 * goal.least, None if goal.most is None else 100 * goal.most
-    )
+    wanted = Goal(None if goal.least is None else 100 * goal.least, None if goal.most is None else 100 * goal.most)
     text = wanted.text(f" % of {of}")
     if value is None:
         return text, MISSING

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU's matrix products through PyTorch, and H2O's and SnapKV's attention as people write it: a line of JSON each.
 
-    python pytorch_device.py --tokens 32768
+python pytorch_device.py --tokens 32768
 """
 
 from __future__ import annotations

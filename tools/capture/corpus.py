@@ -30,7 +30,9 @@ MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 COMPUTED_IN = "bfloat16"
 GENERATED = 32  # tokens of every continuation
-COLUMNS = ("name", "kind", "prompt_tokens", "continuation_tokens", "needle_depth", "source", "file_hash", "bytes")
+COLUMNS = (
+    "name", "kind", "prompt_tokens", "continuation_tokens", "needle_depth", "source", "trace_hash", "file_hash", "bytes"
+)  # fmt: skip
 WRITTEN_BY_US = re.compile(r"kvreplay \S+, tools/corpus ([0-9a-f]{32})")  # the producer of a trace, and its source
 DESCRIPTION = f"""Captures {MODEL_NAME} on prompts of six kinds, made from the texts in traces/corpus, and lists the
 traces in corpus.csv. Traces that are there already stay."""
@@ -98,6 +100,15 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def trace_hash(path: Path) -> str:
+    """What replays know the trace by; empty where the engine is not built: capturing does not need it."""
+    try:
+        from kvreplay.engine import Trace as Replayed
+    except ImportError:
+        return ""
+    return Replayed(path).hash
+
+
 def unchanged(path: Path, row: dict[str, str]) -> bool:
     """Whether the file is what its row says."""
     try:
@@ -125,6 +136,7 @@ def manifest_row(path: Path, prompt: Prompt, source: str) -> dict[str, str]:
             trace.tokens - trace.prompt_tokens,
             needle_depth(trace),
             source,
+            trace_hash(path),
             file_hash(path),
             path.stat().st_size,
         )
@@ -139,7 +151,9 @@ class Manifest:
         self.place = folder / "corpus.csv"
         self.listed = self._read()
         self.rows = {
-            name: row for name, row in self.listed.items() if row["source"] and unchanged(self.path(name), row)
+            name: row | {"trace_hash": row["trace_hash"] or trace_hash(self.path(name))}
+            for name, row in self.listed.items()
+            if row["source"] and unchanged(self.path(name), row)
         }
         self.written = self.rows == self.listed
 
