@@ -1,0 +1,179 @@
+"""Small traces, one replay of them all, a cluster, and a program that can be made to fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
+
+from program import PROGRAM, Answer, done, kvreplay  # noqa: E402
+
+pytest.importorskip("distributed", reason="sweeps need tools/setup build python")
+
+NAMES = ["t0", "t1", "t2", "t3"]
+ASKED = ["-p", "snapkv,h2o", "-b", "0.1,0.2"]
+CELLS = 2 * (2 + 3)  # of each trace: two policies and the controls at two budgets
+SETTINGS = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0", "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
+
+
+def wait_for(what: Callable[[], object], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of four: L 4, P 128, G 16."""
+    folder = tmp_path_factory.mktemp("traces")
+    shape = ["--layers", "4", "--prompt", "128", "--continuation", "16", "--head-dim", "16"]
+    for seed, name in enumerate(NAMES):
+        done("synth", "sinks", "-o", f"{name}.h5", "--seed", str(seed), *shape, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def operands(traces: Path) -> list[str]:
+    return [*(str(traces / f"{name}.h5") for name in NAMES), *ASKED]
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory, operands: list[str]) -> Path:
+    """What one replay leaves."""
+    folder = tmp_path_factory.mktemp("single")
+    done("replay", *operands, "-o", "run", folder=folder)
+    return folder / "run"
+
+
+def assert_equal(run: Path, single: Path) -> None:
+    """Rows by their bytes, datasets by their bits."""
+    assert (run / "results.csv").read_bytes() == (single / "results.csv").read_bytes()
+    answer = kvreplay("diff", run, single, folder=run)
+    assert (answer.code, answer.err) == (0, ""), answer
+
+
+def table(run: Path) -> dict[str, dict[str, str]]:
+    with (run / "tasks.csv").open(newline="") as file:
+        return {row["name"]: row for row in csv.DictReader(file)}
+
+
+@dataclass
+class Sweeps:
+    """The command in `folder`. Its program is the real one behind a script, which notes every replay of a task in
+    `calls`, and before that does what `fault` says in the words of a shell: $name is the trace's, $$ the program."""
+
+    folder: Path
+    operands: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.folder / "bin" / "kvreplay"
+        program.parent.mkdir()
+        program.write_text(
+            f"""#!/bin/bash
+if [[ "$*" == *" -o {self.output}/shards/"* && "$1" == replay ]]; then
+  words="$*"; name="${{words##*{self.output}/shards/}}"; name="${{name%%-*}}"
+  echo "$name" >>{self.folder}/calls
+  [ ! -e {self.folder}/fault ] || . {self.folder}/fault
+fi
+exec {PROGRAM} "$@"
+"""
+        )
+        program.chmod(0o755)
+        self.environment = os.environ | SETTINGS | {"PATH": f"{program.parent}:{os.environ['PATH']}"} | self.environment
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    def fault(self, shell: str) -> None:
+        (self.folder / "fault").write_text(shell)
+
+    def fault_once(self, name: str, shell: str) -> None:
+        """In the first attempt of a trace."""
+        self.fault(f'[ "$name" = {name} ] && mkdir {self.folder}/met 2>/dev/null && {{ {shell}; }}')
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().split() if path.exists() else []
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvreplay.sweep.command", *self.operands, "-o", str(self.output)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*command, *map(str, words)], cwd=self.folder, env=self.environment, stdout=pipe,
+                                stderr=pipe, text=True, start_new_session=True)  # fmt: skip
+
+    def run(self, *words: object) -> Answer:
+        process = self.start(*words)
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        return Answer(process.returncode, out, err)
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path, operands: list[str]) -> Iterator[Sweeps]:
+    made = Sweeps(tmp_path, operands)
+    yield made
+    for path in Path("/proc").glob("[0-9]*/cmdline"):  # nothing of a sweep outlives it; a failed test ends it here
+        try:
+            if str(made.output).encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+@dataclass
+class Cluster:
+    """A scheduler and workers, as somebody would start them."""
+
+    address: str
+    processes: list[subprocess.Popen]
+    folder: Path
+
+    def worker(self) -> subprocess.Popen:
+        """With a nanny: where it dies it is started again."""
+        command = [sys.executable, "-m", "distributed.cli.dask_worker", self.address, "--nthreads", "1", "--nanny",
+                   "--local-directory", str(self.folder), "--no-dashboard"]  # fmt: skip
+        self.processes.append(started(command))
+        return self.processes[-1]
+
+
+def started(command: list[str]) -> subprocess.Popen:
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, env=os.environ | SETTINGS, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers."""
+    folder = tmp_path_factory.mktemp("cluster")
+    about = folder / "scheduler.json"
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0",
+               "--no-dashboard", "--scheduler-file", str(about)]  # fmt: skip
+    scheduler = started(command)
+    wait_for(lambda: about.exists() and about.read_text().endswith("}"))
+    made = Cluster(json.loads(about.read_text())["address"], [scheduler], folder)
+    for _ in range(2):
+        made.worker()
+    yield made
+    for process in made.processes:
+        end(process)
