@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
 
 from kvreplay.sweep.schedule import Schedule
 
@@ -38,7 +37,8 @@ def state(schedule: Schedule, unit: str) -> str:
 class Line:
     """Shows it, on a terminal or where it is asked for; every second."""
 
-    def __init__(self, when: str, unit: str, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, when: str, unit: str) -> None:
+        stream = sys.stderr
         self.shown = when == "always" or (when == "auto" and stream.isatty())
         self._unit, self._stream = unit, stream
         self._last, self._width = 0.0, 0
