@@ -8,6 +8,7 @@
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <map>
 
 #include "analysis/replaced_file.h"
 #include "parameters.h"
@@ -358,6 +359,49 @@ void copy_text(const std::filesystem::path& source, Group& group) {
     if (file.member(name) != Group::Member::none) copy(file, name, group);
 }
 
+std::vector<char> bytes_of(const hdf5::Dataset& dataset) {
+  const hdf5::Type type = dataset.type();
+  hdf5::require_fixed_size(type, dataset.where());
+  std::vector<char> bytes(dataset.stored_elements() * type.bytes());
+  if (!bytes.empty()) dataset.read(type, bytes.data());
+  return bytes;
+}
+
+/// What several parts hold, in one group: what is not there yet is copied, what is must be equal.
+class Joined {
+ public:
+  /// What is added from now on is of this part, which outlives this.
+  void read(const std::filesystem::path& part) { part_ = &part; }
+
+  void add(const Group& from, const std::string& name, Group& to) { add(from, name, to, *part_); }
+
+ private:
+  /// `holder` is the part that the group `to` was copied from.
+  void add(const Group& from, const std::string& name, Group& to, const std::filesystem::path& holder) {
+    const std::string key = to.where() + "/" + name;
+    const Group::Member there = to.member(name);
+    if (there == Group::Member::none) {
+      copy(from, name, to);
+      holders_[key] = part_;
+      return;
+    }
+    const auto known = holders_.find(key);
+    const std::filesystem::path& first = known == holders_.end() ? holder : *known->second;
+    if (there == Group::Member::group) {
+      const Group inner = from.group(name);
+      Group joined = to.group(name);
+      for (const std::string& member : inner.names()) add(inner, member, joined, first);
+      return;
+    }
+    const hdf5::Dataset ours = to.dataset(name), theirs = from.dataset(name);
+    if (ours.shape() != theirs.shape() || !(ours.type() == theirs.type()) || bytes_of(ours) != bytes_of(theirs))
+      throw Error{Refusal::input, theirs.where(), "differs", "what " + first.string() + " has", "other numbers"};
+  }
+
+  const std::filesystem::path* part_ = nullptr;
+  std::map<std::string, const std::filesystem::path*> holders_;
+};
+
 /// The image of a file in memory becomes the file.
 void replace_file(const std::filesystem::path& path, File& file) {
   const std::span<const std::byte> image = file.image();
@@ -459,6 +503,25 @@ const PartCell* Part::find(const std::string& id) const {
   for (const PartCell& cell : cells)
     if (cell.id == id) return &cell;
   return nullptr;
+}
+
+std::optional<DifferingCondition> differing_condition(const PartTrace& expected, const PartTrace& found) {
+  const auto list = [](const std::vector<int>& numbers) { return fmt::format("{}", fmt::join(numbers, ",")); };
+  const auto sizes = [&](const PartTrace& of) {
+    return list({of.prompt, of.tokens, of.query_heads, of.kv_heads, of.head_dim, of.n_queries});
+  };
+  const DifferingCondition all[] = {{"trace hash", expected.hash, found.hash},
+                                    {"boundary", std::to_string(expected.boundary), std::to_string(found.boundary)},
+                                    {"eval", expected.eval, found.eval},
+                                    {"treated layers", list(expected.treated), list(found.treated)},
+                                    {"backend", expected.backend, found.backend},
+                                    {"numerics", std::to_string(expected.numerics), std::to_string(found.numerics)},
+                                    // The rest follows from the hash, unless the part is damaged.
+                                    {"trace name", expected.name, found.name},
+                                    {"layers", list(expected.layer_index), list(found.layer_index)},
+                                    {"prompt, tokens, heads and eval queries", sizes(expected), sizes(found)}};
+  const auto* differing = std::ranges::find_if(all, [](const auto& one) { return one.expected != one.found; });
+  return differing == std::end(all) ? std::nullopt : std::optional(*differing);
 }
 
 Part read_part(const std::filesystem::path& path) {
@@ -588,6 +651,39 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
       }
       Group group = of_cells.group(cell.id);
       set_cell_attributes(group, cell, trace);
+      Group of_cell = values.create_group(cell.id);
+      write_cell_facts(of_cell, cell);
+      write_values(of_cell, cell.values);
+      write_seconds(seconds, cell.id, cell.seconds);
+    }
+  }
+  replace_file(path, file);
+}
+
+void write_joined_part(const std::filesystem::path& path, const Part& joined,
+                       const std::vector<std::filesystem::path>& parts) {
+  File file = File::create_in_memory(path.string());
+  {
+    file.set_attribute("format", part_format);
+    file.set_attribute("version", part_version);
+    Group traces = file.create_group("traces"), of_cells = file.create_group("cells"), sets = file.create_group("sets"),
+          values = file.create_group("values"), seconds = file.create_group("seconds");
+    Joined content;
+    for (const std::filesystem::path& part : parts) {
+      content.read(part);
+      const File from = File::open_walked(part);
+      content.add(from.group("traces"), joined.trace.name, traces);
+      for (const auto& [name, to] : {std::pair{"cells", &of_cells}, std::pair{"sets", &sets}}) {
+        const Group all = from.group(name);
+        for (const std::string& id : all.names()) content.add(all, id, *to);
+      }
+    }
+    Group of_trace_values = values.create_group("trace");
+    write_values(of_trace_values, joined.trace.values);
+    seconds.write("observables", joined.trace.observable_seconds);
+    for (const PartCell& cell : joined.cells) {
+      Group group = of_cells.group(cell.id);
+      set_cell_attributes(group, cell, joined.trace);
       Group of_cell = values.create_group(cell.id);
       write_cell_facts(of_cell, cell);
       write_values(of_cell, cell.values);

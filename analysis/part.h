@@ -65,6 +65,12 @@ struct Part {
   const PartCell* find(const std::string& id) const;
 };
 
+/// The first condition in which two parts of one trace differ: their cells cannot stand in one part then.
+struct DifferingCondition {
+  std::string what, expected, found;
+};
+std::optional<DifferingCondition> differing_condition(const PartTrace& expected, const PartTrace& found);
+
 /// Throws Error{input} for a file that is no part, or a damaged one.
 Part read_part(const std::filesystem::path& path);
 
@@ -85,6 +91,11 @@ struct CellToWrite {
 void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
                 const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
                 const std::optional<std::filesystem::path>& source);
+
+/// Writes the part at `path`: what `joined` says of the trace and its cells, with the sets and arrays of `parts`, of
+/// which one may be the part that is replaced. What several of them hold must be equal: Error{input} names both.
+void write_joined_part(const std::filesystem::path& path, const Part& joined,
+                       const std::vector<std::filesystem::path>& parts);
 
 /// Writes selections.h5: the traces and cells of these parts.
 void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts);

@@ -9,6 +9,7 @@
 #include "analysis/csv.h"
 #include "analysis/part.h"
 #include "analysis/replaced_file.h"
+#include "analysis/results_folder.h"
 
 namespace kvreplay {
 namespace {
@@ -17,14 +18,6 @@ const std::string columns[] = {
     "trace",         "trace_hash",  "model",     "role",      "policy",    "params", "heads", "agg",    "budget",
     "budget_tokens", "kept_tokens", "boundary",  "eval",      "n_queries", "layer",  "head",  "metric", "variant",
     "value",         "unit",        "open_loop", "synthetic", "backend",   "seed",   "cell"};
-
-std::vector<std::filesystem::path> parts_of(const std::filesystem::path& output) {
-  std::vector<std::filesystem::path> parts;
-  for (const auto& entry : std::filesystem::directory_iterator(output / "parts"))
-    if (entry.path().extension() == ".h5") parts.push_back(entry.path());
-  std::ranges::sort(parts, {}, [](const std::filesystem::path& part) { return part.stem().string(); });
-  return parts;
-}
 
 /// Where a value stands: layer and head, -1 for all of them, which sorts behind the numbers.
 struct Place {
@@ -118,6 +111,10 @@ Detail parse_detail(std::string_view text) {
   if (text == "head") return Detail::head;
   const std::vector<std::string> known{"summary", "layer", "head"};
   throw Error{Refusal::usage, "--detail", "unknown detail", nearest(text, known), std::string(text)};
+}
+
+const char* word(Detail detail) {
+  return detail == Detail::summary ? "summary" : detail == Detail::layer ? "layer" : "head";
 }
 
 std::span<const std::string> result_columns() { return columns; }

@@ -15,6 +15,9 @@ enum class Detail { summary, layer, head };
 /// "summary", "layer" or "head"; throws Error{usage}.
 Detail parse_detail(std::string_view text);
 
+/// And back.
+const char* word(Detail detail);
+
 /// The columns of results.csv, in their order.
 std::span<const std::string> result_columns();
 

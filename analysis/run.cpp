@@ -14,10 +14,10 @@
 #include "analysis/measurement.h"
 #include "analysis/part.h"
 #include "analysis/replaced_file.h"
+#include "analysis/results_folder.h"
 #include "analysis/run_json.h"
 #include "nearest.h"
 #include "trace/hash.h"
-#include "trace/partial_file.h"
 
 namespace kvreplay {
 namespace {
@@ -94,38 +94,15 @@ void check_request(const RunRequest& request) {
                   "names that differ"};
   }
   backends().get(request.backend);
-  if (request.output.empty()) throw Error{Refusal::usage, "output", "no folder for results"};
-  std::error_code ignored;
-  if (!fs::exists(request.output, ignored)) return;
-  if (!fs::is_directory(request.output, ignored))
-    throw Error{Refusal::usage, request.output.string(), "not a folder", "a folder for results", "a file"};
-  const bool ours = fs::exists(request.output / "parts") || fs::exists(request.output / "run.json");
-  if (!ours && !fs::is_empty(request.output))
-    throw Error{Refusal::usage, request.output.string(), "holds other things", "an empty folder, or one of results",
-                fs::directory_iterator(request.output)->path().filename().string()};
+  check_results_folder(request.output);
 }
 
 /// A part that an earlier run has left belongs to the same trace under the same conditions, or it is in the way.
 void check_part(const fs::path& path, const PartTrace& found, const PartTrace& expected) {
-  const auto same = [&](const char* what, const std::string& wanted, const std::string& there) {
-    if (wanted != there)
-      throw Error{Refusal::usage, path.string(),
-                  std::string(what) + " of the earlier results (another folder keeps both, --force replaces them)",
-                  wanted, there};
-  };
-  same("trace hash", expected.hash, found.hash);
-  same("boundary", std::to_string(expected.boundary), std::to_string(found.boundary));
-  same("eval", expected.eval, found.eval);
-  same("treated layers", numbers(expected.treated), numbers(found.treated));
-  same("backend", expected.backend, found.backend);
-  same("numerics", std::to_string(expected.numerics), std::to_string(found.numerics));
-  // The rest follows from the hash, unless the part is damaged.
-  same("trace name", expected.name, found.name);
-  same("layers", numbers(expected.layer_index), numbers(found.layer_index));
-  same("prompt, tokens, heads and eval queries",
-       numbers({expected.prompt, expected.tokens, expected.query_heads, expected.kv_heads, expected.head_dim,
-                expected.n_queries}),
-       numbers({found.prompt, found.tokens, found.query_heads, found.kv_heads, found.head_dim, found.n_queries}));
+  if (const auto other = differing_condition(expected, found))
+    throw Error{Refusal::usage, path.string(),
+                other->what + " of the earlier results (another folder keeps both, --force replaces them)",
+                other->expected, other->found};
 }
 
 /// What an earlier run has left of the trace; with `force`, nothing where it would be in the way.
@@ -671,14 +648,6 @@ void leave_out_stored(Demand& demand, const TraceWork& work, const ObservableKey
     demand.similarity_passes += lacking(name.metric == "redundancy_key" ? "key_similarity" : "value_similarity");
 }
 
-void make_folders(const fs::path& output) {
-  std::error_code problem;
-  fs::create_directories(output / "parts", problem);
-  if (problem)
-    throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, output.string(),
-                "cannot be made", "a folder for results", problem.message()};
-}
-
 }  // namespace
 
 int RunSummary::failed() const {
@@ -716,7 +685,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
   if (std::error_code ignored; fs::is_directory(request.output, ignored)) lock.emplace(request.output);
   std::vector<TraceWork> works = prepare(request);
   const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
-  make_folders(request.output);
+  make_results_folder(request.output);
   if (!lock) {
     lock.emplace(request.output);
     if (!fs::is_empty(request.output / "parts")) refuse_second_run(request.output);

@@ -23,10 +23,6 @@ std::string host_name() {
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
 }
 
-const char* detail_word(Detail detail) {
-  return detail == Detail::summary ? "summary" : detail == Detail::layer ? "layer" : "head";
-}
-
 const char* word(ObservableUse use) {
   return use == ObservableUse::use ? "use" : use == ObservableUse::keep ? "keep" : "ignore";
 }
@@ -51,6 +47,15 @@ Json metric_json(const std::string& name) {
                         {"better", word(better_of(card, variant))}});
   return {{"name", name}, {"unit", card.unit}, {"better", word(card.better)}, {"variants", variants}};
 }
+
+template <class Items, class Convert>
+Json list(const Items& items, Convert convert) {
+  Json result = Json::array();
+  for (const auto& item : items) result.push_back(convert(item));
+  return result;
+}
+
+}  // namespace
 
 Json input_json(const TraceSummary& trace) {
   Json input = {{"path", trace.path.string()}, {"trace", trace.name}};
@@ -84,15 +89,6 @@ Json cell_json(const CellSummary& cell) {
   return result;
 }
 
-template <class Items, class Convert>
-Json list(const Items& items, Convert convert) {
-  Json result = Json::array();
-  for (const auto& item : items) result.push_back(convert(item));
-  return result;
-}
-
-}  // namespace
-
 const char* word(CellState state) {
   return state == CellState::done ? "done" : state == CellState::skipped ? "skipped" : "failed";
 }
@@ -113,7 +109,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"options",
        {{"budgets", list(request.budgets, [](const Budget& budget) { return Json(budget.literal); })},
         {"metrics", list(request.metrics, [](const MetricName& name) { return Json(name.text()); })},
-        {"detail", detail_word(request.detail)},
+        {"detail", word(request.detail)},
         {"eval", request.eval},
         {"boundary", request.boundary},
         {"sliding", request.treat_sliding ? "treat" : "skip"},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 
 #include "analysis/run.h"
@@ -10,6 +11,10 @@ namespace kvreplay {
 
 /// "done", "skipped" or "failed".
 const char* word(CellState state);
+
+/// Entries of the lists `inputs` and `cells` of run.json.
+nlohmann::ordered_json input_json(const TraceSummary& trace);
+nlohmann::ordered_json cell_json(const CellSummary& cell);
 
 /// The text of run.json. `backend` is the backend's own description.
 std::string run_json(const RunRequest& request, const RunSummary& summary, const std::string& backend,

@@ -14,6 +14,7 @@ extern const Command diff_command;
 extern const Command doctor_command;
 extern const Command help_command;
 extern const Command info_command;
+extern const Command merge_command;
 extern const Command metrics_command;
 extern const Command new_policy_command;
 extern const Command policies_command;

@@ -1,0 +1,205 @@
+#include "analysis/merge.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <system_error>
+#include <utility>
+
+#include "analysis/csv.h"
+#include "analysis/folder_lock.h"
+#include "analysis/merged_json.h"
+#include "analysis/part.h"
+#include "analysis/replaced_file.h"
+#include "analysis/results.h"
+#include "analysis/results_folder.h"
+
+namespace kvreplay {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_same(const fs::path& a, const fs::path& b) {
+  std::error_code ignored;
+  return fs::equivalent(a, b, ignored);
+}
+
+/// A link is there at once and whole. Nothing writes into a part: it is replaced.
+void link_or_copy(const fs::path& from, const fs::path& to) {
+  std::error_code problem;
+  fs::create_hard_link(from, to, problem);
+  if (!problem) return;
+  std::ifstream stream(from, std::ios::binary);
+  ReplacedFile copy(to);
+  std::vector<char> piece(std::size_t{1} << 20);
+  while (stream.read(piece.data(), static_cast<std::streamsize>(piece.size())) || stream.gcount() > 0)
+    copy.write({piece.data(), static_cast<std::size_t>(stream.gcount())});
+  if (!stream.eof()) throw Error{Refusal::input, from.string(), "cannot be read"};
+  copy.finish();
+}
+
+/// What the parts of one trace hold together.
+class JoinedPart {
+ public:
+  explicit JoinedPart(const fs::path& path) : first_(path), whole_(read_part(path)) {
+    for (const PartCell& cell : whole_.cells) holders_[cell.id] = path;
+  }
+
+  void add(const fs::path& path) {
+    Part part = read_part(path);
+    if (const auto other = differing_condition(whole_.trace, part.trace))
+      throw Error{Refusal::usage, path.string(), other->what + " of the same trace in " + first_.string(),
+                  other->expected, other->found};
+    add_values(part.trace.values, whole_.trace.values, path, first_, "the trace");
+    for (PartCell& cell : part.cells) {
+      const auto known = std::ranges::find(whole_.cells, cell.id, &PartCell::id);
+      if (known == whole_.cells.end()) {
+        holders_[cell.id] = path;
+        whole_.cells.push_back(std::move(cell));
+      } else {
+        add_cell(cell, *known, path);
+      }
+    }
+  }
+
+  const Part& whole() const { return whole_; }
+
+ private:
+  static void refuse(const fs::path& path, const fs::path& first, const std::string& what, const std::string& expected,
+                     const std::string& found) {
+    throw Error{Refusal::input, path.string(), what + " differs from " + first.string(), expected, found};
+  }
+
+  static void add_values(const ValuesByMetric& from, ValuesByMetric& to, const fs::path& path, const fs::path& first,
+                         const std::string& what) {
+    for (const auto& [name, values] : from) {
+      const auto [known, is_new] = to.emplace(name, values);
+      if (is_new) continue;
+      const std::span<const double> ours = known->second.values(), theirs = values.values();
+      if (ours.size() != theirs.size()) refuse(path, first, name.text() + " of " + what, "as many values", "others");
+      for (std::size_t i = 0; i < ours.size(); ++i)
+        if (std::memcmp(&ours[i], &theirs[i], sizeof ours[i]) != 0)
+          refuse(path, first, name.text() + " of " + what, csv_number(ours[i]), csv_number(theirs[i]));
+    }
+  }
+
+  void add_cell(const PartCell& from, PartCell& to, const fs::path& path) {
+    const fs::path& first = holders_.at(from.id);
+    const std::string what = to.label + " at " + to.budget;
+    if (from.kept_tokens != to.kept_tokens)
+      refuse(path, first, "kept tokens of " + what, csv_number(to.kept_tokens), csv_number(from.kept_tokens));
+    add_values(from.values, to.values, path, first, what);
+    to.has_scores = to.has_scores || from.has_scores;
+    // A budget is called as it was when it was asked for first.
+    if (to.role != "asked" && from.role == "asked") {
+      to.role = from.role;
+      to.budget = from.budget;
+    }
+  }
+
+  const fs::path& first_;
+  Part whole_;
+  std::map<std::string, fs::path> holders_;  // the first, by cell
+};
+
+/// A policy stands for one version of the files that it comes from.
+class Sources {
+ public:
+  void check(const Part& part, const fs::path& path) {
+    for (const PartCell& cell : part.cells) {
+      const auto [known, is_new] = known_.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
+      if (!is_new && known->second.first != cell.source)
+        throw Error{Refusal::usage, path.string(),
+                    cell.policy + " is of another version of its file than in " + known->second.second.string()};
+    }
+  }
+
+ private:
+  std::map<std::string, std::pair<std::string, fs::path>> known_;
+};
+
+/// The parts of one trace, each file once, become the part `target`, which may be the first of them.
+void take(const std::vector<fs::path>& parts, const fs::path& target, Sources& sources, MergedRun& run) {
+  JoinedPart joined(parts.front());
+  const PartTrace& trace = joined.whole().trace;
+  if (trace.name != target.stem().string())
+    throw Error{Refusal::input, parts.front().string(), "trace name", target.stem().string(), trace.name};
+  if (trace.numerics != numerics)
+    throw Error{Refusal::usage, parts.front().string(), "numbers of another version of kvreplay",
+                std::to_string(numerics), std::to_string(trace.numerics)};
+  for (std::size_t i = 1; i < parts.size(); ++i) joined.add(parts[i]);
+  sources.check(joined.whole(), parts.front());
+  if (parts.size() > 1)
+    write_joined_part(target, joined.whole(), parts);
+  else if (parts.front() != target)
+    link_or_copy(parts.front(), target);
+  run.add(joined.whole());
+}
+
+}  // namespace
+
+std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const fs::path& output) {
+  std::vector<fs::path> folders;
+  const auto add = [&](const fs::path& folder) {
+    if (std::ranges::none_of(folders, [&](const fs::path& known) { return is_same(known, folder); }))
+      folders.push_back(folder);
+  };
+  for (const fs::path& path : given) {
+    if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder"};
+    if (is_same(path, output))
+      throw Error{Refusal::usage, path.string(), "is the merged folder itself", "folders to merge into it"};
+    if (is_results_folder(path)) {
+      add(path);
+      continue;
+    }
+    std::vector<fs::path> inner;
+    for (const auto& entry : fs::directory_iterator(path))
+      if (entry.is_directory() && is_results_folder(entry.path()) && !is_same(entry.path(), output))
+        inner.push_back(entry.path());
+    if (inner.empty())
+      throw Error{Refusal::input, path.string(), "no results", "a folder of results, or of such folders", "neither"};
+    std::ranges::sort(inner);
+    std::ranges::for_each(inner, add);
+  }
+  return folders;
+}
+
+MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders, const std::vector<std::string>& argv,
+                   const std::function<void(double, const std::string&)>& heard,
+                   const std::function<bool()>& interrupted) {
+  check_results_folder(output);
+  make_results_folder(output);
+  const FolderLock lock(output);
+
+  MergedRun run;
+  std::map<std::string, std::vector<fs::path>> parts;  // by trace; what is in `output` comes first
+  const auto find_parts = [&](const fs::path& folder) {
+    for (const fs::path& path : parts_of(folder)) {
+      std::vector<fs::path>& of_trace = parts[path.stem().string()];
+      if (std::ranges::none_of(of_trace, [&](const fs::path& known) { return is_same(known, path); }))
+        of_trace.push_back(path);
+    }
+  };
+  if (fs::exists(output / "run.json")) run.add(output);
+  find_parts(output);
+  for (const fs::path& folder : folders) {
+    run.add(folder);
+    find_parts(folder);
+  }
+  if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
+
+  Sources sources;
+  double done = 0;
+  for (const auto& [trace, of_trace] : parts) {
+    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; finished traces are kept"};
+    heard(done++ / static_cast<double>(parts.size()), trace);
+    take(of_trace, output / "parts" / (trace + ".h5"), sources, run);
+  }
+  assemble(output, run.detail());
+  run.write(output / "run.json", argv);
+  return {folders.size(), parts.size(), run.cells(), run.failed_cells(), run.warnings()};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,35 @@
+// The results of several machines as one folder, which equals that of one run of everything.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "analysis/run.h"
+
+namespace kvreplay {
+
+struct MergeSummary {
+  std::size_t folders = 0;
+  std::size_t traces = 0;
+  std::size_t cells = 0;
+  std::vector<CellSummary> failed = {};
+  std::vector<std::string> warnings = {};
+};
+
+/// The folders of results that `given` are, or that lie in them; `output` is none of the latter. Throws Error{input}
+/// for one that neither is one nor holds any, Error{usage} where `output` itself is given.
+std::vector<std::filesystem::path> results_folders(const std::vector<std::filesystem::path>& given,
+                                                   const std::filesystem::path& output);
+
+/// Parts become parts of `output`, which may hold some already; cells of one trace are joined by their ids. Then its
+/// files are assembled, with the coarsest detail of all. A part is linked, or copied where it cannot be.
+/// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and an
+/// `output` that another run writes into; Error{input} for a part that is damaged and for a cell of which two folders
+/// have different numbers; Error{resources} for a full disk; Error{interrupted}. Finished parts are kept.
+MergeSummary merge(const std::filesystem::path& output, const std::vector<std::filesystem::path>& folders,
+                   const std::vector<std::string>& argv, const std::function<void(double, const std::string&)>& heard,
+                   const std::function<bool()>& interrupted);
+
+}  // namespace kvreplay

@@ -1,0 +1,47 @@
+#include "analysis/results_folder.h"
+
+#include <algorithm>
+#include <string>
+#include <system_error>
+
+#include "error.h"
+#include "trace/partial_file.h"
+
+namespace kvreplay {
+
+namespace fs = std::filesystem;
+
+bool is_results_folder(const fs::path& folder) {
+  std::error_code ignored;
+  return fs::exists(folder / "parts", ignored) || fs::exists(folder / "run.json", ignored);
+}
+
+void check_results_folder(const fs::path& folder) {
+  if (folder.empty()) throw Error{Refusal::usage, "output", "no folder for results"};
+  std::error_code ignored;
+  if (!fs::exists(folder, ignored)) return;
+  if (!fs::is_directory(folder, ignored))
+    throw Error{Refusal::usage, folder.string(), "not a folder", "a folder for results", "a file"};
+  if (!is_results_folder(folder) && !fs::is_empty(folder))
+    throw Error{Refusal::usage, folder.string(), "holds other things", "an empty folder, or one of results",
+                fs::directory_iterator(folder)->path().filename().string()};
+}
+
+void make_results_folder(const fs::path& folder) {
+  std::error_code problem;
+  fs::create_directories(folder / "parts", problem);
+  if (problem)
+    throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, folder.string(),
+                "cannot be made", "a folder for results", problem.message()};
+}
+
+std::vector<fs::path> parts_of(const fs::path& folder) {
+  std::vector<fs::path> parts;
+  if (!fs::is_directory(folder / "parts")) return parts;
+  for (const auto& entry : fs::directory_iterator(folder / "parts"))
+    if (entry.path().extension() == ".h5") parts.push_back(entry.path());
+  std::ranges::sort(parts, {}, [](const fs::path& part) { return part.stem().string(); });
+  return parts;
+}
+
+}  // namespace kvreplay

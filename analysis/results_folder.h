@@ -1,0 +1,21 @@
+// The folder that a run writes into and that merge joins.
+#pragma once
+
+#include <filesystem>
+#include <vector>
+
+namespace kvreplay {
+
+/// Whether it has what a run leaves, be it a run that was interrupted.
+bool is_results_folder(const std::filesystem::path& folder);
+
+/// Throws Error{usage} unless results may be written there: there is nothing yet, an empty folder, or one of results.
+void check_results_folder(const std::filesystem::path& folder);
+
+/// With its parts/. Throws Error{usage}, or {resources} when the disk is full.
+void make_results_folder(const std::filesystem::path& folder);
+
+/// parts/*.h5 in the order of their traces' names.
+std::vector<std::filesystem::path> parts_of(const std::filesystem::path& folder);
+
+}  // namespace kvreplay

@@ -1,0 +1,188 @@
+"""Do the results of several machines become those of one?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import h5py
+import pytest
+from program import Answer, done, kvreplay
+
+BUDGETS = ["-b", "0.25,8"]
+POLICIES = ["h2o", "knorm", "snapkv"]  # in the order of their folders
+EQUAL = ("results.csv", "selections.h5")
+
+
+def replay(folder: Path, output: str, traces: str, policies: str, *more: str) -> None:
+    answer = kvreplay("replay", *traces.split(), "-p", policies, *BUDGETS, *more, "-o", output, folder=folder)
+    assert answer.code == 0, answer
+
+
+def refused(answer: Answer, code: int, *words: str) -> bool:
+    return answer.code == code and answer.err.count("\n") == 1 and all(word in answer.err for word in words)
+
+
+def same(one: Path, other: Path) -> bool:
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in EQUAL)
+
+
+def about(run: Path) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two traces in one run, `whole`; in `by-trace` a shard each, in `by-policy` a shard for each policy."""
+    folder = tmp_path_factory.mktemp("runs")
+    shape = ["--layers", "2", "--prompt", "40", "--continuation", "4", "--head-dim", "8"]
+    for seed, name in enumerate("ab"):
+        done("synth", "sinks", "-o", f"{name}.h5", "--seed", str(seed), *shape, folder=folder)
+        replay(folder, f"by-trace/{name}", f"{name}.h5", ",".join(POLICIES))
+    replay(folder, "whole", "a.h5 b.h5", ",".join(POLICIES))
+    for policy in POLICIES:
+        replay(folder, f"by-policy/{policy}", "a.h5 b.h5", policy)
+    return folder
+
+
+@pytest.fixture
+def folder(runs: Path, tmp_path: Path) -> Path:
+    """A copy of them."""
+    return shutil.copytree(runs, tmp_path / "runs")
+
+
+def merged(folder: Path, *words: str) -> Answer:
+    return kvreplay("merge", "out", *words, folder=folder)
+
+
+@pytest.mark.parametrize("shards", ["by-trace", "by-policy"])
+def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None:
+    answer = merged(folder, shards)
+    cells = len(about(folder / "whole")["cells"])
+    assert (answer.code, answer.err) == (0, "") and f"2 traces, {cells} cells" in answer.out
+    assert same(folder / "out", folder / "whole")
+    assert done("diff", "whole", "out", folder=folder) == "equal\n"
+    told, whole = about(folder / "out"), about(folder / "whole")
+    for entry in ("schema", "host", "build", "backend", "inputs", "policies", "metrics", "options", "numerics", "seed",
+                  "self_check", "cells"):  # fmt: skip
+        assert told[entry] == whole[entry], entry
+    shown = [shard["path"] for shard in told["shards"]]
+    assert shown == sorted(f"{shards}/{path.name}" for path in (folder / shards).iterdir())
+    assert {shard["backend"] for shard in told["shards"]} == {whole["backend"]["description"]}
+    assert not list((folder / "out").rglob("*.partial"))
+
+
+def test_what_is_merged_is_replayed_no_more(folder: Path) -> None:
+    assert merged(folder, "by-policy").code == 0
+    plan = json.loads(done("replay", "a.h5", "b.h5", "-p", ",".join(POLICIES), *BUDGETS, "-o", "out", "--dry-run",
+                           "--json", folder=folder))  # fmt: skip
+    assert all(not trace["cells"] and trace["skipped"] for trace in plan["traces"])
+
+
+def test_a_merge_goes_on(folder: Path) -> None:
+    assert merged(folder, "by-policy/h2o", "by-trace/b").code == 0
+    assert not same(folder / "out", folder / "whole")
+    assert merged(folder, "by-policy/snapkv").code == 0
+    (folder / "list").write_text("by-policy/knorm\n\nby-policy\n")
+    assert merged(folder, "@list").code == 0
+    assert same(folder / "out", folder / "whole")
+    assert len(about(folder / "out")["shards"]) == 4
+    shutil.rmtree(folder / "by-policy")
+    shutil.rmtree(folder / "by-trace")
+    assert done("diff", "whole", "out", folder=folder) == "equal\n"
+
+
+def test_finished_traces_of_an_interrupted_run_are_taken(folder: Path) -> None:
+    for name in ("run.json", *EQUAL):
+        (folder / "by-trace/b" / name).unlink()
+    answer = merged(folder, "by-trace")
+    assert answer.code == 0 and "by-trace/b: an interrupted run" in answer.err and answer.err.count("\n") == 1
+    assert same(folder / "out", folder / "whole")
+    told, whole = about(folder / "out"), about(folder / "whole")
+    assert told["cells"] == whole["cells"]
+    assert {one["trace"]: "path" in one for one in told["inputs"]} == {"a": True, "b": False}
+
+
+def test_cells_that_failed_stay_failed_until_they_are_there(folder: Path) -> None:
+    path = folder / "by-trace/b/run.json"
+    told = json.loads(path.read_text())
+    lost = told["cells"][0] | {"state": "failed", "error": "no luck", "cell": "0" * 16}
+    path.write_text(json.dumps(told | {"cells": [*told["cells"], lost, told["cells"][1] | {"state": "failed"}]}))
+    answer = merged(folder, "by-trace")
+    assert answer.code == 6 and answer.err == "kvreplay: failed: b, h2o at 0.25: no luck\n"
+    assert sum(cell["state"] == "failed" for cell in about(folder / "out")["cells"]) == 1
+
+
+def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
+    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
+        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
+        part[f"values/{cell}/000"][-1, -1] += 1
+    assert refused(merged(folder, "by-policy"), 3, "by-policy/snapkv/parts/b.h5", "by-policy/h2o/parts/b.h5", "random")
+    assert not (folder / "out/run.json").exists()
+
+
+def test_other_sets_of_one_cell_are_refused(folder: Path) -> None:
+    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
+        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
+        part[f"sets/{cell}"][0, 0, 0] ^= 3
+    assert refused(merged(folder, "by-policy"), 3, "snapkv/parts/b.h5:/sets/", "h2o/parts/b.h5")
+
+
+@pytest.mark.parametrize("conditions", [["--boundary", "30"], ["--eval", "last:2"]])
+def test_other_conditions_of_one_trace_are_refused(folder: Path, conditions: list[str]) -> None:
+    replay(folder, "other", "a.h5", "h2o", *conditions)
+    answer = merged(folder, "by-trace", "other")
+    assert refused(answer, 2, "other/parts/a.h5", "by-trace/a/parts/a.h5", conditions[0].strip("-"))
+
+
+def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    shutil.copy(folder / "b.h5", folder / "elsewhere/a.h5")
+    replay(folder, "other", "elsewhere/a.h5", "h2o")
+    assert refused(merged(folder, "by-trace", "other"), 2, "trace hash", "other/parts/a.h5")
+
+
+def test_other_seeds_and_options_are_named(folder: Path) -> None:
+    replay(folder, "other", "b.h5", "h2o", "--eval", "last:2")
+    answer = merged(folder, "by-trace/a", "other")
+    assert answer.code == 0 and "options eval: continuation (by-trace/a), last:2 (other)" in answer.err
+    assert about(folder / "out")["options"]["eval"] == "continuation; last:2"
+
+
+def test_the_coarsest_detail_is_shown(folder: Path) -> None:
+    replay(folder, "by-trace/b", "b.h5", ",".join(POLICIES), "--detail", "summary")
+    assert merged(folder, "by-trace").code == 0
+    replay(folder, "whole", "a.h5 b.h5", ",".join(POLICIES), "--detail", "summary")
+    assert same(folder / "out", folder / "whole")
+
+
+def test_damaged_parts_are_refused(folder: Path) -> None:
+    part = folder / "by-trace/b/parts/b.h5"
+    content = bytearray(part.read_bytes())
+    part.write_bytes(content[: len(content) // 2])
+    assert refused(merged(folder, "by-trace"), 3, "by-trace/b/parts/b.h5")
+
+
+def test_run_json_that_is_none_is_refused(folder: Path) -> None:
+    path = folder / "by-trace/b/run.json"
+    for text in ("{", "[]", '{"schema": 3}', '{"schema": "kvreplay-run/1", "cells": [7]}'):
+        path.write_text(text)
+        assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json"), text
+
+
+def test_folders_that_cannot_be_meant(folder: Path) -> None:
+    assert merged(folder, "by-trace").code == 0
+    assert refused(merged(folder, "by-policy", "out"), 2, "out", "merged folder itself")
+    assert refused(merged(folder, "nowhere"), 3, "nowhere")
+    (folder / "empty").mkdir()
+    assert refused(merged(folder, "empty"), 3, "empty", "no results")
+    assert refused(kvreplay("merge", "list", "by-trace", folder=folder.parent), 3, "by-trace")
+    assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "holds other things")
+    assert kvreplay("merge", "out", folder=folder).code == 2
+
+
+def test_out_may_lie_beside_what_it_is_made_of(folder: Path) -> None:
+    for _ in range(2):
+        done("merge", "by-trace/all", "by-trace", folder=folder)
+        assert same(folder / "by-trace/all", folder / "whole")

@@ -1,0 +1,78 @@
+#include "analysis/merge.h"
+
+#include <fmt/format.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "arguments.h"
+#include "commands.h"
+#include "error.h"
+#include "interruption.h"
+#include "output.h"
+#include "progress_line.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {progress_option, json_option};
+
+std::string details() {
+  return "FROM is a folder that replay has written, a folder of such folders, or @FILE with one of them a line.\n"
+         "DIR then holds what one replay of everything would; what it holds already stays.\n";
+}
+
+/// Folders as given, and those of "@FILE".
+std::vector<std::filesystem::path> given_folders(std::span<const std::string> operands) {
+  std::vector<std::filesystem::path> folders;
+  for (const std::string& operand : operands) {
+    if (!operand.starts_with('@')) {
+      folders.emplace_back(operand);
+      continue;
+    }
+    std::ifstream list(operand.substr(1));
+    if (!list) throw Error{Refusal::input, operand.substr(1), "cannot be read", "a folder a line"};
+    for (std::string line; std::getline(list, line);)
+      if (!line.empty()) folders.emplace_back(line);
+  }
+  return folders;
+}
+
+int run(const Arguments& arguments) {
+  heed_interruptions();
+  const std::filesystem::path output = arguments.operands().front();
+  const std::vector<std::filesystem::path> folders =
+      results_folders(given_folders(std::span(arguments.operands()).subspan(1)), output);
+  const MergeSummary summary = [&] {
+    ProgressLine line(arguments.text("progress"));
+    return merge(
+        output, folders, arguments.command_line(),
+        [&line](double done, const std::string& trace) { line.show(done, trace); }, interrupted);
+  }();
+  if (arguments.given("json")) {
+    Json document{{"output", output.string()}, {"folders", summary.folders},   {"traces", summary.traces},
+                  {"cells", summary.cells},    {"warnings", summary.warnings}, {"failed", Json::array()}};
+    for (const CellSummary& cell : summary.failed)
+      document["failed"].push_back({{"trace", cell.trace},
+                                    {"id", cell.id},
+                                    {"policy", cell.policy},
+                                    {"params", cell.params},
+                                    {"budget", cell.budget},
+                                    {"error", cell.error}});
+    print_json(document);
+  } else {
+    fmt::print("{} folders: {} traces, {} cells     {}\n", summary.folders, summary.traces, summary.cells,
+               output.string());
+  }
+  for (const std::string& warning : summary.warnings) fmt::print(stderr, "kvreplay: warning: {}\n", warning);
+  for (const CellSummary& cell : summary.failed)
+    fmt::print(stderr, "kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.policy, cell.budget, cell.error);
+  return summary.failed.empty() ? 0 : 6;
+}
+
+}  // namespace
+
+const Command merge_command{"merge", "results of several machines become one folder", "DIR FROM...", options, run,
+                            details};
+
+}  // namespace kvreplay
