@@ -21,8 +21,8 @@ from kvreplay.sweep.executors import Wanted, cluster
 from kvreplay.sweep.plan import Plan, call, planned
 from kvreplay.sweep.progress import Line, duration
 from kvreplay.sweep.schedule import Record, Schedule, Task, read_table, write_table
+from kvreplay.sweep.work import SOME_FAILED
 
-SOME_FAILED = 6
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Sweep:
         with alone(shards):
             if merge(output, finished(shards)):
                 plan = planned(self.words)
-            for folder in shards.iterdir():
+            for folder in shards.glob("*/"):
                 shutil.rmtree(folder, ignore_errors=True)
             tasks = plan.tasks(output.absolute(), self.wanted.allowance, self.device)
             table = output / "tasks.csv"
@@ -88,9 +88,11 @@ def finished(shards: Path) -> list[Path]:
 
 
 def merge(output: Path, folders: Sequence[Path]) -> bool:
-    """Into `output`; whether there was anything."""
+    """Into `output`; whether there was anything. A list in a file: thousands of names are no command line."""
     if folders:
-        call(["merge", str(output), *map(str, folders)])
+        names = output / "shards" / "finished.txt"
+        names.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
+        call(["merge", str(output), f"@{names}", "--progress", "never"])
     return bool(folders)
 
 
