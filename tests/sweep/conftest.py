@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,30 +148,36 @@ class Cluster:
     address: str
     processes: list[subprocess.Popen]
     folder: Path
+    environment: dict[str, str]
 
-    def worker(self) -> subprocess.Popen:
-        """With a nanny: where it dies it is started again."""
-        command = [sys.executable, "-m", "distributed.cli.dask_worker", self.address, "--nthreads", "1", "--nanny",
-                   "--local-directory", str(self.folder), "--no-dashboard"]  # fmt: skip
-        self.processes.append(started(command))
-        return self.processes[-1]
+    @classmethod
+    def started(
+        cls, folder: Path, host: str = "127.0.0.1", settings: Mapping[str, str] = MappingProxyType({})
+    ) -> Cluster:
+        about = folder / "scheduler.json"
+        made = cls("", [], folder, os.environ | settings)
+        made._start("scheduler", "--host", host, "--port", "0", "--scheduler-file", str(about))
+        wait_for(lambda: about.exists() and about.read_text().endswith("}"))
+        made.address = json.loads(about.read_text())["address"]
+        return made
 
+    def worker(self, before: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        """With a nanny: where it dies it is started again. `before`: words that take the command to another host."""
+        self._start("worker", self.address, "--nthreads", "1", "--nanny", "--host", host,
+                    "--local-directory", str(self.folder), before=before)  # fmt: skip
 
-def started(command: list[str]) -> subprocess.Popen:
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, env=os.environ | SETTINGS, stdout=quiet, stderr=quiet, start_new_session=True)
+    def _start(self, what: str, *words: str, before: Sequence[str] = ()) -> None:
+        command = [*before, sys.executable, "-m", f"distributed.cli.dask_{what}", "--no-dashboard", *words]
+        quiet = subprocess.DEVNULL
+        self.processes.append(
+            subprocess.Popen(command, env=self.environment, stdout=quiet, stderr=quiet, start_new_session=True)
+        )
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two workers."""
-    folder = tmp_path_factory.mktemp("cluster")
-    about = folder / "scheduler.json"
-    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0",
-               "--no-dashboard", "--scheduler-file", str(about)]  # fmt: skip
-    scheduler = started(command)
-    wait_for(lambda: about.exists() and about.read_text().endswith("}"))
-    made = Cluster(json.loads(about.read_text())["address"], [scheduler], folder)
+    made = Cluster.started(tmp_path_factory.mktemp("cluster"))
     for _ in range(2):
         made.worker()
     yield made
