@@ -315,7 +315,10 @@ void warn_of_versions(TraceWork& work) {
   }
 }
 
-TraceWork prepare(const RunRequest& request, const fs::path& path) {
+/// What is done with a trace that can be replayed while it is open.
+using WhileOpen = std::function<void(const Trace&, TraceWork&)>;
+
+TraceWork prepare(const RunRequest& request, const fs::path& path, const WhileOpen& while_open) {
   TraceWork work;
   work.summary.path = path;
   work.summary.name = path.stem().string();
@@ -346,14 +349,21 @@ TraceWork prepare(const RunRequest& request, const fs::path& path) {
     work.all_queries = work.conditions;
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
-  for (const Budget& budget : request.budgets) {
-    for (const ConfiguredPolicy& policy : request.policies)
-      add_cell(work, trace, request, policy, budget, "asked", of_cells);
-    for (const ConfiguredPolicy& policy : controls(request.seed))
-      add_cell(work, trace, request, policy, budget, "control", of_cells);
+  const std::vector<ConfiguredPolicy> beside = controls(request.seed);
+  for (std::size_t b = 0; b < request.budgets.size(); ++b) {
+    bool asked = false;
+    for (std::size_t p = 0; p < request.policies.size(); ++p) {
+      if (!request.asks(p, b)) continue;
+      add_cell(work, trace, request, request.policies[p], request.budgets[b], "asked", of_cells);
+      asked = true;
+    }
+    if (!asked) continue;
+    for (const ConfiguredPolicy& policy : beside)
+      add_cell(work, trace, request, policy, request.budgets[b], "control", of_cells);
   }
   check_cells(work, trace);
   warn_of_versions(work);
+  if (while_open) while_open(trace, work);
   return work;
 }
 
@@ -383,14 +393,14 @@ void check_spans(const RunRequest& request, const std::vector<TraceWork>& works)
   }
 }
 
-std::vector<TraceWork> prepare(const RunRequest& request) {
+std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while_open = {}) {
   check_request(request);
   std::vector<TraceWork> works;
   std::optional<Error> first;
   bool served = false;
   for (const fs::path& path : request.traces) {
     try {
-      works.push_back(prepare(request, path));
+      works.push_back(prepare(request, path, while_open));
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;
@@ -534,8 +544,8 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
 /// Violations by law, for the line that a run ends with.
 using Tally = std::map<Law, int>;
 
-ObservableKey observable_key(const TraceWork& work, const Backend& backend) {
-  return {work.summary.hash, numerics, backend.description(), work.conditions.boundary};
+ObservableKey observable_key(const TraceWork& work, const std::string& backend) {
+  return {work.summary.hash, numerics, backend, work.conditions.boundary};
 }
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
@@ -554,7 +564,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   if (made.cells.empty() && !of_trace) return write(request, work, {}, made, {});
   std::optional<StoredObservables> stored;
   if (request.observables != ObservableUse::ignore)
-    stored.emplace(trace, observable_key(work, backend), request.observables == ObservableUse::keep);
+    stored.emplace(trace, observable_key(work, backend.description()), request.observables == ObservableUse::keep);
   replay(backend, trace, work.conditions, made.cells, measurement, interrupted, stored ? &*stored : nullptr);
   if (stored) {
     stored->finish();
@@ -616,17 +626,20 @@ CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
 /// A trace that could not be opened has no cells of its own: what was asked of it has failed.
 std::vector<CellSummary> failed_cells(const RunRequest& request, const TraceSummary& trace) {
   std::vector<CellSummary> cells;
-  for (const Budget& budget : request.budgets)
-    for (const ConfiguredPolicy& policy : request.policies)
+  for (std::size_t b = 0; b < request.budgets.size(); ++b)
+    for (std::size_t p = 0; p < request.policies.size(); ++p) {
+      const ConfiguredPolicy& policy = request.policies[p];
+      if (!request.asks(p, b)) continue;
       cells.push_back({.trace = trace.name,
                        .role = "asked",
                        .policy = policy.name(),
                        .params = policy.params(),
                        .label = policy.label(),
                        .paper = policy.card().paper,
-                       .budget = budget.literal,
+                       .budget = request.budgets[b].literal,
                        .state = CellState::failed,
                        .error = trace.error});
+    }
   return cells;
 }
 
@@ -636,8 +649,8 @@ std::string verdict(const Tally& tally, Law law, const std::string& good, const 
 }
 
 /// The layers whose observables are read from the file beside the trace cost nothing.
-void leave_out_stored(Demand& demand, const TraceWork& work, const ObservableKey& key) {
-  const StoredObservables stored(Trace::open(work.summary.path), key, false);
+void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work, const ObservableKey& key) {
+  const StoredObservables stored(trace, key, false);
   const auto lacking = [&](std::string_view observable) {
     const auto held = std::ranges::count_if(work.conditions.layers, [&](int l) { return stored.holds(observable, l); });
     return 1.0 - static_cast<double>(held) / static_cast<double>(work.conditions.layers.size());
@@ -654,24 +667,32 @@ int RunSummary::failed() const {
   return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellSummary::state));
 }
 
-std::vector<PlannedTrace> plan_run(const RunRequest& request) {
+std::vector<PlannedTrace> plan_run(const RunRequest& request,
+                                   const std::function<Estimate(const Trace&, const PlannedTrace&)>& cost) {
+  check_request(request);
+  const std::string backend = make_backend(request.backend, request.threads, request.device)->description();
+  std::map<fs::path, PlannedTrace> opened;
+  const auto plan_of = [&](const Trace& trace, TraceWork& work) {
+    PlannedTrace& plan = opened[work.summary.path];
+    Batch made = batch(work, request);
+    plan.conditions = work.conditions;
+    plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
+                   .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
+                   .save_scores = request.save_scores,
+                   .save_attention = work.of_trace.eval_attention_by_head};
+    if (request.observables != ObservableUse::ignore)
+      leave_out_stored(plan.demand, trace, work, observable_key(work, backend));
+    plan.skipped = static_cast<int>(
+        std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
+    plan.cells = std::move(made.cells);
+    if (cost) plan.cost = cost(trace, plan);
+  };
   std::vector<PlannedTrace> plans;
-  const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
-  for (TraceWork& work : prepare(request)) {
-    PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
-    if (work.summary.error.empty()) {
-      Batch made = batch(work, request);
-      plan.conditions = work.conditions;
-      plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
-                     .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
-                     .save_scores = request.save_scores,
-                     .save_attention = work.of_trace.eval_attention_by_head};
-      if (request.observables != ObservableUse::ignore)
-        leave_out_stored(plan.demand, work, observable_key(work, *backend));
-      plan.skipped = static_cast<int>(
-          std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
-      plan.cells = std::move(made.cells);
-    }
+  for (TraceWork& work : prepare(request, plan_of)) {
+    PlannedTrace plan = std::move(opened[work.summary.path]);
+    plan.name = work.summary.name;
+    plan.path = work.summary.path;
+    plan.hash = work.summary.hash;
     plans.push_back(std::move(plan));
   }
   return plans;

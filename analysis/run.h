@@ -10,7 +10,9 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "analysis/metrics/metric.h"
@@ -29,7 +31,8 @@ struct RunRequest {
   std::vector<std::filesystem::path> traces;
   std::vector<ConfiguredPolicy> policies;  // what was asked; the controls full, random and oracle join by themselves
   std::vector<Budget> budgets;
-  std::vector<MetricName> metrics;  // as parse_metrics makes them
+  std::set<std::pair<std::size_t, std::size_t>> excluded;  // policies and budgets, by their places: not asked together
+  std::vector<MetricName> metrics;                         // as parse_metrics makes them
   Detail detail = Detail::layer;
   std::string eval = "continuation";
   std::string boundary = "prompt";
@@ -47,6 +50,8 @@ struct RunRequest {
   bool no_text = false;           // tokens and spans are not copied into the results
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
   std::map<std::string, std::string> build;
+
+  bool asks(std::size_t policy, std::size_t budget) const { return !excluded.contains({policy, budget}); }
 };
 
 /// How far a run is. `done` is the share of the whole run, 0 ... 1.
@@ -133,12 +138,15 @@ struct PlannedTrace {
       {};           // to be computed; `known` where only metrics are missing, `measure` where moments are needed
   int skipped = 0;  // cells that are already there, whole
   Demand demand = {};
+  Estimate cost = {};
 };
 
 inline constexpr int numerics = 3;
 
-/// Opens and checks everything, computes nothing and writes nothing. Throws as run() does.
-std::vector<PlannedTrace> plan_run(const RunRequest& request);
+/// Opens and checks everything, each trace once, computes nothing and writes nothing. `cost`, where it is given, is
+/// asked for each trace that can be replayed, while it is open. Throws as run() does.
+std::vector<PlannedTrace> plan_run(const RunRequest& request,
+                                   const std::function<Estimate(const Trace&, const PlannedTrace&)>& cost = {});
 
 /// Throws Error{usage} for what cannot be meant and for a folder that another run writes into, before anything is
 /// computed; Error{input} when no trace can serve any

@@ -1,5 +1,8 @@
 #include "policies/policy_source.h"
 
+#include <algorithm>
+#include <vector>
+
 namespace kvreplay {
 namespace {
 
@@ -15,6 +18,13 @@ File file_of(std::string_view text) {
   for (const std::string& ending : policy_sources().names())
     if (text.substr(0, colon).ends_with(ending)) return {colon, policy_sources().find(ending)};
   return {};
+}
+
+/// Whether a word between separators names a file; `next` is what ends it.
+bool is_file(std::string_view word, char next) {
+  if (word.ends_with(".npy") || word.starts_with('@')) return true;
+  const std::vector<std::string> endings = policy_sources().names();
+  return next == ':' && std::ranges::any_of(endings, [&](const std::string& ending) { return word.ends_with(ending); });
 }
 
 }  // namespace
@@ -34,6 +44,23 @@ std::string registered_policy(std::string_view name) {
   const File file = file_of(name);
   if (file.source == nullptr) return std::string(name);
   return file.source->load(std::string(name.substr(0, file.end)), std::string(name.substr(file.end + 1)));
+}
+
+std::string with_files_in(const std::filesystem::path& folder, std::string_view policies) {
+  std::string all;
+  while (!policies.empty()) {
+    const std::size_t end = std::min(policies.find_first_of(",=():"), policies.size());
+    const std::string_view word = policies.substr(0, end);
+    if (is_file(word, end < policies.size() ? policies[end] : '\0')) {
+      const bool list = word.starts_with('@');
+      all += (list ? "@" : "") + (folder / word.substr(list ? 1 : 0)).string();
+    } else {
+      all += word;
+    }
+    if (end < policies.size()) all += policies[end];
+    policies.remove_prefix(std::min(end + 1, policies.size()));
+  }
+  return all;
 }
 
 }  // namespace kvreplay

@@ -104,7 +104,7 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{REPLAY} -b 0.5", "replay: no policy to replay: expected -p POLICY,..."),
     (USAGE, f"{REPLAY} -p h2o", "replay: no budget: expected -b BUDGET,..."),
     (INPUT, "replay none.h5 -p h2o -b 0.5", "none.h5: cannot be opened: No such file or directory"),
-    (INPUT, "replay foreign -p h2o -b 0.5", "foreign: kind: expected a file, found a directory"),
+    (INPUT, "replay foreign -p h2o -b 0.5", "foreign: a folder without traces: expected *.h5 in it"),
     (
         USAGE,
         f"{H2O} fixture.h5",

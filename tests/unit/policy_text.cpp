@@ -261,15 +261,30 @@ TEST_F(PolicyFile, OnePolicyOrAListOfTexts) {
             (Pieces{"local", "h2o", "full", "random"}));
 }
 
+TEST_F(PolicyFile, ListsMultiply) {
+  using Pieces = std::vector<std::string>;
+  EXPECT_EQ(policies_of_file(written("- policy: snapkv\n  window: [3, 4]\n  kernel: [1, 5]\n- local\n")),
+            (Pieces{"snapkv:window=3,kernel=1", "snapkv:window=3,kernel=5", "snapkv:window=4,kernel=1",
+                    "snapkv:window=4,kernel=5", "local"}));
+  EXPECT_EQ(policies_of_file(written("policy: [h2o, snapkv:kernel=3]\nheads: [kv, query]\n")),
+            (Pieces{"h2o:heads=kv", "h2o:heads=query", "snapkv:kernel=3,heads=kv", "snapkv:kernel=3,heads=query"}));
+  EXPECT_EQ(policies_of_file(written("policy: oracle\ncounts: [\"snapkv:window=3,kernel=5\", h2o]\n")),
+            (Pieces{"oracle:counts=(snapkv:window=3,kernel=5)", "oracle:counts=h2o"}));
+}
+
 TEST_F(PolicyFile, WhatIsWrongIsSaidWithItsLine) {
   EXPECT_EQ(refusal("- h2o\n- window: 3\n"),
             "mine.yaml:2: not a policy: expected a text, or a mapping with the key policy, found a mapping without it");
   EXPECT_EQ(refusal("- h2o\n-\n  - snapkv\n"),
-            "mine.yaml:3: not a policy: expected a text, or a mapping with the key policy, found something else");
-  EXPECT_EQ(refusal("policy: snapkv\nwindow:\n  - 3\n"),
-            "mine.yaml:3: value of window: expected one word, number or text, found a list");
-  EXPECT_EQ(refusal("policy: [snapkv]\n"),
-            "mine.yaml:1: not a policy: expected a text, or a mapping with the key policy, found a mapping without it");
+            "mine.yaml:3: not a policy: expected a text, or a mapping with the key policy, found a list");
+  EXPECT_EQ(refusal("policy: snapkv\nwindow:\n  a: 3\n"),
+            "mine.yaml:3: value of window: expected one word, number or text, or a list of them, found a mapping");
+  EXPECT_EQ(refusal("policy: snapkv\nwindow: []\n"),
+            "mine.yaml:2: value of window: expected one or more, found an empty list");
+  EXPECT_EQ(refusal("policy:\n"),
+            "mine.yaml:1: value of policy: expected one word, number or text, or a list of them, found nothing");
+  EXPECT_EQ(refusal("policy: h2o\nrecent: 3\nrecent: 4\n"), "mine.yaml:3: given twice: found recent");
+  EXPECT_EQ(refusal("- h2o\n---\n- local\n"), "mine.yaml:3: another document begins: expected one of policies");
   EXPECT_EQ(refusal(""), "mine.yaml: holds no policy: expected one policy, or a list of them");
   EXPECT_EQ(refusal("[]\n"), "mine.yaml: holds no policy: expected one policy, or a list of them");
   EXPECT_TRUE(refusal("- h2o\n- [snapkv\n").starts_with("mine.yaml:3: not YAML: expected policies, found "))

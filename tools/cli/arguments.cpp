@@ -100,18 +100,7 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
       operands_.insert(operands_.end(), option.value.begin(), option.value.end());
       continue;
     }
-    const Option& declared = declaration(command, option.string_key);
-    std::vector<std::string>& values = values_[option.string_key];
-    if (!values.empty() && !declared.repeatable) throw Error{Refusal::usage, flag(option.string_key), "given twice"};
-    values.push_back(option.value.empty() ? "" : option.value.front());
-    const std::string_view value = values.back();
-    const auto pieces = is_list(declared.value) ? split_list(flag(option.string_key), value) : std::vector{value};
-    if (!only_words(declared.value)) continue;
-    const std::vector<std::string> offered = words_of(declared.value);
-    for (const std::string_view word : pieces)
-      if (std::ranges::find(offered, word) == offered.end())
-        throw Error{Refusal::usage, flag(option.string_key), "unknown value", nearest(word, offered),
-                    std::string(word)};
+    add(option.string_key, {option.value.empty() ? "" : option.value.front(), flag(option.string_key)});
   }
   if (given(help_option.name)) return;
   const OperandCount count = operand_count(command.operands);
@@ -122,38 +111,61 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
   if (n < count.least) throw Error{Refusal::usage, command.name, "missing argument", command.operands};
 }
 
-std::vector<std::string> Arguments::spelled_out(std::string_view left_out) const {
-  std::vector<std::string> words{command_.name};
-  words.insert(words.end(), operands_.begin(), operands_.end());
-  for (const auto& [option, values] : values_)
-    for (const std::string& value : values) {
-      if (option == left_out) continue;
+void Arguments::add(std::string_view option, GivenValue value) {
+  const Option& declared = declaration(command_, option);
+  std::vector<GivenValue>& values = values_[std::string(option)];
+  if (!values.empty() && !declared.repeatable) throw Error{Refusal::usage, value.where, "given twice"};
+  values.push_back(std::move(value));
+  const std::string &text = values.back().text, &where = values.back().where;
+  const auto pieces = is_list(declared.value) ? split_list(where, text) : std::vector{std::string_view(text)};
+  if (!only_words(declared.value)) return;
+  const std::vector<std::string> offered = words_of(declared.value);
+  for (const std::string_view word : pieces)
+    if (std::ranges::find(offered, word) == offered.end())
+      throw Error{Refusal::usage, where, "unknown value", nearest(word, offered), std::string(word)};
+}
+
+std::vector<std::string> Arguments::spelled_out(std::span<const std::string_view> left_out) const {
+  std::vector<std::string> words;
+  for (const auto& [option, values] : values_) {
+    if (std::ranges::find(left_out, option) != left_out.end()) continue;
+    for (const GivenValue& value : values) {
       words.push_back(flag(option));
-      if (*declaration(command_, option).value != '\0') words.push_back(value);
+      if (*declaration(command_, option).value != '\0') words.push_back(value.text);
     }
+  }
   return words;
 }
 
-std::string Arguments::text(std::string_view option) const {
+std::span<const GivenValue> Arguments::values(std::string_view option) const {
   const auto found = values_.find(option);
-  return found == values_.end() ? declaration(command_, option).standard : found->second.front();
+  return found == values_.end() ? std::span<const GivenValue>() : found->second;
+}
+
+std::string Arguments::where(std::string_view option) const {
+  return given(option) ? values(option).front().where : flag(option);
+}
+
+std::string Arguments::text(std::string_view option) const {
+  return given(option) ? values(option).front().text : declaration(command_, option).standard;
 }
 
 std::vector<std::string> Arguments::all(std::string_view option) const {
-  const auto found = values_.find(option);
-  return found == values_.end() ? std::vector<std::string>{} : found->second;
+  std::vector<std::string> texts;
+  for (const GivenValue& value : values(option)) texts.push_back(value.text);
+  return texts;
 }
 
 int Arguments::whole_number(std::string_view option, int least, int most) const {
-  return parse_int(flag(option), text(option), least, most);
+  return parse_int(where(option), text(option), least, most);
 }
 
 double Arguments::real_number(std::string_view option, double least, double most) const {
   const std::string value = text(option);
-  const double number = parse_real(flag(option), value);
+  const double number = parse_real(where(option), value);
   if (number < least || number > most) {
     const bool open = most == std::numeric_limits<double>::max();
-    throw Error{Refusal::usage, flag(option), "out of range",
+    throw Error{Refusal::usage, where(option), "out of range",
                 open ? fmt::format("{} or more", least) : fmt::format("{}..{}", least, most), value};
   }
   return number;
@@ -164,13 +176,13 @@ std::uint64_t Arguments::seed(std::string_view option) const {
   std::uint64_t number = 0;
   const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);
   if (problem != std::errc{} || end != value.data() + value.size())
-    throw Error{Refusal::usage, flag(option), "not a seed", "0..2^64-1", "\"" + value + "\""};
+    throw Error{Refusal::usage, where(option), "not a seed", "0..2^64-1", "\"" + value + "\""};
   return number;
 }
 
 std::size_t Arguments::bytes(std::string_view option) const {
   const std::string value = text(option);
-  const Error refused{Refusal::usage, flag(option), "not a size", "a number of bytes, or of k, M, G or T",
+  const Error refused{Refusal::usage, where(option), "not a size", "a number of bytes, or of k, M, G or T",
                       "\"" + value + "\""};
   double number = 0;
   const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);

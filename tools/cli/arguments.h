@@ -7,11 +7,19 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "command.h"
 
 namespace kvreplay {
+
+/// A value and who gave it: "--eval" on the command line, or "sweep.yaml:7: eval" at a place of a file.
+struct GivenValue {
+  std::string text;
+  std::string where;
+  std::string place = {};  // "sweep.yaml:7"; empty: the command line
+};
 
 class Arguments {
  public:
@@ -25,14 +33,18 @@ class Arguments {
   /// The whole command line, for the record.
   const std::vector<std::string>& command_line() const { return command_line_; }
 
-  /// The same command line with long names, each followed by its value as a word of its own; operands first, and
-  /// without the option `left_out`.
-  std::vector<std::string> spelled_out(std::string_view left_out) const;
+  /// The options in long names, each followed by its value as a word of its own, without those that are `left_out`.
+  std::vector<std::string> spelled_out(std::span<const std::string_view> left_out) const;
+
+  /// What a file says for an option, checked as a word of the command line is.
+  void add(std::string_view option, GivenValue value);
+  void replace_operands(std::vector<std::string> operands) { operands_ = std::move(operands); }
 
   bool given(std::string_view option) const { return values_.contains(option); }
   /// The value as given, or the declared standard.
   std::string text(std::string_view option) const;
   std::vector<std::string> all(std::string_view option) const;
+  std::span<const GivenValue> values(std::string_view option) const;
 
   int whole_number(std::string_view option, int least, int most) const;
   double real_number(std::string_view option, double least, double most) const;
@@ -41,10 +53,12 @@ class Arguments {
   std::size_t bytes(std::string_view option) const;
 
  private:
+  std::string where(std::string_view option) const;
+
   const Command& command_;
   std::vector<std::string> command_line_;
   std::vector<std::string> operands_;
-  std::map<std::string, std::vector<std::string>, std::less<>> values_;
+  std::map<std::string, std::vector<GivenValue>, std::less<>> values_;
 };
 
 }  // namespace kvreplay

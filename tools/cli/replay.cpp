@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <filesystem>
+#include <iterator>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 
 #include "analysis/run.h"
 #include "analysis/table.h"
@@ -15,10 +18,13 @@
 #include "build.h"
 #include "commands.h"
 #include "companions.h"
+#include "exclusion.h"
+#include "experiment.h"
 #include "interruption.h"
 #include "machine.h"
 #include "output.h"
 #include "policies/plugin.h"
+#include "policies/policy_source.h"
 #include "policies/structure.h"
 #include "progress_line.h"
 #include "replay/estimate.h"
@@ -46,6 +52,10 @@ constexpr Option options[] = {
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
     boundary_option,
+    {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
+     "cells that are left out: those of the policy that have all these values, budget=BUDGET among them; may be "
+     "repeated",
+     true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: left as they are, or treated too"},
     {"save", 0, "scores|attention,...", "", "what selections.h5 gets beside sets and matrices"},
     {"observables", 0, "use|keep|ignore", "use",
@@ -57,6 +67,7 @@ constexpr Option options[] = {
      "what the run may hold, mapped pages of the trace included; refuse a plan that needs more; default: what is free"},
     {"seed", 0, "N", "0", "the default of every seed parameter"},
     {"output", 'o', "DIR", "kvreplay-out", "the folder of results; what it holds is not computed again"},
+    {"shard", 0, "I/N", "", "the I-th of N parts of the traces: every trace is in one of them, dealt out by size"},
     {"force", 0, "", "", "compute again what the folder holds"},
     {"no-text", 0, "", "", "results without the trace's text"},
     {"watch", 0, "", "", "replay again whenever the file of a policy was saved, until Ctrl-C"},
@@ -83,21 +94,94 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
-RunRequest requested(const Arguments& arguments, const Device& device) {
+/// Reads a value. What is wrong with one of a file is said at its place there.
+template <class Read>
+auto at_place(const GivenValue& value, Read read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    if (value.place.empty()) throw;
+    throw Error{error.refusal(), value.place + ": " + error.where(), error.problem(), error.expected(), error.found()};
+  }
+}
+
+/// Every policy that is asked for, as users write it, with its place.
+std::vector<GivenValue> policy_texts(const Arguments& arguments) {
+  std::vector<GivenValue> texts;
+  for (const GivenValue& value : arguments.values("policy"))
+    for (std::string& text : at_place(value, [&] { return split_policies(value.text); }))
+      texts.push_back({std::move(text), value.where, value.place});
+  return texts;
+}
+
+/// Places those of `policies` that some budget is left for into the request, and what is left out of them. Returns the
+/// exclusions that leave something out.
+std::vector<std::string> leave_out(const Arguments& arguments, const std::vector<ConfiguredPolicy>& policies,
+                                   RunRequest& request) {
+  std::vector<Exclusion> exclusions;
+  for (const GivenValue& value : arguments.values("exclude"))
+    exclusions.push_back(at_place(value, [&] { return Exclusion(value); }));
+  std::vector<bool> covers_some(exclusions.size());
+  for (const ConfiguredPolicy& policy : policies) {
+    std::set<std::size_t> budgets;
+    for (std::size_t e = 0; e < exclusions.size(); ++e) {
+      const Exclusion& exclusion = exclusions[e];
+      if (!at_place(exclusion.given(), [&] { return exclusion.covers(policy); })) continue;
+      for (std::size_t b = 0; b < request.budgets.size(); ++b) {
+        if (!exclusion.covers(request.budgets[b])) continue;
+        budgets.insert(b);
+        covers_some[e] = true;
+      }
+    }
+    if (budgets.size() == request.budgets.size()) continue;
+    for (const std::size_t b : budgets) request.excluded.emplace(request.policies.size(), b);
+    request.policies.push_back(policy);
+  }
+  // What a file leaves out of its own policies and budgets need not be among others.
+  const auto of_file = [&](const char* option) { return !arguments.values(option).front().place.empty(); };
+  std::vector<std::string> effective;
+  for (std::size_t e = 0; e < exclusions.size(); ++e) {
+    const GivenValue& given = exclusions[e].given();
+    if (covers_some[e])
+      effective.push_back(given.text);
+    else if (given.place.empty() || (of_file("policy") && of_file("budget")))
+      throw exclusions[e].covers_nothing(policies);
+  }
+  if (request.policies.empty())
+    throw Error{Refusal::usage, arguments.values("exclude").front().where, "leaves out everything"};
+  return effective;
+}
+
+/// A request that fits this machine, and what it comes to.
+struct Prepared {
+  Device device = {};
+  RunRequest request = {};
+  std::vector<std::string> exclusions = {};  // as users write them
+  std::vector<PlannedTrace> plan = {};
+};
+
+Prepared requested(const Arguments& arguments) {
   if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
   if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
-  RunRequest request;
-  const std::vector<std::string> traces = without_observables(arguments.operands());
-  request.traces.assign(traces.begin(), traces.end());
+  Prepared all{.device = find_device(arguments.text("device"))};
+  RunRequest& request = all.request;
+  request.traces.assign(arguments.operands().begin(), arguments.operands().end());
   request.seed = arguments.seed("seed");
   std::optional<Structure> structure;
-  if (arguments.given("structure")) structure = Structure::parse(arguments.text("structure"));
-  for (const std::string& text : arguments.all("policy"))
-    for (const std::string& policy : split_policies(text))
-      request.policies.push_back(ConfiguredPolicy::parse(structure ? structure->around(policy) : policy, request.seed));
-  for (const std::string& text : arguments.all("budget")) {
-    for (const std::string& literal : split(text, ',')) request.budgets.push_back(Budget::parse(literal));
-  }
+  if (arguments.given("structure"))
+    structure =
+        at_place(arguments.values("structure").front(), [&] { return Structure::parse(arguments.text("structure")); });
+  std::vector<ConfiguredPolicy> policies;
+  for (const GivenValue& policy : policy_texts(arguments))
+    policies.push_back(at_place(policy, [&] {
+      return ConfiguredPolicy::parse(structure ? structure->around(policy.text) : policy.text, request.seed);
+    }));
+  for (const GivenValue& value : arguments.values("budget"))
+    for (const std::string& literal : split(value.text, ','))
+      request.budgets.push_back(at_place(value, [&] { return Budget::parse(literal); }));
+  all.exclusions = leave_out(arguments, policies, request);
+  for (const GivenValue& value : arguments.values("metrics"))
+    at_place(value, [&] { return parse_metrics(value.text); });
   request.metrics = parse_metrics(joined(arguments.all("metrics")));
   request.detail = parse_detail(arguments.text("detail"));
   request.eval = arguments.text("eval");
@@ -110,8 +194,8 @@ RunRequest requested(const Arguments& arguments, const Device& device) {
   request.observables = observables == "keep"     ? ObservableUse::keep
                         : observables == "ignore" ? ObservableUse::ignore
                                                   : ObservableUse::use;
-  request.backend = device.backend;
-  request.device.number = device.number;
+  request.backend = all.device.backend;
+  request.device.number = all.device.number;
   if (arguments.given("device-memory") && arguments.text("device") == "cpu")
     throw Error{Refusal::usage, "--device-memory", "says what a GPU's memory may hold", "--device cuda or auto",
                 "--device cpu"};
@@ -121,13 +205,14 @@ RunRequest requested(const Arguments& arguments, const Device& device) {
   request.force = arguments.given("force");
   request.no_text = arguments.given("no-text");
   request.argv = arguments.command_line();
-  return request;
+  return all;
 }
 
 /// The largest demand of a whole run.
-Estimate sum(const std::vector<Estimate>& costs) {
+Estimate sum(const std::vector<PlannedTrace>& plan) {
   Estimate all;
-  for (const Estimate& cost : costs) {
+  for (const PlannedTrace& planned : plan) {
+    const Estimate& cost = planned.cost;
     all.seconds += cost.seconds;
     all.disk_bytes += cost.disk_bytes;
     all.memory_bytes = std::max(all.memory_bytes, cost.memory_bytes);
@@ -136,15 +221,14 @@ Estimate sum(const std::vector<Estimate>& costs) {
   return all;
 }
 
-std::vector<Estimate> costs_of(Backend& backend, const std::vector<PlannedTrace>& plan) {
-  Estimator estimate(backend);
-  std::vector<Estimate> costs;
-  for (const PlannedTrace& planned : plan) {
-    const bool failed = planned.conditions.layers.empty();
-    costs.push_back(failed ? Estimate{}
-                           : estimate(Trace::open(planned.path), planned.conditions, planned.cells, planned.demand));
-  }
-  return costs;
+/// With what each trace costs so many threads.
+std::vector<PlannedTrace> costed_plan(const RunRequest& request, int threads) {
+  std::unique_ptr<Backend> backend;
+  std::optional<Estimator> estimate;
+  return plan_run(request, [&](const Trace& trace, const PlannedTrace& planned) {
+    if (!estimate) estimate.emplace(*(backend = make_backend(request.backend, threads, request.device)));
+    return (*estimate)(trace, planned.conditions, planned.cells, planned.demand);
+  });
 }
 
 /// The least that a run can do with: of a layer that is larger, pages are let go while it is in use.
@@ -152,20 +236,19 @@ std::size_t least_memory(const Estimate& cost) {
   return cost.memory_bytes + std::min(cost.mapped_bytes, Trace::least_mapped);
 }
 
-/// The plan's costs with as many threads as fit into memory: each has buffers of its own, and results do not depend on
-/// their number. Sets the request's threads and what of a trace may be mapped. Throws Error{resources} when one thread
-/// does not fit.
-std::vector<Estimate> fitting_costs(const Arguments& arguments, const std::vector<PlannedTrace>& plan,
-                                    RunRequest& request) {
+/// The plan with as many threads as fit into memory: each has buffers of its own, and results do not depend on their
+/// number. Sets the request's threads and what of a trace may be mapped. Throws Error{resources} when one thread does
+/// not fit.
+std::vector<PlannedTrace> fitting_plan(const Arguments& arguments, RunRequest& request) {
   const bool limited = arguments.given("memory");
   const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
   int threads = request.threads > 0 ? request.threads : machine_threads();
-  std::vector<Estimate> costs = costs_of(*make_backend(request.backend, threads, request.device), plan);
-  while (least_memory(sum(costs)) > memory && threads > 1) {
+  std::vector<PlannedTrace> plan = costed_plan(request, threads);
+  while (least_memory(sum(plan)) > memory && threads > 1) {
     request.threads = threads /= 2;
-    costs = costs_of(*make_backend(request.backend, threads, request.device), plan);
+    plan = costed_plan(request, threads);
   }
-  const Estimate cost = sum(costs);
+  const Estimate cost = sum(plan);
   if (least_memory(cost) > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
                 "at least " + size_text(least_memory(cost)), size_text(memory)};
@@ -173,24 +256,54 @@ std::vector<Estimate> fitting_costs(const Arguments& arguments, const std::vecto
   if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
     throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
                 "at least " + size_text(cost.disk_bytes), size_text(disk)};
-  return costs;
+  return plan;
 }
 
-void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& plan, const std::vector<Estimate>& costs) {
-  const Estimate all = sum(costs);
+/// A command line that computes the same cells of any trace that is added to it, wherever it is started.
+std::vector<std::string> words_without_traces(const Arguments& arguments, const Prepared& all) {
+  static constexpr std::string_view spelled_here[] = {"policy", "exclude", "plugin"};
+  static constexpr std::string_view of_this_start[] = {"output",  "threads", "memory",   "shard",
+                                                       "dry-run", "json",    "progress", "force"};
+  std::vector<std::string_view> left_out(std::begin(spelled_here), std::end(spelled_here));
+  left_out.insert(left_out.end(), std::begin(of_this_start), std::end(of_this_start));
+  const std::filesystem::path here = std::filesystem::current_path();
+  std::vector<std::string> words{arguments.command().name};
+  const auto add = [&](const char* option, std::string value) {
+    words.emplace_back(option);
+    words.push_back(std::move(value));
+  };
+  for (const GivenValue& policy : policy_texts(arguments)) add("--policy", with_files_in(here, policy.text));
+  for (const std::string& exclusion : all.exclusions) add("--exclude", with_files_in(here, exclusion));
+  for (const GivenValue& file : arguments.values("plugin")) add("--plugin", (here / file.text).string());
+  std::ranges::move(arguments.spelled_out(left_out), std::back_inserter(words));
+  return words;
+}
+
+void print_plan(const Arguments& arguments, const Prepared& prepared) {
+  const auto& [device, request, exclusions, plan] = prepared;
+  const Estimate all = sum(plan);
   Json document{{"seconds", all.seconds},
                 {"memory_bytes", all.memory_bytes},
                 {"mapped_bytes", all.mapped_bytes},
                 {"disk_bytes", all.disk_bytes},
-                {"traces", Json::array()}};
+                {"words", words_without_traces(arguments, prepared)},
+                {"policies", Json::array()},
+                {"budgets", Json::array()}};
+  for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
+  for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
+  if (arguments.given("output")) document["output"] = arguments.text("output");
+  document["traces"] = Json::array();
   std::vector<std::vector<std::string>> rows{
       {"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
-  for (std::size_t i = 0; i < plan.size(); ++i) {
-    const PlannedTrace& planned = plan[i];
+  std::size_t to_compute = 0;
+  int done = 0;
+  for (const PlannedTrace& planned : plan) {
+    const Estimate& cost = planned.cost;
+    to_compute += planned.cells.size();
+    done += planned.skipped;
     rows.push_back({planned.name, fmt::format("{} cells", planned.cells.size()),
-                    fmt::format("{} cells", planned.skipped), duration_text(costs[i].seconds),
-                    size_text(costs[i].memory_bytes), size_text(costs[i].mapped_bytes),
-                    size_text(costs[i].disk_bytes)});
+                    fmt::format("{} cells", planned.skipped), duration_text(cost.seconds), size_text(cost.memory_bytes),
+                    size_text(cost.mapped_bytes), size_text(cost.disk_bytes)});
     Json cells = Json::array();
     for (const Cell& cell : planned.cells)
       cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
@@ -202,13 +315,13 @@ void print_plan(const Arguments& arguments, const std::vector<PlannedTrace>& pla
                                   {"layers", planned.conditions.layers},
                                   {"cells", cells},
                                   {"skipped", planned.skipped},
-                                  {"seconds", costs[i].seconds},
-                                  {"memory_bytes", costs[i].memory_bytes},
-                                  {"mapped_bytes", costs[i].mapped_bytes},
-                                  {"disk_bytes", costs[i].disk_bytes}});
+                                  {"seconds", cost.seconds},
+                                  {"memory_bytes", cost.memory_bytes},
+                                  {"mapped_bytes", cost.mapped_bytes},
+                                  {"disk_bytes", cost.disk_bytes}});
   }
-  rows.push_back({"all", "", "", duration_text(all.seconds), size_text(all.memory_bytes), size_text(all.mapped_bytes),
-                  size_text(all.disk_bytes)});
+  rows.push_back({"all", fmt::format("{} cells", to_compute), fmt::format("{} cells", done), duration_text(all.seconds),
+                  size_text(all.memory_bytes), size_text(all.mapped_bytes), size_text(all.disk_bytes)});
   if (arguments.given("json"))
     print_json(document);
   else
@@ -281,41 +394,45 @@ void report_troubles(const RunSummary& summary) {
       fmt::print(stderr, "kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 
-/// A request that fits this machine, and what it comes to.
-struct Prepared {
-  Device device = {};
-  RunRequest request = {};
-  std::vector<PlannedTrace> plan = {};
-  std::vector<Estimate> costs = {};
-};
-
-Prepared prepared(const Arguments& arguments) {
+Prepared prepared(const Asked& asked) {
+  const Arguments& arguments = asked.arguments;
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
-  Prepared all{.device = find_device(arguments.text("device"))};
-  all.request = requested(arguments, all.device);
+  Prepared all = requested(arguments);
   if (arguments.given("memory")) arguments.bytes("memory");
   const int wanted = all.request.threads > 0 ? all.request.threads : machine_threads();
   if (const int threads = affordable_threads(wanted); threads < wanted) all.request.threads = threads;
   all.request.build =
       build_facts(make_backend(all.request.backend, all.request.threads, all.request.device)->description());
   if (!all.device.reason.empty()) all.request.build["device"] = "auto: " + all.device.reason;
-  all.plan = plan_run(all.request);
-  all.costs = fitting_costs(arguments, all.plan, all.request);
+  if (all.request.traces.empty()) return all;
+  all.plan = fitting_plan(arguments, all.request);
+  for (std::size_t i = 0; i < all.plan.size(); ++i) check_hash(asked.traces[i], all.plan[i].hash);
   return all;
 }
 
-int run_replay(const Arguments& arguments) {
-  if (arguments.given("watch")) {
-    std::vector<std::string> words = arguments.spelled_out("watch");
-    words.insert(words.begin(), {"watch", (program_folder() / "kvreplay").string()});
-    run_companion("python", words);
-  }
-  if (arguments.given("figure"))
+[[noreturn]] void watch(const Arguments& arguments) {
+  static constexpr std::string_view left_out[] = {"watch"};
+  std::vector<std::string> words{"watch", (program_folder() / "kvreplay").string(), arguments.command().name};
+  std::ranges::copy(arguments.operands(), std::back_inserter(words));
+  std::ranges::move(arguments.spelled_out(left_out), std::back_inserter(words));
+  run_companion("python", words);
+}
+
+int run_replay(const Arguments& given) {
+  if (given.given("watch")) watch(asked(given).arguments);
+  if (given.given("figure"))
     throw Error{Refusal::usage, "--figure", "is drawn while policies are watched", "--watch, or kvreplay plot"};
   heed_interruptions();
-  const Prepared all = prepared(arguments);
+  const Asked experiment = asked(given);
+  const Arguments& arguments = experiment.arguments;
+  const Prepared all = prepared(experiment);
   if (arguments.given("dry-run")) {
-    print_plan(arguments, all.plan, all.costs);
+    print_plan(arguments, all);
+    return 0;
+  }
+  if (all.request.traces.empty()) {
+    fmt::print(stderr, "kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
+    if (arguments.given("json")) print_json(as_json({.output = all.request.output}));
     return 0;
   }
   // For people who watch; run.json has it too. Where there is no choice there is nothing to say.
@@ -340,7 +457,7 @@ int run_replay(const Arguments& arguments) {
 
 RunSummary replay_traces(const Arguments& arguments, const std::function<void(const Progress&)>& progress,
                          const std::function<bool()>& asked_to_stop) {
-  return run(prepared(arguments).request, progress, asked_to_stop);
+  return run(prepared(asked(arguments)).request, progress, asked_to_stop);
 }
 
 const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",

@@ -1,0 +1,109 @@
+#include "policies/yaml/yaml_file.h"
+
+#include <fmt/format.h>
+#include <yaml-cpp/yaml.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <fstream>
+#include <set>
+#include <system_error>
+
+#include "error.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr std::size_t most_bytes = std::size_t{16} << 20;
+constexpr int most_nodes = 100'000;
+constexpr int most_levels = 32;
+
+using Kind = YamlNode::Kind;
+
+/// Copies yaml-cpp's graph, in which aliases share nodes and may stand inside what they stand for.
+class Copy {
+ public:
+  explicit Copy(std::string file) : file_(std::move(file)) {}
+
+  std::string where(const YAML::Mark& mark) const {
+    return mark.is_null() ? file_ : fmt::format("{}:{}", file_, mark.line + 1);
+  }
+
+  YamlNode operator()(const YAML::Node& node, int level = 1) {
+    YamlNode copy{.where = where(node.Mark())};
+    if (level > most_levels)
+      throw Error{Refusal::usage, copy.where, "too deep", fmt::format("at most {} levels", most_levels), "more"};
+    if (++nodes_ > most_nodes)
+      throw Error{Refusal::usage, copy.where, "too much", fmt::format("at most {} values", most_nodes), "more"};
+    if (node.IsScalar()) {
+      copy.kind = Kind::text;
+      copy.text = node.Scalar();
+    } else if (node.IsSequence()) {
+      copy.kind = Kind::list;
+      for (const YAML::Node& item : node) copy.items.push_back((*this)(item, level + 1));
+    } else if (node.IsMap()) {
+      copy.kind = Kind::mapping;
+      std::set<std::string> keys;
+      for (const auto& entry : node) {
+        if (!entry.first.IsScalar())
+          throw Error{Refusal::usage, where(entry.first.Mark()), "not a key", "one word", "something else"};
+        const std::string& key = entry.first.Scalar();
+        if (!keys.insert(key).second) throw Error{Refusal::usage, where(entry.first.Mark()), "given twice", "", key};
+        YamlNode value = (*this)(entry.second, level + 1);
+        // A value that is not there has no place of its own.
+        if (value.is(Kind::nothing)) value.where = where(entry.first.Mark());
+        copy.entries.emplace_back(key, std::move(value));
+      }
+    }
+    return copy;
+  }
+
+ private:
+  std::string file_;
+  int nodes_ = 0;
+};
+
+std::string content_of(const std::filesystem::path& path, const std::string& holding) {
+  std::error_code ignored;
+  const bool folder = std::filesystem::is_directory(path, ignored);
+  std::ifstream stream(path, std::ios::binary);
+  if (folder || !stream)
+    throw Error{Refusal::input, path.string(), "cannot be read", "a file of " + holding, folder ? "a folder" : ""};
+  std::string text;
+  std::string block(std::size_t{1} << 16, '\0');
+  while (stream.read(block.data(), static_cast<std::streamsize>(block.size())) || stream.gcount() > 0) {
+    text.append(block, 0, static_cast<std::size_t>(stream.gcount()));
+    if (text.size() > most_bytes)
+      throw Error{Refusal::usage, path.string(), "too large", fmt::format("at most {} MiB", most_bytes >> 20), "more"};
+  }
+  return text;
+}
+
+}  // namespace
+
+const YamlNode* YamlNode::find(std::string_view key) const {
+  const auto found = std::ranges::find(entries, key, &std::pair<std::string, YamlNode>::first);
+  return found == entries.end() ? nullptr : &found->second;
+}
+
+std::string name_of(Kind kind) {
+  return kind == Kind::text      ? "a text"
+         : kind == Kind::list    ? "a list"
+         : kind == Kind::mapping ? "a mapping"
+                                 : "nothing";
+}
+
+YamlNode read_yaml(const std::filesystem::path& path, const std::string& holding) {
+  const std::string text = content_of(path, holding);
+  Copy copy(path.string());
+  try {
+    const std::vector<YAML::Node> documents = YAML::LoadAll(text);
+    if (documents.size() > 1)
+      throw Error{Refusal::usage, copy.where(documents[1].Mark()), "another document begins", "one of " + holding};
+    return documents.empty() ? YamlNode{.where = path.string()} : copy(documents.front());
+  } catch (const YAML::Exception& problem) {
+    throw Error{Refusal::usage, copy.where(problem.mark), "not YAML", holding, problem.msg};
+  }
+}
+
+}  // namespace kvreplay

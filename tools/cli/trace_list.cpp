@@ -1,0 +1,159 @@
+#include "trace_list.h"
+
+#include <fmt/format.h>
+#include <glob.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <numeric>
+#include <set>
+#include <system_error>
+#include <tuple>
+
+#include "analysis/csv.h"
+#include "error.h"
+#include "parameters.h"
+#include "replay/stored_observables.h"
+
+namespace kvreplay {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view ending = ".h5";
+constexpr std::string_view observables_ending = ".obs.h5";
+
+std::vector<std::string> traces_in(const fs::path& folder) {
+  std::vector<std::string> found;
+  std::error_code problem;
+  for (fs::directory_iterator entry(folder, problem), end; !problem && entry != end; entry.increment(problem)) {
+    const std::string name = entry->path().filename().string();
+    if (name.ends_with(ending) && !name.ends_with(observables_ending)) found.push_back(entry->path().string());
+  }
+  if (problem) throw Error{Refusal::input, folder.string(), "cannot be read", "a folder of traces", problem.message()};
+  std::ranges::sort(found);
+  return found;
+}
+
+/// Only `pattern` is one: the folder's own name may hold anything.
+std::vector<std::string> matches(const fs::path& folder, const std::string& pattern) {
+  std::string escaped;
+  for (const char c : (folder / "").string()) {
+    if (std::string_view("*?[]\\").find(c) != std::string_view::npos) escaped += '\\';
+    escaped += c;
+  }
+  const bool absolute = fs::path(pattern).is_absolute();
+  glob_t matched{};
+  std::vector<std::string> found;
+  if (glob((absolute ? pattern : escaped + pattern).c_str(), GLOB_NOSORT, nullptr, &matched) == 0)
+    found.assign(matched.gl_pathv, matched.gl_pathv + matched.gl_pathc);
+  globfree(&matched);
+  std::ranges::sort(found);
+  return found;
+}
+
+std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
+  const std::string place = path.string();
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) throw Error{Refusal::input, place, "cannot be read", "a manifest"};
+  const auto lines = parse_csv(place, std::string{std::istreambuf_iterator<char>(stream), {}});
+  const std::vector<std::string> columns = lines.empty() ? std::vector<std::string>() : lines.front();
+  const auto column = [&](std::string_view name) {
+    return static_cast<std::size_t>(std::ranges::find(columns, name) - columns.begin());
+  };
+  const std::size_t file = column("file"), name = column("name"), hash = column("trace_hash");
+  if (hash == columns.size() || (file == columns.size() && name == columns.size()))
+    throw Error{Refusal::input, place, "not a manifest", "columns trace_hash, and file or name",
+                columns.empty() ? "nothing" : csv_fields(columns)};
+  std::vector<ListedTrace> found;
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    const std::vector<std::string>& fields = lines[i];
+    const std::string where = fmt::format("{}:{}", place, i + 1);
+    if (fields.size() != columns.size())
+      throw Error{Refusal::input, where, "fields", std::to_string(columns.size()), std::to_string(fields.size())};
+    const std::string trace = file < columns.size()  ? fields[file]
+                              : fields[name].empty() ? ""
+                                                     : fields[name] + std::string(ending);
+    if (trace.empty()) throw Error{Refusal::input, where, "names no trace"};
+    const bool digits = std::ranges::all_of(
+        fields[hash], [](char c) { return std::string_view("0123456789abcdef").find(c) != std::string_view::npos; });
+    if (fields[hash].size() != 32 || !digits)
+      throw Error{Refusal::input, where, "trace_hash", "32 hexadecimal digits", "\"" + fields[hash] + "\""};
+    found.push_back({(path.parent_path() / trace).string(), fields[hash], where});
+  }
+  if (found.empty()) throw Error{Refusal::input, place, "lists no trace"};
+  return found;
+}
+
+std::vector<ListedTrace> traces_of(const GivenValue& name, const fs::path& folder) {
+  const fs::path path = folder / name.text;
+  std::error_code ignored;
+  const bool there = fs::exists(path, ignored);
+  if (there && path.extension() == ".csv") return traces_of_manifest(path);
+  const bool in_folder = fs::is_directory(path, ignored);
+  if (!in_folder && (there || name.text.find_first_of("*?[") == std::string::npos)) return {{path.string()}};
+  std::vector<ListedTrace> found;
+  for (std::string& one : in_folder ? traces_in(path) : matches(folder, name.text)) found.push_back({std::move(one)});
+  if (found.empty())
+    throw Error{Refusal::input, name.where, in_folder ? "a folder without traces" : "no such trace",
+                in_folder ? "*.h5 in it" : "", name.where == name.text ? "" : name.text};
+  return found;
+}
+
+}  // namespace
+
+std::vector<ListedTrace> list_traces(std::span<const GivenValue> names, const fs::path& folder) {
+  std::vector<ListedTrace> all;
+  for (const GivenValue& name : names)
+    for (ListedTrace& trace : traces_of(name, folder)) all.push_back(std::move(trace));
+  std::vector<std::string> paths;
+  for (const ListedTrace& trace : all) paths.push_back(trace.path);
+  const std::vector<std::string> kept = without_observables(std::move(paths));
+  const std::set<std::string> wanted(kept.begin(), kept.end());
+  std::erase_if(all, [&](const ListedTrace& trace) { return !wanted.contains(trace.path); });
+  return all;
+}
+
+void check_hash(const ListedTrace& listed, const std::string& hash) {
+  if (!listed.hash.empty() && !hash.empty() && listed.hash != hash)
+    throw Error{Refusal::input, listed.where, "trace_hash of " + listed.path, listed.hash, hash};
+}
+
+Shard Shard::parse(const std::string& where, std::string_view text) {
+  const std::size_t slash = text.find('/');
+  if (slash == std::string_view::npos)
+    throw Error{Refusal::usage, where, "not a shard", "I/N, as 1/8", "\"" + std::string(text) + "\""};
+  constexpr int most = 1'000'000;
+  const int count = parse_int(where, text.substr(slash + 1), 1, most);
+  return {parse_int(where, text.substr(0, slash), 1, count), count};
+}
+
+std::vector<ListedTrace> Shard::of(const std::vector<ListedTrace>& all) const {
+  std::vector<std::uintmax_t> sizes;
+  for (const ListedTrace& trace : all) {
+    std::error_code problem;
+    const std::uintmax_t size = fs::file_size(trace.path, problem);
+    sizes.push_back(problem ? 0 : size);
+  }
+  std::vector<std::size_t> by_size(all.size());
+  std::iota(by_size.begin(), by_size.end(), std::size_t{0});
+  std::ranges::stable_sort(by_size, std::ranges::greater{}, [&](std::size_t i) { return sizes[i]; });
+  // Bytes, traces and number of each shard.
+  std::set<std::tuple<std::uintmax_t, std::size_t, int>> shards;
+  for (int i = 1; i <= count; ++i) shards.insert({0, 0, i});
+  std::vector<bool> mine(all.size());
+  for (const std::size_t i : by_size) {
+    auto [bytes, traces, shard] = *shards.begin();
+    shards.erase(shards.begin());
+    shards.insert({bytes + sizes[i], traces + 1, shard});
+    mine[i] = shard == number;
+  }
+  std::vector<ListedTrace> found;
+  for (std::size_t i = 0; i < all.size(); ++i)
+    if (mine[i]) found.push_back(all[i]);
+  return found;
+}
+
+}  // namespace kvreplay
