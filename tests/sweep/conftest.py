@@ -151,9 +151,7 @@ class Cluster:
     environment: dict[str, str]
 
     @classmethod
-    def started(
-        cls, folder: Path, host: str = "127.0.0.1", settings: Mapping[str, str] = MappingProxyType({})
-    ) -> Cluster:
+    def started(cls, folder: Path, host: str = "127.0.0.1", settings: Mapping[str, str] = SETTINGS) -> Cluster:
         about = folder / "scheduler.json"
         made = cls("", [], folder, os.environ | settings)
         made._start("scheduler", "--host", host, "--port", "0", "--scheduler-file", str(about))

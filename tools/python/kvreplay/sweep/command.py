@@ -7,8 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
+from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code
 from kvreplay.sweep.options import add_executor, size, wanted, whole
+from kvreplay.sweep.plan import planned
+from kvreplay.sweep.script import array_script
+from kvreplay.sweep.sweep import Sweep
 
 DESCRIPTION = """A replay whose traces are tasks of dask.distributed, on this machine or on many. All options of
 `kvreplay replay` and its @EXPERIMENT.yaml are understood; those below say where and how it runs. The folder of results
@@ -37,15 +41,13 @@ def parser() -> Parser:
 
 def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The exit code."""
-    from kvreplay.sweep.plan import planned
-    from kvreplay.sweep.script import array_script
-    from kvreplay.sweep.sweep import Sweep
-
+    if "--force" in rest:
+        raise Error("--force", "a sweep computes what its folder lacks", "another folder", "", Refusal.USAGE)
     words = [*rest, *(["-o", str(arguments.output)] if arguments.output else [])]
     if arguments.memory:
         words += ["--memory", str(arguments.memory)]
     plan = planned(words)
-    output = arguments.output or Path(plan.output)
+    output = Path(plan.output)
     place = wanted(arguments, output)
     if arguments.emit:
         print(array_script(rest, output, place), end="")
@@ -55,7 +57,12 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
         return 0
     device = ("--device", "cuda") if place.gpus and "--device" not in plan.words else ()
     whole_sweep = Sweep(tuple(words), device, place, arguments.retries, arguments.resume, arguments.progress)
-    return whole_sweep.run(plan, output)
+    code = whole_sweep.run(plan, output)
+    if arguments.parquet and (output / "results.csv").exists():
+        from kvreplay.sweep.parquet import write_parquet
+
+        write_parquet(output)
+    return code
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,7 +47,7 @@ class Plan:
 
     words: tuple[str, ...]  # a replay's, to which traces and a folder are appended
     traces: tuple[PlannedTrace, ...]
-    output: str  # where the experiment names it
+    output: str  # the folder of results
 
     @property
     def left(self) -> list[PlannedTrace]:
@@ -113,4 +113,4 @@ def planned(words: Sequence[str]) -> Plan:
                      trace["memory_bytes"], trace["disk_bytes"])
         for trace in document["traces"]
     ]  # fmt: skip
-    return Plan(tuple(document["words"]), tuple(traces), document.get("output") or "")
+    return Plan(tuple(document["words"]), tuple(traces), document.get("output", "kvreplay-out"))

@@ -24,7 +24,6 @@ from kvreplay.sweep.schedule import Record, Schedule, Task, read_table, write_ta
 from kvreplay.sweep.work import SOME_FAILED
 
 
-
 @dataclass(frozen=True)
 class Sweep:
     """What is asked for."""
