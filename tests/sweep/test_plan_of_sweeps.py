@@ -64,23 +64,17 @@ def test_nobody_answers(capsys, operands: list[str], tmp_path: Path) -> None:
 
 
 def test_the_script_for_slurm(capsys, operands: list[str], tmp_path: Path) -> None:
-    words = [
-        "--emit",
-        "slurm",
-        "--workers",
-        8,
-        "--threads",
-        4,
-        "--memory",
-        "1GiB",
-        "--slurm",
-        "partition=cpu",
-        "time=8:00",
-    ]
+    words = ["--emit", "slurm", "--workers", 8, "--threads", 4, "--memory", "1GiB", "--slurm", "partition=cpu"]
     script = said(capsys, 0, *operands, "-o", tmp_path / "a folder", *words)
-    for line in ("#SBATCH --array=1-8", "#SBATCH --cpus-per-task=4", "#SBATCH --mem=1536M", "#SBATCH --partition=cpu",
-                 "#SBATCH --time=8:00", f"  --shard \"$SLURM_ARRAY_TASK_ID\"/8 -o '{tmp_path}/a folder'/shards/"
-                 '"$SLURM_ARRAY_TASK_ID" \\', "  --threads 4 --memory 1073741824 --progress never"):  # fmt: skip
+    number, folder = '"$SLURM_ARRAY_TASK_ID"', f"'{tmp_path}/a folder'"
+    for line in (
+        "#SBATCH --array=1-8",
+        "#SBATCH --cpus-per-task=4",
+        "#SBATCH --mem=1536M",
+        "#SBATCH --partition=cpu",
+        f"  --shard {number}/8 -o {folder}/shards/{number} \\",
+        "  --threads 4 --memory 1073741824 --progress never",
+    ):
         assert f"{line}\n" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
@@ -114,7 +108,7 @@ def test_parquet_has_the_rows_of_the_table(single: Path, tmp_path: Path) -> None
 
 
 def test_the_simulated_plan_by_hand() -> None:
-    """Two workers from second 1; 3 and 2 s, then 2 s on the one that is free at 3.5; each costs 0.5 s beside its work."""
+    """Two workers from second 1: 3 and 2 s, then 2 s on the one that is free at 3.5; each costs half a second more."""
     assert makespan(np.array([3.0, 2.0, 2.0]), 2, 0.5, 0.0, 1.0) == 6.0
     assert makespan(np.array([3.0, 2.0, 2.0]), 1, 0.5, 0.0, 1.0) == 1.0 + 7.0 + 1.5
     # With a client that needs a second for each, the third worker begins two seconds after the first.
