@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 
 from program import PROGRAM, Answer, done, kvreplay  # noqa: E402
+
+from kvreplay.sweep.command import main  # noqa: E402
 
 pytest.importorskip("distributed", reason="sweeps need tools/setup build python")
 
@@ -121,6 +125,23 @@ exec {PROGRAM} "$@"
                                 stderr=pipe, text=True, start_new_session=True)  # fmt: skip
 
     def run(self, *words: object) -> Answer:
+        """In this process, which has imported Dask already."""
+        asked = [*self.operands, "-o", str(self.output), *map(str, words)]
+        before = signal.getsignal(signal.SIGTERM)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            redirect_stdout(StringIO()) as out,
+            redirect_stderr(StringIO()) as err,
+        ):
+            patch.setenv("PATH", self.environment["PATH"])
+            patch.chdir(self.folder)
+            try:
+                code = main(asked)
+            finally:
+                signal.signal(signal.SIGTERM, before)
+        return Answer(code, out.getvalue(), err.getvalue())
+
+    def run_apart(self, *words: object) -> Answer:
         process = self.start(*words)
         try:
             out, err = process.communicate(timeout=120)
