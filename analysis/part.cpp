@@ -14,6 +14,7 @@
 #include "parameters.h"
 #include "trace/hdf5.h"
 #include "trace/hdf5_copy.h"
+#include "trace/mapped_image.h"
 
 namespace kvreplay {
 namespace {
@@ -694,7 +695,8 @@ void write_joined_part(const std::filesystem::path& path, const Part& joined,
 }
 
 void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts) {
-  File file = File::create_in_memory(path.string());
+  MappedImage image(path);
+  File file = File::create_in(image, path.string());
   {
     file.set_attribute("format", "kvselections");
     file.set_attribute("version", std::int64_t{1});
@@ -711,10 +713,12 @@ void write_selections(const std::filesystem::path& path, const std::vector<std::
         copy(from_cells, id, cells);
         Group cell = cells.group(id);
         write_positions(cell, read_sets(sets, id, read_heads(cell), trace), trace);
+        image.require_room();
       }
     }
   }
-  replace_file(path, file);
+  file.close();
+  image.finish();
 }
 
 }  // namespace kvreplay

@@ -97,7 +97,8 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
 void write_joined_part(const std::filesystem::path& path, const Part& joined,
                        const std::vector<std::filesystem::path>& parts);
 
-/// Writes selections.h5: the traces and cells of these parts.
+/// Writes selections.h5: the traces and cells of these parts, one after the other, whatever their number. Throws
+/// Error{resources} when the disk is full.
 void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts);
 
 }  // namespace kvreplay

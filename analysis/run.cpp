@@ -45,7 +45,7 @@ struct TraceWork {
   Conditions conditions;
   std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
   PartTrace facts;
-  std::optional<Part> part;  // from an earlier run
+  std::optional<Part> part;  // from an earlier run; its cells' numbers only while this trace is worked on
   WantedOfTrace of_trace;
   std::vector<CellWork> cells;
   std::vector<std::string> warnings;
@@ -364,6 +364,11 @@ TraceWork prepare(const RunRequest& request, const fs::path& path, const WhileOp
   check_cells(work, trace);
   warn_of_versions(work);
   if (while_open) while_open(trace, work);
+  if (work.part)
+    for (PartCell& cell : work.part->cells) {
+      cell.values.clear();
+      cell.seconds.clear();
+    }
   return work;
 }
 
@@ -716,7 +721,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
   Tally tally;
   std::optional<Error> refused;  // the first trace whose numbers are refused
   for (std::size_t i = 0; i < works.size(); ++i) {
-    TraceWork& work = works[i];
+    TraceWork work = std::move(works[i]);
     const auto heard = [&](double share, int layers) {
       if (progress)
         progress({static_cast<int>(i), static_cast<int>(works.size()), work.summary.name, layers, work.summary.layers,
@@ -724,6 +729,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
     };
     if (work.summary.error.empty()) {
       try {
+        if (work.part) work.part = read_part(work.part_path(request.output));
         compute(request, *backend, work, tally, heard, interrupted);
       } catch (const Unwritable&) {
         throw;  // no fault of this trace: the results of the next could not be kept either

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "trace/child_walk.h"
+#include "trace/mapped_image.h"
 
 namespace kvreplay::hdf5 {
 namespace {
@@ -65,6 +66,16 @@ Handle access_properties() {
   H5Pset_alignment(access.id(), 65536, 4096);
   return access;
 }
+
+/// Of a file that is an image and nothing else.
+Handle in_memory(const std::string& name) {
+  constexpr std::size_t growth = std::size_t{1} << 20;
+  Handle access = access_properties();
+  require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
+  return access;
+}
+
+void* resize(void* image, std::size_t bytes) { return static_cast<MappedImage*>(image)->resize(bytes); }
 
 Handle untimed(hid_t kind) {
   Handle creation = property_list(kind);
@@ -550,11 +561,26 @@ File File::create(const std::filesystem::path& path) {
           path.string() + ":/"};
 }
 
-File File::create_in_memory(const std::string& name) {
+File File::create_in_memory(const std::string& name) { return create_image(in_memory(name), name); }
+
+File File::create_in(MappedImage& image, const std::string& name) {
+  const Handle access = in_memory(name);
+  H5FD_file_image_callbacks_t callbacks{};
+  callbacks.image_malloc = [](std::size_t bytes, H5FD_file_image_op_t, void* of) { return resize(of, bytes); };
+  callbacks.image_memcpy = [](void* to, const void* from, std::size_t bytes, H5FD_file_image_op_t, void*) {
+    return std::memcpy(to, from, bytes);
+  };
+  callbacks.image_realloc = [](void*, std::size_t bytes, H5FD_file_image_op_t, void* of) { return resize(of, bytes); };
+  callbacks.image_free = [](void*, H5FD_file_image_op_t, void*) { return herr_t{0}; };
+  callbacks.udata_copy = [](void* of) { return of; };
+  callbacks.udata_free = [](void*) { return herr_t{0}; };
+  callbacks.udata = &image;
+  require(H5Pset_file_image_callbacks(access.id(), &callbacks), name, "cannot be mapped");
+  return create_image(access, name);
+}
+
+File File::create_image(const Handle& access, const std::string& name) {
   note_opened({});
-  constexpr std::size_t growth = std::size_t{1} << 20;
-  const Handle access = access_properties();
-  require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
   const Handle creation = property_list(H5P_FILE_CREATE);
   H5Pset_obj_track_times(creation.id(), false);
   // HDF5 first reads whatever stands under the name.

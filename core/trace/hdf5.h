@@ -20,6 +20,10 @@
 #include "error.h"
 #include "trace/tensor.h"
 
+namespace kvreplay {
+class MappedImage;
+}
+
 namespace kvreplay::hdf5 {
 
 using Shape = std::vector<hsize_t>;
@@ -250,6 +254,8 @@ class File : public Group {
   /// A file that is never on a disk: `name` is for messages. Writing it cannot fail half-way, which HDF5 survives
   /// badly; its image is written by whoever made it.
   static File create_in_memory(const std::string& name);
+  /// The same in an image that lies in a file, which outlives this: closed, it is whole.
+  static File create_in(MappedImage& image, const std::string& name);
   /// A child process has walked it before (child_walk.h): Error{input} where it did not come to the end.
   static File open(const std::filesystem::path& path);
   /// For what open() has opened before in this process.
@@ -265,6 +271,7 @@ class File : public Group {
 
  private:
   using Group::Group;
+  static File create_image(const Handle& access, const std::string& name);
 };
 
 }  // namespace kvreplay::hdf5

@@ -10,7 +10,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / other) for other in ("
 
 import pytest  # noqa: E402
 from program import done  # noqa: E402
-from subjects import Capture, Replay, Synth  # noqa: E402
+from subjects import Capture, Merge, Replay, Synth  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +36,11 @@ def interposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
     """Of two short traces, done once undisturbed."""
     return Replay.prepared(tmp_path_factory.mktemp("replay"))
+
+
+@pytest.fixture(scope="session")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Merge:
+    return Merge.prepared(tmp_path_factory.mktemp("merge"))
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,7 @@ CHANGES(int, ftruncate, (int fd, off_t length), (fd, length), is_ours(fd))
 CHANGES(int, ftruncate64, (int fd, off64_t length), (fd, length), is_ours(fd))
 CHANGES(int, fsync, (int fd), (fd), is_ours(fd))
 CHANGES(int, rename, (const char* from, const char* to), (from, to), names_ours(to))
+CHANGES(int, link, (const char* from, const char* to), (from, to), names_ours(to))
 CHANGES(int, mkdir, (const char* path, mode_t mode), (path, mode), names_ours(path))
 
 /* These two return the error number. */

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kills replays and captures at random moments, goes on with each, and compares the end with an undisturbed run.
 
-    tests/faults/kill.py [--kills 100 | --seconds N] [--of replay,synth,capture] [--seed N]
+    tests/faults/kill.py [--kills 100 | --seconds N] [--of replay,merge,synth,capture] [--seed N]
 
 --kills: so many of each; --seconds: for so long, in turn. A line about each kill goes to build/faults/kill-DATE.log; a
 program that is called again continues the last log, with the kills that are still missing. Exit code 1: a result was
@@ -23,9 +23,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / other) for other in ("cli", "capture")]
 
-from subjects import Capture, Replay, Subject, Synth  # noqa: E402
+from subjects import Capture, Merge, Replay, Subject, Synth  # noqa: E402
 
-KINDS: dict[str, type[Replay]] = {"replay": Replay, "synth": Synth, "capture": Capture}
+KINDS: dict[str, type[Replay]] = {"replay": Replay, "merge": Merge, "synth": Synth, "capture": Capture}
 IN_A_ROW = 4  # kills before a run may end
 
 

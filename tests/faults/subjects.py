@@ -1,4 +1,5 @@
-"""What faults are tried on: a replay, a synthetic trace and a capture, each with its undisturbed result in `whole`.
+"""What faults are tried on: a replay, a merge, a synthetic trace and a capture, each with its undisturbed result in
+`whole`.
 
 A capture is forked from a process that has imported everything already: faults then hit the capture, and a sweep of
 them takes seconds.
@@ -141,6 +142,21 @@ class Synth(Replay):
     def prepared(cls, folder: Path) -> Synth:
         shape = "--layers 3 --prompt 1024 --head-dim 64".split()
         made = cls(folder, ("synth", "sinks", "-o", "out.h5", *shape, "--force"), "out.h5")
+        made.finish_undisturbed()
+        return made
+
+
+class Merge(Replay):
+    """Of a trace in two folders with a policy each, and one in a third."""
+
+    @classmethod
+    def prepared(cls, folder: Path) -> Merge:
+        shape = "--layers 3 --prompt 384 --continuation 16 --head-dim 16".split()
+        for seed, policy in (("0", "snapkv"), ("0", "h2o"), ("1", "knorm")):
+            name, shard = f"trace{seed}.h5", f"shard-{policy}"
+            done("synth", "sinks", "-o", name, *shape, "--seed", seed, "--force", folder=folder)
+            done("replay", name, "-p", policy, *"-b 0.1,0.3 --threads 1 -o".split(), shard, folder=folder)
+        made = cls(folder, ("merge", "out", "shard-snapkv", "shard-h2o", "shard-knorm"), "out")
         made.finish_undisturbed()
         return made
 

@@ -16,7 +16,7 @@ from subjects import Capture, Replay, Subject
 
 RESOURCES = 5
 FULL = [errno.ENOSPC, errno.EDQUOT]
-SUBJECTS = ["replay", "synth", "capture"]
+SUBJECTS = ["replay", "merge", "synth", "capture"]
 RESULTS = ("results.csv", "seconds.csv", "selections.h5", "run.json")
 
 

@@ -18,6 +18,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.hdf5_file import open_to_read
+from kvreplay.parquet import write_parquet
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -268,6 +269,11 @@ class Run:
     def results(self) -> pd.DataFrame:
         """Every number: `table` with the role, the policy, the budget, the layer, the head, the metric … of each."""
         return self.table
+
+    def write_parquet(self, path: str | Path) -> None:
+        """Every row of results.csv as Parquet, typed: numbers as numbers, null where they are undefined. Takes pyarrow,
+        and the memory of some thousand rows whatever their number."""
+        write_parquet(self.folder / "results.csv", Path(path))
 
     def selection(self, policy: str, budget: float | str, trace: str = "") -> Selection | None:
         """Who was kept: of a policy by its name, with the values that tell it from others of that name, at a budget as
