@@ -228,17 +228,33 @@ int tokens_of(const Budget& budget, const Trace& trace, const Conditions& condit
   return budget.tokens(conditions.boundary, slice);
 }
 
-void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, const ConfiguredPolicy& policy,
-              const Budget& budget, const std::string& role, const std::vector<MetricName>& wanted) {
-  CellWork cell{.policy = policy, .wanted = wanted};
+/// A policy, and what its cells say of it on any trace and at any budget.
+struct Candidate {
+  Candidate(const ConfiguredPolicy& configured, const char* role, std::uint64_t seed) : policy(configured) {
+    const Parameters parameters = policy.parameters();
+    facts.role = role;
+    facts.policy = policy.name();
+    facts.params = policy.params();
+    facts.label = policy.label();
+    facts.paper = policy.card().paper;
+    facts.agg = parameters.find("agg") != nullptr ? parameters.find("agg")->text() : "";
+    facts.seed = seed;
+    facts.source = policy.source_hash();
+  }
+
+  ConfiguredPolicy policy;
+  PartCell facts = {};
+};
+
+struct Candidates {
+  std::vector<Candidate> asked, controls;
+};
+
+void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, const Candidate& candidate,
+              const Budget& budget, const std::vector<MetricName>& wanted) {
+  const ConfiguredPolicy& policy = candidate.policy;
+  CellWork cell{.facts = candidate.facts, .policy = policy, .wanted = wanted};
   PartCell& facts = cell.facts;
-  facts.role = role;
-  facts.policy = policy.name();
-  facts.params = policy.params();
-  facts.label = policy.label();
-  facts.paper = policy.card().paper;
-  const Parameters parameters = policy.parameters();
-  facts.agg = parameters.find("agg") != nullptr ? parameters.find("agg")->text() : "";
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
   facts.heads = word(finest(plans, work.facts).heads);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
@@ -247,13 +263,11 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   });
   facts.budget = budget.literal;
   facts.budget_tokens = tokens_of(budget, trace, work.conditions, policy);
-  facts.seed = request.seed;
-  facts.source = policy.source_hash();
   facts.id = cell_id(work.facts, facts);
 
   const auto same = std::ranges::find(work.cells, facts.id, [](const CellWork& other) { return other.facts.id; });
   if (same != work.cells.end()) {
-    if (same->facts.budget != facts.budget && role == "asked")
+    if (same->facts.budget != facts.budget && facts.role == "asked")
       work.warnings.push_back(fmt::format("{}: budgets {} and {} are both {} tokens: {} is replayed once",
                                           work.summary.name, same->facts.budget, facts.budget, facts.budget_tokens,
                                           facts.label));
@@ -271,9 +285,11 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
 }
 
 /// Controls join what was asked; what was asked for comes first and gives a cell its role.
-std::vector<ConfiguredPolicy> controls(std::uint64_t seed) {
-  std::vector<ConfiguredPolicy> all;
-  for (const char* name : {"full", "random", "oracle"}) all.push_back(ConfiguredPolicy::parse(name, seed));
+Candidates candidates(const RunRequest& request) {
+  Candidates all;
+  for (const ConfiguredPolicy& policy : request.policies) all.asked.emplace_back(policy, "asked", request.seed);
+  for (const char* name : {"full", "random", "oracle"})
+    all.controls.emplace_back(ConfiguredPolicy::parse(name, request.seed), "control", request.seed);
   return all;
 }
 
@@ -318,7 +334,8 @@ void warn_of_versions(TraceWork& work) {
 /// What is done with a trace that can be replayed while it is open.
 using WhileOpen = std::function<void(const Trace&, TraceWork&)>;
 
-TraceWork prepare(const RunRequest& request, const fs::path& path, const WhileOpen& while_open) {
+TraceWork prepare(const RunRequest& request, const Candidates& candidates, const fs::path& path,
+                  const WhileOpen& while_open) {
   TraceWork work;
   work.summary.path = path;
   work.summary.name = path.stem().string();
@@ -349,17 +366,17 @@ TraceWork prepare(const RunRequest& request, const fs::path& path, const WhileOp
     work.all_queries = work.conditions;
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
-  const std::vector<ConfiguredPolicy> beside = controls(request.seed);
   for (std::size_t b = 0; b < request.budgets.size(); ++b) {
+    const auto add = [&](const Candidate& candidate) {
+      add_cell(work, trace, request, candidate, request.budgets[b], of_cells);
+    };
     bool asked = false;
     for (std::size_t p = 0; p < request.policies.size(); ++p) {
       if (!request.asks(p, b)) continue;
-      add_cell(work, trace, request, request.policies[p], request.budgets[b], "asked", of_cells);
+      add(candidates.asked[p]);
       asked = true;
     }
-    if (!asked) continue;
-    for (const ConfiguredPolicy& policy : beside)
-      add_cell(work, trace, request, policy, request.budgets[b], "control", of_cells);
+    if (asked) std::ranges::for_each(candidates.controls, add);
   }
   check_cells(work, trace);
   warn_of_versions(work);
@@ -400,12 +417,13 @@ void check_spans(const RunRequest& request, const std::vector<TraceWork>& works)
 
 std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while_open = {}) {
   check_request(request);
+  const Candidates all = candidates(request);
   std::vector<TraceWork> works;
   std::optional<Error> first;
   bool served = false;
   for (const fs::path& path : request.traces) {
     try {
-      works.push_back(prepare(request, path, while_open));
+      works.push_back(prepare(request, all, path, while_open));
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;

@@ -12,6 +12,7 @@ README = ROOT / "README.md"
 DOCS = [
     "docs/policies.md",
     "docs/budgets.md",
+    "docs/experiments.md",
     "docs/report.md",
     "docs/python.md",
     "docs/regret.md",
@@ -48,6 +49,11 @@ def test_policies_of_the_readme_are_understood(tmp_path):
     policies = {cell["policy"] for cell in json.loads(planned)["traces"][0]["cells"]}
     assert len(policies) == len(shown) - 1 + 2 + 3  # two in the file, three controls
     assert policies > {"layers:0-14=(chunkkv:chunk=20),15-29=snapkv", "chunkkv:chunk=20,reuse=2", "oracle"}
+
+
+def test_the_shown_experiment_is_the_file():
+    [shown] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "experiments.md").read_text(), re.DOTALL)
+    assert shown == (ROOT / "docs" / "experiment.yaml").read_text()
 
 
 def test_python_of_the_readme_runs():

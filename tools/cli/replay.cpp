@@ -304,6 +304,7 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
     rows.push_back({planned.name, fmt::format("{} cells", planned.cells.size()),
                     fmt::format("{} cells", planned.skipped), duration_text(cost.seconds), size_text(cost.memory_bytes),
                     size_text(cost.mapped_bytes), size_text(cost.disk_bytes)});
+    if (!arguments.given("json")) continue;
     Json cells = Json::array();
     for (const Cell& cell : planned.cells)
       cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
