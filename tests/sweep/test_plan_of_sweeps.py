@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import CELLS, NAMES
 
 from kvreplay.sweep.command import main
-from kvreplay.sweep.parquet import write_parquet
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -93,18 +91,6 @@ def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> Non
     assert answer.stderr == (
         "kvreplay: sweep: distributed is not installed: expected what tools/setup build python installs\n"
     )
-
-
-def test_parquet_has_the_rows_of_the_table(single: Path, tmp_path: Path) -> None:
-    (tmp_path / "results.csv").write_bytes((single / "results.csv").read_bytes())
-    found = pd.read_parquet(write_parquet(tmp_path))
-    table = pd.read_csv(tmp_path / "results.csv", dtype=str, keep_default_na=False)
-    assert list(found.columns) == list(table.columns) and len(found) == len(table)
-    for name in table.columns:
-        if pd.api.types.is_numeric_dtype(found[name]):
-            assert np.array_equal(found[name].to_numpy(), pd.to_numeric(table[name]).to_numpy(), equal_nan=True), name
-        else:
-            assert (found[name] == table[name]).all(), name
 
 
 def test_the_simulated_plan_by_hand() -> None:

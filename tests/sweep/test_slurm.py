@@ -35,19 +35,7 @@ def test_workers_are_jobs(sweeps: Sweeps, single: Path) -> None:
 def test_without_dask(sweeps: Sweeps, single: Path) -> None:
     """An array of shards, and a job that merges them."""
     script = sweeps.folder / "sweep.sh"
-    words = [
-        "--emit",
-        "slurm",
-        "--workers",
-        3,
-        "--threads",
-        1,
-        "--memory",
-        "256MiB",
-        "--slurm",
-        "partition=main",
-        "time=10",
-    ]
+    words = ["--emit", "slurm", "--workers", 3, "--threads", 1, "--memory", "256MiB", "--slurm", "time=10"]
     script.write_text(sweeps.run(*words).out)
     comment = next(line for line in script.read_text().split("\n") if line.startswith("#   job=$("))
     submit = comment.removeprefix("#   ").replace("THIS_FILE", str(script))

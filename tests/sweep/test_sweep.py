@@ -19,7 +19,7 @@ def assert_whole(sweeps: Sweeps, single: Path) -> None:
 def test_processes_of_this_machine(sweeps: Sweeps, single: Path) -> None:
     """A local cluster, of which a worker is killed in the middle of a task."""
     sweeps.fault_once("t1", "kill -9 $PPID")
-    answer = sweeps.run_apart("--workers", 2)
+    answer = sweeps.run_apart("--workers", 2, "--parquet")
     assert answer.code == 0, answer
     assert answer.out.startswith(f"sweep    4 of 4 tasks done   {4 * CELLS} cells in ")
     assert answer.err.startswith("kvreplay: sweep: dashboard http://127.0.0.1:") and answer.err.count("\n") == 1
@@ -27,6 +27,7 @@ def test_processes_of_this_machine(sweeps: Sweeps, single: Path) -> None:
     rows = table(sweeps.output)
     assert {name: row["attempts"] for name, row in rows.items()} == {"t0": "1", "t1": "2", "t2": "1", "t3": "1"}
     assert all(row["cells"] == str(CELLS) and float(row["seconds"]) > 0 and row["worker"] for row in rows.values())
+    assert (sweeps.output / "results.parquet").exists()
     # What is done is done: the same again calls no task.
     sweeps.fault("exit 1")
     assert sweeps.run("--workers", 2).out.startswith("sweep    0 of 0 tasks done")
@@ -75,7 +76,7 @@ def interrupted(sweeps: Sweeps, how: signal.Signals, *words: object):
     sweeps.fault(f"[ $(wc -l <{sweeps.folder}/calls) -le 2 ] || exec sleep 120")
     client = sweeps.start(*words)
     wait_for(lambda: len(list(sweeps.output.glob("shards/*/run.json"))) == 2 and len(sweeps.calls()) > 2)
-    client.send_signal(how)
+    (os.killpg if how == signal.SIGINT else os.kill)(client.pid, how)  # Ctrl-C is for all that a terminal started
     _, said = client.communicate(timeout=60)
     sleeping = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x00120" in read(path)]
     wait_for(lambda: not any(path.exists() for path in sleeping))  # programs die with their sweep
@@ -116,7 +117,7 @@ def test_the_client_of_a_running_cluster_is_killed(sweeps: Sweeps, single: Path,
 
 
 def test_interrupted(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
-    code, said = interrupted(sweeps, signal.SIGINT, "--executor", f"dask:{cluster.address}")
+    code, said = interrupted(sweeps, signal.SIGINT, "--workers", 1)
     assert code == 130
     assert said.split("\n")[1:] == ["kvreplay: sweep: interrupted, finished tasks are kept, and --resume goes on", ""]
     goes_on(sweeps, single, "--executor", f"dask:{cluster.address}")

@@ -47,7 +47,6 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
     subprocess.run([*program(), "synth", "sinks", "-o", str(trace), *SHAPE], check=True, stdout=subprocess.DEVNULL)
     shards = output / "shards"
     shards.mkdir(parents=True)
-    (output / "parts").mkdir()
     command = (*program(), "replay", *ASKED)
 
     def replay(folder: Path) -> Replay:
@@ -58,7 +57,7 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
         assert replay(folder / "direct")().ok
     direct = (time.monotonic() - direct) / tasks
     begin = time.monotonic()
-    with cluster(Wanted("local", workers, 0, Allowance(1, None), (), folder)) as client:
+    with cluster(Wanted("local", workers, 0, Allowance(1, None), ()), folder) as client:
         client.wait_for_workers(workers)
         scheduled(client, [nothing] * workers)
         found["join"] = time.monotonic() - begin

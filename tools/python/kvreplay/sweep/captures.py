@@ -27,7 +27,7 @@ def capture_prompts(arguments: argparse.Namespace, words: Sequence[str], names: 
         raise Error(where, "exists", "--resume, --force, or another folder", "", Refusal.USAGE)
     left = [name for name in names if arguments.force or name not in done]
     output.mkdir(parents=True, exist_ok=True)
-    place = wanted(arguments, output)
+    place = wanted(arguments)
     command = (*PROGRAM, *words, "--threads", str(place.allowance.threads or 1))
     directory = str(Path.cwd())
     tasks = [Task(name, 1, output, Capture(command, directory, name, str(output))) for name in left]

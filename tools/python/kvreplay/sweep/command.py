@@ -43,12 +43,10 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The exit code."""
     if "--force" in rest:
         raise Error("--force", "a sweep computes what its folder lacks", "another folder", "", Refusal.USAGE)
-    words = [*rest, *(["-o", str(arguments.output)] if arguments.output else [])]
-    if arguments.memory:
-        words += ["--memory", str(arguments.memory)]
+    place = wanted(arguments)
+    words = [*rest, *(["-o", str(arguments.output)] if arguments.output else []), *place.allowance.words(0)]
     plan = planned(words)
     output = Path(plan.output)
-    place = wanted(arguments, output)
     if arguments.emit:
         print(array_script(rest, output, place), end="")
         return 0
@@ -59,9 +57,9 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
     whole_sweep = Sweep(tuple(words), device, place, arguments.retries, arguments.resume, arguments.progress)
     code = whole_sweep.run(plan, output)
     if arguments.parquet and (output / "results.csv").exists():
-        from kvreplay.sweep.parquet import write_parquet
+        from kvreplay.parquet import write_parquet
 
-        write_parquet(output)
+        write_parquet(output / "results.csv", output / "results.parquet")
     return code
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Of clusters that are ours: the sweep itself counts how often a task is tried, and a host that is silent is given up.
 OWN = {"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-ttl": "60s"}
+DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # Ctrl-C is for the sweep
 WORKER_MIB = 512  # of a job, beside what its task may hold
 BUSY = 3  # seconds after which a scheduler that answers nobody is not there
 
@@ -34,12 +35,11 @@ class Wanted:
     gpus: int  # workers that have one
     allowance: Allowance  # of one task
     directives: tuple[str, ...]  # KEY=VALUE of sbatch
-    logs: Path  # of jobs
 
 
 @contextlib.contextmanager
-def cluster(wanted: Wanted) -> Iterator[Client]:
-    """A client of it. A cluster of ours ends with this context, whatever ended it."""
+def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
+    """A client of it. A cluster of ours ends with this context, however that ends. `logs`: of jobs, a folder."""
     try:
         import bokeh  # noqa: F401  the dashboard's
         import dask
@@ -50,13 +50,13 @@ def cluster(wanted: Wanted) -> Iterator[Client]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     kind, _, address = wanted.executor.partition(":")
     open_cluster = {"local": local, "dask": running, "slurm": slurm}[kind]
-    with dask.config.set(OWN), open_cluster(wanted, address) as place:
+    with dask.config.set(OWN), open_cluster(wanted, address, logs) as place:
         with distributed.Client(place, set_as_default=False) as client:
             yield client
 
 
 @contextlib.contextmanager
-def running(wanted: Wanted, address: str) -> Iterator[str]:
+def running(wanted: Wanted, address: str, logs: Path) -> Iterator[str]:
     """A scheduler that somebody else started; its workers are theirs."""
     from distributed import Client
 
@@ -70,11 +70,12 @@ def running(wanted: Wanted, address: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def local(wanted: Wanted, _: str) -> Iterator[object]:
+def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
     """Processes on this machine, each watched by a nanny that starts another one where it dies."""
     from distributed import Nanny, Scheduler, SpecCluster
 
-    options = {"nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL, "host": "127.0.0.1"}
+    options = {"nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL, "host": "127.0.0.1",
+               "preload": [DEAF]}  # fmt: skip
 
     def worker(number: int) -> dict:
         gpu = {"resources": {"GPU": 1}, "env": {"CUDA_VISIBLE_DEVICES": str(number)}} if number < wanted.gpus else {}
@@ -87,7 +88,7 @@ def local(wanted: Wanted, _: str) -> Iterator[object]:
 
 
 @contextlib.contextmanager
-def slurm(wanted: Wanted, _: str) -> Iterator[object]:
+def slurm(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
     """Jobs, each a worker; one that ends before the sweep does is asked for anew."""
     try:
         from dask_jobqueue import SLURMCluster
@@ -95,7 +96,7 @@ def slurm(wanted: Wanted, _: str) -> Iterator[object]:
         raise not_installed("sweep", missing) from missing
     if shutil.which("sbatch") is None:
         raise Error("--executor", "no Slurm here", "sbatch on PATH", "", Refusal.CAPABILITY)
-    wanted.logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(parents=True, exist_ok=True)
     with SLURMCluster(
         cores=1,  # tasks at a time; the program of a task has threads of its own
         processes=1,
@@ -103,7 +104,7 @@ def slurm(wanted: Wanted, _: str) -> Iterator[object]:
         job_extra_directives=directives(wanted),
         job_directives_skip=["-t ", "--cpus-per-task", "--mem"],  # directives() says what of these there is
         worker_extra_args=["--resources", "GPU=1"] if wanted.gpus else [],
-        log_directory=str(wanted.logs),
+        log_directory=str(logs),
         local_directory=os.environ.get("TMPDIR", "/tmp"),
         job_name="kvreplay-sweep",
         silence_logs=logging.CRITICAL,

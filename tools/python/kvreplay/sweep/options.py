@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.sweep.executors import Wanted, cores_here, gpus_here, memory_here
@@ -39,7 +38,7 @@ def size(text: str) -> int:
     return int(float(match[1]) * 1024 ** " kMGT".index(match[2].replace("K", "k") or " "))
 
 
-def wanted(arguments: argparse.Namespace, output: Path) -> Wanted:
+def wanted(arguments: argparse.Namespace) -> Wanted:
     """The cluster that the options describe; raises Error for what cannot be meant."""
     executor = arguments.executor
     if executor not in ("local", "slurm") and not re.fullmatch(r"dask:\S+", executor):
@@ -57,4 +56,4 @@ def wanted(arguments: argparse.Namespace, output: Path) -> Wanted:
         memory = memory or memory_here() // workers
     elif executor == "slurm" and memory is None:
         raise Error("--memory", "Slurm wants to know it", "what a task may hold, as 8GiB", "", Refusal.USAGE)
-    return Wanted(executor, workers, gpus, Allowance(threads, memory), tuple(arguments.slurm), output / "slurm")
+    return Wanted(executor, workers, gpus, Allowance(threads, memory), tuple(arguments.slurm))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from kvreplay.errors import Error, Refusal
 from kvreplay.sweep.work import Outcome
 
 if TYPE_CHECKING:
@@ -102,8 +103,7 @@ class Schedule:
         try:
             while self._waiting or self._running:
                 if time.monotonic() - looked >= LOOK:
-                    about = client.scheduler_info(n_workers=-1)["workers"]
-                    self.workers = [Worker.of(address, one) for address, one in about.items()]
+                    self.workers = workers_of(client)
                     looked = time.monotonic()
                 for task in self._fitting():
                     self._submit(client, task)
@@ -183,6 +183,16 @@ class Schedule:
 
     def of_state(self, state: str) -> list[Record]:
         return [record for record in self.records.values() if record.state == state]
+
+
+def workers_of(client: Client) -> list[Worker]:
+    """Those that the scheduler knows now."""
+    try:
+        about = client.scheduler_info(n_workers=-1)["workers"]
+    except (OSError, RuntimeError) as problem:
+        raise Error("--executor", "the scheduler does not answer any more", "--resume when one runs", str(problem),
+                    Refusal.RESOURCES) from problem  # fmt: skip
+    return [Worker.of(address, one) for address, one in about.items()]
 
 
 def outcome_of(future: Future) -> tuple[Outcome, str]:

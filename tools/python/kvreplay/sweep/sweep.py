@@ -42,7 +42,6 @@ class Sweep:
             raise Error(str(output), "an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
         try:
             shards.mkdir(parents=True, exist_ok=True)
-            (output / "parts").mkdir(exist_ok=True)  # by which a folder of results is known
         except OSError as problem:
             raise Error(str(output), "cannot be made", "", str(problem.strerror)) from problem
         with alone(shards):
@@ -59,8 +58,6 @@ class Sweep:
             schedule = run_tasks(tasks, self.wanted, self.retries, table, earlier, Line(self.progress, "cells"))
             merge(output, [Path(folder) for folder in schedule.folders])
             shutil.rmtree(shards, ignore_errors=True)
-        if not schedule.of_state("failed"):
-            shutil.rmtree(self.wanted.logs, ignore_errors=True)
         return told(schedule, "cells", str(output))
 
 
@@ -109,15 +106,18 @@ def run_tasks(
         line.show(schedule)
 
     schedule = Schedule(tasks, retries, changed)
+    logs = table.parent / "slurm"
     try:
         if not tasks:
             return schedule
-        with cluster(wanted) as client:
+        with cluster(wanted, logs) as client:
             print(f"kvreplay: sweep: dashboard {client.dashboard_link}", file=sys.stderr, flush=True)
             schedule.run(client)
     finally:
         line.clear()
         write_table(table, all_records(earlier, schedule))
+    if not schedule.of_state("failed"):
+        shutil.rmtree(logs, ignore_errors=True)
     return schedule
 
 
