@@ -3,8 +3,9 @@
 
     tools/bench/sweep_overhead.py [--tasks N] [--workers N] [--json]
 
-`scheduling`: tasks whose work returns at once, less nothing. `program`: replays of a tiny trace as tasks, less the same
-replays called one after the other. `join`: seconds until a worker of this machine takes tasks. `merge`: seconds a task.
+`scheduling`: tasks whose work returns at once. `program`: replays of tiny traces as tasks, less the same replays called
+one after the other, which take `replay`. `join`: seconds until a worker of this machine takes tasks. `merge`: seconds a
+task.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ def scheduled(client, calls: list[Callable[[], Outcome]]) -> float:
 def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
     """Seconds by what they are for."""
     found: dict[str, float] = {}
-    trace, output = folder / "tiny.h5", folder / "out"
-    subprocess.run([*program(), "synth", "sinks", "-o", str(trace), *SHAPE], check=True, stdout=subprocess.DEVNULL)
+    output = folder / "out"
+    names = [f"tiny-{i}" for i in range(tasks)]
+    for i, name in enumerate(names):
+        words = ["synth", "sinks", "-o", str(folder / f"{name}.h5"), "--seed", str(i), *SHAPE]
+        subprocess.run([*program(), *words], check=True, stdout=subprocess.DEVNULL)
     shards = output / "shards"
     shards.mkdir(parents=True)
     command = (*program(), "replay", *ASKED)
 
-    def replay(folder: Path) -> Replay:
-        return Replay(command, "/", str(trace), "tiny", str(folder), "", Allowance(1, None))
+    def replay(name: str, into: Path) -> Replay:
+        return Replay(command, "/", str(folder / f"{name}.h5"), name, str(into), "", Allowance(1, None))
 
     direct = time.monotonic()
-    for _ in range(tasks):
-        assert replay(folder / "direct")().ok
+    for name in names:
+        assert replay(name, folder / "direct")().ok
     direct = (time.monotonic() - direct) / tasks
     begin = time.monotonic()
     with cluster(Wanted("local", workers, 0, Allowance(1, None), ()), folder) as client:
@@ -62,7 +66,7 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
         scheduled(client, [nothing] * workers)
         found["join"] = time.monotonic() - begin
         found["scheduling"] = scheduled(client, [nothing] * tasks) / tasks
-        found["program"] = workers * scheduled(client, [replay(shards)] * tasks) / tasks - direct
+        found["program"] = workers * scheduled(client, [replay(name, shards) for name in names]) / tasks - direct
     found["replay"] = direct
     begin = time.monotonic()
     merge(output, finished(shards))
