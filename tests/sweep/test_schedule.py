@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from distributed import CancelledError
 
+from kvreplay.errors import Error
 from kvreplay.sweep.schedule import Record, Schedule, Task, Worker, read_table, write_table
 from kvreplay.sweep.work import Outcome
 
@@ -37,6 +38,7 @@ class Noting:
     """A client: every task ends at once, as `ends` says of its attempts."""
 
     workers: dict[str, dict]
+    status: str = "running"
     ends: dict[str, list[Outcome | Exception]] = field(default_factory=dict)
     submitted: list[Submitted] = field(default_factory=list)
     cancelled: list[Submitted] = field(default_factory=list)
@@ -76,7 +78,7 @@ def test_all_are_done() -> None:
 def test_a_failure_is_tried_again_elsewhere() -> None:
     fails = Outcome(False, "no disk", worker="host 0", address="tcp://0")
     schedule = Schedule(tasks("a"), 1)
-    client = Noting(workers(3), {"a": [fails]})
+    client = Noting(workers(3), ends={"a": [fails]})
     schedule.run(client)
     assert [(one.workers, one.allow_other_workers) for one in client.submitted] == [
         (None, False),
@@ -88,7 +90,7 @@ def test_a_failure_is_tried_again_elsewhere() -> None:
 def test_what_fails_every_time_is_marked_with_the_reason() -> None:
     fails = [Outcome(False, "no disk", worker="host 0", address="tcp://0"), ValueError("one\ntwo"), CancelledError()]
     schedule = Schedule(tasks("a", "b"), 2)
-    client = Noting(workers(1), {"a": fails})
+    client = Noting(workers(1), ends={"a": fails})
     schedule.run(client)
     assert [one.name for one in client.submitted] == ["a", "b", "a", "a"]
     assert (schedule.records["a"].state, schedule.records["a"].attempts) == ("failed", 3)
@@ -125,6 +127,11 @@ def test_stopped_early() -> None:
     with pytest.raises(KeyboardInterrupt):
         Schedule(tasks("a", "b", "c"), 0, stop).run(client)
     assert [one.name for one in client.cancelled] == ["a", "b"]
+
+
+def test_a_scheduler_that_is_gone() -> None:
+    with pytest.raises(Error, match="--executor: the scheduler does not answer any more: expected --resume"):
+        Schedule(tasks("a"), 3).run(Noting(workers(1), status="closed"))
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

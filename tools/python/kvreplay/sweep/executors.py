@@ -46,8 +46,9 @@ def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
         import distributed
     except ModuleNotFoundError as missing:
         raise not_installed("sweep", missing) from missing
-    for name in ("distributed", "asyncio", "tornado", "bokeh"):  # what they say of lost workers is said by tasks.csv
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in [*logging.root.manager.loggerDict]:  # what they say of lost workers is said by tasks.csv
+        if name.partition(".")[0] in ("asyncio", "bokeh", "distributed", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     kind, _, address = wanted.executor.partition(":")
     open_cluster = {"local": local, "dask": running, "slurm": slurm}[kind]
     with dask.config.set(OWN), open_cluster(wanted, address, logs) as place:

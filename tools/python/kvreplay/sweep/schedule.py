@@ -186,12 +186,11 @@ class Schedule:
 
 
 def workers_of(client: Client) -> list[Worker]:
-    """Those that the scheduler knows now."""
-    try:
-        about = client.scheduler_info(n_workers=-1)["workers"]
-    except (OSError, RuntimeError) as problem:
-        raise Error("--executor", "the scheduler does not answer any more", "--resume when one runs", str(problem),
-                    Refusal.RESOURCES) from problem  # fmt: skip
+    """Those that the scheduler knows now; none while it does not answer."""
+    about = client.scheduler_info(n_workers=-1).get("workers", {})
+    if client.status in ("closing", "closed"):  # Dask has waited for it in vain
+        raise Error("--executor", "the scheduler does not answer any more", "--resume when one runs", "",
+                    Refusal.RESOURCES)  # fmt: skip
     return [Worker.of(address, one) for address, one in about.items()]
 
 
