@@ -24,8 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "cli")]
 
-from conftest import assert_equal, table  # noqa: E402
 from program import PROGRAM  # noqa: E402
+from trial_sweeps import assert_equal, table  # noqa: E402
 
 WORKER = b"multiprocessing.spawn"  # what Dask's nannies start
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SETTINGS, Cluster, Sweeps, assert_equal, end, table, wait_for
+from trial_sweeps import SETTINGS, Cluster, Sweeps, assert_equal, end, table, wait_for
 
 NETWORK = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"  # of this process: tests may run side by side
 TAG = f"kv{os.getpid() % 10**6}"  # interfaces have short names

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CELLS, NAMES
+from trial_sweeps import CELLS, NAMES
 
 from kvreplay.sweep.command import main
 

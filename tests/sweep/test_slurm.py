@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import NAMES, Sweeps, assert_equal, table, wait_for
+from trial_sweeps import NAMES, Sweeps, assert_equal, table, wait_for
 
 
 def there_is_slurm() -> bool:

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from conftest import CELLS, NAMES, Cluster, Sweeps, assert_equal, table, wait_for
+from trial_sweeps import CELLS, NAMES, Cluster, Sweeps, assert_equal, table, wait_for
 
 
 def assert_whole(sweeps: Sweeps, single: Path) -> None:
