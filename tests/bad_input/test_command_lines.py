@@ -297,7 +297,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p @listed.yaml -b 0.5",
-        "listed.yaml:3: value of window: expected one word, number or text, found a list",
+        "listed.yaml:3: value of window: expected one word, number or text, or a list of them, found a mapping",
     ),
     (
         USAGE,
@@ -450,7 +450,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([PROGRAM, "synth", *line.split()], cwd=folder, check=True, capture_output=True)
     (folder / "note.txt").write_text("no trace\n")
     (folder / "broken.yaml").write_text("- policy: [snapkv\n")
-    (folder / "listed.yaml").write_text("- h2o\n- policy: snapkv\n  window: [1, 2]\n")
+    (folder / "listed.yaml").write_text("- h2o\n- policy: snapkv\n  window: {a: 2}\n")
     (folder / "nameless.yaml").write_text("- h2o\n- window: 3\n")
     (folder / "empty.yaml").write_text("")
     (folder / "foreign").mkdir()

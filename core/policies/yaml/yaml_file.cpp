@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <fstream>
 #include <set>
+#include <string_view>
 #include <system_error>
 
 #include "error.h"
@@ -79,6 +80,24 @@ std::string content_of(const std::filesystem::path& path, const std::string& hol
   return text;
 }
 
+/// The line of the second "---" that begins a document, or of the first after some content; 0: there is none. Nothing
+/// else can begin so. (YAML::LoadAll of 0.7 never ends where a document reads nothing, as of ",".)
+int second_document(std::string_view text) {
+  constexpr std::string_view marker = "---";
+  bool begun = false;
+  for (int line = 1; !text.empty(); ++line) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    const std::string_view words = text.substr(0, end);
+    const bool marks =
+        words.starts_with(marker) && (words.size() == marker.size() || words[3] == ' ' || words[3] == '\r');
+    if (marks && begun) return line;
+    const std::size_t first = words.find_first_not_of(" \t\r");
+    begun = begun || marks || (first != std::string_view::npos && words[first] != '#' && words[first] != '%');
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return 0;
+}
+
 }  // namespace
 
 const YamlNode* YamlNode::find(std::string_view key) const {
@@ -96,11 +115,11 @@ std::string name_of(Kind kind) {
 YamlNode read_yaml(const std::filesystem::path& path, const std::string& holding) {
   const std::string text = content_of(path, holding);
   Copy copy(path.string());
+  if (const int line = second_document(text); line > 0)
+    throw Error{Refusal::usage, fmt::format("{}:{}", path.string(), line), "another document begins",
+                "one of " + holding};
   try {
-    const std::vector<YAML::Node> documents = YAML::LoadAll(text);
-    if (documents.size() > 1)
-      throw Error{Refusal::usage, copy.where(documents[1].Mark()), "another document begins", "one of " + holding};
-    return documents.empty() ? YamlNode{.where = path.string()} : copy(documents.front());
+    return copy(YAML::Load(text));
   } catch (const YAML::Exception& problem) {
     throw Error{Refusal::usage, copy.where(problem.mark), "not YAML", holding, problem.msg};
   }
