@@ -22,7 +22,8 @@ void check_results_folder(const fs::path& folder) {
   if (!fs::exists(folder, ignored)) return;
   if (!fs::is_directory(folder, ignored))
     throw Error{Refusal::usage, folder.string(), "not a folder", "a folder for results", "a file"};
-  if (!is_results_folder(folder) && !fs::is_empty(folder))
+  const bool of_shards = fs::is_directory(folder / "shards", ignored);  // nothing of which is merged yet
+  if (!is_results_folder(folder) && !of_shards && !fs::is_empty(folder))
     throw Error{Refusal::usage, folder.string(), "holds other things", "an empty folder, or one of results",
                 fs::directory_iterator(folder)->path().filename().string()};
 }

@@ -9,7 +9,8 @@ namespace kvreplay {
 /// Whether it has what a run leaves, be it a run that was interrupted.
 bool is_results_folder(const std::filesystem::path& folder);
 
-/// Throws Error{usage} unless results may be written there: there is nothing yet, an empty folder, or one of results.
+/// Throws Error{usage} unless results may be written there: there is nothing yet, an empty folder, one of
+/// results, or one whose results are still in shards/.
 void check_results_folder(const std::filesystem::path& folder);
 
 /// With its parts/. Throws Error{usage}, or {resources} when the disk is full.

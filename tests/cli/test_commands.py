@@ -60,7 +60,7 @@ def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:
     assert backends["cpu"]["runs"]
     assert "cuda" in backends
     programs = {program["name"] for program in found["programs"]}
-    assert {"capture", "compare", "plot", "regret", "report", "tune"} <= programs
+    assert {"capture", "compare", "plot", "regret", "report", "sweep", "tune"} <= programs
     reasons = ("no CUDA in this build", "does not run here: CUDA: no device")
     assert backends["cuda"]["runs"] or backends["cuda"]["description"].startswith(reasons)
     assert backends["cuda"]["description"] in done("doctor", folder=tmp_path)

@@ -41,7 +41,8 @@ LAYERS = {
 # Packages of the Python tools -> packages whose modules they may import; "kvreplay" is what all share.
 PACKAGES = {
     "kvreplay": ("kvreplay",),
-    "kvreplay.capture": ("kvreplay", "kvreplay.capture"),
+    "kvreplay.sweep": ("kvreplay", "kvreplay.sweep"),
+    "kvreplay.capture": ("kvreplay", "kvreplay.sweep", "kvreplay.capture"),
     "kvreplay.bounds": ("kvreplay", "kvreplay.bounds"),
     "kvreplay.compare": ("kvreplay", "kvreplay.compare"),
     "kvreplay.tune": ("kvreplay", "kvreplay.compare", "kvreplay.tune"),

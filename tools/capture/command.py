@@ -10,11 +10,16 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvreplay import __version__
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code
+from kvreplay.nearest import nearest
+from kvreplay.program import Parser, exit_code, names
+from kvreplay.sweep.options import add_executor, size
+
+if TYPE_CHECKING:
+    from kvreplay.capture.prompts import Prompt
 
 MOST_LAYERS = 65535  # of a trace
 DTYPES = ("float16", "bfloat16", "float32")
@@ -70,7 +75,8 @@ def parser() -> Parser:
     )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add("-n", type=_count, metavar="N", help="the first N prompts of the file (default: 1)", default=1)
+    add("-n", type=_count, metavar="N", help="the first N prompts of the file (default: 1)")
+    add("--only", type=names, action="extend", metavar="NAME,...", help="these prompts of the file: STEM-000, ...")
     add("--max-tokens", type=_count, metavar="N", help="a longer prompt loses the middle of its context")
     continuation = build.add_mutually_exclusive_group()
     continuation.add_argument(
@@ -119,6 +125,8 @@ def parser() -> Parser:
         default="auto",
         help="a bar on stderr (default: on a terminal)",
     )
+    add_executor(build.add_argument, None)
+    add("--memory", type=size, metavar="SIZE", help="what a job of --executor slurm may hold")
     return build
 
 
@@ -164,16 +172,40 @@ def quiet_libraries(show: bool) -> None:
         transformers.logging.disable_progress_bar()
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Everything after the options are read."""
+def _asked(prompts: list[Prompt], only: Sequence[str] | None) -> list[Prompt]:
+    """Those that --only names, in the file's order; all without it."""
+    known = [prompt.name for prompt in prompts]
+    for name in only or ():
+        if name not in known:
+            raise Error("--only", "no such prompt", nearest(name, known), name, Refusal.USAGE)
+    return [prompt for prompt in prompts if only is None or prompt.name in only]
+
+
+def words_of_a_task(words: Sequence[str]) -> list[str]:
+    """What of a command line is said of one prompt as of all: a sweep appends its name and a folder."""
+    of_the_sweep = Parser(add_help=False, allow_abbrev=False)
+    add_executor(of_the_sweep.add_argument, None)
+    for option in ("-n", "-o", "--only", "--memory", "--progress", "--threads"):
+        of_the_sweep.add_argument(option)
+    return of_the_sweep.parse_known_args(words)[1]
+
+
+def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    """Everything after the options are read; the exit code."""
     _require_packages()
     from kvreplay.capture.prompts import Prompt, read_prompts
 
     if arguments.prompts:
-        prompts = read_prompts(arguments.prompts, arguments.n)
+        prompts = read_prompts(arguments.prompts, arguments.n or (None if arguments.only else 1))
     else:
         prompts = [Prompt("prompt", arguments.prompt)]
-    paths = _outputs(arguments.output, [prompt.name for prompt in prompts], arguments.n > 1, arguments.force)
+    prompts = _asked(prompts, arguments.only)
+    if arguments.executor:
+        from kvreplay.sweep.captures import capture_prompts
+
+        return capture_prompts(arguments, words_of_a_task(words), [prompt.name for prompt in prompts])
+    several = (arguments.n or 1) > 1 or len(prompts) > 1
+    paths = _outputs(arguments.output, [prompt.name for prompt in prompts], several, arguments.force)
     try:
         continuation = arguments.continuation.read_text("utf-8") if arguments.continuation else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -232,6 +264,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
             flush=True,
         )
+    return 0
 
 
 def finished(options: Parser, work: Callable[[argparse.Namespace], None], words: Sequence[str], kept: str) -> int:
@@ -243,7 +276,9 @@ def finished(options: Parser, work: Callable[[argparse.Namespace], None], words:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return finished(parser(), run, words, "nothing is kept of the trace under way")
+    codes: list[int] = []
+    kept = "nothing is kept of the trace under way"
+    return finished(parser(), lambda arguments: codes.append(run(arguments, words)), words, kept) or codes[0]
 
 
 if __name__ == "__main__":

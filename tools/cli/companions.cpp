@@ -28,6 +28,8 @@ constexpr Companion table[] = {
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"report", "one offline page of a run: table, curves, and who keeps which token",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"sweep", "a replay as tasks on many workers: this machine's, a Dask cluster's, Slurm's",
+     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
     {"tune", "parameters, layer budgets or layer ranges fitted on some traces, reported on others",
      "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
 };

@@ -1,0 +1,134 @@
+"""Is a sweep complete and equal to one replay, whatever is killed on the way?"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from trial_sweeps import CELLS, NAMES, Cluster, Sweeps, assert_equal, table, wait_for
+
+
+def assert_whole(sweeps: Sweeps, single: Path) -> None:
+    rows = table(sweeps.output)
+    assert list(rows) == NAMES and {row["state"] for row in rows.values()} == {"done"}
+    assert_equal(sweeps.output, single)
+    assert not (sweeps.output / "shards").exists()
+
+
+def test_processes_of_this_machine(sweeps: Sweeps, single: Path) -> None:
+    """A local cluster, of which a worker is killed in the middle of a task."""
+    sweeps.fault_once("t1", "kill -9 $PPID")
+    answer = sweeps.run_apart("--workers", 2, "--parquet")
+    assert answer.code == 0, answer
+    assert answer.out.startswith(f"sweep    4 of 4 tasks done   {4 * CELLS} cells in ")
+    assert answer.err.startswith("kvreplay: sweep: dashboard http://127.0.0.1:") and answer.err.count("\n") == 1
+    assert_whole(sweeps, single)
+    rows = table(sweeps.output)
+    assert {name: row["attempts"] for name, row in rows.items()} == {"t0": "1", "t1": "2", "t2": "1", "t3": "1"}
+    assert all(row["cells"] == str(CELLS) and float(row["seconds"]) > 0 and row["worker"] for row in rows.values())
+    assert (sweeps.output / "results.parquet").exists()
+    # What is done is done: the same again calls no task.
+    sweeps.fault("exit 1")
+    assert sweeps.run("--workers", 2).out.startswith("sweep    0 of 0 tasks done")
+    assert len(sweeps.calls()) == 5
+
+
+def test_a_running_cluster(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    """By its address: a program killed as the system does when memory is out, another one refused its memory."""
+    sweeps.fault(f"""case $name in
+      t0) mkdir {sweeps.folder}/killed 2>/dev/null && kill -9 $$;;
+      t2) mkdir {sweeps.folder}/refused 2>/dev/null && set -- "$@" --memory 1k;;
+    esac""")
+    answer = sweeps.run("--executor", f"dask:{cluster.address}")
+    assert answer.code == 0, answer
+    assert_whole(sweeps, single)
+    assert {name: row["attempts"] for name, row in table(sweeps.output).items()} == {
+        "t0": "2", "t1": "1", "t2": "2", "t3": "1"}  # fmt: skip
+
+
+def test_a_worker_of_it_is_killed(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    sweeps.fault_once("t2", "kill -9 $PPID; sleep 60")
+    answer = sweeps.run("--executor", f"dask:{cluster.address}", "--retries", 1)
+    assert answer.code == 0, answer
+    assert_whole(sweeps, single)
+    assert sorted(sweeps.calls()) == ["t0", "t1", "t2", "t2", "t3"]
+
+
+def test_what_fails_every_time_is_marked(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    sweeps.fault('[ "$name" = t1 ] && { echo "kvreplay: t1.h5: on no disk" >&2; exit 3; }')
+    words = ["--executor", f"dask:{cluster.address}", "--retries", 1]
+    answer = sweeps.run(*words)
+    assert answer.code == 6, answer
+    assert answer.err.endswith("kvreplay: failed: t1: t1.h5: on no disk (2 attempts)\n"), answer
+    row = table(sweeps.output)["t1"]
+    assert (row["state"], row["attempts"], row["reason"]) == ("failed", "2", "t1.h5: on no disk")
+    assert sorted(sweeps.calls()) == ["t0", "t1", "t1", "t2", "t3"]
+    assert (sweeps.output / "results.csv").exists()  # of the others
+    sweeps.fault("")
+    assert sweeps.run(*words).code == 0
+    assert sorted(sweeps.calls()) == ["t0", "t1", "t1", "t1", "t2", "t3"]  # nothing else is done again
+    assert_whole(sweeps, single)
+
+
+def interrupted(sweeps: Sweeps, how: signal.Signals, *words: object):
+    """Stopped when two tasks are done and the others hang."""
+    sweeps.fault(f"[ $(wc -l <{sweeps.folder}/calls) -le 2 ] || exec sleep 120")
+    client = sweeps.start(*words)
+    wait_for(lambda: len(list(sweeps.output.glob("shards/*/run.json"))) == 2 and len(sweeps.calls()) > 2)
+    (os.killpg if how == signal.SIGINT else os.kill)(client.pid, how)  # Ctrl-C is for all that a terminal started
+    _, said = client.communicate(timeout=60)
+    sleeping = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x00120" in read(path)]
+    wait_for(lambda: not any(path.exists() for path in sleeping))  # programs die with their sweep
+    return client.returncode, said
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def goes_on(sweeps: Sweeps, single: Path, *words: object) -> None:
+    sweeps.fault("")
+    finished, before = sweeps.calls()[:2], len(sweeps.calls())
+    answer = sweeps.run(*words, "--resume")
+    assert answer.code == 0, answer
+    assert sorted(sweeps.calls()[before:]) == sorted(set(NAMES) - set(finished))  # what was finished stays
+    assert_whole(sweeps, single)
+
+
+def test_the_client_is_killed_and_comes_back(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    """Its own cluster dies with it; another one may go on."""
+    code, _ = interrupted(sweeps, signal.SIGKILL, "--workers", 1)
+    assert code == -signal.SIGKILL
+    words = ["--executor", f"dask:{cluster.address}"]
+    refused = sweeps.run(*words)
+    assert refused.code == 2 and "an unfinished sweep: expected --resume" in refused.err, refused
+    goes_on(sweeps, single, *words)
+
+
+def test_the_client_of_a_running_cluster_is_killed(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    """Its tasks are taken back from workers that stay."""
+    code, _ = interrupted(sweeps, signal.SIGKILL, "--executor", f"dask:{cluster.address}")
+    assert code == -signal.SIGKILL
+    goes_on(sweeps, single, "--executor", f"dask:{cluster.address}")
+
+
+def test_interrupted(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    code, said = interrupted(sweeps, signal.SIGINT, "--workers", 1)
+    assert code == 130
+    assert said.split("\n")[1:] == ["kvreplay: sweep: interrupted, finished tasks are kept, and --resume goes on", ""]
+    goes_on(sweeps, single, "--executor", f"dask:{cluster.address}")
+
+
+def test_two_sweeps_in_one_folder(sweeps: Sweeps, cluster: Cluster) -> None:
+    sweeps.fault("exec sleep 120")
+    words = ["--executor", f"dask:{cluster.address}"]
+    first = sweeps.start(*words)
+    wait_for(sweeps.calls)
+    second = sweeps.run(*words, "--resume")
+    assert second.code == 2 and "another sweep writes here" in second.err
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()

@@ -1,0 +1,1 @@
+"""Replays and captures as tasks of dask.distributed, on one machine or many."""

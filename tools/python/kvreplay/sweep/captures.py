@@ -1,0 +1,41 @@
+"""A capture whose prompts are tasks of a cluster: each loads the model, and leaves its trace when that is whole."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.sweep.options import wanted
+from kvreplay.sweep.progress import Line
+from kvreplay.sweep.schedule import Task, read_table
+from kvreplay.sweep.sweep import alone, run_tasks, told
+from kvreplay.sweep.work import Capture
+
+PROGRAM = (sys.executable, "-m", "kvreplay.capture.command")
+
+
+def capture_prompts(arguments: argparse.Namespace, words: Sequence[str], names: Sequence[str]) -> int:
+    """The prompts `names` of a capture into the folder `arguments.output`; `words`: of one such capture, without the
+    prompts' names and the folder. The exit code."""
+    output = Path(arguments.output).absolute()
+    done = [name for name in names if (output / f"{name}.h5").exists()]
+    if done and not (arguments.resume or arguments.force):
+        where = str(output / f"{done[0]}.h5")
+        raise Error(where, "exists", "--resume, --force, or another folder", "", Refusal.USAGE)
+    left = [name for name in names if arguments.force or name not in done]
+    output.mkdir(parents=True, exist_ok=True)
+    place = wanted(arguments)
+    command = (*PROGRAM, *words, "--threads", str(place.allowance.threads or 1))
+    directory = str(Path.cwd())
+    tasks = [Task(name, 1, output, Capture(command, directory, name, str(output))) for name in left]
+    with alone(output):
+        table = output / "tasks.csv"
+        earlier = read_table(table)
+        for name in done:
+            if name in earlier:
+                earlier[name].state, earlier[name].reason = "done", ""
+        schedule = run_tasks(tasks, place, arguments.retries, table, earlier, Line(arguments.progress, "prompts"))
+    return told(schedule, "prompts", str(arguments.output))

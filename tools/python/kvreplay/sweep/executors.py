@@ -1,0 +1,151 @@
+"""Where tasks run: a cluster on this machine, one that runs already, or jobs of Slurm. One function each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.program import not_installed
+from kvreplay.sweep.work import Allowance
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+# Of clusters that are ours: the sweep itself counts how often a task is tried, and a host that is silent is given up.
+OWN = {"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-ttl": "60s"}
+DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # Ctrl-C is for the sweep
+WORKER_MIB = 512  # of a job, beside what its task may hold
+BUSY = 3  # seconds after which a scheduler that answers nobody is not there
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A cluster as it is asked for."""
+
+    executor: str  # local, dask:ADDRESS, slurm
+    workers: int
+    gpus: int  # workers that have one
+    allowance: Allowance  # of one task
+    directives: tuple[str, ...]  # KEY=VALUE of sbatch
+
+
+@contextlib.contextmanager
+def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
+    """A client of it. A cluster of ours ends with this context, however that ends. `logs`: of jobs, a folder."""
+    try:
+        import bokeh  # noqa: F401  the dashboard's
+        import dask
+        import distributed
+    except ModuleNotFoundError as missing:
+        raise not_installed("sweep", missing) from missing
+    for name in [*logging.root.manager.loggerDict]:  # what they say of lost workers is said by tasks.csv
+        if name.partition(".")[0] in ("asyncio", "bokeh", "distributed", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    kind, _, address = wanted.executor.partition(":")
+    open_cluster = {"local": local, "dask": running, "slurm": slurm}[kind]
+    with dask.config.set(OWN), open_cluster(wanted, address, logs) as place:
+        with distributed.Client(place, set_as_default=False) as client:
+            yield client
+
+
+@contextlib.contextmanager
+def running(wanted: Wanted, address: str, logs: Path) -> Iterator[str]:
+    """A scheduler that somebody else started; its workers are theirs."""
+    from distributed import Client
+
+    try:
+        Client(address, timeout=BUSY, set_as_default=False).close()
+    except (OSError, ValueError) as problem:
+        text = str(problem).split("\n")[0]
+        raise Error("--executor", "no scheduler answers", "dask:ADDRESS of a running one, as tcp://HOST:8786",
+                    f"{address} ({text})", Refusal.CAPABILITY) from problem  # fmt: skip
+    yield address
+
+
+@contextlib.contextmanager
+def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
+    """Processes on this machine, each watched by a nanny that starts another one where it dies."""
+    from distributed import Nanny, Scheduler, SpecCluster
+
+    options = {"nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL, "host": "127.0.0.1",
+               "preload": [DEAF]}  # fmt: skip
+
+    def worker(number: int) -> dict:
+        gpu = {"resources": {"GPU": 1}, "env": {"CUDA_VISIBLE_DEVICES": str(number)}} if number < wanted.gpus else {}
+        return {"cls": Nanny, "options": {**options, **gpu}}
+
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}}
+    workers = {number: worker(number) for number in range(wanted.workers)}
+    with SpecCluster(scheduler=scheduler, workers=workers, silence_logs=logging.CRITICAL) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def slurm(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
+    """Jobs, each a worker; one that ends before the sweep does is asked for anew."""
+    try:
+        from dask_jobqueue import SLURMCluster
+    except ModuleNotFoundError as missing:
+        raise not_installed("sweep", missing) from missing
+    if shutil.which("sbatch") is None:
+        raise Error("--executor", "no Slurm here", "sbatch on PATH", "", Refusal.CAPABILITY)
+    logs.mkdir(parents=True, exist_ok=True)
+    with SLURMCluster(
+        cores=1,  # tasks at a time; the program of a task has threads of its own
+        processes=1,
+        memory=str(wanted.allowance.memory),
+        job_extra_directives=directives(wanted),
+        job_directives_skip=["-t ", "--cpus-per-task", "--mem"],  # directives() says what of these there is
+        worker_extra_args=["--resources", "GPU=1"] if wanted.gpus else [],
+        log_directory=str(logs),
+        local_directory=os.environ.get("TMPDIR", "/tmp"),
+        job_name="kvreplay-sweep",
+        silence_logs=logging.CRITICAL,
+    ) as place:
+        place.adapt(minimum_jobs=wanted.workers, maximum_jobs=wanted.workers)
+        yield place
+
+
+def directives(wanted: Wanted) -> list[str]:
+    """What sbatch is told of one job: a task's threads and memory, and what the user says."""
+    asked = [f"--cpus-per-task={wanted.allowance.threads or 1}"]
+    if wanted.allowance.memory:
+        asked.append(f"--mem={wanted.allowance.memory // 2**20 + WORKER_MIB}M")
+    if wanted.gpus:
+        asked.append("--gres=gpu:1")
+    return asked + [f"--{directive}" for directive in wanted.directives]
+
+
+def cores_here() -> int:
+    """Cores of this machine that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus_here() -> int:
+    """GPUs of this machine that a worker may have."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name])
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return listed.count("\nGPU ") + listed.startswith("GPU ")
+
+
+def memory_here() -> int:
+    """Bytes that are free on this machine, or that this process may have."""
+    try:
+        import psutil
+        from distributed.system import MEMORY_LIMIT
+    except ModuleNotFoundError as missing:
+        raise not_installed("sweep", missing) from missing
+    return min(psutil.virtual_memory().available, MEMORY_LIMIT)

@@ -1,0 +1,59 @@
+"""Options that say where tasks run: of sweeps of replays and of captures alike."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.sweep.executors import Wanted, cores_here, gpus_here, memory_here
+from kvreplay.sweep.work import Allowance
+
+
+def add_executor(add_argument, executor: str | None) -> None:
+    """`executor`: the default."""
+    add_argument("--executor", metavar="local|dask:ADDRESS|slurm", default=executor,
+        help="processes here; a running scheduler's workers, as dask:tcp://HOST:8786; jobs of Slurm")  # fmt: skip
+    add_argument("--workers", metavar="N", type=whole,
+        help="workers to start (default: one for each GPU, else one for every four cores)")  # fmt: skip
+    add_argument("--gpus", metavar="N|auto", default="0", help="workers that get a GPU each (default: 0)")
+    add_argument("--retries", metavar="K", type=whole, default=3,
+        help="how often a task is tried again elsewhere before it is marked failed (default: 3)")  # fmt: skip
+    add_argument("--slurm", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
+        help="directives of sbatch by their long names: partition=gpu account=mine time=8:00:00")  # fmt: skip
+    add_argument("--resume", action="store_true", help="go on with a sweep that was stopped, in the same folder")
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes, as every size of the program is written: 4G, 512MiB ..."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]?)(?:iB|B)?", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, or of k, M, G or T, found {text!r}")
+    return int(float(match[1]) * 1024 ** " kMGT".index(match[2].replace("K", "k") or " "))
+
+
+def wanted(arguments: argparse.Namespace) -> Wanted:
+    """The cluster that the options describe; raises Error for what cannot be meant."""
+    executor = arguments.executor
+    if executor not in ("local", "slurm") and not re.fullmatch(r"dask:\S+", executor):
+        raise Error("--executor", "unknown", "local, dask:ADDRESS or slurm", executor, Refusal.USAGE)
+    for directive in arguments.slurm:
+        if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", directive):
+            raise Error("--slurm", "directive", "KEY=VALUE as sbatch has it", directive, Refusal.USAGE)
+    if arguments.gpus != "auto" and not arguments.gpus.isdecimal():
+        raise Error("--gpus", "number", "a whole number or auto", arguments.gpus, Refusal.USAGE)
+    gpus = gpus_here() if arguments.gpus == "auto" else int(arguments.gpus)
+    workers = arguments.workers or gpus or max(1, cores_here() // 4)
+    threads, memory = arguments.threads, arguments.memory
+    if executor == "local":
+        threads = threads or max(1, cores_here() // workers)
+        memory = memory or memory_here() // workers
+    elif executor == "slurm" and memory is None:
+        raise Error("--memory", "Slurm wants to know it", "what a task may hold, as 8GiB", "", Refusal.USAGE)
+    return Wanted(executor, workers, gpus, Allowance(threads, memory), tuple(arguments.slurm))

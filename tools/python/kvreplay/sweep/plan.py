@@ -1,0 +1,116 @@
+"""What a sweep is to do: the dry run of `kvreplay replay`, one task for each trace that is not done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvreplay.errors import Error
+from kvreplay.sweep.progress import duration
+from kvreplay.sweep.schedule import Task
+from kvreplay.sweep.work import DONE, SOME_FAILED, Allowance, Replay
+
+
+def program() -> tuple[str, ...]:
+    """kvreplay as workers call it, which see the same files; the program inside Python where there is no other."""
+    beside = Path(sys.executable).with_name("kvreplay")
+    path = shutil.which("kvreplay") or (str(beside) if beside.is_file() else "")
+    return (path,) if path else (sys.executable, "-m", "kvreplay.command_line.command")
+
+
+@dataclass(frozen=True)
+class PlannedTrace:
+    """One trace of the dry run."""
+
+    name: str
+    path: str
+    cells: int  # to be computed
+    skipped: int  # that the folder of results has
+    seconds: float  # with all threads of the machine that planned
+    memory_bytes: int
+    disk_bytes: int
+
+    @property
+    def done(self) -> bool:
+        """A trace without any cell cannot be read, or serves no policy; the replay says which."""
+        return self.cells == 0 and self.skipped > 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The replay of all traces."""
+
+    words: tuple[str, ...]  # a replay's, to which traces and a folder are appended
+    traces: tuple[PlannedTrace, ...]
+    output: str  # the folder of results
+
+    @property
+    def left(self) -> list[PlannedTrace]:
+        return [trace for trace in self.traces if not trace.done]
+
+    def table(self, workers: int) -> str:
+        """What is left to do, of each trace and of all."""
+        rows = [(trace.name, trace.cells, trace.seconds, trace.memory_bytes, trace.disk_bytes) for trace in self.left]
+        cells, seconds, disk = (sum(row[i] for row in rows) for i in (1, 2, 4))
+        memory = max((row[3] for row in rows), default=0)
+        width = max([len(row[0]) for row in rows] + [5])
+        lines = [f"{'task':{width}}  {'cells':>7}  {'time':>12}  {'memory':>10}  {'results':>10}"]
+        for name, count, time, held, left in [*rows, ("all", cells, seconds, memory, disk)]:
+            lines.append(f"{name:{width}}  {count:7}  {duration(time):>12}  {mib(held):>10}  {mib(left):>10}")
+        lines.append(f"{len(rows)} tasks; {workers} workers as fast as this machine: {duration(seconds / workers)}")
+        return "\n".join(lines)
+
+    def tasks(self, output: Path, allowance: Allowance, device: Sequence[str]) -> list[Task]:
+        """One for each trace that is left; the longest first, so that none is left alone at the end."""
+        shards = output / "shards"
+        directory = str(Path.cwd())
+        command = (*program(), *self.words, *device)
+        return [
+            Task(
+                name=trace.name,
+                cells=trace.cells,
+                file=Path(trace.path).resolve(),
+                call=Replay(
+                    command, directory, str(Path(trace.path).absolute()), trace.name, str(shards),
+                    str(output / "parts" / f"{trace.name}.h5"), allowance,
+                ),
+            )
+            for trace in sorted(self.left, key=lambda trace: -trace.seconds)
+        ]  # fmt: skip
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"
+
+
+def call(words: Sequence[str]) -> str:
+    """What the program prints; its refusal is ours. Cells that failed are no refusal: run.json lists them."""
+    answer = subprocess.run([*program(), *words], capture_output=True, text=True)
+    if answer.returncode not in (DONE, SOME_FAILED):
+        lines = answer.stderr.strip().split("\n")
+        raise Refused(lines[-1].removeprefix("kvreplay: "), answer.returncode)
+    return answer.stdout
+
+
+class Refused(Error):
+    """What the program said in its own words."""
+
+    def __init__(self, line: str, code: int) -> None:
+        super().__init__(line, "", exit_code=code)
+        self.args = (line,)
+
+
+def planned(words: Sequence[str]) -> Plan:
+    """The plan of `kvreplay replay WORDS`."""
+    document = json.loads(call(["replay", *words, "--dry-run", "--json"]))
+    traces = [
+        PlannedTrace(trace["name"], trace["path"], len(trace["cells"]), trace["skipped"], trace["seconds"],
+                     trace["memory_bytes"], trace["disk_bytes"])
+        for trace in document["traces"]
+    ]  # fmt: skip
+    return Plan(tuple(document["words"]), tuple(traces), document.get("output", "kvreplay-out"))

@@ -1,0 +1,233 @@
+"""Tasks handed to a Dask cluster, as many at a time as it has room for; what fails is tried again elsewhere.
+
+Dask places and runs the tasks. What is ours: how many are under way, how often each is tried, and what is told of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.sweep.work import Outcome
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+LOOK = 1.0  # seconds between looks at the cluster
+GPU = "GPU"  # the resource of workers that have one
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on some worker."""
+
+    name: str
+    cells: int  # its share of the work, as progress counts it
+    file: Path  # what it reads: workers that name a folder above it come first
+    call: Callable[[], Outcome]
+
+
+@dataclass
+class Record:
+    """What became of a task: a row of tasks.csv."""
+
+    name: str
+    state: str = "waiting"  # waiting, running, done, failed
+    attempts: int = 0
+    worker: str = ""
+    seconds: float = 0.0
+    cells: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker of the cluster, as far as placing goes."""
+
+    address: str
+    room: int  # tasks at a time
+    gpu: bool
+    folders: tuple[Path, ...]  # resources that name a folder: what lies there is near
+
+    @classmethod
+    def of(cls, address: str, about: dict) -> Worker:
+        resources = about.get("resources", {})
+        room = min(about["nthreads"], int(resources.get(GPU, about["nthreads"])))
+        return cls(address, room, GPU in resources, tuple(Path(name) for name in resources if name.startswith("/")))
+
+    def is_near(self, file: Path) -> bool:
+        return any(file.is_relative_to(folder) for folder in self.folders)
+
+
+@dataclass
+class Attempt:
+    """A task that is under way."""
+
+    task: Task
+    near: frozenset[str]  # addresses of the workers that have its file
+
+
+@dataclass
+class Schedule:
+    """All tasks of a sweep and what became of them. `changed` hears of every change, and every second."""
+
+    tasks: Sequence[Task]
+    retries: int
+    changed: Callable[[Schedule], None] = lambda schedule: None
+    records: dict[str, Record] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)  # what finished tasks left
+    begun: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0  # until the last task ended
+    workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.records = {task.name: Record(task.name, cells=task.cells) for task in self.tasks}
+        self._failed_on: dict[str, set[str]] = {task.name: set() for task in self.tasks}
+        self._waiting = deque(self.tasks)
+        self._running: dict[Future, Attempt] = {}
+        self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+
+    def run(self, client: Client) -> None:
+        """Until every task is done or has failed for good. What is under way is taken back where this is left early."""
+        looked = 0.0
+        self.begun = time.monotonic()
+        try:
+            while self._waiting or self._running:
+                if time.monotonic() - looked >= LOOK:
+                    self.workers = workers_of(client)
+                    looked = time.monotonic()
+                for task in self._fitting():
+                    self._submit(client, task)
+                self.changed(self)
+                try:
+                    self._end(self._ended.get(timeout=LOOK))
+                except queue.Empty:
+                    continue
+        finally:
+            self.seconds = time.monotonic() - self.begun
+            if self._running:
+                client.cancel(list(self._running), force=True)
+        self.changed(self)
+
+    def _fitting(self) -> list[Task]:
+        """The waiting tasks that the cluster has room for now, near their files where workers name them."""
+        room = {worker.address: worker.room for worker in self._usable}
+        taken = Counter(attempt.near for attempt in self._running.values())
+        free = sum(room.values()) - taken.total()
+        chosen: list[Task] = []
+        if free <= 0:
+            return chosen
+        left: deque[Task] = deque()
+        while self._waiting and len(chosen) < free:
+            task = self._waiting.popleft()
+            near = self._near(task)
+            if near and taken[near] >= sum(room[address] for address in near):
+                left.append(task)
+            else:
+                taken[near] += 1
+                chosen.append(task)
+        self._waiting.extendleft(reversed(left))
+        return chosen
+
+    @property
+    def _usable(self) -> list[Worker]:
+        """Where some workers have a GPU, the others have nothing to do."""
+        return [worker for worker in self.workers if worker.gpu] or self.workers
+
+    def _near(self, task: Task) -> frozenset[str]:
+        others = [worker for worker in self._usable if worker.address not in self._failed_on[task.name]]
+        return frozenset(worker.address for worker in others if worker.is_near(task.file))
+
+    def _submit(self, client: Client, task: Task) -> None:
+        near = self._near(task)
+        failed_on = self._failed_on[task.name]
+        wanted = near or {worker.address for worker in self._usable if failed_on and worker.address not in failed_on}
+        future = client.submit(
+            task.call,
+            key=("kvreplay", task.name, uuid4().hex),  # never the same: an attempt that was given up may still run
+            workers=sorted(wanted) or None,
+            allow_other_workers=bool(wanted),
+            resources={GPU: 1} if any(worker.gpu for worker in self._usable) else None,
+            pure=False,
+        )
+        self._running[future] = Attempt(task, near)
+        record = self.records[task.name]
+        record.state = "running"
+        record.attempts += 1
+        future.add_done_callback(self._ended.put)
+
+    def _end(self, future: Future) -> None:
+        attempt = self._running.pop(future)
+        record = self.records[attempt.task.name]
+        outcome, where = outcome_of(future)
+        record.worker, record.seconds, record.reason = outcome.worker or where, outcome.seconds, outcome.reason
+        if outcome.ok:
+            record.state = "done"
+            self.folders.append(outcome.folder)
+        elif record.attempts <= self.retries:
+            record.state = "waiting"
+            if where:
+                self._failed_on[attempt.task.name].add(where)
+            self._waiting.append(attempt.task)
+        else:
+            record.state = "failed"
+
+    def of_state(self, state: str) -> list[Record]:
+        return [record for record in self.records.values() if record.state == state]
+
+
+def workers_of(client: Client) -> list[Worker]:
+    """Those that the scheduler knows now; none while it does not answer."""
+    about = client.scheduler_info(n_workers=-1).get("workers", {})
+    if client.status in ("closing", "closed"):  # Dask has waited for it in vain
+        raise Error("--executor", "the scheduler does not answer any more", "--resume when one runs", "",
+                    Refusal.RESOURCES)  # fmt: skip
+    return [Worker.of(address, one) for address, one in about.items()]
+
+
+def outcome_of(future: Future) -> tuple[Outcome, str]:
+    """How an attempt ended, and the address of its worker where that is known."""
+    from distributed import CancelledError
+    from distributed.scheduler import KilledWorker
+
+    try:
+        outcome: Outcome = future.result()
+        return outcome, outcome.address
+    except KilledWorker as lost:
+        where = lost.last_worker.address
+        return Outcome(False, "its worker died or could not be reached", worker=where), where
+    except CancelledError:
+        return Outcome(False, "the scheduler gave it up"), ""
+    except Exception as problem:  # of the worker's own Python, of its disk ...
+        return Outcome(False, f"{type(problem).__name__}: {problem}".split("\n")[0]), ""
+
+
+def write_table(path: Path, records: Iterable[Record]) -> None:
+    """tasks.csv; readers see the last one or this one."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, [column.name for column in fields(Record)], lineterminator="\n")
+        table.writeheader()
+        for record in records:
+            table.writerow(asdict(record) | {"seconds": f"{record.seconds:.3f}"})
+    os.replace(partial, path)
+
+
+def read_table(path: Path) -> dict[str, Record]:
+    """The rows of tasks.csv by name; none where there is no such file."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:
+        return {}
+    kinds = {"attempts": int, "seconds": float, "cells": int}
+    return {row["name"]: Record(**{key: kinds.get(key, str)(value) for key, value in row.items()}) for row in rows}

@@ -1,0 +1,143 @@
+"""A sweep: plan, run on a cluster, merge. OUT is then what one replay of everything leaves there.
+
+While it runs OUT/shards holds a folder of results for each attempt: those with run.json are whole, and stay whatever
+becomes of the sweep. OUT/tasks.csv says what became of each task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.sweep.executors import Wanted, cluster
+from kvreplay.sweep.plan import Plan, call, planned
+from kvreplay.sweep.progress import Line, duration
+from kvreplay.sweep.schedule import Record, Schedule, Task, read_table, write_table
+from kvreplay.sweep.work import SOME_FAILED
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is asked for."""
+
+    words: tuple[str, ...]  # of a replay
+    device: tuple[str, ...]  # which workers' programs are told beside them
+    wanted: Wanted
+    retries: int
+    resume: bool
+    progress: str
+
+    def run(self, plan: Plan, output: Path) -> int:
+        """The exit code."""
+        shards = output / "shards"
+        if shards.is_dir() and not self.resume:
+            raise Error(str(output), "an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
+        try:
+            shards.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise Error(str(output), "cannot be made", "", str(problem.strerror)) from problem
+        with alone(shards):
+            if merge(output, finished(shards)):
+                plan = planned(self.words)
+            for folder in shards.glob("*/"):
+                shutil.rmtree(folder, ignore_errors=True)
+            tasks = plan.tasks(output.absolute(), self.wanted.allowance, self.device)
+            table = output / "tasks.csv"
+            earlier = read_table(table)
+            for trace in plan.traces:  # its client may have died before it heard of it
+                if trace.done and trace.name in earlier:
+                    earlier[trace.name].state, earlier[trace.name].reason = "done", ""
+            schedule = run_tasks(tasks, self.wanted, self.retries, table, earlier, Line(self.progress, "cells"))
+            merge(output, [Path(folder) for folder in schedule.folders])
+            shutil.rmtree(shards, ignore_errors=True)
+        return told(schedule, "cells", str(output))
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One sweep at a time looks after a folder; the system takes the lock back however this process ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as problem:
+            raise Error(str(folder), "another sweep writes here", "wait for it, or use another folder", "",
+                        Refusal.USAGE) from problem  # fmt: skip
+        except OSError:  # a file system without locks is used without
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def finished(shards: Path) -> list[Path]:
+    """Attempts that came to their end: run.json is written last."""
+    return sorted(path.parent for path in shards.glob("*/run.json"))
+
+
+def merge(output: Path, folders: Sequence[Path]) -> bool:
+    """Into `output`; whether there was anything. A list in a file: thousands of names are no command line."""
+    if folders:
+        names = output / "shards" / "finished.txt"
+        names.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
+        call(["merge", str(output), f"@{names}", "--progress", "never"])
+    return bool(folders)
+
+
+def run_tasks(
+    tasks: Sequence[Task], wanted: Wanted, retries: int, table: Path, earlier: dict[str, Record], line: Line
+) -> Schedule:
+    """All of them, with a table that is kept up to date. `earlier`: its rows of tasks that are done."""
+    written = 0.0
+
+    def changed(schedule: Schedule) -> None:
+        nonlocal written
+        if time.monotonic() - written >= 1:
+            write_table(table, all_records(earlier, schedule))
+            written = time.monotonic()
+        line.show(schedule)
+
+    schedule = Schedule(tasks, retries, changed)
+    logs = table.parent / "slurm"
+    try:
+        if not tasks:
+            return schedule
+        with cluster(wanted, logs) as client:
+            print(f"kvreplay: sweep: dashboard {client.dashboard_link}", file=sys.stderr, flush=True)
+            schedule.run(client)
+    finally:
+        line.clear()
+        write_table(table, all_records(earlier, schedule))
+    if not schedule.of_state("failed"):
+        shutil.rmtree(logs, ignore_errors=True)
+    return schedule
+
+
+def all_records(earlier: dict[str, Record], schedule: Schedule) -> list[Record]:
+    """Those of earlier calls whose tasks are none of this one's stay, in the order of their names."""
+    rows = earlier | schedule.records
+    return [rows[name] for name in sorted(rows)]
+
+
+def told(schedule: Schedule, unit: str, output: str) -> int:
+    """Prints the end; the exit code."""
+    done, failed = schedule.of_state("done"), schedule.of_state("failed")
+    took = schedule.seconds
+    cells = sum(record.cells for record in done)
+    pace = f", {cells / took:.3g} {unit}/s" if done else ""
+    print(f"sweep    {len(done)} of {len(schedule.records)} tasks done   {cells} {unit} in {duration(took)}{pace}   "
+          f"{output}")  # fmt: skip
+    for record in failed:
+        print(f"kvreplay: failed: {record.name}: {record.reason} ({record.attempts} attempts)", file=sys.stderr)
+    partly = [record for record in done if record.reason]
+    for record in partly:
+        print(f"kvreplay: some cells failed: {record.name}: {record.reason}", file=sys.stderr)
+    return SOME_FAILED if failed or partly else 0

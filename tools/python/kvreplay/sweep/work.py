@@ -1,0 +1,190 @@
+"""What a worker does for one task: it runs a program in a folder of its own, and says how that ended.
+
+A worker imports this module, so it needs kvreplay and dask, and no other package of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+from uuid import uuid4
+
+DONE, SOME_FAILED = 0, 6  # exit codes of a replay that leaves results
+LOOK = 0.5  # seconds between looks whether the task is still wanted
+ENDING = ("closing", "closed", "stopping", "stopped", "failed")  # a worker that takes no results to anybody
+PDEATHSIG = 1  # of prctl
+_libc = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended."""
+
+    ok: bool
+    reason: str = ""  # why not, or what failed of it
+    folder: str = ""  # what it left
+    seconds: float = 0.0
+    worker: str = ""  # host and name
+    address: str = ""  # of the worker in its cluster
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What the program of one task may use; None: as its worker was started."""
+
+    threads: int | None = None
+    memory: int | None = None  # bytes
+
+    def words(self, memory_of_worker: int) -> list[str]:
+        memory = self.memory or memory_of_worker
+        return ["--threads", str(self.threads or 1), *(["--memory", str(memory)] if memory else [])]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One trace with all its policies and budgets, into a new folder below `shards`.
+
+    Every attempt has a folder of its own: one that was given up because its worker cannot be reached may still write.
+    """
+
+    command: tuple[str, ...]  # the program, and the words of a replay
+    directory: str  # in which relative paths of these words mean something
+    trace: str
+    name: str  # of the trace
+    shards: str
+    earlier: str  # the part with this trace's cells of earlier sweeps, which are not computed again
+    allowance: Allowance
+
+    def __call__(self) -> Outcome:
+        begin = time.monotonic()
+        folder = Path(self.shards) / f"{self.name}-{uuid4().hex[:12]}"
+        parts = folder / "parts"
+        parts.mkdir(parents=True)
+        if Path(self.earlier).is_file():
+            shutil.copyfile(self.earlier, parts / f"{self.name}.h5")
+        words = [*self.command, self.trace, "-o", str(folder), *self.allowance.words(memory_of_worker())]
+        code, said = run_program([*words, "--progress", "never"], self.directory, unwanted())
+        ok = code in (DONE, SOME_FAILED)
+        if not ok:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Outcome(ok, "" if code == DONE else said, str(folder), time.monotonic() - begin, *this_worker())
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One prompt of a capture: the trace appears under its name when it is whole."""
+
+    command: tuple[str, ...]  # the program, and the words of a capture without -o
+    directory: str
+    name: str  # of the prompt
+    output: str  # folder of traces
+
+    def __call__(self) -> Outcome:
+        begin = time.monotonic()
+        folder = Path(tempfile.mkdtemp(prefix=f".{self.name}-", dir=self.output))
+        try:
+            words = [*self.command, "--only", self.name, "-o", str(folder), "--progress", "never"]
+            code, said = run_program(words, self.directory, unwanted())
+            trace = Path(self.output) / f"{self.name}.h5"
+            if code == DONE:
+                os.replace(folder / trace.name, trace)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        seconds = time.monotonic() - begin
+        return Outcome(code == DONE, "" if code == DONE else said, str(trace), seconds, *this_worker())
+
+
+def run_program(words: Sequence[str], directory: str, stop: Callable[[], bool]) -> tuple[int, str]:
+    """The exit code, and the last thing said on stderr. The program dies with this process, and when `stop` says so."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            words, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+            process_group=0, preexec_fn=_dies_with(os.getpid()),
+        )  # fmt: skip
+        try:
+            _wait(process, stop)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return process.returncode, _reason(process.returncode, said)
+
+
+def _dies_with(parent: int) -> Callable[[], None]:
+    def prepare() -> None:
+        _libc.prctl(PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before it was watched
+            os._exit(1)
+
+    return prepare
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> None:
+    """Until the program ends, or nobody wants its results any more."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        while not select.select([ended], [], [], LOOK)[0]:
+            if stop():
+                return
+    finally:
+        os.close(ended)
+
+
+def _reason(code: int, said: IO[bytes]) -> str:
+    said.seek(0)
+    lines = said.read().decode("utf-8", "replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "").removeprefix("kvreplay: ")
+    if code < 0:
+        end = f"ended by {signal.Signals(-code).name}"
+        return f"{end}, as a system out of memory does" if -code == signal.SIGKILL else end
+    return last or f"exit code {code}"
+
+
+def unwanted() -> Callable[[], bool]:
+    """Whether the task that runs now was taken back, or its worker is about to end; outside workers never."""
+    try:
+        from distributed import get_worker
+
+        worker = get_worker()
+    except (ImportError, ValueError):
+        return lambda: False
+    key = worker.get_current_task()
+
+    def asked() -> bool:
+        task = worker.state.tasks.get(key)
+        return task is None or task.state == "cancelled" or worker.status.name in ENDING
+
+    return asked
+
+
+def this_worker() -> tuple[str, str]:
+    """The host and the worker's name, and its address."""
+    try:
+        from distributed import get_worker
+
+        worker = get_worker()
+    except (ImportError, ValueError):
+        return socket.gethostname(), ""
+    return f"{socket.gethostname()} {worker.name}", worker.address
+
+
+def memory_of_worker() -> int:
+    """Bytes that one task may use of what its worker was started with; 0: not said."""
+    try:
+        from distributed import get_worker
+
+        worker = get_worker()
+    except (ImportError, ValueError):
+        return 0
+    return int((worker.memory_manager.memory_limit or 0) / worker.state.nthreads)
