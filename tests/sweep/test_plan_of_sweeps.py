@@ -15,7 +15,7 @@ from kvreplay.sweep.command import main
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
-from sweep_plan import makespan  # noqa: E402
+from sweep_plan import Costs, makespan  # noqa: E402
 
 
 def said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
@@ -95,7 +95,9 @@ def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> Non
 
 def test_the_simulated_plan_by_hand() -> None:
     """Two workers from second 1: 3 and 2 s, then 2 s on the one that is free at 3.5; each costs half a second more."""
-    assert makespan(np.array([3.0, 2.0, 2.0]), 2, 0.5, 0.0, 1.0) == 6.0
-    assert makespan(np.array([3.0, 2.0, 2.0]), 1, 0.5, 0.0, 1.0) == 1.0 + 7.0 + 1.5
+    costs = Costs(overhead=0.5, hand_out=0.0, join=1.0, merge=0.0)
+    assert makespan(np.array([3.0, 2.0, 2.0]), 2, costs) == 6.0
+    assert makespan(np.array([3.0, 2.0, 2.0]), 1, costs) == 1.0 + 7.0 + 1.5
     # With a client that needs a second for each, the third worker begins two seconds after the first.
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, 0.0, 1.0, 0.0) == 3.0
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(0.0, 1.0, 0.0, 0.0)) == 3.0
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(0.0, 1.0, 0.0, 0.5)) == 4.5
