@@ -13,6 +13,7 @@ DOCS = [
     "docs/policies.md",
     "docs/budgets.md",
     "docs/experiments.md",
+    "docs/cluster.md",
     "docs/report.md",
     "docs/python.md",
     "docs/regret.md",
