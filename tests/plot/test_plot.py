@@ -723,7 +723,7 @@ def test_damaged_files_are_refused_by_name(broken, capsys):
     assert "results.csv: columns: expected trace, " in refused(capsys, 3, "curve", broken)
     number = table.splitlines()[3].split(",")[-7]
     (broken / "results.csv").write_text(table.replace(f",{number},", ",nan?,"))
-    assert "results.csv:4: value: expected a number or nothing, found nan?" in refused(capsys, 3, "curve", broken)
+    assert "results.csv:4: value: expected a number or nothing, found nan?" in refused(capsys, 3, "layers", broken)
     (broken / "results.csv").write_text(table)
     (broken / "run.json").write_text(json.dumps({"schema": "kvreplay-run/2"}))
     assert "schema: expected kvreplay-run/1, found kvreplay-run/2" in refused(capsys, 3, "curve", broken)
@@ -763,6 +763,16 @@ def test_damaged_selections_are_refused_by_object(broken, capsys):
             assert words in refused(capsys, 3, "kept", broken)
     (broken / "selections.h5").write_bytes(b"no HDF5")
     assert "selections.h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "kept", broken)
+
+
+def test_means_over_traces_are_drawn_of_results_csv_alone(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [SNAPKV, H2O, CHUNKKV], traces=NEEDLES)
+    figures = {kind: drawn(kind, run, tmp_path, *NEEDED.get(kind, [])) for kind in ("curve", "layers", "compare")}
+    (run / "selections.h5").write_bytes(b"no HDF5")
+    for kind, numbers in figures.items():
+        pd.testing.assert_frame_equal(drawn(kind, run, tmp_path, *NEEDED.get(kind, [])), numbers)
+    capsys.readouterr()
+    assert "selections.h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "budgets", run)
 
 
 def test_what_the_run_does_not_hold_cannot_be_drawn(broken, capsys):

@@ -26,7 +26,7 @@ COLUMNS = (
     "layer head metric variant value unit open_loop synthetic backend seed cell"
 ).split()
 NUMBERS = ["budget_tokens", "kept_tokens", "value"]
-PIECE = 200_000  # rows of results.csv read at a time where only some are kept
+PIECE = 50_000  # rows of results.csv read at a time: only some of them are kept
 CELL = (
     "cell trace model role policy params heads budget budget_tokens kept_tokens boundary eval backend seed synthetic"
 ).split()
@@ -133,7 +133,8 @@ class Run:
     def table(self) -> pd.DataFrame:
         """results.csv over heads (`head` = all), with the column `label`; numbers as numbers (undefined: NaN),
         everything else as written. Rows of single heads, most of a run that has them, stay in the file."""
-        return self._rows(lambda rows: rows["head"] == "all")
+        table = self._read(lambda rows: rows["head"] == "all")
+        return table.assign(label=labels(table))
 
     @cached_property
     def overall(self) -> pd.DataFrame:
@@ -141,17 +142,26 @@ class Run:
         read for these alone; after it, it is not read again."""
         if "table" in vars(self):
             return self.table[self.table["layer"] == "all"].reset_index(drop=True)
-        return self._rows(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
+        rows = self._read(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
+        return rows.assign(label=labels(rows))
 
-    def _rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+    def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+        """The rows of cells in `table` that are `wanted`, without the others in memory; `wanted` is asked of texts."""
+        found = self._read(lambda rows: (rows["head"] == "all") & (rows["role"] != "trace") & wanted(rows))
+        # As all cells have them: of some rows alone, fewer parameters may differ.
+        named = self.cells[["trace", "cell", "label"]]
+        return found.merge(named, on=["trace", "cell"], validate="many_to_one")
+
+    def _read(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
         path = self.folder / "results.csv"
         pieces = []
         try:
-            for rows in pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8", chunksize=PIECE):
+            # Objects until the choice is made: what is left out need not become a column of texts.
+            for rows in pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE):
                 missing = [name for name in COLUMNS if name not in rows.columns]
                 if missing:
                     raise Error(str(path), "columns", ", ".join(COLUMNS), "no " + ", ".join(missing))
-                pieces.append(rows[wanted(rows)])
+                pieces.append(rows[wanted(rows)].astype(str))
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
         table = pd.concat(pieces)
@@ -164,9 +174,9 @@ class Run:
             # pandas before 3.1 is off by one in the last place of some.
             table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
         failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
-        table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)].reset_index(drop=True)
-        table["label"] = labels(table)
-        return table
+        if failed:
+            table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
+        return table.reset_index(drop=True)
 
     @property
     def better(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pandas as pd
 from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
-from kvreplay.results import Run, labels, untold_note
+from kvreplay.results import CELL, Run, labels, untold_note
 
 NAMED = 5  # traces in a note
 VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
@@ -52,7 +52,7 @@ class Comparison:
         table = table[table["role"] != "trace"].reset_index(drop=True)
         if table.empty:
             raise Error(where, "nothing to compare", "at least one cell", "none")
-        table["label"] = labels(table.assign(trace=table["trace_hash"]))  # in two runs it may have two names
+        table["label"] = labels(table[CELL].assign(trace=table["trace_hash"]))  # in two runs it may have two names
         again = table.duplicated(["trace_hash", "cell", "metric", "variant"])
         if again.any():
             cells = len(table[again][["trace_hash", "cell"]].drop_duplicates())
@@ -212,9 +212,10 @@ class Comparison:
 
 
 def values_of(run: Run) -> pd.DataFrame:
-    """`Run.overall` with `run`, `own_memory` as `Run.own_memory`, and `memory`: how many times as much a policy's cache
-    holds as one set for each KV head does; sets of query heads hold a copy for each query head of a group."""
-    rows = run.overall
+    """What is compared of `Run.overall`, with `run`, `own_memory` as `Run.own_memory`, and `memory`: how many times as
+    much a policy's cache holds as one set for each KV head does; sets of query heads hold a copy for each query head of
+    a group."""
+    rows = run.overall[[*CELL, "trace_hash", "metric", "variant", "value"]]
     facts = {name: run.trace(name) for name in sorted(set(rows["trace"][rows["heads"] == "query"]))}
     group = {name: fact.query_heads // fact.kv_heads for name, fact in facts.items()}
     cells = zip(rows["trace"], rows["cell"], strict=True)

@@ -70,7 +70,7 @@ class Choice:
         """The traces to draw, sorted; of one model, since layers and heads of two models have nothing in common."""
         known = sorted(set(self.run.cells["trace"]))
         chosen = pick("--trace", "trace", self.traces_asked, known) if self.traces_asked else known
-        models = sorted({self.run.trace(name).model for name in chosen})
+        models = sorted(set(self.run.cells["model"][self.run.cells["trace"].isin(chosen)]))
         if len(models) > 1:
             found = f"{len(chosen)} traces of " + ", ".join(models)
             raise Error("--trace", "choose traces of one model", "--trace NAME", found, Refusal.USAGE)
@@ -172,30 +172,35 @@ class Choice:
         return name.replace("_", " ") + (f", {variant}" if variant else "") + self.metric_unit
 
     def rows(self, metric: str) -> pd.DataFrame:
-        """Rows of `Run.table` of a metric, of the chosen traces."""
-        table = self.run.table
-        mine = (table["role"] != "trace") & (table["metric"] == metric)
-        return table[mine & table["trace"].isin(self.traces)]
+        """Rows of `Run.overall` of a metric, of the chosen traces."""
+        rows = self.run.overall
+        mine = (rows["role"] != "trace") & (rows["metric"] == metric)
+        return rows[mine & rows["trace"].isin(self.traces)]
 
-    def values(self) -> pd.DataFrame:
+    def rows_by_layer(self, metric: str) -> pd.DataFrame:
+        """The same of single layers."""
+        return self.run.rows(lambda rows: (
+            (rows["layer"] != "all") & (rows["metric"] == metric) & rows["trace"].isin(self.traces)
+        ))  # fmt: skip
+
+    def values(self, by_layer: bool) -> pd.DataFrame:
         """Rows of the chosen metric, policies with controls, and budgets; a control may have budgets of its own."""
         name, variant = self.metric
-        rows = self.rows(name)
+        rows = self.rows_by_layer(name) if by_layer else self.rows(name)
         hidden = set(self.known_budgets) - set(self.budgets)
         return rows[(rows["variant"] == variant) & rows["label"].isin(self.labels(True)) & ~rows["budget"].isin(hidden)]
 
     def caption(self, *more: str) -> str:
         """Where the numbers come from, and what every number of a replay is: open loop."""
-        facts = [self.run.trace(name) for name in self.traces]
-        if len(facts) == 1:
-            fact = facts[0]
+        cells = self.run.cells[self.run.cells["trace"].isin(self.traces)]
+        if len(self.traces) == 1:
+            fact = self.run.trace(self.traces[0])
             heads = f"{fact.query_heads} query and {fact.kv_heads} KV heads"
             tokens = f"{fact.prompt:,} prompt and {fact.tokens - fact.prompt:,} continuation tokens"
             line = f"{fact.model}, {heads}; trace {fact.name}, {tokens}"
         else:
-            line = f"{facts[0].model}, {len(facts)} traces"
-        synthetic = self.run.cells[self.run.cells["trace"].isin(self.traces)]["synthetic"].isin(["1", "true"]).any()
-        return open_loop(line, synthetic, *more)
+            line = f"{cells['model'].iloc[0]}, {len(self.traces)} traces"
+        return open_loop(line, cells["synthetic"].isin(["1", "true"]).any(), *more)
 
 
 def open_loop(line: str, synthetic: bool, *more: str) -> str:

@@ -73,8 +73,7 @@ def prompts_of_rows(choice: Choice, rows: pd.DataFrame) -> pd.Series:
 
 def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
     """The chosen metric's defined values of single layers, or those over all layers."""
-    rows = choice.values()
-    rows = rows[(rows["layer"] != "all") == by_layer].dropna(subset="value")
+    rows = choice.values(by_layer).dropna(subset="value")
     if rows.empty:
         wanted = "values by layer (replay --detail layer)" if by_layer else "a value over all layers"
         found = "none of " + choice.metric_name
@@ -105,8 +104,8 @@ def draw_lines(
     """
     found = mean_over_traces(rows, ["label", x], prompts_of_rows(choice, rows))
     heads = rows.groupby("label")["heads"].first()
-    facts = [choice.run.trace(name) for name in choice.traces]
-    group = max(fact.query_heads // fact.kv_heads for fact in facts)
+    facts = [choice.run.trace(name) for name in sorted(set(rows["trace"][rows["heads"] == "query"]))]
+    group = max((fact.query_heads // fact.kv_heads for fact in facts), default=1)
     labels = [label for label in choice.labels(controls=True) if label in heads.index]
     marked = [label for label in labels if heads[label] == "query" and group > 1]
     names = {label: label + (f" {PER_QUERY_HEAD}" if label in marked else "") for label in labels}

@@ -70,7 +70,7 @@ def draw(choice: Choice) -> Drawing:
     if needles.empty:
         raise Error(where, "no needle", "traces with a span of kind needle in the prompt", f"{len(facts)} without")
     rows = choice.rows(METRIC)
-    rows = rows[(rows["layer"] == "all") & (rows["budget"] == choice.budgets[0])].dropna(subset="value")
+    rows = rows[rows["budget"] == choice.budgets[0]].dropna(subset="value")
     rows = rows[["trace", "trace_hash", "variant", "label", "heads", "value"]].merge(needles, on=["trace", "variant"])
     if rows.empty:
         raise Error(where, "nothing to draw", f"span_recall:NEEDLE.{measure} of a needle span", "none")

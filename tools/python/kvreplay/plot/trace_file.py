@@ -23,7 +23,7 @@ class TraceFile:
         with Trace(path) as trace:
             self._facts = facts_of(trace)
             synthetic = str(trace.attribute("/", "synthetic"))
-        self.cells = pd.DataFrame({"trace": [self._facts.name], "synthetic": [synthetic]})
+        self.cells = pd.DataFrame({"trace": [self._facts.name], "model": [self._facts.model], "synthetic": [synthetic]})
 
     def trace(self, name: str) -> TraceFacts:
         """The facts of the one trace."""

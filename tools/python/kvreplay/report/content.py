@@ -49,13 +49,15 @@ class Wanted:
         self.target[self.key] = None
 
 
-def headline_values(run: Run) -> tuple[Cells, Cells]:
-    """The defined values of the table's columns: of each cell as a whole, and a dict by the layer's own number."""
+def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
+    """The defined values of the table's columns on these traces: of each cell as a whole, and a dict by the layer's own
+    number."""
     metrics = {column.metric for column in table.COLUMNS}
-    rows = run.table[run.table["role"] != "trace"]
+    rows = run.rows(lambda rows: rows["trace"].isin(traces))
     whole: Cells = {}
     by_layer: Cells = {}
-    kept = zip(run.cells["trace"], run.cells["cell"], run.cells["kept_tokens"], strict=True)
+    cells = run.cells[run.cells["trace"].isin(traces)]
+    kept = zip(cells["trace"], cells["cell"], cells["kept_tokens"], strict=True)
     for trace, cell, tokens in kept:
         whole[trace, cell] = {table.KEPT: float(tokens)}
         by_layer[trace, cell] = {}
@@ -77,14 +79,13 @@ class Page:
 
     def __init__(self, run: Run, asked: Asked) -> None:
         self.run = run
-        # First of all: after `Run.table` nothing reads results.csv again.
-        self.whole, self.by_layer = headline_values(run)
         self.choice = Choice(run, policies=asked.policies, budgets_asked=asked.budgets)
         self.text = asked.text
         self.notes: list[str] = []
         known = sorted(set(run.cells["trace"]))
         self.labels = self.choice.labels(controls=True)
         self.traces = self._traces(asked.traces, known)
+        self.whole, self.by_layer = headline_values(run, self.traces)
         if len(self.traces) < len(known):
             self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; --trace chooses others")
         untold = {trace for trace, _ in run.untold_memory}
@@ -138,7 +139,8 @@ class Page:
         cells = self.run.cells
         cells = cells[cells["label"].isin(self.labels) & cells["budget"].isin(self.choice.budgets)]
         wanted = pick("--trace", "trace", asked, known) if asked else known
-        found = [name for name in wanted if name in set(cells["trace"])]
+        present = set(cells["trace"])
+        found = [name for name in wanted if name in present]
         if not found:
             raise Error("report", "nothing to show", "a trace with a cell of these policies at these budgets",
                         ", ".join(wanted), Refusal.USAGE)  # fmt: skip
