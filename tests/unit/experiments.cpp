@@ -81,6 +81,14 @@ TEST_F(Experiments, TheCommandLineWins) {
   EXPECT_EQ(all.arguments.command_line().back(), "summary") << "the record holds what was typed";
 }
 
+TEST_F(Experiments, TracesOfOneNameAreRefusedInEveryShard) {
+  const std::string text = "traces: [a.h5, b.h5, x/a.h5]\npolicies: h2o\nbudgets: 4\n";
+  for (const char* shard : {"1/3", "2/3", "3/3"})
+    EXPECT_EQ(refusal_of([&] { asked_by(text, {"--shard", shard}); }),
+              "x/a.h5: another trace has the same name: expected names that tell results apart, found a");
+  EXPECT_EQ(asked_by("traces: [a.h5, b.h5, c.h5]\n", {"--shard", "1/3"}).traces.size(), 1U);
+}
+
 TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
   const Asked all = asked_by("traces: a.h5\npolicies: ['@mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
   EXPECT_EQ(all.arguments.all("policy"),

@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 
+#include "analysis/run.h"
 #include "error.h"
 #include "nearest.h"
 #include "policies/policy_file.h"
@@ -148,6 +149,10 @@ Asked asked(const Arguments& arguments) {
   }
   if (file) file->add_to(all.arguments);
   all.traces = file && traces.empty() ? file->traces() : list_traces(traces);
+  // Each shard says what is wrong with the whole.
+  std::vector<fs::path> named;
+  for (const ListedTrace& trace : all.traces) named.emplace_back(trace.path);
+  check_names(named);
   if (all.arguments.given("shard"))
     all.traces = Shard::parse(all.arguments.values("shard").front().where, all.arguments.text("shard")).of(all.traces);
   std::vector<std::string> paths;
