@@ -90,9 +90,17 @@ TEST_F(Experiments, TracesOfOneNameAreRefusedInEveryShard) {
 }
 
 TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
-  const Asked all = asked_by("traces: a.h5\npolicies: ['@mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
+  std::filesystem::create_directory(file("in"));
+  written("- q-filter:filters=g.npy\n- h2o\n", "in/mine.yaml");
+  const Asked all = asked_by("traces: a.h5\npolicies: ['local,@in/mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
   EXPECT_EQ(all.arguments.all("policy"),
-            (Texts{"@" + file("mine.yaml").string(), "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}));
+            (Texts{"local,q-filter:filters=" + file("g.npy").string() + ",h2o",
+                   "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}))
+      << "files in a list of policies, too";
+  EXPECT_EQ(refusal("traces: a.h5\npolicies:\n  - '@in/none.yaml'\n"),
+            "sweep.yaml:3: in/none.yaml: cannot be read: expected a file of policies");
+  EXPECT_EQ(refusal("traces: a.h5\npolicies: 'h2o,,local'\n"),
+            "sweep.yaml:2: policies: empty piece of a list: found \"h2o,,local\"");
 }
 
 TEST_F(Experiments, EveryWrongKeyIsNamedWithTheNearest) {

@@ -94,17 +94,6 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
-/// Reads a value. What is wrong with one of a file is said at its place there.
-template <class Read>
-auto at_place(const GivenValue& value, Read read) {
-  try {
-    return read();
-  } catch (const Error& error) {
-    if (value.place.empty()) throw;
-    throw Error{error.refusal(), value.place + ": " + error.where(), error.problem(), error.expected(), error.found()};
-  }
-}
-
 /// Every policy that is asked for, as users write it, with its place.
 std::vector<GivenValue> policy_texts(const Arguments& arguments) {
   std::vector<GivenValue> texts;
