@@ -103,6 +103,23 @@ TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
             "sweep.yaml:2: policies: empty piece of a list: found \"h2o,,local\"");
 }
 
+TEST_F(Experiments, AFolderWhoseNameWouldEndAFilesIsRefused) {
+  for (const char* name : {"a,b", "lr=1", "(x", "x)", "a:b"}) {
+    std::filesystem::create_directory(file(name));
+    const auto asked_there = [&](const std::string& policies) {
+      const Texts words{"@" + written("traces: a.h5\npolicies: '" + policies + "'\n", std::string(name) + "/e.yaml")};
+      return asked(Arguments(replay_command, "kvreplay", words)).arguments.all("policy");
+    };
+    written("h2o\n", std::string(name) + "/mine.yaml");
+    EXPECT_EQ(refusal_of([&] { asked_there("q-filter:filters=f.npy"); }),
+              std::string(name) + "/e.yaml:2: " + name +
+                  ": files in this folder cannot be named in a policy: expected a folder without any of ,=():, found "
+                  "f.npy");
+    EXPECT_EQ(asked_there("local,q-filter:filters=/f.npy"), Texts{"local,q-filter:filters=/f.npy"});
+    EXPECT_EQ(asked_there("@mine.yaml"), Texts{"h2o"}) << "its content is what counts";
+  }
+}
+
 TEST_F(Experiments, EveryWrongKeyIsNamedWithTheNearest) {
   EXPECT_EQ(refusal("trases: a.h5\n"), "sweep.yaml:1: unknown key: expected traces, found trases");
   EXPECT_EQ(refusal("traces: a.h5\nbudgts: 3\npolices: h2o\n"),

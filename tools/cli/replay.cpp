@@ -275,11 +275,11 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
                 {"memory_bytes", all.memory_bytes},
                 {"mapped_bytes", all.mapped_bytes},
                 {"disk_bytes", all.disk_bytes},
-                {"words", words_without_traces(arguments, prepared)},
                 {"policies", Json::array()},
                 {"budgets", Json::array()}};
   for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
   for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
+  if (arguments.given("json")) document["words"] = words_without_traces(arguments, prepared);
   if (arguments.given("output")) document["output"] = arguments.text("output");
   document["traces"] = Json::array();
   std::vector<std::vector<std::string>> rows{
