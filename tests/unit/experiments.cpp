@@ -260,6 +260,17 @@ TEST_F(Lists, AManifestNamesItsTracesFromItsOwnFolder) {
             "in/list.csv:3: trace_hash of in/a.h5: expected " + other + ", found " + hash);
 }
 
+TEST_F(Lists, ManifestsAreReadAsProgramsWriteThem) {
+  const std::string hash(32, 'a');
+  written("\xEF\xBB\xBFtrace_hash,name,file\n" + hash + ",b,\n" + hash + ",b,c.h5\n\n\n", "list.csv");
+  EXPECT_EQ(listed({"list.csv"}), (Texts{"b.h5", "c.h5"}));
+  written("\"trace\nhash\",trace_hash,name\n\"x\n\ny\"," + hash + ",b\n\nz,1,c\n", "list.csv");
+  EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }),
+            "list.csv:7: trace_hash: expected 32 hexadecimal digits, found \"1\"");
+  written("trace_hash,name,file\n" + hash + ",,\n", "list.csv");
+  EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }), "list.csv:2: names no trace");
+}
+
 TEST_F(Lists, EveryTraceIsInOneShardAndShardsAreEven) {
   std::vector<ListedTrace> all;
   std::size_t total = 0;
