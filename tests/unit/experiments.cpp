@@ -92,10 +92,10 @@ TEST_F(Experiments, TracesOfOneNameAreRefusedInEveryShard) {
 TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
   std::filesystem::create_directory(file("in"));
   written("- q-filter:filters=g.npy\n- h2o\n", "in/mine.yaml");
-  const Asked all = asked_by("traces: a.h5\npolicies: ['local,@in/mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
-  EXPECT_EQ(all.arguments.all("policy"),
-            (Texts{"local,q-filter:filters=" + file("g.npy").string() + ",h2o",
-                   "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}))
+  const Asked all =
+      asked_by("traces: a.h5\npolicies: ['local,@in/mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
+  EXPECT_EQ(all.arguments.all("policy"), (Texts{"local,q-filter:filters=" + file("g.npy").string() + ",h2o",
+                                                "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}))
       << "files in a list of policies, too";
   EXPECT_EQ(refusal("traces: a.h5\npolicies:\n  - '@in/none.yaml'\n"),
             "sweep.yaml:3: in/none.yaml: cannot be read: expected a file of policies");
@@ -142,6 +142,7 @@ TEST_F(Experiments, WrongTypesAreRefusedAtTheirLine) {
   EXPECT_EQ(refusal("no-text:\n"), "sweep.yaml:1: no-text: expected true or false, found nothing");
   EXPECT_EQ(refusal("sliding: teat\n"),
             "sweep.yaml:1: sliding: unknown value: expected one of skip, treat, found teat");
+  EXPECT_EQ(refusal("output: ''\n"), "sweep.yaml:1: output: expected a folder, found \"\"");
   EXPECT_EQ(refusal("exclude: 3\nexclude: 4\n"), "sweep.yaml:2: given twice: found exclude");
   EXPECT_EQ(refusal("exclude:\n"),
             "sweep.yaml:1: leaves nothing out: expected a policy, a budget or a parameter, found nothing");
@@ -240,10 +241,12 @@ TEST_F(Lists, FoldersAndGlobsAreSorted) {
   for (const char* name : {"in/b.h5", "in/a.h5", "in/a.obs.h5", "in/note.txt", "in/c.h5.partial", "[x].h5", "x.h5"})
     make(name);
   EXPECT_EQ(listed({"in"}), (Texts{"in/a.h5", "in/b.h5"}));
+  EXPECT_EQ(listed({"*"}), (Texts{"[x].h5", "in/a.h5", "in/b.h5", "x.h5"}));
+  EXPECT_EQ(refusal_of([&] { listed({"in/*.txt"}); }), "in/*.txt: no such trace: expected *.h5");
   EXPECT_EQ(listed({"in/[b-z].h5", "in/a.h5"}), (Texts{"in/b.h5", "in/a.h5"}));
   EXPECT_EQ(listed({"[x].h5"}), Texts{"[x].h5"}) << "a file that is there is no glob";
   EXPECT_EQ(listed({"not-there.h5"}), Texts{"not-there.h5"}) << "opening it says what is wrong";
-  EXPECT_EQ(refusal_of([&] { listed({"in/*.hdf5"}); }), "in/*.hdf5: no such trace");
+  EXPECT_EQ(refusal_of([&] { listed({"in/*.hdf5"}); }), "in/*.hdf5: no such trace: expected *.h5");
   std::filesystem::create_directory(file("empty"));
   EXPECT_EQ(refusal_of([&] { listed({"empty"}); }), "empty: a folder without traces: expected *.h5 in it");
 }

@@ -130,6 +130,7 @@ class File {
       give(std::move(all), node.where);
     } else {
       const std::string text = one_text(node, key, "one text");
+      if (name == "output" && text.empty()) throw Error{Refusal::usage, node.where, key, "a folder", "\"\""};
       give(name == "output" ? in_folder(text) : text, node.where);
     }
   }

@@ -271,12 +271,8 @@ std::vector<std::string> words_without_traces(const Arguments& arguments, const 
 void print_plan(const Arguments& arguments, const Prepared& prepared) {
   const auto& [device, request, exclusions, plan] = prepared;
   const Estimate all = sum(plan);
-  Json document{{"seconds", all.seconds},
-                {"memory_bytes", all.memory_bytes},
-                {"mapped_bytes", all.mapped_bytes},
-                {"disk_bytes", all.disk_bytes},
-                {"policies", Json::array()},
-                {"budgets", Json::array()}};
+  Json document{{"seconds", all.seconds},       {"memory_bytes", all.memory_bytes}, {"mapped_bytes", all.mapped_bytes},
+                {"disk_bytes", all.disk_bytes}, {"policies", Json::array()},        {"budgets", Json::array()}};
   for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
   for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
   if (arguments.given("json")) document["words"] = words_without_traces(arguments, prepared);

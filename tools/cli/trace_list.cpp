@@ -38,7 +38,7 @@ std::vector<std::string> traces_in(const fs::path& folder) {
   return found;
 }
 
-/// Only `pattern` is one: the folder's own name may hold anything.
+/// Traces, and those in folders. Only `pattern` is one: the folder's own name may hold anything.
 std::vector<std::string> matches(const fs::path& folder, const std::string& pattern) {
   std::string escaped;
   for (const char c : (folder / "").string()) {
@@ -49,7 +49,13 @@ std::vector<std::string> matches(const fs::path& folder, const std::string& patt
   glob_t matched{};
   std::vector<std::string> found;
   if (glob((absolute ? pattern : escaped + pattern).c_str(), GLOB_NOSORT, nullptr, &matched) == 0)
-    found.assign(matched.gl_pathv, matched.gl_pathv + matched.gl_pathc);
+    for (const std::string match : std::span(matched.gl_pathv, matched.gl_pathc)) {
+      std::error_code ignored;
+      if (fs::is_directory(match, ignored))
+        std::ranges::move(traces_in(match), std::back_inserter(found));
+      else if (match.ends_with(ending))
+        found.push_back(match);
+    }
   globfree(&matched);
   std::ranges::sort(found);
   return found;
@@ -104,7 +110,7 @@ std::vector<ListedTrace> traces_of(const GivenValue& name, const fs::path& folde
   for (std::string& one : in_folder ? traces_in(path) : matches(folder, name.text)) found.push_back({std::move(one)});
   if (found.empty())
     throw Error{Refusal::input, name.where, in_folder ? "a folder without traces" : "no such trace",
-                in_folder ? "*.h5 in it" : "", name.where == name.text ? "" : name.text};
+                in_folder ? "*.h5 in it" : "*.h5", name.where == name.text ? "" : name.text};
   return found;
 }
 
