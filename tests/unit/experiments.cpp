@@ -142,6 +142,8 @@ TEST_F(Experiments, WrongTypesAreRefusedAtTheirLine) {
   EXPECT_EQ(refusal("no-text:\n"), "sweep.yaml:1: no-text: expected true or false, found nothing");
   EXPECT_EQ(refusal("sliding: teat\n"),
             "sweep.yaml:1: sliding: unknown value: expected one of skip, treat, found teat");
+  EXPECT_EQ(refusal("exclude: {}\n"),
+            "sweep.yaml:1: leaves nothing out: expected a policy, a budget or a parameter, found an empty mapping");
   EXPECT_EQ(refusal("output: ''\n"), "sweep.yaml:1: output: expected a folder, found \"\"");
   EXPECT_EQ(refusal("exclude: 3\nexclude: 4\n"), "sweep.yaml:2: given twice: found exclude");
   EXPECT_EQ(refusal("exclude:\n"),
@@ -222,6 +224,18 @@ TEST(Exclusions, OfNothingSayWhatIsKnown) {
             "--exclude: leaves nothing out: expected values that some policy and budget have, found snapkv:window=3");
   for (const char* text : {"", "snapkv:", "snapkv:window", "=3", "window=", "budget=1,budget=2", "budget=x"})
     EXPECT_THROW(Exclusion({text, "--exclude"}), Error) << text;
+}
+
+TEST(Exclusions, SayWhoGaveThem) {
+  for (const char* text : {"h2o:recent=abc", "budget=8@seen"}) {
+    try {
+      const Exclusion exclusion({text, "sweep.yaml:3: exclude", "sweep.yaml:3"});
+      exclusion.covers(some_policies().front());
+      ADD_FAILURE() << text;
+    } catch (const Error& error) {
+      EXPECT_TRUE(std::string(error.what()).starts_with("sweep.yaml:3: exclude: ")) << error.what();
+    }
+  }
 }
 
 class Lists : public Experiments {

@@ -108,14 +108,13 @@ std::vector<GivenValue> policy_texts(const Arguments& arguments) {
 std::vector<std::string> leave_out(const Arguments& arguments, const std::vector<ConfiguredPolicy>& policies,
                                    RunRequest& request) {
   std::vector<Exclusion> exclusions;
-  for (const GivenValue& value : arguments.values("exclude"))
-    exclusions.push_back(at_place(value, [&] { return Exclusion(value); }));
+  for (const GivenValue& value : arguments.values("exclude")) exclusions.emplace_back(value);
   std::vector<bool> covers_some(exclusions.size());
   for (const ConfiguredPolicy& policy : policies) {
     std::set<std::size_t> budgets;
     for (std::size_t e = 0; e < exclusions.size(); ++e) {
       const Exclusion& exclusion = exclusions[e];
-      if (!at_place(exclusion.given(), [&] { return exclusion.covers(policy); })) continue;
+      if (!exclusion.covers(policy)) continue;
       for (std::size_t b = 0; b < request.budgets.size(); ++b) {
         if (!exclusion.covers(request.budgets[b])) continue;
         budgets.insert(b);
