@@ -18,6 +18,7 @@
 #include "analysis/run_json.h"
 #include "nearest.h"
 #include "trace/hash.h"
+#include "trace/trace_name.h"
 
 namespace kvreplay {
 namespace {
@@ -93,6 +94,7 @@ void check_request(const RunRequest& request) {
       throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files",
                   "names that differ"};
   }
+  check_names(request.traces);
   backends().get(request.backend);
   check_results_folder(request.output);
 }
@@ -338,7 +340,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
                   const WhileOpen& while_open) {
   TraceWork work;
   work.summary.path = path;
-  work.summary.name = path.stem().string();
+  work.summary.name = trace_name(path);
   const Trace trace = Trace::open(path);
   check_name(trace);
   work.conditions.boundary = boundary(trace, request.boundary);
@@ -389,15 +391,11 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   return work;
 }
 
-void check_names(const std::vector<TraceWork>& works) {
-  std::set<std::string> names, hashes;
-  for (const TraceWork& work : works) {
-    if (!names.insert(work.summary.name).second)
-      throw Error{Refusal::usage, work.summary.path.string(), "another trace has the same name",
-                  "names that tell results apart", work.summary.name};
+void check_hashes(const std::vector<TraceWork>& works) {
+  std::set<std::string> hashes;
+  for (const TraceWork& work : works)
     if (!work.summary.hash.empty() && !hashes.insert(work.summary.hash).second)
       throw Error{Refusal::usage, work.summary.path.string(), "the same trace is given twice", "", work.summary.hash};
-  }
 }
 
 /// A span that was named with a metric must be in some trace.
@@ -429,7 +427,7 @@ std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while
       if (!first) first = error;
       TraceWork failed;
       failed.summary.path = path;
-      failed.summary.name = path.stem().string();
+      failed.summary.name = trace_name(path);
       failed.summary.error = error.what();
       works.push_back(std::move(failed));
     }
@@ -445,7 +443,7 @@ std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while
           check_policy(Trace::open(work.summary.path), work.conditions, cell.policy, cell.facts.budget_tokens,
                        share_of_seen(cell.facts));
   }
-  check_names(works);
+  check_hashes(works);
   check_spans(request, works);
   return works;
 }
@@ -685,6 +683,14 @@ void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work,
 }
 
 }  // namespace
+
+void check_names(std::span<const fs::path> traces) {
+  std::set<std::string> names;
+  for (const fs::path& trace : traces)
+    if (!names.insert(trace_name(trace)).second)
+      throw Error{Refusal::usage, trace.string(), "another trace has the same name", "names that tell results apart",
+                  trace_name(trace)};
+}
 
 int RunSummary::failed() const {
   return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellSummary::state));

@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -142,6 +143,9 @@ struct PlannedTrace {
 };
 
 inline constexpr int numerics = 3;
+
+/// Throws Error{usage} for two traces of one name: it names their parts and groups in results.
+void check_names(std::span<const std::filesystem::path> traces);
 
 /// Opens and checks everything, each trace once, computes nothing and writes nothing. `cost`, where it is given, is
 /// asked for each trace that can be replayed, while it is open. Throws as run() does.

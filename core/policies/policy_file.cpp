@@ -97,9 +97,9 @@ std::vector<PolicyText> policies_of(const YamlNode& node) {
 std::vector<PolicyText> exclusions_of(const YamlNode& node) {
   std::vector<PolicyText> all;
   append(node, all, [](const YamlNode& mapping) {
-    if (!mapping.is(Kind::mapping))
+    if (!mapping.is(Kind::mapping) || mapping.entries.empty())
       throw Error{Refusal::usage, mapping.where, "leaves nothing out", "a policy, a budget or a parameter",
-                  name_of(mapping.kind)};
+                  mapping.is(Kind::mapping) ? "an empty mapping" : name_of(mapping.kind)};
     const YamlNode* name = mapping.find(name_key);
     return name == nullptr ? std::vector<std::string>{""} : values_of(std::string(name_key), *name);
   });

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "error.h"
+
 namespace kvreplay {
 namespace {
 
@@ -22,7 +24,7 @@ File file_of(std::string_view text) {
 
 /// Whether a word between separators names a file; `next` is what ends it.
 bool is_file(std::string_view word, char next) {
-  if (word.ends_with(".npy") || word.starts_with('@')) return true;
+  if (word.ends_with(".npy")) return true;
   const std::vector<std::string> endings = policy_sources().names();
   return next == ':' && std::ranges::any_of(endings, [&](const std::string& ending) { return word.ends_with(ending); });
 }
@@ -47,13 +49,17 @@ std::string registered_policy(std::string_view name) {
 }
 
 std::string with_files_in(const std::filesystem::path& folder, std::string_view policies) {
+  constexpr const char* separators = ",=():";
   std::string all;
   while (!policies.empty()) {
-    const std::size_t end = std::min(policies.find_first_of(",=():"), policies.size());
+    const std::size_t end = std::min(policies.find_first_of(separators), policies.size());
     const std::string_view word = policies.substr(0, end);
     if (is_file(word, end < policies.size() ? policies[end] : '\0')) {
-      const bool list = word.starts_with('@');
-      all += (list ? "@" : "") + (folder / word.substr(list ? 1 : 0)).string();
+      const bool relative = std::filesystem::path(word).is_relative();
+      if (relative && folder.string().find_first_of(separators) != std::string::npos)
+        throw Error{Refusal::usage, folder.string(), "files in this folder cannot be named in a policy",
+                    std::string("a folder without any of ") + separators, std::string(word)};
+      all += (folder / word).string();
     } else {
       all += word;
     }

@@ -27,8 +27,8 @@ std::size_t end_of_policy_name(std::string_view text);
 /// The name in policies() of a policy that a user names, which is read from its file first if it is in one.
 std::string registered_policy(std::string_view name);
 
-/// Policies as users write them, with every file that they name by a relative path in `folder`: @mine.yaml,
-/// mine.py:my_policy, and tables such as mine.npy.
+/// Policies as users write them, with every file that they name by a relative path in `folder`: mine.py:my_policy, and
+/// tables such as mine.npy. Throws Error{usage} where the folder's name would end the file's.
 std::string with_files_in(const std::filesystem::path& folder, std::string_view policies);
 
 }  // namespace kvreplay

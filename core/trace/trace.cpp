@@ -16,6 +16,7 @@
 #include "trace/mapping.h"
 #include "trace/open_file.h"
 #include "trace/schema.h"
+#include "trace/trace_name.h"
 
 namespace kvreplay {
 namespace {
@@ -261,15 +262,11 @@ class Reader {
   Contents contents_;
 };
 
-std::string name_of(const std::filesystem::path& path) {
-  return path.extension() == ".h5" ? path.stem().string() : path.filename().string();
-}
-
 }  // namespace
 
 class Trace::State {
  public:
-  explicit State(const std::filesystem::path& path) : path_(path), name_(name_of(path)) {
+  explicit State(const std::filesystem::path& path) : path_(path), name_(trace_name(path)) {
     std::uint64_t length = 0;
     FileDescriptor file = open_file(path_.string(), length);
     check_superblock(file, length, path_.string());

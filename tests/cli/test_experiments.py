@@ -209,7 +209,7 @@ def test_a_wrong_manifest_is_refused_at_its_line(place: Path, text: str, expecte
         ("no-text: yes", "wrong.yaml:1: no-text: expected true or false, found yes"),
         ("seed: -1", 'wrong.yaml:1: seed: not a seed: expected 0..2^64-1, found "-1"'),
         ("metrics: attention_recal", "wrong.yaml:1: attention_recal: unknown metric: expected attention_recall"),
-        ("traces: nowhere/*.h5", "wrong.yaml:1: traces: no such trace: found nowhere/*.h5"),
+        ("traces: nowhere/*.h5", "wrong.yaml:1: traces: no such trace: expected *.h5, found nowhere/*.h5"),
         ("exclude: {policy: h3o}", "wrong.yaml:1: exclude: no such policy is asked for: expected h2o, found h3o"),
         ("exclude: {policy: h2o, budget: 7}", "wrong.yaml:1: exclude: leaves nothing out: "),
         ("exclude: {policy: h2o, recnt: 7}", "wrong.yaml:1: exclude: unknown key: expected recent, found recnt"),

@@ -81,10 +81,43 @@ TEST_F(Experiments, TheCommandLineWins) {
   EXPECT_EQ(all.arguments.command_line().back(), "summary") << "the record holds what was typed";
 }
 
+TEST_F(Experiments, TracesOfOneNameAreRefusedInEveryShard) {
+  const std::string text = "traces: [a.h5, b.h5, x/a.h5]\npolicies: h2o\nbudgets: 4\n";
+  for (const char* shard : {"1/3", "2/3", "3/3"})
+    EXPECT_EQ(refusal_of([&] { asked_by(text, {"--shard", shard}); }),
+              "x/a.h5: another trace has the same name: expected names that tell results apart, found a");
+  EXPECT_EQ(asked_by("traces: [a.h5, b.h5, c.h5]\n", {"--shard", "1/3"}).traces.size(), 1U);
+}
+
 TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
-  const Asked all = asked_by("traces: a.h5\npolicies: ['@mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
-  EXPECT_EQ(all.arguments.all("policy"),
-            (Texts{"@" + file("mine.yaml").string(), "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}));
+  std::filesystem::create_directory(file("in"));
+  written("- q-filter:filters=g.npy\n- h2o\n", "in/mine.yaml");
+  const Asked all =
+      asked_by("traces: a.h5\npolicies: ['local,@in/mine.yaml', 'q-filter:filters=f.npy', '/all/f.npy']\n");
+  EXPECT_EQ(all.arguments.all("policy"), (Texts{"local,q-filter:filters=" + file("g.npy").string() + ",h2o",
+                                                "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}))
+      << "files in a list of policies, too";
+  EXPECT_EQ(refusal("traces: a.h5\npolicies:\n  - '@in/none.yaml'\n"),
+            "sweep.yaml:3: in/none.yaml: cannot be read: expected a file of policies");
+  EXPECT_EQ(refusal("traces: a.h5\npolicies: 'h2o,,local'\n"),
+            "sweep.yaml:2: policies: empty piece of a list: found \"h2o,,local\"");
+}
+
+TEST_F(Experiments, AFolderWhoseNameWouldEndAFilesIsRefused) {
+  for (const char* name : {"a,b", "lr=1", "(x", "x)", "a:b"}) {
+    std::filesystem::create_directory(file(name));
+    const auto asked_there = [&](const std::string& policies) {
+      const Texts words{"@" + written("traces: a.h5\npolicies: '" + policies + "'\n", std::string(name) + "/e.yaml")};
+      return asked(Arguments(replay_command, "kvreplay", words)).arguments.all("policy");
+    };
+    written("h2o\n", std::string(name) + "/mine.yaml");
+    EXPECT_EQ(refusal_of([&] { asked_there("q-filter:filters=f.npy"); }),
+              std::string(name) + "/e.yaml:2: " + name +
+                  ": files in this folder cannot be named in a policy: expected a folder without any of ,=():, found "
+                  "f.npy");
+    EXPECT_EQ(asked_there("local,q-filter:filters=/f.npy"), Texts{"local,q-filter:filters=/f.npy"});
+    EXPECT_EQ(asked_there("@mine.yaml"), Texts{"h2o"}) << "its content is what counts";
+  }
 }
 
 TEST_F(Experiments, EveryWrongKeyIsNamedWithTheNearest) {
@@ -109,6 +142,9 @@ TEST_F(Experiments, WrongTypesAreRefusedAtTheirLine) {
   EXPECT_EQ(refusal("no-text:\n"), "sweep.yaml:1: no-text: expected true or false, found nothing");
   EXPECT_EQ(refusal("sliding: teat\n"),
             "sweep.yaml:1: sliding: unknown value: expected one of skip, treat, found teat");
+  EXPECT_EQ(refusal("exclude: {}\n"),
+            "sweep.yaml:1: leaves nothing out: expected a policy, a budget or a parameter, found an empty mapping");
+  EXPECT_EQ(refusal("output: ''\n"), "sweep.yaml:1: output: expected a folder, found \"\"");
   EXPECT_EQ(refusal("exclude: 3\nexclude: 4\n"), "sweep.yaml:2: given twice: found exclude");
   EXPECT_EQ(refusal("exclude:\n"),
             "sweep.yaml:1: leaves nothing out: expected a policy, a budget or a parameter, found nothing");
@@ -190,6 +226,18 @@ TEST(Exclusions, OfNothingSayWhatIsKnown) {
     EXPECT_THROW(Exclusion({text, "--exclude"}), Error) << text;
 }
 
+TEST(Exclusions, SayWhoGaveThem) {
+  for (const char* text : {"h2o:recent=abc", "budget=8@seen"}) {
+    try {
+      const Exclusion exclusion({text, "sweep.yaml:3: exclude", "sweep.yaml:3"});
+      exclusion.covers(some_policies().front());
+      ADD_FAILURE() << text;
+    } catch (const Error& error) {
+      EXPECT_TRUE(std::string(error.what()).starts_with("sweep.yaml:3: exclude: ")) << error.what();
+    }
+  }
+}
+
 class Lists : public Experiments {
  protected:
   Texts listed(const std::vector<std::string>& names) {
@@ -207,10 +255,12 @@ TEST_F(Lists, FoldersAndGlobsAreSorted) {
   for (const char* name : {"in/b.h5", "in/a.h5", "in/a.obs.h5", "in/note.txt", "in/c.h5.partial", "[x].h5", "x.h5"})
     make(name);
   EXPECT_EQ(listed({"in"}), (Texts{"in/a.h5", "in/b.h5"}));
+  EXPECT_EQ(listed({"*"}), (Texts{"[x].h5", "in/a.h5", "in/b.h5", "x.h5"}));
+  EXPECT_EQ(refusal_of([&] { listed({"in/*.txt"}); }), "in/*.txt: no such trace: expected *.h5");
   EXPECT_EQ(listed({"in/[b-z].h5", "in/a.h5"}), (Texts{"in/b.h5", "in/a.h5"}));
   EXPECT_EQ(listed({"[x].h5"}), Texts{"[x].h5"}) << "a file that is there is no glob";
   EXPECT_EQ(listed({"not-there.h5"}), Texts{"not-there.h5"}) << "opening it says what is wrong";
-  EXPECT_EQ(refusal_of([&] { listed({"in/*.hdf5"}); }), "in/*.hdf5: no such trace");
+  EXPECT_EQ(refusal_of([&] { listed({"in/*.hdf5"}); }), "in/*.hdf5: no such trace: expected *.h5");
   std::filesystem::create_directory(file("empty"));
   EXPECT_EQ(refusal_of([&] { listed({"empty"}); }), "empty: a folder without traces: expected *.h5 in it");
 }
@@ -225,6 +275,17 @@ TEST_F(Lists, AManifestNamesItsTracesFromItsOwnFolder) {
   EXPECT_NO_THROW(check_hash(all[1], "")) << "a trace that cannot be opened says so itself";
   EXPECT_EQ(refusal_of([&] { check_hash(all[1], hash); }),
             "in/list.csv:3: trace_hash of in/a.h5: expected " + other + ", found " + hash);
+}
+
+TEST_F(Lists, ManifestsAreReadAsProgramsWriteThem) {
+  const std::string hash(32, 'a');
+  written("\xEF\xBB\xBFtrace_hash,name,file\n" + hash + ",b,\n" + hash + ",b,c.h5\n\n\n", "list.csv");
+  EXPECT_EQ(listed({"list.csv"}), (Texts{"b.h5", "c.h5"}));
+  written("\"trace\nhash\",trace_hash,name\n\"x\n\ny\"," + hash + ",b\n\nz,1,c\n", "list.csv");
+  EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }),
+            "list.csv:7: trace_hash: expected 32 hexadecimal digits, found \"1\"");
+  written("trace_hash,name,file\n" + hash + ",,\n", "list.csv");
+  EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }), "list.csv:2: names no trace");
 }
 
 TEST_F(Lists, EveryTraceIsInOneShardAndShardsAreEven) {

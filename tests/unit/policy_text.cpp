@@ -286,6 +286,11 @@ TEST_F(PolicyFile, WhatIsWrongIsSaidWithItsLine) {
   EXPECT_EQ(refusal("policy: h2o\nrecent: 3\nrecent: 4\n"), "mine.yaml:3: given twice: found recent");
   EXPECT_EQ(refusal("- h2o\n---\n- local\n"), "mine.yaml:2: another document begins: expected one of policies");
   EXPECT_EQ(refusal("# one\n--- \n- h2o\n---\n"), "mine.yaml:4: another document begins: expected one of policies");
+  EXPECT_EQ(refusal("- h2o\n---\t- local\n"), "mine.yaml:2: another document begins: expected one of policies");
+  EXPECT_EQ(refusal("- h2o\n...\n\n- local\n"), "mine.yaml:4: another document begins: expected one of policies");
+  EXPECT_EQ(refusal("- h2o\n... - local\n"), "mine.yaml:2: another document begins: expected one of policies");
+  EXPECT_EQ(policies_of_file(written("- h2o\n- ...x\n...\n# the end\n...\n")),
+            (std::vector<std::string>{"h2o", "...x"}));
   EXPECT_EQ(policies_of_file(written("%YAML 1.2\n---\n- h2o\n- ---x\n")), (std::vector<std::string>{"h2o", "---x"}));
   EXPECT_EQ(refusal(",,\"x\n"), "mine.yaml: holds no policy: expected one policy, or a list of them") << "0.7 hung";
   EXPECT_EQ(refusal(""), "mine.yaml: holds no policy: expected one policy, or a list of them");

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "command.h"
+#include "error.h"
 
 namespace kvreplay {
 
@@ -20,6 +21,17 @@ struct GivenValue {
   std::string where;
   std::string place = {};  // "sweep.yaml:7"; empty: the command line
 };
+
+/// Reads a value. What is wrong with one of a file is said at its place there.
+template <class Read>
+auto at_place(const GivenValue& value, Read read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    if (value.place.empty()) throw;
+    throw Error{error.refusal(), value.place + ": " + error.where(), error.problem(), error.expected(), error.found()};
+  }
+}
 
 class Arguments {
  public:

@@ -8,8 +8,10 @@
 #include <map>
 #include <optional>
 
+#include "analysis/run.h"
 #include "error.h"
 #include "nearest.h"
+#include "parameters.h"
 #include "policies/policy_file.h"
 #include "policies/policy_source.h"
 
@@ -106,9 +108,16 @@ class File {
       arguments.add(name, {std::move(text), place + ": " + key, place});
     };
     const auto in_folder = [&](const std::string& file) { return (folder_ / file).string(); };
-    if (name == "policy" || name == "exclude") {
-      for (const PolicyText& policy : name == "policy" ? policies_of(node) : exclusions_of(node))
-        give(with_files_in(folder_, policy.text), policy.where);
+    if (name == "policy") {
+      for (const PolicyText& policy : policies_of(node)) {
+        const GivenValue value{policy.text, key, policy.where};
+        give(at_place(value, [&] { return from_folder(value); }), value.place);
+      }
+    } else if (name == "exclude") {
+      for (const PolicyText& exclusion : exclusions_of(node)) {
+        const GivenValue value{exclusion.text, key, exclusion.where};
+        give(at_place(value, [&] { return with_files_in(folder_, value.text); }), value.place);
+      }
     } else if (*option.value == '\0') {
       const std::string flag = one_text(node, key, "true or false");
       if (flag != "true" && flag != "false") throw Error{Refusal::usage, node.where, key, "true or false", flag};
@@ -121,8 +130,24 @@ class File {
       give(std::move(all), node.where);
     } else {
       const std::string text = one_text(node, key, "one text");
+      if (name == "output" && text.empty()) throw Error{Refusal::usage, node.where, key, "a folder", "\"\""};
       give(name == "output" ? in_folder(text) : text, node.where);
     }
+  }
+
+  /// The policies with the files that they name: lists of them are read, the others are found from anywhere.
+  std::string from_folder(const GivenValue& policies) const {
+    std::string all;
+    const auto append = [&](std::string_view policy) {
+      all += (all.empty() ? "" : ",") + with_files_in(folder_, policy);
+    };
+    for (const std::string_view piece : split_list(policies.where, policies.text)) {
+      if (piece.starts_with('@'))
+        std::ranges::for_each(policies_of_file(folder_ / piece.substr(1)), append);
+      else
+        append(piece);
+    }
+    return all;
   }
 
   std::string path_;
@@ -148,6 +173,10 @@ Asked asked(const Arguments& arguments) {
   }
   if (file) file->add_to(all.arguments);
   all.traces = file && traces.empty() ? file->traces() : list_traces(traces);
+  // Each shard says what is wrong with the whole.
+  std::vector<fs::path> named;
+  for (const ListedTrace& trace : all.traces) named.emplace_back(trace.path);
+  check_names(named);
   if (all.arguments.given("shard"))
     all.traces = Shard::parse(all.arguments.values("shard").front().where, all.arguments.text("shard")).of(all.traces);
   std::vector<std::string> paths;

@@ -94,17 +94,6 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
   return facts;
 }
 
-/// Reads a value. What is wrong with one of a file is said at its place there.
-template <class Read>
-auto at_place(const GivenValue& value, Read read) {
-  try {
-    return read();
-  } catch (const Error& error) {
-    if (value.place.empty()) throw;
-    throw Error{error.refusal(), value.place + ": " + error.where(), error.problem(), error.expected(), error.found()};
-  }
-}
-
 /// Every policy that is asked for, as users write it, with its place.
 std::vector<GivenValue> policy_texts(const Arguments& arguments) {
   std::vector<GivenValue> texts;
@@ -119,14 +108,13 @@ std::vector<GivenValue> policy_texts(const Arguments& arguments) {
 std::vector<std::string> leave_out(const Arguments& arguments, const std::vector<ConfiguredPolicy>& policies,
                                    RunRequest& request) {
   std::vector<Exclusion> exclusions;
-  for (const GivenValue& value : arguments.values("exclude"))
-    exclusions.push_back(at_place(value, [&] { return Exclusion(value); }));
+  for (const GivenValue& value : arguments.values("exclude")) exclusions.emplace_back(value);
   std::vector<bool> covers_some(exclusions.size());
   for (const ConfiguredPolicy& policy : policies) {
     std::set<std::size_t> budgets;
     for (std::size_t e = 0; e < exclusions.size(); ++e) {
       const Exclusion& exclusion = exclusions[e];
-      if (!at_place(exclusion.given(), [&] { return exclusion.covers(policy); })) continue;
+      if (!exclusion.covers(policy)) continue;
       for (std::size_t b = 0; b < request.budgets.size(); ++b) {
         if (!exclusion.covers(request.budgets[b])) continue;
         budgets.insert(b);
@@ -282,15 +270,11 @@ std::vector<std::string> words_without_traces(const Arguments& arguments, const 
 void print_plan(const Arguments& arguments, const Prepared& prepared) {
   const auto& [device, request, exclusions, plan] = prepared;
   const Estimate all = sum(plan);
-  Json document{{"seconds", all.seconds},
-                {"memory_bytes", all.memory_bytes},
-                {"mapped_bytes", all.mapped_bytes},
-                {"disk_bytes", all.disk_bytes},
-                {"words", words_without_traces(arguments, prepared)},
-                {"policies", Json::array()},
-                {"budgets", Json::array()}};
+  Json document{{"seconds", all.seconds},       {"memory_bytes", all.memory_bytes}, {"mapped_bytes", all.mapped_bytes},
+                {"disk_bytes", all.disk_bytes}, {"policies", Json::array()},        {"budgets", Json::array()}};
   for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
   for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
+  if (arguments.given("json")) document["words"] = words_without_traces(arguments, prepared);
   if (arguments.given("output")) document["output"] = arguments.text("output");
   document["traces"] = Json::array();
   std::vector<std::vector<std::string>> rows{

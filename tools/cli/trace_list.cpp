@@ -4,6 +4,7 @@
 #include <glob.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <fstream>
 #include <iterator>
@@ -37,7 +38,7 @@ std::vector<std::string> traces_in(const fs::path& folder) {
   return found;
 }
 
-/// Only `pattern` is one: the folder's own name may hold anything.
+/// Traces, and those in folders. Only `pattern` is one: the folder's own name may hold anything.
 std::vector<std::string> matches(const fs::path& folder, const std::string& pattern) {
   std::string escaped;
   for (const char c : (folder / "").string()) {
@@ -48,7 +49,13 @@ std::vector<std::string> matches(const fs::path& folder, const std::string& patt
   glob_t matched{};
   std::vector<std::string> found;
   if (glob((absolute ? pattern : escaped + pattern).c_str(), GLOB_NOSORT, nullptr, &matched) == 0)
-    found.assign(matched.gl_pathv, matched.gl_pathv + matched.gl_pathc);
+    for (const std::string match : std::span(matched.gl_pathv, matched.gl_pathc)) {
+      std::error_code ignored;
+      if (fs::is_directory(match, ignored))
+        std::ranges::move(traces_in(match), std::back_inserter(found));
+      else if (match.ends_with(ending))
+        found.push_back(match);
+    }
   globfree(&matched);
   std::ranges::sort(found);
   return found;
@@ -58,7 +65,10 @@ std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
   const std::string place = path.string();
   std::ifstream stream(path, std::ios::binary);
   if (!stream) throw Error{Refusal::input, place, "cannot be read", "a manifest"};
-  const auto lines = parse_csv(place, std::string{std::istreambuf_iterator<char>(stream), {}});
+  std::string text{std::istreambuf_iterator<char>(stream), {}};
+  constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";  // as Excel begins its files
+  if (text.starts_with(byte_order_mark)) text.erase(0, byte_order_mark.size());
+  const auto lines = parse_csv(place, text);
   const std::vector<std::string> columns = lines.empty() ? std::vector<std::string>() : lines.front();
   const auto column = [&](std::string_view name) {
     return static_cast<std::size_t>(std::ranges::find(columns, name) - columns.begin());
@@ -68,14 +78,16 @@ std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
     throw Error{Refusal::input, place, "not a manifest", "columns trace_hash, and file or name",
                 columns.empty() ? "nothing" : csv_fields(columns)};
   std::vector<ListedTrace> found;
-  for (std::size_t i = 1; i < lines.size(); ++i) {
-    const std::vector<std::string>& fields = lines[i];
-    const std::string where = fmt::format("{}:{}", place, i + 1);
+  std::ptrdiff_t line = 1;
+  for (const std::vector<std::string>& fields : lines) {
+    const std::string where = fmt::format("{}:{}", place, line++);
+    for (const std::string& field : fields) line += std::ranges::count(field, '\n');
+    const bool blank = fields.size() == 1 && fields.front().empty();
+    if (blank || &fields == &lines.front()) continue;
     if (fields.size() != columns.size())
       throw Error{Refusal::input, where, "fields", std::to_string(columns.size()), std::to_string(fields.size())};
-    const std::string trace = file < columns.size()  ? fields[file]
-                              : fields[name].empty() ? ""
-                                                     : fields[name] + std::string(ending);
+    std::string trace = file < columns.size() ? fields[file] : "";
+    if (trace.empty() && name < columns.size() && !fields[name].empty()) trace = fields[name] + std::string(ending);
     if (trace.empty()) throw Error{Refusal::input, where, "names no trace"};
     const bool digits = std::ranges::all_of(
         fields[hash], [](char c) { return std::string_view("0123456789abcdef").find(c) != std::string_view::npos; });
@@ -98,7 +110,7 @@ std::vector<ListedTrace> traces_of(const GivenValue& name, const fs::path& folde
   for (std::string& one : in_folder ? traces_in(path) : matches(folder, name.text)) found.push_back({std::move(one)});
   if (found.empty())
     throw Error{Refusal::input, name.where, in_folder ? "a folder without traces" : "no such trace",
-                in_folder ? "*.h5 in it" : "", name.where == name.text ? "" : name.text};
+                in_folder ? "*.h5 in it" : "*.h5", name.where == name.text ? "" : name.text};
   return found;
 }
 

@@ -18,10 +18,10 @@ struct ListedTrace {
 };
 
 /// The traces of each name, in the order of the names. A name is a file, a folder (every *.h5 in it, by name), a glob
-/// (what matches, by name) or a manifest: a .csv with a column trace_hash, and a column file with paths that are
-/// relative to the manifest, or name, for NAME.h5 beside it. Files of stored observables are left out where something
-/// else is named. Relative names are relative to `folder`. Throws Error{input} for a name that stands for nothing and
-/// for a manifest that is none.
+/// (every *.h5 that matches or is in a folder that does, by name) or a manifest: a .csv with a column trace_hash, and a
+/// column file with paths that are relative to the manifest, or name, for NAME.h5 beside it. Files of stored
+/// observables are left out where something else is named. Relative names are relative to `folder`. Throws Error{input}
+/// for a name that stands for nothing and for a manifest that is none.
 std::vector<ListedTrace> list_traces(std::span<const GivenValue> names, const std::filesystem::path& folder = {});
 
 /// Throws Error{input}, at the line of the manifest, where the trace that was opened has another hash.

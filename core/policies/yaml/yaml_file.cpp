@@ -80,19 +80,25 @@ std::string content_of(const std::filesystem::path& path, const std::string& hol
   return text;
 }
 
-/// The line of the second "---" that begins a document, or of the first after some content; 0: there is none. Nothing
-/// else can begin so. (YAML::LoadAll of 0.7 never ends where a document reads nothing, as of ",".)
+/// The line of the second "---" that begins a document, or of the first after some content, or of what follows the
+/// "..." that ends one; 0: there is none. Nothing else can begin so. (YAML::LoadAll of 0.7 never ends where a document
+/// reads nothing, as of ",".)
 int second_document(std::string_view text) {
-  constexpr std::string_view marker = "---";
-  bool begun = false;
+  bool begun = false, ended = false;
   for (int line = 1; !text.empty(); ++line) {
     const std::size_t end = std::min(text.find('\n'), text.size());
     const std::string_view words = text.substr(0, end);
-    const bool marks =
-        words.starts_with(marker) && (words.size() == marker.size() || words[3] == ' ' || words[3] == '\r');
-    if (marks && begun) return line;
-    const std::size_t first = words.find_first_not_of(" \t\r");
-    begun = begun || marks || (first != std::string_view::npos && words[first] != '#' && words[first] != '%');
+    const auto is = [words](std::string_view marker) {
+      constexpr std::string_view blanks = " \t\r";
+      return words.starts_with(marker) &&
+             (words.size() == marker.size() || blanks.find(words[marker.size()]) != std::string_view::npos);
+    };
+    const bool begins = is("---"), ends = is("...");
+    const std::size_t first = words.find_first_not_of(" \t\r", ends ? 3 : 0);
+    const bool content = first != std::string_view::npos && words[first] != '#';
+    ended = ended || ends;
+    if ((begins && begun) || (content && ended)) return line;
+    begun = begun || begins || (content && words[first] != '%');
     text.remove_prefix(std::min(end + 1, text.size()));
   }
   return 0;

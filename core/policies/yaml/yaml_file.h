@@ -1,4 +1,4 @@
-// A YAML file as a small tree. Nothing in a file is run, and what it may hold is bounded.
+// A YAML file as a small tree. Its tags run nothing, and what it may hold is bounded.
 #pragma once
 
 #include <filesystem>
