@@ -221,14 +221,25 @@ void MergedRun::sort_cells() {
   };
   std::ranges::sort(cells_, {}, place);
   std::set<std::tuple<std::string_view, std::string_view>> whole;
-  for (const Cell& cell : cells_)
-    if (cell.error.empty()) whole.emplace(*cell.trace, cell.id);
+  std::set<std::tuple<std::string_view, std::string_view, std::string_view, std::string_view>> whole_as_asked;
+  const auto as_asked = [](const Cell& cell) {
+    return std::tuple<std::string_view, std::string_view, std::string_view, std::string_view>(
+        *cell.trace, *cell.policy, *cell.params, *cell.budget);
+  };
+  for (const Cell& cell : cells_) {
+    if (!cell.error.empty()) continue;
+    whole.emplace(*cell.trace, cell.id);
+    if (cell.asked) whole_as_asked.insert(as_asked(cell));
+  }
+  // Of a trace that could not be opened, cells have no id.
+  const auto is_there = [&](const Cell& cell) {
+    return cell.id.empty() ? whole_as_asked.contains(as_asked(cell)) : whole.contains({*cell.trace, cell.id});
+  };
   const auto repeats = [&](const Cell& cell, const Cell& before) {
     return std::tie(cell.trace, cell.policy, cell.params, cell.budget, cell.id) ==
            std::tie(before.trace, before.policy, before.params, before.budget, before.id);
   };
-  std::erase_if(cells_,
-                [&](const Cell& cell) { return !cell.error.empty() && whole.contains({*cell.trace, cell.id}); });
+  std::erase_if(cells_, [&](const Cell& cell) { return !cell.error.empty() && is_there(cell); });
   const auto rest = std::ranges::unique(cells_, repeats);
   cells_.erase(rest.begin(), rest.end());
 }

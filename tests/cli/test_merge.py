@@ -114,6 +114,20 @@ def test_cells_that_failed_stay_failed_until_they_are_there(folder: Path) -> Non
     assert sum(cell["state"] == "failed" for cell in about(folder / "out")["cells"]) == 1
 
 
+def test_a_trace_that_could_not_be_opened_is_whole_once_another_folder_has_it(folder: Path) -> None:
+    whole = (folder / "b.h5").read_bytes()
+    (folder / "b.h5").write_bytes(whole[: len(whole) // 2])
+    options = ["-p", ",".join(POLICIES), *BUDGETS, "-o", "first"]
+    assert kvreplay("replay", "a.h5", "b.h5", *options, folder=folder).code == 6
+    (folder / "b.h5").write_bytes(whole)
+    answer = merged(folder, "first", "by-policy/h2o")
+    asked = 2 * len(BUDGETS[1].split(","))  # knorm and snapkv
+    assert answer.code == 6 and answer.err.count("failed: b, ") == asked and "h2o" not in answer.err
+    answer = merged(folder, "by-trace/b")
+    assert (answer.code, answer.err) == (0, "")
+    assert about(folder / "out")["cells"] == about(folder / "whole")["cells"]
+
+
 def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
     with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
         cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
