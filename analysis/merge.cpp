@@ -185,6 +185,9 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   if (fs::exists(output / "run.json")) run.add(output);
   find_parts(output);
   for (const fs::path& folder : folders) {
+    // Not held longer: thousands of folders are more than a process may have open. A part that a later run replaces is
+    // whole before and after, with the same numbers in the same cells.
+    const FolderLock reading = FolderLock::for_reading(folder);
     run.add(folder);
     find_parts(folder);
   }

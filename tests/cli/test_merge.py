@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -50,6 +54,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(runs: Path, tmp_path: Path) -> Path:
     """A copy of them."""
     return shutil.copytree(runs, tmp_path / "runs")
+
+
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def merged(folder: Path, *words: str) -> Answer:
@@ -169,6 +182,17 @@ def test_the_coarsest_detail_is_shown(folder: Path) -> None:
     assert merged(folder, "by-trace").code == 0
     replay(folder, "whole", "a.h5 b.h5", ",".join(POLICIES), "--detail", "summary")
     assert same(folder / "out", folder / "whole")
+
+
+def test_folders_that_a_run_writes_into_are_refused(folder: Path) -> None:
+    for busy, operation, code in (("b", fcntl.LOCK_EX, 2), ("b", fcntl.LOCK_SH, 0), ("all", fcntl.LOCK_SH, 2)):
+        (folder / "by-trace" / busy).mkdir(exist_ok=True)
+        with open_folder(folder / "by-trace" / busy) as descriptor:
+            fcntl.flock(descriptor, operation)
+            answer = kvreplay("merge", "by-trace/all", "by-trace", folder=folder)
+        assert answer.code == code, answer
+        assert code == 0 or refused(answer, 2, f"by-trace/{busy}: another run writes here")
+    done("merge", "by-trace/all", "by-trace", folder=folder)
 
 
 def test_damaged_parts_are_refused(folder: Path) -> None:
