@@ -15,6 +15,7 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results.h"
 #include "analysis/results_folder.h"
+#include "trace/partial_file.h"
 
 namespace kvreplay {
 namespace {
@@ -120,8 +121,47 @@ class Sources {
   std::map<std::string, std::pair<std::string, fs::path>> known_;
 };
 
-/// The parts of one trace, each file once, become the part `target`, which may be the first of them.
-void take(const std::vector<fs::path>& parts, const fs::path& target, Sources& sources, MergedRun& run) {
+/// Parts on their way into a folder of results: all of them get there, once each has been checked, or none.
+class ComingParts {
+ public:
+  /// What a killed merge has left is removed.
+  explicit ComingParts(const fs::path& output) : parts_(output / "parts"), coming_(output / "parts.partial") {
+    std::error_code problem;
+    fs::remove_all(coming_, problem);
+    if (!problem) fs::create_directory(coming_, problem);
+    require(problem, coming_);
+  }
+  ComingParts(const ComingParts&) = delete;
+  ComingParts& operator=(const ComingParts&) = delete;
+  ~ComingParts() {
+    std::error_code ignored;
+    fs::remove_all(coming_, ignored);
+  }
+
+  fs::path path_of(const std::string& trace) const { return coming_ / (trace + ".h5"); }
+  void arrive() const {
+    std::vector<fs::path> all;
+    for (const auto& entry : fs::directory_iterator(coming_)) all.push_back(entry.path());
+    for (const fs::path& part : all) {
+      std::error_code problem;
+      fs::rename(part, parts_ / part.filename(), problem);
+      require(problem, parts_ / part.filename());
+    }
+  }
+
+ private:
+  static void require(const std::error_code& problem, const fs::path& path) {
+    if (problem)
+      throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, path.string(),
+                  "cannot be made", "room for results", problem.message()};
+  }
+
+  fs::path parts_, coming_;
+};
+
+/// The parts of one trace, each file once, become the part `target`, unless the only one is `there` already.
+void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::path& target, Sources& sources,
+          MergedRun& run) {
   JoinedPart joined(parts.front());
   const PartTrace& trace = joined.whole().trace;
   if (trace.name != target.stem().string())
@@ -133,7 +173,7 @@ void take(const std::vector<fs::path>& parts, const fs::path& target, Sources& s
   sources.check(joined.whole(), parts.front());
   if (parts.size() > 1)
     write_joined_part(target, joined.whole(), parts);
-  else if (parts.front() != target)
+  else if (parts.front() != there)
     link_or_copy(parts.front(), target);
   run.add(joined.whole());
 }
@@ -193,13 +233,15 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   }
   if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
+  const ComingParts coming(output);
   Sources sources;
   double done = 0;
   for (const auto& [trace, of_trace] : parts) {
-    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; finished traces are kept"};
+    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
     heard(done++ / static_cast<double>(parts.size()), trace);
-    take(of_trace, output / "parts" / (trace + ".h5"), sources, run);
+    take(of_trace, output / "parts" / (trace + ".h5"), coming.path_of(trace), sources, run);
   }
+  coming.arrive();
   assemble(output, run.detail());
   run.write(output / "run.json", argv);
   return {folders.size(), parts.size(), run.cells(), run.failed_cells(), run.warnings()};

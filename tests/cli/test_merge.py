@@ -149,6 +149,20 @@ def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
     assert not (folder / "out/run.json").exists()
 
 
+def test_of_what_is_refused_nothing_is_taken(folder: Path) -> None:
+    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
+        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
+        part[f"values/{cell}/000"][-1, -1] += 1
+    assert merged(folder, "by-trace/a").code == 0
+    before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+    assert merged(folder, "by-policy").code == 3
+    assert {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()} == before
+    (folder / "out/parts.partial").mkdir()  # of a merge that was killed
+    (folder / "out/parts.partial/c.h5").write_text("no part")
+    assert merged(folder, "by-trace/b").code == 0
+    assert same(folder / "out", folder / "whole") and not list((folder / "out").rglob("*.partial"))
+
+
 def test_other_sets_of_one_cell_are_refused(folder: Path) -> None:
     with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
         cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
