@@ -27,10 +27,11 @@ bool is_same(const fs::path& a, const fs::path& b) {
   return fs::equivalent(a, b, ignored);
 }
 
-/// A link is there at once and whole. Nothing writes into a part: it is replaced.
+/// A link is there at once and whole. Nothing writes into a part: it is replaced. Of a symbolic link, the file counts.
 void link_or_copy(const fs::path& from, const fs::path& to) {
   std::error_code problem;
-  fs::create_hard_link(from, to, problem);
+  const fs::path file = fs::canonical(from, problem);
+  if (!problem) fs::create_hard_link(file, to, problem);
   if (!problem) return;
   std::ifstream stream(from, std::ios::binary);
   ReplacedFile copy(to);

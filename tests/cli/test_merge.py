@@ -86,6 +86,17 @@ def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None
     assert not list((folder / "out").rglob("*.partial"))
 
 
+def test_parts_may_be_symbolic_links(folder: Path) -> None:
+    for part in folder.glob("by-trace/*/parts/*.h5"):
+        part.rename(folder / f"kept-{part.name}")
+        part.symlink_to(f"../../../kept-{part.name}")
+    assert merged(folder, "by-trace").code == 0
+    shutil.rmtree(folder / "by-trace")
+    assert same(folder / "out", folder / "whole")
+    assert not any(part.is_symlink() for part in (folder / "out/parts").iterdir())
+    assert done("diff", "whole", "out", folder=folder) == "equal\n"
+
+
 def test_what_is_merged_is_replayed_no_more(folder: Path) -> None:
     assert merged(folder, "by-policy").code == 0
     plan = json.loads(done("replay", "a.h5", "b.h5", "-p", ",".join(POLICIES), *BUDGETS, "-o", "out", "--dry-run",
