@@ -108,7 +108,11 @@ void MergedRun::join(const Json& run, const std::string& folder) {
   append_new(metrics_, run.value("metrics", Json::array()));
   join_options(run.value("options", Json::object()));
   if (numerics_.is_null()) numerics_ = run.value("numerics", Json());
-  if (seed_.is_null()) seed_ = run.value("seed", Json());
+  if (run.contains("seed")) {
+    const Json& seed = run["seed"];
+    if (seed_.is_null()) seed_ = seed;
+    note("seed", seed.is_string() ? seed : Json(seed.dump()), folder);
+  }
   if (run.contains("self_check")) join_self_check(run["self_check"]);
   for (const Json& warning : run.value("warnings", Json::array()))
     append_new(told_warnings_, warning.get<std::string>());
@@ -273,7 +277,8 @@ std::vector<std::string> MergedRun::warnings() const {
       std::string found;
       for (const auto& [text, folder] : texts)
         found += fmt::format("{}{} ({})", found.empty() ? "" : ", ", text, folder);
-      append_new(all, fmt::format("runs of several kinds are merged: {} {}: {}", entry, key, found));
+      append_new(
+          all, fmt::format("runs of several kinds are merged: {}{}{}: {}", entry, key.empty() ? "" : " ", key, found));
     }
   return all;
 }
@@ -281,6 +286,7 @@ std::vector<std::string> MergedRun::warnings() const {
 void MergedRun::write(const fs::path& path, const std::vector<std::string>& argv) {
   sort_cells();
   options_.update(noted("options"));
+  if (const Json seed = noted("seed"); seed.is_string() && seed != seed_.dump()) seed_ = seed;
   if (detail_) options_["detail"] = kvreplay::word(*detail_);
   Json inputs = Json::array();
   for (const auto& [trace, input] : inputs_) inputs.push_back(input);

@@ -196,10 +196,12 @@ def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
 
 
 def test_other_seeds_and_options_are_named(folder: Path) -> None:
-    replay(folder, "other", "b.h5", "h2o", "--eval", "last:2")
+    replay(folder, "other", "b.h5", "h2o", "--eval", "last:2", "--seed", "3")
     answer = merged(folder, "by-trace/a", "other")
     assert answer.code == 0 and "options eval: continuation (by-trace/a), last:2 (other)" in answer.err
+    assert "seed: 0 (by-trace/a), 3 (other)" in answer.err
     assert about(folder / "out")["options"]["eval"] == "continuation; last:2"
+    assert about(folder / "out")["seed"] == "0; 3"
 
 
 def test_the_coarsest_detail_is_shown(folder: Path) -> None:
