@@ -18,6 +18,9 @@ using Json = nlohmann::ordered_json;
 /// Entries that each hold the same, whatever the run.
 constexpr const char* noted_entries[] = {"host", "build", "backend", "options"};
 
+/// Deeper than any run.json; what is nested without end would overflow the stack.
+constexpr int most_levels = 64;
+
 void append_new(Json& list, const Json& more) {
   for (const Json& one : more)
     if (std::ranges::find(list, one) == list.end()) list.push_back(one);
@@ -81,7 +84,12 @@ void MergedRun::add(const fs::path& folder) {
   try {
     std::ifstream stream(path, std::ios::binary);
     if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
-    const Json run = Json::parse(stream);
+    const Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
+      if (depth > most_levels)
+        throw Error{Refusal::input, path.string(), "nested too deep", fmt::format("at most {} levels", most_levels),
+                    "more"};
+      return true;
+    });
     if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
       throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
     join(run, folder.string());

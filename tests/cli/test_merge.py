@@ -234,6 +234,9 @@ def test_run_json_that_is_none_is_refused(folder: Path) -> None:
     for text in ("{", "[]", '{"schema": 3}', '{"schema": "kvreplay-run/1", "cells": [7]}'):
         path.write_text(text)
         assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json"), text
+    for deep in ("[" * 200_000, "[" * 200_000 + "]" * 200_000, '{"schema": ' * 200_000):
+        path.write_text(deep)
+        assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json", "nested too deep"), deep[:20]
 
 
 def test_folders_that_cannot_be_meant(folder: Path) -> None:
