@@ -1,10 +1,13 @@
 #include "analysis/merge.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -26,6 +29,19 @@ bool is_same(const fs::path& a, const fs::path& b) {
   std::error_code ignored;
   return fs::equivalent(a, b, ignored);
 }
+
+/// Files and folders, each once, whatever it is called.
+class Known {
+ public:
+  /// Whether it was not known. What cannot be asked about is new: reading it says more.
+  bool add(const fs::path& path) {
+    struct stat found{};
+    return stat(path.c_str(), &found) != 0 || known_.emplace(found.st_dev, found.st_ino).second;
+  }
+
+ private:
+  std::set<std::pair<dev_t, ino_t>> known_;
+};
 
 /// A link is there at once and whole. Nothing writes into a part: it is replaced. Of a symbolic link, the file counts.
 void link_or_copy(const fs::path& from, const fs::path& to) {
@@ -183,9 +199,9 @@ void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::p
 
 std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const fs::path& output) {
   std::vector<fs::path> folders;
+  Known known;
   const auto add = [&](const fs::path& folder) {
-    if (std::ranges::none_of(folders, [&](const fs::path& known) { return is_same(known, folder); }))
-      folders.push_back(folder);
+    if (known.add(folder)) folders.push_back(folder);
   };
   for (const fs::path& path : given) {
     if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder"};
@@ -216,12 +232,10 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
 
   MergedRun run;
   std::map<std::string, std::vector<fs::path>> parts;  // by trace; what is in `output` comes first
+  std::map<std::string, Known> known;
   const auto find_parts = [&](const fs::path& folder) {
-    for (const fs::path& path : parts_of(folder)) {
-      std::vector<fs::path>& of_trace = parts[path.stem().string()];
-      if (std::ranges::none_of(of_trace, [&](const fs::path& known) { return is_same(known, path); }))
-        of_trace.push_back(path);
-    }
+    for (const fs::path& path : parts_of(folder))
+      if (const std::string trace = path.stem().string(); known[trace].add(path)) parts[trace].push_back(path);
   };
   if (fs::exists(output / "run.json")) run.add(output);
   find_parts(output);

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,6 +249,22 @@ def test_folders_that_cannot_be_meant(folder: Path) -> None:
     assert refused(kvreplay("merge", "list", "by-trace", folder=folder.parent), 3, "by-trace")
     assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "holds other things")
     assert kvreplay("merge", "out", folder=folder).code == 2
+
+
+def test_folders_that_are_named_twice_count_once(folder: Path) -> None:
+    (folder / "alias").symlink_to("by-trace")
+    answer = merged(folder, "by-trace", "by-trace/a", "by-trace/../by-trace/b", "alias", "alias/a")
+    assert (answer.code, answer.err) == (0, "") and answer.out.startswith("2 folders: 2 traces")
+
+
+def test_thousands_of_folders_are_told_apart_at_once(tmp_path: Path) -> None:
+    for number in range(3000):
+        (tmp_path / f"from/{number}/parts").mkdir(parents=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert refused(kvreplay("merge", "out", "from", folder=tmp_path), 3, "no finished trace in any folder")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 5, "comparing them two by two takes 12 s"
 
 
 def test_out_may_lie_beside_what_it_is_made_of(folder: Path) -> None:
