@@ -83,6 +83,8 @@ class JoinedPart {
   }
 
   const Part& whole() const { return whole_; }
+  /// The part that a cell was first found in.
+  const fs::path& holder(const PartCell& cell) const { return holders_.at(cell.id); }
 
  private:
   static void refuse(const fs::path& path, const fs::path& first, const std::string& what, const std::string& expected,
@@ -125,8 +127,9 @@ class JoinedPart {
 /// A policy stands for one version of the files that it comes from.
 class Sources {
  public:
-  void check(const Part& part, const fs::path& path) {
-    for (const PartCell& cell : part.cells) {
+  void check(const JoinedPart& part) {
+    for (const PartCell& cell : part.whole().cells) {
+      const fs::path& path = part.holder(cell);
       const auto [known, is_new] = known_.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
       if (!is_new && known->second.first != cell.source)
         throw Error{Refusal::usage, path.string(),
@@ -187,7 +190,7 @@ void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::p
     throw Error{Refusal::usage, parts.front().string(), "numbers of another version of kvreplay",
                 std::to_string(numerics), std::to_string(trace.numerics)};
   for (std::size_t i = 1; i < parts.size(); ++i) joined.add(parts[i]);
-  sources.check(joined.whole(), parts.front());
+  sources.check(joined);
   if (parts.size() > 1)
     write_joined_part(target, joined.whole(), parts);
   else if (parts.front() != there)

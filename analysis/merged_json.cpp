@@ -62,6 +62,14 @@ Json input_of(const PartTrace& trace) {
   return input;
 }
 
+void check_detail(const fs::path& path, const Json& options) {
+  try {
+    if (options.contains("detail")) parse_detail(options["detail"].get<std::string>());
+  } catch (const Error& error) {
+    throw Error{Refusal::input, path.string(), "unknown detail", error.expected(), error.found()};
+  }
+}
+
 /// As `dump` has it inside a list of an object.
 std::string indented(const Json& entry) {
   std::string text = "\n    ";
@@ -92,6 +100,7 @@ void MergedRun::add(const fs::path& folder) {
     });
     if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
       throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
+    if (run.contains("options")) check_detail(path, run["options"]);
     join(run, folder.string());
   } catch (const Json::exception& problem) {
     throw Error{Refusal::input, path.string(), "unreadable", "JSON as replay writes it", problem.what()};

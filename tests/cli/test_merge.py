@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from program import Answer, done, kvreplay
 
@@ -189,6 +190,16 @@ def test_other_conditions_of_one_trace_are_refused(folder: Path, conditions: lis
     assert refused(answer, 2, "other/parts/a.h5", "by-trace/a/parts/a.h5", conditions[0].strip("-"))
 
 
+def test_another_version_of_a_policy_is_refused_with_both_files(folder: Path) -> None:
+    replay(folder, "other", "a.h5", "h2o", "-b", "16")
+    with h5py.File(folder / "other/parts/a.h5", "r+") as part:
+        for cell in part["values"].values():
+            if cell.attrs.get("policy") == b"h2o":
+                cell.attrs["source"] = np.bytes_("edited")
+    answer = merged(folder, "by-policy", "other")
+    assert refused(answer, 2, "other/parts/a.h5: h2o is of another version", "than in by-policy/h2o/parts/a.h5")
+
+
 def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     shutil.copy(folder / "b.h5", folder / "elsewhere/a.h5")
@@ -235,6 +246,8 @@ def test_run_json_that_is_none_is_refused(folder: Path) -> None:
     for text in ("{", "[]", '{"schema": 3}', '{"schema": "kvreplay-run/1", "cells": [7]}'):
         path.write_text(text)
         assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json"), text
+    path.write_text('{"schema": "kvreplay-run/1", "options": {"detail": "fine"}}')
+    assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json: unknown detail", "fine")
     for deep in ("[" * 200_000, "[" * 200_000 + "]" * 200_000, '{"schema": ' * 200_000):
         path.write_text(deep)
         assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json", "nested too deep"), deep[:20]
