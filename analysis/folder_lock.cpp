@@ -10,9 +10,13 @@
 
 namespace kvreplay {
 
-FolderLock::FolderLock(const std::filesystem::path& folder)
+FolderLock::FolderLock(const std::filesystem::path& folder) : FolderLock(folder, LOCK_EX) {}
+
+FolderLock FolderLock::for_reading(const std::filesystem::path& folder) { return {folder, LOCK_SH}; }
+
+FolderLock::FolderLock(const std::filesystem::path& folder, int operation)
     : descriptor_(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-  if (descriptor_ < 0 || flock(descriptor_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  if (descriptor_ < 0 || flock(descriptor_, operation | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
   close(descriptor_);
   refuse_second_run(folder);
 }

@@ -1,4 +1,4 @@
-// One run writes into a folder at a time.
+// One run writes into a folder at a time, and nobody takes results from it then.
 #pragma once
 
 #include <filesystem>
@@ -10,11 +10,15 @@ namespace kvreplay {
 class FolderLock {
  public:
   explicit FolderLock(const std::filesystem::path& folder);
+  /// Of one who reads: others may read as well.
+  static FolderLock for_reading(const std::filesystem::path& folder);
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;
   ~FolderLock();
 
  private:
+  FolderLock(const std::filesystem::path& folder, int operation);
+
   int descriptor_;
 };
 

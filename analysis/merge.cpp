@@ -1,10 +1,13 @@
 #include "analysis/merge.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -15,6 +18,7 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results.h"
 #include "analysis/results_folder.h"
+#include "trace/partial_file.h"
 
 namespace kvreplay {
 namespace {
@@ -26,10 +30,24 @@ bool is_same(const fs::path& a, const fs::path& b) {
   return fs::equivalent(a, b, ignored);
 }
 
-/// A link is there at once and whole. Nothing writes into a part: it is replaced.
+/// Files and folders, each once, whatever it is called.
+class Known {
+ public:
+  /// Whether it was not known. What cannot be asked about is new: reading it says more.
+  bool add(const fs::path& path) {
+    struct stat found{};
+    return stat(path.c_str(), &found) != 0 || known_.emplace(found.st_dev, found.st_ino).second;
+  }
+
+ private:
+  std::set<std::pair<dev_t, ino_t>> known_;
+};
+
+/// A link is there at once and whole. Nothing writes into a part: it is replaced. Of a symbolic link, the file counts.
 void link_or_copy(const fs::path& from, const fs::path& to) {
   std::error_code problem;
-  fs::create_hard_link(from, to, problem);
+  const fs::path file = fs::canonical(from, problem);
+  if (!problem) fs::create_hard_link(file, to, problem);
   if (!problem) return;
   std::ifstream stream(from, std::ios::binary);
   ReplacedFile copy(to);
@@ -65,6 +83,8 @@ class JoinedPart {
   }
 
   const Part& whole() const { return whole_; }
+  /// The part that a cell was first found in.
+  const fs::path& holder(const PartCell& cell) const { return holders_.at(cell.id); }
 
  private:
   static void refuse(const fs::path& path, const fs::path& first, const std::string& what, const std::string& expected,
@@ -107,8 +127,9 @@ class JoinedPart {
 /// A policy stands for one version of the files that it comes from.
 class Sources {
  public:
-  void check(const Part& part, const fs::path& path) {
-    for (const PartCell& cell : part.cells) {
+  void check(const JoinedPart& part) {
+    for (const PartCell& cell : part.whole().cells) {
+      const fs::path& path = part.holder(cell);
       const auto [known, is_new] = known_.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
       if (!is_new && known->second.first != cell.source)
         throw Error{Refusal::usage, path.string(),
@@ -120,8 +141,47 @@ class Sources {
   std::map<std::string, std::pair<std::string, fs::path>> known_;
 };
 
-/// The parts of one trace, each file once, become the part `target`, which may be the first of them.
-void take(const std::vector<fs::path>& parts, const fs::path& target, Sources& sources, MergedRun& run) {
+/// Parts on their way into a folder of results: all of them get there, once each has been checked, or none.
+class ComingParts {
+ public:
+  /// What a killed merge has left is removed.
+  explicit ComingParts(const fs::path& output) : parts_(output / "parts"), coming_(output / "parts.partial") {
+    std::error_code problem;
+    fs::remove_all(coming_, problem);
+    if (!problem) fs::create_directory(coming_, problem);
+    require(problem, coming_);
+  }
+  ComingParts(const ComingParts&) = delete;
+  ComingParts& operator=(const ComingParts&) = delete;
+  ~ComingParts() {
+    std::error_code ignored;
+    fs::remove_all(coming_, ignored);
+  }
+
+  fs::path path_of(const std::string& trace) const { return coming_ / (trace + ".h5"); }
+  void arrive() const {
+    std::vector<fs::path> all;
+    for (const auto& entry : fs::directory_iterator(coming_)) all.push_back(entry.path());
+    for (const fs::path& part : all) {
+      std::error_code problem;
+      fs::rename(part, parts_ / part.filename(), problem);
+      require(problem, parts_ / part.filename());
+    }
+  }
+
+ private:
+  static void require(const std::error_code& problem, const fs::path& path) {
+    if (problem)
+      throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, path.string(),
+                  "cannot be made", "room for results", problem.message()};
+  }
+
+  fs::path parts_, coming_;
+};
+
+/// The parts of one trace, each file once, become the part `target`, unless the only one is `there` already.
+void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::path& target, Sources& sources,
+          MergedRun& run) {
   JoinedPart joined(parts.front());
   const PartTrace& trace = joined.whole().trace;
   if (trace.name != target.stem().string())
@@ -130,10 +190,10 @@ void take(const std::vector<fs::path>& parts, const fs::path& target, Sources& s
     throw Error{Refusal::usage, parts.front().string(), "numbers of another version of kvreplay",
                 std::to_string(numerics), std::to_string(trace.numerics)};
   for (std::size_t i = 1; i < parts.size(); ++i) joined.add(parts[i]);
-  sources.check(joined.whole(), parts.front());
+  sources.check(joined);
   if (parts.size() > 1)
     write_joined_part(target, joined.whole(), parts);
-  else if (parts.front() != target)
+  else if (parts.front() != there)
     link_or_copy(parts.front(), target);
   run.add(joined.whole());
 }
@@ -142,9 +202,9 @@ void take(const std::vector<fs::path>& parts, const fs::path& target, Sources& s
 
 std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const fs::path& output) {
   std::vector<fs::path> folders;
+  Known known;
   const auto add = [&](const fs::path& folder) {
-    if (std::ranges::none_of(folders, [&](const fs::path& known) { return is_same(known, folder); }))
-      folders.push_back(folder);
+    if (known.add(folder)) folders.push_back(folder);
   };
   for (const fs::path& path : given) {
     if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder"};
@@ -175,28 +235,31 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
 
   MergedRun run;
   std::map<std::string, std::vector<fs::path>> parts;  // by trace; what is in `output` comes first
+  std::map<std::string, Known> known;
   const auto find_parts = [&](const fs::path& folder) {
-    for (const fs::path& path : parts_of(folder)) {
-      std::vector<fs::path>& of_trace = parts[path.stem().string()];
-      if (std::ranges::none_of(of_trace, [&](const fs::path& known) { return is_same(known, path); }))
-        of_trace.push_back(path);
-    }
+    for (const fs::path& path : parts_of(folder))
+      if (const std::string trace = path.stem().string(); known[trace].add(path)) parts[trace].push_back(path);
   };
   if (fs::exists(output / "run.json")) run.add(output);
   find_parts(output);
   for (const fs::path& folder : folders) {
+    // Not held longer: thousands of folders are more than a process may have open. A part that a later run replaces is
+    // whole before and after, with the same numbers in the same cells.
+    const FolderLock reading = FolderLock::for_reading(folder);
     run.add(folder);
     find_parts(folder);
   }
   if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
+  const ComingParts coming(output);
   Sources sources;
   double done = 0;
   for (const auto& [trace, of_trace] : parts) {
-    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; finished traces are kept"};
+    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
     heard(done++ / static_cast<double>(parts.size()), trace);
-    take(of_trace, output / "parts" / (trace + ".h5"), sources, run);
+    take(of_trace, output / "parts" / (trace + ".h5"), coming.path_of(trace), sources, run);
   }
+  coming.arrive();
   assemble(output, run.detail());
   run.write(output / "run.json", argv);
   return {folders.size(), parts.size(), run.cells(), run.failed_cells(), run.warnings()};

@@ -18,6 +18,9 @@ using Json = nlohmann::ordered_json;
 /// Entries that each hold the same, whatever the run.
 constexpr const char* noted_entries[] = {"host", "build", "backend", "options"};
 
+/// Deeper than any run.json; what is nested without end would overflow the stack.
+constexpr int most_levels = 64;
+
 void append_new(Json& list, const Json& more) {
   for (const Json& one : more)
     if (std::ranges::find(list, one) == list.end()) list.push_back(one);
@@ -59,6 +62,14 @@ Json input_of(const PartTrace& trace) {
   return input;
 }
 
+void check_detail(const fs::path& path, const Json& options) {
+  try {
+    if (options.contains("detail")) parse_detail(options["detail"].get<std::string>());
+  } catch (const Error& error) {
+    throw Error{Refusal::input, path.string(), "unknown detail", error.expected(), error.found()};
+  }
+}
+
 /// As `dump` has it inside a list of an object.
 std::string indented(const Json& entry) {
   std::string text = "\n    ";
@@ -81,9 +92,15 @@ void MergedRun::add(const fs::path& folder) {
   try {
     std::ifstream stream(path, std::ios::binary);
     if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
-    const Json run = Json::parse(stream);
+    const Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
+      if (depth > most_levels)
+        throw Error{Refusal::input, path.string(), "nested too deep", fmt::format("at most {} levels", most_levels),
+                    "more"};
+      return true;
+    });
     if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
       throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
+    if (run.contains("options")) check_detail(path, run["options"]);
     join(run, folder.string());
   } catch (const Json::exception& problem) {
     throw Error{Refusal::input, path.string(), "unreadable", "JSON as replay writes it", problem.what()};
@@ -108,7 +125,11 @@ void MergedRun::join(const Json& run, const std::string& folder) {
   append_new(metrics_, run.value("metrics", Json::array()));
   join_options(run.value("options", Json::object()));
   if (numerics_.is_null()) numerics_ = run.value("numerics", Json());
-  if (seed_.is_null()) seed_ = run.value("seed", Json());
+  if (run.contains("seed")) {
+    const Json& seed = run["seed"];
+    if (seed_.is_null()) seed_ = seed;
+    note("seed", seed.is_string() ? seed : Json(seed.dump()), folder);
+  }
   if (run.contains("self_check")) join_self_check(run["self_check"]);
   for (const Json& warning : run.value("warnings", Json::array()))
     append_new(told_warnings_, warning.get<std::string>());
@@ -221,14 +242,25 @@ void MergedRun::sort_cells() {
   };
   std::ranges::sort(cells_, {}, place);
   std::set<std::tuple<std::string_view, std::string_view>> whole;
-  for (const Cell& cell : cells_)
-    if (cell.error.empty()) whole.emplace(*cell.trace, cell.id);
+  std::set<std::tuple<std::string_view, std::string_view, std::string_view, std::string_view>> whole_as_asked;
+  const auto as_asked = [](const Cell& cell) {
+    return std::tuple<std::string_view, std::string_view, std::string_view, std::string_view>(
+        *cell.trace, *cell.policy, *cell.params, *cell.budget);
+  };
+  for (const Cell& cell : cells_) {
+    if (!cell.error.empty()) continue;
+    whole.emplace(*cell.trace, cell.id);
+    if (cell.asked) whole_as_asked.insert(as_asked(cell));
+  }
+  // Of a trace that could not be opened, cells have no id.
+  const auto is_there = [&](const Cell& cell) {
+    return cell.id.empty() ? whole_as_asked.contains(as_asked(cell)) : whole.contains({*cell.trace, cell.id});
+  };
   const auto repeats = [&](const Cell& cell, const Cell& before) {
     return std::tie(cell.trace, cell.policy, cell.params, cell.budget, cell.id) ==
            std::tie(before.trace, before.policy, before.params, before.budget, before.id);
   };
-  std::erase_if(cells_,
-                [&](const Cell& cell) { return !cell.error.empty() && whole.contains({*cell.trace, cell.id}); });
+  std::erase_if(cells_, [&](const Cell& cell) { return !cell.error.empty() && is_there(cell); });
   const auto rest = std::ranges::unique(cells_, repeats);
   cells_.erase(rest.begin(), rest.end());
 }
@@ -262,7 +294,8 @@ std::vector<std::string> MergedRun::warnings() const {
       std::string found;
       for (const auto& [text, folder] : texts)
         found += fmt::format("{}{} ({})", found.empty() ? "" : ", ", text, folder);
-      append_new(all, fmt::format("runs of several kinds are merged: {} {}: {}", entry, key, found));
+      append_new(
+          all, fmt::format("runs of several kinds are merged: {}{}{}: {}", entry, key.empty() ? "" : " ", key, found));
     }
   return all;
 }
@@ -270,6 +303,7 @@ std::vector<std::string> MergedRun::warnings() const {
 void MergedRun::write(const fs::path& path, const std::vector<std::string>& argv) {
   sort_cells();
   options_.update(noted("options"));
+  if (const Json seed = noted("seed"); seed.is_string() && seed != seed_.dump()) seed_ = seed;
   if (detail_) options_["detail"] = kvreplay::word(*detail_);
   Json inputs = Json::array();
   for (const auto& [trace, input] : inputs_) inputs.push_back(input);

@@ -676,13 +676,18 @@ void write_joined_part(const std::filesystem::path& path, const Part& joined,
       content.add(from.group("traces"), joined.trace.name, traces);
       for (const auto& [name, to] : {std::pair{"cells", &of_cells}, std::pair{"sets", &sets}}) {
         const Group all = from.group(name);
-        for (const std::string& id : all.names()) content.add(all, id, *to);
+        for (const std::string& id : all.names())
+          if (joined.find(id) != nullptr) content.add(all, id, *to);
       }
     }
     Group of_trace_values = values.create_group("trace");
     write_values(of_trace_values, joined.trace.values);
     seconds.write("observables", joined.trace.observable_seconds);
     for (const PartCell& cell : joined.cells) {
+      // A part may have been replaced since `joined` was read.
+      for (const Group* of : {&of_cells, &sets})
+        if (of->member(cell.id) == Group::Member::none)
+          throw Error{Refusal::input, path.string(), cell.label + " at " + cell.budget + " is in no part any more"};
       Group group = of_cells.group(cell.id);
       set_cell_attributes(group, cell, joined.trace);
       Group of_cell = values.create_group(cell.id);

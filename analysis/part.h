@@ -93,7 +93,8 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
                 const std::optional<std::filesystem::path>& source);
 
 /// Writes the part at `path`: what `joined` says of the trace and its cells, with the sets and arrays of `parts`, of
-/// which one may be the part that is replaced. What several of them hold must be equal: Error{input} names both.
+/// which one may be the part that is replaced. Of other cells in `parts`, nothing is taken. What several of them hold
+/// must be equal: Error{input} names both; it is thrown also for a cell that none of them has.
 void write_joined_part(const std::filesystem::path& path, const Part& joined,
                        const std::vector<std::filesystem::path>& parts);
 

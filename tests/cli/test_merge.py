@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from program import Answer, done, kvreplay
 
@@ -52,6 +58,15 @@ def folder(runs: Path, tmp_path: Path) -> Path:
     return shutil.copytree(runs, tmp_path / "runs")
 
 
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def merged(folder: Path, *words: str) -> Answer:
     return kvreplay("merge", "out", *words, folder=folder)
 
@@ -71,6 +86,17 @@ def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None
     assert shown == sorted(f"{shards}/{path.name}" for path in (folder / shards).iterdir())
     assert {shard["backend"] for shard in told["shards"]} == {whole["backend"]["description"]}
     assert not list((folder / "out").rglob("*.partial"))
+
+
+def test_parts_may_be_symbolic_links(folder: Path) -> None:
+    for part in folder.glob("by-trace/*/parts/*.h5"):
+        part.rename(folder / f"kept-{part.name}")
+        part.symlink_to(f"../../../kept-{part.name}")
+    assert merged(folder, "by-trace").code == 0
+    shutil.rmtree(folder / "by-trace")
+    assert same(folder / "out", folder / "whole")
+    assert not any(part.is_symlink() for part in (folder / "out/parts").iterdir())
+    assert done("diff", "whole", "out", folder=folder) == "equal\n"
 
 
 def test_what_is_merged_is_replayed_no_more(folder: Path) -> None:
@@ -114,12 +140,40 @@ def test_cells_that_failed_stay_failed_until_they_are_there(folder: Path) -> Non
     assert sum(cell["state"] == "failed" for cell in about(folder / "out")["cells"]) == 1
 
 
+def test_a_trace_that_could_not_be_opened_is_whole_once_another_folder_has_it(folder: Path) -> None:
+    whole = (folder / "b.h5").read_bytes()
+    (folder / "b.h5").write_bytes(whole[: len(whole) // 2])
+    options = ["-p", ",".join(POLICIES), *BUDGETS, "-o", "first"]
+    assert kvreplay("replay", "a.h5", "b.h5", *options, folder=folder).code == 6
+    (folder / "b.h5").write_bytes(whole)
+    answer = merged(folder, "first", "by-policy/h2o")
+    asked = 2 * len(BUDGETS[1].split(","))  # knorm and snapkv
+    assert answer.code == 6 and answer.err.count("failed: b, ") == asked and "h2o" not in answer.err
+    answer = merged(folder, "by-trace/b")
+    assert (answer.code, answer.err) == (0, "")
+    assert about(folder / "out")["cells"] == about(folder / "whole")["cells"]
+
+
 def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
     with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
         cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
         part[f"values/{cell}/000"][-1, -1] += 1
     assert refused(merged(folder, "by-policy"), 3, "by-policy/snapkv/parts/b.h5", "by-policy/h2o/parts/b.h5", "random")
     assert not (folder / "out/run.json").exists()
+
+
+def test_of_what_is_refused_nothing_is_taken(folder: Path) -> None:
+    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
+        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
+        part[f"values/{cell}/000"][-1, -1] += 1
+    assert merged(folder, "by-trace/a").code == 0
+    before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+    assert merged(folder, "by-policy").code == 3
+    assert {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()} == before
+    (folder / "out/parts.partial").mkdir()  # of a merge that was killed
+    (folder / "out/parts.partial/c.h5").write_text("no part")
+    assert merged(folder, "by-trace/b").code == 0
+    assert same(folder / "out", folder / "whole") and not list((folder / "out").rglob("*.partial"))
 
 
 def test_other_sets_of_one_cell_are_refused(folder: Path) -> None:
@@ -136,6 +190,16 @@ def test_other_conditions_of_one_trace_are_refused(folder: Path, conditions: lis
     assert refused(answer, 2, "other/parts/a.h5", "by-trace/a/parts/a.h5", conditions[0].strip("-"))
 
 
+def test_another_version_of_a_policy_is_refused_with_both_files(folder: Path) -> None:
+    replay(folder, "other", "a.h5", "h2o", "-b", "16")
+    with h5py.File(folder / "other/parts/a.h5", "r+") as part:
+        for cell in part["values"].values():
+            if cell.attrs.get("policy") == b"h2o":
+                cell.attrs["source"] = np.bytes_("edited")
+    answer = merged(folder, "by-policy", "other")
+    assert refused(answer, 2, "other/parts/a.h5: h2o is of another version", "than in by-policy/h2o/parts/a.h5")
+
+
 def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     shutil.copy(folder / "b.h5", folder / "elsewhere/a.h5")
@@ -144,10 +208,12 @@ def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
 
 
 def test_other_seeds_and_options_are_named(folder: Path) -> None:
-    replay(folder, "other", "b.h5", "h2o", "--eval", "last:2")
+    replay(folder, "other", "b.h5", "h2o", "--eval", "last:2", "--seed", "3")
     answer = merged(folder, "by-trace/a", "other")
     assert answer.code == 0 and "options eval: continuation (by-trace/a), last:2 (other)" in answer.err
+    assert "seed: 0 (by-trace/a), 3 (other)" in answer.err
     assert about(folder / "out")["options"]["eval"] == "continuation; last:2"
+    assert about(folder / "out")["seed"] == "0; 3"
 
 
 def test_the_coarsest_detail_is_shown(folder: Path) -> None:
@@ -155,6 +221,17 @@ def test_the_coarsest_detail_is_shown(folder: Path) -> None:
     assert merged(folder, "by-trace").code == 0
     replay(folder, "whole", "a.h5 b.h5", ",".join(POLICIES), "--detail", "summary")
     assert same(folder / "out", folder / "whole")
+
+
+def test_folders_that_a_run_writes_into_are_refused(folder: Path) -> None:
+    for busy, operation, code in (("b", fcntl.LOCK_EX, 2), ("b", fcntl.LOCK_SH, 0), ("all", fcntl.LOCK_SH, 2)):
+        (folder / "by-trace" / busy).mkdir(exist_ok=True)
+        with open_folder(folder / "by-trace" / busy) as descriptor:
+            fcntl.flock(descriptor, operation)
+            answer = kvreplay("merge", "by-trace/all", "by-trace", folder=folder)
+        assert answer.code == code, answer
+        assert code == 0 or refused(answer, 2, f"by-trace/{busy}: another run writes here")
+    done("merge", "by-trace/all", "by-trace", folder=folder)
 
 
 def test_damaged_parts_are_refused(folder: Path) -> None:
@@ -169,6 +246,11 @@ def test_run_json_that_is_none_is_refused(folder: Path) -> None:
     for text in ("{", "[]", '{"schema": 3}', '{"schema": "kvreplay-run/1", "cells": [7]}'):
         path.write_text(text)
         assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json"), text
+    path.write_text('{"schema": "kvreplay-run/1", "options": {"detail": "fine"}}')
+    assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json: unknown detail", "fine")
+    for deep in ("[" * 200_000, "[" * 200_000 + "]" * 200_000, '{"schema": ' * 200_000):
+        path.write_text(deep)
+        assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json", "nested too deep"), deep[:20]
 
 
 def test_folders_that_cannot_be_meant(folder: Path) -> None:
@@ -180,6 +262,22 @@ def test_folders_that_cannot_be_meant(folder: Path) -> None:
     assert refused(kvreplay("merge", "list", "by-trace", folder=folder.parent), 3, "by-trace")
     assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "holds other things")
     assert kvreplay("merge", "out", folder=folder).code == 2
+
+
+def test_folders_that_are_named_twice_count_once(folder: Path) -> None:
+    (folder / "alias").symlink_to("by-trace")
+    answer = merged(folder, "by-trace", "by-trace/a", "by-trace/../by-trace/b", "alias", "alias/a")
+    assert (answer.code, answer.err) == (0, "") and answer.out.startswith("2 folders: 2 traces")
+
+
+def test_thousands_of_folders_are_told_apart_at_once(tmp_path: Path) -> None:
+    for number in range(3000):
+        (tmp_path / f"from/{number}/parts").mkdir(parents=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert refused(kvreplay("merge", "out", "from", folder=tmp_path), 3, "no finished trace in any folder")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 5, "comparing them two by two takes 12 s"
 
 
 def test_out_may_lie_beside_what_it_is_made_of(folder: Path) -> None:

@@ -287,5 +287,20 @@ TEST_F(DamagedPart, ForceReplacesIt) {
   EXPECT_EQ(read_part(part()).cells.size(), 4U);
 }
 
+/// A run may replace a part between the reading of its numbers and the copying of its sets.
+TEST_F(DamagedPart, JoinedPartsHoldTheCellsThatWereReadAndNoOthers) {
+  Part joined = read_part(part());
+  const Part all = joined;
+  joined.cells.resize(1);
+  write_joined_part(file("joined.h5"), joined, {part(), part()});
+  const Part written = read_part(file("joined.h5"));
+  ASSERT_GT(all.cells.size(), 1U);
+  ASSERT_EQ(written.cells.size(), 1U);
+  EXPECT_EQ(File::open(file("joined.h5")).group("cells").names(), std::vector{joined.cells.front().id});
+  EXPECT_EQ(File::open(file("joined.h5")).group("sets").names(), std::vector{joined.cells.front().id});
+  EXPECT_THROW(write_joined_part(file("all.h5"), all, {file("joined.h5")}), Error);
+  EXPECT_FALSE(std::filesystem::exists(file("all.h5")));
+}
+
 }  // namespace
 }  // namespace kvreplay
