@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <hdf5.h>
 #include <malloc.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -251,8 +252,11 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
 }
 
 /// Never returns; the parent's files, handlers and threads stay its own.
-[[noreturn]] void be_the_child(const std::filesystem::path& path, Walk walk, std::uint64_t seconds,
+[[noreturn]] void be_the_child(pid_t parent, const std::filesystem::path& path, Walk walk, std::uint64_t seconds,
                                std::uint64_t memory) {
+  // Locks of the parent are its own, too: it must not outlive a parent that is killed.
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGALRM, SIGXCPU})
     std::signal(signal, SIG_DFL);
   std::signal(SIGINT, SIG_IGN);  // meant for the parent
@@ -331,10 +335,11 @@ void walk_in_child(const std::filesystem::path& path) {
   const auto length = static_cast<std::uint64_t>(file.st_size);
   const std::uint64_t seconds = 5 + length / mib, memory = 1024 * mib + length;
   Pipe pipe;
-  const pid_t child = pipe.ends[0] < 0 ? -1 : ::fork();
+  const pid_t parent = ::getpid(), child = pipe.ends[0] < 0 ? -1 : ::fork();
   if (child < 0)
     throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
-  if (child == 0) be_the_child(path, {.file = path.string(), .length = length, .told = pipe.ends[1]}, seconds, memory);
+  if (child == 0)
+    be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe.ends[1]}, seconds, memory);
   pipe.close(1);
   int status = 0;
   while (::waitpid(child, &status, 0) < 0)
