@@ -1,14 +1,17 @@
 #include "analysis/merge.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <set>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "analysis/csv.h"
@@ -18,6 +21,7 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results.h"
 #include "analysis/results_folder.h"
+#include "trace/child_walk.h"
 #include "trace/partial_file.h"
 
 namespace kvreplay {
@@ -57,6 +61,47 @@ void link_or_copy(const fs::path& from, const fs::path& to) {
   if (!stream.eof()) throw Error{Refusal::input, from.string(), "cannot be read"};
   copy.finish();
 }
+
+/// Which file a name leads to. A part that is replaced is another one then.
+class FileIdentity {
+ public:
+  explicit FileIdentity(const fs::path& path) { known_ = stat(path.c_str(), &file_) == 0; }
+  /// A link to it is it.
+  bool operator==(const FileIdentity& other) const {
+    const auto facts = [](const struct stat& file) {
+      return std::tuple{file.st_dev, file.st_ino, file.st_size, file.st_mtim.tv_sec, file.st_mtim.tv_nsec};
+    };
+    return known_ && other.known_ && facts(file_) == facts(other.file_);
+  }
+
+ private:
+  struct stat file_{};
+  bool known_;
+};
+
+/// Parts while they are read, once for their numbers and once for their sets: they must stay what they were.
+class SameFiles {
+ public:
+  explicit SameFiles(const std::vector<fs::path>& paths) : paths_(paths) {
+    for (const fs::path& path : paths) before_.emplace_back(path);
+  }
+  void require() const {
+    for (std::size_t i = 0; i < paths_.size(); ++i) require(i, paths_[i]);
+  }
+  /// What was made of the first, be it a link.
+  void require_of_link(const fs::path& made) const {
+    if (fs::hard_link_count(made) > 1) require(0, made);
+  }
+
+ private:
+  void require(std::size_t i, const fs::path& path) const {
+    if (!(before_[i] == FileIdentity(path)))
+      throw Error{Refusal::usage, paths_[i].string(), "another run has replaced it meanwhile: merge again"};
+  }
+
+  const std::vector<fs::path>& paths_;
+  std::vector<FileIdentity> before_;
+};
 
 /// What the parts of one trace hold together.
 class JoinedPart {
@@ -179,9 +224,28 @@ class ComingParts {
   fs::path parts_, coming_;
 };
 
+/// Folders that were not there before, removed again while they are empty.
+class MadeFolders {
+ public:
+  explicit MadeFolders(const fs::path& output) {
+    for (const fs::path& folder : {output / "parts", output})
+      if (std::error_code ignored; !fs::exists(folder, ignored)) made_.push_back(folder);
+  }
+  MadeFolders(const MadeFolders&) = delete;
+  MadeFolders& operator=(const MadeFolders&) = delete;
+  ~MadeFolders() {
+    for (const fs::path& folder : made_) ::rmdir(folder.c_str());
+  }
+  void keep() { made_.clear(); }
+
+ private:
+  std::vector<fs::path> made_;
+};
+
 /// The parts of one trace, each file once, become the part `target`, unless the only one is `there` already.
 void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::path& target, Sources& sources,
-          MergedRun& run) {
+          MergedRun& run, Results& results) {
+  const SameFiles files(parts);
   JoinedPart joined(parts.front());
   const PartTrace& trace = joined.whole().trace;
   if (trace.name != target.stem().string())
@@ -191,10 +255,14 @@ void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::p
                 std::to_string(numerics), std::to_string(trace.numerics)};
   for (std::size_t i = 1; i < parts.size(); ++i) joined.add(parts[i]);
   sources.check(joined);
-  if (parts.size() > 1)
-    write_joined_part(target, joined.whole(), parts);
-  else if (parts.front() != there)
+  files.require();
+  if (parts.size() > 1) write_joined_part(target, joined.whole(), parts);
+  results.add(joined.whole(), parts.size() > 1 ? target : parts.front());
+  if (parts.size() == 1 && parts.front() != there) {
     link_or_copy(parts.front(), target);
+    files.require_of_link(target);
+  }
+  files.require();
   run.add(joined.whole());
 }
 
@@ -230,8 +298,10 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
                    const std::function<void(double, const std::string&)>& heard,
                    const std::function<bool()>& interrupted) {
   check_results_folder(output);
+  std::optional<FolderLock> lock;
+  MadeFolders made(output);
   make_results_folder(output);
-  const FolderLock lock(output);
+  lock.emplace(output);
 
   MergedRun run;
   std::map<std::string, std::vector<fs::path>> parts;  // by trace; what is in `output` comes first
@@ -243,25 +313,34 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   if (fs::exists(output / "run.json")) run.add(output);
   find_parts(output);
   for (const fs::path& folder : folders) {
-    // Not held longer: thousands of folders are more than a process may have open. A part that a later run replaces is
-    // whole before and after, with the same numbers in the same cells.
+    // Not held longer: thousands of folders are more than a process may have open.
     const FolderLock reading = FolderLock::for_reading(folder);
     run.add(folder);
     find_parts(folder);
   }
   if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
+  std::vector<fs::path> in_order;
+  for (const auto& [trace, of_trace] : parts) in_order.insert(in_order.end(), of_trace.begin(), of_trace.end());
+  WalksAhead walks(std::move(in_order));
   const ComingParts coming(output);
+  Results results(output, run.detail());
   Sources sources;
   double done = 0;
   for (const auto& [trace, of_trace] : parts) {
     if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
     heard(done++ / static_cast<double>(parts.size()), trace);
-    take(of_trace, output / "parts" / (trace + ".h5"), coming.path_of(trace), sources, run);
+    for (std::size_t i = 0; i < of_trace.size(); ++i) walks.go_on();
+    take(of_trace, output / "parts" / (trace + ".h5"), coming.path_of(trace), sources, run, results);
   }
+  results.complete();
+  ReplacedFile about(output / "run.json");
+  run.write(about, argv);
+  about.complete();
   coming.arrive();
-  assemble(output, run.detail());
-  run.write(output / "run.json", argv);
+  results.finish();
+  about.finish();
+  made.keep();
   return {folders.size(), parts.size(), run.cells(), run.failed_cells(), run.warnings()};
 }
 

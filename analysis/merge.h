@@ -23,12 +23,12 @@ struct MergeSummary {
 std::vector<std::filesystem::path> results_folders(const std::vector<std::filesystem::path>& given,
                                                    const std::filesystem::path& output);
 
-/// Parts become parts of `output`, which may hold some already; cells of one trace are joined by their ids. Then its
-/// files are assembled, with the coarsest detail of all. A part is linked, or copied where it cannot be.
+/// Parts become parts of `output`, which may hold some already; cells of one trace are joined by their ids. Its files
+/// are assembled on the way, with the coarsest detail of all. A part is linked, or copied where it cannot be.
 /// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a
 /// folder that another run writes into; Error{input} for a part that is damaged and for a cell of which two folders
-/// have different numbers; Error{resources} for a full disk; Error{interrupted}. Nothing has been taken then, unless it
-/// is the assembling that failed; `interrupted` is not asked during that.
+/// have different numbers; Error{resources} for a full disk; Error{interrupted}. `output` is then as it was, unless it
+/// was a rename of complete files that failed.
 MergeSummary merge(const std::filesystem::path& output, const std::vector<std::filesystem::path>& folders,
                    const std::vector<std::string>& argv, const std::function<void(double, const std::string&)>& heard,
                    const std::function<bool()>& interrupted);

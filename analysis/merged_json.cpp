@@ -300,7 +300,7 @@ std::vector<std::string> MergedRun::warnings() const {
   return all;
 }
 
-void MergedRun::write(const fs::path& path, const std::vector<std::string>& argv) {
+void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv) {
   sort_cells();
   options_.update(noted("options"));
   if (const Json seed = noted("seed"); seed.is_string() && seed != seed_.dump()) seed_ = seed;
@@ -330,12 +330,10 @@ void MergedRun::write(const fs::path& path, const std::vector<std::string>& argv
   };
   std::string text = head.dump(2, ' ', false, Json::error_handler_t::replace);
   text.resize(text.rfind(']'));
-  ReplacedFile file(path);
   file.write(text);
   for (const Cell& cell : cells_)
     file.write((&cell == cells_.data() ? "" : ",") + indented(cell_json(summary_of(cell))));
   file.write(cells_.empty() ? "]\n}\n" : "\n  ]\n}\n");
-  file.finish();
 }
 
 }  // namespace kvreplay

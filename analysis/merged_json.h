@@ -33,8 +33,8 @@ class MergedRun {
   std::vector<CellSummary> failed_cells() const;
   std::size_t cells() const { return cells_.size(); }
 
-  /// Once all has been added. Replaces the file; inputs and cells stand by the names of their traces.
-  void write(const std::filesystem::path& path, const std::vector<std::string>& argv);
+  /// run.json, once all has been added; inputs and cells stand by the names of their traces.
+  void write(ReplacedFile& file, const std::vector<std::string>& argv);
 
  private:
   using Json = nlohmann::ordered_json;

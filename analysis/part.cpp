@@ -10,6 +10,7 @@
 #include <limits>
 #include <map>
 
+#include "analysis/csv.h"
 #include "analysis/replaced_file.h"
 #include "parameters.h"
 #include "trace/hdf5.h"
@@ -24,7 +25,7 @@ using hdf5::Group;
 using hdf5::Shape;
 
 constexpr const char* part_format = "kvpart";
-constexpr std::int64_t part_version = 3;
+constexpr std::int64_t part_version = 4;
 
 std::size_t index(int i) { return static_cast<std::size_t>(i); }
 hsize_t extent(int n) { return static_cast<hsize_t>(n); }
@@ -53,15 +54,16 @@ void write_matrix(Group& group, const std::string& name, const Matrix& matrix) {
   group.write(name, matrix.values(), {extent(matrix.rows()), extent(matrix.columns())});
 }
 
+/// One dataset for all, as each costs a reader some 40 µs; `metrics` says whose numbers they are.
 void write_values(Group& group, const ValuesByMetric& all) {
-  int number = 0;
+  std::vector<double> numbers;
+  std::string metrics;
   for (const auto& [name, values] : all) {
-    const std::string dataset = fmt::format("{:03}", number++);
-    hdf5::Dataset written = group.write(dataset, std::span<const double>(values.values()),
-                                        {extent(values.rows()), extent(values.columns())});
-    written.set_attribute("metric", name.metric);
-    written.set_attribute("variant", name.variant);
+    numbers.insert(numbers.end(), values.values().begin(), values.values().end());
+    metrics += csv_line({name.metric, name.variant, std::to_string(values.rows()), std::to_string(values.columns())});
   }
+  group.write("numbers", numbers);
+  group.write_text("metrics", metrics);
 }
 
 void require_shape(const hdf5::Dataset& dataset, const Shape& expected) {
@@ -77,22 +79,53 @@ std::vector<Element> read_shaped(const Group& group, const std::string& name, co
   return dataset.values<Element>();
 }
 
+/// Whose numbers stand in a dataset, and how many.
+struct MetricExtent {
+  MetricName name;
+  int rows = 0, columns = 0;
+};
+
+/// Rows or columns.
+int extent_of(const hdf5::Dataset& metrics, const std::string& text, std::int64_t most) {
+  int number = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (problem != std::errc{} || end != text.data() + text.size() || number < 1 || number > most)
+    throw Error{Refusal::input, metrics.where(), "shape", fmt::format("1..{}", most), text};
+  return number;
+}
+
+std::vector<MetricExtent> read_metrics(const hdf5::Dataset& metrics, const PartTrace& trace) {
+  constexpr std::size_t longest = 1 << 16;  // many times all metrics that there are
+  if (metrics.type().bytes() > longest)
+    throw Error{Refusal::input, metrics.where(), "length", fmt::format("at most {} bytes", longest),
+                std::to_string(metrics.type().bytes())};
+  std::vector<MetricExtent> all;
+  for (const std::vector<std::string>& fields : parse_csv(metrics.where(), metrics.text())) {
+    if (fields.size() != 4)
+      throw Error{Refusal::input, metrics.where(), "line", "metric,variant,rows,columns",
+                  fmt::format("{} fields", fields.size())};
+    const MetricName name{fields[0], fields[1]};
+    if (find_variant(name) == nullptr || std::ranges::find(all, name, &MetricExtent::name) != all.end())
+      throw Error{Refusal::input, metrics.where(), "metric", "one that there is, once", name.text()};
+    const int rows = extent_of(metrics, fields[2], std::int64_t{trace.layers} + 1);
+    if (rows != 1 && rows != trace.layers + 1)
+      throw Error{Refusal::input, metrics.where(), "shape", fmt::format("1 or {} rows", trace.layers + 1), fields[2]};
+    all.push_back({name, rows, extent_of(metrics, fields[3], std::int64_t{trace.query_heads} + 1)});
+  }
+  return all;
+}
+
 ValuesByMetric read_values(const Group& group, const PartTrace& trace) {
+  const std::vector<MetricExtent> metrics = read_metrics(group.dataset("metrics"), trace);
+  hsize_t count = 0;
+  for (const MetricExtent& metric : metrics) count += extent(metric.rows) * extent(metric.columns);
+  const std::vector<double> numbers = read_shaped<double>(group, "numbers", {count});
+  std::span<const double> left = numbers;
   ValuesByMetric all;
-  for (const std::string& name : group.names()) {
-    const hdf5::Dataset dataset = group.dataset(name);
-    const MetricName metric{dataset.string_attribute("metric"), dataset.string_attribute("variant")};
-    if (find_variant(metric) == nullptr)
-      throw Error{Refusal::input, dataset.where(), "metric", "one that there is", metric.text()};
-    const Shape shape = dataset.shape();
-    if (shape.size() != 2 || (shape[0] != 1 && shape[0] != extent(trace.layers) + 1) || shape[1] < 1 ||
-        shape[1] > extent(trace.query_heads) + 1)
-      throw Error{Refusal::input, dataset.where(), "shape",
-                  fmt::format("[{} or 1, 1..{}]", trace.layers + 1, trace.query_heads + 1), hdf5::to_string(shape)};
-    const std::vector<double> stored = dataset.values<double>();
-    Values values(static_cast<int>(shape[0]), static_cast<int>(shape[1]));
-    std::ranges::copy(stored, values.values().begin());
-    all[metric] = std::move(values);
+  for (const MetricExtent& metric : metrics) {
+    const std::span<double> own = (all[metric.name] = Values(metric.rows, metric.columns)).values();
+    std::ranges::copy(left.first(own.size()), own.begin());
+    left = left.subspan(own.size());
   }
   return all;
 }
@@ -525,12 +558,23 @@ std::optional<DifferingCondition> differing_condition(const PartTrace& expected,
   return differing == std::end(all) ? std::nullopt : std::optional(*differing);
 }
 
-Part read_part(const std::filesystem::path& path) {
-  const File file = File::open(path);
+namespace {
+
+void check_format(const File& file, const std::filesystem::path& path) {
   if (!file.has_attribute("format") || file.string_attribute("format") != part_format)
     throw Error{Refusal::input, path.string(), "format", part_format, "another file"};
   if (const auto version = file.integer_attribute("version"); version != part_version)
-    throw Error{Refusal::input, path.string(), "version", std::to_string(part_version), std::to_string(version)};
+    throw Error{Refusal::input, path.string(), "part of another version of kvreplay", std::to_string(part_version),
+                std::to_string(version)};
+}
+
+}  // namespace
+
+void check_part_format(const std::filesystem::path& path) { check_format(File::open(path), path); }
+
+Part read_part(const std::filesystem::path& path) {
+  const File file = File::open(path);
+  check_format(file, path);
   const Group traces = file.group("traces");
   const std::vector<std::string> names = traces.names();
   if (names.size() != 1)
@@ -699,31 +743,44 @@ void write_joined_part(const std::filesystem::path& path, const Part& joined,
   replace_file(path, file);
 }
 
-void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts) {
-  MappedImage image(path);
-  File file = File::create_in(image, path.string());
-  {
-    file.set_attribute("format", "kvselections");
-    file.set_attribute("version", std::int64_t{1});
-    Group traces = file.create_group("traces"), cells = file.create_group("cells");
-    for (const std::filesystem::path& part : parts) {
-      const File from = File::open_walked(part);
-      const Group from_traces = from.group("traces"), from_cells = from.group("cells"), sets = from.group("sets");
-      const std::string name = from_traces.names().front();
-      const PartTrace trace = read_conditions(from_traces.group(name), name);
-      copy(from_traces, name, traces);
-      // A copy of a trace under another name has the same cells, number by number.
-      for (const std::string& id : from_cells.names()) {
-        if (cells.member(id) != Group::Member::none) continue;
-        copy(from_cells, id, cells);
-        Group cell = cells.group(id);
-        write_positions(cell, read_sets(sets, id, read_heads(cell), trace), trace);
-        image.require_room();
-      }
-    }
-  }
-  file.close();
-  image.finish();
+struct SelectionsFile::Content {
+  explicit Content(const std::filesystem::path& path) : image(path), file(File::create_in(image, path.string())) {}
+  MappedImage image;
+  File file;
+};
+
+SelectionsFile::SelectionsFile(const std::filesystem::path& path) : content_(std::make_unique<Content>(path)) {
+  File& file = content_->file;
+  file.set_attribute("format", "kvselections");
+  file.set_attribute("version", std::int64_t{1});
+  file.create_group("traces");
+  file.create_group("cells");
 }
+
+SelectionsFile::~SelectionsFile() = default;
+
+void SelectionsFile::add(const std::filesystem::path& part) {
+  const File from = File::open_walked(part);
+  const Group from_traces = from.group("traces"), from_cells = from.group("cells"), sets = from.group("sets");
+  Group traces = content_->file.group("traces"), cells = content_->file.group("cells");
+  const std::string name = from_traces.names().front();
+  const PartTrace trace = read_conditions(from_traces.group(name), name);
+  copy(from_traces, name, traces);
+  // A copy of a trace under another name has the same cells, number by number.
+  for (const std::string& id : from_cells.names()) {
+    if (cells.member(id) != Group::Member::none) continue;
+    copy(from_cells, id, cells);
+    Group cell = cells.group(id);
+    write_positions(cell, read_sets(sets, id, read_heads(cell), trace), trace);
+    content_->image.require_room();
+  }
+}
+
+void SelectionsFile::complete() {
+  content_->file.close();
+  content_->image.complete();
+}
+
+void SelectionsFile::finish() { content_->image.finish(); }
 
 }  // namespace kvreplay

@@ -6,12 +6,14 @@
 //                   granularities differ
 //   /sets/ID        int64 [treated, H, ceil(P / 64)]: token j is kept where bit j % 64 of word j / 64 is 1. A position
 //                   of selections.h5 takes 32 bits: sets are written in full once, not twice
-//   /values/ID      who the cell is, and every value [L+1, H+1]; /values/trace: values of the trace itself
+//   /values/ID      who the cell is; `numbers`: all its values [L+1, H+1], one metric after the other; `metrics`: lines
+//                   of metric,variant,rows,columns. /values/trace: values of the trace itself
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -71,6 +73,9 @@ struct DifferingCondition {
 };
 std::optional<DifferingCondition> differing_condition(const PartTrace& expected, const PartTrace& found);
 
+/// Throws Error{input} for a file that is no part, or that of another version of kvreplay.
+void check_part_format(const std::filesystem::path& path);
+
 /// Throws Error{input} for a file that is no part, or a damaged one.
 Part read_part(const std::filesystem::path& path);
 
@@ -98,8 +103,21 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
 void write_joined_part(const std::filesystem::path& path, const Part& joined,
                        const std::vector<std::filesystem::path>& parts);
 
-/// Writes selections.h5: the traces and cells of these parts, one after the other, whatever their number. Throws
-/// Error{resources} when the disk is full.
-void write_selections(const std::filesystem::path& path, const std::vector<std::filesystem::path>& parts);
+/// selections.h5: the traces and cells of parts, one after the other, whatever their number.
+class SelectionsFile {
+ public:
+  explicit SelectionsFile(const std::filesystem::path& path);
+  ~SelectionsFile();
+  /// A part that read_part has read, or that this process has written. Throws Error{resources} when the disk is full.
+  void add(const std::filesystem::path& part);
+  /// All of it is on the disk; nothing is added any more. Throws as `add`.
+  void complete();
+  /// The complete file gets its name.
+  void finish();
+
+ private:
+  struct Content;
+  std::unique_ptr<Content> content_;
+};
 
 }  // namespace kvreplay

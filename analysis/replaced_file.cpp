@@ -47,10 +47,16 @@ void ReplacedFile::write(std::string_view content) {
   if (!stream_.write(content.data(), static_cast<std::streamsize>(content.size()))) throw failed(partial_);
 }
 
-void ReplacedFile::finish() {
+void ReplacedFile::complete() {
+  if (complete_) return;
   errno = 0;
   stream_.close();
   if (!stream_ || !bring_to_disk(partial_)) throw failed(partial_);
+  complete_ = true;
+}
+
+void ReplacedFile::finish() {
+  complete();
   if (std::rename(partial_.c_str(), path_.c_str()) != 0) throw failed(path_);
   finished_ = true;
 }

@@ -24,13 +24,15 @@ class ReplacedFile {
   ReplacedFile& operator=(const ReplacedFile&) = delete;
   ~ReplacedFile();
   void write(std::string_view content);
-  /// The name exists afterwards.
+  /// All of it is on the disk; nothing is written any more.
+  void complete();
+  /// Completes it. The name exists afterwards.
   void finish();
 
  private:
   std::filesystem::path path_, partial_;
   std::ofstream stream_;
-  bool finished_ = false;
+  bool complete_ = false, finished_ = false;
 };
 
 void replace_file(const std::filesystem::path& path, std::string_view content);

@@ -7,9 +7,8 @@
 #include <utility>
 
 #include "analysis/csv.h"
-#include "analysis/part.h"
-#include "analysis/replaced_file.h"
 #include "analysis/results_folder.h"
+#include "trace/child_walk.h"
 
 namespace kvreplay {
 namespace {
@@ -24,11 +23,6 @@ struct Place {
   int layer;
   int head;
 };
-
-bool shown(const Place& place, Detail detail) {
-  if (place.head >= 0) return detail == Detail::head;
-  return place.layer < 0 || detail != Detail::summary;
-}
 
 std::string place_text(int number) { return number < 0 ? "all" : std::to_string(number); }
 
@@ -49,58 +43,66 @@ class Owner {
                              cell != nullptr ? std::to_string(cell->seed) : "", of_cell(&PartCell::id)});
   }
 
-  const PartTrace& trace() const { return trace_; }
-  std::string line(const Place& place, const MetricName& name, double value) const {
-    return before_ +
-           csv_fields(
-               {place_text(place.layer < 0 ? place.layer : trace_.layer_index[static_cast<std::size_t>(place.layer)]),
-                place_text(place.head), name.metric, name.variant, csv_number(value), unit_of(name)}) +
-           after_;
+  void write(ReplacedFile& file, const ValuesByMetric& all, Detail detail) const {
+    std::vector<Column> metrics;
+    int heads = 0;  // of the layers
+    for (const auto& [name, values] : all) {
+      metrics.push_back(
+          {csv_fields({name.metric, name.variant}) + ',', ',' + csv_field(unit_of(name)) + after_, values});
+      if (values.rows() > 1) heads = std::max(heads, values.columns() - 1);
+    }
+    for (const int layer : trace_.treated) {
+      if (detail == Detail::head)
+        for (int head = 0; head < heads; ++head) write_place(file, metrics, {layer, head});
+      if (detail != Detail::summary) write_place(file, metrics, {layer, -1});
+    }
+    // Head h of one layer is another head than head h of the next: means over layers are those of all heads.
+    write_place(file, metrics, {-1, -1});
   }
 
  private:
+  /// A metric, and what stands before and behind each of its values.
+  struct Column {
+    std::string before, behind;
+    const Values& values;
+  };
+
+  void write_place(ReplacedFile& file, const std::vector<Column>& metrics, const Place& place) const {
+    const int layer = place.layer < 0 ? place.layer : trace_.layer_index[static_cast<std::size_t>(place.layer)];
+    const std::string place_before = before_ + place_text(layer) + ',' + place_text(place.head) + ',';
+    std::string lines;
+    for (const auto& [before, behind, values] : metrics) {
+      const int own_heads = values.columns() - 1;
+      if ((place.layer >= 0 && values.rows() == 1) || place.head >= own_heads) continue;
+      const double value =
+          values(place.layer >= 0 ? place.layer : values.rows() - 1, place.head >= 0 ? place.head : own_heads);
+      lines.append(place_before).append(before).append(csv_number(value)).append(behind);
+    }
+    file.write(lines);
+  }
+
   const PartTrace& trace_;
   std::string before_, after_;
 };
 
-void write_rows(ReplacedFile& file, const Owner& owner, const ValuesByMetric& all, Detail detail) {
-  int heads = 0;
-  for (const auto& [name, values] : all) heads = std::max(heads, values.columns() - 1);
-  const auto write_layer = [&](int layer) {
-    for (int column = 0; column <= heads; ++column) {
-      const Place place{layer, column < heads ? column : -1};
-      // Head h of one layer is another head than head h of the next: means over layers are those of all heads.
-      if (!shown(place, detail) || (layer < 0 && place.head >= 0)) continue;
-      for (const auto& [name, values] : all) {
-        const int own_heads = values.columns() - 1;
-        if ((layer >= 0 && values.rows() == 1) || place.head >= own_heads) continue;
-        file.write(owner.line(
-            place, name, values(layer >= 0 ? layer : values.rows() - 1, place.head >= 0 ? place.head : own_heads)));
-      }
-    }
-  };
-  for (const int layer : owner.trace().treated) write_layer(layer);
-  write_layer(-1);
-}
-
-std::string seconds_line(const Part& part, const PartCell* cell, std::size_t layer, const MetricName& name,
+std::string seconds_line(const PartTrace& trace, const PartCell* cell, std::size_t layer, const MetricName& name,
                          double value) {
   const auto of_cell = [cell](auto member) { return cell != nullptr ? cell->*member : std::string(); };
-  return csv_line({part.trace.name, of_cell(&PartCell::policy), of_cell(&PartCell::params), of_cell(&PartCell::budget),
-                   std::to_string(part.trace.layer_index[static_cast<std::size_t>(part.trace.treated[layer])]),
-                   name.metric, name.variant, csv_number(value), "s", of_cell(&PartCell::id)});
+  return csv_line({trace.name, of_cell(&PartCell::policy), of_cell(&PartCell::params), of_cell(&PartCell::budget),
+                   std::to_string(trace.layer_index[static_cast<std::size_t>(trace.treated[layer])]), name.metric,
+                   name.variant, csv_number(value), "s", of_cell(&PartCell::id)});
 }
 
-void write_seconds(ReplacedFile& file, const Part& part) {
+void write_seconds(ReplacedFile& file, const PartTrace& trace, const std::vector<const PartCell*>& cells) {
   std::vector<std::pair<MetricName, OfSeconds>> kinds;
   for (const std::string& metric : metrics().names())
     for (const MetricVariant& variant : metrics().get(metric).variants)
       if (const auto* of = std::get_if<OfSeconds>(&variant.measure)) kinds.push_back({{metric, variant.name}, *of});
-  for (std::size_t l = 0; l < part.trace.observable_seconds.size(); ++l)
-    file.write(seconds_line(part, nullptr, l, {"observable_seconds", ""}, part.trace.observable_seconds[l]));
-  for (const PartCell& cell : part.cells)
-    for (std::size_t l = 0; l < cell.seconds.size(); ++l)
-      for (const auto& [name, of] : kinds) file.write(seconds_line(part, &cell, l, name, of.measure(cell.seconds[l])));
+  for (std::size_t l = 0; l < trace.observable_seconds.size(); ++l)
+    file.write(seconds_line(trace, nullptr, l, {"observable_seconds", ""}, trace.observable_seconds[l]));
+  for (const PartCell* cell : cells)
+    for (std::size_t l = 0; l < cell->seconds.size(); ++l)
+      for (const auto& [name, of] : kinds) file.write(seconds_line(trace, cell, l, name, of.measure(cell->seconds[l])));
 }
 
 }  // namespace
@@ -119,23 +121,49 @@ const char* word(Detail detail) {
 
 std::span<const std::string> result_columns() { return columns; }
 
+Results::Results(const std::filesystem::path& output, Detail detail)
+    : detail_(detail),
+      rows_(output / "results.csv"),
+      seconds_(output / "seconds.csv"),
+      selections_(output / "selections.h5") {
+  rows_.write(csv_line({std::begin(columns), std::end(columns)}));
+  seconds_.write("trace,policy,params,budget,layer,metric,variant,value,unit,cell\n");
+}
+
+void Results::add(const Part& part, const std::filesystem::path& path) {
+  std::vector<const PartCell*> cells;
+  for (const PartCell& cell : part.cells) cells.push_back(&cell);
+  std::ranges::sort(cells, {}, [](const PartCell* cell) {
+    return std::tie(cell->policy, cell->params, cell->budget_tokens, cell->budget, cell->id);
+  });
+  Owner(part.trace, nullptr).write(rows_, part.trace.values, detail_);
+  for (const PartCell* cell : cells) Owner(part.trace, cell).write(rows_, cell->values, detail_);
+  write_seconds(seconds_, part.trace, cells);
+  selections_.add(path);
+}
+
+void Results::complete() {
+  rows_.complete();
+  seconds_.complete();
+  selections_.complete();
+}
+
+void Results::finish() {
+  rows_.finish();
+  seconds_.finish();
+  selections_.finish();
+}
+
 void assemble(const std::filesystem::path& output, Detail detail) {
-  const std::vector<std::filesystem::path> paths = parts_of(output);
-  ReplacedFile results(output / "results.csv"), seconds(output / "seconds.csv");
-  results.write(csv_line({std::begin(columns), std::end(columns)}));
-  seconds.write("trace,policy,params,budget,layer,metric,variant,value,unit,cell\n");
-  for (const std::filesystem::path& path : paths) {
-    Part part = read_part(path);
-    std::ranges::sort(part.cells, {}, [](const PartCell& cell) {
-      return std::tie(cell.policy, cell.params, cell.budget_tokens, cell.budget, cell.id);
-    });
-    write_rows(results, {part.trace, nullptr}, part.trace.values, detail);
-    for (const PartCell& cell : part.cells) write_rows(results, {part.trace, &cell}, cell.values, detail);
-    write_seconds(seconds, part);
+  const std::vector<std::filesystem::path> parts = parts_of(output);
+  WalksAhead walks(parts);
+  Results results(output, detail);
+  for (const std::filesystem::path& part : parts) {
+    walks.go_on();
+    results.add(read_part(part), part);
   }
+  results.complete();
   results.finish();
-  seconds.finish();
-  write_selections(output / "selections.h5", paths);
 }
 
 }  // namespace kvreplay

@@ -7,6 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "analysis/part.h"
+#include "analysis/replaced_file.h"
+
 namespace kvreplay {
 
 /// How much of the values results.csv shows: the means over all layers; each layer too; each head too.
@@ -21,7 +24,25 @@ const char* word(Detail detail);
 /// The columns of results.csv, in their order.
 std::span<const std::string> result_columns();
 
-/// Replaces results.csv, seconds.csv and selections.h5 in `output` by what output/parts/*.h5 hold.
+/// The files of a folder while they are assembled, in the order of the traces' names. Those that were there are
+/// replaced in the end, or stay where this ends before. Throws Error{resources} when the disk is full.
+class Results {
+ public:
+  Results(const std::filesystem::path& output, Detail detail);
+  /// What `part` holds lies at `path`.
+  void add(const Part& part, const std::filesystem::path& path);
+  /// All of it is on the disk; nothing is added any more.
+  void complete();
+  /// The complete files replace those that were there.
+  void finish();
+
+ private:
+  Detail detail_;
+  ReplacedFile rows_, seconds_;
+  SelectionsFile selections_;
+};
+
+/// From output/parts/*.h5.
 void assemble(const std::filesystem::path& output, Detail detail);
 
 }  // namespace kvreplay

@@ -682,6 +682,14 @@ void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work,
     demand.similarity_passes += lacking(name.metric == "redundancy_key" ? "key_similarity" : "value_similarity");
 }
 
+/// Parts that this run leaves as they are will stand in its results, too.
+void check_other_parts(const fs::path& output, const std::vector<TraceWork>& works) {
+  for (const fs::path& part : parts_of(output))
+    if (std::ranges::none_of(
+            works, [&](const TraceWork& work) { return work.summary.error.empty() && work.part_path(output) == part; }))
+      check_part_format(part);
+}
+
 }  // namespace
 
 void check_names(std::span<const fs::path> traces) {
@@ -735,6 +743,7 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
   if (std::error_code ignored; fs::is_directory(request.output, ignored)) lock.emplace(request.output);
   std::vector<TraceWork> works = prepare(request);
   const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
+  check_other_parts(request.output, works);
   make_results_folder(request.output);
   if (!lock) {
     lock.emplace(request.output);

@@ -22,12 +22,14 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "error.h"
 #include "trace/hdf5.h"
+#include "trace/open_file.h"
 
 namespace kvreplay {
 namespace {
@@ -38,6 +40,8 @@ constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 /// Datasets that are no larger are read: what a reader takes in whole.
 constexpr std::uint64_t small = std::uint64_t{1} << 16;
 constexpr std::size_t longest_refusal = 4096;
+/// Each may take 1 GiB, and as much as its file is long.
+constexpr unsigned most_children = 16;
 constexpr int refused = 2, out_of_memory = 3;  // exit codes of the child
 
 /// What the child knows.
@@ -302,6 +306,14 @@ struct Pipe {
   int ends[2];
 };
 
+/// A file before its walk.
+struct FoundFile {
+  struct stat looks;
+  std::time_t when;  // the clock before it was looked at
+
+  bool is_settled() const { return looks.st_ctim.tv_sec + 1 < when; }
+};
+
 /// The files whose walk went well, as they were: each is walked once for a process.
 class Walked {
  public:
@@ -309,10 +321,10 @@ class Walked {
     const std::scoped_lock lock(mutex_);
     return states_.contains(state(file));
   }
-  /// `before` the walk. Not one that had just changed: another change might bear the same time.
-  void add(const struct stat& before, std::time_t began) {
+  /// Not one that had just changed: another change might bear the same time.
+  void add(const FoundFile& before) {
     const std::scoped_lock lock(mutex_);
-    if (before.st_ctim.tv_sec + 1 < began) states_.insert(state(before));
+    if (before.is_settled()) states_.insert(state(before.looks));
   }
 
  private:
@@ -324,45 +336,133 @@ class Walked {
   std::set<State> states_;
 };
 
+Walked& walked() {
+  static Walked all;
+  return all;
+}
+
+/// A process that walks a file, ended with this at the latest.
+class WalkingChild {
+ public:
+  WalkingChild(const std::filesystem::path& path, const FoundFile& file) : path_(path), before_(file) {
+    const auto length = static_cast<std::uint64_t>(file.looks.st_size);
+    seconds_ = 5 + length / mib;
+    memory_ = 1024 * mib + length;
+    const pid_t parent = ::getpid();
+    child_ = pipe_.ends[0] < 0 ? -1 : ::fork();
+    if (child_ < 0)
+      throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
+    if (child_ == 0)
+      be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe_.ends[1]}, seconds_, memory_);
+    pipe_.close(1);
+  }
+  WalkingChild(const WalkingChild&) = delete;
+  WalkingChild& operator=(const WalkingChild&) = delete;
+  ~WalkingChild() {
+    if (child_ < 0) return;
+    ::kill(child_, SIGKILL);
+    wait(0);
+  }
+
+  bool has_ended() { return child_ < 0 || wait(WNOHANG) != 0; }
+  /// Waits for its end, and throws as walk_in_child does.
+  void finish() {
+    if (child_ >= 0) wait(0);
+    if (lost_ != 0)
+      throw Error{Refusal::resources, path_.string(), fmt::format("its check was lost: {}", std::strerror(lost_))};
+    const auto damaged = [&](const std::string& found) {
+      throw Error{Refusal::input, path_.string(), "damaged", "an HDF5 file that the library can walk", found};
+    };
+    if (WIFSIGNALED(status_)) {
+      const int signal = WTERMSIG(status_);
+      if (signal == SIGXCPU || signal == SIGALRM)
+        damaged(fmt::format("no end in {} seconds", signal == SIGALRM ? seconds_ * 10 : seconds_));
+      damaged(fmt::format("it ends in {}", ::strsignal(signal)));
+    }
+    const int code = WEXITSTATUS(status_);
+    if (code == out_of_memory) damaged(fmt::format("more than {} MiB of memory asked for", memory_ / mib));
+    if (code == refused) {
+      std::string told(longest_refusal, '\0');
+      told.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(pipe_.ends[0], told.data(), told.size()), 0)));
+      const std::size_t end = std::min(told.find('\0'), told.size());
+      throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
+    }
+    if (code != 0) damaged(fmt::format("it ends with exit code {}", code));
+    walked().add(before_);
+  }
+
+ private:
+  pid_t wait(int options) {
+    pid_t ended = 0;
+    while ((ended = ::waitpid(child_, &status_, options)) < 0 && errno == EINTR) {
+    }
+    if (ended != 0) child_ = -1;
+    if (ended < 0) lost_ = errno;
+    return ended;
+  }
+
+  std::filesystem::path path_;
+  FoundFile before_;
+  std::uint64_t seconds_ = 0, memory_ = 0;  // at most
+  Pipe pipe_;
+  pid_t child_ = -1;
+  int status_ = 0, lost_ = 0;  // how it ended, or why nobody knows
+};
+
+/// Empty where there is nothing to walk: what is walked already, and what cannot be asked about, of which whoever opens
+/// it says what is wrong.
+std::optional<FoundFile> unwalked(const std::filesystem::path& path) {
+  FoundFile file{{}, std::time(nullptr)};
+  if (::stat(path.c_str(), &file.looks) != 0 || walked().holds(file.looks)) return std::nullopt;
+  require_file(file.looks, path.string());
+  return file;
+}
+
 }  // namespace
 
 void walk_in_child(const std::filesystem::path& path) {
-  static Walked walked;
-  struct stat file{};
-  const std::time_t began = std::time(nullptr);
-  if (::stat(path.c_str(), &file) != 0) return;  // whoever opens it says what is wrong
-  if (walked.holds(file)) return;
-  const auto length = static_cast<std::uint64_t>(file.st_size);
-  const std::uint64_t seconds = 5 + length / mib, memory = 1024 * mib + length;
-  Pipe pipe;
-  const pid_t parent = ::getpid(), child = pipe.ends[0] < 0 ? -1 : ::fork();
-  if (child < 0)
-    throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
-  if (child == 0)
-    be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe.ends[1]}, seconds, memory);
-  pipe.close(1);
-  int status = 0;
-  while (::waitpid(child, &status, 0) < 0)
-    if (errno != EINTR)
-      throw Error{Refusal::resources, path.string(), fmt::format("its check was lost: {}", std::strerror(errno))};
-  const auto damaged = [&](const std::string& found) {
-    throw Error{Refusal::input, path.string(), "damaged", "an HDF5 file that the library can walk", found};
+  if (const auto file = unwalked(path)) WalkingChild(path, *file).finish();
+}
+
+class WalksAhead::Child : public WalkingChild {
+ public:
+  Child(std::size_t file_number, const std::filesystem::path& path, const FoundFile& file)
+      : WalkingChild(path, file), number(file_number) {}
+  const std::size_t number;  // of its file
+};
+
+WalksAhead::WalksAhead(std::vector<std::filesystem::path> files) : files_(std::move(files)) {}
+
+WalksAhead::~WalksAhead() = default;
+
+void WalksAhead::go_on() {
+  const std::size_t now = opened_++;
+  const auto gather = [this](auto which) {
+    for (auto child = children_.begin(); child != children_.end();) {
+      if (!which(**child)) {
+        ++child;
+        continue;
+      }
+      try {
+        (*child)->finish();
+      } catch (const Error&) {
+        // Said when its file is opened.
+      }
+      child = children_.erase(child);
+    }
   };
-  if (WIFSIGNALED(status)) {
-    const int signal = WTERMSIG(status);
-    if (signal == SIGXCPU || signal == SIGALRM)
-      damaged(fmt::format("no end in {} seconds", signal == SIGALRM ? seconds * 10 : seconds));
-    damaged(fmt::format("it ends in {}", ::strsignal(signal)));
+  gather([](Child& child) { return child.has_ended(); });
+  begun_ = std::max(begun_, now);
+  try {
+    for (; begun_ < files_.size() &&
+           children_.size() < std::clamp(std::thread::hardware_concurrency(), 1U, most_children);
+         ++begun_)
+      if (const auto file = unwalked(files_[begun_]); file && file->is_settled())
+        children_.push_back(std::make_unique<Child>(begun_, files_[begun_], *file));
+  } catch (const Error&) {
+    // No process more, or no file: said when it is opened.
   }
-  if (WEXITSTATUS(status) == out_of_memory) damaged(fmt::format("more than {} MiB of memory asked for", memory / mib));
-  if (WEXITSTATUS(status) == refused) {
-    std::string told(longest_refusal, '\0');
-    told.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(pipe.ends[0], told.data(), told.size()), 0)));
-    const std::size_t end = std::min(told.find('\0'), told.size());
-    throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
-  }
-  if (WEXITSTATUS(status) != 0) damaged(fmt::format("it ends with exit code {}", WEXITSTATUS(status)));
-  walked.add(file, began);
+  gather([now](const Child& child) { return child.number == now; });
 }
 
 }  // namespace kvreplay

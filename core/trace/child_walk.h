@@ -1,16 +1,41 @@
 // A damaged HDF5 file can crash the library that opens it, or keep it busy for ever. So a child process goes first.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
+#include <list>
+#include <memory>
+#include <vector>
 
 namespace kvreplay {
 
 /// A child process opens an HDF5 file and looks up everything that hard links lead to: attributes, types, shapes,
 /// storage, where each chunk lies, and how much a deflated one holds. Throws Error{input} where that ends the child,
 /// takes it more than five seconds and one for each MiB, or more than 1 GiB of memory beside the file's own size, and
-/// where HDF5 refuses any of it: failures are what the library survives least. Error{resources} where no child can be
-/// made. That a file cannot be opened is left to the caller, who will hear of it in the caller's own words. A file
-/// whose walk went well is walked again only if it has changed since, or less than two seconds before it.
+/// where HDF5 refuses any of it, failures being what the library survives least, and for a directory, device or pipe.
+/// Error{resources} where no child can be made. That a file cannot be opened is left to the caller, who will hear of it
+/// in the caller's own words. A file whose walk went well is walked again only if it has changed since, or less than
+/// two seconds before it.
 void walk_in_child(const std::filesystem::path& path);
+
+/// Many files that one thread is going to open in this order: as many children as there are cores, at most sixteen,
+/// walk ahead of it.
+class WalksAhead {
+ public:
+  explicit WalksAhead(std::vector<std::filesystem::path> files);
+  WalksAhead(const WalksAhead&) = delete;
+  WalksAhead& operator=(const WalksAhead&) = delete;
+  /// Children that still walk are ended.
+  ~WalksAhead();
+  /// To be called before each file is opened, which walk_in_child then finds walked. Throws nothing of a walk that
+  /// ended badly: walk_in_child repeats it, and says what is wrong.
+  void go_on();
+
+ private:
+  class Child;
+  std::vector<std::filesystem::path> files_;
+  std::size_t opened_ = 0, begun_ = 0;
+  std::list<std::unique_ptr<Child>> children_;
+};
 
 }  // namespace kvreplay

@@ -394,12 +394,14 @@ std::size_t Dataset::stored_elements() const {
   if (bytes == 0) throw Error{Refusal::input, where(), "type", "elements of at least a byte", "of none"};
   const hsize_t most = length * (chunked() ? largest_inflation : 1) / bytes;
   hsize_t count = std::ranges::count(sizes, hsize_t{0}) > 0 ? 0 : 1;
-  for (const hsize_t size : sizes) {
-    if (size > 0 && count > most / size)
+  const auto bound = [&](hsize_t next) {
+    if (next > 0 && count > most / next)
       throw Error{Refusal::input, where(), "shape",
                   fmt::format("at most {} elements in a file of {} bytes", most, length), to_string(sizes)};
-    count *= size;
-  }
+    count *= next;
+  };
+  bound(1);  // a scalar may be larger than the file
+  std::ranges::for_each(sizes, bound);
   return static_cast<std::size_t>(count);
 }
 
@@ -457,7 +459,7 @@ std::string Dataset::text() const {
   if (H5Tget_class(found.id()) != H5T_STRING || H5Tis_variable_str(found.id()) > 0)
     throw Error{Refusal::input, where(), "type", "fixed-length string", found.name()};
   if (!shape().empty()) throw Error{Refusal::input, where(), "shape", "scalar", to_string(shape())};
-  std::string bytes(found.bytes(), '\0');
+  std::string bytes(stored_elements() * found.bytes(), '\0');
   read(found, bytes.data());
   return unpadded(found, bytes);
 }

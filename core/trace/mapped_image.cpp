@@ -34,6 +34,8 @@ void* MappedImage::resize(std::size_t bytes) noexcept {
       problem_ = Error{Refusal::input, partial_.path().string(), "cannot be mapped", "", std::strerror(errno)};
     in_file = 0;
   }
+  // A process that walks a damaged file may write anywhere (child_walk.h): not here.
+  ::madvise(grown, bytes, MADV_DONTFORK);
   auto* const bytes_of_grown = static_cast<std::byte*>(grown);
   if (length_ > in_file) std::memcpy(bytes_of_grown + in_file, base_ + in_file, length_ - in_file);
   unmap();
@@ -47,11 +49,12 @@ void MappedImage::require_room() const {
   if (problem_) throw *problem_;
 }
 
-void MappedImage::finish() {
+void MappedImage::complete() {
   require_room();
   unmap();
   partial_.trim();
-  partial_.finish();
 }
+
+void MappedImage::finish() { partial_.finish(); }
 
 }  // namespace kvreplay

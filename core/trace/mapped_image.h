@@ -24,7 +24,9 @@ class MappedImage {
   void* resize(std::size_t bytes) noexcept;
   /// To be asked while it grows, and in the end. Throws as PartialFile does, Error{resources} for a full disk.
   void require_room() const;
-  /// HDF5 has closed it. The file gets its name.
+  /// HDF5 has closed it: all of it is on the disk. Throws as `require_room`.
+  void complete();
+  /// The complete file gets its name.
   void finish();
 
  private:

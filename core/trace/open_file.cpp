@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -18,14 +17,18 @@ FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);
 }
 
+void require_file(const struct stat& status, const std::string& where) {
+  if (!S_ISREG(status.st_mode))
+    throw Error{Refusal::input, where, "kind", "a file", S_ISDIR(status.st_mode) ? "a directory" : "a device or pipe"};
+}
+
 FileDescriptor open_file(const std::string& where, std::uint64_t& length) {
   FileDescriptor file{::open(where.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   if (file.get() < 0) throw Error{Refusal::input, where, std::string("cannot be opened: ") + std::strerror(errno)};
   struct stat status{};
   if (::fstat(file.get(), &status) != 0)
     throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
-  if (!S_ISREG(status.st_mode))
-    throw Error{Refusal::input, where, "kind", "a file", S_ISDIR(status.st_mode) ? "a directory" : "a device or pipe"};
+  require_file(status, where);
   length = static_cast<std::uint64_t>(status.st_size);
   return file;
 }

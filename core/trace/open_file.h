@@ -1,6 +1,8 @@
 // Files as the system opens them, and what must be true of one before HDF5 sees it.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -21,6 +23,9 @@ class FileDescriptor {
  private:
   int fd_;
 };
+
+/// Neither a directory nor what an open may wait for. Throws Error{input}.
+void require_file(const struct stat& status, const std::string& where);
 
 /// A regular file, for reading. Throws Error{input}.
 FileDescriptor open_file(const std::string& where, std::uint64_t& length);

@@ -229,20 +229,30 @@ def test_a_trace_that_shrinks_while_it_is_replayed(tmp_path: Path) -> None:
     assert kvreplay("synth", "gaussian", "-o", "whole.h5", *shape, folder=tmp_path).returncode == 0
     whole = (tmp_path / "whole.h5").stat().st_size
     changed = f"a.h5: changed while it was read: expected {whole} bytes, found {whole // 2} bytes"
+    words = "replay a.h5 -p h2o -b 0.1 -o".split()
+    shutil.copy(tmp_path / "whole.h5", tmp_path / "a.h5")
+    begun = time.monotonic()
+    assert kvreplay(*words, "undisturbed", folder=tmp_path).returncode == 0
+    duration = time.monotonic() - begun
     refusals = []
-    for seconds in (0.0, 0.2, 0.4, 0.6):
+    for share in (0.0, 0.25, 0.5, 0.75):
         shutil.copy(tmp_path / "whole.h5", tmp_path / "a.h5")
-        words = [PROGRAM, "replay", "a.h5", "-p", "h2o", "-b", "0.1", "-o", "out"]
-        with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        with subprocess.Popen(
+            [PROGRAM, *words, "out"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as run:
             while not (tmp_path / "out").exists():
                 time.sleep(0.005)
-            time.sleep(seconds)
+            time.sleep(share * duration)
             os.truncate(tmp_path / "a.h5", whole // 2)
             said = run.stderr.read()
-        # 3: refused before anything began, 6: its cells failed.
-        assert run.returncode in (3, 6), f"{run.returncode}: {said}"
-        assert not list((tmp_path / "out").rglob("parts/*.h5"))
-        refusals.append(said)
+        if run.returncode == 0:  # it had read all that it needs
+            shutil.copy(tmp_path / "whole.h5", tmp_path / "a.h5")
+            assert kvreplay("diff", "undisturbed", "out", folder=tmp_path).returncode == 0
+        else:
+            # 3: refused before anything began, 6: its cells failed.
+            assert run.returncode in (3, 6), f"{run.returncode}: {said}"
+            assert not list((tmp_path / "out").rglob("parts/*.h5"))
+            refusals.append(said)
         shutil.rmtree(tmp_path / "out")
     assert any(changed in said for said in refusals), refusals
 

@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -157,7 +157,7 @@ def test_a_trace_that_could_not_be_opened_is_whole_once_another_folder_has_it(fo
 def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
     with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
         cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
-        part[f"values/{cell}/000"][-1, -1] += 1
+        part[f"values/{cell}/numbers"][-1] += 1
     assert refused(merged(folder, "by-policy"), 3, "by-policy/snapkv/parts/b.h5", "by-policy/h2o/parts/b.h5", "random")
     assert not (folder / "out/run.json").exists()
 
@@ -165,7 +165,7 @@ def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
 def test_of_what_is_refused_nothing_is_taken(folder: Path) -> None:
     with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
         cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
-        part[f"values/{cell}/000"][-1, -1] += 1
+        part[f"values/{cell}/numbers"][-1] += 1
     assert merged(folder, "by-trace/a").code == 0
     before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
     assert merged(folder, "by-policy").code == 3
@@ -174,6 +174,14 @@ def test_of_what_is_refused_nothing_is_taken(folder: Path) -> None:
     (folder / "out/parts.partial/c.h5").write_text("no part")
     assert merged(folder, "by-trace/b").code == 0
     assert same(folder / "out", folder / "whole") and not list((folder / "out").rglob("*.partial"))
+
+
+@pytest.mark.parametrize(("instead", "found"), [(os.mkfifo, "a device or pipe"), (os.mkdir, "a directory")])
+def test_what_is_no_file_is_no_part(instead: Callable[[Path], None], found: str, folder: Path) -> None:
+    part = folder / "by-trace/a/parts/a.h5"
+    part.unlink()
+    instead(part)
+    assert refused(merged(folder, "by-trace"), 3, f"by-trace/a/parts/a.h5: kind: expected a file, found {found}")
 
 
 def test_other_sets_of_one_cell_are_refused(folder: Path) -> None:

@@ -1,7 +1,9 @@
 /* Preloaded before a program: system calls fail, or answer, as the environment says.
  *
  * FAULT_FOLDER=PATH FAULT_AT=N FAULT_ERROR=E   from the Nth call on that would change something under PATH, such calls
- *                                              fail with error number E; FAULT_ONCE=1: the Nth alone
+ *                                              fail with error number E; FAULT_ONCE=1: the Nth alone;
+ *                                              FAULT_SPARES_RENAMES=1: none of these
+ * FAULT_REPLACED=PATH FAULT_REPLACEMENT=PATH   before a link is made, the one becomes the other
  * FAULT_LOCKS=E                                every lock fails with error number E
  * FAULT_CLOCK=SECONDS                          the clock of the day stands there */
 #define _GNU_SOURCE
@@ -68,9 +70,15 @@ CHANGES(ssize_t, pwrite64, (int fd, const void* bytes, size_t n, off64_t at), (f
 CHANGES(int, ftruncate, (int fd, off_t length), (fd, length), is_ours(fd))
 CHANGES(int, ftruncate64, (int fd, off64_t length), (fd, length), is_ours(fd))
 CHANGES(int, fsync, (int fd), (fd), is_ours(fd))
-CHANGES(int, rename, (const char* from, const char* to), (from, to), names_ours(to))
-CHANGES(int, link, (const char* from, const char* to), (from, to), names_ours(to))
+CHANGES(int, rename, (const char* from, const char* to), (from, to),
+        names_ours(to) && !setting("FAULT_SPARES_RENAMES"))
 CHANGES(int, mkdir, (const char* path, mode_t mode), (path, mode), names_ours(path))
+
+int link(const char* from, const char* to) {
+  const char *replaced = getenv("FAULT_REPLACED"), *replacement = getenv("FAULT_REPLACEMENT");
+  if (replaced != NULL && replacement != NULL) NEXT(rename)(replacement, replaced);
+  return names_ours(to) && fails() ? -1 : NEXT(link)(from, to);
+}
 
 /* These two return the error number. */
 int posix_fallocate(int fd, off_t at, off_t length) {

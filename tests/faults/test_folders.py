@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program import Answer, kvreplay, start
+from program import Answer, done, kvreplay, start
 from subjects import Capture, Replay, Subject, Synth
 
 USAGE, INPUT = 2, 3
@@ -51,6 +52,24 @@ def test_a_read_only_folder(subject: Subject, closed: Path) -> None:
     assert "Read-only file system" in answer.err
     subprocess.run(["mount", "-o", "remount,rw", closed], check=True)
     subject.finished(where)
+
+
+def test_a_part_that_is_replaced_while_it_is_merged(trace: Path, interposed: Path, tmp_path: Path) -> None:
+    """By a run of more cells: it was read before, and is linked after."""
+    for output, policies in (("shard", "h2o"), ("later", "h2o,knorm")):
+        done("replay", trace.name, "-p", policies, "-b", "6", "-o", output, folder=tmp_path)
+    part = f"parts/{trace.name}"
+    shutil.copy(tmp_path / "later" / part, tmp_path / "replacement.h5")
+    fault = {
+        "FAULT_REPLACED": str(tmp_path / "shard" / part),
+        "FAULT_REPLACEMENT": str(tmp_path / "replacement.h5"),
+        "LD_PRELOAD": str(interposed),
+    }
+    answer = kvreplay("merge", "out", "shard", folder=tmp_path, env={**os.environ, **fault})
+    check_refusal(answer, USAGE)
+    assert f"shard/{part}: another run has replaced it meanwhile" in answer.err and not (tmp_path / "out").exists()
+    done("merge", "out", "shard", folder=tmp_path)
+    assert done("diff", "out", "later", folder=tmp_path) == "equal\n"
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, indirect=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import pytest
 from program import PROGRAM, Answer, done
-from subjects import Capture, Replay, Subject
+from subjects import Capture, Merge, Replay, Subject
 
 RESOURCES = 5
 FULL = [errno.ENOSPC, errno.EDQUOT]
@@ -80,6 +80,24 @@ def test_limits_of_a_file_s_size(subject: Subject, some: int, tmp_path: Path) ->
             assert refused(answer), (limit, answer)
 
 
+def test_a_merge_that_finds_no_room_takes_nothing(merge: Merge, interposed: Path, some: int, tmp_path: Path) -> None:
+    """One that is refused leaves what an earlier one has written, to the last byte. Renaming takes no room."""
+    refusals = 0
+    for call in range(1, 10_000, max(1, some // 4)):
+        fault = {"FAULT_AT": str(call), "FAULT_ERROR": str(errno.ENOSPC), "FAULT_SPARES_RENAMES": "1"}
+        with merge.trial(tmp_path) as where:
+            done("merge", "out", "shard-h2o", folder=where)
+            before = {path: path.read_bytes() for path in (where / "out").rglob("*") if path.is_file()}
+            answer = merge.ended(where, {**fault, "LD_PRELOAD": str(interposed), "FAULT_FOLDER": str(where / "out")})
+            if answer.code == 0:
+                break
+            assert refused(answer), (call, answer)
+            left = {path: path.read_bytes() for path in (where / "out").rglob("*") if path.is_file()}
+            assert left == before, (call, answer)
+            refusals += 1
+    assert refusals > 5
+
+
 def test_results_are_assembled_later(replay: Replay, tmp_path: Path) -> None:
     """Every part is there: each file that is assembled from them fails in its turn, and no cell is computed again."""
     for name in RESULTS:
@@ -142,6 +160,7 @@ def test_a_disk_that_grows(subject: Subject, small_disk: Path, some: int) -> Non
             break
         check_left(subject, where)
         assert refused(answer), answer
+        assert not (isinstance(subject, Merge) and (where / "out").exists())
         refusals += 1
         room += 16 if some == 1 else 256
         assert room < 65536

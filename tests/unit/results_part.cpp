@@ -117,16 +117,6 @@ TEST_F(DamagedPart, Shapes) {
   EXPECT_EQ(replaced("cells/" + id_, "sinks", {2, 4}), "/cells/" + id_ + "/sinks: shape");
   EXPECT_EQ(replaced("sets", id_, {4, 2, 2}), "/sets/" + id_ + ": shape");
   EXPECT_EQ(replaced("traces/f1", "eval_attention", {4, 11}), "/traces/f1/eval_attention: shape");
-  for (const hdf5::Shape& shape : {hdf5::Shape{2, 1}, {5, 0}, {5, 6}, {5}})
-    EXPECT_EQ(refused([&](File& opened) {
-                Group group = opened.group("values/" + id_);
-                group.remove("000");
-                const std::vector<double> zeros(hdf5::elements(shape));
-                Dataset dataset = group.write("000", std::span<const double>(zeros), shape);
-                dataset.set_attribute("metric", "kv_l1_loss");
-                dataset.set_attribute("variant", "");
-              }),
-              "/values/" + id_ + "/000: shape");
 }
 
 TEST_F(DamagedPart, FactsAndNames) {
@@ -266,13 +256,51 @@ TEST_F(PartsOverTime, AMetricThatIsAddedSeesTheStoredSets) {
 }
 
 TEST_F(DamagedPart, Metrics) {
-  for (const auto& [name, value] : {std::pair{"metric", "beauty"}, {"variant", "of.nothing"}})
-    EXPECT_EQ(refused([&](File& opened) {
-                Dataset dataset = opened.group("values/" + id_).dataset("000");
-                H5Adelete(dataset.id(), name);
-                dataset.set_attribute(name, std::string_view(value));
-              }),
-              "/values/" + id_ + "/000: metric");
+  const auto of_metrics = [&](std::string_view metrics, const hdf5::Shape& numbers) {
+    return refused([&](File& opened) {
+      Group group = opened.group("values/" + id_);
+      group.remove("metrics");
+      group.remove("numbers");
+      group.write_text("metrics", metrics);
+      const std::vector<double> zeros(hdf5::elements(numbers));
+      group.write("numbers", std::span<const double>(zeros), numbers);
+    });
+  };
+  const std::string metrics = "/values/" + id_ + "/metrics: ", numbers = "/values/" + id_ + "/numbers: shape";
+  for (const char* shape : {"2,1", "5,0", "5,6", "5,-1", "99999999999,1", "x,1", "5,1x"})
+    EXPECT_EQ(of_metrics("kv_l1_loss,," + std::string(shape) + "\n", {5}), metrics + "shape") << shape;
+  for (const char* name : {"beauty,", "kv_l1_loss,of.nothing"})
+    EXPECT_EQ(of_metrics(std::string(name) + ",5,1\n", {5}), metrics + "metric") << name;
+  EXPECT_EQ(of_metrics("kv_l1_loss,,5,1\nkv_l1_loss,,5,1\n", {10}), metrics + "metric");
+  EXPECT_EQ(of_metrics("kv_l1_loss,,5\n", {5}), metrics + "line");
+  EXPECT_EQ(of_metrics(std::string(70'000, ','), {5}), metrics + "length");
+  for (const hdf5::Shape& shape : {hdf5::Shape{0}, {4}, {6}, {}, {5, 1}})
+    EXPECT_EQ(of_metrics("kv_l1_loss,,5,1\n", shape), numbers);
+}
+
+/// Nothing is computed for results that could not be assembled.
+TEST_F(DamagedPart, OfAnotherVersion) {
+  {
+    File opened = File::open_writable(part());
+    H5Adelete(opened.id(), "version");
+    opened.set_attribute("version", std::int64_t{3});
+  }
+  const auto refusal = [&] {
+    try {
+      run(request_);
+    } catch (const Error& error) {
+      return error.problem();
+    }
+    return std::string("none");
+  };
+  EXPECT_EQ(refusal(), "part of another version of kvreplay");
+  std::filesystem::rename(part(), request_.output / "parts/other.h5");
+  EXPECT_EQ(refusal(), "part of another version of kvreplay");
+  EXPECT_FALSE(std::filesystem::exists(part()));
+  request_.force = true;
+  EXPECT_EQ(refusal(), "part of another version of kvreplay");
+  std::filesystem::rename(request_.output / "parts/other.h5", part());
+  EXPECT_EQ(refusal(), "none");
 }
 
 TEST_F(DamagedPart, ForceReplacesIt) {

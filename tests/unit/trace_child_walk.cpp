@@ -1,9 +1,16 @@
 #include <gtest/gtest.h>
 #include <hdf5.h>
+#include <sys/wait.h>
 
+#include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <numeric>
+#include <string>
+#include <thread>
 #include <vector>
 
+#include "error.h"
 #include "trace/child_walk.h"
 #include "trace/hdf5.h"
 #include "trace_files.h"
@@ -34,6 +41,57 @@ TEST_F(ChildWalk, EdgesNeedNotBeDeflated) {
   }
   walk_in_child(file("a.h5"));
   EXPECT_EQ(hdf5::File::open(file("a.h5")).dataset("edges").values<std::int32_t>(), numbers);
+}
+
+/// What is wrong with a file is said when it is opened, and nothing of the others.
+TEST_F(ChildWalk, AheadOfManyFiles) {
+  std::vector<std::filesystem::path> files;
+  for (const char* name : {"0.h5", "1.h5", "none.h5", "2.h5", "text.h5", "short.h5", "3.h5", "4.h5", "5.h5"})
+    files.push_back(file(name));
+  for (const std::filesystem::path& path : files) {
+    if (path.stem() == "none") continue;
+    if (path.stem() == "text") {
+      std::ofstream(path) << "no HDF5";
+      continue;
+    }
+    hdf5::File made = hdf5::File::create(path);
+    hdf5::Dataset numbers = made.create_deflated("numbers", hdf5::Type::int32(), {8}, {8}, 4);
+    const std::vector<std::int32_t> eight(8, 7);
+    numbers.write(hdf5::Type::int32(), eight.data());
+    const char one[] = {'\x78', '\x9c', '\x03', '\0', '\0', '\0', '\0', '\1'};  // zlib's nothing
+    const hsize_t first = 0;
+    if (path.stem() == "short") {
+      ASSERT_GE(H5Dwrite_chunk(numbers.id(), H5P_DEFAULT, 0, &first, sizeof one, one), 0);
+    }
+    made.close();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(2100));  // until they count as settled
+  WalksAhead walks(files);
+  for (const std::filesystem::path& path : files) {
+    walks.go_on();
+    const std::string name = path.stem().string();
+    try {
+      EXPECT_EQ(hdf5::File::open(path).dataset("numbers").values<std::int32_t>().size(), 8U);
+      EXPECT_EQ(name.size(), 1U) << name;
+    } catch (const Error& error) {
+      EXPECT_GT(name.size(), 1U) << error.what();
+      EXPECT_TRUE(error.where().starts_with(path.string())) << error.what();
+    }
+  }
+  walks.go_on();  // there are no more
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);
+}
+
+TEST_F(ChildWalk, ChildrenAheadEndWithTheirOwner) {
+  hdf5::File::create(file("a.h5")).close();
+  std::this_thread::sleep_for(std::chrono::milliseconds(2100));
+  {
+    WalksAhead walks({file("none.h5"), file("a.h5")});
+    walks.go_on();
+    siginfo_t any{};
+    EXPECT_EQ(::waitid(P_ALL, 0, &any, WEXITED | WNOHANG | WNOWAIT), 0);  // a child walks, or has just done so
+  }
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);
 }
 
 }  // namespace

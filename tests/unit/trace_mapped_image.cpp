@@ -1,6 +1,10 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <fstream>
@@ -40,11 +44,26 @@ TEST_F(MappedImages, TheFileIsTheOneThatHdf5WouldWrite) {
   fill(image_file);
   image_file.close();
   EXPECT_FALSE(std::filesystem::exists(file("mapped.h5")));
+  mapped.complete();
   mapped.finish();
   EXPECT_FALSE(std::filesystem::exists(file("mapped.h5.partial")));
   const std::string found = content(file("mapped.h5"));
   EXPECT_GT(found.size(), 5 * mib / 2);
   EXPECT_TRUE(found == content(file("plain.h5")));
+}
+
+TEST_F(MappedImages, NoChildWritesIntoIt) {
+  MappedImage mapped(file("mapped.h5"));
+  auto* bytes = static_cast<char*>(mapped.resize(mib));
+  bytes[0] = 1;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    unsigned char resident = 0;
+    ::_exit(::mincore(bytes, 1, &resident) == -1 && errno == ENOMEM ? 0 : 1);  // nothing is mapped there
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST_F(MappedImages, WhatFindsNoRoomLiesInMemoryAndIsRefused) {
@@ -64,6 +83,7 @@ TEST_F(MappedImages, WhatFindsNoRoomLiesInMemoryAndIsRefused) {
     }
     for (int i = 1; i < 6; ++i) EXPECT_EQ(bytes[static_cast<std::size_t>(i) * mib - 1], i);
     try {
+      mapped.complete();
       mapped.finish();
       ADD_FAILURE();
     } catch (const Error& error) {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OWN = {"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-ttl": "60s"}
 DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # Ctrl-C is for the sweep
 WORKER_MIB = 512  # of a job, beside what its task may hold
+STARTS = 5  # of a cluster on this machine, before it is given up
 BUSY = 3  # seconds after which a scheduler that answers nobody is not there
 
 
@@ -84,7 +85,18 @@ def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
 
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}}
     workers = {number: worker(number) for number in range(wanted.workers)}
-    with SpecCluster(scheduler=scheduler, workers=workers, silence_logs=logging.CRITICAL) as place:
+
+    def started() -> SpecCluster:
+        """A worker that dies while it starts, killed or out of memory, ends its cluster."""
+        for _ in range(STARTS):
+            try:
+                return SpecCluster(scheduler=scheduler, workers=workers, silence_logs=logging.CRITICAL)
+            except RuntimeError as problem:
+                reason = problem
+        raise Error("--workers", "they die while they start", f"{wanted.workers} processes", str(reason),
+                    Refusal.RESOURCES)  # fmt: skip
+
+    with started() as place:
         yield place
 
 

@@ -1,0 +1,34 @@
+"""What happens to workers that die while they start, killed or out of memory?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.sweep import executors
+from kvreplay.sweep.executors import Wanted, cluster
+from kvreplay.sweep.work import Allowance
+
+WANTED = Wanted("local", 1, 0, Allowance(1, 0), ())
+
+
+def dying(first: Path) -> str:
+    """Code of a worker that dies unless another has died before."""
+    return f"import os\ntry:\n    os.mkdir({str(first)!r})\nexcept FileExistsError:\n    pass\nelse:\n    os._exit(1)\n"
+
+
+def test_they_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "DEAF", dying(tmp_path / "died"))
+    with cluster(WANTED, tmp_path) as client:
+        assert client.submit(abs, -1).result(timeout=60) == 1
+    assert (tmp_path / "died").is_dir()
+
+
+def test_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "DEAF", "import os\nos._exit(1)\n")
+    with pytest.raises(Error, match="--workers: they die while they start: expected 1 processes") as refused:
+        with cluster(WANTED, tmp_path):
+            pass
+    assert refused.value.exit_code == Refusal.RESOURCES
