@@ -13,6 +13,7 @@
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
 #include "parameters.h"
+#include "trace/child_walk.h"
 #include "trace/hdf5.h"
 #include "trace/hdf5_copy.h"
 #include "trace/mapped_image.h"
@@ -440,6 +441,7 @@ class Joined {
 void replace_file(const std::filesystem::path& path, File& file) {
   const std::span<const std::byte> image = file.image();
   kvreplay::replace_file(path, {reinterpret_cast<const char*>(image.data()), image.size()});
+  need_no_walk(path);
 }
 
 /// The granularity of each treated layer.
@@ -488,6 +490,10 @@ void write_positions(Group& group, std::span<const KeptSet> sets, const PartTrac
   const bool without_rows = group.has_attribute("sets") && group.string_attribute("sets") == "all";
   std::vector<std::int64_t> offsets{0};
   std::vector<std::int32_t> positions;
+  std::size_t kept_by_all = 0;
+  for (const KeptSet& set : sets)
+    for (int row = 0; row < set.rows(); ++row) kept_by_all += index(set.count(row));
+  positions.reserve(kept_by_all);
   std::size_t next = 0;
   for (int layer = 0; layer < trace.layers; ++layer) {
     const bool treated = next < trace.treated.size() && trace.treated[next] == layer;

@@ -17,6 +17,7 @@
 #include "analysis/results_folder.h"
 #include "analysis/run_json.h"
 #include "nearest.h"
+#include "parallel.h"
 #include "trace/hash.h"
 #include "trace/trace_name.h"
 
@@ -595,8 +596,9 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
     work.warnings.insert(work.warnings.end(), stored->warnings().begin(), stored->warnings().end());
   }
 
-  std::vector<CellResult> results;
-  for (std::size_t i = 0; i < made.cells.size(); ++i) results.push_back(measurement.take_cell(static_cast<int>(i)));
+  std::vector<CellResult> results(made.cells.size());
+  all_side_by_side(backend.threads(), results.size(),
+                   [&](std::size_t i) { results[i] = measurement.take_cell(static_cast<int>(i)); });
   measure_all_queries(backend, trace, work, made, results, in_second, interrupted);
   TraceResult trace_result = measurement.take_trace();
   for (const auto& [name, values] : trace_result.values) work.facts.values[name] = values;

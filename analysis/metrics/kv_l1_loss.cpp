@@ -1,5 +1,7 @@
 // How much of the cache, by the size of its numbers, is evicted.
 #include <Eigen/Core>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 
@@ -51,32 +53,53 @@ double changed(const LayerFacts& facts, int kv_head, int token) {
          (part == Part::key ? 0.0 : distance(before.v, after.v, kv_head, token));
 }
 
+/// Norms of as many tokens as are added at once, in several sums, because each waits for the one before.
+using Norms = Eigen::Array4d;
+constexpr std::size_t at_once = Norms::SizeAtCompileTime;
+
+/// Of the bits of so many tokens: 1 or 0 for each. No machine foresees a branch on them.
+const auto shares_of_bits = [] {
+  std::array<Norms, std::size_t{1} << at_once> shares;
+  for (std::size_t bits = 0; bits < shares.size(); ++bits)
+    for (std::size_t token = 0; token < at_once; ++token)
+      shares[bits][static_cast<Eigen::Index>(token)] = static_cast<double>(bits >> token & 1);
+  return shares;
+}();
+
 /// What one row of the selection keeps of one KV head.
 template <Part part>
 Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   const std::span<const double> keys = facts.view.key_norms(1).row(kv_head);
   const std::span<const double> values = facts.view.value_norms(1).row(kv_head);
   const std::span<const std::uint64_t> kept = facts.selection.set.row_bits(row);
-  // Of kept and of lost tokens, without a branch that no machine can foresee; in several sums, because each waits for
-  // the one before.
-  constexpr std::size_t sums = 4;
-  double kept_norms[sums] = {}, lost_norms[sums] = {};
+  const auto norms_of = [&](std::size_t first, std::size_t count) -> Norms {
+    Norms norms = Norms::Zero();
+    const auto length = static_cast<Eigen::Index>(count);
+    if (part != Part::value) norms.head(length) += Eigen::Map<const Eigen::ArrayXd>(&keys[first], length);
+    if (part != Part::key) norms.head(length) += Eigen::Map<const Eigen::ArrayXd>(&values[first], length);
+    return norms;
+  };
+  Norms kept_norms = Norms::Zero(), lost_norms = Norms::Zero();
+  const auto add = [&](std::size_t first, const Norms& norms) {
+    const Norms kept_of_these = norms * shares_of_bits[kept[first / 64] >> (first % 64) & (shares_of_bits.size() - 1)];
+    kept_norms += kept_of_these;
+    lost_norms += norms - kept_of_these;
+  };
+  const std::size_t tokens = keys.size(), rest = tokens % at_once;
+  for (std::size_t first = 0; first + at_once <= tokens; first += at_once) add(first, norms_of(first, at_once));
+  if (rest > 0) add(tokens - rest, norms_of(tokens - rest, rest));
   Sizes result;
-  for (std::size_t j = 0; j < keys.size(); ++j) {
-    const double norm = (part == Part::value ? 0.0 : keys[j]) + (part == Part::key ? 0.0 : values[j]);
-    const bool is_kept = (kept[j / 64] >> (j % 64) & 1) != 0;
-    kept_norms[j % sums] += is_kept ? norm : 0.0;
-    lost_norms[j % sums] += is_kept ? 0.0 : norm;
-    if (facts.stored == nullptr || !is_kept) continue;
-    const double changed_by = changed<part>(facts, kv_head, static_cast<int>(j));
-    result.lost += changed_by;
-    result.relative += quotient(changed_by, norm, 0.0);
-  }
+  if (facts.stored != nullptr)
+    for (const std::int32_t token : facts.selection.set.positions(row)) {
+      const double changed_by = changed<part>(facts, kv_head, token);
+      result.lost += changed_by;
+      result.relative += quotient(changed_by, norms_of(static_cast<std::size_t>(token), 1)[0], 0.0);
+    }
   result.tokens = static_cast<double>(keys.size());
   result.kept_tokens = facts.selection.set.count(row);
-  result.kept_norms = sum(kept_norms);
-  result.norms = result.kept_norms + sum(lost_norms);
-  result.lost += sum(lost_norms);
+  result.kept_norms = kept_norms.sum();
+  result.norms = result.kept_norms + lost_norms.sum();
+  result.lost += lost_norms.sum();
   result.relative += result.tokens - result.kept_tokens;
   return result;
 }

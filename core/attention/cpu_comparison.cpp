@@ -94,8 +94,9 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
       for (int i = 0; i < count; ++i) key_vector(begin + i, vectors + at(i, dim));
       kernels_.wide_pack(vectors, count, dim, kernels_.wide_keys, packed_keys);
       for (int first = 0; first < rows; first += kernels_.rows) {
-        kernels_.wide_products(packed_rows + at(first, dim), packed_keys, dim, products);
-        for (int r = 0; r < std::min(kernels_.rows, rows - first); ++r)
+        const int some = std::min(kernels_.rows, rows - first);
+        kernels_.wide_products(packed_rows + at(first, dim), packed_keys, dim, some, products);
+        for (int r = 0; r < some; ++r)
           for (int i = 0; i < count; ++i) out(first + r, begin + i, products[at(r, kernels_.wide_keys) + at(i)]);
       }
     }
@@ -127,7 +128,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
             packed_weights[at(i, kernels_.rows) + at(r)] =
                 r < some ? weights[at(first + r, width) + at(begin + i)] : 0.0;
         for (int c = 0; c < padded_dim; c += kernels_.wide_keys) {
-          kernels_.wide_products(packed_weights, packed_values + at(c, chunk_keys), count, products);
+          kernels_.wide_products(packed_weights, packed_values + at(c, chunk_keys), count, some, products);
           for (int r = 0; r < some; ++r)
             for (int i = 0; i < kernels_.wide_keys; ++i)
               outputs[at(first + r, padded_dim) + at(c + i)] += products[at(r, kernels_.wide_keys) + at(i)];

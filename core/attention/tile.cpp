@@ -273,11 +273,19 @@ void add_columns(const TileBlock& block, int tile, int begin, int end, const flo
   for (int key = 0; key < tile_columns; ++key) columns[key] += static_cast<double>(total[key]);
 }
 
-void wide_products(const double* panel, const double* tile, int dim, double* out) {
-  WideVector sums[tile_rows][vectors];
+template <int height>
+HWY_INLINE void wide_products_of(const double* panel, const double* tile, int dim, double* out) {
+  WideVector sums[height][vectors];
   clear(Doubles(), sums);
   multiply<SeparateProduct>(Doubles(), panel, tile, dim, sums);
   store(Doubles(), sums, out);
+}
+
+void wide_products(const double* panel, const double* tile, int dim, int count, double* out) {
+  if (count == 1)
+    wide_products_of<1>(panel, tile, dim, out);
+  else
+    wide_products_of<tile_rows>(panel, tile, dim, out);
 }
 
 /// float16 -> float32. Where Highway converts without an instruction, it takes infinities and NaN for numbers from 2^16

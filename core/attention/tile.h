@@ -83,9 +83,10 @@ struct TileKernels {
   void (*fold_row_sums)(const TileBlock& block);
   /// columns[key] += Σ over the rows [begin, end) of factors[row] * p[row, key].
   void (*add_columns)(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns);
-  /// out[rows, wide_keys] = products of one panel of rows and one tile of keys: every sum begins with the first
-  /// dimension, product and sum are rounded one after the other, so all levels have the same bits.
-  void (*wide_products)(const double* panel, const double* tile, int dim, double* out);
+  /// out[rows, wide_keys] = products of one panel of rows, the first `count` at least, and one tile of keys: every sum
+  /// begins with the first dimension, product and sum are rounded one after the other, so all levels and counts have
+  /// the same bits.
+  void (*wide_products)(const double* panel, const double* tile, int dim, int count, double* out);
 };
 
 /// The kernels of the level that choose_simd_level() chooses. Throws as it does.

@@ -321,10 +321,9 @@ class Walked {
     const std::scoped_lock lock(mutex_);
     return states_.contains(state(file));
   }
-  /// Not one that had just changed: another change might bear the same time.
-  void add(const FoundFile& before) {
+  void add(const struct stat& file) {
     const std::scoped_lock lock(mutex_);
-    if (before.is_settled()) states_.insert(state(before.looks));
+    states_.insert(state(file));
   }
 
  private:
@@ -388,7 +387,8 @@ class WalkingChild {
       throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
     }
     if (code != 0) damaged(fmt::format("it ends with exit code {}", code));
-    walked().add(before_);
+    // Not a file that had just changed: another change might bear the same time.
+    if (before_.is_settled()) walked().add(before_.looks);
   }
 
  private:
@@ -422,6 +422,11 @@ std::optional<FoundFile> unwalked(const std::filesystem::path& path) {
 
 void walk_in_child(const std::filesystem::path& path) {
   if (const auto file = unwalked(path)) WalkingChild(path, *file).finish();
+}
+
+void need_no_walk(const std::filesystem::path& path) {
+  struct stat file{};
+  if (::stat(path.c_str(), &file) == 0) walked().add(file);
 }
 
 class WalksAhead::Child : public WalkingChild {

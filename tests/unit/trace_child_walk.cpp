@@ -43,6 +43,30 @@ TEST_F(ChildWalk, EdgesNeedNotBeDeflated) {
   EXPECT_EQ(hdf5::File::open(file("a.h5")).dataset("edges").values<std::int32_t>(), numbers);
 }
 
+/// A dataset of eight numbers; not whole: none of them is stored.
+void write_eight(const std::filesystem::path& path, bool whole) {
+  hdf5::File made = hdf5::File::create(path);
+  hdf5::Dataset numbers = made.create_deflated("numbers", hdf5::Type::int32(), {8}, {8}, 4);
+  const std::vector<std::int32_t> eight(8, 7);
+  numbers.write(hdf5::Type::int32(), eight.data());
+  const char none[] = {'\x78', '\x9c', '\x03', '\0', '\0', '\0', '\0', '\1'};  // zlib's nothing
+  const hsize_t first = 0;
+  if (!whole) {
+    ASSERT_GE(H5Dwrite_chunk(numbers.id(), H5P_DEFAULT, 0, &first, sizeof none, none), 0);
+  }
+  made.close();
+}
+
+/// What a process wrote itself it need not walk, until somebody else writes to it.
+TEST_F(ChildWalk, NoneOfAFileOfOnesOwnUntilItChanges) {
+  write_eight(file("short.h5"), false);
+  EXPECT_THROW(walk_in_child(file("short.h5")), Error);
+  need_no_walk(file("short.h5"));
+  EXPECT_NO_THROW(walk_in_child(file("short.h5")));
+  std::ofstream(file("short.h5"), std::ios::app) << '.';
+  EXPECT_THROW(walk_in_child(file("short.h5")), Error);
+}
+
 /// What is wrong with a file is said when it is opened, and nothing of the others.
 TEST_F(ChildWalk, AheadOfManyFiles) {
   std::vector<std::filesystem::path> files;
@@ -54,16 +78,7 @@ TEST_F(ChildWalk, AheadOfManyFiles) {
       std::ofstream(path) << "no HDF5";
       continue;
     }
-    hdf5::File made = hdf5::File::create(path);
-    hdf5::Dataset numbers = made.create_deflated("numbers", hdf5::Type::int32(), {8}, {8}, 4);
-    const std::vector<std::int32_t> eight(8, 7);
-    numbers.write(hdf5::Type::int32(), eight.data());
-    const char one[] = {'\x78', '\x9c', '\x03', '\0', '\0', '\0', '\0', '\1'};  // zlib's nothing
-    const hsize_t first = 0;
-    if (path.stem() == "short") {
-      ASSERT_GE(H5Dwrite_chunk(numbers.id(), H5P_DEFAULT, 0, &first, sizeof one, one), 0);
-    }
-    made.close();
+    write_eight(path, path.stem() != "short");
   }
   std::this_thread::sleep_for(std::chrono::milliseconds(2100));  // until they count as settled
   WalksAhead walks(files);
