@@ -18,8 +18,8 @@ namespace kvreplay {
 /// two seconds before it.
 void walk_in_child(const std::filesystem::path& path);
 
-/// For a file that this process has just written itself, in a folder where no other may write: walk_in_child takes it as
-/// walked until it changes.
+/// For a file that this process has just written itself, in a folder where no other may write: walk_in_child takes it
+/// as walked until it changes.
 void need_no_walk(const std::filesystem::path& path);
 
 /// Many files that one thread is going to open in this order: as many children as there are cores, at most sixteen,
