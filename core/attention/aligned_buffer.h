@@ -2,6 +2,8 @@
 // it.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -21,8 +23,7 @@ class AlignedBuffer {
       elements_.reset();
       count_ = 0;
       const std::size_t bytes = (count * sizeof(T) + alignment - 1) / alignment * alignment;
-      elements_.reset(static_cast<T*>(std::aligned_alloc(alignment, bytes)));
-      if (elements_ == nullptr) throw std::bad_alloc();
+      elements_ = {allocated(bytes), Free{bytes}};
       count_ = count;
     }
     return elements_.get();
@@ -32,8 +33,29 @@ class AlignedBuffer {
 
  private:
   static constexpr std::size_t alignment = 4096;
+  /// From here on memory is mapped, in pages of this size where the system has some: fewer page faults, fewer misses of
+  /// their addresses, and nothing stays behind in a heap.
+  static constexpr std::size_t huge_page = std::size_t{1} << 21;
+
+  static T* allocated(std::size_t bytes) {
+    if (bytes < huge_page) {
+      void* const elements = std::aligned_alloc(alignment, bytes);
+      if (elements == nullptr) throw std::bad_alloc();
+      return static_cast<T*>(elements);
+    }
+    void* const elements = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (elements == MAP_FAILED) throw std::bad_alloc();
+    ::madvise(elements, bytes, MADV_HUGEPAGE);
+    return static_cast<T*>(elements);
+  }
   struct Free {
-    void operator()(T* elements) const { std::free(elements); }
+    std::size_t bytes = 0;
+    void operator()(T* elements) const {
+      if (bytes < huge_page)
+        std::free(elements);
+      else
+        ::munmap(elements, bytes);
+    }
   };
   std::unique_ptr<T[], Free> elements_;
   std::size_t count_ = 0;

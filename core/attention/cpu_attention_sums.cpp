@@ -208,10 +208,11 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
                   packed + static_cast<std::size_t>(tile) * tile_cells);
       }
     }
-    // Which thread takes which segment changes nothing: every segment has its own sums.
+    // Which thread takes which segment changes nothing: every segment has its own sums. Those with the most keys come
+    // first, so that a thread's buffers need not grow: what they leave behind counts as memory.
 #pragma omp for schedule(dynamic)
     for (int task = 0; task < heads_at_once * segment_count; ++task) {
-      const Segment& segment = segments[static_cast<std::size_t>(task % segment_count)];
+      const Segment& segment = segments[static_cast<std::size_t>(segment_count - 1 - task % segment_count)];
       const int head_offset = task / segment_count;
       double* into =
           partials + (static_cast<std::size_t>(head_offset) * partials_a_head + segment.first_partial) * tile_columns;
