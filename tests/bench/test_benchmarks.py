@@ -179,10 +179,26 @@ def test_the_page_of_made_up_measurements():
     assert "20 s live" in generated and "10 x" in generated
 
 
+def test_what_a_missed_goal_would_take():
+    """9 x 4,096^2 x 64 operations, fifteen times as fast as in 1 s, are 145 GF/s."""
+    parts = made_up()
+    naive = next(one for one in parts["pytorch"] if one["shape"] == "9/3 heads, d 64, n 4,096")
+    naive["forms"]["naive, all heads at once"] = 1.0
+    shown = [
+        row[-1]
+        for row in page.pytorch_rows(parts["pytorch"], 100.0)
+        if row[1:3] == (naive["shape"], "naive, all heads at once")
+    ]
+    assert shown == ["**10 x**, 15 x is 1.45 of sgemm"]
+    assert page.operations("redundancy row maxima", "n 16,384, D 192") == 16384**2 * 192
+    cases = [{"name": f"a/threads:{n}/iterations:1", "GF/s": 90.0 * n, "of_sgemm": 0.9} for n in (1, 2)]
+    assert page.sgemm_rate(cases) == 200.0
+
+
 def test_a_goal_that_nothing_was_measured_for_is_an_error():
     parts = made_up()
     with pytest.raises(RuntimeError, match="not measured"):
-        page.pytorch_rows(parts["pytorch"][1:])
+        page.pytorch_rows(parts["pytorch"][1:], 200.0)
     with pytest.raises(RuntimeError, match="not measured"):
         page.backend_rows(BACKEND, parts["backend"][6:])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import median
 from typing import Any
 
 import goals
@@ -91,8 +92,29 @@ def pytorch_goal(subject: str, shape: str, form: str) -> Goal:
     return goals.PYTORCH.get((subject, shape, form), goals.NONE)
 
 
-def pytorch_rows(comparisons: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A line for each form, and where there are many one more for the fastest that computes in float32."""
+def operations(subject: str, shape: str) -> float:
+    """Useful operations, as the page counts them; 0 where it does not."""
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"[0-9][0-9,]*(?![0-9,])", shape.replace(", ", " "))]
+    if subject == "cumulative attention":
+        heads, _, dim, tokens = sizes
+        return heads * tokens**2 * dim
+    if subject == "redundancy row maxima":
+        tokens, dim = sizes
+        return tokens**2 * dim
+    return 0
+
+
+def sgemm_rate(benchmarks: list[dict[str, Any]]) -> float:
+    """GF/s of OpenBLAS with as many threads as any case has."""
+    found = {name: one for name, one in figures(benchmarks).items() if one.get("of_sgemm")}
+    most = max(int(name.rsplit("threads:", 1)[1]) for name in found)
+    some = [one for name, one in found.items() if name.endswith(f"threads:{most}")]
+    return median(one["GF/s"] / one["of_sgemm"] for one in some)
+
+
+def pytorch_rows(comparisons: list[dict[str, Any]], sgemm: float) -> list[tuple[str, ...]]:
+    """A line for each form, and where there are many one more for the fastest that computes in float32. Where a goal is
+    missed, what share of sgemm, GF/s, it would take."""
     lines = []
     compared = {(one["subject"], one["shape"], form) for one in comparisons for form in [*one["forms"], "best"]}
     if unused := goals.PYTORCH.keys() - compared:
@@ -106,7 +128,10 @@ def pytorch_rows(comparisons: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             forms.append((f"the best of these: {name}", seconds, pytorch_goal(subject, shape, "best")))
         for name, seconds, goal in forms:
             times = (number(seconds, " s"), number(ours, " s"))
-            lines.append((subject, shape, name, *times, goal.text(" x"), verdict(goal, seconds / ours, " x")))
+            found = verdict(goal, seconds / ours, " x")
+            if not goal.met(seconds / ours) and (work := operations(subject, shape)):
+                found += f", {number(goal.least, ' x')} is {work / (seconds / goal.least) * 1e-9 / sgemm:.2f} of sgemm"
+            lines.append((subject, shape, name, *times, goal.text(" x"), found))
     return lines
 
 
@@ -209,7 +234,7 @@ def page(parts: dict[str, Any]) -> str:
         real = backend_rows(real_rows(parts["traces"]), parts["real"])
         text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, real)
     if "pytorch" in parts:
-        pytorch = pytorch_rows(parts["pytorch"])
+        pytorch = pytorch_rows(parts["pytorch"], sgemm_rate(parts["backend"]))
         text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, pytorch)
     if "replay" in parts:
         replay = replay_rows(parts["replay"], parts["traces"]["8000"] + ".h5")
