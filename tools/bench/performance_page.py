@@ -106,7 +106,7 @@ def operations(subject: str, shape: str) -> float:
 
 def sgemm_rate(benchmarks: list[dict[str, Any]]) -> float:
     """GF/s of OpenBLAS with as many threads as any case has."""
-    found = {name: one for name, one in figures(benchmarks).items() if one.get("of_sgemm")}
+    found = {name: one for name, one in figures(benchmarks).items() if one.get("of_sgemm") and "GF/s" in one}
     most = max(int(name.rsplit("threads:", 1)[1]) for name in found)
     some = [one for name, one in found.items() if name.endswith(f"threads:{most}")]
     return median(one["GF/s"] / one["of_sgemm"] for one in some)
