@@ -50,7 +50,16 @@ void require_queries(const Trace& trace, std::span<const int> layers, std::span<
 
 }  // namespace
 
+void check_eval(std::string_view text) {
+  if (text == "continuation" || text == "all" || text.starts_with("span:")) return;
+  for (const std::string_view key : {"last:", "stride:"})
+    if (text.starts_with(key)) return static_cast<void>(number_of(text, key));
+  const std::vector<std::string> known{"continuation", "last:N", "span:NAME", "all", "stride:K"};
+  throw Error{Refusal::usage, "eval", "unknown choice of queries", nearest(text, known), std::string(text)};
+}
+
 std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text) {
+  check_eval(text);
   const TraceHeader& header = trace.header();
   std::vector<std::int32_t> queries;
   if (text == "continuation") {
@@ -68,12 +77,9 @@ std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text
     queries = position_range(header.prefill - n, header.prefill);
   } else if (text.starts_with("stride:")) {
     queries = position_range(0, header.tokens(), number_of(text, "stride:"));
-  } else if (text.starts_with("span:")) {
-    const Span& span = find_span(trace, text.substr(5));
-    queries = position_range(span.begin, span.end);
   } else {
-    const std::vector<std::string> known{"continuation", "last:N", "span:NAME", "all", "stride:K"};
-    throw Error{Refusal::usage, "eval", "unknown choice of queries", nearest(text, known), std::string(text)};
+    const Span& span = find_span(trace, text.substr(std::string_view("span:").size()));
+    queries = position_range(span.begin, span.end);
   }
   std::vector<int> all_layers(static_cast<std::size_t>(header.layers));
   std::iota(all_layers.begin(), all_layers.end(), 0);
@@ -81,7 +87,12 @@ std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text
   return queries;
 }
 
+void check_boundary(std::string_view text) {
+  if (text != "prompt" && !text.starts_with("span:")) parse_int("boundary " + std::string(text), text);
+}
+
 int boundary(const Trace& trace, std::string_view text) {
+  check_boundary(text);
   const int prefill = trace.header().prefill;
   if (text == "prompt") return prefill;
   if (text.starts_with("span:")) {

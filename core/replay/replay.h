@@ -31,10 +31,14 @@ struct Conditions {
 /// Which tokens metrics are taken at: "continuation", "last:N", "span:NAME", "all", "stride:K". Throws Error{usage} for
 /// the text, Error{input} for a trace without such queries.
 std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text);
+/// Throws what it would throw for the text alone, whatever the trace.
+void check_eval(std::string_view text);
 
 /// How many tokens are under compression: "prompt", a number of them, or "span:NAME", those up to its end (of equal
 /// names the first span counts). No policy that decides once reads a query from there on. Throws as eval_queries.
 int boundary(const Trace& trace, std::string_view text);
+/// Throws what it would throw for the text alone, whatever the trace.
+void check_boundary(std::string_view text);
 
 /// Stored layers without a sliding window, or all with `treat_sliding`. Throws Error{input} when none is left.
 std::vector<int> treated_layers(const Trace& trace, bool treat_sliding);

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -49,6 +50,7 @@ struct Walk {
   std::string file;
   hsize_t length;  // of the file
   int told;        // where a refusal is written to: where, a NUL, what
+  Links links;
   std::string at = "/";
   std::set<std::uint64_t> visited = {};
 };
@@ -196,8 +198,10 @@ void walk_dataset(hid_t dataset, const Walk& walk) {
   require(creation.id(), walk, "has no layout");
   const H5D_layout_t layout = H5Pget_layout(creation.id());
   const Filters filters = filters_of(creation.id());
+  const bool elsewhere = layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0;
+  if (elsewhere && walk.links == Links::inside) refuse(walk, "layout: expected stored in this file, found other files");
   // Neither other files nor filters that are found on the machine are a reader's business, nor elements of any length.
-  if (layout == H5D_VIRTUAL || H5Pget_external_count(creation.id()) > 0 || !filters.known || !type.is_flat()) return;
+  if (elsewhere || !filters.known || !type.is_flat()) return;
   const std::vector<hsize_t> shape = extent(space.id());
   const std::size_t element = type.bytes();
   if (layout == H5D_CHUNKED) {
@@ -232,9 +236,12 @@ void walk_object(hid_t object, Walk& walk) {
 }
 
 herr_t walk_link(hid_t group, const char* name, const H5L_info_t* link, void* walking) {
-  if (link->type != H5L_TYPE_HARD) return 0;
   Walk& walk = *static_cast<Walk*>(walking);
+  if (link->type != H5L_TYPE_HARD && walk.links == Links::anywhere) return 0;
   const std::string group_at = std::exchange(walk.at, walk.at + (walk.at == "/" ? "" : "/") + name);
+  if (link->type != H5L_TYPE_HARD)
+    refuse(walk, fmt::format("link: expected an object of this file, found {}",
+                             link->type == H5L_TYPE_SOFT ? "a soft link" : "a link out of it"));
   const Handle object{H5Oopen(group, name, H5P_DEFAULT), H5Oclose};
   require(object.id(), walk, "cannot be opened");
   walk_object(object.id(), walk);
@@ -314,16 +321,19 @@ struct FoundFile {
   bool is_settled() const { return looks.st_ctim.tv_sec + 1 < when; }
 };
 
-/// The files whose walk went well, as they were: each is walked once for a process.
+/// The files whose walk went well, as they were: each is walked once for a process, and once more where a second
+/// caller wants more of its links.
 class Walked {
  public:
-  bool holds(const struct stat& file) {
+  bool holds(const struct stat& file, Links links) {
     const std::scoped_lock lock(mutex_);
-    return states_.contains(state(file));
+    const auto found = states_.find(state(file));
+    return found != states_.end() && (links == Links::anywhere || found->second == Links::inside);
   }
-  void add(const struct stat& file) {
+  void add(const struct stat& file, Links links) {
     const std::scoped_lock lock(mutex_);
-    states_.insert(state(file));
+    Links& known = states_.try_emplace(state(file), links).first->second;
+    if (links == Links::inside) known = links;
   }
 
  private:
@@ -332,7 +342,7 @@ class Walked {
     return {file.st_dev, file.st_ino, file.st_size, file.st_ctim.tv_sec, file.st_ctim.tv_nsec};
   }
   std::mutex mutex_;
-  std::set<State> states_;
+  std::map<State, Links> states_;
 };
 
 Walked& walked() {
@@ -343,7 +353,8 @@ Walked& walked() {
 /// A process that walks a file, ended with this at the latest.
 class WalkingChild {
  public:
-  WalkingChild(const std::filesystem::path& path, const FoundFile& file) : path_(path), before_(file) {
+  WalkingChild(const std::filesystem::path& path, const FoundFile& file, Links links)
+      : path_(path), before_(file), links_(links) {
     const auto length = static_cast<std::uint64_t>(file.looks.st_size);
     seconds_ = 5 + length / mib;
     memory_ = 1024 * mib + length;
@@ -352,7 +363,8 @@ class WalkingChild {
     if (child_ < 0)
       throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
     if (child_ == 0)
-      be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe_.ends[1]}, seconds_, memory_);
+      be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe_.ends[1], .links = links},
+                   seconds_, memory_);
     pipe_.close(1);
   }
   WalkingChild(const WalkingChild&) = delete;
@@ -388,7 +400,7 @@ class WalkingChild {
     }
     if (code != 0) damaged(fmt::format("it ends with exit code {}", code));
     // Not a file that had just changed: another change might bear the same time.
-    if (before_.is_settled()) walked().add(before_.looks);
+    if (before_.is_settled()) walked().add(before_.looks, links_);
   }
 
  private:
@@ -403,6 +415,7 @@ class WalkingChild {
 
   std::filesystem::path path_;
   FoundFile before_;
+  Links links_;
   std::uint64_t seconds_ = 0, memory_ = 0;  // at most
   Pipe pipe_;
   pid_t child_ = -1;
@@ -411,28 +424,28 @@ class WalkingChild {
 
 /// Empty where there is nothing to walk: what is walked already, and what cannot be asked about, of which whoever opens
 /// it says what is wrong.
-std::optional<FoundFile> unwalked(const std::filesystem::path& path) {
+std::optional<FoundFile> unwalked(const std::filesystem::path& path, Links links) {
   FoundFile file{{}, std::time(nullptr)};
-  if (::stat(path.c_str(), &file.looks) != 0 || walked().holds(file.looks)) return std::nullopt;
+  if (::stat(path.c_str(), &file.looks) != 0 || walked().holds(file.looks, links)) return std::nullopt;
   require_file(file.looks, path.string());
   return file;
 }
 
 }  // namespace
 
-void walk_in_child(const std::filesystem::path& path) {
-  if (const auto file = unwalked(path)) WalkingChild(path, *file).finish();
+void walk_in_child(const std::filesystem::path& path, Links links) {
+  if (const auto file = unwalked(path, links)) WalkingChild(path, *file, links).finish();
 }
 
 void need_no_walk(const std::filesystem::path& path) {
   struct stat file{};
-  if (::stat(path.c_str(), &file) == 0) walked().add(file);
+  if (::stat(path.c_str(), &file) == 0) walked().add(file, Links::inside);
 }
 
 class WalksAhead::Child : public WalkingChild {
  public:
   Child(std::size_t file_number, const std::filesystem::path& path, const FoundFile& file)
-      : WalkingChild(path, file), number(file_number) {}
+      : WalkingChild(path, file, Links::anywhere), number(file_number) {}
   const std::size_t number;  // of its file
 };
 
@@ -462,7 +475,7 @@ void WalksAhead::go_on() {
     for (; begun_ < files_.size() &&
            children_.size() < std::clamp(std::thread::hardware_concurrency(), 1U, most_children);
          ++begun_)
-      if (const auto file = unwalked(files_[begun_]); file && file->is_settled())
+      if (const auto file = unwalked(files_[begun_], Links::anywhere); file && file->is_settled())
         children_.push_back(std::make_unique<Child>(begun_, files_[begun_], *file));
   } catch (const Error&) {
     // No process more, or no file: said when it is opened.

@@ -9,14 +9,19 @@
 
 namespace kvreplay {
 
+/// Where a file's links and its datasets' elements may lie. What leads out of a file is no concern of who never follows
+/// it.
+enum class Links { anywhere, inside };
+
 /// A child process opens an HDF5 file and looks up everything that hard links lead to: attributes, types, shapes,
 /// storage, where each chunk lies, and how much a deflated one holds. Throws Error{input} where that ends the child,
 /// takes it more than five seconds and one for each MiB, or more than 1 GiB of memory beside the file's own size, and
-/// where HDF5 refuses any of it, failures being what the library survives least, and for a directory, device or pipe.
+/// where HDF5 refuses any of it, failures being what the library survives least, for a directory, device or pipe, and
+/// with Links::inside for what leads out of the file, and for soft links.
 /// Error{resources} where no child can be made. That a file cannot be opened is left to the caller, who will hear of it
 /// in the caller's own words. A file whose walk went well is walked again only if it has changed since, or less than
 /// two seconds before it.
-void walk_in_child(const std::filesystem::path& path);
+void walk_in_child(const std::filesystem::path& path, Links links = Links::anywhere);
 
 /// For a file that this process has just written itself, in a folder where no other may write: walk_in_child takes it
 /// as walked until it changes.

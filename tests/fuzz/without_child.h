@@ -8,7 +8,8 @@ namespace kvreplay {
 
 /// In place of the library's.
 class WalksAhead::Child {};
-void walk_in_child(const std::filesystem::path&) {}
+void walk_in_child(const std::filesystem::path&, Links) {}
+void need_no_walk(const std::filesystem::path&) {}
 WalksAhead::WalksAhead(std::vector<std::filesystem::path>) {}
 WalksAhead::~WalksAhead() = default;
 void WalksAhead::go_on() { begun_ = ++opened_; }

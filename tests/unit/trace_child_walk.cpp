@@ -67,6 +67,24 @@ TEST_F(ChildWalk, NoneOfAFileOfOnesOwnUntilItChanges) {
   EXPECT_THROW(walk_in_child(file("short.h5")), Error);
 }
 
+/// Links that lead elsewhere matter only to who may follow them, also where the file has been walked before.
+TEST_F(ChildWalk, OutOfTheFile) {
+  {
+    const hdf5::File made = hdf5::File::create(file("a.h5"));
+    ASSERT_GE(H5Lcreate_soft("/", made.id(), "itself", H5P_DEFAULT, H5P_DEFAULT), 0);
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(2100));  // until its walk is remembered
+  EXPECT_NO_THROW(walk_in_child(file("a.h5")));
+  for (int time = 0; time < 2; ++time) try {
+      walk_in_child(file("a.h5"), Links::inside);
+      ADD_FAILURE() << "a soft link";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.what(),
+                file("a.h5").string() + ":/itself: link: expected an object of this file, found a soft link");
+    }
+  EXPECT_NO_THROW(walk_in_child(file("a.h5")));
+}
+
 /// What is wrong with a file is said when it is opened, and nothing of the others.
 TEST_F(ChildWalk, AheadOfManyFiles) {
   std::vector<std::filesystem::path> files;

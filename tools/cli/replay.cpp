@@ -172,6 +172,8 @@ Prepared requested(const Arguments& arguments) {
     at_place(value, [&] { return parse_metrics(value.text); });
   request.metrics = parse_metrics(joined(arguments.all("metrics")));
   request.detail = parse_detail(arguments.text("detail"));
+  for (const GivenValue& value : arguments.values("eval")) at_place(value, [&] { check_eval(value.text); });
+  for (const GivenValue& value : arguments.values("boundary")) at_place(value, [&] { check_boundary(value.text); });
   request.eval = arguments.text("eval");
   request.boundary = arguments.text("boundary");
   request.treat_sliding = arguments.text("sliding") == "treat";

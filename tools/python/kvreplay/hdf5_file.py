@@ -14,7 +14,23 @@ try:
 except ImportError:  # without the engine a file that crashes HDF5 crashes its reader
 
     def walk_in_child(path: Path) -> None:
-        """Nothing."""
+        """Of what the engine refuses, links and elements that lead out of the file."""
+
+        def way_out(name: bytes, link: Any) -> Error | None:
+            where = f"{path}:/{name.decode(errors='backslashreplace')}"
+            if link.type != h5py.h5l.TYPE_HARD:
+                found = "a soft link" if link.type == h5py.h5l.TYPE_SOFT else "a link out of it"
+                return Error(where, "link", "an object of this file", found)
+            item = h5py.h5o.open(file.id, name)
+            if isinstance(item, h5py.h5d.DatasetID):
+                creation = item.get_create_plist()
+                if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count() > 0:
+                    return Error(where, "layout", "stored in this file", "other files")
+            return None
+
+        with h5py.File(path, "r", locking=False) as file:
+            if found := file.id.links.visit(way_out, info=True):  # ends at the first that is not None
+                raise found
 
 
 def open_to_read(path: str | Path) -> h5py.File:
@@ -25,27 +41,4 @@ def open_to_read(path: str | Path) -> h5py.File:
     path = Path(path)
     if path.is_file():
         walk_in_child(path)
-    file = h5py.File(path, "r", locking=False)
-    try:
-        _require_self_contained(file, path)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _require_self_contained(file: h5py.File, path: Path) -> None:
-    def way_out(name: bytes, link: Any) -> Error | None:
-        where = f"{path}:/{name.decode(errors='backslashreplace')}"
-        if link.type != h5py.h5l.TYPE_HARD:
-            found = "a soft link" if link.type == h5py.h5l.TYPE_SOFT else "a link out of it"
-            return Error(where, "link", "an object of this file", found)
-        item = h5py.h5o.open(file.id, name)
-        if isinstance(item, h5py.h5d.DatasetID):
-            creation = item.get_create_plist()
-            if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count() > 0:
-                return Error(where, "layout", "stored in this file", "other files")
-        return None
-
-    if found := file.id.links.visit(way_out, info=True):  # ends at the first that is not None
-        raise found
+    return h5py.File(path, "r", locking=False)
