@@ -97,9 +97,11 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
     }
   result.tokens = static_cast<double>(keys.size());
   result.kept_tokens = facts.selection.set.count(row);
-  result.kept_norms = kept_norms.sum();
-  result.norms = result.kept_norms + lost_norms.sum();
-  result.lost += lost_norms.sum();
+  // In this order on all machines.
+  const double lost = sum(std::span(lost_norms.data(), at_once));
+  result.kept_norms = sum(std::span(kept_norms.data(), at_once));
+  result.norms = result.kept_norms + lost;
+  result.lost += lost;
   result.relative += result.tokens - result.kept_tokens;
   return result;
 }

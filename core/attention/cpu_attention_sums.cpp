@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cassert>
 #include <cstddef>
+#include <functional>
 
 #include "attention/cpu_backend.h"
 #include "error.h"
@@ -148,6 +149,10 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
 
   const std::vector<Segment> segments = cut_segments(blocks, kernels_.keys, column_tiles);
   const int segment_count = static_cast<int>(segments.size());
+  // Those with the last keys come first, so that a thread's buffers seldom have to grow.
+  std::vector<const Segment*> by_reach;
+  for (const Segment& segment : segments) by_reach.push_back(&segment);
+  std::ranges::stable_sort(by_reach, std::greater(), [](const Segment* of) { return of->first_tile + of->tiles; });
   const std::size_t partials_a_head =
       segments.back().first_partial + product(segments.back().heads, segments.back().tiles);
   float* packed = few ? nullptr : packed_keys_.at_least(static_cast<std::size_t>(key_tiles) * tile_cells);
@@ -208,12 +213,11 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
                   packed + static_cast<std::size_t>(tile) * tile_cells);
       }
     }
-    // Which thread takes which segment changes nothing: every segment has its own sums. Those with the most keys come
-    // first, so that a thread's buffers need not grow: what they leave behind counts as memory.
+    // Which thread takes which segment changes nothing: every segment has its own sums.
 #pragma omp for schedule(dynamic)
     for (int task = 0; task < heads_at_once * segment_count; ++task) {
-      const Segment& segment = segments[static_cast<std::size_t>(segment_count - 1 - task % segment_count)];
-      const int head_offset = task / segment_count;
+      const Segment& segment = *by_reach[static_cast<std::size_t>(task / heads_at_once)];
+      const int head_offset = task % heads_at_once;
       double* into =
           partials + (static_cast<std::size_t>(head_offset) * partials_a_head + segment.first_partial) * tile_columns;
       std::fill_n(into, product(segment.heads, segment.tiles) * tile_columns, 0.0);

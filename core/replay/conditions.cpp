@@ -88,7 +88,10 @@ std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text
 }
 
 void check_boundary(std::string_view text) {
-  if (text != "prompt" && !text.starts_with("span:")) parse_int("boundary " + std::string(text), text);
+  if (text == "prompt" || text.starts_with("span:")) return;
+  const std::string where = "boundary " + std::string(text);
+  if (const int tokens = parse_int(where, text); tokens < 1)
+    throw Error{Refusal::usage, where, "outside the prompt", "1 or more", std::to_string(tokens)};
 }
 
 int boundary(const Trace& trace, std::string_view text) {
@@ -104,7 +107,7 @@ int boundary(const Trace& trace, std::string_view text) {
   }
   const std::string where = "boundary " + std::string(text);
   const int tokens = parse_int(where, text);
-  if (tokens < 1 || tokens > prefill)
+  if (tokens > prefill)
     throw Error{Refusal::usage, where, "outside the prompt", fmt::format("1..{}", prefill), std::to_string(tokens)};
   return tokens;
 }

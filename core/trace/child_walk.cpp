@@ -43,7 +43,7 @@ constexpr std::uint64_t small = std::uint64_t{1} << 16;
 constexpr std::size_t longest_refusal = 4096;
 /// Each may take 1 GiB, and as much as its file is long.
 constexpr unsigned most_children = 16;
-constexpr int refused = 2, out_of_memory = 3;  // exit codes of the child
+constexpr int refused = 2, out_of_memory = 3, unopened = 4;  // exit codes of the child
 
 /// What the child knows.
 struct Walk {
@@ -289,7 +289,7 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
     const hdf5::File file = hdf5::File::open_walked(path);
     walk_object(file.id(), walk);
   } catch (const Error&) {
-    // HDF5 refuses the file: the parent will say so.
+    ::_exit(unopened);
   } catch (const std::bad_alloc&) {
     ::_exit(out_of_memory);
   }
@@ -376,8 +376,8 @@ class WalkingChild {
   }
 
   bool has_ended() { return child_ < 0 || wait(WNOHANG) != 0; }
-  /// Waits for its end, and throws as walk_in_child does.
-  void finish() {
+  /// Waits for its end; returns and throws as walk_in_child does.
+  bool finish() {
     if (child_ >= 0) wait(0);
     if (lost_ != 0)
       throw Error{Refusal::resources, path_.string(), fmt::format("its check was lost: {}", std::strerror(lost_))};
@@ -398,9 +398,11 @@ class WalkingChild {
       const std::size_t end = std::min(told.find('\0'), told.size());
       throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
     }
+    if (code == unopened) return false;
     if (code != 0) damaged(fmt::format("it ends with exit code {}", code));
     // Not a file that had just changed: another change might bear the same time.
     if (before_.is_settled()) walked().add(before_.looks, links_);
+    return true;
   }
 
  private:
@@ -433,8 +435,9 @@ std::optional<FoundFile> unwalked(const std::filesystem::path& path, Links links
 
 }  // namespace
 
-void walk_in_child(const std::filesystem::path& path, Links links) {
-  if (const auto file = unwalked(path, links)) WalkingChild(path, *file, links).finish();
+bool walk_in_child(const std::filesystem::path& path, Links links) {
+  if (const auto file = unwalked(path, links)) return WalkingChild(path, *file, links).finish();
+  return std::filesystem::exists(path);
 }
 
 void need_no_walk(const std::filesystem::path& path) {

@@ -378,7 +378,7 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{H2O} --eval last:13", "eval last:13: longer than the prompt: expected at most 12, found 13"),
     (USAGE, f"{H2O} --eval stride:0", "eval stride:0: out of range: expected 1 or more, found 0"),
     (INPUT, f"{H2O} --eval span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
-    (USAGE, f"{H2O} --boundary 0", "boundary 0: outside the prompt: expected 1..12, found 0"),
+    (USAGE, f"{H2O} --boundary 0", "boundary 0: outside the prompt: expected 1 or more, found 0"),
     (USAGE, f"{H2O} --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
     (USAGE, f"{H2O} --boundary half", 'boundary half: not a number: expected a whole number, found "half"'),
     (INPUT, f"{H2O} --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),

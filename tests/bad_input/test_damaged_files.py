@@ -161,8 +161,12 @@ def test_chunks_that_are_shorter_than_their_elements(
             lambda file: file.create_dataset("cells/more", (4,), "i4", external="/etc/passwd"),
             "layout: expected stored in this file, found other files",
         ),
+        (
+            lambda file: file.create_virtual_dataset("cells/more", h5py.VirtualLayout((4,), "i4")),
+            "layout: expected stored in this file, found other files",
+        ),
     ],
-    ids=["soft link", "external link", "external storage"],
+    ids=["soft link", "external link", "external storage", "virtual"],
 )
 def test_selections_that_lead_elsewhere(elsewhere: Callable[[h5py.File], object], found: str, run_folder: Path) -> None:
     with h5py.File(run_folder / "out/selections.h5", "r+") as file:
@@ -255,6 +259,29 @@ def test_a_trace_that_shrinks_while_it_is_replayed(tmp_path: Path) -> None:
             refusals.append(said)
         shutil.rmtree(tmp_path / "out")
     assert any(changed in said for said in refusals), refusals
+
+
+def test_what_the_child_cannot_open_is_not_walked(run_folder: Path) -> None:
+    """Another HDF5 than the engine's may open it: here the child has no descriptor left."""
+    path = run_folder / "out/selections.h5"
+    with h5py.File(path, "r+") as file:
+        file["cells/more"] = h5py.SoftLink("/traces")
+    script = """
+import os, resource, sys
+from kvreplay.errors import Error
+from kvreplay.hdf5_file import open_to_read
+from kvreplay._engine import walk_in_child
+import h5py.h5p, kvreplay.trace
+taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print(walk_in_child(sys.argv[1]))
+try:
+    open_to_read(sys.argv[1])
+except Error as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, cwd=run_folder)
+    assert done.stdout.startswith("False\n") and "a soft link" in done.stdout, done
 
 
 def test_a_file_is_walked_again_when_it_has_changed(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_a_wrong_manifest_is_refused_at_its_line(place: Path, text: str, expecte
         ("metrics: attention_recal", "wrong.yaml:1: attention_recal: unknown metric: expected attention_recall"),
         ("eval: sometimes", "wrong.yaml:1: eval: unknown choice of queries: expected one of continuation, "),
         ("eval: last:0", "wrong.yaml:1: eval last:0: out of range: expected 1 or more, found 0"),
+        ("boundary: 0", "wrong.yaml:1: boundary 0: outside the prompt: expected 1 or more, found 0"),
         ("boundary: 1.5", 'wrong.yaml:1: boundary 1.5: not a number: expected a whole number, found "1.5"'),
         ("traces: nowhere/*.h5", "wrong.yaml:1: traces: no such trace: expected *.h5, found nowhere/*.h5"),
         ("exclude: {policy: h3o}", "wrong.yaml:1: exclude: no such policy is asked for: expected h2o, found h3o"),

@@ -64,9 +64,27 @@ try:
     kv.open("trace.h5")
 except kv.Error as error:
     print(error.exit_code, str(error).partition(": expected ")[0])
+
+import h5py
+from kvreplay.hdf5_file import open_to_read
+for name, elsewhere in (
+    ("link.h5", lambda file: file.update({"link": h5py.SoftLink("/")})),
+    ("storage.h5", lambda file: file.create_dataset("numbers", (4,), "i4", external="other")),
+):
+    with h5py.File(name, "w") as file:
+        elsewhere(file)
+    try:
+        open_to_read(name)
+    except kv.Error as error:
+        print(error.exit_code, error)
 """
 
 
-def test_without_the_engine_results_can_be_read() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("4 kvreplay: the engine is not installed for this Python\n", "")
+def test_without_the_engine_results_can_be_read(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "4 kvreplay: the engine is not installed for this Python",
+        "3 link.h5:/link: link: expected an object of this file, found a soft link",
+        "3 storage.h5:/numbers: layout: expected stored in this file, found other files",
+    ]

@@ -137,9 +137,10 @@ NB_MODULE(_engine, module) {
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def(
       "walk_in_child",
-      [](const std::filesystem::path& path) { kvreplay::walk_in_child(path, kvreplay::Links::inside); }, "path"_a,
+      [](const std::filesystem::path& path) { return kvreplay::walk_in_child(path, kvreplay::Links::inside); },
+      "path"_a,
       "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, asks for all memory, "
-      "or leads out of itself.");
+      "or leads out of itself. False: it cannot be opened.");
   module.def("replay", python::replay, "words"_a, "progress"_a,
              "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");
   module.def(

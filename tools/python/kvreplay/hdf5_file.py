@@ -13,24 +13,9 @@ try:
     from kvreplay._engine import walk_in_child
 except ImportError:  # without the engine a file that crashes HDF5 crashes its reader
 
-    def walk_in_child(path: Path) -> None:
-        """Of what the engine refuses, links and elements that lead out of the file."""
-
-        def way_out(name: bytes, link: Any) -> Error | None:
-            where = f"{path}:/{name.decode(errors='backslashreplace')}"
-            if link.type != h5py.h5l.TYPE_HARD:
-                found = "a soft link" if link.type == h5py.h5l.TYPE_SOFT else "a link out of it"
-                return Error(where, "link", "an object of this file", found)
-            item = h5py.h5o.open(file.id, name)
-            if isinstance(item, h5py.h5d.DatasetID):
-                creation = item.get_create_plist()
-                if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count() > 0:
-                    return Error(where, "layout", "stored in this file", "other files")
-            return None
-
-        with h5py.File(path, "r", locking=False) as file:
-            if found := file.id.links.visit(way_out, info=True):  # ends at the first that is not None
-                raise found
+    def walk_in_child(path: Path) -> bool:
+        """Nobody has walked it."""
+        return False
 
 
 def open_to_read(path: str | Path) -> h5py.File:
@@ -39,6 +24,29 @@ def open_to_read(path: str | Path) -> h5py.File:
     Refuses files that lead elsewhere: nothing is read that another file holds.
     """
     path = Path(path)
-    if path.is_file():
-        walk_in_child(path)
-    return h5py.File(path, "r", locking=False)
+    walked = path.is_file() and walk_in_child(path)
+    file = h5py.File(path, "r", locking=False)
+    try:
+        if not walked:  # the HDF5 of h5py opens what the engine's may refuse
+            _require_self_contained(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _require_self_contained(file: h5py.File, path: Path) -> None:
+    def way_out(name: bytes, link: Any) -> Error | None:
+        where = f"{path}:/{name.decode(errors='backslashreplace')}"
+        if link.type != h5py.h5l.TYPE_HARD:
+            found = "a soft link" if link.type == h5py.h5l.TYPE_SOFT else "a link out of it"
+            return Error(where, "link", "an object of this file", found)
+        item = h5py.h5o.open(file.id, name)
+        if isinstance(item, h5py.h5d.DatasetID):
+            creation = item.get_create_plist()
+            if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count() > 0:
+                return Error(where, "layout", "stored in this file", "other files")
+        return None
+
+    if found := file.id.links.visit(way_out, info=True):  # ends at the first that is not None
+        raise found
