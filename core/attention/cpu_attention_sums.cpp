@@ -152,7 +152,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   // Those with the last keys come first, so that a thread's buffers seldom have to grow.
   std::vector<const Segment*> by_reach;
   for (const Segment& segment : segments) by_reach.push_back(&segment);
-  std::ranges::stable_sort(by_reach, std::greater(), [](const Segment* of) { return of->first_tile + of->tiles; });
+  std::ranges::sort(by_reach, std::greater(), [](const Segment* of) { return of->first_tile + of->tiles; });
   const std::size_t partials_a_head =
       segments.back().first_partial + product(segments.back().heads, segments.back().tiles);
   float* packed = few ? nullptr : packed_keys_.at_least(static_cast<std::size_t>(key_tiles) * tile_cells);
