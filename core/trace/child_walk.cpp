@@ -23,6 +23,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -437,7 +438,8 @@ std::optional<FoundFile> unwalked(const std::filesystem::path& path, Links links
 
 bool walk_in_child(const std::filesystem::path& path, Links links) {
   if (const auto file = unwalked(path, links)) return WalkingChild(path, *file, links).finish();
-  return std::filesystem::exists(path);
+  std::error_code ignored;
+  return std::filesystem::exists(path, ignored);
 }
 
 void need_no_walk(const std::filesystem::path& path) {

@@ -67,6 +67,15 @@ TEST_F(ChildWalk, NoneOfAFileOfOnesOwnUntilItChanges) {
   EXPECT_THROW(walk_in_child(file("short.h5")), Error);
 }
 
+/// Whoever opens what is no file, or cannot be looked up, says so.
+TEST_F(ChildWalk, NoneOfWhatCannotBeOpened) {
+  std::filesystem::create_symlink(file("loop.h5"), file("loop.h5"));
+  std::ofstream(file("text.h5")) << "no HDF5";
+  for (const char* name : {"none.h5", "loop.h5", "text.h5"}) EXPECT_FALSE(walk_in_child(file(name))) << name;
+  hdf5::File::create(file("a.h5")).close();
+  EXPECT_TRUE(walk_in_child(file("a.h5")));
+}
+
 /// Links that lead elsewhere matter only to who may follow them, also where the file has been walked before.
 TEST_F(ChildWalk, OutOfTheFile) {
   {
