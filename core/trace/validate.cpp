@@ -7,8 +7,10 @@
 #include <complex>
 #include <cstring>
 #include <numbers>
+#include <set>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "trace/float_types.h"
 #include "trace/hash.h"
@@ -84,9 +86,39 @@ Coherence key_coherence(const TensorView& keys, const Rope& rope) {
   return coherence;
 }
 
-void check_rope(const std::string& file, const std::string& path, const LayerTensors& layer, DeepReport& report) {
+bool rotates(std::span<const double> frequencies) {
+  return std::ranges::any_of(frequencies, [](double f) { return f > 0.0; });
+}
+
+/// A layer stored without RoPE: do its keys line up once they are turned back by the frequencies of another layer?
+void check_missing_rope(const std::string& file, const std::string& path, const LayerTensors& layer,
+                        const TraceHeader& header, DeepReport& report) {
+  if (layer.k.tokens < fewest_tokens) return;
+  std::set<std::vector<double>> rows;
+  bool compared = false;
+  const auto pairs = static_cast<std::size_t>(header.rope_pairs);
+  for (int l = 0; l < header.layers; ++l) {
+    const auto row = std::span(header.inv_freq).subspan(static_cast<std::size_t>(l) * pairs, pairs);
+    if (!rotates(row) || !rows.emplace(row.begin(), row.end()).second) continue;
+    const Coherence coherence = key_coherence(layer.k, {row, 1.0, header.rope_interleaved});
+    if (coherence.pairs == 0 || !std::isfinite(coherence.stored)) continue;
+    compared = true;
+    if (coherence.turned_back <= high_coherence || coherence.turned_back <= clear_ratio * coherence.stored) continue;
+    report.problems.emplace_back(
+        Refusal::input, file + ":" + path, "RoPE",
+        "keys that line up as stored, because inv_freq says that this layer has no RoPE",
+        fmt::format("keys that line up when turned back by the frequencies of layer {} ({:.2f}) "
+                    "and not as stored ({:.2f})",
+                    header.layer_index[static_cast<std::size_t>(l)], coherence.turned_back, coherence.stored));
+    break;
+  }
+  if (compared) ++report.rope_layers;
+}
+
+void check_rope(const std::string& file, const std::string& path, const LayerTensors& layer, const TraceHeader& header,
+                DeepReport& report) {
   const std::span<const double> frequencies = layer.rope.inv_freq;
-  if (std::ranges::none_of(frequencies, [](double f) { return f > 0.0; })) return;
+  if (!rotates(frequencies)) return check_missing_rope(file, path, layer, header, report);
   if (const double fastest = std::ranges::max(frequencies); fastest > std::numbers::pi)
     report.problems.emplace_back(Refusal::input, file + ":/model/rope/inv_freq", "value",
                                  "at most pi radians a position", fmt::format("{}", fastest));
@@ -146,7 +178,7 @@ DeepReport validate_deep(const Trace& trace, const std::function<void(double)>& 
         if (made != tensor.xxh3)
           report.problems.emplace_back(Refusal::input, file + ":" + tensor.path, "xxh3", tensor.xxh3, made);
       }
-      if (keys) check_rope(file, tensor.path, trace.layer(l), report);
+      if (keys) check_rope(file, tensor.path, trace.layer(l), trace.header(), report);
     }
     trace.release(l);
     if (progress) progress(static_cast<double>(l + 1) / layers);

@@ -142,5 +142,51 @@ TEST_F(TwoTraces, KeysFromBeforeRopeAreFound) {
     }
 }
 
+/// Two layers, the second one stored without RoPE: reported if its keys were turned as those of the first.
+TEST_F(TwoTraces, LayersStoredWithoutTheirRopeAreFound) {
+  constexpr int tokens = 256, dim = 16;
+  for (const bool turned : {false, true}) {
+    TraceHeader header;
+    header.layers = 2;
+    header.kv_heads = header.query_heads = 1;
+    header.head_dim = dim;
+    header.sliding_window = {0, 0};
+    header.layer_index = {3, 7};
+    header.has_rope = true;
+    header.rope_pairs = dim / 2;
+    header.attention_scaling = {1, 1};
+    for (int i = 0; i < dim / 2; ++i) header.inv_freq.push_back(std::pow(10000.0, -2.0 * i / dim));
+    header.inv_freq.resize(dim, 0.0);
+    header.prefill = tokens;
+    header.ids.assign(tokens, 1);
+    TraceWriter writer(file("keys.h5"), header, Existing::replace);
+    for (int l = 0; l < 2; ++l) {
+      writer.begin_layer(DType::float32);
+      std::vector<std::byte> keys(tokens * dim * 4);
+      for (int t = 0; t < tokens; ++t)
+        for (int i = 0; i < dim / 2; ++i) {
+          const double angle = l == 0 || turned ? t * header.inv_freq[static_cast<std::size_t>(i)] : 0.0;
+          const double radius = 1.0 + 0.5 * std::sin(12.9898 * (t * dim + i));
+          store(keys.data(), DType::float32, static_cast<std::size_t>(t * dim + i),
+                static_cast<float>(radius * std::cos(angle)));
+          store(keys.data(), DType::float32, static_cast<std::size_t>(t * dim + i + dim / 2),
+                static_cast<float>(radius * std::sin(angle)));
+        }
+      writer.append_q(keys);
+      writer.append_k(keys);
+      writer.append_v(keys);
+    }
+    writer.finish();
+    const DeepReport report = validate_deep(Trace::open(file("keys.h5")));
+    EXPECT_EQ(report.rope_layers, 2);
+    ASSERT_EQ(report.problems.size(), turned ? 1U : 0U);
+    if (turned) {
+      const std::string message = report.problems[0].what();
+      EXPECT_NE(message.find("keys.h5:/layers/001/k: RoPE: "), std::string::npos) << message;
+      EXPECT_NE(message.find("turned back by the frequencies of layer 3"), std::string::npos) << message;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvreplay

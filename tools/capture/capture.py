@@ -57,6 +57,7 @@ class Captured:
     query_heads: int
     kv_heads: int
     dtype: str
+    rope: Rope | None  # of all layers of the model
     checked_queries: int
     worst: Deviation
 
@@ -216,5 +217,14 @@ def capture(
         trace.dataset("/model/sliding_window", np.array(windows, np.int32))
     assert recorder.worst is not None
     return Captured(
-        path, prompt_tokens, tokens, len(wanted), query_heads, kv_heads, store, len(recorder.checked), recorder.worst
+        path,
+        prompt_tokens,
+        tokens,
+        len(wanted),
+        query_heads,
+        kv_heads,
+        store,
+        rope,
+        len(recorder.checked),
+        recorder.worst,
     )

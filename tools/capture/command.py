@@ -20,6 +20,7 @@ from kvreplay.sweep.options import add_executor, size
 
 if TYPE_CHECKING:
     from kvreplay.capture.prompts import Prompt
+    from kvreplay.capture.rope import Rope
 
 MOST_LAYERS = 65535  # of a trace
 DTYPES = ("float16", "bfloat16", "float32")
@@ -161,6 +162,17 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def _rotation(rope: Rope | None) -> str:
+    """How many layers rotate, and how clearly the keys show it."""
+    if rope is None:
+        return "no layer rotates its keys"
+    rotating, layers = int(rope.inv_freq.any(axis=1).sum()), len(rope.inv_freq)
+    return (
+        f"{rotating} of {layers} layers rotate their keys; smallest margin in layer {rope.closest.layer}: "
+        f"error {rope.closest.error:.2e}, next best {rope.closest.next_best:.2e}"
+    )
+
+
 def quiet_libraries(show: bool) -> None:
     """transformers' bars and advice are not ours to print. To be called before anything imports tqdm."""
     if not show:
@@ -258,6 +270,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             f"trace    {path}  P {captured.prompt_tokens} + G {captured.tokens - captured.prompt_tokens}   "
             f"{captured.layers} layers   {captured.query_heads} query / {captured.kv_heads} kv heads   "
             f"{captured.dtype}   {path.stat().st_size / 1e6:.1f} MB\n"
+            f"rope     {_rotation(captured.rope)}\n"
             f"verify   {captured.checked_queries} queries a layer recomputed from the trace: largest deviation "
             f"{worst.found:.2e} of sum a|v|, rounding allows {worst.allowed:.2e} "
             f"(layer {worst.layer}, head {worst.head}, query {worst.position})\n"

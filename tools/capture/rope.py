@@ -17,6 +17,7 @@ from kvreplay.capture.refusals import refused
 
 STYLES = ("halves", "interleaved")
 SUFFIX = "inv_freq"
+CLEAR = 2.0  # the next-best candidate's error must be larger than the best one's by this factor
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,28 @@ class Frequencies:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """The candidate that explains a layer's keys best, its error, and the error of the next-best candidate."""
+
+    layer: int  # counted from 0
+    frequencies: Frequencies
+    error: float
+    next_best: float
+
+    @property
+    def margin(self) -> float:
+        """The factor between the two errors; infinite for an exact fit."""
+        return self.next_best / self.error if self.error else np.inf
+
+
+@dataclass(frozen=True)
 class Rope:
     """The rotary data of all observed layers; a row of zeros: the layer does not rotate."""
 
     style: str
     inv_freq: np.ndarray  # float64 [L,r]
     attention_scaling: np.ndarray  # float64 [L]
+    closest: Fit  # of the layer with the smallest margin
 
 
 def rotary_modules(decoder: torch.nn.Module) -> list[torch.nn.Module]:
@@ -75,6 +92,14 @@ def _deviation(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30))
 
 
+def _best_fit(
+    layer: int, before: np.ndarray, after: np.ndarray, position: int, candidates: list[Frequencies], style: str
+) -> Fit:
+    errors = [_deviation(after, rotate(before, position * c.inv_freq, style)) for c in candidates]
+    best, *others = np.argsort(errors, kind="stable")
+    return Fit(layer, candidates[best], errors[best], min((errors[other] for other in others), default=np.inf))
+
+
 def identify(
     name: str,
     candidates: list[Frequencies],
@@ -86,43 +111,49 @@ def identify(
 
     `keys_at(p)` are all layers' keys [Hkv,d] of one token at position p, `rounding` the unit of the type they were
     computed in. The last call is for `position`, so that length-dependent frequencies stand as they will in the pass.
+
+    "No rotation" is a candidate beside the frequencies, and the candidate with the smallest error is chosen. The
+    error of a correct rotation is rounding; a layer that does not rotate gives the same bits at both positions.
     """
     tolerance = 16 * rounding + 1e-6 * position + 1e-5  # rounding of products; angles are float32 in the model
     at_start, moved = keys_at(0), keys_at(position)
-    unmoved = [_deviation(after, before) <= tolerance for before, after in zip(at_start, moved, strict=True)]
+    width = min(keys.shape[-1] for keys in moved)
+    usable = [candidate for candidate in candidates if 2 * len(candidate.inv_freq) <= width]
+    pairs = max((len(candidate.inv_freq) for candidate in usable), default=0)
+    still = Frequencies(np.zeros(pairs), 1.0)
+
+    def fits(style: str) -> list[Fit]:
+        layers = enumerate(zip(at_start, moved, strict=True))
+        return [_best_fit(layer, before, after, position, [still, *usable], style) for layer, (before, after) in layers]
+
+    by_style = {style: fits(style) for style in STYLES}
+    style = min(STYLES, key=lambda style: max(fit.error for fit in by_style[style]))
+    chosen = by_style[style]
+    unexplained = [fit for fit in chosen if fit.error > (rounding if fit.frequencies is still else tolerance)]
     if not candidates:
         lengths = [
             _deviation(np.linalg.norm(after, axis=-1), np.linalg.norm(before, axis=-1)) <= tolerance
             for before, after in zip(at_start, moved, strict=True)
         ]
-        if all(lengths) and not all(unmoved):
+        if all(lengths) and unexplained:
             raise refused(name, "keys rotated by unknown frequencies", "RoPE with its inv_freq in a module")
         return None
-    if all(unmoved):
+    for fit in unexplained:
+        raise refused(name, f"layer {fit.layer}: keys that its RoPE does not explain", "keys rotated by position alone")
+    closest = min(chosen, key=lambda fit: fit.margin)
+    if closest.margin <= CLEAR:
+        errors = f"errors {closest.error:.2g} and {closest.next_best:.2g}"
+        text = f"layer {closest.layer}: keys that fit two rotations about as well ({errors})"
+        raise refused(name, text, "one rotation that fits clearly best (try --dtype float32 or a longer prompt)")
+    if all(fit.frequencies is still for fit in chosen):
         return None
-    pairs = max(len(candidate.inv_freq) for candidate in candidates)
-    fits: list[dict[str, Frequencies]] = []
-    for layer, (before, after) in enumerate(zip(at_start, moved, strict=True)):
-        if unmoved[layer]:
-            still = Frequencies(np.zeros(pairs), 1.0)
-            fits.append(dict.fromkeys(STYLES, still))
-            continue
-        fit: dict[str, Frequencies] = {}
-        for style in STYLES:
-            usable = [c for c in candidates if 2 * len(c.inv_freq) <= before.shape[-1]]
-            errors = [_deviation(after, rotate(before, position * c.inv_freq, style)) for c in usable]
-            if errors and min(errors) <= tolerance:
-                fit[style] = usable[int(np.argmin(errors))]
-        if not fit:
-            raise refused(name, f"layer {layer}: keys that its RoPE does not explain", "keys rotated by position alone")
-        fits.append(fit)
-    style = next((s for s in STYLES if all(s in fit for fit in fits)), None)
-    if style is None or any(len(fit[style].inv_freq) != pairs for fit in fits):
+    if any(len(fit.frequencies.inv_freq) != pairs for fit in chosen):
         raise refused(name, "RoPE that pairs components differently by layer", "one pairing for all layers")
     return Rope(
         style,
-        np.stack([fit[style].inv_freq for fit in fits]),
-        np.array([fit[style].attention_scaling for fit in fits]),
+        np.stack([fit.frequencies.inv_freq for fit in chosen]),
+        np.array([fit.frequencies.attention_scaling for fit in chosen]),
+        closest,
     )
 
 
