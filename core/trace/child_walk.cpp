@@ -159,7 +159,7 @@ hsize_t inflated(std::vector<Bytef>& deflated, hsize_t most) {
 
 /// Where each chunk lies, so that their index is read on the way, and whether each holds all its elements, of which one
 /// has so many bytes.
-void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk,
+void walk_chunks(hid_t dataset, hid_t space, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk,
                  std::size_t element, const Filters& filters, const Walk& walk) {
   if (hdf5::elements(shape) == 0) return;
   hdf5::Shape chunks;
@@ -167,6 +167,8 @@ void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::ve
   if (hdf5::elements(chunks) > walk.length)
     refuse(walk, fmt::format("chunks: expected at most one for each of {} bytes, found {}", walk.length,
                              hdf5::to_string(chunks)));
+  hsize_t written = 0;
+  require(H5Dget_num_chunks(dataset, space, &written), walk, "has chunks that cannot be counted");
   const hsize_t whole = hdf5::bytes(chunk, element);
   std::vector<hsize_t> at(shape.size(), 0);
   for (std::size_t axis = 0; axis < at.size();) {
@@ -208,7 +210,7 @@ void walk_dataset(hid_t dataset, const Walk& walk) {
   if (layout == H5D_CHUNKED) {
     std::vector<hsize_t> chunk(shape.size());
     require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), walk, "has no chunks");
-    walk_chunks(dataset, shape, chunk, element, filters, walk);
+    walk_chunks(dataset, space.id(), shape, chunk, element, filters, walk);
   } else if (layout == H5D_COMPACT) {
     if (H5Sget_simple_extent_type(space.id()) != H5S_NULL)
       require_size(hdf5::bytes(shape, element), H5Dget_storage_size(dataset), walk);

@@ -405,6 +405,24 @@ std::size_t Dataset::stored_elements() const {
   return static_cast<std::size_t>(count);
 }
 
+Shape Dataset::chunk() const {
+  const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
+  Shape chunk(shape().size());
+  require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), where(), "chunks cannot be read");
+  return chunk;
+}
+
+void Dataset::require_every_chunk() const {
+  if (!chunked()) return;
+  const Shape sizes = shape(), one = chunk();
+  hsize_t needed = 1, written = 0;
+  for (std::size_t axis = 0; axis < sizes.size(); ++axis) needed *= (sizes[axis] + one[axis] - 1) / one[axis];
+  const Space space{require(H5Dget_space(id()), where(), "shape cannot be read"), H5Sclose};
+  require(H5Dget_num_chunks(id(), space.id(), &written), where(), "chunks cannot be counted");
+  if (written < needed)
+    throw Error{Refusal::input, where(), "chunks", fmt::format("{} written", needed), fmt::format("{}", written)};
+}
+
 void require_fixed_size(const Type& type, const std::string& where) {
   if (type.has_variable_length() || type.bytes() == 0)
     throw Error{Refusal::input, where, "type", "elements of one size", type.name()};

@@ -175,6 +175,8 @@ class Dataset : public Object {
   bool compact() const;
   /// The product of the dimensions, which must not be more than a file of this length can hold.
   std::size_t stored_elements() const;
+  /// Refuses a chunked dataset with chunks that were never written: HDF5 reads zeros there. Others may be empty.
+  void require_every_chunk() const;
 
   /// Every element, in `type`, into memory that holds them.
   void read(const Type& type, void* elements) const;
@@ -195,6 +197,7 @@ class Dataset : public Object {
  private:
   void require_type(const Type& expected) const;
   H5D_layout_t layout() const;
+  Shape chunk() const;
 };
 
 /// The number of an open attribute's elements: of a fixed size, and no more than fit into an object's header.

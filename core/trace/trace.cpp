@@ -128,6 +128,7 @@ class Reader {
   void check_storage(const std::string& object, const hdf5::Dataset& dataset, std::uint64_t bytes) const {
     if (bytes == 0) return;
     if (dataset.chunked()) dataset.stored_elements();
+    dataset.require_every_chunk();
     if (dataset.chunked() || dataset.compact()) return;
     const auto offset = dataset.offset();
     if (!offset) refuse(object, "storage", fmt::format("{} bytes", bytes), "none allocated");

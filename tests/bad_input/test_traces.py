@@ -350,6 +350,20 @@ def _(file: h5py.File) -> None:
     file.create_dataset("layers/000/k", (2, 16, 4), "f2")
 
 
+@broken("chunks never written", ":/layers/000/k: chunks: expected 4 written, found 3")
+def _(file: h5py.File) -> None:
+    keys = file["layers/000/k"][()]
+    del file["layers/000/k"]
+    file.create_dataset("layers/000/k", keys.shape, keys.dtype, chunks=(1, 8, 4), compression="gzip")
+    file["layers/000/k"][0], file["layers/000/k"][1, :8] = keys[0], keys[1, :8]
+
+
+@broken("no chunk written", ":/tokens/ids: chunks: expected 3 written, found 0")
+def _(file: h5py.File) -> None:
+    del file["tokens/ids"]
+    file.create_dataset("tokens/ids", (16,), "i4", chunks=(7,))
+
+
 @broken("compact keys", ":/layers/000/k: layout: expected contiguous or chunked, found compact")
 def _(file: h5py.File) -> None:
     del file["layers/000/k"]

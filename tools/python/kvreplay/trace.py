@@ -433,6 +433,8 @@ class Trace:
             checker.element_type(path, BFLOAT16 if _is_bfloat16(item.id.get_type()) else item.dtype)
             checker.shape(path, item.shape)
             rule = checker.dataset_rule(path)
+            if rule:
+                self._require_every_chunk(path, item)
             if rule and rule["type"] in ("int32", "float64"):
                 checker.values(path, self[path])
         checker.finish()
@@ -440,6 +442,15 @@ class Trace:
             checker.span(span.name, span.kind, span.begin, span.end)
         if self.prompt_tokens > self.tokens:
             raise Error(f"{self.path}:/tokens@prefill", "value", f"at most {self.tokens}", str(self.prompt_tokens))
+
+    def _require_every_chunk(self, path: str, dataset: h5py.Dataset) -> None:
+        """HDF5 reads zeros where a chunk was never written."""
+        if not dataset.chunks or not dataset.size:
+            return
+        needed = int(np.prod([-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)]))
+        written = dataset.id.get_num_chunks()
+        if written < needed:
+            raise Error(f"{self.path}:{path}", "chunks", f"{needed} written", str(written))
 
     def attribute(self, path: str, name: str) -> Any:
         """An attribute as str, int or float."""
