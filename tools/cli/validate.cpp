@@ -30,9 +30,10 @@ struct Verdict {
 Verdict verdict_of(const std::string& path, bool deep, ProgressLine& line) {
   Verdict verdict;
   verdict.path = path;
+  for (const Error& violation : violations(path)) verdict.problems.emplace_back(violation.what());
+  if (!deep || !verdict.problems.empty()) return verdict;
   try {
     const Trace trace = Trace::open(path);
-    if (!deep) return verdict;
     verdict.deep = validate_deep(trace, [&](double share) {
       line.show(share, path);
       if (interrupted()) throw Error{Refusal::interrupted, path, "interrupted"};
