@@ -74,20 +74,17 @@ void write_spans(const std::string& dataset, const std::vector<Span>& spans, hdf
   root.create_dataset(dataset, type, {spans.size()}).write(type, rows.data());
 }
 
-/// The datasets of a header that lie directly in `group`; the groups exist.
-void write_datasets(const TraceHeader& header, const std::string& group, hdf5::Group& root) {
-  for (const SchemaEntry& entry : schema().datasets) {
-    if (entry.per_layer() || entry.group != group) continue;
-    const auto value = header_value(header, entry);
-    if (!value) continue;
-    const std::string name = entry.object.substr(1);
-    const int rows = !entry.shape.empty() && entry.shape[0] == "T" ? header.tokens() : header.layers;
-    if (const auto* text = std::get_if<std::string>(&*value)) root.write_text(name, *text);
-    if (const auto* spans = std::get_if<std::vector<Span>>(&*value)) write_spans(name, *spans, root);
-    if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&*value))
-      write_vector(entry, rows, *integers, root);
-    if (const auto* numbers = std::get_if<std::vector<double>>(&*value)) write_vector(entry, rows, *numbers, root);
-  }
+/// A dataset of a header, where it has it; its group exists.
+void write_dataset(const TraceHeader& header, const SchemaEntry& entry, hdf5::Group& root) {
+  const auto value = header_value(header, entry);
+  if (!value) return;
+  const std::string name = entry.object.substr(1);
+  const int rows = !entry.shape.empty() && entry.shape[0] == "T" ? header.tokens() : header.layers;
+  if (const auto* text = std::get_if<std::string>(&*value)) root.write_text(name, *text);
+  if (const auto* spans = std::get_if<std::vector<Span>>(&*value)) write_spans(name, *spans, root);
+  if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&*value))
+    write_vector(entry, rows, *integers, root);
+  if (const auto* numbers = std::get_if<std::vector<double>>(&*value)) write_vector(entry, rows, *numbers, root);
 }
 
 }  // namespace
@@ -95,8 +92,8 @@ void write_datasets(const TraceHeader& header, const std::string& group, hdf5::G
 void write_tokens_and_spans(const TraceHeader& header, hdf5::Group& to) {
   hdf5::Group tokens = to.create_group("tokens");
   write_attributes(header, "/tokens", tokens);
-  write_datasets(header, "/tokens", to);
-  write_datasets(header, "/", to);
+  for (const SchemaEntry& entry : schema().datasets)
+    if (entry.group == "/tokens" || entry.group == "/") write_dataset(header, entry, to);
 }
 
 struct TraceWriter::State {
@@ -138,13 +135,13 @@ struct TraceWriter::State {
     partial->reserve_again();
     partial->reserve(header_bytes());
     write_attributes(header, "/", *file);
-    write_datasets(header, "/", *file);
     for (const SchemaGroup& group : schema().groups) {
       if (group.path.ends_with("{layer}") || (group.path == "/model/rope" && !header.has_rope)) continue;
       hdf5::Group made = file->create_group(group.path.substr(1));
       write_attributes(header, group.path, made);
-      write_datasets(header, group.path, *file);
     }
+    for (const SchemaEntry& entry : schema().datasets)
+      if (!entry.per_layer()) write_dataset(header, entry, *file);
     flush();
   }
 
