@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -459,12 +460,17 @@ bool walk_in_child(const std::filesystem::path& path, Links links) {
   return std::filesystem::exists(path, ignored);
 }
 
-void work_in_child(const std::filesystem::path& path, const Work& work) {
+void work_in_child(const std::filesystem::path& path, const Work& work, const std::function<bool()>& interrupted) {
   FoundFile file{{}, std::time(nullptr)};
   if (::stat(path.c_str(), &file.looks) != 0)
     throw Error{Refusal::input, path.string(), fmt::format("cannot be opened: {}", std::strerror(errno))};
   require_file(file.looks, path.string());
-  if (!WalkingChild(path, file, Links::anywhere, work).finish())
+  WalkingChild child(path, file, Links::anywhere, work);
+  while (!child.has_ended()) {
+    if (interrupted()) throw Error{Refusal::interrupted, path.string(), "interrupted"};
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  if (!child.finish())
     throw Error{Refusal::input, path.string(), "cannot be opened", "an HDF5 file", "another, or a damaged one"};
 }
 

@@ -29,8 +29,10 @@ bool walk_in_child(const std::filesystem::path& path, Links links = Links::anywh
 
 /// Reads a file that only a process of its own may read: one with an old superblock, or strings of variable length. A
 /// child walks it as above and then does `work` on it, under the same limits. Throws what walk_in_child throws, and
-/// Error{input} or Error{resources} where `work` does. Only files that `work` writes outlive the child.
-void work_in_child(const std::filesystem::path& path, const std::function<void(const hdf5::File&)>& work);
+/// Error{input} or Error{resources} where `work` does, and Error{interrupted}, once the child has ended, where
+/// `interrupted` says so. Only files that `work` writes outlive the child.
+void work_in_child(const std::filesystem::path& path, const std::function<void(const hdf5::File&)>& work,
+                   const std::function<bool()>& interrupted);
 
 /// For a file that this process has just written itself, in a folder where no other may write: walk_in_child takes it
 /// as walked until it changes.

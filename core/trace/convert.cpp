@@ -1,5 +1,7 @@
 #include "trace/convert.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +19,8 @@ namespace kvreplay {
 namespace {
 
 using hdf5::Handle, hdf5::Type;
+
+constexpr std::size_t largest_attribute = std::size_t{1} << 16;  // bytes
 
 /// Elements whose type has one size.
 struct Elements {
@@ -142,6 +146,9 @@ class Copy {
       const hdf5::Space space{H5Aget_space(old.id()), H5Sclose};
       if (!can_be_copied(type)) continue;
       const auto count = static_cast<std::size_t>(std::max<hssize_t>(H5Sget_simple_extent_npoints(space.id()), 0));
+      if (type.bytes() == 0 || count > largest_attribute / type.bytes())
+        throw Error{Refusal::input, from.where(name), "size", fmt::format("at most {} bytes", largest_attribute),
+                    fmt::format("{} elements of {}", count, type.bytes())};
       const Elements all = elements_of(type, count, from.where(name),
                                        [&](std::byte* into) { return H5Aread(old.id(), type.id(), into); });
       reserve(all.bytes.size());
@@ -181,15 +188,17 @@ Error in_file(const Error& violation, const std::string& from, const std::string
 
 }  // namespace
 
-std::vector<Error> convert(const std::filesystem::path& old, const std::filesystem::path& made, Existing existing) {
+std::vector<Error> convert(const std::filesystem::path& old, const std::filesystem::path& made, Existing existing,
+                           const std::function<bool()>& interrupted) {
   if (existing == Existing::refuse && std::filesystem::exists(made))
     throw Error{Refusal::input, made.string(), "exists", "a new name, or --force to replace it", "a file"};
   PartialFile partial(made);
-  work_in_child(old, [&](const hdf5::File& from) {
+  const auto copy = [&partial](const hdf5::File& from) {
     hdf5::File to = hdf5::File::create(partial.path());
     Copy(to, partial).copy_members(from, to);
     to.close();
-  });
+  };
+  work_in_child(old, copy, interrupted);
   partial.trim();
   std::vector<Error> broken;
   for (const Error& violation : violations(partial.path()))

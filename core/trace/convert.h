@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <vector>
 
 #include "error.h"
@@ -15,7 +16,8 @@ namespace kvreplay {
 ///
 /// Returns the violations that `made` would still have, named as objects of `old`; it is written only if there are
 /// none. Throws Error{input} where `old` cannot be read or lacks elements, and where `made` exists and must not be
-/// replaced; {resources} for a full disk.
-std::vector<Error> convert(const std::filesystem::path& old, const std::filesystem::path& made, Existing existing);
+/// replaced; {resources} for a full disk; {interrupted} where `interrupted` says so.
+std::vector<Error> convert(const std::filesystem::path& old, const std::filesystem::path& made, Existing existing,
+                           const std::function<bool()>& interrupted);
 
 }  // namespace kvreplay

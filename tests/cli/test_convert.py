@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from program import done, kvreplay
+from program import PROGRAM, done, kvreplay, start
 
 from kvreplay.trace import Trace
 
@@ -188,6 +191,31 @@ def test_convert_refuses(damage: Callable[[h5py.File], None], said: str, folder:
     refused = kvreplay("convert", "a.h5", "-o", "b.h5", folder=tmp_path)
     assert refused.code == 3 and refused.err.startswith(f"kvreplay: a.h5:{said}"), refused
     assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
+
+
+def big(folder: Path) -> None:
+    """big.h5: an old superblock, and 64 MiB of an array that no trace has."""
+    with h5py.File(folder / "big.h5", "w") as file:
+        file.create_dataset("numbers", data=np.arange(1 << 24, dtype=np.int32), chunks=(1 << 10,), compression="gzip")
+
+
+def test_convert_finds_the_disk_full(tmp_path: Path) -> None:
+    big(tmp_path)
+    limited = f"ulimit -f 8192; exec {PROGRAM} convert big.h5 -o new.h5"
+    refused = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr) == (5, "kvreplay: new.h5.partial: disk full\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["big.h5"]
+
+
+def test_convert_can_be_interrupted(tmp_path: Path) -> None:
+    big(tmp_path)
+    process = start("convert", "big.h5", "-o", "new.h5", folder=tmp_path)
+    while not (tmp_path / "new.h5.partial").exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "kvreplay: big.h5: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["big.h5"]
 
 
 def test_convert_says_what_it_lacks(tmp_path: Path) -> None:

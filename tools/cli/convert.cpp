@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "commands.h"
+#include "interruption.h"
 #include "output.h"
 
 namespace kvreplay {
@@ -22,7 +23,8 @@ int run(const Arguments& arguments) {
   if (!arguments.given("output")) throw Error{Refusal::usage, "convert", "no file to write", "-o FILE"};
   const std::string path = arguments.text("output");
   const Existing existing = arguments.given("force") ? Existing::replace : Existing::refuse;
-  const std::vector<Error> broken = convert(arguments.operands().front(), path, existing);
+  heed_interruptions();
+  const std::vector<Error> broken = convert(arguments.operands().front(), path, existing, interrupted);
   for (const Error& violation : broken) fmt::print(stderr, "kvreplay: {}\n", violation.what());
   if (!broken.empty()) return broken.front().exit_code();
   fmt::print("{}  {}\n", path, size_text(std::filesystem::file_size(path)));

@@ -84,6 +84,7 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command validate_command{"validate", "whether traces obey every rule of the format", "TRACE...", options, run};
+const Command validate_command{"validate", "lists every violation of the trace format, each with its remedy",
+                               "TRACE...", options, run};
 
 }  // namespace kvreplay
