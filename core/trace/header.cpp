@@ -315,7 +315,8 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
     break;
   }
   const auto tokens = known("T");
-  for (std::size_t s = 0; s < header.spans.size(); ++s) {
+  const std::size_t before_spans = broken.size();
+  for (std::size_t s = 0; s < header.spans.size() && broken.size() == before_spans; ++s) {
     const Span& span = header.spans[s];
     for (const auto& [word, text] : {std::pair{"name", &span.name}, std::pair{"kind", &span.kind}}) {
       if (text->empty() || first_invalid_byte(*text, characters) != all_valid)

@@ -65,14 +65,17 @@ class Reader {
       if (group.path.ends_with("{layer}")) continue;
       if (const auto found = group_at(group.path, group.required)) read_attributes(group.path, *found);
     }
+    std::vector<const SchemaEntry*> alone;
     for (const SchemaEntry& entry : schema().datasets)
       if (!entry.per_layer() && !attempt([&] { read_header_dataset(entry); }) && !entry.with.empty())
-        incomplete_pairs_.push_back(&schema().entry(entry.with));
-    // What goes with an object that cannot be read is no violation of its own.
-    for (const SchemaEntry* entry : incomplete_pairs_) drop_header_value(contents_.header, *entry);
+        alone.push_back(&schema().entry(entry.with));
+    // The other object of a pair violates no rule of its own.
+    for (const SchemaEntry* entry : alone) drop_header_value(contents_.header, *entry);
     contents_.header.rope_pairs = static_cast<int>(rules_.known("r").value_or(0));
     for (const Error& broken : rules_.broken_relations(contents_.header)) note(broken);
-    const auto layers = static_cast<int>(rules_.known("L").value_or(0));
+    // Without n_layers a dataset's shape says how many there are: as many as it likes.
+    const double most = schema().entry("/model@n_layers").max.value_or(0);
+    const auto layers = std::min(rules_.known("L").value_or(0), static_cast<std::int64_t>(most));
     for (int l = 0; l < layers; ++l) read_layer(l);
   }
 
@@ -351,7 +354,6 @@ class Reader {
   Rules rules_;
   Contents contents_;
   bool has_other_rules_ = false;  // another format, or a newer version
-  std::vector<const SchemaEntry*> incomplete_pairs_;
   std::vector<Error> variable_length_strings_;
   std::set<std::string> noted_;
 };
