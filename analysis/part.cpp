@@ -17,6 +17,8 @@
 #include "trace/hdf5.h"
 #include "trace/hdf5_copy.h"
 #include "trace/mapped_image.h"
+#include "trace/trace.h"
+#include "trace/writer.h"
 
 namespace kvreplay {
 namespace {
@@ -388,12 +390,6 @@ void write_trace_arrays(Group& group, const std::optional<Group>& old, const Par
       copy(*old, name, group);
 }
 
-void copy_text(const std::filesystem::path& source, Group& group) {
-  const File file = File::open_walked(source);
-  for (const char* name : {"tokens", "spans"})
-    if (file.member(name) != Group::Member::none) copy(file, name, group);
-}
-
 std::vector<char> bytes_of(const hdf5::Dataset& dataset) {
   const hdf5::Type type = dataset.type();
   hdf5::require_fixed_size(type, dataset.where());
@@ -680,7 +676,7 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
     std::optional<Group> old_trace;
     if (old) old_trace = old->group("traces").group(trace.name);
     write_trace_arrays(of_trace, old_trace, trace, result);
-    if (source) copy_text(*source, of_trace);
+    if (source) write_tokens_and_spans(Trace::open(*source).header(), of_trace);
 
     Group of_cells = file.create_group("cells"), sets = file.create_group("sets"), values = file.create_group("values"),
           seconds = file.create_group("seconds");

@@ -91,7 +91,7 @@ struct CellToWrite {
 
 /// Writes the part at `path`, or replaces it. What is not made anew, sets and arrays of the trace, is taken from
 /// `earlier`, which may be the part that is replaced; empty: there is nothing else.
-/// `source` is the trace's file, whose tokens and spans are copied; empty: they are not. Throws Error{resources} when
+/// `source` is the trace's file, whose tokens and spans the part gets; empty: it gets none. Throws Error{resources} when
 /// the disk is full; the old part is then still there.
 void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
                 const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,

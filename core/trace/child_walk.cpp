@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -22,6 +23,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -44,13 +46,14 @@ constexpr std::uint64_t small = std::uint64_t{1} << 16;
 constexpr std::size_t longest_refusal = 4096;
 /// Each may take 1 GiB, and as much as its file is long.
 constexpr unsigned most_children = 16;
-constexpr int refused = 2, out_of_memory = 3, unopened = 4;  // exit codes of the child
+constexpr int refused = 2, out_of_memory = 3, unopened = 4, no_room = 5;  // exit codes of the child
+using Work = std::function<void(const hdf5::File&)>;
 
 /// What the child knows.
 struct Walk {
   std::string file;
   hsize_t length;  // of the file
-  int told;        // where a refusal is written to: where, a NUL, what
+  int told;        // where a refusal is written to: its pieces, separated by NULs
   Links links;
   std::string at = "/";
   std::set<std::uint64_t> visited = {};
@@ -61,12 +64,18 @@ herr_t is_about_memory(unsigned, const H5E_error2_t* error, void* found) {
   return 0;
 }
 
-[[noreturn]] void refuse(const Walk& walk, const std::string& what) {
+/// Ends the child with what its parent throws.
+[[noreturn]] void refuse(const Walk& walk, const Error& error) {
+  std::string text;
   // Shorter than a pipe is deep, also where names have many thousand bytes.
-  const std::string where = (walk.file + ":" + walk.at).substr(0, longest_refusal / 2);
-  const std::string text = where + '\0' + what.substr(0, longest_refusal / 2 - 1);
+  for (const std::string* piece : {&error.where(), &error.problem(), &error.expected(), &error.found()})
+    text += piece->substr(0, longest_refusal / 4 - 1) + '\0';
   const ssize_t written = ::write(walk.told, text.data(), text.size());
-  ::_exit(written > 0 ? refused : EXIT_FAILURE);
+  ::_exit(written <= 0 ? EXIT_FAILURE : error.refusal() == Refusal::resources ? no_room : refused);
+}
+
+[[noreturn]] void refuse(const Walk& walk, const std::string& what) {
+  refuse(walk, Error{Refusal::input, walk.file + ":" + walk.at, what});
 }
 
 /// What HDF5 refuses ends the walk: on its way out of a failure it frees what it has not set (1.10.8, links of a dense
@@ -159,7 +168,7 @@ hsize_t inflated(std::vector<Bytef>& deflated, hsize_t most) {
 
 /// Where each chunk lies, so that their index is read on the way, and whether each holds all its elements, of which one
 /// has so many bytes.
-void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk,
+void walk_chunks(hid_t dataset, hid_t space, const std::vector<hsize_t>& shape, const std::vector<hsize_t>& chunk,
                  std::size_t element, const Filters& filters, const Walk& walk) {
   if (hdf5::elements(shape) == 0) return;
   hdf5::Shape chunks;
@@ -167,6 +176,8 @@ void walk_chunks(hid_t dataset, const std::vector<hsize_t>& shape, const std::ve
   if (hdf5::elements(chunks) > walk.length)
     refuse(walk, fmt::format("chunks: expected at most one for each of {} bytes, found {}", walk.length,
                              hdf5::to_string(chunks)));
+  hsize_t written = 0;
+  require(H5Dget_num_chunks(dataset, space, &written), walk, "has chunks that cannot be counted");
   const hsize_t whole = hdf5::bytes(chunk, element);
   std::vector<hsize_t> at(shape.size(), 0);
   for (std::size_t axis = 0; axis < at.size();) {
@@ -208,7 +219,7 @@ void walk_dataset(hid_t dataset, const Walk& walk) {
   if (layout == H5D_CHUNKED) {
     std::vector<hsize_t> chunk(shape.size());
     require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), walk, "has no chunks");
-    walk_chunks(dataset, shape, chunk, element, filters, walk);
+    walk_chunks(dataset, space.id(), shape, chunk, element, filters, walk);
   } else if (layout == H5D_COMPACT) {
     if (H5Sget_simple_extent_type(space.id()) != H5S_NULL)
       require_size(hdf5::bytes(shape, element), H5Dget_storage_size(dataset), walk);
@@ -264,8 +275,8 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
 }
 
 /// Never returns; the parent's files, handlers and threads stay its own.
-[[noreturn]] void be_the_child(pid_t parent, const std::filesystem::path& path, Walk walk, std::uint64_t seconds,
-                               std::uint64_t memory) {
+[[noreturn]] void be_the_child(pid_t parent, const std::filesystem::path& path, Walk walk, const Work& work,
+                               std::uint64_t seconds, std::uint64_t memory) {
   // Locks of the parent are its own, too: it must not outlive a parent that is killed.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);
@@ -289,6 +300,11 @@ void limit(decltype(RLIMIT_CPU) resource, std::uint64_t most) {
   try {
     const hdf5::File file = hdf5::File::open_walked(path);
     walk_object(file.id(), walk);
+    try {
+      if (work) work(file);
+    } catch (const Error& error) {
+      refuse(walk, error);
+    }
   } catch (const Error&) {
     ::_exit(unopened);
   } catch (const std::bad_alloc&) {
@@ -354,7 +370,7 @@ Walked& walked() {
 /// A process that walks a file, ended with this at the latest.
 class WalkingChild {
  public:
-  WalkingChild(const std::filesystem::path& path, const FoundFile& file, Links links)
+  WalkingChild(const std::filesystem::path& path, const FoundFile& file, Links links, const Work& work = {})
       : path_(path), before_(file), links_(links) {
     const auto length = static_cast<std::uint64_t>(file.looks.st_size);
     seconds_ = 5 + length / mib;
@@ -364,7 +380,7 @@ class WalkingChild {
     if (child_ < 0)
       throw Error{Refusal::resources, path.string(), fmt::format("no process to check it: {}", std::strerror(errno))};
     if (child_ == 0)
-      be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe_.ends[1], .links = links},
+      be_the_child(parent, path, {.file = path.string(), .length = length, .told = pipe_.ends[1], .links = links}, work,
                    seconds_, memory_);
     pipe_.close(1);
   }
@@ -393,11 +409,13 @@ class WalkingChild {
     }
     const int code = WEXITSTATUS(status_);
     if (code == out_of_memory) damaged(fmt::format("more than {} MiB of memory asked for", memory_ / mib));
-    if (code == refused) {
+    if (code == refused || code == no_room) {
       std::string told(longest_refusal, '\0');
       told.resize(static_cast<std::size_t>(std::max<ssize_t>(::read(pipe_.ends[0], told.data(), told.size()), 0)));
-      const std::size_t end = std::min(told.find('\0'), told.size());
-      throw Error{Refusal::input, told.substr(0, end), told.substr(std::min(end + 1, told.size()))};
+      std::string pieces[4];
+      std::istringstream rest(told);
+      for (std::string& piece : pieces) std::getline(rest, piece, '\0');
+      throw Error{code == no_room ? Refusal::resources : Refusal::input, pieces[0], pieces[1], pieces[2], pieces[3]};
     }
     if (code == unopened) return false;
     if (code != 0) damaged(fmt::format("it ends with exit code {}", code));
@@ -440,6 +458,20 @@ bool walk_in_child(const std::filesystem::path& path, Links links) {
   if (const auto file = unwalked(path, links)) return WalkingChild(path, *file, links).finish();
   std::error_code ignored;
   return std::filesystem::exists(path, ignored);
+}
+
+void work_in_child(const std::filesystem::path& path, const Work& work, const std::function<bool()>& interrupted) {
+  FoundFile file{{}, std::time(nullptr)};
+  if (::stat(path.c_str(), &file.looks) != 0)
+    throw Error{Refusal::input, path.string(), fmt::format("cannot be opened: {}", std::strerror(errno))};
+  require_file(file.looks, path.string());
+  WalkingChild child(path, file, Links::anywhere, work);
+  while (!child.has_ended()) {
+    if (interrupted()) throw Error{Refusal::interrupted, path.string(), "interrupted"};
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  if (!child.finish())
+    throw Error{Refusal::input, path.string(), "cannot be opened", "an HDF5 file", "another, or a damaged one"};
 }
 
 void need_no_walk(const std::filesystem::path& path) {

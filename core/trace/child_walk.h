@@ -3,9 +3,14 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <functional>
 #include <list>
 #include <memory>
 #include <vector>
+
+namespace kvreplay::hdf5 {
+class File;
+}
 
 namespace kvreplay {
 
@@ -21,6 +26,13 @@ enum class Links { anywhere, inside };
 /// False: the file cannot be opened, which the caller will hear of in the caller's own words. A file whose walk went
 /// well is walked again only if it has changed since, or less than two seconds before it.
 bool walk_in_child(const std::filesystem::path& path, Links links = Links::anywhere);
+
+/// Reads a file that only a process of its own may read: one with an old superblock, or strings of variable length. A
+/// child walks it as above and then does `work` on it, under the same limits. Throws what walk_in_child throws, and
+/// Error{input} or Error{resources} where `work` does, and Error{interrupted}, once the child has ended, where
+/// `interrupted` says so. Only files that `work` writes outlive the child.
+void work_in_child(const std::filesystem::path& path, const std::function<void(const hdf5::File&)>& work,
+                   const std::function<bool()>& interrupted);
 
 /// For a file that this process has just written itself, in a folder where no other may write: walk_in_child takes it
 /// as walked until it changes.

@@ -199,7 +199,7 @@ std::string Type::name() const {
   const H5T_class_t type_class = H5Tget_class(id());
   const std::size_t size = bytes();
   if (type_class == H5T_STRING)
-    return H5Tis_variable_str(id()) > 0 ? "variable-length string" : fmt::format("string of {} bytes", size);
+    return H5Tis_variable_str(id()) > 0 ? variable_length_string : fmt::format("string of {} bytes", size);
   if (type_class == H5T_OPAQUE) return fmt::format("opaque of {} bytes", size);
   if (type_class != H5T_INTEGER && type_class != H5T_FLOAT) return class_name(type_class);
 
@@ -403,6 +403,30 @@ std::size_t Dataset::stored_elements() const {
   bound(1);  // a scalar may be larger than the file
   std::ranges::for_each(sizes, bound);
   return static_cast<std::size_t>(count);
+}
+
+Shape Dataset::chunk() const {
+  const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
+  Shape chunk(shape().size());
+  require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), where(), "chunks cannot be read");
+  return chunk;
+}
+
+void Dataset::require_written() const {
+  const Shape sizes = shape();
+  const hsize_t size = bytes(sizes, type().bytes());
+  if (size == 0 || compact()) return;
+  if (!chunked()) {
+    if (!offset()) throw Error{Refusal::input, where(), "storage", fmt::format("{} bytes", size), "none allocated"};
+    return;
+  }
+  const Shape one = chunk();
+  hsize_t needed = 1, written = 0;
+  for (std::size_t axis = 0; axis < sizes.size(); ++axis) needed *= (sizes[axis] + one[axis] - 1) / one[axis];
+  const Space space{require(H5Dget_space(id()), where(), "shape cannot be read"), H5Sclose};
+  require(H5Dget_num_chunks(id(), space.id(), &written), where(), "chunks cannot be counted");
+  if (written < needed)
+    throw Error{Refusal::input, where(), "chunks", fmt::format("{} written", needed), fmt::format("{}", written)};
 }
 
 void require_fixed_size(const Type& type, const std::string& where) {

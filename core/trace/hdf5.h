@@ -62,6 +62,9 @@ class Handle {
 /// {input} otherwise.
 Error failure(const std::string& where, const std::string& what);
 
+/// The name of a type whose elements lie in a heap of the file.
+inline constexpr const char* variable_length_string = "variable-length string";
+
 class Type : public Handle {
  public:
   using Handle::Handle;
@@ -78,6 +81,7 @@ class Type : public Handle {
   std::string name() const;
   std::size_t bytes() const { return H5Tget_size(id()); }
   bool is_fixed_string() const { return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) == 0; }
+  bool is_variable_length_string() const { return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) > 0; }
   /// Whether elements, or parts of them, are addresses of what has any length.
   bool has_variable_length() const;
   /// Elements are nothing but their bytes; others have another size in memory than in the file.
@@ -175,6 +179,8 @@ class Dataset : public Object {
   bool compact() const;
   /// The product of the dimensions, which must not be more than a file of this length can hold.
   std::size_t stored_elements() const;
+  /// Refuses elements that were never written, which HDF5 reads as zeros: a chunk that is missing, or no storage.
+  void require_written() const;
 
   /// Every element, in `type`, into memory that holds them.
   void read(const Type& type, void* elements) const;
@@ -195,6 +201,7 @@ class Dataset : public Object {
  private:
   void require_type(const Type& expected) const;
   H5D_layout_t layout() const;
+  Shape chunk() const;
 };
 
 /// The number of an open attribute's elements: of a fixed size, and no more than fit into an object's header.

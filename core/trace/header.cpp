@@ -199,6 +199,10 @@ void set_header_value(TraceHeader& header, const SchemaEntry& entry, Value value
       *member);
 }
 
+void drop_header_value(TraceHeader& header, const SchemaEntry& entry) {
+  if (const Member* member = member_of(entry)) std::visit([&](auto pointer) { header.*pointer = {}; }, *member);
+}
+
 std::string object_in_layer(const SchemaEntry& entry, int layer) {
   return fmt::format("/layers/{:03}/{}", layer, entry.name);
 }
@@ -276,47 +280,54 @@ void Rules::check_value(const std::string& object, const SchemaEntry& entry, con
   }
 }
 
-void Rules::check_relations(const TraceHeader& header) const {
+std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
+  std::vector<Error> broken;
+  const auto note = [&](const std::string& object, const std::string& what, const std::string& expected,
+                        const std::string& found) {
+    broken.emplace_back(Refusal::input, where(object), what, expected, found);
+  };
   for (const SchemaEntry& entry : schema().attributes) {
     const auto value = header_value(header, entry);
     const std::int64_t* number = value ? std::get_if<std::int64_t>(&*value) : nullptr;
-    if (number == nullptr) continue;
+    if (number == nullptr || *number == 0) continue;
     if (const auto most = known(entry.at_most); most && *number > *most)
-      throw Error{Refusal::input, where(entry.object), "value", fmt::format("at most {} ({})", *most, entry.at_most),
-                  fmt::format("{}", *number)};
+      note(entry.object, "value", fmt::format("at most {} ({})", *most, entry.at_most), fmt::format("{}", *number));
     if (const auto whole = known(entry.divides); whole && *whole % *number != 0)
-      throw Error{Refusal::input, where(entry.object), "value",
-                  fmt::format("a divisor of {} ({})", *whole, entry.divides), fmt::format("{}", *number)};
+      note(entry.object, "value", fmt::format("a divisor of {} ({})", *whole, entry.divides),
+           fmt::format("{}", *number));
   }
   for (const SchemaEntry& entry : schema().datasets)
     if (!entry.per_layer() && !entry.with.empty() && header_value(header, entry) &&
         !header_value(header, schema().entry(entry.with)))
-      throw Error{Refusal::input, where(entry.object), "alone", entry.with + " beside it", "none"};
+      note(entry.object, "alone", entry.with + " beside it", "none");
 
-  if (2 * header.rope_pairs > header.head_dim)
-    throw Error{Refusal::input, where("/model/rope/inv_freq"), "shape",
-                fmt::format("at most {} pairs (2r <= d)", header.head_dim / 2), fmt::format("{}", header.rope_pairs)};
+  if (const auto dim = known("d"); dim && 2 * header.rope_pairs > *dim)
+    note("/model/rope/inv_freq", "shape", fmt::format("at most {} pairs (2r <= d)", *dim / 2),
+         fmt::format("{}", header.rope_pairs));
 
   std::int64_t characters = 0;
   first_invalid_byte(header.text, characters);
-  for (std::size_t t = 0; 2 * t < header.offsets.size(); ++t) {
+  for (std::size_t t = 0; !header.text.empty() && 2 * t < header.offsets.size(); ++t) {
     const std::int32_t begin = header.offsets[2 * t], end = header.offsets[2 * t + 1];
-    if (begin > end || end > characters)
-      throw Error{Refusal::input, where("/tokens/offsets"), "range",
-                  fmt::format("begin <= end <= {} characters", characters),
-                  fmt::format("[{}, {}) at token {}", begin, end, t)};
+    if (begin <= end && end <= characters) continue;
+    note("/tokens/offsets", "range", fmt::format("begin <= end <= {} characters", characters),
+         fmt::format("[{}, {}) at token {}", begin, end, t));
+    break;
   }
-  for (std::size_t s = 0; s < header.spans.size(); ++s) {
+  const auto tokens = known("T");
+  const std::size_t before_spans = broken.size();
+  for (std::size_t s = 0; s < header.spans.size() && broken.size() == before_spans; ++s) {
     const Span& span = header.spans[s];
     for (const auto& [word, text] : {std::pair{"name", &span.name}, std::pair{"kind", &span.kind}}) {
       if (text->empty() || first_invalid_byte(*text, characters) != all_valid)
-        throw Error{Refusal::input, where("/spans"), word, "UTF-8, at least one character",
-                    fmt::format("{} in span {}", text->empty() ? "none" : "other bytes", s)};
+        note("/spans", word, "UTF-8, at least one character",
+             fmt::format("{} in span {}", text->empty() ? "none" : "other bytes", s));
     }
-    if (span.begin < 0 || span.begin >= span.end || span.end > header.tokens())
-      throw Error{Refusal::input, where("/spans"), "range", fmt::format("0 <= begin < end <= {} (T)", header.tokens()),
-                  fmt::format("[{}, {}) in span {} \"{}\"", span.begin, span.end, s, span.name)};
+    if (span.begin < 0 || span.begin >= span.end || (tokens && span.end > *tokens))
+      note("/spans", "range", fmt::format("0 <= begin < end <= {} (T)", tokens.value_or(INT32_MAX)),
+           fmt::format("[{}, {}) in span {} \"{}\"", span.begin, span.end, s, span.name));
   }
+  return broken;
 }
 
 void Rules::check_header(const TraceHeader& header) {
@@ -333,7 +344,7 @@ void Rules::check_header(const TraceHeader& header) {
   if (header.has_rope && size("r") != header.rope_pairs)
     throw Error{Refusal::input, where("/model/rope/inv_freq"), "shape", fmt::format("{} pairs", header.rope_pairs),
                 fmt::format("{}", size("r"))};
-  check_relations(header);
+  if (const std::vector<Error> broken = broken_relations(header); !broken.empty()) throw broken.front();
 }
 
 void hash_value(Hash& hash, const std::string& object, const Value& value) {

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "error.h"
 #include "trace/hash.h"
 #include "trace/schema.h"
 #include "trace/trace.h"
@@ -24,6 +25,9 @@ std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& 
 /// The opposite. `format`, `version` and `complete` have no place in the header and are dropped.
 void set_header_value(TraceHeader& header, const SchemaEntry& entry, Value value);
 
+/// As if an optional object were not there.
+void drop_header_value(TraceHeader& header, const SchemaEntry& entry);
+
 /// "/layers/{layer}/k" for layer 3: "/layers/003/k"; four digits and more where needed.
 std::string object_in_layer(const SchemaEntry& entry, int layer);
 
@@ -37,17 +41,19 @@ class Rules {
   /// A dimension that is known from now on: from an attribute, or from the first shape that has it.
   void bind(const std::string& dimension, std::int64_t size) { sizes_[dimension] = size; }
   std::int64_t size(const std::string& dimension) const { return sizes_.at(dimension); }
+  /// By name, number or product; none: it is not bound.
+  std::optional<std::int64_t> known(const std::string& dimension) const;
 
   void check_shape(const std::string& object, const SchemaEntry& entry, const std::vector<std::uint64_t>& found);
   /// Binds the dimension that the value is, if it is one.
   void check_value(const std::string& object, const SchemaEntry& entry, const Value& value);
-  /// What holds between objects, once all have been seen.
-  void check_relations(const TraceHeader& header) const;
+  /// Which rules between objects are broken, once all have been seen. Objects whose own value broke a rule are left out
+  /// of `header`, and their dimensions unbound.
+  std::vector<Error> broken_relations(const TraceHeader& header) const;
   /// All of it, of a header that is not in a file yet.
   void check_header(const TraceHeader& header);
 
  private:
-  std::optional<std::int64_t> known(const std::string& dimension) const;
   std::string expected_shape(const SchemaEntry& entry) const;
 
   std::string file_;

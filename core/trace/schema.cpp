@@ -31,6 +31,7 @@ SchemaEntry entry_from(const nlohmann::json& json) {
   entry.below = json.value("below", "");
   entry.divides = json.value("divides", "");
   entry.with = json.value("with", "");
+  entry.help = json.at("help");
   return entry;
 }
 

@@ -29,6 +29,7 @@ struct SchemaEntry {
   std::string at_most, below;       // dimensions that bound each value
   std::string divides;              // a dimension that is a multiple of the value
   std::string with;                 // a dataset that is present exactly when this one is
+  std::string help;                 // its meaning
   bool per_layer() const { return group.starts_with("/layers/"); }
 };
 

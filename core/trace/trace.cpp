@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "error.h"
@@ -15,8 +16,10 @@
 #include "trace/header.h"
 #include "trace/mapping.h"
 #include "trace/open_file.h"
+#include "trace/remedy.h"
 #include "trace/schema.h"
 #include "trace/trace_name.h"
+#include "trace/validate.h"
 
 namespace kvreplay {
 namespace {
@@ -40,29 +43,77 @@ struct LayerPlaces {
 struct Contents {
   TraceHeader header;
   std::vector<LayerPlaces> layers;
+  std::vector<Error> violations;  // of the format, each with its remedy
 };
 
-/// Walks the schema through one file.
+/// Walks the schema through one file, and notes every violation.
 class Reader {
  public:
   Reader(const hdf5::File& file, std::string path, std::uint64_t length)
-      : file_(file), length_(length), rules_(std::move(path)) {}
+      : file_(file), length_(length), path_(std::move(path)), rules_(path_) {}
 
   Contents read() {
     read_attributes("/", file_);
-    for (const SchemaGroup& group : schema().groups) {
-      if (group.path.ends_with("{layer}")) continue;
-      if (const auto found = find_group(group.path, group.required)) read_attributes(group.path, *found);
-    }
-    for (const SchemaEntry& entry : schema().datasets)
-      if (!entry.per_layer()) read_header_dataset(entry);
-    if (contents_.header.has_rope) contents_.header.rope_pairs = static_cast<int>(rules_.size("r"));
-    rules_.check_relations(contents_.header);
-    for (int l = 0; l < contents_.header.layers; ++l) read_layer(l);
+    if (!has_other_rules_) read_objects();
+    if (!variable_length_strings_.empty()) keep_only_variable_length_strings();
     return std::move(contents_);
   }
 
  private:
+  void read_objects() {
+    for (const SchemaGroup& group : schema().groups) {
+      if (group.path.ends_with("{layer}")) continue;
+      if (const auto found = group_at(group.path, group.required)) read_attributes(group.path, *found);
+    }
+    std::vector<const SchemaEntry*> alone;
+    for (const SchemaEntry& entry : schema().datasets)
+      if (!entry.per_layer() && !attempt([&] { read_header_dataset(entry); }) && !entry.with.empty())
+        alone.push_back(&schema().entry(entry.with));
+    // The other object of a pair violates no rule of its own.
+    for (const SchemaEntry* entry : alone) drop_header_value(contents_.header, *entry);
+    contents_.header.rope_pairs = static_cast<int>(rules_.known("r").value_or(0));
+    for (const Error& broken : rules_.broken_relations(contents_.header)) note(broken);
+    // Without n_layers a dataset's shape says how many there are: as many as it likes.
+    const double most = schema().entry("/model@n_layers").max.value_or(0);
+    const auto layers = std::min(rules_.known("L").value_or(0), static_cast<std::int64_t>(most));
+    for (int l = 0; l < layers; ++l) read_layer(l);
+  }
+
+  /// Takes a step. A violation is noted, and ends the step; false.
+  template <class Step>
+  bool attempt(Step step) {
+    try {
+      step();
+      return true;
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::input) throw;
+      note(error);
+      return false;
+    }
+  }
+
+  /// The same violation may be met twice, as a group that is missing from several paths.
+  void note(const Error& violation) {
+    if (!noted_.insert(violation.what()).second) return;
+    if (violation.found() == hdf5::variable_length_string) variable_length_strings_.push_back(violation);
+    contents_.violations.push_back(with_remedy(violation, path_));
+  }
+
+  /// The file that is made of this one is checked again.
+  void keep_only_variable_length_strings() {
+    const Error& first = variable_length_strings_.front();
+    const std::string found = fmt::format("{} of variable length, the first at {}", variable_length_strings_.size(),
+                                          first.where().substr(path_.size() + 1));
+    contents_.violations = {
+        Error{Refusal::input, path_, "strings", "strings of fixed length", found + "; run " + conversion_of(path_)}};
+  }
+
+  std::optional<hdf5::Group> group_at(const std::string& path, bool required) {
+    std::optional<hdf5::Group> found;
+    attempt([&] { found = find_group(path, required); });
+    return found;
+  }
+
   [[noreturn]] void refuse(const std::string& object, const std::string& what, const std::string& expected,
                            const std::string& found) const {
     throw Error{Refusal::input, rules_.where(object), what, expected, found};
@@ -98,7 +149,8 @@ class Reader {
   void read_attributes(const std::string& group, const hdf5::Object& object) {
     if (group == "/model/rope") contents_.header.has_rope = true;
     for (const SchemaEntry& entry : schema().attributes)
-      if (entry.group == group && (entry.required || object.has_attribute(entry.name))) read_attribute(entry, object);
+      if (entry.group == group && !has_other_rules_ && (entry.required || object.has_attribute(entry.name)))
+        attempt([&] { read_attribute(entry, object); });
   }
 
   void read_attribute(const SchemaEntry& entry, const hdf5::Object& object) {
@@ -106,7 +158,9 @@ class Reader {
     if (entry.type == "string") value = object.string_attribute(entry.name);
     if (entry.type == "int") value = object.integer_attribute(entry.name);
     if (entry.type == "float") value = object.float_attribute(entry.name);
-    if (entry.object == "/@version" && std::get<std::int64_t>(value) > schema().version)
+    if (entry.object == "/@format") has_other_rules_ = std::get<std::string>(value) != schema().format;
+    if (entry.object == "/@version") has_other_rules_ = std::get<std::int64_t>(value) > schema().version;
+    if (entry.object == "/@version" && has_other_rules_)
       refuse(entry.object, "newer than this program reads", fmt::format("at most {}", schema().version),
              fmt::format("{}", std::get<std::int64_t>(value)));
     rules_.check_value(entry.object, entry, value);
@@ -128,36 +182,60 @@ class Reader {
   void check_storage(const std::string& object, const hdf5::Dataset& dataset, std::uint64_t bytes) const {
     if (bytes == 0) return;
     if (dataset.chunked()) dataset.stored_elements();
+    dataset.require_written();
     if (dataset.chunked() || dataset.compact()) return;
     const auto offset = dataset.offset();
-    if (!offset) refuse(object, "storage", fmt::format("{} bytes", bytes), "none allocated");
     if (*offset > length_ || bytes > length_ - *offset)
       refuse(object, "storage", fmt::format("{} bytes before the file's end at {}", bytes, length_),
              fmt::format("them at {}", *offset));
   }
 
-  void require_type(const std::string& object, const hdf5::Dataset& dataset, const hdf5::Type& expected) const {
+  void require_type(const std::string& object, const hdf5::Dataset& dataset, const hdf5::Type& expected,
+                    const hdf5::Type& also) const {
     const hdf5::Type found = dataset.type();
-    if (!(found == expected)) refuse(object, "type", expected.name(), found.name());
+    if (!(found == expected) && !(found == also))
+      refuse(object, "type", expected.name() + " or " + also.name(), found.name());
+  }
+
+  std::int32_t narrowed(const std::string& object, std::int64_t number, std::size_t element) const {
+    if (std::in_range<std::int32_t>(number)) return static_cast<std::int32_t>(number);
+    refuse(object, "value", fmt::format("at most {}", std::numeric_limits<std::int32_t>::max()),
+           fmt::format("{} at element {}", number, element));
+  }
+
+  /// int64 where its numbers are those of an int32.
+  std::vector<std::int32_t> integers(const hdf5::Dataset& dataset, const std::string& object) const {
+    if (dataset.type() == hdf5::Type::int32()) return dataset.values<std::int32_t>();
+    std::vector<std::int32_t> numbers;
+    for (const std::int64_t number : dataset.values<std::int64_t>())
+      numbers.push_back(narrowed(object, number, numbers.size()));
+    return numbers;
+  }
+
+  static std::vector<double> floats(const hdf5::Dataset& dataset) {
+    if (dataset.type() == hdf5::Type::float64()) return dataset.values<double>();
+    const std::vector<float> numbers = dataset.values<float>();
+    return {numbers.begin(), numbers.end()};
   }
 
   Value read_value(const hdf5::Dataset& dataset, const SchemaEntry& entry, const std::string& object) {
-    if (entry.type == "int32") require_type(object, dataset, hdf5::Type::int32());
-    if (entry.type == "float64") require_type(object, dataset, hdf5::Type::float64());
+    if (entry.type == "int32") require_type(object, dataset, hdf5::Type::int32(), hdf5::Type::int64());
+    if (entry.type == "float64") require_type(object, dataset, hdf5::Type::float64(), hdf5::Type::float32());
     if (entry.type == "span") require_span_type(object, dataset.type());
     if (entry.type == "string") require_string(object, "", dataset.type());
     const hdf5::Shape shape = dataset.shape();
     rules_.check_shape(object, entry, {shape.begin(), shape.end()});
     check_storage(object, dataset, hdf5::bytes(shape, dataset.type().bytes()));
-    if (entry.type == "int32") return dataset.values<std::int32_t>();
-    if (entry.type == "float64") return dataset.values<double>();
-    if (entry.type == "span") return read_spans(dataset);
+    if (entry.type == "int32") return integers(dataset, object);
+    if (entry.type == "float64") return floats(dataset);
+    if (entry.type == "span") return read_spans(dataset, object);
     return dataset.text();
   }
 
   void read_header_dataset(const SchemaEntry& entry) {
     if (entry.group == "/model/rope" && !contents_.header.has_rope) return;
-    const auto parent = entry.group == "/" ? std::nullopt : find_group(entry.group, true);
+    const auto parent = entry.group == "/" ? std::nullopt : find_group(entry.group, false);
+    if (entry.group != "/" && !parent) return;
     const auto dataset = find_dataset(parent ? *parent : static_cast<const hdf5::Group&>(file_), entry, entry.object);
     if (!dataset) return;
     Value value = read_value(*dataset, entry, entry.object);
@@ -180,11 +258,12 @@ class Reader {
         refuse(object, "size" + of_member, fmt::format("its end before byte {}", type.bytes()), std::to_string(end));
       const bool word = name[0] == 'n' || name[0] == 'k';
       if (word) require_string(object, of_member, *member);
-      if (!word && !(*member == hdf5::Type::int32())) refuse(object, "type" + of_member, "int32", member->name());
+      if (!word && !(*member == hdf5::Type::int32()) && !(*member == hdf5::Type::int64()))
+        refuse(object, "type" + of_member, "int32 or int64", member->name());
     }
   }
 
-  static std::vector<Span> read_spans(const hdf5::Dataset& dataset) {
+  std::vector<Span> read_spans(const hdf5::Dataset& dataset, const std::string& object) const {
     const hdf5::Type type = dataset.type();
     const auto count = static_cast<std::size_t>(hdf5::elements(dataset.shape()));
     std::string bytes(count * type.bytes(), '\0');
@@ -193,12 +272,18 @@ class Reader {
       const hdf5::Type member = *type.member(name);
       return hdf5::unpadded(member, row.substr(type.member_offset(name), member.bytes()));
     };
-    const auto number = [&](std::string_view row, const char* name) {
-      std::int32_t value = 0;
-      std::memcpy(&value, row.data() + type.member_offset(name), sizeof value);
-      return value;
-    };
     std::vector<Span> spans;
+    const auto number = [&](std::string_view row, const char* name) {
+      const char* stored = row.data() + type.member_offset(name);
+      std::int32_t narrow = 0;
+      std::int64_t wide = 0;
+      if (type.member(name)->bytes() == sizeof wide) {
+        std::memcpy(&wide, stored, sizeof wide);
+        return narrowed(object, wide, spans.size());
+      }
+      std::memcpy(&narrow, stored, sizeof narrow);
+      return narrow;
+    };
     for (std::size_t s = 0; s < count; ++s) {
       const std::string_view row = std::string_view(bytes).substr(s * type.bytes(), type.bytes());
       spans.push_back({text(row, "name"), text(row, "kind"), number(row, "begin"), number(row, "end")});
@@ -208,23 +293,30 @@ class Reader {
 
   void read_layer(int l) {
     const std::string path = fmt::format("/layers/{:03}", l);
-    const hdf5::Group group = *find_group(path, true);
+    const auto group = group_at(path, true);
+    if (!group) return;
     LayerPlaces& layer = contents_.layers.emplace_back();
     // The positions first: they say how many queries there are.
-    rules_.bind("Tq", rules_.size("T"));
-    const SchemaEntry& positions = schema().entry("/layers/{layer}/q_positions");
-    const std::string positions_object = object_in_layer(positions, l);
-    if (const auto dataset = find_dataset(group, positions, positions_object)) {
-      if (const hdf5::Shape shape = dataset->shape(); shape.size() == 1 && shape[0] > 0 && shape[0] <= INT32_MAX)
-        rules_.bind("Tq", static_cast<std::int64_t>(shape[0]));
-      const Value value = read_value(*dataset, positions, positions_object);
-      rules_.check_value(positions_object, positions, value);
-      layer.query_positions = std::get<std::vector<std::int32_t>>(value);
-    }
+    if (const auto tokens = rules_.known("T")) rules_.bind("Tq", *tokens);
+    attempt([&] { read_query_positions(*group, l, layer); });
     for (const SchemaEntry& entry : schema().datasets)
       if (entry.per_layer() && entry.type == "real")
-        if (auto tensor = find_tensor(group, entry, object_in_layer(entry, l)))
-          layer.tensors.push_back(std::move(*tensor));
+        attempt([&] {
+          if (auto tensor = find_tensor(*group, entry, object_in_layer(entry, l)))
+            layer.tensors.push_back(std::move(*tensor));
+        });
+  }
+
+  void read_query_positions(const hdf5::Group& group, int l, LayerPlaces& layer) {
+    const SchemaEntry& positions = schema().entry("/layers/{layer}/q_positions");
+    const std::string positions_object = object_in_layer(positions, l);
+    const auto dataset = find_dataset(group, positions, positions_object);
+    if (!dataset) return;
+    if (const hdf5::Shape shape = dataset->shape(); shape.size() == 1 && shape[0] > 0 && shape[0] <= INT32_MAX)
+      rules_.bind("Tq", static_cast<std::int64_t>(shape[0]));
+    const Value value = read_value(*dataset, positions, positions_object);
+    rules_.check_value(positions_object, positions, value);
+    layer.query_positions = std::get<std::vector<std::int32_t>>(value);
   }
 
   std::optional<TensorPlace> find_tensor(const hdf5::Group& group, const SchemaEntry& entry,
@@ -258,9 +350,23 @@ class Reader {
 
   const hdf5::File& file_;
   std::uint64_t length_;
+  std::string path_;
   Rules rules_;
   Contents contents_;
+  bool has_other_rules_ = false;  // another format, or a newer version
+  std::vector<Error> variable_length_strings_;
+  std::set<std::string> noted_;
 };
+
+/// The contents of a file that `open_file` has opened. Throws Error{input} where HDF5 cannot or should not read it.
+Contents contents_of(const FileDescriptor& file, std::uint64_t length, const std::filesystem::path& path) {
+  try {
+    check_superblock(file, length, path.string());
+  } catch (const Error& error) {
+    throw with_remedy(error, path.string());
+  }
+  return Reader(hdf5::File::open(path), path.string(), length).read();
+}
 
 }  // namespace
 
@@ -269,9 +375,8 @@ class Trace::State {
   explicit State(const std::filesystem::path& path) : path_(path), name_(trace_name(path)) {
     std::uint64_t length = 0;
     FileDescriptor file = open_file(path_.string(), length);
-    check_superblock(file, length, path_.string());
-    const hdf5::File hdf5_file = hdf5::File::open(path_);
-    Contents contents = Reader(hdf5_file, path_.string(), length).read();
+    Contents contents = contents_of(file, length, path_);
+    if (!contents.violations.empty()) throw contents.violations.front();
     header_ = std::move(contents.header);
     layers_ = std::move(contents.layers);
     mapping_ = Mapping(std::move(file), length, path_.string());
@@ -385,6 +490,17 @@ Trace::~Trace() = default;
 void require_file(const std::filesystem::path& path) {
   std::uint64_t length = 0;
   open_file(path.string(), length);
+}
+
+std::vector<Error> violations(const std::filesystem::path& path) {
+  std::uint64_t length = 0;
+  const FileDescriptor file = open_file(path.string(), length);
+  try {
+    return contents_of(file, length, path).violations;
+  } catch (const Error& error) {
+    if (error.refusal() != Refusal::input) throw;
+    return {error};
+  }
 }
 
 Trace Trace::open(const std::filesystem::path& path) { return Trace(std::make_unique<State>(path)); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <span>
@@ -12,6 +13,10 @@
 #include "trace/trace.h"
 
 namespace kvreplay {
+
+/// Every violation of the format that opening a trace finds, each with its remedy; empty: it can be opened. Strings of
+/// variable length are reported alone, and so is what keeps HDF5 from reading the file.
+std::vector<Error> violations(const std::filesystem::path& path);
 
 struct DeepReport {
   std::vector<Error> problems;  // empty: valid. Each names its object as the reader's errors do

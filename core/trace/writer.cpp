@@ -32,7 +32,69 @@ struct Growing {
   Hash hash = {};
 };
 
+void write_attributes(const TraceHeader& header, const std::string& group, hdf5::Object& object) {
+  for (const SchemaEntry& entry : schema().attributes) {
+    if (entry.group != group || entry.object == "/@complete") continue;
+    const auto value = header_value(header, entry);
+    if (!value) continue;
+    if (const auto* text = std::get_if<std::string>(&*value)) object.set_attribute(entry.name, std::string_view(*text));
+    if (const auto* integer = std::get_if<std::int64_t>(&*value)) object.set_attribute(entry.name, *integer);
+    if (const auto* number = std::get_if<double>(&*value)) object.set_attribute(entry.name, *number);
+  }
+}
+
+template <class Element>
+void write_vector(const SchemaEntry& entry, int rows, const std::vector<Element>& elements, hdf5::Group& root) {
+  hdf5::Shape shape{elements.size()};
+  if (entry.shape.size() == 2) shape = {static_cast<hsize_t>(rows), elements.size() / static_cast<std::size_t>(rows)};
+  root.write<Element>(entry.object.substr(1), elements, shape);
+}
+
+void write_spans(const std::string& dataset, const std::vector<Span>& spans, hdf5::Group& root) {
+  std::size_t name_bytes = 1, kind_bytes = 1;
+  for (const Span& span : spans) {
+    name_bytes = std::max(name_bytes, span.name.size());
+    kind_bytes = std::max(kind_bytes, span.kind.size());
+  }
+  const std::size_t begin_at = name_bytes + kind_bytes, end_at = begin_at + 4, size = end_at + 4;
+  hdf5::Type type = hdf5::Type::compound(size);
+  type.insert("name", 0, hdf5::Type::utf8(name_bytes));
+  type.insert("kind", name_bytes, hdf5::Type::utf8(kind_bytes));
+  type.insert("begin", begin_at, hdf5::Type::int32());
+  type.insert("end", end_at, hdf5::Type::int32());
+  std::string rows(size * spans.size(), '\0');
+  for (std::size_t s = 0; s < spans.size(); ++s) {
+    char* row = rows.data() + s * size;
+    spans[s].name.copy(row, name_bytes);
+    spans[s].kind.copy(row + name_bytes, kind_bytes);
+    const std::int32_t begin = spans[s].begin, end = spans[s].end;
+    std::memcpy(row + begin_at, &begin, 4);
+    std::memcpy(row + end_at, &end, 4);
+  }
+  root.create_dataset(dataset, type, {spans.size()}).write(type, rows.data());
+}
+
+/// A dataset of a header, where it has it; its group exists.
+void write_dataset(const TraceHeader& header, const SchemaEntry& entry, hdf5::Group& root) {
+  const auto value = header_value(header, entry);
+  if (!value) return;
+  const std::string name = entry.object.substr(1);
+  const int rows = !entry.shape.empty() && entry.shape[0] == "T" ? header.tokens() : header.layers;
+  if (const auto* text = std::get_if<std::string>(&*value)) root.write_text(name, *text);
+  if (const auto* spans = std::get_if<std::vector<Span>>(&*value)) write_spans(name, *spans, root);
+  if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&*value))
+    write_vector(entry, rows, *integers, root);
+  if (const auto* numbers = std::get_if<std::vector<double>>(&*value)) write_vector(entry, rows, *numbers, root);
+}
+
 }  // namespace
+
+void write_tokens_and_spans(const TraceHeader& header, hdf5::Group& to) {
+  hdf5::Group tokens = to.create_group("tokens");
+  write_attributes(header, "/tokens", tokens);
+  for (const SchemaEntry& entry : schema().datasets)
+    if (entry.group == "/tokens" || entry.group == "/") write_dataset(header, entry, to);
+}
 
 struct TraceWriter::State {
   State(std::filesystem::path name, const TraceHeader& with, Existing existing)
@@ -72,70 +134,15 @@ struct TraceWriter::State {
     file.emplace(hdf5::File::create(partial->path()));
     partial->reserve_again();
     partial->reserve(header_bytes());
-    write_attributes("/", *file);
+    write_attributes(header, "/", *file);
     for (const SchemaGroup& group : schema().groups) {
       if (group.path.ends_with("{layer}") || (group.path == "/model/rope" && !header.has_rope)) continue;
       hdf5::Group made = file->create_group(group.path.substr(1));
-      write_attributes(group.path, made);
+      write_attributes(header, group.path, made);
     }
     for (const SchemaEntry& entry : schema().datasets)
-      if (!entry.per_layer())
-        if (const auto value = header_value(header, entry)) write_dataset(entry, *value);
+      if (!entry.per_layer()) write_dataset(header, entry, *file);
     flush();
-  }
-
-  void write_attributes(const std::string& group, hdf5::Object& object) {
-    for (const SchemaEntry& entry : schema().attributes) {
-      if (entry.group != group || entry.object == "/@complete") continue;
-      const auto value = header_value(header, entry);
-      if (!value) continue;
-      if (const auto* text = std::get_if<std::string>(&*value))
-        object.set_attribute(entry.name, std::string_view(*text));
-      if (const auto* integer = std::get_if<std::int64_t>(&*value)) object.set_attribute(entry.name, *integer);
-      if (const auto* number = std::get_if<double>(&*value)) object.set_attribute(entry.name, *number);
-    }
-  }
-
-  void write_dataset(const SchemaEntry& entry, const Value& value) {
-    const std::string name = entry.object.substr(1);
-    if (const auto* text = std::get_if<std::string>(&value)) file->write_text(name, *text);
-    if (const auto* spans = std::get_if<std::vector<Span>>(&value)) write_spans(name, *spans);
-    if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&value)) write_vector(entry, *integers);
-    if (const auto* numbers = std::get_if<std::vector<double>>(&value)) write_vector(entry, *numbers);
-  }
-
-  template <class Element>
-  void write_vector(const SchemaEntry& entry, const std::vector<Element>& elements) {
-    hdf5::Shape shape{elements.size()};
-    if (entry.shape.size() == 2) {
-      const auto rows = static_cast<hsize_t>(rules.size(entry.shape[0]));
-      shape = {rows, elements.size() / rows};
-    }
-    file->write<Element>(entry.object.substr(1), elements, shape);
-  }
-
-  void write_spans(const std::string& dataset, const std::vector<Span>& spans) {
-    std::size_t name_bytes = 1, kind_bytes = 1;
-    for (const Span& span : spans) {
-      name_bytes = std::max(name_bytes, span.name.size());
-      kind_bytes = std::max(kind_bytes, span.kind.size());
-    }
-    const std::size_t begin_at = name_bytes + kind_bytes, end_at = begin_at + 4, size = end_at + 4;
-    hdf5::Type type = hdf5::Type::compound(size);
-    type.insert("name", 0, hdf5::Type::utf8(name_bytes));
-    type.insert("kind", name_bytes, hdf5::Type::utf8(kind_bytes));
-    type.insert("begin", begin_at, hdf5::Type::int32());
-    type.insert("end", end_at, hdf5::Type::int32());
-    std::string rows(size * spans.size(), '\0');
-    for (std::size_t s = 0; s < spans.size(); ++s) {
-      char* row = rows.data() + s * size;
-      spans[s].name.copy(row, name_bytes);
-      spans[s].kind.copy(row + name_bytes, kind_bytes);
-      const std::int32_t begin = spans[s].begin, end = spans[s].end;
-      std::memcpy(row + begin_at, &begin, 4);
-      std::memcpy(row + end_at, &end, 4);
-    }
-    file->create_dataset(dataset, type, {spans.size()}).write(type, rows.data());
   }
 
   void begin_layer(DType stored, std::span<const std::int32_t> positions) {

@@ -113,7 +113,19 @@ def test_spans_whose_members_end_behind_them(tmp_path: Path, newer: bool) -> Non
 def test_as_a_trace_it_is_refused_before(damaged: Path, tmp_path: Path) -> None:
     refused = kvreplay("info", damaged, folder=tmp_path)
     assert refused.returncode == 3
-    assert refused.stderr.endswith(f"{damaged}: superblock version: expected 2 or 3, found 0\n")
+    problem, remedy = refused.stderr.split("; ")
+    assert problem.endswith(f"{damaged}: superblock version: expected 2 or 3, found 0")
+    assert remedy == f"run kvreplay convert {damaged} -o NEW.h5\n"
+
+
+@pytest.mark.parametrize("name", [*(path.name for path in DAMAGED), "part_that_crashes_copies.h5.gz"])
+def test_conversion_survives_it(name: str, tmp_path: Path) -> None:
+    """Only a child process reads it, and nothing is left of the new file."""
+    data = (DAMAGED[0].parent / name).read_bytes()
+    (tmp_path / "old.h5").write_bytes(gzip.decompress(data) if name.endswith(".gz") else data)
+    refused = kvreplay("convert", "old.h5", "-o", "new.h5", folder=tmp_path)
+    assert refused.returncode == 3 and "kvreplay: old.h5" in refused.stderr, refused
+    assert [path.name for path in tmp_path.iterdir()] == ["old.h5"]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)

@@ -109,13 +109,16 @@ def element(index: tuple[int, ...] | int, value: float) -> Callable[[np.ndarray]
 # Attributes of the root.
 set_attribute("another format", "/", "format", np.bytes_("kvtrade"), 'value: expected kvtrace, found "kvtrade"')
 set_attribute("no format", "/", "format", None, "missing attribute: expected fixed-length string, found none")
-set_attribute(
+
+
+@broken(
     "variable-length string",
-    "/",
-    "format",
-    "kvtrace",
-    "type: expected fixed-length string, found variable-length string",
+    ": strings: expected strings of fixed length, found 1 of variable length, the first at /@format",
 )
+def _(file: h5py.File) -> None:
+    file.attrs["format"] = "kvtrace"
+
+
 set_attribute("newer version", "/", "version", 2, "newer than this program reads: expected at most 1, found 2")
 set_attribute("version 0", "/", "version", 0, "value: expected 1, found 0")
 set_attribute("version as text", "/", "version", np.bytes_("1"), "type: expected integer, found string of 1 bytes")
@@ -155,7 +158,10 @@ set_dataset(
 )
 set_dataset("windows of 3 layers", "/model/sliding_window", lambda w: w[:3], "shape: expected [4], found [3]")
 set_dataset(
-    "windows in 64 bits", "/model/sliding_window", lambda w: w.astype("i8"), "type: expected int32, found int64"
+    "windows beyond 32 bits",
+    "/model/sliding_window",
+    lambda w: element(1, 2**31)(w.astype("i8")),
+    "value: expected at most 2147483647, found 2147483648 at element 1",
 )
 set_dataset(
     "layer twice",
@@ -191,7 +197,9 @@ set_dataset(
     lambda f: np.ones((4, 3)),
     "shape: expected at most 2 pairs (2r <= d), found 3",
 )
-set_dataset("frequencies in float32", "/model/rope/inv_freq", np.float32, "type: expected float64, found float32")
+set_dataset(
+    "frequencies in float16", "/model/rope/inv_freq", np.float16, "type: expected float64 or float32, found float16"
+)
 set_dataset("frequencies of one layer", "/model/rope/inv_freq", lambda f: f[0], "shape: expected [4, r], found [2]")
 set_dataset(
     "scaling 0",
@@ -204,10 +212,17 @@ set_dataset(
 remove("no tokens", "/tokens", "missing: expected a group, found none")
 remove("no token numbers", "/tokens/ids", "missing: expected a dataset, found none")
 set_dataset("negative token", "/tokens/ids", element(5, -7), "value: expected at least 0, found -7 at element 5")
-set_dataset("tokens in 16 bits", "/tokens/ids", lambda ids: ids.astype("i2"), "type: expected int32, found int16")
-set_dataset("tokens unsigned", "/tokens/ids", lambda ids: ids.astype("u4"), "type: expected int32, found uint32")
 set_dataset(
-    "tokens big-endian", "/tokens/ids", lambda ids: ids.astype(">i4"), "type: expected int32, found big-endian int32"
+    "tokens in 16 bits", "/tokens/ids", lambda ids: ids.astype("i2"), "type: expected int32 or int64, found int16"
+)
+set_dataset(
+    "tokens unsigned", "/tokens/ids", lambda ids: ids.astype("u4"), "type: expected int32 or int64, found uint32"
+)
+set_dataset(
+    "tokens big-endian",
+    "/tokens/ids",
+    lambda ids: ids.astype(">i4"),
+    "type: expected int32 or int64, found big-endian int32",
 )
 set_dataset("token table", "/tokens/ids", lambda ids: ids.reshape(2, 8), "shape: expected [T], found [2, 8]")
 set_dataset("no tokens in the list", "/tokens/ids", lambda ids: ids[:0], "shape: expected [T], found [0]")
@@ -234,8 +249,13 @@ set_dataset(
 )
 
 
-@broken("text of variable length", ":/tokens/text: type: expected fixed-length string, found variable-length string")
+@broken(
+    "strings of variable length and no layers",
+    ": strings: expected strings of fixed length, found 2 of variable length, the first at /@producer",
+)
 def _(file: h5py.File) -> None:
+    del file["layers"]
+    file.attrs["producer"] = "an exporter"
     del file["tokens/text"]
     file.create_dataset("tokens/text", data="x" * 79, dtype=h5py.string_dtype())
 
@@ -276,12 +296,12 @@ set_dataset(
     lambda s: np.zeros((3, 2), "i4"),
     "type: expected compound of name, kind, begin, end, found int32",
 )
-WIDE_SPAN = [("name", "S8"), ("kind", "S8"), ("begin", "i4"), ("end", "i8")]
+NARROW_SPAN = [("name", "S8"), ("kind", "S8"), ("begin", "i4"), ("end", "i2")]
 set_dataset(
-    "span ends in 64 bits",
+    "span ends in 16 bits",
     "/spans",
-    lambda s: s.astype(WIDE_SPAN),
-    'type of member "end": expected int32, found int64',
+    lambda s: s.astype(NARROW_SPAN),
+    'type of member "end": expected int32 or int64, found int16',
 )
 
 
@@ -348,6 +368,20 @@ def _(file: h5py.File) -> None:
 def _(file: h5py.File) -> None:
     del file["layers/000/k"]
     file.create_dataset("layers/000/k", (2, 16, 4), "f2")
+
+
+@broken("chunks never written", ":/layers/000/k: chunks: expected 4 written, found 3")
+def _(file: h5py.File) -> None:
+    keys = file["layers/000/k"][()]
+    del file["layers/000/k"]
+    file.create_dataset("layers/000/k", keys.shape, keys.dtype, chunks=(1, 8, 4), compression="gzip")
+    file["layers/000/k"][0], file["layers/000/k"][1, :8] = keys[0], keys[1, :8]
+
+
+@broken("no chunk written", ":/tokens/ids: chunks: expected 3 written, found 0")
+def _(file: h5py.File) -> None:
+    del file["tokens/ids"]
+    file.create_dataset("tokens/ids", (16,), "i4", chunks=(7,))
 
 
 @broken("compact keys", ":/layers/000/k: layout: expected contiguous or chunked, found compact")
@@ -479,6 +513,10 @@ def _(file: h5py.File) -> None:
     file.create_dataset("tokens/ids", (2**30,), "i4", chunks=(2**20,), compression="gzip")
 
 
+# What one wrong number makes wrong elsewhere.
+MORE_VIOLATIONS = {"KV heads do not divide": 8, "more elements than the file can hold": 13}
+
+
 def run(*arguments: object, **options) -> subprocess.CompletedProcess:
     """The program's answer; text, with a limit of 60 seconds."""
     return subprocess.run(
@@ -519,11 +557,18 @@ def test_refused(case: Broken, fixture_trace: Path, tmp_path: Path) -> None:
     for word, value in (("{length}", length), ("{less}", length - 1), ("{most}", length * 1032 // 4)):
         message = message.replace(word, str(value))
     answer = run("info", path)
-    assert (answer.stdout, answer.stderr, answer.returncode) == ("", f"kvreplay: {path}{message}\n", 3)
+    assert (answer.stdout, answer.returncode) == ("", 3)
     verdict = run("validate", path)
     if path.is_file():
-        assert (verdict.stdout, verdict.returncode) == (f"{path}: invalid\n  {path}{message}\n", 1)
+        [line] = answer.stderr.splitlines()
+        problem, remedy = line.removeprefix("kvreplay: ").split("; ", 1)
+        assert problem == f"{path}{message}"
+        assert remedy.split()[0] in ("write", "run", "use")
+        first, *others = verdict.stdout.removeprefix(f"{path}: invalid\n").splitlines()
+        assert (first, verdict.returncode) == (f"  {problem}; {remedy}", 1)
+        assert len(others) == MORE_VIOLATIONS.get(case.name, 0)
     else:
+        assert answer.stderr == f"kvreplay: {path}{message}\n"
         assert (verdict.stderr, verdict.returncode) == (answer.stderr, 3)
 
 

@@ -24,7 +24,7 @@ POLICIES = set(
     "think tova truncate value-norm vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "head-kv"}  # the model's output projections, and a table
-COMMANDS = set("doctor synth info validate replay diff policies new-policy metrics completion help".split())
+COMMANDS = set("doctor synth info validate convert replay diff policies new-policy metrics completion help".split())
 REPLAY = ["-p", "snapkv:window=2,kernel=3,h2o:recent=3", "-b", "6"]
 
 

@@ -227,6 +227,7 @@ class Kind:
 
 VALIDATE, DEEP = ("validate",), ("validate", "--deep")
 REPLAY = ("replay", "-p", "h2o", "-b", "6", "--metrics", "attention_recall")
+CONVERT = ("convert", "-o", "new.h5", "--force")
 TOGETHER = [
     *(Kind(name, VALIDATE) for name in ("trace", "h5py", "archive", "newest", "links", "old_contents")),
     *(Kind(name, DEEP) for name in ("trace", "archive", "newest", "old_contents")),
@@ -240,6 +241,8 @@ ALONE = [
     Kind("observables", REPLAY, together=False),
     Kind("selections", ("diff",), together=False, codes=frozenset({0, 1, 2, 3})),
     Kind("trace", REPLAY, together=False),
+    Kind("oldest", CONVERT, together=False),
+    Kind("old_contents", CONVERT, together=False),
 ]
 
 
@@ -340,6 +343,8 @@ def command_of(kind: Kind, files: list[Path], folder: Path, sounds: Path) -> lis
     if kind.together:
         return [*words, *map(str, files)]
     (file,) = files
+    if kind.command == CONVERT:
+        return [*words, str(file)]
     if kind.sound == "selections":
         return [*words, str(file), str(sounds / "selections.h5")]
     out = folder / "out"

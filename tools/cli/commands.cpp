@@ -3,9 +3,10 @@
 namespace kvreplay {
 namespace {
 
-constexpr const Command* table[] = {&doctor_command,     &synth_command,   &info_command,       &validate_command,
-                                    &replay_command,     &merge_command,   &diff_command,       &policies_command,
-                                    &new_policy_command, &metrics_command, &completion_command, &help_command};
+constexpr const Command* table[] = {&doctor_command,   &synth_command,      &info_command,    &validate_command,
+                                    &convert_command,  &replay_command,     &merge_command,   &diff_command,
+                                    &policies_command, &new_policy_command, &metrics_command, &completion_command,
+                                    &help_command};
 
 }  // namespace
 

@@ -10,6 +10,7 @@
 namespace kvreplay {
 
 extern const Command completion_command;
+extern const Command convert_command;
 extern const Command diff_command;
 extern const Command doctor_command;
 extern const Command help_command;

@@ -30,9 +30,10 @@ struct Verdict {
 Verdict verdict_of(const std::string& path, bool deep, ProgressLine& line) {
   Verdict verdict;
   verdict.path = path;
+  for (const Error& violation : violations(path)) verdict.problems.emplace_back(violation.what());
+  if (!deep || !verdict.problems.empty()) return verdict;
   try {
     const Trace trace = Trace::open(path);
-    if (!deep) return verdict;
     verdict.deep = validate_deep(trace, [&](double share) {
       line.show(share, path);
       if (interrupted()) throw Error{Refusal::interrupted, path, "interrupted"};
@@ -83,6 +84,7 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command validate_command{"validate", "whether traces obey every rule of the format", "TRACE...", options, run};
+const Command validate_command{"validate", "lists every violation of the trace format, each with its remedy",
+                               "TRACE...", options, run};
 
 }  // namespace kvreplay

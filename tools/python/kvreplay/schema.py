@@ -19,11 +19,15 @@ REAL_TYPES = {
     "float32": np.dtype(np.float32),
 }
 ARRAY_TYPES = {"int32": np.dtype(np.int32), "float64": np.dtype(np.float64)}
+# What other writers store them as: the same numbers.
+ALSO_STORED_AS = {"int32": {"int64": np.dtype(np.int64)}, "float64": {"float32": np.dtype(np.float32)}}
 ATTRIBUTE_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "int": (int, np.integer),
     "float": (float, np.floating),
 }
+
+INT32_MAX = int(np.iinfo(np.int32).max)
 
 _LAYER = re.compile(r"^(/layers/)\d+")
 _TENSOR = re.compile(r"^(/layers/\{layer\}/)[^/]+$")
@@ -113,7 +117,8 @@ class Checker:
         rule = self.dataset_rule(path)
         if rule is None or rule["type"] in ("string", "span"):
             return
-        allowed = REAL_TYPES if rule["type"] == "real" else {rule["type"]: ARRAY_TYPES[rule["type"]]}
+        own = rule["type"]
+        allowed = REAL_TYPES if own == "real" else {own: ARRAY_TYPES[own], **ALSO_STORED_AS[own]}
         if dtype not in allowed.values():
             raise self._refuse(path, "type", " or ".join(allowed), dtype)
 
@@ -123,6 +128,8 @@ class Checker:
         if rule is None or array.size == 0:
             return
         self._range(path, rule, array)
+        if rule["type"] == "int32" and array.max() > INT32_MAX:
+            raise self._refuse(path, "value", f"at most {INT32_MAX}", array.max())
         if rule.get("ascending") and np.any(np.diff(array) <= 0):
             raise self._refuse(path, "order", "ascending", f"{array[np.argmax(np.diff(array) <= 0) + 1]} out of order")
 

@@ -25,7 +25,7 @@ import xxhash
 from kvreplay import __version__
 from kvreplay.errors import DISK_FULL, Error, Refusal
 from kvreplay.hdf5_file import open_to_read
-from kvreplay.schema import REAL_TYPES, Checker
+from kvreplay.schema import ARRAY_TYPES, REAL_TYPES, Checker
 
 ALIGNMENT_THRESHOLD, ALIGNMENT = 65536, 4096  # bytes: tensors start on a page, so that they can be mapped
 HEADER_ROOM = 1 << 18  # bytes: far more than the headers that HDF5 writes between two datasets
@@ -406,6 +406,7 @@ class Trace:
             self._file = open_to_read(self.path)
         except OSError as error:
             raise Error(str(path), "file", "a trace that can be read", str(error), Refusal.INPUT) from error
+        self._checker = Checker(str(self.path))
         try:
             self._check()
         except BaseException:
@@ -419,7 +420,7 @@ class Trace:
         self._file.close()
 
     def _check(self) -> None:
-        checker = Checker(str(self.path))
+        checker = self._checker
         objects: list[tuple[str, Any]] = [("/", self._file)]
         self._file.visititems(lambda name, item: objects.append((f"/{name}", item)))
         for path, item in objects:
@@ -433,13 +434,24 @@ class Trace:
             checker.element_type(path, BFLOAT16 if _is_bfloat16(item.id.get_type()) else item.dtype)
             checker.shape(path, item.shape)
             rule = checker.dataset_rule(path)
+            if rule:
+                self._require_every_chunk(path, item)
             if rule and rule["type"] in ("int32", "float64"):
-                checker.values(path, self[path])
+                checker.values(path, _mapped(self.path, item.id))
         checker.finish()
         for span in self.spans:
             checker.span(span.name, span.kind, span.begin, span.end)
         if self.prompt_tokens > self.tokens:
             raise Error(f"{self.path}:/tokens@prefill", "value", f"at most {self.tokens}", str(self.prompt_tokens))
+
+    def _require_every_chunk(self, path: str, dataset: h5py.Dataset) -> None:
+        """HDF5 reads zeros where a chunk was never written."""
+        if not dataset.chunks or not dataset.size:
+            return
+        needed = int(np.prod([-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)]))
+        written = dataset.id.get_num_chunks()
+        if written < needed:
+            raise Error(f"{self.path}:{path}", "chunks", f"{needed} written", str(written))
 
     def attribute(self, path: str, name: str) -> Any:
         """An attribute as str, int or float."""
@@ -452,7 +464,9 @@ class Trace:
         return path in self._file
 
     def __getitem__(self, path: str) -> np.ndarray:
-        return _mapped(self.path, self._file[path].id)
+        array = _mapped(self.path, self._file[path].id)
+        rule = self._checker.dataset_rule(path)
+        return array.astype(ARRAY_TYPES.get(rule["type"], array.dtype), copy=False) if rule else array
 
     @property
     def tokens(self) -> int:
