@@ -8,17 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from reference import Trace, apportion, chain, norms, pool, protection, rank, rows_of, unrotated
-from reference_schedules import Residents, scheduled
 from reference_selection import (
     Case,
     Decision,
     Selection,
     best_beside,
-    call_of,
     decided,
     exactly,
-    found,
-    ranked_once,
     sets_agree,
 )
 
@@ -117,28 +113,10 @@ def unlike_the_mean(keys: np.ndarray) -> np.ndarray:
 
 
 def keydiff(case: Case) -> Selection:
-    """The keys least like their mean: of the whole prompt, or block after block of what is there."""
-    trace = case.trace
-    if case.parameters["schedule"] == "once":
-        return best_beside(
-            case, NOTHING, lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(trace, layer)])
-        )
-    size = int(call_of(case.parameters["schedule"])[1][0])
-    layers, decisions = [], []
-    for index, layer in enumerate(trace.treated):
-        residents = Residents(case, index)
-        layers.append(residents)
-        for end in [*range(size, trace.prompt, size), trace.prompt]:
-            for row in range(case.row_count):
-                there = residents.at(row, end - 1)
-                if len(there) <= case.budget:
-                    continue
-                scores = np.full(trace.tokens, -np.inf)
-                scores[there] = unlike_the_mean(trace.layers[layer].k[row, there])
-                kept, verdict = ranked_once(scores, case.budget, NOTHING, residents.theirs(row, end - 1))
-                decisions.append(found(f"treated layer {index} row {row} block to {end}: {kept.tolist()}", verdict))
-                residents.keep(row, end - 1, kept)
-    return scheduled(case, layers, decisions, fixed=NOTHING)
+    """The keys least like their mean."""
+    return best_beside(
+        case, NOTHING, lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(case.trace, layer)])
+    )
 
 
 def lagkv(case: Case) -> Selection:
