@@ -2,8 +2,8 @@
 
 In each round a policy scores the resident tokens of a layer as if they were all there is: queries attend to these
 alone, statistics are theirs, chunks, blocks and partitions are counted along them. Sums of attention are the exception:
-each query pays once, to the tokens that were resident when it came, and an eviction does not change that. The first
-`sinks` and the last `recent` tokens are protected within the budget, and within what the round keeps.
+each query pays once, to the tokens that were resident when it came, and an eviction does not change that. Sinks and
+recent tokens are protected within what the round keeps; an evicted sink is none any more, and leaves its slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
-from reference import aggregate, capped, logits, norms, pool, protection, rows_of, softmax
+from reference import aggregate, budget_tokens, capped, logits, norms, pool, protection, rows_of, softmax
 from reference_attention import expected_weights
 from reference_geometry import leverages, main_directions, ranks_in_partitions, shares_of_blocks, unlike_the_mean
 from reference_newer import change_of_output
@@ -199,11 +199,9 @@ class Rule:
     recent: Callable[[dict[str, str]], str] = lambda parameters: "0"
     choose: Callable[[Round, np.ndarray, int, int, np.ndarray | None], Choice] = best
 
-    def protected(self, case: Case) -> tuple[int, int]:
-        """Numbers of first and of last tokens within the budget."""
-        budget = budget_of(case)
-        sinks = min(int(self.sinks(case.parameters)), budget)
-        return sinks, min(tokens_of(self.recent(case.parameters), budget), budget - sinks)
+    def protected(self, case: Case, budget: int) -> tuple[int, int]:
+        """Numbers of first and of last tokens."""
+        return int(self.sinks(case.parameters)), tokens_of(self.recent(case.parameters), budget)
 
 
 def received(now: Round) -> np.ndarray:
@@ -286,29 +284,29 @@ def spared(case: Case) -> int:
     return case.trace.question_tokens if case.parameters["schedule"].startswith("question-blocks") else 0
 
 
-def budget_of(case: Case) -> int:
-    """What a round keeps at most."""
-    at_threshold = case.parameters["schedule"].startswith("threshold")
-    return threshold_sizes(case)[1] if at_threshold else case.budget - spared(case)
-
-
-def rounds(case: Case) -> Iterator[tuple[int, int]]:
-    """The queries after which tokens are evicted, and how many are kept."""
+def rounds(case: Case) -> Iterator[tuple[int, int, int]]:
+    """The queries after which tokens are evicted; the budget, of which recent tokens may be a share; what is kept."""
     name, arguments = call_of(case.parameters["schedule"])
-    budget, context = budget_of(case), case.trace.prompt - spared(case)
     if name == "threshold":
-        yield from ((t, budget) for t in compressions(case))
+        keep = threshold_sizes(case)[1]
+        yield from ((t, keep, keep) for t in compressions(case))
         return
-    size = int(arguments[0])
+    size, context = int(arguments[0]), case.trace.prompt - spared(case)
     for end in [*range(size, context, size), context]:
-        yield end - 1, budget * end // context if name == "question-blocks" else budget
+        if name == "question-blocks":
+            slots = case.budget - spared(case)
+            yield end - 1, slots, slots * end // context
+        else:
+            seen = end if case.literal.endswith("@seen") else case.trace.prompt
+            yield end - 1, *[budget_tokens(case.literal, seen)] * 2
 
 
 def in_rounds(case: Case, name: str) -> Selection:
     """What a policy keeps under a schedule that evicts in rounds."""
     trace, rule = case.trace, RULES[name]
-    first, last = rule.protected(case)
-    protected = protection(first, spared(case) or last, trace.prompt, trace.prompt)
+    *_, (_, budget, _) = rounds(case)
+    sinks, recent = rule.protected(case, budget)
+    protected = protection(sinks, spared(case) or recent, budget + spared(case), trace.prompt)
     seen_by = np.arange(trace.query_heads) * case.row_count // trace.query_heads
     layers, decisions = [], []
     for index, layer in enumerate(trace.treated):
@@ -316,7 +314,7 @@ def in_rounds(case: Case, name: str) -> Selection:
         layers.append(residents)
         paid = np.zeros((trace.query_heads, trace.tokens))
         since = 0
-        for t, keep in rounds(case):
+        for t, budget, keep in rounds(case):
             queries = np.arange(since, t + 1)
             paid += softmax(logits(trace, layer, queries)[0], residents.mask(queries)[seen_by]).sum(axis=1)
             since = t + 1
@@ -324,8 +322,9 @@ def in_rounds(case: Case, name: str) -> Selection:
             if keep >= positions.shape[1]:
                 continue
             by_head = np.take_along_axis(paid, positions[seen_by], axis=1)
-            left = min(int((positions[0] < first).sum()), keep)  # an evicted sink is none any more
-            now = Round(case, layer, t + 1, positions, by_head, left, min(last, keep - left))
+            sinks, recent = rule.protected(case, budget)
+            sinks = min(int((positions[0] < sinks).sum()), keep)
+            now = Round(case, layer, t + 1, positions, by_head, sinks, min(recent, keep - sinks))
             scores = rule.score(now)
             for row in range(case.row_count):
                 theirs = residents.theirs(row, t)

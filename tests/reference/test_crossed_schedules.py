@@ -10,7 +10,7 @@ import functools
 import json
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import h5py
@@ -70,11 +70,11 @@ LONG = Setting(
 SHORT = Setting(
     "short",
     "19",
-    {"every": "(7)", "threshold": "(23,14)", "question-blocks": "(9)"},
+    {"every": "(7)", "threshold": "(23,14)", "question-blocks": "(4)"},
     {
         "random": "seed=3,sinks=1,window=2",
         "streaming-llm": "sinks=2",
-        "caote": "window=3",
+        "caote": "base=cumulative",
         "critical-kv": "base=snapkv,first=0.4",
         "defensive-kv": "window=3,kernel=3",
         "expected-attention": "sinks=1,future=5",
@@ -124,6 +124,9 @@ def content(name: str) -> Content:
     return made
 
 
+GROWING = replace(SHORT, budget="0.4@seen")
+
+
 @functools.cache
 def written(name: str) -> Path:
     """The trace's file, and beside it a table of its query heads."""
@@ -139,7 +142,7 @@ def trace_of(name: str) -> Trace:
     return reference.read_trace(written(name))
 
 
-def replay(setting: Setting, policies: list[str], *more: str | Path) -> subprocess.CompletedProcess[str]:
+def run(setting: Setting, policies: list[str], *more: str | Path) -> subprocess.CompletedProcess[str]:
     arguments = [argument for policy in policies for argument in ("-p", policy)]
     return call("replay", written(setting.name), *arguments, "-b", setting.budget, "--progress", "never", *more)
 
@@ -149,9 +152,9 @@ def results(setting: Setting, schedule: str) -> tuple[dict[str, str], Path, str]
     """Of all policies that accept a schedule: the program's cells by policy, their sets, what it says of the run."""
     out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
     texts = [setting.text(policy, schedule) for policy in ALL_POLICIES if schedule in schedules_of(policy)]
-    finished = replay(setting, texts, "--metrics", "attention_recall", "-o", out)
+    finished = run(setting, texts, "--metrics", "attention_recall", "-o", out)
     if not (out / "results.csv").exists():
-        return {}, out, finished.stderr
+        return {}, out, f"exit {finished.returncode} {finished.stderr}"
     frame = read_frame(out)
     named = frame[frame["role"] == "asked"].groupby("policy")["cell"].first()
     return named.to_dict(), out / "selections.h5", finished.stderr
@@ -170,17 +173,18 @@ def test_the_reference_knows_the_registry() -> None:
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_other_schedules_are_refused(policy: str) -> None:
     for schedule in sorted(ALL_SCHEDULES - {*schedules_of(policy)}):
-        finished = replay(LONG, [LONG.text(policy, schedule)], "--dry-run")
+        finished = run(LONG, [LONG.text(policy, schedule)], "--dry-run")
         assert finished.returncode == 2, f"{schedule}: exit {finished.returncode}\n{finished.stderr}"
 
 
 @pytest.mark.parametrize(
     ("setting", "policy", "schedule"),
     [
-        pytest.param(setting, policy, schedule, id=f"{setting.name}-{policy}-{schedule or 'its own'}")
-        for setting in (LONG, SHORT)
+        pytest.param(setting, policy, schedule, id=f"{setting.name}-{setting.budget}-{policy}-{schedule or 'its own'}")
+        for setting in (LONG, SHORT, GROWING)
         for policy in ALL_POLICIES
         for schedule in schedules_of(policy)
+        if setting is not GROWING or schedule == "every"
     ],
 )
 def test_selection(setting: Setting, policy: str, schedule: str) -> None:
