@@ -216,17 +216,19 @@ def expected_attention(case: Case) -> Selection:
     return best_beside(case, fixed, scores)
 
 
-def expected_weights(case: Case, layer: int, keys: np.ndarray | None = None, seen: int | None = None) -> np.ndarray:
-    """[Hq,n] of the keys [Hkv,n,d] when the queries [0,seen) have come, by default the prompt's: softmax over the keys
-    that follow the sinks, 0 for these."""
-    trace, parameters = case.trace, case.parameters
-    keys = prompt_keys(trace, layer) if keys is None else keys
-    seen = trace.prompt if seen is None else seen
-    sinks, future = case.number("sinks"), case.number("future")
+def expected_weights(case: Case, layer: int) -> np.ndarray:
+    """[Hq,P] for the prompt's keys and queries."""
+    return expected_of_keys(case, layer, prompt_keys(case.trace, layer), case.trace.prompt, case.number("sinks"))
+
+
+def expected_of_keys(case: Case, layer: int, keys: np.ndarray, seen: int, sinks: int) -> np.ndarray:
+    """[Hq,n] for keys [Hkv,n,d], of which the first are sinks, when the queries [0,seen) have come: softmax over the
+    other keys, 0 for the sinks."""
+    trace, parameters, future = case.trace, case.parameters, case.number("future")
     result = np.zeros((trace.query_heads, keys.shape[1]))
     if sinks >= keys.shape[1]:
         return result
-    asked = np.arange(sinks, seen)
+    asked = np.arange(case.number("sinks"), seen)
     queries = unrotated(trace, layer, rows_of(trace, layer, asked), asked)
     ahead = mean_rotation(trace, layer, seen, future)
     for head in range(trace.query_heads):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
-from reference import aggregate, budget_tokens, capped, logits, norms, pool, protection, rows_of, softmax
-from reference_attention import expected_weights
+from reference import aggregate, budget_tokens, capped, logits, norms, pool, rows_of, softmax
+from reference_attention import expected_of_keys
 from reference_geometry import leverages, main_directions, ranks_in_partitions, shares_of_blocks, unlike_the_mean
 from reference_newer import change_of_output
 from reference_once import chunk_selections, hash_order, spread
@@ -121,10 +121,15 @@ def times_value(now: Round) -> np.ndarray:
     return now.reduced(paid) * norms(now.values(), 1)
 
 
+def resident_sinks(now: Round) -> int:
+    """A sink that was evicted while fewer tokens were kept is none any more."""
+    return int((now.positions[0] < now.case.number("sinks")).sum())
+
+
 def expected(now: Round) -> np.ndarray:
     """What queries after the last one are expected to attend to, by the value's length."""
     parameters, trace = now.case.parameters, now.case.trace
-    weights = expected_weights(now.case, now.layer, now.keys(), now.seen)
+    weights = expected_of_keys(now.case, now.layer, now.keys(), now.seen, resident_sinks(now))
     if parameters["vnorm"] == "true":
         lengths = np.repeat(norms(now.values(), 2), trace.query_heads // trace.kv_heads, axis=0)
         weights = (weights + float(parameters["epsilon"])) * lengths
@@ -133,7 +138,7 @@ def expected(now: Round) -> np.ndarray:
 
 def spread_over_channels(now: Round) -> np.ndarray:
     """Ranks in partitions; of tokens too few for two partitions the last ones."""
-    sinks, lag = now.case.number("sinks"), now.case.number("lag")
+    sinks, lag = resident_sinks(now), now.case.number("lag")
     if (now.n - sinks) // lag < 2:
         return np.tile(np.arange(float(now.n)), (len(now.positions), 1))
     heads = zip(now.keys(), now.values(), strict=True)
@@ -304,9 +309,6 @@ def rounds(case: Case) -> Iterator[tuple[int, int, int]]:
 def in_rounds(case: Case, name: str) -> Selection:
     """What a policy keeps under a schedule that evicts in rounds."""
     trace, rule = case.trace, RULES[name]
-    *_, (_, budget, _) = rounds(case)
-    sinks, recent = rule.protected(case, budget)
-    protected = protection(sinks, spared(case) or recent, budget + spared(case), trace.prompt)
     seen_by = np.arange(trace.query_heads) * case.row_count // trace.query_heads
     layers, decisions = [], []
     for index, layer in enumerate(trace.treated):
@@ -319,12 +321,16 @@ def in_rounds(case: Case, name: str) -> Selection:
             paid += softmax(logits(trace, layer, queries)[0], residents.mask(queries)[seen_by]).sum(axis=1)
             since = t + 1
             positions = np.array([residents.at(row, t) for row in range(case.row_count)])
+            first, last = rule.protected(case, budget)
+            sinks = min(int((positions[0] < first).sum()), keep)
+            recent = min(last, keep - sinks)
+            if t < trace.prompt:
+                ending = np.arange(trace.prompt - (spared(case) or recent), trace.prompt)
+                protected = np.union1d(np.arange(min(first, budget)), ending)
             if keep >= positions.shape[1]:
                 continue
             by_head = np.take_along_axis(paid, positions[seen_by], axis=1)
-            sinks, recent = rule.protected(case, budget)
-            sinks = min(int((positions[0] < sinks).sum()), keep)
-            now = Round(case, layer, t + 1, positions, by_head, sinks, min(recent, keep - sinks))
+            now = Round(case, layer, t + 1, positions, by_head, sinks, recent)
             scores = rule.score(now)
             for row in range(case.row_count):
                 theirs = residents.theirs(row, t)
