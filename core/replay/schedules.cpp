@@ -47,13 +47,13 @@ class Cache {
     }
     seen_ = end;
     const bool cuts = keep < held() || by_relevance;
+    Protection protect = plan_.protect;
+    protect.sinks = std::min(resident_sinks(held_.front(), protect.sinks), keep);
+    Protection::Clamped by_rule = protect.within(budget, view_.prompt(), view_.question());
+    by_rule.recent = recent_ = std::min(by_rule.recent, keep - by_rule.sinks);
     if (!cuts && !plan_.score.accumulates) return;
 
     const LayerView now(view_, std::move(residents));
-    Protection protect = plan_.protect;
-    protect.sinks = std::min(sinks_held(protect.sinks), keep);
-    Protection::Clamped by_rule = protect.within(budget, view_.prompt(), view_.question());
-    by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
       const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent, keep}, who_);
       for (int row = 0; row < selection_.set.rows(); ++row)
@@ -69,14 +69,11 @@ class Cache {
   }
 
   LayerSelection& selection() { return selection_; }
+  /// Tokens that the latest eviction protected at the end.
+  int recent() const { return recent_; }
   const std::vector<std::int32_t>& row(int number) const { return held_[static_cast<std::size_t>(number)]; }
 
  private:
-  /// Of the first `sinks` tokens: rules let the same ones go in all rows.
-  int sinks_held(int sinks) const {
-    return static_cast<int>(std::ranges::count_if(held_.front(), [sinks](std::int32_t j) { return j < sinks; }));
-  }
-
   void cut_row(const LayerView& now, const Matrix& scores, int row, RowBudget budget, bool by_relevance) {
     const std::span<const double> of_row = scores.empty() ? std::span<const double>() : scores.row(row);
     std::vector<std::int32_t>& list = held_[static_cast<std::size_t>(row)];
@@ -119,6 +116,7 @@ class Cache {
   int seen_ = 0;
   LayerSelection selection_;
   Lists held_;
+  int recent_ = 0;
   Matrix attention_;
 };
 
@@ -165,9 +163,10 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
       std::ranges::copy(cache.row(row), std::back_inserter(slots_of_all));
       std::ranges::copy(position_range(context, view.prompt()), std::back_inserter(slots_of_all));
     }
+  const int recent = cache.recent();
   LayerSelection selection = cache.finish();
   selection.slots = std::move(slots_of_all);
-  note_rules(selection, {by_rule.sinks, spared > 0 ? spared : by_rule.recent}, budget.tokens);
+  note_rules(selection, {by_rule.sinks, spared > 0 ? spared : recent}, budget.tokens);
   return selection;
 }
 
