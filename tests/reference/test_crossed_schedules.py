@@ -177,6 +177,12 @@ def test_other_schedules_are_refused(policy: str) -> None:
         assert finished.returncode == 2, f"{schedule}: exit {finished.returncode}\n{finished.stderr}"
 
 
+@pytest.mark.parametrize("policy", ["local", "streaming-llm", "strided"])
+def test_an_order_of_scores_needs_scores(policy: str) -> None:
+    finished = run(SHORT, [f"{policy}:schedule=question-blocks(5,relevance)"], "-o", Path(folder().name) / policy)
+    assert finished.returncode == 2, finished.stderr
+
+
 @pytest.mark.parametrize(
     ("setting", "policy", "schedule"),
     [
