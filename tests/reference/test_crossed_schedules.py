@@ -109,6 +109,7 @@ SHORT = Setting(
         "quest": "page=4,dense_layers=1,least_pages=2",
     },
 )
+GROWING = replace(SHORT, budget="0.4@seen")
 
 
 def content(name: str) -> Content:
@@ -122,9 +123,6 @@ def content(name: str) -> Content:
     generator = np.random.default_rng(len(name))
     made.wo = [generator.normal(size=(10, q.shape[0] * q.shape[2])) for q in made.q]
     return made
-
-
-GROWING = replace(SHORT, budget="0.4@seen")
 
 
 @functools.cache
