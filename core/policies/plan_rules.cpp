@@ -120,6 +120,8 @@ void check_plan(const std::string& who, const Plan& plan) {
             "query heads that share a key would each hold tokens of their own", "heads=kv or heads=layer",
             "heads=query with this schedule");
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
+  refuse_if(blocks != nullptr && blocks->by_relevance && !plan.score, "slots are in the order of scores",
+            "order=position, or a score", "no score");
   refuse_if(plan.score.needs.question && !(blocks != nullptr && blocks->spared),
             "score=question asks a question that must stay whole", "schedule=question-blocks", schedule);
   refuse_if(online && plan.grouping.heads == Heads::kv && plan.grouping.aggregate != Aggregate::mean,

@@ -14,4 +14,8 @@ Protection::Clamped Protection::within(int budget, int prompt, int marked) const
   return {first, std::min(last, most - first)};
 }
 
+int resident_sinks(std::span<const std::int32_t> positions, int sinks) {
+  return static_cast<int>(std::ranges::count_if(positions, [sinks](std::int32_t j) { return j < sinks; }));
+}
+
 }  // namespace kvreplay

@@ -1,7 +1,8 @@
 // Tokens that stay by rule, whatever their scores: the first ones and the last ones.
 #pragma once
 
-#include <algorithm>
+#include <cstdint>
+#include <span>
 
 #include "parameters.h"
 
@@ -33,5 +34,9 @@ struct Protection {
   /// `marked`: the begin of the marked question, or -1.
   Clamped within(int budget, int prompt, int marked) const;
 };
+
+/// How many of the first `sinks` tokens are resident: a sink that was evicted while fewer tokens were kept is no sink
+/// any more. Protection evicts the same ones in all rows.
+int resident_sinks(std::span<const std::int32_t> positions, int sinks);
 
 }  // namespace kvreplay

@@ -31,10 +31,10 @@ class Cache {
   /// Of each row: all rows hold equally many.
   int held() const { return static_cast<int>(held_.front().size()); }
 
-  /// Tokens [seen, end) come; then the rows are cut to `keep`, `recent` and sinks clamped to it: a first token that was
-  /// let go, while fewer were kept, is none any more. With `by_relevance` the kept ones stand in the order of their
-  /// scores.
-  void append_and_cut(int end, int keep, Protection::Clamped by_rule, bool by_relevance) {
+  /// Tokens [seen, end) come; then the rows are cut to `keep`. Sinks and recent tokens are protected within `budget`
+  /// and `keep`: a sink that was evicted while fewer were kept is no sink any more, and recent tokens may take its
+  /// slot. With `by_relevance` the kept tokens are in the order of their scores.
+  void append_and_cut(int end, int keep, int budget, bool by_relevance) {
     Residents residents{.positions = {},
                         .rows = plan_.grouping.heads == Heads::layer ? 1 : view_.kv_heads(),
                         .seen = end,
@@ -47,11 +47,13 @@ class Cache {
     }
     seen_ = end;
     const bool cuts = keep < held() || by_relevance;
+    Protection protect = plan_.protect;
+    protect.sinks = std::min(resident_sinks(held_.front(), protect.sinks), keep);
+    Protection::Clamped by_rule = protect.within(budget, view_.prompt(), view_.question());
+    by_rule.recent = recent_ = std::min(by_rule.recent, keep - by_rule.sinks);
     if (!cuts && !plan_.score.accumulates) return;
 
     const LayerView now(view_, std::move(residents));
-    by_rule.sinks = std::min(sinks_held(by_rule.sinks), keep);
-    by_rule.recent = std::min(by_rule.recent, keep - by_rule.sinks);
     if (cuts) {
       const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent, keep}, who_);
       for (int row = 0; row < selection_.set.rows(); ++row)
@@ -67,14 +69,11 @@ class Cache {
   }
 
   LayerSelection& selection() { return selection_; }
+  /// Tokens that the latest eviction protected at the end.
+  int recent() const { return recent_; }
   const std::vector<std::int32_t>& row(int number) const { return held_[static_cast<std::size_t>(number)]; }
 
  private:
-  /// Of the first `sinks` tokens: rules let the same ones go in all rows.
-  int sinks_held(int sinks) const {
-    return static_cast<int>(std::ranges::count_if(held_.front(), [sinks](std::int32_t j) { return j < sinks; }));
-  }
-
   void cut_row(const LayerView& now, const Matrix& scores, int row, RowBudget budget, bool by_relevance) {
     const std::span<const double> of_row = scores.empty() ? std::span<const double>() : scores.row(row);
     std::vector<std::int32_t>& list = held_[static_cast<std::size_t>(row)];
@@ -117,6 +116,7 @@ class Cache {
   int seen_ = 0;
   LayerSelection selection_;
   Lists held_;
+  int recent_ = 0;
   Matrix attention_;
 };
 
@@ -154,8 +154,7 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
     const BlockEnd now{slots, context, end, cache.held(), end - begin};
     // A schedule's own rule already keeps a share of what has been seen.
     const int room = blocks.keep ? slots : std::max(1, budget.after(end) - spared);
-    cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : room,
-                         plan.protect.within(room, view.prompt(), view.question()), blocks.by_relevance);
+    cache.append_and_cut(end, blocks.keep ? blocks.keep(now) : room, room, blocks.by_relevance);
   }
   const Protection::Clamped by_rule = plan.protect.within(slots, view.prompt(), view.question());
   std::vector<std::int32_t> slots_of_all;
@@ -164,9 +163,10 @@ LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan
       std::ranges::copy(cache.row(row), std::back_inserter(slots_of_all));
       std::ranges::copy(position_range(context, view.prompt()), std::back_inserter(slots_of_all));
     }
+  const int recent = cache.recent();
   LayerSelection selection = cache.finish();
   selection.slots = std::move(slots_of_all);
-  note_rules(selection, {by_rule.sinks, spared > 0 ? spared : by_rule.recent}, budget.tokens);
+  note_rules(selection, {by_rule.sinks, spared > 0 ? spared : recent}, budget.tokens);
   return selection;
 }
 
@@ -177,7 +177,7 @@ LayerSelection run(const Threshold& threshold, const LayerView& view, const Plan
   Cache cache(view, plan, who);
   for (int seen = peak; seen <= cache.tokens(); seen += peak - keep) {
     poll();
-    cache.append_and_cut(seen, keep, by_rule, false);
+    cache.append_and_cut(seen, keep, keep, false);
   }
   LayerSelection selection = cache.finish();
   note_rules(selection, by_rule, peak);

@@ -200,7 +200,11 @@ def top(scores: np.ndarray, count: int, candidates: np.ndarray) -> np.ndarray:
 
 
 def budget_tokens(literal: str, prompt: int) -> int:
-    """A literal with a point or % is a share of the prompt, rounded half up and at least 1; an integer is a count."""
+    """A literal with a point or % is a share of the prompt, rounded half up and at least 1; an integer is a count.
+
+    A share `@seen` is one of the tokens seen so far, at the end of the prompt of all of it.
+    """
+    literal = literal.removesuffix("@seen")
     if literal.endswith("%"):
         share = Fraction(literal[:-1]) / 100
     elif "." in literal:

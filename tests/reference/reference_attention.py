@@ -217,31 +217,36 @@ def expected_attention(case: Case) -> Selection:
 
 
 def expected_weights(case: Case, layer: int) -> np.ndarray:
-    """[Hq,P]: softmax over what follows the sinks, 0 for these."""
-    trace, parameters = case.trace, case.parameters
-    sinks, future = case.number("sinks"), case.number("future")
-    result = np.zeros((trace.query_heads, trace.prompt))
-    if sinks >= trace.prompt:
+    """[Hq,P] for the prompt's keys and queries."""
+    return expected_of_keys(case, layer, prompt_keys(case.trace, layer), case.trace.prompt, case.number("sinks"))
+
+
+def expected_of_keys(case: Case, layer: int, keys: np.ndarray, seen: int, sinks: int) -> np.ndarray:
+    """[Hq,n] for keys [Hkv,n,d], of which the first are sinks, when the queries [0,seen) have come: softmax over the
+    other keys, 0 for the sinks."""
+    trace, parameters, future = case.trace, case.parameters, case.number("future")
+    result = np.zeros((trace.query_heads, keys.shape[1]))
+    if sinks >= keys.shape[1]:
         return result
-    asked = np.arange(sinks, trace.prompt)
+    asked = np.arange(case.number("sinks"), seen)
     queries = unrotated(trace, layer, rows_of(trace, layer, asked), asked)
-    ahead = mean_rotation(trace, layer, future)
+    ahead = mean_rotation(trace, layer, seen, future)
     for head in range(trace.query_heads):
         mean = queries[head].mean(axis=0)
-        keys = prompt_keys(trace, layer)[head * trace.kv_heads // trace.query_heads, sinks:]
-        z = trace.scale * keys @ (ahead @ mean)
+        scored = keys[head * trace.kv_heads // trace.query_heads, sinks:]
+        z = trace.scale * scored @ (ahead @ mean)
         if parameters["covariance"] == "true":
             centred = queries[head] - mean
             covariance = ahead @ (centred.T @ centred / len(asked)) @ ahead.T
-            z += trace.scale**2 / 2 * ((keys @ covariance) * keys).sum(axis=1)
+            z += trace.scale**2 / 2 * ((scored @ covariance) * scored).sum(axis=1)
         result[head, sinks:] = softmax(z, np.ones(len(z), bool))
     return result
 
 
-def mean_rotation(trace: Trace, layer: int, future: int) -> np.ndarray:
-    """[d,d]: mean of attention_scaling R(P), attention_scaling R(P+1)… over so many positions."""
+def mean_rotation(trace: Trace, layer: int, first: int, future: int) -> np.ndarray:
+    """[d,d]: mean of attention_scaling R(t), attention_scaling R(t+1)… from `first` on, over so many positions."""
     d = trace.dimension
-    moved = [rotate(trace, layer, np.eye(d), np.full(d, trace.prompt + i)).T for i in range(future)]
+    moved = [rotate(trace, layer, np.eye(d), np.full(d, first + i)).T for i in range(future)]
     return trace.layers[layer].attention_scaling * np.mean(moved, axis=0)
 
 

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from reference import Trace, apportion, chain, norms, pool, protection, rank, rows_of, unrotated
-from reference_schedules import Residents, scheduled
 from reference_selection import (
     Case,
     Decision,
     Selection,
     best_beside,
-    call_of,
     decided,
     exactly,
-    found,
-    ranked_once,
     sets_agree,
 )
 
@@ -93,10 +89,11 @@ def q_filter(case: Case) -> Selection:
     return best_beside(case, NOTHING, scores)
 
 
-def main_directions(trace: Trace, layer: int) -> np.ndarray:
-    """[Hkv,d]: each group's mean of the first right singular vectors of its heads' prompt queries."""
+def main_directions(trace: Trace, layer: int, seen: int | None = None) -> np.ndarray:
+    """[Hkv,d]: each group's mean of the first right singular vectors of its heads' queries [0,seen), by default the
+    prompt's."""
     directions = []
-    for queries in rows_of(trace, layer, np.arange(trace.prompt)):
+    for queries in rows_of(trace, layer, np.arange(trace.prompt if seen is None else seen)):
         _, _, right = np.linalg.svd(queries, full_matrices=False)
         forward = right[0] @ queries.mean(axis=0) >= 0
         directions.append(right[0] if forward else -right[0])
@@ -116,28 +113,10 @@ def unlike_the_mean(keys: np.ndarray) -> np.ndarray:
 
 
 def keydiff(case: Case) -> Selection:
-    """The keys least like their mean: of the whole prompt, or block after block of what is there."""
-    trace = case.trace
-    if case.parameters["schedule"] == "once":
-        return best_beside(
-            case, NOTHING, lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(trace, layer)])
-        )
-    size = int(call_of(case.parameters["schedule"])[1][0])
-    layers, decisions = [], []
-    for index, layer in enumerate(trace.treated):
-        residents = Residents(case, index)
-        layers.append(residents)
-        for end in [*range(size, trace.prompt, size), trace.prompt]:
-            for row in range(case.row_count):
-                there = residents.at(row, end - 1)
-                if len(there) <= case.budget:
-                    continue
-                scores = np.full(trace.tokens, -np.inf)
-                scores[there] = unlike_the_mean(trace.layers[layer].k[row, there])
-                kept, verdict = ranked_once(scores, case.budget, NOTHING, residents.theirs(row, end - 1))
-                decisions.append(found(f"treated layer {index} row {row} block to {end}: {kept.tolist()}", verdict))
-                residents.keep(row, end - 1, kept)
-    return scheduled(case, layers, decisions, fixed=NOTHING)
+    """The keys least like their mean."""
+    return best_beside(
+        case, NOTHING, lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(case.trace, layer)])
+    )
 
 
 def lagkv(case: Case) -> Selection:
@@ -151,23 +130,31 @@ def lagkv(case: Case) -> Selection:
         every = [[kept] * trace.kv_heads for _ in trace.treated]
         places = [(layer, row) for layer in range(len(every)) for row in range(trace.kv_heads)]
         return case.selection(every, protection(sinks, 0, budget, prompt), [exactly(place, kept) for place in places])
-    partitions = [np.arange(sinks + i * lag, sinks + (i + 1) * lag) for i in range(whole)]
     rows: list[list[np.ndarray]] = []
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
         rows.append([])
         for row in range(trace.kv_heads):
-            spreads = np.full(prompt, np.nan)
-            scores = np.ones(prompt)
-            for now, following in zip(partitions, partitions[1:], strict=False):
-                keys, values = (tensor[row] for tensor in (trace.layers[layer].k, trace.layers[layer].v))
-                spreads[now] = (spread(keys[now], keys[following]) + spread(values[now], values[following])) / 2
-                for place, token in enumerate(now[rank(spreads[now])]):
-                    scores[token] = (lag - 1 - place) / lag
+            keys, values = prompt_keys(trace, layer)[row], prompt_values(trace, layer)[row]
+            scores, spreads, partitions = ranks_in_partitions(keys, values, sinks, lag)
             kept = np.sort(rank(scores)[:budget])
             rows[-1].append(kept)
-            decisions.append(decided([(index, row)], [kept], as_spread(kept, spreads, partitions[:-1])))
+            decisions.append(decided([(index, row)], [kept], as_spread(kept, spreads, partitions)))
     return case.selection(rows, protection(sinks, 0, budget, prompt), decisions)
+
+
+def ranks_in_partitions(
+    keys: np.ndarray, values: np.ndarray, sinks: int, lag: int
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Scores [n] of tokens with keys and values [n,d], what they rank by, and the partitions in which they do."""
+    whole = (len(keys) - sinks) // lag
+    partitions = [np.arange(sinks + i * lag, sinks + (i + 1) * lag) for i in range(whole)]
+    scores, spreads = np.ones(len(keys)), np.full(len(keys), np.nan)
+    for now, following in zip(partitions, partitions[1:], strict=False):
+        spreads[now] = (spread(keys[now], keys[following]) + spread(values[now], values[following])) / 2
+        for place, token in enumerate(now[rank(spreads[now])]):
+            scores[token] = (lag - 1 - place) / lag
+    return scores, spreads, partitions[:-1]
 
 
 def spread(tokens: np.ndarray, following: np.ndarray) -> np.ndarray:
@@ -202,34 +189,43 @@ def cur(case: Case) -> Selection:
     """Keys and values that are long among their neighbours."""
     trace, use, size = case.trace, case.parameters["use"], case.number("block")
     fixed = protection(case.number("sinks"), 0, case.budget, trace.prompt)
+    return best_beside(
+        case, fixed, lambda layer: shares_of_blocks(prompt_keys(trace, layer), prompt_values(trace, layer), use, size)
+    )
+
+
+def shares_of_blocks(keys: np.ndarray, values: np.ndarray, use: str, size: int) -> np.ndarray:
+    """[Hkv,n] of [Hkv,n,d]: a token's share of the squares in its block of `size`, of keys, of values or of both.
+
+    One quotient each: of whole numbers equal ones are equal.
+    """
 
     def of_block(squares: np.ndarray) -> np.ndarray:
         """The sum of the squares in each token's block, 1 where that is 0."""
-        begins = np.arange(0, trace.prompt, size)
-        sums = np.repeat(np.add.reduceat(squares, begins, axis=1), size, axis=1)[:, : trace.prompt]
+        begins = np.arange(0, squares.shape[1], size)
+        sums = np.repeat(np.add.reduceat(squares, begins, axis=1), size, axis=1)[:, : squares.shape[1]]
         return np.where(sums > 0, sums, 1)
 
-    def scores(layer: int) -> np.ndarray:
-        """One quotient each: of whole numbers equal ones are equal."""
-        key, value = ((one(trace, layer) ** 2).sum(axis=-1) for one in (prompt_keys, prompt_values))
-        keys, values = of_block(key), of_block(value)
-        if use == "avg":
-            return (key * values + value * keys) / (2 * keys * values)
-        return {"key": key / keys, "value": value / values, "product": key * value / (keys * values)}[use]
-
-    return best_beside(case, fixed, scores)
+    key, value = ((vectors**2).sum(axis=-1) for vectors in (keys, values))
+    keys, values = of_block(key), of_block(value)
+    if use == "avg":
+        return (key * values + value * keys) / (2 * keys * values)
+    return {"key": key / keys, "value": value / values, "product": key * value / (keys * values)}[use]
 
 
 # ------------------------------------------------------------------------------------------------------------- leverage
 
 
-def leverages(case: Case, layer: int) -> np.ndarray:
-    """[Hkv,P]: x_j (X'X + ridge I)^-1 x_j of the un-rotated, centred keys, or of some random combinations of their
-    channels; standardised over the layer."""
+def leverages(case: Case, layer: int, positions: np.ndarray | None = None) -> np.ndarray:
+    """[Hkv,n]: x_j (X'X + ridge I)^-1 x_j of the un-rotated, centred keys at `positions` [Hkv,n], by default all of the
+    prompt, or of some random combinations of their channels; standardised over the layer."""
     trace, columns, seed = case.trace, case.number("sketch"), case.number("seed")
     ridge = float(case.parameters.get("ridge", "0.01"))
-    result = np.zeros((trace.kv_heads, trace.prompt))
-    for head, keys in enumerate(unrotated(trace, layer, prompt_keys(trace, layer), np.arange(trace.prompt))):
+    if positions is None:
+        positions = np.tile(np.arange(trace.prompt), (trace.kv_heads, 1))
+    result = np.zeros(positions.shape)
+    for head, there in enumerate(positions):
+        keys = unrotated(trace, layer, trace.layers[layer].k[head, there], there)
         x = keys - keys[0]  # so that two keys lie exactly opposite about their mean
         x = x - x.mean(axis=0)
         if columns:

@@ -21,7 +21,6 @@ from reference_selection import Case, Decision, Selection, Verdict, best_beside,
 def caote(case: Case) -> Selection:
     """What the attention output would change without a token (Goel et al. 2025, arXiv:2504.14051, eq. 6)."""
     trace, parameters = case.trace, case.parameters
-    group = trace.query_heads // trace.kv_heads
     of_window = parameters["base"] == "window"
     recent = observation_window(case) if of_window else tokens_of("0.5", case.budget)
     fixed = protection(0, min(recent, trace.prompt), case.budget, trace.prompt)
@@ -32,15 +31,20 @@ def caote(case: Case) -> Selection:
             if of_window
             else cumulative_attention(trace, layer)
         )
-        share = seen / seen.sum(axis=1, keepdims=True)
-        values = np.repeat(prompt_values(trace, layer), group, axis=0)
-        outputs = np.einsum("hj,hjd->hd", share, values)
-        apart = np.linalg.norm(outputs[:, None] - values, axis=-1)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a token with all of the attention is all of the output
-            change = np.where(share < 1, share / (1 - share) * apart, np.inf)
+        change = change_of_output(seen, prompt_values(trace, layer))
         return aggregate(change, case.heads, parameters["agg"], trace.kv_heads)
 
     return best_beside(case, fixed, scores)
+
+
+def change_of_output(seen: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[Hq,n] by the attention [Hq,n] to tokens with these values [Hkv,n,d]: what the output loses without each."""
+    share = seen / seen.sum(axis=1, keepdims=True)
+    values = np.repeat(values, len(seen) // len(values), axis=0)
+    outputs = np.einsum("hj,hjd->hd", share, values)
+    apart = np.linalg.norm(outputs[:, None] - values, axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a token with all of the attention is all of the output
+        return np.where(share < 1, share / (1 - share) * apart, np.inf)
 
 
 def lava(case: Case) -> Selection:

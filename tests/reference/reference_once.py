@@ -36,7 +36,7 @@ def local(case: Case) -> Selection:
 
 def spread(slots: int, count: int) -> np.ndarray:
     """`count` of so many slots in equal strides."""
-    return np.array([i * slots // count for i in range(count)])
+    return np.array([i * slots // count for i in range(count)], int)
 
 
 def strided(case: Case) -> Selection:

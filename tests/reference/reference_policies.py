@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import reference_attention
@@ -13,10 +12,11 @@ import reference_heads
 import reference_layers
 import reference_newer
 import reference_once
+import reference_rounds
 import reference_schedules
 import reference_stores
 from reference import Trace, aggregate, eval_attention
-from reference_selection import Case, Policy, Selection, ranked, row_count, uniform, unwrapped
+from reference_selection import Case, Policy, Selection, call_of, ranked, row_count, uniform, unwrapped
 
 PRESETS = {
     "factory": {"window": "8", "kernel": "7", "pool": "max"},
@@ -150,7 +150,13 @@ def decide(
     unbound = natural or case.parameters.get("schedule", "once").startswith("threshold(")
     if policy.name == "full" or (not unbound and case.budget >= trace.prompt):
         return everything(case, policy)
-    return POLICIES[policy.name](case)
+    name, schedule = policy.name, call_of(case.parameters.get("schedule", ""))[0]
+    if schedule in reference_rounds.SCHEDULES and name in reference_rounds.RULES:
+        return reference_rounds.in_rounds(case, name)
+    if (name, schedule) in THE_SAME:
+        name, more = THE_SAME[name, schedule]
+        case = dataclasses.replace(case, parameters=case.parameters | more)
+    return POLICIES[name](case)
 
 
 def everything(case: Case, policy: Policy) -> Selection:
@@ -232,11 +238,12 @@ def cam(case: Case) -> Selection:
     return reference_stores.cam(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
 
 
-def once_or(once: Callable[[Case], Selection], at_threshold: Callable[[Case], Selection]) -> Callable:
-    """A policy under its two schedules."""
-    return lambda case: once(case) if case.parameters["schedule"] == "once" else at_threshold(case)
-
-
+THE_SAME = {  # a policy under a schedule that makes it another one
+    ("h2o-online", "once"): ("h2o", {"agg": "mean", "overlap": "false"}),
+    ("h2o", "online"): ("h2o-online", {"grow": "false", "prefill": "online"}),
+    ("local", "rolling"): ("streaming-llm", {"sinks": "0", "positions": "original", "rolling": "true"}),
+    ("streaming-llm", "rolling"): ("streaming-llm", {"rolling": "true"}),
+}
 WITHOUT_BUDGET = {  # with a memory of their own, also where B would hold the prompt
     "kivi": reference_stores.kivi,
     "think": reference_stores.think,
@@ -245,12 +252,12 @@ WITHOUT_BUDGET = {  # with a memory of their own, also where B would hold the pr
     "simlayerkv": reference_heads.simlayerkv,
 }
 POLICIES = {
-    "random": once_or(reference_once.random, reference_schedules.random_at_threshold),
+    "random": reference_once.random,
     "local": reference_once.local,
     "streaming-llm": reference_schedules.streaming_llm,
-    "strided": once_or(reference_once.strided, reference_schedules.strided_at_threshold),
+    "strided": reference_once.strided,
     "truncate": reference_once.truncate,
-    "h2o": once_or(reference_once.h2o, reference_schedules.h2o_at_threshold),
+    "h2o": reference_once.h2o,
     "h2o-online": reference_schedules.h2o_online,
     "snapkv": reference_once.snapkv,
     "pyramid-kv": reference_layers.pyramid_kv,

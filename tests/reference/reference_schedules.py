@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from reference import (
     aggregate,
@@ -17,7 +15,6 @@ from reference import (
     softmax,
     token_similarity,
 )
-from reference_once import hash_order, spread
 from reference_selection import (
     TOLERANCE,
     Case,
@@ -170,74 +167,9 @@ def compressions(case: Case) -> range:
     return range(peak - 1, case.trace.tokens, peak - keep)
 
 
-Chooser = Callable[[int, int, np.ndarray, np.ndarray | None, np.ndarray | None], tuple[np.ndarray, Verdict]]
-
-
-def at_threshold(case: Case, choose: Chooser, fixed: np.ndarray, scored: bool, **others: object) -> Selection:
-    """Every time the threshold is reached, choose(stored layer, row, residents, accumulated attention, theirs)."""
-    trace = case.trace
-    layers, decisions = [], []
-    for index, layer in enumerate(trace.treated):
-        residents = Residents(case, index)
-        layers.append(residents)
-        seen_by = np.arange(trace.query_heads) * case.row_count // trace.query_heads
-        attention_so_far = np.zeros((trace.query_heads, trace.tokens))
-        since = 0
-        for t in compressions(case):
-            if scored:
-                queries = np.arange(since, t + 1)
-                z, _ = logits(trace, layer, queries)
-                attention_so_far += softmax(z, residents.mask(queries)[seen_by]).sum(axis=1)
-            scores = aggregate(attention_so_far, case.heads, case.parameters.get("agg", "mean"), trace.kv_heads)
-            for row in range(case.row_count):
-                now, theirs = residents.at(row, t), residents.theirs(row, t)
-                kept, verdict = choose(layer, row, now, scores[row], theirs)
-                decisions.append(found(f"treated layer {index} row {row} query {t}: keep {kept.tolist()}", verdict))
-                residents.keep(row, t, kept)
-            since = t + 1
-    return scheduled(case, layers, decisions, fixed=fixed, **others)
-
-
 def same(ours: np.ndarray, theirs: np.ndarray | None) -> tuple[np.ndarray, Verdict]:
     """A choice by integers, to which nothing is near."""
     return ours, Verdict.EQUAL if theirs is None or np.array_equal(ours, theirs) else Verdict.WRONG
-
-
-def strided_at_threshold(case: Case) -> Selection:
-    """Slots in equal strides."""
-    peak, keep = threshold_sizes(case)
-    return at_threshold(
-        case,
-        lambda layer, row, now, scores, theirs: same(now[spread(peak, keep)], theirs),
-        np.array([], int),
-        scored=False,
-    )
-
-
-def random_at_threshold(case: Case) -> Selection:
-    """The residents with the smallest hashes."""
-    _, keep = threshold_sizes(case)
-    sinks, window = case.number("sinks"), case.number("window")
-
-    def choose(layer: int, row: int, now: np.ndarray, scores: object, theirs: np.ndarray | None) -> tuple:
-        fixed = now[protection(sinks, window, keep, len(now))]
-        order = hash_order(case.number("seed"), layer, row, np.setdiff1d(now, fixed))
-        return same(np.union1d(fixed, order[: keep - len(fixed)]), theirs)
-
-    return at_threshold(case, choose, protection(sinks, window, keep, case.trace.prompt), scored=False)
-
-
-def h2o_at_threshold(case: Case) -> Selection:
-    """The last r residents and those of the greatest attention since they came."""
-    _, keep = threshold_sizes(case)
-    recent = min(tokens_of(case.parameters["recent"], keep), keep)
-
-    def choose(layer: int, row: int, now: np.ndarray, scores: np.ndarray, theirs: np.ndarray | None) -> tuple:
-        last = now[len(now) - recent :]
-        return ranked_once(only(scores, np.setdiff1d(now, last)), keep - recent, last, theirs)
-
-    fixed = protection(0, recent, keep, case.trace.prompt)
-    return at_threshold(case, choose, fixed, scored=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- sca
@@ -321,7 +253,9 @@ def finch(case: Case) -> Selection:
     asked = trace.question_tokens if parameters["question"] == "auto" else 0
     question = asked or case.number("question_tokens")
     context = trace.prompt - question
-    k, size = case.budget - question, case.number("blocks")
+    k = case.budget - question
+    given = call_of(parameters.get("schedule", ""))[1]
+    size = int(given[0]) if given else case.number("blocks")
     moved = parameters["positions"] == "cache"
     by_relevance = parameters["order"] == "relevance"
     per_row = trace.query_heads // case.row_count

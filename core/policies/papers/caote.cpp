@@ -53,6 +53,7 @@ struct Caote {
         .grouping = grouping,
         .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
                   .needs = last ? last_queries(window) : all_queries(),
+                  .accumulates = !last,
                   .name = name_with_values("caote", *this)},
         .protect = {.recent = last ? Amount::tokens(window) : Amount::fraction(0.5)},
     };

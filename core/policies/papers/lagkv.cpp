@@ -40,16 +40,17 @@ struct LagKv {
 
   /// 1 for what no whole partition follows. Of tokens too few to compare partitions the most recent stay.
   Matrix scores(const LayerView& view) const {
-    const int partitions = std::max(0, view.tokens() - sinks) / lag;
+    const int before = resident_sinks(view.positions(0), sinks);
+    const int partitions = (view.tokens() - before) / lag;
     Matrix scores(view.kv_heads(), view.tokens(), 1.0);
     if (partitions < 2)
       for (int row = 0; row < scores.rows(); ++row)
         for (int j = 0; j < view.tokens(); ++j) scores(row, j) = j;
-    const Matrix& of_keys = view.key_lag_deviations(sinks, lag);
-    const Matrix& of_values = view.value_lag_deviations(sinks, lag);
+    const Matrix& of_keys = view.key_lag_deviations(before, lag);
+    const Matrix& of_values = view.value_lag_deviations(before, lag);
     const auto length = static_cast<std::size_t>(lag);
     for (int row = 0; row < scores.rows(); ++row)
-      for (int first = sinks; first < sinks + (partitions - 1) * lag; first += lag) {
+      for (int first = before; first < before + (partitions - 1) * lag; first += lag) {
         const auto begin = static_cast<std::size_t>(first);
         std::vector<double> shares = softmax(of_keys.row(row).subspan(begin, length));
         const std::vector<double> more = softmax(of_values.row(row).subspan(begin, length));

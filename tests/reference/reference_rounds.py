@@ -1,0 +1,342 @@
+"""Any score under any schedule that evicts in rounds: after a block of the prompt, or when a threshold is reached.
+
+In each round a policy scores the resident tokens of a layer as if they were all there is: queries attend to these
+alone, statistics are theirs, chunks, blocks and partitions are counted along them. Sums of attention are the exception:
+each query pays once, to the tokens that were resident when it came, and an eviction does not change that. Sinks and
+recent tokens are protected within what the round keeps; an evicted sink is none any more, and leaves its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+from reference import aggregate, budget_tokens, capped, logits, norms, pool, rows_of, softmax
+from reference_attention import expected_of_keys
+from reference_geometry import leverages, main_directions, ranks_in_partitions, shares_of_blocks, unlike_the_mean
+from reference_newer import change_of_output
+from reference_once import chunk_selections, hash_order, spread
+from reference_schedules import Residents, compressions, scheduled, threshold_sizes
+from reference_selection import Case, Selection, Verdict, call_of, found, ranked_once, tokens_of
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """The resident tokens of a stored layer when the queries [0,seen) have come.
+
+    positions [H,n] are ascending; received [Hq,n] is the attention that the tokens have received; the first `sinks` and
+    the last `recent` tokens of each row are protected.
+    """
+
+    case: Case
+    layer: int
+    seen: int
+    positions: np.ndarray
+    received: np.ndarray
+    sinks: int
+    recent: int
+
+    @property
+    def n(self) -> int:
+        return self.positions.shape[1]
+
+    def of_heads(self, heads: int) -> np.ndarray:
+        """[heads,n] positions: a row serves as many neighbouring heads."""
+        return np.repeat(self.positions, heads // len(self.positions), axis=0)
+
+    def keys(self) -> np.ndarray:
+        """[Hkv,n,d]."""
+        return self.gathered(self.case.trace.layers[self.layer].k)
+
+    def values(self) -> np.ndarray:
+        """[Hkv,n,d]."""
+        return self.gathered(self.case.trace.layers[self.layer].v)
+
+    def gathered(self, vectors: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(vectors, self.of_heads(len(vectors))[:, :, None], axis=1)
+
+    def attention(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """a [Hq,w,n] of the last `window` queries, at most all, over the resident tokens; what each of them sees."""
+        trace = self.case.trace
+        queries = np.arange(max(0, self.seen - window), self.seen)
+        keys = np.repeat(self.keys(), trace.query_heads // trace.kv_heads, axis=0)
+        z = capped(trace, rows_of(trace, self.layer, queries) @ keys.transpose(0, 2, 1))
+        visible = self.of_heads(trace.query_heads)[:, None, :] <= queries[:, None]
+        blind = ~visible.any(axis=2, keepdims=True)  # all that such a query could see has been evicted
+        return softmax(z, visible | blind) * ~blind, visible
+
+    def reduced(self, scores: np.ndarray) -> np.ndarray:
+        """[Hq,n] to [H,n]."""
+        return aggregate(scores, self.case.heads, self.case.parameters.get("agg", "mean"), self.case.trace.kv_heads)
+
+
+# ------------------------------------------------------------------------------------------------------------- scores
+
+
+def pooled_window(now: Round) -> np.ndarray:
+    """The observation window's attention, pooled over what precedes the protected tokens."""
+    parameters, before = now.case.parameters, now.n - now.recent
+    scores = now.reduced(now.attention(now.case.number("window"))[0].sum(axis=1))
+    scores[:, :before] = pool(scores[:, :before], int(parameters["kernel"]), parameters["pool"])
+    return scores
+
+
+def window_by_head(now: Round) -> np.ndarray:
+    """The observation window's attention as it is."""
+    return now.reduced(now.attention(now.case.number("window"))[0].sum(axis=1))
+
+
+def more_than_evenly(now: Round) -> np.ndarray:
+    """Minus the place by how many queries attend more than evenly to a token, then by the sum of their attention."""
+    attended, visible = now.attention(now.case.number("history"))
+    even = (1 + 1e-6) / np.maximum(1, visible.sum(axis=2, keepdims=True))
+    counts, sums = (now.reduced(one.sum(axis=1)) for one in ((attended > even).astype(float), attended))
+    return np.array([places(np.lexsort((-summed, -counted))) for counted, summed in zip(counts, sums, strict=True)])
+
+
+def places(order: np.ndarray) -> np.ndarray:
+    """Minus the place of each index in an order of all."""
+    scores = np.empty(len(order))
+    scores[order] = -np.arange(len(order))
+    return scores
+
+
+def drawn(now: Round) -> np.ndarray:
+    """Minus the place by hash."""
+    orders = (hash_order(now.case.number("seed"), now.layer, row, there) for row, there in enumerate(now.positions))
+    return np.array([places(np.searchsorted(now.positions[row], order)) for row, order in enumerate(orders)])
+
+
+def per_query(now: Round) -> np.ndarray:
+    """The mean attention of the queries that came with a token or after it."""
+    return now.reduced(now.received) / (now.seen - now.positions)
+
+
+def times_value(now: Round) -> np.ndarray:
+    """Attention times the L1 norm of the value."""
+    of_h2o = now.case.parameters["base"] == "h2o"
+    paid = now.received if of_h2o else now.attention(now.case.number("history"))[0].sum(axis=1)
+    return now.reduced(paid) * norms(now.values(), 1)
+
+
+def resident_sinks(now: Round) -> int:
+    """A sink that was evicted while fewer tokens were kept is none any more."""
+    return int((now.positions[0] < now.case.number("sinks")).sum())
+
+
+def expected(now: Round) -> np.ndarray:
+    """What queries after the last one are expected to attend to, by the value's length."""
+    parameters, trace = now.case.parameters, now.case.trace
+    weights = expected_of_keys(now.case, now.layer, now.keys(), now.seen, resident_sinks(now))
+    if parameters["vnorm"] == "true":
+        lengths = np.repeat(norms(now.values(), 2), trace.query_heads // trace.kv_heads, axis=0)
+        weights = (weights + float(parameters["epsilon"])) * lengths
+    return now.reduced(weights)
+
+
+def spread_over_channels(now: Round) -> np.ndarray:
+    """Ranks in partitions; of tokens too few for two partitions the last ones."""
+    sinks, lag = resident_sinks(now), now.case.number("lag")
+    if (now.n - sinks) // lag < 2:
+        return np.tile(np.arange(float(now.n)), (len(now.positions), 1))
+    heads = zip(now.keys(), now.values(), strict=True)
+    return np.array([ranks_in_partitions(keys, values, sinks, lag)[0] for keys, values in heads])
+
+
+def change(now: Round) -> np.ndarray:
+    """What the output loses without a token."""
+    of_window = now.case.parameters["base"] == "window"
+    seen = now.attention(now.case.number("window"))[0].sum(axis=1) if of_window else now.received
+    return now.reduced(change_of_output(seen, now.values()))
+
+
+def along_queries(now: Round) -> np.ndarray:
+    """Keys along the direction in which the queries so far lie most."""
+    return np.einsum("hnd,hd->hn", now.keys(), main_directions(now.case.trace, now.layer, now.seen))
+
+
+# ------------------------------------------------------------------------------------------------------------ choosing
+
+
+Choice = tuple[np.ndarray, Verdict]
+
+
+def best(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
+    """The protected tokens, and the best of the others."""
+    there = now.positions[row]
+    candidates = np.arange(now.sinks, now.n - now.recent)
+    by_position = np.full(there[-1] + 1, -np.inf)
+    by_position[there[candidates]] = scores[row][candidates]
+    fixed = np.setdiff1d(there, there[candidates])
+    return ranked_once(by_position, keep - len(fixed), fixed, theirs)
+
+
+def chunks(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
+    """The best chunks of neighbouring resident tokens."""
+    there, parameters = now.positions[row], now.case.parameters
+    last = there[now.n - now.recent :]
+    found_sets = chunk_selections(scores[row], keep, now.recent, int(parameters["chunk"]), parameters)
+    choices = [np.union1d(there[chosen], last) for chosen in found_sets]
+    if theirs is None or np.array_equal(choices[0], theirs):
+        return choices[0], Verdict.EQUAL
+    near = any(np.array_equal(choice, theirs) for choice in choices)
+    return choices[0], Verdict.NEAR if near else Verdict.WRONG
+
+
+def strides(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
+    """Slots in equal strides."""
+    ours = now.positions[row][spread(now.n, keep)]
+    return ours, Verdict.EQUAL if theirs is None or np.array_equal(ours, theirs) else Verdict.WRONG
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy in a round: the scores [H,n] of the resident tokens, the choice among them, and what is protected.
+
+    `sinks` and `recent` read the numbers of first and of last tokens from the parameters; the latter may be a share of
+    the budget.
+    """
+
+    score: Callable[[Round], np.ndarray]
+    sinks: Callable[[dict[str, str]], str] = lambda parameters: "0"
+    recent: Callable[[dict[str, str]], str] = lambda parameters: "0"
+    choose: Callable[[Round, np.ndarray, int, int, np.ndarray | None], Choice] = best
+
+    def protected(self, case: Case, budget: int) -> tuple[int, int]:
+        """Numbers of first and of last tokens."""
+        return int(self.sinks(case.parameters)), tokens_of(self.recent(case.parameters), budget)
+
+
+def received(now: Round) -> np.ndarray:
+    """The attention of all queries since a token came."""
+    return now.reduced(now.received)
+
+
+def newest(now: Round) -> np.ndarray:
+    """The last query's attention."""
+    return now.reduced(now.attention(1)[0].sum(axis=1))
+
+
+def unscored(now: Round) -> np.ndarray:
+    """For policies that go by position."""
+    return np.zeros(now.positions.shape)
+
+
+def product_of_shares(now: Round) -> np.ndarray:
+    """Keys and values that are long in their block of neighbours."""
+    return shares_of_blocks(now.keys(), now.values(), now.case.parameters["use"], now.case.number("block"))
+
+
+def unlike_the_others(now: Round) -> np.ndarray:
+    """Keys that point elsewhere than their mean."""
+    return np.array([unlike_the_mean(keys) for keys in now.keys()])
+
+
+def every_token(parameters: dict[str, str]) -> str:
+    """All that the budget has beside the sinks."""
+    return "1.0"
+
+
+def recent_of_caote(parameters: dict[str, str]) -> str:
+    return parameters["window"] if parameters["base"] == "window" else "0.5"
+
+
+def recent_of_vatp(parameters: dict[str, str]) -> str:
+    if parameters["recent"] != "auto":
+        return parameters["recent"]
+    return "0.5" if parameters["base"] == "h2o" else "10"
+
+
+def recent_of_tova(parameters: dict[str, str]) -> str:
+    return "1" if parameters["protect_last"] == "true" else "0"
+
+
+sinks, recent, window = itemgetter("sinks"), itemgetter("recent"), itemgetter("window")
+RULES = {
+    "random": Rule(drawn, sinks, window),
+    "local": Rule(unscored, recent=every_token),
+    "streaming-llm": Rule(unscored, sinks, every_token),
+    "strided": Rule(unscored, choose=strides),
+    "caote": Rule(change, recent=recent_of_caote),
+    "expected-attention": Rule(expected, sinks),
+    "h2o": Rule(received, recent=recent),
+    "h2o-online": Rule(received, recent=recent),
+    "observed-attention": Rule(per_query),
+    "scissorhands": Rule(more_than_evenly, recent=recent),
+    "snapkv": Rule(pooled_window, recent=window),
+    "tova": Rule(newest, recent=recent_of_tova),
+    "vatp": Rule(times_value, sinks, recent_of_vatp),
+    "cur": Rule(product_of_shares, sinks),
+    "keydiff": Rule(unlike_the_others),
+    "knorm": Rule(lambda now: -norms(now.keys(), 2)),
+    "lagkv": Rule(spread_over_channels, sinks),
+    "leverage": Rule(lambda now: leverages(now.case, now.layer, now.positions)),
+    "q-filter": Rule(along_queries),
+    "value-norm": Rule(lambda now: norms(now.values(), float(now.case.parameters["p"])), sinks, window),
+    "chunkkv": Rule(window_by_head, recent=window, choose=chunks),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- rounds
+
+SCHEDULES = ("every", "threshold", "question-blocks")
+
+
+def spared(case: Case) -> int:
+    """Tokens of the question, which come after all blocks and are kept, with schedule=question-blocks."""
+    return case.trace.question_tokens if case.parameters["schedule"].startswith("question-blocks") else 0
+
+
+def rounds(case: Case) -> Iterator[tuple[int, int, int]]:
+    """The queries after which tokens are evicted; the budget, of which recent tokens may be a share; what is kept."""
+    name, arguments = call_of(case.parameters["schedule"])
+    if name == "threshold":
+        keep = threshold_sizes(case)[1]
+        yield from ((t, keep, keep) for t in compressions(case))
+        return
+    size, context = int(arguments[0]), case.trace.prompt - spared(case)
+    for end in [*range(size, context, size), context]:
+        if name == "question-blocks":
+            slots = case.budget - spared(case)
+            yield end - 1, slots, slots * end // context
+        else:
+            seen = end if case.literal.endswith("@seen") else case.trace.prompt
+            yield end - 1, *[budget_tokens(case.literal, seen)] * 2
+
+
+def in_rounds(case: Case, name: str) -> Selection:
+    """What a policy keeps under a schedule that evicts in rounds."""
+    trace, rule = case.trace, RULES[name]
+    seen_by = np.arange(trace.query_heads) * case.row_count // trace.query_heads
+    layers, decisions = [], []
+    for index, layer in enumerate(trace.treated):
+        residents = Residents(case, index)
+        layers.append(residents)
+        paid = np.zeros((trace.query_heads, trace.tokens))
+        since = 0
+        for t, budget, keep in rounds(case):
+            queries = np.arange(since, t + 1)
+            paid += softmax(logits(trace, layer, queries)[0], residents.mask(queries)[seen_by]).sum(axis=1)
+            since = t + 1
+            positions = np.array([residents.at(row, t) for row in range(case.row_count)])
+            first, last = rule.protected(case, budget)
+            sinks = min(int((positions[0] < first).sum()), keep)
+            recent = min(last, keep - sinks)
+            if t < trace.prompt:
+                ending = np.arange(trace.prompt - (spared(case) or recent), trace.prompt)
+                protected = np.union1d(np.arange(min(first, budget)), ending)
+            if keep >= positions.shape[1]:
+                continue
+            by_head = np.take_along_axis(paid, positions[seen_by], axis=1)
+            now = Round(case, layer, t + 1, positions, by_head, sinks, recent)
+            scores = rule.score(now)
+            for row in range(case.row_count):
+                theirs = residents.theirs(row, t)
+                kept, verdict = rule.choose(now, scores, row, keep, theirs)
+                decisions.append(found(f"treated layer {index} row {row} query {t}: keep {kept.tolist()}", verdict))
+                residents.keep(row, t, kept)
+                if verdict == Verdict.WRONG:  # no state to go on from
+                    return scheduled(case, layers, decisions, fixed=protected)
+    return scheduled(case, layers, decisions, fixed=protected)

@@ -1,0 +1,215 @@
+"""Every registered policy with every schedule that the program accepts: its kept sets against the reference.
+
+The registry says which policies and schedules there are. The program accepts a combination if and only if the reference
+has one; so a new policy or schedule fails here until the reference knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import random_traces
+import reference
+from comparison import compare_selections, stored_selection
+from program_runs import call, folder, read_frame
+from reference import Trace
+from reference_policies import POLICIES, WITHOUT_BUDGET, decide, select
+from reference_rounds import RULES, SCHEDULES
+from reference_selection import Policy, Verdict
+from write_trace import Content, write_trace
+
+# Policies without a reference for any schedule, each with the reason.
+NOT_COVERED: dict[str, str] = {}
+
+ALL_POLICIES = sorted({"full", *POLICIES, *WITHOUT_BUDGET})
+ALL_SCHEDULES = {"once", "online", "rolling", *SCHEDULES}
+
+
+def schedules_of(policy: str) -> list[str]:
+    """The schedules that a policy accepts; "": its own, with none given."""
+    if policy in ("hybrid", "quest"):  # plans by layer, into which no part can be put
+        return [""]
+    if policy == "finch":  # asks a question, which must be kept whole
+        return ["", "question-blocks"]
+    more = {"sca": ["threshold"], "local": ["rolling"], "streaming-llm": ["rolling"]}
+    more |= dict.fromkeys(("h2o", "h2o-online", "tova"), ["online"])
+    return ["", "once", *more.get(policy, []), *(SCHEDULES if policy in RULES else [])]
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A trace, a budget, the arguments of the schedules, and parameters of policies."""
+
+    name: str
+    budget: str
+    arguments: dict[str, str]
+    parameters: dict[str, str]
+
+    def text(self, policy: str, schedule: str) -> str:
+        """The policy as it is given to the program; {folder} has the tables."""
+        given = [self.parameters[policy]] if policy in self.parameters else []
+        given += [f"schedule={schedule}{self.arguments.get(schedule, '')}"] if schedule else []
+        return f"{policy}:{','.join(given)}".rstrip(":").format(folder=folder().name)
+
+
+# Defaults on a prompt that is long enough for them, and parameters that leave more to the scores of a short one.
+LONG = Setting(
+    "long",
+    "60",
+    {"every": "(16)", "threshold": "(80,60)", "question-blocks": "(16)"},
+    {"head-kv": "table={folder}/long.npy"},
+)
+SHORT = Setting(
+    "short",
+    "19",
+    {"every": "(7)", "threshold": "(23,14)", "question-blocks": "(4)"},
+    {
+        "random": "seed=3,sinks=1,window=2",
+        "streaming-llm": "sinks=2",
+        "caote": "base=cumulative",
+        "critical-kv": "base=snapkv,first=0.4",
+        "defensive-kv": "window=3,kernel=3",
+        "expected-attention": "sinks=2,future=5",
+        "finch": "norm=none,condition=all",
+        "h2o": "recent=3",
+        "h2o-online": "recent=3",
+        "nacl": "random=0.5",
+        "scissorhands": "history=12,recent=2",
+        "snapkv": "window=3,kernel=3",
+        "tova": "protect_last=true",
+        "vatp": "sinks=2,recent=3",
+        "compactor": "sinks=1,recent=2,block=7",
+        "cur": "sinks=2",
+        "knorm": "skip_layers=none",
+        "lagkv": "sinks=2,lag=3",
+        "leverage": "ridge=0.5",
+        "sca": "recent=2",
+        "value-norm": "p=1,sinks=1,window=2",
+        "ada-kv": "window=3,kernel=3",
+        "duo-attention": "sinks=2,recent=5,full_heads=0.3",
+        "dynamickv": "window=3,kernel=3,update=1,r_max=2",
+        "head-kv": "table={folder}/short.npy,window=3,kernel=3",
+        "lava": "window=3,kernel=3",
+        "pyramid-infer": "recent=3,sinks=1,r=0.5",
+        "pyramid-kv": "window=3,kernel=3,beta=5",
+        "simlayerkv": "sinks=1,recent=5,threshold=0.3",
+        "chunkkv": "chunk=3,window=2",
+        "hybrid": "chunkkv.chunk=3,chunkkv.window=2,snapkv.window=3",
+        "cam": "recent=3,merge=2",
+        "kivi": "group=4,residual=5",
+        "think": "window=4,recent=3",
+        "quest": "page=4,dense_layers=1,least_pages=2",
+    },
+)
+GROWING = replace(SHORT, budget="0.4@seen")
+
+
+def content(name: str) -> Content:
+    """Three layers with RoPE, output projections and a marked question, which a template may follow."""
+    if name == "long":
+        made = random_traces.normal(
+            41, 3, 4, 2, 8, 96, 110, rope=True, spans={"question": ("question", 88, 93)}, attention_scaling=1.25
+        )
+    else:
+        made = random_traces.normal(42, 3, 6, 2, 6, 47, 58, rope=True, spans={"question": ("question", 43, 47)})
+    generator = np.random.default_rng(len(name))
+    made.wo = [generator.normal(size=(10, q.shape[0] * q.shape[2])) for q in made.q]
+    return made
+
+
+@functools.cache
+def written(name: str) -> Path:
+    """The trace's file, and beside it a table of its query heads."""
+    path, made = Path(folder().name) / f"crossed-{name}.h5", content(name)
+    write_trace(path, made)
+    importance = np.random.default_rng(1).uniform(size=(len(made.q), len(made.q[0])))
+    np.save(Path(folder().name) / f"{name}.npy", importance / importance.sum())
+    return path
+
+
+@functools.cache
+def trace_of(name: str) -> Trace:
+    return reference.read_trace(written(name))
+
+
+def run(setting: Setting, policies: list[str], *more: str | Path) -> subprocess.CompletedProcess[str]:
+    arguments = [argument for policy in policies for argument in ("-p", policy)]
+    return call("replay", written(setting.name), *arguments, "-b", setting.budget, "--progress", "never", *more)
+
+
+@functools.cache
+def results(setting: Setting, schedule: str) -> tuple[dict[str, str], Path, str]:
+    """Of all policies that accept a schedule: the program's cells by policy, their sets, what it says of the run."""
+    out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
+    texts = [setting.text(policy, schedule) for policy in ALL_POLICIES if schedule in schedules_of(policy)]
+    finished = run(setting, texts, "--metrics", "attention_recall", "-o", out)
+    if not (out / "results.csv").exists():
+        return {}, out, f"exit {finished.returncode} {finished.stderr}"
+    frame = read_frame(out)
+    named = frame[frame["role"] == "asked"].groupby("policy")["cell"].first()
+    return named.to_dict(), out / "selections.h5", finished.stderr
+
+
+def test_the_reference_knows_the_registry() -> None:
+    """Each registered policy has a reference or a reason why not, and so has each schedule."""
+    policies = set(call("policies", "--names").stdout.split())
+    assert policies == {*ALL_POLICIES, *NOT_COVERED}
+    assert not NOT_COVERED.keys() & {*ALL_POLICIES}, "covered now: take it off the list"
+    assert set(RULES) < policies
+    parts = json.loads(call("policies", "--parts", "--json").stdout)
+    assert {part["name"] for part in parts if part["kind"] == "schedule"} == ALL_SCHEDULES
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_other_schedules_are_refused(policy: str) -> None:
+    for schedule in sorted(ALL_SCHEDULES - {*schedules_of(policy)}):
+        finished = run(LONG, [LONG.text(policy, schedule)], "--dry-run")
+        assert finished.returncode == 2, f"{schedule}: exit {finished.returncode}\n{finished.stderr}"
+
+
+@pytest.mark.parametrize("policy", ["local", "streaming-llm", "strided"])
+def test_an_order_of_scores_needs_scores(policy: str) -> None:
+    finished = run(SHORT, [f"{policy}:schedule=question-blocks(5,relevance)"], "-o", Path(folder().name) / policy)
+    assert finished.returncode == 2, finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "policy", "schedule"),
+    [
+        pytest.param(setting, policy, schedule, id=f"{setting.name}-{setting.budget}-{policy}-{schedule or 'its own'}")
+        for setting in (LONG, SHORT, GROWING)
+        for policy in ALL_POLICIES
+        for schedule in schedules_of(policy)
+        if setting is not GROWING or schedule == "every"
+    ],
+)
+def test_selection(setting: Setting, policy: str, schedule: str) -> None:
+    text, trace = setting.text(policy, schedule), trace_of(setting.name)
+    cells, path, said = results(setting, schedule)
+    assert policy in cells, said
+    with h5py.File(path) as file:
+        ours = select(trace, Policy.parse(text), setting.budget)
+        theirs, datasets = stored_selection(trace, ours, file["cells"][cells[policy]], setting.budget, text)
+    ours = decide(trace, Policy.parse(text), setting.budget, follow=theirs)
+    verdicts = compare_selections(trace, ours, theirs, datasets, text)
+    assert sum(verdict == Verdict.NEAR for verdict in verdicts) <= max(1, 0.01 * len(verdicts))
+
+
+@pytest.mark.parametrize("policy", sorted(RULES))
+def test_one_block_is_once(policy: str) -> None:
+    """The rule of a round, applied to the whole prompt, is the policy that decides once."""
+    for setting in (LONG, SHORT):
+        text, trace = setting.text(policy, "once"), trace_of(setting.name)
+        once, block = (
+            [[row.tolist() for row in layer] for layer in select(trace, Policy.parse(one), setting.budget).rows]
+            for one in (text, text.replace("schedule=once", "schedule=every(1000)"))
+        )
+        assert block == once
