@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "error.h"
+#include "forked_threads.h"
 #include "nearest.h"
 #include "parameters.h"
 
@@ -46,6 +47,7 @@ std::filesystem::path program_folder() {
 }
 
 int machine_threads() {
+  if (has_lost_threads()) return 1;
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);

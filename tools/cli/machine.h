@@ -12,6 +12,7 @@ namespace kvreplay {
 
 /// Where this program lies; empty: the system does not say.
 std::filesystem::path program_folder();
+/// Cores that this process may use; 1 in a forked process that has lost its threads.
 int machine_threads();
 std::size_t page_size();
 /// Memory in all and what is free now, within the limits of a container and of the process where there are some.
