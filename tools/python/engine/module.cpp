@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
+#include <omp.h>
 
 #include <filesystem>
 #include <string>
@@ -102,6 +103,7 @@ std::string better_of_metric(const std::string& text) {
 NB_MODULE(_engine, module) {
   using namespace nanobind::literals;
   namespace python = kvreplay::python;
+  omp_get_max_threads();               // libomp reads the environment now, as kvreplay/__init__.py has set it
   nanobind::set_leak_warnings(false);  // policies live in a registry that outlives the interpreter
   python::translate_errors();
   python::wait_at_exit();
