@@ -5,7 +5,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
-#include <omp.h>
 
 #include <filesystem>
 #include <string>
@@ -16,6 +15,7 @@
 #include "analysis/table.h"
 #include "errors.h"
 #include "interpreter_lock.h"
+#include "machine.h"
 #include "policies/configured.h"
 #include "policies/layer_ranges.h"
 #include "policies/policy_source.h"
@@ -103,7 +103,7 @@ std::string better_of_metric(const std::string& text) {
 NB_MODULE(_engine, module) {
   using namespace nanobind::literals;
   namespace python = kvreplay::python;
-  omp_get_max_threads();               // libomp reads the environment now, as kvreplay/__init__.py has set it
+  kvreplay::read_openmp_settings();    // of the environment as kvreplay/__init__.py has set it
   nanobind::set_leak_warnings(false);  // policies live in a registry that outlives the interpreter
   python::translate_errors();
   python::wait_at_exit();
