@@ -102,6 +102,7 @@ void compare_rows(const fs::path& first, const fs::path& second, double toleranc
 
 /// Every element as double; strings and records are not numbers.
 std::optional<std::vector<double>> numbers(const Dataset& dataset) {
+  const hdf5::Lock lock;
   const hdf5::Type type = dataset.type();
   const H5T_class_t kind = H5Tget_class(type.id());
   if (kind != H5T_INTEGER && kind != H5T_FLOAT) return std::nullopt;

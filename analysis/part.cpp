@@ -34,6 +34,7 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 hsize_t extent(int n) { return static_cast<hsize_t>(n); }
 
 void set_numbers(const Group& object, const std::string& name, const std::vector<int>& numbers) {
+  const hdf5::Lock lock;
   const std::vector<std::int32_t> stored(numbers.begin(), numbers.end());
   const hdf5::Type type = hdf5::Type::int32();
   const hdf5::Space space = hdf5::Space::of({stored.size()});
@@ -44,6 +45,7 @@ void set_numbers(const Group& object, const std::string& name, const std::vector
 }
 
 std::vector<int> numbers_of(const Group& object, const std::string& name) {
+  const hdf5::Lock lock;
   const hdf5::Handle attribute{H5Aopen(object.id(), name.c_str(), H5P_DEFAULT), H5Aclose};
   if (attribute.id() < 0) throw hdf5::failure(object.where(name), "cannot be read");
   const hdf5::Type type = hdf5::Type::int32(), found{H5Aget_type(attribute.id()), H5Tclose};

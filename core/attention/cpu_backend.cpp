@@ -6,11 +6,13 @@
 #include <atomic>
 #include <cmath>
 #include <mutex>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 #include "error.h"
+#include "forked_threads.h"
 
 namespace kvreplay {
 namespace {
@@ -21,6 +23,15 @@ const RegisteredBackend registered{
      .make = [](int threads, DeviceChoice) -> std::unique_ptr<Backend> {
        return std::make_unique<CpuBackend>(threads);
      }}};
+
+/// What the caller asks for; 0: all cores.
+int allowed(int threads) {
+  if (!has_lost_threads()) return threads > 0 ? threads : omp_get_max_threads();
+  if (threads > 1)
+    throw Error{Refusal::capability, "--threads", "threads of a forked process",
+                "threads=1, or a process that multiprocessing starts by spawn", std::to_string(threads)};
+  return 1;
+}
 
 /// As many of `wanted` threads as the system lets this process have. OpenMP ends the program where it is refused one:
 /// it has its threads from here on.
@@ -36,6 +47,7 @@ int granted(int wanted) {
       // No more.
     }
   }
+  if (threads > 1) note_threads_begin();
 #pragma omp parallel num_threads(threads)
   omp_get_thread_num();
   return threads;
@@ -48,7 +60,7 @@ CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
       kernels_(tile_kernels()),
       similarity_kernels_(similarity_kernels()),
       online_kernels_(online_kernels()),
-      threads_(granted(threads > 0 ? threads : omp_get_max_threads())),
+      threads_(granted(allowed(threads))),
       similarity_bytes_(similarity_bytes) {
   scratch_.reserve(static_cast<std::size_t>(threads_));
   for (int thread = 0; thread < threads_; ++thread) scratch_.emplace_back(kernels_, moment_kernels());

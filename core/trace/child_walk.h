@@ -22,9 +22,10 @@ enum class Links { anywhere, inside };
 /// storage, where each chunk lies, and how much a deflated one holds. Throws Error{input} where that ends the child,
 /// takes it more than five seconds and one for each MiB, or more than 1 GiB of memory beside the file's own size, and
 /// where HDF5 refuses any of it, failures being what the library survives least, for a directory, device or pipe, and
-/// with Links::inside for what leads out of the file, and for soft links. Error{resources} where no child can be made.
-/// False: the file cannot be opened, which the caller will hear of in the caller's own words. A file whose walk went
-/// well is walked again only if it has changed since, or less than two seconds before it.
+/// with Links::inside for what leads out of the file, and for soft links. Error{resources} where no child can be made,
+/// or where it gets too little CPU time. False: the file cannot be opened, which the caller will hear of in the
+/// caller's own words. A file whose walk went well is walked again only if it has changed since, or less than two
+/// seconds before it.
 bool walk_in_child(const std::filesystem::path& path, Links links = Links::anywhere);
 
 /// Reads a file that only a process of its own may read: one with an old superblock, or strings of variable length. A

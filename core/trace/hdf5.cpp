@@ -87,6 +87,7 @@ Type copy_of(hid_t type) { return {require(H5Tcopy(type), "HDF5", "cannot copy a
 
 /// An IEEE-like little-endian float of 16 bits: sign, exponent, mantissa from the top.
 Type half_float(std::size_t exponent_bits, std::size_t mantissa_bits, std::size_t bias) {
+  const Lock lock;
   Type type = copy_of(H5T_IEEE_F32LE);
   // Fields first, size last: HDF5 refuses fields that reach beyond the size.
   H5Tset_fields(type.id(), 15, mantissa_bits, exponent_bits, 0, mantissa_bits);
@@ -169,6 +170,7 @@ std::string to_string(const Shape& shape) {
 }
 
 Error failure(const std::string& where, const std::string& what) {
+  const Lock lock;
   Innermost innermost;
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, visit_error, &innermost);
   H5Eclear2(H5E_DEFAULT);
@@ -176,10 +178,22 @@ Error failure(const std::string& where, const std::string& what) {
   return {Refusal::input, where, innermost.message.empty() ? what : what + ": " + innermost.message};
 }
 
-Type Type::int32() { return copy_of(H5T_STD_I32LE); }
-Type Type::int64() { return copy_of(H5T_STD_I64LE); }
-Type Type::float32() { return copy_of(H5T_IEEE_F32LE); }
-Type Type::float64() { return copy_of(H5T_IEEE_F64LE); }
+Type Type::int32() {
+  const Lock lock;
+  return copy_of(H5T_STD_I32LE);
+}
+Type Type::int64() {
+  const Lock lock;
+  return copy_of(H5T_STD_I64LE);
+}
+Type Type::float32() {
+  const Lock lock;
+  return copy_of(H5T_IEEE_F32LE);
+}
+Type Type::float64() {
+  const Lock lock;
+  return copy_of(H5T_IEEE_F64LE);
+}
 Type Type::float16() { return half_float(5, 10, 15); }
 Type Type::bfloat16() { return half_float(8, 7, 127); }
 
@@ -188,6 +202,7 @@ Type Type::of(DType type) {
 }
 
 Type Type::utf8(std::size_t bytes) {
+  const Lock lock;
   Type type = copy_of(H5T_C_S1);
   H5Tset_size(type.id(), std::max(bytes, std::size_t{1}));
   H5Tset_cset(type.id(), H5T_CSET_UTF8);
@@ -196,6 +211,7 @@ Type Type::utf8(std::size_t bytes) {
 }
 
 std::string Type::name() const {
+  const Lock lock;
   const H5T_class_t type_class = H5Tget_class(id());
   const std::size_t size = bytes();
   if (type_class == H5T_STRING)
@@ -217,7 +233,33 @@ std::string Type::name() const {
                      mantissa_bits);
 }
 
+std::size_t Type::bytes() const {
+  const Lock lock;
+  return H5Tget_size(id());
+}
+
+bool Type::is_fixed_string() const {
+  const Lock lock;
+  return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) == 0;
+}
+
+bool Type::is_flat() const {
+  const Lock lock;
+  return H5Tdetect_class(id(), H5T_REFERENCE) <= 0 && !has_variable_length();
+}
+
+bool Type::is_compound() const {
+  const Lock lock;
+  return H5Tget_class(id()) == H5T_COMPOUND;
+}
+
+bool Type::operator==(const Type& other) const {
+  const Lock lock;
+  return H5Tequal(id(), other.id()) > 0;
+}
+
 bool Type::has_variable_length() const {
+  const Lock lock;
   switch (H5Tget_class(id())) {
     case H5T_STRING:
       return H5Tis_variable_str(id()) > 0;
@@ -235,14 +277,17 @@ bool Type::has_variable_length() const {
 }
 
 Type Type::compound(std::size_t bytes) {
+  const Lock lock;
   return {require(H5Tcreate(H5T_COMPOUND, bytes), "HDF5", "cannot make a compound type"), H5Tclose};
 }
 
 void Type::insert(const char* name, std::size_t offset, const Type& member) {
+  const Lock lock;
   require(H5Tinsert(id(), name, offset, member.id()), "HDF5", "cannot extend a compound type");
 }
 
 std::optional<Type> Type::member(const char* name) const {
+  const Lock lock;
   const int index = H5Tget_member_index(id(), name);
   if (index < 0) {
     H5Eclear2(H5E_DEFAULT);
@@ -253,10 +298,12 @@ std::optional<Type> Type::member(const char* name) const {
 }
 
 std::size_t Type::member_offset(const char* name) const {
+  const Lock lock;
   return H5Tget_member_offset(id(), static_cast<unsigned>(H5Tget_member_index(id(), name)));
 }
 
 Space Space::of(const Shape& shape) {
+  const Lock lock;
   const hid_t id =
       shape.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr);
   return {require(id, "HDF5", "cannot make a shape " + to_string(shape)), H5Sclose};
@@ -264,6 +311,7 @@ Space Space::of(const Shape& shape) {
 
 // The number is the object's address in the file, in 1.12 under the name of a token.
 herr_t look_up(hid_t object, Looks& found) {
+  const Lock lock;
 #if H5_VERSION_GE(1, 12, 0)
   H5O_info2_t info;
   const herr_t status = H5Oget_info3(object, &info, H5O_INFO_BASIC);
@@ -278,12 +326,14 @@ herr_t look_up(hid_t object, Looks& found) {
 }
 
 std::uint64_t Object::number() const {
+  const Lock lock;
   Looks found;
   require(look_up(id(), found), where(), "cannot be looked up");
   return found.number;
 }
 
 void Object::write_attribute(const std::string& name, const Type& type, const void* value) {
+  const Lock lock;
   if (has_attribute(name)) require(H5Adelete(id(), name.c_str()), where(name), "cannot be replaced");
   const Space scalar = Space::of({});
   const Handle attribute{require(H5Acreate2(id(), name.c_str(), type.id(), scalar.id(), H5P_DEFAULT, H5P_DEFAULT),
@@ -304,10 +354,12 @@ void Object::set_attribute(const std::string& name, std::int64_t number) {
 void Object::set_attribute(const std::string& name, double number) { write_attribute(name, Type::float64(), &number); }
 
 bool Object::has_attribute(const std::string& name) const {
+  const Lock lock;
   return require(H5Aexists(id(), name.c_str()), where(name), "cannot be looked up") > 0;
 }
 
 std::vector<std::string> Object::attribute_names() const {
+  const Lock lock;
   std::vector<std::string> names;
   hsize_t next = 0;
   require(H5Aiterate2(id(), H5_INDEX_NAME, H5_ITER_INC, &next, add_attribute_name, &names), where(),
@@ -316,6 +368,7 @@ std::vector<std::string> Object::attribute_names() const {
 }
 
 Handle Object::open_attribute(const std::string& name, H5T_class_t type_class, const char* expected) const {
+  const Lock lock;
   if (!has_attribute(name)) throw Error{Refusal::input, where(name), "missing attribute", expected, "none"};
   Handle attribute{require(H5Aopen(id(), name.c_str(), H5P_DEFAULT), where(name), "cannot be opened"), H5Aclose};
   const Type type{require(H5Aget_type(attribute.id()), where(name), "type cannot be read"), H5Tclose};
@@ -333,6 +386,7 @@ Handle Object::open_attribute(const std::string& name, H5T_class_t type_class, c
 }
 
 std::string Object::string_attribute(const std::string& name) const {
+  const Lock lock;
   const Handle attribute = open_attribute(name, H5T_STRING, "fixed-length string");
   const Type type{H5Aget_type(attribute.id()), H5Tclose};
   std::string bytes(type.bytes(), '\0');
@@ -341,6 +395,7 @@ std::string Object::string_attribute(const std::string& name) const {
 }
 
 std::int64_t Object::integer_attribute(const std::string& name) const {
+  const Lock lock;
   const Handle attribute = open_attribute(name, H5T_INTEGER, "integer");
   long long number = 0;
   require_convertible(Type{H5Aget_type(attribute.id()), H5Tclose}.id(), H5T_NATIVE_LLONG, where(name));
@@ -349,6 +404,7 @@ std::int64_t Object::integer_attribute(const std::string& name) const {
 }
 
 double Object::float_attribute(const std::string& name) const {
+  const Lock lock;
   const Handle attribute = open_attribute(name, H5T_FLOAT, "float");
   double number = 0;
   require_convertible(Type{H5Aget_type(attribute.id()), H5Tclose}.id(), H5T_NATIVE_DOUBLE, where(name));
@@ -356,9 +412,13 @@ double Object::float_attribute(const std::string& name) const {
   return number;
 }
 
-Type Dataset::type() const { return {require(H5Dget_type(id()), where(), "type cannot be read"), H5Tclose}; }
+Type Dataset::type() const {
+  const Lock lock;
+  return {require(H5Dget_type(id()), where(), "type cannot be read"), H5Tclose};
+}
 
 Shape Dataset::shape() const {
+  const Lock lock;
   const Space space{require(H5Dget_space(id()), where(), "shape cannot be read"), H5Sclose};
   if (H5Sget_simple_extent_type(space.id()) == H5S_NULL)
     throw Error{Refusal::input, where(), "shape", "elements", "an empty dataspace"};
@@ -369,6 +429,7 @@ Shape Dataset::shape() const {
 }
 
 std::optional<std::uint64_t> Dataset::offset() const {
+  const Lock lock;
   const haddr_t address = H5Dget_offset(id());
   if (address == HADDR_UNDEF) {
     H5Eclear2(H5E_DEFAULT);
@@ -378,6 +439,7 @@ std::optional<std::uint64_t> Dataset::offset() const {
 }
 
 H5D_layout_t Dataset::layout() const {
+  const Lock lock;
   const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
   return H5Pget_layout(creation.id());
 }
@@ -386,6 +448,7 @@ bool Dataset::chunked() const { return layout() == H5D_CHUNKED; }
 bool Dataset::compact() const { return layout() == H5D_COMPACT; }
 
 std::size_t Dataset::stored_elements() const {
+  const Lock lock;
   const Handle file{require(H5Iget_file_id(id()), where(), "has no file"), H5Fclose};
   hsize_t length = 0;
   require(H5Fget_filesize(file.id(), &length), where(), "file has no length");
@@ -435,6 +498,7 @@ void require_fixed_size(const Type& type, const std::string& where) {
 }
 
 std::size_t attribute_elements(const Handle& attribute, const std::string& where) {
+  const Lock lock;
   const Type type{require(H5Aget_type(attribute.id()), where, "type cannot be read"), H5Tclose};
   require_fixed_size(type, where);
   const Space space{require(H5Aget_space(attribute.id()), where, "shape cannot be read"), H5Sclose};
@@ -446,6 +510,7 @@ std::size_t attribute_elements(const Handle& attribute, const std::string& where
 }
 
 void Dataset::require_plain_storage() const {
+  const Lock lock;
   const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
   if (H5Pget_layout(creation.id()) == H5D_VIRTUAL)
     throw Error{Refusal::input, where(), "layout", "contiguous or chunked", "virtual"};
@@ -465,11 +530,13 @@ void Dataset::require_plain_storage() const {
 }
 
 void Dataset::read(const Type& type, void* elements) const {
+  const Lock lock;
   require_convertible(this->type().id(), type.id(), where());
   require(H5Dread(id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements), where(), "cannot be read");
 }
 
 void Dataset::write(const Type& type, const void* elements) {
+  const Lock lock;
   require(H5Dwrite(id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements), where(), "cannot be written");
 }
 
@@ -479,6 +546,7 @@ void Dataset::require_type(const Type& expected) const {
 }
 
 std::string Dataset::text() const {
+  const Lock lock;
   const Type found = type();
   if (H5Tget_class(found.id()) != H5T_STRING || H5Tis_variable_str(found.id()) > 0)
     throw Error{Refusal::input, where(), "type", "fixed-length string", found.name()};
@@ -489,6 +557,7 @@ std::string Dataset::text() const {
 }
 
 std::string unpadded(const Type& type, std::string_view bytes) {
+  const Lock lock;
   const H5T_str_t padding = H5Tget_strpad(type.id());
   if (padding == H5T_STR_NULLTERM) return std::string(bytes.substr(0, bytes.find('\0')));
   const auto last = bytes.find_last_not_of(padding == H5T_STR_SPACEPAD ? ' ' : '\0');
@@ -500,6 +569,7 @@ std::string Group::where_of(const std::string& name) const {
 }
 
 Group::Member Group::member(const std::string& name) const {
+  const Lock lock;
   if (require(H5Lexists(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be looked up") == 0)
     return Member::none;
   require_hard_links(id(), name, where_of(name));
@@ -509,6 +579,7 @@ Group::Member Group::member(const std::string& name) const {
 }
 
 std::vector<std::string> Group::names() const {
+  const Lock lock;
   std::vector<std::string> names;
   hsize_t next = 0;
   require(H5Literate(id(), H5_INDEX_NAME, H5_ITER_INC, &next, add_link_name, &names), where(), "cannot be listed");
@@ -516,18 +587,21 @@ std::vector<std::string> Group::names() const {
 }
 
 Group Group::group(const std::string& name) const {
+  const Lock lock;
   const std::string at = where_of(name);
   require_hard_links(id(), name, at);
   return {Handle{require(H5Gopen2(id(), name.c_str(), H5P_DEFAULT), at, "cannot be opened"), H5Gclose}, at};
 }
 
 Dataset Group::dataset(const std::string& name) const {
+  const Lock lock;
   const std::string at = where_of(name);
   require_hard_links(id(), name, at);
   return {Handle{require(H5Dopen2(id(), name.c_str(), H5P_DEFAULT), at, "cannot be opened"), H5Dclose}, at};
 }
 
 Group Group::create_group(const std::string& name) {
+  const Lock lock;
   const std::string at = where_of(name);
   const Handle creation = untimed(H5P_GROUP_CREATE);
   return {Handle{require(H5Gcreate2(id(), name.c_str(), H5P_DEFAULT, creation.id(), H5P_DEFAULT), at, "cannot be made"),
@@ -536,10 +610,12 @@ Group Group::create_group(const std::string& name) {
 }
 
 void Group::remove(const std::string& name) {
+  const Lock lock;
   require(H5Ldelete(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be removed");
 }
 
 Dataset Group::create_dataset(const std::string& name, const Type& type, const Shape& shape) {
+  const Lock lock;
   const std::string at = where_of(name);
   const Handle creation = untimed(H5P_DATASET_CREATE);
   H5Pset_layout(creation.id(), H5D_CONTIGUOUS);
@@ -554,6 +630,7 @@ Dataset Group::create_dataset(const std::string& name, const Type& type, const S
 
 Dataset Group::create_deflated(const std::string& name, const Type& type, const Shape& shape, const Shape& chunk,
                                int level) {
+  const Lock lock;
   const std::string at = where_of(name);
   const Handle creation = untimed(H5P_DATASET_CREATE);
   H5Pset_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data());
@@ -567,6 +644,7 @@ Dataset Group::create_deflated(const std::string& name, const Type& type, const 
 }
 
 Dataset Group::write_text(const std::string& name, std::string_view text) {
+  const Lock lock;
   const std::string stored = text.empty() ? std::string(1, '\0') : std::string(text);
   const Type type = Type::utf8(stored.size());
   Dataset dataset = create_dataset(name, type, {});
@@ -577,6 +655,7 @@ Dataset Group::write_text(const std::string& name, std::string_view text) {
 const char* last_opened() { return opened_last.data(); }
 
 File File::create(const std::filesystem::path& path) {
+  const Lock lock;
   note_opened({});  // what crashes from here on may be the writing
   const Handle access = access_properties();
   const Handle creation = property_list(H5P_FILE_CREATE);
@@ -587,9 +666,13 @@ File File::create(const std::filesystem::path& path) {
           path.string() + ":/"};
 }
 
-File File::create_in_memory(const std::string& name) { return create_image(in_memory(name), name); }
+File File::create_in_memory(const std::string& name) {
+  const Lock lock;
+  return create_image(in_memory(name), name);
+}
 
 File File::create_in(MappedImage& image, const std::string& name) {
+  const Lock lock;
   const Handle access = in_memory(name);
   H5FD_file_image_callbacks_t callbacks{};
   callbacks.image_malloc = [](std::size_t bytes, H5FD_file_image_op_t, void* of) { return resize(of, bytes); };
@@ -606,6 +689,7 @@ File File::create_in(MappedImage& image, const std::string& name) {
 }
 
 File File::create_image(const Handle& access, const std::string& name) {
+  const Lock lock;
   note_opened({});
   const Handle creation = property_list(H5P_FILE_CREATE);
   H5Pset_obj_track_times(creation.id(), false);
@@ -622,6 +706,7 @@ File File::open(const std::filesystem::path& path) {
 }
 
 File File::open_walked(const std::filesystem::path& path) {
+  const Lock lock;
   note_opened(path);
   const Handle access = access_properties();
   return {
@@ -630,15 +715,20 @@ File File::open_walked(const std::filesystem::path& path) {
 }
 
 File File::open_writable(const std::filesystem::path& path) {
+  const Lock lock;
   const Handle access = access_properties();
   return {
       Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDWR, access.id()), path.string(), "cannot be opened"), H5Fclose},
       path.string() + ":/"};
 }
 
-void File::flush() { require(H5Fflush(id(), H5F_SCOPE_GLOBAL), where(), "cannot be flushed"); }
+void File::flush() {
+  const Lock lock;
+  require(H5Fflush(id(), H5F_SCOPE_GLOBAL), where(), "cannot be flushed");
+}
 
 std::span<const std::byte> File::image() {
+  const Lock lock;
   flush();
   const ssize_t bytes = require(H5Fget_file_image(id(), nullptr, 0), where(), "has no size");
   void* memory = nullptr;
@@ -646,6 +736,9 @@ std::span<const std::byte> File::image() {
   return {*static_cast<const std::byte* const*>(memory), static_cast<std::size_t>(bytes)};
 }
 
-void File::close() { require(H5Fclose(handle_.release()), where(), "cannot be closed"); }
+void File::close() {
+  const Lock lock;
+  require(H5Fclose(handle_.release()), where(), "cannot be closed");
+}
 
 }  // namespace kvreplay::hdf5

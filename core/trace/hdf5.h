@@ -1,5 +1,5 @@
 // Handles over the HDF5 C API that close themselves, and the handful of operations that traces and results need.
-// HDF5 is not thread-safe: one thread at a time.
+// Any thread may use them: each call holds hdf5::Lock.
 //
 // Files are written with libver bounds 1.8 to 1.10 (superblock >= 2, checksummed headers), fixed-length UTF-8 strings,
 // no object times, and contiguous datasets that are allocated early, aligned and never filled. Locking is off.
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "error.h"
+#include "trace/hdf5_lock.h"
 #include "trace/tensor.h"
 
 namespace kvreplay {
@@ -47,7 +48,9 @@ class Handle {
     return *this;
   }
   ~Handle() {
-    if (id_ >= 0) close_(id_);
+    if (id_ < 0) return;
+    const Lock lock;
+    close_(id_);
   }
   hid_t id() const { return id_; }
   /// Gives up the identifier: the caller closes it.
@@ -79,22 +82,21 @@ class Type : public Handle {
 
   /// As messages name it: "int32", "bfloat16", "big-endian float32", "variable-length string", "compound" ...
   std::string name() const;
-  std::size_t bytes() const { return H5Tget_size(id()); }
-  bool is_fixed_string() const { return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) == 0; }
-  bool is_variable_length_string() const { return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) > 0; }
+  std::size_t bytes() const;
+  bool is_fixed_string() const;
   /// Whether elements, or parts of them, are addresses of what has any length.
   bool has_variable_length() const;
   /// Elements are nothing but their bytes; others have another size in memory than in the file.
-  bool is_flat() const { return H5Tdetect_class(id(), H5T_REFERENCE) <= 0 && !has_variable_length(); }
+  bool is_flat() const;
 
   static Type compound(std::size_t bytes);
   void insert(const char* name, std::size_t offset, const Type& member);
-  bool is_compound() const { return H5Tget_class(id()) == H5T_COMPOUND; }
+  bool is_compound() const;
   /// Of a compound, by name; none: it has no such member.
   std::optional<Type> member(const char* name) const;
   std::size_t member_offset(const char* name) const;
 
-  bool operator==(const Type& other) const { return H5Tequal(id(), other.id()) > 0; }
+  bool operator==(const Type& other) const;
 };
 
 /// The HDF5 type of int32, int64, float and double elements.

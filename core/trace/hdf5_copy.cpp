@@ -16,6 +16,7 @@ namespace {
 using Met = std::set<std::uint64_t>;
 
 void copy_attributes(const Object& from, const Object& to) {
+  const Lock lock;
   for (const std::string& name : from.attribute_names()) {
     const Handle old{H5Aopen(from.id(), name.c_str(), H5P_DEFAULT), H5Aclose};
     if (old.id() < 0) throw failure(from.where(name), "cannot be read");

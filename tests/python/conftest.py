@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-# Threads that wait for each other asleep: small traces on a busy machine would spend their time spinning.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 
 from program import done  # noqa: E402

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -337,3 +338,25 @@ def test_sets_that_cannot_be_are_refused(selection: object, words: str, small: P
     with pytest.raises(kv.Error) as refused:
         kv.measure(small, selection)
     assert str(refused.value) == words and refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("path", [Path, str, lambda path: str(path).encode()], ids=["path", "text", "bytes"])
+def test_paths_of_any_kind(path: Callable, small: Path, tmp_path: Path) -> None:
+    assert kv.open(path(small)).path == small
+    one = kv.replay(path(small), "local", 0.1, output=path(tmp_path / "out"), progress=False)
+    both = kv.replay([path(small)], "local", 0.1, progress=False)
+    assert one.results.equals(both.results)
+    assert (tmp_path / "out" / "results.csv").exists()
+
+
+def test_masks_are_measured_as_positions_are(small: Path) -> None:
+    kept = kv.replay(small, "snapkv", 0.2, progress=False).selection("snapkv", 0.2)
+    expected = kv.measure(small, kept, progress=False).results
+    mask = kept.mask()
+    assert mask.dtype == bool
+    for selection in (mask, list(mask), mask.tolist()):
+        assert kv.measure(small, selection, progress=False).results.equals(expected)
+    one_set = np.ones((len(mask), mask.shape[2]), dtype=bool)
+    assert kv.measure(small, one_set, metrics="kv_bytes", progress=False).results.value.min() > 0
+    with pytest.raises(kv.Error, match=r"^selection, layer 0, row 0: mask: expected 150 values, found 149$"):
+        kv.measure(small, mask[:, :, :-1])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-# Threads that wait for each other asleep: small traces on a busy machine would spend their time spinning.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from kvreplay import _engine  # noqa: E402
 from kvreplay.bounds.command import main  # noqa: E402

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <tuple>
 
@@ -409,6 +410,18 @@ TEST(LayerShares, AreOneForEachLayer) {
     EXPECT_THROW(ConfiguredPolicy::parse(std::string("snapkv:allocate=list,shares=") + wrong), Error) << wrong;
 }
 
+// ---- infinite scores
+
+/// Of the first head the infinite score alone is among the 4 best: (0.8 * 1 + 0.2 * 2) : (0.8 * 3 + 0.2 * 2).
+TEST(AdaptiveHeads, InfiniteScoresStayFirstAndLastWhenNormalised) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Division division{.prompt = 4, .budget = 2};
+  const WithinLayer ada = AdaptiveHeads{.normalise = true}.allocator();
+  EXPECT_EQ(ada(division, matrix({{infinity, 1, 1, 1}, {6, 2, 2, 2}})), (Counts{1, 3}));
+  EXPECT_EQ(ada(division, matrix({{infinity, infinity, infinity, 1}, {6, 2, 2, 2}})), (Counts{3, 1}));
+  EXPECT_EQ(ada(division, matrix({{-infinity, -infinity, 1, 1}, {6, 2, 2, 2}})), (Counts{0, 4}));
+}
+
 // ---- layers by the entropy of their scores
 
 TEST(EntropyAllocation, SharesByHowEvenlyScoresAreSpread) {
@@ -421,6 +434,14 @@ TEST(EntropyAllocation, SharesByHowEvenlyScoresAreSpread) {
   EXPECT_EQ(counts(3, {even, halves}), (LayerCounts{{4}, {2}}));
   EXPECT_EQ(counts(1, {halves, even, single}), (LayerCounts{{1}, {2}, {0}}));
   EXPECT_EQ(counts(2, {single, single}), (LayerCounts{{2}, {2}}));
+}
+
+TEST(EntropyAllocation, InfiniteScoresHaveEqualSharesAndTheOthersNone) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Matrix even = matrix({{2, 2, 2, 2}}), halves = matrix({{infinity, 0, 1, infinity}}),
+               single = matrix({{5, infinity, 5, 5}});
+  EXPECT_EQ(by_entropy()({.layers = 3, .prompt = 4, .budget = 1}, pointers(std::vector{halves, even, single})),
+            (LayerCounts{{1}, {2}, {0}}));
 }
 
 TEST(EntropyAllocation, HeadsShareByTheirLayersBestEntriesAndSinksAndRecentDoNotCompete) {

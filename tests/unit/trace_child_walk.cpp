@@ -1,11 +1,15 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <hdf5.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <vector>
@@ -92,6 +96,28 @@ TEST_F(ChildWalk, OutOfTheFile) {
                 file("a.h5").string() + ":/itself: link: expected an object of this file, found a soft link");
     }
   EXPECT_NO_THROW(walk_in_child(file("a.h5")));
+}
+
+/// A child that was given no CPU time says nothing of its file.
+TEST_F(ChildWalk, AnAlarmWithoutCpuTimeIsNoDamage) {
+  {
+    hdf5::File made = hdf5::File::create(file("a.h5"));
+    for (int group = 0; group < 5'000; ++group) made.create_group(std::to_string(group));
+  }
+  std::jthread alarm([children = fmt::format("/proc/self/task/{}/children", ::gettid())](const std::stop_token& stop) {
+    pid_t child = 0;
+    while (!stop.stop_requested() && !(std::ifstream(children) >> child)) std::this_thread::yield();
+    if (child > 0) ::kill(child, SIGALRM);
+  });
+  try {
+    walk_in_child(file("a.h5"));
+    ADD_FAILURE() << "walked before the alarm";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.refusal(), Refusal::resources);
+    const std::string said = error.what();
+    EXPECT_TRUE(said.starts_with(file("a.h5").string() + ": not checked: its check used 0.")) << said;
+    EXPECT_NE(said.find(" of 5 seconds of CPU time in the 50 seconds that it may take"), std::string::npos) << said;
+  }
 }
 
 /// What is wrong with a file is said when it is opened, and nothing of the others.

@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import resource
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -282,7 +281,6 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 
 def finished(options: Parser, work: Callable[[argparse.Namespace], None], words: Sequence[str], kept: str) -> int:
     """Reads the options and does the work; the value is the exit code. `kept`: what an interrupted program leaves."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end removes the partial file too
     return exit_code(options.command, lambda: work(options.parse_args(words)), kept)
 
 

@@ -1,5 +1,6 @@
 #include "machine.h"
 
+#include <omp.h>
 #include <sched.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <limits>
 
 #include "error.h"
+#include "forked_threads.h"
 #include "nearest.h"
 #include "parameters.h"
 
@@ -46,11 +48,14 @@ std::filesystem::path program_folder() {
 }
 
 int machine_threads() {
+  if (has_lost_threads()) return 1;
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
   return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
 }
+
+void read_openmp_settings() { omp_get_max_threads(); }
 
 std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 

@@ -12,7 +12,10 @@ namespace kvreplay {
 
 /// Where this program lies; empty: the system does not say.
 std::filesystem::path program_folder();
+/// Cores that this process may use; 1 in a forked process that has lost its threads.
 int machine_threads();
+/// libgomp has read the environment when it was loaded, libomp does so here, unless OpenMP was used before.
+void read_openmp_settings();
 std::size_t page_size();
 /// Memory in all and what is free now, within the limits of a container and of the process where there are some.
 std::size_t machine_memory();

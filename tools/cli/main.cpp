@@ -13,6 +13,7 @@
 #include "error.h"
 #include "policies/policy_source.h"
 #include "program.h"
+#include "sleeping_threads.h"
 #include "trace/hdf5_crash.h"
 
 namespace {
@@ -42,6 +43,7 @@ int main(int argc, char** argv) {
   using namespace kvreplay;
   const std::vector<std::string> words(argv + 1, argv + argc);
   open_closed_streams();
+  restore_environment();
   std::set_terminate(end_at_once);
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a full disk: the write fails and says so
   hdf5::refuse_crashes();

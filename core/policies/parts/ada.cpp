@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 
 #include "policies/parts/allocation.h"
@@ -11,6 +12,8 @@
 
 namespace kvreplay {
 namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
 
 struct AdaPart : AdaptiveHeads {
   static constexpr PartKind kind = PartKind::allocate;
@@ -22,16 +25,20 @@ struct AdaPart : AdaptiveHeads {
 
 const RegisteredPart<AdaPart> registered;
 
-/// Each head's scores times the share that its best candidates have of all its candidates.
+/// Each head's scores times the share that its best candidates have of all its candidates. Infinite scores stay what
+/// they are: in the limit positive ones have the whole sum, and negative ones nothing of it.
 Matrix normalised(const Division& division, Matrix scores) {
   for (int head = 0; head < scores.rows(); ++head) {
     const std::span<const double> candidates = scores.row(head).subspan(
         static_cast<std::size_t>(division.sinks), static_cast<std::size_t>(division.candidates()));
+    const auto add = [](double sum, double score) { return score == -infinity ? sum : sum + score; };
     double best = 0;
-    for (const std::int32_t i : largest(candidates, division.slots())) best += candidates[static_cast<std::size_t>(i)];
-    const double all = std::accumulate(candidates.begin(), candidates.end(), 0.0);
-    const double share = all != 0 ? best / all : 0.0;
-    for (double& score : scores.row(head)) score *= share;
+    for (const std::int32_t i : largest(candidates, division.slots()))
+      best = add(best, candidates[static_cast<std::size_t>(i)]);
+    const double all = std::accumulate(candidates.begin(), candidates.end(), 0.0, add);
+    const double share = all == infinity ? 1.0 : all != 0 ? best / all : 0.0;
+    for (double& score : scores.row(head))
+      if (std::isfinite(score)) score *= share;
   }
   return scores;
 }

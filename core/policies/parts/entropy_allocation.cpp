@@ -17,15 +17,19 @@ double normalised_entropy(const Division& division, const Matrix& scores) {
                                    static_cast<std::size_t>(division.candidates()));
   };
   double sum = 0, entropy = 0;
+  std::int64_t infinite = 0;
   for (int row = 0; row < scores.rows(); ++row)
     for (const double score : candidates(row)) {
       if (score < 0)
         throw Error{Refusal::input, "allocate=entropy", "a negative score", "scores of 0 or more, as attention has",
                     std::to_string(score)};
       sum += score;
+      infinite += std::isinf(score) ? 1 : 0;
     }
   const double count = static_cast<double>(scores.rows()) * division.candidates();
   if (sum == 0 || count < 2) return 0;
+  // In the limit infinite scores have equal shares, and the others none.
+  if (infinite > 0) return std::log(static_cast<double>(infinite)) / std::log(count);
   for (int row = 0; row < scores.rows(); ++row)
     for (const double score : candidates(row))
       if (score > 0) entropy -= score / sum * std::log(score / sum);

@@ -14,6 +14,8 @@
 #include "analysis/metrics/metric.h"
 #include "analysis/table.h"
 #include "errors.h"
+#include "interpreter_lock.h"
+#include "machine.h"
 #include "policies/configured.h"
 #include "policies/layer_ranges.h"
 #include "policies/policy_source.h"
@@ -29,9 +31,11 @@ namespace {
 
 namespace nb = nanobind;
 
-/// Ctrl-C, as Python hears it. What a handler raises is KeyboardInterrupt, or is reported as if it were.
+/// Ctrl-C, as Python hears it, or Python's own end. What a handler raises is KeyboardInterrupt, or is reported as if it
+/// were.
 bool asked_to_stop() {
-  const nb::gil_scoped_acquire locked;
+  if (is_ending()) return true;
+  const Locked locked;
   if (PyErr_CheckSignals() == 0) return false;
   PyErr_Clear();
   return true;
@@ -40,7 +44,7 @@ bool asked_to_stop() {
 nb::dict replay(const std::vector<std::string>& words, const nb::object& progress) {
   RunSummary summary;
   const auto heard = [&progress](const Progress& now) {
-    const nb::gil_scoped_acquire locked;
+    const Locked locked;
     try {
       progress(now.done, now.name);
     } catch (nb::python_error& raised) {
@@ -48,7 +52,7 @@ nb::dict replay(const std::vector<std::string>& words, const nb::object& progres
     }
   };
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     const Arguments arguments(replay_command, "kvreplay", words);
     summary = replay_traces(arguments, heard, asked_to_stop);
   }
@@ -99,8 +103,10 @@ std::string better_of_metric(const std::string& text) {
 NB_MODULE(_engine, module) {
   using namespace nanobind::literals;
   namespace python = kvreplay::python;
+  kvreplay::read_openmp_settings();    // of the environment as kvreplay/__init__.py has set it
   nanobind::set_leak_warnings(false);  // policies live in a registry that outlives the interpreter
   python::translate_errors();
+  python::wait_at_exit();
   python::bind_view(module);
   python::bind_trace(module);
   python::bind_python_policies(module);
@@ -138,7 +144,7 @@ NB_MODULE(_engine, module) {
   module.def(
       "walk_in_child",
       [](const std::filesystem::path& path) { return kvreplay::walk_in_child(path, kvreplay::Links::inside); },
-      "path"_a,
+      "path"_a, nanobind::call_guard<python::Unlocked>(),
       "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, asks for all memory, "
       "or leads out of itself. False: it cannot be opened.");
   module.def("replay", python::replay, "words"_a, "progress"_a,
@@ -146,7 +152,7 @@ NB_MODULE(_engine, module) {
   module.def(
       "program",
       [](const std::vector<std::string>& words) {
-        const nanobind::gil_scoped_release unlocked;
+        const python::Unlocked unlocked;
         return kvreplay::run_program("kvreplay", words);
       },
       "words"_a, "The program kvreplay; gives its exit code.");

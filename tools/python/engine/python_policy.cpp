@@ -16,6 +16,7 @@
 
 #include "arrays.h"
 #include "errors.h"
+#include "interpreter_lock.h"
 #include "policies/layer_ranges.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
@@ -33,7 +34,7 @@ class Shared {
  public:
   explicit Shared(nb::object object)
       : object_(new nb::object(std::move(object)), [](nb::object* held) {
-          const nb::gil_scoped_acquire locked;
+          const Locked locked;
           delete held;
         }) {}
   /// The caller holds the lock.
@@ -46,7 +47,7 @@ class Shared {
 /// Calls Python from a thread of the engine; what is raised there becomes an Error.
 template <class Work>
 auto in_python(Work work) {
-  const nb::gil_scoped_acquire locked;
+  const Locked locked;
   try {
     return work();
   } catch (nb::python_error& raised) {

@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 #include "error.h"
+#include "interpreter_lock.h"
 #include "machine.h"
 #include "replay/replay.h"
 #include "trace.h"
@@ -87,7 +88,7 @@ class Traced {
 void bind_trace(nb::module_& module) {
   using namespace nb::literals;
   nb::class_<Traced>(module, "Trace")
-      .def(nb::init<const std::filesystem::path&>(), "path"_a)
+      .def(nb::init<const std::filesystem::path&>(), "path"_a, nb::call_guard<Unlocked>())
       .def_prop_ro("path", [](const Traced& of) { return of.trace().path(); })
       .def_prop_ro("name", [](const Traced& of) { return of.trace().name(); })
       .def_prop_ro("hash", [](const Traced& of) { return of.trace().hash(); })

@@ -10,6 +10,7 @@
 
 #include "attention/participants.h"
 #include "error.h"
+#include "interpreter_lock.h"
 #include "trace/float_types.h"
 
 namespace kvreplay::python {
@@ -66,7 +67,7 @@ auto observable(const Matrix& (LayerView::*compute)(Arguments...) const) {
     const LayerView& layer = *view;
     const Matrix* found = nullptr;
     {
-      const nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       const std::scoped_lock alone(view.lock());
       found = &(layer.*compute)(arguments...);
     }
@@ -81,7 +82,7 @@ std::pair<Array<double>, Array<double>> query_moments(const View& view, int firs
     throw Error{Refusal::usage, "query_moments", "first", "0.." + std::to_string(seen - 1), std::to_string(first)};
   const VectorMoments* found = nullptr;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     const std::scoped_lock alone(view.lock());
     found = &layer.query_moments(first);
   }
@@ -110,7 +111,7 @@ Array<double> attention_of(const View& view, const Positions32& queries, const s
   }
   Matrix found;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     const std::scoped_lock alone(view.lock());
     found = layer.attention_of(queries, weights);
   }

@@ -44,7 +44,27 @@ _PLACES = {
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def _load_engine() -> Any:
+    """OpenMP reads the environment when it is loaded. Its threads sleep while they wait, unless the user's environment
+    says how they should wait."""
+    import os
+    from importlib import import_module
+
+    if any(setting in os.environ for setting in _WAITING):
+        return import_module("kvreplay._engine")
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    try:
+        return import_module("kvreplay._engine")
+    finally:
+        del os.environ["OMP_WAIT_POLICY"]
+
+
 def __getattr__(name: str) -> Any:
+    if name == "_engine":
+        return _load_engine()
     if name not in _MODULES:
         raise AttributeError(f"module 'kvreplay' has no attribute {name!r}")
     from importlib import import_module

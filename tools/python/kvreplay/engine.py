@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import numbers
+import os
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,9 @@ except ImportError as problem:
 _engine.read_policies_by(load)
 
 
+AnyPath = str | bytes | os.PathLike
+
+
 class Trace:
     """An open trace. Everything was checked when it was opened; tensors are read where they lie in the file."""
 
@@ -58,8 +62,8 @@ class Trace:
     query_positions: Callable[[int], np.ndarray]  # of a layer: int32 [Tq] where it holds only some queries
     treated_layers: Callable[[bool], list[int]]  # stored layers that take part; whether those that slide do
 
-    def __init__(self, path: str | Path) -> None:
-        self._trace = _engine.Trace(Path(path))
+    def __init__(self, path: AnyPath) -> None:
+        self._trace = _engine.Trace(Path(os.fsdecode(path)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -107,10 +111,10 @@ class Trace:
         return data.view(np.dtype(kind)).reshape(shape)
 
 
-Traces = str | Path | Trace
+Traces = AnyPath | Trace
 
 
-def open(path: str | Path) -> Trace:
+def open(path: AnyPath) -> Trace:
     """Opens a trace. Raises Error that names the object, what was expected and what was found."""
     return Trace(path)
 
@@ -183,7 +187,7 @@ def replay(
     budgets: float | str | Iterable[float | str],
     *,
     metrics: str | Iterable[str] = (),
-    output: str | Path | None = None,
+    output: AnyPath | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> Run:
@@ -197,7 +201,7 @@ def replay(
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
     """
-    words = [str(one.path if isinstance(one, Trace) else one) for one in _several(traces)]
+    words = [os.fsdecode(one.path if isinstance(one, Trace) else one) for one in _several(traces)]
     for one in policy_texts(policies):
         words += ["--policy", one]
     for one in _several(budgets):
@@ -212,7 +216,7 @@ def replay(
         elif value is not False and value is not None:
             words += ["--" + option.replace("_", "-"), ",".join(map(str, _several(value)))]
     _refuse_plugins(words)
-    folder = tempfile.mkdtemp(prefix="kvreplay-") if output is None else str(output)
+    folder = tempfile.mkdtemp(prefix="kvreplay-") if output is None else os.fsdecode(output)
     words += ["--output", folder]
     try:
         with _bar(progress) as heard:
@@ -237,8 +241,8 @@ def replay(
 def measure(trace: Traces, selection: Any, **options: Any) -> Run:
     """Measures sets that come from elsewhere: what `kv.replay` says of a policy that keeps exactly these tokens.
 
-    `selection`: for each layer a list of positions below P, or such a list for each KV head (or each query head); or
-    what `Run.selection` gives.
+    `selection`: for each layer a list of positions below P, or such a list for each KV head (or each query head);
+    bool masks [P] in the place of lists, as `mask()` gives them; or what `Run.selection` gives.
     """
     from kvreplay.given import given
 
@@ -248,7 +252,8 @@ def measure(trace: Traces, selection: Any, **options: Any) -> Run:
 
 
 def _several(one: Any) -> list[Any]:
-    return [one] if isinstance(one, str | Path | Trace | numbers.Real | Policy | FunctionPolicy | type) else list(one)
+    single = AnyPath | Trace | numbers.Real | Policy | FunctionPolicy | type
+    return [one] if isinstance(one, single) else list(one)
 
 
 def policy_texts(policies: Any) -> list[str]:

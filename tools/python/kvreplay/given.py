@@ -78,6 +78,10 @@ def _rows(trace: Trace, layer: int, one: Any) -> list[np.ndarray]:
         raise Error(where, "rows", f"1, {trace.kv_heads} or {trace.query_heads}", str(len(rows)), Refusal.USAGE)
     for number, row in enumerate(rows):
         place = f"{where}, row {number}"
+        if row.dtype == bool:
+            if len(row) != trace.prompt:
+                raise Error(place, "mask", f"{trace.prompt} values", str(len(row)), Refusal.USAGE)
+            row = rows[number] = np.flatnonzero(row)
         if len(row) and not np.issubdtype(row.dtype, np.integer):
             raise Error(place, "positions", "whole numbers", str(row.dtype), Refusal.USAGE)
         outside = row[(row < 0) | (row >= trace.prompt)]

@@ -10,7 +10,9 @@ import h5py
 from kvreplay.errors import Error
 
 try:
-    from kvreplay._engine import walk_in_child
+    from kvreplay import _engine
+
+    walk_in_child = _engine.walk_in_child
 except ImportError:  # without the engine a file that crashes HDF5 crashes its reader
 
     def walk_in_child(path: Path) -> bool:

@@ -38,7 +38,7 @@ TRACES = {
 FULL = 64  # tokens: more than any of these prompts
 BUDGETS = (0.2, 7, FULL)
 SETS = ("offsets", "positions", "granted", "sinks", "recent", "evicted_at")
-SYNTH = "import json, sys; from kvreplay._engine import program\nfor words in json.loads(sys.argv[1]): program(words)"
+SYNTH = "import json, sys; from kvreplay import _engine\nfor words in json.loads(sys.argv[1]): _engine.program(words)"
 
 
 def check(policy: Any) -> None:

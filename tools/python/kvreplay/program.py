@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import io
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvreplay import __version__
@@ -69,13 +72,27 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that temporary folders are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
     """Does the work; what is refused is one line on stderr, and so is what an interruption left, if `kept` says it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is printed in its own bytes, UTF-8 or not
     try:
         try:
-            work()
+            with _orderly_end():
+                work()
         finally:
             sys.stdout.flush()
     except Error as error:

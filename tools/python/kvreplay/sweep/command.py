@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
@@ -65,7 +64,6 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs it; the value is the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     codes: list[int] = []
 
     def work() -> None:
