@@ -56,10 +56,10 @@ LayerView::LayerView(const LayerView& whole, Residents residents)
       whole_(&whole.whole()),
       residents_(std::move(residents)) {}
 
-std::span<const std::int32_t> LayerView::positions(int row) const {
+ResidentPositions LayerView::positions(int row) const {
   const auto count = static_cast<std::size_t>(tokens());
-  return std::span(residents_.positions)
-      .subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count);
+  return ResidentPositions(
+      std::span(residents_.positions).subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count));
 }
 
 void LayerView::on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const {
@@ -116,7 +116,7 @@ Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const do
 
 bool LayerView::is_resident(std::int32_t position) const {
   for (int row = 0; row < residents_.rows; ++row) {
-    const std::span<const std::int32_t> list = positions(row);
+    const std::span<const std::int32_t> list = positions(row).numbers();
     if (std::ranges::find(list, position) == list.end()) return false;
   }
   return true;
@@ -165,7 +165,7 @@ void LayerView::each_row_of_window(int window, const std::function<void(const Ma
 Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const {
   std::vector<std::int32_t> lists;
   for (int row = 0; row < residents_.rows; ++row) {
-    const std::span<const std::int32_t> held = positions(row);
+    const std::span<const std::int32_t> held = positions(row).numbers();
     lists.insert(lists.end(), held.begin(), held.end());
     lists.insert(lists.end(), queries.begin(), queries.end());
   }
@@ -201,8 +201,7 @@ const Matrix& LayerView::norms(std::string_view observable, const TensorView& te
         whole_->remember(whole_->memo_, observable, {p, all}, [&] { return backend_.norms(tensor, tensor.tokens, p); });
     Matrix held(tensor.heads, tokens());
     for (int head = 0; head < held.rows(); ++head)
-      for (int i = 0; i < held.columns(); ++i)
-        held(head, i) = of_all(head, positions(head)[static_cast<std::size_t>(i)]);
+      for (int i = 0; i < held.columns(); ++i) held(head, i) = of_all(head, positions(head)[i].number);
     return held;
   });
 }
@@ -223,7 +222,7 @@ const Matrix& LayerView::squared_value_norms() const {
 
 Vectors LayerView::keys() const {
   const auto read = [this](int head, int i, std::span<double> vector) {
-    const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
+    const std::int32_t position = positions(head)[i].number;
     read_finite_row(tensors_.k, head, position, vector);
     if (residents_.place == Positions::cache) rotate(tensors_.rope, i - position, vector);
   };
@@ -232,7 +231,7 @@ Vectors LayerView::keys() const {
 
 Vectors LayerView::as_stored(const TensorView& tensor) const {
   const auto read = [this, &tensor](int head, int i, std::span<double> vector) {
-    read_finite_row(tensor, head, positions(head)[static_cast<std::size_t>(i)], vector);
+    read_finite_row(tensor, head, positions(head)[i].number, vector);
   };
   return {tensor.heads, tokens(), tensor.dim, read};
 }
@@ -247,7 +246,7 @@ const BackwardRotation& LayerView::backward_rotation() const {
 
 Vectors LayerView::unrotated_keys() const {
   const auto read = [this, &back = backward_rotation()](int head, int i, std::span<double> vector) {
-    const std::int32_t position = positions(head)[static_cast<std::size_t>(i)];
+    const std::int32_t position = positions(head)[i].number;
     read_finite_row(tensors_.k, head, position, vector);
     back.apply(-position, vector);
     for (double& number : vector) number /= tensors_.rope.attention_scaling;

@@ -41,6 +41,25 @@ struct Residents {
   Matrix attention_before = {};  // [Hq, n - added]: attention that those held before have received until the new came
 };
 
+/// Where a token stands in the prompt. Not a number: columns of a view's matrices are those of the tokens that it
+/// holds.
+struct Position {
+  std::int32_t number = 0;
+};
+
+/// [n] positions of the tokens that a row holds, in the order of the columns of what a view measures.
+class ResidentPositions {
+ public:
+  explicit ResidentPositions(std::span<const std::int32_t> numbers) : numbers_(numbers) {}
+
+  /// Of the token in a column.
+  Position operator[](int column) const { return {numbers_[static_cast<std::size_t>(column)]}; }
+  std::span<const std::int32_t> numbers() const { return numbers_; }
+
+ private:
+  std::span<const std::int32_t> numbers_;
+};
+
 class LayerView {
  public:
   /// All of the prompt is resident. `eval_queries`: positions at which metrics are taken, ascending. `store`: what is
@@ -65,8 +84,8 @@ class LayerView {
 
   /// n: tokens that are resident.
   int tokens() const { return static_cast<int>(residents_.positions.size()) / residents_.rows; }
-  /// [n] positions of a row of the policy's granularity; all rows share a list where there is one.
-  std::span<const std::int32_t> positions(int row) const;
+  /// Of a row of the policy's granularity; all rows share a list where there is one.
+  ResidentPositions positions(int row) const;
   const Residents& residents() const { return residents_; }
 
   /// [Hq, n]: Σ over the last `window` queries t that have come of a(t,j), the window's own columns included; a window

@@ -98,7 +98,7 @@ class Cache {
     attention_ = Matrix(all.rows(), held());
     for (int head = 0; head < all.rows(); ++head) {
       const int row = held_.size() == 1 ? 0 : head / view_.group();
-      const std::span<const std::int32_t> before = now.positions(row);
+      const std::span<const std::int32_t> before = now.positions(row).numbers();
       std::size_t from = 0;
       for (int i = 0; i < held(); ++i) {
         while (before[from] != held_[static_cast<std::size_t>(row)][static_cast<std::size_t>(i)])
@@ -217,7 +217,7 @@ Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, co
   for (int row = 0; row < scores.rows(); ++row) {
     budget.row = row;
     for (const std::int32_t position :
-         choose_row(plan.select, view.positions(row), scores.row(row), budget, &view, who).positions) {
+         choose_row(plan.select, view.positions(row).numbers(), scores.row(row), budget, &view, who).positions) {
       held.positions.push_back(position);
       held.scores.push_back(scores(row, position) / heads);
     }

@@ -108,8 +108,8 @@ TEST_F(PartlyResident, TheSoftmaxRunsOverWhatIsHeld) {
   const LayerView held(view, {.positions = {0, 4, 10, 11}, .seen = 12, .added = 2});
   EXPECT_EQ(held.tokens(), 4);
   EXPECT_EQ(held.prompt(), 30) << "the prompt is what it was";
-  EXPECT_EQ(copied(held.positions(0)), (std::vector<std::int32_t>{0, 4, 10, 11}));
-  EXPECT_EQ(copied(held.positions(1)), copied(held.positions(0))) << "one list for all rows";
+  EXPECT_EQ(copied(held.positions(0).numbers()), (std::vector<std::int32_t>{0, 4, 10, 11}));
+  EXPECT_EQ(copied(held.positions(1).numbers()), copied(held.positions(0).numbers())) << "one list for all rows";
   backend.sums = Matrix(4, 4, 0.25);
   held.window_attention(3);
   EXPECT_EQ(backend.asked_queries, range(9, 12)) << "the last that have come, held or not";
@@ -133,7 +133,7 @@ TEST_F(PartlyResident, RowsHaveListsOfTheirOwn) {
   const LayerView held(
       view, {.positions = {0, 4, 11, 1, 5, 11}, .rows = 2, .seen = 12, .added = 1, .place = Positions::cache});
   EXPECT_EQ(held.tokens(), 3);
-  EXPECT_EQ(copied(held.positions(1)), (std::vector<std::int32_t>{1, 5, 11}));
+  EXPECT_EQ(copied(held.positions(1).numbers()), (std::vector<std::int32_t>{1, 5, 11}));
   held.window_attention(12);
   EXPECT_EQ(backend.asked_queries, (std::vector<std::int32_t>{11})) << "4 is held by one row only";
   EXPECT_EQ(backend.asked.resident_rows, 2);

@@ -156,8 +156,7 @@ TEST_F(QueryObservables, QFilterScoresKeysByTheGroupsMeanDirection) {
     double expected = 0;
     for (int h = 0; h < 3; ++h)
       for (int c = 0; c < 10; ++c)
-        expected +=
-            some.query_directions()(h, c) / 3 * layer.k.at(0, some.positions(0)[static_cast<std::size_t>(i)], c);
+        expected += some.query_directions()(h, c) / 3 * layer.k.at(0, some.positions(0)[i].number, c);
     EXPECT_NEAR(of_some(0, i), expected, 1e-12) << "directions of the queries that have come";
   }
 }

@@ -22,7 +22,7 @@ class Schedules : public ::testing::Test {
       Matrix scores(1, held.tokens());
       seen.push_back(held.residents().seen);
       for (int i = 0; i < held.tokens(); ++i)
-        scores(0, i) = importance[static_cast<std::size_t>(held.positions(0)[static_cast<std::size_t>(i)])];
+        scores(0, i) = importance[static_cast<std::size_t>(held.positions(0)[i].number)];
       return scores;
     };
   }
@@ -155,8 +155,8 @@ TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
     backend.sums = held.tokens() == 6 ? received({1, 2, 3, 4, 5, 6}) : received({0, 0, 0, 0, 0});
     Matrix scores(2, held.tokens());
     for (int i = 0; i < held.tokens(); ++i) {
-      scores(0, i) = importance[static_cast<std::size_t>(held.positions(0)[static_cast<std::size_t>(i)])];
-      scores(1, i) = -importance[static_cast<std::size_t>(held.positions(1)[static_cast<std::size_t>(i)])];
+      scores(0, i) = importance[static_cast<std::size_t>(held.positions(0)[i].number)];
+      scores(1, i) = -importance[static_cast<std::size_t>(held.positions(1)[i].number)];
     }
     return scores;
   };

@@ -85,7 +85,7 @@ class KeysAndQueries : public ::testing::TestWithParam<bool> {
   LayerView held{view, {.positions = held_positions, .rows = 2, .seen = 40, .added = 1, .place = Positions::cache}};
 
   Numbers held_key(int head, int i) const {
-    const int position = held.positions(head)[static_cast<std::size_t>(i)];
+    const int position = held.positions(head)[i].number;
     return layer.rotated(layer.k.row(head, position), i - position);
   }
 };
@@ -107,7 +107,7 @@ TEST_P(KeysAndQueries, MomentsAreThoseOfWhatIsUnrotated) {
   for (int head = 0; head < 2; ++head) {
     std::vector<Numbers> all, some;
     for (int j = 0; j < prompt; ++j) all.push_back(unrotated(layer.k.row(head, j), j));
-    for (const std::int32_t j : held.positions(head)) some.push_back(unrotated(layer.k.row(head, j), j));
+    for (const std::int32_t j : held.positions(head).numbers()) some.push_back(unrotated(layer.k.row(head, j), j));
     expect_moments(view.key_moments(), head, all);
     expect_moments(held.key_moments(), head, some);
   }

@@ -40,7 +40,7 @@ struct LagKv {
 
   /// 1 for what no whole partition follows. Of tokens too few to compare partitions the most recent stay.
   Matrix scores(const LayerView& view) const {
-    const int before = resident_sinks(view.positions(0), sinks);
+    const int before = resident_sinks(view.positions(0).numbers(), sinks);
     const int partitions = (view.tokens() - before) / lag;
     Matrix scores(view.kv_heads(), view.tokens(), 1.0);
     if (partitions < 2)

@@ -15,7 +15,7 @@ Matrix negated_ranks(const LayerView& view, Heads heads, std::uint64_t seed) {
   Matrix scores(view.rows(heads), view.tokens());
   std::vector<std::uint64_t> drawn(static_cast<std::size_t>(view.tokens()));
   for (int head = 0; head < scores.rows(); ++head) {
-    const std::span<const std::int32_t> positions = view.positions(head);
+    const std::span<const std::int32_t> positions = view.positions(head).numbers();
     for (std::size_t i = 0; i < drawn.size(); ++i) drawn[i] = chain(seed, view.stored_layer(), head, positions[i]);
     double rank = 0;
     for (const std::int32_t token : ordered(drawn)) scores(head, token) = rank--;

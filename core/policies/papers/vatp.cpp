@@ -24,8 +24,7 @@ Scorer times_value_norm(Scorer base) {
     Matrix scores = score(view, how);
     const Matrix& norms = view.value_norms(1.0);
     for (int head = 0; head < scores.rows(); ++head)
-      for (int i = 0; i < scores.columns(); ++i)
-        scores(head, i) *= norms(head, view.positions(head)[static_cast<std::size_t>(i)]);
+      for (int i = 0; i < scores.columns(); ++i) scores(head, i) *= norms(head, i);
     return scores;
   };
   product.online = OnlineScore::none;

@@ -33,9 +33,9 @@ Scorer observed_score() {
     Matrix scores = how.grouping(view.cumulative_attention(), view.group());
     const int seen = view.residents().seen, window = view.tensors().sliding_window;
     for (int row = 0; row < scores.rows(); ++row) {
-      const std::span<const std::int32_t> positions = view.positions(row);
+      const ResidentPositions positions = view.positions(row);
       for (int i = 0; i < scores.columns(); ++i) {
-        const int came = seen - positions[static_cast<std::size_t>(i)];
+        const int came = seen - positions[i].number;
         scores(row, i) /= window > 0 ? std::min(came, window) : came;
       }
     }

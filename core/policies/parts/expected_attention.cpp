@@ -61,7 +61,7 @@ void exponentiate(std::span<double> logits) {
 
 Matrix scores(const ExpectedAttention& values, const LayerView& view, const Grouping& grouping) {
   Matrix expected = view.key_forms(expected_logits(values, view));
-  const auto sinks = static_cast<std::size_t>(resident_sinks(view.positions(0), values.sinks));
+  const auto sinks = static_cast<std::size_t>(resident_sinks(view.positions(0).numbers(), values.sinks));
   for (int head = 0; head < expected.rows(); ++head) {
     exponentiate(expected.row(head).subspan(sinks));
     for (int j = 0; values.vnorm && j < expected.columns(); ++j)

@@ -9,9 +9,9 @@ Matrix key_products(const LayerView& view, const Matrix& directions) {
   Matrix products(keys.heads, view.tokens());
   view.on_threads(static_cast<std::size_t>(keys.heads), [&](std::size_t number) {
     const auto head = static_cast<int>(number);
-    const std::span<const std::int32_t> positions = view.positions(head);
+    const ResidentPositions positions = view.positions(head);
     for (int i = 0; i < products.columns(); ++i) {
-      const std::byte* key = keys.row(head, positions[static_cast<std::size_t>(i)]);
+      const std::byte* key = keys.row(head, positions[i].number);
       for (int c = 0; c < keys.dim; ++c)
         products(head, i) +=
             directions(head, c) * static_cast<double>(load(key, keys.dtype, static_cast<std::size_t>(c)));

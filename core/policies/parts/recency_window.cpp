@@ -19,7 +19,7 @@ std::vector<double> weights(int window, double last) {
 Matrix resident_columns(const Matrix& all, const LayerView& view) {
   Matrix some(all.rows(), view.tokens());
   for (int row = 0; row < all.rows(); ++row)
-    for (int i = 0; i < some.columns(); ++i) some(row, i) = all(row, view.positions(row)[static_cast<std::size_t>(i)]);
+    for (int i = 0; i < some.columns(); ++i) some(row, i) = all(row, view.positions(row)[i].number);
   return some;
 }
 

@@ -33,7 +33,7 @@ Selector Redundancy::selector() const {
   const auto select = [*this](const Row& row) {
     const int recent = std::max(row.recent, row.sinks > 0 ? 0 : 1);
     const LayerView& view = *row.view;
-    return Kept{view.backend().least_redundant(view.tensors(), {.resident = view.positions(0),
+    return Kept{view.backend().least_redundant(view.tensors(), {.resident = view.positions(0).numbers(),
                                                                 .positions = view.residents().place,
                                                                 .keys = use != Similarity::value,
                                                                 .values = use != Similarity::key,

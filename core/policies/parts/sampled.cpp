@@ -32,7 +32,7 @@ Kept sampled(const Sampled& part, const Row& row) {
   std::vector<std::int32_t> chosen = largest(scores, slots - drawn);
   if (drawn > 0) {
     const std::span<const std::int32_t> positions =
-        row.view->positions(row.number).subspan(static_cast<std::size_t>(row.sinks));
+        row.view->positions(row.number).numbers().subspan(static_cast<std::size_t>(row.sinks));
     std::vector<double> perturbed(candidates);
     for (std::size_t i = 0; i < candidates; ++i) {
       const double u = uniform(chain(part.seed, row.view->stored_layer(), row.number, positions[i]));

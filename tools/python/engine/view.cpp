@@ -26,7 +26,7 @@ Array<float> resident(const View& view, const TensorView& tensor) {
   std::vector<float> numbers(static_cast<std::size_t>(tensor.heads) * tokens * dim);
   auto next = numbers.begin();
   for (int head = 0; head < tensor.heads; ++head)
-    for (const std::int32_t position : view->positions(head))
+    for (const std::int32_t position : view->positions(head).numbers())
       for (std::size_t i = 0; i < dim; ++i) *next++ = load(tensor.row(head, position), tensor.dtype, i);
   return as_array(std::move(numbers), {static_cast<std::size_t>(tensor.heads), tokens, dim});
 }
@@ -106,7 +106,7 @@ Array<double> attention_of(const View& view, const Positions32& queries, const s
     if (query < 0 || query >= tokens) refuse("query", "0.." + std::to_string(tokens - 1), std::to_string(query));
     if (i > 0 && query <= queries[i - 1]) refuse("queries", "ascending positions", std::to_string(query));
     for (int head = 0; head < layer.kv_heads(); ++head)
-      if (std::ranges::find(layer.positions(head), query) != layer.positions(head).end())
+      if (std::ranges::count(layer.positions(head).numbers(), query) > 0)
         refuse("query", "a token that is not resident", std::to_string(query));
   }
   Matrix found;
@@ -151,7 +151,7 @@ void bind_view(nb::module_& module) {
             if (row < 0 || row >= view->kv_heads())
               throw Error{Refusal::usage, "positions", "row", "0.." + std::to_string(view->kv_heads() - 1),
                           std::to_string(row)};
-            const auto found = view->positions(row);
+            const auto found = view->positions(row).numbers();
             return as_array(Positions32(found.begin(), found.end()), {found.size()});
           },
           "row"_a = 0, "int32 [n]: positions of the resident tokens of a KV head")
