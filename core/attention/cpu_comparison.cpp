@@ -6,6 +6,7 @@
 
 #include "attention/cpu_backend.h"
 #include "attention/rope.h"
+#include "attention/row_sums.h"
 
 namespace kvreplay {
 namespace {
@@ -26,7 +27,11 @@ struct Row {
 void softmax(std::span<double> row) {
   const double highest = *std::max_element(row.begin(), row.end());
   double sum = 0.0;
-  for (double& x : row) sum += x = std::exp(x - highest);
+  for (double& x : row) {
+    x = std::exp(x - highest);
+    if (x < least_weight) x = 0.0;
+    sum += x;
+  }
   for (double& x : row) x /= sum;
 }
 

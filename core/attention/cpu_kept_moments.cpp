@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <numbers>
+#include <optional>
 
 #include "attention/cpu_backend.h"
 #include "attention/distinct_sets.h"
@@ -20,11 +21,22 @@ constexpr int block_rows = 48;
 // Terms of a sum of exponentials below this, or their squares, may have been lost to underflow.
 constexpr double smallest_safe_sum = 0x1p-40;
 
-/// Whether the sums that metrics read beside the total have lost terms, though the total has not.
-bool lost_parts(const RowSums& sums) {
-  const auto lost = [](double sum) { return sum > 0 && sum < smallest_safe_sum; };
-  return sums.total() >= smallest_safe_sum && (lost(sums.rest.sum) || lost(sums.sinks.sum + sums.rest.sum));
+/// Whether a sum that metrics read has lost terms: it is small, and the row holds keys in [begin, end) all the same.
+bool lost(double sum, const MomentRow& row, const KeptSet& set, int group, int begin, int end) {
+  return sum < smallest_safe_sum && row.holds_any(set, group, begin, end);
 }
+
+bool lost_parts(const RowSums& sums, const MomentRow& row, const KeptSet& set, int group, int boundary) {
+  return lost(sums.total(), row, set, group, 0, row.place.end) ||
+         lost(sums.sinks.sum + sums.rest.sum, row, set, group, 0, boundary) ||
+         lost(sums.rest.sum, row, set, group, sink_tokens, boundary);
+}
+
+/// What a set's row comes to: sums of weights, and the output.
+struct RowOfSet {
+  RowSums sums;
+  std::vector<double> output;  // empty: not asked for
+};
 
 void compare_outputs(std::span<const double> kept, std::span<const double> full, Moments& moments) {
   for (std::size_t c = 0; c < kept.size(); ++c) {
@@ -34,6 +46,94 @@ void compare_outputs(std::span<const double> kept, std::span<const double> full,
     moments.error_square += error * error;
   }
 }
+
+Moments compare(const RowOfSet& kept, const RowOfSet& full) {
+  Moments moments = moments_of(kept.sums, full.sums, 1.0);
+  compare_outputs(kept.output, full.output, moments);
+  return moments;
+}
+
+/// Metrics divide moments of a set by those of everything, `full`. Of a set whose moments, and those of everything
+/// beside it, come from other numbers, `full_beside`: what gives the same quotients.
+Moments in_units_of(const Moments& full, Moments kept, const Moments& full_beside) {
+  const auto rescale = [](double& part, double beside, double unit) {
+    if (beside != 0) part = part / beside * unit;
+  };
+  rescale(kept.mass, full_beside.mass, full.mass);
+  rescale(kept.square, full_beside.square, full.square);
+  rescale(kept.prompt_mass, full_beside.prompt_mass, full.prompt_mass);
+  rescale(kept.prompt_square, full_beside.prompt_square, full.prompt_square);
+  rescale(kept.nosink_mass, full_beside.nosink_mass, full.nosink_mass);
+  rescale(kept.nosink_square, full_beside.nosink_square, full.nosink_square);
+  for (double* part : {&kept.output_square, &kept.output_dot, &kept.error_square})
+    rescale(*part, full_beside.output_square, full.output_square);
+  return kept;
+}
+
+/// A row in float64, from its logits on: for sums that the exponentials of float32 cannot give.
+class WideRow {
+ public:
+  WideRow(const TileKernels& kernels, const LayerTensors& layer, int boundary, int kv_head, const MomentRow& row)
+      : kernels_(kernels), layer_(layer), boundary_(boundary), kv_head_(kv_head), row_(row) {
+    const auto width = static_cast<std::size_t>(layer.k.dim);
+    const double cap = static_cast<double>(layer.logit_softcap);
+    std::vector<float> query(width), key(width);
+    kernels.widen(layer.q.row(row.head, row.place.stored), layer.q.dtype, layer.q.dim, query.data());
+    for (int position = row.place.first; position < row.place.end; ++position) {
+      kernels.widen(layer.k.row(kv_head, position), layer.k.dtype, layer.k.dim, key.data());
+      double logit = 0;
+      for (std::size_t c = 0; c < width; ++c) logit += static_cast<double>(query[c]) * static_cast<double>(key[c]);
+      logit *= static_cast<double>(layer.softmax_scale);
+      logits_.push_back((cap > 0 ? cap * std::tanh(logit / cap) : logit) * std::numbers::log2e);
+    }
+    highest_ = std::ranges::max(logits_);
+  }
+
+  /// Weights are those beside the row's largest logit; in the output they are beside the set's own, which may be all
+  /// but nothing to the row.
+  RowOfSet of(const KeptSet& set, bool with_output) const {
+    const int group = layer_.group();
+    RowOfSet found;
+    double highest_held = -HUGE_VAL;
+    for (int key = row_.place.first; key < row_.place.end; ++key) {
+      if (!row_.holds(set, group, key)) continue;
+      highest_held = std::max(highest_held, logit(key));
+      const double weight = weight_of(logit(key) - highest_);
+      RowSums& sums = found.sums;
+      MaskedSums& of_section = key >= boundary_ ? sums.later : key < sink_tokens ? sums.sinks : sums.rest;
+      of_section.sum += weight;
+      of_section.square += weight * weight;
+    }
+    if (!with_output) return found;
+    found.output.resize(static_cast<std::size_t>(layer_.v.dim));
+    std::vector<float> value(found.output.size());
+    double total = 0;
+    for (int key = row_.place.first; key < row_.place.end; ++key) {
+      if (!row_.holds(set, group, key)) continue;
+      const double weight = weight_of(logit(key) - highest_held);
+      total += weight;
+      kernels_.widen(layer_.v.row(kv_head_, key), layer_.v.dtype, layer_.v.dim, value.data());
+      for (std::size_t c = 0; c < value.size(); ++c) found.output[c] += weight * static_cast<double>(value[c]);
+    }
+    for (double& component : found.output) component /= total;
+    return found;
+  }
+
+ private:
+  double logit(int key) const { return logits_[static_cast<std::size_t>(key - row_.place.first)]; }
+  static double weight_of(double below_highest) {
+    const double weight = std::exp2(below_highest);
+    return weight < least_weight ? 0.0 : weight;
+  }
+
+  const TileKernels& kernels_;
+  const LayerTensors& layer_;
+  int boundary_;
+  int kv_head_;
+  const MomentRow& row_;
+  std::vector<double> logits_;  // of the keys that the row sees, in units of log 2
+  double highest_ = 0;
+};
 
 }  // namespace
 
@@ -63,78 +163,41 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
   const auto dim = static_cast<std::size_t>(layer.v.dim);
   std::atomic<bool> finite{true};
 
-  // Logits of a row, in units of log 2, for sums that the exponentials around its reference cannot give.
-  const auto logits_of = [&](int kv_head, const MomentRow& row) {
-    const auto width = static_cast<std::size_t>(layer.k.dim);
-    const double cap = static_cast<double>(layer.logit_softcap);
-    std::vector<float> query(width), key(width);
-    kernels_.widen(layer.q.row(row.head, row.place.stored), layer.q.dtype, layer.q.dim, query.data());
-    std::vector<double> logits;
-    for (int position = row.place.first; position < row.place.end; ++position) {
-      kernels_.widen(layer.k.row(kv_head, position), layer.k.dtype, layer.k.dim, key.data());
-      double logit = 0;
-      for (std::size_t c = 0; c < width; ++c) logit += static_cast<double>(query[c]) * static_cast<double>(key[c]);
-      logit *= static_cast<double>(layer.softmax_scale);
-      logits.push_back((cap > 0 ? cap * std::tanh(logit / cap) : logit) * std::numbers::log2e);
-    }
-    return logits;
-  };
-
-  // A row whose kept keys all lie far below the largest logit: the same sums around the largest kept logit.
-  const auto sums_from_logits = [&](int kv_head, const MomentRow& row, const KeptSet& set,
-                                    std::span<const double> logits, double& highest, RowSums& sums,
-                                    std::span<double> output) {
-    const auto logit = [&](int key) { return logits[static_cast<std::size_t>(key - row.place.first)]; };
-    highest = -HUGE_VAL;
-    for (int key = row.place.first; key < row.place.end; ++key)
-      if (row.holds(set, group, key)) highest = std::max(highest, logit(key));
-    sums.sinks = sums.rest = sums.later = {};
-    std::fill(output.begin(), output.end(), 0.0);
-    std::vector<float> value(output.size());
-    for (int key = row.place.first; key < row.place.end; ++key) {
-      if (!row.holds(set, group, key)) continue;
-      const double weight = std::exp2(logit(key) - highest);
-      MaskedSums& of_section = key >= boundary ? sums.later : key < sink_tokens ? sums.sinks : sums.rest;
-      of_section.sum += weight;
-      of_section.square += weight * weight;
-      if (output.empty()) continue;
-      kernels_.widen(layer.v.row(kv_head, key), layer.v.dtype, layer.v.dim, value.data());
-      for (std::size_t c = 0; c < value.size(); ++c) output[c] += weight * static_cast<double>(value[c]);
-    }
-    for (double& component : output) component /= sums.total();
-  };
-
-  const auto write_moments = [&](const MomentBlock& block, int number, const MomentRow& row, double reference) {
+  const auto write_moments = [&](const MomentBlock& block, int number, const MomentRow& row) {
     const int kv_head = row.head / group;
     const std::size_t cell = product(row.head, query_count) + static_cast<std::size_t>(row.query);
-    std::vector<double> full_output(parts.outputs ? dim : 0), output(full_output), logits;
-    std::vector<RowSums> sums_of_set;
-    for (std::size_t i = 0; i < sets.size(); ++i) sums_of_set.push_back(block.sums(number, static_cast<int>(i)));
-    // Of a row, sums that are divided by each other's come from the same numbers.
-    const bool all_from_logits = std::ranges::any_of(sums_of_set, lost_parts);
-    // Fills `into`; what the sums are in units of.
-    const auto complete = [&](std::size_t i, std::vector<double>& into) {
-      RowSums& sums = sums_of_set[i];
-      if (!all_from_logits && sums.total() >= smallest_safe_sum) {
-        block.output(number, static_cast<int>(i), sums.total(), into);
-        return 1.0;
-      }
-      if (logits.empty()) logits = logits_of(kv_head, row);
-      double highest = 0;
-      sums_from_logits(kv_head, row, sets[i].at(row.query), logits, highest, sums, into);
-      return std::exp2(highest - reference);
+    const auto lost_in = [&](const RowSums& sums, std::size_t i) {
+      return lost_parts(sums, row, sets[i].at(row.query), group, boundary);
     };
-    const double full_unit = complete(0, full_output);
-    const RowSums& full = sums_of_set.front();
+    const auto in_float32 = [&](std::size_t i) {
+      RowOfSet found{block.sums(number, static_cast<int>(i)), std::vector<double>(parts.outputs ? dim : 0)};
+      block.output(number, static_cast<int>(i), found.sums.total(), found.output);
+      return found;
+    };
+    std::optional<WideRow> wide;
+    const auto in_float64 = [&](std::size_t i) {
+      if (!wide) wide.emplace(kernels_, layer, boundary, kv_head, row);
+      return wide->of(sets[i].at(row.query), parts.outputs);
+    };
+
+    const RowOfSet full = in_float32(0);
+    const bool full_is_wide = lost_in(full.sums, 0);
+    std::optional<RowOfSet> wide_full;
     std::vector<Moments> of_set;
     for (std::size_t i = 0; i < sets.size(); ++i) {
-      const double unit = i == 0 ? full_unit : complete(i, output);
-      const RowSums& sums = sums_of_set[i];
-      Moments& moments = of_set.emplace_back(moments_of(sums, full, unit / full_unit));
-      compare_outputs(i == 0 ? full_output : output, full_output, moments);
-      moments.logit_square = sums.logit_square * std::numbers::ln2 * std::numbers::ln2;
-      const double full_total = full.total() * full_unit;
-      moments.unaligned_dot = sums.unaligned_dot / (full_total * full_total);
+      const RowOfSet of_this = i == 0 ? full : in_float32(i);
+      // Of a pair of sets, sums that are divided by each other's come from the same numbers; other pairs have no say.
+      Moments moments;
+      if (full_is_wide || lost_in(of_this.sums, i)) {
+        if (!wide_full) wide_full = in_float64(0);
+        moments = compare(i == 0 ? *wide_full : in_float64(i), *wide_full);
+        if (!full_is_wide) moments = in_units_of(of_set.front(), moments, compare(*wide_full, *wide_full));
+      } else {
+        moments = compare(of_this, full);
+      }
+      moments.logit_square = of_this.sums.logit_square * std::numbers::ln2 * std::numbers::ln2;
+      moments.unaligned_dot = of_this.sums.unaligned_dot / (full.sums.total() * full.sums.total());
+      of_set.push_back(moments);
     }
     result.full[cell] = of_set.front();
     for (std::size_t i = 0; i < kept.size(); ++i)
@@ -167,8 +230,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
       }
       mine.moments.compute(task, kv_head, block_of_rows, mine.block);
       for (std::size_t row = 0; row < block_of_rows.size(); ++row)
-        write_moments(mine.moments, static_cast<int>(row), block_of_rows[row],
-                      static_cast<double>(mine.block.tiles().reference[row]));
+        write_moments(mine.moments, static_cast<int>(row), block_of_rows[row]);
     }
   }
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};

@@ -19,6 +19,12 @@ bool same_mask(const std::uint64_t* a, const std::uint64_t* b) { return a == b |
 
 }  // namespace
 
+bool MomentRow::holds_any(const KeptSet& set, int group, int begin, int end) const {
+  for (int key = std::max(begin, place.first); key < std::min(end, place.end); ++key)
+    if (holds(set, group, key)) return true;
+  return false;
+}
+
 void MomentBlock::begin(const MomentTask& task, int kv_head, std::span<const MomentRow> rows, SoftmaxBlock& softmax) {
   task_ = &task;
   softmax_ = &softmax;

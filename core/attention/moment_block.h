@@ -36,6 +36,8 @@ struct MomentRow {
   bool holds(const KeptSet& set, int group, int key) const {
     return key == place.own || key >= set.tokens() || set.keeps(set.row_of(head, group), key);
   }
+  /// Of the keys [begin, end) that it sees.
+  bool holds_any(const KeptSet& set, int group, int begin, int end) const;
 };
 
 /// What is the same for all blocks of a call. The first of `sets` keeps all below the boundary.

@@ -27,6 +27,9 @@ constexpr Word held_keys(Word kept, int key, int tokens, int own, int begin, int
   return held & bits_between<Word>(begin - key, end - key);
 }
 
+/// Weights of float64 below this share of the largest count as 0: the square of one that counts is a normal number.
+inline constexpr double least_weight = 0x1p-500;
+
 /// Σ x and Σ x² over some keys.
 struct MaskedSums {
   double sum = 0;

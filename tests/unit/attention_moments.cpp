@@ -236,6 +236,28 @@ TEST(KeptMomentsWith, ManySetsAtOnceHaveTheBitsOfEachAloneAndOfAnyNumberOfThread
   }
 }
 
+/// With large logits, rows of some sets lose sums to float32: their company must not know.
+TEST(KeptMomentsWith, OneSetAmongManyHasTheBitsItHasAloneWhateverTheLogits) {
+  for (const double spread : {1.0, 5.0, 17.0, 55.0}) {  // logits up to 3, 80, 900, 9,000
+    SCOPED_TRACE(::testing::Message() << "spread " << spread);
+    const LayerShape shape{.query_heads = 4, .kv_heads = 2, .tokens = 190, .dim = 12, .spread = spread};
+    const RandomLayer layer(shape);
+    const auto queries = range(160, 190, 3);
+    const ManySets many(shape, 160, queries.size());
+    const auto backend = tested_backend(2);
+    const KeptMoments found = backend->kept_moments(layer.tensors(), queries, 160, many.spans());
+    for (std::size_t set = 0; set < many.sets.size(); ++set) {
+      SCOPED_TRACE(::testing::Message() << "set " << set);
+      const KeptMoments alone =
+          backend->kept_moments(layer.tensors(), queries, 160, std::vector<KeptSets>{many.sets[set]});
+      for (std::size_t cell = 0; cell < found.full.size(); ++cell) {
+        EXPECT_EQ(members(found.full[cell]), members(alone.full[cell]));
+        EXPECT_EQ(members(found.kept[set * found.full.size() + cell]), members(alone.kept[cell]));
+      }
+    }
+  }
+}
+
 TEST(KeptMomentsWith, ManySetsAgreeAtEverySimdLevel) {
   const LayerShape shape{.query_heads = 6, .kv_heads = 2, .tokens = 600, .dim = 20, .dtype = DType::float16};
   const RandomLayer layer(shape);

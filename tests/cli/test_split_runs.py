@@ -1,0 +1,64 @@
+"""A cell depends on itself alone: not on the cells beside it, its shard, or when its metrics were asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import h5py
+import pytest
+from program import done, kvreplay
+
+BUDGETS = ["-b", "0.1,0.5"]
+NEEDS = {"finch": ":question=last,question_tokens=4", "critical-kv": ":wo=none"}
+WITHOUT = {"head-kv": "needs a table of the model's heads"}
+# Kinds of traces, and what their logits are multiplied with: parts of rows lie beyond float32, more and more of them.
+LOGITS = [("needle", 2), ("sinks", 8), ("gaussian", 15), ("sinks", 60), ("gaussian", 3000)]
+EQUAL = ("results.csv", "selections.h5")
+
+
+def policies(folder: Path) -> list[str]:
+    """Every registered one."""
+    names = [policy["name"] for policy in json.loads(done("policies", "--json", folder=folder))]
+    return [name + NEEDS.get(name, "") for name in names if name not in WITHOUT]
+
+
+def replay(folder: Path, output: str, wanted: list[str], metrics: str) -> None:
+    given = [word for policy in wanted for word in ("-p", policy)]
+    answer = kvreplay("replay", "t.h5", *given, *BUDGETS, "--metrics", metrics, "-o", output, folder=folder)
+    assert answer.code == 0, answer
+    assert "VIOLATED" not in answer.out, answer.out
+
+
+def same(folder: Path, one: str, other: str) -> bool:
+    return all((folder / one / name).read_bytes() == (folder / other / name).read_bytes() for name in EQUAL)
+
+
+@pytest.mark.parametrize(("kind", "scale"), LOGITS)
+def test_runs_split_by_policy_merge_to_the_bits_of_the_whole(kind: str, scale: int, tmp_path: Path) -> None:
+    shape = ["--layers", "2", "--prompt", "90", "--continuation", "12", "--head-dim", "16", "--query-heads", "4"]
+    done("synth", kind, "-o", "t.h5", *shape, folder=tmp_path)
+    with h5py.File(tmp_path / "t.h5", "r+") as trace:
+        trace["model"].attrs["softmax_scale"] *= scale
+    wanted = policies(tmp_path)
+    every = ",".join(
+        variant["name"]
+        for metric in json.loads(done("metrics", "--json", folder=tmp_path))
+        for variant in metric["variants"]
+        if "span" not in variant["name"]
+    )
+    replay(tmp_path, "whole", wanted, every)
+
+    shards = [wanted[first::3] for first in range(3)]
+    for number, shard in enumerate(shards):
+        replay(tmp_path, f"shard-{number}", shard, every)
+    done("merge", "merged", *(f"shard-{number}" for number in range(3)), folder=tmp_path)
+    assert same(tmp_path, "merged", "whole")
+
+    # The same cells one policy after the other, and their metrics in two goes.
+    shutil.copytree(tmp_path / "shard-0", tmp_path / "grown")
+    replay(tmp_path, "grown", shards[0] + shards[1], every)
+    replay(tmp_path, "grown", wanted, "attention_recall")
+    replay(tmp_path, "grown", wanted, every)
+    assert same(tmp_path, "grown", "whole")
