@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/logits.h"
+
 namespace kvreplay {
 namespace {
 
@@ -276,11 +278,15 @@ void Measurement::cross_checked(const LayerView& view, int cell, int query, int 
     throw Error{Refusal::internal, "measurement", "a comparison outside the block measured last"};
   const auto i = static_cast<std::size_t>(found - block_.cells.begin());
   const int in_block = query - block_.first;
-  note(cell,
-       check_comparison(comparison, block_.moments.kept[place(i, view.query_heads(), head, block_.count, in_block)],
-                        block_.moments.full[place(0, view.query_heads(), head, block_.count, in_block)],
-                        block_.moments.parts),
-       view, head);
+  const Moments& kept = block_.moments.kept[place(i, view.query_heads(), head, block_.count, in_block)];
+  const Moments& full = block_.moments.full[place(0, view.query_heads(), head, block_.count, in_block)];
+  const auto check = [&](double logit) {
+    return check_comparison(comparison, kept, full, block_.moments.parts, logit);
+  };
+  if (!check(0)) return;
+  // Logits are read again where they may say why.
+  const std::int32_t position = view.eval_queries()[static_cast<std::size_t>(query)];
+  note(cell, check(largest_logit(view.tensors(), position, head)), view, head);
 }
 
 void Measurement::layer_done(const LayerView& view, int walk, int walks) {
@@ -295,7 +301,16 @@ void Measurement::layer_done(const LayerView& view, int walk, int walks) {
       std::vector<double> of_row;
       for (int head = 0; head < view.query_heads(); ++head)
         if (set.row_of(head, view.group()) == row) of_row.push_back(recalls(view.layer(), head));
-      note(static_cast<int>(c), check_recall(expected_[c][l][static_cast<std::size_t>(row)], mean(of_row)), view, row);
+      const auto check = [&](double logit) {
+        return check_recall(expected_[c][l][static_cast<std::size_t>(row)], mean(of_row), logit);
+      };
+      if (!check(0)) continue;
+      double largest = 0;
+      for (int head = 0; head < view.query_heads(); ++head)
+        for (const std::int32_t query : view.eval_queries())
+          if (set.row_of(head, view.group()) == row)
+            largest = std::max(largest, largest_logit(view.tensors(), query, head));
+      note(static_cast<int>(c), check(largest), view, row);
     }
     expected_[c][l].clear();
   }

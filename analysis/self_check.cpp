@@ -62,6 +62,10 @@ bool agree(double expected, double found, double tolerance) {
 
 }  // namespace
 
+double tolerance_at(double tolerance, double largest_logit) {
+  return std::max(tolerance, logit_rounding_units * 0x1p-24 * largest_logit);
+}
+
 std::string Violation::text() const {
   std::string where;
   if (stored_layer >= 0) where += fmt::format("layer {}", stored_layer);
@@ -109,13 +113,14 @@ std::optional<Violation> check_moments(const Moments& kept, const Moments& full,
 }
 
 std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full,
-                                          MomentParts parts) {
+                                          MomentParts parts, double largest_logit) {
+  const double tolerance = tolerance_at(path_tolerance, largest_logit);
   for (const TwoPaths& metric : metrics_of_two_paths()) {
     if (!parts.cover(metric.measure.reads)) continue;
     if (metric.measure.reads.logits && full.logit_square < least_logit_square) continue;
     const double expected = metric.measure.from_comparison(compared);
     const double found = metric.measure.from_moments(kept, full);
-    if (!agree(expected, found, path_tolerance))
+    if (!agree(expected, found, tolerance))
       return broken(Law::identity, metric.name + " by comparison and by moments", expected, found);
   }
   return std::nullopt;
@@ -155,10 +160,10 @@ std::vector<ExpectedRecall> RecallByAttention::of(const KeptSet& set) {
   return expected;
 }
 
-std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall) {
-  if (!agree(expected.of_set, recall, path_tolerance))
+std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall, double largest_logit) {
+  if (!agree(expected.of_set, recall, tolerance_at(path_tolerance, largest_logit)))
     return broken(Law::identity, "attention_recall by eval attention and by moments", expected.of_set, recall);
-  if (!(recall <= expected.of_oracle + oracle_tolerance))
+  if (!(recall <= expected.of_oracle + tolerance_at(oracle_tolerance, largest_logit)))
     return Violation{.law = Law::oracle,
                      .what = "attention_recall above the oracle with the same counts",
                      .expected = "at most " + number(expected.of_oracle),

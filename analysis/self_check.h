@@ -8,6 +8,7 @@
 // - Of sets that do not change with time: recall equals what the column sums of the eval queries' attention say of the
 //   kept set, within `path_tolerance`, and is no more than the tokens of the greatest such sums have, as many of them,
 //   within `oracle_tolerance`.
+// - Where logits are large, both tolerances are `tolerance_at` them.
 // - Kept slots are within layers * rows * budget.
 #pragma once
 
@@ -23,6 +24,11 @@ namespace kvreplay {
 
 inline constexpr double path_tolerance = 1e-5;
 inline constexpr double oracle_tolerance = 1e-6;
+/// A logit of float32 is off by so many units of rounding, 2^-24 |z| each, and its exponential by as large a share.
+inline constexpr double logit_rounding_units = 4;
+
+/// The tolerance, or what rounding alone makes of logits up to |z| = `largest_logit` where that is more.
+double tolerance_at(double tolerance, double largest_logit);
 
 enum class Law { full, budget, identity, oracle };
 
@@ -44,9 +50,9 @@ bool is_finite(const Moments& moments);
 
 /// Head and layer are the caller's to fill in.
 std::optional<Violation> check_moments(const Moments& kept, const Moments& full, bool keeps_everything);
-/// What the moments were not asked for is not compared.
+/// What the moments were not asked for is not compared. `largest_logit`: of the row.
 std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full,
-                                          MomentParts parts = all_moments);
+                                          MomentParts parts = all_moments, double largest_logit = 0);
 
 /// Recall of one row of a policy's granularity, mean over eval queries and the row's query heads, as the sums of
 /// attention that each prompt token gets (a query's own key left out) say it.
@@ -77,7 +83,8 @@ class RecallByAttention {
   std::map<Heads, std::vector<Row>> rows_;
 };
 
-std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall);
+/// `largest_logit`: of the eval queries' rows.
+std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall, double largest_logit = 0);
 
 /// Selections of all treated layers against a budget of tokens a row.
 std::optional<Violation> check_budget(std::span<const LayerSelection> layers, int budget);

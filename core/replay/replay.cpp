@@ -756,18 +756,24 @@ class Replay {
   /// measured.
   void cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
                    std::span<const std::int32_t> block) {
-    const int number = cell.job->number;
-    if (number % view.layers() != view.layer()) return;
-    const std::size_t query = (static_cast<std::size_t>(number) * 7) % conditions_.eval_queries.size();
+    // By the cell's own number, so that another run, with other cells beside it, compares the same.
+    std::uint64_t rest = cell.job->cell->checked_at;
+    const auto next = [&rest](std::size_t count) {
+      const std::size_t one = rest % count;
+      rest /= count;
+      return one;
+    };
+    if (static_cast<int>(next(static_cast<std::size_t>(view.layers()))) != view.layer()) return;
+    const auto head = static_cast<int>(next(static_cast<std::size_t>(view.query_heads())));
+    const std::size_t query = next(conditions_.eval_queries.size());
     if (query < first || query >= first + block.size()) return;
     const std::size_t in_block = query - first;
-    const int head = number % view.query_heads();
     const LayerTensors of_head = one_head(view.tensors(), head);
     const KeptSet& set = sets[sets.size() == 1 ? 0 : in_block];
     const KeptSet held = set.only(set.row_of(head, view.group()));
     const std::vector<Comparison> compared = backend_.compare_attention(
         of_head, of_head, Positions::original, block.subspan(in_block, 1), prompt(), KeptSets(&held, 1));
-    sink_.cross_checked(view, number, static_cast<int>(query), head, compared.front());
+    sink_.cross_checked(view, cell.job->number, static_cast<int>(query), head, compared.front());
   }
 
   /// Sets that no later layer and no other job reads are let go.

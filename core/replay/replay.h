@@ -54,6 +54,7 @@ struct Cell {
   double of_seen = 0;  // the budget is this share of the tokens seen so far, `budget` of P; 0: it stands
   std::vector<LayerSelection> known = {};            // [L] from an earlier run, or empty: to be made
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
+  std::uint64_t checked_at = 0;  // any number: says at which query, in which head and layer, cross_checked hears of it
 };
 
 /// Whether a layer's counts depend on the scores of all layers, which are then held together.

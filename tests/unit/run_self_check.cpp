@@ -67,6 +67,26 @@ TEST(SelfCheck, BothPathsAgreeWithinTheTolerance) {
   EXPECT_FALSE(check_comparison(off, kept, full));
 }
 
+TEST(SelfCheck, ItsTolerancesGrowWithTheRoundingOfLargeLogits) {
+  EXPECT_EQ(tolerance_at(path_tolerance, 40), path_tolerance) << "40 is rounded by less";
+  for (const double largest : {500.0, 5'000.0, 16'000.0}) {
+    SCOPED_TRACE(largest);
+    const double path = tolerance_at(path_tolerance, largest), oracle = tolerance_at(oracle_tolerance, largest);
+    EXPECT_EQ(path, 4 * 0x1p-24 * largest);
+    Comparison off = compared;
+    off.l1 += 0.9 * path;
+    EXPECT_TRUE(check_comparison(off, kept, full)) << "of small logits";
+    EXPECT_FALSE(check_comparison(off, kept, full, all_moments, largest));
+    off.l1 = compared.l1 + 10 * path;
+    EXPECT_TRUE(check_comparison(off, kept, full, all_moments, largest));
+    EXPECT_TRUE(check_recall({0.7, 0.7}, 0.7 + 0.9 * oracle));
+    EXPECT_FALSE(check_recall({0.7, 0.7}, 0.7 + 0.9 * oracle, largest));
+    EXPECT_FALSE(check_recall({0.7, 0.8}, 0.7 + 0.9 * path, largest));
+    EXPECT_TRUE(check_recall({0.7, 0.8}, 0.7 + 10 * path, largest));
+    EXPECT_TRUE(check_recall({0.7, 0.7}, 0.7 + 10 * oracle, largest));
+  }
+}
+
 TEST(SelfCheck, WhatIsNotANumberAgreesWithNothing) {
   Moments odd_kept = kept;
   Comparison odd = compared;
