@@ -665,7 +665,7 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
 
 void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
                 const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
-                const std::optional<std::filesystem::path>& source) {
+                const TraceHeader* tokens_and_spans) {
   std::optional<File> old;
   if (earlier) old = File::open_walked(*earlier);
   File file = File::create_in_memory(path.string());
@@ -678,7 +678,7 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
     std::optional<Group> old_trace;
     if (old) old_trace = old->group("traces").group(trace.name);
     write_trace_arrays(of_trace, old_trace, trace, result);
-    if (source) write_tokens_and_spans(Trace::open(*source).header(), of_trace);
+    if (tokens_and_spans != nullptr) write_tokens_and_spans(*tokens_and_spans, of_trace);
 
     Group of_cells = file.create_group("cells"), sets = file.create_group("sets"), values = file.create_group("values"),
           seconds = file.create_group("seconds");

@@ -91,11 +91,11 @@ struct CellToWrite {
 
 /// Writes the part at `path`, or replaces it. What is not made anew, sets and arrays of the trace, is taken from
 /// `earlier`, which may be the part that is replaced; empty: there is nothing else.
-/// `source` is the trace's file, whose tokens and spans the part gets; empty: it gets none. Throws Error{resources} when
-/// the disk is full; the old part is then still there.
+/// `tokens_and_spans`: the part gets those of this header; null: it gets none. Throws Error{resources} when the disk is
+/// full; the old part is then still there.
 void write_part(const std::filesystem::path& path, const PartTrace& trace, const TraceResult& result,
                 const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
-                const std::optional<std::filesystem::path>& source);
+                const TraceHeader* tokens_and_spans);
 
 /// Writes the part at `path`: what `joined` says of the trace and its cells, with the sets and arrays of `parts`, of
 /// which one may be the part that is replaced. Of other cells in `parts`, nothing is taken. What several of them hold

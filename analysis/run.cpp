@@ -44,6 +44,7 @@ struct CellWork {
 
 struct TraceWork {
   TraceSummary summary;
+  FileIdentity file;  // that was hashed
   Conditions conditions;
   std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
   PartTrace facts;
@@ -334,6 +335,15 @@ void warn_of_versions(TraceWork& work) {
   }
 }
 
+/// The file that was read when the run began, or one of the same hash in its place.
+Trace open_again(const TraceWork& work) {
+  Trace trace = Trace::open(work.summary.path);
+  if (trace.identity() != work.file && trace.hash() != work.summary.hash)
+    throw Error{Refusal::input, work.summary.path.string(), "changed since the run began", work.summary.hash,
+                trace.hash()};
+  return trace;
+}
+
 /// What is done with a trace that can be replayed while it is open.
 using WhileOpen = std::function<void(const Trace&, TraceWork&)>;
 
@@ -343,6 +353,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   work.summary.path = path;
   work.summary.name = trace_name(path);
   const Trace trace = Trace::open(path);
+  work.file = trace.identity();
   check_name(trace);
   work.conditions.boundary = boundary(trace, request.boundary);
   work.conditions.eval_queries = eval_queries(trace, request.eval);
@@ -441,7 +452,7 @@ std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while
     for (const TraceWork& work : works)
       for (const CellWork& cell : work.cells)
         if (!cell.error.empty())
-          check_policy(Trace::open(work.summary.path), work.conditions, cell.policy, cell.facts.budget_tokens,
+          check_policy(open_again(work), work.conditions, cell.policy, cell.facts.budget_tokens,
                        share_of_seen(cell.facts));
   }
   check_hashes(works);
@@ -469,7 +480,8 @@ Batch batch(TraceWork& work, const RunRequest& request) {
     Cell made{.policy = cell.policy,
               .budget = cell.facts.budget_tokens,
               .of_seen = share_of_seen(cell.facts),
-              .measure = wanted.moments()};
+              .measure = wanted.moments(),
+              .checked_at = std::stoull(cell.facts.id, nullptr, 16)};
     if (cell.uses_known_sets()) made.known = read_selections(work.part_path(request.output), cell.facts.id, work.facts);
     result.cells.push_back(std::move(made));
     result.wanted.push_back(std::move(wanted));
@@ -532,8 +544,8 @@ void complete(CellWork& cell, const PartCell* earlier, CellResult& result) {
   cell.computed = true;
 }
 
-void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_result, const Batch& made,
-           const std::vector<CellResult>& results) {
+void write(const RunRequest& request, const Trace& of, TraceWork& work, const TraceResult& trace_result,
+           const Batch& made, const std::vector<CellResult>& results) {
   std::vector<CellToWrite> cells;
   std::set<std::string> replaced;
   for (std::size_t i = 0; i < made.of.size(); ++i) {
@@ -560,7 +572,7 @@ void write(const RunRequest& request, TraceWork& work, const TraceResult& trace_
   if (!changed) return;
   const fs::path path = work.part_path(request.output);
   write_part(path, work.facts, trace_result, cells, work.part ? std::optional(path) : std::nullopt,
-             request.no_text ? std::nullopt : std::optional(work.summary.path));
+             request.no_text ? nullptr : &of.header());
 }
 
 /// Violations by law, for the line that a run ends with.
@@ -572,7 +584,7 @@ ObservableKey observable_key(const TraceWork& work, const std::string& backend) 
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
              const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
-  Trace trace = Trace::open(work.summary.path);
+  Trace trace = open_again(work);
   trace.limit_mapped(request.mapped_limit);
   Batch made = batch(work, request);
   const bool second_pass = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
@@ -583,7 +595,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   Measurement measurement(trace, work.conditions, made.wanted, work.of_trace, in_first);
   const bool of_trace =
       !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
-  if (made.cells.empty() && !of_trace) return write(request, work, {}, made, {});
+  if (made.cells.empty() && !of_trace) return write(request, trace, work, {}, made, {});
   std::optional<StoredObservables> stored;
   if (request.observables != ObservableUse::ignore)
     stored.emplace(trace, observable_key(work, backend.description()), request.observables == ObservableUse::keep);
@@ -614,7 +626,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
       complete(*made.of[i], work.earlier(made.of[i]->facts.id), results[i]);
     }
   }
-  write(request, work, trace_result, made, results);
+  write(request, trace, work, trace_result, made, results);
 }
 
 CellSummary summary_of(const TraceWork& work, const CellWork& cell) {

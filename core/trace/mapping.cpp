@@ -102,9 +102,7 @@ std::chrono::microseconds time_to_read(std::size_t bytes) {
 }  // namespace
 
 Mapping::Mapping(FileDescriptor file, std::uint64_t length, const std::string& where)
-    : length_(length), file_(std::move(file)), where_(where) {
-  struct stat status{};
-  if (::fstat(file_.get(), &status) == 0) modified_ = status.st_mtim;
+    : length_(length), file_(std::move(file)), where_(where), identity_(identity_of(file_, where)) {
   void* mapped = ::mmap(nullptr, length_, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file_.get(), 0);
   if (mapped == MAP_FAILED)
     throw Error{Refusal::resources, where, std::string("cannot be mapped: ") + std::strerror(errno)};
@@ -121,7 +119,7 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(length_, other.length_);
   std::swap(file_, other.file_);
   std::swap(where_, other.where_);
-  std::swap(modified_, other.modified_);
+  std::swap(identity_, other.identity_);
   std::swap(watched_, other.watched_);
   return *this;
 }
@@ -134,14 +132,11 @@ Mapping::~Mapping() {
 }
 
 void Mapping::require_unchanged() const {
-  struct stat now{};
-  if (::fstat(file_.get(), &now) != 0)
-    throw Error{Refusal::input, where_, std::string("cannot be read any more: ") + std::strerror(errno)};
-  const auto length = static_cast<std::uint64_t>(now.st_size);
-  if (length != length_)
+  const FileIdentity now = identity_of(file_, where_);
+  if (now.length != length_)
     throw Error{Refusal::input, where_, "changed while it was read", fmt::format("{} bytes", length_),
-                fmt::format("{} bytes", length)};
-  if (now.st_mtim.tv_sec != modified_.tv_sec || now.st_mtim.tv_nsec != modified_.tv_nsec)
+                fmt::format("{} bytes", now.length)};
+  if (now.modified != identity_.modified)
     throw Error{Refusal::input, where_, "changed while it was read", "no writing to it",
                 "a later time of modification"};
   if (watched_->lost.load()) throw Error{Refusal::input, where_, "bytes of it could not be read"};

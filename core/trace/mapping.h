@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <ctime>
 #include <span>
 #include <string>
 #include <thread>
@@ -35,6 +34,8 @@ class Mapping {
 
   /// Throws Error{input} where the file was written to since it was mapped, or could not be read.
   void require_unchanged() const;
+  /// As it was when it was mapped.
+  const FileIdentity& identity() const { return identity_; }
 
   /// Pages that the range touches are read ahead.
   void read_ahead(std::uint64_t offset, std::uint64_t bytes) const;
@@ -47,7 +48,7 @@ class Mapping {
   std::uint64_t length_ = 0;
   FileDescriptor file_;
   std::string where_;
-  std::timespec modified_{};
+  FileIdentity identity_;
   WatchedRange* watched_ = nullptr;
 };
 

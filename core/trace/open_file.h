@@ -24,6 +24,19 @@ class FileDescriptor {
   int fd_;
 };
 
+/// What tells a file from another that has taken its place, and from itself once it was written to.
+struct FileIdentity {
+  std::uint64_t device = 0;
+  std::uint64_t inode = 0;
+  std::uint64_t length = 0;
+  std::int64_t modified = 0;  // ns since 1970
+
+  friend bool operator==(const FileIdentity&, const FileIdentity&) = default;
+};
+
+/// Throws Error{input}.
+FileIdentity identity_of(const FileDescriptor& file, const std::string& where);
+
 /// Neither a directory nor what an open may wait for. Throws Error{input}.
 void require_file(const struct stat& status, const std::string& where);
 

@@ -379,6 +379,11 @@ class Trace::State {
     if (!contents.violations.empty()) throw contents.violations.front();
     header_ = std::move(contents.header);
     layers_ = std::move(contents.layers);
+    // HDF5 has opened the path once more.
+    std::uint64_t length_now = 0;
+    const FileDescriptor file_now = open_file(path_.string(), length_now);
+    if (identity_of(file_now, path_.string()) != identity_of(file, path_.string()))
+      throw Error{Refusal::input, path_.string(), "changed while it was opened", "one file", "another in its place"};
     mapping_ = Mapping(std::move(file), length, path_.string());
   }
 
@@ -519,6 +524,8 @@ bool Trace::states_hashes() const {
     return std::ranges::none_of(layer.tensors, [](const TensorPlace& tensor) { return tensor.xxh3.empty(); });
   });
 }
+
+const FileIdentity& Trace::identity() const { return state_->mapping_.identity(); }
 
 void Trace::require_unchanged() const { state_->mapping_.require_unchanged(); }
 

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "trace/open_file.h"
 #include "trace/tensor.h"
 
 namespace kvreplay {
@@ -96,6 +97,9 @@ class Trace {
   const std::string& hash() const;
   /// Whether every tensor's hash is in the file, so that hash() is immediate.
   bool states_hashes() const;
+
+  /// Of the file that was opened.
+  const FileIdentity& identity() const;
 
   /// Throws Error{input} where the file was written to since it was opened, or its disk failed. Bytes that have gone
   /// meanwhile read as 0: whoever computes with tensors asks this again before the result is believed.
