@@ -30,7 +30,7 @@ const char* word(ObservableUse use) {
 Json policy_json(const ConfiguredPolicy& policy) {
   Json parameters = Json::object();
   const Parameters declared = policy.parameters();
-  for (const Parameter& parameter : declared.all()) parameters[parameter.name] = parameter.text();
+  for (const Parameter& parameter : declared.all()) parameters[parameter.name] = parameter.value();
   Json result = {
       {"label", policy.label()}, {"name", policy.name()}, {"parameters", parameters}, {"paper", policy.card().paper}};
   for (const Source& source : policy.sources())

@@ -133,7 +133,9 @@ std::string list_value(std::string_view value) {
   return std::string(value);
 }
 
-std::string Parameter::assignment() const { return name + "=" + list_value(text()); }
+std::string Parameter::value() const { return list_value(text()); }
+
+std::string Parameter::assignment() const { return name + "=" + value(); }
 
 Parameter& Parameters::declare(std::string name, std::string help, std::string range,
                                std::function<std::string()> text) {

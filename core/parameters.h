@@ -64,6 +64,8 @@ struct Parameter {
   bool is_seed = false;
   std::string part;  // the one part of a plan that reads it, as users call it; empty: not one alone
 
+  /// What stands after "name=" in a list of values.
+  std::string value() const;
   /// "name=value"; a value that would not end at the next comma stands in parentheses.
   std::string assignment() const;
 };

@@ -30,6 +30,10 @@ const Choice<PartKind>* kind_of(std::string_view key) {
   return found == std::end(part_kinds) ? nullptr : &*found;
 }
 
+/// Of parameters that mean the same wherever they stand.
+constexpr std::string_view names_of_one_meaning[] = {"seed",   "sinks",    "recent",
+                                                     "window", "question", "question_tokens"};
+
 /// A number of a layer, which counts from either end, not a number of layers.
 bool counts_layers(const Parameter& parameter) { return parameter.range.starts_with("-L"); }
 
@@ -114,18 +118,25 @@ void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::strin
   values = std::move(rest);
 }
 
-/// A parameter of the same name is the same parameter, and must be one.
+/// A parameter of the same name is the same parameter: one that the policy declares for that place in its plan, or one
+/// that means the same everywhere. Others would be changed by accident.
 void ConfiguredPolicy::share_parameters() {
-  const Parameters all = parameters();
+  Parameters before = policy_->parameters();
   for (const Placed& placed : parts_) {
     const Parameters of_part = placed.part->parameters();
     for (const Parameter& parameter : of_part.all()) {
-      const Parameter& same = *all.find(parameter.name);
-      if (same.range != parameter.range)
-        throw Error{Refusal::usage, name_ + ":" + parameter.name, "means two things in these parts", same.range,
-                    parameter.range};
-      parameter.set(same.text());
+      const Parameter* same = before.find(parameter.name);
+      if (same == nullptr) continue;
+      const bool one_meaning =
+          std::ranges::find(names_of_one_meaning, parameter.name) != std::end(names_of_one_meaning);
+      const bool same_place = !same->part.empty() && kind_of(same->part)->value == placed.kind;
+      if (same->range != parameter.range || !(one_meaning || same_place))
+        throw Error{Refusal::usage, name_ + ":" + parameter.name, "means two things in these parts", same->help,
+                    parameter.help};
+      parameter.set(same->text());
     }
+    for (const Parameter& parameter : of_part.all())
+      if (before.find(parameter.name) == nullptr) before.adopt("", parameter);
   }
 }
 

@@ -18,9 +18,12 @@ const char* name_of(const Allocator& allocator) {
   return names[allocator.index()];
 }
 
-const char* name_of(const Schedule& schedule) {
-  constexpr const char* names[] = {"once", "every or question-blocks", "threshold", "online", "rolling", "reads"};
-  return names[schedule.index()];
+/// As it is asked for.
+std::string name_of(const Schedule& schedule) {
+  if (std::holds_alternative<Reads>(schedule)) return "queries that each read some tokens";
+  constexpr std::string_view names[] = {"once", "", "threshold", "online", "rolling"};
+  const auto* blocks = std::get_if<Blocks>(&schedule);
+  return "schedule=" + std::string(blocks != nullptr ? blocks->name : names[schedule.index()]);
 }
 
 bool shares_layers(const Sharing& share) {
@@ -56,7 +59,7 @@ bool keeps_everything(const Plan& plan, int budget, int prompt) {
 }
 
 void check_plan(const std::string& who, const Plan& plan) {
-  const auto refuse_if = [&who](bool unfit, const char* what, const char* expected, const char* found) {
+  const auto refuse_if = [&who](bool unfit, const char* what, const char* expected, const std::string& found) {
     if (unfit) throw Error{Refusal::usage, who, what, expected, found};
   };
   const bool reads = std::holds_alternative<Reads>(plan.schedule);
@@ -71,7 +74,7 @@ void check_plan(const std::string& who, const Plan& plan) {
   const bool by_rule = plan.protect.recent.is_fraction() && plan.protect.recent.share == 1.0;
 
   const char* const allocator = name_of(plan.allocate);
-  const char* const schedule = name_of(plan.schedule);
+  const std::string schedule = name_of(plan.schedule);
 
   refuse_if(!everything && plan.select.reads_scores && !plan.score && !by_rule, "the selector reads scores",
             "a score, as in score=window", "none");

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <functional>
+#include <string_view>
 #include <variant>
 
 #include "attention/kept_set.h"
@@ -28,6 +29,7 @@ struct BlockEnd {
 /// The prompt comes in blocks of `block` tokens; a block attends to what is held and to itself, then what is held is
 /// cut. The last tokens of the prompt may be spared: they come after all blocks and stay. Tokens after the prompt stay.
 struct Blocks {
+  std::string_view name = "every";  // of the schedule, as users call it
   int block = 512;
   /// How many tokens, of P and the begin of the marked question (-1: none is marked); empty: none.
   std::function<int(int prompt, int question)> spared = {};

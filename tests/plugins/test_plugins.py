@@ -95,7 +95,7 @@ def test_a_new_library_has_a_new_row(plugins: Path, tmp_path: Path) -> None:
 
 def test_the_tutorials_policy_keeps_the_same_in_python_and_in_cpp(plugins: Path, tmp_path: Path) -> None:
     """Bit by bit, at windows and budgets, and where each KV head holds tokens of its own."""
-    windows = ("window=8", "window=32", "window=8,schedule=every,block=100")
+    windows = ("window=8", "window=32", "window=8,schedule=every,interval=100")
     policy = ROOT / "notebooks/two_horizons.py:two_horizons"
     for name, words in (("two-horizons", ["--plugin", plugins / "tutorial.so"]), (str(policy), [])):
         asked = [word for window in windows for word in ("-p", f"{name}:{window}")]

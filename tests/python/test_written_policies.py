@@ -111,7 +111,7 @@ def test_parts_go_with_a_twin_as_with_the_real_one(rest: str, several: list[Path
 
 
 def test_a_twin_under_a_schedule(several: list[Path]) -> None:
-    run = replay(several, ["window_twin:schedule=every,block=32", "snapkv:pool=none,schedule=every,block=32"], [30])
+    run = replay(several, ["window_twin:schedule=every(32)", "snapkv:pool=none,schedule=every(32)"], [30])
     same_sets(run, "window_twin", "snapkv")
 
 
@@ -132,7 +132,7 @@ class Every(kv.Policy):
 
 
 def test_a_schedule_of_our_own(several: list[Path]) -> None:
-    run = replay(several, [Every, "snapkv:pool=none,schedule=every,block=32"], [30, 47])
+    run = replay(several, [Every, "snapkv:pool=none,schedule=every,interval=32"], [30, 47])
     same_sets(run, "every-twin", "snapkv")
 
 

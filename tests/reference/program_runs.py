@@ -671,7 +671,7 @@ def program_parameters(policy: Policy) -> dict[str, str]:
     if parameters.get("schedule") == "threshold":
         parameters["schedule"] = f"threshold({parameters['peak']},{parameters['keep']})"
     if parameters.get("schedule") == "every":
-        parameters["schedule"] = f"every({parameters['block']})"
+        parameters["schedule"] = f"every({parameters['interval']})"
     if "schedule" in parameters:
         parameters["schedule"] = unwrapped(parameters["schedule"])
     return parameters

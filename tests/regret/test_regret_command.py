@@ -127,7 +127,7 @@ IN_TIME = "oracle:free: its sets change with time, and no fixed set bounds them:
 
 @pytest.mark.parametrize("policy, why", [
     ("h2o-online", f"{IN_TIME}, found h2o-online"),
-    ("snapkv:schedule=every(4)", f"{IN_TIME}, found snapkv:schedule=every,block=4"),
+    ("snapkv:schedule=every(4)", f"{IN_TIME}, found snapkv:schedule=every,interval=4"),
     ("pyramid-infer:lengths=natural", "oracle:free: no budget binds it: expected a policy that one binds, found "
                                       "pyramid-infer:lengths=natural"),
     ("full", "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found full"),

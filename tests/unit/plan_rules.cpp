@@ -40,25 +40,27 @@ const Refused refused[] = {
      "pyramid-infer: nested sets need counts that are known beforehand: expected allocate=decay or allocate=pyramid, "
      "found uniform"},
     {"pyramid-infer:schedule=every",
-     "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found every or "
-     "question-blocks"},
+     "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found "
+     "schedule=every"},
     {"pyramid-kv:schedule=every",
      "pyramid-kv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
      "counts from the number of layers"},
     {"oracle:schedule=threshold(4,2)",
-     "oracle: future queries are known for one moment: expected schedule=once, found threshold"},
+     "oracle: future queries are known for one moment: expected schedule=once, found schedule=threshold"},
     {"snapkv:heads=query,schedule=every",
      "snapkv: query heads that share a key would each hold tokens of their own: expected heads=kv or heads=layer, "
      "found "
      "heads=query with this schedule"},
     {"h2o:score=question,schedule=threshold(8,4)",
-     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found threshold"},
+     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found "
+     "schedule=threshold"},
     {"h2o:score=question",
-     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found once"},
+     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found "
+     "schedule=once"},
     {"truncate:schedule=every",
-     "truncate: the selector chooses from the whole prompt: expected schedule=once, found every or question-blocks"},
+     "truncate: the selector chooses from the whole prompt: expected schedule=once, found schedule=every"},
     {"compactor:schedule=every",
-     "compactor: the score is one of the whole prompt: expected schedule=once, found every or question-blocks"},
+     "compactor: the score is one of the whole prompt: expected schedule=once, found schedule=every"},
     {"pyramid-infer:select=head-and-tail",
      "pyramid-infer: the selector chooses from the whole prompt: expected a policy whose layers are not nested, found "
      "one whose layers are"},
@@ -75,8 +77,8 @@ const Refused refused[] = {
      "observed-attention: schedule=online evicts by attention, query by query: expected score=cumulative or "
      "score=newest, found another score"},
     {"nacl:schedule=every",
-     "nacl: the question that stays is known when the prompt has been seen: expected schedule=once, found every or "
-     "question-blocks"},
+     "nacl: the question that stays is known when the prompt has been seen: expected schedule=once, found "
+     "schedule=every"},
     {"simlayerkv:schedule=every",
      "simlayerkv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
      "counts from a layer's scores"},
@@ -94,7 +96,7 @@ const Refused refused[] = {
     {"strided:schedule=rolling",
      "strided: the schedule itself says which token goes: expected select=top-k, found another selector"},
     {"snapkv:store=quantised,schedule=every",
-     "snapkv: a store changes tokens at the end of the prompt: expected schedule=once, found every or question-blocks"},
+     "snapkv: a store changes tokens at the end of the prompt: expected schedule=once, found schedule=every"},
     {"snapkv:store=quantised,heads=query",
      "snapkv: a store that changes tokens holds each once a KV head: expected heads=kv or heads=layer, found "
      "heads=query"},
@@ -102,6 +104,30 @@ const Refused refused[] = {
 
 TEST(PlanRules, WhatDoesNotFitIsRefusedWithItsReason) {
   for (const auto& [policy, message] : refused) EXPECT_EQ(refusal_of(policy), message);
+}
+
+TEST(PlanRules, AScheduleIsCalledWhatItWasAskedAs) {
+  EXPECT_EQ(refusal_of("pyramid-infer:schedule=every(5)"),
+            "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found "
+            "schedule=every");
+  EXPECT_EQ(refusal_of("pyramid-infer:schedule=question-blocks(5)"),
+            "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found "
+            "schedule=question-blocks");
+}
+
+TEST(PlanRules, PartsShareNoParameterByAccident) {
+  EXPECT_EQ(refusal_of("dynamickv:score=question,schedule=question-blocks"),
+            "dynamickv:norm: means two things in these parts: expected how counts become weights, found rows are "
+            "weighted by the share of keys that they see, or are not");
+  EXPECT_TRUE(
+      refusal_of("cur:select=redundancy,heads=layer").starts_with("cur:use: means two things in these parts: "));
+  const auto text_of = [](const char* policy, const char* name) {
+    return ConfiguredPolicy::parse(policy).parameters().find(name)->text();
+  };
+  EXPECT_EQ(text_of("cur:schedule=every(9)", "block"), text_of("cur", "block"));
+  EXPECT_EQ(text_of("cur:schedule=every(9)", "interval"), "9");
+  EXPECT_EQ(text_of("chunkkv:select=chunks(7)", "chunk"), "7") << "the policy's own, in the same place";
+  EXPECT_EQ(text_of("random:seed=4,select=sampled", "seed"), "4") << "means the same everywhere";
 }
 
 TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {

@@ -138,7 +138,7 @@ TEST(ComposedPolicy, PartsByNameFillThePlan) {
   EXPECT_EQ(std::get<Threshold>(threshold.schedule).peak.of(90), 45);
   EXPECT_EQ(std::get<Threshold>(threshold.schedule).keep.of(90), 12);
   EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every(16)").schedule).block, 16);
-  EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every,block=9").schedule).block, 9);
+  EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every,interval=9").schedule).block, 9);
   EXPECT_TRUE(std::get<Online>(plan("h2o:schedule=online(true)").schedule).grow);
   EXPECT_TRUE(std::holds_alternative<CachePositions>(plan("local:store=cache").store));
   EXPECT_TRUE(std::holds_alternative<Transformed>(plan("snapkv:store=quantised").store));

@@ -47,6 +47,7 @@ void QuestionBlocks::parameters(Parameters& p) {
 
 Schedule QuestionBlocks::schedule(const Question& question) const {
   return Blocks{
+      .name = "question-blocks",
       .block = blocks,
       .spared = [ending = question.ending()](int prompt, int marked) { return ending.tokens(prompt, marked); },
       .asks_marked_question = question.from == QuestionFrom::marked,

@@ -11,12 +11,14 @@ constexpr Choice<Prefill> prefill_words[] = {{"online", Prefill::online}, {"once
 struct EveryPart {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "every";
-  static constexpr const char* summary = "after every block of the prompt, down to B";
+  static constexpr const char* summary = "after every `interval` tokens of the prompt, down to B";
 
-  int block = 512;
+  int interval = 512;
 
-  void parameters(Parameters& p) { p.add("block", block, IntRange{.least = 1}, "tokens of the prompt in a block"); }
-  void fill(Plan& plan) const { plan.schedule = Blocks{.block = block}; }
+  void parameters(Parameters& p) {
+    p.add("interval", interval, IntRange{.least = 1}, "tokens of the prompt between cuts");
+  }
+  void fill(Plan& plan) const { plan.schedule = Blocks{.block = interval}; }
 };
 
 struct ThresholdPart {
