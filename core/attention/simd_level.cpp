@@ -27,11 +27,12 @@ std::vector<SimdLevel> simd_levels() {
 }
 
 SimdLevel choose_simd_level() {
-  const char* wanted = std::getenv("KVREPLAY_SIMD");
+  const char* given = std::getenv("KVREPLAY_SIMD");
+  const std::string wanted = given != nullptr ? given : "";
   const std::vector<SimdLevel> levels = simd_levels();
   std::vector<std::string> names;
   std::ranges::transform(levels, std::back_inserter(names), &SimdLevel::name);
-  const auto chosen = wanted == nullptr ? levels.begin() : std::ranges::find(levels, wanted, &SimdLevel::name);
+  const auto chosen = wanted.empty() ? levels.begin() : std::ranges::find(levels, wanted, &SimdLevel::name);
   if (chosen == levels.end())
     throw Error{Refusal::usage, "KVREPLAY_SIMD", "unknown SIMD level", nearest(wanted, names), wanted};
   hwy::GetChosenTarget().Update(chosen->target);

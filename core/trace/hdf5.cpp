@@ -12,6 +12,7 @@
 
 #include "trace/child_walk.h"
 #include "trace/mapped_image.h"
+#include "trace/partial_file.h"
 
 namespace kvreplay::hdf5 {
 namespace {
@@ -33,15 +34,15 @@ void note_opened(const std::filesystem::path& path) {
 
 struct Innermost {
   std::string message;
-  bool disk_full = false;
+  int lacking = 0;  // errno where the system has no more of something
 };
 
 herr_t visit_error(unsigned depth, const H5E_error2_t* error, void* result) {
   Innermost& innermost = *static_cast<Innermost*>(result);
   const std::string_view text = error->desc != nullptr ? error->desc : "";
   if (depth == 0) innermost.message = text;
-  for (const int full : {ENOSPC, EDQUOT, EFBIG})
-    if (text.find(fmt::format("errno = {},", full)) != std::string_view::npos) innermost.disk_full = true;
+  for (const int lacking : {ENOSPC, EDQUOT, EFBIG, EMFILE, ENFILE, ENOMEM})
+    if (text.find(fmt::format("errno = {},", lacking)) != std::string_view::npos) innermost.lacking = lacking;
   return 0;
 }
 
@@ -174,7 +175,8 @@ Error failure(const std::string& where, const std::string& what) {
   Innermost innermost;
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, visit_error, &innermost);
   H5Eclear2(H5E_DEFAULT);
-  if (innermost.disk_full) return {Refusal::resources, where, "disk full", {}, {}};
+  if (means_disk_full(innermost.lacking)) return {Refusal::resources, where, "disk full"};
+  if (innermost.lacking != 0) return {Refusal::resources, where, what + ": " + std::strerror(innermost.lacking)};
   return {Refusal::input, where, innermost.message.empty() ? what : what + ": " + innermost.message};
 }
 
@@ -241,6 +243,11 @@ std::size_t Type::bytes() const {
 bool Type::is_fixed_string() const {
   const Lock lock;
   return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) == 0;
+}
+
+bool Type::is_variable_length_string() const {
+  const Lock lock;
+  return H5Tget_class(id()) == H5T_STRING && H5Tis_variable_str(id()) > 0;
 }
 
 bool Type::is_flat() const {
@@ -469,6 +476,7 @@ std::size_t Dataset::stored_elements() const {
 }
 
 Shape Dataset::chunk() const {
+  const Lock lock;
   const Handle creation{require(H5Dget_create_plist(id()), where(), "layout cannot be read"), H5Pclose};
   Shape chunk(shape().size());
   require(H5Pget_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data()), where(), "chunks cannot be read");
@@ -476,6 +484,7 @@ Shape Dataset::chunk() const {
 }
 
 void Dataset::require_written() const {
+  const Lock lock;
   const Shape sizes = shape();
   const hsize_t size = bytes(sizes, type().bytes());
   if (size == 0 || compact()) return;

@@ -84,6 +84,7 @@ class Type : public Handle {
   std::string name() const;
   std::size_t bytes() const;
   bool is_fixed_string() const;
+  bool is_variable_length_string() const;
   /// Whether elements, or parts of them, are addresses of what has any length.
   bool has_variable_length() const;
   /// Elements are nothing but their bytes; others have another size in memory than in the file.

@@ -21,7 +21,7 @@ constexpr std::uint64_t headroom = std::uint64_t{1} << 20;
 
 Error system_failure(int code, const std::string& where, const std::string& what) {
   if (means_disk_full(code)) return {Refusal::resources, where, "disk full"};
-  return {Refusal::input, where, what + ": " + std::strerror(code)};
+  return {means_resources(code) ? Refusal::resources : Refusal::input, where, what + ": " + std::strerror(code)};
 }
 
 /// A directory's entry for a file is as durable as the directory.
@@ -52,6 +52,10 @@ FileDescriptor open_locked(const std::filesystem::path& path) {
 
 bool means_disk_full(int system_error) {
   return system_error == ENOSPC || system_error == EDQUOT || system_error == EFBIG;
+}
+
+bool means_resources(int system_error) {
+  return means_disk_full(system_error) || system_error == EMFILE || system_error == ENFILE || system_error == ENOMEM;
 }
 
 PartialFile::PartialFile(const std::filesystem::path& name)

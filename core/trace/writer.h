@@ -20,7 +20,8 @@ namespace kvreplay {
 /// What becomes of a file that already has the trace's name.
 enum class Existing { refuse, replace };
 
-/// /tokens and /spans become members of `to`, in the types that the writer stores whatever those of the trace's file are.
+/// /tokens and /spans become members of `to`, in the types that the writer stores whatever those of the trace's file
+/// are.
 void write_tokens_and_spans(const TraceHeader& header, hdf5::Group& to);
 
 /// Everything refused is an Error: {input} for a header or a tensor that breaks a rule of the format (the reader's own

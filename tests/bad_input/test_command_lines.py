@@ -24,6 +24,7 @@ QUESTION = "question=last,question_tokens=6"
 COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
 
+NO_HDF5 = "expected an HDF5 file, found other bytes; write or copy the file again"
 LINES: list[tuple[int, str, str]] = [
     # the program
     (USAGE, "snyth", "snyth: unknown command: expected synth, found snyth"),
@@ -91,13 +92,13 @@ LINES: list[tuple[int, str, str]] = [
     # reading
     (USAGE, "info", "info: missing argument: expected TRACE..."),
     (INPUT, "info none.h5", "none.h5: cannot be opened: No such file or directory"),
-    (INPUT, "info note.txt", "note.txt: signature: expected an HDF5 file, found other bytes"),
+    (INPUT, "info note.txt", f"note.txt: signature: {NO_HDF5}"),
     (INPUT, "validate none.h5", "none.h5: cannot be opened: No such file or directory"),
     (INPUT, "validate foreign", "foreign: kind: expected a file, found a directory"),
     (USAGE, "diff fixture.h5", "diff: missing argument: expected TRACE|RUN TRACE|RUN"),
     (USAGE, "diff fixture.h5 fixture.h5 --tolerance -1", "--tolerance: out of range: expected 0 or more, found -1"),
     (INPUT, "diff fixture.h5 none.h5", "none.h5: no such file or folder"),
-    (INPUT, "diff fixture.h5 note.txt", "note.txt: signature: expected an HDF5 file, found other bytes"),
+    (INPUT, "diff fixture.h5 note.txt", f"note.txt: signature: {NO_HDF5}"),
     # what to replay
     (USAGE, "replay", "replay: missing argument: expected TRACE..."),
     (USAGE, "replay -p h2o -b 0.5", "replay: missing argument: expected TRACE..."),

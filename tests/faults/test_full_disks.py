@@ -80,6 +80,26 @@ def test_limits_of_a_file_s_size(subject: Subject, some: int, tmp_path: Path) ->
             assert refused(answer), (limit, answer)
 
 
+@pytest.mark.parametrize("subject", SUBJECTS, indirect=True)
+def test_not_even_a_word_may_be_written(subject: Subject, tmp_path: Path) -> None:
+    """What goes wrong is said to a file, too."""
+    with subject.trial(tmp_path) as where:
+        answer = subject.ended(where, limits={resource.RLIMIT_FSIZE: 0})
+        assert (answer.code, answer.err) == (RESOURCES, "")
+
+
+def test_few_files_may_be_open(replay: Replay, tmp_path: Path) -> None:
+    refusals = 0
+    for files in range(4, 40):  # with less no library is loaded
+        with replay.trial(tmp_path) as where:
+            answer = replay.ended(where, limits={resource.RLIMIT_NOFILE: files})
+            if answer.code == 0:
+                break
+            assert refused(answer) and "Too many open files" in answer.err, (files, answer)
+            refusals += 1
+    assert refusals > 2
+
+
 def test_a_merge_that_finds_no_room_takes_nothing(merge: Merge, interposed: Path, some: int, tmp_path: Path) -> None:
     """One that is refused leaves what an earlier one has written, to the last byte. Renaming takes no room."""
     refusals = 0

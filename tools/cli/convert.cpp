@@ -25,7 +25,7 @@ int run(const Arguments& arguments) {
   const Existing existing = arguments.given("force") ? Existing::replace : Existing::refuse;
   heed_interruptions();
   const std::vector<Error> broken = convert(arguments.operands().front(), path, existing, interrupted);
-  for (const Error& violation : broken) fmt::print(stderr, "kvreplay: {}\n", violation.what());
+  for (const Error& violation : broken) say("kvreplay: {}\n", violation.what());
   if (!broken.empty()) return broken.front().exit_code();
   fmt::print("{}  {}\n", path, size_text(std::filesystem::file_size(path)));
   return 0;

@@ -64,9 +64,9 @@ int run(const Arguments& arguments) {
     fmt::print("{} folders: {} traces, {} cells     {}\n", summary.folders, summary.traces, summary.cells,
                output.string());
   }
-  for (const std::string& warning : summary.warnings) fmt::print(stderr, "kvreplay: warning: {}\n", warning);
+  for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellSummary& cell : summary.failed)
-    fmt::print(stderr, "kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.policy, cell.budget, cell.error);
+    say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.policy, cell.budget, cell.error);
   return summary.failed.empty() ? 0 : 6;
 }
 

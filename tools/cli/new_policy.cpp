@@ -127,7 +127,8 @@ void write_source(const std::string& name, const fs::path& source) {
   write({{(source / papers / (file + ".cpp")).lexically_normal(), filled(policy_text, name)},
          {(tests / (file + "_policy.cpp")).lexically_normal(), filled(policy_test_text, name)}});
   fmt::print(
-      "\ncmake --build --preset release && ctest --preset release -R {}\n"
+      "\ntools/setup build checks && cmake --preset release\n"
+      "cmake --build --preset release --target kvreplay unit_tests laws && ctest --preset release -R {}\n"
       "kvreplay replay traces/smollm2-135m-needle.h5 -p {} -b 0.1\n",
       file, name);
 }

@@ -20,6 +20,8 @@ std::size_t width(const std::string& text) {
 
 }  // namespace
 
+void say(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stderr); }
+
 void print_json(const Json& value) { fmt::print("{}\n", value.dump(2, ' ', false, Json::error_handler_t::replace)); }
 
 void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent) {

@@ -1,15 +1,26 @@
-// Results on stdout: words, tables and JSON.
+// Results on stdout: words, tables and JSON; and what is said besides, on stderr.
 #pragma once
+
+#include <fmt/format.h>
 
 #include <cstddef>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvreplay {
 
 using Json = nlohmann::ordered_json;
+
+/// Onto stderr. What cannot be written there is lost: there is nowhere left to say so.
+void say(std::string_view text);
+
+template <class... Arguments>
+void say(fmt::format_string<Arguments...> text, Arguments&&... arguments) {
+  say(std::string_view(fmt::format(text, std::forward<Arguments>(arguments)...)));
+}
 
 /// Indented, one document a call. Bytes that are no UTF-8 are replaced.
 void print_json(const Json& value);

@@ -64,12 +64,11 @@ int flushed(int code) {
 }
 
 int refused(const std::string& line, Refusal refusal) {
-  fmt::print(stderr, "kvreplay: {}\n", line);
+  say("kvreplay: {}\n", line);
   if (refusal == Refusal::internal)
-    fmt::print(stderr,
-               "kvreplay: this is a bug of kvreplay {}: please report the command line, these lines and the "
-               "output of \"kvreplay doctor\"\n",
-               build_line());
+    say("kvreplay: this is a bug of kvreplay {}: please report the command line, these lines and the "
+        "output of \"kvreplay doctor\"\n",
+        build_line());
   return static_cast<int>(refusal);
 }
 

@@ -13,7 +13,7 @@ ProgressLine::ProgressLine(std::string_view when)
     : terminal_(isatty(STDERR_FILENO) != 0), shown_(when == "always" || (when == "auto" && terminal_)) {}
 
 ProgressLine::~ProgressLine() {
-  if (drawn_ && terminal_) fmt::print(stderr, "\r\x1b[K");
+  if (drawn_ && terminal_) say("\r\x1b[K");
 }
 
 void ProgressLine::show(double share, std::string_view what) {
@@ -26,7 +26,7 @@ void ProgressLine::show(double share, std::string_view what) {
     line += fmt::format("  {:.2g} %/s", 100.0 * share / seconds);
     if (share < 1.0) line += fmt::format("  {} left", duration_text(seconds * (1.0 - share) / share));
   }
-  fmt::print(stderr, "{}{}{}", terminal_ ? "\r" : "", line, terminal_ ? "\x1b[K" : "\n");
+  say("{}{}{}", terminal_ ? "\r" : "", line, terminal_ ? "\x1b[K" : "\n");
   std::fflush(stderr);
   drawn_ = true;
 }

@@ -370,15 +370,15 @@ void report_read(const RunSummary& summary) {
     std::string what;
     for (const auto& [observable, layers] : trace.read_observables)
       what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers);
-    if (!what.empty()) fmt::print(stderr, "kvreplay: read from {}: {}\n", trace.observables.string(), what);
+    if (!what.empty()) say("kvreplay: read from {}: {}\n", trace.observables.string(), what);
   }
 }
 
 void report_troubles(const RunSummary& summary) {
-  for (const std::string& warning : summary.warnings) fmt::print(stderr, "kvreplay: warning: {}\n", warning);
+  for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellSummary& cell : summary.cells)
     if (cell.state == CellState::failed)
-      fmt::print(stderr, "kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
+      say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 
 Prepared prepared(const Asked& asked) {
@@ -418,13 +418,13 @@ int run_replay(const Arguments& given) {
     return 0;
   }
   if (all.request.traces.empty()) {
-    fmt::print(stderr, "kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
+    say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
     if (arguments.given("json")) print_json(as_json({.output = all.request.output}));
     return 0;
   }
   // For people who watch; run.json has it too. Where there is no choice there is nothing to say.
   if (!all.device.reason.empty() && backends().names().size() > 1 && isatty(STDERR_FILENO) != 0)
-    fmt::print(stderr, "kvreplay: device {}: {}\n", all.device.backend, all.device.reason);
+    say("kvreplay: device {}: {}\n", all.device.backend, all.device.reason);
 
   const RunSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
