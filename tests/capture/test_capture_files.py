@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvreplay.capture.command import main
+from kvreplay.capture.model import Source
 from kvreplay.capture.recorder import Recorder
 from kvreplay.errors import Error
 from kvreplay.trace import Trace, TraceWriter
@@ -175,6 +176,17 @@ def test_bad_command_lines(
     error = capsys.readouterr().err
     assert message in error and error.startswith("kvreplay: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_names_no_folder_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny-1b.Q8_0.gguf").touch()
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path / "tiny")
+    for model in (tmp_path / "tiny-1b.Q8_0.gguf", "../tiny-1b.Q8_0.gguf"):
+        assert Source.parse(str(model)).title == "tiny-1b.Q8_0"
+    for model in (tmp_path / "tiny", "../tiny/", "."):
+        assert Source.parse(str(model)).title == "tiny"
+    assert Source.parse("maker/tiny").title == "maker/tiny"
 
 
 @pytest.mark.parametrize("model", ["nowhere.gguf", "folder", "file.bin"])

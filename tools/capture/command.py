@@ -64,7 +64,7 @@ def parser() -> Parser:
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
     add("--model", required=True, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
-    add("--name", help="the model's name in the trace (default: as given with --model)")
+    add("--name", help="the model's name in the trace (default: that on the hub, or of its folder or file)")
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--prompts",
@@ -243,7 +243,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     source = Source.parse(arguments.model)
     model, tokenizer = load(source, arguments.dtype)
     choices = Choices(
-        name=arguments.name or source.name,
+        name=arguments.name or source.title,
         chat=arguments.chat,
         max_tokens=arguments.max_tokens,
         generate=arguments.generate,

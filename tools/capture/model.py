@@ -18,7 +18,8 @@ from kvreplay.errors import Error, Refusal
 class Source:
     """Where a model comes from, as transformers' loaders take it."""
 
-    name: str
+    name: str  # as it was asked for
+    title: str  # what traces call it: no folder of anybody's
     location: str
     options: dict[str, Any]
     weights: Path | None  # the one file that holds all weights, if there is one
@@ -29,13 +30,13 @@ class Source:
         if path.suffix == ".gguf":
             if not path.is_file():
                 raise Error("--model", model, "a GGUF file", "no such file")
-            return cls(model, str(path.parent), {"gguf_file": path.name}, path)
+            return cls(model, path.stem, str(path.parent), {"gguf_file": path.name}, path)
         if path.is_dir():
             weights = sorted(path.glob("*.safetensors"))
-            return cls(model, model, {}, weights[0] if len(weights) == 1 else None)
+            return cls(model, path.resolve().name, model, {}, weights[0] if len(weights) == 1 else None)
         if path.exists():
             raise Error("--model", model, "a hub name, a folder or a .gguf file", "another kind of file")
-        return cls(model, model, {}, None)
+        return cls(model, model, model, {}, None)
 
     def hash(self) -> str:
         """SHA-256 of the weights file, hexadecimal; empty where the weights are not one file at hand."""
