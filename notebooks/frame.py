@@ -145,6 +145,16 @@ class Page:
     def folder(self) -> Path:
         return FIGURES / self.name
 
+    def linked(self, path: Path) -> Path:
+        """A trace under the folder of runs: what is kept beside it for the next run stays here, with the runs."""
+        if not path.is_file():
+            return path
+        link = self.folder / "runs" / "traces" / path.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
+        return link
+
     def replay(
         self, name: str, paths: Sequence[Path], policies: Sequence[str], budgets: Sequence[str], *options: str
     ) -> Run:
@@ -154,7 +164,7 @@ class Page:
         """
         folder = self.folder / "runs" / name
         asked = [word for policy in policies for word in ("-p", policy)] + ["-b", ",".join(budgets), *options]
-        command = ["replay", *map(str, paths), *asked, "--progress", "never"]
+        command = ["replay", *(str(self.linked(path)) for path in paths), *asked, "--progress", "never"]
         command += [] if "--observables" in options else ["--observables", "keep"]
         request = [command, [path.stat().st_mtime_ns for path in paths if path.is_file()]]
         digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()

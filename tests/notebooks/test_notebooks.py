@@ -324,6 +324,7 @@ def test_a_run_is_begun_anew_when_the_request_changes_and_only_then(tmp_path: Pa
         return set(run.cells["policy"]), (run.folder / "parts" / f"{trace}.h5").stat().st_mtime_ns
 
     both, made = policies("local", "strided")
+    assert sorted(path.name for path in tmp_path.glob("*.h5")) == ["a.h5", "b.h5"]
     assert both == {"local", "strided", "full", "random", "oracle"}
     assert policies("local", "strided") == (both, made)
     one, made = policies("strided")

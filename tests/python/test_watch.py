@@ -60,12 +60,13 @@ def test_an_edited_policy_has_a_new_row_and_a_new_figure(folder, watched):
 
 def test_options_may_be_written_in_any_way(folder):
     with watching(folder, "-pmine.py:by_size", "--observables=use", "--figure=curve=curve.svg") as watched:
-        assert "by_size" in watched.replays(1)[0]
+        first = watched.replays(1)[0]
+        assert "by_size" in first and "obs.h5" not in first
         assert (folder / "curve.svg").is_file() and not list(folder.glob("*.obs.h5"))
 
 
 def test_only_the_edited_policy_is_computed_again(folder, watched):
-    watched.replays(1)
+    assert "keeps TRACE.obs.h5 beside each trace" in watched.replays(1)[0] and (folder / "trace.obs.h5").is_file()
     (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
     watched.replays(2)
     from kvreplay.results import Run

@@ -32,6 +32,8 @@ def watch(program: str, words: Sequence[str]) -> int:
         raise Error("--watch", "no policy in a file", expected, "", Refusal.USAGE)
     if "--observables" not in rest:
         rest += ["--observables", "keep"]
+        say = "keeps TRACE.obs.h5 beside each trace, so that each replay is quicker; --observables use: does not"
+        print(f"kvreplay: --watch {say}", file=sys.stderr, flush=True)
     try:
         while True:
             seen = _stamps(files)
