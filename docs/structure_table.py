@@ -40,7 +40,8 @@ def main(trace: str) -> None:
         print(f"{name:<{width}}" + "".join(f"  {value:7.3f}" for value in values))
     for name in names:
         if name not in served:
-            print(f"not {name}: {tried[name].stderr.strip().partition(f'{name}: ')[2]}")
+            reason = tried[name].stderr.strip().removeprefix("kvreplay: ").removeprefix(f"{name}: ")
+            print(f"not {name}: {reason}")
 
 
 if __name__ == "__main__":
