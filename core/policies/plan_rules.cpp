@@ -125,6 +125,9 @@ void check_plan(const std::string& who, const Plan& plan) {
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   refuse_if(blocks != nullptr && blocks->by_relevance && !plan.score, "slots are in the order of scores",
             "order=position, or a score", "no score");
+  refuse_if(blocks != nullptr && blocks->by_relevance && !std::holds_alternative<CachePositions>(plan.store),
+            "slots in the order of scores are positions in the cache",
+            "store=cache (positions=cache), or order=position", "tokens that stay where they were");
   refuse_if(plan.score.needs.question && !(blocks != nullptr && blocks->spared),
             "score=question asks a question that must stay whole", "schedule=question-blocks", schedule);
   refuse_if(online && plan.grouping.heads == Heads::kv && plan.grouping.aggregate != Aggregate::mean,

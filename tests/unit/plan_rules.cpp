@@ -85,6 +85,9 @@ const Refused refused[] = {
     {"simlayerkv:select=stride",
      "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found counts from a "
      "layer's scores"},
+    {"snapkv:schedule=question-blocks(9,relevance)",
+     "snapkv: slots in the order of scores are positions in the cache: expected store=cache (positions=cache), or "
+     "order=position, found tokens that stay where they were"},
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},
@@ -104,6 +107,11 @@ const Refused refused[] = {
 
 TEST(PlanRules, WhatDoesNotFitIsRefusedWithItsReason) {
   for (const auto& [policy, message] : refused) EXPECT_EQ(refusal_of(policy), message);
+}
+
+TEST(PlanRules, SlotsInTheOrderOfScoresAreThoseOfTheCache) {
+  EXPECT_NO_THROW(ConfiguredPolicy::parse("finch:order=relevance").plans(2));
+  EXPECT_THROW(ConfiguredPolicy::parse("finch:order=relevance,positions=original").plans(2), Error);
 }
 
 TEST(PlanRules, AScheduleIsCalledWhatItWasAskedAs) {
@@ -154,8 +162,9 @@ TEST(PlanRules, WhatFitsIsTaken) {
         "random:score=cumulative,schedule=online", "tova:schedule=online", "snapkv:score=newest,schedule=online",
         "streaming-llm:schedule=rolling", "local:schedule=rolling", "snapkv:schedule=every,heads=layer",
         "h2o:score=question,schedule=question-blocks", "snapkv:store=quantised,heads=layer",
-        "snapkv:heads=query,store=cache", "random:schedule=threshold(0.5,0.25)", "strided:schedule=every",
-        "snapkv:select=stride", "h2o:select=chunks,chunk=10,allocate=pyramid", "snapkv:allocate=dynamickv,r_max=3"})
+        "snapkv:heads=query,store=cache", "snapkv:store=cache,schedule=question-blocks(9,relevance)",
+        "random:schedule=threshold(0.5,0.25)", "strided:schedule=every", "snapkv:select=stride",
+        "h2o:select=chunks,chunk=10,allocate=pyramid", "snapkv:allocate=dynamickv,r_max=3"})
     EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }
 
