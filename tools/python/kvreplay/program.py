@@ -67,6 +67,12 @@ def not_installed(command: str, missing: ModuleNotFoundError) -> Error:
     return Error(command, f"{missing.name} is not installed", need, "", Refusal.CAPABILITY)
 
 
+def _say(line: str) -> None:
+    """Onto stderr. What cannot be written there is lost: there is nowhere left to say so."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def _drop_output() -> None:
     """What is left in stdout's buffer has nowhere to go: without this the interpreter's own flush would complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,24 +102,24 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
         finally:
             sys.stdout.flush()
     except Error as error:
-        print(f"kvreplay: {error}", file=sys.stderr)
+        _say(f"kvreplay: {error}")
         return error.exit_code
     except BrokenPipeError:
         _drop_output()
         return int(Refusal.UNREAD)
     except MemoryError:
-        print(f"kvreplay: {command}: out of memory", file=sys.stderr)
+        _say(f"kvreplay: {command}: out of memory")
         return int(Refusal.RESOURCES)
     except KeyboardInterrupt:
         if kept:
-            print(f"kvreplay: {command}: interrupted, {kept}", file=sys.stderr)
+            _say(f"kvreplay: {command}: interrupted, {kept}")
         return int(Refusal.INTERRUPTED)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _drop_output()
-            print(f"kvreplay: {command}: disk full: {error.filename or 'standard output'}", file=sys.stderr)
+            _say(f"kvreplay: {command}: disk full: {error.filename or 'standard output'}")
             return int(Refusal.RESOURCES)
-        traceback.print_exc()
-        print(f"kvreplay: {command}: a bug of kvreplay {__version__}: please report the lines above", file=sys.stderr)
+        _say(traceback.format_exc().rstrip())
+        _say(f"kvreplay: {command}: a bug of kvreplay {__version__}: please report the lines above")
         return int(Refusal.INTERNAL)
     return 0
