@@ -139,8 +139,8 @@ page.findings()
 #       const Matrix& all = view.cumulative_attention();
 #       for (int head = 0; head < scores.rows(); ++head)
 #         for (int j = 0; j < scores.columns(); ++j) {
-#           const int position = view.positions(head / view.group())[static_cast<std::size_t>(j)];
-#           const int lifetime = view.residents().seen - position;
+#           const Position position = view.positions(head / view.group())[j];
+#           const int lifetime = view.residents().seen - position.number;
 #           scores(head, j) = std::sqrt(scores(head, j) / last * (all(head, j) / lifetime));
 #         }
 #       return how.grouping(scores, view.group());
