@@ -87,7 +87,7 @@ def test_files_alone_in_the_folder_are_policies(compiler: str, tmp_path: Path) -
     assert "ctest --preset release -R my_policy\n" in said and "-p my-policy -b 0.1\n" in said
     # tools/demo has configured without tests: what is printed configures with them.
     assert "&& cmake --preset release\n" in said
-    assert 'KVREPLAY_TESTS="ON"' in ran("cmake", "-N", "--preset", "release", folder=source)
+    assert 'KVREPLAY_TESTS="ON"' in ran("cmake", "-N", "--preset", "release", folder=ROOT)
 
     cache = dict(
         line.split("=", 1) for line in (PROGRAM.parent / "CMakeCache.txt").read_text().splitlines() if "=" in line
