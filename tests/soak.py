@@ -168,7 +168,12 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
         "temperature": ("0.5", "1"),
         "seed": COUNTS,
     },
-    "cam": {"recent": ("2", "0.5"), "merge": ("2", "3", "32"), "mode": ("expected", "sampled"), "seed": COUNTS},
+    "cam-one-shot": {
+        "recent": ("2", "0.5"),
+        "merge": ("2", "3", "32"),
+        "mode": ("expected", "sampled"),
+        "seed": COUNTS,
+    },
     "minicache": {"t": ("0.3", "0.6"), "distance": ("paper", "code"), "gap": ("0.05", "0.2", "0.5")},
     "q-filter": {"filters": ("trace", TABLE % "filters")},
     "duo-attention": {"table": ("kvpress", TABLE % "gates"), "sinks": ("1", "2"), "recent": ("3", "5")},

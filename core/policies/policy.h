@@ -219,8 +219,9 @@ struct Partner {
 /// They are changed.
 struct Transformed {
   std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet&, const Partner&)> store;
-  Needs needs = {};          // of the store itself
-  Sharing paired_with = {};  // the treated layer that layer l of L is stored with, or l; empty: each alone
+  Needs needs = {};             // of the store itself
+  Sharing paired_with = {};     // the treated layer that layer l of L is stored with, or l; empty: each alone
+  bool has_exact_size = false;  // a kept token takes as many bytes as it does unchanged
 };
 
 using Store = std::variant<Exact, CachePositions, Transformed>;

@@ -241,7 +241,8 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
   double bytes = 0;
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
-    if (has_budget(plan) && std::holds_alternative<Transformed>(plan.store))
+    const auto* changed = std::get_if<Transformed>(&plan.store);
+    if (has_budget(plan) && changed != nullptr && !changed->has_exact_size)
       throw Error{Refusal::usage, policy.name(), "its store changes what a token takes", "a budget in tokens", "bytes"};
     for (int l = of_range.first; l < of_range.first + of_range.count; ++l) {
       const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);

@@ -18,10 +18,10 @@ from program import done, kvreplay
 from kvreplay.trace import Trace, TraceWriter
 
 POLICIES = set(
-    "ada-kv cam caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv expected-attention finch "
-    "full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local minicache nacl observed-attention "
-    "oracle pyramid-infer pyramid-kv q-filter quest random sca scissorhands simlayerkv snapkv streaming-llm strided "
-    "think tova truncate value-norm vatp".split()
+    "ada-kv cam-one-shot caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
+    "expected-attention finch full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local "
+    "minicache nacl observed-attention oracle pyramid-infer pyramid-kv q-filter quest random sca scissorhands "
+    "simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "head-kv"}  # the model's output projections, and a table
 COMMANDS = set("doctor synth info validate convert replay diff policies new-policy metrics completion help".split())
@@ -117,7 +117,9 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     done("synth", "gaussian", "-o", "a.h5", *shape, folder=tmp_path)
     [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
     refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
-    all_queries = "cam compactor duo-attention expected-attention h2o h2o-online observed-attention q-filter vatp"
+    all_queries = (
+        "cam-one-shot compactor duo-attention expected-attention h2o h2o-online observed-attention q-filter vatp"
+    )
     windows_of_more = "defensive-kv lava scissorhands think"
     assert set(refused) == {"oracle", *ASK_FOR_MORE, *all_queries.split(), *windows_of_more.split()}
     assert refused["h2o"] == (
@@ -317,6 +319,17 @@ def test_budgets_of_memory_are_equal_memory_whatever_the_heads(traces: Path, tmp
     assert "budget   1KiB = 4 to 8 tokens a layer on average, sinks" in table and " KiB " in table
     plain = done("replay", traces / "fixture.h5", *words[:2], "-b", "8", "-o", "plain", folder=tmp_path)
     assert " KiB " not in plain, "bytes say no more than tokens"
+
+
+def test_a_budget_of_memory_binds_a_store_of_exact_size(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-b", "1KiB", "--json"]
+    merged = ["-p", "h2o", "-p", "cam-one-shot", "-p", "snapkv:window=2,store=merged-values"]
+    found = json.loads(done(*words, *merged, folder=tmp_path))
+    cells = [cell for cell in found["cells"] if cell["role"] == "asked"]
+    assert [(cell["budget_tokens"], cell["values"]["kv_bytes"]) for cell in cells] == [(8, 1024)] * 3
+    for changed in ("quantised", "fewer-channels"):
+        answer = kvreplay(*words, "-p", f"snapkv:{WINDOW},store={changed}", folder=tmp_path)
+        assert answer.code == 2 and "its store changes what a token takes" in answer.err
 
 
 def test_a_budget_of_the_tokens_seen_is_another_cell(traces: Path, tmp_path: Path) -> None:

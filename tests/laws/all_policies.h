@@ -63,7 +63,7 @@ inline std::vector<std::string> all_policies() {
            "kivi:bits=4,group=8,residual=5",
            "kivi:bits=8,group=3,residual=0",
            "think:window=3,ratio=0.7,recent=5",
-           "cam:recent=2,merge=3,mode=sampled,seed=5",
+           "cam-one-shot:recent=2,merge=3,mode=sampled,seed=5",
            "snapkv:window=3,heads=layer,store=merged-values,merge=1",
            "minicache:t=0.2,distance=code,gap=0.3",
            "quest:page=4,least_pages=1,dense_layers=0",

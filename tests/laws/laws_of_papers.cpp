@@ -518,9 +518,10 @@ TEST_F(LawsOfPapers, MiniCacheSharesDirectionsInTheLastTwoOfFiveLayers) {
   EXPECT_EQ(run.stored.at({0, 3}).bytes, run.stored.at({0, 4}).bytes);
 }
 
-TEST_F(LawsOfPapers, CamKeepsTheTokensAndTheBytesOfH2o) {
-  expect_same_sets("cam", "h2o", 20);
-  const RecordedRun run = record(trace(), {"cam", "cam:mode=sampled", "cam:mode=sampled,seed=1"}, 20);
+TEST_F(LawsOfPapers, CamOneShotKeepsTheTokensAndTheBytesOfH2o) {
+  expect_same_sets("cam-one-shot", "h2o", 20);
+  const RecordedRun run =
+      record(trace(), {"cam-one-shot", "cam-one-shot:mode=sampled", "cam-one-shot:mode=sampled,seed=1"}, 20);
   for (int l = 0; l < layers; ++l) {
     EXPECT_EQ(run.stored.at({0, l}).bytes, 2 * 20 * 32 * 2.0);
     EXPECT_EQ(run.stored.at({0, l}).keys, widened(trace().layer(l).k));

@@ -108,7 +108,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "quest": {"page": "16", "dense_layers": "2", "least_pages": "3"},
     "think": {"window": "32", "ratio": "0.4", "recent": "32"},
     "nacl": {"question": "auto", "question_tokens": "32", "random": "0.3", "temperature": "1", "seed": "0"},
-    "cam": {"recent": "0.5", "merge": "32", "mode": "expected", "seed": "0"},
+    "cam-one-shot": {"recent": "0.5", "merge": "32", "mode": "expected", "seed": "0"},
     "minicache": {"t": "0.6", "distance": "paper", "gap": "0.05"},
     "q-filter": {"filters": "trace"},
     "duo-attention": {"table": "kvpress", "full_heads": "0.5", "sinks": "128", "recent": "256"},
@@ -232,10 +232,10 @@ def critical_kv(case: Case) -> Selection:
     return reference_attention.critical_kv(case, base.name, dataclasses.replace(case, parameters=parameters_of(base)))
 
 
-def cam(case: Case) -> Selection:
+def cam_one_shot(case: Case) -> Selection:
     """With the tokens of H2O."""
     given = DEFAULTS["h2o"] | {"recent": case.parameters["recent"]}
-    return reference_stores.cam(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
+    return reference_stores.cam_one_shot(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
 
 
 THE_SAME = {  # a policy under a schedule that makes it another one
@@ -282,7 +282,7 @@ POLICIES = {
     "critical-kv": critical_kv,
     "quest": reference_stores.quest,
     "nacl": reference_attention.nacl,
-    "cam": cam,
+    "cam-one-shot": cam_one_shot,
     "q-filter": reference_geometry.q_filter,
     "leverage": reference_geometry.leverage,
     "compactor": reference_geometry.compactor,

@@ -80,10 +80,10 @@ def think(case: Case) -> Selection:
     return case.selection(everything_kept(case), NOTHING, [], stored=stored, stored_bytes=lambda layer: layer_bytes)
 
 
-# ------------------------------------------------------------------------------------------------------------------ cam
+# --------------------------------------------------------------------------------------------------------- cam-one-shot
 
 
-def cam(case: Case, base: Selection) -> Selection:
+def cam_one_shot(case: Case, base: Selection) -> Selection:
     """What another policy keeps; the kept values take up, in equal parts, what was evicted before them."""
     trace, prompt = case.trace, case.trace.prompt
     spread, sampled = case.number("merge"), case.parameters["mode"] == "sampled"

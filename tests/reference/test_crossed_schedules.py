@@ -103,7 +103,7 @@ SHORT = Setting(
         "simlayerkv": "sinks=1,recent=5,threshold=0.3",
         "chunkkv": "chunk=3,window=2",
         "hybrid": "chunkkv.chunk=3,chunkkv.window=2,snapkv.window=3",
-        "cam": "recent=3,merge=2",
+        "cam-one-shot": "recent=3,merge=2",
         "kivi": "group=4,residual=5",
         "think": "window=4,recent=3",
         "quest": "page=4,dense_layers=1,least_pages=2",

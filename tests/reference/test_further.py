@@ -271,7 +271,7 @@ def test_values_of_cam() -> None:
     trace = one_head(np.ones((5, 1)), keys, values)
     paid = np.array([sum(1 / t for t in range(first, 6)) for first in range(1, 6)])
     np.testing.assert_allclose(reference.cumulative_attention(trace, 0)[0], paid)
-    changed = chosen(trace, "cam:recent=2,merge=2", "3")
+    changed = chosen(trace, "cam-one-shot:recent=2,merge=2", "3")
     assert changed.rows[0][0].tolist() == [0, 3, 4]
     share = {token: min(1, paid[token] / paid[3:].mean()) for token in (1, 2)}
     more = (share[1] * 10 + share[2] * 100) / 2
@@ -344,7 +344,7 @@ def test_following(policy: str, other: str) -> None:
 
 
 def test_losses_of_evicted_and_changed_values() -> None:
-    changed = chosen(FIXTURE, "cam:recent=3", "6")
+    changed = chosen(FIXTURE, "cam-one-shot:recent=3", "6")
     loss = reference_metrics.kv_l1_loss(FIXTURE, changed)["kv_l1_loss", "value"]
     values = FIXTURE.layers[0].v[:, :12]
     there = changed.stored(0)[1][:, :12].copy()

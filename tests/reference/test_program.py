@@ -65,7 +65,7 @@ def test_metrics(run: Run, policy: str, budget: str) -> None:
 MEETS_ITS_BUDGET = (
     "random local streaming-llm strided truncate h2o-online snapkv pyramid-kv pyramid-infer chunkkv hybrid sca finch "
     "tova scissorhands knorm keydiff value-norm vatp observed-attention expected-attention lagkv ada-kv head-kv "
-    "critical-kv nacl cam q-filter leverage compactor cur"
+    "critical-kv nacl cam-one-shot q-filter leverage compactor cur"
 ).split()
 MAY_SPEND_OTHERWISE = {"schedule", "overlap", "fill", "window_mode", "lengths", "rate", "grow"}
 
@@ -164,7 +164,7 @@ def test_fixture_is_made_bit_for_bit() -> None:
         ("think:window=9", ()),
         ("ada-kv:window=9", ()),
         ("simlayerkv:rows=9", ()),
-        ("cam", ()),
+        ("cam-one-shot", ()),
         ("q-filter", ()),
         ("local", ("--eval", "all")),
         ("local", ("--eval", "last:9")),

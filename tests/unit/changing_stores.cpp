@@ -96,7 +96,7 @@ TEST_F(ChangingStore, FewerChannelsOfNothingAndOfEverything) {
             stored({FewerChannels{.window = prompt}.store()}, all())->keys);
 }
 
-/// What CaM makes of the values of one KV head, token by token as its definition reads.
+/// What cam-one-shot makes of the values of one KV head, token by token as its definition reads.
 std::vector<std::vector<double>> merged(const RandomLayer& layer, const Matrix& attention, int head,
                                         const std::vector<int>& held, int merge,
                                         const std::function<double(int, double)>& weight) {

@@ -86,6 +86,7 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("snapkv:window="), "snapkv:window: not a number: expected a whole number, found \"\"");
   EXPECT_EQ(refusal_of_policy("snapkv:pool=mx"),
             "snapkv:pool: unknown value: expected one of none, max, avg, found \"mx\"");
+  EXPECT_EQ(refusal_of_policy("cam"), "cam: unknown policy: expected cam-one-shot, found cam");
   EXPECT_EQ(
       refusal_of_policy("snapkv:preset=factry"),
       "snapkv:preset: unknown value: expected one of factory, snapkv-paper, snapkv-code, kvpress, found \"factry\"");

@@ -88,8 +88,11 @@ void MergedValues::parameters(Parameters& p) {
 
 Store MergedValues::store() const {
   return Transformed{
-      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); },
-      all_queries()};
+      .store = [part = *this](const LayerView& view, const KeptSet& kept,
+                              const Partner&) { return stored(part, view, kept); },
+      .needs = all_queries(),
+      .has_exact_size = true,
+  };
 }
 
 }  // namespace kvreplay

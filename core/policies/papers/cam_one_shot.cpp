@@ -1,0 +1,45 @@
+#include "policies/parts/attention_scores.h"
+#include "policies/parts/merged_values.h"
+#include "policies/policy.h"
+
+namespace kvreplay {
+namespace {
+
+struct CamOneShot {
+  static constexpr Card card{
+      .name = "cam-one-shot",
+      .summary =
+          "H2O with the values of evicted tokens merged into kept ones, once after the prompt; not the authors' CaM, "
+          "which evicts one token per step and merges by the current row's attention",
+      .paper = "after Zhang et al. 2024, CaM, ICML (PMLR 235:58840-58850)",
+      .score =
+          "as h2o; v_i / m is added to the next m kept tokens with probability clamp(A_i / mean of their A), A the "
+          "attention of all prompt queries",
+      .family = Family::store,
+  };
+
+  Amount recent = Amount::fraction(0.5);
+  Grouping grouping = {};
+  MergedValues merged = {};
+
+  void parameters(Parameters& p) {
+    p.add("recent", recent, "recent window: last tokens, always kept");
+    grouping.parameters(p);
+    merged.parameters(p);
+    p.preset({"factory-needle", "the needle harness of KVCache-Factory", {{"recent", "32"}}});
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = grouping,
+        .score = cumulative_score(),
+        .protect = {.recent = recent},
+        .store = merged.store(),
+    };
+  }
+};
+
+const Registered<CamOneShot> registered;
+
+}  // namespace
+}  // namespace kvreplay
