@@ -28,12 +28,15 @@ void read_finite_row(const TensorView& tensor, int head, int row, std::span<doub
     throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
 }
 
-/// Rows [first, first + count) of all heads, as a tensor of their own.
-TensorView cut(const TensorView& tensor, int first, int count, std::vector<std::byte>& rows) {
+/// The rows that row_of(head, i) names for i < count, as a tensor of their own.
+template <class RowOf>
+TensorView gathered(const TensorView& tensor, int count, RowOf row_of, std::vector<std::byte>& rows) {
   rows.clear();
   for (int head = 0; head < tensor.heads; ++head)
-    rows.insert(rows.end(), tensor.row(head, first),
-                tensor.row(head, first) + static_cast<std::size_t>(count) * tensor.row_bytes());
+    for (int i = 0; i < count; ++i) {
+      const std::byte* row = tensor.row(head, row_of(head, i));
+      rows.insert(rows.end(), row, row + tensor.row_bytes());
+    }
   return {rows.data(), tensor.dtype, tensor.heads, count, tensor.dim};
 }
 
@@ -60,6 +63,20 @@ ResidentPositions LayerView::positions(int row) const {
   const auto count = static_cast<std::size_t>(tokens());
   return ResidentPositions(
       std::span(residents_.positions).subspan(residents_.rows == 1 ? 0 : static_cast<std::size_t>(row) * count, count));
+}
+
+const LayerView& LayerView::tokens_between(int first, int last) const {
+  std::unique_ptr<LayerView>& made = between_[{first, last}];
+  if (!made)
+    made = std::make_unique<LayerView>(
+        *this, Residents{.positions = position_range(first, last), .seen = prompt(), .added = last - first});
+  return *made;
+}
+
+double LayerView::observable_seconds() const {
+  double seconds = observable_seconds_;
+  for (const auto& [range, view] : between_) seconds += view->observable_seconds();
+  return seconds;
 }
 
 void LayerView::on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const {
@@ -302,14 +319,16 @@ Matrix LayerView::unrotated_key_forms(const QuadraticForms& forms) const {
 /// A block is a layer of its own, whose queries come after all of its keys.
 const Matrix& LayerView::block_attention(int block) const {
   return remember(memo_, "block_attention", {static_cast<double>(block)}, [&] {
-    Matrix sums(query_heads(), prompt());
+    Matrix sums(query_heads(), tokens());
     std::vector<std::byte> queries, keys;
-    for (int first = 0; first < prompt(); first += block) {
-      const int count = std::min(block, prompt() - first);
+    for (int first = 0; first < tokens(); first += block) {
+      const int count = std::min(block, tokens() - first);
       const std::vector<std::int32_t> before = position_range(0, count), after = position_range(count, 2 * count);
+      const auto key = [&](int head, int i) { return positions(head)[first + i].number; };
+      const auto query = [&](int head, int i) { return stored_query(tensors_, key(head / group(), i)); };
       LayerTensors of_block;
-      of_block.q = cut(tensors_.q, stored_query(tensors_, first), count, queries);
-      of_block.k = of_block.v = cut(tensors_.k, first, count, keys);
+      of_block.q = gathered(tensors_.q, count, query, queries);
+      of_block.k = of_block.v = gathered(tensors_.k, count, key, keys);
       of_block.query_positions = after;
       const Matrix of_heads = backend_.attention_sums(of_block, {.queries = after, .resident = before});
       for (int head = 0; head < query_heads(); ++head)

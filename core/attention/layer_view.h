@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -81,6 +82,8 @@ class LayerView {
   const LayerTensors& tensors() const { return tensors_; }
   std::span<const std::int32_t> eval_queries() const { return eval_queries_; }
   Backend& backend() const { return backend_; }
+  /// The tokens [first, last) of the prompt alone, made once, for observables of keys, of values and inside blocks.
+  const LayerView& tokens_between(int first, int last) const;
 
   /// n: tokens that are resident.
   int tokens() const { return static_cast<int>(residents_.positions.size()) / residents_.rows; }
@@ -146,8 +149,8 @@ class LayerView {
   /// [rows of the forms, n] of the keys where they stand, or un-rotated.
   Matrix key_forms(const QuadraticForms& forms) const;
   Matrix unrotated_key_forms(const QuadraticForms& forms) const;
-  /// [Hq, P]: column sums of softmax_j(<q_t, k_j>) without scale, softcap or order in time, inside blocks of so many
-  /// tokens of the prompt, of which the last may be short. All of the prompt must be resident.
+  /// [Hq, n]: column sums of softmax_j(<q_t, k_j>) without scale, softcap or order in time, inside blocks of so many
+  /// resident tokens, counted from the first of them; the last block may be short. Keys and queries as they are stored.
   const Matrix& block_attention(int block) const;
   /// [1, P]: of each token of the prompt, the cosine with the other token that is most like it, over the keys or the
   /// values of all heads side by side.
@@ -159,7 +162,7 @@ class LayerView {
   void on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const;
 
   /// Seconds spent on observables so far: shared by all policies, so reported apart from them.
-  double observable_seconds() const { return observable_seconds_; }
+  double observable_seconds() const;
 
  private:
   using Arguments = std::vector<double>;
@@ -195,6 +198,7 @@ class LayerView {
   ObservableStore* store_ = nullptr;
   mutable Memo<Matrix> memo_;
   mutable Memo<VectorMoments> moments_;
+  mutable std::map<std::pair<int, int>, std::unique_ptr<LayerView>> between_;
   mutable std::optional<BackwardRotation> backward_rotation_;
   mutable double observable_seconds_ = 0;
 };

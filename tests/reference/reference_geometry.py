@@ -242,28 +242,40 @@ def leverage(case: Case) -> Selection:
 
 
 def compactor(case: Case) -> Selection:
-    """Leverage, and what the tokens of a block pay to each other; the smaller the budget the more of the former."""
+    """Leverage, and what the tokens of a block pay to each other; the smaller the budget the more of the former. Of all
+    this the first and the last tokens are no part."""
     trace, parameters = case.trace, case.parameters
     fixed = protection(case.number("sinks"), case.number("recent"), case.budget, trace.prompt)
     mix = 1 - case.budget / trace.prompt if parameters["mix"] == "auto" else float(parameters["mix"])
+    begin = min(case.number("sinks"), trace.prompt)
+    end = max(begin, trace.prompt - case.number("recent"))
 
     def scores(layer: int) -> np.ndarray:
-        lengths = norms(prompt_values(trace, layer), 2)
-        paid = attention_in_blocks(trace, layer, case.number("block")) * lengths
-        return mix * leverages(case, layer) + standardised(pool(paid, 3, "avg"))
+        result = np.zeros((trace.kv_heads, trace.prompt))
+        if begin == end:
+            return result
+        scored = np.arange(begin, end)
+        lengths = norms(prompt_values(trace, layer)[:, scored], 2)
+        paid = attention_in_blocks(trace, layer, scored, case.number("block")) * lengths
+        leverage = leverages(case, layer, np.tile(scored, (trace.kv_heads, 1)))
+        mixed = mix * leverage + standardised(pool(paid, 3, "avg"))
+        result[:] = mixed.max()
+        result[:, scored] = mixed
+        return result
 
     return best_beside(case, fixed, scores)
 
 
-def attention_in_blocks(trace: Trace, layer: int, size: int) -> np.ndarray:
-    """[Hkv,P]: column sums of the softmax of queries times keys, unscaled and in both directions of time, in blocks."""
-    queries, group = rows_of(trace, layer, np.arange(trace.prompt)), trace.query_heads // trace.kv_heads
-    result = np.zeros((trace.query_heads, trace.prompt))
+def attention_in_blocks(trace: Trace, layer: int, positions: np.ndarray, size: int) -> np.ndarray:
+    """[Hkv,n]: column sums of the softmax of queries times keys, unscaled and in both directions of time, in blocks of
+    the tokens at `positions`."""
+    queries, group = rows_of(trace, layer, positions), trace.query_heads // trace.kv_heads
+    result = np.zeros((trace.query_heads, len(positions)))
     for head in range(trace.query_heads):
-        keys = prompt_keys(trace, layer)[head // group]
-        for begin in range(0, trace.prompt, size):
-            block = slice(begin, min(begin + size, trace.prompt))
+        keys = prompt_keys(trace, layer)[head // group, positions]
+        for begin in range(0, len(positions), size):
+            block = slice(begin, begin + size)
             products = queries[head, block] @ keys[block].T
             weights = np.exp(products - products.max(axis=1, keepdims=True))
             result[head, block] = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
-    return result.reshape(trace.kv_heads, group, trace.prompt).mean(axis=1)
+    return result.reshape(trace.kv_heads, group, len(positions)).mean(axis=1)

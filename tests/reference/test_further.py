@@ -107,13 +107,25 @@ def test_leverage_by_singular_values(sketch: int) -> None:
 
 def test_attention_in_blocks() -> None:
     for size in (1, 5, 256):
-        paid = reference_geometry.attention_in_blocks(FIXTURE, 0, size)
+        paid = reference_geometry.attention_in_blocks(FIXTURE, 0, whole, size)
         np.testing.assert_allclose(paid.sum(axis=1), 12)
-    np.testing.assert_allclose(reference_geometry.attention_in_blocks(FIXTURE, 0, 1), 1)
+    np.testing.assert_allclose(reference_geometry.attention_in_blocks(FIXTURE, 0, whole, 1), 1)
     layer = FIXTURE.layers[0]
     weights = [np.exp(layer.q[h, t] @ layer.k[0, 5:10].T) for h in (0, 1) for t in range(5, 10)]
     expected = sum(w / w.sum() for w in weights) / 2
-    np.testing.assert_allclose(reference_geometry.attention_in_blocks(FIXTURE, 0, 5)[0, 5:10], expected)
+    np.testing.assert_allclose(reference_geometry.attention_in_blocks(FIXTURE, 0, whole, 5)[0, 5:10], expected)
+    np.testing.assert_allclose(reference_geometry.attention_in_blocks(FIXTURE, 0, whole[5:], 5)[0, :5], expected)
+
+
+def test_protected_tokens_are_no_part_of_compactor() -> None:
+    policy, expected = "compactor:sinks=2,recent=1,block=4", kept(FIXTURE, "compactor:sinks=2,recent=1,block=4", "6")
+    for token, changes in ((0, False), (11, False), (5, True)):
+        trace = reference.fixture()
+        for layer in trace.layers:
+            layer.q[:, token], layer.k[:, token], layer.v[:, token] = 2, -2, 3
+        assert (kept(trace, policy, "6") != expected) == changes
+    assert kept(FIXTURE, "compactor:sinks=8,recent=4", "10") == [[[*range(8), 10, 11]] * 2] * 4
+    assert kept(FIXTURE, "compactor:sinks=8,recent=6", "7") == [[[*range(7)]] * 2] * 4
 
 
 # ----------------------------------------------------------------------------------------------------------- attention

@@ -182,34 +182,52 @@ TEST_P(ScoresOf, SketchesCombineChannelsAtRandom) {
   expect_near(scores("leverage:sketch=3,seed=7"), leverages(view, 0.01, phi), 1e-9);
 }
 
-TEST_P(ScoresOf, CompactorMixesLeverageWithWhatTokensOfABlockPay) {
-  Matrix paid(2, prompt);
-  for (int head = 0; head < 4; ++head)
-    for (int t = 0; t < prompt; ++t) {
-      const int begin = t / 16 * 16, end = std::min(begin + 16, prompt);
-      Numbers weights;
-      double sum = 0;
-      for (int j = begin; j < end; ++j) {
-        const Numbers q = layer.query(head, t), k = layer.k.row(head / 2, j);
-        sum += weights.emplace_back(std::exp(std::inner_product(q.begin(), q.end(), k.begin(), 0.0)));
+TEST_P(ScoresOf, CompactorMixesLeverageWithWhatTokensOfABlockReceive) {
+  const auto expected = [&](int first, int end, int size, double mix) {
+    const int n = end - first;
+    Matrix received(2, n);
+    for (int head = 0; head < 4; ++head)
+      for (int t = 0; t < n; ++t) {
+        const int begin = t / size * size, behind = std::min(begin + size, n);
+        Numbers weights;
+        double sum = 0;
+        for (int j = begin; j < behind; ++j) {
+          const Numbers q = layer.query(head, first + t), k = layer.k.row(head / 2, first + j);
+          sum += weights.emplace_back(std::exp(std::inner_product(q.begin(), q.end(), k.begin(), 0.0)));
+        }
+        for (int j = begin; j < behind; ++j)
+          received(head / 2, j) +=
+              weights[static_cast<std::size_t>(j - begin)] / sum / 2 * value_length(head / 2, first + j);
       }
-      for (int j = begin; j < end; ++j)
-        paid(head / 2, j) += weights[static_cast<std::size_t>(j - begin)] / sum / 2 * value_length(head / 2, j);
-    }
-  Matrix pooled(2, prompt);
-  for (int head = 0; head < 2; ++head)
-    for (int j = 0; j < prompt; ++j)
-      for (int i = std::max(0, j - 1); i <= std::min(prompt - 1, j + 1); ++i) pooled(head, j) += paid(head, i) / 3;
-  const Matrix of_blocks = standardised(pooled), of_keys = leverages(view, 0.01);
-  const auto mixed = [&](double mix) {
-    Matrix expected = of_blocks;
+    Matrix pooled(2, n);
+    for (int head = 0; head < 2; ++head)
+      for (int j = 0; j < n; ++j)
+        for (int i = std::max(0, j - 1); i <= std::min(n - 1, j + 1); ++i) pooled(head, j) += received(head, i) / 3;
+    const LayerView scored(view, {.positions = range(first, end), .seen = prompt, .added = n});
+    const Matrix of_keys = leverages(scored, 0.01);
+    Matrix mixed = standardised(pooled);
     for (int r = 0; r < 2; ++r)
-      for (int j = 0; j < prompt; ++j) expected(r, j) += mix * of_keys(r, j);
-    return expected;
+      for (int j = 0; j < n; ++j) mixed(r, j) += mix * of_keys(r, j);
+    Matrix all(2, prompt, std::ranges::max(mixed.values()));
+    for (int r = 0; r < 2; ++r) std::ranges::copy(mixed.row(r), all.row(r).begin() + first);
+    return all;
   };
-  expect_near(scores("compactor:block=16", 10), mixed(1 - 10.0 / prompt), 2e-5);
-  expect_near(scores("compactor:block=16", 30), mixed(1 - 30.0 / prompt), 2e-5);
-  expect_near(scores("compactor:block=16,mix=0.35"), mixed(0.35), 2e-5);
+  expect_near(scores("compactor:block=16", 10), expected(8, prompt - 4, 16, 1 - 10.0 / prompt), 2e-5);
+  expect_near(scores("compactor:block=16", 30), expected(8, prompt - 4, 16, 1 - 30.0 / prompt), 2e-5);
+  expect_near(scores("compactor:block=16,mix=0.35"), expected(8, prompt - 4, 16, 0.35), 2e-5);
+  expect_near(scores("compactor:sinks=0,recent=0,block=7,mix=1"), expected(0, prompt, 7, 1), 2e-5);
+  expect_near(scores("compactor:sinks=3,recent=1"), expected(3, prompt - 1, prompt, 1 - 10.0 / prompt), 2e-5);
+}
+
+TEST_P(ScoresOf, CompactorScoresNothingWhereEveryTokenIsProtected) {
+  for (const char* policy :
+       {"compactor:sinks=41", "compactor:recent=41", "compactor:sinks=40,recent=1", "compactor:sinks=40,recent=40"})
+    expect_near(scores(policy), Matrix(2, prompt), 0);
+}
+
+TEST_P(ScoresOf, OneSetForTheLayerIsScoredAtTheSameBudget) {
+  const Matrix rows = scores("compactor:block=16", 10), layer_wide = scores("compactor:block=16,heads=layer", 10);
+  for (int j = 0; j < prompt; ++j) EXPECT_NEAR(layer_wide(0, j), rows(0, j) + rows(1, j), 1e-12) << j;
 }
 
 TEST_P(ScoresOf, ExpectedAttentionIsThatOfGaussianQueriesAtTheNextPositions) {

@@ -206,23 +206,40 @@ TEST_P(KeysAndQueries, SquaresOfNormsHaveNoRoots) {
 }
 
 TEST_P(KeysAndQueries, BlocksAttendInBothDirectionsOfTimeWithoutScale) {
-  for (const int block : {1, 16, 70, 500}) {
-    const Matrix& found = view.block_attention(block);
-    for (int head = 0; head < 4; ++head) {
-      Numbers expected(prompt);
-      for (int t = 0; t < prompt; ++t) {
-        const int begin = t / block * block, end = std::min(begin + block, prompt);
-        Numbers weights;
-        double sum = 0;
-        for (int j = begin; j < end; ++j)
-          sum += weights.emplace_back(std::exp(dot(layer.query(head, t), layer.k.row(head / 2, j))));
-        for (int j = begin; j < end; ++j)
-          expected[static_cast<std::size_t>(j)] += weights[static_cast<std::size_t>(j - begin)] / sum;
+  for (const LayerView* of : {&std::as_const(view), &view.tokens_between(5, prompt - 3), &std::as_const(held)})
+    for (const int block : {1, 16, 70, 500}) {
+      const Matrix& found = of->block_attention(block);
+      const int n = of->tokens();
+      ASSERT_EQ(found.columns(), n);
+      for (int head = 0; head < 4; ++head) {
+        const std::span<const std::int32_t> there = of->positions(head / 2).numbers();
+        const auto position = [&](int i) { return there[static_cast<std::size_t>(i)]; };
+        Numbers expected(static_cast<std::size_t>(n));
+        for (int t = 0; t < n; ++t) {
+          const int begin = t / block * block, end = std::min(begin + block, n);
+          Numbers weights;
+          double sum = 0;
+          for (int j = begin; j < end; ++j)
+            sum +=
+                weights.emplace_back(std::exp(dot(layer.query(head, position(t)), layer.k.row(head / 2, position(j)))));
+          for (int j = begin; j < end; ++j)
+            expected[static_cast<std::size_t>(j)] += weights[static_cast<std::size_t>(j - begin)] / sum;
+        }
+        for (int j = 0; j < n; ++j)
+          EXPECT_NEAR(found(head, j), expected[static_cast<std::size_t>(j)], 2e-5)
+              << block << ", " << head << ", " << j;
       }
-      for (int j = 0; j < prompt; ++j)
-        EXPECT_NEAR(found(head, j), expected[static_cast<std::size_t>(j)], 2e-5) << block << ", " << head << ", " << j;
     }
-  }
+}
+
+TEST_P(KeysAndQueries, APartOfThePromptIsViewedOnceAndItsSecondsCount) {
+  const LayerView& part = view.tokens_between(5, 20);
+  EXPECT_EQ(&view.tokens_between(5, 20), &part);
+  EXPECT_NE(&view.tokens_between(5, 21), &part);
+  EXPECT_TRUE(std::ranges::equal(part.positions(1).numbers(), range(5, 20)));
+  const double before = view.observable_seconds();
+  part.block_attention(4);
+  EXPECT_GT(view.observable_seconds(), before);
 }
 
 TEST_P(KeysAndQueries, OnAverageVectorsAreTurnedByEachOfThePositions) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 
 #include "policies/parts/leverage.h"
@@ -23,11 +24,11 @@ std::string normal_mix(std::string_view text) {
 struct Compactor {
   static constexpr Card card{
       .name = "compactor",
-      .summary = "keys that no others stand in for, and what tokens pay to their neighbours in both directions of time",
+      .summary = "Non-causal attention within chunks blended with approximate leverage scores of the keys",
       .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
       .score =
-          "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)), n_j = group mean of the column sums of "
-          "softmax_j(q_t k_j) inside j's block",
+          "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)), n_j = group mean of the column sums of the unscaled "
+          "softmax_j(q_t k_j) inside j's block; all without the first `sinks` and the last `recent` tokens",
       .family = Family::geometry,
   };
 
@@ -38,24 +39,33 @@ struct Compactor {
   int block = 256;
 
   void parameters(Parameters& p) {
-    p.add("mix", mix, "auto, or 0..1", normal_mix, "weight of the leverage; auto: 1 - B/P");
+    p.add("mix", mix, "auto, or 0..1", normal_mix, "weight of the leverage scores; auto: 1 - B/P");
     leverage.parameters(p);
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
-    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "last tokens that always stay");
-    p.add("block", block, IntRange{.least = 1}, "tokens that attend to each other");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept and not scored");
+    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens, always kept and not scored");
+    p.add("block", block, IntRange{.least = 1}, "tokens of a chunk, which attend to each other");
   }
 
   Matrix scores(const LayerView& view, int budget) const {
-    Matrix paid = Grouping{}(view.block_attention(block), view.group());
+    Matrix scores(view.kv_heads(), view.tokens());
+    const int first = std::min(sinks, view.tokens()), end = std::max(first, view.tokens() - recent);
+    if (first == end) return scores;  // every token is protected
+    const LayerView& scored = view.tokens_between(first, end);
+
+    Matrix received = Grouping{}(scored.block_attention(block), view.group());
     const Matrix& lengths = view.value_norms(2.0);
-    for (int row = 0; row < paid.rows(); ++row)
-      for (int j = 0; j < paid.columns(); ++j) paid(row, j) *= lengths(row, j);
-    Matrix scores = z_scores(pooled(std::move(paid), Pool::average, 3, view.tokens()));
+    for (int row = 0; row < received.rows(); ++row)
+      for (int j = 0; j < received.columns(); ++j) received(row, j) *= lengths(row, first + j);
+    Matrix blended = z_scores(pooled(std::move(received), Pool::average, 3, scored.tokens()));
     const double weight =
         mix == automatic ? 1.0 - static_cast<double>(budget) / view.prompt() : parse_real("compactor:mix", mix);
-    const Matrix of_keys = leverage(view);
-    for (int row = 0; row < scores.rows(); ++row)
-      for (int j = 0; j < scores.columns(); ++j) scores(row, j) += weight * of_keys(row, j);
+    const Matrix of_keys = leverage(scored);
+    for (int row = 0; row < blended.rows(); ++row)
+      for (int j = 0; j < blended.columns(); ++j) blended(row, j) += weight * of_keys(row, j);
+
+    // Tokens that are not scored have the largest score of the layer, as in kvpress.
+    std::ranges::fill(scores.values(), std::ranges::max(blended.values()));
+    for (int row = 0; row < blended.rows(); ++row) std::ranges::copy(blended.row(row), scores.row(row).begin() + first);
     return scores;
   }
 

@@ -12,7 +12,7 @@ namespace {
 Scorer summed(Scorer of_rows, Grouping rows) {
   Scorer scorer = of_rows;
   scorer.score = [score = std::move(of_rows.score), rows](const LayerView& view, const Scoring& how) {
-    return sum_over_rows(score(view, {rows, how.recent}));
+    return sum_over_rows(score(view, {rows, how.recent, how.budget}));
   };
   if (!scorer.name.empty()) scorer.name = "sum over rows of " + scorer.name;
   return scorer;
