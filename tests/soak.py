@@ -182,7 +182,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "compactor": {"sketch": ("0", "4"), "seed": COUNTS, "sinks": COUNTS, "recent": COUNTS, "block": ("7", "16")},
     "cur": {"use": ("product", "key", "value", "avg"), "block": ("5", "7", "16"), "sinks": COUNTS},
     "caote": {"base": ("window", "cumulative"), "window": ("1", "2"), "heads": HEADS},
-    "lava": WINDOW | {"heads": HEADS, "agg": AGGREGATES},
+    "lava": WINDOW | {"floor": ("0.0", "0.2", "0.5"), "heads": HEADS, "agg": AGGREGATES},
     "defensive-kv": WINDOW | {"heads": HEADS},
 }
 # Always given: what they are by default is longer than these prompts, or is what the entry is for.

@@ -352,6 +352,8 @@ TEST_F(Fixture, Lava) {
   EXPECT_EQ(sets("lava:window=2,kernel=3"),
             printed("2-4,10,11 ; 0-3,5,10,11 | 4-7,10,11 ; 0,2-4,10,11 | 0-3,10,11 ; 4-7,10,11 | 0-3,10,11 ; "
                     "3,5-7,10,11"));
+  EXPECT_EQ(first_layers(sets("lava:window=2,kernel=3,floor=1"), 2),
+            printed("1-4,10,11 ; 0-3,10,11 | 4-7,10,11 ; 0,2-4,10,11"));
 }
 
 TEST_F(Fixture, DefensiveKv) {

@@ -122,6 +122,7 @@ TEST_F(LawsOfPapers, WithoutWhatSetsThemApartSomePoliciesAreOthers) {
   for (const int budget : {8, 12, 20, 61}) {
     expect_same_sets("ada-kv:alpha=1", "snapkv", budget);
     expect_same_sets("ada-kv:alpha=0", "snapkv:allocate=ranked-layer", budget);
+    expect_same_sets("lava:window=8,floor=1", "snapkv:agg=max", budget);
     expect_same_sets("tova:protect_last=true", "snapkv:window=1,pool=none,heads=layer", budget);
     expect_same_sets("scissorhands:binary=false,history=8,recent=8", "snapkv:pool=none", budget);
     expect_same_sets("nacl:random=0,question=last,question_tokens=8", "snapkv:pool=none", budget);

@@ -299,7 +299,8 @@ FURTHER_POLICIES = [
     "caote:base=cumulative,heads=query",
     "caote:window=1,heads=layer",
     "lava:window=2,kernel=3",
-    "lava:window=3,pool=none,heads=query,agg=mean",
+    "lava:window=3,pool=none,heads=query,agg=mean,floor=0",
+    "lava:window=2,kernel=3,floor=0.7",
     "defensive-kv:window=2,kernel=3",
     "defensive-kv:window=4,pool=none,heads=layer",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 from reference import (
     aggregate,
@@ -63,7 +65,40 @@ def lava(case: Case) -> Selection:
         scores.append(np.pad(pool(grouped, case.number("kernel"), parameters["pool"]), ((0, 0), (0, window))))
     weights = [entropy(one[:, :room]) for one in scores]
     slots = apportion(n_layers * n_rows * free, weights, [0] * n_layers, [n_rows * room] * n_layers)
-    return shared_by_heads(case, scores, slots, fixed)
+    share = Fraction(parameters["floor"]).limit_denominator(1000)
+    return floored(case, scores, slots, share, fixed)
+
+
+def floored(case: Case, scores: list[np.ndarray], slots: list[int], share: Fraction, fixed: np.ndarray) -> Selection:
+    """Each head has (1 - share) of its entries among the best of its layer and a share of the mean, divided among all
+    heads of all layers at once; it keeps its own best."""
+    trace, n_rows = case.trace, case.row_count
+    candidates = np.setdiff1d(np.arange(trace.prompt), fixed)
+    free = max(0, case.budget - len(fixed))
+    among_best: list[int] = []
+    for of_layer, count in zip(scores, slots, strict=True):
+        order = np.argsort(-of_layer[:, candidates].ravel(), kind="stable")[:count]
+        among_best += np.bincount(order // len(candidates), minlength=n_rows).tolist()
+    shares = [(1 - share) * count + share * free for count in among_best]
+    counts = apportion(len(shares) * free, shares, [0] * len(shares), [len(candidates)] * len(shares))
+    decisions = []
+    if case.follow:
+        theirs = [len(row) - len(fixed) for layer in case.follow.rows for row in layer]
+        near = sum(theirs) == sum(counts) and max(abs(a - b) for a, b in zip(theirs, counts, strict=True)) <= 1
+        verdict = Verdict.EQUAL if theirs == counts else Verdict.NEAR if near else Verdict.WRONG
+        decisions.append(Decision(f"slots of heads {counts}, found {theirs}", lambda _: verdict))
+        counts = theirs
+    rows: list[list[np.ndarray]] = []
+    for index, of_layer in enumerate(scores):
+        rows.append([])
+        for row in range(n_rows):
+            place = (index, row)
+            [kept], decision = ranked(
+                [place], only(of_layer[row], candidates)[None], counts[index * n_rows + row], fixed
+            )
+            rows[-1].append(kept)
+            decisions.append(decision)
+    return case.selection(rows, fixed, decisions)
 
 
 def entropy(scores: np.ndarray) -> float:
@@ -98,12 +133,6 @@ def shared_by_heads(case: Case, scores: list[np.ndarray], slots: list[int], fixe
     """In each layer its number of best entries, whichever head they are of, beside what stays in every head."""
     candidates = np.setdiff1d(np.arange(case.trace.prompt), fixed)
     rows, decisions = [], []
-    if case.follow:
-        theirs = [sum(len(row) - len(fixed) for row in layer) for layer in case.follow.rows]
-        near = sum(theirs) == sum(slots) and max(abs(a - b) for a, b in zip(theirs, slots, strict=True)) <= 1
-        verdict = Verdict.EQUAL if theirs == slots else Verdict.NEAR if near else Verdict.WRONG
-        decisions.append(Decision(f"slots of layers {slots}, found {theirs}", lambda _: verdict))
-        slots = theirs
     for index, of_layer in enumerate(scores):
         places = [(index, row) for row in range(len(of_layer))]
         kept, decision = ranked(places, only(of_layer, candidates), slots[index], fixed)

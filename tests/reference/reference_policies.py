@@ -117,7 +117,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "compactor": {"mix": "auto", "sketch": "0", "seed": "0", "sinks": "8", "recent": "4", "block": "256"},
     "cur": {"use": "product", "block": "16", "sinks": "4"},
     "caote": {"base": "window", "window": "8", "heads": "kv", "agg": "mean"},
-    "lava": {"window": "32", "kernel": "7", "pool": "max", "heads": "kv", "agg": "max"},
+    "lava": {"window": "32", "kernel": "7", "pool": "max", "floor": "0.2", "heads": "kv", "agg": "max"},
     "defensive-kv": {"window": "32", "kernel": "5", "pool": "avg", "heads": "kv", "agg": "max"},
 }
 

@@ -424,12 +424,14 @@ TEST(AdaptiveHeads, InfiniteScoresStayFirstAndLastWhenNormalised) {
 
 // ---- layers by the entropy of their scores
 
+const AcrossLayers paper = EntropyAllocation{.floor = 0}.allocator();
+
 TEST(EntropyAllocation, SharesByHowEvenlyScoresAreSpread) {
   // e = 1 where all four are equal, ln 2 / ln 4 = 1/2 where two are, 0 where one token has it all.
   const Matrix even = matrix({{2, 2, 2, 2}}), halves = matrix({{0, 3, 0, 3}}), single = matrix({{0, 0, 7, 0}});
   const auto counts = [](int budget, const std::vector<Matrix>& layers) {
     const auto layer_count = static_cast<int>(layers.size());
-    return by_entropy()({.layers = layer_count, .prompt = 4, .budget = budget}, pointers(layers));
+    return paper({.layers = layer_count, .prompt = 4, .budget = budget}, pointers(layers));
   };
   EXPECT_EQ(counts(3, {even, halves}), (LayerCounts{{4}, {2}}));
   EXPECT_EQ(counts(1, {halves, even, single}), (LayerCounts{{1}, {2}, {0}}));
@@ -440,7 +442,7 @@ TEST(EntropyAllocation, InfiniteScoresHaveEqualSharesAndTheOthersNone) {
   const double infinity = std::numeric_limits<double>::infinity();
   const Matrix even = matrix({{2, 2, 2, 2}}), halves = matrix({{infinity, 0, 1, infinity}}),
                single = matrix({{5, infinity, 5, 5}});
-  EXPECT_EQ(by_entropy()({.layers = 3, .prompt = 4, .budget = 1}, pointers(std::vector{halves, even, single})),
+  EXPECT_EQ(paper({.layers = 3, .prompt = 4, .budget = 1}, pointers(std::vector{halves, even, single})),
             (LayerCounts{{1}, {2}, {0}}));
 }
 
@@ -448,8 +450,24 @@ TEST(EntropyAllocation, HeadsShareByTheirLayersBestEntriesAndSinksAndRecentDoNot
   // Both layers are as even as each other; of the first one's four slots the first head has three.
   const std::vector<Matrix> layers{matrix({{99, 9, 8, 7, 0}, {0, 6, 5, 4, 99}}),
                                    matrix({{0, 4, 5, 6, 0}, {0, 7, 8, 9, 0}})};
-  EXPECT_EQ(by_entropy()({.layers = 2, .prompt = 5, .budget = 4, .sinks = 1, .recent = 1}, pointers(layers)),
+  EXPECT_EQ(paper({.layers = 2, .prompt = 5, .budget = 4, .sinks = 1, .recent = 1}, pointers(layers)),
             (LayerCounts{{5, 3}, {3, 5}}));
+}
+
+TEST(EntropyAllocation, TheFloorOfEveryHeadIsAShareOfTheMean) {
+  const std::vector<Matrix> layers{matrix({{99, 9, 8, 7, 0}, {0, 6, 5, 4, 99}}),
+                                   matrix({{0, 4, 5, 6, 0}, {0, 7, 8, 9, 0}})};
+  const Division division{.layers = 2, .prompt = 5, .budget = 4, .sinks = 1, .recent = 1};
+  const auto counts = [&](double floor) {
+    return EntropyAllocation{.floor = floor}.allocator()(division, pointers(layers));
+  };
+  // Of two slots a head: half of 3, 1, 1, 3 and half of 2 are 2.5, 1.5, 1.5, 2.5; the first two are rounded up.
+  EXPECT_EQ(counts(0.5), (LayerCounts{{5, 4}, {3, 4}}));
+  EXPECT_EQ(counts(1), (LayerCounts{{4, 4}, {4, 4}}));
+  // A layer without entropy has its floors alone.
+  const std::vector<Matrix> unequal{matrix({{0, 3, 0, 3}}), matrix({{0, 0, 7, 0}})};
+  EXPECT_EQ((EntropyAllocation{.floor = 0.5}.allocator()({.layers = 2, .prompt = 4, .budget = 2}, pointers(unequal))),
+            (LayerCounts{{3}, {1}}));
 }
 
 // ---- by name

@@ -11,9 +11,11 @@ namespace {
 struct Lava {
   static constexpr Card card{
       .name = "lava",
-      .summary = "SnapKV's attention times the head's largest value; heads and layers compete, by entropy",
+      .summary = "SnapKV's attention times the head's largest value norm; layer budgets by the entropy of their scores",
       .paper = "Shen et al. 2025, LAVa, arXiv:2509.09754",
-      .score = "s[h,j] = max_k |v_k|_1 sum over the last `window` queries t of softmax_j(q_t k_j), pooled over j",
+      .score =
+          "s[h,j] = max_k |v_k|_1 sum over the last `window` queries t of softmax_j(q_t k_j), pooled over j; head "
+          "budgets (1 - floor) c + floor b, c of its layer's best entries, b the mean",
       .family = Family::budget,
   };
 
@@ -21,11 +23,14 @@ struct Lava {
   int kernel = 7;
   Pool pool = Pool::max;
   Grouping grouping = {.aggregate = Aggregate::max};
+  EntropyAllocation allocation = {};
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+    p.add("window", window, IntRange{.least = 1},
+          "observation window: its queries score the prompt, its tokens are always kept");
     add_pooling(p, pool, kernel);
     grouping.parameters(p);
+    allocation.parameters(p);
   }
 
   Matrix score(const LayerView& view, const Scoring& how) const {
@@ -45,7 +50,7 @@ struct Lava {
                   .reads_recent = pool != Pool::none,
                   .name = name_with_values("lava", *this)},
         .protect = {.recent = Amount::tokens(window)},
-        .allocate = by_entropy(),
+        .allocate = allocation.allocator(),
     };
   }
 };
