@@ -102,6 +102,9 @@ struct Scorer {
   bool reads_recent = false;  // Scoring::recent
   bool reads_budget = false;  // Scoring::budget
   bool of_prompt = false;     // all of the prompt must be resident
+  /// Of scores that are sums of attention over queries: the number of queries, or the sum of their weights, which makes
+  /// means of them. Empty: the scores are not such sums.
+  std::function<double(const LayerView&, const Scoring&)> queries = {};
   /// Scorers of equal names give equal scores of equal tokens, and so share them; empty: it shares with none.
   std::string name = {};
 

@@ -668,7 +668,7 @@ TEST_F(LawsOfPapers, CriticalKvWeighsTheSecondHalfByValues) {
         for (const double x : values[static_cast<std::size_t>(j)]) norm += std::abs(x);
         rest.push_back(std::ranges::find(expected, j) != expected.end()
                            ? -1.0
-                           : (scores[static_cast<std::size_t>(j)] + 1e-4) * norm);
+                           : (scores[static_cast<std::size_t>(j)] / 4 + 1e-4) * norm);  // mean of the window's rows
       }
       for (const int j : best_of(rest, 0, prompt - 4, 10)) expected.push_back(j);
       for (int j = prompt - 4; j < prompt; ++j) expected.push_back(j);

@@ -263,6 +263,7 @@ FURTHER_POLICIES = [
     "critical-kv:base=snapkv,first=0.75",
     "critical-kv:wo=none",
     "critical-kv:base=snapkv,wo=none,first=0.3",
+    "critical-kv:base=h2o,wo=none",
     "quest",
     "quest:page=4,dense_layers=1,least_pages=2",
     "quest:page=3,dense_layers=0,least_pages=1",

@@ -251,7 +251,8 @@ def mean_rotation(trace: Trace, layer: int, first: int, future: int) -> np.ndarr
 
 
 def critical_kv(case: Case, name: str, base: Case) -> Selection:
-    """A share of the budget by the score of a base policy, the rest by that score times what the value puts out."""
+    """A share of the budget by the score of a base policy, the rest by that score, as a mean over the queries whose
+    attention it adds up, times what the value puts out."""
     trace, parameters = case.trace, case.parameters
     if name == "expected-attention":
         fixed = protection(base.number("sinks"), 0, case.budget, trace.prompt)
@@ -265,13 +266,14 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
         if name == "expected-attention":
-            scores = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads)
+            scores, queries = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads), 1
         elif name == "h2o":
             scores = aggregate(cumulative_attention(trace, layer), "kv", base.parameters["agg"], trace.kv_heads)
+            queries = trace.prompt
         else:
-            scores = window_scores(base, layer)
+            scores, queries = window_scores(base, layer), min(base.number("window"), trace.prompt)
         scores = np.pad(scores, ((0, 0), (0, trace.prompt - scores.shape[1])))
-        weighted = (scores + 1e-4) * output_norms(trace, layer, parameters["wo"])
+        weighted = (scores / queries + 1e-4) * output_norms(trace, layer, parameters["wo"])
         rows.append([])
         for row in range(trace.kv_heads):
             place = (index, row)

@@ -106,6 +106,7 @@ def test_leverage_by_singular_values(sketch: int) -> None:
 
 
 def test_attention_in_blocks() -> None:
+    whole = np.arange(12)
     for size in (1, 5, 256):
         paid = reference_geometry.attention_in_blocks(FIXTURE, 0, whole, size)
         np.testing.assert_allclose(paid.sum(axis=1), 12)
@@ -207,6 +208,14 @@ def test_stages_of_critical_kv() -> None:
     np.testing.assert_allclose(lengths[1], np.abs(values[1]).sum(axis=1))
 
 
+@pytest.mark.parametrize(("base", "length"), [("snapkv:window=2,pool=none", 1.075), ("h2o:recent=2", 1.4)])
+def test_the_constant_of_critical_kv_is_added_to_means(base: str, length: float) -> None:
+    # Tokens 1 and 2 have little attention. Added to sums the constant would count for less, and token 1 would win.
+    values = [[0.0], [1], [length], [0], [1], [1]]
+    trace = one_head(np.ones((6, 1)), [[0.0], [-9], [-9.3], [0], [0], [0]], values)
+    assert kept(trace, f"critical-kv:wo=none,base=({base})", "3") == [[[2, 4, 5]]]
+
+
 # ----------------------------------------------------------------------------------------------------- heads and layers
 
 
@@ -277,7 +286,7 @@ def test_channels_of_think() -> None:
     assert chosen(trace, "think:ratio=0.24", "2").stored(0)[0].tolist() == [keys]
 
 
-def test_values_of_cam() -> None:
+def test_values_of_cam_one_shot() -> None:
     keys = [[0.0], [0], [0], [0], [0]]  # even attention: sums 1/1 + 1/2 + ... + 1/5, and so on
     values = [[1.0], [10], [100], [1000], [10000]]
     trace = one_head(np.ones((5, 1)), keys, values)

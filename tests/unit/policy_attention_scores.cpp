@@ -3,13 +3,17 @@
 
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "attention_reference.h"
 #include "fake_backend.h"
+#include "policies/configured.h"
 #include "policies/parts/attention_counts.h"
 #include "policies/parts/attention_scores.h"
+#include "policies/parts/recency_window.h"
 #include "policies/parts/sampled.h"
+#include "policies/parts/window_score.h"
 
 namespace kvreplay::testing {
 namespace {
@@ -77,6 +81,59 @@ TEST_P(AttentionScores, ObservedOfThoseHeldCountsTheQueriesSinceTheyCame) {
       const int queries = GetParam() == 0 ? came[i] : std::min(came[i], GetParam());
       EXPECT_DOUBLE_EQ(means(row, i), all(row, i) / queries) << row << ", " << i;
     }
+}
+
+TEST_P(AttentionScores, SumsOverQueriesAreDistributionsOnceDivided) {
+  const Scoring of_heads{.grouping = {.heads = Heads::query}, .recent = 5};
+  const Scorer sums[] = {
+      cumulative_score(),
+      WindowScore{.window = 6, .pool = Pool::none}.scorer(),
+      WindowScore{.window = 99, .pool = Pool::none}.scorer(),
+      AttentionCounts{.history = 7, .binary = false}.scorer(),
+      AttentionCounts{.history = 99, .binary = false}.scorer(),
+      RecencyWindow{.distance_weight = 1}.scorer(),
+      RecencyWindow{.distance_weight = 3}.scorer(),
+  };
+  for (const Scorer& scorer : sums) {
+    const Matrix scores = scorer.score(view, of_heads);
+    const double queries = scorer.queries(view, of_heads);
+    for (int head = 0; head < scores.rows(); ++head) {
+      const std::span<const double> row = scores.row(head);
+      EXPECT_NEAR(std::accumulate(row.begin(), row.end(), 0.0) / queries, 1, 1e-5) << scorer.name << ", " << head;
+    }
+  }
+  for (const Scorer& scorer : {observed_score(), newest_score(), AttentionCounts{}.scorer()})
+    EXPECT_FALSE(scorer.queries) << scorer.name;
+}
+
+TEST_P(AttentionScores, CriticalKvAddsItsConstantToMeansOverQueries) {
+  const auto scorer = [](const std::string& policy) {
+    return ConfiguredPolicy::parse(policy).plans(3).front().plan.score;
+  };
+  const Scoring how{.recent = 2, .budget = 10};
+  const std::pair<std::string, double> bases[] = {
+      {"snapkv:window=4", 4},
+      {"snapkv:window=50,pool=avg", prompt},
+      {"h2o", prompt},
+      {"h2o:score=recency-window,distance_weight=2.0", 3},  // 1 and 2: the queries of the two recent tokens
+      {"observed-attention", 1},
+      {"knorm", 1},
+  };
+  for (const auto& [base, queries] : bases) {
+    const Matrix of_base = scorer(base).score(view, how);
+    const Matrix found = scorer("critical-kv:wo=none,base=(" + base + ")").score(view, how);
+    int infinite = 0;
+    for (int row = 0; row < 2; ++row)
+      for (int j = 0; j < prompt; ++j) {
+        const double expected = (of_base(row, j) / queries + 1e-4) * view.value_norms(1)(row, j);
+        if (std::isinf(found(row, j))) {
+          ++infinite;
+        } else {
+          EXPECT_DOUBLE_EQ(found(row, j), expected) << base << ", " << row << ", " << j;
+        }
+      }
+    EXPECT_EQ(infinite, 2 * (10 / 2 - 2)) << base;
+  }
 }
 
 TEST_P(AttentionScores, NewestIsTheAttentionOfTheLastQuerySummedOverAllHeads) {

@@ -33,11 +33,11 @@ struct CriticalKv {
   static constexpr Card card{
       .name = "critical-kv",
       .summary =
-          "half of the budget by another policy's scores, the rest by these times the size of the projected values",
+          "half of the budget by a base policy's scores, the rest by these times the L1 norm of the projected values",
       .paper = "Feng et al. 2025, CriticalKV, arXiv:2502.03805",
       .score =
-          "the best floor(first B) by s of the base, those that stay by rule among them; of the others "
-          "(s + 1e-4) |W_o v_j|_1, group mean",
+          "the best floor(first B) by s of the base, its protected tokens among them; then the best by "
+          "(s + 1e-4) |W_o v_j|_1, group mean, s a mean over queries where the base has their sum",
       .family = Family::attention,
   };
 
@@ -52,17 +52,16 @@ struct CriticalKv {
       if (text == "expected-attention") text = "expected-attention:vnorm=false";
       return ConfiguredPolicy::parse(text, seed).label_with_seeds();
     };
-    p.add("base", base, "(POLICY)", normal, "whose scores, and whose tokens that stay by rule");
-    p.add<Projection>("wo", projection, projection_words,
-                      "values as the trace's output projection makes them, or as they are");
-    p.add("first", first, RealRange{}, "share of the budget that goes to the best scores of the base");
+    p.add("base", base, "(POLICY)", normal, "policy whose scores and protected tokens are used");
+    p.add<Projection>("wo", projection, projection_words, "values after the trace's output projection, or before it");
+    p.add("first", first, RealRange{}, "share of the budget for the best tokens by the scores of the base");
   }
 
   void set_seed(std::uint64_t given) { seed = given; }
 
   std::vector<Source> sources() const { return ConfiguredPolicy::parse(base).sources(); }
 
-  /// The first stage's tokens have no equal.
+  /// Tokens of the first stage have infinite scores.
   Scorer two_stages(const Plan& of_base) const {
     const auto score = [projection = projection, first = first, scored = of_base.score, sinks = of_base.protect.sinks](
                            const LayerView& view, const Scoring& how) {
@@ -72,10 +71,11 @@ struct CriticalKv {
       Matrix scores = group_mean(value_norms(view, projection), view.group());
       const int before = std::min(sinks, how.budget), candidates = view.tokens() - before - how.recent;
       const int best = static_cast<int>(first * how.budget) - before - how.recent;
+      const double queries = scored.queries ? scored.queries(view, how) : 1.0;
       for (int row = 0; row < scores.rows(); ++row) {
         const std::span<const double> base_row = base_scores.row(row);
         const std::span<double> of_row = scores.row(row);
-        for (std::size_t j = 0; j < of_row.size(); ++j) of_row[j] *= base_row[j] + epsilon;
+        for (std::size_t j = 0; j < of_row.size(); ++j) of_row[j] *= base_row[j] / queries + epsilon;
         for (const std::int32_t j :
              largest(base_row.subspan(static_cast<std::size_t>(before), static_cast<std::size_t>(candidates)), best,
                      before))

@@ -1,5 +1,6 @@
 #include "policies/parts/attention_counts.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "policies/parts/ranking.h"
@@ -45,7 +46,12 @@ Scorer AttentionCounts::scorer() const {
     for (int row = 0; row < counts.rows(); ++row) break_ties(counts.row(row), sums.row(row));
     return counts;
   };
-  return {.score = score, .needs = last_queries(history), .name = name_with_values("counts", *this)};
+  Scorer scorer{.score = score, .needs = last_queries(history), .name = name_with_values("counts", *this)};
+  if (!binary)
+    scorer.queries = [history = history](const LayerView& view, const Scoring&) {
+      return std::min(history, view.residents().seen);
+    };
+  return scorer;
 }
 
 }  // namespace kvreplay

@@ -24,8 +24,12 @@ Scorer cumulative_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
     return how.grouping(view.cumulative_attention(), view.group());
   };
-  return {
-      .score = score, .needs = all_queries(), .accumulates = true, .online = OnlineScore::sum, .name = "cumulative"};
+  return {.score = score,
+          .needs = all_queries(),
+          .accumulates = true,
+          .online = OnlineScore::sum,
+          .queries = [](const LayerView& view, const Scoring&) { return view.residents().seen; },
+          .name = "cumulative"};
 }
 
 Scorer observed_score() {
@@ -55,7 +59,11 @@ Scorer eval_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
     return how.grouping(view.eval_attention(), view.group());
   };
-  return {.score = score, .needs = future_queries(), .name = "eval"};
+  return {
+      .score = score,
+      .needs = future_queries(),
+      .queries = [](const LayerView& view, const Scoring&) { return static_cast<double>(view.eval_queries().size()); },
+      .name = "eval"};
 }
 
 }  // namespace kvreplay

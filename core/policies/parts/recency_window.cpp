@@ -1,6 +1,7 @@
 #include "policies/parts/recency_window.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "policies/plan_part.h"
 
@@ -54,6 +55,11 @@ Scorer RecencyWindow::scorer() const {
   return {.score = score,
           .needs = {.recent_queries = true},
           .reads_recent = true,
+          .queries =
+              [last = distance_weight](const LayerView& view, const Scoring& how) {
+                const std::vector<double> rho = weights(std::clamp(how.recent, 1, view.residents().seen), last);
+                return std::accumulate(rho.begin(), rho.end(), 0.0);
+              },
           .name = name_with_values("recency-window", *this)};
 }
 

@@ -48,6 +48,8 @@ Scorer WindowScore::scorer() const {
   return {.score = score,
           .needs = last_queries(window),
           .reads_recent = pool != Pool::none,
+          .queries = [window = window](const LayerView& view,
+                                       const Scoring&) { return std::min(window, view.residents().seen); },
           .name = name_with_values("window", *this)};
 }
 
