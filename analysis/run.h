@@ -142,7 +142,7 @@ struct PlannedTrace {
   Estimate cost = {};
 };
 
-inline constexpr int numerics = 4;
+inline constexpr int numerics = 5;
 
 /// Throws Error{usage} for two traces of one name: it names their parts and groups in results.
 void check_names(std::span<const std::filesystem::path> traces);

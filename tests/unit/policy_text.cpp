@@ -63,6 +63,17 @@ TEST(ConfiguredPolicy, PresetComesFirstAndValuesOverrideIt) {
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv:window=16,preset=kvpress").label(), "snapkv:window=16,kernel=5,pool=avg");
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv:preset=factory").label(), "snapkv");
   EXPECT_EQ(ConfiguredPolicy::parse("h2o:preset=factory").label(), "h2o:recent=8");
+  for (const char* harness : {"factory-needle", "dynamickv"}) {
+    const std::string preset = ":preset=" + std::string(harness);
+    EXPECT_EQ(ConfiguredPolicy::parse("snapkv" + preset).label(), "snapkv:window=32");
+    EXPECT_EQ(ConfiguredPolicy::parse("h2o" + preset).label(), "h2o:recent=32");
+    EXPECT_EQ(ConfiguredPolicy::parse("pyramid-kv" + preset).label(), "pyramid-kv");
+  }
+  EXPECT_EQ(ConfiguredPolicy::parse("cam-one-shot:preset=factory-needle").label(), "cam-one-shot:recent=32");
+  EXPECT_EQ(ConfiguredPolicy::parse("dynamickv:preset=llama-3").label(), "dynamickv:pool=avg");
+  EXPECT_EQ(ConfiguredPolicy::parse("dynamickv:preset=internlm").label(), "dynamickv:pool=avg");
+  EXPECT_EQ(ConfiguredPolicy::parse("dynamickv:preset=mistral").label(), "dynamickv");
+  EXPECT_EQ(ConfiguredPolicy::parse("dynamickv:preset=qwen2").label(), "dynamickv:r_max=5");
   // What a preset says may stand unread, also where its values are written out.
   const std::string label = ConfiguredPolicy::parse("snapkv:preset=snapkv-code,score=cumulative").label();
   EXPECT_EQ(ConfiguredPolicy::parse(label).label(), label);
@@ -75,6 +86,7 @@ TEST(ConfiguredPolicy, SeedIsTheDefaultOfSeedParameters) {
 }
 
 TEST(ConfiguredPolicy, RefusesInOneLine) {
+  EXPECT_EQ(refusal_of_policy("cam"), "cam: unknown policy: expected cam-one-shot, found cam");
   EXPECT_EQ(refusal_of_policy("snapvk"), "snapvk: unknown policy: expected snapkv, found snapvk");
   EXPECT_EQ(refusal_of_policy("snapkv:windw=3"), "snapkv: unknown parameter: expected window, found windw");
   EXPECT_EQ(refusal_of_policy("snapkv:window"), "snapkv: not a parameter: expected KEY=VALUE, found \"window\"");
@@ -86,10 +98,8 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("snapkv:window="), "snapkv:window: not a number: expected a whole number, found \"\"");
   EXPECT_EQ(refusal_of_policy("snapkv:pool=mx"),
             "snapkv:pool: unknown value: expected one of none, max, avg, found \"mx\"");
-  EXPECT_EQ(refusal_of_policy("cam"), "cam: unknown policy: expected cam-one-shot, found cam");
-  EXPECT_EQ(
-      refusal_of_policy("snapkv:preset=factry"),
-      "snapkv:preset: unknown value: expected one of factory, snapkv-paper, snapkv-code, kvpress, found \"factry\"");
+  EXPECT_EQ(refusal_of_policy("snapkv:preset=factry"),
+            "snapkv:preset: unknown value: expected factory, found \"factry\"");
   EXPECT_EQ(refusal_of_policy("snapkv:windw=3,"), "snapkv: empty piece of a list: found \"windw=3,\"");
   EXPECT_EQ(refusal_of_policy("h2o:recent=1.5"),
             "h2o:recent: out of range: expected tokens, or a fraction 0.0..1.0, found 1.5");

@@ -14,9 +14,11 @@ constexpr Choice<Base> base_words[] = {{"window", Base::window}, {"cumulative", 
 struct Caote {
   static constexpr Card card{
       .name = "caote",
-      .summary = "what the attention output would change without a token: its attention and how its value differs",
+      .summary =
+          "change of the attention output without a token, one-shot: all tokens are scored once, where the paper "
+          "evicts one by one and renormalises",
       .paper = "Goel et al. 2025, CAOTE, arXiv:2504.14051",
-      .score = "s[h,j] = a_j / (1 - a_j) |sum_i a_i v_i - v_j|, a the attention of the base, its sum made 1",
+      .score = "s[h,j] = a_j / (1 - a_j) |sum_i a_i v_i - v_j|, a the attention of the base, normalised to sum 1",
       .family = Family::attention,
   };
 
@@ -25,8 +27,10 @@ struct Caote {
   Grouping grouping = {};
 
   void parameters(Parameters& p) {
-    p.add<Base>("base", base, base_words, "attention of the last queries (tova: window=1, snapkv), or of all (h2o)");
-    p.add("window", window, IntRange{.least = 1}, "last queries of base=window: they vote, and they stay");
+    p.add<Base>("base", base, base_words,
+                "attention of the observation window (tova: window=1, snapkv), or of all prompt queries (h2o)");
+    p.add("window", window, IntRange{.least = 1},
+          "observation window of base=window: its queries score the prompt, its tokens are always kept");
     grouping.parameters(p);
   }
 

@@ -9,13 +9,16 @@ namespace {
 struct ChunkKv {
   static constexpr Card card{
       .name = "chunkkv",
-      .summary = "whole chunks of tokens by the attention of the last prompt queries; layers may reuse a set",
+      .summary =
+          "whole chunks of tokens by the attention of the observation window, one set per layer as we read the paper; "
+          "layers may reuse a set",
       .paper = "Liu et al. 2025, ChunkKV, arXiv:2502.00299, algorithms 1 and 2",
       .score = "s[chunk] = sum over its tokens j and the last `window` queries t of softmax_j(q_t k_j)",
       .family = Family::chunk,
   };
 
-  // Algorithm 1 is written for one head; the code of its first author sums over heads and keeps one set per layer.
+  // Algorithm 1 is written for one head. One set per layer is a reading: kvpress sums scores over heads, ports of
+  // KVCache-Factory keep a set per head.
   Grouping grouping{.heads = Heads::layer};
   Chunks chunks = {};
   int window = 8;
@@ -23,10 +26,12 @@ struct ChunkKv {
 
   void parameters(Parameters& p) {
     chunks.parameters(p);
-    p.add("window", window, IntRange{.least = 1}, "last prompt queries: they vote, and they stay");
+    p.add("window", window, IntRange{.least = 1},
+          "observation window: its queries score the prompt, its tokens are always kept");
     grouping.parameters(p);
     const auto read = p.of_part("share");
-    p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "layers that share the first one's set");
+    p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers},
+          "adjacent layers that share the set of the first");
   }
 
   Plan plan() const {

@@ -1,3 +1,5 @@
+#include <string>
+
 #include "policies/parts/dynamic_allocation.h"
 #include "policies/parts/window_score.h"
 #include "policies/policy.h"
@@ -19,6 +21,16 @@ struct DynamicKv : WindowFamily {
   void parameters(Parameters& p) {
     WindowFamily::parameters(p);
     allocation.parameters(p);
+    // The authors' scripts differ between models in pooling and r_max.
+    const auto script = [&p](const char* name, const char* model, const char* pool, const char* r_max) {
+      p.preset({name,
+                std::string("the authors' script for ") + model,
+                {{"window", "8"}, {"kernel", "7"}, {"pool", pool}, {"r_max", r_max}}});
+    };
+    script("llama-3", "Llama 3", "avg", "10");
+    script("internlm", "InternLM 2.5", "avg", "10");
+    script("mistral", "Mistral", "max", "10");
+    script("qwen2", "Qwen2", "max", "5");
   }
 
   Plan plan() const {

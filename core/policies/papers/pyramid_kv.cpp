@@ -19,6 +19,10 @@ struct PyramidKv : WindowFamily {
   void parameters(Parameters& p) {
     WindowFamily::parameters(p);
     pyramid.parameters(p);
+    p.preset({"factory-needle",
+              "the needle harness of KVCache-Factory",
+              {{"window", "8"}, {"kernel", "7"}, {"pool", "max"}}});
+    p.preset({"dynamickv", "PyramidKV in the tables of DynamicKV", {{"window", "8"}}});
   }
 
   Plan plan() const {
