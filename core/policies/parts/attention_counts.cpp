@@ -39,13 +39,14 @@ Scorer AttentionCounts::scorer() const {
     Grouping grouping = how.grouping;
     // Votes are whole numbers: their sum orders tokens as their mean does.
     if (grouping.aggregate == Aggregate::mean) grouping.aggregate = Aggregate::sum;
-    Matrix sums = grouping(view.window_attention(history), view.group());
+    Matrix sums = grouping(view.window_attention(history, how.window_end), view.group());
     if (!binary) return sums;
-    Matrix counts = grouping(view.window_counts(history), view.group());
+    Matrix counts = grouping(view.window_counts(history, how.window_end), view.group());
     for (int row = 0; row < counts.rows(); ++row) break_ties(counts.row(row), sums.row(row));
     return counts;
   };
-  return {.score = score, .needs = last_queries(history), .name = name_with_values("counts", *this)};
+  return {
+      .score = score, .needs = last_queries(history), .places_window = true, .name = name_with_values("counts", *this)};
 }
 
 }  // namespace kvreplay
