@@ -220,9 +220,17 @@ def expected_attention(case: Case) -> Selection:
         if parameters["vnorm"] == "true":
             lengths = np.repeat(norms(prompt_values(trace, layer), 2), trace.query_heads // trace.kv_heads, axis=0)
             expected = (expected + float(parameters["epsilon"])) * lengths
-        return aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
+        grouped = aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
+        return sinks_first(grouped, case.number("sinks"))
 
     return best_beside(case, fixed, scores)
+
+
+def sinks_first(scores: np.ndarray, sinks: int) -> np.ndarray:
+    """Scores [H,n] whose first columns, which are not scored, have the largest score of their row."""
+    if sinks < scores.shape[1]:
+        scores[:, :sinks] = scores[:, sinks:].max(axis=1, keepdims=True)
+    return scores
 
 
 def expected_weights(case: Case, layer: int) -> np.ndarray:
@@ -277,6 +285,7 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     for index, layer in enumerate(trace.treated):
         if name == "expected-attention":
             scores = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads)
+            scores = sinks_first(scores, base.number("sinks"))
         elif name == "h2o":
             scores = aggregate(cumulative_attention(trace, layer), "kv", base.parameters["agg"], trace.kv_heads)
         else:

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import numpy as np
 from reference import aggregate, budget_tokens, capped, logits, norms, pool, rows_of, softmax
-from reference_attention import expected_of_keys
+from reference_attention import expected_of_keys, sinks_first
 from reference_geometry import leverages, main_directions, ranks_in_partitions, shares_of_blocks, unlike_the_mean
 from reference_newer import change_of_output
 from reference_once import chunk_selections, hash_order, spread
@@ -133,7 +133,7 @@ def expected(now: Round) -> np.ndarray:
     if parameters["vnorm"] == "true":
         lengths = np.repeat(norms(now.values(), 2), trace.query_heads // trace.kv_heads, axis=0)
         weights = (weights + float(parameters["epsilon"])) * lengths
-    return now.reduced(weights)
+    return sinks_first(now.reduced(weights), resident_sinks(now))
 
 
 def spread_over_channels(now: Round) -> np.ndarray:
