@@ -50,8 +50,8 @@ TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
 TEST(ConfiguredPolicy, LabelNamesWhatDiffersAndParamsNameAll) {
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv").label(), "snapkv");
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv:kernel=5,window=8").label(), "snapkv:kernel=5");
-  EXPECT_EQ(ConfiguredPolicy::parse("h2o").params(), "recent=0.5,heads=kv,agg=mean,overlap=false");
-  EXPECT_EQ(ConfiguredPolicy::parse("h2o:recent=25%").params(), "recent=0.25,heads=kv,agg=mean,overlap=false");
+  EXPECT_EQ(ConfiguredPolicy::parse("h2o").params(), "recent=0.5,heads=kv,agg=mean,overlap=false,sinks=0");
+  EXPECT_EQ(ConfiguredPolicy::parse("h2o:recent=25%").params(), "recent=0.25,heads=kv,agg=mean,overlap=false,sinks=0");
   EXPECT_EQ(ConfiguredPolicy::parse("oracle:counts=(snapkv:window=8,kernel=5)").params(),
             "heads=kv,agg=mean,scope=head,counts=(snapkv:kernel=5),free=tokens");
   const std::string label = ConfiguredPolicy::parse("oracle:counts=(snapkv:kernel=5)").label();
