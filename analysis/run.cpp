@@ -311,9 +311,10 @@ void check_cells(TraceWork& work, const Trace& trace) {
           leaves_nothing_to_choose(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
         warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.summary.name,
                                     cell.facts.label, cell.facts.budget));
-      if (cell.facts.role == "asked" && lacks_question(trace, work.conditions, cell.policy))
-        warn_once(work, fmt::format("{}: no question ends the prompt: {} takes its last tokens for one",
-                                    work.summary.name, cell.facts.label));
+      if (const std::string instead = without_question(trace, work.conditions, cell.policy);
+          cell.facts.role == "asked" && !instead.empty())
+        warn_once(work,
+                  fmt::format("{}: no question ends the prompt: {} {}", work.summary.name, cell.facts.label, instead));
     } catch (const Error& error) {
       if (error.refusal() == Refusal::usage) throw;
       cell.error = error.what();

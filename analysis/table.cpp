@@ -170,6 +170,19 @@ std::string own_memory_line(const std::vector<const CellSummary*>& cells) {
   return names.empty() ? "" : cut("no budget binds " + names + ": not at equal memory, never marked *", widest) + '\n';
 }
 
+/// Of the policy, or of one that it is made of.
+bool has_replaced_protection(const CellSummary& cell) { return cell.params.find("protect=(") != std::string::npos; }
+
+/// Names those whose protected tokens are their own, where those of others were replaced.
+std::string own_protection_line(const std::vector<const CellSummary*>& cells) {
+  std::string names;
+  for (const CellSummary* cell : cells)
+    if (!has_replaced_protection(*cell)) names += (names.empty() ? "" : ", ") + shown_name(*cell);
+  if (names.empty() || std::ranges::none_of(cells, [](const auto* cell) { return has_replaced_protection(*cell); }))
+    return "";
+  return cut("protected tokens not replaced: " + names, widest) + '\n';
+}
+
 std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*>& cells,
                  const std::vector<Column>& columns) {
   std::vector<std::vector<std::string>> texts;
@@ -232,7 +245,8 @@ std::string table(const RunSummary& summary) {
       std::vector<const CellSummary*> group;
       while (first + group.size() < of_trace.size() && of_trace[first + group.size()].budget == of_trace[first].budget)
         group.push_back(&of_trace[first + group.size()]);
-      text += budget_line(trace, group) + rows(trace, group, columns) + own_memory_line(group) + '\n';
+      text += budget_line(trace, group) + rows(trace, group, columns) + own_memory_line(group) +
+              own_protection_line(group) + '\n';
       first += group.size();
     }
   }

@@ -68,6 +68,7 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
                        .budget = what.budget,
                        .budgets = some.copy(std::span<const std::int32_t>(budgets)),
                        .recents = some.copy(std::span<const std::int32_t>(recents)),
+                       .sinks = what.sinks,
                        .window = layer.sliding_window,
                        .resident = some.copy(what.resident.subspan(before(given), within(given)))};
     held_rows.positions = some.room<std::int32_t>(within(capacity));

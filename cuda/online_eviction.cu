@@ -209,15 +209,15 @@ __global__ void __launch_bounds__(most_threads)
       scores[slot] += shares / static_cast<double>(heads);
     }
 
-    // While too many are held, the lowest goes; not one of the newest.
+    // While too many are held, the lowest goes; neither a sink nor one of the newest.
     ++count;
     for (; count > held_rows.budgets[now]; --count) {
-      const int end = first_of_newest(held_rows, blockIdx.x, now);
+      const int begin = min(held_rows.sinks, now), end = first_of_newest(held_rows, blockIdx.x, now);
       Candidate lowest{0.0, -1};
       int its_slot = -1;
       for (int slot = thread; slot < slots; slot += threads) {
         const Candidate one{scores[slot], positions[slot]};
-        if (one.position >= end || !goes_before(one, lowest)) continue;
+        if (one.position < begin || one.position >= end || !goes_before(one, lowest)) continue;
         lowest = one;
         its_slot = slot;
       }

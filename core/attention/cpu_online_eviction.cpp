@@ -85,14 +85,14 @@ class HeldTokens {
     leave(slot);
   }
 
-  /// Lets the token of the lowest score before `end` go, of equal ones the last, and returns its position.
-  int evict_before(int end) {
-    const int slot = online_.lowest(scores_.data(), positions_.data(), slots_, end);
+  /// Lets the token of the lowest score in [begin, end) go, of equal ones the last, and returns its position.
+  int evict_between(int begin, int end) {
+    const int slot = online_.lowest(scores_.data(), positions_.data(), slots_, begin, end);
     Token lowest;
     if (slot >= 0) lowest = {static_cast<int>(positions_.data()[slot]), scores_.data()[slot]};
     std::size_t number = passed_.size();
     for (std::size_t i = 0; i < passed_.size(); ++i) {
-      if (passed_[i].position >= end || !lowest.gives_way_to(passed_[i])) continue;
+      if (passed_[i].position < begin || passed_[i].position >= end || !lowest.gives_way_to(passed_[i])) continue;
       lowest = passed_[i];
       number = i;
     }
@@ -260,7 +260,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     std::deque<int> recent;
     const auto add_recent = [&](int position, int most) {
       recent.push_back(position);
-      if (static_cast<int>(recent.size()) > most) recent.pop_front();
+      while (static_cast<int>(recent.size()) > most) recent.pop_front();
     };
     for (int i = 0; i < held; ++i) {
       const std::size_t number = product(row, held) + static_cast<std::size_t>(i);
@@ -290,7 +290,8 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
         const int still_to_come = end - token - 1;
         const int protected_from = recent.empty() ? token + 1 : recent.front();
         while (tokens.count() - still_to_come > what.budget_after(token))
-          evicted[product(row, what.tokens) + static_cast<std::size_t>(tokens.evict_before(protected_from))] = token;
+          evicted[product(row, what.tokens) +
+                  static_cast<std::size_t>(tokens.evict_between(what.first_to_go(token), protected_from))] = token;
       }
       tokens.close_up(before + done);
     }

@@ -139,44 +139,46 @@ bool LayerView::is_resident(std::int32_t position) const {
   return true;
 }
 
-/// Of the last `window` queries that have come, those that can take part.
-std::vector<std::int32_t> LayerView::last_queries(int window) const {
-  std::vector<std::int32_t> queries =
-      position_range(residents_.seen - std::clamp(window, 0, residents_.seen), residents_.seen);
+/// Of the last `window` queries that have come before `end`, those that can take part.
+std::vector<std::int32_t> LayerView::last_queries(int window, int end) const {
+  const int last = end_of_window(end);
+  std::vector<std::int32_t> queries = position_range(last - std::clamp(window, 0, last), last);
   if (residents_.place == Positions::cache)
     std::erase_if(queries, [this](std::int32_t position) { return !is_resident(position); });
   return queries;
 }
 
-const Matrix& LayerView::window_attention(int window) const {
-  const double queries = std::clamp(window, 0, residents_.seen);
-  return remember(memo_, "window_attention", {queries}, [&] { return sums(last_queries(window), {}); });
+const Matrix& LayerView::window_attention(int window, int end) const {
+  const double last = end_of_window(end), queries = std::clamp<double>(window, 0, last);
+  return remember(memo_, "window_attention", {queries, last}, [&] { return sums(last_queries(window, end), {}); });
 }
 
-const Matrix& LayerView::window_counts(int window) const {
+const Matrix& LayerView::window_counts(int window, int end) const {
   constexpr double above_uniform = 1.0 + 1e-6;  // a row of equal logits gives nobody more than its share
-  const double queries = std::clamp(window, 0, residents_.seen);
-  return remember(memo_, "window_counts", {queries}, [&] { return sums(last_queries(window), {}, above_uniform); });
+  const double last = end_of_window(end), queries = std::clamp<double>(window, 0, last);
+  return remember(memo_, "window_counts", {queries, last},
+                  [&] { return sums(last_queries(window, end), {}, above_uniform); });
 }
 
-Matrix LayerView::window_attention(std::span<const double> weights) const {
-  const std::vector<std::int32_t> queries = last_queries(static_cast<int>(weights.size()));
+Matrix LayerView::window_attention(std::span<const double> weights, int end) const {
+  const std::vector<std::int32_t> queries = last_queries(static_cast<int>(weights.size()), end);
   std::vector<double> of_queries;
   for (const std::int32_t position : queries) {
-    const std::size_t from_end = static_cast<std::size_t>(residents_.seen - position);
+    const std::size_t from_end = static_cast<std::size_t>(end_of_window(end) - position);
     of_queries.push_back(weights[weights.size() - from_end]);
   }
   return sums(queries, of_queries);
 }
 
-Matrix LayerView::window_attention_over_all(std::span<const double> weights) const {
-  const std::vector<std::int32_t> queries =
-      position_range(residents_.seen - static_cast<int>(weights.size()), residents_.seen);
-  return backend_.attention_sums(tensors_, {.queries = queries, .weights = weights, .columns = residents_.seen});
+Matrix LayerView::window_attention_over_all(std::span<const double> weights, int end) const {
+  const std::vector<std::int32_t> queries = position_range(
+      end_of_window(end) - std::min(static_cast<int>(weights.size()), end_of_window(end)), end_of_window(end));
+  return backend_.attention_sums(
+      tensors_, {.queries = queries, .weights = weights.last(queries.size()), .columns = residents_.seen});
 }
 
-void LayerView::each_row_of_window(int window, const std::function<void(const Matrix&)>& read) const {
-  for (const std::int32_t query : last_queries(window)) read(sums({&query, 1}, {}));
+void LayerView::each_row_of_window(int window, const std::function<void(const Matrix&)>& read, int end) const {
+  for (const std::int32_t query : last_queries(window, end)) read(sums({&query, 1}, {}));
 }
 
 Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const {

@@ -2,9 +2,11 @@
 // shared by every policy and budget of a run.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,18 +20,19 @@
 #include "attention/rope.h"
 #include "attention/vector_statistics.h"
 #include "matrix.h"
+#include "positions.h"
 #include "trace/tensor.h"
 
 namespace kvreplay {
 
 /// Where a layer stands in the run.
 struct LayerPlace {
-  int layer = 0;               // number among the treated layers, 0 ... layers-1
-  int layers = 1;              // treated layers
-  int stored_layer = 0;        // number among the layers of the trace
-  int prompt = 0;              // P: tokens under compression, [0, P)
-  int question = -1;           // begin of the question that ends them; -1: none is marked
-  TensorView projection = {};  // [1, hidden, Hq * d]: the layer's output projection, where a policy needs it
+  int layer = 0;                 // number among the treated layers, 0 ... layers-1
+  int layers = 1;                // treated layers
+  int stored_layer = 0;          // number among the layers of the trace
+  int prompt = 0;                // P: tokens under compression, [0, P)
+  MarkedQuestion question = {};  // that ends them
+  TensorView projection = {};    // [1, hidden, Hq * d]: the layer's output projection, where a policy needs it
 };
 
 /// What is held at some time, when it is not all of the prompt.
@@ -63,6 +66,9 @@ class ResidentPositions {
 
 class LayerView {
  public:
+  /// Windows end with the newest query that has come.
+  static constexpr int newest = std::numeric_limits<int>::max();
+
   /// All of the prompt is resident. `eval_queries`: positions at which metrics are taken, ascending. `store`: what is
   /// known of the layer already; null: nothing is. Everything must outlive the view.
   LayerView(Backend& backend, const LayerTensors& tensors, LayerPlace place, std::span<const std::int32_t> eval_queries,
@@ -74,7 +80,7 @@ class LayerView {
   int layers() const { return place_.layers; }
   int stored_layer() const { return place_.stored_layer; }
   int prompt() const { return place_.prompt; }
-  int question() const { return place_.question; }
+  MarkedQuestion question() const { return place_.question; }
   int query_heads() const { return tensors_.q.heads; }
   int kv_heads() const { return tensors_.k.heads; }
   int group() const { return tensors_.group(); }
@@ -91,20 +97,23 @@ class LayerView {
   ResidentPositions positions(int row) const;
   const Residents& residents() const { return residents_; }
 
+  /// How many queries a window of this length has: no more than have come before `end`.
+  int queries_before(int window, int end = newest) const { return std::min(window, end_of_window(end)); }
   /// [Hq, n]: Σ over the last `window` queries t that have come of a(t,j), the window's own columns included; a window
   /// longer than what has come is all of it. With part of the tokens resident the softmax is over those; of cache
-  /// positions only queries that are resident take part.
-  const Matrix& window_attention(int window) const;
+  /// positions only queries that are resident take part. With `end` the window is that of the queries before this
+  /// position, as if none had come after them.
+  const Matrix& window_attention(int window, int end = newest) const;
   /// The same with weight weights[i] on the i-th of the last weights.size() queries.
-  Matrix window_attention(std::span<const double> weights) const;
+  Matrix window_attention(std::span<const double> weights, int end = newest) const;
   /// [Hq, seen]: the same with all that the queries could see, resident or not.
-  Matrix window_attention_over_all(std::span<const double> weights) const;
+  Matrix window_attention_over_all(std::span<const double> weights, int end = newest) const;
   /// The attention of each of the last `window` queries, one [Hq, n] after the other, oldest first: of all together
   /// there would be `window` times as much as of scores.
-  void each_row_of_window(int window, const std::function<void(const Matrix&)>& read) const;
+  void each_row_of_window(int window, const std::function<void(const Matrix&)>& read, int end = newest) const;
   /// [Hq, n]: how many of the last `window` queries that have come give j more than 1 + 1e-6 times the uniform share of
   /// what they see: t + 1 keys, or fewer where a window slides or part of the tokens is resident.
-  const Matrix& window_counts(int window) const;
+  const Matrix& window_counts(int window, int end = newest) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
   /// attention over what is resident and, after it, over themselves.
   Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
@@ -187,7 +196,9 @@ class LayerView {
   const BackwardRotation& backward_rotation() const;
   Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights, double above_uniform = 0) const;
   bool is_resident(std::int32_t position) const;
-  std::vector<std::int32_t> last_queries(int window) const;
+  std::vector<std::int32_t> last_queries(int window, int end) const;
+  /// Of a window that ends there: what has come may be less.
+  int end_of_window(int end) const { return std::min(end, residents_.seen); }
 
   Backend& backend_;
   LayerTensors tensors_;

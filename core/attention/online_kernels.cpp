@@ -49,7 +49,7 @@ void add_shares(const SlotRow* rows, int count, int tiles, int keys, double* sco
   }
 }
 
-int lowest(const double* scores, const std::int64_t* positions, int count, std::int64_t end) {
+int lowest(const double* scores, const std::int64_t* positions, int count, std::int64_t begin, std::int64_t end) {
   const Doubles doubles;
   const Longs longs;
   using LongVector = hn::Vec<Longs>;
@@ -62,7 +62,8 @@ int lowest(const double* scores, const std::int64_t* positions, int count, std::
     const LongVector position = hn::Load(longs, positions + slot);
     const auto lower = hn::Lt(score, least);
     const auto later = hn::And(hn::Eq(score, least), hn::RebindMask(doubles, hn::Gt(position, last)));
-    const auto may_go = hn::RebindMask(doubles, hn::Lt(position, hn::Set(longs, end)));
+    const auto may_go = hn::RebindMask(
+        doubles, hn::And(hn::Lt(position, hn::Set(longs, end)), hn::Gt(position, hn::Set(longs, begin - 1))));
     const auto better = hn::And(may_go, hn::Or(lower, later));
     least = hn::IfThenElse(better, score, least);
     last = hn::IfThenElse(hn::RebindMask(longs, better), position, last);

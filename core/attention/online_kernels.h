@@ -20,9 +20,9 @@ struct OnlineKernels {
   /// scores[slot] += mean over the rows of exponential / sum. Equal exponentials have equal shares, and one that is all
   /// of its sum exactly 1.
   void (*add_shares)(const SlotRow* rows, int count, int tiles, int keys, double* scores);
-  /// The slot of the lowest score among positions below `end`, of equal scores that of the highest position; -1: there
-  /// is none. Arrays are padded to whole tiles with positions that are not below.
-  int (*lowest)(const double* scores, const std::int64_t* positions, int count, std::int64_t end);
+  /// The slot of the lowest score among positions in [begin, end), of equal scores that of the highest position; -1:
+  /// there is none. Arrays are padded to whole tiles with positions that are not below `end`.
+  int (*lowest)(const double* scores, const std::int64_t* positions, int count, std::int64_t begin, std::int64_t end);
 };
 
 /// The kernels of the level that choose_simd_level() chooses. Throws as it does.

@@ -1,5 +1,7 @@
 #include "policies/configured.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -33,6 +35,13 @@ const Choice<PartKind>* kind_of(std::string_view key) {
 /// Of parameters that mean the same wherever they stand.
 constexpr std::string_view names_of_one_meaning[] = {"seed",   "sinks",    "recent",
                                                      "window", "question", "question_tokens"};
+
+constexpr Choice<WindowAt> window_at_words[] = {{"end", WindowAt::end}, {"question", WindowAt::question}};
+
+constexpr std::string_view common_names[] = {"sinks", "window_at", "protect"};
+
+/// Of a parameter whose value is a policy, or a word for none.
+bool is_policy(const Parameter& parameter) { return parameter.range.find("(POLICY)") != std::string::npos; }
 
 /// A number of a layer, which counts from either end, not a number of layers.
 bool counts_layers(const Parameter& parameter) { return parameter.range.starts_with("-L"); }
@@ -86,11 +95,17 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   const Parameters parameters = configured.parameters();
   for (const Parameter& parameter : parameters.all())
     if (parameter.is_seed) configured.set(parameter.name, std::to_string(seed));
+  const auto is_common = [&parameters](const std::string& key) {
+    return std::ranges::find(common_names, key) != std::end(common_names) && parameters.find(key) == nullptr;
+  };
   for (const bool is_preset : {true, false})
     for (const auto& [key, value] : values)
-      if ((key == "preset") == is_preset) configured.set(key, value);
+      if ((key == "preset") == is_preset && !is_common(key)) configured.set(key, value);
   configured.share_parameters();
   configured.policy_->check();
+  configured.find_common();
+  for (const auto& [key, value] : values)
+    if (is_common(key)) configured.set_common(key, value);
   if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.check_given();
   return configured;
 }
@@ -140,6 +155,65 @@ void ConfiguredPolicy::share_parameters() {
   }
 }
 
+void ConfiguredPolicy::Common::apply_to(Plan& plan, const Plan& filled) const {
+  if (window_at == WindowAt::question && filled.score.places_window) end_window_at_question(plan);
+  if (!kvreplay::lacks_protection(filled).empty()) return;
+  if (has_sinks && sinks != own_sinks) plan.protect.sinks = sinks;
+  if (protect) protect->replace_in(plan);
+}
+
+/// What the plans with their parts are made of decides.
+void ConfiguredPolicy::find_common() {
+  if (name_ == layer_ranges_name) return;  // the policies of the ranges have them
+  constexpr int some_layers = 2;
+  const Parameters own = parameters();
+  bool protects = false;
+  for (const LayerPlan& of_range : policy_->plans(some_layers)) {
+    Plan plan = of_range.plan;
+    fill_parts(plan);
+    common_->has_window_at |= plan.score.places_window && plan.protect.question.last_tokens == 0;
+    if (const std::string reason = kvreplay::lacks_protection(plan); !reason.empty()) {
+      common_->lacks_protection = reason;
+      continue;
+    }
+    if (!protects) common_->own_sinks = common_->sinks = of_range.plan.protect.sinks;
+    protects = true;
+  }
+  if (protects) common_->lacks_protection.clear();
+  common_->has_sinks = protects && own.find("sinks") == nullptr;
+}
+
+void ConfiguredPolicy::set_common(const std::string& name, const std::string& text) {
+  const std::string where = name_ + ":" + name;
+  if (name_ == layer_ranges_name)
+    throw Error{Refusal::usage, name_, "its layers have plans of their own", name + "= in the policies of the ranges",
+                name};
+  if (name == "window_at" && !common_->has_window_at)
+    throw Error{Refusal::usage, where, "no observation window of its own", "window_at for policies like snapkv", text};
+  if (name != "window_at" && !common_->lacks_protection.empty())
+    throw Error{Refusal::usage, where, name_ + " " + common_->lacks_protection,
+                "a policy that selects by score within a budget", text};
+  if (name == "protect")
+    common_->protect = ProtectedTokens::parse(where, text);
+  else
+    parameters().set(name, text);
+}
+
+void ConfiguredPolicy::replace_protected(const ProtectedTokens& tokens) {
+  if (name_ != layer_ranges_name && common_->lacks_protection.empty()) {
+    if (common_->protect) throw Error{Refusal::usage, name_ + ":protect", "given twice", "", "--protect"};
+    common_->protect = tokens;
+    return;
+  }
+  const Parameters own = policy_->parameters();
+  for (const Parameter& parameter : own.all()) {
+    if (!is_policy(parameter) || parameter.text() == "none") continue;
+    ConfiguredPolicy inner = parse(parameter.text());
+    inner.replace_protected(tokens);
+    parameter.set(inner.label_with_seeds());
+  }
+}
+
 void ConfiguredPolicy::set(std::string_view name, std::string_view text) {
   Parameters own = policy_->parameters();
   if (own.find(name) != nullptr || (name == "preset" && !own.presets().empty())) return own.set(name, text);
@@ -152,6 +226,7 @@ void ConfiguredPolicy::set(std::string_view name, std::string_view text) {
     throw Error{Refusal::usage, name_, "takes no parameters", "a part, as in select=chunks", std::string(name)};
   for (const Parameter& parameter : all.all()) known.push_back(parameter.name);
   for (const Choice<PartKind>& kind : part_kinds) known.emplace_back(kind.word);
+  for (const std::string_view common : common_names) known.emplace_back(common);
   if (!all.presets().empty()) known.emplace_back("preset");
   throw Error{Refusal::usage, name_, "unknown parameter", nearest(name, known), std::string(name)};
 }
@@ -168,6 +243,20 @@ Parameters ConfiguredPolicy::parameters() const {
     const Parameters of_part = placed.part->parameters();
     for (const Parameter& parameter : of_part.all())
       if (all.find(parameter.name) == nullptr) all.adopt("", parameter);
+  }
+  if (common_->has_window_at)
+    all.add<WindowAt>(
+        "window_at", common_->window_at, window_at_words,
+        "where the observation window ends: with the prompt, or with the marked question; tokens behind it "
+        "are kept and score nothing");
+  if (common_->has_sinks)
+    all.add("sinks", common_->sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
+  if (common_->protect) {
+    Parameter protect;
+    protect.name = "protect";
+    protect.help = "protected tokens in the place of the policy's own";
+    protect.text = [common = common_] { return common->protect->text(); };
+    all.adopt("", protect);
   }
   return all;
 }
@@ -203,6 +292,8 @@ std::string ConfiguredPolicy::label_of(bool (*also)(const Parameter&)) const {
   fresh.policy_ = make_policy(name_);
   for (const Placed& placed : parts_)
     fresh.parts_.push_back({placed.kind, placed.name, parts(placed.kind).get(placed.name).make()});
+  *fresh.common_ = {
+      .has_sinks = common_->has_sinks, .has_window_at = common_->has_window_at, .sinks = common_->own_sinks};
   const Parameters defaults = fresh.parameters();
   const Parameters own = parameters();
   std::string line;
@@ -220,22 +311,29 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
   if (!parts_.empty() && all.size() > 1) refuse_parts();
   for (LayerPlan& of_range : all) {
     Plan& plan = of_range.plan;
-    bool scores = false;
-    for (const Placed& placed : parts_) {
-      if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
-        throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
-                    "allocate=" + placed.name};
-      if (placed.kind == PartKind::allocate && plan.own_memory)
-        throw Error{Refusal::usage, name_, "its layers and heads have sizes of their own",
-                    "another policy for this part", "allocate=" + placed.name};
-      placed.part->fill(plan);
-      scores = scores || placed.kind == PartKind::score;
-    }
-    // A selector that reads no scores takes the place of the scorer, too.
-    if (!scores && !plan.select.reads_scores) plan.score = {};
+    Plan filled = plan;
+    fill_parts(filled);
+    common_->apply_to(plan, filled);
+    fill_parts(plan);  // they may round the number of protected tokens
     check_plan(name_, plan);
   }
   return all;
+}
+
+void ConfiguredPolicy::fill_parts(Plan& plan) const {
+  bool scores = false;
+  for (const Placed& placed : parts_) {
+    if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
+      throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
+                  "allocate=" + placed.name};
+    if (placed.kind == PartKind::allocate && plan.own_memory)
+      throw Error{Refusal::usage, name_, "its layers and heads have sizes of their own", "another policy for this part",
+                  "allocate=" + placed.name};
+    placed.part->fill(plan);
+    scores = scores || placed.kind == PartKind::score;
+  }
+  // A selector that reads no scores takes the place of the scorer, too.
+  if (!scores && !plan.select.reads_scores) plan.score = {};
 }
 
 void ConfiguredPolicy::check_given() const {
@@ -271,6 +369,11 @@ void ConfiguredPolicy::refuse_parts() const {
 
 void ConfiguredPolicy::check_limits(int prompt, int layers) const {
   policy_->check_limits(prompt, layers);
+  if (const auto& protect = common_->protect)
+    for (const int tokens : {protect->sinks, protect->recent.count})
+      if (tokens > prompt)
+        throw Error{Refusal::usage, name_ + ":protect", "larger than the trace",
+                    fmt::format("at most {} tokens", prompt), std::to_string(tokens)};
   const Parameters own = parameters();
   for (const Parameter& parameter : own.all()) {
     if (parameter.up_to == UpTo::any || !given_.contains(parameter.name)) continue;

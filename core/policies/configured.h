@@ -12,6 +12,7 @@
 
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/protected_tokens.h"
 
 namespace kvreplay {
 
@@ -22,8 +23,14 @@ class ConfiguredPolicy {
   /// parameter. score=, select=, allocate=, share=, schedule= and store=, and heads= where the policy has no
   /// parameter of that name, put a part into the policy's plan, whose
   /// parameters then are the policy's too; one that both have is one. "layers:0-14=(chunkkv:chunk=20),15-29=snapkv"
-  /// replays ranges of treated layers by policies of their own. Throws Error{usage}.
+  /// replays ranges of treated layers by policies of their own. A policy that selects by score has the parameter sinks=
+  /// where it declares none itself, one that scores by an observation window has window_at=, and
+  /// protect=(sinks=4,recent=10%) replaces the tokens that it protects. Throws Error{usage}.
   static ConfiguredPolicy parse(std::string_view text, std::uint64_t seed = 0);
+
+  /// Replaces the protected tokens of the policy, or of the policies that it is made of. Those without protected tokens
+  /// stay as they are. Throws Error{usage} where the user has replaced them already.
+  void replace_protected(const ProtectedTokens& tokens);
 
   const std::string& name() const { return name_; }
   const Card& card() const { return policy_->card(); }
@@ -56,6 +63,22 @@ class ConfiguredPolicy {
     std::string name;
     std::shared_ptr<PlanPart> part;
   };
+  /// Parameters that belong to no policy or part: plans have them by what they are made of.
+  struct Common {
+    bool has_sinks = false, has_window_at = false;
+    int own_sinks = 0;  // that the plan protects by itself: the default
+    int sinks = 0;
+    WindowAt window_at = WindowAt::end;
+    std::optional<ProtectedTokens> protect = {};
+    std::string lacks_protection = {};  // the reason, as of the function; empty: some plan has protected tokens
+
+    /// `filled`: the plan with its parts, which decide what it has.
+    void apply_to(Plan& plan, const Plan& filled) const;
+  };
+  void find_common();
+  void set_common(const std::string& name, const std::string& text);
+  void fill_parts(Plan& plan) const;
+
   void place_parts(std::vector<std::pair<std::string, std::string>>& values);
   void share_parameters();
   void set(std::string_view name, std::string_view text);
@@ -68,6 +91,7 @@ class ConfiguredPolicy {
   Source source_ = {};  // of the policy itself; another file's may have its name by now
   std::shared_ptr<Policy> policy_;
   std::vector<Placed> parts_;
+  std::shared_ptr<Common> common_ = std::make_shared<Common>();
   std::set<std::string, std::less<>> given_;
 };
 

@@ -26,6 +26,10 @@ std::string name_of(const Schedule& schedule) {
   return "schedule=" + std::string(blocks != nullptr ? blocks->name : names[schedule.index()]);
 }
 
+bool keeps_all_by_rule(const Protection& protect) {
+  return protect.recent.is_fraction() && protect.recent.share == 1.0;
+}
+
 bool shares_layers(const Sharing& share) {
   constexpr int some_layers = 64;
   for (int layer = 0; layer < some_layers; ++layer)
@@ -58,6 +62,14 @@ bool keeps_everything(const Plan& plan, int budget, int prompt) {
   return std::holds_alternative<Everything>(plan.allocate) || (has_budget(plan) && budget >= prompt);
 }
 
+std::string lacks_protection(const Plan& plan) {
+  if (std::holds_alternative<Everything>(plan.allocate)) return "keeps every token";
+  if (plan.score.needs.future_queries) return "bounds what other policies keep";
+  if (keeps_all_by_rule(plan.protect) || (!plan.score && !plan.select.one_set)) return "keeps tokens without a score";
+  if (plan.own_memory || plan.nesting == Nesting::prunes_next) return "ignores the budget";
+  return "";
+}
+
 void check_plan(const std::string& who, const Plan& plan) {
   const auto refuse_if = [&who](bool unfit, const char* what, const char* expected, const std::string& found) {
     if (unfit) throw Error{Refusal::usage, who, what, expected, found};
@@ -71,7 +83,7 @@ void check_plan(const std::string& who, const Plan& plan) {
   const bool by_layer = std::holds_alternative<ByLayer>(plan.allocate);
   const bool by_head = std::holds_alternative<ByHead>(plan.allocate);
   const bool across = std::holds_alternative<AcrossLayers>(plan.allocate);
-  const bool by_rule = plan.protect.recent.is_fraction() && plan.protect.recent.share == 1.0;
+  const bool by_rule = keeps_all_by_rule(plan.protect);
 
   const char* const allocator = name_of(plan.allocate);
   const std::string schedule = name_of(plan.schedule);
@@ -134,7 +146,8 @@ void check_plan(const std::string& who, const Plan& plan) {
             "schedule=online takes the mean over a group of query heads", "agg=mean", "agg=sum or max");
   refuse_if(online && plan.score.online == OnlineScore::none, "schedule=online evicts by attention, query by query",
             "score=cumulative or score=newest", plan.score ? "another score" : "none");
-  refuse_if(online && plan.protect.sinks > 0, "schedule=online protects recent tokens alone", "no sinks", "sinks");
+  refuse_if(!once && plan.window_at == WindowAt::question,
+            "a window that ends with the question is known when the prompt has been seen", "schedule=once", schedule);
   refuse_if(!once && plan.protect.question.last_tokens > 0,
             "the question that stays is known when the prompt has been seen", "schedule=once", schedule);
   refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -79,11 +80,14 @@ inline Needs last_queries(int window) { return {.last_queries = window}; }
 inline Needs all_queries() { return {.all_queries = true}; }
 inline Needs future_queries() { return {.future_queries = true}; }
 
-/// What a scorer is told beside the layer.
+/// What a scorer is told beside the layer. Numbers that it does not read are left at their defaults.
 struct Scoring {
   Grouping grouping = {};
-  int recent = 0;  // last tokens that stay by rule at this budget; 0 for scorers that do not read it
-  int budget = 0;  // B; 0 for scorers that do not read it
+  int recent = 0;                      // last tokens that are protected at this budget
+  int budget = 0;                      // B
+  int sinks = 0;                       // first tokens that are protected
+  int observing = 0;                   // last tokens whose queries score, where the budget says how many
+  int window_end = LayerView::newest;  // position behind the observation window
 };
 
 /// What the attention of each next query does to scores, token by token: how `Online` goes on with them.
@@ -99,9 +103,11 @@ struct Scorer {
   Needs needs = {};
   bool accumulates = false;  // reads the attention received so far, of queries that saw what has gone since, too
   OnlineScore online = OnlineScore::none;
-  bool reads_recent = false;  // Scoring::recent
-  bool reads_budget = false;  // Scoring::budget
-  bool of_prompt = false;     // all of the prompt must be resident
+  bool reads_recent = false;   // Scoring::recent
+  bool reads_budget = false;   // Scoring::budget
+  bool reads_sinks = false;    // Scoring::sinks
+  bool places_window = false;  // scores by an observation window that ends at Scoring::window_end
+  bool of_prompt = false;      // all of the prompt must be resident
   /// Of scores that are sums of attention over queries: the number of queries, or the sum of their weights, which makes
   /// means of them. Empty: the scores are not such sums.
   std::function<double(const LayerView&, const Scoring&)> queries = {};
@@ -235,10 +241,18 @@ Needs needs_of(const Store& store);
 Selector top_k();      // parts/top_k.h
 Sharing no_sharing();  // parts/sharing.h
 
+/// Where the observation window ends.
+enum class WindowAt {
+  end,      // with the prompt
+  question  // with the marked question: a chat template's tokens behind it score nothing
+};
+
 struct Plan {
   Grouping grouping = {};
   Scorer score = {};
   Protection protect = {};
+  std::optional<Protection> observing = {};  // last tokens whose queries score; none: those that are protected
+  WindowAt window_at = WindowAt::end;
   Selector select = top_k();
   Allocator allocate = Uniform{};
   Sharing share = no_sharing();
@@ -256,6 +270,10 @@ Needs needs_of(const Plan& plan);
 bool has_budget(const Plan& plan);
 /// Whether every row keeps all of the prompt: by the plan, or because the budget is no less.
 bool keeps_everything(const Plan& plan, int budget, int prompt);
+
+/// Why first and last tokens of its choice mean nothing to the plan, as "keeps every token"; empty: it selects the best
+/// of the others by score, within a budget.
+std::string lacks_protection(const Plan& plan);
 
 /// Throws Error{usage} at `who` for parts that do not fit together, with the reason.
 void check_plan(const std::string& who, const Plan& plan);

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "parameters.h"
+#include "positions.h"
 
 namespace kvreplay {
 
@@ -25,14 +26,14 @@ struct Protection {
   int least_recent = 0;               // of a fraction, however small the budget
   bool recent_of_prompt = false;      // a fraction is one of P, and a token more (PyramidInfer's own lengths)
   EndQuestion question = {};          // where it has tokens, the last ones are these, whatever `recent` says
+  bool behind_question = false;       // beside these, the tokens behind the marked question
 
   /// sinks' = min(sinks, B), recent' = min(recent, B - sinks').
   struct Clamped {
     int sinks = 0;
     int recent = 0;
   };
-  /// `marked`: the begin of the marked question, or -1.
-  Clamped within(int budget, int prompt, int marked) const;
+  Clamped within(int budget, int prompt, MarkedQuestion marked) const;
 };
 
 /// How many of the first `sinks` tokens are resident: a sink that was evicted while fewer tokens were kept is no sink

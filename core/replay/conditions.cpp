@@ -129,21 +129,40 @@ namespace {
 constexpr int most_after_question = 16;
 
 /// Tokens that the plan's schedule spares.
-int spared_tokens(const Plan& plan, int prompt, int question) {
+int spared_tokens(const Plan& plan, int prompt, MarkedQuestion question) {
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-  return blocks != nullptr ? blocks->spared_tokens(prompt, question) : 0;
+  return blocks != nullptr ? blocks->spared_tokens(prompt, question.begin) : 0;
 }
 
-/// The first prompt query that the plan reads, P where it reads none.
-int first_query(const Plan& plan, int budget, int prompt, int question) {
+/// The prompt queries that the plan reads, [first, end); P where it reads none.
+struct QueryRange {
+  int first = 0;
+  int end = 0;
+
+  /// And the `count` last ones before `behind`.
+  void add(int count, int behind) {
+    if (count == 0) return;
+    end = first == end ? behind : std::max(end, behind);
+    first = std::min(first, std::max(0, behind - count));
+  }
+};
+
+QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuestion question) {
   const Needs needs = needs_of(plan);
-  const int recent = needs.recent_queries ? std::max(1, plan.protect.within(budget, prompt, question).recent) : 0;
+  const Scoring how = scoring_of(plan, {}, budget, prompt, question);
+  const int recent = needs.recent_queries ? std::max(1, how.observing) : 0;
   const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
   const bool evicts_in_time =
       !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
   const bool in_time = evicts_in_time && (needs.last_queries > 0 || needs.recent_queries);
-  if (needs.all_queries || in_time) return 0;
-  return std::max(0, prompt - std::max({needs.last_queries, recent, asked}));
+  if (needs.all_queries || in_time) return {0, prompt};
+  const int window_end = std::min(how.window_end, prompt);
+  QueryRange range{prompt, prompt};
+  range.add(plan.score.needs.last_queries, window_end);
+  range.add(recent, window_end);
+  range.add(needs_of(plan.store).last_queries, prompt);
+  range.add(asked, prompt);
+  return range;
 }
 
 /// Whether the plan reads what comes after the prompt, too.
@@ -156,7 +175,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
                     int budget) {
   const Plan& plan = of_range.plan;
   const int prompt = conditions.boundary;
-  const int question = question_begin(trace, prompt);
+  const MarkedQuestion question = marked_question(trace, prompt);
   for (int l = 0; l < of_range.count; ++l)
     if (const int source = plan.share(l, of_range.count); source < 0 || source >= of_range.count)
       throw Error{Refusal::usage, who, "no such layer", fmt::format("-{}..{}", of_range.count, of_range.count - 1),
@@ -169,7 +188,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   }
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   if (blocks != nullptr && !keeps_everything(plan, budget, prompt)) {
-    if (const int spared = blocks->spared_tokens(prompt, question); budget <= spared)
+    if (const int spared = blocks->spared_tokens(prompt, question.begin); budget <= spared)
       throw Error{Refusal::input, who, fmt::format("no room beside the {} tokens of the question", spared),
                   fmt::format("a budget of at least {} tokens", spared + 1), std::to_string(budget)};
     if (blocks->by_relevance && !conditions.eval_queries.empty() && conditions.eval_queries.front() < prompt)
@@ -187,9 +206,9 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (plan.score.needs.rope && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
                 "keys and queries cannot be un-rotated for " + who, "the model's RoPE", "none"};
-  const int first = first_query(plan, budget, prompt, question);
-  const int end = first < prompt && reads_continuation(plan) ? trace.header().tokens() : prompt;
-  const std::vector<std::int32_t> wanted = position_range(first, end);
+  const auto [first, end] = prompt_queries(plan, budget, prompt, question);
+  const bool goes_on = first < prompt && reads_continuation(plan);
+  const std::vector<std::int32_t> wanted = position_range(first, goes_on ? trace.header().tokens() : end);
   const std::span<const int> layers =
       std::span(conditions.layers)
           .subspan(static_cast<std::size_t>(of_range.first), static_cast<std::size_t>(of_range.count));
@@ -198,11 +217,12 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
 
 }  // namespace
 
-int question_begin(const Trace& trace, int boundary) {
+MarkedQuestion marked_question(const Trace& trace, int boundary) {
   const Span* last = nullptr;
   for (const Span& span : trace.header().spans)
     if (span.kind == "question" && span.end <= boundary && (last == nullptr || span.end >= last->end)) last = &span;
-  return last != nullptr && boundary - last->end <= most_after_question ? last->begin : -1;
+  if (last == nullptr || boundary - last->end > most_after_question) return {};
+  return {last->begin, last->end};
 }
 
 void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget,
@@ -222,19 +242,19 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
 std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
                                        int budget) {
   const int prompt = conditions.boundary;
-  const int question = question_begin(trace, prompt);
-  int first = prompt, end = prompt;
+  const MarkedQuestion question = marked_question(trace, prompt);
+  QueryRange read{prompt, prompt};
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate)) {
       const std::vector<std::int32_t> counted =
           queries_read(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget);
-      first = counted.empty() ? first : std::min(first, counted.front());
-      end = counted.empty() ? end : std::max(end, counted.back() + 1);
+      if (!counted.empty()) read.add(counted.back() + 1 - counted.front(), counted.back() + 1);
     }
-    first = std::min(first, first_query(of_range.plan, budget, prompt, question));
-    if (first < prompt && reads_continuation(of_range.plan)) end = trace.header().tokens();
+    const QueryRange by_plan = prompt_queries(of_range.plan, budget, prompt, question);
+    read.add(by_plan.end - by_plan.first, by_plan.end);
+    if (by_plan.first < prompt && reads_continuation(of_range.plan)) read.end = trace.header().tokens();
   }
-  return position_range(first, end);
+  return position_range(read.first, read.end);
 }
 
 double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
@@ -256,7 +276,7 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
 bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
                               int budget) {
   const int prompt = conditions.boundary;
-  const int question = question_begin(trace, prompt);
+  const MarkedQuestion question = marked_question(trace, prompt);
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
     const bool chooses = plan.score || plan.select.one_set;
@@ -269,13 +289,18 @@ bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, 
   return true;
 }
 
-bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+std::string without_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+  if (marked_question(trace, conditions.boundary).is_marked()) return "";
+  const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(conditions.layers.size()));
   const auto asks = [](const LayerPlan& of_range) {
     const auto* blocks = std::get_if<Blocks>(&of_range.plan.schedule);
-    return (blocks != nullptr && blocks->asks_marked_question) || of_range.plan.protect.question.marked;
+    const Protection& observing = of_range.plan.observing ? *of_range.plan.observing : of_range.plan.protect;
+    return (blocks != nullptr && blocks->asks_marked_question) || observing.question.marked;
   };
-  return std::ranges::any_of(policy.plans(static_cast<int>(conditions.layers.size())), asks) &&
-         question_begin(trace, conditions.boundary) < 0;
+  if (std::ranges::any_of(plans, asks)) return "takes its last tokens for one";
+  const bool places = std::ranges::any_of(
+      plans, [](const LayerPlan& of_range) { return of_range.plan.window_at == WindowAt::question; });
+  return places ? "scores by its last tokens" : "";
 }
 
 }  // namespace kvreplay

@@ -82,7 +82,7 @@ struct Shape {
   bool unrotates = false;
 };
 
-Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions, int question) {
+Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions, MarkedQuestion question) {
   Shape shape;
   for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
     shape.rows = std::max(shape.rows,
@@ -100,7 +100,8 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
       for (int l = 0; l < count; ++l) shape.similarity_layers += is_source(plan.share, l, count) ? 1 : 0;
     const Needs needs = needs_of(plan);
     const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-    const int asked = needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question) : 0;
+    const int asked =
+        needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question.begin) : 0;
     shape.last_queries = std::max({shape.last_queries, needs.last_queries, asked});
     // What un-rotates queries reads each of them for itself, not against all keys.
     shape.all_queries |= needs.all_queries && !needs.rope && !shape.online;
@@ -178,7 +179,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const double prompt = conditions.boundary, tokens = header.tokens();
   const auto positions = static_cast<std::size_t>(conditions.boundary);
   const std::size_t layers = conditions.layers.size();
-  const int question = question_begin(trace, conditions.boundary);
+  const MarkedQuestion question = marked_question(trace, conditions.boundary);
   const auto query_heads = static_cast<std::size_t>(header.query_heads);
 
   int window = 0;
@@ -221,8 +222,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
         const std::size_t scores =
             static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
         ranked += scores * static_cast<std::size_t>(count);
-        const int recent = kept_by_rule(plan, cell.budget, conditions.boundary, question).recent;
-        const ScoreKey key = score_key(plan, {plan.grouping, recent, cell.budget});
+        const Protection::Clamped by_rule = kept_by_rule(plan, cell.budget, conditions.boundary, question);
+        const ScoreKey key = score_key(plan, scoring_of(plan, by_rule, cell.budget, conditions.boundary, question));
         for (int l = first; l < first + count; ++l)
           if (held_scores.emplace(key, l).second || plan.score.name.empty()) ranking_bytes += scores * sizeof(double);
       }

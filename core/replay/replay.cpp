@@ -106,7 +106,7 @@ LayerSelection whole_prompt(const LayerView& view, const Plan& plan) {
   const auto [sinks, recent] = plan.protect.within(prompt, prompt, view.question());
   Kept all{position_range(0, prompt), sinks, recent};
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-  if (const int spared = blocks != nullptr ? blocks->spared_tokens(prompt, view.question()) : 0; spared > 0)
+  if (const int spared = blocks != nullptr ? blocks->spared_tokens(prompt, view.question().begin) : 0; spared > 0)
     all.recent = spared;
   if (plan.select.of_prompt) all = plan.select({{}, prompt, prompt, sinks, recent, &view});
   for (int row = 0; row < selection.set.rows(); ++row) enter_row(selection, row, all, prompt);
@@ -192,7 +192,7 @@ class Replay {
         interrupted_(interrupted),
         store_(store),
         everything_(position_range(0, conditions.boundary)),
-        question_(question_begin(trace, conditions.boundary)) {
+        question_(marked_question(trace, conditions.boundary)) {
     std::set<std::int32_t> read(conditions.eval_queries.begin(), conditions.eval_queries.end());
     for (std::size_t i = 0; i < cells.size(); ++i) {
       const Cell& cell = cells[i];
@@ -509,8 +509,8 @@ class Replay {
     return seconds_since(start) - (view.observable_seconds() - shared_before);
   }
 
-  static Scoring scoring(const Job& job, const Stretch& stretch) {
-    return {stretch.plan().grouping, stretch.by_rule.recent, job.budget};
+  Scoring scoring(const Job& job, const Stretch& stretch) const {
+    return scoring_of(stretch.plan(), stretch.by_rule, job.budget, prompt(), question_);
   }
 
   Matrix scored(Job& job, const Stretch& stretch, const LayerView& view) const {
@@ -799,7 +799,7 @@ class Replay {
   ObservableStore* store_;
   std::vector<std::int32_t> everything_;    // positions of the prompt
   std::vector<std::int32_t> queries_read_;  // positions
-  int question_;
+  MarkedQuestion question_;
   std::vector<Job> jobs_;
   std::map<ScoreKey, CostedScores> scores_;  // of the layer under way
 };
@@ -813,7 +813,8 @@ bool divides_over_layers(const Allocator& allocate) {
 
 ScoreKey score_key(const Plan& plan, const Scoring& how) {
   const Scoring read = told(plan, how);
-  return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent, read.budget};
+  return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent,
+          read.budget,     read.sinks,          read.observing,          read.window_end};
 }
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,

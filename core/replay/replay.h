@@ -43,9 +43,9 @@ void check_boundary(std::string_view text);
 /// Stored layers without a sliding window, or all with `treat_sliding`. Throws Error{input} when none is left.
 std::vector<int> treated_layers(const Trace& trace, bool treat_sliding);
 
-/// The question that ends the tokens under compression: begin of the last span of that kind that ends below the
-/// boundary, with no more than a chat template's few tokens after it; -1: there is none.
-int question_begin(const Trace& trace, int boundary);
+/// The question that ends the tokens under compression: the last span of that kind that ends below the boundary, with
+/// no more than a chat template's few tokens after it.
+MarkedQuestion marked_question(const Trace& trace, int boundary);
 
 /// A policy at a budget.
 struct Cell {
@@ -60,9 +60,9 @@ struct Cell {
 /// Whether a layer's counts depend on the scores of all layers, which are then held together.
 bool divides_over_layers(const Allocator& allocate);
 
-/// What the scores of a layer depend on: name of the scorer, grouping, recent tokens and budget where it reads them. Of
-/// scorers with a name, equal keys mean equal scores.
-using ScoreKey = std::tuple<std::string, Heads, Aggregate, int, int>;
+/// What the scores of a layer depend on: name of the scorer, and the numbers of Scoring that it reads. Of scorers with
+/// a name, equal keys mean equal scores.
+using ScoreKey = std::tuple<std::string, Heads, Aggregate, int, int, int, int, int>;
 
 ScoreKey score_key(const Plan& plan, const Scoring& how);
 
@@ -116,8 +116,8 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
 bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
                               int budget);
 
-/// Whether the policy asks for a question and none is marked, so that the last tokens of the prompt take its place.
-bool lacks_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
+/// What the policy does instead where it asks for a question and none is marked; empty: it has what it asks for.
+std::string without_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns
 /// all of them; Error{interrupted} when `interrupted` (polled between layers, steps of a schedule and query blocks)

@@ -55,7 +55,8 @@ class Cache {
 
     const LayerView now(view_, std::move(residents));
     if (cuts) {
-      const Matrix scores = score_tokens(now, plan_, {plan_.grouping, by_rule.recent, keep}, who_);
+      const Scoring how = scoring_of(plan_, by_rule, keep, view_.prompt(), view_.question());
+      const Matrix scores = score_tokens(now, plan_, how, who_);
       for (int row = 0; row < selection_.set.rows(); ++row)
         cut_row(now, scores, row, {keep, by_rule, row}, by_relevance);
     }
@@ -140,7 +141,7 @@ LayerSelection run(const Reads&, const LayerView&, const Plan&, Allowance, const
 
 LayerSelection run(const Blocks& blocks, const LayerView& view, const Plan& plan, Allowance budget,
                    const std::string& who, const Poll& poll) {
-  const int spared = blocks.spared_tokens(view.prompt(), view.question());
+  const int spared = blocks.spared_tokens(view.prompt(), view.question().begin);
   const int context = view.prompt() - spared;
   const int slots = budget.tokens - spared;
   if (slots < 1)
@@ -212,7 +213,8 @@ struct Prefilled {
 Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, const std::string& who) {
   // Online scores are means over a row's query heads; those of a layer are sums.
   const double heads = plan.grouping.heads == Heads::layer ? view.query_heads() : 1.0;
-  const Matrix scores = score_tokens(view, plan, {plan.grouping, budget.by_rule.recent, budget.count}, who);
+  const Scoring how = scoring_of(plan, budget.by_rule, budget.count, view.prompt(), view.question());
+  const Matrix scores = score_tokens(view, plan, how, who);
   Prefilled held;
   for (int row = 0; row < scores.rows(); ++row) {
     budget.row = row;
@@ -230,21 +232,32 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
   const int tokens = view.tensors().k.tokens;
   const int prompt = view.prompt();
   const bool accumulate = plan.score.online == OnlineScore::sum;
-  // No other query has added to the newest token's sum: it stays. Scores of one query compare all tokens.
-  const auto recent_within = [&](int room) {
-    return std::max(accumulate ? 1 : 0, plan.protect.within(room, prompt, view.question()).recent);
+  // No other query has added to the newest token's sum: it is kept where the sinks leave room. Scores of one query
+  // compare all tokens.
+  const auto protected_within = [&](int room, int sinks) {
+    Protection protect = plan.protect;
+    protect.sinks = sinks;
+    Protection::Clamped within = protect.within(room, prompt, view.question());
+    within.recent = std::max(accumulate ? std::min(1, room - within.sinks) : 0, within.recent);
+    return within;
   };
-  const Protection::Clamped by_rule = plan.protect.within(budget.tokens, prompt, view.question());
+  Protection::Clamped by_rule = protected_within(budget.tokens, plan.protect.sinks);
   OnlineEviction what{.heads = plan.grouping.heads,
                       .tokens = online.grow ? prompt : tokens,
                       .accumulate = accumulate,
                       .budget = budget.tokens,
-                      .recent = recent_within(budget.tokens)};
+                      .recent = by_rule.recent,
+                      .sinks = plan.protect.sinks};
   std::vector<std::int32_t> budgets, recents;
   if (budget.of_seen > 0) {
+    // A sink that was evicted while fewer tokens were kept is no sink any more.
+    int resident = online.prefill_once ? by_rule.sinks : 0;
     for (int t = 0; t < what.tokens; ++t) {
       budgets.push_back(budget.after(t + 1));
-      recents.push_back(recent_within(budgets.back()));
+      if (!online.prefill_once && t < plan.protect.sinks) resident = std::min(resident + 1, budgets.back());
+      const Protection::Clamped now = protected_within(budgets.back(), resident);
+      recents.push_back(now.recent);
+      if (t == prompt - 1) by_rule = now;
     }
     what.budget = budgets.back();
     what.recent = recents.back();
@@ -275,7 +288,7 @@ LayerSelection run(const Online& online, const LayerView& view, const Plan& plan
     }
     hold_at_end_of_prompt(selection, static_cast<int>(row));
   }
-  note_rules(selection, {by_rule.sinks, recent_within(budget.tokens)}, budget.tokens);
+  note_rules(selection, by_rule, budget.tokens);
   return selection;
 }
 

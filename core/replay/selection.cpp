@@ -115,11 +115,12 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
   selection.granted[r] = granted;
 }
 
-Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, int question) {
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, MarkedQuestion question) {
   return plan.protect.within(plan.own_memory ? prompt : budget, prompt, question);
 }
 
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget, int question) {
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
+                     MarkedQuestion question) {
   const auto [sinks, recent] = kept_by_rule(plan, budget, prompt, question);
   return {layers,
           prompt,
@@ -136,9 +137,22 @@ TensorView output_projection(const Trace& trace, int stored_layer) {
   return {};
 }
 
+Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question) {
+  const Protection& observing = plan.observing ? *plan.observing : plan.protect;
+  const bool at_question = plan.window_at == WindowAt::question && question.is_marked();
+  return {.grouping = plan.grouping,
+          .recent = by_rule.recent,
+          .budget = budget,
+          .sinks = by_rule.sinks,
+          .observing = observing.within(plan.own_memory ? prompt : budget, prompt, question).recent,
+          .window_end = at_question ? question.end : LayerView::newest};
+}
+
 Scoring told(const Plan& plan, Scoring how) {
   if (!plan.score.reads_recent) how.recent = 0;
   if (!plan.score.reads_budget) how.budget = 0;
+  if (!plan.score.reads_sinks) how.sinks = 0;
+  if (!plan.score.needs.recent_queries) how.observing = 0;
   return how;
 }
 

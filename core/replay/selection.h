@@ -63,15 +63,18 @@ Kept choose_row(const Selector& select, std::span<const std::int32_t> positions,
 /// Enters a row's kept positions.
 void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted);
 
-/// Tokens that stay by rule at a budget: of all of the prompt, where the policy has none. `question`: begin of the
-/// marked one, -1: none is.
-Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, int question);
+/// Tokens that are protected at a budget: of all of the prompt, where the policy has none.
+Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, MarkedQuestion question);
 
 /// What the plan divides over `layers` layers of the trace.
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget, int question);
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
+                     MarkedQuestion question);
 
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
 TensorView output_projection(const Trace& trace, int stored_layer);
+
+/// What the plan's scorer may read, `by_rule` being protected. Under a schedule `budget` is what is kept now.
+Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question);
 
 /// Of `how` what the plan's scorer reads.
 Scoring told(const Plan& plan, Scoring how);

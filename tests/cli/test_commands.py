@@ -348,6 +348,26 @@ def test_a_budget_of_the_tokens_seen_is_another_cell(traces: Path, tmp_path: Pat
     assert table.count("budget   0.5 of P = 6 tokens") == table.count("budget   0.5@seen of P = 6 tokens") == 1
 
 
+def test_protected_tokens_of_a_run_are_those_given_to_each_policy(traces: Path, tmp_path: Path) -> None:
+    asked = ["-p", "snapkv:window=16,h2o,streaming-llm,layers:0-1=full,2-11=h2o", "-b", "40"]
+    words = [*asked, "--protect", "sinks=4,recent=25%", "-o", "run"]
+    table = done("replay", traces / "long.h5", *words, folder=tmp_path)
+    assert table.count("protected tokens not replaced: streaming-llm, (full), (random), (oracle)\n") == 1
+    protect = "protect=(sinks=4,recent=0.25)"
+    given = f"snapkv:window=16,{protect},h2o:{protect},streaming-llm,layers:0-1=full,2-11=(h2o:{protect})"
+    done("replay", traces / "long.h5", "-p", given, "-b", "40", "-o", "each", folder=tmp_path)
+    done("diff", "run", "each", folder=tmp_path)
+    with h5py.File(tmp_path / "run/selections.h5") as file:
+        cells = {cell.attrs["policy"].decode(): cell for cell in file["cells"].values()}
+        for policy in ("snapkv", "h2o"):
+            offsets, positions = cells[policy]["offsets"][:], cells[policy]["positions"][:]
+            for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+                kept = positions[begin:end].tolist()
+                assert len(kept) == 40 and kept[:4] == [0, 1, 2, 3] and kept[-10:] == list(range(502, 512)), policy
+    plain = done("replay", traces / "long.h5", *asked, "-o", "plain", folder=tmp_path)
+    assert "protected tokens" not in plain
+
+
 def test_pages_are_kept_whole_and_for_the_layer(traces: Path, tmp_path: Path) -> None:
     words = ["-p", "h2o:recent=16", "-b", "100", "--structure", "page=16,heads=layer", "-o", "run"]
     [found, *_] = json.loads(done("replay", traces / "long.h5", *words, "--json", folder=tmp_path))["cells"]

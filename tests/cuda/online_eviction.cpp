@@ -26,6 +26,19 @@ TEST_P(CudaOnlineEviction, IsThatOfTheCpu) {
   }
 }
 
+TEST_P(CudaOnlineEviction, NeverEvictsSinksAsOnTheCpu) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const auto cpu = make_backend("cpu", 1), cuda = make_backend("cuda", 1);
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer})
+    for (const auto& [budget, recent, sinks] : {std::tuple{19, 5, 3}, {7, 3, 4}, {5, 0, 9}}) {
+      const OnlineEviction what{
+          .heads = heads, .tokens = shape.tokens, .budget = budget, .recent = recent, .sinks = sinks};
+      EXPECT_EQ(cuda->online_eviction(layer.tensors(), what), cpu->online_eviction(layer.tensors(), what))
+          << "heads " << static_cast<int>(heads) << ", sinks " << sinks;
+    }
+}
+
 TEST_P(CudaOnlineEviction, GrowsWithTheTokensAsOnTheCpu) {
   const LayerShape& shape = GetParam();
   const RandomLayer layer(shape);

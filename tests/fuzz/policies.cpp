@@ -34,7 +34,7 @@ void replay_once(const Sound& sound, const ConfiguredPolicy& policy, const Budge
   const Conditions conditions{prompt, eval_queries(sound.trace, "continuation"), treated_layers(sound.trace, true)};
   const int tokens = std::max(1, budget.tokens(prompt, 256));
   check_policy(sound.trace, conditions, policy, tokens, budget.of_seen());
-  lacks_question(sound.trace, conditions, policy);
+  without_question(sound.trace, conditions, policy);
   leaves_nothing_to_choose(sound.trace, conditions, policy, tokens);
   survives([&] { slice_bytes(sound.trace, conditions, policy); });
   const Cell cells[] = {{policy, tokens, budget.of_seen()}};

@@ -32,7 +32,7 @@ void read_all(const std::filesystem::path& path) {
   for (const char* queries : {"continuation", "last:2", "span:context", "all", "stride:3"})
     survives([&] { eval_queries(trace, queries); });
   for (const char* tokens : {"prompt", "3", "span:question"})
-    survives([&] { question_begin(trace, boundary(trace, tokens)); });
+    survives([&] { marked_question(trace, boundary(trace, tokens)); });
   treated_layers(trace, false);
 }
 

@@ -102,6 +102,9 @@ std::vector<std::string> crossed(const std::string& policy) {
   const std::vector<std::string> by_schedule = with_each({policy}, parts_of(PartKind::schedule));
   const std::vector<std::string> by_heads = with_each(by_schedule, {"heads=kv", "heads=query", "heads=layer"});
   std::vector<std::string> all = with_each_structure(with_each(by_heads, parts_of(PartKind::store)));
+  for (const std::string& text :
+       with_each(by_schedule, {"sinks=3", "protect=(sinks=3,recent=2)", "window_at=question"}))
+    if (std::ranges::find(all, text) == all.end()) all.push_back(text);
   for (const PartKind kind : {PartKind::score, PartKind::select, PartKind::allocate, PartKind::share})
     for (const std::string& text : with_each(by_heads, parts_of(kind)))
       if (std::ranges::find(all, text) == all.end()) all.push_back(text);

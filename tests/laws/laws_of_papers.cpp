@@ -401,12 +401,12 @@ TEST_F(LawsOfPapers, FinchKeepsItsShareAfterEachBlock) {
 }
 
 TEST_F(LawsOfPapers, FinchTakesTheMarkedQuestionAndWithoutOneTheLastTokens) {
-  const int begin = question_begin(trace(), prompt);
+  const int begin = marked_question(trace(), prompt).begin;
   ASSERT_GE(begin, 0);
   const int asked = prompt - begin;
   const std::string last = "finch:blocks=10,question=last,question_tokens=" + std::to_string(asked);
   expect_same_sets("finch:blocks=10", last, asked + 20);
-  EXPECT_EQ(question_begin(trace(), begin - 1), -1);
+  EXPECT_EQ(marked_question(trace(), begin - 1).begin, -1);
 }
 
 TEST_F(LawsOfPapers, SlotsByRelevanceHoldTheSameTokensInAnotherOrder) {

@@ -52,6 +52,7 @@ def test_attention_of_windows_and_of_all_queries(case: tuple) -> None:
         first = max(0, prompt - window)
         wanted = weights[:, first:prompt, :prompt].sum(axis=1)
         np.testing.assert_allclose(view.window_attention(window), wanted, **CLOSE)
+    np.testing.assert_allclose(view.window_attention(8, 60), weights[:, 52:60, :prompt].sum(axis=1), **CLOSE)
     wanted = weights[:, :prompt, :prompt].sum(axis=1)
     np.testing.assert_allclose(view.cumulative_attention(), wanted, **CLOSE)
 

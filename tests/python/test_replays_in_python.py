@@ -81,6 +81,15 @@ def test_budgets_of_every_kind_and_pages(small: Path) -> None:
     assert all("window_mode=whole" in params for params in asked["params"])
 
 
+def test_protected_tokens_of_a_run(small: Path) -> None:
+    run = kv.replay(small, ["snapkv", kv.policy.h2o(recent=1, sinks=2)], 15, protect="sinks=3,recent=20%")
+    for policy in ("snapkv", "h2o"):
+        mask = run.selection(policy, 15).mask()
+        assert mask[..., :3].all() and mask[..., -3:].all() and (mask.sum(axis=-1) == 15).all()
+    own = kv.replay(small, kv.policy.keydiff(sinks=2), 15).selection("keydiff", 15).mask()
+    assert own[..., :2].all()
+
+
 def test_the_bits_do_not_depend_on_threads(small: Path) -> None:
     runs = [kv.replay(small, POLICIES, BUDGETS, threads=n) for n in (1, 2, 3)]
     assert len({(run.folder / "results.csv").read_bytes() for run in runs}) == 1

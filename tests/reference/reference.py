@@ -85,15 +85,25 @@ class Trace:
     @property
     def question_tokens(self) -> int:
         """Prompt tokens from the begin of the last question on, 0 without one or if more than 16 tokens follow it."""
+        return self.from_question[0]
+
+    @property
+    def tokens_behind_question(self) -> int:
+        """Prompt tokens behind that question, as of a chat template; 0 without one."""
+        return self.from_question[1]
+
+    @property
+    def from_question(self) -> tuple[int, int]:
+        """Prompt tokens from the begin of the last question on, and from its end on."""
         questions = [
             (end, begin)
             for name, (begin, end) in self.spans.items()
             if self.kinds.get(name) == "question" and end <= self.prompt
         ]
         if not questions:
-            return 0
+            return 0, 0
         end, begin = max(questions)
-        return self.prompt - begin if self.prompt - end <= 16 else 0
+        return (self.prompt - begin, self.prompt - end) if self.prompt - end <= 16 else (0, 0)
 
 
 def read_trace(path: Path) -> Trace:
@@ -307,9 +317,10 @@ def attention(trace: Trace, layer: int, queries: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def window_attention(trace: Trace, layer: int, window: int) -> np.ndarray:
-    """[Hq,P]: attention sums of the last `window` prompt queries, at most all."""
-    queries = np.arange(max(0, trace.prompt - window), trace.prompt)
+def window_attention(trace: Trace, layer: int, window: int, end: int | None = None) -> np.ndarray:
+    """[Hq,P]: attention sums of the last `window` prompt queries, at most all; or of those before position `end`."""
+    last = trace.prompt if end is None else end
+    queries = np.arange(max(0, last - window), last)
     return attention(trace, layer, queries)[:, :, : trace.prompt].sum(axis=1)
 
 

@@ -21,7 +21,7 @@ from reference import (
     unrotated,
     window_attention,
 )
-from reference_geometry import NOTHING, prompt_keys, prompt_values, uniform_number
+from reference_geometry import prompt_keys, prompt_values, uniform_number
 from reference_once import window_scores
 from reference_schedules import Residents, lowest_goes, scheduled
 from reference_selection import (
@@ -45,10 +45,13 @@ def tova(case: Case) -> Selection:
     """What the last token attends to: at the end of the prompt, or after every token."""
     trace, budget = case.trace, case.budget
     last = 1 if case.parameters["protect_last"] == "true" else 0
-    fixed = np.arange(trace.prompt - last, trace.prompt)
+    fixed = case.fixed(case.sinks, last)
     if case.parameters["schedule"] == "once":
-        return best_beside(case, fixed, lambda layer: window_attention(trace, layer, 1).mean(axis=0, keepdims=True))
+        return best_beside(
+            case, fixed, lambda layer: window_attention(trace, layer, 1, case.window_end).mean(axis=0, keepdims=True)
+        )
     layers, decisions = [], []
+    sinks, recent = case.guarded(case.sinks, last)
     for index, layer in enumerate(trace.treated):
         residents = Residents(case, index)
         layers.append(residents)
@@ -59,7 +62,8 @@ def tova(case: Case) -> Selection:
                 continue
             scores = np.full(trace.tokens, np.inf)
             scores[there] = softmax(z[:, t, there], np.ones(len(there), bool)).mean(axis=0)
-            scores[t + 1 - last : t + 1] = np.inf
+            scores[t + 1 - recent : t + 1] = np.inf
+            scores[: min(sinks, t)] = np.inf
             decisions.append(found(f"treated layer {index} query {t}", lowest_goes(residents, scores[None], t)))
     return scheduled(case, layers, decisions, fixed=fixed)
 
@@ -74,7 +78,7 @@ def observed_attention(case: Case) -> Selection:
             aggregate(cumulative_attention(trace, layer), case.heads, case.parameters["agg"], trace.kv_heads) / seen_by
         )
 
-    return best_beside(case, NOTHING, scores)
+    return best_beside(case, case.fixed(case.sinks, 0), scores)
 
 
 def vatp(case: Case) -> Selection:
@@ -83,10 +87,10 @@ def vatp(case: Case) -> Selection:
     of_h2o = parameters["base"] == "h2o"
     recent = {True: "0.5", False: "10"}[of_h2o] if parameters["recent"] == "auto" else parameters["recent"]
     recent = min(tokens_of(recent, case.budget), trace.prompt)
-    fixed = protection(case.number("sinks"), recent, case.budget, trace.prompt)
+    fixed = case.fixed(case.number("sinks"), recent)
 
     def scores(layer: int) -> np.ndarray:
-        observed = window_attention(trace, layer, trace.prompt if of_h2o else case.number("history"))
+        observed = window_attention(trace, layer, trace.prompt if of_h2o else case.number("history"), case.window_end)
         return aggregate(observed, "kv", "mean", trace.kv_heads) * norms(prompt_values(trace, layer), 1)
 
     return best_beside(case, fixed, scores)
@@ -97,8 +101,9 @@ def scissorhands(case: Case) -> Selection:
     trace, parameters = case.trace, case.parameters
     prompt, agg = trace.prompt, parameters["agg"]
     recent = min(tokens_of(parameters["recent"], case.budget), case.budget)
-    fixed = np.arange(prompt - recent, prompt)
-    queries = np.arange(max(0, prompt - case.number("history")), prompt)
+    sinks, recent = case.guarded(case.sinks, recent)
+    fixed = protection(sinks, recent, case.budget, prompt)
+    queries = np.arange(max(0, case.window_end - case.number("history")), case.window_end)
 
     def rows_of_layer(observed: np.ndarray) -> np.ndarray:
         return aggregate(observed[:, : prompt - recent], case.heads, agg, trace.kv_heads)
@@ -106,7 +111,9 @@ def scissorhands(case: Case) -> Selection:
     if parameters["binary"] == "false":
         padded = ((0, 0), (0, recent))
         return best_beside(
-            case, fixed, lambda layer: np.pad(rows_of_layer(window_attention(trace, layer, len(queries))), padded)
+            case,
+            fixed,
+            lambda layer: np.pad(rows_of_layer(window_attention(trace, layer, len(queries), case.window_end)), padded),
         )
     rows: list[list[np.ndarray]] = []
     decisions = []
@@ -120,8 +127,9 @@ def scissorhands(case: Case) -> Selection:
         rows.append([])
         for row in range(len(sums)):
             order = np.lexsort((np.arange(prompt - recent), -sums[row], -counts[row]))
-            kept = np.union1d(fixed, order[: case.budget - recent])
-            agrees = as_often(order, case.budget - recent, fixed, (least[row], most[row]), sums[row])
+            order = order[order >= sinks]
+            kept = np.union1d(fixed, order[: case.budget - len(fixed)])
+            agrees = as_often(order, case.budget - len(fixed), fixed, (least[row], most[row]), sums[row])
             rows[-1].append(kept)
             decisions.append(decided([(index, row)], [kept], agrees))
     return case.selection(rows, fixed, decisions)
@@ -153,16 +161,17 @@ def nacl(case: Case) -> Selection:
     trace, parameters = case.trace, case.parameters
     asked = trace.question_tokens if parameters["question"] == "auto" else 0
     proxies = min(asked or case.number("question_tokens"), trace.prompt)
-    fixed = protection(0, proxies, case.budget, trace.prompt)
+    fixed = case.fixed(case.sinks, proxies)
+    observing = min(proxies, case.budget - (0 if "protect" in parameters else min(case.sinks, case.budget)))
     free = case.budget - len(fixed)
     by_chance = int(Fraction(parameters["random"]) * free)
     temperature, seed = float(parameters["temperature"]), case.number("seed")
-    candidates = np.arange(trace.prompt - proxies)
+    candidates = np.setdiff1d(np.arange(trace.prompt), fixed)
     rows: list[list[np.ndarray]] = []
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
         paid = aggregate(
-            window_attention(trace, layer, len(fixed)), case.heads, parameters.get("agg", "mean"), trace.kv_heads
+            window_attention(trace, layer, max(1, observing)), case.heads, parameters.get("agg", "mean"), trace.kv_heads
         )
         rows.append([])
         for row, scores in enumerate(paid):
@@ -204,16 +213,24 @@ def both(first: Decision, second: Decision, place: tuple[int, int], known: np.nd
 def expected_attention(case: Case) -> Selection:
     """The sinks, and what a normal distribution of future queries is expected to attend to, by its value's length."""
     trace, parameters = case.trace, case.parameters
-    fixed = protection(case.number("sinks"), 0, case.budget, trace.prompt)
+    fixed = case.fixed(case.number("sinks"), 0)
 
     def scores(layer: int) -> np.ndarray:
         expected = expected_weights(case, layer)
         if parameters["vnorm"] == "true":
             lengths = np.repeat(norms(prompt_values(trace, layer), 2), trace.query_heads // trace.kv_heads, axis=0)
             expected = (expected + float(parameters["epsilon"])) * lengths
-        return aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
+        grouped = aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
+        return sinks_first(grouped, case.number("sinks"))
 
     return best_beside(case, fixed, scores)
+
+
+def sinks_first(scores: np.ndarray, sinks: int) -> np.ndarray:
+    """Scores [H,n] whose first columns, which are not scored, have the largest score of their row."""
+    if sinks < scores.shape[1]:
+        scores[:, :sinks] = scores[:, sinks:].max(axis=1, keepdims=True)
+    return scores
 
 
 def expected_weights(case: Case, layer: int) -> np.ndarray:
@@ -255,11 +272,13 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     attention it adds up, times what the value puts out."""
     trace, parameters = case.trace, case.parameters
     if name == "expected-attention":
-        fixed = protection(base.number("sinks"), 0, case.budget, trace.prompt)
+        own = base.number("sinks"), 0
     elif name == "h2o":
-        fixed = protection(0, tokens_of(base.parameters["recent"], case.budget), case.budget, trace.prompt)
+        own = 0, tokens_of(base.parameters["recent"], case.budget)
     else:
-        fixed = protection(0, base.number("window"), case.budget, trace.prompt)
+        own = 0, base.number("window")
+    protected = case.guarded(int(parameters.get("sinks", own[0])), own[1])
+    fixed = protection(*protected, case.budget, trace.prompt)
     first = max(0, int(Fraction(parameters["first"]) * case.budget) - len(fixed))
     candidates = np.setdiff1d(np.arange(trace.prompt), fixed)
     rows: list[list[np.ndarray]] = []
@@ -267,12 +286,13 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     for index, layer in enumerate(trace.treated):
         if name == "expected-attention":
             scores, queries = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads), 1
+            scores = sinks_first(scores, base.number("sinks"))
         elif name == "h2o":
             scores = aggregate(cumulative_attention(trace, layer), "kv", base.parameters["agg"], trace.kv_heads)
             queries = trace.prompt
         else:
-            scores, queries = window_scores(base, layer), min(base.number("window"), trace.prompt)
-        scores = np.pad(scores, ((0, 0), (0, trace.prompt - scores.shape[1])))
+            scores = np.pad(window_scores(base, layer), ((0, 0), protected))
+            queries = min(base.number("window"), base.window_end)
         weighted = (scores / queries + 1e-4) * output_norms(trace, layer, parameters["wo"])
         rows.append([])
         for row in range(trace.kv_heads):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from reference import Trace, apportion, chain, norms, pool, protection, rank, rows_of, unrotated
+from reference import Trace, apportion, chain, norms, pool, rank, rows_of, top, unrotated
 from reference_selection import (
     Case,
     Decision,
@@ -60,7 +60,9 @@ def knorm(case: Case) -> Selection:
     ones = [1] * (n_layers - sum(whole))
     shares = iter(apportion(left, ones, [0] * len(ones), [prompt] * len(ones)))
     counts = [[prompt if full else next(shares)] * trace.kv_heads for full in whole]
-    return best_beside(case, NOTHING, lambda layer: -norms(prompt_keys(trace, layer), 2), counts)
+    fixed = case.fixed(case.sinks, 0)
+    counts = [[count - len(fixed) for count in layer] for layer in counts]
+    return best_beside(case, fixed, lambda layer: -norms(prompt_keys(trace, layer), 2), counts)
 
 
 def layer_list(value: str) -> list[int]:
@@ -70,7 +72,7 @@ def layer_list(value: str) -> list[int]:
 
 def value_norm(case: Case) -> Selection:
     """The longest values, beside sinks and window."""
-    fixed = protection(case.number("sinks"), case.number("window"), case.budget, case.trace.prompt)
+    fixed = case.fixed(case.number("sinks"), case.number("window"))
     order = float(case.parameters["p"])
     return best_beside(case, fixed, lambda layer: norms(prompt_values(case.trace, layer), order))
 
@@ -86,7 +88,7 @@ def q_filter(case: Case) -> Selection:
             directions = np.load(Path(filters))[trace.treated.index(layer)].astype(float)
         return (prompt_keys(trace, layer) * directions[:, None, :]).sum(axis=-1)
 
-    return best_beside(case, NOTHING, scores)
+    return best_beside(case, case.fixed(case.sinks, 0), scores)
 
 
 def main_directions(trace: Trace, layer: int, seen: int | None = None) -> np.ndarray:
@@ -115,7 +117,9 @@ def unlike_the_mean(keys: np.ndarray) -> np.ndarray:
 def keydiff(case: Case) -> Selection:
     """The keys least like their mean."""
     return best_beside(
-        case, NOTHING, lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(case.trace, layer)])
+        case,
+        case.fixed(case.sinks, 0),
+        lambda layer: np.array([unlike_the_mean(keys) for keys in prompt_keys(case.trace, layer)]),
     )
 
 
@@ -125,11 +129,13 @@ def lagkv(case: Case) -> Selection:
     trace, lag = case.trace, case.number("lag")
     sinks, prompt, budget = min(case.number("sinks"), trace.prompt), trace.prompt, case.budget
     whole = (prompt - sinks) // lag
+    fixed = case.fixed(sinks, 0)
+    candidates = np.setdiff1d(np.arange(prompt), fixed)
     if whole < 2:
-        kept = protection(sinks, budget, budget, prompt)
+        kept = np.union1d(fixed, candidates[len(candidates) - (budget - len(fixed)) :])
         every = [[kept] * trace.kv_heads for _ in trace.treated]
         places = [(layer, row) for layer in range(len(every)) for row in range(trace.kv_heads)]
-        return case.selection(every, protection(sinks, 0, budget, prompt), [exactly(place, kept) for place in places])
+        return case.selection(every, fixed, [exactly(place, kept) for place in places])
     rows: list[list[np.ndarray]] = []
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
@@ -137,10 +143,10 @@ def lagkv(case: Case) -> Selection:
         for row in range(trace.kv_heads):
             keys, values = prompt_keys(trace, layer)[row], prompt_values(trace, layer)[row]
             scores, spreads, partitions = ranks_in_partitions(keys, values, sinks, lag)
-            kept = np.sort(rank(scores)[:budget])
+            kept = np.union1d(fixed, top(scores, budget - len(fixed), candidates))
             rows[-1].append(kept)
             decisions.append(decided([(index, row)], [kept], as_spread(kept, spreads, partitions)))
-    return case.selection(rows, protection(sinks, 0, budget, prompt), decisions)
+    return case.selection(rows, fixed, decisions)
 
 
 def ranks_in_partitions(
@@ -188,7 +194,7 @@ def as_spread(
 def cur(case: Case) -> Selection:
     """Keys and values that are long among their neighbours."""
     trace, use, size = case.trace, case.parameters["use"], case.number("block")
-    fixed = protection(case.number("sinks"), 0, case.budget, trace.prompt)
+    fixed = case.fixed(case.number("sinks"), 0)
     return best_beside(
         case, fixed, lambda layer: shares_of_blocks(prompt_keys(trace, layer), prompt_values(trace, layer), use, size)
     )
@@ -238,14 +244,14 @@ def leverages(case: Case, layer: int, positions: np.ndarray | None = None) -> np
 
 def leverage(case: Case) -> Selection:
     """Keys that no others stand in for."""
-    return best_beside(case, NOTHING, lambda layer: leverages(case, layer))
+    return best_beside(case, case.fixed(case.sinks, 0), lambda layer: leverages(case, layer))
 
 
 def compactor(case: Case) -> Selection:
     """Leverage, and what the tokens of a block pay to each other; the smaller the budget the more of the former. Of all
     this the first and the last tokens are no part."""
     trace, parameters = case.trace, case.parameters
-    fixed = protection(case.number("sinks"), case.number("recent"), case.budget, trace.prompt)
+    fixed = case.fixed(case.number("sinks"), case.number("recent"))
     mix = 1 - case.budget / trace.prompt if parameters["mix"] == "auto" else float(parameters["mix"])
     begin = min(case.number("sinks"), trace.prompt)
     end = max(begin, trace.prompt - case.number("recent"))

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from reference import apportion, attention, capped, protection, rank, rotate, rows_of, softmax, unrotated
 from reference_layers import MOST_COUNTS, best_by_layer
-from reference_once import observation_window, window_scores, window_selection
+from reference_once import beside_window, free_and_room, window_scores, window_selection
 from reference_selection import TOLERANCE, Case, Decision, Selection, Verdict, decided, exactly
 
 NOTHING = np.array([], dtype=int)
@@ -17,8 +17,7 @@ NOTHING = np.array([], dtype=int)
 def ada_kv(case: Case) -> Selection:
     """SnapKV's tokens, more of them in heads that have many of their layer's best."""
     trace, parameters = case.trace, case.parameters
-    window, n_rows = observation_window(case), case.row_count
-    free, room = max(0, case.budget - window), trace.prompt - window
+    n_rows, (free, room) = case.row_count, free_and_room(case)
     floor = int(Fraction(parameters["alpha"]) * 1000)
     counts, decisions = [], []
     for index, layer in enumerate(trace.treated):
@@ -32,7 +31,7 @@ def ada_kv(case: Case) -> Selection:
             choices.append(apportion(free * n_rows, weights, [0] * n_rows, [room] * n_rows))
         chosen = choices[0]
         if case.follow:
-            chosen = [len(row) - min(window, case.budget) for row in case.follow.rows[index]]
+            chosen = [len(row) - sum(beside_window(case)) for row in case.follow.rows[index]]
             decisions.append(counted(index, chosen, choices))
         counts.append(chosen)
     return window_selection(case, counts, decisions)
@@ -47,8 +46,7 @@ def counted(index: int, found: list[int], choices: list[list[int]]) -> Decision:
 def head_kv(case: Case) -> Selection:
     """SnapKV's tokens, more of them in heads that a table calls important."""
     trace = case.trace
-    window, n_rows, n_layers = observation_window(case), case.row_count, len(trace.treated)
-    free, room = max(0, case.budget - window), trace.prompt - window
+    n_rows, n_layers, (free, room) = case.row_count, len(trace.treated), free_and_room(case)
     beta = float(case.parameters["beta"])
     table = np.load(case.parameters["table"]).astype(float)
     importance = table.reshape(n_layers, n_rows, -1).mean(axis=2)

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 from reference import Trace, apportion, logits, protection, rank, softmax
-from reference_once import observation_window, window_scores, window_selection
+from reference_once import beside_window, free_and_room, window_scores, window_selection
 from reference_selection import (
     TOLERANCE,
     Case,
@@ -41,8 +41,7 @@ def pyramid_counts(n_layers: int, free: int, room: int, beta: int) -> list[int]:
 
 def pyramid_kv(case: Case) -> Selection:
     """SnapKV's tokens, more of them in shallow layers."""
-    window, n_layers = observation_window(case), len(case.trace.treated)
-    free, room = max(0, case.budget - window), case.trace.prompt - window
+    n_layers, (free, room) = len(case.trace.treated), free_and_room(case)
     if case.parameters["short_uniform"] == "true" and case.trace.prompt < 2 * free:
         return window_selection(case, [free] * n_layers, [])
     return window_selection(case, pyramid_counts(n_layers, free, room, case.number("beta")), [])
@@ -67,7 +66,7 @@ def pyramid_infer(case: Case) -> Selection:
         fixed = protection(case.number("sinks"), window, prompt, prompt)
     else:
         window = min(max(1, tokens_of(parameters["recent"], case.budget)), prompt)
-        fixed = protection(case.number("sinks"), window, case.budget, prompt)
+        fixed = case.fixed(case.number("sinks"), window)
     rhos = decays(len(treated), float(parameters["r"]), parameters["decay"])
     room = prompt - len(fixed)
     if natural:
@@ -109,7 +108,7 @@ def natural_counts(room: int, rhos: list[float]) -> list[int]:
 def recency_weighted(case: Case, layer: int, window: int, residents: np.ndarray) -> np.ndarray:
     """[P]: attention from the last `window` queries over the residents, later queries counting for more."""
     trace = case.trace
-    z, visible = logits(trace, layer, np.arange(trace.prompt - window, trace.prompt))
+    z, visible = logits(trace, layer, np.arange(case.window_end - window, case.window_end))
     if case.parameters["over"] == "resident":
         visible = visible & np.isin(np.arange(trace.tokens), residents)
     weights = np.linspace(1, float(case.parameters["distance_weight"]), window)
@@ -122,16 +121,15 @@ def recency_weighted(case: Case, layer: int, window: int, residents: np.ndarray)
 def dynamic_kv(case: Case) -> Selection:
     """SnapKV's tokens, as many in a layer as it has of the best of all layers' scores."""
     trace = case.trace
-    window = observation_window(case)
-    free, room = max(0, case.budget - window), trace.prompt - window
+    free, room = free_and_room(case)
     scores = [window_scores(case, layer) for layer in trace.treated]
     first = min(int(free * Fraction(case.parameters["r_max"])), room)
     choices = list(itertools.islice(buffer_sizes(case, scores, free, first), MOST_COUNTS))
     ours = choices[0]
     decisions = []
     if case.follow:
-        kept = protection(0, window, case.budget, trace.prompt)
-        theirs = [[len(row) - len(kept) for row in layer] for layer in case.follow.rows]
+        kept = sum(beside_window(case))
+        theirs = [[len(row) - kept for row in layer] for layer in case.follow.rows]
         counts = [layer[0] for layer in theirs]
         even = all(len(set(layer)) == 1 for layer in theirs)
         close = counts in choices or (len(choices) == MOST_COUNTS and sum(counts) == sum(ours))

@@ -16,7 +16,7 @@ from reference import (
     window_attention,
 )
 from reference_geometry import prompt_values
-from reference_once import observation_window
+from reference_once import beside_window, free_and_room, observation_window
 from reference_selection import Case, Decision, Selection, Verdict, best_beside, only, ranked, tokens_of
 
 
@@ -25,11 +25,11 @@ def caote(case: Case) -> Selection:
     trace, parameters = case.trace, case.parameters
     of_window = parameters["base"] == "window"
     recent = observation_window(case) if of_window else tokens_of("0.5", case.budget)
-    fixed = protection(0, min(recent, trace.prompt), case.budget, trace.prompt)
+    fixed = case.fixed(case.sinks, min(recent, trace.prompt))
 
     def scores(layer: int) -> np.ndarray:
         seen = (
-            window_attention(trace, layer, observation_window(case))
+            window_attention(trace, layer, observation_window(case), case.window_end)
             if of_window
             else cumulative_attention(trace, layer)
         )
@@ -54,16 +54,17 @@ def lava(case: Case) -> Selection:
     arXiv:2509.09754, eqs. 6 to 9)."""
     trace, parameters = case.trace, case.parameters
     window, n_rows, n_layers = observation_window(case), case.row_count, len(trace.treated)
-    fixed = protection(0, window, case.budget, trace.prompt)
-    free, room = max(0, case.budget - window), trace.prompt - window
+    protected = sinks, recent = beside_window(case)
+    fixed = protection(*protected, case.budget, trace.prompt)
+    free, room = free_and_room(case)
     scores = []
     for layer in trace.treated:
         largest = norms(prompt_values(trace, layer), 1).max(axis=1)
-        seen = window_attention(trace, layer, window)[:, :room]
+        seen = window_attention(trace, layer, window, case.window_end)[:, sinks : trace.prompt - recent]
         seen = seen * np.repeat(largest, trace.query_heads // trace.kv_heads)[:, None]
         grouped = aggregate(seen, case.heads, parameters["agg"], trace.kv_heads)
-        scores.append(np.pad(pool(grouped, case.number("kernel"), parameters["pool"]), ((0, 0), (0, window))))
-    weights = [entropy(one[:, :room]) for one in scores]
+        scores.append(np.pad(pool(grouped, case.number("kernel"), parameters["pool"]), ((0, 0), protected)))
+    weights = [entropy(one[:, sinks : trace.prompt - recent]) for one in scores]
     slots = apportion(n_layers * n_rows * free, weights, [0] * n_layers, [n_rows * room] * n_layers)
     share = Fraction(parameters["floor"]).limit_denominator(1000)
     return floored(case, scores, slots, share, fixed)
@@ -114,18 +115,20 @@ def defensive_kv(case: Case) -> Selection:
     arXiv:2510.13334, algorithm 2)."""
     trace, parameters = case.trace, case.parameters
     window = observation_window(case)
-    fixed = protection(0, window, case.budget, trace.prompt)
-    free, room = max(0, case.budget - window), trace.prompt - window
+    protected = sinks, recent = beside_window(case)
+    fixed = protection(*protected, case.budget, trace.prompt)
+    free, room = free_and_room(case)
     scores = []
     for layer in trace.treated:
-        rows = attention(trace, layer, np.arange(trace.prompt - window, trace.prompt))[:, :, :room]
+        rows = attention(trace, layer, np.arange(case.window_end - window, case.window_end))
+        rows = rows[:, :, sinks : trace.prompt - recent]
         smooth = np.stack([pool(rows[:, t], case.number("kernel"), parameters["pool"]) for t in range(window)], axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
             smooth = np.nan_to_num(smooth / smooth.sum(axis=2, keepdims=True) * rows.sum(axis=2, keepdims=True))
         risk = aggregate(smooth.max(axis=1), case.heads, parameters["agg"], trace.kv_heads)
         if room:
             risk = np.maximum(risk, risk.mean(axis=1, keepdims=True))
-        scores.append(np.pad(risk, ((0, 0), (0, window))))
+        scores.append(np.pad(risk, ((0, 0), protected)))
     return shared_by_heads(case, scores, [free * case.row_count] * len(scores), fixed)
 
 

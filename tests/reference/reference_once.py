@@ -13,7 +13,7 @@ from reference_selection import TOLERANCE, Case, Decision, Selection, decided, o
 
 def random(case: Case) -> Selection:
     """The candidates with the smallest hashes of (seed, stored layer, head, position)."""
-    fixed = protection(case.number("sinks"), case.number("window"), case.budget, case.trace.prompt)
+    fixed = case.fixed(case.number("sinks"), case.number("window"))
     candidates = np.setdiff1d(np.arange(case.trace.prompt), fixed)
 
     def kept(layer: int, row: int) -> np.ndarray:
@@ -59,9 +59,9 @@ def h2o(case: Case) -> Selection:
     """The last r tokens and the B-r of the greatest attention from all prompt queries."""
     trace, budget, prompt = case.trace, case.budget, case.trace.prompt
     recent = min(tokens_of(case.parameters["recent"], budget), budget)
-    fixed = np.arange(prompt - recent, prompt)
+    fixed = case.fixed(case.sinks, recent)
     overlap = case.parameters["overlap"] == "true"
-    candidates = np.arange(prompt if overlap else prompt - recent)
+    candidates = np.arange(prompt) if overlap else np.setdiff1d(np.arange(prompt), fixed)
     rows, decisions = [], []
     for index, layer in enumerate(trace.treated):
         scores = aggregate(cumulative_attention(trace, layer), case.heads, case.parameters["agg"], trace.kv_heads)
@@ -69,9 +69,9 @@ def h2o(case: Case) -> Selection:
         for row in range(len(scores)):
             masked = only(scores[row], candidates)
             if overlap:
-                kept, decision = overlapping((index, row), masked, budget - recent, fixed)
+                kept, decision = overlapping((index, row), masked, budget - len(fixed), fixed)
             else:
-                [kept], decision = ranked([(index, row)], masked[None], budget - recent, fixed)
+                [kept], decision = ranked([(index, row)], masked[None], budget - len(fixed), fixed)
             rows[-1].append(kept)
             decisions.append(decision)
     return case.selection(rows, fixed, decisions)
@@ -95,11 +95,12 @@ def overlapping(
 
 
 def window_scores(case: Case, layer: int) -> np.ndarray:
-    """[H,P-w]: the window's attention to what precedes it, reduced to rows and pooled over neighbours."""
+    """[H,n]: the window's attention to the n tokens that are not protected, reduced to rows and pooled over them."""
     trace, heads, agg = case.trace, case.heads, case.parameters["agg"]
-    window = observation_window(case)
     kernel, kind = case.number("kernel"), case.parameters["pool"]
-    observed = window_attention(trace, layer, window)[:, : trace.prompt - window]
+    sinks, recent = beside_window(case)
+    observed = window_attention(trace, layer, observation_window(case), case.window_end)
+    observed = observed[:, sinks : trace.prompt - recent]
     if case.parameters["pool_order"] == "group-first":
         return pool(aggregate(observed, heads, agg, trace.kv_heads), kernel, kind)
     return aggregate(pool(observed, kernel, kind), heads, agg, trace.kv_heads)
@@ -107,17 +108,28 @@ def window_scores(case: Case, layer: int) -> np.ndarray:
 
 def observation_window(case: Case) -> int:
     """w: the queries that score, never shortened by the budget, only by the prompt."""
-    return min(case.number("window"), case.trace.prompt)
+    return min(case.number("window"), case.window_end)
+
+
+def beside_window(case: Case) -> tuple[int, int]:
+    """Protected first and last tokens of a policy whose own are its observation window."""
+    return case.guarded(case.sinks, observation_window(case))
+
+
+def free_and_room(case: Case) -> tuple[int, int]:
+    """Slots of a row beside the protected tokens, and tokens that compete for them."""
+    protected = sum(beside_window(case))
+    return case.budget - protected, case.trace.prompt - protected
 
 
 def window_selection(case: Case, counts: list[int] | list[list[int]], decisions: list[Decision]) -> Selection:
     """The window, and `counts` tokens that its queries attend to most: as many in all rows of a layer, or [L][H]."""
     trace = case.trace
-    window = observation_window(case)
-    fixed = protection(0, window, case.budget, trace.prompt)
+    protected = beside_window(case)
+    fixed = protection(*protected, case.budget, trace.prompt)
     rows, decisions = [], list(decisions)
     for index, layer in enumerate(trace.treated):
-        scores = np.pad(window_scores(case, layer), ((0, 0), (0, window)), constant_values=-np.inf)
+        scores = np.pad(window_scores(case, layer), ((0, 0), protected), constant_values=-np.inf)
         of_rows = np.broadcast_to(counts[index], len(scores))
         rows.append([])
         for row in range(len(scores)):
@@ -129,15 +141,15 @@ def window_selection(case: Case, counts: list[int] | list[list[int]], decisions:
 
 def snapkv(case: Case) -> Selection:
     """The window, and the tokens that its queries attend to, pooled over neighbours."""
-    free = max(0, case.budget - observation_window(case))
-    return window_selection(case, [free] * len(case.trace.treated), [])
+    return window_selection(case, [free_and_room(case)[0]] * len(case.trace.treated), [])
 
 
 def chunkkv(case: Case) -> Selection:
     """The window, and the chunks that its queries attend to; layers may take over an earlier layer's sets."""
     trace = case.trace
     window, size = observation_window(case), case.number("chunk")
-    fixed = protection(0, window, case.budget, trace.prompt)
+    sinks, recent = beside_window(case)
+    fixed = protection(sinks, recent, case.budget, trace.prompt)
     reuse = case.number("reuse")
     source = [layer // reuse * reuse for layer in range(len(trace.treated))]
     rows: list[list[np.ndarray]] = []
@@ -146,12 +158,12 @@ def chunkkv(case: Case) -> Selection:
         if source[index] != index:
             rows.append(rows[source[index]])
             continue
-        scores = aggregate(window_attention(trace, layer, window), case.heads, "mean", trace.kv_heads)
+        scores = aggregate(window_attention(trace, layer, window, case.window_end), case.heads, "mean", trace.kv_heads)
         rows.append([])
         for row in range(len(scores)):
             choices = [
-                np.union1d(kept, fixed)
-                for kept in chunk_selections(scores[row], case.budget, window, size, case.parameters)
+                np.union1d(sinks + kept, fixed)
+                for kept in chunk_selections(scores[row, sinks:], case.budget - sinks, recent, size, case.parameters)
             ]
             rows[-1].append(choices[0])
             decisions.append(decided([(index, row)], [choices[0]], one_of(choices)))

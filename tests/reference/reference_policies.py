@@ -175,9 +175,12 @@ def hybrid(case: Case) -> Selection:
     n_layers = len(case.trace.treated)
     names = ["chunkkv"] * (n_layers // 2) + ["snapkv"] * (n_layers - n_layers // 2)
     parts = {}
+    common = tuple((key, case.parameters[key]) for key in ("sinks", "window_at", "protect") if key in case.parameters)
     for name in set(names):
         prefix = f"{name}."
-        given = tuple((key.removeprefix(prefix), value) for key, value in case.parameters.items() if prefix in key)
+        given = common + tuple(
+            (key.removeprefix(prefix), value) for key, value in case.parameters.items() if prefix in key
+        )
         parts[name] = select(case.trace, Policy(name, given), case.literal, case.choice)
     return reference_layers.joined(case.trace, [parts[name] for name in names])
 
@@ -229,12 +232,19 @@ def oracle(case: Case) -> Selection:
 def critical_kv(case: Case) -> Selection:
     """With the parameters of its base policy."""
     base = Policy.parse(unwrapped(case.parameters["base"]))
-    return reference_attention.critical_kv(case, base.name, dataclasses.replace(case, parameters=parameters_of(base)))
+    own = parameters_of(base) | {
+        key: case.parameters[key] for key in ("window_at", "protect") if key in case.parameters
+    }
+    if base.name != "expected-attention" and "sinks" in case.parameters:
+        own["sinks"] = case.parameters["sinks"]
+    return reference_attention.critical_kv(case, base.name, dataclasses.replace(case, parameters=own))
 
 
 def cam_one_shot(case: Case) -> Selection:
     """With the tokens of H2O."""
-    given = DEFAULTS["h2o"] | {"recent": case.parameters["recent"]}
+    given = DEFAULTS["h2o"] | {
+        key: case.parameters[key] for key in ("recent", "sinks", "protect") if key in case.parameters
+    }
     return reference_stores.cam_one_shot(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
 
 

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import numpy as np
 from reference import aggregate, budget_tokens, capped, logits, norms, pool, rows_of, softmax
-from reference_attention import expected_of_keys
+from reference_attention import expected_of_keys, sinks_first
 from reference_geometry import leverages, main_directions, ranks_in_partitions, shares_of_blocks, unlike_the_mean
 from reference_newer import change_of_output
 from reference_once import chunk_selections, hash_order, spread
@@ -77,9 +77,9 @@ class Round:
 
 def pooled_window(now: Round) -> np.ndarray:
     """The observation window's attention, pooled over what precedes the protected tokens."""
-    parameters, before = now.case.parameters, now.n - now.recent
+    parameters, candidates = now.case.parameters, slice(now.sinks, now.n - now.recent)
     scores = now.reduced(now.attention(now.case.number("window"))[0].sum(axis=1))
-    scores[:, :before] = pool(scores[:, :before], int(parameters["kernel"]), parameters["pool"])
+    scores[:, candidates] = pool(scores[:, candidates], int(parameters["kernel"]), parameters["pool"])
     return scores
 
 
@@ -133,7 +133,7 @@ def expected(now: Round) -> np.ndarray:
     if parameters["vnorm"] == "true":
         lengths = np.repeat(norms(now.values(), 2), trace.query_heads // trace.kv_heads, axis=0)
         weights = (weights + float(parameters["epsilon"])) * lengths
-    return now.reduced(weights)
+    return sinks_first(now.reduced(weights), resident_sinks(now))
 
 
 def spread_over_channels(now: Round) -> np.ndarray:
@@ -176,9 +176,10 @@ def best(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray
 def chunks(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
     """The best chunks of neighbouring resident tokens."""
     there, parameters = now.positions[row], now.case.parameters
-    last = there[now.n - now.recent :]
-    found_sets = chunk_selections(scores[row], keep, now.recent, int(parameters["chunk"]), parameters)
-    choices = [np.union1d(there[chosen], last) for chosen in found_sets]
+    fixed = np.concatenate([there[: now.sinks], there[now.n - now.recent :]])
+    size = int(parameters["chunk"])
+    found_sets = chunk_selections(scores[row, now.sinks :], keep - now.sinks, now.recent, size, parameters)
+    choices = [np.union1d(there[now.sinks + chosen], fixed) for chosen in found_sets]
     if theirs is None or np.array_equal(choices[0], theirs):
         return choices[0], Verdict.EQUAL
     near = any(np.array_equal(choice, theirs) for choice in choices)
@@ -200,13 +201,14 @@ class Rule:
     """
 
     score: Callable[[Round], np.ndarray]
-    sinks: Callable[[dict[str, str]], str] = lambda parameters: "0"
+    sinks: Callable[[dict[str, str]], str] = lambda parameters: parameters.get("sinks", "0")
     recent: Callable[[dict[str, str]], str] = lambda parameters: "0"
     choose: Callable[[Round, np.ndarray, int, int, np.ndarray | None], Choice] = best
 
     def protected(self, case: Case, budget: int) -> tuple[int, int]:
         """Numbers of first and of last tokens."""
-        return int(self.sinks(case.parameters)), tokens_of(self.recent(case.parameters), budget)
+        recent = tokens_of(self.recent(case.parameters), budget)
+        return case.protect(budget) or (int(self.sinks(case.parameters)), recent)
 
 
 def received(now: Round) -> np.ndarray:

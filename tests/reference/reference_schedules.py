@@ -96,7 +96,8 @@ def scheduled(case: Case, layers: list[Residents], decisions: list[Decision], **
 def h2o_online(case: Case) -> Selection:
     """Whenever a row holds more than its capacity, the token of the least attention so far goes."""
     trace, heads, budget = case.trace, case.heads, case.budget
-    recent = max(1, min(tokens_of(case.parameters["recent"], budget), budget))
+    sinks, recent = case.guarded(case.sinks, max(1, tokens_of(case.parameters["recent"], budget)))
+    recent = max(recent, min(1, budget - sinks))  # the newest token has its own attention alone
     grow, once = case.parameters["grow"] == "true", case.parameters["prefill"] == "once"
     layers, decisions = [], []
     for index, layer in enumerate(trace.treated):
@@ -122,16 +123,19 @@ def h2o_online(case: Case) -> Selection:
             if excess == 1:
                 scores = np.where(there, attention_so_far, np.inf)
                 scores[:, t + 1 - recent :] = np.inf  # the last r, which nothing evicts
+                scores[:, : min(sinks, t)] = np.inf
                 where = f"treated layer {index} query {t}"
                 decisions.append(found(where, lowest_goes(residents, scores, t)))
             elif excess > 1:
                 for row in range(n_rows):
                     now = np.flatnonzero(there[row])
-                    scores = only(attention_so_far[row], now[:-recent])
-                    kept, verdict = ranked_once(scores, capacity - recent, now[-recent:], residents.theirs(row, t))
+                    others = now[sinks : len(now) - recent]
+                    fixed = np.setdiff1d(now, others)
+                    scores = only(attention_so_far[row], others)
+                    kept, verdict = ranked_once(scores, capacity - len(fixed), fixed, residents.theirs(row, t))
                     decisions.append(found(f"treated layer {index} row {row} query {t}: {kept.tolist()}", verdict))
                     residents.keep(row, t, kept)
-    fixed = protection(0, recent, trace.prompt, trace.prompt)
+    fixed = protection(sinks, recent, trace.prompt, trace.prompt)
     return scheduled(case, layers, decisions, fixed=fixed)
 
 
@@ -210,6 +214,9 @@ def sca(case: Case) -> Selection:
     else:
         recent = tokens_of(parameters["recent"], keep)
         recent = max(1, recent) if "." in parameters["recent"] else recent
+    protected = case.guarded(sinks, recent, keep)
+    if protected == (0, 0):  # similarity needs a token to begin with
+        protected = 0, 1
     n_layers = len(trace.treated)
     if parameters["share"] == "all":
         source = [int(parameters["layer"]) % n_layers] * n_layers
@@ -223,12 +230,12 @@ def sca(case: Case) -> Selection:
             keys = rotate(trace, layer, keys, np.arange(len(now)) - now)
         tensors = {"key": [keys], "value": [trace.layers[layer].v[:, now]]}
         used = tensors["key"] + tensors["value"] if parameters["use"] == "kv" else tensors[parameters["use"]]
-        fixed = protection(sinks, recent, keep, len(now))
+        fixed = protection(*protected, keep, len(now))
         similarities = [token_similarity(vectors) for vectors in used]
         chosen = least_redundant(similarities, fixed, keep, parameters["objective"])
         return now[np.sort(np.concatenate([fixed, chosen]).astype(int))]
 
-    fixed = protection(sinks, recent, keep, trace.prompt)
+    fixed = protection(*protected, keep, trace.prompt)
     if once:
         chosen = {index: choose(trace.treated[index], np.arange(trace.prompt)) for index in set(source)}
         rows = [[chosen[index]] for index in source]
@@ -277,7 +284,14 @@ def finch(case: Case) -> Selection:
                 r = k * end // context if parameters["rate"] == "exact" else coded
                 by_position = np.full(trace.tokens, -np.inf)
                 by_position[there] = scores
-                ours, verdict = ranked_once(by_position, r, np.array([], int), residents.theirs(row, end - 1))
+                there = np.sort(there)
+                first, last = case.guarded(case.sinks, 0, k)
+                first = min(int((there < first).sum()), r)
+                last = min(last, r - first)
+                others = there[first : len(there) - last]
+                fixed = np.setdiff1d(there, others)
+                scores = only(by_position, others)
+                ours, verdict = ranked_once(scores, r - len(fixed), fixed, residents.theirs(row, end - 1))
                 where = f"treated layer {index} row {row} block to {end}: keep {ours.tolist()}"
                 decisions.append(found(where, verdict))
                 residents.keep(row, end - 1, ours)
@@ -287,7 +301,8 @@ def finch(case: Case) -> Selection:
                     kept = kept[np.lexsort((kept, -by_position[kept]))]
             order[-1].append(np.concatenate([kept, asking]))
     slots = order if moved and by_relevance else None
-    return scheduled(case, layers, decisions, fixed=asking, moved=moved, order=slots)
+    protected = np.union1d(np.arange(case.guarded(case.sinks, 0, k)[0]), asking)
+    return scheduled(case, layers, decisions, fixed=protected, moved=moved, order=slots)
 
 
 def question_scores(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
-from reference import Trace, budget_tokens, top
+from reference import Trace, budget_tokens, protection, top
 
 TOLERANCE = 1e-5  # two sets may differ in positions whose score lies this near to the score at the cut, relative to it
 
@@ -123,6 +123,38 @@ class Case:
 
     def number(self, name: str) -> int:
         return int(self.parameters[name])
+
+    @property
+    def sinks(self) -> int:
+        """Protected first tokens of a policy that has none of its own."""
+        return int(self.parameters.get("sinks", "0"))
+
+    @property
+    def window_end(self) -> int:
+        """Position behind the observation window."""
+        at_question = self.parameters.get("window_at") == "question"
+        return self.trace.prompt - (self.trace.tokens_behind_question if at_question else 0)
+
+    def guarded(self, sinks: int, recent: int, budget: int | None = None) -> tuple[int, int]:
+        """Protected first and last tokens within a budget, B by default, of a policy whose own are these.
+
+        protect=(sinks=s,recent=r) replaces them; with window_at=question tokens behind the window are protected too.
+        """
+        most = self.budget if budget is None else budget
+        sinks, recent = self.protect(most) or (sinks, recent + self.trace.prompt - self.window_end)
+        sinks = min(sinks, most)
+        return sinks, min(recent, most - sinks)
+
+    def protect(self, budget: int) -> tuple[int, int] | None:
+        """The numbers of tokens that replace a policy's own protected ones, if they are given."""
+        if "protect" not in self.parameters:
+            return None
+        given = dict(piece.split("=") for piece in pieces(unwrapped(self.parameters["protect"])))
+        return int(given.get("sinks", "0")), tokens_of(given.get("recent", "0"), budget)
+
+    def fixed(self, sinks: int, recent: int) -> np.ndarray:
+        """Their positions."""
+        return protection(*self.guarded(sinks, recent), self.budget, self.trace.prompt)
 
     def selection(self, rows: list, fixed: np.ndarray, decisions: list[Decision], **others: object) -> Selection:
         """The answer of a policy that keeps `fixed` in every layer, each layer with a selection of its own."""

@@ -21,7 +21,7 @@ import reference
 from comparison import compare_selections, stored_selection
 from program_runs import call, folder, read_frame
 from reference import Trace
-from reference_policies import POLICIES, WITHOUT_BUDGET, decide, select
+from reference_policies import DEFAULTS, POLICIES, WITHOUT_BUDGET, decide, select
 from reference_rounds import RULES, SCHEDULES
 from reference_selection import Policy, Verdict
 from write_trace import Content, write_trace
@@ -31,6 +31,15 @@ NOT_COVERED: dict[str, str] = {}
 
 ALL_POLICIES = sorted({"full", *POLICIES, *WITHOUT_BUDGET})
 ALL_SCHEDULES = {"once", "online", "rolling", *SCHEDULES}
+
+
+# Policies that keep everything, by position alone, what the eval queries attend to, or as much as they like.
+WITHOUT_PROTECTION = {"full", "kivi", "think", "minicache", "quest", "local", "streaming-llm", "strided", "truncate"}
+WITHOUT_PROTECTION |= {"oracle", "duo-attention", "simlayerkv"}
+WITH_OWN_SINKS = {name for name, defaults in DEFAULTS.items() if "sinks" in defaults}
+# Policies that score by an observation window at the end of the prompt.
+WINDOWS = {"snapkv", "pyramid-kv", "pyramid-infer", "dynamickv", "chunkkv", "hybrid", "ada-kv", "head-kv", "lava"}
+WINDOWS |= {"defensive-kv", "caote", "tova", "scissorhands"}
 
 
 def schedules_of(policy: str) -> list[str]:
@@ -52,11 +61,22 @@ class Setting:
     budget: str
     arguments: dict[str, str]
     parameters: dict[str, str]
+    more: str = ""  # of every policy that takes it
+
+    def takes(self, policy: str, schedule: str) -> bool:
+        """Whether the policy has the parameter `more`, under a schedule that goes with it."""
+        name = self.more.partition("=")[0]
+        if name == "sinks":
+            return policy not in {*WITHOUT_PROTECTION, *WITH_OWN_SINKS}
+        if name == "protect":
+            return policy not in WITHOUT_PROTECTION
+        return name == "" or (policy in WINDOWS and schedule in ("", "once"))
 
     def text(self, policy: str, schedule: str) -> str:
         """The policy as it is given to the program; {folder} has the tables."""
         given = [self.parameters[policy]] if policy in self.parameters else []
         given += [f"schedule={schedule}{self.arguments.get(schedule, '')}"] if schedule else []
+        given += [self.more] if self.more else []
         return f"{policy}:{','.join(given)}".rstrip(":").format(folder=folder().name)
 
 
@@ -110,6 +130,16 @@ SHORT = Setting(
     },
 )
 GROWING = replace(SHORT, budget="0.4@seen")
+COMMON = [
+    replace(SHORT, more="sinks=3"),
+    replace(LONG, more="sinks=4"),
+    replace(GROWING, more="sinks=3"),
+    replace(SHORT, more="protect=(sinks=2,recent=20%)"),
+    replace(LONG, more="protect=(sinks=1,recent=3)"),
+    replace(GROWING, more="protect=(sinks=2,recent=25%)"),
+    replace(LONG, more="window_at=question"),
+    replace(LONG, budget="9", more="window_at=question"),
+]
 
 
 def content(name: str) -> Content:
@@ -149,7 +179,11 @@ def run(setting: Setting, policies: list[str], *more: str | Path) -> subprocess.
 def results(setting: Setting, schedule: str) -> tuple[dict[str, str], Path, str]:
     """Of all policies that accept a schedule: the program's cells by policy, their sets, what it says of the run."""
     out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
-    texts = [setting.text(policy, schedule) for policy in ALL_POLICIES if schedule in schedules_of(policy)]
+    texts = [
+        setting.text(policy, schedule)
+        for policy in ALL_POLICIES
+        if schedule in schedules_of(policy) and setting.takes(policy, schedule)
+    ]
     finished = run(setting, texts, "--metrics", "attention_recall", "-o", out)
     if not (out / "results.csv").exists():
         return {}, out, f"exit {finished.returncode} {finished.stderr}"
@@ -184,11 +218,16 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "policy", "schedule"),
     [
-        pytest.param(setting, policy, schedule, id=f"{setting.name}-{setting.budget}-{policy}-{schedule or 'its own'}")
-        for setting in (LONG, SHORT, GROWING)
+        pytest.param(
+            setting,
+            policy,
+            schedule,
+            id=f"{setting.name}-{setting.budget}-{policy}-{schedule or 'its own'}-{setting.more}".rstrip("-"),
+        )
+        for setting in (LONG, SHORT, GROWING, *COMMON)
         for policy in ALL_POLICIES
         for schedule in schedules_of(policy)
-        if setting is not GROWING or schedule == "every"
+        if (not setting.budget.endswith("@seen") or schedule == "every") and setting.takes(policy, schedule)
     ],
 )
 def test_selection(setting: Setting, policy: str, schedule: str) -> None:

@@ -95,6 +95,34 @@ TEST_P(OnlineEvictionOf, TheNewestQueryAloneGoesOnFromWhatIsHeld) {
   }
 }
 
+TEST_P(OnlineEvictionOf, NeverEvictsSinks) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer}) {
+    for (const auto& [budget, recent, sinks] :
+         {std::tuple{7, 1, 3}, {7, 3, 4}, {20, 5, 1}, {5, 0, 5}, {5, 0, 9}, {1, 0, 1}}) {
+      SCOPED_TRACE(::testing::Message() << "heads " << static_cast<int>(heads) << ", sinks " << sinks);
+      const OnlineEviction what{
+          .heads = heads, .tokens = shape.tokens, .budget = budget, .recent = recent, .sinks = sinks};
+      const std::vector<std::int32_t> found = evict(layer, what);
+      EXPECT_EQ(found, reference_eviction(layer, what));
+      const int rows = rows_of(heads, shape.query_heads, shape.kv_heads);
+      for (int row = 0; row < rows; ++row)
+        for (int j = 0; j < std::min({sinks, budget, shape.tokens}); ++j)
+          EXPECT_EQ(found[static_cast<std::size_t>(row * shape.tokens + j)], -1) << "row " << row << ", sink " << j;
+    }
+    GrowingBudget growing(shape.tokens, 1, 3);
+    for (int t = 0, held = 0; t < shape.tokens; ++t) {
+      const auto i = static_cast<std::size_t>(t);
+      if (t < 4) held = std::min(held + 1, growing.budgets[i]);
+      growing.recents[i] = std::min(growing.recents[i], growing.budgets[i] - held);
+    }
+    OnlineEviction what = growing.of({.heads = heads, .tokens = shape.tokens});
+    what.sinks = 4;
+    EXPECT_EQ(evict(layer, what), reference_eviction(layer, what)) << "sinks that find no room at first";
+  }
+}
+
 TEST_P(OnlineEvictionOf, GrowsWithTheTokens) {
   const LayerShape& shape = GetParam();
   const RandomLayer layer(shape);

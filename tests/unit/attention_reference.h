@@ -409,8 +409,10 @@ inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, co
       const int budget = what.budgets.empty() ? what.budget : what.budgets[static_cast<std::size_t>(t)];
       const int recent = what.recents.empty() ? what.recent : what.recents[static_cast<std::size_t>(t)];
       while (static_cast<int>(held.size()) > budget) {
+        // A sink that comes before all sinks have come goes where there is no room for it.
         std::size_t lowest = 0;
-        for (std::size_t i = 0; i + static_cast<std::size_t>(recent) < held.size(); ++i)
+        while (lowest + 1 < held.size() && held[lowest].position < std::min(what.sinks, t)) ++lowest;
+        for (std::size_t i = lowest; i + static_cast<std::size_t>(recent) < held.size(); ++i)
           if (held[i].score <= held[lowest].score) lowest = i;
         evicted[static_cast<std::size_t>(row * what.tokens + held[lowest].position)] = t;
         held.erase(held.begin() + static_cast<std::ptrdiff_t>(lowest));

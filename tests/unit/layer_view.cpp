@@ -85,6 +85,25 @@ TEST_F(LayerViewOf, AWindowLongerThanThePromptIsThePrompt) {
   EXPECT_EQ(backend.calls, 1);
 }
 
+TEST_F(LayerViewOf, AWindowMayEndBeforeThePrompt) {
+  const Matrix& whole = view.window_attention(8);
+  EXPECT_NE(&view.window_attention(8, 25), &whole);
+  EXPECT_EQ(backend.asked_queries, range(17, 25));
+  EXPECT_EQ(backend.asked.columns, 30);
+  EXPECT_EQ(&view.window_attention(8, 30), &whole);
+  view.window_attention(1000, 25);
+  EXPECT_EQ(backend.asked_queries, range(0, 25));
+  view.window_counts(4, 25);
+  EXPECT_EQ(backend.asked_queries, range(21, 25));
+  view.window_attention(std::vector<double>{1, 2, 3}, 25);
+  EXPECT_EQ(backend.asked_queries, range(22, 25));
+  view.window_attention_over_all(std::vector<double>{1, 2, 3}, 25);
+  EXPECT_EQ(backend.asked_queries, range(22, 25));
+  std::vector<std::vector<std::int32_t>> rows;
+  view.each_row_of_window(2, [&](const Matrix&) { rows.push_back(backend.asked_queries); }, 25);
+  EXPECT_EQ(rows, (std::vector<std::vector<std::int32_t>>{{23}, {24}}));
+}
+
 TEST_F(LayerViewOf, CumulativeAttentionAsksForThePrompt) {
   view.cumulative_attention();
   view.cumulative_attention();

@@ -91,8 +91,9 @@ const Refused refused[] = {
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},
-    {"random:score=cumulative,sinks=2,schedule=online",
-     "random: schedule=online protects recent tokens alone: expected no sinks, found sinks"},
+    {"tova:schedule=online,window_at=question",
+     "tova: a window that ends with the question is known when the prompt has been seen: expected schedule=once, found "
+     "schedule=online"},
     {"h2o:schedule=rolling",
      "h2o: schedule=rolling keeps the first and the last tokens by rule: expected streaming-llm or local, found "
      "another policy"},

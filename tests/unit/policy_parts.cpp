@@ -184,7 +184,7 @@ TEST(TopK, KeepsWhatStaysByRuleAndTheBestOfTheRest) {
 
 TEST(Protection, ClampsSinksThenRecentToTheBudget) {
   const auto within = [](const Protection& protect, int budget) {
-    const auto [sinks, recent] = protect.within(budget, 40, 31);
+    const auto [sinks, recent] = protect.within(budget, 40, MarkedQuestion{31, 36});
     return std::pair(sinks, recent);
   };
   const EndQuestion marked{4, true}, last{4, false};
@@ -199,6 +199,19 @@ TEST(Protection, ClampsSinksThenRecentToTheBudget) {
   EXPECT_EQ(within({.recent = Amount::fraction(0.5)}, 5), std::pair(0, 2));
   EXPECT_EQ(within({.recent = Amount::fraction(0.2), .least_recent = 1}, 3), std::pair(0, 1));
   EXPECT_EQ(within({.sinks = 1, .recent = Amount::fraction(1.0)}, 6), std::pair(1, 5));
+}
+
+TEST(Protection, KeepsTheTokensBehindTheQuestionToo) {
+  const Protection protect{.sinks = 2, .recent = Amount::tokens(8), .behind_question = true};
+  const auto within = [&](int budget, MarkedQuestion question) {
+    const auto [sinks, recent] = protect.within(budget, 40, question);
+    return std::pair(sinks, recent);
+  };
+  EXPECT_EQ(within(20, {31, 36}), std::pair(2, 12)) << "the window and four tokens of a template";
+  EXPECT_EQ(within(20, {31, 40}), std::pair(2, 8)) << "the question ends the prompt";
+  EXPECT_EQ(within(20, {}), std::pair(2, 8)) << "none is marked";
+  EXPECT_EQ(within(11, {31, 36}), std::pair(2, 9)) << "window and template exceed the budget";
+  EXPECT_EQ(within(1, {31, 36}), std::pair(1, 0));
 }
 
 TEST(TopKAnywhere, KeepsFewerWhereHeavyTokensAreRecent) {
@@ -321,7 +334,9 @@ TEST(Stride, IsExactInWholeNumbers) {
 /// The first and the last tokens of 12, of which the last `question` ones are one.
 Positions32 halves(int budget, int question, bool keep_question) {
   testing::FakeBackend backend;
-  const LayerView view(backend, LayerTensors{}, {.prompt = 12, .question = question == 0 ? -1 : 12 - question}, {});
+  const LayerView view(backend, LayerTensors{},
+                       {.prompt = 12, .question = question == 0 ? MarkedQuestion{} : MarkedQuestion{12 - question, 12}},
+                       {});
   Row row{.tokens = 12, .budget = budget, .view = &view};
   return head_and_tail(keep_question).select(row).positions;
 }

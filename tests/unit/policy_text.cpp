@@ -50,8 +50,8 @@ TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
 TEST(ConfiguredPolicy, LabelNamesWhatDiffersAndParamsNameAll) {
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv").label(), "snapkv");
   EXPECT_EQ(ConfiguredPolicy::parse("snapkv:kernel=5,window=8").label(), "snapkv:kernel=5");
-  EXPECT_EQ(ConfiguredPolicy::parse("h2o").params(), "recent=0.5,heads=kv,agg=mean,overlap=false");
-  EXPECT_EQ(ConfiguredPolicy::parse("h2o:recent=25%").params(), "recent=0.25,heads=kv,agg=mean,overlap=false");
+  EXPECT_EQ(ConfiguredPolicy::parse("h2o").params(), "recent=0.5,heads=kv,agg=mean,overlap=false,sinks=0");
+  EXPECT_EQ(ConfiguredPolicy::parse("h2o:recent=25%").params(), "recent=0.25,heads=kv,agg=mean,overlap=false,sinks=0");
   EXPECT_EQ(ConfiguredPolicy::parse("oracle:counts=(snapkv:window=8,kernel=5)").params(),
             "heads=kv,agg=mean,scope=head,counts=(snapkv:kernel=5),free=tokens");
   const std::string label = ConfiguredPolicy::parse("oracle:counts=(snapkv:kernel=5)").label();
@@ -383,6 +383,85 @@ TEST(Structure, RefusesWhatHasNoPages) {
   EXPECT_EQ(refusal("page=0", "h2o"), "--structure:page: out of range: expected 1.., found 0");
   EXPECT_EQ(refusal("pages=16", "h2o"), "--structure: unknown parameter: expected one of page, heads, found pages");
   EXPECT_EQ(refusal("16", "h2o"), "--structure: not a value: expected page=16,heads=layer, found 16");
+}
+
+Plan plan_of(const std::string& policy) { return ConfiguredPolicy::parse(policy).plans(2).front().plan; }
+
+TEST(CommonParameters, BelongToPoliciesByWhatTheirPlansAreMadeOf) {
+  const auto has = [](const char* policy, const char* parameter) {
+    return ConfiguredPolicy::parse(policy).parameters().find(parameter) != nullptr;
+  };
+  for (const char* policy : {"snapkv", "h2o", "h2o-online", "keydiff", "hybrid", "finch", "nacl"})
+    EXPECT_TRUE(has(policy, "sinks")) << policy;
+  EXPECT_EQ(plan_of("snapkv:sinks=3").protect.sinks, 3);
+  EXPECT_EQ(ConfiguredPolicy::parse("hybrid:sinks=3").plans(4).back().plan.protect.sinks, 3);
+  EXPECT_EQ(plan_of("critical-kv:wo=none").protect.sinks, 4) << "the base has sinks of its own";
+  EXPECT_EQ(plan_of("critical-kv:wo=none,sinks=1").protect.sinks, 1);
+  for (const char* policy : {"snapkv", "tova", "vatp:base=scissorhands", "caote", "hybrid", "knorm:score=window"})
+    EXPECT_TRUE(has(policy, "window_at")) << policy;
+  for (const char* policy : {"h2o", "vatp", "caote:base=cumulative", "nacl", "think", "snapkv:score=cumulative"})
+    EXPECT_FALSE(has(policy, "window_at")) << policy;
+}
+
+TEST(CommonParameters, StandInLabelsWhereTheyDifferFromTheDefault) {
+  const auto label = [](const char* policy) { return ConfiguredPolicy::parse(policy).label(); };
+  EXPECT_EQ(label("snapkv:sinks=0,window_at=end"), "snapkv");
+  EXPECT_EQ(label("vatp:window_at=question,base=scissorhands"), "vatp:base=scissorhands,window_at=question");
+  EXPECT_EQ(label("critical-kv:wo=none,sinks=4"), "critical-kv:wo=none");
+  EXPECT_EQ(label("snapkv:protect=(recent=10%,sinks=4)"), "snapkv:protect=(sinks=4,recent=0.1)");
+}
+
+TEST(CommonParameters, AreRefusedWhereTheyMeanNothing) {
+  const auto refusal = [](const char* policy) { return refusal_of([&] { ConfiguredPolicy::parse(policy); }); };
+  const std::string expected = ": expected a policy that selects by score within a budget, found 4";
+  for (const char* policy : {"full", "kivi", "think", "minicache", "quest"})
+    EXPECT_EQ(refusal((std::string(policy) + ":sinks=4").c_str()),
+              policy + std::string(":sinks: ") + policy + " keeps every token" + expected);
+  for (const char* policy : {"local", "strided", "truncate", "h2o:select=stride"})
+    EXPECT_NE(refusal((std::string(policy) +
+                       (std::string_view(policy).find(':') != std::string_view::npos ? "," : ":") + "sinks=4")
+                          .c_str())
+                  .find("keeps tokens without a score" + expected),
+              std::string::npos)
+        << policy;
+  EXPECT_EQ(refusal("oracle:sinks=4"), "oracle:sinks: oracle bounds what other policies keep" + expected);
+  EXPECT_EQ(refusal("simlayerkv:protect=(sinks=1)"),
+            "simlayerkv:protect: simlayerkv ignores the budget: expected a policy that selects by score within a "
+            "budget, found sinks=1");
+  EXPECT_EQ(refusal("h2o:window_at=question"),
+            "h2o:window_at: no observation window of its own: expected window_at for policies like snapkv, found "
+            "question");
+  EXPECT_EQ(refusal("layers:0=h2o,1=snapkv,sinks=4"),
+            "layers: its layers have plans of their own: expected sinks= in the policies of the ranges, found sinks");
+  EXPECT_EQ(refusal("snapkv:protect=(4)"), "snapkv:protect: not a value: expected sinks=4,recent=10%, found 4");
+  EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:protect=(sinks=9)").check_limits(8, 2); }),
+            "snapkv:protect: larger than the trace: expected at most 8 tokens, found 9");
+  EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:sinks=9").check_limits(8, 2); }),
+            "snapkv:sinks: larger than the trace: expected at most 8 tokens, found 9");
+}
+
+TEST(ProtectedTokens, TakeThePlaceOfAPolicysOwn) {
+  const auto replaced = [](const char* text) {
+    ConfiguredPolicy policy = ConfiguredPolicy::parse(text);
+    policy.replace_protected(ProtectedTokens::parse("--protect", "sinks=4,recent=10%"));
+    return policy.label();
+  };
+  const std::string protect = "protect=(sinks=4,recent=0.1)";
+  EXPECT_EQ(replaced("snapkv:window=16"), "snapkv:window=16," + protect);
+  EXPECT_EQ(replaced("hybrid"), "hybrid:" + protect);
+  EXPECT_EQ(replaced("critical-kv:wo=none"), "critical-kv:wo=none," + protect);
+  for (const char* policy : {"full", "local", "streaming-llm", "quest", "kivi", "simlayerkv", "oracle"})
+    EXPECT_EQ(replaced(policy), policy) << "without protected tokens to replace";
+  EXPECT_EQ(replaced("layers:0=full,1=(snapkv:window=2)"), "layers:0=full,1=(snapkv:window=2," + protect + ")");
+  EXPECT_EQ(replaced("oracle:counts=snapkv"), "oracle:counts=(snapkv:" + protect + ")");
+  EXPECT_EQ(refusal_of([&] { replaced("snapkv:protect=(sinks=1)"); }), "snapkv:protect: given twice: found --protect");
+
+  const Plan plan = plan_of("pyramid-infer:protect=(sinks=2,recent=0.5)");
+  EXPECT_EQ(plan.protect.within(20, 40, {}).recent, 10);
+  ASSERT_TRUE(plan.observing);
+  EXPECT_EQ(plan.observing->within(20, 40, {}).recent, 4) << "the window that scores is the policy's own";
+  const Plan whole = plan_of("snapkv:protect=(sinks=4),select=chunks,chunk=16,window_mode=whole");
+  EXPECT_EQ(whole.protect.sinks, 16) << "the whole page of the sinks";
 }
 
 TEST(Budget, RefusesInOneLine) {

@@ -41,7 +41,7 @@ class SpansOf : public TraceFiles {
 
 class QuestionBegin : public SpansOf {
  protected:
-  int begin(std::vector<Span> spans, int boundary) { return question_begin(with(std::move(spans)), boundary); }
+  int begin(std::vector<Span> spans, int boundary) { return marked_question(with(std::move(spans)), boundary).begin; }
 };
 
 using Boundary = SpansOf;
@@ -93,6 +93,40 @@ TEST_F(QuestionBegin, TheLastThatEndsBelowTheBoundaryCounts) {
 TEST_F(QuestionBegin, OtherKindsAndNoSpansHaveNone) {
   EXPECT_EQ(begin({{"c", "context", 4, 10}}, 10), -1);
   EXPECT_EQ(begin({}, 10), -1);
+}
+
+class WindowAtQuestion : public SpansOf {
+ protected:
+  std::vector<std::int32_t> read(const Trace& trace, const char* policy, int budget = 20) {
+    return queries_read(trace, conditions(trace), ConfiguredPolicy::parse(policy), budget);
+  }
+  std::string instead(const Trace& trace, const char* policy) {
+    return without_question(trace, conditions(trace), ConfiguredPolicy::parse(policy));
+  }
+  static Conditions conditions(const Trace& trace) {
+    return {.boundary = 36, .eval_queries = eval_queries(trace, "continuation"), .layers = {0}};
+  }
+};
+
+TEST_F(WindowAtQuestion, ReadsTheQueriesBeforeItsEnd) {
+  const Trace trace = with({{"asked", "question", 24, 30}});
+  using Queries = std::vector<std::int32_t>;
+  EXPECT_EQ(read(trace, "snapkv:window=3"), (Queries{33, 34, 35}));
+  EXPECT_EQ(read(trace, "snapkv:window=3,window_at=question"), (Queries{27, 28, 29}));
+  EXPECT_EQ(read(trace, "snapkv:window=99,window_at=question").size(), 30U);
+  EXPECT_EQ(read(trace, "pyramid-infer:recent=2,window_at=question"), (Queries{28, 29}));
+  EXPECT_EQ(read(trace, "snapkv:window=2,window_at=question,store=fewer-channels"), position_range(28, 36))
+      << "the store reads the last two";
+  EXPECT_EQ(read(trace, "hybrid:chunkkv.window=1,snapkv.window=2,window_at=question"), (Queries{28, 29}));
+}
+
+TEST_F(WindowAtQuestion, IsTheEndWhereNoQuestionIsMarked) {
+  const Trace none = with({});
+  EXPECT_EQ(read(none, "snapkv:window=2,window_at=question"), (std::vector<std::int32_t>{34, 35}));
+  EXPECT_EQ(instead(none, "snapkv:window_at=question"), "scores by its last tokens");
+  EXPECT_EQ(instead(none, "snapkv"), "");
+  EXPECT_EQ(instead(none, "nacl:protect=(sinks=1)"), "takes its last tokens for one");
+  EXPECT_EQ(instead(with({{"asked", "question", 24, 30}}), "snapkv:window_at=question"), "");
 }
 
 class WithoutRope : public TraceFiles {};

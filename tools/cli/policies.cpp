@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
@@ -10,7 +9,7 @@
 #include "arguments.h"
 #include "commands.h"
 #include "output.h"
-#include "policies/layer_ranges.h"
+#include "policies/configured.h"
 #include "policies/plan_part.h"
 #include "policies/plugin.h"
 #include "policies/policy.h"
@@ -32,7 +31,7 @@ std::string assignments(const Preset& preset) {
   return text;
 }
 
-Json as_json(Policy& policy) {
+Json as_json(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   Json document{{"name", card.name}, {"summary", card.summary}, {"paper", card.paper}, {"score", card.score}};
   document["family"] = word_of(card.family);
@@ -49,7 +48,7 @@ Json as_json(Policy& policy) {
   return document;
 }
 
-void print_text(Policy& policy) {
+void print_text(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   print_columns({{card.name, card.summary, card.paper}});
   if (*card.score != '\0') fmt::print("  {}\n", card.score);
@@ -64,7 +63,7 @@ void print_text(Policy& policy) {
   print_columns(rows, 2);
 }
 
-void print_markdown(Policy& policy) {
+void print_markdown(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   fmt::print("### `{}`\n\n{}.", card.name, card.summary);
   if (*card.paper != '\0') fmt::print(" {}.", card.paper);
@@ -106,17 +105,17 @@ int list_parts(const Arguments& arguments) {
 }
 
 /// By family, and by name within it.
-std::vector<std::unique_ptr<Policy>> by_family() {
-  std::vector<std::unique_ptr<Policy>> all;
-  for (const std::string& name : policies().names()) all.push_back(policies().get(name).make());
-  std::ranges::sort(all, {}, [](const auto& policy) {
-    return std::pair(policy->card().family, std::string_view(policy->card().name));
+std::vector<ConfiguredPolicy> by_family() {
+  std::vector<ConfiguredPolicy> all;
+  for (const std::string& name : policies().names()) all.push_back(ConfiguredPolicy::parse(name));
+  std::ranges::sort(all, {}, [](const ConfiguredPolicy& policy) {
+    return std::pair(policy.card().family, std::string_view(policy.card().name));
   });
   return all;
 }
 
 int list_names() {
-  for (const auto& policy : by_family()) fmt::print("{}\n", policy->card().name);
+  for (const ConfiguredPolicy& policy : by_family()) fmt::print("{}\n", policy.card().name);
   return 0;
 }
 
@@ -124,9 +123,9 @@ int list_policies(const Arguments& arguments) {
   Json document = Json::array();
   std::vector<std::vector<std::string>> rows;
   std::string family;
-  for (const auto& policy : by_family()) {
-    document.push_back(as_json(*policy));
-    const Card& card = policy->card();
+  for (const ConfiguredPolicy& policy : by_family()) {
+    document.push_back(as_json(policy));
+    const Card& card = policy.card();
     rows.push_back({family == word_of(card.family) ? "" : word_of(card.family), card.name, card.summary, card.paper});
     family = word_of(card.family);
   }
@@ -149,13 +148,13 @@ int run(const Arguments& arguments) {
   if (arguments.given("names")) return list_names();
   if (arguments.operands().empty()) return list_policies(arguments);
   const std::string name{arguments.operands().front()};
-  const auto policy = make_policy(name);
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse(name);
   if (arguments.given("json"))
-    print_json(as_json(*policy));
+    print_json(as_json(policy));
   else if (arguments.given("markdown"))
-    print_markdown(*policy);
+    print_markdown(policy);
   else
-    print_text(*policy);
+    print_text(policy);
   return 0;
 }
 

@@ -36,12 +36,15 @@ namespace {
 
 constexpr Option options[] = {
     {"policy", 'p', "POLICY,...", "",
-     "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store=; layers:0-14=(A),15-29=B; @FILE; may "
+     "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store= protect=; layers:0-14=(A),15-29=B; @FILE; may "
      "be repeated",
      true},
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
      "pages as inference engines hold them, around every policy that is asked for; page=16,heads=layer is the default "
      "of both"},
+    {"protect", 0, "sinks=N,recent=N|FRACTION", "",
+     "the same protected tokens for every policy that has some, fractions of the budget, in the place of its own: "
+     "attention sinks and recent window; what is not named is 0"},
     {"budget", 'b', "BUDGET,...", "",
      "tokens kept a layer and head: 0.1 or 10% of the prompt, 512, 0.1@seen of all tokens seen so far; or as many as "
      "take "
@@ -159,10 +162,17 @@ Prepared requested(const Arguments& arguments) {
   if (arguments.given("structure"))
     structure =
         at_place(arguments.values("structure").front(), [&] { return Structure::parse(arguments.text("structure")); });
+  std::optional<ProtectedTokens> protect;
+  if (arguments.given("protect"))
+    protect = at_place(arguments.values("protect").front(),
+                       [&] { return ProtectedTokens::parse("--protect", arguments.text("protect")); });
   std::vector<ConfiguredPolicy> policies;
   for (const GivenValue& policy : policy_texts(arguments))
     policies.push_back(at_place(policy, [&] {
-      return ConfiguredPolicy::parse(structure ? structure->around(policy.text) : policy.text, request.seed);
+      ConfiguredPolicy configured =
+          ConfiguredPolicy::parse(structure ? structure->around(policy.text) : policy.text, request.seed);
+      if (protect) configured.replace_protected(*protect);
+      return configured;
     }));
   for (const GivenValue& value : arguments.values("budget"))
     for (const std::string& literal : split(value.text, ','))

@@ -35,7 +35,7 @@ struct Caote {
   }
 
   Matrix score(const LayerView& view, const Scoring& how) const {
-    Matrix change = base == Base::window ? view.window_attention(window) : view.cumulative_attention();
+    Matrix change = base == Base::window ? view.window_attention(window, how.window_end) : view.cumulative_attention();
     for (int head = 0; head < change.rows(); ++head) {
       const std::span<double> share = change.row(head);
       const double sum = std::accumulate(share.begin(), share.end(), 0.0);
@@ -58,6 +58,7 @@ struct Caote {
         .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
                   .needs = last ? last_queries(window) : all_queries(),
                   .accumulates = !last,
+                  .places_window = last,
                   .name = name_with_values("caote", *this)},
         .protect = {.recent = last ? Amount::tokens(window) : Amount::fraction(0.5)},
     };

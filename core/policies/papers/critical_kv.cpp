@@ -63,13 +63,13 @@ struct CriticalKv {
 
   /// Tokens of the first stage have infinite scores.
   Scorer two_stages(const Plan& of_base) const {
-    const auto score = [projection = projection, first = first, scored = of_base.score, sinks = of_base.protect.sinks](
-                           const LayerView& view, const Scoring& how) {
+    const auto score = [projection = projection, first = first, scored = of_base.score](const LayerView& view,
+                                                                                        const Scoring& how) {
       constexpr double epsilon = 1e-4;
       const Matrix base_scores = scored.score(view, how);
       const Grouping group_mean{how.grouping.heads, Aggregate::mean};
       Matrix scores = group_mean(value_norms(view, projection), view.group());
-      const int before = std::min(sinks, how.budget), candidates = view.tokens() - before - how.recent;
+      const int before = how.sinks, candidates = view.tokens() - before - how.recent;
       const int best = static_cast<int>(first * how.budget) - before - how.recent;
       const double queries = scored.queries ? scored.queries(view, how) : 1.0;
       for (int row = 0; row < scores.rows(); ++row) {
@@ -83,11 +83,16 @@ struct CriticalKv {
       }
       return scores;
     };
-    Scorer both{
-        .score = score, .needs = of_base.score.needs, .reads_recent = true, .reads_budget = true, .of_prompt = true};
+    Scorer both{.score = score,
+                .needs = of_base.score.needs,
+                .reads_recent = true,
+                .reads_budget = true,
+                .reads_sinks = true,
+                .places_window = of_base.score.places_window,
+                .of_prompt = true};
     both.needs.projection = projection == Projection::trace;
     if (!of_base.score.name.empty())
-      both.name = fmt::format("critical-kv({},sinks={},wo={},first={})", of_base.score.name, of_base.protect.sinks,
+      both.name = fmt::format("critical-kv({},wo={},first={})", of_base.score.name,
                               projection == Projection::trace ? "trace" : "none", first);
     return both;
   }

@@ -32,24 +32,24 @@ struct DefensiveKv {
   }
 
   Matrix score(const LayerView& view, const Scoring& how) const {
-    const auto candidates = static_cast<std::size_t>(view.tokens() - how.recent);
+    const Candidates candidates = candidates_of(view.tokens(), how);
     Matrix most(view.query_heads(), view.tokens());
-    view.each_row_of_window(window, [&](const Matrix& row) {
-      Matrix smooth = pooled(row, pool, kernel, static_cast<int>(candidates));
+    const auto weigh = [&](const Matrix& row) {
+      Matrix smooth = pooled(row, pool, kernel, candidates);
       for (int head = 0; head < row.rows(); ++head) {
         // Pooling leaves a query's attention to the candidates what it was in all.
-        const double before = sum_of(row.row(head).first(candidates));
-        const double after = sum_of(smooth.row(head).first(candidates));
-        for (std::size_t j = 0; j < candidates && after > 0; ++j) {
-          double& worst = most.row(head)[j];
-          worst = std::max(worst, smooth.row(head)[j] / after * before);
-        }
+        const std::span<const double> smooth_row = candidates.of(smooth.row(head));
+        const double before = sum_of(candidates.of(row.row(head))), after = sum_of(smooth_row);
+        const std::span<double> worst = candidates.of(most.row(head));
+        for (std::size_t j = 0; j < worst.size() && after > 0; ++j)
+          worst[j] = std::max(worst[j], smooth_row[j] / after * before);
       }
-    });
+    };
+    view.each_row_of_window(window, weigh, how.window_end);
     Matrix risk = how.grouping(most, view.group());
-    for (int head = 0; head < risk.rows() && candidates > 0; ++head) {
-      const std::span<double> of_head = risk.row(head).first(candidates);
-      const double prior = sum_of(of_head) / static_cast<double>(candidates);
+    for (int head = 0; head < risk.rows() && candidates.count > 0; ++head) {
+      const std::span<double> of_head = candidates.of(risk.row(head));
+      const double prior = sum_of(of_head) / candidates.count;
       for (double& one : of_head) one = std::max(one, prior);
     }
     return risk;
@@ -61,6 +61,8 @@ struct DefensiveKv {
         .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
                   .needs = last_queries(window),
                   .reads_recent = true,
+                  .reads_sinks = true,
+                  .places_window = true,
                   .name = name_with_values("defensive-kv", *this)},
         .protect = {.recent = Amount::tokens(window)},
         .allocate = ranked_within_layer(),

@@ -34,12 +34,12 @@ struct Lava {
   }
 
   Matrix score(const LayerView& view, const Scoring& how) const {
-    Matrix attention = view.window_attention(window);
+    Matrix attention = view.window_attention(window, how.window_end);
     for (int head = 0; head < attention.rows(); ++head) {
       const double largest = std::ranges::max(view.value_norms(1).row(head / view.group()));
       for (double& one : attention.row(head)) one *= largest;
     }
-    return pooled(how.grouping(attention, view.group()), pool, kernel, view.tokens() - how.recent);
+    return pooled(how.grouping(attention, view.group()), pool, kernel, candidates_of(view.tokens(), how));
   }
 
   Plan plan() const {
@@ -48,6 +48,8 @@ struct Lava {
         .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
                   .needs = last_queries(window),
                   .reads_recent = pool != Pool::none,
+                  .reads_sinks = pool != Pool::none,
+                  .places_window = true,
                   .name = name_with_values("lava", *this)},
         .protect = {.recent = Amount::tokens(window)},
         .allocate = allocation.allocator(),

@@ -10,12 +10,16 @@ namespace {
 /// [1, n]: the mean attention of the last queries, over them and all query heads.
 Scorer mean_of_last_rows(int rows) {
   const auto score = [rows](const LayerView& view, const Scoring& how) {
-    Matrix scores = how.grouping(view.window_attention(rows), view.group());
-    const double votes = static_cast<double>(view.query_heads()) * std::min(rows, view.residents().seen);
+    Matrix scores = how.grouping(view.window_attention(rows, how.window_end), view.group());
+    const double votes =
+        static_cast<double>(view.query_heads()) * std::min({rows, view.residents().seen, how.window_end});
     for (double& mean : scores.values()) mean /= votes;
     return scores;
   };
-  return {.score = score, .needs = last_queries(rows), .name = "mean-of-last-rows(" + std::to_string(rows) + ")"};
+  return {.score = score,
+          .needs = last_queries(rows),
+          .places_window = true,
+          .name = "mean-of-last-rows(" + std::to_string(rows) + ")"};
 }
 
 /// What stays by rule, where that has more than `threshold` of the attention; else everything.

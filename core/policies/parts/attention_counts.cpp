@@ -40,16 +40,17 @@ Scorer AttentionCounts::scorer() const {
     Grouping grouping = how.grouping;
     // Votes are whole numbers: their sum orders tokens as their mean does.
     if (grouping.aggregate == Aggregate::mean) grouping.aggregate = Aggregate::sum;
-    Matrix sums = grouping(view.window_attention(history), view.group());
+    Matrix sums = grouping(view.window_attention(history, how.window_end), view.group());
     if (!binary) return sums;
-    Matrix counts = grouping(view.window_counts(history), view.group());
+    Matrix counts = grouping(view.window_counts(history, how.window_end), view.group());
     for (int row = 0; row < counts.rows(); ++row) break_ties(counts.row(row), sums.row(row));
     return counts;
   };
-  Scorer scorer{.score = score, .needs = last_queries(history), .name = name_with_values("counts", *this)};
+  Scorer scorer{
+      .score = score, .needs = last_queries(history), .places_window = true, .name = name_with_values("counts", *this)};
   if (!binary)
-    scorer.queries = [history = history](const LayerView& view, const Scoring&) {
-      return std::min(history, view.residents().seen);
+    scorer.queries = [history = history](const LayerView& view, const Scoring& how) {
+      return view.queries_before(history, how.window_end);
     };
   return scorer;
 }

@@ -50,9 +50,10 @@ Scorer observed_score() {
 
 Scorer newest_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
-    return how.grouping(view.window_attention(1), view.group());
+    return how.grouping(view.window_attention(1, how.window_end), view.group());
   };
-  return {.score = score, .needs = last_queries(1), .online = OnlineScore::newest, .name = "newest"};
+  return {
+      .score = score, .needs = last_queries(1), .online = OnlineScore::newest, .places_window = true, .name = "newest"};
 }
 
 Scorer eval_score() {

@@ -12,7 +12,9 @@ namespace {
 Scorer summed(Scorer of_rows, Grouping rows) {
   Scorer scorer = of_rows;
   scorer.score = [score = std::move(of_rows.score), rows](const LayerView& view, const Scoring& how) {
-    return sum_over_rows(score(view, {rows, how.recent, how.budget}));
+    Scoring by_rows = how;
+    by_rows.grouping = rows;
+    return sum_over_rows(score(view, by_rows));
   };
   if (!scorer.name.empty()) scorer.name = "sum over rows of " + scorer.name;
   return scorer;

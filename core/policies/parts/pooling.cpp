@@ -51,12 +51,15 @@ void pool_averages(std::span<double> row, std::size_t reach, int kernel) {
 
 }  // namespace
 
-Matrix pooled(Matrix scores, Pool pool, int kernel, int columns) {
+Candidates candidates_of(int tokens, const Scoring& how) { return {how.sinks, tokens - how.sinks - how.recent}; }
+
+Matrix pooled(Matrix scores, Pool pool, int kernel, Candidates candidates) {
   if (pool == Pool::none || kernel == 1) return scores;
-  if (columns < 1) return scores;
-  const auto reach = static_cast<std::size_t>(std::min(kernel / 2, columns - 1));  // further on there is no neighbour
+  if (candidates.count < 1) return scores;
+  const auto reach =
+      static_cast<std::size_t>(std::min(kernel / 2, candidates.count - 1));  // further on there is no neighbour
   for (int r = 0; r < scores.rows(); ++r) {
-    const std::span<double> row = scores.row(r).first(static_cast<std::size_t>(columns));
+    const std::span<double> row = candidates.of(scores.row(r));
     if (pool == Pool::max)
       pool_maxima(row, reach);
     else

@@ -58,7 +58,7 @@ void QuestionScore::parameters(Parameters& p) {
 
 Scorer QuestionScore::scorer() const {
   const auto score = [*this](const LayerView& view, const Scoring& how) {
-    const int asked = question.ending().tokens(view.prompt(), view.question());
+    const int asked = question.ending().tokens(view.prompt(), view.question().begin);
     const std::vector<std::int32_t> rows = position_range(view.prompt() - asked, view.prompt());
     const int before = view.tokens();
     Matrix sums(view.query_heads(), before);

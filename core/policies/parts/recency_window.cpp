@@ -45,19 +45,20 @@ void RecencyWindow::parameters(Parameters& p) {
 
 Scorer RecencyWindow::scorer() const {
   const auto score = [*this](const LayerView& view, const Scoring& how) {
-    const int window = std::max(1, how.recent);
+    const int window = std::max(1, how.observing), end = how.window_end;
     if (distance_weight == 1.0 && over == Over::resident)  // what policies share
-      return how.grouping(view.window_attention(window), view.group());
+      return how.grouping(view.window_attention(window, end), view.group());
     const std::vector<double> rho = weights(window, distance_weight);
-    if (over == Over::resident) return how.grouping(view.window_attention(rho), view.group());
-    return resident_columns(how.grouping(view.window_attention_over_all(rho), view.group()), view);
+    if (over == Over::resident) return how.grouping(view.window_attention(rho, end), view.group());
+    return resident_columns(how.grouping(view.window_attention_over_all(rho, end), view.group()), view);
   };
   return {.score = score,
           .needs = {.recent_queries = true},
-          .reads_recent = true,
+          .places_window = true,
           .queries =
               [last = distance_weight](const LayerView& view, const Scoring& how) {
-                const std::vector<double> rho = weights(std::clamp(how.recent, 1, view.residents().seen), last);
+                const int queries = view.queries_before(std::max(1, how.observing), how.window_end);
+                const std::vector<double> rho = weights(queries, last);
                 return std::accumulate(rho.begin(), rho.end(), 0.0);
               },
           .name = name_with_values("recency-window", *this)};

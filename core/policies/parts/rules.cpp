@@ -47,7 +47,7 @@ Selector by_rule_alone() { return {.select = first_and_last, .reads_scores = fal
 
 Selector head_and_tail(bool keep_question) {
   const auto select = [keep_question](const Row& row) {
-    const int begin = row.view->question();
+    const int begin = row.view->question().begin;
     const int question = keep_question && begin >= 0 ? std::min(row.tokens - begin, row.budget) : 0;
     const int halves = row.budget - question;
     Kept kept{position_range(0, halves - halves / 2), halves - halves / 2, halves / 2 + question};

@@ -40,16 +40,18 @@ void WindowScore::parameters(Parameters& p) {
 
 Scorer WindowScore::scorer() const {
   const auto score = [*this](const LayerView& view, const Scoring& how) {
-    const Matrix& attention = view.window_attention(window);
-    const int candidates = view.tokens() - how.recent;
+    const Matrix& attention = view.window_attention(window, how.window_end);
+    const Candidates candidates = candidates_of(view.tokens(), how);
     if (order == PoolOrder::pool_first) return how.grouping(pooled(attention, pool, kernel, candidates), view.group());
     return pooled(how.grouping(attention, view.group()), pool, kernel, candidates);
   };
   return {.score = score,
           .needs = last_queries(window),
           .reads_recent = pool != Pool::none,
+          .reads_sinks = pool != Pool::none,
+          .places_window = true,
           .queries = [window = window](const LayerView& view,
-                                       const Scoring&) { return std::min(window, view.residents().seen); },
+                                       const Scoring& how) { return view.queries_before(window, how.window_end); },
           .name = name_with_values("window", *this)};
 }
 

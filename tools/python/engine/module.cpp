@@ -71,10 +71,10 @@ nb::dict replay(const std::vector<std::string>& words, const nb::object& progres
 nb::list registered() {
   nb::list all;
   for (const std::string& name : policies().names()) {
-    const auto policy = policies().get(name).make();
-    const Card& card = policy->card();
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(name);
+    const Card& card = policy.card();
     nb::list parameters;
-    const Parameters declared = policy->parameters();
+    const Parameters declared = policy.parameters();
     for (const Parameter& parameter : declared.all())
       parameters.append(nb::make_tuple(parameter.name, parameter.default_text, parameter.range, parameter.help));
     all.append(nb::make_tuple(name, card.summary, card.paper, card.score, parameters));

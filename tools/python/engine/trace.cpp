@@ -66,7 +66,7 @@ class Traced {
     open->backend = make_backend(chosen.backend, 0, {.number = chosen.number});
     if (eval != "continuation" || header().continuation() > 0) open->eval_queries = eval_queries(*trace_, eval);
     const int boundary = kvreplay::boundary(*trace_, boundary_text);
-    const LayerPlace place{checked(layer), header().layers, layer, boundary, question_begin(*trace_, boundary)};
+    const LayerPlace place{checked(layer), header().layers, layer, boundary, marked_question(*trace_, boundary)};
     open->view = std::make_unique<LayerView>(*open->backend, trace_->layer(layer), place, open->eval_queries);
     const LayerView& view = *open->view;
     return View(view, std::move(open));

@@ -135,8 +135,11 @@ void bind_view(nb::module_& module) {
       .def_prop_ro("layers", property(&LayerView::layers), "treated layers")
       .def_prop_ro("stored_layer", property(&LayerView::stored_layer), "number among the layers of the trace")
       .def_prop_ro("prompt", property(&LayerView::prompt), "P: tokens under compression")
-      .def_prop_ro("question", property(&LayerView::question),
-                   "begin of the question that ends them; -1: none is marked")
+      .def_prop_ro(
+          "question", [](const View& view) { return view->question().begin; },
+          "begin of the question that ends them; -1: none is marked")
+      .def_prop_ro(
+          "question_end", [](const View& view) { return view->question().end; }, "position behind it, or -1")
       .def_prop_ro("tokens", property(&LayerView::tokens), "n: resident tokens")
       .def_prop_ro(
           "seen", [](const View& view) { return view->residents().seen; }, "tokens that have come")
@@ -162,8 +165,9 @@ void bind_view(nb::module_& module) {
           "values", [](const View& view) { return resident(view, view->tensors().v); },
           "float32 [Hkv, n, d]: values of the resident tokens")
       .def("queries", last_queries, "last"_a, "float32 [Hq, last, d]: the last queries that have come, after RoPE")
-      .def("window_attention", observable(&LayerView::window_attention), "window"_a,
-           "float64 [Hq, n]: attention that the last `window` queries pay to each token, summed over them")
+      .def("window_attention", observable(&LayerView::window_attention), "window"_a, "end"_a = LayerView::newest,
+           "float64 [Hq, n]: attention that the last `window` queries pay to each token, summed over them; with `end`\n"
+           "the last of the queries before this position")
       .def("cumulative_attention", observable(&LayerView::cumulative_attention),
            "float64 [Hq, n]: attention of all queries so far, summed (H2O: arXiv:2306.14048, eq. 2)")
       .def("eval_attention", observable(&LayerView::eval_attention),
