@@ -20,9 +20,9 @@ def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> li
 
 
 def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Of the labels `known`, those that `asked` names, in the order of `asked`: as labels, or as replay writes policies.
+    """The labels that `asked` names, in its order: as labels of `known`, or as replay writes policies.
 
-    A name takes all labels of that policy in the order of `known`, name:key=value,… those with these values.
+    A name takes all labels of that policy, in the order of `known`; name:key=value,… takes those with these values.
     """
     policies = cells[["label", "policy", "params"]].drop_duplicates()
     chosen: list[str] = []

@@ -101,11 +101,11 @@ def draw_lines(
     marked = [label for label in labels if heads[label] == "query" and group > 1]
     names = {label: label + (f" {PER_QUERY_HEAD}" if label in marked else "") for label in labels}
     note = f"{PER_QUERY_HEAD} one set for each query head: its cache holds {group} times as much" if marked else ""
-    several = found["traces"].max() > 1
+    interval = INTERVAL if found["traces"].max() > 1 else ""
     below = f"Always 0 and not on the logarithmic axis: {', '.join(zero)}" if zero else ""
     sheet = Sheet(
         1, panel, left=0.62, right=label_room(list(names.values())), above=0.12, below=0.45,
-        title=choice.title or title, subtitle=subtitle, caption=choice.caption(note, below, INTERVAL if several else ""),
+        title=choice.title or title, subtitle=subtitle, caption=choice.caption(note, below, interval),
     )  # fmt: skip
     axis, ends = sheet.axes[0], []
     for label in labels:

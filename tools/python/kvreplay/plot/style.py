@@ -329,14 +329,15 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None
     if not ends:
         return
     to_panel = axis.transData + axis.transAxes.inverted()
-    inches = np.array([to_panel.transform((end.x, end.y))[1] * panel_height for end in ends])
+    heights = np.clip([to_panel.transform((end.x, end.y))[1] for end in ends], 0, 1)
+    inches = heights * panel_height
     line = SMALL * LINE * POINT
     room = max(panel_height, len(ends) * line)
     places = spread(inches, line, (panel_height - room) / 2, (panel_height + room) / 2)
     right = axis.get_xlim()[1]
     width = axis.get_position().width * axis.figure.get_figwidth()
-    for end, place in zip(ends, places, strict=True):
-        start = to_panel.transform((min(end.x, right), end.y))
+    for end, height, place in zip(ends, heights, places, strict=True):
+        start = (to_panel.transform((min(end.x, right), end.y))[0], height)
         bend = (1 + 0.2 / width, place / panel_height)
         for a, b, look in ((start, (1.0, start[1]), ":"), ((1.0, start[1]), bend, "-")):
             axis.plot(*zip(a, b, strict=True), transform=axis.transAxes, color=end.colour, linestyle=look,
