@@ -90,8 +90,8 @@ page.table("beside", found, pd.DataFrame([
 #
 # A policy counts as better where the 95 % bootstrap interval of the difference, paired by trace, leaves out 0. Two
 # other ways to put the horizons together were tried before this one and are no better than SnapKV without pooling: the
-# better of a token's two ranks, and the sum of the two means. A choice among three is fitted to this corpus a little, and a longer
-# window helps SnapKV at least as much (`kvreplay tune` finds it).
+# better of a token's two ranks, and the sum of the two means. A choice among three is fitted to this corpus a little,
+# and a longer window helps SnapKV at least as much (`kvreplay tune` finds it).
 
 
 # %%
