@@ -498,7 +498,8 @@ page.find(
               f"times at N = {layers} ({sinks or 'no'} sinks)" for sinks, one in zip(SINKS, others, strict=True))
     if others else "no such traces",
     [part for one in others for part in (bool(one[2] < 1.1), bool(one[layers] < 1.15))],
-    "layer 0 looks elsewhere than the layers above it, as the heatmaps show",
+    "layer 0 looks elsewhere than the layers above it, as the heatmaps show; what of that is the lost first token, the "
+    "numbers with sinks leave out",
 )  # fmt: skip
 grown = points[points["panel"] == "attention output"].pivot(index=["trace", "series"], columns="reuse", values="value")
 grown = mean_over_traces(grown.div(grown[1], axis=0).stack().rename("value").reset_index(), ["series", "reuse"])

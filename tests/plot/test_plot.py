@@ -627,9 +627,13 @@ def test_a_policy_keeps_its_colour_whatever_else_is_drawn(wide):
     assert {label: few[label]["color"] for label in few} == {label: whole[label]["color"] for label in few}
 
 
-def test_the_policies_that_papers_compare_most_have_ten_colours_of_their_own():
-    names = "snapkv h2o chunkkv streaming-llm pyramid-kv dynamickv sca finch tova knorm".split()
-    assert sorted(map(style.preferred_place, names)) == list(range(len(style.COLOURS)))
+def test_owners_of_a_colour_have_it_whatever_is_drawn_before_them():
+    others = [f"other-{i}" for i in range(20)]
+    looks = style.looks_of([*others, "tova:heads=kv", *style.OWNERS])
+    for owner, colour in zip(style.OWNERS, style.COLOURS, strict=True):
+        label = "tova:heads=kv" if owner == "tova" else owner
+        assert (looks[label]["color"], looks[label]["linestyle"]) == (colour, "-")
+    assert {style.policy_name(name) for name in ("StreamingLLM", "streaming-llm")} < set(style.OWNERS)
 
 
 def test_all_policies_of_a_figure_differ_and_the_first_has_the_first_claim():
@@ -642,6 +646,8 @@ def test_all_policies_of_a_figure_differ_and_the_first_has_the_first_claim():
     controls = style.looks_of(["a", "full", "random", "oracle"], ["full", "random", "oracle"])
     greys = [controls[name] for name in ("full", "random", "oracle")]
     assert {look["color"] for look in greys} == {style.GREY} and len({str(look["linestyle"]) for look in greys}) == 3
+    references = style.looks_of([], ["PyramidKV", "even"])
+    assert references["PyramidKV"] != references["even"]
 
 
 # Of full dichromacy, on linear RGB (Machado, Oliveira and Fernandes 2009, table 1).

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,8 @@ CONTROLS = {
     "oracle": {"linestyle": (0, (5, 2)), "marker": "*"},
     "random": {"linestyle": (0, (1, 1.5)), "marker": "d"},
 }
-HASH_SEED = 4929516  # with it the ten policies that papers compare most prefer ten different colours
+# The policies that figures draw most, in the order of COLOURS.
+OWNERS = ("snapkv", "h2o", "chunkkv", "finch", "sca", "knorm", "tova", "pyramidkv", "streamingllm", "dynamickv")
 LOGARITHMIC = 10  # the largest value of an error over the smallest from which its axis is logarithmic
 SAVED_AS = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}, "png": {}}
 
@@ -81,29 +82,28 @@ class Drawing:
     data: pd.DataFrame
 
 
-def preferred_place(label: str) -> int:
-    """The colour that a policy has in every figure where no other policy has it: a hash of its name.
-
-    Parameters, case and hyphens do not count, so `snapkv:window=32`, `SnapKV` and `SnapKV without pooling` agree.
-    """
-    name = re.split("[:, ]", label)[0].lower().replace("-", "")
-    return zlib.crc32(f"{HASH_SEED} {name}".encode()) % len(COLOURS)
+def policy_name(label: str) -> str:
+    """A policy's name without parameters, case and hyphens: `snapkv:window=32` and `SnapKV, window 32` are `snapkv`."""
+    return re.split("[:, ]", label)[0].lower().replace("-", "")
 
 
 def places_of(labels: Sequence[str]) -> dict[str, int]:
     """A different place for each label that one figure draws; a place is a colour, a marker and a dash.
 
-    The first label that prefers a colour gets it; the others get the free places, both in the order of `labels`.
+    An owner of a colour gets it. Any other policy prefers one by a hash of its name. The first label that prefers a
+    place gets it, owners first; the others get the free places. Both go in the order of `labels`.
     """
     first: dict[int, str] = {}
-    for label in labels:
-        first.setdefault(preferred_place(label), label)
+    for label in sorted(labels, key=lambda label: policy_name(label) not in OWNERS):
+        name = policy_name(label)
+        preferred = OWNERS.index(name) if name in OWNERS else zlib.crc32(name.encode()) % len(COLOURS)
+        first.setdefault(preferred, label)
     places = {label: place for place, label in first.items()}
     free = (place for place in range(len(COLOURS) + len(labels)) if place not in first)
     return places | {label: next(free) for label in labels if label not in places}
 
 
-def looks_of(labels: Sequence[str], controls: Collection[str] = ()) -> dict[str, dict[str, object]]:
+def looks_of(labels: Sequence[str], controls: Sequence[str] = ()) -> dict[str, dict[str, object]]:
     """Colour, dash and marker of each label that one figure draws; those of `controls` are grey."""
     looks: dict[str, dict[str, object]] = {
         label: {
@@ -114,8 +114,8 @@ def looks_of(labels: Sequence[str], controls: Collection[str] = ()) -> dict[str,
         }
         for label, place in places_of([label for label in labels if label not in controls]).items()
     }
-    for label in controls:
-        look = CONTROLS.get(label.partition(":")[0], CONTROLS["random"])
+    for place, label in enumerate(controls):
+        look = CONTROLS.get(label.partition(":")[0], list(CONTROLS.values())[place % len(CONTROLS)])
         looks[label] = {"color": GREY, "linewidth": 1.1, "zorder": 1.5} | look
     return looks
 
