@@ -82,9 +82,10 @@ function drawLines(box, series, axis) {
     const { label, points } = one;
     const look = policyOf.get(label);
     const colours = { "--series": look.colour, "--on-dark": look.on_dark };
+    // Two points are no curve: as in the figures, no line joins them.
+    const corners = points.length > 2 ? points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") : "";
     const group = make("g", { class: "series", ...colours, "data-label": label },
-      make("polyline", { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" "),
-        "stroke-dasharray": dashes(one) }));
+      corners && make("polyline", { points: corners, "stroke-dasharray": dashes(one) }));
     for (const [a, b, words] of points) {
       const size = points.length > 8 ? 2 : 4;
       const placed = `translate(${x(a)} ${y(b)}) scale(${size})`;
