@@ -24,7 +24,7 @@ from matplotlib.text import Text
 
 from kvreplay.asked import split_policies
 from kvreplay.compare.command import main as compare
-from kvreplay.plot import heatmap, lines, needle, similarity, style
+from kvreplay.plot import heatmap, lines, needle, redundancy, similarity, style
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.results import Run, Selection, Span
@@ -234,6 +234,14 @@ def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
     assert first["upper_quartile"] == pytest.approx(np.quantile(stored[:, :8], 0.75), abs=1e-15)
 
 
+def test_redundancy_of_two_layers_is_drawn_as_points(tmp_path):
+    run = make_run(tmp_path / "run", [H2O], 2, ["0.1"])
+    with style.settings():
+        by_layer, by_position = redundancy.draw(Choice(Run(run))).figure.axes
+    assert {line.get_linestyle() for line in by_layer.lines} == {"None"} and len(by_layer.lines) == 2
+    assert {line.get_linestyle() for line in by_position.lines[:2]} == {"-"}
+
+
 def test_budgets_counts_kept_tokens(tmp_path):
     run = make_run(tmp_path / "run", NINE, 5, ["0.1"])
     data = drawn("budgets", run, tmp_path, "-p", "pyramid-kv")
@@ -300,6 +308,7 @@ def test_traces_of_one_prompt_are_no_independent_evidence():
     found = lines.mean_over_traces(missing.reset_index(drop=True), ["label"]).set_index("label")
     assert list(found["traces"]) == [3, 0, 2] and np.isnan(found.loc["y", "mean"]) and np.isnan(found.loc["y", "low"])
     assert tuple(found.loc["z", ["low", "high"]]) == (1, 2)
+    assert lines.mean_over_traces(rows[:0], ["label"]).empty
 
 
 @pytest.mark.parametrize("kind", ["curve", "layers", "needle"])

@@ -41,7 +41,7 @@ def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | Non
     prompt = groups.cumcount() if prompts is None else rows["trace_hash"].map(prompts)
     defined = rows["value"].notna().to_numpy()
     place = prompt.to_numpy()[defined], groups.ngroup().to_numpy()[defined]
-    sums, counts = np.zeros((2, int(prompt.max()) + 1, len(found)))
+    sums, counts = np.zeros((2, 1 + max(prompt, default=-1), len(found)))
     np.add.at(sums, place, rows["value"].to_numpy(float)[defined])
     np.add.at(counts, place, 1)
     low, high = bootstrap_intervals(sums, counts, seed=0)
