@@ -706,6 +706,7 @@ def test_the_order_of_policies_on_the_command_line_is_that_of_panels_and_colours
 @pytest.mark.parametrize("kind", ["curve", "layers"])
 def test_errors_of_different_orders_have_a_logarithmic_axis(kind, run, tmp_path):
     """attention_l1: 0 of full, some 0.1 of the oracle and 1.7 of random; recall is no error."""
+
     def scale(metric: str, *policies: str) -> tuple[str, set[str]]:
         choice = Choice(Run(run), metric_asked=metric, policies=policies, variant="mean")
         with style.settings():
