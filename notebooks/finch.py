@@ -77,15 +77,15 @@ RATIOS = {"0.9": 1.1, "0.65": 1.5, "0.425": 2.35, "0.27": 3.7, "0.18": 5.6, "0.1
 BUDGETS = list(RATIOS)
 GUIDED = {"finch:positions=cache": "FINCH", "finch:positions=original": "FINCH, not moved", "truncate": "truncation",
           "snapkv:heads=layer,window=8,pool=max": "SnapKV",
-          "snapkv:heads=layer,window=32,pool=max": "SnapKV, window 32",
-          "snapkv:heads=layer,window=8,pool=none": "SnapKV, not pooled", "random": "random"}  # fmt: skip
+          "snapkv:heads=layer,window=32,pool=max": "SnapKV, last 32",
+          "snapkv:heads=layer,window=8,pool=none": "SnapKV, unpooled", "random": "random"}  # fmt: skip
 ratios = page.replay("compression", every, [policy for policy in GUIDED if policy != "random"], BUDGETS,
                      "--metrics", "attention_recall,output_error,span_recall", "--detail", "summary")  # fmt: skip
 compared = three(ratios, called(ratios, GUIDED))
 compared["ratio"] = 1 / compared["budget"].astype(float)
 page.keep(curves(
     compared, "ratio", PANELS, "Compression, guided by the question or not",
-    "all kinds of prompts; answer: needle, question", Choice(ratios).caption(),
+    "SnapKV by the last 8 queries or 32; answer: needle, question", Choice(ratios).caption(),
     "compression, prompt over kept tokens", "log", grey=["random"],
 ), "compression")  # fmt: skip
 
