@@ -27,7 +27,18 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.plot import style
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import INTERVAL, draw_mean, mean_over_traces
-from kvreplay.plot.style import Drawing, Sheet, label_ends, label_room, layer_axis, line_style, quiet_frame
+from kvreplay.plot.style import (
+    Drawing,
+    Sheet,
+    errors_need_logarithms,
+    label_ends,
+    label_room,
+    layer_axis,
+    logarithmic_axis,
+    looks_of,
+    quiet_frame,
+    width_of,
+)
 from kvreplay.results import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,9 +109,9 @@ def of_paper(table: pd.DataFrame, panel: str, x: str) -> pd.DataFrame:
 
 
 def interval(mean: float, low: float, high: float, digits: int = 3) -> str:
-    """A mean over traces as a table shows it, `mean ± half of the interval`; the mean alone for a single trace."""
-    half = "" if pd.isna(high) else f" ± {(high - low) / 2:.{digits}f}"
-    return f"{mean:.{digits}f}{half}"
+    """A mean over traces as a table shows it, `mean [low, high]`; the mean alone for a single trace."""
+    ends = "" if pd.isna(high) else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{mean:.{digits}f}{ends}"
 
 
 def cell(row: pd.Series, digits: int = 3) -> str:
@@ -109,7 +120,8 @@ def cell(row: pd.Series, digits: int = 3) -> str:
 
 
 def less(rows: pd.DataFrame, one: str, other: str) -> bool:
-    """Whether label `one` lies below `other`: the 95 % t interval of their difference, paired by trace, is below 0.
+    """Whether label `one` lies below `other`: the 95 % bootstrap interval of their difference, paired by trace, is
+    below 0.
 
     `rows` has the columns trace, label and value, one row a trace and label.
     """
@@ -230,15 +242,16 @@ def curves(
     scale: str = "linear",
     columns: int = 2,
     grey: Sequence[str] = (),
+    errors: Sequence[str] = ("output error",),
 ) -> Drawing:
     """Lines of means over traces, a panel for each of `panels` (name: what its y axis says, with unit).
 
-    `points` has the columns panel, series, trace, value and the column `x`; bands are 95 % t intervals. A series has
-    one colour in all panels, by its place among all of them in the order of `points`; those in `grey` are references.
-    Panels whose y axes say the same share one scale.
+    `points` has the columns panel, series, trace, value and the column `x`; bands are 95 % bootstrap intervals. A
+    series has one colour in all panels, that of its policy where it is one; those in `grey` are references. Panels
+    whose y axes say the same share one scale, which is logarithmic for `errors` that differ by orders of magnitude.
     """
     series = list(dict.fromkeys(points["series"]))
-    coloured = [one for one in series if one not in grey]
+    looks = looks_of(series, grey)
     found = mean_over_traces(points, ["panel", "series", x])
     several = found["traces"].max() > 1
     panel, columns = (1.95, 1.6), min(columns, len(panels))
@@ -255,8 +268,7 @@ def curves(
         ends = []
         for one in [one for one in series if one in set(mine["series"])]:
             line = mine[mine["series"] == one]
-            look = line_style(one, "control" if one in grey else "asked", coloured)
-            ends.append(draw_mean(axis, line, x, look, one))
+            ends.append(draw_mean(axis, line, x, looks[one], one))
         if x == "layer":
             layer_axis(axis, ticks)
         else:
@@ -276,8 +288,91 @@ def curves(
         named.append(ends)
     for axis, ends, label in zip(sheet.axes, named, panels.values(), strict=True):
         alike = [limit for limit, other in zip(limits, panels.values(), strict=True) if other == label]
+        names = [name for name, other in panels.items() if other == label]
+        drawn = found["mean"][found["panel"].isin(names)].to_numpy()
+        if label in errors and errors_need_logarithms(drawn):
+            alike = [(drawn[drawn > 0].min() / 1.2, max(high for _, high in alike))]
+            logarithmic_axis(axis)
         axis.set_ylim(min(low for low, _ in alike), max(high for _, high in alike))
         label_ends(axis, ends, panel[1])
+    return Drawing(sheet.figure, found)
+
+
+SETTINGS = {(8, "max"): "window 8, pooled", (8, "none"): "window 8, not pooled",
+            (32, "max"): "window 32, pooled", (32, "none"): "window 32, not pooled"}  # fmt: skip
+
+
+def window_settings(
+    page: Page, paths: Sequence[Path], policies: dict[str, str], budget: str, metrics: dict[str, str] | None = None
+) -> None:
+    """Figure and table `windows`, and a finding: what the observation window and pooling change at one budget.
+
+    `policies`: by the name shown, the policy with `{window}` and, where it pools, `{pool}` in place of these values.
+    `metrics`: what the table and the panels call a metric; their order by output error is the finding's.
+    """
+    metrics = metrics or {"attention_recall": "attention recall", "output_error": "output error"}
+    asked = {
+        (name, setting): policy.format(window=window, pool=pool)
+        for name, policy in policies.items() for (window, pool), setting in SETTINGS.items()
+        if "{pool}" in policy or pool == "max"
+    }  # fmt: skip
+    measured = [metric for metric in metrics if not metric.startswith("jaccard_adjacent")]  # which is always there
+    run = page.replay("windows", paths, list(dict.fromkeys(asked.values())), [budget], "--metrics",
+                      ",".join(measured), "--detail", "summary")  # fmt: skip
+    called = {Choice(run, policies=[policy]).labels(True)[0]: one for one, policy in asked.items()}
+    rows = pd.concat([values(run, metric).assign(quantity=words) for metric, words in metrics.items()])
+    rows = rows[rows["label"].isin(called)]
+    rows = rows.assign(policy=[called[label][0] for label in rows["label"]],
+                       setting=[called[label][1] for label in rows["label"]])  # fmt: skip
+    found = mean_over_traces(rows, ["quantity", "policy", "setting"])
+    cells = found.set_index(["quantity", "policy", "setting"])
+    page.keep(dots(found, list(metrics.values()), list(policies), budget, Choice(run).caption()), "windows")
+    page.table("windows-settings", found, pd.DataFrame([
+        {"policy": name, "metric": words}
+        | {setting: cell(cells.loc[(words, name, setting)]) if (words, name, setting) in cells.index else ""
+           for setting in SETTINGS.values()}
+        for name in policies for words in metrics.values()
+    ]))  # fmt: skip
+    pooling = [name for name, policy in policies.items() if "{pool}" in policy]
+    error = cells["mean"][metrics["output_error"]].unstack("setting").loc[pooling]
+    orders = {setting: " < ".join(error[setting].sort_values().index) for setting in SETTINGS.values()}
+    default, *others = orders.values()
+    page.find(
+        "(settings)", "the order of the policies does not depend on window and pooling",
+        "output error: " + "; ".join(
+            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in pooling)
+            for setting in orders
+        ),
+        [order == default for order in others],
+        "; ".join(f"{order} ({setting})" for setting, order in orders.items()),
+    )  # fmt: skip
+
+
+def dots(found: pd.DataFrame, quantities: Sequence[str], policies: Sequence[str], budget: str, caption: str) -> Drawing:
+    """A panel a quantity, a row a policy, a mark with its interval for each of SETTINGS: filled where pooled."""
+    left = max(width_of(name) for name in policies) + 0.2
+    room = max(width_of(setting) for setting in SETTINGS.values()) + 0.4
+    sheet = Sheet(
+        len(quantities), (1.5, 0.45 * len(policies)), len(quantities), left=left, right=room, above=0.1, gap=(0.2, 0),
+        below=0.42, title="Observation window and pooling", subtitle=f"budget {budget}; mean over prompts",
+        caption=f"{caption} {INTERVAL}.",
+    )  # fmt: skip
+    for axis, quantity in zip(sheet.axes, quantities, strict=True):
+        for place, ((window, pool), setting) in enumerate(SETTINGS.items()):
+            mine = found[(found["quantity"] == quantity) & (found["setting"] == setting)]
+            at = [policies.index(name) + 0.18 * (place - 1.5) for name in mine["policy"]]
+            colour = style.COLOURS[0 if window == 8 else 1]
+            axis.hlines(at, mine["low"], mine["high"], color=colour, linewidth=1)
+            axis.plot(mine["mean"], at, "o" if window == 8 else "s", color=colour, label=setting,
+                      markerfacecolor=colour if pool == "max" else "white")  # fmt: skip
+        axis.set_ylim(len(policies) - 0.5, -0.5)
+        axis.set_yticks(range(len(policies)), policies)
+        axis.tick_params(axis="y", length=0, labelleft=axis is sheet.axes[0])
+        axis.xaxis.get_major_locator().set_params(nbins=4)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", color="#e3e3e3", linewidth=0.6)
+        axis.set_xlabel(quantity)
+    sheet.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, handletextpad=0.1)
     return Drawing(sheet.figure, found)
 
 

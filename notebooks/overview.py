@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pandas as pd
-from frame import KINDS, Page, cell, corpus, curves, less, values
+from frame import KINDS, Page, cell, corpus, curves, less, values, window_settings
 
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import mean_over_traces
@@ -96,6 +96,20 @@ page.keep(curves(
     "controls in grey; no budget binds kivi, which holds every token in 2 bits", Choice(one).caption(),
     "share of the prompt kept", "log", grey=["oracle", "random"],
 ), "budgets")  # fmt: skip
+
+# %% [markdown]
+# ## Window and pooling
+#
+# The policies that score by an observation window have a window of 8 queries by default, as the papers' common code has
+# it. Below, also with 32, and with and without pooling; ChunkKV does not pool.
+
+# %%
+window_settings(page, every, {
+    "snapkv": "snapkv:window={window},pool={pool}", "pyramid-kv": "pyramid-kv:window={window},pool={pool}",
+    "dynamickv": "dynamickv:window={window},pool={pool}",
+    "hybrid": "hybrid:chunkkv.window={window},snapkv.window={window},snapkv.pool={pool}",
+    "chunkkv": "chunkkv:window={window}",
+}, ONE)  # fmt: skip
 
 # %% [markdown]
 # ## By kind of prompt

@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import t as student
-from scipy.stats import ttest_rel
+from matplotlib.figure import Figure
+from scipy.stats import bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "notebooks"))
@@ -121,6 +121,13 @@ def test_markers_of_the_docs_name_notebooks():
 # Numbers, computed another way
 
 
+def assert_bootstrap(row: pd.Series, values: np.ndarray) -> None:
+    """`low` and `high` are the percentile interval of the mean of `values`, to within what two drawings differ."""
+    ends = bootstrap((np.asarray(values),), np.mean, method="percentile", n_resamples=50_000, random_state=1)
+    low, high = ends.confidence_interval
+    np.testing.assert_allclose(row[["low", "high"]].astype(float), [low, high], atol=0.04 * (high - low))
+
+
 @pytest.fixture(scope="session")
 def chunkkv(figures: Figures) -> Path:
     return figures("chunkkv")
@@ -153,9 +160,8 @@ def test_adjacent_similarity_and_its_interval(chunkkv: Path, label: str, policy:
     means = [np.mean([len(a & b) / len(a | b) for a, b in zip(one, one[1:], strict=False)]) for one in sets.values()]
     row = pd.read_csv(chunkkv / "adjacent-layers.csv").set_index("policy").loc[label]
     assert row["traces"] == len(means) == len(pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv"))
-    half = student.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / np.sqrt(len(means))
-    np.testing.assert_allclose(row[["mean", "low", "high"]].astype(float),
-                               [np.mean(means), np.mean(means) - half, np.mean(means) + half], rtol=1e-9)  # fmt: skip
+    assert row["mean"] == pytest.approx(np.mean(means), rel=1e-9)
+    assert_bootstrap(row, means)
 
 
 def test_lengths_of_kept_runs(chunkkv: Path):
@@ -276,9 +282,8 @@ def test_the_way_from_random_to_oracle(figures: Figures):
     shown = shown[shown["quantity"] == "of the way"].set_index("label")
     for policy in ("h2o", "local", "snapkv"):
         way = (recall[policy] - recall["random"]) / (recall["oracle"] - recall["random"])
-        half = student.ppf(0.975, len(way) - 1) * way.std(ddof=1) / np.sqrt(len(way))
-        np.testing.assert_allclose(shown.loc[policy, ["mean", "low", "high"]].astype(float),
-                                   [way.mean(), way.mean() - half, way.mean() + half], rtol=1e-9)  # fmt: skip
+        assert shown.loc[policy, "mean"] == pytest.approx(way.mean(), rel=1e-9)
+        assert_bootstrap(shown.loc[policy], way)
     assert shown.loc["oracle", "mean"] == 1 and shown.loc["random", "mean"] == 0
 
 
@@ -344,7 +349,8 @@ def test_verdicts_and_tables():
     assert frame.verdict([True, False], "why") == "holds in part: why"
     assert frame.verdict([False, False], "why") == "does not hold: why"
     assert frame.verdict([], "why") == "not comparable: why"
-    assert frame.interval(0.25, 0.125, 0.375) == "0.250 ± 0.125" and frame.interval(0.25, np.nan, np.nan) == "0.250"
+    assert frame.interval(0.25, 0.125, 0.5) == "0.250 [0.125, 0.500]"
+    assert frame.interval(0.25, np.nan, np.nan) == "0.250"
     table = pd.DataFrame({"a": ["x|y"], "b": [1]})
     assert frame.markdown(table) == "| a | b |\n| --- | --- |\n| x\\|y | 1 |\n"
     assert frame.readable([1, 2, 3, 100], "linear") == [3, 100] and frame.readable([1, 10, 11], "log") == [1, 11]
@@ -356,11 +362,36 @@ def test_less_is_the_paired_interval():
         level = random.normal(size=12)
         a, b = level + 0.1 * random.normal(size=12), level + shift + 0.1 * random.normal(size=12)
         rows = pd.DataFrame({"trace": [*range(12)] * 2, "label": ["a"] * 12 + ["b"] * 12, "value": [*a, *b]})
-        high = ttest_rel(a, b).confidence_interval(0.95).high
-        assert frame.less(rows, "a", "b") == (high < 0) and frame.less(rows, "b", "a") == (
-            ttest_rel(b, a).confidence_interval(0.95).high < 0
-        )
+        interval = bootstrap((a - b,), np.mean, method="percentile", n_resamples=20_000).confidence_interval
+        assert frame.less(rows, "a", "b") == (interval.high < 0) and frame.less(rows, "b", "a") == (interval.low > 0)
     assert frame.less(rows, "a", "b")
+
+
+def test_errors_of_different_orders_share_a_logarithmic_axis_and_recall_does_not():
+    points = pd.DataFrame([
+        {"panel": panel, "series": series, "trace": trace, "x": x, "value": value * (1 + 0.01 * trace)}
+        for panel, values in {"recall": (0.05, 0.9), "error": (0.05, 0.9), "less": (-0.5, 0.5)}.items()
+        for series, value in zip(("SnapKV", "random"), values, strict=True) for trace in range(3) for x in (1, 2, 4)
+    ])  # fmt: skip
+    panels = {"recall": "attention recall", "error": "output error"}
+    asked = {"title": "t", "subtitle": "s", "caption": "c", "x_label": "x", "grey": ["random"]}
+    drawn: Figure = frame.curves(points, "x", panels, **asked).figure
+    assert [axis.get_yscale() for axis in drawn.axes[:2]] == ["linear", "log"]
+    assert [axis.get_yscale() for axis in frame.curves(points, "x", {"less": "output error"}, **asked).figure.axes] == [
+        "linear"
+    ]
+
+
+def test_window_settings_have_a_row_a_policy_and_a_mark_a_setting():
+    rows = [{"quantity": "output error", "policy": policy, "setting": setting, "mean": 1.0 + i, "low": i, "high": 2 + i}
+            for policy in ("SnapKV", "ChunkKV") for i, ((_, pool), setting) in enumerate(frame.SETTINGS.items())
+            if policy == "SnapKV" or pool == "max"]  # fmt: skip
+    [axis] = frame.dots(pd.DataFrame(rows), ["output error"], ["SnapKV", "ChunkKV"], "0.1", "c").figure.axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["SnapKV", "ChunkKV"]
+    marks = {line.get_label(): line for line in axis.lines}
+    assert list(marks) == list(frame.SETTINGS.values())
+    assert [len(line.get_xdata()) for line in marks.values()] == [2, 1, 2, 1]
+    assert [line.get_markerfacecolor() == "white" for line in marks.values()] == [False, True, False, True]
 
 
 def test_docs_are_refreshed_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

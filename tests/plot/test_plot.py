@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,13 +18,13 @@ import pandas as pd
 import pytest
 from make_run import CHUNKKV, H2O, NINE, SNAPKV, Policy, make_run, write_trace
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from scipy import stats
 
 from kvreplay.asked import split_policies
 from kvreplay.compare.command import main as compare
-from kvreplay.plot import heatmap, lines, needle, similarity, style
+from kvreplay.plot import heatmap, lines, needle, redundancy, similarity, style
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.results import Run, Selection, Span
@@ -233,6 +234,14 @@ def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
     assert first["upper_quartile"] == pytest.approx(np.quantile(stored[:, :8], 0.75), abs=1e-15)
 
 
+def test_redundancy_of_two_layers_is_drawn_as_points(tmp_path):
+    run = make_run(tmp_path / "run", [H2O], 2, ["0.1"])
+    with style.settings():
+        by_layer, by_position = redundancy.draw(Choice(Run(run))).figure.axes
+    assert {line.get_linestyle() for line in by_layer.lines} == {"None"} and len(by_layer.lines) == 2
+    assert {line.get_linestyle() for line in by_position.lines[:2]} == {"-"}
+
+
 def test_budgets_counts_kept_tokens(tmp_path):
     run = make_run(tmp_path / "run", NINE, 5, ["0.1"])
     data = drawn("budgets", run, tmp_path, "-p", "pyramid-kv")
@@ -261,31 +270,45 @@ def test_an_axis_has_the_unit_of_the_variant_drawn(broken):
     assert list(shown.values()) == ["attention recall (share)", "attention recall, prompt (ratio)"]
 
 
-def test_several_traces_are_a_mean_with_a_t_interval(many, tmp_path):
+def resampled(values: list[float], clusters: list[int]) -> tuple[float, float]:
+    """2.5 and 97.5 % of the mean over clusters drawn with replacement: every draw of the few there are, counted."""
+    values, clusters = np.array(values), np.array(clusters)
+    draws = itertools.product(sorted(set(clusters)), repeat=len(set(clusters)))
+    means = [np.concatenate([values[clusters == one] for one in draw]).mean() for draw in draws]
+    low, high = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
+    return float(low), float(high)
+
+
+def test_several_traces_are_a_mean_with_a_bootstrap_interval(many, tmp_path):
     data = drawn("curve", many, tmp_path).set_index(["policy", "budget"]).loc[("h2o", 0.2)]
     table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
     mine = table[(table["policy"] == "h2o") & (table["budget"] == "0.2") & (table["layer"] == "all")]
     values = mine[(mine["metric"] == "attention_recall") & (mine["variant"] == "")]["value"].astype(float)
-    low, high = stats.t.interval(0.95, 5, values.mean(), stats.sem(values))
     assert (data["traces"], data["mean"]) == (6, pytest.approx(values.mean(), abs=1e-15))
-    assert (data["low"], data["high"]) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
-    for freedom in (1, 2, 3, 4, 7, 30, 301):
-        assert lines.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+    low, high = resampled(list(values), list(range(6)))
+    tolerance = 0.03 * (high - low)  # of 9,999 draws
+    assert (data["low"], data["high"]) == (pytest.approx(low, abs=tolerance), pytest.approx(high, abs=tolerance))
+
+
+def test_the_interval_of_a_share_lies_between_0_and_1():
+    """One of three is 1, the others 0: the interval of Student's t ends at -1.1 and 1.8."""
+    rows = pd.DataFrame({"label": "x", "value": [0.0, 0.0, 1.0]})
+    found = lines.mean_over_traces(rows, ["label"]).iloc[0]
+    assert (found["mean"], found["low"], found["high"]) == (pytest.approx(1 / 3), 0, 1)
 
 
 def test_traces_of_one_prompt_are_no_independent_evidence():
-    """Values 1, 3 of one prompt and 5 of another: m = 3, R = -2, 2, variance 2/1 (4 + 4) / 9, one degree of freedom."""
+    """Values 1, 3 of one prompt and 5 of another: of the four draws the means are 2, 3, 3 and 5."""
     rows = pd.DataFrame({"trace_hash": list("abc"), "label": "x", "value": [1.0, 3.0, 5.0]})
     found = lines.mean_over_traces(rows, ["label"], pd.Series([0, 0, 1], list("abc"))).iloc[0]
-    half = stats.t.ppf(0.975, 1) * 4 / 3
-    assert (found["traces"], found["mean"]) == (3, 3)
-    assert (found["low"], found["high"]) == (pytest.approx(3 - half), pytest.approx(3 + half))
+    assert tuple(found[["traces", "mean", "low", "high"]]) == (3, 3, 2, 5)
     alone = lines.mean_over_traces(rows, ["label"], pd.Series([0, 0, 0], list("abc"))).iloc[0]
     assert alone["traces"] == 3 and np.isnan(alone["low"]) and np.isnan(alone["high"])
     missing = pd.concat([rows, rows.assign(value=np.nan, label="y"), rows.assign(value=[1.0, np.nan, 2.0], label="z")])
     found = lines.mean_over_traces(missing.reset_index(drop=True), ["label"]).set_index("label")
-    assert list(found["traces"]) == [3, 0, 2] and np.isnan(found.loc["y", "mean"])
-    assert found.loc["z", "high"] == pytest.approx(stats.t.interval(0.95, 1, 1.5, 0.5)[1])
+    assert list(found["traces"]) == [3, 0, 2] and np.isnan(found.loc["y", "mean"]) and np.isnan(found.loc["y", "low"])
+    assert tuple(found.loc["z", ["low", "high"]]) == (1, 2)
+    assert lines.mean_over_traces(rows[:0], ["label"]).empty
 
 
 @pytest.mark.parametrize("kind", ["curve", "layers", "needle"])
@@ -300,27 +323,31 @@ def test_the_band_of_two_traces_a_prompt_is_that_of_the_prompts(kind, tmp_path):
     metric = ("span_recall", "code word.mean") if kind == "needle" else ("attention_recall", "")
     mine = table[(table["policy"] == "snapkv") & (table["layer"] == ("0" if kind == "layers" else "all"))]
     mine = mine[(mine["metric"] == metric[0]) & (mine["variant"] == metric[1])]
-    means = mine["value"].astype(float).to_numpy().reshape(3, 2).mean(axis=1)
-    low, high = stats.t.interval(0.95, 2, means.mean(), stats.sem(means))
+    low, high = resampled(list(mine["value"].astype(float)), [0, 0, 1, 1, 2, 2])  # the ends are those of one prompt
     assert shown["traces"] == 6
     assert (shown["low"], shown["high"]) == (pytest.approx(low), pytest.approx(high))
 
 
 @pytest.mark.parametrize("traces", [1, 3])
-@pytest.mark.parametrize("points", [lines.MOST_MARKERS, lines.MOST_MARKERS + 1])
+@pytest.mark.parametrize("points", [1, 2, 3, lines.MOST_MARKERS, lines.MOST_MARKERS + 1])
 def test_a_mean_has_a_band_of_several_traces_and_markers_where_they_are_few(traces, points):
     rows = pd.DataFrame([{"layer": x, "value": float(x + trace)} for x in range(points) for trace in range(traces)])
-    found, look = lines.mean_over_traces(rows, ["layer"]), style.line_style("a", "asked", ["a"])
+    found, look = lines.mean_over_traces(rows, ["layer"]), style.looks_of(["a"])["a"]
     axis = Figure().subplots()
     end = lines.draw_mean(axis, found, "layer", look, "name")
     assert (end.label, end.x, end.y, end.colour) == ("name", points - 1, found["mean"].iloc[-1], look["color"])
     [drawn] = axis.lines
     np.testing.assert_array_equal(drawn.get_ydata(), found["mean"])
     assert (drawn.get_marker() == look["marker"]) == (points <= lines.MOST_MARKERS)
-    assert len(axis.collections) == (traces > 1)
-    for band in axis.collections:
-        low, high = band.get_paths()[0].get_extents().intervaly
-        assert (low, high) == (pytest.approx(found["low"].min()), pytest.approx(found["high"].max()))
+    assert (drawn.get_linestyle() == "None") == (points < 3)  # two points are no curve
+    shown = [path.get_extents().intervaly for one in axis.collections for path in one.get_paths()]
+    if traces == 1:
+        assert not shown
+    elif points < 3:
+        np.testing.assert_allclose(shown, found[["low", "high"]])
+    else:
+        [ends] = shown
+        np.testing.assert_allclose(ends, [found["low"].min(), found["high"].max()])
 
 
 def test_layers_shows_single_layers_at_one_budget(run, tmp_path):
@@ -357,9 +384,24 @@ def test_needle_gives_the_interval_of_a_cell_with_several_traces(tmp_path):
     shown = drawn("needle", run, tmp_path).iloc[0]
     table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
     mine = table[(table["metric"] == "span_recall") & (table["layer"] == "all") & (table["policy"] == "snapkv")]
-    values = mine["value"].astype(float)
-    low, high = stats.t.interval(0.95, 4, values.mean(), stats.sem(values))
-    assert (shown["traces"], shown["low"], shown["high"]) == (5, pytest.approx(low), pytest.approx(high))
+    low, high = resampled(list(mine["value"].astype(float)), list(range(5)))
+    tolerance = 0.05 * (high - low)
+    assert shown["traces"] == 5
+    assert (shown["low"], shown["high"]) == (pytest.approx(low, abs=tolerance), pytest.approx(high, abs=tolerance))
+
+
+def test_needle_has_rows_of_depths_that_exist_and_says_how_many_needles_a_cell_has(tmp_path):
+    """Depths 0.1, 0.4 and 0.9 at 200 tokens, 0.4 alone at 400: three rows, two of them without a needle at 400."""
+    places = [("a", 200, 0.13), ("b", 200, 0.42), ("c", 200, 0.43), ("d", 200, 0.85), ("e", 400, 0.42)]
+    run = make_run(tmp_path / "run", [SNAPKV], 2, ["0.1"], places)
+    with style.settings():
+        axis = needle.draw(Choice(Run(run))).figure.axes[0]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["10", "40", "90"]
+    shown = axis.images[0].get_array()
+    assert shown.shape == (3, 2)
+    np.testing.assert_array_equal(np.isnan(np.ma.filled(shown, np.nan)), [[0, 1], [0, 0], [0, 1]])
+    counts = {text.get_position(): text.get_text() for text in axis.texts if text.get_text().isdigit()}
+    assert counts == {(0, 0): "1", (0, 1): "2", (1, 1): "1", (0, 2): "1"}
 
 
 def test_compare_shows_each_difference_and_what_the_compare_command_computes(many, tmp_path, capsys):
@@ -583,13 +625,105 @@ def test_what_two_cells_differ_in_besides_parameters_becomes_part_of_their_names
     assert set(Run(broken).cells["label"]) >= {"snapkv:eval=continuation", "snapkv:eval=last:16"}
 
 
-def test_a_policy_keeps_its_colour_whatever_else_is_drawn():
-    asked = ["a", "b", "c"]
-    assert style.line_style("b", "asked", asked)["color"] == style.COLOURS[1]
-    looks = [style.line_style(str(i), "asked", [str(k) for k in range(9)]) for i in range(9)]
-    assert len({(look["color"], str(look["linestyle"]), look["marker"]) for look in looks}) == 9
-    greys = [style.line_style(name, "control", asked) for name in ("full", "random", "oracle")]
-    assert len({look["color"] for look in greys}) == 1 and len({str(look["linestyle"]) for look in greys}) == 3
+def test_a_policy_keeps_its_colour_whatever_else_is_drawn(wide):
+    alone = {label: style.looks_of([label])[label]["color"] for label in ("snapkv", "h2o", "chunkkv")}
+    together = style.looks_of(["tova", "chunkkv", "h2o", "sca", "snapkv"])
+    assert len(set(alone.values())) == 3 and alone == {label: together[label]["color"] for label in alone}
+    for label in ("snapkv:window=32", "SnapKV", "SnapKV without pooling"):
+        assert style.looks_of([label])[label]["color"] == alone["snapkv"]
+    run = Run(wide)
+    whole, few = Choice(run).looks, Choice(run, policies=["tova", "h2o"]).looks
+    assert {label: few[label]["color"] for label in few} == {label: whole[label]["color"] for label in few}
+
+
+def test_owners_of_a_colour_have_it_whatever_is_drawn_before_them():
+    others = [f"other-{i}" for i in range(20)]
+    looks = style.looks_of([*others, "tova:heads=kv", *style.OWNERS])
+    for owner, colour in zip(style.OWNERS, style.COLOURS, strict=True):
+        label = "tova:heads=kv" if owner == "tova" else owner
+        assert (looks[label]["color"], looks[label]["linestyle"]) == (colour, "-")
+    assert {style.policy_name(name) for name in ("StreamingLLM", "streaming-llm")} < set(style.OWNERS)
+
+
+def test_all_policies_of_a_figure_differ_and_the_first_has_the_first_claim():
+    labels = ["snapkv:window=8", "snapkv:window=32", *(f"other-{i}" for i in range(28))]
+    looks = style.looks_of(labels)
+    assert list({label: looks[label] for label in labels}) == labels
+    assert len({(look["color"], str(look["linestyle"]), look["marker"]) for look in looks.values()}) == 30
+    assert len({style.looks_of(labels[:10])[label]["color"] for label in labels[:10]}) == 10
+    assert looks["snapkv:window=8"] == style.looks_of(["snapkv"])["snapkv"] != looks["snapkv:window=32"]
+    controls = style.looks_of(["a", "full", "random", "oracle"], ["full", "random", "oracle"])
+    greys = [controls[name] for name in ("full", "random", "oracle")]
+    assert {look["color"] for look in greys} == {style.GREY} and len({str(look["linestyle"]) for look in greys}) == 3
+    references = style.looks_of([], ["PyramidKV", "even"])
+    assert references["PyramidKV"] != references["even"]
+
+
+# Of full dichromacy, on linear RGB (Machado, Oliveira and Fernandes 2009, table 1).
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+}
+
+
+def oklab(colour: str, vision: str) -> np.ndarray:
+    """Ottosson 2020; distances are about those that are seen."""
+    encoded = np.array(to_rgb(colour))
+    linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.array(VISION[vision]) @ linear, 0, 1)
+    cones = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                      [0.0883024619, 0.2817188376, 0.6299787005]]) @ linear  # fmt: skip
+    return np.array([[0.2104542553, 0.793617785, -0.0040720468], [1.9779984951, -2.428592205, 0.4505937099],
+                     [0.0259040371, 0.7827717662, -0.808675766]]) @ np.cbrt(cones)  # fmt: skip
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("palette", [(*style.COLOURS, style.GREY), (*style.ON_DARK, style.GREY_ON_DARK)])
+def test_colours_differ_for_everybody(palette, vision):
+    places = [oklab(colour, vision) for colour in palette]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2)) > 0.07
+
+
+def test_every_colour_has_one_for_a_dark_ground():
+    assert len(style.COLOURS) == len(style.ON_DARK) >= 8
+    assert style.on_dark(style.COLOURS[3]) == style.ON_DARK[3] and style.on_dark(style.GREY) == style.GREY_ON_DARK
+
+
+def test_the_order_of_policies_on_the_command_line_is_that_of_panels_and_colours(wide, tmp_path):
+    asked = ["tova", "chunkkv", "h2o"]
+    order = ["tova", "chunkkv:reuse=1", "chunkkv:reuse=4", "h2o"]
+    for kind in ("heatmap", "kept", "budgets", "attention"):
+        data = drawn(kind, wide, tmp_path, "-p", ",".join(asked))
+        assert list(data["policy"].unique()) == order, kind
+    data = drawn("compare", wide, tmp_path, "-p", ",".join(asked), "--baseline", "random")
+    assert list(data["policy"].unique()) == order
+    assert Choice(Run(wide), policies=asked).labels(controls=True) == order
+    reversed_ = Choice(Run(wide), policies=["chunkkv:reuse=4", "chunkkv:reuse=1"]).looks
+    assert reversed_["chunkkv:reuse=4"] == style.looks_of(["chunkkv"])["chunkkv"]
+
+
+@pytest.mark.parametrize("kind", ["curve", "layers"])
+def test_errors_of_different_orders_have_a_logarithmic_axis(kind, run, tmp_path):
+    """attention_l1: 0 of full, some 0.1 of the oracle and 1.7 of random; recall is no error."""
+
+    def scale(metric: str, *policies: str) -> tuple[str, set[str]]:
+        choice = Choice(Run(run), metric_asked=metric, policies=policies, variant="mean")
+        with style.settings():
+            figure = import_module(f"kvreplay.plot.{kind}").draw(choice).figure
+        return figure.axes[0].get_yscale(), {text.get_text() for text in figure.axes[0].texts}
+
+    kind_of, names = scale("attention_l1")
+    assert kind_of == "log" and "full" not in names and {"oracle", "random", "snapkv"} <= names
+    assert scale("attention_l1", "snapkv", "h2o")[0] == "linear"
+    assert scale("attention_recall")[0] == "linear"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([0, 0.1, 1], True), ([0.11, 1], False), ([-0.1, 2], False), ([0], False)]
+)
+def test_only_errors_that_differ_tenfold_need_logarithms(values, expected):
+    assert style.errors_need_logarithms(np.array(values, dtype=float)) is expected
 
 
 def test_labels_are_moved_apart_as_little_as_needed():

@@ -22,7 +22,10 @@ from program import done
 from run_pages import POLICIES, TRACE, cell_of, kept_by, opened, write_report
 from scipy.stats import rankdata
 
+from kvreplay import report
 from kvreplay.compare.command import main as compare
+from kvreplay.plot import style
+from kvreplay.plot.choice import Choice
 from kvreplay.report import table
 from kvreplay.report.command import main
 from kvreplay.report.content import Asked, Page
@@ -498,3 +501,20 @@ def test_the_run_of_these_tests_has_every_kind(real):
     assert {group.attrs["heads"] for group in groups} == {b"kv", b"query", b"layer"}
     assert any("evicted_at" in group for group in groups) and any("sets" in group.attrs for group in groups)
     assert POLICIES.count(",") >= 5
+
+
+def test_policies_look_as_in_the_figures_and_have_a_colour_for_a_dark_page(tmp_path):
+    run = Run(make_run(tmp_path / "run", [SNAPKV, CHUNKKV], budgets=["0.1"]))
+    figure = Choice(run).looks
+    for look in Page(run, Asked()).content["policies"]:
+        drawn = figure[look["label"]]
+        assert (look["colour"], look["marker"]) == (drawn["color"], drawn["marker"])
+        assert look["on_dark"] == style.on_dark(drawn["color"]) != drawn["color"]
+    asked = Page(run, Asked(policies=["snapkv", "chunkkv"])).content["policies"]
+    assert [look["label"] for look in asked] == ["snapkv", "chunkkv"]
+
+
+def test_the_page_has_a_shape_for_every_marker():
+    script = (Path(report.__file__).parent / "page" / "charts.js").read_text()
+    known = set(re.findall(r'(?:^|[ ,])"?(\S)"?: "M', script.partition("SHAPES = {")[2].partition("};")[0]))
+    assert known == {*style.MARKERS, *(look["marker"] for look in style.CONTROLS.values())}

@@ -20,16 +20,16 @@ def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> li
 
 
 def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Of the labels `known`, those that `asked` names: as labels, or as replay writes policies.
+    """The labels that `asked` names, in its order: as labels of `known`, or as replay writes policies.
 
-    A name takes all labels of that policy, name:key=value,… those with these values.
+    A name takes all labels of that policy, in the order of `known`; name:key=value,… takes those with these values.
     """
     policies = cells[["label", "policy", "params"]].drop_duplicates()
-    chosen: set[str] = set()
+    chosen: list[str] = []
     for one in asked:
-        labels = set(policies["label"][of_policy(policies, one)])
-        chosen |= labels or set(pick(flag, "policy", [one], known))
-    return [label for label in known if label in chosen]
+        labels = set(policies["label"][of_policy(policies, one)]) or set(pick(flag, "policy", [one], known))
+        chosen += [label for label in known if label in labels]
+    return list(dict.fromkeys(chosen))
 
 
 def metric_names(rows: pd.DataFrame) -> dict[str, tuple[str, str]]:

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from kvreplay.plot.choice import Choice
-from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet, line_style
+from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet
 
 
 def draw(choice: Choice) -> Drawing:
@@ -28,7 +28,7 @@ def draw(choice: Choice) -> Drawing:
     data = []
     for i, cell in enumerate(cells):
         axis, layers, kept = sheet.axes[i], cell.selection.numbers, cell.selection.kept
-        colour = line_style(cell.label, cell.role, choice.asked_labels)["color"]
+        colour = choice.looks[cell.label]["color"]
         mean, least, most = kept.mean(axis=1), kept.min(axis=1), kept.max(axis=1)
         axis.bar(layers, mean, width=0.8, color=colour, alpha=0.75, linewidth=0)
         uneven = least < most

@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.errors import Error, Refusal
+from kvreplay.plot.style import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
 
 VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}
@@ -49,7 +50,7 @@ class Choice:
 
     @cached_property
     def asked_labels(self) -> list[str]:
-        """Labels of the run that are no controls, sorted: a policy's place here gives its colour in every figure."""
+        """Labels of the run that are no controls, sorted."""
         cells = self.run.cells
         return sorted(set(cells["label"][cells["role"] != "control"]))
 
@@ -58,12 +59,18 @@ class Choice:
         return "asked" if label in self.asked_labels else "control"
 
     def labels(self, controls: bool) -> list[str]:
-        """What to draw: -p, else all that was asked for, and controls if wanted."""
+        """Labels to draw: those of -p in its order, else all that the run was asked for, and controls if wanted."""
         rest = sorted(set(self.run.cells["label"]) - set(self.asked_labels))
         known = self.asked_labels + rest
         if not self.policies:
             return known if controls or not self.asked_labels else list(self.asked_labels)
         return chosen_labels("-p", self.run.cells, self.policies, known)
+
+    @cached_property
+    def looks(self) -> dict[str, dict[str, object]]:
+        """Colour, dash and marker of each label to draw."""
+        drawn = self.labels(controls=True)
+        return looks_of(drawn, [label for label in drawn if self.role(label) == "control"])
 
     @cached_property
     def traces(self) -> list[str]:

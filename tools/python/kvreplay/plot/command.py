@@ -62,7 +62,7 @@ def parser() -> Parser:
 
     of_kinds = partial(add, default=argparse.SUPPRESS)
     of_kinds("-p", "--policies", metavar="POLICY,…", action="append",
-             help="policies to draw, as tables call them (default: all that were asked for)")  # fmt: skip
+             help="policies to draw, in this order, as tables call them (default: all of the run, sorted)")  # fmt: skip
     of_kinds("-b", "--budgets", dest="budgets_asked", metavar="BUDGET,…", action="extend", type=names,
              help="budgets as they were asked for (default: all; where a figure shows one, the smallest)")  # fmt: skip
     of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",

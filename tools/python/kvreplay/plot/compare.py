@@ -9,7 +9,7 @@ from kvreplay.compare.comparison import Comparison, heads_shown
 from kvreplay.compare.statistics import differences
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.choice import Choice, open_loop
-from kvreplay.plot.style import LINE, PAGE, POINT, QUIET, SMALL, Drawing, Sheet, line_style, width_of, wrap
+from kvreplay.plot.style import LINE, PAGE, POINT, QUIET, SMALL, Drawing, Sheet, width_of, wrap
 
 LABEL = 1.45  # inches at most; a longer name is broken
 NARROWEST, WIDEST = 1.15, 2.6  # inches a panel
@@ -18,9 +18,10 @@ TOWARDS = {"higher": "better →", "lower": "← better", "neither": ""}
 
 
 def draw(choice: Choice) -> Drawing:
-    """A row a policy, sorted by the first panel: each trace a small mark, the mean with its interval.
+    """A row a policy, in the order of -p or sorted by the first panel: each trace a small mark, the mean with its
+    interval.
 
-    Policies that are not at equal memory with the baseline stand last: they have no rank.
+    Where rows are sorted, policies that are not at equal memory with the baseline are last: they have no rank.
     """
     if not choice.baseline:
         raise Error("--baseline", "missing", "the policy that others are compared with", "", Refusal.USAGE)
@@ -42,6 +43,8 @@ def draw(choice: Choice) -> Drawing:
     order = list(mean.sort_values(ascending=better == "lower", kind="stable").index)
     unranked = {label for _, label in comparison.unequal_memory}
     order = [label for label in order if label not in unranked] + [label for label in order if label in unranked]
+    if choice.policies:
+        order = [label for label in choice.labels(controls=True) if label in order]
     heads = {line.policy: heads_shown(line) for line in lines.itertuples()}
     names = {label: label if f"heads={heads[label]}" in label else f"{label} ({heads[label]})" for label in order}
     names = {label: wrap(name, LABEL) for label, name in names.items()}
@@ -84,7 +87,7 @@ def draw(choice: Choice) -> Drawing:
                 continue
             line = own.iloc[0]
             each = marks[(marks["label"] == label) & (marks["budget"] == budget)].sort_values("trace_name")
-            colour = line_style(label, line["role"], choice.asked_labels)["color"]
+            colour = choice.looks[label]["color"]
             spread = (np.arange(len(each)) * GOLDEN % 1 - 0.5) * 0.5
             axis.plot(each["difference"], row + spread, "o", color=colour, markersize=2, alpha=0.45, markeredgewidth=0,
                       zorder=2)  # fmt: skip

@@ -9,11 +9,12 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import mean_over_traces, prompts_of_rows
-from kvreplay.plot.style import Drawing, PanelNames, Sheet, columns_for
+from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet, columns_for
 from kvreplay.results import Span, TraceFacts
 
 METRIC = "span_recall"
-DEPTHS = 10  # rows: depths to the nearest tenth, 0 to 1
+DEPTHS = 10  # needles share a row by their depth to the nearest tenth
+ROW, LOWEST = 0.22, 0.6  # inches a row, and a panel
 SAME_LENGTH = 1.1  # prompts within this factor of the shortest of a column share it
 VARIANTS = {"any": "by at least one head", "mean": "mean over heads", "full": "whole by at least one head"}
 
@@ -50,7 +51,8 @@ def places_of(traces: list[TraceFacts]) -> str:
 
 
 def draw(choice: Choice) -> Drawing:
-    """One matrix a policy; a cell is the mean over its traces' needles, crossed out where the run has none."""
+    """One matrix a policy: a row each depth and a column each length that the traces have, in a cell the mean over its
+    needles and their number; it is crossed out where there is none."""
     name, _, measure = (choice.metric_asked or METRIC).partition(":")
     measure = measure or "mean"
     if name != METRIC:
@@ -77,48 +79,54 @@ def draw(choice: Choice) -> Drawing:
 
     column = columns_of(list(rows["prompt_tokens"]))
     rows["column"] = rows["prompt_tokens"].map(column)
-    rows["row"] = np.floor(rows["depth"] * DEPTHS + 0.5).astype(int)
+    rows["tenth"] = np.floor(rows["depth"] * DEPTHS + 0.5).astype(int)
+    tenths = sorted(set(rows["tenth"]))
+    rows["row"] = rows["tenth"].map(tenths.index)
     cells = mean_over_traces(rows, ["label", "heads", "row", "column"], prompts_of_rows(choice, rows))
     lengths = rows.drop_duplicates(["trace", "column"]).groupby("column")["prompt_tokens"].mean()
 
     place = places_of([facts[name] for name in sorted(set(rows["trace"]))])
     labels = [label for label in choice.labels(controls=False) if label in set(rows["label"])]
     columns = columns_for(len(labels))
-    panel = (float(np.clip(0.34 * len(lengths), 1.1, 1.75)), 1.5)
+    panel = (float(np.clip(0.34 * len(lengths), 1.1, 1.75)), max(LOWEST, ROW * len(tenths)))
     heads = rows.groupby("label")["heads"].first()
     names = PanelNames.of([(label, heads[label]) for label in labels], panel[0])
     sheet = Sheet(
         len(labels), panel, columns, left=0.62, right=0.8, above=0.1, gap=(0.2, 0.55), below=0.47,
         headings=names.headings(columns),
-        title=choice.title or "Needle tokens kept, by depth and prompt length",
-        subtitle=f"{choice.budget_line()}; span recall, {VARIANTS[measure]}, mean over layers",
-        caption=choice.caption("A cell is the mean over its traces, crossed where there is none"),
+        title=choice.title or "Share of the needle kept, by depth and prompt length",
+        subtitle=f"{choice.budget_line()}; span recall, {VARIANTS[measure]}, mean over layers; depth in the {place}",
+        caption=choice.caption("Colour: mean over the needles of a cell; number: how many; ×: none"),
     )  # fmt: skip
     data = []
     for i, label in enumerate(labels):
         axis = sheet.axes[i]
         mine = cells[cells["label"] == label]
-        grid = np.full((DEPTHS + 1, len(lengths)), np.nan)
+        grid = np.full((len(tenths), len(lengths)), np.nan)
         grid[mine["row"], mine["column"]] = mine["mean"]
         image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
         empty = np.argwhere(np.isnan(grid))
-        axis.plot(empty[:, 1], empty[:, 0], "x", color="#c8c8c8", markersize=3, markeredgewidth=0.6)
+        axis.plot(empty[:, 1], empty[:, 0], "x", color=QUIET, markersize=3, markeredgewidth=0.6)
+        for one in mine.itertuples():
+            colour = "white" if one.mean < 0.5 else "black"
+            axis.text(one.column, one.row, one.traces, color=colour, ha="center", va="center_baseline")
         step = -(-len(lengths) * 0.33 // panel[0])
         shown = np.arange(0, len(lengths), max(1, int(step)))
         axis.set_xticks(shown, [short(lengths.iloc[k]) for k in shown])
-        axis.set_yticks([0, DEPTHS / 2, DEPTHS], ["0", "50", "100"])
+        axis.set_yticks(range(len(tenths)), [f"{100 * tenth // DEPTHS}" for tenth in tenths])
+        axis.tick_params(length=0)
         axis.tick_params(labelleft=i % columns == 0)
         if i % columns == 0:
-            axis.set_ylabel(f"depth in the {place} / %")
+            axis.set_ylabel("depth / %")
         axis.set_xlabel("prompt tokens")
         names.write(axis, i)
         data.append(pd.DataFrame({
             "policy": label, "heads": heads[label], "budget": choice.budgets[0], "measure": measure,
-            "prompt_tokens": mine["column"].map(lengths), "depth": mine["row"] / DEPTHS,
+            "prompt_tokens": mine["column"].map(lengths), "depth": np.take(tenths, mine["row"]) / DEPTHS,
             "traces": mine["traces"], "span_recall": mine["mean"],
             "low": mine["low"], "high": mine["high"],
         }))  # fmt: skip
-    sheet.colour_bar(image, "share of the needle kept")
+    sheet.colour_bar(image, "share kept", ticks=[0, 0.5, 1])
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 
 from kvreplay.errors import Error
 from kvreplay.plot.choice import Choice
+from kvreplay.plot.lines import FEWEST_JOINED
 from kvreplay.plot.style import (
     COLOURS,
     Drawing,
@@ -54,8 +55,12 @@ def draw(choice: Choice) -> Drawing:
         positions = np.stack([quartiles(values[:, a:b].ravel(), axis=0) for a, b in pairs], axis=1)
         middle = (edges[:-1] + edges[1:] - 1) / 2
         for axis, x, (low, median, high) in ((by_layer, layer, layers), (by_position, middle, positions)):
-            axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-            axis.plot(x, median, color=colour, marker="o" if len(x) < 3 else None)
+            if len(x) >= FEWEST_JOINED:
+                axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+                axis.plot(x, median, color=colour)
+            else:
+                axis.vlines(x, low, high, color=colour, linewidth=1)
+                axis.plot(x, median, "o", color=colour)
         ends.append(LineEnd(kind, middle[-1], positions[1, -1], colour))
         begins, ends_of = {"layer": layer, "position": edges[:-1]}, {"layer": layer + 1, "position": edges[1:]}
         for by, (low, median, high) in {"layer": layers, "position": positions}.items():

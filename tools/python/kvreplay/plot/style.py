@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 PAGE = 7.0  # inches: both columns of a two-column page
 COLUMN = 3.35  # inches: one of them, the narrowest figure
@@ -29,15 +30,22 @@ SMALL, MEDIUM, LARGE = 8.0, 9.0, 10.0  # points
 LINE = 1.3  # line height over font size
 QUIET = "#595959"
 
-# Okabe and Ito's palette without yellow, which is faint on white; ordered so that neighbours differ most.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX<>"
-DASHES = ("-", (0, (4, 1.2)), (0, (1.2, 1)))
+# Okabe and Ito's palette without yellow, which is faint on white, and indigo, wine and brown: ten colours that remain
+# distinct with protanopia and deuteranopia, also from the grey of the controls. ON_DARK has the same hues for a dark
+# ground, in the same order.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#332288", "#882255", "#7A3E00")
+ON_DARK = ("#2C85BD", "#FF7731", "#05D891", "#D29FE4", "#FFD43D", "#A1E3F4", "#FFFFFF", "#C06AFD", "#A85D83", "#AC5A35")
+MARKERS = "osD^vPX<>p"
+DASHES = ("-", (0, (4, 1.2)), (0, (1.2, 1)), (0, (6, 1.2, 1.2, 1.2)))
+GREY, GREY_ON_DARK = "#6e6e6e", "#9a9a9a"
 CONTROLS = {
-    "full": {"color": "#6e6e6e", "linestyle": "-"},
-    "oracle": {"color": "#6e6e6e", "linestyle": (0, (5, 2))},
-    "random": {"color": "#6e6e6e", "linestyle": (0, (1, 1.5))},
+    "full": {"linestyle": "-", "marker": "h"},
+    "oracle": {"linestyle": (0, (5, 2)), "marker": "*"},
+    "random": {"linestyle": (0, (1, 1.5)), "marker": "d"},
 }
+# The policies that figures draw most, in the order of COLOURS.
+OWNERS = ("snapkv", "h2o", "chunkkv", "finch", "sca", "knorm", "tova", "pyramidkv", "streamingllm", "dynamickv")
+LOGARITHMIC = 10  # the largest value of an error over the smallest from which its axis is logarithmic
 SAVED_AS = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}, "png": {}}
 
 SETTINGS = rcParamsDefault | {
@@ -74,17 +82,64 @@ class Drawing:
     data: pd.DataFrame
 
 
-def line_style(label: str, role: str, asked: Sequence[str]) -> dict[str, object]:
-    """Colour, dash and marker of a policy: by its place among the labels `asked` for in the run, greys for controls."""
-    if role == "control":
-        return CONTROLS.get(label.partition(":")[0], CONTROLS["random"]) | {"linewidth": 1.1, "zorder": 1.5}
-    place = list(asked).index(label)
-    return {
-        "color": COLOURS[place % len(COLOURS)],
-        "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
-        "marker": MARKERS[place % len(MARKERS)],
-        "zorder": 2.5,
+def policy_name(label: str) -> str:
+    """A policy's name without parameters, case and hyphens: `snapkv:window=32` and `SnapKV, window 32` are `snapkv`."""
+    return re.split("[:, ]", label)[0].lower().replace("-", "")
+
+
+def places_of(labels: Sequence[str]) -> dict[str, int]:
+    """A different place for each label that one figure draws; a place is a colour, a marker and a dash.
+
+    An owner of a colour gets it. Any other policy prefers one by a hash of its name. The first label that prefers a
+    place gets it, owners first; the others get the free places. Both go in the order of `labels`.
+    """
+    first: dict[int, str] = {}
+    for label in sorted(labels, key=lambda label: policy_name(label) not in OWNERS):
+        name = policy_name(label)
+        preferred = OWNERS.index(name) if name in OWNERS else zlib.crc32(name.encode()) % len(COLOURS)
+        first.setdefault(preferred, label)
+    places = {label: place for place, label in first.items()}
+    free = (place for place in range(len(COLOURS) + len(labels)) if place not in first)
+    return places | {label: next(free) for label in labels if label not in places}
+
+
+def looks_of(labels: Sequence[str], controls: Sequence[str] = ()) -> dict[str, dict[str, object]]:
+    """Colour, dash and marker of each label that one figure draws; those of `controls` are grey."""
+    looks: dict[str, dict[str, object]] = {
+        label: {
+            "color": COLOURS[place % len(COLOURS)],
+            "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
+            "marker": MARKERS[(place + place // len(COLOURS)) % len(MARKERS)],
+            "zorder": 2.5,
+        }
+        for label, place in places_of([label for label in labels if label not in controls]).items()
     }
+    for place, label in enumerate(controls):
+        look = CONTROLS.get(label.partition(":")[0], list(CONTROLS.values())[place % len(CONTROLS)])
+        looks[label] = {"color": GREY, "linewidth": 1.1, "zorder": 1.5} | look
+    return looks
+
+
+def on_dark(colour: str) -> str:
+    """The same hue for a dark ground."""
+    return GREY_ON_DARK if colour == GREY else ON_DARK[COLOURS.index(colour)]
+
+
+def errors_need_logarithms(values: np.ndarray) -> bool:
+    """Whether on a linear axis of errors the largest would flatten the others. Zeros, such as the error of the full
+    cache, have no place on a logarithmic one and do not count."""
+    positive = values[values > 0]
+    return bool(positive.size and (values >= 0).all() and positive.max() >= LOGARITHMIC * positive.min())
+
+
+def logarithmic_axis(axis: Axes) -> None:
+    """A logarithmic y axis with plain numbers at its ticks."""
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.set_ylim(low, high)
 
 
 @cache
@@ -273,15 +328,16 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None
     """Names lines at their right end instead of in a legend: labels in the order of the lines, moved apart."""
     if not ends:
         return
-    low, high = axis.get_ylim()
-    inches = np.array([(end.y - low) / (high - low) * panel_height for end in ends])
+    to_panel = axis.transData + axis.transAxes.inverted()
+    heights = np.clip([to_panel.transform((end.x, end.y))[1] for end in ends], 0, 1)
+    inches = heights * panel_height
     line = SMALL * LINE * POINT
     room = max(panel_height, len(ends) * line)
     places = spread(inches, line, (panel_height - room) / 2, (panel_height + room) / 2)
     right = axis.get_xlim()[1]
     width = axis.get_position().width * axis.figure.get_figwidth()
-    for end, place in zip(ends, places, strict=True):
-        start = axis.transAxes.inverted().transform(axis.transData.transform((min(end.x, right), end.y)))
+    for end, height, place in zip(ends, heights, places, strict=True):
+        start = (to_panel.transform((min(end.x, right), end.y))[0], height)
         bend = (1 + 0.2 / width, place / panel_height)
         for a, b, look in ((start, (1.0, start[1]), ":"), ((1.0, start[1]), bend, "-")):
             axis.plot(*zip(a, b, strict=True), transform=axis.transAxes, color=end.colour, linestyle=look,

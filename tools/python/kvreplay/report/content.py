@@ -16,7 +16,7 @@ from kvreplay.asked import pick
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.choice import VARIANTS, Choice
 from kvreplay.plot.heatmap import chance, scale_end
-from kvreplay.plot.style import line_style
+from kvreplay.plot.style import on_dark
 from kvreplay.report import planes, table
 from kvreplay.results import Run, Selection, TraceFacts, untold_note
 
@@ -154,10 +154,10 @@ class Page:
         return any(one.get("trace") in self.traces for one in self.run.replayed_last)
 
     def _look(self, label: str) -> dict[str, Any]:
-        look = line_style(label, self.choice.role(label), self.choice.asked_labels)
+        look = self.choice.looks[label]
         dashes = look["linestyle"][1] if isinstance(look["linestyle"], tuple) else ()
         return {"label": label, "role": self.choice.role(label), "colour": look["color"],
-                "dashes": list(dashes), "marker": look.get("marker", "")}  # fmt: skip
+                "on_dark": on_dark(look["color"]), "dashes": list(dashes), "marker": look["marker"]}  # fmt: skip
 
     def _trace(self, facts: TraceFacts) -> dict[str, Any]:
         cells = self.run.cells

@@ -6,7 +6,9 @@ const SHAPES = {
   o: "M-1 0A1 1 0 1 0 1 0A1 1 0 1 0-1 0Z", s: "M-.9-.9H.9V.9H-.9Z", D: "M0-1.2L1.2 0L0 1.2L-1.2 0Z",
   "^": "M0-1.1L1.1.9H-1.1Z", v: "M0 1.1L1.1-.9H-1.1Z", P: "M-.4-1.1H.4V-.4H1.1V.4H.4V1.1H-.4V.4H-1.1V-.4H-.4Z",
   X: "M-1-.5L-.5-1L0-.5L.5-1L1-.5L.5 0L1 .5L.5 1L0 .5L-.5 1L-1 .5L-.5 0Z", "<": "M-1.1 0L.9-1.1V1.1Z",
-  ">": "M1.1 0L-.9-1.1V1.1Z",
+  ">": "M1.1 0L-.9-1.1V1.1Z", p: "M0-1.1L1.05-.34L.65.89H-.65L-1.05-.34Z", d: "M0-1.3L.8 0L0 1.3L-.8 0Z",
+  h: "M0-1.1L.95-.55V.55L0 1.1L-.95.55V-.55Z",
+  "*": "M0-1.3L.33-.45L1.24-.4L.53.17L.76 1.05L0 .55L-.76 1.05L-.53.17L-1.24-.4L-.33-.45Z",
 };
 
 /** In pixels; a look has them in widths of its line. */
@@ -79,13 +81,15 @@ function drawLines(box, series, axis) {
   for (const one of [...shown].reverse()) {
     const { label, points } = one;
     const look = policyOf.get(label);
-    const group = make("g", { class: "series", "--series": look.colour, "data-label": label },
-      make("polyline", { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" "),
-        "stroke-dasharray": dashes(one) }));
+    const colours = { "--series": look.colour, "--on-dark": look.on_dark };
+    // Two points are no curve: as in the figures, no line joins them.
+    const corners = points.length > 2 ? points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") : "";
+    const group = make("g", { class: "series", ...colours, "data-label": label },
+      corners && make("polyline", { points: corners, "stroke-dasharray": dashes(one) }));
     for (const [a, b, words] of points) {
-      const size = points.length > 8 || !look.marker ? 2 : 4;
+      const size = points.length > 8 ? 2 : 4;
       const placed = `translate(${x(a)} ${y(b)}) scale(${size})`;
-      group.append(make("path", { d: SHAPES[look.marker || "o"], transform: placed },
+      group.append(make("path", { d: SHAPES[look.marker], transform: placed },
         make("title", {}, `${label}: ${axis.name(a)}, ${words}`)));
     }
     drawing.append(group);
@@ -102,11 +106,11 @@ function drawLines(box, series, axis) {
       line.classList.toggle("faint", on && line.dataset.label !== label));
     const pressed = String(!hidden.has(label));
     legend.append(make("li", {}, make("button", { type: "button", "aria-pressed": pressed, "data-label": label,
-      "--series": look.colour, onclick: toggle, onpointerenter: lift(true), onpointerleave: lift(false),
-      onfocus: lift(true), onblur: lift(false) },
+      "--series": look.colour, "--on-dark": look.on_dark, onclick: toggle,
+      onpointerenter: lift(true), onpointerleave: lift(false), onfocus: lift(true), onblur: lift(false) },
       make("svg", { viewBox: "0 0 28 12", "aria-hidden": "true", class: "series" },
         make("line", { x1: 1, x2: 27, y1: 6, y2: 6, "stroke-dasharray": dashes(one) }),
-        look.marker ? make("path", { d: SHAPES[look.marker], transform: "translate(14 6) scale(4)" }) : ""),
+        make("path", { d: SHAPES[look.marker], transform: "translate(14 6) scale(4)" })),
       named(look))));
   }
   box.append(make("p", { class: "axis" }, axis.y + (unit && ` (${unit})`)), drawing, legend);
