@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "policies/configured.h"
+#include "policies/plan_part.h"
 
 namespace kvreplay {
 namespace {
@@ -136,6 +137,28 @@ TEST(PlanRules, PartsShareNoParameterByAccident) {
   EXPECT_EQ(text_of("cur:schedule=every(9)", "interval"), "9");
   EXPECT_EQ(text_of("chunkkv:select=chunks(7)", "chunk"), "7") << "the policy's own, in the same place";
   EXPECT_EQ(text_of("random:seed=4,select=sampled", "seed"), "4") << "means the same everywhere";
+}
+
+/// As `every` was, when its interval was called `block`.
+struct InBlocks {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "in-blocks";
+  static constexpr const char* summary = "as every";
+  int block = 512;
+
+  void parameters(Parameters& p) { p.add("block", block, IntRange{.least = 1}, "tokens of the prompt between cuts"); }
+  void fill(Plan& plan) const { plan.schedule = Blocks{.block = block}; }
+};
+
+TEST(PlanRules, OneNameWithOneRangeMayStillMeanTwoThings) {
+  Newcomers newcomers;
+  const RegisteredPart<InBlocks> registered;
+  EXPECT_EQ(
+      refusal_of("cur:schedule=in-blocks(9)"),
+      "cur:block: means two things in these parts: expected neighbours that a token is held against, found tokens "
+      "of the prompt between cuts");
+  EXPECT_EQ(refusal_of("knorm:schedule=in-blocks(9)"), "accepted");
+  newcomers.take_back();
 }
 
 TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {
