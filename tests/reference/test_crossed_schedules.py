@@ -44,6 +44,15 @@ def schedules_of(policy: str) -> list[str]:
     return ["", "once", *more.get(policy, []), *(SCHEDULES if policy in RULES else [])]
 
 
+@functools.cache
+def heads_of(policy: str) -> list[str]:
+    """The granularities that a policy offers, by the registry."""
+    offered = json.loads(call("policies", "--json").stdout)
+    parameters = next(one["parameters"] for one in offered if one["name"] == policy)
+    ranges = [parameter["range"] for parameter in parameters if parameter["name"] == "heads"]
+    return ranges[0].split(" | ") if ranges else []
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """A trace, a budget, the arguments of the schedules, and parameters of policies."""
@@ -52,10 +61,16 @@ class Setting:
     budget: str
     arguments: dict[str, str]
     parameters: dict[str, str]
+    heads: str = ""  # the granularity of all policies; "": each policy's own
+
+    def policies(self) -> list[str]:
+        """Those that have such a granularity."""
+        return [policy for policy in ALL_POLICIES if not self.heads or self.heads in heads_of(policy)]
 
     def text(self, policy: str, schedule: str) -> str:
         """The policy as it is given to the program; {folder} has the tables."""
         given = [self.parameters[policy]] if policy in self.parameters else []
+        given += [f"heads={self.heads}"] if self.heads else []
         given += [f"schedule={schedule}{self.arguments.get(schedule, '')}"] if schedule else []
         return f"{policy}:{','.join(given)}".rstrip(":").format(folder=folder().name)
 
@@ -110,6 +125,7 @@ SHORT = Setting(
     },
 )
 GROWING = replace(SHORT, budget="0.4@seen")
+BY_QUERY_HEAD = replace(SHORT, heads="query")
 
 
 def content(name: str) -> Content:
@@ -149,7 +165,7 @@ def run(setting: Setting, policies: list[str], *more: str | Path) -> subprocess.
 def results(setting: Setting, schedule: str) -> tuple[dict[str, str], Path, str]:
     """Of all policies that accept a schedule: the program's cells by policy, their sets, what it says of the run."""
     out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
-    texts = [setting.text(policy, schedule) for policy in ALL_POLICIES if schedule in schedules_of(policy)]
+    texts = [setting.text(policy, schedule) for policy in setting.policies() if schedule in schedules_of(policy)]
     finished = run(setting, texts, "--metrics", "attention_recall", "-o", out)
     if not (out / "results.csv").exists():
         return {}, out, f"exit {finished.returncode} {finished.stderr}"
@@ -184,11 +200,17 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "policy", "schedule"),
     [
-        pytest.param(setting, policy, schedule, id=f"{setting.name}-{setting.budget}-{policy}-{schedule or 'its own'}")
-        for setting in (LONG, SHORT, GROWING)
-        for policy in ALL_POLICIES
+        pytest.param(
+            setting,
+            policy,
+            schedule,
+            id="-".join(filter(None, [setting.name, setting.budget, policy, schedule or "its own", setting.heads])),
+        )
+        for setting in (LONG, SHORT, GROWING, BY_QUERY_HEAD)
+        for policy in setting.policies()
         for schedule in schedules_of(policy)
         if setting is not GROWING or schedule == "every"
+        if setting is not BY_QUERY_HEAD or schedule in SCHEDULES
     ],
 )
 def test_selection(setting: Setting, policy: str, schedule: str) -> None:

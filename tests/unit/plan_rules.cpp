@@ -48,10 +48,6 @@ const Refused refused[] = {
      "counts from the number of layers"},
     {"oracle:schedule=threshold(4,2)",
      "oracle: future queries are known for one moment: expected schedule=once, found schedule=threshold"},
-    {"snapkv:heads=query,schedule=every",
-     "snapkv: query heads that share a key would each hold tokens of their own: expected heads=kv or heads=layer, "
-     "found "
-     "heads=query with this schedule"},
     {"h2o:score=question,schedule=threshold(8,4)",
      "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found "
      "schedule=threshold"},
@@ -180,14 +176,26 @@ TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {
 }
 
 TEST(PlanRules, WhatFitsIsTaken) {
-  for (const char* policy :
-       {"local:score=window,select=top-k", "h2o:schedule=online", "h2o:schedule=online,heads=query,agg=max",
-        "random:score=cumulative,schedule=online", "tova:schedule=online", "snapkv:score=newest,schedule=online",
-        "streaming-llm:schedule=rolling", "local:schedule=rolling", "snapkv:schedule=every,heads=layer",
-        "h2o:score=question,schedule=question-blocks", "snapkv:store=quantised,heads=layer",
-        "snapkv:heads=query,store=cache", "snapkv:store=cache,schedule=question-blocks(9,relevance)",
-        "random:schedule=threshold(0.5,0.25)", "strided:schedule=every", "snapkv:select=stride",
-        "h2o:select=chunks,chunk=10,allocate=pyramid", "snapkv:allocate=dynamickv,r_max=3"})
+  for (const char* policy : {"local:score=window,select=top-k",
+                             "h2o:schedule=online",
+                             "h2o:schedule=online,heads=query,agg=max",
+                             "random:score=cumulative,schedule=online",
+                             "tova:schedule=online",
+                             "snapkv:score=newest,schedule=online",
+                             "streaming-llm:schedule=rolling",
+                             "local:schedule=rolling",
+                             "snapkv:schedule=every,heads=layer",
+                             "snapkv:schedule=every,heads=query",
+                             "h2o:schedule=threshold(8,4),heads=query",
+                             "h2o:score=question,schedule=question-blocks",
+                             "snapkv:store=quantised,heads=layer",
+                             "snapkv:heads=query,store=cache",
+                             "snapkv:store=cache,schedule=question-blocks(9,relevance)",
+                             "random:schedule=threshold(0.5,0.25)",
+                             "strided:schedule=every",
+                             "snapkv:select=stride",
+                             "h2o:select=chunks,chunk=10,allocate=pyramid",
+                             "snapkv:allocate=dynamickv,r_max=3"})
     EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }
 
