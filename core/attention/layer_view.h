@@ -81,6 +81,7 @@ class LayerView {
   int stored_layer() const { return place_.stored_layer; }
   int prompt() const { return place_.prompt; }
   MarkedQuestion question() const { return place_.question; }
+  const LayerPlace& place() const { return place_; }
   int query_heads() const { return tensors_.q.heads; }
   int kv_heads() const { return tensors_.k.heads; }
   int group() const { return tensors_.group(); }

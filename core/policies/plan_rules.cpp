@@ -131,9 +131,6 @@ void check_plan(const std::string& who, const Plan& plan) {
             allocator);
   refuse_if(!once && plan.score.needs.future_queries, "future queries are known for one moment", "schedule=once",
             schedule);
-  refuse_if(!once && !online && !rolling && plan.grouping.heads == Heads::query,
-            "query heads that share a key would each hold tokens of their own", "heads=kv or heads=layer",
-            "heads=query with this schedule");
   const auto* blocks = std::get_if<Blocks>(&plan.schedule);
   refuse_if(blocks != nullptr && blocks->by_relevance && !plan.score, "slots are in the order of scores",
             "order=position, or a score", "no score");

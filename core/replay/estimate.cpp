@@ -8,6 +8,7 @@
 
 #include "positions.h"
 #include "random.h"
+#include "replay/schedules.h"
 
 namespace kvreplay {
 namespace {
@@ -80,6 +81,7 @@ struct Shape {
   int last_queries = 0;
   bool all_queries = false;
   bool unrotates = false;
+  bool repeats = false;  // keys and values are copied for each query head
 };
 
 Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions, MarkedQuestion question) {
@@ -106,6 +108,7 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
     // What un-rotates queries reads each of them for itself, not against all keys.
     shape.all_queries |= needs.all_queries && !needs.rope && !shape.online;
     shape.unrotates |= needs.rope;
+    shape.repeats |= repeats_heads(plan);
   }
   return shape;
 }
@@ -186,7 +189,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   bool cumulative = false, second_walk = false;
   int measured_cells = 0;
   double comparisons = 0, online = 0, redundancy = 0;  // of one layer, in units of the sample's calls
-  std::size_t stored_bytes = 0, read_bytes = 0, angle_bytes = 0;
+  std::size_t stored_bytes = 0, read_bytes = 0, angle_bytes = 0, repeated_bytes = 0;
   bool pairs = false;
   Workload work{.sets = static_cast<int>(cells.size())};
   double kept_share = 0, candidates = 0;  // of one layer, all cells
@@ -203,6 +206,9 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       if (shape.unrotates)
         angle_bytes =
             static_cast<std::size_t>(tokens) * static_cast<std::size_t>(header.rope_pairs) * 2 * sizeof(double);
+      if (shape.repeats && !whole)
+        repeated_bytes = std::size_t{2} * query_heads * static_cast<std::size_t>(header.tokens()) *
+                         static_cast<std::size_t>(header.head_dim) * sizeof(float);
       second_walk |= shape.across_layers;
       const double steps = tokens / sample_steps;
       work.online = work.online || (shape.online && !whole);
@@ -292,8 +298,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), work) + observables + moments +
-                       ranking_bytes + at_once * largest_copy + stored_bytes + read_bytes + angle_bytes + 2 * set_bits +
-                       2 * part + program;
+                       ranking_bytes + at_once * largest_copy + stored_bytes + read_bytes + angle_bytes +
+                       repeated_bytes + 2 * set_bits + 2 * part + program;
   std::size_t archived_bytes = 0;
   for (const int layer : conditions.layers) {
     archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));

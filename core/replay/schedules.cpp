@@ -13,6 +13,40 @@ namespace {
 using Poll = std::function<void()>;
 using Lists = std::vector<std::vector<std::int32_t>>;
 
+/// A layer whose query heads each read a KV head of their own, as in code that repeats keys and values before it
+/// evicts: a token may be resident for one query head of a group and evicted for another.
+class RepeatedLayer {
+ public:
+  explicit RepeatedLayer(const LayerView& layer)
+      : keys_(repeated(layer.tensors().k, layer.group())),
+        values_(repeated(layer.tensors().v, layer.group())),
+        view_(layer.backend(), tensors(layer.tensors()), layer.place(), layer.eval_queries()) {}
+  RepeatedLayer(const RepeatedLayer&) = delete;
+  RepeatedLayer& operator=(const RepeatedLayer&) = delete;
+
+  const LayerView& view() const { return view_; }
+
+ private:
+  static std::vector<std::byte> repeated(const TensorView& tensor, int times) {
+    const std::size_t head_bytes = static_cast<std::size_t>(tensor.tokens) * tensor.row_bytes();
+    std::vector<std::byte> heads;
+    heads.reserve(tensor.bytes() * static_cast<std::size_t>(times));
+    for (int head = 0; head < tensor.heads; ++head)
+      for (int i = 0; i < times; ++i) heads.insert(heads.end(), tensor.row(head, 0), tensor.row(head, 0) + head_bytes);
+    return heads;
+  }
+
+  LayerTensors tensors(LayerTensors of_layer) const {
+    of_layer.k.heads = of_layer.v.heads = of_layer.q.heads;
+    of_layer.k.data = keys_.data();
+    of_layer.v.data = values_.data();
+    return of_layer;
+  }
+
+  std::vector<std::byte> keys_, values_;
+  LayerView view_;
+};
+
 /// What is held of one layer while its tokens come, row by row, and the attention that the held ones have received.
 class Cache {
  public:
@@ -302,8 +336,21 @@ PeakAndKeep tokens_of(const Threshold& threshold, int prompt, const std::string&
   return found;
 }
 
+bool repeats_heads(const Plan& plan) {
+  return plan.grouping.heads == Heads::query &&
+         (std::holds_alternative<Blocks>(plan.schedule) || std::holds_alternative<Threshold>(plan.schedule));
+}
+
 LayerSelection run_schedule(const LayerView& view, const Plan& plan, Allowance budget, const std::string& who,
                             const std::function<void()>& poll) {
+  if (repeats_heads(plan)) {
+    const RepeatedLayer layer(view);
+    Plan of_repeated = plan;
+    of_repeated.grouping.heads = Heads::kv;
+    LayerSelection selection = run_schedule(layer.view(), of_repeated, budget, who, poll);
+    selection.set = selection.set.refined(Heads::query, view.query_heads());
+    return selection;
+  }
   return std::visit([&](const auto& schedule) { return run(schedule, view, plan, budget, who, poll); }, plan.schedule);
 }
 

@@ -22,6 +22,9 @@ struct Allowance {
 LayerSelection run_schedule(const LayerView& view, const Plan& plan, Allowance budget, const std::string& who,
                             const std::function<void()>& poll);
 
+/// Whether a schedule holds copies of a layer's keys and values, one for each query head.
+bool repeats_heads(const Plan& plan);
+
 /// Peak and keep in tokens of a prompt of P. Throws Error{usage} unless 1 <= keep < peak.
 struct PeakAndKeep {
   int peak = 0;

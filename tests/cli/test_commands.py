@@ -49,6 +49,15 @@ def test_version_names_version_and_commit(tmp_path: Path) -> None:
     assert commit[0] == "(" and commit[-1] == ")"
 
 
+def test_an_empty_simd_level_is_none_at_all(tmp_path: Path) -> None:
+    unset = {name: value for name, value in os.environ.items() if name != "KVREPLAY_SIMD"}
+    expected = kvreplay("doctor", folder=tmp_path, env=unset)
+    assert (expected.code, expected.err) == (0, "")
+    assert kvreplay("doctor", folder=tmp_path, env=unset | {"KVREPLAY_SIMD": ""}) == expected
+    wrong = kvreplay("doctor", folder=tmp_path, env=unset | {"KVREPLAY_SIMD": "AVX1"})
+    assert wrong.code == 2 and wrong.err.startswith("kvreplay: KVREPLAY_SIMD: unknown SIMD level: expected ")
+
+
 def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:
     found = json.loads(done("doctor", "--json", folder=tmp_path))
     assert {"HDF5", "Eigen", "Highway", "Boost", "fmt"} <= found["libraries"].keys()

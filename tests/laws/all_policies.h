@@ -29,6 +29,8 @@ inline std::vector<std::string> all_policies() {
            "snapkv:window=3,pool=none,heads=layer",
            "snapkv:schedule=every(16)",
            "snapkv:window=2,schedule=threshold(0.4,0.2),store=cache",
+           "snapkv:window=2,schedule=threshold(0.4,0.2),store=cache,heads=query",
+           "h2o:heads=query,schedule=every(16)",
            "snapkv:window=2,select=chunks,chunk=5",
            "snapkv:window=3,allocate=ranked-layer",
            "snapkv:store=quantised,bits=4,group=8,residual=4",

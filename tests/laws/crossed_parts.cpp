@@ -9,6 +9,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <map>
 
 #include "policies/plan_part.h"
@@ -137,6 +138,11 @@ void expect_same(const RecordedRun& alone, const RecordedRun& run, int cell) {
     if (alone.compared_at.contains(key)) {
       EXPECT_TRUE(same_bits(alone.compared_at.at(key), run.compared_at.at(there)));
     }
+    ASSERT_EQ(alone.general_at.contains(key), run.general_at.contains(there)) << "the same query is checked";
+    if (alone.general_at.contains(key)) {
+      EXPECT_EQ(alone.general_at.at(key), run.general_at.at(there));
+      EXPECT_TRUE(same_bits(alone.general.at(key), run.general.at(there)));
+    }
     ASSERT_EQ(alone.stored.contains(key), run.stored.contains(there));
     if (alone.stored.contains(key)) {
       EXPECT_TRUE(same_bits(alone.stored.at(key).keys, run.stored.at(there).keys));
@@ -153,7 +159,9 @@ struct CrossedRun : RecordedRun {
 
 CrossedRun crossed_run(const std::vector<std::string>& all, int threads) {
   std::vector<Cell> cells;
-  for (const std::string& policy : all) cells.push_back({ConfiguredPolicy::parse(policy), budget});
+  for (const std::string& policy : all)
+    cells.push_back(
+        {.policy = ConfiguredPolicy::parse(policy), .budget = budget, .checked_at = std::hash<std::string>{}(policy)});
   CrossedRun run;
   replay(*tested_backend(threads), trace(), default_conditions(trace()), cells, run);
   return run;

@@ -239,8 +239,8 @@ def expected_weights(case: Case, layer: int) -> np.ndarray:
 
 
 def expected_of_keys(case: Case, layer: int, keys: np.ndarray, seen: int, sinks: int) -> np.ndarray:
-    """[Hq,n] for keys [Hkv,n,d], of which the first are sinks, when the queries [0,seen) have come: softmax over the
-    other keys, 0 for the sinks."""
+    """[Hq,n] for keys [Hkv,n,d] or [Hq,n,d], of which the first are sinks, when the queries [0,seen) have come: softmax
+    over the other keys, 0 for the sinks."""
     trace, parameters, future = case.trace, case.parameters, case.number("future")
     result = np.zeros((trace.query_heads, keys.shape[1]))
     if sinks >= keys.shape[1]:
@@ -250,7 +250,7 @@ def expected_of_keys(case: Case, layer: int, keys: np.ndarray, seen: int, sinks:
     ahead = mean_rotation(trace, layer, seen, future)
     for head in range(trace.query_heads):
         mean = queries[head].mean(axis=0)
-        scored = keys[head * trace.kv_heads // trace.query_heads, sinks:]
+        scored = keys[head * len(keys) // trace.query_heads, sinks:]
         z = trace.scale * scored @ (ahead @ mean)
         if parameters["covariance"] == "true":
             centred = queries[head] - mean

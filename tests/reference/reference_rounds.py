@@ -47,21 +47,24 @@ class Round:
         return np.repeat(self.positions, heads // len(self.positions), axis=0)
 
     def keys(self) -> np.ndarray:
-        """[Hkv,n,d]."""
+        """[Hkv,n,d], or [Hq,n,d] where each query head holds tokens of its own."""
         return self.gathered(self.case.trace.layers[self.layer].k)
 
     def values(self) -> np.ndarray:
-        """[Hkv,n,d]."""
+        """The same."""
         return self.gathered(self.case.trace.layers[self.layer].v)
 
     def gathered(self, vectors: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(vectors, self.of_heads(len(vectors))[:, :, None], axis=1)
+        rows = max(len(vectors), len(self.positions))
+        repeated = np.repeat(vectors, rows // len(vectors), axis=0)
+        return np.take_along_axis(repeated, self.of_heads(rows)[:, :, None], axis=1)
 
     def attention(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """a [Hq,w,n] of the last `window` queries, at most all, over the resident tokens; what each of them sees."""
         trace = self.case.trace
         queries = np.arange(max(0, self.seen - window), self.seen)
-        keys = np.repeat(self.keys(), trace.query_heads // trace.kv_heads, axis=0)
+        keys = self.keys()
+        keys = np.repeat(keys, trace.query_heads // len(keys), axis=0)
         z = capped(trace, rows_of(trace, self.layer, queries) @ keys.transpose(0, 2, 1))
         visible = self.of_heads(trace.query_heads)[:, None, :] <= queries[:, None]
         blind = ~visible.any(axis=2, keepdims=True)  # all that such a query could see has been evicted
@@ -131,7 +134,8 @@ def expected(now: Round) -> np.ndarray:
     parameters, trace = now.case.parameters, now.case.trace
     weights = expected_of_keys(now.case, now.layer, now.keys(), now.seen, resident_sinks(now))
     if parameters["vnorm"] == "true":
-        lengths = np.repeat(norms(now.values(), 2), trace.query_heads // trace.kv_heads, axis=0)
+        lengths = norms(now.values(), 2)
+        lengths = np.repeat(lengths, trace.query_heads // len(lengths), axis=0)
         weights = (weights + float(parameters["epsilon"])) * lengths
     return sinks_first(now.reduced(weights), resident_sinks(now))
 

@@ -53,6 +53,15 @@ def schedules_of(policy: str) -> list[str]:
     return ["", "once", *more.get(policy, []), *(SCHEDULES if policy in RULES else [])]
 
 
+@functools.cache
+def heads_of(policy: str) -> list[str]:
+    """The granularities that a policy offers, by the registry."""
+    offered = json.loads(call("policies", "--json").stdout)
+    parameters = next(one["parameters"] for one in offered if one["name"] == policy)
+    ranges = [parameter["range"] for parameter in parameters if parameter["name"] == "heads"]
+    return ranges[0].split(" | ") if ranges else []
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """A trace, a budget, the arguments of the schedules, and parameters of policies."""
@@ -62,6 +71,11 @@ class Setting:
     arguments: dict[str, str]
     parameters: dict[str, str]
     more: str = ""  # of every policy that takes it
+    heads: str = ""  # the granularity of all policies; "": each policy's own
+
+    def policies(self) -> list[str]:
+        """Those that have such a granularity."""
+        return [policy for policy in ALL_POLICIES if not self.heads or self.heads in heads_of(policy)]
 
     def takes(self, policy: str, schedule: str) -> bool:
         """Whether the policy has the parameter `more`, under a schedule that goes with it."""
@@ -75,6 +89,7 @@ class Setting:
     def text(self, policy: str, schedule: str) -> str:
         """The policy as it is given to the program; {folder} has the tables."""
         given = [self.parameters[policy]] if policy in self.parameters else []
+        given += [f"heads={self.heads}"] if self.heads else []
         given += [f"schedule={schedule}{self.arguments.get(schedule, '')}"] if schedule else []
         given += [self.more] if self.more else []
         return f"{policy}:{','.join(given)}".rstrip(":").format(folder=folder().name)
@@ -140,6 +155,7 @@ COMMON = [
     replace(LONG, more="window_at=question"),
     replace(LONG, budget="9", more="window_at=question"),
 ]
+BY_QUERY_HEAD = replace(SHORT, heads="query")
 
 
 def content(name: str) -> Content:
@@ -181,7 +197,7 @@ def results(setting: Setting, schedule: str) -> tuple[dict[str, str], Path, str]
     out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
     texts = [
         setting.text(policy, schedule)
-        for policy in ALL_POLICIES
+        for policy in setting.policies()
         if schedule in schedules_of(policy) and setting.takes(policy, schedule)
     ]
     finished = run(setting, texts, "--metrics", "attention_recall", "-o", out)
@@ -222,12 +238,19 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
             setting,
             policy,
             schedule,
-            id=f"{setting.name}-{setting.budget}-{policy}-{schedule or 'its own'}-{setting.more}".rstrip("-"),
+            id="-".join(
+                filter(
+                    None,
+                    [setting.name, setting.budget, policy, schedule or "its own", setting.heads, setting.more],
+                )
+            ),
         )
-        for setting in (LONG, SHORT, GROWING, *COMMON)
-        for policy in ALL_POLICIES
+        for setting in (LONG, SHORT, GROWING, BY_QUERY_HEAD, *COMMON)
+        for policy in setting.policies()
         for schedule in schedules_of(policy)
-        if (not setting.budget.endswith("@seen") or schedule == "every") and setting.takes(policy, schedule)
+        if not setting.budget.endswith("@seen") or schedule == "every"
+        if setting is not BY_QUERY_HEAD or schedule in SCHEDULES
+        if setting.takes(policy, schedule)
     ],
 )
 def test_selection(setting: Setting, policy: str, schedule: str) -> None:

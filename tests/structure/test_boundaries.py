@@ -169,6 +169,26 @@ def test_below_tools_nothing_prints_or_exits():
     assert not wrong
 
 
+def test_scripts_name_no_host():
+    """Packages and sources come from where the user's own apt and pip take them."""
+    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    paths = [path for path in map(Path, tracked.stdout.splitlines()) if (ROOT / path).is_file()]
+    scripts = [
+        path
+        for path in paths
+        if path.suffix in (".cmake", ".json", ".toml")
+        or path.name == "CMakeLists.txt"
+        or (ROOT / path).read_bytes().startswith(b"#!")
+    ]
+    assert {Path("tools/setup"), Path("tests/run"), Path("pyproject.toml")} <= set(scripts)
+    wrong = []
+    for path in scripts:
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+            if re.search(r"\w://[\w.]|\b[\w-]+\.(com|io|net|org)\b", line):
+                wrong.append(f"{path}:{number}: {line.strip()}")
+    assert not wrong
+
+
 def test_no_folder_is_a_drawer():
     names = {part for path in sources() for part in path.parts[:-1]}
     assert not names & {"utils", "util", "common", "misc", "priv", "helpers", "lib"}
