@@ -84,7 +84,7 @@ TEST_P(AttentionScores, ObservedOfThoseHeldCountsTheQueriesSinceTheyCame) {
 }
 
 TEST_P(AttentionScores, SumsOverQueriesAreDistributionsOnceDivided) {
-  const Scoring of_heads{.grouping = {.heads = Heads::query}, .recent = 5};
+  const Scoring of_heads{.grouping = {.heads = Heads::query}, .recent = 5, .observing = 5};
   const Scorer sums[] = {
       cumulative_score(),
       WindowScore{.window = 6, .pool = Pool::none}.scorer(),
@@ -110,7 +110,7 @@ TEST_P(AttentionScores, CriticalKvAddsItsConstantToMeansOverQueries) {
   const auto scorer = [](const std::string& policy) {
     return ConfiguredPolicy::parse(policy).plans(3).front().plan.score;
   };
-  const Scoring how{.recent = 2, .budget = 10};
+  const Scoring how{.recent = 2, .budget = 10, .observing = 2};
   const std::pair<std::string, double> bases[] = {
       {"snapkv:window=4", 4},
       {"snapkv:window=50,pool=avg", prompt},

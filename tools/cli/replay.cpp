@@ -36,7 +36,8 @@ namespace {
 
 constexpr Option options[] = {
     {"policy", 'p', "POLICY,...", "",
-     "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store= protect=; layers:0-14=(A),15-29=B; @FILE; may "
+     "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store= protect=; layers:0-14=(A),15-29=B; "
+     "@FILE; may "
      "be repeated",
      true},
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
