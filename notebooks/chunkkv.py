@@ -458,7 +458,8 @@ panels = {"arithmetic task (paper)": "score / %", "attention": "attention recall
 points = [of_paper(PAPER_REUSE, "arithmetic task (paper)", "reuse")]
 for panel, metric in {"attention": "attention_recall", "attention output": "output_error"}.items():
     rows = values(reused, metric)
-    rows = rows[rows["role"] == "asked"].assign(sinks=by_parameter(rows["label"], "sinks"))
+    rows = rows[rows["role"] == "asked"]
+    rows = rows.assign(sinks=by_parameter(rows["label"], "sinks"))
     kind = rows["kind"].map(lambda kind: "arithmetic" if kind == "arithmetic" else "other kinds")
     series = kind + rows["sinks"].map(SINKS)
     points.append(rows.assign(panel=panel, series=series, reuse=by_parameter(rows["label"], "reuse")))

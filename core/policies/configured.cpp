@@ -167,8 +167,17 @@ void ConfiguredPolicy::find_common() {
   if (name_ == layer_ranges_name) return;  // the policies of the ranges have them
   constexpr int some_layers = 2;
   const Parameters own = parameters();
+  std::vector<LayerPlan> plans;
+  try {
+    plans = policy_->plans(some_layers);
+  } catch (const Error& error) {
+    // An oracle over another policy's layers has plans for its number of layers alone.
+    if (error.refusal() != Refusal::usage) throw;
+    common_->lacks_protection = "has the counts of another policy";
+    return;
+  }
   bool protects = false;
-  for (const LayerPlan& of_range : policy_->plans(some_layers)) {
+  for (const LayerPlan& of_range : plans) {
     Plan plan = of_range.plan;
     fill_parts(plan);
     common_->has_window_at |= plan.score.places_window && plan.protect.question.last_tokens == 0;
