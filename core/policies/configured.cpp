@@ -73,12 +73,23 @@ std::vector<std::string> split_policies(std::string_view text) {
   return found;
 }
 
-ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t seed) {
-  const std::size_t name = end_of_policy_name(text);
+ConfiguredPolicy ConfiguredPolicy::made(std::string_view name) {
   ConfiguredPolicy configured;
-  configured.name_ = registered_policy(text.substr(0, name));
+  configured.name_ = registered_policy(name);
   configured.policy_ = make_policy(configured.name_);
   if (const PolicyEntry* entry = policies().find(configured.name_)) configured.source_ = entry->source;
+  return configured;
+}
+
+ConfiguredPolicy ConfiguredPolicy::with_defaults(std::string_view name) {
+  ConfiguredPolicy configured = made(name);
+  configured.find_common();
+  return configured;
+}
+
+ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t seed) {
+  const std::size_t name = end_of_policy_name(text);
+  ConfiguredPolicy configured = made(text.substr(0, name));
   configured.policy_->set_seed(seed);
   std::vector<std::pair<std::string, std::string>> values;
   if (name != text.size()) {
@@ -170,10 +181,10 @@ void ConfiguredPolicy::find_common() {
   std::vector<LayerPlan> plans;
   try {
     plans = policy_->plans(some_layers);
-  } catch (const Error& error) {
-    // An oracle over another policy's layers has plans for its number of layers alone.
-    if (error.refusal() != Refusal::usage) throw;
-    common_->lacks_protection = "has the counts of another policy";
+  } catch (const Error&) {
+    // An oracle over ranges of layers has plans for its number of layers alone, and a broken policy in Python has none:
+    // who asks for its plans hears why.
+    common_->lacks_protection = "has no plans for any number of layers";
     return;
   }
   bool protects = false;

@@ -28,6 +28,9 @@ class ConfiguredPolicy {
   /// protect=(sinks=4,recent=10%) replaces the tokens that it protects. Throws Error{usage}.
   static ConfiguredPolicy parse(std::string_view text, std::uint64_t seed = 0);
 
+  /// To be described: its values are not checked, and its plans may throw.
+  static ConfiguredPolicy with_defaults(std::string_view name);
+
   /// Replaces the protected tokens of the policy, or of the policies that it is made of. Those without protected tokens
   /// stay as they are. Throws Error{usage} where the user has replaced them already.
   void replace_protected(const ProtectedTokens& tokens);
@@ -58,6 +61,7 @@ class ConfiguredPolicy {
   void check_layers_apart() const;
 
  private:
+  static ConfiguredPolicy made(std::string_view name);
   struct Placed {
     PartKind kind;
     std::string name;

@@ -160,7 +160,8 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p snapkv:preset=mine -b 0.5",
-        'snapkv:preset: unknown value: expected one of factory, snapkv-paper, snapkv-code, kvpress, found "mine"',
+        "snapkv:preset: unknown value: expected one of factory, snapkv-paper, snapkv-code, kvpress, factory-needle, "
+        'dynamickv, found "mine"',
     ),
     (
         USAGE,

@@ -320,8 +320,8 @@ def tuned(
 def test_values_of_parameters_arrive_with_their_types(small: Path) -> None:
     run = replay(small, ["tuned", tuned(p=3.0, last=4, turned=True, of="values")], 0.2, metrics="kv_bytes")
     assert set(run.cells[run.cells["policy"] == "tuned"]["params"]) == {
-        "p=2,last=3,turned=false,of=keys,heads=kv,agg=mean",
-        "p=3,last=4,turned=true,of=values,heads=kv,agg=mean",
+        "p=2,last=3,turned=false,of=keys,heads=kv,agg=mean,sinks=0",
+        "p=3,last=4,turned=true,of=values,heads=kv,agg=mean,sinks=0",
     }
     assert kv.policy.tuned.__doc__.startswith("norms of keys or values\n") and "of the norm" in kv.policy.tuned.__doc__
 

@@ -120,7 +120,7 @@ def test_parts_are_parameters_too():
 
 
 def test_what_is_searched_when_nothing_is_said():
-    assert list(space.declared_space("snapkv")) == ["pool", "pool_order"]
+    assert list(space.declared_space("snapkv")) == ["pool", "pool_order", "window_at"]
     found = space.declared_space("pyramid-infer")
     assert isinstance(found["r"], space.Real) and "distance_weight" not in found
 

@@ -107,7 +107,7 @@ int list_parts(const Arguments& arguments) {
 /// By family, and by name within it.
 std::vector<ConfiguredPolicy> by_family() {
   std::vector<ConfiguredPolicy> all;
-  for (const std::string& name : policies().names()) all.push_back(ConfiguredPolicy::parse(name));
+  for (const std::string& name : policies().names()) all.push_back(ConfiguredPolicy::with_defaults(name));
   std::ranges::sort(all, {}, [](const ConfiguredPolicy& policy) {
     return std::pair(policy.card().family, std::string_view(policy.card().name));
   });

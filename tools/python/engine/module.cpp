@@ -71,7 +71,7 @@ nb::dict replay(const std::vector<std::string>& words, const nb::object& progres
 nb::list registered() {
   nb::list all;
   for (const std::string& name : policies().names()) {
-    const ConfiguredPolicy policy = ConfiguredPolicy::parse(name);
+    const ConfiguredPolicy policy = ConfiguredPolicy::with_defaults(name);
     const Card& card = policy.card();
     nb::list parameters;
     const Parameters declared = policy.parameters();
