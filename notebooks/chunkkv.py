@@ -426,7 +426,7 @@ PAPER_REUSE = pd.DataFrame(
     index=[1, 2, 3, 5, 8, 10, 20, 30],  # the last is the number of layers: 32 and 28
 )  # fmt: skip
 policies = [f"chunkkv:reuse={number}" for number in REUSE]
-SINKS = {0: "", 4: ", four sinks"}
+SINKS = {0: "", 4: ", 4 sinks"}
 reused = page.replay(
     "reuse", every, [f"{policy},sinks={sinks}" for sinks in SINKS for policy in policies], ["0.1"],
     "--metrics", "attention_recall,output_error", "--detail", "summary",
@@ -460,7 +460,7 @@ for panel, metric in {"attention": "attention_recall", "attention output": "outp
     rows = values(reused, metric)
     rows = rows[rows["role"] == "asked"]
     rows = rows.assign(sinks=by_parameter(rows["label"], "sinks"))
-    kind = rows["kind"].map(lambda kind: "arithmetic" if kind == "arithmetic" else "other kinds")
+    kind = rows["kind"].map(lambda kind: "arithmetic" if kind == "arithmetic" else "others")
     series = kind + rows["sinks"].map(SINKS)
     points.append(rows.assign(panel=panel, series=series, reuse=by_parameter(rows["label"], "reuse")))
 points = pd.concat([*points, pd.concat([relative, ideal]).assign(panel="scoring and selecting")])
@@ -492,7 +492,7 @@ page.find(
     ", ".join(f"{speed[number]:.3f} (N = {number})" for number in REUSE if number in (2, 5, 10, layers)),
     [bool((np.diff(speed) < 0).all()), bool(speed[2] < 0.65), bool(floor < 0.2)],
 )  # fmt: skip
-others = [growth[f"other kinds{suffix}"] for suffix in SINKS.values() if "other kinds" in growth]
+others = [growth[f"others{suffix}"] for suffix in SINKS.values() if "others" in growth]
 page.find(
     "Draft Table 7 and Fig. 5, NeurIPS Table 9", "two layers with one set cost next to nothing, all layers 10 to 15 %",
     "; ".join(f"output error of the other kinds grows by {100 * (one[2] - 1):.0f} % at N = 2 and to {one[layers]:.1f} "
@@ -505,8 +505,8 @@ page.find(
 grown = points[points["panel"] == "attention output"].pivot(index=["trace", "series"], columns="reuse", values="value")
 grown = mean_over_traces(grown.div(grown[1], axis=0).stack().rename("value").reset_index(), ["series", "reuse"])
 grown = grown.set_index(["reuse", "series"])
-if "arithmetic" in growth and "other kinds" in growth:
-    pairs = {(number, n): (grown.loc[number, f"arithmetic{suffix}"], grown.loc[number, f"other kinds{suffix}"])
+if "arithmetic" in growth and "others" in growth:
+    pairs = {(number, n): (grown.loc[number, f"arithmetic{suffix}"], grown.loc[number, f"others{suffix}"])
              for n, suffix in SINKS.items() for number in (5, layers)}  # fmt: skip
     compared = (f"{cell(ours, 1)} against {cell(others, 1)} (N = {number}, {n or 'no'} sinks)"
                 for (number, n), (ours, others) in pairs.items())  # fmt: skip
