@@ -64,15 +64,15 @@ def test_layers_that_share_a_set_share_its_twin() -> None:
             assert twin.rows[layer][row].tolist() == expected.tolist()
 
 
-def test_layers_of_different_granularity() -> None:
-    text = "layers:0-1=(chunkkv:chunk=3,window=2),2-3=(snapkv:window=2,kernel=3)"
-    chosen = select(FIXTURE, Policy.parse(text), "6")
-    twin = reference_twins.random_twin(FIXTURE, chosen, 0)
-    for layer in (0, 1):  # one set, whose number is 0
-        assert twin.rows[layer][0].tolist() == twin.rows[layer][1].tolist()
-    separate = reference_twins.random_twin(FIXTURE, select(FIXTURE, Policy.parse("snapkv:window=2,kernel=3"), "6"), 0)
-    for layer in (2, 3):
-        assert [row.tolist() for row in twin.rows[layer]] == [row.tolist() for row in separate.rows[layer]]
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_of_different_granularity(seed: int) -> None:
+    """The one set of a layer with one has the number 0, whether or not it is repeated for each head."""
+    ranges = ("chunkkv:chunk=1,window=2", "snapkv:window=2,kernel=3")
+    whole = select(FIXTURE, Policy.parse(f"layers:0-1=({ranges[0]}),2-3=({ranges[1]})"), "6")
+    parts = [select(FIXTURE, Policy.parse(text), "6") for text in ranges]
+    twin, of_chunks, of_snapkv = (reference_twins.random_twin(FIXTURE, one, seed) for one in (whole, *parts))
+    for layer, expected in enumerate([*of_chunks.rows[:2], *of_snapkv.rows[2:]]):
+        assert [row.tolist() for row in twin.rows[layer]] == [row.tolist() for row in expected] * (2 // len(expected))
 
 
 def test_skill() -> None:
