@@ -107,6 +107,8 @@ REAL_POLICIES = [
     "dynamickv:heads=query,mid_total=proportional",
     "sca",
     "sca:objective=max,use=key",
+    "sca:share=2",
+    "sca:share=2,sinks=4",
     "sca:schedule=threshold(0.5,0.25),recent=20",
     "finch:blocks=64",
     "finch:blocks=100,condition=all,order=relevance,heads=kv",

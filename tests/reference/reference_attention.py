@@ -23,7 +23,7 @@ from reference import (
 )
 from reference_geometry import prompt_keys, prompt_values, uniform_number
 from reference_once import window_scores
-from reference_schedules import Residents, lowest_goes, scheduled
+from reference_schedules import Residents, budget_after, guarded_among, lowest_goes, scheduled
 from reference_selection import (
     TOLERANCE,
     Case,
@@ -51,19 +51,19 @@ def tova(case: Case) -> Selection:
             case, fixed, lambda layer: window_attention(trace, layer, 1, case.window_end).mean(axis=0, keepdims=True)
         )
     layers, decisions = [], []
-    sinks, recent = case.guarded(case.sinks, last)
     for index, layer in enumerate(trace.treated):
         residents = Residents(case, index)
         layers.append(residents)
         z, _ = logits(trace, layer, np.arange(trace.tokens))
         for t in range(trace.tokens):
-            there = residents.at(0, t)
+            there, budget = residents.at(0, t), budget_after(case, t + 1)
             if len(there) <= budget:
                 continue
+            sinks, recent = guarded_among(case, there, last, budget)
             scores = np.full(trace.tokens, np.inf)
             scores[there] = softmax(z[:, t, there], np.ones(len(there), bool)).mean(axis=0)
             scores[t + 1 - recent : t + 1] = np.inf
-            scores[: min(sinks, t)] = np.inf
+            scores[there[:sinks]] = np.inf
             decisions.append(found(f"treated layer {index} query {t}", lowest_goes(residents, scores[None], t)))
     return scheduled(case, layers, decisions, fixed=fixed)
 

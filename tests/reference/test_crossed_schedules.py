@@ -7,6 +7,7 @@ has one; so a new policy or schedule fails here until the reference knows it.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import subprocess
 import tempfile
@@ -248,7 +249,7 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
         for setting in (LONG, SHORT, GROWING, BY_QUERY_HEAD, *COMMON)
         for policy in setting.policies()
         for schedule in schedules_of(policy)
-        if not setting.budget.endswith("@seen") or schedule == "every"
+        if not setting.budget.endswith("@seen") or schedule in ("every", "threshold", "online")
         if setting is not BY_QUERY_HEAD or schedule in SCHEDULES
         if setting.takes(policy, schedule)
     ],
@@ -275,3 +276,34 @@ def test_one_block_is_once(policy: str) -> None:
             for one in (text, text.replace("schedule=once", "schedule=every(1000)"))
         )
         assert block == once
+
+
+ONLINE = [
+    f"h2o-online:{','.join(filter(None, given))}"
+    for given in itertools.product(
+        ("recent=3", "recent=0.25", "recent=1,heads=query", "recent=0.5,heads=layer"),
+        ("", "grow=true", "prefill=once", "prefill=once,grow=true"),
+        ("", "sinks=3", "protect=(sinks=2,recent=20%)"),
+    )
+]
+ONLINE += [
+    f"tova:schedule=online,{','.join(given)}"
+    for given in itertools.product(("protect_last=true", "protect_last=false"), ("sinks=3", "sinks=1"))
+]
+
+
+@pytest.mark.parametrize("budget", ["19", "0.4@seen", "3", "5%@seen"])
+@pytest.mark.parametrize("text", ONLINE)
+def test_parameters_of_online_policies(text: str, budget: str, tmp_path: Path) -> None:
+    """Growing caches, one cut at the end of the prompt, sinks and protected tokens, each with each."""
+    trace = trace_of(SHORT.name)
+    finished = run(replace(SHORT, budget=budget), [text], "--metrics", "held_tokens", "-o", tmp_path / "out")
+    assert finished.returncode == 0, finished.stderr
+    frame = read_frame(tmp_path / "out")
+    [cell] = frame[frame["role"] == "asked"]["cell"].unique()
+    with h5py.File(tmp_path / "out/selections.h5") as file:
+        ours = select(trace, Policy.parse(text), budget)
+        theirs, datasets = stored_selection(trace, ours, file["cells"][cell], budget, text)
+    ours = decide(trace, Policy.parse(text), budget, follow=theirs)
+    verdicts = compare_selections(trace, ours, theirs, datasets, text)
+    assert sum(verdict == Verdict.NEAR for verdict in verdicts) <= max(1, 0.01 * len(verdicts))
