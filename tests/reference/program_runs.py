@@ -368,6 +368,7 @@ METRICS = [
     "attention_recall",
     "attention_recall:prompt",
     "attention_recall:nosink",
+    "attention_recall:oracle",
     "attention_cosine",
     "attention_cosine:prompt",
     "attention_cosine:nosink",

@@ -363,6 +363,7 @@ def measure(trace: Trace, selection: Selection, choice: str, rows: bool = False)
     """Every metric and variant of a selection; `rows` adds the cosine over all queries."""
     return {
         **attention_metrics(trace, selection, choice),
+        **recall_of_best_sets(trace, selection, choice),
         **(cosine_of_all_rows(trace, selection) if rows else {}),
         **kv_l1_loss(trace, selection),
         **jaccard_adjacent(trace, selection),

@@ -36,7 +36,7 @@ ALL_SCHEDULES = {"once", "online", "rolling", *SCHEDULES}
 
 # Policies that keep everything, by position alone, what the eval queries attend to, or as much as they like.
 WITHOUT_PROTECTION = {"full", "kivi", "think", "minicache", "quest", "local", "streaming-llm", "strided", "truncate"}
-WITHOUT_PROTECTION |= {"oracle", "duo-attention", "simlayerkv"}
+WITHOUT_PROTECTION |= {"oracle", "random-twin", "duo-attention", "simlayerkv"}
 WITH_OWN_SINKS = {name for name, defaults in DEFAULTS.items() if "sinks" in defaults}
 # Policies that score by an observation window at the end of the prompt.
 WINDOWS = {"snapkv", "pyramid-kv", "pyramid-infer", "dynamickv", "chunkkv", "hybrid", "ada-kv", "head-kv", "lava"}
@@ -45,7 +45,11 @@ WINDOWS |= {"defensive-kv", "caote", "tova", "scissorhands"}
 
 def schedules_of(policy: str) -> list[str]:
     """The schedules that a policy accepts; "": its own, with none given."""
-    if policy in ("hybrid", "quest"):  # plans by layer, into which no part can be put
+    if policy in (
+        "hybrid",
+        "quest",
+        "random-twin",
+    ):  # plans by layer, or another policy: no part can be put in
         return [""]
     if policy == "finch":  # asks a question, which must be kept whole
         return ["", "question-blocks"]
@@ -58,7 +62,7 @@ def schedules_of(policy: str) -> list[str]:
 def heads_of(policy: str) -> list[str]:
     """The granularities that a policy offers, by the registry."""
     offered = json.loads(call("policies", "--json").stdout)
-    parameters = next(one["parameters"] for one in offered if one["name"] == policy)
+    parameters = next((one["parameters"] for one in offered if one["name"] == policy), [])
     ranges = [parameter["range"] for parameter in parameters if parameter["name"] == "heads"]
     return ranges[0].split(" | ") if ranges else []
 
@@ -101,7 +105,7 @@ LONG = Setting(
     "long",
     "60",
     {"every": "(16)", "threshold": "(80,60)", "question-blocks": "(16)"},
-    {"head-kv": "table={folder}/long.npy"},
+    {"head-kv": "table={folder}/long.npy", "random-twin": "of=(h2o)"},
 )
 SHORT = Setting(
     "short",
@@ -109,6 +113,7 @@ SHORT = Setting(
     {"every": "(7)", "threshold": "(23,14)", "question-blocks": "(4)"},
     {
         "random": "seed=3,sinks=1,window=2",
+        "random-twin": "of=(snapkv:window=3,kernel=3,heads=query,sinks=2),seed=3",
         "streaming-llm": "sinks=2",
         "caote": "base=cumulative",
         "critical-kv": "base=snapkv,first=0.4",
@@ -287,8 +292,9 @@ ONLINE = [
     )
 ]
 ONLINE += [
-    f"tova:schedule=online,{','.join(given)}"
-    for given in itertools.product(("protect_last=true", "protect_last=false"), ("sinks=3", "sinks=1"))
+    f"{policy},{','.join(given)}"
+    for policy in ("h2o:schedule=online,recent=3", "tova:schedule=online", "tova:schedule=online,protect_last=true")
+    for given in itertools.product(("grow=true", "prefill=once", "grow=true,prefill=once"), ("sinks=3", "sinks=1"))
 ]
 
 

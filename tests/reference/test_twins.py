@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
 import numpy as np
+import pandas as pd
 import pytest
+import random_traces
 import reference
 import reference_metrics
 import reference_twins
-from reference_policies import select
-from reference_selection import Policy
+import test_crossed_schedules as crossed
+from comparison import compare_metrics, compare_selections, stored_selection
+from program_runs import METRICS, call, folder, read_frame
+from reference import Trace
+from reference_policies import decide, has_twin, select
+from reference_selection import Policy, unwrapped
+from write_trace import write_trace
 
 FIXTURE = reference.fixture()
 NOTHING = np.array([], int)
@@ -98,3 +112,145 @@ def test_the_best_sets_are_those_of_the_oracle_with_the_same_counts(policy: str)
     np.testing.assert_allclose(bound.heads, of_oracle.heads, atol=1e-12)
     assert (bound.layers >= of_policy.layers).all()
     assert bound.all > of_policy.all
+
+
+# ------------------------------------------------------------------------------------------------ the program's twins
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Situation:
+    """Policies on a trace at a budget. `boundary`: prompt tokens under compression, 0: all."""
+
+    name: str
+    trace_name: str
+    budget: str
+    policies: tuple[str, ...]
+    boundary: int = 0
+
+    @functools.cached_property
+    def path(self) -> Path:
+        if self.trace_name in ("long", "short"):
+            return crossed.written(self.trace_name)
+        path = Path(folder().name) / f"twins-{self.trace_name}.h5"
+        write_trace(path, getattr(random_traces, self.trace_name)())
+        return path
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        read = reference.read_trace(self.path)
+        return dataclasses.replace(read, prompt=self.boundary or read.prompt)
+
+    def call(self, policies: Iterator[str] | list[str], *more: str | Path) -> object:
+        asked = [word for policy in policies for word in ("-p", policy)]
+        boundary = ["--boundary", str(self.boundary)] if self.boundary else []
+        return call("replay", self.path, *asked, "-b", self.budget, *boundary, "--progress", "never", *more)
+
+    def accepts(self, policy: str) -> bool:
+        finished = self.call([policy], "--dry-run")
+        assert finished.returncode in (0, 2, 3), finished.stderr
+        return finished.returncode == 0
+
+
+SEED = 5
+BY_LAYER = (
+    "layers:0=(chunkkv:chunk=3,window=2),1-2=(snapkv:window=3,kernel=3,heads=query)",
+    "layers:0-1=(pyramid-kv:window=3,kernel=3),2=(h2o:recent=3,heads=layer)",
+    "layers:0=full,1-2=h2o",
+    "chunkkv:chunk=3,window=2,reuse=2,heads=query",
+    "sca:recent=2,share=2,positions=cache",
+    "h2o:recent=3,overlap=true",
+    "snapkv:window=3,select=chunks,chunk=4,window_mode=whole,sinks=3",
+)
+
+
+def situations() -> list[Situation]:
+    """Every registered policy: by itself, with sinks, with other protected tokens, and on other traces."""
+    made = []
+    for setting in (crossed.LONG, crossed.SHORT, *crossed.COMMON, crossed.BY_QUERY_HEAD):
+        if setting.budget.endswith("@seen"):
+            continue
+        name = " ".join(filter(None, [setting.name, setting.budget, setting.more, setting.heads]))
+        taken = [policy for policy in setting.policies() if policy != "random-twin" and setting.takes(policy, "")]
+        texts = tuple(setting.text(policy, "") for policy in taken)
+        made.append(Situation(name, setting.name, setting.budget, texts))
+    short = made[1].policies
+    return [
+        *made,
+        Situation("boundary", "short", "17", short, boundary=41),
+        Situation("sliding windows", "sliding_windows", "15", short),
+        Situation("all", "short", "1000", short),
+        Situation("ranges", "short", "19", BY_LAYER),
+    ]
+
+
+def twin_of(text: str) -> str:
+    return f"random-twin:of=({text}),seed={SEED}"
+
+
+@functools.cache
+def replayed(situation: Situation) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame], Path]:
+    """Rows of results.csv of the policies that the program has a twin of, and of these twins, by text; their sets."""
+    out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
+    texts = [text for text in situation.policies if situation.accepts(text) and situation.accepts(twin_of(text))]
+    asked = [policy for text in texts for policy in (text, twin_of(text))]
+    finished = situation.call(asked, "--metrics", ",".join(METRICS), "--detail", "head", "-o", out)
+    assert finished.returncode == 0, finished.stderr
+    frame = read_frame(out)
+    cells = [rows for _, rows in frame[frame["role"] == "asked"].groupby("cell", sort=False)]
+    assert len(cells) == len(asked), finished.stderr
+    found = [{}, {}]
+    for rows in cells:
+        one = Policy.parse(f"{rows['policy'].iloc[0]}:{rows['params'].iloc[0]}")
+        is_twin = one.name == "random-twin"
+        base = Policy.parse(unwrapped(dict(one.given)["of"])) if is_twin else one
+        [text] = [text for text in texts if is_written(base, text)]
+        found[is_twin][text] = rows
+    return found[0], found[1], out / "selections.h5"
+
+
+def is_written(policy: Policy, text: str) -> bool:
+    """Whether the text, the only one of that name in its situation but for layers, asks for this policy."""
+    asked = Policy.parse(text)
+    if asked.name != "layers":
+        return policy.name == asked.name
+    return policy.name == "layers" and [key for key, _ in policy.given] == [key for key, _ in asked.given]
+
+
+SITUATIONS = situations()
+each = pytest.mark.parametrize(
+    ("situation", "text"),
+    [
+        pytest.param(situation, text, id=f"{situation.name}-{text}".replace(folder().name, ""))
+        for situation in SITUATIONS
+        for text in situation.policies
+    ],
+)
+
+
+@each
+def test_policies_with_a_twin(situation: Situation, text: str) -> None:
+    if not situation.accepts(text):
+        assert not situation.accepts(twin_of(text))
+        return
+    assert situation.accepts(twin_of(text)) == has_twin(situation.trace, Policy.parse(text), situation.budget)
+
+
+@each
+def test_twins_of_the_program(situation: Situation, text: str) -> None:
+    """Their sets are what the policy's own sets become, and their numbers those of these sets."""
+    bases, twins, path = replayed(situation)
+    if text not in twins:
+        pytest.skip("has no twin")
+    trace, policy, where = situation.trace, Policy.parse(text), f"{situation.name} {text}"
+    ours = select(trace, policy, situation.budget)
+    with h5py.File(path) as file:
+        cells = [file["cells"][rows[text]["cell"].iloc[0]] for rows in (bases, twins)]
+        theirs, _ = stored_selection(trace, ours, cells[0], situation.budget, where)
+        expected = reference_twins.random_twin(trace, theirs, SEED)
+        twin, datasets = stored_selection(trace, expected, cells[1], situation.budget, where)
+    compare_selections(trace, expected, twin, datasets, where)
+    assert reference_metrics.counts(twin).tolist() == reference_metrics.counts(theirs).tolist()
+    if twin.stored is not None:
+        twin = dataclasses.replace(twin, stored=decide(trace, policy, situation.budget, follow=twin).stored)
+    if not situation.boundary:
+        compare_metrics(trace, twin, "continuation", twins[text], where)
