@@ -20,8 +20,8 @@ from kvreplay.trace import Trace, TraceWriter
 POLICIES = set(
     "ada-kv cam-one-shot caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
     "expected-attention finch full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local "
-    "minicache nacl observed-attention oracle pyramid-infer pyramid-kv q-filter quest random random-twin sca scissorhands "
-    "simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
+    "minicache nacl observed-attention oracle pyramid-infer pyramid-kv q-filter quest random random-twin sca "
+    "scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "head-kv", "random-twin"}  # the model's output projections, a table, and a policy
 COMMANDS = set("doctor synth info validate convert replay diff policies new-policy metrics completion help".split())
