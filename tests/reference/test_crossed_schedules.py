@@ -62,7 +62,7 @@ def schedules_of(policy: str) -> list[str]:
 def heads_of(policy: str) -> list[str]:
     """The granularities that a policy offers, by the registry."""
     offered = json.loads(call("policies", "--json").stdout)
-    parameters = next((one["parameters"] for one in offered if one["name"] == policy), [])
+    parameters = next(one["parameters"] for one in offered if one["name"] == policy)
     ranges = [parameter["range"] for parameter in parameters if parameter["name"] == "heads"]
     return ranges[0].split(" | ") if ranges else []
 
