@@ -22,7 +22,7 @@ from program_runs import METRICS, call, folder, read_frame
 from reference import Trace
 from reference_policies import decide, has_twin, select
 from reference_selection import Policy, unwrapped
-from write_trace import write_trace
+from write_trace import Content, write_trace
 
 FIXTURE = reference.fixture()
 NOTHING = np.array([], int)
@@ -132,7 +132,9 @@ class Situation:
         if self.trace_name in ("long", "short"):
             return crossed.written(self.trace_name)
         path = Path(folder().name) / f"twins-{self.trace_name}.h5"
-        write_trace(path, getattr(random_traces, self.trace_name)())
+        seed = self.trace_name.removeprefix("exchangeable ")
+        content = exchangeable(int(seed)) if seed.isdecimal() else getattr(random_traces, self.trace_name)()
+        write_trace(path, content)
         return path
 
     @functools.cached_property
@@ -188,24 +190,33 @@ def twin_of(text: str) -> str:
 
 
 @functools.cache
-def replayed(situation: Situation) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame], Path]:
-    """Rows of results.csv of the policies that the program has a twin of, and of these twins, by text; their sets."""
+def with_twin(situation: Situation) -> list[str]:
+    """The policies that the program has a twin of."""
+    return [text for text in situation.policies if situation.accepts(text) and situation.accepts(twin_of(text))]
+
+
+def replay(situation: Situation, texts: list[str], *more: str) -> tuple[dict, dict, Path]:
+    """Rows of results.csv of these policies and of their twins, by text, and where their sets are."""
     out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
-    texts = [text for text in situation.policies if situation.accepts(text) and situation.accepts(twin_of(text))]
     asked = [policy for text in texts for policy in (text, twin_of(text))]
-    finished = situation.call(asked, "--metrics", ",".join(METRICS), "--detail", "head", "-o", out)
+    finished = situation.call(asked, *more, "-o", out)
     assert finished.returncode == 0, finished.stderr
     frame = read_frame(out)
     cells = [rows for _, rows in frame[frame["role"] == "asked"].groupby("cell", sort=False)]
     assert len(cells) == len(asked), finished.stderr
-    found = [{}, {}]
+    found: tuple[dict, dict] = {}, {}
     for rows in cells:
         one = Policy.parse(f"{rows['policy'].iloc[0]}:{rows['params'].iloc[0]}")
         is_twin = one.name == "random-twin"
         base = Policy.parse(unwrapped(dict(one.given)["of"])) if is_twin else one
         [text] = [text for text in texts if is_written(base, text)]
         found[is_twin][text] = rows
-    return found[0], found[1], out / "selections.h5"
+    return *found, out / "selections.h5"
+
+
+@functools.cache
+def replayed(situation: Situation) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame], Path]:
+    return replay(situation, with_twin(situation), "--metrics", ",".join(METRICS), "--detail", "head")
 
 
 def is_written(policy: Policy, text: str) -> bool:
@@ -254,3 +265,74 @@ def test_twins_of_the_program(situation: Situation, text: str) -> None:
         twin = dataclasses.replace(twin, stored=decide(trace, policy, situation.budget, follow=twin).stored)
     if not situation.boundary:
         compare_metrics(trace, twin, "continuation", twins[text], where)
+
+
+# ------------------------------------------------------------------------------------------------------------ the null
+
+SEEDS = range(24)
+
+
+def exchangeable(seed: int) -> Content:
+    """A prompt's keys are unit vectors along one axis each, and queries are normal: their logits are independent.
+
+    Later queries attend to tokens that nothing before them tells, and no token is more likely than another.
+    """
+    generator, prompt, tokens, n_layers = np.random.default_rng(seed), 64, 88, 6
+    keys = np.zeros((2, tokens, prompt))
+    keys[:, :prompt] = np.eye(prompt)
+    return Content(
+        q=[generator.normal(size=(4, tokens, prompt)) for _ in range(n_layers)],
+        k=[keys] * n_layers,
+        v=[generator.normal(size=(2, tokens, prompt)) for _ in range(n_layers)],
+        prompt=prompt,
+        scale=1.5,
+    )
+
+
+@functools.cache
+def skills(choice: str) -> dict[str, np.ndarray]:
+    """Skill by seed of each policy that has a twin, as the program's recalls have it."""
+    texts = with_twin(on_exchangeable(SEEDS[0]))
+    found: dict[str, list[float]] = {text: [] for text in texts}
+    metrics = ["--metrics", "attention_recall,attention_recall:oracle", "--eval", choice, "--detail", "summary"]
+    for seed in SEEDS:
+        bases, twins, _ = replay(on_exchangeable(seed), texts, *metrics)
+        for text in texts:
+            recalls = recall(bases[text]), recall(twins[text]), recall(bases[text], "oracle")
+            found[text].append(reference_twins.skill(*recalls))
+    return {text: np.array(values, float) for text, values in found.items()}
+
+
+@functools.cache
+def on_exchangeable(seed: int) -> Situation:
+    return Situation(f"exchangeable {seed}", f"exchangeable {seed}", "0.4", SITUATIONS[1].policies)
+
+
+def recall(rows: pd.DataFrame, variant: str = "") -> float:
+    [value] = rows["value"][(rows["metric"] == "attention_recall") & (rows["variant"] == variant)]
+    return value
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Mean and half width, four standard errors."""
+    return float(values.mean()), 4 * float(values.std(ddof=1)) / len(values) ** 0.5
+
+
+def test_no_policy_has_skill_where_nothing_can_be_known() -> None:
+    """Within four standard errors, which are less than 0.1."""
+    found = skills("continuation")
+    assert len(found) >= 25
+    for text, values in found.items():
+        mean, width = interval(values)
+        assert abs(mean) <= width, f"{text}: {mean} +- {width}"
+        assert width < 0.1, f"{text}: {mean} +- {width}"
+
+
+def test_policies_that_saw_the_queries_have_skill() -> None:
+    """The same interval leaves 0 where the eval queries are those of the observation window."""
+    found = skills("last:3")
+    seen = [text for text in found if "window=3,kernel=3" in text or text.startswith(("h2o:", "tova:"))]
+    assert len(seen) >= 6
+    for text in seen:
+        mean, width = interval(found[text])
+        assert mean > width, f"{text}: {mean} +- {width}"
