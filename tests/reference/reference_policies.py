@@ -237,16 +237,21 @@ def random_twin(case: Case) -> Selection:
     return reference_twins.random_twin(case.trace, chosen, case.number("seed"))
 
 
-def has_twin(trace: Trace, policy: Policy, literal: str) -> bool:
+KEEPS_ALL = {"full", "kivi", "think", "minicache"}
+
+
+def has_twin(trace: Trace, policy: Policy) -> bool:
     """Whether a budget binds the policy and its sets are static and chosen: not at random, nor by what is measured."""
-    parts = [Policy.parse(unwrapped(text)) for _, text in policy.given] if policy.name == "layers" else [policy]
-    if any(part.name in {"full", "random", "oracle", "random-twin", *WITHOUT_BUDGET} for part in parts):
+    if policy.name == "layers":  # some range has a twin, and the others keep all
+        parts = [Policy.parse(unwrapped(text)) for _, text in policy.given]
+        others = {part.name for part in parts if not has_twin(trace, part)}
+        return len(others) < len(parts) and others <= KEEPS_ALL
+    parameters = parameters_of(policy)
+    if policy.name in {"random", "oracle", "random-twin", *KEEPS_ALL, *WITHOUT_BUDGET}:
         return False
-    if any(parameters_of(part).get("lengths") == "natural" for part in parts):
+    if parameters.get("lengths") == "natural" or parameters.get("schedule", "once") != "once":
         return False
-    if any(parameters_of(part).get("schedule", "once") != "once" for part in parts):
-        return False
-    chosen = select(trace, policy, literal)
+    chosen = select(trace, policy, str(trace.prompt - 1))
     return chosen.evicted_at is None and chosen.seen is None and chosen.read is None
 
 
