@@ -149,7 +149,7 @@ def cosine_of_all_rows(trace: Trace, selection: Selection) -> dict[tuple[str, st
 
 
 def recall_of_best_sets(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, str], Values]:
-    """The greatest recall that static sets with these counts can have; undefined in layers where sets are not static."""
+    """The greatest recall of static sets with these counts; undefined in layers whose sets are not static."""
     queries, best = np.array(eval_queries(trace, choice)), best_sets(trace, selection, choice)
     heads = np.full((len(trace.treated), trace.query_heads), np.nan)
     for index, layer in enumerate(trace.treated):
