@@ -1,5 +1,7 @@
 #include "policies/protected_tokens.h"
 
+#include <set>
+
 namespace kvreplay {
 namespace {
 
@@ -19,11 +21,14 @@ ProtectedTokens ProtectedTokens::parse(const std::string& where, std::string_vie
   ProtectedTokens tokens;
   Parameters parameters{where};
   tokens.parameters(parameters);
+  std::set<std::string_view> given;
   for (const std::string_view piece : split_list(where, text)) {
     const std::size_t equals = piece.find('=');
     if (equals == std::string_view::npos)
       throw Error{Refusal::usage, where, "not a value", "sinks=4,recent=10%", std::string(piece)};
-    parameters.set(piece.substr(0, equals), piece.substr(equals + 1));
+    const std::string_view name = piece.substr(0, equals);
+    if (!given.insert(name).second) throw Error{Refusal::usage, where, "given twice", "", std::string(name)};
+    parameters.set(name, piece.substr(equals + 1));
   }
   return tokens;
 }

@@ -434,6 +434,10 @@ TEST(CommonParameters, AreRefusedWhereTheyMeanNothing) {
   EXPECT_EQ(refusal("layers:0=h2o,1=snapkv,sinks=4"),
             "layers: its layers have plans of their own: expected sinks= in the policies of the ranges, found sinks");
   EXPECT_EQ(refusal("snapkv:protect=(4)"), "snapkv:protect: not a value: expected sinks=4,recent=10%, found 4");
+  EXPECT_EQ(refusal("snapkv:protect=(sinks=4,sinks=5)"), "snapkv:protect: given twice: found sinks");
+  EXPECT_EQ(refusal("h2o:protect=sinks=4,recent=3"),
+            "h2o:protect: without parentheses: expected (sinks=4,recent=10%), found sinks=4")
+      << "recent is a parameter of h2o";
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:protect=(sinks=9)").check_limits(8, 2); }),
             "snapkv:protect: larger than the trace: expected at most 8 tokens, found 9");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:sinks=9").check_limits(8, 2); }),
