@@ -282,6 +282,32 @@ def test_twins_of_pages() -> None:
             assert twin.tolist() == expected.tolist()
 
 
+def test_skill_as_printed(tmp_path: Path) -> None:
+    """Of each policy, by the recalls in results.csv; without skill there is no star."""
+    situation = SITUATIONS[0]
+    finished = situation.call(situation.policies, "--controls", "twins", "-o", tmp_path / "out")
+    assert finished.returncode == 0, finished.stderr
+    frame = read_frame(tmp_path / "out")
+    twins = {
+        Policy.parse(unwrapped(dict(Policy.parse(f"random-twin:{params}").given)["of"])).name: rows
+        for (policy, params), rows in frame.groupby(["policy", "params"])
+        if policy == "random-twin"
+    }
+    assert set(twins) == {Policy.parse(text).name for text in with_twin(situation)}
+    head, *lines = finished.stdout.splitlines()[2:]
+    printed = {line.split()[0].partition(":")[0]: line.split() for line in lines}
+    place = head.split().index("skill")
+    for name, rows in frame[frame["role"] == "asked"].groupby("policy"):
+        values = None
+        if name in twins:
+            overall = [one[(one["layer"] == "all") & (one["head"] == "all")] for one in (rows, twins[name])]
+            values = reference_twins.skill(recall(overall[0]), recall(overall[1]), recall(overall[0], "oracle"))
+        expected = "-" if values is None else f"{values:.3f}"
+        assert printed[name][place].rstrip("*").replace("-0.000", "0.000") == expected.replace("-0.000", "0.000"), name
+        if values is not None and values <= 0:
+            assert "*" not in " ".join(printed[name]), name
+
+
 # ------------------------------------------------------------------------------------------------------------ the null
 
 SEEDS = range(24)
