@@ -18,6 +18,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.hdf5_file import open_to_read
+from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
 
 RUN_FILES = "results.csv, selections.h5, run.json"
@@ -494,31 +495,6 @@ def layer_numbers(trace: h5py.Group, layers: int) -> np.ndarray:
 def text(value: object) -> str:
     """An HDF5 string, which h5py gives as str or as bytes."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def split_outside_parentheses(line: str) -> list[str]:
-    """The pieces between commas that no parenthesis encloses; none for an empty line."""
-    pieces, depth = [""], 0
-    for letter in line:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += letter
-    return pieces if line else []
-
-
-def parameters(line: str) -> dict[str, str]:
-    """Names and values of a canonical key=value list."""
-    return dict(piece.partition("=")[::2] for piece in split_outside_parentheses(line))
-
-
-def of_policy(cells: pd.DataFrame, policy: str) -> pd.Series:
-    """Which rows are of a policy as replay writes it: a name means all of that name, name:key=value,… those with these
-    values."""
-    name, _, values = policy.partition(":")
-    wanted = parameters(values).items()
-    return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items())
 
 
 def labels(table: pd.DataFrame) -> pd.Series:
