@@ -88,16 +88,16 @@ def test_a_variant_without_a_twin_does_not_take_the_twin_of_another(tmp_path):
     assert skill(write_run(tmp_path / "untold", values, ["x"])).empty
 
 
-def test_the_twin_is_of_the_same_budget_and_of_the_seed_of_the_run(tmp_path):
+def test_the_twin_is_of_the_same_budget_and_of_several_the_mean_counts(tmp_path):
     values = {"a": recalls((0.5, 1.0)), "random-twin:of=(a),seed=0": recalls((0.0, 1.0)),
-              "random-twin:of=(a),seed=7": recalls((0.4, 1.0))}  # fmt: skip
+              "random-twin:of=(a),seed=7": recalls((0.25, 1.0))}  # fmt: skip
     run = write_run(tmp_path / "run", values, ["x"], budgets=("0.1", "0.2"))
     table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
     of_twin = (table["policy"] == "random-twin") & (table["budget"] == "0.2") & (table["variant"] == "")
     table.loc[of_twin & (table["params"] == "of=(a),seed=0"), "value"] = "0.25"
     table.to_csv(run / "results.csv", index=False)
     rows = Run(run).overall.query("metric == 'skill'")
-    assert dict(zip(rows["budget"], rows["value"], strict=True)) == {"0.1": 0.5, "0.2": pytest.approx(1 / 3)}
+    assert dict(zip(rows["budget"], rows["value"], strict=True)) == {"0.1": 3 / 7, "0.2": pytest.approx(1 / 3)}
 
 
 def test_a_twin_that_failed_leaves_no_skill(tmp_path):

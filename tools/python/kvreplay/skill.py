@@ -3,7 +3,7 @@
     skill = (recall - twin) / (oracle - twin)
 
 All three are means of attention recall over the same layers and heads. The twin of a policy is the policy
-`random-twin:of=(POLICY)` with the run's own seed, at as many tokens on the same trace.
+`random-twin:of=(POLICY)` at as many tokens on the same trace; of several, with different seeds, the mean is taken.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def skill_rows(recalls: pd.DataFrame, twins: dict[Policy, str]) -> pd.DataFrame:
     """
     own, oracle = (recalls[recalls["variant"] == variant] for variant in ("", "oracle"))
     of_twin = own[own["policy"] == TWIN]
-    of_twin = of_twin[of_twin["params"].map(lambda params: parameters(params).get("seed")) == of_twin["seed"]]
-    of_twin = of_twin.assign(of=of_twin["params"].map(policy_of_twin))[[*PLACE, "of", "value"]]
-    of_twin = of_twin.drop_duplicates([*PLACE, "of"], keep=False)  # of an edited policy two versions may be there
+    of_twin = of_twin.assign(of=of_twin["params"].map(policy_of_twin))
+    of_twin = of_twin.groupby([*PLACE, "of"], as_index=False)["value"].mean()
     policies = zip(own["policy"], own["params"], strict=True)
     found = own.assign(of=pd.Series([twins.get(policy) for policy in policies], own.index, dtype=object))
     found = found.merge(of_twin, on=[*PLACE, "of"], suffixes=("", "_of_twin"))
