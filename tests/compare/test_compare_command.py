@@ -95,7 +95,10 @@ def test_the_table_is_aligned_and_says_open_loop(run, capsys):
     assert page[4].split()[3:7] == ["a", "kv", "6", "0.7250"] and page[4].endswith("5/1/0")
     assert page[5].split()[3] == "(random)" and page[5].endswith("0/0/6")
     assert len(page[4]) == len(page[5]) == len(page[2])
-    assert captured.err == "kvreplay: compare: few prompts (6): intervals are too narrow, and no p is below 0.0312\n"
+    assert captured.err.splitlines() == [
+        "kvreplay: compare: no policy has a random twin, so skill is not compared: replay --controls twins adds them",
+        "kvreplay: compare: few prompts (6): intervals are too narrow, and no p is below 0.0312",
+    ]
 
 
 def test_a_metric_without_a_direction_has_no_winner(tmp_path, capsys):
@@ -119,6 +122,46 @@ def test_a_variant_has_its_own_direction_and_unit_and_else_those_of_its_metric(t
     assert list(found.loc[names, "better"]) == ["lower", "lower", "higher", "neither"]
     assert list(found.loc[names, "unit"]) == ["share", "share", "ratio", "share"]
     assert [found.loc[name, "wins"] for name in names[:3]] == [0, 0, 2] and pd.isna(found.loc[names[3], "wins"])
+
+
+def with_twins(recall: dict[str, list[float]], twin: float, oracle: float) -> dict[str, dict[str, list[float]]]:
+    """Values of these policies and their twins, which all recall the same, as the best sets do."""
+    return {
+        name: {"attention_recall": values, "attention_recall:oracle": [oracle] * len(values)}
+        for policy, own in recall.items()
+        for name, values in ((policy, own), (f"random-twin:of=({policy}),seed=0", [twin] * len(own)))
+    }
+
+
+def test_skill_is_compared_beside_recall_where_there_are_twins(tmp_path, capsys):
+    values = with_twins({"base": [0.5] * 3, "a": [0.6, 0.7, 0.4]}, twin=0.4, oracle=0.8)
+    run = write_run(tmp_path / "run", values | {"c": VALUES["b:chunk=10"], "random": VALUES["random"]}, SIX[:3])
+    assert main([str(run), "--baseline", "base", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = pd.DataFrame(json.loads(captured.out)["lines"]).set_index(["metric", "policy"])
+    assert list(found.index) == [("attention_recall", "base"), ("attention_recall", "a"), ("attention_recall", "c"),
+                                 ("skill", "base"), ("skill", "a")]  # fmt: skip
+    a = found.loc[("skill", "a")]
+    # 0.5, 0.75 and 0 against 0.25 each.
+    assert a["mean"] == pytest.approx(1.25 / 3) and a["difference"] == pytest.approx(0.5 / 3)
+    assert (a["wins"], a["losses"], a["unit"], a["better"]) == (2, 1, "ratio", "higher")
+    assert "twin" not in captured.err
+    assert set(lines(capsys, run, "--baseline", "base", "--metric", "attention_recall").index.get_level_values(0)) == {
+        "attention_recall"}  # fmt: skip
+
+
+def test_a_baseline_without_a_twin_has_no_skill_to_compare_with(tmp_path, capsys):
+    run = write_run(tmp_path / "run", with_twins({"a": [0.5] * 6}, 0.4, 0.8) | {"random": VALUES["random"]}, SIX)
+    assert main([str(run), "--baseline", "random"]) == 0
+    captured = capsys.readouterr()
+    assert "skill" not in captured.out and "attention_recall" in captured.out
+    assert "kvreplay: compare: random has no random twin, so skill is not compared\n" in captured.err
+
+
+def test_a_twin_is_compared_when_it_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", with_twins({"a": [0.5] * 6, "b": [0.6] * 6}, 0.25, 1.0), SIX)
+    named = lines(capsys, run, "--baseline", "a", "-p", "random-twin:of=(a)", "--metric", "attention_recall")
+    assert named.loc[("attention_recall", "random-twin:of=(a)"), "difference"] == -0.25
 
 
 def test_two_models_on_one_prompt_are_one_cluster(tmp_path, capsys):
