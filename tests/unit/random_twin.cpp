@@ -97,7 +97,7 @@ std::string refusal_of(const std::string& text, int layers = 4) {
 }
 
 TEST(RandomTwin, NamesWhatItsPolicyLacks) {
-  EXPECT_EQ(refusal_of("random-twin"), "random-twin:of: missing: expected (POLICY), as in of=(snapkv)");
+  EXPECT_EQ(refusal_of("random-twin"), "random-twin:of: no policy: expected (POLICY), as in of=(snapkv), found none");
   EXPECT_EQ(refusal_of("random-twin:of=(h2o-online)"),
             "random-twin:of: its kept set is dynamic: expected a policy with a static set, decided once, found "
             "h2o-online");

@@ -57,8 +57,8 @@ constexpr Option options[] = {
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
     boundary_option,
     {"controls", 0, "none|random|twins", "random",
-     "cells beside those asked for: none; full, random and oracle; or these and each policy's random twin, for its "
-     "skill"},
+     "control cells at the same budgets: none; full, random and oracle; or these and the random twin of each policy "
+     "with a static set"},
     {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
      "cells that are left out: those of the policy that have all these values, budget=BUDGET among them; may be "
      "repeated",

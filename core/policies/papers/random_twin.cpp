@@ -20,30 +20,29 @@ struct RandomTwin {
       .family = Family::control,
   };
 
-  std::string of;
+  std::string of = "none";
   std::uint64_t seed = 0;
   std::uint64_t seed_of_policy = 0;
 
   void parameters(Parameters& p) {
     const auto normal = [this](std::string_view text) {
-      return ConfiguredPolicy::parse(text, seed_of_policy).label_with_seeds();
+      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed_of_policy).label_with_seeds();
     };
-    p.add("of", of, "(POLICY)", normal, "the policy whose kept set is permuted: a static set, decided once");
+    p.add("of", of, "(POLICY)", normal, "the policy whose kept set is permuted: a static set, decided once; needed");
     p.add_seed("seed", seed, "first number of the chain");
   }
 
   void set_seed(std::uint64_t given) { seed_of_policy = given; }
 
   std::vector<Source> sources() const {
-    return of.empty() ? std::vector<Source>{} : ConfiguredPolicy::parse(of).sources();
+    return of == "none" ? std::vector<Source>{} : ConfiguredPolicy::parse(of).sources();
   }
 
-  void check() const {
-    if (of.empty()) throw Error{Refusal::usage, "random-twin:of", "missing", "(POLICY), as in of=(snapkv)"};
-  }
+  /// Whether the policy has a twin depends on the number of layers: its plans say so.
+  void check() const {}
 
   std::vector<LayerPlan> plans(int layers) const {
-    check();
+    if (of == "none") throw Error{Refusal::usage, "random-twin:of", "no policy", "(POLICY), as in of=(snapkv)", "none"};
     const ConfiguredPolicy policy = ConfiguredPolicy::parse(of);
     if (const std::string reason = policy.why_no_twin(layers); !reason.empty())
       throw Error{Refusal::usage, "random-twin:of", reason, "a policy with a static set, decided once", of};
