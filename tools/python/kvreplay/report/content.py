@@ -335,7 +335,7 @@ def provenance_of_call(about: dict, inputs: Sequence[dict]) -> Iterator[tuple[st
         )
     options = about.get("options", {})
     if options:
-        names = ("eval", "boundary", "detail", "sliding", "save_scores", "save_attention")
+        names = ("controls", "eval", "boundary", "detail", "sliding", "save_scores", "save_attention")
         yield "options", ", ".join(f"{name} {options[name]}" for name in names if name in options)
     for name in ("seed", "numerics"):
         if name in about:
