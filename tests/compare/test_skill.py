@@ -26,9 +26,9 @@ def skill(run: Path) -> pd.Series:
 def test_numbers_by_hand(tmp_path):
     values = {
         "half": recalls((0.75, 1.0), (0.5, 0.75)),
-        "random-twin:of=(half),seed=0": recalls((0.5, 1.0), (0.25, 0.75)),
-        "best": recalls((0.75, 0.75), (0.25, 0.25 + 5e-10)),
-        "random-twin:of=(best),seed=0": recalls((0.5, 0.75), (0.25, 0.25 + 5e-10)),
+        "random-twin:of=half,seed=0": recalls((0.5, 1.0), (0.25, 0.75)),
+        "best:a=1": recalls((0.75, 0.75), (0.25, 0.25 + 5e-10)),
+        "random-twin:of=(best:a=1),seed=0": recalls((0.5, 0.75), (0.25, 0.25 + 5e-10)),
         "worse": recalls((0.25, 1.0), (0.5, 1.0)),
         "random-twin:of=(worse),seed=0": recalls((0.5, 1.0), (0.5, 1.0)),
         "without": recalls((0.5, 1.0), (0.5, 1.0)),
