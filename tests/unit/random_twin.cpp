@@ -106,9 +106,9 @@ TEST(RandomTwin, NamesWhatItsPolicyLacks) {
             "chunks beside of=(h2o)");
   EXPECT_EQ(refusal_of("layers:0-1=(random-twin:of=(h2o)),2-3=h2o"),
             "layers:0-1: counts or sets of another policy: expected a policy with counts and sets of its own, found "
-            "random-twin:of=(h2o)");
+            "random-twin:of=h2o,seed=0");
   EXPECT_EQ(refusal_of("oracle:counts=(random-twin:of=(h2o))"),
-            "oracle:counts: counts of counts: expected a policy with counts of its own, found random-twin:of=(h2o)");
+            "oracle:counts: counts of counts: expected a policy with counts of its own, found random-twin:of=h2o,seed=0");
 }
 
 TEST(RandomTwin, HasTheSeedsOfItsPolicyInItsLabel) {
