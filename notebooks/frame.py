@@ -40,6 +40,7 @@ from kvreplay.plot.style import (
     width_of,
 )
 from kvreplay.results import Run
+from kvreplay.skill import TWIN
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = Path(os.environ.get("KVREPLAY_CORPUS", ROOT / "build" / "corpus"))
@@ -72,13 +73,14 @@ def traces(*kinds: str) -> list[Path]:
 
 
 def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
-    """What results.csv has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
+    """What a run has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
 
-    `layer` is all (over layers) or each (the rows of single layers).
+    `layer` is all (over layers) or each (the rows of single layers). Random twins are left out: skill says what they
+    are for.
     """
     name, _, variant = metric.partition(":")
     rows = run.table
-    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant)]
+    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant) & (rows["policy"] != TWIN)]
     rows = rows[(rows["layer"] == "all") == (layer == "all")].dropna(subset="value")
     if rows.empty:
         raise Error(str(run.folder / "results.csv"), metric, "at least one value", "none")

@@ -261,6 +261,38 @@ def test_curve_shows_the_values_of_results_csv_with_controls(run, tmp_path):
     assert {(row["policy"], row["budget"]): row["mean"] for _, row in data.iterrows()} == expected
 
 
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of controls twins: H2O has less recall than its twin, ChunkKV has none."""
+    return make_run(tmp_path_factory.mktemp("plot") / "twins", twins={"snapkv": 0.3, "h2o": 0.9})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "policies" in KINDS[kind].reads])
+def test_random_twins_are_drawn_only_where_they_are_named(kind, twins, tmp_path):
+    shown = set(drawn(kind, twins, tmp_path, *NEEDED.get(kind, []))["policy"].dropna())
+    assert {"snapkv", "h2o", "chunkkv"} <= shown and not any(label.startswith("random-twin") for label in shown)
+    twin = "random-twin:of=(snapkv)"
+    shown = set(drawn(kind, twins, tmp_path, "-p", f"snapkv,{twin}", *NEEDED.get(kind, []))["policy"].dropna())
+    assert shown - {"random"} == {"snapkv", twin}
+
+
+@pytest.mark.parametrize("kind, layer", [("curve", "all"), ("layers", "2")])
+def test_skill_is_drawn_from_three_recalls(kind, layer, twins, tmp_path):
+    data = drawn(kind, twins, tmp_path, "--metric", "skill")
+    data = (data if kind == "curve" else data[data["layer"] == int(layer)]).set_index(["policy", "budget"])["mean"]
+    table = pd.read_csv(twins / "results.csv", dtype=str, keep_default_na=False)
+    table = table[(table["metric"] == "attention_recall") & (table["layer"] == layer)].astype({"value": float})
+    recall = table.set_index(["policy", "params", "budget", "variant"])["value"]
+    budgets = ["0.1", "0.2", "0.3"] if kind == "curve" else ["0.1"]
+    expected = {}
+    for budget, policy in itertools.product(budgets, (SNAPKV, H2O)):
+        own, best = (recall[policy.name, policy.params, budget, variant] for variant in ("", "oracle"))
+        twin = recall["random-twin", f"of=({policy.name}),seed=0", budget, ""]
+        expected[policy.name, float(budget)] = (own - twin) / (best - twin)
+    assert data.to_dict() == pytest.approx(expected, rel=1e-12)
+    assert data["snapkv"].min() > 0 > data["h2o"].min()
+
+
 def test_an_axis_has_the_unit_of_the_variant_drawn(broken):
     table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
     table["unit"] = table["variant"].map({"": "share", "prompt": "ratio"}).fillna(table["unit"])

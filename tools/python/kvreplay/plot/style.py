@@ -42,6 +42,7 @@ CONTROLS = {
     "full": {"linestyle": "-", "marker": "h"},
     "oracle": {"linestyle": (0, (5, 2)), "marker": "*"},
     "random": {"linestyle": (0, (1, 1.5)), "marker": "d"},
+    "random-twin": {"linestyle": (0, (3, 1.5, 1, 1.5)), "marker": "d"},
 }
 # The policies that figures draw most, in the order of COLOURS.
 OWNERS = ("snapkv", "h2o", "chunkkv", "finch", "sca", "knorm", "tova", "pyramidkv", "streamingllm", "dynamickv")
