@@ -196,6 +196,24 @@ def test_a_cell_in_two_runs_counts_once(tmp_path, capsys):
     assert "30 cells are in more than one run and count once" in captured.err
 
 
+def test_a_baseline_is_the_label_of_one_where_others_have_a_parameter_more(tmp_path, capsys):
+    """`snapkv` of a run without --protect, beside one whose policies all have it."""
+    recall = {name: {"attention_recall": VALUES[name]["attention_recall"]} for name in ("base", "a", "b:chunk=10")}
+    plain = {"snapkv:window=8": recall["base"], "h2o": recall["b:chunk=10"]}
+    protected = {"snapkv:window=8,protect=(sinks=4,recent=0.1)": recall["a"]}
+    runs = [write_run(tmp_path / "plain", plain, SIX), write_run(tmp_path / "protected", protected, SIX)]
+    label = "snapkv:protect=(sinks=4,recent=0.1)"
+    found = lines(capsys, *runs, "--baseline", "snapkv")["difference"]
+    assert set(found.index.get_level_values("policy")) == {"snapkv", label, "h2o"}
+    assert found["attention_recall", label] == pytest.approx(0.125)
+    found = lines(capsys, *runs, "--baseline", label)["difference"]
+    assert found["attention_recall", "snapkv"] == pytest.approx(-0.125)
+    found = lines(capsys, *runs, "--baseline", "h2o", "-p", label)
+    assert set(found.index.get_level_values("policy")) == {"h2o", label}
+    said = refused(capsys, 2, *runs, "--baseline", "snapkv", "--protect", "sinks=4")
+    assert said == "kvreplay: compare: option: expected one that --help lists, found --protect\n"
+
+
 def test_a_trace_under_two_names_is_one_trace(tmp_path, capsys):
     """Two runs with other eval queries: what they differ in tells their policies apart, whatever the file is called."""
     hashes = [f"hash {i}" for i in range(6)]

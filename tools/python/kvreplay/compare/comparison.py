@@ -69,6 +69,8 @@ class Comparison:
         asked = sorted(set(table["label"][table["role"] != "control"]))
         every = asked + sorted(set(table["label"]) - set(asked))
         base = chosen_labels("--baseline", table, [baseline], every)
+        if baseline in base:  # the label of one, and the name of others that have a parameter more, as protect=
+            base = [baseline]
         if len(base) > 1:
             raise Error("--baseline", "several policies", "one of " + ", ".join(base), baseline, Refusal.USAGE)
         if not metrics:
