@@ -335,19 +335,28 @@ def window_settings(
            for setting in SETTINGS.values()}
         for name in policies for words in metrics.values()
     ]))  # fmt: skip
-    pooling = [name for name, policy in policies.items() if "{pool}" in policy]
-    error = cells["mean"][metrics["output_error"]].unstack("setting").loc[pooling]
+    error = in_every_setting(cells["mean"][metrics["output_error"]]).loc[list(policies)]
     orders = {setting: " < ".join(error[setting].sort_values().index) for setting in SETTINGS.values()}
     default, *others = orders.values()
     page.find(
         "(settings)", "the order of the policies does not depend on window and pooling",
         "output error: " + "; ".join(
-            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in pooling)
+            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in policies)
             for setting in orders
         ),
         [order == default for order in others],
         "; ".join(f"{order} ({setting})" for setting, order in orders.items()),
     )  # fmt: skip
+
+
+def in_every_setting(means: pd.Series) -> pd.DataFrame:
+    """A row a policy, a column a setting of the Series by policy and setting. A policy that does not pool has the same
+    value in both settings of a window."""
+    table = means.unstack("setting")
+    for window in {window for window, _ in SETTINGS}:
+        pooled, plain = SETTINGS[window, "max"], SETTINGS[window, "none"]
+        table[plain] = table[plain].fillna(table[pooled])
+    return table
 
 
 def dots(found: pd.DataFrame, quantities: Sequence[str], policies: Sequence[str], budget: str, caption: str) -> Drawing:

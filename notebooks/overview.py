@@ -104,8 +104,8 @@ page.keep(curves(
 # %% [markdown]
 # ## Window and pooling
 #
-# The policies that score by an observation window have a window of 8 queries by default, as the papers' common code has
-# it. Below, also with 32, and with and without pooling; ChunkKV does not pool.
+# The policies that score by an observation window have a window of 8 queries by default, as in KVCache-Factory. Below,
+# also with 32, and with and without pooling; ChunkKV does not pool.
 
 # %%
 window_settings(page, every, {

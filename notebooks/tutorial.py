@@ -46,10 +46,10 @@ kv.check(two_horizons)
 # %% [markdown]
 # ## Replay it beside others
 #
-# On every prompt of the corpus, at four budgets; its neighbours share its eight recent tokens, so that only the score
-# differs, except for SnapKV with a window of 32, which is there to show what a longer window brings. On the command
-# line: `kvreplay replay TRACE... -p two_horizons.py:two_horizons,snapkv:pool=none -b 0.1`, and
-# with `--watch` again whenever the file was saved.
+# On every prompt of the corpus, at four budgets. The other policies protect the same eight recent tokens, so that only
+# the score differs; SnapKV with a window of 32 shows the effect of a longer window. On the command line:
+# `kvreplay replay TRACE... -p two_horizons.py:two_horizons,snapkv:pool=none -b 0.1`, and with `--watch` again whenever
+# the file was saved.
 
 # %%
 NAMES = {

@@ -394,6 +394,15 @@ def test_window_settings_have_a_row_a_policy_and_a_mark_a_setting():
     assert [line.get_markerfacecolor() == "white" for line in marks.values()] == [False, True, False, True]
 
 
+def test_a_policy_that_does_not_pool_is_ranked_in_every_setting():
+    asked = [("SnapKV", setting) for setting in frame.SETTINGS.values()]
+    asked += [("ChunkKV", setting) for (_, pool), setting in frame.SETTINGS.items() if pool == "max"]
+    means = pd.Series([0.4, 0.1, 0.3, 0.2, 0.5, 0.6], pd.MultiIndex.from_tuples(asked, names=["policy", "setting"]))
+    table = frame.in_every_setting(means)[list(frame.SETTINGS.values())]
+    assert table.loc["ChunkKV"].tolist() == [0.5, 0.5, 0.6, 0.6]
+    assert table.loc["SnapKV"].tolist() == [0.4, 0.1, 0.3, 0.2]
+
+
 def test_docs_are_refreshed_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from PIL import Image
 
