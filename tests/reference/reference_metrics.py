@@ -149,13 +149,18 @@ def cosine_of_all_rows(trace: Trace, selection: Selection) -> dict[tuple[str, st
 
 
 def recall_of_best_sets(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, str], Values]:
-    """The greatest recall that static sets with these counts can have; dynamic sets are not bound by it."""
-    if selection.evicted_at is not None or selection.seen is not None or selection.read is not None:
-        return {}
+    """The greatest recall of static sets with these counts; undefined in layers whose sets are not static."""
     queries, best = np.array(eval_queries(trace, choice)), best_sets(trace, selection, choice)
-    kept = [residents(trace, best, index, queries) for index in range(len(trace.treated))]
-    shares = [attention(trace, layer, queries) * of_layer for layer, of_layer in zip(trace.treated, kept, strict=True)]
-    return {("attention_recall", "oracle"): averaged(np.stack([share.sum(axis=2).mean(axis=1) for share in shares]))}
+    heads = np.full((len(trace.treated), trace.query_heads), np.nan)
+    for index, layer in enumerate(trace.treated):
+        if selection.read is not None:
+            static = (selection.read(index, queries) == logits(trace, layer, queries)[1]).all()
+        else:
+            static = selection.evicted_at is None and selection.seen is None
+        if static:
+            shares = attention(trace, layer, queries) * residents(trace, best, index, queries)
+            heads[index] = shares.sum(axis=2).mean(axis=1)
+    return {("attention_recall", "oracle"): averaged(heads)}
 
 
 def best_sets(trace: Trace, selection: Selection, choice: str) -> Selection:
