@@ -1,11 +1,9 @@
 #include "policies/protected_tokens.h"
 
-#include <set>
-
 namespace kvreplay {
 namespace {
 
-/// The tokens that the plan protects by now are those whose queries score, whatever it protects later.
+/// Fixes the observation window before the protected tokens change: the last tokens that the plan protects now.
 void fix_observing_tokens(Plan& plan) {
   if (!plan.observing) plan.observing = plan.protect;
 }
@@ -21,15 +19,7 @@ ProtectedTokens ProtectedTokens::parse(const std::string& where, std::string_vie
   ProtectedTokens tokens;
   Parameters parameters{where};
   tokens.parameters(parameters);
-  std::set<std::string_view> given;
-  for (const std::string_view piece : split_list(where, text)) {
-    const std::size_t equals = piece.find('=');
-    if (equals == std::string_view::npos)
-      throw Error{Refusal::usage, where, "not a value", "sinks=4,recent=10%", std::string(piece)};
-    const std::string_view name = piece.substr(0, equals);
-    if (!given.insert(name).second) throw Error{Refusal::usage, where, "given twice", "", std::string(name)};
-    parameters.set(name, piece.substr(equals + 1));
-  }
+  parameters.set_list(text, "sinks=4,recent=10%");
   return tokens;
 }
 

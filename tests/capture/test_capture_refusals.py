@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ TINY = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_lay
 CASES = {
     "deepseek_v3": (
         lambda: transformers.DeepseekV3Config(**SIZES, kv_lora_rank=8, q_lora_rank=8, n_routed_experts=4),
-        "multi-head latent attention (MLA)",
+        r"multi-head latent attention \(MLA\)",
     ),
     "t5": (lambda: transformers.T5Config(vocab_size=128, d_model=48, d_kv=12, d_ff=64), "encoder-decoder"),
     "gpt_oss": (lambda: transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2), "attention sinks"),
@@ -45,7 +46,8 @@ CASES = {
     ),
     "gpt_j": (
         lambda: transformers.GPTJConfig(vocab_size=128, n_embd=48, n_layer=2, n_head=4, rotary_dim=8),
-        "no attention interface",
+        # Newer versions of transformers give it the interface; its rotation is a table of sines without an inv_freq.
+        r"no attention interface|RoPE with its inv_freq",
     ),
     "bert": (lambda: transformers.BertConfig(**TINY, intermediate_size=64), "causal attention"),
 }
@@ -65,7 +67,7 @@ def test_refused_by_name(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     code = main(["--model", str(folder), "--prompt", "A few words", "-o", str(out / "t.h5"), "--progress", "never"])
     message = capsys.readouterr().err
     assert code == 3, message
-    assert name in message
+    assert re.search(name, message), message
     assert message.startswith("kvreplay: ") and message.count("\n") == 1
     assert list(out.iterdir()) == []
 
