@@ -99,7 +99,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
         throw Error{Refusal::usage, configured.name_, "not a parameter", "KEY=VALUE", "\"" + std::string(piece) + "\""};
       const std::string_view key = piece.substr(0, equals), value = piece.substr(equals + 1);
       // The comma in protect=sinks=4,recent=3 would end the value, and `recent` may be a parameter of the policy.
-      if (key == "protect" && !value.starts_with('('))
+      if (key == "protect" && !value.starts_with('(') && configured.policy_->parameters().find(key) == nullptr)
         throw Error{Refusal::usage, configured.name_ + ":protect", "without parentheses", "(sinks=4,recent=10%)",
                     std::string(value)};
       values.emplace_back(key, without_parentheses(value));
