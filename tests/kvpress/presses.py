@@ -18,15 +18,15 @@ import kvpress
 import numpy as np
 import torch
 import transformers
-from cases import CASES, QUESTION, RATIOS
+from cases import CASES, QUESTION, RATIOS, THINK
 from kvpress.presses import duo_attention_press
-
-Sets = np.ndarray  # bool [layers, KV heads, tokens]
 
 
 def exported() -> list[str]:
     """The presses that kvpress offers."""
-    return [name for name, kind in vars(kvpress).items() if inspect.isclass(kind) and issubclass(kind, kvpress.BasePress)]
+    return [
+        name for name, kind in vars(kvpress).items() if inspect.isclass(kind) and issubclass(kind, kvpress.BasePress)
+    ]
 
 
 @dataclass
@@ -44,7 +44,9 @@ def with_tables(folder: Path, ids: torch.Tensor) -> None:
     scored = kvpress.LeverageScorePress.score
 
     def score(press: Any, module: Any, *arguments: Any, **named: Any) -> torch.Tensor:
-        with patch("torch.randn", lambda *shape, **_: torch.tensor(sketch[module.layer_idx], dtype=torch.float32)[None]):
+        with patch(
+            "torch.randn", lambda *shape, **_: torch.tensor(sketch[module.layer_idx], dtype=torch.float32)[None]
+        ):
             return scored(press, module, *arguments, **named)
 
     kvpress.LeverageScorePress.score = score
@@ -62,27 +64,40 @@ def with_tables(folder: Path, ids: torch.Tensor) -> None:
     )
 
 
-def kept_by(presses: dict[str, Any], model: Any, ids: torch.Tensor) -> tuple[dict[str, Sets], np.ndarray]:
-    """What each press keeps of a prompt, in one pass: after its hook the cache gets back all keys and values. And all
-    keys."""
+def kept_by(presses: dict[str, Any], model: Any, ids: torch.Tensor) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What each press keeps of a prompt, and all keys [layers, KV heads, tokens, d].
+
+    One pass: after the hook of each press the cache has all keys and values again.
+    """
     modules = [layer.self_attn for layer in model.model.layers]
     cache = transformers.DynamicCache()
     everything: list[tuple[torch.Tensor, torch.Tensor]] = []
-    kept: dict[str, Sets] = {}
+    positions: list[list[dict[bytes, int]]] = []
+    kept: dict[str, list[np.ndarray]] = {name: [] for name in presses}
+
+    def restore(layer: Any, number: int) -> None:
+        layer.keys, layer.values = (tensor.clone() for tensor in everything[number])
 
     def before(module: Any, *_: Any) -> None:
         layer = cache.layers[module.layer_idx]
         everything.append((layer.keys, layer.values))
+        positions.append([{key.tobytes(): at for at, key in enumerate(head)} for head in layer.keys[0].numpy()])
+        restore(layer, module.layer_idx)
 
-    def after(name: str, module: Any, *_: Any) -> None:
-        number, layer, (keys, values) = module.layer_idx, cache.layers[module.layer_idx], everything[module.layer_idx]
-        sets = kept.setdefault(name, np.zeros((len(modules), *keys.shape[1:3]), bool))
-        for head, rows in enumerate(keys[0].numpy()):
-            position = {key.tobytes(): place for place, key in enumerate(rows)}
-            sets[number, head, [position[key.tobytes()] for key in layer.keys[0, head].numpy()]] = True
-        if module.masked_key_indices is not None:
-            sets[number, module.masked_key_indices[1].numpy(), module.masked_key_indices[2].numpy()] = False
-        layer.keys, layer.values, module.masked_key_indices = keys, values, None
+    def after(name: str, press: Any, module: Any, *_: Any) -> None:
+        layer = cache.layers[module.layer_idx]
+        keys = layer.keys[0].numpy()
+        if isinstance(press, kvpress.ThinKPress):
+            kept[name].append((keys != 0).any(axis=1))
+        else:
+            rows = np.zeros(everything[0][0].shape[1:3], bool)
+            for head, places in enumerate(positions[module.layer_idx]):
+                rows[head, [places[key.tobytes()] for key in keys[head]]] = True
+            if module.masked_key_indices is not None:
+                rows[module.masked_key_indices[1].numpy(), module.masked_key_indices[2].numpy()] = False
+                module.masked_key_indices = None
+            kept[name].append(rows)
+        restore(layer, module.layer_idx)
 
     for press in presses.values():
         press.post_init_from_model(model)  # a pass of its own, of which kvpress remembers the result
@@ -95,9 +110,9 @@ def kept_by(presses: dict[str, Any], model: Any, ids: torch.Tensor) -> tuple[dic
         hooked(before)
         for name, press in presses.items():
             stack.enter_context(press(model))
-            hooked(partial(after, name))
+            hooked(partial(after, name, press))
         model.model(input_ids=ids, past_key_values=cache)
-    return kept, np.stack([keys[0].numpy() for keys, _ in everything])
+    return {name: np.stack(rows) for name, rows in kept.items()}, np.stack([keys[0].numpy() for keys, _ in everything])
 
 
 def main(model_file: Path, folder: Path) -> None:
@@ -110,7 +125,7 @@ def main(model_file: Path, folder: Path) -> None:
     ).eval()
     with_tables(folder, ids)
     presses: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-    for case in CASES:
+    for case in (*CASES, THINK):
         for ratio in RATIOS:
             names = {**vars(kvpress), "FinchPress": FinchPress, "R": ratio}
             presses["Observed" in case.press][f"{case.press} {ratio}"] = eval(case.press, names)
