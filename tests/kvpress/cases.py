@@ -67,7 +67,7 @@ CASES = (
     Case("StreamingLLMPress(R)", "streaming-llm"),
 )
 
-# It keeps all tokens: the channels of their keys are compared.
+# Keeps all tokens; the removed channels of the keys are compared.
 THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
 
 WHILE_DECODING = "evicts while the model decodes, so that its later keys are not those of the full cache"
@@ -85,20 +85,20 @@ NOT_COMPARED = {
     "DecodingPress": WHILE_DECODING,
     "DMSPress": "no policy has a threshold of scores",
     "EntropyGatedChunkKVPress": "no policy has its rule",
-    "ExpectedAttentionStatsPress": "takes query statistics of another text, published for some models",
+    "ExpectedAttentionStatsPress": "reads query statistics of another text, published for some models",
     "FastKVzipPress": "scores by a trained network",
     "KVComposePress": FURTHER_PASSES,
     "KVgradPress": "scores by gradients of a further pass",
     "KVzapPress": "scores by a trained network",
     "KVzipPress": FURTHER_PASSES,
-    "LUKVPress": "takes budgets from a curve that is published for one model",
+    "LUKVPress": "reads budgets of heads from a curve that is published for one model",
     "MergingPress": "keeps what the press inside it keeps; no store merges values as it does",
-    "PrefillDecodingPress": "another press for the prompt and one that evicts while the model decodes",
-    "RandomPress": "random numbers of PyTorch",
-    "RestoreKVPress": "a trained adapter",
+    "PrefillDecodingPress": "runs one press on the prompt and another while the model decodes",
+    "RandomPress": "draws random numbers of PyTorch",
+    "RestoreKVPress": "adds tokens by a trained adapter",
     "ScorerPress": "abstract",
-    "SimLayerKVPress": "its test of a lazy layer leaves out the attention of the newest token to itself, and keeps one "
-    "recent token less; simlayerkv counts it, as the authors' code",
+    "SimLayerKVPress": "tests lazy layers without the attention of the newest token to itself, and keeps one recent "
+    "token fewer; simlayerkv counts it, as the authors' code does",
 }
 
 
