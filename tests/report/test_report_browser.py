@@ -187,9 +187,10 @@ def test_the_table_sorts_and_marks_the_best(page, real, look):
 
 def test_curves_layers_and_similarity_follow_their_controls(page, real, look):
     window = look(page)
+    cosine = window.evaluate("page.columns.findIndex((column) => column.title === 'att.cos')")
     for kind in ("curve", "layer"):
         before = window.inner_html(f"#{kind}-chart svg[role]")
-        choose(window, **{f"{kind}_metric": 4})
+        choose(window, **{f"{kind}_metric": cosine})
         assert window.inner_html(f"#{kind}-chart svg[role]") != before
         assert window.locator(f"#{kind}-chart g.series").count() == 9
         lines = {"curve": 0, "layer": 9}[kind]  # the run has two budgets, and two points are no curve
