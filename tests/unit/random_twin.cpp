@@ -43,7 +43,7 @@ TEST(RandomTwinOfARow, RunsThatMeetBecomeOne) {
 TEST(RandomTwinOfARow, StaysWhereNothingCanBePermuted) {
   Positions all(9);
   std::iota(all.begin(), all.end(), 0);
-  for (const std::uint64_t seed : {0, 1, 2, 3}) {
+  for (const std::uint64_t seed : {0U, 1U, 2U, 3U}) {
     EXPECT_EQ(random_twin({all, 0, 0}, 9, seed, 0, 0), all) << "one run without a free place";
     EXPECT_EQ(random_twin({all, 2, 3}, 9, seed, 0, 0), all);
     EXPECT_EQ(random_twin({{0, 1, 7, 8}, 2, 2}, 9, seed, 0, 0), (Positions{0, 1, 7, 8})) << "no run";
