@@ -118,12 +118,12 @@ def test_protected_tokens_of_all_policies_and_of_one(place: Path) -> None:
     one = EXPERIMENT.replace("- h2o\n", '- {policy: h2o, protect: ["sinks=1", "recent=2"]}\n')
     (place / "lists.yaml").write_text(one)
     words = planned("@lists.yaml", folder=place)["words"]
-    assert words[1] == "h2o:protect=(sinks=1,recent=0)" and words[3] == "h2o:protect=(sinks=0,recent=2)", words
+    assert {"h2o:protect=(sinks=1)", "h2o:protect=(recent=2)"} <= set(words), words
     mapping = "traces: data\npolicies: h2o\nbudgets: 5\nprotect: {sinks: 1}\n"
     assert wrong(place, mapping).err == "kvreplay: wrong.yaml:4: protect: expected one text, found a mapping\n"
     assert (
         wrong(place, mapping.replace("{sinks: 1}", "sinks=1,sinks=2")).err
-        == "kvreplay: --protect: given twice: found sinks\n"
+        == "kvreplay: wrong.yaml:4: --protect: given twice: found sinks\n"
     )
 
 

@@ -295,7 +295,7 @@ def test_skill_as_printed(tmp_path: Path) -> None:
     }
     assert set(twins) == {Policy.parse(text).name for text in with_twin(situation)}
     head, *lines = finished.stdout.splitlines()[2:]
-    printed = {line.split()[0].partition(":")[0]: line.split() for line in lines}
+    printed = {line.split()[0].partition(":")[0]: line.split() for line in filter(None, lines)}
     place = head.split().index("skill")
     for name, rows in frame[frame["role"] == "asked"].groupby("policy"):
         values = None

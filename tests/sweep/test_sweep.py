@@ -68,7 +68,7 @@ def test_protected_tokens_and_controls_reach_the_tasks(
     assert {policy["parameters"].get("protect") for policy in policies if policy["name"] in ("snapkv", "h2o")} == {
         "(sinks=4,recent=0.1)"
     }
-    assert "random-twin" in {policy["name"] for policy in policies}
+    assert ",control,random-twin," in (sweeps.output / "results.csv").read_text()
 
 
 def test_a_worker_of_it_is_killed(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
