@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <limits>
 #include <optional>
 #include <set>
 #include <system_error>
@@ -299,7 +300,7 @@ Candidates candidates(const RunRequest& request) {
   return all;
 }
 
-/// The random twin of each policy that is asked for; none where it has none on so many layers, or is not to join.
+/// By policy of the request, its random twin; nullopt without --controls twins, and for a policy that has no twin.
 std::vector<std::optional<Candidate>> twins(const RunRequest& request, int layers) {
   std::vector<std::optional<Candidate>> all(request.policies.size());
   if (request.controls != Controls::twins) return all;
@@ -777,6 +778,11 @@ std::vector<PlannedTrace> plan_run(const RunRequest& request,
     plans.push_back(std::move(plan));
   }
   return plans;
+}
+
+double CellSummary::value(const MetricName& name) const {
+  const auto found = values.find(name);
+  return found == values.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
 }
 
 RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress,

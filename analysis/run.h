@@ -104,6 +104,9 @@ struct CellSummary {
   double select_seconds = 0;                 // scoring and selection, all layers, shared observables apart
   CellState state = CellState::done;
   std::string error = {};
+
+  /// NaN: undefined, or not measured.
+  double value(const MetricName& name) const;
 };
 
 struct TraceSummary {

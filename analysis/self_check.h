@@ -78,7 +78,7 @@ class RecallByAttention {
     std::vector<std::int32_t> ranked;  // [P] tokens by descending sum
     std::vector<double> greatest;      // [P + 1] sum of the n greatest
     double pairs = 0;                  // of eval queries and query heads
-    double always_kept = 0;            // what falls on keys that nobody can evict
+    double always_kept = 0;            // the sum over keys that no policy can evict
   };
   const std::vector<Row>& rows(const KeptSet& set);
 

@@ -31,11 +31,6 @@ struct Column {
   std::size_t least_width = 0;
 };
 
-double value_of(const CellSummary& cell, const MetricName& name) {
-  const auto found = cell.values.find(name);
-  return found == cell.values.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
-}
-
 std::string three_digits(double value) { return fmt::format("{:.3f}", value); }
 std::string one_digit(double value) { return fmt::format("{:.1f}", value); }
 
@@ -47,15 +42,14 @@ std::string duration(double seconds) {
 
 Column metric(const char* title, MetricName name) {
   const Better better = better_of(name);
-  return {title, [name = std::move(name)](const CellSummary& cell) { return value_of(cell, name); }, three_digits,
-          better};
+  return {title, [name = std::move(name)](const CellSummary& cell) { return cell.value(name); }, three_digits, better};
 }
 
 /// Whether bytes say more than kept tokens do: not where a kept token takes as many in every cell.
 bool bytes_differ(const std::vector<CellSummary>& cells) {
   double least = std::numeric_limits<double>::infinity(), most = 0;
   for (const CellSummary& cell : cells) {
-    const double of_token = value_of(cell, {"kv_bytes", ""}) / cell.kept_tokens;
+    const double of_token = cell.value({"kv_bytes", ""}) / cell.kept_tokens;
     if (!std::isfinite(of_token)) continue;
     least = std::min(least, of_token);
     most = std::max(most, of_token);
@@ -73,9 +67,8 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells, const Skil
   const bool has_twins = std::ranges::any_of(cells, [&](const CellSummary& cell) { return skills.contains(cell.id); });
   std::vector<Column> all{
       {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
-      {"held", [](const CellSummary& cell) { return value_of(cell, {"held_tokens", ""}); }, one_digit, Better::neither},
-      {"KiB", [](const CellSummary& cell) { return value_of(cell, {"kv_bytes", ""}) / 1024; }, one_digit,
-       Better::neither},
+      {"held", [](const CellSummary& cell) { return cell.value({"held_tokens", ""}); }, one_digit, Better::neither},
+      {"KiB", [](const CellSummary& cell) { return cell.value({"kv_bytes", ""}) / 1024; }, one_digit, Better::neither},
       metric("recall", {"attention_recall", ""}),
       {"skill", [&skills](const CellSummary& cell) { return skill_of(cell, skills); }, three_digits, Better::higher},
       metric("att.cos", {"attention_cosine", ""}),

@@ -44,12 +44,12 @@ ORDERS = (
 )
 
 
-def line(run: Run, metric: str, better: str, worse: str) -> dict[str, float]:
-    """The difference of `better` less `worse`, paired by trace, and the sign that it has by the published order."""
+def lines(run: Run, better: str, worse: str) -> pd.DataFrame:
+    """A row a metric: `better` less `worse`, paired by trace, and the published sign of this difference."""
     label, baseline = (label_of(run, policy) for policy in (better, worse))
-    lines = Comparison.of([run], baseline, [label], metrics=[metric]).lines.set_index("policy").loc[label]
-    sign = 1 if lines["better"] == "higher" else -1
-    return dict(lines[["difference", "difference_low", "difference_high", "p", "pairs"]]) | {"sign": sign}
+    found = Comparison.of([run], baseline, [label], metrics=METRICS).lines
+    found = found[found["policy"] == label]
+    return found.assign(sign=found["better"].map({"higher": 1, "lower": -1}))
 
 
 def label_of(run: Run, policy: str) -> str:
@@ -57,6 +57,10 @@ def label_of(run: Run, policy: str) -> str:
     asked = run.cells[run.cells["role"] == "asked"]
     (label,) = set(asked["label"][of_policy(asked, policy)])
     return label
+
+
+def named(*policies: str) -> str:
+    return ", ".join(f"`{'snapkv' if policy == SNAPKV else policy}`" for policy in policies)
 
 
 def verdict(one: pd.Series) -> str:
@@ -67,11 +71,10 @@ def verdict(one: pd.Series) -> str:
 
 def main(own: Path, equal: Path) -> None:
     runs = {"own": Run(own), "equal": Run(equal)}
-    found = pd.DataFrame([
-        {"source": source, "order": f"{better}, {worse}", "run": name, "metric": metric,
-         **line(run, metric, better, worse)}
-        for source, better, worse in ORDERS for name, run in runs.items() for metric in METRICS
-    ])  # fmt: skip
+    found = pd.concat([
+        lines(run, better, worse).assign(source=source, order=named(better, worse), run=name)
+        for source, better, worse in ORDERS for name, run in runs.items()
+    ], ignore_index=True)  # fmt: skip
     found["p_all"] = holm(found["p"].to_numpy(float))
     digits = "{:+.3f} [{:+.3f}, {:+.3f}] "
     found["text"] = [
@@ -83,8 +86,8 @@ def main(own: Path, equal: Path) -> None:
     print("| published by | better, worse | " + " | ".join(HEADINGS[column] for column in columns) + " |")
     print("| --- " * (2 + len(columns)) + "|")
     for source, better, worse in ORDERS:
-        texts = wide.loc[(source, f"{better}, {worse}"), columns]
-        print(f"| {source} | `{better}`, `{worse}` | " + " | ".join(texts) + " |")
+        order = named(better, worse)
+        print(f"| {source} | {order} | " + " | ".join(wide.loc[(source, order), columns]) + " |")
     print(f"\n{found['pairs'].iloc[0]:.0f} traces; {len(found)} tests.")
 
 
