@@ -122,6 +122,9 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   configured.find_common();
   for (const auto& [key, value] : values)
     if (is_common(key)) configured.set_common(key, value);
+  if (configured.common_->protect && configured.common_->has_sinks && configured.given_.contains("sinks"))
+    throw Error{Refusal::usage, configured.name_ + ":sinks", "protect replaces it", "one of the two",
+                fmt::format("sinks={}", configured.common_->sinks)};
   if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.check_given();
   return configured;
 }
@@ -228,6 +231,7 @@ void ConfiguredPolicy::set_common(const std::string& name, const std::string& te
 void ConfiguredPolicy::replace_protected(const ProtectedTokens& tokens) {
   if (name_ != layer_ranges_name && common_->lacks_protection.empty()) {
     if (common_->protect) throw Error{Refusal::usage, name_ + ":protect", "given twice", "", "--protect"};
+    common_->sinks = common_->own_sinks;
     common_->protect = tokens;
     return;
   }
@@ -246,13 +250,14 @@ void ConfiguredPolicy::set(std::string_view name, std::string_view text) {
   for (const Placed& placed : parts_)
     if (Parameters of_part = placed.part->parameters(); of_part.find(name) != nullptr) return of_part.set(name, text);
   if (policy_->declare(name)) return policy_->parameters().set(name, text);
+  find_common();
   std::vector<std::string> known;
   const Parameters all = parameters();
   if (all.all().empty())
     throw Error{Refusal::usage, name_, "takes no parameters", "a part, as in select=chunks", std::string(name)};
   for (const Parameter& parameter : all.all()) known.push_back(parameter.name);
   for (const Choice<PartKind>& kind : part_kinds) known.emplace_back(kind.word);
-  for (const std::string_view common : common_names) known.emplace_back(common);
+  if (common_->lacks_protection.empty()) known.emplace_back("protect");
   if (!all.presets().empty()) known.emplace_back("preset");
   throw Error{Refusal::usage, name_, "unknown parameter", nearest(name, known), std::string(name)};
 }

@@ -81,6 +81,11 @@ Kept choose_row(const Selector& select, int tokens, std::span<const double> scor
   const int sinks = std::min(budget.by_rule.sinks, count);
   const int recent = std::min(budget.by_rule.recent, count - sinks);
   if (count == 0 || count == tokens) return {position_range(0, count), sinks, recent};
+  if (count == sinks + recent) {  // nothing is left to choose, and there may be no scores
+    Kept kept{position_range(0, sinks), sinks, recent};
+    std::ranges::copy(position_range(tokens - recent, tokens), std::back_inserter(kept.positions));
+    return kept;
+  }
   Kept kept = select({scores, tokens, count, sinks, recent, view, budget.row});
   check_row(kept.positions, tokens, count, who);
   return kept;

@@ -37,7 +37,8 @@ std::string sized(const std::string& policy) {
   if (policy == "critical-kv") return policy + ":wo=none";
   if (policy == "random-twin") return policy + ":of=(h2o)";
   if (policy == "finch") return policy + ":blocks=20,question=last,question_tokens=3";
-  if (policy == "h2o-online") return policy + ":recent=4";
+  if (policy == "lagkv") return policy + ":lag=4";
+  if (policy == "h2o-online" || policy == "sca") return policy + ":recent=4";
   return policy;
 }
 
@@ -96,6 +97,29 @@ TEST_P(ProtectedTokensOf, AreKeptInEveryRowWithinTheBudget) {
       if (std::ranges::all_of(plans, has_budget, &LayerPlan::plan)) {
         EXPECT_LE(kept, 3L * 4 * budget);
       }
+    }
+  }
+}
+
+/// A number of sinks is the same whichever parameter says it, also where the scores leave protected tokens out.
+TEST_P(ProtectedTokensOf, AreTheSameInAPolicysOwnWords) {
+  const std::string policy = sized(GetParam());
+  // Its `sinks` also say whose queries do not count.
+  if (policy == "expected-attention" || policy.starts_with("critical-kv")) GTEST_SKIP();
+  if (ConfiguredPolicy::parse(policy).parameters().find("sinks") == nullptr) GTEST_SKIP() << "it has none";
+  for (const std::string& text : by_schedule(policy)) {
+    for (const int number : {1, 5}) {
+      const std::string own = with(text, "sinks=" + std::to_string(number));
+      const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(own).plans(3);
+      const Protection& protect = plans.front().plan.protect;
+      if (plans.size() > 1 || !protects(plans.front().plan) || protect.question.last_tokens > 0) continue;
+      ASSERT_EQ(protect.sinks, number);
+      const ProtectedTokens same{.sinks = protect.sinks, .recent = protect.recent};
+      const std::string given = with(text, "protect=(" + same.text() + ")");
+      SCOPED_TRACE(own + " and " + given);
+      const RecordedRun run = record(trace(), {own, given}, budget);
+      for (int layer = 0; layer < 3; ++layer)
+        EXPECT_EQ(run.selections.at({0, layer}).set, run.selections.at({1, layer}).set);
     }
   }
 }

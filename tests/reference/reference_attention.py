@@ -225,17 +225,17 @@ def both(first: Decision, second: Decision, place: tuple[int, int], known: np.nd
 def expected_attention(case: Case) -> Selection:
     """The sinks, and what a normal distribution of future queries is expected to attend to, by its value's length."""
     trace, parameters = case.trace, case.parameters
-    fixed = case.fixed(case.number("sinks"), 0)
+    sinks, _ = case.guarded(case.number("sinks"), 0)
 
     def scores(layer: int) -> np.ndarray:
-        expected = expected_weights(case, layer)
+        expected = expected_weights(case, layer, sinks)
         if parameters["vnorm"] == "true":
             lengths = np.repeat(norms(prompt_values(trace, layer), 2), trace.query_heads // trace.kv_heads, axis=0)
             expected = (expected + float(parameters["epsilon"])) * lengths
         grouped = aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
-        return sinks_first(grouped, case.number("sinks"))
+        return sinks_first(grouped, sinks)
 
-    return best_beside(case, fixed, scores)
+    return best_beside(case, case.fixed(case.number("sinks"), 0), scores)
 
 
 def sinks_first(scores: np.ndarray, sinks: int) -> np.ndarray:
@@ -245,14 +245,14 @@ def sinks_first(scores: np.ndarray, sinks: int) -> np.ndarray:
     return scores
 
 
-def expected_weights(case: Case, layer: int) -> np.ndarray:
-    """[Hq,P] for the prompt's keys and queries."""
-    return expected_of_keys(case, layer, prompt_keys(case.trace, layer), case.trace.prompt, case.number("sinks"))
+def expected_weights(case: Case, layer: int, sinks: int) -> np.ndarray:
+    """[Hq,P] for the prompt's keys, of which the first are protected, and queries."""
+    return expected_of_keys(case, layer, prompt_keys(case.trace, layer), case.trace.prompt, sinks)
 
 
 def expected_of_keys(case: Case, layer: int, keys: np.ndarray, seen: int, sinks: int) -> np.ndarray:
-    """[Hq,n] for keys [Hkv,n,d] or [Hq,n,d], of which the first are sinks, when the queries [0,seen) have come: softmax
-    over the other keys, 0 for the sinks."""
+    """[Hq,n] for keys [Hkv,n,d] or [Hq,n,d], of which the first are protected, when the queries [0,seen) have come:
+    softmax over the other keys, 0 for these."""
     trace, parameters, future = case.trace, case.parameters, case.number("future")
     result = np.zeros((trace.query_heads, keys.shape[1]))
     if sinks >= keys.shape[1]:
@@ -297,8 +297,8 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
         if name == "expected-attention":
-            scores, queries = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads), 1
-            scores = sinks_first(scores, base.number("sinks"))
+            scores, queries = aggregate(expected_weights(base, layer, protected[0]), "kv", "mean", trace.kv_heads), 1
+            scores = sinks_first(scores, protected[0])
         elif name == "h2o":
             scores = aggregate(cumulative_attention(trace, layer), "kv", base.parameters["agg"], trace.kv_heads)
             queries = trace.prompt

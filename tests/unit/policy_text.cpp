@@ -89,6 +89,9 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("cam"), "cam: unknown policy: expected cam-one-shot, found cam");
   EXPECT_EQ(refusal_of_policy("snapvk"), "snapvk: unknown policy: expected snapkv, found snapvk");
   EXPECT_EQ(refusal_of_policy("snapkv:windw=3"), "snapkv: unknown parameter: expected window, found windw");
+  EXPECT_EQ(refusal_of_policy("snapkv:protekt=3"), "snapkv: unknown parameter: expected protect, found protekt");
+  EXPECT_EQ(refusal_of_policy("streaming-llm:preset=x").find("protect"), std::string::npos) << "it would be refused";
+  EXPECT_EQ(refusal_of_policy("streaming-llm:window_ad=x").find("window_at"), std::string::npos) << "so would this";
   EXPECT_EQ(refusal_of_policy("snapkv:window"), "snapkv: not a parameter: expected KEY=VALUE, found \"window\"");
   EXPECT_EQ(refusal_of_policy("snapkv:window=3,window=4"), "snapkv: given twice: found window");
   EXPECT_EQ(refusal_of_policy("snapkv:window=0"), "snapkv:window: out of range: expected 1.., found 0");
@@ -439,6 +442,8 @@ TEST(CommonParameters, AreRefusedWhereTheyMeanNothing) {
   EXPECT_EQ(refusal("h2o:protect=sinks=4,recent=3"),
             "h2o:protect: without parentheses: expected (sinks=4,recent=10%), found sinks=4")
       << "recent is a parameter of h2o";
+  EXPECT_EQ(refusal_of_policy("h2o:sinks=4,protect=(recent=2)"),
+            "h2o:sinks: protect replaces it: expected one of the two, found sinks=4");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:protect=(sinks=9)").check_limits(8, 2); }),
             "snapkv:protect: larger than the trace: expected at most 8 tokens, found 9");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:sinks=9").check_limits(8, 2); }),
@@ -454,6 +459,7 @@ TEST(ProtectedTokens, TakeThePlaceOfAPolicysOwn) {
   const std::string protect = "protect=(sinks=4,recent=0.1)";
   EXPECT_EQ(replaced("snapkv:window=16"), "snapkv:window=16," + protect);
   EXPECT_EQ(replaced("hybrid"), "hybrid:" + protect);
+  EXPECT_EQ(replaced("snapkv:sinks=2"), "snapkv:" + protect);
   EXPECT_EQ(replaced("critical-kv:wo=none"), "critical-kv:wo=none," + protect);
   for (const char* policy : {"full", "local", "streaming-llm", "quest", "kivi", "simlayerkv", "oracle"})
     EXPECT_EQ(replaced(policy), policy) << "without protected tokens to replace";
