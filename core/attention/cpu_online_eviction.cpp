@@ -243,6 +243,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
   const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
   const int held = static_cast<int>(what.resident.size()) / rows;
   std::vector<std::int32_t> evicted(product(rows, what.tokens), -1);
+  if (what.first >= what.tokens) return evicted;
   const std::vector<std::int32_t> queries = position_range(what.first, what.tokens);
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = what.tokens});
   std::atomic<bool> finite{true};
