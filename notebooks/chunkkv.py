@@ -70,7 +70,7 @@ LOSSES = ["kv_l1_loss", *(f"kv_l1_loss:{one}" for one in ("key", "value", "rho",
 # H2O keeps 8 recent tokens in the code behind the paper's tables.
 tenth = page.replay(
     "tenth", every, [name.replace("h2o:", "h2o:recent=8,") for name in asked], ["0.1"],
-    "--metrics", ",".join(["attention_recall", "output_error", *COSINES, *LOSSES]),
+    "--controls", "twins", "--metrics", ",".join(["attention_recall", "output_error", *COSINES, *LOSSES]),
 )  # fmt: skip
 layers = tenth.trace(every[0].stem).layers
 shown = traces("question")[0].stem
@@ -778,6 +778,16 @@ page.find(
     f"counts {heads.mean():.0f} times the bytes of this model, whose query heads share KV heads in groups", [],
     "true of models without shared KV heads only; every size here counts KV heads",
 )  # fmt: skip
+
+# %% [markdown]
+# ## What the scores are worth
+#
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
+# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
+# (1), by attention recall.
+
+# %%
+page.skill(tenth)
 
 # %% [markdown]
 # ## Findings

@@ -253,13 +253,5 @@ page.find(
     f"oracle {bound['oracle'].mean():.3f}, best policy {most.max():.3f} ({most.idxmax()}), random "
     f"{bound['random'].mean():.3f}", [not above, not below], ", ".join(above + below),
 )  # fmt: skip
-chosen = cells.loc["skill"].sort_values("mean")
-protected = list(chosen.index[chosen["mean"] == 0])  # all that they keep is protected
-chosen = chosen.drop(index=protected)
-page.find(
-    "(random twins)", "every policy recalls more than its random twin",
-    "skill " + ", ".join(f"{name} {one:.2f}" for name, one in chosen["mean"].items())
-    + f"; {', '.join(protected)} keep protected tokens alone and are their own twins",
-    [bool(one > 0) for one in chosen["low"]], "not " + ", ".join(chosen.index[chosen["low"] <= 0]),
-)  # fmt: skip
+page.skill(one)
 page.findings()

@@ -197,7 +197,7 @@ METHODS = {"sca": "SCA", "h2o": "H2O", "streaming-llm": "StreamingLLM", "strided
 PAPER_HALF = {"SCA": 59.0, "H2O": 57.5, "StreamingLLM": 53.3, "stride": 39.6}
 SHARES = ["0.1", "0.3", "0.5", "0.6", "0.7"]
 half = page.replay("shares", every, ["sca", "h2o:preset=sca", "h2o:preset=sca,heads=layer", "streaming-llm", "strided"],
-                   SHARES, "--metrics", "attention_recall,output_error",
+                   SHARES, "--controls", "twins", "--metrics", "attention_recall,output_error",
                    "--detail", "summary")  # fmt: skip
 labels = {label: label.partition(":")[0] for label in Choice(half).labels(True)}
 labels = {label: METHODS[name] for label, name in labels.items() if name in METHODS}
@@ -510,6 +510,16 @@ page.find(
     [all(less(mine, name, "SCA") for name in RULES if name != "SCA") for mine in at_each(kept_rows)], "most is kept by "
     + ", ".join(f"{kept[peak].idxmax()} ({peak})" for peak in THRESHOLDS),
 )  # fmt: skip
+
+# %% [markdown]
+# ## What the scores are worth
+#
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
+# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
+# (1), by attention recall.
+
+# %%
+page.skill(half)
 
 # %% [markdown]
 # ## What holds
