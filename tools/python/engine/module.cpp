@@ -6,7 +6,9 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -90,6 +92,21 @@ nb::list parameters_of(const std::string& text) {
   return all;
 }
 
+/// Of ranges of layers the decision that depends on most.
+std::pair<std::string, std::string> decision_and_store(const std::string& text, int layers) {
+  constexpr Decision by_dependence[] = {Decision::future, Decision::during_prefill, Decision::after_prefill,
+                                        Decision::never};
+  constexpr const char* words[] = {"future", "during-prefill", "after-prefill", "never"};
+  constexpr const char* stores[] = {"exact", "cache-positions", "changed"};  // in the order of Store
+  std::size_t decision = std::size(by_dependence) - 1, store = 0;
+  for (const LayerPlan& of_range : ConfiguredPolicy::parse(text).plans(layers)) {
+    const auto* const found = std::ranges::find(by_dependence, decision_of(of_range.plan));
+    decision = std::min(decision, static_cast<std::size_t>(found - std::begin(by_dependence)));
+    store = std::max(store, of_range.plan.store.index());
+  }
+  return {words[decision], stores[store]};
+}
+
 std::string better_of_metric(const std::string& text) {
   const std::vector<MetricName> names = parse_metrics(text);
   if (text.empty() || names.size() != 1)
@@ -131,6 +148,10 @@ NB_MODULE(_engine, module) {
       "check_layers_apart",
       [](const std::string& text) { kvreplay::ConfiguredPolicy::parse(text).check_layers_apart(); }, "policy"_a,
       "Refuses a policy unless each layer's sets depend on that layer and the budget alone.");
+  module.def(
+      "decision_and_store", python::decision_and_store, "policy"_a, "layers"_a,
+      "When its sets are decided: after-prefill, during-prefill, future or never; and how kept tokens are stored: "
+      "exact, cache-positions or changed.");
   module.def("list_value", kvreplay::list_value, "value"_a,
              "A value as it stands in a list of KEY=VALUE: in parentheses where it would not end at the next comma.");
   module.def(

@@ -306,6 +306,12 @@ class _bar:
         self._bar.close()
 
 
+def decision_and_store(policy: str, layers: int) -> tuple[str, str]:
+    """When the sets of a policy over so many layers are decided: after-prefill, during-prefill, future or never; and how
+    it stores kept tokens: exact, cache-positions or changed."""
+    return _engine.decision_and_store(policy, layers)
+
+
 def program(words: Sequence[str]) -> int:
     """The program `kvreplay` in this process: prints, and gives its exit code."""
     _refuse_plugins(words)
