@@ -11,7 +11,7 @@ import torch
 
 from kvreplay.engine import decision_and_store
 from kvreplay.live.attention import NEVER
-from kvreplay.results import COLUMNS, Run, Selection, TraceFacts
+from kvreplay.results import COLUMNS, NUMBERS, Run, Selection, TraceFacts
 
 # What the column `decisions` says: whether the sets are those of a live system.
 DECISIONS = {
@@ -51,7 +51,8 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
 
 def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:
     table = run.overall
-    return table[(table["cell"] == cell) & (table["trace"] == trace)].iloc[0][list(COLUMNS)].to_dict()
+    row = table[(table["cell"] == cell) & (table["trace"] == trace)].iloc[0]
+    return {name: f"{row[name]:.17g}" if name in NUMBERS else row[name] for name in COLUMNS}
 
 
 def _held(selection: Selection, decision: str) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor] | None]:

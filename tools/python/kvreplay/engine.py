@@ -307,8 +307,8 @@ class _bar:
 
 
 def decision_and_store(policy: str, layers: int) -> tuple[str, str]:
-    """When the sets of a policy over so many layers are decided: after-prefill, during-prefill, future or never; and how
-    it stores kept tokens: exact, cache-positions or changed."""
+    """When a policy decides its sets over so many layers: after-prefill, during-prefill, future or never; and how it
+    stores kept tokens: exact, cache-positions or changed."""
     return _engine.decision_and_store(policy, layers)
 
 
