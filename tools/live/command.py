@@ -50,10 +50,13 @@ def live(arguments: argparse.Namespace) -> None:
                                ("--threads", arguments.threads, 1)):  # fmt: skip
         if value is not None and value < least:
             raise Error(flag, "out of range", f"{least} or more", str(value), Refusal.USAGE)
+    show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
     try:
+        from kvreplay.capture.command import quiet_libraries
+
+        quiet_libraries(show)
         import torch
 
-        from kvreplay.capture.command import quiet_libraries
         from kvreplay.capture.model import Source, load
         from kvreplay.live.measure import LiveModel
         from kvreplay.live.results import write_view
@@ -66,8 +69,6 @@ def live(arguments: argparse.Namespace) -> None:
     for run, trace in wanted:
         if trace.tokens <= trace.boundary:
             raise Error(str(run.folder), f"trace {trace.name}", "tokens behind the prompt", "no continuation (G = 0)")
-    show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
-    quiet_libraries(show)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     choices = ModelChoices.of(arguments)

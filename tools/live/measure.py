@@ -12,10 +12,10 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from kvreplay.errors import Error
+from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
 from kvreplay.live.cells import LiveCell, cells_of
-from kvreplay.live.metrics import divergence, drifted, predicted
+from kvreplay.live.metrics import Value, divergence, drifted, predicted
 from kvreplay.live.passes import Evicted, Text, Trajectory, generate, read, run
 from kvreplay.live.results import LiveResults
 from kvreplay.results import Run, TraceFacts, text
@@ -45,32 +45,63 @@ class LiveModel:
         cells, left_out = cells_of(run_, trace, rows)
         for reason in left_out:
             _say(f"{trace.name}: left out: {reason}")
-        last = "same_tokens" if count else "kld"
-        cells = [cell for cell in cells if not results.has(cell, last)]
-        if not cells:
+        predicted_before = {cell.facts["cell"] for cell in cells if results.has(cell, "kld")}
+        written_before = {cell.facts["cell"] for cell in cells if results.has(cell, "same_tokens")}
+        to_predict = [cell for cell in cells if cell.facts["cell"] not in predicted_before]
+        to_write = [cell for cell in cells if count and cell.facts["cell"] not in written_before]
+        if not to_predict and not to_write:
             return
         known = run_.selections[f"/traces/{trace.name}/tokens/ids"][()]
-        told = self._check(run_, trace, known)
+        by_keys = self._check(run_, trace, known)
+        self._refuse_memory(trace, to_predict)
         whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
-        if told:
+        if by_keys:
             self._compare_keys(run_, trace, whole)
-        bar = tqdm(total=len(cells), unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
+        total = len(to_predict) + len(to_write)
+        bar = tqdm(total=total, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
-            # Cells whose passes begin at the same token go together.
-            for kind in (False, True):
-                some = [cell for cell in cells if (cell.leaves is not None) == kind]
-                for cell, values in self._predicted(whole, some, trace.name):
-                    results.add(cell, values, whole.continuation)
-                    bar.update()
-            if count:
-                answers = answers or _answer_spans(run_, trace)
-                for cell, values in self._written(whole, cells, count, answers):
-                    results.add(cell, values, count)
+            for cell, values in self._predicted(whole, to_predict, trace.name):
+                results.add(cell, values, whole.continuation)
+                bar.update()
+            for cell, values in self._written(whole, to_write, count, answers or _answer_spans(run_, trace)):
+                results.add(cell, values, count)
+                bar.update()
+        except torch.OutOfMemoryError as error:
+            raise Error("live", "memory of the device", "a smaller --batch", str(error).splitlines()[0],
+                        Refusal.RESOURCES) from error  # fmt: skip
         finally:
             bar.close()
             results.write()
 
-    def _predicted(self, whole: Text, cells: Sequence[LiveCell], name: str) -> Iterator[tuple[LiveCell, list]]:
+    def _refuse_memory(self, trace: TraceFacts, cells: Sequence[LiveCell]) -> None:
+        """What passes take beside the weights: keys and values, distributions, and what the reference leaves."""
+        config = self._model.config.get_text_config()
+        layers, hidden = config.num_hidden_layers, config.hidden_size
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        count = trace.tokens - trace.boundary
+        size = self._model.dtype.itemsize
+        width = layers * (hidden + trace.query_heads * self._head_dim())  # hidden states and attention outputs
+        cached = 2 * layers * trace.kv_heads * self._head_dim() * size
+        pass_tokens = trace.tokens if any(cell.leaves is not None for cell in cells) else count
+        needed = trace.tokens * cached + 2 * self._batch * count * (width * size + 2 * vocabulary * 8)
+        needed += self._batch * pass_tokens * (4 * hidden * size + cached)
+        free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else _free_memory()
+        if needed > free:
+            raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB beside the model (a smaller --batch)",
+                        f"{free / 2**30:.1f} GiB", Refusal.RESOURCES)  # fmt: skip
+
+    def _head_dim(self) -> int:
+        config = self._model.config.get_text_config()
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def _predicted(self, whole: Text, cells: Sequence[LiveCell], name: str) -> Iterator[tuple[LiveCell, list[Value]]]:
+        # Passes of one kind, whose lengths are equal, share a reference.
+        for over_time in (False, True):
+            yield from self._predicted_alike(whole, [c for c in cells if (c.leaves is not None) == over_time], name)
+
+    def _predicted_alike(
+        self, whole: Text, cells: Sequence[LiveCell], name: str
+    ) -> Iterator[tuple[LiveCell, list[Value]]]:
         reference: Trajectory | None = None
         following = whole.ids[whole.prompt + 1 :]
         for some in _groups(cells, self._batch):
@@ -87,7 +118,9 @@ class LiveModel:
 
     def _written(
         self, whole: Text, cells: Sequence[LiveCell], count: int, answers: list[str]
-    ) -> Iterator[tuple[LiveCell, list]]:
+    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+        if not cells:
+            return
         end = self._model.generation_config.eos_token_id
         ends = {end} if isinstance(end, int) else set(end or [])
         full = {number: torch.ones(1, whole.prompt, dtype=torch.bool) for number in whole.layers}
@@ -179,6 +212,16 @@ def _answer_spans(run_: Run, trace: TraceFacts) -> list[str]:
         for one in trace.spans
         if one.kind == "answer"
     ]
+
+
+def _free_memory() -> int:
+    """Bytes that the system can still give; without a limit where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(line for line in file if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return sys.maxsize
 
 
 def _say(line: str) -> None:
