@@ -57,7 +57,8 @@ rows = pd.concat([
 ])  # fmt: skip
 PANELS = {"Llama2 (paper)": "redundancy (cosine)", "here": "redundancy (cosine)"}
 points = pd.concat([
-    of_paper(PAPER_LENGTH, "Llama2 (paper)", "n"), rows.assign(series=rows["tensor"].str.removesuffix("s"), panel="here"),
+    of_paper(PAPER_LENGTH, "Llama2 (paper)", "n"),
+    rows.assign(series=rows["tensor"].str.removesuffix("s"), panel="here"),
 ])  # fmt: skip
 page.keep(curves(
     points, "n", PANELS, "Redundancy by length",
@@ -160,8 +161,8 @@ page.find(
 # %%
 longest = cut[LENGTHS[-1]]
 layered = pd.concat([
-    values(longest, metric, "each").drop_duplicates(["trace", "layer"]).assign(series=tensor.removesuffix("s"), panel="by layer")
-    for metric, tensor in BOTH.items()
+    values(longest, metric, "each").drop_duplicates(["trace", "layer"]).assign(series=one, panel="by layer")
+    for metric, one in {"redundancy_key": "key", "redundancy_value": "value"}.items()
 ])  # fmt: skip
 layered["layer"] = layered["layer"].astype(int)
 page.keep(curves(
