@@ -234,15 +234,17 @@ class Page:
                for budget in budgets}
             for label in labels
         ]))  # fmt: skip
-        moves = cells[(cells["mean"] != 0) | (cells["high"] != cells["low"])]  # others keep protected tokens alone
+        moves = cells[(cells["mean"] != 0) | (cells["high"] != cells["low"])]
+        protected = [label for label in labels if label not in moves.index.get_level_values("label")]
         behind = [f"{label} at {budget}" for label, budget in moves.index[moves["low"] <= 0]]
         skills = {label: [cells.loc[(label, one), "mean"] for one in budgets if (label, one) in cells.index]
-                  for label in labels}  # fmt: skip
+                  for label in labels if label not in protected}  # fmt: skip
         self.find(
             "(random twins)", "every policy recalls more than its random twin",
             "skill " + ", ".join(
                 f"{label} {' '.join(f'{one:.2f}' for one in means)}" for label, means in skills.items()
-            ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else ""),
+            ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else "")
+            + (f"; {', '.join(protected)}: 0, protected tokens are all that is kept" if protected else ""),
             [bool(low > 0) for low in moves["low"]], "not " + ", ".join(behind),
         )  # fmt: skip
 
