@@ -226,21 +226,25 @@ class Page:
         protected tokens, its counts and the lengths of its runs (docs/conventions.md)."""
         found = mean_over_traces(values(run, "skill"), ["label", "budget"])
         cells = found.set_index(["label", "budget"])
-        labels, budgets = (list(dict.fromkeys(found[name])) for name in ("label", "budget"))
+        labels = list(dict.fromkeys(found["label"]))
+        budgets = [one for one in dict.fromkeys(run.cells["budget"]) if one in set(found["budget"])]
         self.table("skill", found, pd.DataFrame([
             {"policy": label}
             | {f"skill at {budget}": cell(cells.loc[(label, budget)], 2) if (label, budget) in cells.index else ""
                for budget in budgets}
             for label in labels
         ]))  # fmt: skip
-        moves = cells[(cells["mean"] != 0) | (cells["high"] != cells["low"])]  # others keep protected tokens alone
+        moves = cells[(cells["mean"] != 0) | (cells["high"] != cells["low"])]
+        protected = [label for label in labels if label not in moves.index.get_level_values("label")]
         behind = [f"{label} at {budget}" for label, budget in moves.index[moves["low"] <= 0]]
-        skills = {label: found["mean"][found["label"] == label] for label in labels}
+        skills = {label: [cells.loc[(label, one), "mean"] for one in budgets if (label, one) in cells.index]
+                  for label in labels if label not in protected}  # fmt: skip
         self.find(
             "(random twins)", "every policy recalls more than its random twin",
             "skill " + ", ".join(
                 f"{label} {' '.join(f'{one:.2f}' for one in means)}" for label, means in skills.items()
-            ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else ""),
+            ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else "")
+            + (f"; {', '.join(protected)}: 0, protected tokens are all that is kept" if protected else ""),
             [bool(low > 0) for low in moves["low"]], "not " + ", ".join(behind),
         )  # fmt: skip
 
