@@ -38,6 +38,7 @@ const std::pair<std::string_view, Member> members[] = {
     {"/model@softmax_scale", &TraceHeader::softmax_scale},
     {"/model@logit_softcap", &TraceHeader::logit_softcap},
     {"/model@source_hash", &TraceHeader::source_hash},
+    {"/model@quantisation", &TraceHeader::quantisation},
     {"/model/rope@style", &TraceHeader::rope_interleaved},
     {"/tokens@prefill", &TraceHeader::prefill},
     {"/model/sliding_window", &TraceHeader::sliding_window},

@@ -45,6 +45,7 @@ struct TraceHeader {
   double softmax_scale = 1.0;
   double logit_softcap = 0.0;
   std::string source_hash;
+  std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
 
   std::vector<std::int32_t> sliding_window;  // [L]
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvreplay.capture.model import decoder, generate
+from kvreplay.capture.model import decoder, generate, input_device
 from kvreplay.capture.observe import LayerCall, observed
 from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.recorder import Recorder
@@ -43,6 +43,7 @@ class Choices:
     verify_all: bool = False
     force: bool = False
     source_hash: str = ""
+    quantisation: str | None = None  # of the weights, by --load: 8bit or 4bit
     producer: str = PRODUCER  # as the trace names it
 
 
@@ -70,17 +71,17 @@ def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerC
 
     def watch(module: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, torch.Tensor) for x in output):
-            produced.append(tuple(x.double().cpu().numpy() for x in output))
+            produced.append(tuple(x.cpu().double().numpy() for x in output))
 
     def keys_at(place: int) -> list[np.ndarray]:
         calls.clear()
         produced.clear()
         with torch.inference_mode(), observed(model, name, calls.append):
-            ids, positions = (torch.tensor([[number]], device=model.device) for number in (token, place))
+            ids, positions = (torch.tensor([[number]], device=input_device(model)) for number in (token, place))
             base(input_ids=ids, position_ids=positions, use_cache=False)
         if not calls:
             raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
-        return [call.k[:, 0].double().cpu().numpy() for call in calls]
+        return [call.k[:, 0].cpu().double().numpy() for call in calls]
 
     hooks = [module.register_forward_hook(watch) for module in rotary_modules(base)]
     keys_at(position)  # length-dependent frequencies are set now
@@ -182,6 +183,7 @@ def capture(
             softmax_scale=shape.scale,
             logit_softcap=shape.softcap,
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
+            **({"quantisation": choices.quantisation} if choices.quantisation else {}),
         )
         trace.dataset("/model/layer_index", np.array([calls[place].layer for place in wanted], np.int32))
         if rope:
@@ -207,7 +209,7 @@ def capture(
         before = frequencies(decoder(model))
         try:
             with torch.inference_mode(), observed(model, choices.name, recorder):
-                decoder(model)(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+                decoder(model)(input_ids=torch.tensor([ids], device=input_device(model)), use_cache=False)
         finally:
             bar.close()
         after = frequencies(decoder(model))
