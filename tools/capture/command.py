@@ -105,6 +105,17 @@ def parser() -> Parser:
         metavar="NAME[:KIND]=TEXT|/REGEX/",
         help="name the tokens of a text; may be repeated",
     )
+    add(
+        "--chunk",
+        type=_count,
+        metavar="N",
+        help="run N tokens at once, with the model's own cache, for prompts that do not fit (default: all at once)",
+    )
+    add(
+        "--save-reference",
+        action="store_true",
+        help="store the 64 most probable tokens of every continuation token, and the probability of all others",
+    )
     add("--with-wo", action="store_true", help="store each layer's output projection too")
     add("--store-dtype", choices=DTYPES, help="the type to store (default: the type the model computed in)")
     add("--verify", action="store_true", help="recompute every attention output from the trace, not 64 queries a layer")
@@ -257,6 +268,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         spans=spans,
         with_wo=arguments.with_wo,
         store_dtype=arguments.store_dtype,
+        chunk=arguments.chunk,
+        save_reference=arguments.save_reference,
         verify_all=arguments.verify,
         force=arguments.force,
         source_hash=source.hash(),

@@ -178,8 +178,8 @@ def decoder(model: Any) -> Any:
     return model.base_model if found is model else found
 
 
-def generate(model: Any, ids: list[int], count: int) -> list[int]:
-    """`count` tokens by greedy search; the end-of-text token is not chosen before."""
+def generate(model: Any, ids: list[int], count: int, chunk: int | None = None) -> list[int]:
+    """`count` tokens by greedy search, the prompt in chunks; the end-of-text token is not chosen before."""
     if count == 0:
         return []
     prompt = torch.tensor([ids], device=input_device(model))
@@ -192,5 +192,6 @@ def generate(model: Any, ids: list[int], count: int) -> list[int]:
             min_new_tokens=count,
             max_new_tokens=count,
             repetition_penalty=1.0,
+            prefill_chunk_size=chunk,
         )
     return output[0, len(ids) :].tolist()
