@@ -192,7 +192,12 @@ def hash_of_the_page(trace: Trace, tensors: str) -> str:
                     /model@n_kv_heads /model@head_dim /model@dtype /model@softmax_scale /model@logit_softcap
                     /tokens@prefill""".split():
         value = trace.attribute(*place.split("@"))
-        add(place, value.encode() if isinstance(value, str) else np.asarray(value).astype("<f8" if isinstance(value, float) else "<i8").tobytes())
+        add(
+            place,
+            value.encode()
+            if isinstance(value, str)
+            else np.asarray(value).astype("<f8" if isinstance(value, float) else "<i8").tobytes(),
+        )
     for path in "/model/sliding_window /model/layer_index /tokens/ids".split():
         add(path, trace[path].astype("<i4").tobytes())
     for name, kind in (("ids", "<i4"), ("log_probabilities", "<f8"), ("tail", "<f8")):
@@ -232,10 +237,14 @@ def test_norms_and_reference_distributions_are_optional_parts_of_a_trace(tmp_pat
         hashes[name] = shown["hash"]
         done("replay", path, "-p", "knorm", "-b", "2", "-o", tmp_path / name, folder=tmp_path)
     assert hashes["plain"] != hashes["whole"]
-    rows = [(tmp_path / name / "results.csv").read_text().replace(hashes[name], "").replace(name, "") for name in hashes]
+    rows = [
+        (tmp_path / name / "results.csv").read_text().replace(hashes[name], "").replace(name, "") for name in hashes
+    ]
     assert rows[0] == rows[1]
     differences = kvreplay("diff", "plain.h5", "whole.h5", folder=tmp_path)
-    assert differences.code == 1 and "/layers/000/input_norm" in differences.out and "/reference/tail" in differences.out
+    assert (
+        differences.code == 1 and "/layers/000/input_norm" in differences.out and "/reference/tail" in differences.out
+    )
 
     def damaged(change: str, value: np.ndarray, message: str) -> None:
         copy = shutil.copy(tmp_path / "whole.h5", tmp_path / "damaged.h5")
