@@ -198,7 +198,7 @@ PAPER_AVERAGE = pd.DataFrame(
     {"StreamingLLM": [32.03, 34.70], "H2O": [35.39, 37.20], "SnapKV": [35.76, 40.30], "PyramidKV": [37.45, 40.18],
      "DynamicKV": [37.75, 40.73]}, index=[128, 512],
 )  # fmt: skip
-equal = page.replay("equal", every, ASKED, [str(size) for size in SIZES],
+equal = page.replay("equal", every, ASKED, [str(size) for size in SIZES], "--controls", "twins",
                     "--metrics", "attention_recall,output_error,kv_bytes", "--detail", "summary")  # fmt: skip
 PANELS = {"LongBench, LLaMA-3-8B (paper)": "score", "attention": "attention recall", "attention output": "output error"}
 points = [of_paper(PAPER_AVERAGE, next(iter(PANELS)), "size")]
@@ -364,6 +364,16 @@ page.find(
     [less(at_64, b, a) for a, b in pairwise(ranked)],
     "the order is " + " > ".join(grid.sort_values(ascending=False).index),
 )  # fmt: skip
+
+# %% [markdown]
+# ## What the scores are worth
+#
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
+# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
+# (1), by attention recall.
+
+# %%
+page.skill(equal)
 
 # %% [markdown]
 # ## What holds

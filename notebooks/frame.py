@@ -28,6 +28,7 @@ from kvreplay.plot import style
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import INTERVAL, draw_mean, mean_over_traces
 from kvreplay.plot.style import (
+    COLOURS,
     Drawing,
     Sheet,
     errors_need_logarithms,
@@ -40,6 +41,7 @@ from kvreplay.plot.style import (
     width_of,
 )
 from kvreplay.results import Run
+from kvreplay.skill import TWIN
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = Path(os.environ.get("KVREPLAY_CORPUS", ROOT / "build" / "corpus"))
@@ -72,13 +74,14 @@ def traces(*kinds: str) -> list[Path]:
 
 
 def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
-    """What results.csv has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
+    """What a run has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
 
-    `layer` is all (over layers) or each (the rows of single layers).
+    `layer` is all (over layers) or each (the rows of single layers). Random twins are left out: skill says what they
+    are for.
     """
     name, _, variant = metric.partition(":")
     rows = run.table
-    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant)]
+    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant) & (rows["policy"] != TWIN)]
     rows = rows[(rows["layer"] == "all") == (layer == "all")].dropna(subset="value")
     if rows.empty:
         raise Error(str(run.folder / "results.csv"), metric, "at least one value", "none")
@@ -218,6 +221,33 @@ class Page:
         """One finding: `where` in the paper, what it `says`, what is measured here, and whether that agrees."""
         self.found.append({"paper": where, "says": says, "here": ours, "verdict": verdict(parts, because)})
 
+    def skill(self, run: Run) -> None:
+        """Table `skill` of a run with twins, and whether each policy is ahead of its own: what its scores add to its
+        protected tokens, its counts and the lengths of its runs (docs/conventions.md)."""
+        found = mean_over_traces(values(run, "skill"), ["label", "budget"])
+        cells = found.set_index(["label", "budget"])
+        labels = list(dict.fromkeys(found["label"]))
+        budgets = [one for one in dict.fromkeys(run.cells["budget"]) if one in set(found["budget"])]
+        self.table("skill", found, pd.DataFrame([
+            {"policy": label}
+            | {f"skill at {budget}": cell(cells.loc[(label, budget)], 2) if (label, budget) in cells.index else ""
+               for budget in budgets}
+            for label in labels
+        ]))  # fmt: skip
+        moves = cells[(cells["mean"] != 0) | (cells["high"] != cells["low"])]
+        protected = [label for label in labels if label not in moves.index.get_level_values("label")]
+        behind = [f"{label} at {budget}" for label, budget in moves.index[moves["low"] <= 0]]
+        skills = {label: [cells.loc[(label, one), "mean"] for one in budgets if (label, one) in cells.index]
+                  for label in labels if label not in protected}  # fmt: skip
+        self.find(
+            "(random twins)", "every policy recalls more than its random twin",
+            "skill " + ", ".join(
+                f"{label} {' '.join(f'{one:.2f}' for one in means)}" for label, means in skills.items()
+            ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else "")
+            + (f"; {', '.join(protected)}: 0, protected tokens are all that is kept" if protected else ""),
+            [bool(low > 0) for low in moves["low"]], "not " + ", ".join(behind),
+        )  # fmt: skip
+
     def findings(self) -> None:
         """All findings as a table."""
         self.table("findings", pd.DataFrame(self.found))
@@ -247,11 +277,12 @@ def curves(
     """Lines of means over traces, a panel for each of `panels` (name: what its y axis says, with unit).
 
     `points` has the columns panel, series, trace, value and the column `x`; bands are 95 % bootstrap intervals. A
-    series has one colour in all panels, that of its policy where it is one; those in `grey` are references. Panels
-    whose y axes say the same share one scale, which is logarithmic for `errors` that differ by orders of magnitude.
+    series has one colour in all panels, that of its policy where it is one; of more series than colours, panels that
+    draw the same ones agree. Those in `grey` are references. Panels whose y axes say the same share one scale, which is
+    logarithmic for `errors` that differ by orders of magnitude.
     """
     series = list(dict.fromkeys(points["series"]))
-    looks = looks_of(series, grey)
+    drawn_in = {name: set(points["series"][points["panel"] == name]) for name in panels}
     found = mean_over_traces(points, ["panel", "series", x])
     several = found["traces"].max() > 1
     panel, columns = (1.95, 1.6), min(columns, len(panels))
@@ -266,7 +297,9 @@ def curves(
     for axis, (name, label) in zip(sheet.axes, panels.items(), strict=True):
         mine = found[found["panel"] == name]
         ends = []
-        for one in [one for one in series if one in set(mine["series"])]:
+        here = [one for one in series if one in drawn_in[name]]
+        looks = looks_of(series if len(series) <= len(COLOURS) else here, grey)
+        for one in here:
             line = mine[mine["series"] == one]
             ends.append(draw_mean(axis, line, x, looks[one], one))
         if x == "layer":
@@ -281,10 +314,7 @@ def curves(
         axis.annotate(name, (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
         quiet_frame(axis)
         axis.set_xlim(axis.get_xlim())
-        low, high = mine["mean"].min(), mine["mean"].max()
-        room_for_bands = (high - low) or abs(high) or 1.0  # wider bands, of few traces, leave the panel
-        bottom, top = axis.get_ylim()
-        limits.append((max(bottom, low - room_for_bands), min(top, high + room_for_bands)))
+        limits.append(axis.get_ylim())
         named.append(ends)
     for axis, ends, label in zip(sheet.axes, named, panels.values(), strict=True):
         alike = [limit for limit, other in zip(limits, panels.values(), strict=True) if other == label]
@@ -333,19 +363,28 @@ def window_settings(
            for setting in SETTINGS.values()}
         for name in policies for words in metrics.values()
     ]))  # fmt: skip
-    pooling = [name for name, policy in policies.items() if "{pool}" in policy]
-    error = cells["mean"][metrics["output_error"]].unstack("setting").loc[pooling]
+    error = in_every_setting(cells["mean"][metrics["output_error"]]).loc[list(policies)]
     orders = {setting: " < ".join(error[setting].sort_values().index) for setting in SETTINGS.values()}
     default, *others = orders.values()
     page.find(
         "(settings)", "the order of the policies does not depend on window and pooling",
         "output error: " + "; ".join(
-            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in pooling)
+            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in policies)
             for setting in orders
         ),
         [order == default for order in others],
         "; ".join(f"{order} ({setting})" for setting, order in orders.items()),
     )  # fmt: skip
+
+
+def in_every_setting(means: pd.Series) -> pd.DataFrame:
+    """A row a policy, a column a setting of the Series by policy and setting. A policy that does not pool has the same
+    value in both settings of a window."""
+    table = means.unstack("setting")
+    for window in {window for window, _ in SETTINGS}:
+        pooled, plain = SETTINGS[window, "max"], SETTINGS[window, "none"]
+        table[plain] = table[plain].fillna(table[pooled])
+    return table
 
 
 def dots(found: pd.DataFrame, quantities: Sequence[str], policies: Sequence[str], budget: str, caption: str) -> Drawing:
@@ -361,7 +400,7 @@ def dots(found: pd.DataFrame, quantities: Sequence[str], policies: Sequence[str]
         for place, ((window, pool), setting) in enumerate(SETTINGS.items()):
             mine = found[(found["quantity"] == quantity) & (found["setting"] == setting)]
             at = [policies.index(name) + 0.18 * (place - 1.5) for name in mine["policy"]]
-            colour = style.COLOURS[0 if window == 8 else 1]
+            colour = COLOURS[0 if window == 8 else 1]
             axis.hlines(at, mine["low"], mine["high"], color=colour, linewidth=1)
             axis.plot(mine["mean"], at, "o" if window == 8 else "s", color=colour, label=setting,
                       markerfacecolor=colour if pool == "max" else "white")  # fmt: skip

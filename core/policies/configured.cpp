@@ -40,7 +40,7 @@ constexpr Choice<WindowAt> window_at_words[] = {{"end", WindowAt::end}, {"questi
 
 constexpr std::string_view common_names[] = {"sinks", "window_at", "protect"};
 
-/// Of a parameter whose value is a policy, or a word for none.
+/// Whether the value is a policy, or a word for none.
 bool is_policy(const Parameter& parameter) { return parameter.range.find("(POLICY)") != std::string::npos; }
 
 /// A number of a layer, which counts from either end, not a number of layers.
@@ -97,7 +97,12 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
       const std::size_t equals = piece.find('=');
       if (equals == std::string_view::npos || equals == 0)
         throw Error{Refusal::usage, configured.name_, "not a parameter", "KEY=VALUE", "\"" + std::string(piece) + "\""};
-      values.emplace_back(piece.substr(0, equals), without_parentheses(piece.substr(equals + 1)));
+      const std::string_view key = piece.substr(0, equals), value = piece.substr(equals + 1);
+      // The comma in protect=sinks=4,recent=3 would end the value, and `recent` may be a parameter of the policy.
+      if (key == "protect" && !value.starts_with('(') && configured.policy_->parameters().find(key) == nullptr)
+        throw Error{Refusal::usage, configured.name_ + ":protect", "without parentheses", "(sinks=4,recent=10%)",
+                    std::string(value)};
+      values.emplace_back(key, without_parentheses(value));
     }
   }
   configured.place_parts(values);
@@ -117,6 +122,9 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   configured.find_common();
   for (const auto& [key, value] : values)
     if (is_common(key)) configured.set_common(key, value);
+  if (configured.common_->protect && configured.common_->has_sinks && configured.given_.contains("sinks"))
+    throw Error{Refusal::usage, configured.name_ + ":sinks", "protect replaces it", "one of the two",
+                fmt::format("sinks={}", configured.common_->sinks)};
   if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.check_given();
   return configured;
 }
@@ -173,7 +181,7 @@ void ConfiguredPolicy::Common::apply_to(Plan& plan, const Plan& filled) const {
   if (protect) protect->replace_in(plan);
 }
 
-/// What the plans with their parts are made of decides.
+/// The plans with their parts decide which of them the policy has.
 void ConfiguredPolicy::find_common() {
   if (name_ == layer_ranges_name) return;  // the policies of the ranges have them
   constexpr int some_layers = 2;
@@ -182,9 +190,9 @@ void ConfiguredPolicy::find_common() {
   try {
     plans = policy_->plans(some_layers);
   } catch (const Error&) {
-    // An oracle over ranges of layers has plans for its number of layers alone, and a broken policy in Python has none:
-    // who asks for its plans hears why.
-    common_->lacks_protection = "has no plans for any number of layers";
+    // An oracle over ranges of layers has plans for its number of layers alone, and a broken policy in Python has none.
+    // plans() reports the reason.
+    common_->lacks_protection = "has no plans for some other number of layers";
     return;
   }
   bool protects = false;
@@ -209,7 +217,8 @@ void ConfiguredPolicy::set_common(const std::string& name, const std::string& te
     throw Error{Refusal::usage, name_, "its layers have plans of their own", name + "= in the policies of the ranges",
                 name};
   if (name == "window_at" && !common_->has_window_at)
-    throw Error{Refusal::usage, where, "no observation window of its own", "window_at for policies like snapkv", text};
+    throw Error{Refusal::usage, where, name_ + " does not score by an observation window",
+                "a policy that does, such as snapkv", text};
   if (name != "window_at" && !common_->lacks_protection.empty())
     throw Error{Refusal::usage, where, name_ + " " + common_->lacks_protection,
                 "a policy that selects by score within a budget", text};
@@ -222,6 +231,7 @@ void ConfiguredPolicy::set_common(const std::string& name, const std::string& te
 void ConfiguredPolicy::replace_protected(const ProtectedTokens& tokens) {
   if (name_ != layer_ranges_name && common_->lacks_protection.empty()) {
     if (common_->protect) throw Error{Refusal::usage, name_ + ":protect", "given twice", "", "--protect"};
+    common_->sinks = common_->own_sinks;
     common_->protect = tokens;
     return;
   }
@@ -240,13 +250,14 @@ void ConfiguredPolicy::set(std::string_view name, std::string_view text) {
   for (const Placed& placed : parts_)
     if (Parameters of_part = placed.part->parameters(); of_part.find(name) != nullptr) return of_part.set(name, text);
   if (policy_->declare(name)) return policy_->parameters().set(name, text);
+  find_common();
   std::vector<std::string> known;
   const Parameters all = parameters();
   if (all.all().empty())
     throw Error{Refusal::usage, name_, "takes no parameters", "a part, as in select=chunks", std::string(name)};
   for (const Parameter& parameter : all.all()) known.push_back(parameter.name);
   for (const Choice<PartKind>& kind : part_kinds) known.emplace_back(kind.word);
-  for (const std::string_view common : common_names) known.emplace_back(common);
+  if (common_->lacks_protection.empty()) known.emplace_back("protect");
   if (!all.presets().empty()) known.emplace_back("preset");
   throw Error{Refusal::usage, name_, "unknown parameter", nearest(name, known), std::string(name)};
 }
@@ -274,7 +285,7 @@ Parameters ConfiguredPolicy::parameters() const {
   if (common_->protect) {
     Parameter protect;
     protect.name = "protect";
-    protect.help = "protected tokens in the place of the policy's own";
+    protect.help = "protected tokens that replace the policy's own";
     protect.text = [common = common_] { return common->protect->text(); };
     all.adopt("", protect);
   }
@@ -343,6 +354,9 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
 void ConfiguredPolicy::fill_parts(Plan& plan) const {
   bool scores = false;
   for (const Placed& placed : parts_) {
+    if (const auto* sets = std::get_if<SetsOf>(&plan.allocate))
+      throw Error{Refusal::usage, name_, "its plan is that of the policy whose twin it is", "the part in of=(POLICY)",
+                  fmt::format("{} beside of=({})", placed.name, sets->policy)};
     if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
       throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                   "allocate=" + placed.name};
@@ -352,7 +366,7 @@ void ConfiguredPolicy::fill_parts(Plan& plan) const {
     placed.part->fill(plan);
     scores = scores || placed.kind == PartKind::score;
   }
-  // A selector that reads no scores takes the place of the scorer, too.
+  // A selector that reads no scores replaces the scorer as well.
   if (!scores && !plan.select.reads_scores) plan.score = {};
 }
 
@@ -406,6 +420,23 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
                 "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
                 parameter.text()};
   }
+}
+
+std::string ConfiguredPolicy::why_no_twin(int layers) const {
+  if (card().family == Family::control) return "is a control itself";
+  std::string keeps_everything;
+  bool chooses = false;
+  for (const LayerPlan& of_range : plans(layers)) {
+    const std::string reason = kvreplay::why_no_twin(of_range.plan);
+    const bool is_whole = std::holds_alternative<Everything>(of_range.plan.allocate) &&
+                          std::holds_alternative<Once>(of_range.plan.schedule);
+    if (!reason.empty() && !is_whole) return reason;
+    if (is_whole)
+      keeps_everything = reason;
+    else
+      chooses = true;
+  }
+  return chooses ? "" : keeps_everything;
 }
 
 void ConfiguredPolicy::check_layers_apart() const {

@@ -139,7 +139,7 @@ struct QueryRange {
   int first = 0;
   int end = 0;
 
-  /// And the `count` last ones before `behind`.
+  /// Adds the last `count` queries before position `behind`.
   void add(int count, int behind) {
     if (count == 0) return;
     end = first == end ? behind : std::max(end, behind);
@@ -149,7 +149,7 @@ struct QueryRange {
 
 QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuestion question) {
   const Needs needs = needs_of(plan);
-  const Scoring how = scoring_of(plan, {}, budget, prompt, question);
+  const Scoring how = scoring_of(plan, kept_by_rule(plan, budget, prompt, question), budget, prompt, question);
   const int recent = needs.recent_queries ? std::max(1, how.observing) : 0;
   const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
   const bool evicts_in_time =
@@ -230,8 +230,8 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
-    if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate))
-      check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget, of_seen);
+    if (const std::string* other = policy_taken_from(of_range.plan.allocate))
+      check_policy(trace, conditions, ConfiguredPolicy::parse(*other), budget, of_seen);
     if (of_seen > 0 && std::holds_alternative<Rolling>(of_range.plan.schedule))
       throw Error{Refusal::usage, policy.name(), "its window has one size: a first token that was let go is gone",
                   "a budget without @seen, or schedule=once", fmt::format("{}@seen", of_seen)};
@@ -245,10 +245,10 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
   const MarkedQuestion question = marked_question(trace, prompt);
   QueryRange read{prompt, prompt};
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
-    if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate)) {
-      const std::vector<std::int32_t> counted =
-          queries_read(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget);
-      if (!counted.empty()) read.add(counted.back() + 1 - counted.front(), counted.back() + 1);
+    if (const std::string* other = policy_taken_from(of_range.plan.allocate)) {
+      const std::vector<std::int32_t> by_other =
+          queries_read(trace, conditions, ConfiguredPolicy::parse(*other), budget);
+      if (!by_other.empty()) read.add(by_other.back() + 1 - by_other.front(), by_other.back() + 1);
     }
     const QueryRange by_plan = prompt_queries(of_range.plan, budget, prompt, question);
     read.add(by_plan.end - by_plan.first, by_plan.end);
@@ -297,10 +297,10 @@ std::string without_question(const Trace& trace, const Conditions& conditions, c
     const Protection& observing = of_range.plan.observing ? *of_range.plan.observing : of_range.plan.protect;
     return (blocks != nullptr && blocks->asks_marked_question) || observing.question.marked;
   };
-  if (std::ranges::any_of(plans, asks)) return "takes its last tokens for one";
+  if (std::ranges::any_of(plans, asks)) return "uses the last tokens of the prompt instead";
   const bool places = std::ranges::any_of(
       plans, [](const LayerPlan& of_range) { return of_range.plan.window_at == WindowAt::question; });
-  return places ? "scores by its last tokens" : "";
+  return places ? "uses window_at=end" : "";
 }
 
 }  // namespace kvreplay

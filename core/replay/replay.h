@@ -116,7 +116,8 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
 bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
                               int budget);
 
-/// What the policy does instead where it asks for a question and none is marked; empty: it has what it asks for.
+/// What the policy uses where it needs a marked question and the trace has none, as the end of a warning. Empty: it
+/// needs none, or has one.
 std::string without_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns

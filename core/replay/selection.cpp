@@ -81,6 +81,11 @@ Kept choose_row(const Selector& select, int tokens, std::span<const double> scor
   const int sinks = std::min(budget.by_rule.sinks, count);
   const int recent = std::min(budget.by_rule.recent, count - sinks);
   if (count == 0 || count == tokens) return {position_range(0, count), sinks, recent};
+  if (count == sinks + recent) {  // nothing is left to choose, and there may be no scores
+    Kept kept{position_range(0, sinks), sinks, recent};
+    std::ranges::copy(position_range(tokens - recent, tokens), std::back_inserter(kept.positions));
+    return kept;
+  }
   Kept kept = select({scores, tokens, count, sinks, recent, view, budget.row});
   check_row(kept.positions, tokens, count, who);
   return kept;
@@ -138,13 +143,14 @@ TensorView output_projection(const Trace& trace, int stored_layer) {
 }
 
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question) {
-  const Protection& observing = plan.observing ? *plan.observing : plan.protect;
   const bool at_question = plan.window_at == WindowAt::question && question.is_marked();
   return {.grouping = plan.grouping,
           .recent = by_rule.recent,
           .budget = budget,
           .sinks = by_rule.sinks,
-          .observing = observing.within(plan.own_memory ? prompt : budget, prompt, question).recent,
+          .observing = plan.observing
+                           ? plan.observing->within(plan.own_memory ? prompt : budget, prompt, question).recent
+                           : by_rule.recent,
           .window_end = at_question ? question.end : LayerView::newest};
 }
 

@@ -86,6 +86,47 @@ def test_rows_are_those_of_the_same_command_lines(place: Path) -> None:
     assert len(asked) == 4
 
 
+def test_controls_join_as_the_file_says_and_only_where_a_policy_is_asked_for(place: Path) -> None:
+    (place / "sweep.yaml").write_text(EXPERIMENT + "controls: twins\n")
+    ran("@sweep.yaml", "-o", "out", folder=place)
+    assert json.loads((place / "out/run.json").read_text())["options"]["controls"] == "twins"
+    found = list(csv.DictReader(rows(place / "out")))
+    twins = Counter((row["params"], row["budget"]) for row in found if row["policy"] == "random-twin")
+    asked = {(row["policy"], row["budget"]) for row in found if row["role"] == "asked"}
+    assert len(twins) == 6 and asked == {("h2o", "0.25"), ("h2o", "5"), ("snapkv", "0.25"), ("snapkv", "5")}
+    assert not any("window=3" in params and budget == "5" for params, budget in twins), "left out with its policy"
+    assert {row["role"] for row in found if row["policy"] == "random-twin"} == {"control"}
+    assert "--controls twins" in " ".join(planned("@sweep.yaml", folder=place)["words"])
+    ran("@sweep.yaml", "--controls", "none", "-o", "none", folder=place)
+    assert {row["role"] for row in csv.DictReader(rows(place / "none"))} == {"asked"}
+    assert "wrong.yaml:1: controls: expected" in wrong(place, "controls: [twins, random]\n").err
+    assert wrong(place, "traces: data\npolicies: h2o\nbudgets: 5\ncontrols: all\n").code == 2
+
+
+def test_protected_tokens_of_all_policies_and_of_one(place: Path) -> None:
+    """`protect:` of the file is --protect, that of a policy is its parameter; lists of it multiply."""
+    (place / "sweep.yaml").write_text(EXPERIMENT + "protect: sinks=1,recent=25%\n")
+    ran("@sweep.yaml", "-o", "out", folder=place)
+    (place / "sweep.yaml").write_text(EXPERIMENT)
+    ran("@sweep.yaml", "--protect", "sinks=1,recent=25%", "-o", "option", folder=place)
+    each = EXPERIMENT.replace("  - h2o\n", "  - policy: h2o\n    protect: sinks=1,recent=25%\n")
+    (place / "each.yaml").write_text(each.replace("snapkv\n", "snapkv\n    protect: (sinks=1,recent=0.25)\n"))
+    ran("@each.yaml", "-o", "each", folder=place)
+    assert rows(place / "out") == rows(place / "option") == rows(place / "each")
+    policies = {row["params"] for row in csv.DictReader(rows(place / "out")) if row["role"] == "asked"}
+    assert all(params.endswith("protect=(sinks=1,recent=0.25)") for params in policies)
+    one = EXPERIMENT.replace("- h2o\n", '- {policy: h2o, protect: ["sinks=1", "recent=2"]}\n')
+    (place / "lists.yaml").write_text(one)
+    words = planned("@lists.yaml", folder=place)["words"]
+    assert {"h2o:protect=(sinks=1)", "h2o:protect=(recent=2)"} <= set(words), words
+    mapping = "traces: data\npolicies: h2o\nbudgets: 5\nprotect: {sinks: 1}\n"
+    assert wrong(place, mapping).err == "kvreplay: wrong.yaml:4: protect: expected one text, found a mapping\n"
+    assert (
+        wrong(place, mapping.replace("{sinks: 1}", "sinks=1,sinks=2")).err
+        == "kvreplay: wrong.yaml:4: --protect: given twice: found sinks\n"
+    )
+
+
 def test_shards_are_the_whole_and_hold_each_trace_once(place: Path) -> None:
     ran("@sweep.yaml", "-o", "whole", folder=place)
     held: Counter[str] = Counter()

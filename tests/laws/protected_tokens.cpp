@@ -35,8 +35,10 @@ std::string sized(const std::string& policy) {
   static const TemporaryFile table(npy(dictionary("<f8", "(3, 4)"), numbers<double>(std::vector<double>(12, 1.0))));
   if (policy == "head-kv") return policy + ":table=" + table.path() + ",window=4";
   if (policy == "critical-kv") return policy + ":wo=none";
+  if (policy == "random-twin") return policy + ":of=(h2o)";
   if (policy == "finch") return policy + ":blocks=20,question=last,question_tokens=3";
-  if (policy == "h2o-online") return policy + ":recent=4";
+  if (policy == "lagkv") return policy + ":lag=4";
+  if (policy == "h2o-online" || policy == "sca") return policy + ":recent=4";
   return policy;
 }
 
@@ -99,8 +101,31 @@ TEST_P(ProtectedTokensOf, AreKeptInEveryRowWithinTheBudget) {
   }
 }
 
-/// Policies that score by last queries have a window that can end with the question, unless it is the question.
-TEST_P(ProtectedTokensOf, StandBehindAWindowThatEndsWithTheQuestion) {
+/// A number of sinks is the same whichever parameter says it, also where the scores leave protected tokens out.
+TEST_P(ProtectedTokensOf, AreTheSameInAPolicysOwnWords) {
+  const std::string policy = sized(GetParam());
+  // Its `sinks` also say whose queries do not count.
+  if (policy == "expected-attention" || policy.starts_with("critical-kv")) GTEST_SKIP();
+  if (ConfiguredPolicy::parse(policy).parameters().find("sinks") == nullptr) GTEST_SKIP() << "it has none";
+  for (const std::string& text : by_schedule(policy)) {
+    for (const int number : {1, 5}) {
+      const std::string own = with(text, "sinks=" + std::to_string(number));
+      const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(own).plans(3);
+      const Protection& protect = plans.front().plan.protect;
+      if (plans.size() > 1 || !protects(plans.front().plan) || protect.question.last_tokens > 0) continue;
+      ASSERT_EQ(protect.sinks, number);
+      const ProtectedTokens same{.sinks = protect.sinks, .recent = protect.recent};
+      const std::string given = with(text, "protect=(" + same.text() + ")");
+      SCOPED_TRACE(own + " and " + given);
+      const RecordedRun run = record(trace(), {own, given}, budget);
+      for (int layer = 0; layer < 3; ++layer)
+        EXPECT_EQ(run.selections.at({0, layer}).set, run.selections.at({1, layer}).set);
+    }
+  }
+}
+
+/// Policies that score by their last queries have the parameter window_at, unless these queries are the question.
+TEST_P(ProtectedTokensOf, HaveAWindowThatCanEndWithTheQuestion) {
   const ConfiguredPolicy policy = ConfiguredPolicy::parse(sized(GetParam()));
   const bool by_last_queries = std::ranges::any_of(policy.plans(3), [](const LayerPlan& of_range) {
     const Plan& plan = of_range.plan;

@@ -23,7 +23,7 @@ from reference import (
 )
 from reference_geometry import prompt_keys, prompt_values, uniform_number
 from reference_once import window_scores
-from reference_schedules import Residents, lowest_goes, scheduled
+from reference_schedules import Residents, budget_after, guarded_among, lowest_goes, scheduled
 from reference_selection import (
     TOLERANCE,
     Case,
@@ -35,6 +35,7 @@ from reference_selection import (
     found,
     only,
     ranked,
+    ranked_once,
     tokens_of,
 )
 
@@ -45,27 +46,38 @@ def tova(case: Case) -> Selection:
     """What the last token attends to: at the end of the prompt, or after every token."""
     trace, budget = case.trace, case.budget
     last = 1 if case.parameters["protect_last"] == "true" else 0
-    fixed = case.fixed(case.sinks, last)
+    fixed_at_end = case.fixed(case.sinks, last)
     if case.parameters["schedule"] == "once":
         return best_beside(
-            case, fixed, lambda layer: window_attention(trace, layer, 1, case.window_end).mean(axis=0, keepdims=True)
+            case,
+            fixed_at_end,
+            lambda layer: window_attention(trace, layer, 1, case.window_end).mean(axis=0, keepdims=True),
         )
     layers, decisions = [], []
-    sinks, recent = case.guarded(case.sinks, last)
+    grow, once = (case.parameters.get(name) == value for name, value in (("grow", "true"), ("prefill", "once")))
     for index, layer in enumerate(trace.treated):
         residents = Residents(case, index)
         layers.append(residents)
         z, _ = logits(trace, layer, np.arange(trace.tokens))
-        for t in range(trace.tokens):
-            there = residents.at(0, t)
-            if len(there) <= budget:
+        for t in range(trace.prompt - 1 if once else 0, trace.tokens):
+            later = max(0, t - trace.prompt + 1) * grow
+            there, budget = residents.at(0, t), budget_after(case, t + 1 - later)
+            if len(there) <= budget + later:
                 continue
+            sinks, recent = guarded_among(case, there, last, budget)
             scores = np.full(trace.tokens, np.inf)
             scores[there] = softmax(z[:, t, there], np.ones(len(there), bool)).mean(axis=0)
-            scores[t + 1 - recent : t + 1] = np.inf
-            scores[: min(sinks, t)] = np.inf
-            decisions.append(found(f"treated layer {index} query {t}", lowest_goes(residents, scores[None], t)))
-    return scheduled(case, layers, decisions, fixed=fixed)
+            others = there[sinks : len(there) - recent]
+            fixed, where = np.setdiff1d(there, others), f"treated layer {index} query {t}"
+            if once and t == trace.prompt - 1:
+                scores, theirs = only(scores, others), residents.theirs(0, t)
+                kept, verdict = ranked_once(scores, budget - len(fixed), fixed, theirs)
+                residents.keep(0, t, kept)
+                decisions.append(found(where, verdict))
+                continue
+            scores[fixed] = np.inf
+            decisions.append(found(where, lowest_goes(residents, scores[None], t)))
+    return scheduled(case, layers, decisions, fixed=fixed_at_end)
 
 
 def observed_attention(case: Case) -> Selection:
@@ -213,17 +225,17 @@ def both(first: Decision, second: Decision, place: tuple[int, int], known: np.nd
 def expected_attention(case: Case) -> Selection:
     """The sinks, and what a normal distribution of future queries is expected to attend to, by its value's length."""
     trace, parameters = case.trace, case.parameters
-    fixed = case.fixed(case.number("sinks"), 0)
+    sinks, _ = case.guarded(case.number("sinks"), 0)
 
     def scores(layer: int) -> np.ndarray:
-        expected = expected_weights(case, layer)
+        expected = expected_weights(case, layer, sinks)
         if parameters["vnorm"] == "true":
             lengths = np.repeat(norms(prompt_values(trace, layer), 2), trace.query_heads // trace.kv_heads, axis=0)
             expected = (expected + float(parameters["epsilon"])) * lengths
         grouped = aggregate(expected, case.heads, parameters["agg"], trace.kv_heads)
-        return sinks_first(grouped, case.number("sinks"))
+        return sinks_first(grouped, sinks)
 
-    return best_beside(case, fixed, scores)
+    return best_beside(case, case.fixed(case.number("sinks"), 0), scores)
 
 
 def sinks_first(scores: np.ndarray, sinks: int) -> np.ndarray:
@@ -233,14 +245,14 @@ def sinks_first(scores: np.ndarray, sinks: int) -> np.ndarray:
     return scores
 
 
-def expected_weights(case: Case, layer: int) -> np.ndarray:
-    """[Hq,P] for the prompt's keys and queries."""
-    return expected_of_keys(case, layer, prompt_keys(case.trace, layer), case.trace.prompt, case.number("sinks"))
+def expected_weights(case: Case, layer: int, sinks: int) -> np.ndarray:
+    """[Hq,P] for the prompt's keys, of which the first are protected, and queries."""
+    return expected_of_keys(case, layer, prompt_keys(case.trace, layer), case.trace.prompt, sinks)
 
 
 def expected_of_keys(case: Case, layer: int, keys: np.ndarray, seen: int, sinks: int) -> np.ndarray:
-    """[Hq,n] for keys [Hkv,n,d] or [Hq,n,d], of which the first are sinks, when the queries [0,seen) have come: softmax
-    over the other keys, 0 for the sinks."""
+    """[Hq,n] for keys [Hkv,n,d] or [Hq,n,d], of which the first are protected, when the queries [0,seen) have come:
+    softmax over the other keys, 0 for these."""
     trace, parameters, future = case.trace, case.parameters, case.number("future")
     result = np.zeros((trace.query_heads, keys.shape[1]))
     if sinks >= keys.shape[1]:
@@ -285,8 +297,8 @@ def critical_kv(case: Case, name: str, base: Case) -> Selection:
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
         if name == "expected-attention":
-            scores, queries = aggregate(expected_weights(base, layer), "kv", "mean", trace.kv_heads), 1
-            scores = sinks_first(scores, base.number("sinks"))
+            scores, queries = aggregate(expected_weights(base, layer, protected[0]), "kv", "mean", trace.kv_heads), 1
+            scores = sinks_first(scores, protected[0])
         elif name == "h2o":
             scores = aggregate(cumulative_attention(trace, layer), "kv", base.parameters["agg"], trace.kv_heads)
             queries = trace.prompt

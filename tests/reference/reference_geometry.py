@@ -127,9 +127,10 @@ def lagkv(case: Case) -> Selection:
     """In each partition the tokens that spread most on the scale of the next one; the last whole one and what follows
     it come first, as sinks do."""
     trace, lag = case.trace, case.number("lag")
-    sinks, prompt, budget = min(case.number("sinks"), trace.prompt), trace.prompt, case.budget
+    prompt, budget = trace.prompt, case.budget
+    sinks, _ = case.guarded(case.number("sinks"), 0)
     whole = (prompt - sinks) // lag
-    fixed = case.fixed(sinks, 0)
+    fixed = case.fixed(case.number("sinks"), 0)
     candidates = np.setdiff1d(np.arange(prompt), fixed)
     if whole < 2:
         kept = np.union1d(fixed, candidates[len(candidates) - (budget - len(fixed)) :])
@@ -249,12 +250,12 @@ def leverage(case: Case) -> Selection:
 
 def compactor(case: Case) -> Selection:
     """Leverage, and what the tokens of a block pay to each other; the smaller the budget the more of the former. Of all
-    this the first and the last tokens are no part."""
+    this the protected tokens are no part."""
     trace, parameters = case.trace, case.parameters
+    sinks, recent = case.guarded(case.number("sinks"), case.number("recent"))
     fixed = case.fixed(case.number("sinks"), case.number("recent"))
     mix = 1 - case.budget / trace.prompt if parameters["mix"] == "auto" else float(parameters["mix"])
-    begin = min(case.number("sinks"), trace.prompt)
-    end = max(begin, trace.prompt - case.number("recent"))
+    begin, end = sinks, trace.prompt - recent
 
     def scores(layer: int) -> np.ndarray:
         result = np.zeros((trace.kv_heads, trace.prompt))

@@ -124,25 +124,20 @@ def times_value(now: Round) -> np.ndarray:
     return now.reduced(paid) * norms(now.values(), 1)
 
 
-def resident_sinks(now: Round) -> int:
-    """A sink that was evicted while fewer tokens were kept is none any more."""
-    return int((now.positions[0] < now.case.number("sinks")).sum())
-
-
 def expected(now: Round) -> np.ndarray:
     """What queries after the last one are expected to attend to, by the value's length."""
     parameters, trace = now.case.parameters, now.case.trace
-    weights = expected_of_keys(now.case, now.layer, now.keys(), now.seen, resident_sinks(now))
+    weights = expected_of_keys(now.case, now.layer, now.keys(), now.seen, now.sinks)
     if parameters["vnorm"] == "true":
         lengths = norms(now.values(), 2)
         lengths = np.repeat(lengths, trace.query_heads // len(lengths), axis=0)
         weights = (weights + float(parameters["epsilon"])) * lengths
-    return sinks_first(now.reduced(weights), resident_sinks(now))
+    return sinks_first(now.reduced(weights), now.sinks)
 
 
 def spread_over_channels(now: Round) -> np.ndarray:
     """Ranks in partitions; of tokens too few for two partitions the last ones."""
-    sinks, lag = resident_sinks(now), now.case.number("lag")
+    sinks, lag = now.sinks, now.case.number("lag")
     if (now.n - sinks) // lag < 2:
         return np.tile(np.arange(float(now.n)), (len(now.positions), 1))
     heads = zip(now.keys(), now.values(), strict=True)

@@ -147,6 +147,14 @@ TEST_P(OnlineEvictionOf, GrowsWithTheTokens) {
       const OnlineEviction later =
           growing.of({.heads = heads, .first = first, .tokens = shape.tokens, .resident = resident, .scores = scores});
       EXPECT_EQ(evict(layer, later), reference_eviction(layer, later)) << "from what is held";
+
+      std::vector<std::int32_t> recents = growing.recents;
+      recents[static_cast<std::size_t>(first)] = -1;  // that of a token that does not come
+      OnlineEviction none = later;
+      none.tokens = first;
+      none.recents = std::span<const std::int32_t>(recents).first(static_cast<std::size_t>(first));
+      EXPECT_EQ(evict(layer, none),
+                std::vector<std::int32_t>(resident.size() / held * static_cast<std::size_t>(first), -1));
     }
   }
 }

@@ -65,7 +65,10 @@ class ScoresOf : public ::testing::TestWithParam<bool> {
 
   Matrix scores(const std::string& policy, const LayerView& of, int budget = 10) const {
     const Plan plan = plan_of(policy);
-    return plan.score.score(of, {.grouping = plan.grouping, .budget = budget});
+    const Protection::Clamped by_rule = plan.protect.within(of.tokens(), of.prompt(), {});
+    const int sinks = resident_sinks(of.positions(0).numbers(), by_rule.sinks);
+    return plan.score.score(of,
+                            {.grouping = plan.grouping, .recent = by_rule.recent, .budget = budget, .sinks = sinks});
   }
   Matrix scores(const std::string& policy, int budget = 10) const { return scores(policy, view, budget); }
 
@@ -374,8 +377,8 @@ TEST(LagKv, OfTokensTooFewToCompareTheMostRecentScoreHighest) {
   const Plan plan = plan_of("lagkv:sinks=2,lag=5");
   EXPECT_EQ(plan.protect.sinks, 2);
   const LayerView eleven(*backend, tensors, {.prompt = 11}, eval), twelve(*backend, tensors, {.prompt = 12}, eval);
-  for (int j = 0; j < 11; ++j) EXPECT_EQ(plan.score.score(eleven, {})(0, j), j);
-  EXPECT_EQ(plan.score.score(twelve, {})(0, 11), 1.0) << "two whole partitions behind the sinks";
+  for (int j = 0; j < 11; ++j) EXPECT_EQ(plan.score.score(eleven, {.sinks = 2})(0, j), j);
+  EXPECT_EQ(plan.score.score(twelve, {.sinks = 2})(0, 11), 1.0) << "two whole partitions behind the sinks";
 }
 
 TEST(ZScores, OfEqualNumbersAreZero) {

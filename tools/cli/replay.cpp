@@ -37,15 +37,14 @@ namespace {
 constexpr Option options[] = {
     {"policy", 'p', "POLICY,...", "",
      "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store= protect=; layers:0-14=(A),15-29=B; "
-     "@FILE; may "
-     "be repeated",
+     "@FILE; may be repeated",
      true},
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
      "pages as inference engines hold them, around every policy that is asked for; page=16,heads=layer is the default "
      "of both"},
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
-     "the same protected tokens for every policy that has some, fractions of the budget, in the place of its own: "
-     "attention sinks and recent window; what is not named is 0"},
+     "attention sinks and recent window of every policy, in place of its own protected tokens; fractions are of the "
+     "budget (default of each: 0)"},
     {"budget", 'b', "BUDGET,...", "",
      "tokens kept a layer and head: 0.1 or 10% of the prompt, 512, 0.1@seen of all tokens seen so far; or as many as "
      "take "
@@ -56,6 +55,9 @@ constexpr Option options[] = {
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
     boundary_option,
+    {"controls", 0, "none|random|twins", "random",
+     "control cells at the same budgets: none; full, random and oracle; or these and the random twin of each policy "
+     "with a static set"},
     {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
      "cells that are left out: those of the policy that have all these values, budget=BUDGET among them; may be "
      "repeated",
@@ -182,6 +184,8 @@ Prepared requested(const Arguments& arguments) {
   for (const GivenValue& value : arguments.values("metrics"))
     at_place(value, [&] { return parse_metrics(value.text); });
   request.metrics = parse_metrics(joined(arguments.all("metrics")));
+  const std::string controls = arguments.text("controls");
+  request.controls = controls == "none" ? Controls::none : controls == "twins" ? Controls::twins : Controls::random;
   request.detail = parse_detail(arguments.text("detail"));
   for (const GivenValue& value : arguments.values("eval")) at_place(value, [&] { check_eval(value.text); });
   for (const GivenValue& value : arguments.values("boundary")) at_place(value, [&] { check_boundary(value.text); });

@@ -28,7 +28,7 @@ struct Compactor {
       .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
       .score =
           "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)), n_j = group mean of the column sums of the unscaled "
-          "softmax_j(q_t k_j) inside j's block; all without the first `sinks` and the last `recent` tokens",
+          "softmax_j(q_t k_j) inside j's block; all of the tokens that are not protected",
       .family = Family::geometry,
   };
 
@@ -46,9 +46,9 @@ struct Compactor {
     p.add("block", block, IntRange{.least = 1}, "tokens of a chunk, which attend to each other");
   }
 
-  Matrix scores(const LayerView& view, int budget) const {
+  Matrix scores(const LayerView& view, const Scoring& how) const {
     Matrix scores(view.kv_heads(), view.tokens());
-    const int first = std::min(sinks, view.tokens()), end = std::max(first, view.tokens() - recent);
+    const int first = how.sinks, end = view.tokens() - how.recent;
     if (first == end) return scores;  // every token is protected
     const LayerView& scored = view.tokens_between(first, end);
 
@@ -58,7 +58,7 @@ struct Compactor {
       for (int j = 0; j < received.columns(); ++j) received(row, j) *= lengths(row, first + j);
     Matrix blended = z_scores(pooled(std::move(received), Pool::average, 3, scored.tokens()));
     const double weight =
-        mix == automatic ? 1.0 - static_cast<double>(budget) / view.prompt() : parse_real("compactor:mix", mix);
+        mix == automatic ? 1.0 - static_cast<double>(how.budget) / view.prompt() : parse_real("compactor:mix", mix);
     const Matrix of_keys = leverage(scored);
     for (int row = 0; row < blended.rows(); ++row)
       for (int j = 0; j < blended.columns(); ++j) blended(row, j) += weight * of_keys(row, j);
@@ -70,11 +70,13 @@ struct Compactor {
   }
 
   Plan plan() const {
-    const auto score = [*this](const LayerView& view, const Scoring& how) { return scores(view, how.budget); };
+    const auto score = [*this](const LayerView& view, const Scoring& how) { return scores(view, how); };
     return {
         .score = {.score = score,
                   .needs = {.all_queries = true, .rope = true},
+                  .reads_recent = true,
                   .reads_budget = mix == automatic,
+                  .reads_sinks = true,
                   .of_prompt = true,
                   .name = name_with_values(card.name, *this)},
         .protect = {.sinks = sinks, .recent = Amount::tokens(recent)},

@@ -39,8 +39,7 @@ struct LagKv {
   }
 
   /// 1 for what no whole partition follows. Of tokens too few to compare partitions the most recent stay.
-  Matrix scores(const LayerView& view) const {
-    const int before = resident_sinks(view.positions(0).numbers(), sinks);
+  Matrix scores(const LayerView& view, int before) const {
     const int partitions = (view.tokens() - before) / lag;
     Matrix scores(view.kv_heads(), view.tokens(), 1.0);
     if (partitions < 2)
@@ -62,8 +61,9 @@ struct LagKv {
   }
 
   Plan plan() const {
-    const auto score = [*this](const LayerView& view, const Scoring&) { return scores(view); };
-    return {.score = {.score = score, .name = name_with_values(card.name, *this)}, .protect = {.sinks = sinks}};
+    const auto score = [*this](const LayerView& view, const Scoring& how) { return scores(view, how.sinks); };
+    return {.score = {.score = score, .reads_sinks = true, .name = name_with_values(card.name, *this)},
+            .protect = {.sinks = sinks}};
   }
 };
 

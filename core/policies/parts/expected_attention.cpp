@@ -59,15 +59,15 @@ void exponentiate(std::span<double> logits) {
   for (double& weight : logits) weight /= sum;
 }
 
-Matrix scores(const ExpectedAttention& values, const LayerView& view, const Grouping& grouping) {
+Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scoring& how) {
   Matrix expected = view.key_forms(expected_logits(values, view));
-  const auto sinks = static_cast<std::size_t>(resident_sinks(view.positions(0).numbers(), values.sinks));
+  const auto sinks = static_cast<std::size_t>(how.sinks);
   for (int head = 0; head < expected.rows(); ++head) {
     exponentiate(expected.row(head).subspan(sinks));
     for (int j = 0; values.vnorm && j < expected.columns(); ++j)
       expected(head, j) = (expected(head, j) + values.epsilon) * view.value_norms(2.0)(head / view.group(), j);
   }
-  Matrix grouped = grouping(expected, view.group());
+  Matrix grouped = how.grouping(expected, view.group());
   for (int row = 0; row < grouped.rows(); ++row) {
     const std::span<double> all = grouped.row(row), scored = all.subspan(sinks);
     std::ranges::fill(all.first(sinks), scored.empty() ? 0.0 : std::ranges::max(scored));
@@ -87,9 +87,10 @@ void ExpectedAttention::parameters(Parameters& p) {
 }
 
 Scorer expected_attention_score(const ExpectedAttention& values) {
-  const auto score = [values](const LayerView& view, const Scoring& how) { return scores(values, view, how.grouping); };
+  const auto score = [values](const LayerView& view, const Scoring& how) { return scores(values, view, how); };
   return {.score = score,
           .needs = {.all_queries = true, .rope = true},
+          .reads_sinks = true,
           .name = name_with_values("expected-attention", values)};
 }
 

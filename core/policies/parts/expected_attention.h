@@ -21,8 +21,8 @@ struct ExpectedAttention {
   void parameters(Parameters& p);
 };
 
-/// [H, n]: for each query head the softmax of z over all but the first `sinks`, plus epsilon, times |v_j|_2 (`vnorm`);
-/// then as the plan groups heads. The first ones have the largest score of their row, since they stay.
+/// [H, n]: for each query head the softmax of z over all but the protected first tokens, plus epsilon, times |v_j|_2
+/// (`vnorm`); then as the plan groups heads. The protected ones have the largest score of their row.
 Scorer expected_attention_score(const ExpectedAttention& values);
 
 }  // namespace kvreplay

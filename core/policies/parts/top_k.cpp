@@ -10,13 +10,11 @@ namespace kvreplay {
 namespace {
 
 Kept best_between(const Row& row) {
-  const int scored = row.budget - row.sinks - row.recent;
+  const auto candidates = static_cast<std::size_t>(row.tokens - row.sinks - row.recent);
+  const std::span<const double> of_candidates = row.scores.subspan(static_cast<std::size_t>(row.sinks), candidates);
   Kept kept{position_range(0, row.sinks), row.sinks, row.recent};
-  if (scored > 0) {
-    const auto candidates = static_cast<std::size_t>(row.tokens - row.sinks - row.recent);
-    const std::span<const double> of_candidates = row.scores.subspan(static_cast<std::size_t>(row.sinks), candidates);
-    std::ranges::copy(largest(of_candidates, scored, row.sinks), std::back_inserter(kept.positions));
-  }
+  std::ranges::copy(largest(of_candidates, row.budget - row.sinks - row.recent, row.sinks),
+                    std::back_inserter(kept.positions));
   std::ranges::copy(position_range(row.tokens - row.recent, row.tokens), std::back_inserter(kept.positions));
   return kept;
 }
