@@ -383,6 +383,7 @@ class Replay {
     for (const StoredTensor& tensor : trace_.tensors(stored)) {
       const bool queries = tensor.path.ends_with("/q");
       if (tensor.path.ends_with("/wo") && !projection) continue;
+      if (tensor.path.ends_with("/input_norm")) continue;
       const std::span<const std::int32_t> positions =
           queries ? trace_.query_positions(stored) : std::span<const std::int32_t>{};
       std::optional<std::span<const std::int32_t>> rows;

@@ -37,7 +37,7 @@ struct TensorPlace {
 
 struct LayerPlaces {
   std::vector<std::int32_t> query_positions;
-  std::vector<TensorPlace> tensors;  // q, k, v, and wo where it is stored
+  std::vector<TensorPlace> tensors;  // q, k, v, and wo and input_norm where they are stored
 };
 
 struct Contents {
@@ -300,7 +300,7 @@ class Reader {
     if (const auto tokens = rules_.known("T")) rules_.bind("Tq", *tokens);
     attempt([&] { read_query_positions(*group, l, layer); });
     for (const SchemaEntry& entry : schema().datasets)
-      if (entry.per_layer() && entry.type == "real")
+      if (entry.is_tensor())
         attempt([&] {
           if (auto tensor = find_tensor(*group, entry, object_in_layer(entry, l)))
             layer.tensors.push_back(std::move(*tensor));
@@ -326,7 +326,8 @@ class Reader {
     TensorPlace place{.path = object};
     const hdf5::Type type = dataset->type();
     const auto dtype = std::ranges::find_if(all_dtypes, [&](DType known) { return type == hdf5::Type::of(known); });
-    if (dtype == std::end(all_dtypes)) refuse(object, "type", "float16, bfloat16 or float32", type.name());
+    if (dtype == std::end(all_dtypes) || (entry.type == "float32" && *dtype != DType::float32))
+      refuse(object, "type", entry.type == "float32" ? entry.type : "float16, bfloat16 or float32", type.name());
     place.dtype = *dtype;
     const hdf5::Shape shape = dataset->shape();
     place.shape.assign(shape.begin(), shape.end());
@@ -416,6 +417,7 @@ class Trace::State {
     const TensorPlace& place = places(l).tensors[t];
     const std::byte* data = place.offset ? mapping_.at(*place.offset) : archived(l)[t].data();
     const auto size = [&](std::size_t i) { return static_cast<int>(place.shape[i]); };
+    if (place.shape.size() == 1) return {data, place.dtype, 1, size(0), 1};
     if (place.shape.size() == 2) return {data, place.dtype, 1, size(0), size(1)};
     return {data, place.dtype, size(0), size(1), size(2)};
   }

@@ -45,6 +45,7 @@ struct TraceHeader {
   double softmax_scale = 1.0;
   double logit_softcap = 0.0;
   std::string source_hash;
+  std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
 
   std::vector<std::int32_t> sliding_window;  // [L]
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers
@@ -61,6 +62,10 @@ struct TraceHeader {
   std::string text;                   // UTF-8, or empty
   std::vector<Span> spans;
 
+  std::vector<std::int32_t> reference_ids;          // [G, K], or empty: the model's most probable tokens
+  std::vector<double> reference_log_probabilities;  // [G, K], or empty
+  std::vector<double> reference_tail;               // [G], or empty: the probability of all others
+
   int tokens() const { return static_cast<int>(ids.size()); }  // T
   int continuation() const { return tokens() - prefill; }      // G
   int group() const { return query_heads / kv_heads; }
@@ -69,7 +74,7 @@ struct TraceHeader {
 /// A tensor as the file has it.
 struct StoredTensor {
   std::string path;        // "/layers/003/k"
-  TensorView view;         // output projections are one head of `hidden` tokens of Hq*d components
+  TensorView view;         // output projections are one head of `hidden` tokens of Hq*d components, norms of T tokens
   std::vector<int> shape;  // as in the file
   std::string xxh3;        // stated by the file; empty: not stated
 };
@@ -109,7 +114,7 @@ class Trace {
   /// result's trace keeps until another archived layer is asked for, where it is chunked.
   LayerTensors layer(int l) const;
 
-  /// q, k, v and, where it is stored, wo of layer l; lifetime as for layer().
+  /// q, k, v and, where they are stored, wo and input_norm of layer l; lifetime as for layer().
   std::vector<StoredTensor> tensors(int l) const;
 
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.
