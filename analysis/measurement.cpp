@@ -220,14 +220,25 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
   for (const MetricName& name : wanted_[c].metrics) {
     if (const auto* of = measure_as<OfLayer>(name))
       set_layer(result.values[name], of->measure(facts), rows, view.stored_layer(), layers);
+    if (measure_as<OfBestSet>(name) != nullptr)
+      set_layer(result.values[name], recall_of_best_set(view, selection), view.query_heads(), view.stored_layer(),
+                layers);
     if (const auto* of = measure_as<OfSpan>(name))
       if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
   }
-  if (wanted_[c].moments() && !selection.differs_by_query()) {
-    if (!expecting_) expecting_.emplace(view);
-    expected_[c][l] = expecting_->of(selection.set);
-  }
+  if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
+}
+
+RecallByAttention& Measurement::expecting(const LayerView& view) {
+  return expecting_ ? *expecting_ : expecting_.emplace(view);
+}
+
+LayerValues Measurement::recall_of_best_set(const LayerView& view, const LayerSelection& selection) {
+  std::vector<double> heads(static_cast<std::size_t>(view.query_heads()), undefined);
+  if (!selection.differs_by_query()) heads = expecting(view).of_best_set(selection.set);
+  const double layer = mean(heads);
+  return {std::move(heads), layer};
 }
 
 void Measurement::compared(const LayerView&, int cell, int, int, std::span<const Comparison> comparisons) {

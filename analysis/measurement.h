@@ -100,6 +100,8 @@ class Measurement final : public Sink {
 
  private:
   void note(int cell, std::optional<Violation> violation, const LayerView& view, int head);
+  RecallByAttention& expecting(const LayerView& view);
+  LayerValues recall_of_best_set(const LayerView& view, const LayerSelection& selection);
 
   const Trace& trace_;
   const Conditions& conditions_;

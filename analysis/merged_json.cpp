@@ -190,7 +190,7 @@ void MergedRun::join_self_check(const Json& theirs) {
   Json& ours = self_check_.at("result");
   for (std::size_t law = 0; law < std::min(ours.size(), theirs.at("result").size()); ++law) {
     const Json& their = theirs["result"][law];
-    if (!is_violation(their)) continue;
+    if (ours[law] != full_not_replayed && !is_violation(their)) continue;
     ours[law] = is_violation(ours[law]) ? Json(ours[law].get<std::string>() + ", " + their.get<std::string>()) : their;
   }
 }

@@ -18,6 +18,7 @@
 #include "analysis/run_json.h"
 #include "nearest.h"
 #include "parallel.h"
+#include "policies/twin.h"
 #include "trace/hash.h"
 #include "trace/trace_name.h"
 
@@ -292,8 +293,21 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
 Candidates candidates(const RunRequest& request) {
   Candidates all;
   for (const ConfiguredPolicy& policy : request.policies) all.asked.emplace_back(policy, "asked", request.seed);
+  if (request.controls == Controls::none) return all;
   for (const char* name : {"full", "random", "oracle"})
     all.controls.emplace_back(ConfiguredPolicy::parse(name, request.seed), "control", request.seed);
+  return all;
+}
+
+/// The random twin of each policy that is asked for; none where it has none on so many layers, or is not to join.
+std::vector<std::optional<Candidate>> twins(const RunRequest& request, int layers) {
+  std::vector<std::optional<Candidate>> all(request.policies.size());
+  if (request.controls != Controls::twins) return all;
+  for (std::size_t p = 0; p < all.size(); ++p)
+    if (const ConfiguredPolicy& policy = request.policies[p]; policy.why_no_twin(layers).empty())
+      all[p].emplace(
+          ConfiguredPolicy::parse(fmt::format("{}:of=({})", random_twin_name, policy.label_with_seeds()), request.seed),
+          "control", request.seed);
   return all;
 }
 
@@ -381,6 +395,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
     work.all_queries = work.conditions;
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
+  const std::vector<std::optional<Candidate>> twins_asked = twins(request, work.summary.layers);
   for (std::size_t b = 0; b < request.budgets.size(); ++b) {
     const auto add = [&](const Candidate& candidate) {
       add_cell(work, trace, request, candidate, request.budgets[b], of_cells);
@@ -392,6 +407,8 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
       asked = true;
     }
     if (asked) std::ranges::for_each(candidates.controls, add);
+    for (std::size_t p = 0; p < request.policies.size(); ++p)
+      if (twins_asked[p] && request.asks(p, b)) add(*twins_asked[p]);
   }
   check_cells(work, trace);
   warn_of_versions(work);
@@ -630,12 +647,24 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   write(request, trace, work, trace_result, made, results);
 }
 
+/// The cell whose random twin this one is, by its id; empty: that of none.
+std::string twin_of(const TraceWork& work, const CellWork& twin) {
+  if (twin.policy.name() != random_twin_name) return "";
+  const std::string policy = twin.policy.parameters().find("of")->text();
+  for (const CellWork& cell : work.cells)
+    if (cell.facts.budget_tokens == twin.facts.budget_tokens &&
+        share_of_seen(cell.facts) == share_of_seen(twin.facts) && cell.policy.label_with_seeds() == policy)
+      return cell.facts.id;
+  return "";
+}
+
 CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
   const PartCell* found = work.earlier(cell.facts.id);
   const PartCell& facts = cell.computed || found == nullptr ? cell.facts : *found;
   CellSummary summary{.trace = work.summary.name,
                       .id = facts.id,
                       .role = cell.facts.role,
+                      .twin_of = twin_of(work, cell),
                       .policy = facts.policy,
                       .params = facts.params,
                       .label = facts.label,
@@ -803,7 +832,9 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
   const auto failed = [](const CellSummary& cell) { return !cell.error.empty(); };
   if (refused && std::ranges::all_of(summary.cells, failed)) throw *refused;
   assemble(request.output, request.detail);
-  summary.self_check = {verdict(tally, Law::full, "full 0", "full"), verdict(tally, Law::budget, "budget ok", "budget"),
+  const bool has_full = std::ranges::any_of(summary.cells, [](const auto& cell) { return cell.policy == "full"; });
+  summary.self_check = {verdict(tally, Law::full, has_full ? "full 0" : full_not_replayed, "full"),
+                        verdict(tally, Law::budget, "budget ok", "budget"),
                         verdict(tally, Law::identity, "identities ok", "identities"),
                         verdict(tally, Law::oracle, "none above its oracle", "oracle bound")};
   replace_file(request.output / "run.json",

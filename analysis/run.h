@@ -28,9 +28,17 @@ namespace kvreplay {
 /// What becomes of NAME.obs.h5 beside a trace: read where it fits; also written; neither.
 enum class ObservableUse { use, keep, ignore };
 
+/// Cells beside those that are asked for, at the same budgets.
+enum class Controls {
+  none,
+  random,  // of full, random and oracle
+  twins    // these, and the random twin of each policy that has one
+};
+
 struct RunRequest {
   std::vector<std::filesystem::path> traces;
-  std::vector<ConfiguredPolicy> policies;  // what was asked; the controls full, random and oracle join by themselves
+  std::vector<ConfiguredPolicy> policies;  // what was asked
+  Controls controls = Controls::random;
   std::vector<Budget> budgets;
   std::set<std::pair<std::size_t, std::size_t>> excluded;  // policies and budgets, by their places: not asked together
   std::vector<MetricName> metrics;                         // as parse_metrics makes them
@@ -80,10 +88,11 @@ enum class CellState {
 struct CellSummary {
   std::string trace = {};
   std::string id = {};
-  std::string role = {};    // asked | control
-  std::string policy = {};  // the name
-  std::string params = {};  // every value
-  std::string label = {};   // the name and what differs from the defaults
+  std::string role = {};     // asked | control
+  std::string twin_of = {};  // the id of the cell whose random twin it is; empty: of none in this run
+  std::string policy = {};   // the name
+  std::string params = {};   // every value
+  std::string label = {};    // the name and what differs from the defaults
   std::string paper = {};
   std::string family = {};  // what the policy is mainly about
   std::string heads = {};   // kv | query | layer

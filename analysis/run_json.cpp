@@ -27,6 +27,10 @@ const char* word(ObservableUse use) {
   return use == ObservableUse::use ? "use" : use == ObservableUse::keep ? "keep" : "ignore";
 }
 
+const char* word(Controls controls) {
+  return controls == Controls::none ? "none" : controls == Controls::random ? "random" : "twins";
+}
+
 Json policy_json(const ConfiguredPolicy& policy) {
   Json parameters = Json::object();
   const Parameters declared = policy.parameters();
@@ -108,6 +112,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"metrics", list(metrics().names(), metric_json)},
       {"options",
        {{"budgets", list(request.budgets, [](const Budget& budget) { return Json(budget.literal); })},
+        {"controls", word(request.controls)},
         {"metrics", list(request.metrics, [](const MetricName& name) { return Json(name.text()); })},
         {"detail", word(request.detail)},
         {"eval", request.eval},

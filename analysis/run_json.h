@@ -9,6 +9,9 @@
 
 namespace kvreplay {
 
+/// In the self-check, where nothing was replayed whose errors must be 0.
+inline constexpr const char* full_not_replayed = "full not replayed";
+
 /// "done", "skipped" or "failed".
 const char* word(CellState state);
 

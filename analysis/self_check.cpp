@@ -126,10 +126,12 @@ std::optional<Violation> check_comparison(const Comparison& compared, const Mome
   return std::nullopt;
 }
 
-std::vector<RecallByAttention::Row> RecallByAttention::rows_of(const KeptSet& set) const {
+const std::vector<RecallByAttention::Row>& RecallByAttention::rows(const KeptSet& set) {
+  std::vector<Row>& rows = rows_[set.heads()];
+  if (!rows.empty()) return rows;
   const Matrix& sums = view_.eval_attention();
   const auto prompt = static_cast<std::size_t>(view_.prompt());
-  std::vector<Row> rows(static_cast<std::size_t>(set.rows()));
+  rows.resize(static_cast<std::size_t>(set.rows()));
   for (Row& row : rows) row.column.resize(prompt);
   for (int head = 0; head < view_.query_heads(); ++head) {
     Row& row = rows[static_cast<std::size_t>(set.row_of(head, view_.group()))];
@@ -141,23 +143,39 @@ std::vector<RecallByAttention::Row> RecallByAttention::rows_of(const KeptSet& se
     row.always_kept = row.pairs - sum(row.column);
     row.greatest.reserve(prompt + 1);
     row.greatest.push_back(0.0);
-    for (const std::int32_t j : ranked(row.column))
+    row.ranked = ranked(row.column);
+    for (const std::int32_t j : row.ranked)
       row.greatest.push_back(row.greatest.back() + row.column[static_cast<std::size_t>(j)]);
   }
   return rows;
 }
 
 std::vector<ExpectedRecall> RecallByAttention::of(const KeptSet& set) {
-  if (!rows_.contains(set.heads())) rows_[set.heads()] = rows_of(set);
   std::vector<ExpectedRecall> expected;
   for (int number = 0; number < set.rows(); ++number) {
-    const Row& row = rows_[set.heads()][static_cast<std::size_t>(number)];
+    const Row& row = rows(set)[static_cast<std::size_t>(number)];
     double kept = 0;
     for (const std::int32_t j : set.positions(number)) kept += row.column[static_cast<std::size_t>(j)];
     const double best = row.greatest[static_cast<std::size_t>(set.count(number))];
     expected.push_back({(row.always_kept + kept) / row.pairs, (row.always_kept + best) / row.pairs});
   }
   return expected;
+}
+
+std::vector<double> RecallByAttention::of_best_set(const KeptSet& set) {
+  const Matrix& sums = view_.eval_attention();
+  const auto queries = static_cast<double>(view_.eval_queries().size());
+  std::vector<double> recalls;
+  for (int head = 0; head < view_.query_heads(); ++head) {
+    const int number = set.row_of(head, view_.group());
+    const Row& row = rows(set)[static_cast<std::size_t>(number)];
+    // The attention of evicted tokens is summed: a set that keeps everything has a recall of exactly 1.
+    double evicted = 0;
+    for (const std::int32_t j : std::span(row.ranked).subspan(static_cast<std::size_t>(set.count(number))))
+      evicted += sums(head, j);
+    recalls.push_back(1.0 - evicted / queries);
+  }
+  return recalls;
 }
 
 std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall, double largest_logit) {

@@ -69,15 +69,18 @@ class RecallByAttention {
 
   /// [H].
   std::vector<ExpectedRecall> of(const KeptSet& set);
+  /// [Hq] of the best set with the counts of `set`: its tokens are the best of a row, for all query heads of the row.
+  std::vector<double> of_best_set(const KeptSet& set);
 
  private:
   struct Row {
-    std::vector<double> column;    // [P] sums over eval queries and the row's query heads
-    std::vector<double> greatest;  // [P + 1] sum of the n greatest
-    double pairs = 0;              // of eval queries and query heads
-    double always_kept = 0;        // what falls on keys that nobody can evict
+    std::vector<double> column;        // [P] sums over eval queries and the row's query heads
+    std::vector<std::int32_t> ranked;  // [P] tokens by descending sum
+    std::vector<double> greatest;      // [P + 1] sum of the n greatest
+    double pairs = 0;                  // of eval queries and query heads
+    double always_kept = 0;            // what falls on keys that nobody can evict
   };
-  std::vector<Row> rows_of(const KeptSet& set) const;
+  const std::vector<Row>& rows(const KeptSet& set);
 
   const LayerView& view_;
   std::map<Heads, std::vector<Row>> rows_;

@@ -6,7 +6,11 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
+
+#include "analysis/skill.h"
+#include "policies/twin.h"
 
 namespace kvreplay {
 namespace {
@@ -15,6 +19,9 @@ constexpr std::size_t widest = 150;
 constexpr std::size_t many = 12;  // more rows than these are read family by family
 // "999.9 ms" and a mark: what a table looks like must not depend on how long it took.
 constexpr std::size_t longest_duration = 9;
+
+/// Of cells with a random twin, by their ids.
+using Skills = std::map<std::string, double>;
 
 struct Column {
   std::string title;
@@ -56,14 +63,21 @@ bool bytes_differ(const std::vector<CellSummary>& cells) {
   return most > least * (1 + 1e-9);
 }
 
-/// The columns that some cell has a value for.
-std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
+double skill_of(const CellSummary& cell, const Skills& skills) {
+  const auto found = skills.find(cell.id);
+  return found == skills.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
+}
+
+/// The columns that some cell has a value for; that of skill where some cell has a random twin.
+std::vector<Column> columns_of(const std::vector<CellSummary>& cells, const Skills& skills) {
+  const bool has_twins = std::ranges::any_of(cells, [&](const CellSummary& cell) { return skills.contains(cell.id); });
   std::vector<Column> all{
       {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
       {"held", [](const CellSummary& cell) { return value_of(cell, {"held_tokens", ""}); }, one_digit, Better::neither},
       {"KiB", [](const CellSummary& cell) { return value_of(cell, {"kv_bytes", ""}) / 1024; }, one_digit,
        Better::neither},
       metric("recall", {"attention_recall", ""}),
+      {"skill", [&skills](const CellSummary& cell) { return skill_of(cell, skills); }, three_digits, Better::higher},
       metric("att.cos", {"attention_cosine", ""}),
       metric("att.l1", {"attention_l1", ""}),
       metric("out.cos", {"output_cosine", ""}),
@@ -76,6 +90,7 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells) {
   };
   std::erase_if(all, [&](const Column& column) {
     if (column.title == "KiB" && !bytes_differ(cells)) return true;
+    if (column.title == "skill") return !has_twins;
     return std::ranges::all_of(cells, [&](const CellSummary& cell) { return !std::isfinite(column.value(cell)); });
   });
   all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration,
@@ -122,13 +137,20 @@ bool is_compared(const CellSummary& cell) {
   return cell.role != "control" && cell.state != CellState::failed && !cell.own_memory;
 }
 
-std::optional<double> best_of(const Column& column, const std::vector<const CellSummary*>& cells) {
+/// A policy that does not beat its random twin is never marked.
+bool may_be_best(const CellSummary& cell, const Skills& skills) {
+  return is_compared(cell) && !(skill_of(cell, skills) <= 0);
+}
+
+std::optional<double> best_of(const Column& column, const std::vector<const CellSummary*>& cells,
+                              const Skills& skills) {
   std::optional<double> best;
   int compared = 0;
   for (const CellSummary* cell : cells) {
     const double value = column.value(*cell);
     if (!is_compared(*cell) || !std::isfinite(value)) continue;
     ++compared;
+    if (!may_be_best(*cell, skills)) continue;
     if (!best || (column.better == Better::higher ? value > *best : value < *best)) best = value;
   }
   return column.better == Better::neither || compared < 2 ? std::nullopt : best;
@@ -184,15 +206,15 @@ std::string own_protection_line(const std::vector<const CellSummary*>& cells) {
 }
 
 std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*>& cells,
-                 const std::vector<Column>& columns) {
+                 const std::vector<Column>& columns, const Skills& skills) {
   std::vector<std::vector<std::string>> texts;
   std::vector<std::size_t> widths;
   for (const Column& column : columns) {
-    const std::optional<double> best = best_of(column, cells);
+    const std::optional<double> best = best_of(column, cells, skills);
     std::vector<std::string> text;
     for (const CellSummary* cell : cells) {
       const double value = column.value(*cell);
-      const bool is_best = best && is_compared(*cell) && value == *best;
+      const bool is_best = best && may_be_best(*cell, skills) && value == *best;
       text.push_back((std::isfinite(value) ? column.text(value) : std::string("-")) + (is_best ? "*" : " "));
     }
     std::size_t width = std::max(column.title.size() + 1, column.least_width);
@@ -228,6 +250,10 @@ std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*
 }  // namespace
 
 std::string table(const RunSummary& summary) {
+  const Skills skills = kvreplay::skills(summary.cells);
+  const auto is_shown = [](const CellSummary& cell) {
+    return cell.role != "control" || cell.policy != random_twin_name;
+  };
   std::string text;
   double observables = 0;
   for (const TraceSummary& trace : summary.traces) {
@@ -239,17 +265,19 @@ std::string table(const RunSummary& summary) {
     text += trace_line(trace);
     std::vector<CellSummary> of_trace;
     std::ranges::copy_if(summary.cells, std::back_inserter(of_trace),
-                         [&](const CellSummary& cell) { return cell.trace == trace.name; });
-    const std::vector<Column> columns = columns_of(of_trace);
+                         [&](const CellSummary& cell) { return cell.trace == trace.name && is_shown(cell); });
+    const std::vector<Column> columns = columns_of(of_trace, skills);
     for (std::size_t first = 0; first < of_trace.size();) {
       std::vector<const CellSummary*> group;
       while (first + group.size() < of_trace.size() && of_trace[first + group.size()].budget == of_trace[first].budget)
         group.push_back(&of_trace[first + group.size()]);
-      text += budget_line(trace, group) + rows(trace, group, columns) + own_memory_line(group) +
+      text += budget_line(trace, group) + rows(trace, group, columns, skills) + own_memory_line(group) +
               own_protection_line(group) + '\n';
       first += group.size();
     }
   }
+  if (!skills.empty())
+    text += "skill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set with its counts\n\n";
   text += "self-check";
   for (std::size_t i = 0; i < summary.self_check.size(); ++i) text += (i == 0 ? " " : " | ") + summary.self_check[i];
   return text + fmt::format("     observables {} shared     {}\n", duration(observables), summary.output.string());

@@ -51,8 +51,10 @@ const RegisteredMetric attention_recall_metric{{
     .formula =
         "m = sum over K' of a(t,j); K' = visible kept keys below the boundary, all visible ones from it on, and t",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
-    .edges = "exactly 1 when everything is kept; 0/0 -> 1 in :prompt and :nosink",
+    .edges =
+        "exactly 1 when everything is kept; 0/0 -> 1 in :prompt and :nosink; undefined for dynamic sets in :oracle",
     .variants = {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
+                 {"oracle", "of the best static set with the same counts: no such set exceeds it", OfBestSet{}, true},
                  {"prompt", "over the keys below the boundary: kept mass / all mass", OfMoments{{prompt_recall}}},
                  {"nosink", "the same without the first 4 tokens", OfMoments{{nosink_recall}}}},
 }};

@@ -52,6 +52,9 @@ struct AtQuery {
 struct OfMoments : AtQuery {};
 /// The same with every token of the trace as eval query: a pass of its own.
 struct OfAllQueries : AtQuery {};
+/// The recall of the best fixed set with the counts of the cell's rows: the largest sums of the eval queries'
+/// attention. By query head, as OfMoments; NaN for a dynamic set.
+struct OfBestSet {};
 /// Of one layer's selection; `over_layers` makes the value of all layers.
 struct OfLayer {
   LayerValues (*measure)(const LayerFacts&);
@@ -78,7 +81,8 @@ struct OfSeconds {
   double (*measure)(const CellSeconds&);
 };
 
-using Measure = std::variant<OfMoments, OfAllQueries, OfLayer, OfSpan, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
+using Measure =
+    std::variant<OfMoments, OfAllQueries, OfBestSet, OfLayer, OfSpan, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
 
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };
@@ -138,7 +142,7 @@ const std::string& unit_of(const MetricCard& card, const MetricVariant& variant)
 const std::string& unit_of(const MetricName& name);
 
 /// `asked` with each variant of spans spelled out for the spans below `boundary`, of equal names the first;
-/// jaccard is always in it. Sorted, unique.
+/// jaccard is always in it, and the recall of the best set beside any attention_recall. Sorted, unique.
 std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std::span<const Span> spans, int boundary);
 
 }  // namespace kvreplay

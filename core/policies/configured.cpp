@@ -343,6 +343,9 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
 void ConfiguredPolicy::fill_parts(Plan& plan) const {
   bool scores = false;
   for (const Placed& placed : parts_) {
+    if (const auto* sets = std::get_if<SetsOf>(&plan.allocate))
+      throw Error{Refusal::usage, name_, "its plan is that of the policy whose twin it is", "the part in of=(POLICY)",
+                  fmt::format("{} beside of=({})", placed.name, sets->policy)};
     if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
       throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                   "allocate=" + placed.name};
@@ -406,6 +409,23 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
                 "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
                 parameter.text()};
   }
+}
+
+std::string ConfiguredPolicy::why_no_twin(int layers) const {
+  if (card().family == Family::control) return "is a control itself";
+  std::string keeps_everything;
+  bool chooses = false;
+  for (const LayerPlan& of_range : plans(layers)) {
+    const std::string reason = kvreplay::why_no_twin(of_range.plan);
+    const bool is_whole = std::holds_alternative<Everything>(of_range.plan.allocate) &&
+                          std::holds_alternative<Once>(of_range.plan.schedule);
+    if (!reason.empty() && !is_whole) return reason;
+    if (is_whole)
+      keeps_everything = reason;
+    else
+      chooses = true;
+  }
+  return chooses ? "" : keeps_everything;
 }
 
 void ConfiguredPolicy::check_layers_apart() const {

@@ -56,6 +56,10 @@ class ConfiguredPolicy {
   /// where they are used.
   void check_limits(int prompt, int layers) const;
 
+  /// Why it has no random twin for L treated layers, as "its kept set is dynamic"; empty: it has one. Layers that keep
+  /// every token, beside others that have one, are their own twins.
+  std::string why_no_twin(int layers) const;
+
   /// Throws Error{usage} unless ranges of layers that are cut out of it have the sets that it has there itself: each
   /// layer's depend on that layer and the budget alone.
   void check_layers_apart() const;

@@ -89,9 +89,9 @@ class LayerRanges final : public Policy {
     for (const Range* range : ascending) {
       if (range->first != next || range->last >= layers) refuse(layers);
       for (LayerPlan& plan : ConfiguredPolicy::parse(range->policy).plans(range->last - range->first + 1)) {
-        if (std::holds_alternative<CountsOf>(plan.plan.allocate))
-          throw Error{Refusal::usage, fmt::format("layers:{}", range->text), "counts of another policy",
-                      "a policy with counts of its own", range->policy};
+        if (policy_taken_from(plan.plan.allocate) != nullptr)
+          throw Error{Refusal::usage, fmt::format("layers:{}", range->text), "counts or sets of another policy",
+                      "a policy with counts and sets of its own", range->policy};
         plan.first += range->first;
         all.push_back(std::move(plan));
       }

@@ -14,7 +14,8 @@ const char* name_of(const Allocator& allocator) {
                                    "counts from the number of layers and heads",
                                    "counts from a layer's scores",
                                    "counts from all layers' scores",
-                                   "another policy's counts"};
+                                   "another policy's counts",
+                                   "another policy's kept sets"};
   return names[allocator.index()];
 }
 
@@ -38,6 +39,12 @@ bool shares_layers(const Sharing& share) {
 }
 
 }  // namespace
+
+const std::string* policy_taken_from(const Allocator& allocate) {
+  if (const auto* counts = std::get_if<CountsOf>(&allocate)) return &counts->policy;
+  if (const auto* sets = std::get_if<SetsOf>(&allocate)) return &sets->policy;
+  return nullptr;
+}
 
 Needs needs_of(const Store& store) {
   const auto* transformed = std::get_if<Transformed>(&store);
@@ -64,13 +71,25 @@ bool keeps_everything(const Plan& plan, int budget, int prompt) {
 
 std::string lacks_protection(const Plan& plan) {
   if (std::holds_alternative<Everything>(plan.allocate)) return "keeps every token";
+  if (std::holds_alternative<SetsOf>(plan.allocate)) return "keeps the protected tokens of another policy";
   if (plan.score.needs.future_queries) return "bounds what other policies keep";
   if (keeps_all_by_rule(plan.protect) || (!plan.score && !plan.select.one_set)) return "keeps tokens without a score";
   if (plan.own_memory || plan.nesting == Nesting::prunes_next) return "ignores the budget";
   return "";
 }
 
+std::string why_no_twin(const Plan& plan) {
+  if (std::holds_alternative<Reads>(plan.schedule)) return "each query reads a set of its own";
+  if (std::holds_alternative<Everything>(plan.allocate)) return "keeps every token";
+  if (policy_taken_from(plan.allocate) != nullptr) return "depends on the kept set of another policy";
+  if (!std::holds_alternative<Once>(plan.schedule)) return "its kept set is dynamic";
+  if (!has_budget(plan)) return "ignores the budget";
+  return "";
+}
+
 void check_plan(const std::string& who, const Plan& plan) {
+  // The plan of the policy whose sets it takes was checked, and takes no other part.
+  if (std::holds_alternative<SetsOf>(plan.allocate)) return;
   const auto refuse_if = [&who](bool unfit, const char* what, const char* expected, const std::string& found) {
     if (unfit) throw Error{Refusal::usage, who, what, expected, found};
   };

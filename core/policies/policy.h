@@ -191,8 +191,18 @@ struct CountsOf {
   bool over_layers = false;  // `divide` those of all layers together, not of each
 };
 
+/// The kept sets of another policy's selection, each row changed: as many tokens, the protected ones among them.
+struct SetsOf {
+  std::string policy;
+  /// Kept positions in the place of a row's. `layer` is the stored number of the layer that the set belongs to.
+  std::function<std::vector<std::int32_t>(const Kept&, int prompt, int layer, int row)> change;
+};
+
 /// The type says what must be known before a layer's set is final: nothing, the layer, all layers, another policy.
-using Allocator = std::variant<Uniform, Everything, ByLayer, ByHead, WithinLayer, AcrossLayers, CountsOf>;
+using Allocator = std::variant<Uniform, Everything, ByLayer, ByHead, WithinLayer, AcrossLayers, CountsOf, SetsOf>;
+
+/// The policy whose counts or sets it takes, as users write it; null: it takes those of none.
+const std::string* policy_taken_from(const Allocator& allocate);
 
 /// The treated layer whose set layer l of L uses, row by row.
 using Sharing = std::function<int(int layer, int layers)>;
@@ -274,6 +284,10 @@ bool keeps_everything(const Plan& plan, int budget, int prompt);
 /// Why first and last tokens of its choice mean nothing to the plan, as "keeps every token"; empty: it selects the best
 /// of the others by score, within a budget.
 std::string lacks_protection(const Plan& plan);
+
+/// Why the plan has no random twin, as "its kept set is dynamic"; empty: its kept set is static, decided once, within a
+/// budget.
+std::string why_no_twin(const Plan& plan);
 
 /// Throws Error{usage} at `who` for parts that do not fit together, with the reason.
 void check_plan(const std::string& who, const Plan& plan);

@@ -230,8 +230,8 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
-    if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate))
-      check_policy(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget, of_seen);
+    if (const std::string* other = policy_taken_from(of_range.plan.allocate))
+      check_policy(trace, conditions, ConfiguredPolicy::parse(*other), budget, of_seen);
     if (of_seen > 0 && std::holds_alternative<Rolling>(of_range.plan.schedule))
       throw Error{Refusal::usage, policy.name(), "its window has one size: a first token that was let go is gone",
                   "a budget without @seen, or schedule=once", fmt::format("{}@seen", of_seen)};
@@ -245,10 +245,10 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
   const MarkedQuestion question = marked_question(trace, prompt);
   QueryRange read{prompt, prompt};
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
-    if (const auto* counts = std::get_if<CountsOf>(&of_range.plan.allocate)) {
-      const std::vector<std::int32_t> counted =
-          queries_read(trace, conditions, ConfiguredPolicy::parse(counts->policy), budget);
-      if (!counted.empty()) read.add(counted.back() + 1 - counted.front(), counted.back() + 1);
+    if (const std::string* other = policy_taken_from(of_range.plan.allocate)) {
+      const std::vector<std::int32_t> by_other =
+          queries_read(trace, conditions, ConfiguredPolicy::parse(*other), budget);
+      if (!by_other.empty()) read.add(by_other.back() + 1 - by_other.front(), by_other.back() + 1);
     }
     const QueryRange by_plan = prompt_queries(of_range.plan, budget, prompt, question);
     read.add(by_plan.end - by_plan.first, by_plan.end);

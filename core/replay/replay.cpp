@@ -75,7 +75,7 @@ struct Stretch {
   }
 };
 
-/// A cell of the caller, or a policy that runs unseen because a cell takes its counts.
+/// A cell of the caller, or a policy that runs unseen because a cell takes its counts or sets.
 struct Job {
   const Cell* cell;
   int number;        // of the cell, or no_cell
@@ -83,7 +83,7 @@ struct Job {
   int budget;
   double of_seen;  // as in Cell
   std::vector<Stretch> stretches = {};
-  int counted = no_cell;                        // the job whose counts this one takes
+  int counted = no_cell;                        // the job whose counts or sets this one takes
   int same = no_cell;                           // an earlier one that no budget parts from this: its sets are these
   bool two_walks = false;                       // some set is final only when all layers have been seen
   std::vector<LayerSelection> selections = {};  // [L]
@@ -110,6 +110,20 @@ LayerSelection whole_prompt(const LayerView& view, const Plan& plan) {
     all.recent = spared;
   if (plan.select.of_prompt) all = plan.select({{}, prompt, prompt, sinks, recent, &view});
   for (int row = 0; row < selection.set.rows(); ++row) enter_row(selection, row, all, prompt);
+  return selection;
+}
+
+/// The selection of a stored layer with each row changed.
+LayerSelection with_changed_rows(const LayerSelection& taken, const SetsOf& sets, int stored_layer) {
+  const int prompt = taken.set.tokens();
+  LayerSelection selection = taken;
+  selection.set = KeptSet(taken.set.heads(), taken.set.rows(), prompt);
+  for (int row = 0; row < taken.set.rows(); ++row) {
+    const auto r = static_cast<std::size_t>(row);
+    Kept kept{taken.set.positions(row), taken.sinks[r], taken.recent[r]};
+    kept.positions = sets.change(kept, prompt, stored_layer, row);
+    enter_row(selection, row, kept, taken.granted[r]);
+  }
   return selection;
 }
 
@@ -170,6 +184,13 @@ struct PairedLayer {
   }
 };
 
+/// The policy whose counts or sets some layers take; null: none.
+const std::string* policy_taken_from(const std::vector<LayerPlan>& plans) {
+  for (const LayerPlan& of_range : plans)
+    if (const std::string* other = kvreplay::policy_taken_from(of_range.plan.allocate)) return other;
+  return nullptr;
+}
+
 /// How one cell is measured in one layer.
 struct Measured {
   const Job* job;
@@ -202,8 +223,8 @@ class Replay {
       }
       Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.budget, cell.of_seen};
       const std::vector<LayerPlan> plans = cell.policy.plans(layers());
-      if (const auto* counts = std::get_if<CountsOf>(&plans.front().plan.allocate); counts != nullptr && !job.known()) {
-        const ConfiguredPolicy counted = ConfiguredPolicy::parse(counts->policy);
+      if (const std::string* other = policy_taken_from(plans); other != nullptr && !job.known()) {
+        const ConfiguredPolicy counted = ConfiguredPolicy::parse(*other);
         job.counted = known_job(counted.label(), cell.budget, cell.of_seen);
         if (job.counted == no_cell)
           job.counted = add({nullptr, no_cell, counted.label(), cell.budget, cell.of_seen}, counted.plans(layers()));
@@ -572,6 +593,12 @@ class Replay {
     const auto l = static_cast<std::size_t>(layer);
     const auto start = std::chrono::steady_clock::now();
     LayerSelection& selection = job.selections[l];
+    if (const auto* sets = std::get_if<SetsOf>(&stretch.plan().allocate)) {
+      const LayerSelection& taken = jobs_[static_cast<std::size_t>(job.counted)].selections[l];
+      selection = with_changed_rows(taken, *sets, conditions_.layers[l]);
+      job.seconds[l].select += seconds_since(start);
+      return;
+    }
     const Scores scores = std::move(job.scores[l]);
     const std::vector<int> of_rows =
         given_counts.empty() ? counts(job, stretch, layer, scores, selection.set.rows()) : given_counts;

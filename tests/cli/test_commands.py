@@ -20,12 +20,13 @@ from kvreplay.trace import Trace, TraceWriter
 POLICIES = set(
     "ada-kv cam-one-shot caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
     "expected-attention finch full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local "
-    "minicache nacl observed-attention oracle pyramid-infer pyramid-kv q-filter quest random sca scissorhands "
-    "simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
+    "minicache nacl observed-attention oracle pyramid-infer pyramid-kv q-filter quest random random-twin sca "
+    "scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
 )
-ASK_FOR_MORE = {"critical-kv", "head-kv"}  # the model's output projections, and a table
+ASK_FOR_MORE = {"critical-kv", "head-kv", "random-twin"}  # the model's output projections, a table, and a policy
 COMMANDS = set("doctor synth info validate convert replay diff policies new-policy metrics completion help".split())
-REPLAY = ["-p", "snapkv:window=2,kernel=3,h2o:recent=3", "-b", "6"]
+WINDOW = "window=2,kernel=3"
+REPLAY = ["-p", f"snapkv:{WINDOW},h2o:recent=3", "-b", "6"]
 
 
 def test_the_overview_lists_every_command(tmp_path: Path) -> None:
@@ -313,9 +314,6 @@ def test_a_hybrid_is_two_ranges_of_layers(traces: Path, tmp_path: Path) -> None:
     assert one["values"] == other["values"]
 
 
-WINDOW = "window=2,kernel=3"
-
-
 def test_budgets_of_memory_are_equal_memory_whatever_the_heads(traces: Path, tmp_path: Path) -> None:
     words = ["-p", f"snapkv:{WINDOW}", "-p", f"snapkv:{WINDOW},heads=query", "-b", "1KiB"]
     found = json.loads(done("replay", traces / "fixture.h5", *words, "--json", folder=tmp_path))
@@ -375,6 +373,88 @@ def test_protected_tokens_of_a_run_are_those_given_to_each_policy(traces: Path, 
                 assert len(kept) == 40 and kept[:4] == [0, 1, 2, 3] and kept[-10:] == list(range(502, 512)), policy
     plain = done("replay", traces / "long.h5", *asked, "-o", "plain", folder=tmp_path)
     assert "protected tokens" not in plain
+
+
+TWINS = ["-p", f"snapkv:{WINDOW},h2o:recent=3,streaming-llm,h2o-online", "-b", "6"]
+
+
+def test_controls_are_none_random_or_twins(traces: Path, tmp_path: Path) -> None:
+    def cells(*words: str) -> list[dict]:
+        found = json.loads(done("replay", traces / "fixture.h5", *TWINS, *words, "--json", folder=tmp_path))
+        return [cell for cell in found["cells"] if cell["role"] == "control"]
+
+    assert cells("--controls", "none", "-o", "none") == []
+    default = cells("-o", "default")
+    assert [cell["policy"] for cell in default] == ["full", "random", "oracle"]
+    assert [cell["values"] for cell in cells("--controls", "random", "-o", "random")] == [
+        cell["values"] for cell in default
+    ]
+    labels = [cell["label"] for cell in cells("--controls", "twins", "-o", "twins")]
+    of = [f"snapkv:{WINDOW}", "h2o:recent=3", "streaming-llm"]  # the set of h2o-online is dynamic
+    assert labels == ["full", "random", "oracle", *(f"random-twin:of=({policy})" for policy in of)]
+    for name in ("none", "random", "twins"):
+        assert json.loads((tmp_path / name / "run.json").read_text())["options"]["controls"] == name
+    answer = kvreplay("replay", traces / "fixture.h5", *TWINS, "--controls", "all", folder=tmp_path)
+    assert answer.code == 2 and "--controls" in answer.err and "none" in answer.err and "twins" in answer.err
+
+
+def test_without_controls_the_self_check_says_that_full_was_not_replayed(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-b", "6", "--controls", "none"]
+    table = done(*words, "-p", "h2o", "-o", "none", folder=tmp_path)
+    assert "self-check full not replayed | budget ok | identities ok | none above its oracle" in table
+    assert "(" not in table.partition("budget ")[2].partition("self-check")[0]
+    assert "self-check full 0 | budget ok" in done(*words, "-p", "h2o,full", "-o", "asked", folder=tmp_path)
+
+
+def test_skill_is_the_way_from_the_twin_to_the_best_set(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", "-p", "h2o,streaming-llm,h2o-online", "-b", "0.1", "--controls", "twins"]
+    found = json.loads(done(*words, "--json", folder=tmp_path))
+    cells = {cell["label"]: cell["values"] for cell in found["cells"]}
+    recall, oracle = cells["h2o"]["attention_recall"], cells["h2o"]["attention_recall:oracle"]
+    twin = cells["random-twin:of=(h2o)"]["attention_recall"]
+    assert twin < recall < oracle
+    assert oracle == pytest.approx(cells["oracle"]["attention_recall"], abs=1e-6), "as many tokens in each head"
+    assert cells["h2o-online"]["attention_recall:oracle"] is None
+    assert cells["full"]["attention_recall:oracle"] == 1
+    table = done(*words, folder=tmp_path)
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if line.startswith(("h2o", "stream", "("))}
+    place = [line.split() for line in table.splitlines() if line.startswith("policy")][0].index("skill")
+    assert table.split("\n")[2].split()[place - 1] == "recall"
+    assert rows["h2o"][place].rstrip("*") == f"{(recall - twin) / (oracle - twin):.3f}"
+    assert rows["streaming-llm"][place] == "0.000", "all that it keeps is protected"
+    assert rows["h2o-online"][place] == rows["(oracle)"][place] == "-"
+    assert "*" not in " ".join(rows["streaming-llm"]) and "random-twin" not in table
+    assert "\nskill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set" in table
+
+
+def test_each_recall_has_the_bound_beside_it(traces: Path, tmp_path: Path) -> None:
+    words = ["-p", f"snapkv:{WINDOW},heads=layer", "-b", "6", "--metrics", "attention_recall", "--detail", "head"]
+    done("replay", traces / "fixture.h5", *words, "-o", "out", folder=tmp_path)
+    with (tmp_path / "out/results.csv").open(encoding="utf-8", newline="") as page:
+        rows = [row for row in csv.DictReader(page) if row["metric"] == "attention_recall"]
+    places: dict[str, dict] = {"": {}, "oracle": {}}
+    for row in rows:
+        places[row["variant"]][row["policy"], row["layer"], row["head"]] = float(row["value"])
+    assert places[""].keys() == places["oracle"].keys() and len(places[""]) == 4 * (4 * (4 + 1) + 4 + 1)
+    for (policy, layer, head), bound in places["oracle"].items():
+        if head == "all":
+            assert places[""][policy, layer, head] <= bound + 1e-6
+        if policy == "full":
+            assert bound == 1
+
+
+def test_a_random_twin_names_what_it_lacks(traces: Path, tmp_path: Path) -> None:
+    def refused(policy: str) -> str:
+        answer = kvreplay("replay", traces / "fixture.h5", "-p", policy, "-b", "6", folder=tmp_path)
+        assert answer.code == 2 and answer.err.count("\n") == 1, answer
+        return answer.err
+
+    assert refused("random-twin").startswith("kvreplay: random-twin:of: no policy: expected (POLICY)")
+    assert "random-twin:of: its kept set is dynamic: expected a policy with a static" in refused(
+        "random-twin:of=(h2o-online)"
+    )
+    described = done("policies", "random-twin", folder=tmp_path)
+    assert "the policy whose kept set is permuted" in described
 
 
 def test_pages_are_kept_whole_and_for_the_layer(traces: Path, tmp_path: Path) -> None:

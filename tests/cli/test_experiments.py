@@ -86,6 +86,23 @@ def test_rows_are_those_of_the_same_command_lines(place: Path) -> None:
     assert len(asked) == 4
 
 
+def test_controls_join_as_the_file_says_and_only_where_a_policy_is_asked_for(place: Path) -> None:
+    (place / "sweep.yaml").write_text(EXPERIMENT + "controls: twins\n")
+    ran("@sweep.yaml", "-o", "out", folder=place)
+    assert json.loads((place / "out/run.json").read_text())["options"]["controls"] == "twins"
+    found = list(csv.DictReader(rows(place / "out")))
+    twins = Counter((row["params"], row["budget"]) for row in found if row["policy"] == "random-twin")
+    asked = {(row["policy"], row["budget"]) for row in found if row["role"] == "asked"}
+    assert len(twins) == 6 and asked == {("h2o", "0.25"), ("h2o", "5"), ("snapkv", "0.25"), ("snapkv", "5")}
+    assert not any("window=3" in params and budget == "5" for params, budget in twins), "left out with its policy"
+    assert {row["role"] for row in found if row["policy"] == "random-twin"} == {"control"}
+    assert "--controls twins" in " ".join(planned("@sweep.yaml", folder=place)["words"])
+    ran("@sweep.yaml", "--controls", "none", "-o", "none", folder=place)
+    assert {row["role"] for row in csv.DictReader(rows(place / "none"))} == {"asked", ""}
+    assert "wrong.yaml:1: controls: expected" in wrong(place, "controls: [twins, random]\n").err
+    assert wrong(place, "traces: data\npolicies: h2o\nbudgets: 5\ncontrols: all\n").code == 2
+
+
 def test_shards_are_the_whole_and_hold_each_trace_once(place: Path) -> None:
     ran("@sweep.yaml", "-o", "whole", folder=place)
     held: Counter[str] = Counter()

@@ -71,6 +71,19 @@ def merged(folder: Path, *words: str) -> Answer:
     return kvreplay("merge", "out", *words, folder=folder)
 
 
+def test_shards_with_different_controls_are_merged_with_a_warning(folder: Path) -> None:
+    replay(folder, "twins/a", "a.h5", "h2o", "--controls", "twins")
+    replay(folder, "twins/b", "b.h5", "h2o", "--controls", "none")
+    for order in ("twins/a twins/b", "twins/b twins/a"):
+        answer = kvreplay("merge", f"of-{order[-1]}", *order.split(), folder=folder)
+        assert answer.code == 0 and "options controls: " in answer.err, answer
+        run = about(folder / f"of-{order[-1]}")
+        assert sorted(run["options"]["controls"].split("; ")) == ["none", "twins"]
+        assert run["self_check"]["result"][0] == "full 0", "where it was replayed"
+    replay(folder, "twins/c", "b.h5", "h2o", "--controls", "twins")
+    assert kvreplay("merge", "agreed", "twins/a", "twins/c", folder=folder).err == ""
+
+
 @pytest.mark.parametrize("shards", ["by-trace", "by-policy"])
 def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None:
     answer = merged(folder, shards)

@@ -61,6 +61,23 @@ def test_an_added_policy_leaves_the_others_alone(traces: Path, tmp_path: Path) -
     assert {cell["policy"] for cell in cells if cell["state"] == "skipped"} == {"h2o", "full", "random", "oracle"}
 
 
+def test_twins_that_join_later_are_those_of_one_run(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-b", "6", "-p", "h2o,chunkkv:window=2,chunk=3,reuse=2", "--json"]
+    twins = {"random-twin:of=(h2o)", "random-twin:of=(chunkkv:chunk=3,window=2,reuse=2)"}
+    whole = json.loads(done(*words, "--controls", "twins", "-o", "whole", folder=tmp_path))
+    assert {cell["label"] for cell in whole["cells"] if cell["policy"] == "random-twin"} == twins
+    done(*words, "--controls", "none", "-o", "out", folder=tmp_path)
+    for controls, new in (("random", {"full", "random", "oracle"}), ("twins", twins)):
+        cells = json.loads(done(*words, "--controls", controls, "-o", "out", folder=tmp_path))["cells"]
+        assert {cell["label"] for cell in cells if cell["state"] == "done"} == new
+    assert (tmp_path / "out/results.csv").read_bytes() == (tmp_path / "whole/results.csv").read_bytes()
+    assert done("diff", "out", "whole", folder=tmp_path) == "equal\n"
+    # A run without controls leaves those of the folder as they are.
+    cells = json.loads(done(*words, "--controls", "none", "-o", "out", folder=tmp_path))["cells"]
+    assert {cell["state"] for cell in cells} == {"skipped"} and len(cells) == 2
+    assert (tmp_path / "out/results.csv").read_bytes() == (tmp_path / "whole/results.csv").read_bytes()
+
+
 def test_results_are_the_same_for_any_number_of_threads(traces: Path, tmp_path: Path) -> None:
     for threads in "123":
         done("replay", traces / "long.h5", *POLICIES, "--threads", threads, "-o", threads, folder=tmp_path)

@@ -14,6 +14,8 @@ inline std::vector<std::string> all_policies() {
   // What no trace of these tests has: a table of its heads, an output projection.
   std::erase(all, "head-kv");
   std::erase(all, "critical-kv");
+  // It is one of another policy.
+  std::erase(all, "random-twin");
   for (const char* variant : {
            "streaming-llm:positions=cache",
            "streaming-llm:rolling=true",
@@ -126,6 +128,11 @@ inline std::vector<std::string> all_policies() {
            "oracle:counts=(dynamickv:window=2,heads=query),free=heads",
            "oracle:counts=(pyramid-kv:window=2),free=layers",
            "oracle:counts=(chunkkv:reuse=2,window=2),free=layers",
+           "random-twin:of=(snapkv:window=2)",
+           "random-twin:of=(chunkkv:chunk=5,store=cache,share=one,layer=0),seed=3",
+           "random-twin:of=(pyramid-infer:sinks=1)",
+           "random-twin:of=(dynamickv:window=2,heads=query)",
+           "random-twin:of=(layers:0=full,1-2=sca)",
            "layers:0=(chunkkv:chunk=5),1=(h2o:heads=query)",
            "layers:1=(streaming-llm:positions=cache),0=(finch:blocks=7,question_tokens=3,question=last)",
            "layers:0-1=(pyramid-infer:sinks=1),2=(sca:recent=2)",

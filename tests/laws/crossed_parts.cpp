@@ -56,6 +56,7 @@ std::string given(const std::string& policy) {
   static const TemporaryFile table(npy(dictionary("<f8", "(2, 4)"), numbers<double>({1, 2, 3, 4, 4, 3, 2, 1})));
   if (policy == "head-kv") return policy + ":table=" + table.path();
   if (policy == "critical-kv") return policy + ":wo=none";
+  if (policy == "random-twin") return policy + ":of=(h2o)";
   if (policy == "finch") return policy + ":blocks=7,question=last,question_tokens=3";
   return policy;
 }

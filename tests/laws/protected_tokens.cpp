@@ -35,6 +35,7 @@ std::string sized(const std::string& policy) {
   static const TemporaryFile table(npy(dictionary("<f8", "(3, 4)"), numbers<double>(std::vector<double>(12, 1.0))));
   if (policy == "head-kv") return policy + ":table=" + table.path() + ",window=4";
   if (policy == "critical-kv") return policy + ":wo=none";
+  if (policy == "random-twin") return policy + ":of=(h2o)";
   if (policy == "finch") return policy + ":blocks=20,question=last,question_tokens=3";
   if (policy == "h2o-online") return policy + ":recent=4";
   return policy;

@@ -170,6 +170,19 @@ TEST(SelfCheck, ExpectedRecallByHand) {
   EXPECT_DOUBLE_EQ(queries[0].of_set, (2 - 1.1) / 2);
   EXPECT_DOUBLE_EQ(queries[1].of_set, (2 - 0.7 + 0.2) / 2);
   EXPECT_DOUBLE_EQ(queries[1].of_oracle, (2 - 0.7 + 0.6) / 2);
+
+  // Of one token for both query heads, the best is 1: its attention in each of them.
+  const std::vector<double> of_best = RecallByAttention(view).of_best_set(set);
+  ASSERT_EQ(of_best.size(), 2U);
+  EXPECT_DOUBLE_EQ(of_best[0], (2 - 1.1 + 0.8) / 2);
+  EXPECT_DOUBLE_EQ(of_best[1], (2 - 0.7 + 0.1) / 2);
+  EXPECT_DOUBLE_EQ((of_best[0] + of_best[1]) / 2, rows[0].of_oracle);
+  const std::vector<double> of_each = RecallByAttention(view).of_best_set(by_query);
+  EXPECT_DOUBLE_EQ(of_each[0], (2 - 1.1) / 2);
+  EXPECT_DOUBLE_EQ(of_each[1], (2 - 0.7 + 0.6) / 2);
+  KeptSet all(Heads::kv, 1, 3);
+  all.keep(0, 0, 3);
+  EXPECT_EQ(RecallByAttention(view).of_best_set(all), (std::vector<double>{1, 1}));
 }
 
 TEST(SelfCheck, NothingRecallsMoreThanItsOracle) {

@@ -56,6 +56,9 @@ constexpr Option options[] = {
     {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
     boundary_option,
+    {"controls", 0, "none|random|twins", "random",
+     "control cells at the same budgets: none; full, random and oracle; or these and the random twin of each policy "
+     "with a static set"},
     {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
      "cells that are left out: those of the policy that have all these values, budget=BUDGET among them; may be "
      "repeated",
@@ -182,6 +185,8 @@ Prepared requested(const Arguments& arguments) {
   for (const GivenValue& value : arguments.values("metrics"))
     at_place(value, [&] { return parse_metrics(value.text); });
   request.metrics = parse_metrics(joined(arguments.all("metrics")));
+  const std::string controls = arguments.text("controls");
+  request.controls = controls == "none" ? Controls::none : controls == "twins" ? Controls::twins : Controls::random;
   request.detail = parse_detail(arguments.text("detail"));
   for (const GivenValue& value : arguments.values("eval")) at_place(value, [&] { check_eval(value.text); });
   for (const GivenValue& value : arguments.values("boundary")) at_place(value, [&] { check_boundary(value.text); });

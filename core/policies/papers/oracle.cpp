@@ -104,7 +104,7 @@ struct Oracle {
     };
     refuse_if(std::holds_alternative<Everything>(counted.allocate), "oracle:counts",
               "counts of a policy that keeps everything", "a policy that evicts");
-    refuse_if(std::holds_alternative<CountsOf>(counted.allocate), "oracle:counts", "counts of counts",
+    refuse_if(policy_taken_from(counted.allocate) != nullptr, "oracle:counts", "counts of counts",
               "a policy with counts of its own");
     if (free == Free::tokens) return;
     refuse_if(!std::holds_alternative<Once>(counted.schedule), "oracle:free",

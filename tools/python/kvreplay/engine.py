@@ -197,7 +197,7 @@ def replay(
     fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
     folder whose finished cells are kept; None: one that goes with the result. `progress`: a bar; None: where somebody
     watches. `options`: those of the program, by their long names: device, threads, memory, seed, eval, boundary,
-    structure, protect, detail, save, observables, force, no_text …
+    structure, protect, controls, detail, save, observables, force, no_text …
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
     """

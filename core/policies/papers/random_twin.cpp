@@ -1,0 +1,67 @@
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "policies/configured.h"
+#include "policies/policy.h"
+#include "policies/twin.h"
+
+namespace kvreplay {
+namespace {
+
+struct RandomTwin {
+  static constexpr Card card{
+      .name = random_twin_name,
+      .summary =
+          "another policy's kept set with its unprotected runs and gaps permuted: the same counts by chance alone",
+      .paper = "",
+      .score = "runs in the order of chain(seed, layer, head, i), gaps in that of chain(seed, layer, head, i, 1)",
+      .family = Family::control,
+  };
+
+  std::string of = "none";
+  std::uint64_t seed = 0;
+  std::uint64_t seed_of_policy = 0;
+
+  void parameters(Parameters& p) {
+    const auto normal = [this](std::string_view text) {
+      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed_of_policy).label_with_seeds();
+    };
+    p.add("of", of, "(POLICY)", normal, "the policy whose kept set is permuted: a static set, decided once; needed");
+    p.add_seed("seed", seed, "first number of the chain");
+  }
+
+  void set_seed(std::uint64_t given) { seed_of_policy = given; }
+
+  std::vector<Source> sources() const {
+    return of == "none" ? std::vector<Source>{} : ConfiguredPolicy::parse(of).sources();
+  }
+
+  /// Whether the policy has a twin depends on the number of layers: its plans say so.
+  void check() const {}
+
+  std::vector<LayerPlan> plans(int layers) const {
+    if (of == "none") throw Error{Refusal::usage, "random-twin:of", "no policy", "(POLICY), as in of=(snapkv)", "none"};
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(of);
+    if (const std::string reason = policy.why_no_twin(layers); !reason.empty())
+      throw Error{Refusal::usage, "random-twin:of", reason, "a policy with a static set, decided once", of};
+    std::vector<LayerPlan> all = policy.plans(layers);
+    for (LayerPlan& of_range : all) {
+      Plan& plan = of_range.plan;
+      if (std::holds_alternative<Everything>(plan.allocate)) continue;
+      const Needs needs = plan.score.needs;
+      plan.score = {.needs = {.last_queries = needs.last_queries, .all_queries = needs.all_queries}};
+      plan.nesting = Nesting::none;
+      plan.allocate = SetsOf{of, [seed = seed](const Kept& kept, int prompt, int layer, int row) {
+                               return random_twin(kept, prompt, seed, layer, row);
+                             }};
+    }
+    return all;
+  }
+};
+
+const Registered<RandomTwin> registered;
+
+}  // namespace
+}  // namespace kvreplay

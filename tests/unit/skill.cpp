@@ -1,0 +1,99 @@
+#include "analysis/skill.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "analysis/table.h"
+
+namespace kvreplay {
+namespace {
+
+CellSummary cell(const std::string& id, double recall, double oracle) {
+  return {.trace = "t",
+          .id = id,
+          .role = "asked",
+          .policy = id,
+          .label = id,
+          .budget = "0.5",
+          .values = {{{"attention_recall", ""}, recall}, {{"attention_recall", "oracle"}, oracle}}};
+}
+
+CellSummary twin(const std::string& id, double recall, const std::string& seed = "0") {
+  CellSummary made = cell("twin of " + id + ", " + seed, recall, 0.9);
+  made.role = "control";
+  made.twin_of = id;
+  made.policy = "random-twin";
+  made.label = "random-twin:of=(" + id + ")";
+  return made;
+}
+
+TEST(Skill, ByHand) {
+  const std::vector<CellSummary> cells{cell("good", 0.8, 0.9),   twin("good", 0.5),       cell("worse", 0.4, 0.9),
+                                       twin("worse", 0.5),       cell("same", 0.5, 0.75), twin("same", 0.5),
+                                       cell("alone", 0.8, 0.9),  cell("bound", 0.9, 0.9), twin("bound", 0.9),
+                                       cell("two", 0.7, 0.8),    twin("two", 0.5, "0"),   twin("two", 0.7, "1"),
+                                       cell("failed", 0.7, 0.8), twin("failed", NAN)};
+  const std::map<std::string, double> all = skills(cells);
+  EXPECT_EQ(all.size(), 6U) << "one has no twin";
+  EXPECT_DOUBLE_EQ(all.at("good"), 0.75);
+  EXPECT_DOUBLE_EQ(all.at("worse"), -0.25);
+  EXPECT_EQ(all.at("same"), 0);
+  EXPECT_DOUBLE_EQ(all.at("two"), 0.5) << "of two twins, their mean";
+  EXPECT_TRUE(std::isnan(all.at("bound"))) << "oracle - twin <= 1e-9";
+  EXPECT_TRUE(std::isnan(all.at("failed")));
+  EXPECT_TRUE(skills(std::vector{cell("alone", 0.8, 0.9)}).empty());
+}
+
+RunSummary run_of(std::vector<CellSummary> cells) {
+  RunSummary summary;
+  summary.traces = {{.name = "t", .layers = 1, .stored_layers = 1}};
+  summary.cells = std::move(cells);
+  return summary;
+}
+
+/// The line of a policy, without columns of seconds.
+std::string line_of(const std::string& text, const std::string& policy) {
+  const std::size_t begin = text.find("\n" + policy + " ") + 1;
+  const std::string line = text.substr(begin, text.find('\n', begin) - begin);
+  return line.substr(0, line.find("0 us"));
+}
+
+const char* const footnote =
+    "\nskill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set with its counts\n";
+
+TEST(SkillInTheTable, StandsBehindRecallAndTwinsAreNotPrinted) {
+  const std::string text = table(run_of({cell("good", 0.8, 0.9), cell("alone", 0.7, 0.9), twin("good", 0.5)}));
+  EXPECT_NE(text.find(" recall   skill "), std::string::npos) << text;
+  EXPECT_EQ(line_of(text, "good"), "good               0.0   0.800*  0.750            ") << text;
+  EXPECT_EQ(line_of(text, "alone"), "alone              0.0   0.700       -            ") << text;
+  EXPECT_EQ(text.find("random-twin"), std::string::npos) << text;
+  EXPECT_NE(text.find(footnote), std::string::npos) << text;
+}
+
+TEST(SkillInTheTable, IsNotThereWithoutTwins) {
+  const std::string text = table(run_of({cell("good", 0.8, 0.9), cell("alone", 0.7, 0.9)}));
+  EXPECT_EQ(text.find("skill"), std::string::npos) << text;
+}
+
+TEST(SkillInTheTable, APolicyThatDoesNotBeatItsTwinIsNeverMarked) {
+  const std::string text = table(run_of(
+      {cell("luck", 0.8, 0.9), cell("good", 0.7, 0.9), cell("alone", 0.6, 0.9), twin("luck", 0.8), twin("good", 0.5)}));
+  EXPECT_EQ(text.find("0.800*"), std::string::npos) << text;
+  EXPECT_NE(text.find("0.700*"), std::string::npos) << "the best of the others\n" << text;
+  const std::string none =
+      table(run_of({cell("luck", 0.8, 0.9), cell("worse", 0.7, 0.9), twin("luck", 0.8), twin("worse", 0.75)}));
+  EXPECT_EQ(none.find('*'), std::string::npos) << none;
+  const std::string undefined = table(run_of({cell("best", 0.9, 0.9), cell("good", 0.7, 0.9), twin("best", 0.9)}));
+  EXPECT_NE(undefined.find("0.900*"), std::string::npos) << "skill is undefined\n" << undefined;
+}
+
+TEST(SkillInTheTable, ATwinThatWasAskedForIsARow) {
+  CellSummary asked = twin("good", 0.5);
+  asked.role = "asked";
+  const std::string text = table(run_of({cell("good", 0.8, 0.9), asked}));
+  EXPECT_NE(text.find("\nrandom-twin:of=(good) "), std::string::npos) << text;
+}
+
+}  // namespace
+}  // namespace kvreplay
