@@ -171,7 +171,6 @@ void bind_trace(nb::module_& module) {
       .def(
           "__init__", [](Traced* made, const std::filesystem::path& path) { new (made) Traced(Trace::open(path)); },
           "path"_a, nb::call_guard<Unlocked>())
-      .def_static("of_arrays", trace_of_arrays, "path"_a, "values"_a, "tensors"_a)
       .def_prop_ro("in_memory", [](const Traced& of) { return of.trace().is_in_memory(); })
       .def_prop_ro("path", [](const Traced& of) { return of.trace().path(); })
       .def_prop_ro("name", [](const Traced& of) { return of.trace().name(); })
@@ -214,6 +213,10 @@ void bind_trace(nb::module_& module) {
           "sliding"_a)
       .def("tensor", &Traced::tensor, "name"_a, "layer"_a)
       .def("layer", &Traced::layer, "layer"_a, "boundary"_a, "eval"_a, "device"_a);
+  module.def(
+      "trace_of_arrays", trace_of_arrays, "path"_a, "values"_a, "tensors"_a,
+      "A trace of arrays in memory: values by the schema's objects; of each layer q, k, v and wo, or None, as (bytes,\n"
+      "type, shape), and the positions of its queries.");
 }
 
 }  // namespace kvreplay::python

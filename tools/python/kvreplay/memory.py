@@ -143,7 +143,7 @@ def from_arrays(
     path = f"{FOLDER}/{name}"
     of_layers = zip(*(tensors[one] for one in "qkv"), tensors.get("wo", [None] * layers), positions, strict=True)
     try:
-        return Trace.of(_engine.Trace.of_arrays(path, values, list(of_layers)))
+        return Trace.of(_engine.trace_of_arrays(path, values, list(of_layers)))
     except Error as problem:
         raise _at_argument(problem, path) from None
 
