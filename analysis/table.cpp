@@ -192,10 +192,10 @@ std::string own_memory_line(const std::vector<const CellSummary*>& cells) {
   return names.empty() ? "" : cut("no budget binds " + names + ": not at equal memory, never marked *", widest) + '\n';
 }
 
-/// Of the policy, or of one that it is made of.
+/// Whether protected tokens were replaced, those of the policy or of a policy in its parameters.
 bool has_replaced_protection(const CellSummary& cell) { return cell.params.find("protect=(") != std::string::npos; }
 
-/// Names those whose protected tokens are their own, where those of others were replaced.
+/// Names the policies whose protected tokens were not replaced, where those of another policy were.
 std::string own_protection_line(const std::vector<const CellSummary*>& cells) {
   std::string names;
   for (const CellSummary* cell : cells)

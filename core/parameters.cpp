@@ -6,6 +6,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <set>
 
 #include "nearest.h"
 
@@ -249,6 +250,18 @@ void Parameters::set(std::string_view name, std::string_view text) {
   if (!presets_.empty()) names.emplace_back("preset");
   if (names.empty()) throw Error{Refusal::usage, owner_, "takes no parameters", "", std::string(name)};
   throw Error{Refusal::usage, owner_, "unknown parameter", nearest(name, names), std::string(name)};
+}
+
+void Parameters::set_list(std::string_view text, const char* example) {
+  std::set<std::string_view> given;
+  for (const std::string_view piece : split_list(owner_, text)) {
+    const std::size_t equals = piece.find('=');
+    if (equals == std::string_view::npos)
+      throw Error{Refusal::usage, owner_, "not a value", example, std::string(piece)};
+    const std::string_view name = piece.substr(0, equals);
+    if (!given.insert(name).second) throw Error{Refusal::usage, owner_, "given twice", "", std::string(name)};
+    set(name, piece.substr(equals + 1));
+  }
 }
 
 const Parameter* Parameters::find(std::string_view name) const {

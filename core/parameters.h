@@ -144,6 +144,8 @@ class Parameters {
 
   /// Sets a parameter, or with the name "preset" a bundle of them. Throws Error{usage} with the nearest name.
   void set(std::string_view name, std::string_view text);
+  /// Sets what a list gives, each name once; `example` is shown where a piece is no NAME=VALUE. Throws Error{usage}.
+  void set_list(std::string_view text, const char* example);
 
   const Parameter* find(std::string_view name) const;
   std::span<const Parameter> all() const { return all_; }

@@ -16,8 +16,8 @@ inline std::vector<std::int32_t> position_range(int begin, int end, int step = 1
   return positions;
 }
 
-/// The marked question that ends the tokens under compression: [begin, end); both -1: none is marked. A chat template's
-/// few tokens may stand behind it.
+/// The marked question at the end of the tokens under compression: [begin, end); both -1: none is marked. A few tokens
+/// of a chat template may follow it.
 struct MarkedQuestion {
   int begin = -1;
   int end = -1;

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(most_threads)
       scores[slot] += shares / static_cast<double>(heads);
     }
 
-    // While too many are held, the lowest goes; neither a sink nor one of the newest.
+    // While too many are resident, the lowest score is evicted; sinks and recent tokens are protected.
     ++count;
     for (; count > held_rows.budgets[now]; --count) {
       const int begin = min(held_rows.sinks, now), end = first_of_newest(held_rows, blockIdx.x, now);

@@ -23,7 +23,7 @@ struct HeldRows {
   int budget = 0;                          // the largest
   const std::int32_t* budgets = nullptr;   // [tokens] of each token
   const std::int32_t* recents = nullptr;   // [tokens]
-  int sinks = 0;                           // positions below never go
+  int sinks = 0;                           // positions below are never evicted
   int window = 0;                          // 0: all
   const std::int32_t* resident = nullptr;  // [rows, given] what they were
   std::int32_t* positions = nullptr;       // [rows, capacity] of the held tokens, -1 for those that have gone

@@ -1,11 +1,13 @@
 """Prints what a run measured of its policies, one row a policy and budget: python docs/policy_table.py RUN."""
 
+import math
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 from kvreplay.results import Run
+from kvreplay.skill import TWIN
 
 # heading: metric of results.csv, divisor, digits
 COLUMNS = {
@@ -14,6 +16,7 @@ COLUMNS = {
     "peak": ("resident_tokens:peak", 1, 0),
     "KiB": ("kv_bytes", 1024, 0),
     "recall": ("attention_recall", 1, 3),
+    "skill": ("skill", 1, 2),
     "att.cos": ("attention_cosine", 1, 3),
     "att.l1": ("attention_l1", 1, 3),
     "out.cos": ("output_cosine", 1, 3),
@@ -33,8 +36,13 @@ def over_layers(run: Run) -> pd.DataFrame:
     return rows.assign(name=rows["metric"] + variant)
 
 
+def text(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
 def main(folder: Path) -> None:
     rows = over_layers(Run(folder))
+    rows = rows[rows["policy"] != TWIN]
     of_trace = rows[rows["role"] == "trace"].set_index("name")["value"]
     print(f"redundancy of the trace: keys {of_trace['redundancy_key']:.3f}, values {of_trace['redundancy_value']:.3f}")
 
@@ -43,7 +51,7 @@ def main(folder: Path) -> None:
     for (_, budget), group in wide.groupby(level=["budget_tokens", "budget"]):
         print(f"\nbudget {budget}")
         shown = pd.DataFrame({
-            heading: (group[metric] / divisor).map(lambda value, digits=digits: f"{value:.{digits}f}")
+            heading: (group[metric] / divisor).map(lambda value, digits=digits: text(value, digits))
             for heading, (metric, divisor, digits) in COLUMNS.items()
         })  # fmt: skip
         names = shown.index.get_level_values("label")

@@ -32,10 +32,11 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Rectangle
 
+from kvreplay.parameters import parameters
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import INTERVAL, mean_over_traces
 from kvreplay.plot.style import COLOURS, LINE, POINT, QUIET, SMALL, Drawing, Sheet, label_room
-from kvreplay.results import Run, parameters
+from kvreplay.results import Run
 
 page = Page("chunkkv")
 prompts = corpus()
@@ -499,8 +500,8 @@ page.find(
               f"times at N = {layers} ({sinks or 'no'} sinks)" for sinks, one in zip(SINKS, others, strict=True))
     if others else "no such traces",
     [part for one in others for part in (bool(one[2] < 1.1), bool(one[layers] < 1.15))],
-    "layer 0 looks elsewhere than the layers above it, as the heatmaps show; what of that is the lost first token, the "
-    "numbers with sinks leave out",
+    "layer 0 attends to other tokens than the layers above it, as the heatmaps show; four sinks exclude the loss of "
+    "the first token",
 )  # fmt: skip
 grown = points[points["panel"] == "attention output"].pivot(index=["trace", "series"], columns="reuse", values="value")
 grown = mean_over_traces(grown.div(grown[1], axis=0).stack().rename("value").reset_index(), ["series", "reuse"])
@@ -515,7 +516,7 @@ if "arithmetic" in growth and "others" in growth:
         f"output error over that without reuse, arithmetic against other kinds: {', '.join(compared)}",
         [part for ours, others in pairs.values()
          for part in (ours["mean"] > others["mean"], ours["low"] > others["high"])],
-        f"with {pairs[5, 0][0]['traces']:.0f} arithmetic prompts not at every N beyond the intervals",
+        f"with {pairs[5, 0][0]['traces']:.0f} arithmetic prompts the intervals overlap at some N",
     )  # fmt: skip
 
 # %% [markdown]

@@ -40,6 +40,7 @@ from kvreplay.plot.style import (
     width_of,
 )
 from kvreplay.results import Run
+from kvreplay.skill import TWIN
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = Path(os.environ.get("KVREPLAY_CORPUS", ROOT / "build" / "corpus"))
@@ -72,13 +73,14 @@ def traces(*kinds: str) -> list[Path]:
 
 
 def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
-    """What results.csv has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
+    """What a run has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
 
-    `layer` is all (over layers) or each (the rows of single layers).
+    `layer` is all (over layers) or each (the rows of single layers). Random twins are left out: skill says what they
+    are for.
     """
     name, _, variant = metric.partition(":")
     rows = run.table
-    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant)]
+    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant) & (rows["policy"] != TWIN)]
     rows = rows[(rows["layer"] == "all") == (layer == "all")].dropna(subset="value")
     if rows.empty:
         raise Error(str(run.folder / "results.csv"), metric, "at least one value", "none")
@@ -333,19 +335,28 @@ def window_settings(
            for setting in SETTINGS.values()}
         for name in policies for words in metrics.values()
     ]))  # fmt: skip
-    pooling = [name for name, policy in policies.items() if "{pool}" in policy]
-    error = cells["mean"][metrics["output_error"]].unstack("setting").loc[pooling]
+    error = in_every_setting(cells["mean"][metrics["output_error"]]).loc[list(policies)]
     orders = {setting: " < ".join(error[setting].sort_values().index) for setting in SETTINGS.values()}
     default, *others = orders.values()
     page.find(
         "(settings)", "the order of the policies does not depend on window and pooling",
         "output error: " + "; ".join(
-            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in pooling)
+            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in policies)
             for setting in orders
         ),
         [order == default for order in others],
         "; ".join(f"{order} ({setting})" for setting, order in orders.items()),
     )  # fmt: skip
+
+
+def in_every_setting(means: pd.Series) -> pd.DataFrame:
+    """A row a policy, a column a setting of the Series by policy and setting. A policy that does not pool has the same
+    value in both settings of a window."""
+    table = means.unstack("setting")
+    for window in {window for window, _ in SETTINGS}:
+        pooled, plain = SETTINGS[window, "max"], SETTINGS[window, "none"]
+        table[plain] = table[plain].fillna(table[pooled])
+    return table
 
 
 def dots(found: pd.DataFrame, quantities: Sequence[str], policies: Sequence[str], budget: str, caption: str) -> Drawing:

@@ -255,9 +255,9 @@ page.find(
 # layer's tokens; Fig. 4 shares a set between N neighbouring layers. Layers 12 and 24 of the paper's 32 are the nearest
 # of ours; all at half of the prompt, as in the paper's short tasks, and at a fifth.
 #
-# SCA protects no sinks. A set that one layer selects for others loses the first token where that layer does not attend
-# to it, and this loss would hide the effect of the layer. So every variant is replayed twice: without protected sinks,
-# as in the paper, and with four.
+# SCA protects no sinks, except with the most redundant tokens. A set that one layer selects for others loses the first
+# token where that layer does not attend to it, and this loss would hide the effect of the layer. So every variant is
+# replayed twice: without protected sinks and with four.
 
 # %%
 PAPER_ABLATION = {"SCA": (59.0, 38.4), "keys only": (58.5, 37.2), "values only": (58.0, 36.9),

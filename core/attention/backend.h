@@ -125,16 +125,16 @@ struct OnlineEviction {
   bool accumulate = true;                       // false: each query's attention takes the place of the scores
   int budget = 0;
   int recent = 1;  // last tokens that never go, the newest included, 0 ... budget
-  /// First tokens that never go: those of them that are held leave room for the recent ones. Before as many have come,
-  /// the newest token is the one that goes.
+  /// First tokens that are never evicted. With `recent` they must fit into the budget, as far as they are resident.
+  /// Until all of them have been appended, only the newest token can be evicted.
   int sinks = 0;
   /// [tokens] what both are once a token has come, where they grow: by no more than one a token, up to `budget` and
   /// `recent`. Empty: they stand.
   std::span<const std::int32_t> budgets = {};
   std::span<const std::int32_t> recents = {};
 
-  /// Position of the first token that may go once a token has come.
-  int first_to_go(int token) const { return std::min(sinks, token); }
+  /// Position of the first token that can be evicted after this one has been appended.
+  int first_evictable(int token) const { return std::min(sinks, token); }
   int budget_after(int token) const { return budgets.empty() ? budget : budgets[static_cast<std::size_t>(token)]; }
   int recent_after(int token) const { return recents.empty() ? recent : recents[static_cast<std::size_t>(token)]; }
 };

@@ -85,7 +85,7 @@ class HeldTokens {
     leave(slot);
   }
 
-  /// Lets the token of the lowest score in [begin, end) go, of equal ones the last, and returns its position.
+  /// Evicts the token of the lowest score in [begin, end), of equal scores the last one, and returns its position.
   int evict_between(int begin, int end) {
     const int slot = online_.lowest(scores_.data(), positions_.data(), slots_, begin, end);
     Token lowest;
@@ -291,7 +291,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
         const int protected_from = recent.empty() ? token + 1 : recent.front();
         while (tokens.count() - still_to_come > what.budget_after(token))
           evicted[product(row, what.tokens) +
-                  static_cast<std::size_t>(tokens.evict_between(what.first_to_go(token), protected_from))] = token;
+                  static_cast<std::size_t>(tokens.evict_between(what.first_evictable(token), protected_from))] = token;
       }
       tokens.close_up(before + done);
     }

@@ -139,7 +139,7 @@ bool LayerView::is_resident(std::int32_t position) const {
   return true;
 }
 
-/// Of the last `window` queries that have come before `end`, those that can take part.
+/// The last `window` queries before `end`; of cache positions only the resident ones.
 std::vector<std::int32_t> LayerView::last_queries(int window, int end) const {
   const int last = end_of_window(end);
   std::vector<std::int32_t> queries = position_range(last - std::clamp(window, 0, last), last);

@@ -66,7 +66,7 @@ class ResidentPositions {
 
 class LayerView {
  public:
-  /// Windows end with the newest query that has come.
+  /// As the end of a window: it ends with the newest query.
   static constexpr int newest = std::numeric_limits<int>::max();
 
   /// All of the prompt is resident. `eval_queries`: positions at which metrics are taken, ascending. `store`: what is
@@ -98,7 +98,7 @@ class LayerView {
   ResidentPositions positions(int row) const;
   const Residents& residents() const { return residents_; }
 
-  /// How many queries a window of this length has: no more than have come before `end`.
+  /// The number of queries in a window of this length: at most all before `end`.
   int queries_before(int window, int end = newest) const { return std::min(window, end_of_window(end)); }
   /// [Hq, n]: Σ over the last `window` queries t that have come of a(t,j), the window's own columns included; a window
   /// longer than what has come is all of it. With part of the tokens resident the softmax is over those; of cache
@@ -198,7 +198,7 @@ class LayerView {
   Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights, double above_uniform = 0) const;
   bool is_resident(std::int32_t position) const;
   std::vector<std::int32_t> last_queries(int window, int end) const;
-  /// Of a window that ends there: what has come may be less.
+  /// Position behind such a window: at most the number of tokens seen.
   int end_of_window(int end) const { return std::min(end, residents_.seen); }
 
   Backend& backend_;

@@ -40,7 +40,7 @@ constexpr Choice<WindowAt> window_at_words[] = {{"end", WindowAt::end}, {"questi
 
 constexpr std::string_view common_names[] = {"sinks", "window_at", "protect"};
 
-/// Of a parameter whose value is a policy, or a word for none.
+/// Whether the value is a policy, or a word for none.
 bool is_policy(const Parameter& parameter) { return parameter.range.find("(POLICY)") != std::string::npos; }
 
 /// A number of a layer, which counts from either end, not a number of layers.
@@ -97,7 +97,12 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
       const std::size_t equals = piece.find('=');
       if (equals == std::string_view::npos || equals == 0)
         throw Error{Refusal::usage, configured.name_, "not a parameter", "KEY=VALUE", "\"" + std::string(piece) + "\""};
-      values.emplace_back(piece.substr(0, equals), without_parentheses(piece.substr(equals + 1)));
+      const std::string_view key = piece.substr(0, equals), value = piece.substr(equals + 1);
+      // The comma in protect=sinks=4,recent=3 would end the value, and `recent` may be a parameter of the policy.
+      if (key == "protect" && !value.starts_with('(') && configured.policy_->parameters().find(key) == nullptr)
+        throw Error{Refusal::usage, configured.name_ + ":protect", "without parentheses", "(sinks=4,recent=10%)",
+                    std::string(value)};
+      values.emplace_back(key, without_parentheses(value));
     }
   }
   configured.place_parts(values);
@@ -173,7 +178,7 @@ void ConfiguredPolicy::Common::apply_to(Plan& plan, const Plan& filled) const {
   if (protect) protect->replace_in(plan);
 }
 
-/// What the plans with their parts are made of decides.
+/// The plans with their parts decide which of them the policy has.
 void ConfiguredPolicy::find_common() {
   if (name_ == layer_ranges_name) return;  // the policies of the ranges have them
   constexpr int some_layers = 2;
@@ -182,9 +187,9 @@ void ConfiguredPolicy::find_common() {
   try {
     plans = policy_->plans(some_layers);
   } catch (const Error&) {
-    // An oracle over ranges of layers has plans for its number of layers alone, and a broken policy in Python has none:
-    // who asks for its plans hears why.
-    common_->lacks_protection = "has no plans for any number of layers";
+    // An oracle over ranges of layers has plans for its number of layers alone, and a broken policy in Python has none.
+    // plans() reports the reason.
+    common_->lacks_protection = "has no plans for some other number of layers";
     return;
   }
   bool protects = false;
@@ -209,7 +214,8 @@ void ConfiguredPolicy::set_common(const std::string& name, const std::string& te
     throw Error{Refusal::usage, name_, "its layers have plans of their own", name + "= in the policies of the ranges",
                 name};
   if (name == "window_at" && !common_->has_window_at)
-    throw Error{Refusal::usage, where, "no observation window of its own", "window_at for policies like snapkv", text};
+    throw Error{Refusal::usage, where, name_ + " does not score by an observation window",
+                "a policy that does, such as snapkv", text};
   if (name != "window_at" && !common_->lacks_protection.empty())
     throw Error{Refusal::usage, where, name_ + " " + common_->lacks_protection,
                 "a policy that selects by score within a budget", text};
@@ -274,7 +280,7 @@ Parameters ConfiguredPolicy::parameters() const {
   if (common_->protect) {
     Parameter protect;
     protect.name = "protect";
-    protect.help = "protected tokens in the place of the policy's own";
+    protect.help = "protected tokens that replace the policy's own";
     protect.text = [common = common_] { return common->protect->text(); };
     all.adopt("", protect);
   }
@@ -355,7 +361,7 @@ void ConfiguredPolicy::fill_parts(Plan& plan) const {
     placed.part->fill(plan);
     scores = scores || placed.kind == PartKind::score;
   }
-  // A selector that reads no scores takes the place of the scorer, too.
+  // A selector that reads no scores replaces the scorer as well.
   if (!scores && !plan.select.reads_scores) plan.score = {};
 }
 

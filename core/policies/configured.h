@@ -31,8 +31,8 @@ class ConfiguredPolicy {
   /// To be described: its values are not checked, and its plans may throw.
   static ConfiguredPolicy with_defaults(std::string_view name);
 
-  /// Replaces the protected tokens of the policy, or of the policies that it is made of. Those without protected tokens
-  /// stay as they are. Throws Error{usage} where the user has replaced them already.
+  /// Replaces the protected tokens of the policy, or of the policies that it is made of. Policies
+  /// without protected tokens are not changed. Throws Error{usage} where the user has replaced them already.
   void replace_protected(const ProtectedTokens& tokens);
 
   const std::string& name() const { return name_; }
@@ -71,16 +71,17 @@ class ConfiguredPolicy {
     std::string name;
     std::shared_ptr<PlanPart> part;
   };
-  /// Parameters that belong to no policy or part: plans have them by what they are made of.
+  /// Parameters that no policy or part declares. The plans decide which of them a policy has.
   struct Common {
     bool has_sinks = false, has_window_at = false;
-    int own_sinks = 0;  // that the plan protects by itself: the default
+    int own_sinks = 0;  // of the plan itself: the default
     int sinks = 0;
     WindowAt window_at = WindowAt::end;
     std::optional<ProtectedTokens> protect = {};
-    std::string lacks_protection = {};  // the reason, as of the function; empty: some plan has protected tokens
+    std::string lacks_protection =
+        {};  // a reason of the function of that name; empty: at least one plan has protected tokens
 
-    /// `filled`: the plan with its parts, which decide what it has.
+    /// `filled`: the plan with its parts, which decides what applies.
     void apply_to(Plan& plan, const Plan& filled) const;
   };
   void find_common();

@@ -162,8 +162,8 @@ void check_plan(const std::string& who, const Plan& plan) {
             "schedule=online takes the mean over a group of query heads", "agg=mean", "agg=sum or max");
   refuse_if(online && plan.score.online == OnlineScore::none, "schedule=online evicts by attention, query by query",
             "score=cumulative or score=newest", plan.score ? "another score" : "none");
-  refuse_if(!once && plan.window_at == WindowAt::question,
-            "a window that ends with the question is known when the prompt has been seen", "schedule=once", schedule);
+  refuse_if(!once && plan.window_at == WindowAt::question, "window_at=question needs the whole prompt", "schedule=once",
+            schedule);
   refuse_if(!once && plan.protect.question.last_tokens > 0,
             "the question that stays is known when the prompt has been seen", "schedule=once", schedule);
   refuse_if(rolling && (plan.score || !by_rule), "schedule=rolling keeps the first and the last tokens by rule",

@@ -80,7 +80,7 @@ inline Needs last_queries(int window) { return {.last_queries = window}; }
 inline Needs all_queries() { return {.all_queries = true}; }
 inline Needs future_queries() { return {.future_queries = true}; }
 
-/// What a scorer is told beside the layer. Numbers that it does not read are left at their defaults.
+/// Arguments of a scorer beside the layer. Those that it does not read keep their defaults.
 struct Scoring {
   Grouping grouping = {};
   int recent = 0;                      // last tokens that are protected at this budget
@@ -261,7 +261,7 @@ struct Plan {
   Grouping grouping = {};
   Scorer score = {};
   Protection protect = {};
-  std::optional<Protection> observing = {};  // last tokens whose queries score; none: those that are protected
+  std::optional<Protection> observing = {};  // last tokens whose queries score; none: the protected ones
   WindowAt window_at = WindowAt::end;
   Selector select = top_k();
   Allocator allocate = Uniform{};
@@ -281,8 +281,8 @@ bool has_budget(const Plan& plan);
 /// Whether every row keeps all of the prompt: by the plan, or because the budget is no less.
 bool keeps_everything(const Plan& plan, int budget, int prompt);
 
-/// Why first and last tokens of its choice mean nothing to the plan, as "keeps every token"; empty: it selects the best
-/// of the others by score, within a budget.
+/// The reason why the plan has no protected tokens, such as "keeps every token". Empty: it selects by score within a
+/// budget, beside protected tokens.
 std::string lacks_protection(const Plan& plan);
 
 /// Why the plan has no random twin, as "its kept set is dynamic"; empty: its kept set is static, decided once, within a

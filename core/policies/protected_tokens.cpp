@@ -3,7 +3,7 @@
 namespace kvreplay {
 namespace {
 
-/// The tokens that the plan protects by now are those whose queries score, whatever it protects later.
+/// Fixes the observation window before the protected tokens change: the last tokens that the plan protects now.
 void fix_observing_tokens(Plan& plan) {
   if (!plan.observing) plan.observing = plan.protect;
 }
@@ -19,12 +19,7 @@ ProtectedTokens ProtectedTokens::parse(const std::string& where, std::string_vie
   ProtectedTokens tokens;
   Parameters parameters{where};
   tokens.parameters(parameters);
-  for (const std::string_view piece : split_list(where, text)) {
-    const std::size_t equals = piece.find('=');
-    if (equals == std::string_view::npos)
-      throw Error{Refusal::usage, where, "not a value", "sinks=4,recent=10%", std::string(piece)};
-    parameters.set(piece.substr(0, equals), piece.substr(equals + 1));
-  }
+  parameters.set_list(text, "sinks=4,recent=10%");
   return tokens;
 }
 

@@ -28,12 +28,7 @@ Structure Structure::parse(std::string_view text) {
   Structure structure;
   Parameters parameters{"--structure"};
   structure.parameters(parameters);
-  for (const std::string_view piece : split_list("--structure", text)) {
-    const std::size_t equals = piece.find('=');
-    if (equals == std::string_view::npos)
-      throw Error{Refusal::usage, "--structure", "not a value", "page=16,heads=layer", std::string(piece)};
-    parameters.set(piece.substr(0, equals), piece.substr(equals + 1));
-  }
+  parameters.set_list(text, "page=16,heads=layer");
   return structure;
 }
 

@@ -139,7 +139,7 @@ struct QueryRange {
   int first = 0;
   int end = 0;
 
-  /// And the `count` last ones before `behind`.
+  /// Adds the last `count` queries before position `behind`.
   void add(int count, int behind) {
     if (count == 0) return;
     end = first == end ? behind : std::max(end, behind);
@@ -149,7 +149,7 @@ struct QueryRange {
 
 QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuestion question) {
   const Needs needs = needs_of(plan);
-  const Scoring how = scoring_of(plan, {}, budget, prompt, question);
+  const Scoring how = scoring_of(plan, kept_by_rule(plan, budget, prompt, question), budget, prompt, question);
   const int recent = needs.recent_queries ? std::max(1, how.observing) : 0;
   const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
   const bool evicts_in_time =
@@ -297,10 +297,10 @@ std::string without_question(const Trace& trace, const Conditions& conditions, c
     const Protection& observing = of_range.plan.observing ? *of_range.plan.observing : of_range.plan.protect;
     return (blocks != nullptr && blocks->asks_marked_question) || observing.question.marked;
   };
-  if (std::ranges::any_of(plans, asks)) return "takes its last tokens for one";
+  if (std::ranges::any_of(plans, asks)) return "uses the last tokens of the prompt instead";
   const bool places = std::ranges::any_of(
       plans, [](const LayerPlan& of_range) { return of_range.plan.window_at == WindowAt::question; });
-  return places ? "scores by its last tokens" : "";
+  return places ? "uses window_at=end" : "";
 }
 
 }  // namespace kvreplay

@@ -116,7 +116,8 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
 bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
                               int budget);
 
-/// What the policy does instead where it asks for a question and none is marked; empty: it has what it asks for.
+/// What the policy uses where it needs a marked question and the trace has none, as the end of a warning. Empty: it
+/// needs none, or has one.
 std::string without_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// float32 keys of a layer, [Hkv, T, d], or [Hq, T, d] where each query head has a set of its own, with the kept ones

@@ -144,13 +144,14 @@ TensorView output_projection(const Trace& trace, int stored_layer) {
 }
 
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question) {
-  const Protection& observing = plan.observing ? *plan.observing : plan.protect;
   const bool at_question = plan.window_at == WindowAt::question && question.is_marked();
   return {.grouping = plan.grouping,
           .recent = by_rule.recent,
           .budget = budget,
           .sinks = by_rule.sinks,
-          .observing = observing.within(plan.own_memory ? prompt : budget, prompt, question).recent,
+          .observing = plan.observing
+                           ? plan.observing->within(plan.own_memory ? prompt : budget, prompt, question).recent
+                           : by_rule.recent,
           .window_end = at_question ? question.end : LayerView::newest};
 }
 

@@ -75,7 +75,7 @@ Division division_of(const Plan& plan, const TraceHeader& header, int layers, in
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
 TensorView output_projection(const Trace& trace, int stored_layer);
 
-/// What the plan's scorer may read, `by_rule` being protected. Under a schedule `budget` is what is kept now.
+/// Arguments of the plan's scorer. `by_rule`: protected tokens; `budget`: under a schedule the tokens kept now.
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question);
 
 /// Of `how` what the plan's scorer reads.

@@ -390,8 +390,8 @@ def test_controls_are_none_random_or_twins(traces: Path, tmp_path: Path) -> None
         cell["values"] for cell in default
     ]
     labels = [cell["label"] for cell in cells("--controls", "twins", "-o", "twins")]
-    of = [f"snapkv:{WINDOW}", "h2o:recent=3", "streaming-llm"]  # the set of h2o-online is dynamic
-    assert labels == ["full", "random", "oracle", *(f"random-twin:of=({policy})" for policy in of)]
+    of = [f"(snapkv:{WINDOW})", "(h2o:recent=3)", "streaming-llm"]  # the set of h2o-online is dynamic
+    assert labels == ["full", "random", "oracle", *(f"random-twin:of={policy}" for policy in of)]
     for name in ("none", "random", "twins"):
         assert json.loads((tmp_path / name / "run.json").read_text())["options"]["controls"] == name
     answer = kvreplay("replay", traces / "fixture.h5", *TWINS, "--controls", "all", folder=tmp_path)
@@ -411,7 +411,7 @@ def test_skill_is_the_way_from_the_twin_to_the_best_set(traces: Path, tmp_path: 
     found = json.loads(done(*words, "--json", folder=tmp_path))
     cells = {cell["label"]: cell["values"] for cell in found["cells"]}
     recall, oracle = cells["h2o"]["attention_recall"], cells["h2o"]["attention_recall:oracle"]
-    twin = cells["random-twin:of=(h2o)"]["attention_recall"]
+    twin = cells["random-twin:of=h2o"]["attention_recall"]
     assert twin < recall < oracle
     assert oracle == pytest.approx(cells["oracle"]["attention_recall"], abs=1e-6), "as many tokens in each head"
     assert cells["h2o-online"]["attention_recall:oracle"] is None
@@ -435,7 +435,7 @@ def test_each_recall_has_the_bound_beside_it(traces: Path, tmp_path: Path) -> No
     places: dict[str, dict] = {"": {}, "oracle": {}}
     for row in rows:
         places[row["variant"]][row["policy"], row["layer"], row["head"]] = float(row["value"])
-    assert places[""].keys() == places["oracle"].keys() and len(places[""]) == 4 * (4 * (4 + 1) + 4 + 1)
+    assert places[""].keys() == places["oracle"].keys() and len(places[""]) == 4 * (4 * (4 + 1) + 1)
     for (policy, layer, head), bound in places["oracle"].items():
         if head == "all":
             assert places[""][policy, layer, head] <= bound + 1e-6

@@ -98,9 +98,33 @@ def test_controls_join_as_the_file_says_and_only_where_a_policy_is_asked_for(pla
     assert {row["role"] for row in found if row["policy"] == "random-twin"} == {"control"}
     assert "--controls twins" in " ".join(planned("@sweep.yaml", folder=place)["words"])
     ran("@sweep.yaml", "--controls", "none", "-o", "none", folder=place)
-    assert {row["role"] for row in csv.DictReader(rows(place / "none"))} == {"asked", ""}
+    assert {row["role"] for row in csv.DictReader(rows(place / "none"))} == {"asked"}
     assert "wrong.yaml:1: controls: expected" in wrong(place, "controls: [twins, random]\n").err
     assert wrong(place, "traces: data\npolicies: h2o\nbudgets: 5\ncontrols: all\n").code == 2
+
+
+def test_protected_tokens_of_all_policies_and_of_one(place: Path) -> None:
+    """`protect:` of the file is --protect, that of a policy is its parameter; lists of it multiply."""
+    (place / "sweep.yaml").write_text(EXPERIMENT + "protect: sinks=1,recent=25%\n")
+    ran("@sweep.yaml", "-o", "out", folder=place)
+    (place / "sweep.yaml").write_text(EXPERIMENT)
+    ran("@sweep.yaml", "--protect", "sinks=1,recent=25%", "-o", "option", folder=place)
+    each = EXPERIMENT.replace("  - h2o\n", "  - policy: h2o\n    protect: sinks=1,recent=25%\n")
+    (place / "each.yaml").write_text(each.replace("snapkv\n", "snapkv\n    protect: (sinks=1,recent=0.25)\n"))
+    ran("@each.yaml", "-o", "each", folder=place)
+    assert rows(place / "out") == rows(place / "option") == rows(place / "each")
+    policies = {row["params"] for row in csv.DictReader(rows(place / "out")) if row["role"] == "asked"}
+    assert all(params.endswith("protect=(sinks=1,recent=0.25)") for params in policies)
+    one = EXPERIMENT.replace("- h2o\n", '- {policy: h2o, protect: ["sinks=1", "recent=2"]}\n')
+    (place / "lists.yaml").write_text(one)
+    words = planned("@lists.yaml", folder=place)["words"]
+    assert words[1] == "h2o:protect=(sinks=1,recent=0)" and words[3] == "h2o:protect=(sinks=0,recent=2)", words
+    mapping = "traces: data\npolicies: h2o\nbudgets: 5\nprotect: {sinks: 1}\n"
+    assert wrong(place, mapping).err == "kvreplay: wrong.yaml:4: protect: expected one text, found a mapping\n"
+    assert (
+        wrong(place, mapping.replace("{sinks: 1}", "sinks=1,sinks=2")).err
+        == "kvreplay: --protect: given twice: found sinks\n"
+    )
 
 
 def test_shards_are_the_whole_and_hold_each_trace_once(place: Path) -> None:

@@ -63,7 +63,7 @@ def test_an_added_policy_leaves_the_others_alone(traces: Path, tmp_path: Path) -
 
 def test_twins_that_join_later_are_those_of_one_run(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "fixture.h5", "-b", "6", "-p", "h2o,chunkkv:window=2,chunk=3,reuse=2", "--json"]
-    twins = {"random-twin:of=(h2o)", "random-twin:of=(chunkkv:chunk=3,window=2,reuse=2)"}
+    twins = {"random-twin:of=h2o", "random-twin:of=(chunkkv:chunk=3,window=2,reuse=2)"}
     whole = json.loads(done(*words, "--controls", "twins", "-o", "whole", folder=tmp_path))
     assert {cell["label"] for cell in whole["cells"] if cell["policy"] == "random-twin"} == twins
     done(*words, "--controls", "none", "-o", "out", folder=tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -11,62 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from write_run import write_run
 
 from kvreplay.compare.command import main
-from kvreplay.results import COLUMNS
-
-UNITS = {"output_error": "relative L2 norm", "kv_bytes": "bytes", "kv_l1_loss:rho": "ratio"}
-METRICS = {"attention_recall": "higher", "output_error": "lower", "kv_bytes": "neither"}
-
-
-def write_run(
-    folder: Path,
-    values: dict[str, dict[str, list[float | str]]],
-    traces: list[str],
-    model: str = "small",
-    prompts: list[str] | None = None,
-    better: dict[str, str] = METRICS,
-    variants: dict[str, str] | None = None,
-    budgets: tuple[str, ...] = ("0.1",),
-    hashes: list[str] | None = None,
-    eval_queries: str = "continuation",
-    version: str = "",
-) -> Path:
-    """`values`: numbers of all traces by policy NAME[:PARAMS], by metric NAME[:VARIANT]; no selections, so none can
-    be read."""
-    folder.mkdir(parents=True)
-    (folder / "selections.h5").write_bytes(b"")
-    hashes = hashes or [f"{model}/{trace}" for trace in traces]
-    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as page:
-        writer = csv.DictWriter(page, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        for i, trace in enumerate(traces):
-            about = {"trace": trace, "trace_hash": hashes[i], "model": model, "boundary": 100, "eval": eval_queries,
-                     "n_queries": 32, "open_loop": "true", "synthetic": "false", "backend": "cpu"}  # fmt: skip
-            writer.writerow(about | {"role": "trace", "layer": "all", "head": "all", "metric": "redundancy_key"})
-            for budget in budgets:
-                for policy, metrics in values.items():
-                    name, _, params = policy.partition(":")
-                    cell = about | {
-                        "role": "control" if name in ("full", "random") else "asked", "policy": name, "params": params,
-                        "heads": "kv", "budget": budget, "budget_tokens": 100 * float(budget), "seed": 0,
-                        "cell": f"{hashes[i]}/{policy}/{budget}{version}",
-                    }  # fmt: skip
-                    for metric, column in metrics.items():
-                        row = cell | dict(zip(("metric", "variant"), metric.partition(":")[::2], strict=True))
-                        writer.writerow(row | {"layer": 0, "head": "all", "value": 77})
-                        writer.writerow(row | {"layer": "all", "head": "all", "value": column[i]})
-    prompts = prompts or [f"ids of {one}" for one in hashes]
-    inputs = [{"trace": trace, "trace_hash": one, "prompt_hash": prompt, "path": f"{trace}.h5"}
-              for trace, one, prompt in zip(traces, hashes, prompts, strict=True)]  # fmt: skip
-    about = {"schema": "kvreplay-run/1", "open_loop": True, "inputs": inputs,
-             "metrics": [{"name": name, "unit": UNITS.get(name, "share"), "better": word, "variants": [
-                 {"name": variant, "better": other} | ({"unit": UNITS[variant]} if variant in UNITS else {})
-                 for variant, other in (variants or {}).items()
-                 if variant.startswith(name + ":")]} for name, word in better.items()]}  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(about), encoding="utf-8")
-    return folder
-
 
 SIX = [f"needle-{i:03d}" for i in range(6)]
 BASE = [0.5, 0.6, 0.7, 0.5, 0.6, 0.7]
@@ -149,7 +95,10 @@ def test_the_table_is_aligned_and_says_open_loop(run, capsys):
     assert page[4].split()[3:7] == ["a", "kv", "6", "0.7250"] and page[4].endswith("5/1/0")
     assert page[5].split()[3] == "(random)" and page[5].endswith("0/0/6")
     assert len(page[4]) == len(page[5]) == len(page[2])
-    assert captured.err == "kvreplay: compare: few prompts (6): intervals are too narrow, and no p is below 0.0312\n"
+    assert captured.err.splitlines() == [
+        "kvreplay: compare: no policy has a random twin, so skill is not compared: replay --controls twins adds them",
+        "kvreplay: compare: few prompts (6): intervals are too narrow, and no p is below 0.0312",
+    ]
 
 
 def test_a_metric_without_a_direction_has_no_winner(tmp_path, capsys):
@@ -173,6 +122,46 @@ def test_a_variant_has_its_own_direction_and_unit_and_else_those_of_its_metric(t
     assert list(found.loc[names, "better"]) == ["lower", "lower", "higher", "neither"]
     assert list(found.loc[names, "unit"]) == ["share", "share", "ratio", "share"]
     assert [found.loc[name, "wins"] for name in names[:3]] == [0, 0, 2] and pd.isna(found.loc[names[3], "wins"])
+
+
+def with_twins(recall: dict[str, list[float]], twin: float, oracle: float) -> dict[str, dict[str, list[float]]]:
+    """Values of these policies and their twins, which all recall the same, as the best sets do."""
+    return {
+        name: {"attention_recall": values, "attention_recall:oracle": [oracle] * len(values)}
+        for policy, own in recall.items()
+        for name, values in ((policy, own), (f"random-twin:of=({policy}),seed=0", [twin] * len(own)))
+    }
+
+
+def test_skill_is_compared_beside_recall_where_there_are_twins(tmp_path, capsys):
+    values = with_twins({"base": [0.5] * 3, "a": [0.6, 0.7, 0.4]}, twin=0.4, oracle=0.8)
+    run = write_run(tmp_path / "run", values | {"c": VALUES["b:chunk=10"], "random": VALUES["random"]}, SIX[:3])
+    assert main([str(run), "--baseline", "base", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = pd.DataFrame(json.loads(captured.out)["lines"]).set_index(["metric", "policy"])
+    assert list(found.index) == [("attention_recall", "base"), ("attention_recall", "a"), ("attention_recall", "c"),
+                                 ("skill", "base"), ("skill", "a")]  # fmt: skip
+    a = found.loc[("skill", "a")]
+    # 0.5, 0.75 and 0 against 0.25 each.
+    assert a["mean"] == pytest.approx(1.25 / 3) and a["difference"] == pytest.approx(0.5 / 3)
+    assert (a["wins"], a["losses"], a["unit"], a["better"]) == (2, 1, "ratio", "higher")
+    assert "twin" not in captured.err
+    assert set(lines(capsys, run, "--baseline", "base", "--metric", "attention_recall").index.get_level_values(0)) == {
+        "attention_recall"}  # fmt: skip
+
+
+def test_a_baseline_without_a_twin_has_no_skill_to_compare_with(tmp_path, capsys):
+    run = write_run(tmp_path / "run", with_twins({"a": [0.5] * 6}, 0.4, 0.8) | {"random": VALUES["random"]}, SIX)
+    assert main([str(run), "--baseline", "random"]) == 0
+    captured = capsys.readouterr()
+    assert "skill" not in captured.out and "attention_recall" in captured.out
+    assert "kvreplay: compare: random has no random twin, so skill is not compared\n" in captured.err
+
+
+def test_a_twin_is_compared_when_it_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", with_twins({"a": [0.5] * 6, "b": [0.6] * 6}, 0.25, 1.0), SIX)
+    named = lines(capsys, run, "--baseline", "a", "-p", "random-twin:of=(a)", "--metric", "attention_recall")
+    assert named.loc[("attention_recall", "random-twin:of=(a)"), "difference"] == -0.25
 
 
 def test_two_models_on_one_prompt_are_one_cluster(tmp_path, capsys):
@@ -205,6 +194,24 @@ def test_a_cell_in_two_runs_counts_once(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith("traces    6 of 6 prompts")
     assert "30 cells are in more than one run and count once" in captured.err
+
+
+def test_a_baseline_is_the_label_of_one_where_others_have_a_parameter_more(tmp_path, capsys):
+    """`snapkv` of a run without --protect, beside one whose policies all have it."""
+    recall = {name: {"attention_recall": VALUES[name]["attention_recall"]} for name in ("base", "a", "b:chunk=10")}
+    plain = {"snapkv:window=8": recall["base"], "h2o": recall["b:chunk=10"]}
+    protected = {"snapkv:window=8,protect=(sinks=4,recent=0.1)": recall["a"]}
+    runs = [write_run(tmp_path / "plain", plain, SIX), write_run(tmp_path / "protected", protected, SIX)]
+    label = "snapkv:protect=(sinks=4,recent=0.1)"
+    found = lines(capsys, *runs, "--baseline", "snapkv")["difference"]
+    assert set(found.index.get_level_values("policy")) == {"snapkv", label, "h2o"}
+    assert found["attention_recall", label] == pytest.approx(0.125)
+    found = lines(capsys, *runs, "--baseline", label)["difference"]
+    assert found["attention_recall", "snapkv"] == pytest.approx(-0.125)
+    found = lines(capsys, *runs, "--baseline", "h2o", "-p", label)
+    assert set(found.index.get_level_values("policy")) == {"h2o", label}
+    said = refused(capsys, 2, *runs, "--baseline", "snapkv", "--protect", "sinks=4")
+    assert said == "kvreplay: compare: option: expected one that --help lists, found --protect\n"
 
 
 def test_a_trace_under_two_names_is_one_trace(tmp_path, capsys):

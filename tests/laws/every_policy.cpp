@@ -378,8 +378,7 @@ double best_recall(const RecordedRun& run, const LayerSelection& selection, int 
 bool has_counts_of_its_own(const std::string& policy, const Trace& trace) {
   const auto layers = static_cast<int>(default_conditions(trace).layers.size());
   return std::ranges::none_of(ConfiguredPolicy::parse(policy).plans(layers), [](const LayerPlan& part) {
-    return std::holds_alternative<Everything>(part.plan.allocate) ||
-           std::holds_alternative<CountsOf>(part.plan.allocate);
+    return std::holds_alternative<Everything>(part.plan.allocate) || policy_taken_from(part.plan.allocate) != nullptr;
   });
 }
 
@@ -431,7 +430,7 @@ TEST_P(EveryPolicy, RecallsNoMoreThanOraclesThatMayChooseEverMore) {
     const std::vector<LayerPlan> plans = policy.plans(layers);
     const bool bounded = std::ranges::all_of(plans, [&](const LayerPlan& part) {
       return std::holds_alternative<Once>(part.plan.schedule) && has_budget(part.plan) &&
-             !std::holds_alternative<CountsOf>(part.plan.allocate) &&
+             policy_taken_from(part.plan.allocate) == nullptr &&
              part.plan.grouping.heads == plans.front().plan.grouping.heads;
     });
     if (!bounded) {

@@ -100,8 +100,8 @@ TEST_P(ProtectedTokensOf, AreKeptInEveryRowWithinTheBudget) {
   }
 }
 
-/// Policies that score by last queries have a window that can end with the question, unless it is the question.
-TEST_P(ProtectedTokensOf, StandBehindAWindowThatEndsWithTheQuestion) {
+/// Policies that score by their last queries have the parameter window_at, unless these queries are the question.
+TEST_P(ProtectedTokensOf, HaveAWindowThatCanEndWithTheQuestion) {
   const ConfiguredPolicy policy = ConfiguredPolicy::parse(sized(GetParam()));
   const bool by_last_queries = std::ranges::any_of(policy.plans(3), [](const LayerPlan& of_range) {
     const Plan& plan = of_range.plan;

@@ -277,7 +277,8 @@ def test_the_way_from_random_to_oracle(figures: Figures):
     folder = figures("overview")
     table = pd.read_csv(folder / "runs" / "one" / "results.csv", keep_default_na=False)
     table = table[(table["metric"] == "attention_recall") & (table["variant"] == "") & (table["layer"] == "all")]
-    recall = table[table["head"] == "all"].pivot(index="trace", columns="policy", values="value").astype(float)
+    table = table[(table["head"] == "all") & (table["policy"] != "random-twin")]
+    recall = table.pivot(index="trace", columns="policy", values="value").astype(float)
     shown = pd.read_csv(folder / "policies.csv")
     shown = shown[shown["quantity"] == "of the way"].set_index("label")
     for policy in ("h2o", "local", "snapkv"):
@@ -285,6 +286,25 @@ def test_the_way_from_random_to_oracle(figures: Figures):
         assert shown.loc[policy, "mean"] == pytest.approx(way.mean(), rel=1e-9)
         assert_bootstrap(shown.loc[policy], way)
     assert shown.loc["oracle", "mean"] == 1 and shown.loc["random", "mean"] == 0
+
+
+def test_skill_is_the_way_from_the_random_twin_to_the_best_set(figures: Figures):
+    folder = figures("overview")
+    table = pd.read_csv(folder / "runs" / "one" / "results.csv", keep_default_na=False)
+    table = table[(table["metric"] == "attention_recall") & (table["layer"] == "all") & (table["head"] == "all")]
+    name = table["policy"] + table["params"].where(table["policy"] == "random-twin", "")
+    table = table.assign(name=name, value=pd.to_numeric(table["value"]))
+    recall = table.pivot(index="trace", columns=["name", "variant"], values="value")
+    shown = pd.read_csv(folder / "policies.csv")
+    assert not shown["label"].str.startswith("random-twin").any()
+    shown = shown[shown["quantity"] == "skill"].set_index("label")
+    assert not {"h2o-online", "kivi", "full", "random", "oracle"} & set(shown.index) and len(shown) > 8
+    for policy in ("h2o", "snapkv", "sca"):
+        twin = recall[f"random-twinof={policy},seed=0", ""]
+        skill = (recall[policy, ""] - twin) / (recall[policy, "oracle"] - twin)
+        assert shown.loc[policy, "mean"] == pytest.approx(skill.mean(), rel=1e-9)
+        assert_bootstrap(shown.loc[policy], skill)
+    assert shown.loc["local", "mean"] == 0, "all that it keeps is protected"
 
 
 # What is refused, and the frame's own rules
@@ -392,6 +412,15 @@ def test_window_settings_have_a_row_a_policy_and_a_mark_a_setting():
     assert list(marks) == list(frame.SETTINGS.values())
     assert [len(line.get_xdata()) for line in marks.values()] == [2, 1, 2, 1]
     assert [line.get_markerfacecolor() == "white" for line in marks.values()] == [False, True, False, True]
+
+
+def test_a_policy_that_does_not_pool_is_ranked_in_every_setting():
+    asked = [("SnapKV", setting) for setting in frame.SETTINGS.values()]
+    asked += [("ChunkKV", setting) for (_, pool), setting in frame.SETTINGS.items() if pool == "max"]
+    means = pd.Series([0.4, 0.1, 0.3, 0.2, 0.5, 0.6], pd.MultiIndex.from_tuples(asked, names=["policy", "setting"]))
+    table = frame.in_every_setting(means)[list(frame.SETTINGS.values())]
+    assert table.loc["ChunkKV"].tolist() == [0.5, 0.5, 0.6, 0.6]
+    assert table.loc["SnapKV"].tolist() == [0.4, 0.1, 0.3, 0.2]
 
 
 def test_docs_are_refreshed_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -125,12 +125,16 @@ def make_run(
     traces: Sequence[tuple[str, int, float]] = (("demo", 480, 0.41),),
     query_heads: int = 9,
     kv_heads: int = 3,
+    twins: dict[str, float] | None = None,
 ) -> Path:
-    """Writes results.csv, selections.h5 and run.json; `traces` are (name, prompt tokens, depth of the needle)."""
+    """Writes results.csv, selections.h5 and run.json; `traces` are (name, prompt tokens, depth of the needle). `twins`:
+    the quality of the random twin of each policy that has one, by the policy's name."""
     folder.mkdir(parents=True)
     rows: list[dict[str, object]] = []
     inputs: list[dict[str, str]] = []
     sets = {"kv": kv_heads, "query": query_heads, "layer": 1}
+    controls = [*CONTROLS, *(Policy("random-twin", f"of=({name}),seed=0", quality=quality, role="control")
+                             for name, quality in (twins or {}).items())]  # fmt: skip
     with h5py.File(folder / "selections.h5", "w") as file:
         file.attrs.update({"format": "kvselections", "version": 1})
         for t, (trace, prompt, depth) in enumerate(traces):
@@ -164,7 +168,7 @@ def make_run(
             for budget in budgets:
                 share = float(budget) if "." in budget else int(budget) / prompt
                 tokens = max(1, int(share * prompt + 0.5))
-                for policy in (*policies, *CONTROLS):
+                for policy in (*policies, *controls):
                     number = len(file["cells"]) if "cells" in file else 0
                     heads = sets[policy.heads]
                     kept = prompt if policy.name == "full" else tokens
@@ -184,6 +188,7 @@ def make_run(
                               for one in positions]  # fmt: skip
                     for metric, variant, unit, by_layer in (
                         ("attention_recall", "", "", values), ("attention_l1", "", "", 2 - 2 * values),
+                        ("attention_recall", "oracle", "", np.maximum(values, 0.98)),
                         ("attention_recall", "prompt", "", values**2), ("span_recall", "code word.mean", "", inside),
                         ("kv_bytes", "", "bytes", 256.0 * granted.sum(axis=1)),
                     ):  # fmt: skip

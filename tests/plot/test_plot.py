@@ -261,6 +261,38 @@ def test_curve_shows_the_values_of_results_csv_with_controls(run, tmp_path):
     assert {(row["policy"], row["budget"]): row["mean"] for _, row in data.iterrows()} == expected
 
 
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of controls twins: H2O has less recall than its twin, ChunkKV has none."""
+    return make_run(tmp_path_factory.mktemp("plot") / "twins", twins={"snapkv": 0.3, "h2o": 0.9})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "policies" in KINDS[kind].reads])
+def test_random_twins_are_drawn_only_where_they_are_named(kind, twins, tmp_path):
+    shown = set(drawn(kind, twins, tmp_path, *NEEDED.get(kind, []))["policy"].dropna())
+    assert {"snapkv", "h2o", "chunkkv"} <= shown and not any(label.startswith("random-twin") for label in shown)
+    twin = "random-twin:of=(snapkv)"
+    shown = set(drawn(kind, twins, tmp_path, "-p", f"snapkv,{twin}", *NEEDED.get(kind, []))["policy"].dropna())
+    assert shown - {"random"} == {"snapkv", twin}
+
+
+@pytest.mark.parametrize("kind, layer", [("curve", "all"), ("layers", "2")])
+def test_skill_is_drawn_from_three_recalls(kind, layer, twins, tmp_path):
+    data = drawn(kind, twins, tmp_path, "--metric", "skill")
+    data = (data if kind == "curve" else data[data["layer"] == int(layer)]).set_index(["policy", "budget"])["mean"]
+    table = pd.read_csv(twins / "results.csv", dtype=str, keep_default_na=False)
+    table = table[(table["metric"] == "attention_recall") & (table["layer"] == layer)].astype({"value": float})
+    recall = table.set_index(["policy", "params", "budget", "variant"])["value"]
+    budgets = ["0.1", "0.2", "0.3"] if kind == "curve" else ["0.1"]
+    expected = {}
+    for budget, policy in itertools.product(budgets, (SNAPKV, H2O)):
+        own, best = (recall[policy.name, policy.params, budget, variant] for variant in ("", "oracle"))
+        twin = recall["random-twin", f"of=({policy.name}),seed=0", budget, ""]
+        expected[policy.name, float(budget)] = (own - twin) / (best - twin)
+    assert data.to_dict() == pytest.approx(expected, rel=1e-12)
+    assert data["snapkv"].min() > 0 > data["h2o"].min()
+
+
 def test_an_axis_has_the_unit_of_the_variant_drawn(broken):
     table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
     table["unit"] = table["variant"].map({"": "share", "prompt": "ratio"}).fillna(table["unit"])
@@ -638,7 +670,7 @@ def test_a_policy_keeps_its_colour_whatever_else_is_drawn(wide):
 
 def test_owners_of_a_colour_have_it_whatever_is_drawn_before_them():
     others = [f"other-{i}" for i in range(20)]
-    looks = style.looks_of([*others, "tova:heads=kv", *style.OWNERS])
+    looks = style.looks_of([*others, "tova:heads=kv", *(owner for owner in style.OWNERS if owner != "tova")])
     for owner, colour in zip(style.OWNERS, style.COLOURS, strict=True):
         label = "tova:heads=kv" if owner == "tova" else owner
         assert (looks[label]["color"], looks[label]["linestyle"]) == (colour, "-")
@@ -652,6 +684,8 @@ def test_all_policies_of_a_figure_differ_and_the_first_has_the_first_claim():
     assert len({(look["color"], str(look["linestyle"]), look["marker"]) for look in looks.values()}) == 30
     assert len({style.looks_of(labels[:10])[label]["color"] for label in labels[:10]}) == 10
     assert looks["snapkv:window=8"] == style.looks_of(["snapkv"])["snapkv"] != looks["snapkv:window=32"]
+    for variant, plain in (("SnapKV, last 32", "SnapKV"), ("h2o-online:grow=true", "h2o-online")):
+        assert style.looks_of([variant, plain])[plain] == style.looks_of([plain])[plain], "whatever is drawn before it"
     controls = style.looks_of(["a", "full", "random", "oracle"], ["full", "random", "oracle"])
     greys = [controls[name] for name in ("full", "random", "oracle")]
     assert {look["color"] for look in greys} == {style.GREY} and len({str(look["linestyle"]) for look in greys}) == 3

@@ -114,7 +114,11 @@ def test_a_plugin_is_listed_with_its_parameters(plugins: Path, tmp_path: Path) -
     names = done(*words, "--names", folder=tmp_path).split()
     assert set(names) - set(done("policies", "--names", folder=tmp_path).split()) == {"mine", "last"}
     described = json.loads(done(*words, "mine", "--json", folder=tmp_path))
-    assert [(p["name"], p["default"]) for p in described["parameters"]] == [("window", "16"), ("sinks", "0")]
+    assert [(p["name"], p["default"]) for p in described["parameters"]] == [
+        ("window", "16"),
+        ("window_at", "end"),
+        ("sinks", "0"),
+    ]
     assert "position" in {part["name"] for part in json.loads(done(*words, "--parts", "--json", folder=tmp_path))}
     served = json.loads(done("info", TRACE, *words[1:], "--no-estimate", "--json", folder=tmp_path))
     assert {"name": "mine", "served": True, "why_not": ""} in served[0]["policies"]

@@ -23,7 +23,7 @@ from reference import (
 )
 from reference_geometry import prompt_keys, prompt_values, uniform_number
 from reference_once import window_scores
-from reference_schedules import Residents, lowest_goes, scheduled
+from reference_schedules import Residents, budget_after, guarded_among, lowest_goes, scheduled
 from reference_selection import (
     TOLERANCE,
     Case,
@@ -35,6 +35,7 @@ from reference_selection import (
     found,
     only,
     ranked,
+    ranked_once,
     tokens_of,
 )
 
@@ -45,27 +46,38 @@ def tova(case: Case) -> Selection:
     """What the last token attends to: at the end of the prompt, or after every token."""
     trace, budget = case.trace, case.budget
     last = 1 if case.parameters["protect_last"] == "true" else 0
-    fixed = case.fixed(case.sinks, last)
+    fixed_at_end = case.fixed(case.sinks, last)
     if case.parameters["schedule"] == "once":
         return best_beside(
-            case, fixed, lambda layer: window_attention(trace, layer, 1, case.window_end).mean(axis=0, keepdims=True)
+            case,
+            fixed_at_end,
+            lambda layer: window_attention(trace, layer, 1, case.window_end).mean(axis=0, keepdims=True),
         )
     layers, decisions = [], []
-    sinks, recent = case.guarded(case.sinks, last)
+    grow, once = (case.parameters.get(name) == value for name, value in (("grow", "true"), ("prefill", "once")))
     for index, layer in enumerate(trace.treated):
         residents = Residents(case, index)
         layers.append(residents)
         z, _ = logits(trace, layer, np.arange(trace.tokens))
-        for t in range(trace.tokens):
-            there = residents.at(0, t)
-            if len(there) <= budget:
+        for t in range(trace.prompt - 1 if once else 0, trace.tokens):
+            later = max(0, t - trace.prompt + 1) * grow
+            there, budget = residents.at(0, t), budget_after(case, t + 1 - later)
+            if len(there) <= budget + later:
                 continue
+            sinks, recent = guarded_among(case, there, last, budget)
             scores = np.full(trace.tokens, np.inf)
             scores[there] = softmax(z[:, t, there], np.ones(len(there), bool)).mean(axis=0)
-            scores[t + 1 - recent : t + 1] = np.inf
-            scores[: min(sinks, t)] = np.inf
-            decisions.append(found(f"treated layer {index} query {t}", lowest_goes(residents, scores[None], t)))
-    return scheduled(case, layers, decisions, fixed=fixed)
+            others = there[sinks : len(there) - recent]
+            fixed, where = np.setdiff1d(there, others), f"treated layer {index} query {t}"
+            if once and t == trace.prompt - 1:
+                scores, theirs = only(scores, others), residents.theirs(0, t)
+                kept, verdict = ranked_once(scores, budget - len(fixed), fixed, theirs)
+                residents.keep(0, t, kept)
+                decisions.append(found(where, verdict))
+                continue
+            scores[fixed] = np.inf
+            decisions.append(found(where, lowest_goes(residents, scores[None], t)))
+    return scheduled(case, layers, decisions, fixed=fixed_at_end)
 
 
 def observed_attention(case: Case) -> Selection:

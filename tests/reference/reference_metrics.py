@@ -6,8 +6,22 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from reference import Trace, capped, eval_queries, logits, norms, rotate, rows_of, softmax, token_cosines
-from reference_selection import Selection
+from reference import (
+    Trace,
+    aggregate,
+    attention,
+    capped,
+    eval_attention,
+    eval_queries,
+    logits,
+    norms,
+    rotate,
+    rows_of,
+    softmax,
+    token_cosines,
+    top,
+)
+from reference_selection import Selection, row_count
 
 
 @dataclass
@@ -132,6 +146,32 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
 def cosine_of_all_rows(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
     """The attention cosine with every token of the trace as eval query."""
     return {("attention_cosine", "rows"): attention_metrics(trace, selection, "all")[("attention_cosine", "")]}
+
+
+def recall_of_best_sets(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, str], Values]:
+    """The greatest recall of static sets with these counts; undefined in layers whose sets are not static."""
+    queries, best = np.array(eval_queries(trace, choice)), best_sets(trace, selection, choice)
+    heads = np.full((len(trace.treated), trace.query_heads), np.nan)
+    for index, layer in enumerate(trace.treated):
+        if selection.read is not None:
+            static = (selection.read(index, queries) == logits(trace, layer, queries)[1]).all()
+        else:
+            static = selection.evicted_at is None and selection.seen is None
+        if static:
+            shares = attention(trace, layer, queries) * residents(trace, best, index, queries)
+            heads[index] = shares.sum(axis=2).mean(axis=1)
+    return {("attention_recall", "oracle"): averaged(heads)}
+
+
+def best_sets(trace: Trace, selection: Selection, choice: str) -> Selection:
+    """In each row as many tokens as the selection keeps, those that the eval queries attend to most."""
+    rows = []
+    for index, layer in enumerate(trace.treated):
+        heads, kept = selection.granularity(index), selection.rows[index]
+        scores = aggregate(eval_attention(trace, layer, choice), heads, "mean", trace.kv_heads)
+        scores = np.repeat(scores, len(kept) // row_count(trace, heads), axis=0)
+        rows.append([top(of_row, len(row), np.arange(trace.prompt)) for of_row, row in zip(scores, kept, strict=True)])
+    return Selection(selection.heads, rows, selection.protected, list(range(len(rows))))
 
 
 def kv_l1_loss(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
@@ -328,6 +368,7 @@ def measure(trace: Trace, selection: Selection, choice: str, rows: bool = False)
     """Every metric and variant of a selection; `rows` adds the cosine over all queries."""
     return {
         **attention_metrics(trace, selection, choice),
+        **recall_of_best_sets(trace, selection, choice),
         **(cosine_of_all_rows(trace, selection) if rows else {}),
         **kv_l1_loss(trace, selection),
         **jaccard_adjacent(trace, selection),

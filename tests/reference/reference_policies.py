@@ -15,6 +15,7 @@ import reference_once
 import reference_rounds
 import reference_schedules
 import reference_stores
+import reference_twins
 from reference import Trace, aggregate, eval_attention
 from reference_selection import Case, Policy, Selection, call_of, ranked, row_count, uniform, unwrapped
 
@@ -85,6 +86,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     },
     "kivi": {"bits": "2", "group": "32", "residual": "128"},
     "oracle": {"heads": "kv", "scope": "head", "counts": "none"},
+    "random-twin": {"seed": "0"},
     "tova": {"protect_last": "false", "schedule": "once", "heads": "layer"},
     "scissorhands": {"history": "400", "recent": "10", "binary": "true", "heads": "kv", "agg": "mean"},
     "knorm": {"skip_layers": "none"},
@@ -155,7 +157,7 @@ def decide(
         return reference_rounds.in_rounds(case, name)
     if (name, schedule) in THE_SAME:
         name, more = THE_SAME[name, schedule]
-        case = dataclasses.replace(case, parameters=case.parameters | more)
+        case = dataclasses.replace(case, parameters=case.parameters | more | dict(policy.given))
     return POLICIES[name](case)
 
 
@@ -229,6 +231,30 @@ def oracle(case: Case) -> Selection:
     return Selection(heads, rows, [nothing] * n_layers, list(range(n_layers)), decisions, layer_heads)
 
 
+def random_twin(case: Case) -> Selection:
+    """Another policy's sets, each row's runs of kept tokens and gaps in a random order."""
+    chosen = select(case.trace, Policy.parse(unwrapped(case.parameters["of"])), case.literal, case.choice)
+    return reference_twins.random_twin(case.trace, chosen, case.number("seed"))
+
+
+KEEPS_ALL = {"full", "kivi", "think", "minicache"}
+
+
+def has_twin(trace: Trace, policy: Policy) -> bool:
+    """Whether a budget binds the policy and its sets are static and chosen: not at random, nor by what is measured."""
+    if policy.name == "layers":  # some range has a twin, and the others keep all
+        parts = [Policy.parse(unwrapped(text)) for _, text in policy.given]
+        others = {part.name for part in parts if not has_twin(trace, part)}
+        return len(others) < len(parts) and others <= KEEPS_ALL
+    parameters = parameters_of(policy)
+    if policy.name in {"random", "oracle", "random-twin", *KEEPS_ALL, *WITHOUT_BUDGET}:
+        return False
+    if parameters.get("lengths") == "natural" or parameters.get("schedule", "once") != "once":
+        return False
+    chosen = select(trace, policy, str(trace.prompt - 1))
+    return chosen.evicted_at is None and chosen.seen is None and chosen.read is None
+
+
 def critical_kv(case: Case) -> Selection:
     """With the parameters of its base policy."""
     base = Policy.parse(unwrapped(case.parameters["base"]))
@@ -278,6 +304,7 @@ POLICIES = {
     "sca": reference_schedules.sca,
     "finch": reference_schedules.finch,
     "oracle": oracle,
+    "random-twin": random_twin,
     "tova": reference_attention.tova,
     "scissorhands": reference_attention.scissorhands,
     "knorm": reference_geometry.knorm,

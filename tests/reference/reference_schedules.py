@@ -95,9 +95,7 @@ def scheduled(case: Case, layers: list[Residents], decisions: list[Decision], **
 
 def h2o_online(case: Case) -> Selection:
     """Whenever a row holds more than its capacity, the token of the least attention so far goes."""
-    trace, heads, budget = case.trace, case.heads, case.budget
-    sinks, recent = case.guarded(case.sinks, max(1, tokens_of(case.parameters["recent"], budget)))
-    recent = max(recent, min(1, budget - sinks))  # the newest token has its own attention alone
+    trace, heads = case.trace, case.heads
     grow, once = case.parameters["grow"] == "true", case.parameters["prefill"] == "once"
     layers, decisions = [], []
     for index, layer in enumerate(trace.treated):
@@ -108,7 +106,8 @@ def h2o_online(case: Case) -> Selection:
         z, _ = logits(trace, layer, np.arange(trace.tokens))
         attention_so_far = np.zeros((n_rows, trace.tokens))
         for t in range(trace.tokens):
-            capacity = budget + max(0, t - trace.prompt + 1) * grow
+            later = max(0, t - trace.prompt + 1) * grow  # tokens that take no slots
+            budget = budget_after(case, t + 1 - later)
             if once and t < trace.prompt - 1:
                 continue
             if once and t == trace.prompt - 1:
@@ -119,11 +118,14 @@ def h2o_online(case: Case) -> Selection:
                 attended = softmax(z[:, t], mask[seen_by])
                 attention_so_far += aggregate(attended, heads, "mean", trace.kv_heads)
             there = residents.mask(np.array([t]))[:, 0]
-            excess = there.sum(axis=1)[0] - capacity  # the same in all rows
+            recent = max(1, tokens_of(case.parameters["recent"], budget))
+            sinks, recent = guarded_among(case, np.flatnonzero(there[0]), recent, budget)
+            recent = max(recent, min(1, budget - sinks))  # the newest token has its own attention alone
+            excess = there.sum(axis=1)[0] - budget - later  # the same in all rows
             if excess == 1:
                 scores = np.where(there, attention_so_far, np.inf)
                 scores[:, t + 1 - recent :] = np.inf  # the last r, which nothing evicts
-                scores[:, : min(sinks, t)] = np.inf
+                scores[:, np.flatnonzero(there[0])[:sinks]] = np.inf
                 where = f"treated layer {index} query {t}"
                 decisions.append(found(where, lowest_goes(residents, scores, t)))
             elif excess > 1:
@@ -132,11 +134,24 @@ def h2o_online(case: Case) -> Selection:
                     others = now[sinks : len(now) - recent]
                     fixed = np.setdiff1d(now, others)
                     scores = only(attention_so_far[row], others)
-                    kept, verdict = ranked_once(scores, capacity - len(fixed), fixed, residents.theirs(row, t))
+                    kept, verdict = ranked_once(scores, budget + later - len(fixed), fixed, residents.theirs(row, t))
                     decisions.append(found(f"treated layer {index} row {row} query {t}: {kept.tolist()}", verdict))
                     residents.keep(row, t, kept)
-    fixed = protection(sinks, recent, trace.prompt, trace.prompt)
-    return scheduled(case, layers, decisions, fixed=fixed)
+            if t == trace.prompt - 1:
+                protected = protection(sinks, recent, trace.prompt, trace.prompt)
+    return scheduled(case, layers, decisions, fixed=protected)
+
+
+def budget_after(case: Case, seen: int) -> int:
+    """B(t) after so many tokens: it grows with them where it is a share of these."""
+    return budget_tokens(case.literal, seen) if case.literal.endswith("@seen") else case.budget
+
+
+def guarded_among(case: Case, there: np.ndarray, recent: int, budget: int) -> tuple[int, int]:
+    """Protected first and last ones of the tokens that are there, within a budget; an evicted sink is none any more."""
+    sinks, recent = case.protect(budget) or (case.sinks, recent)
+    sinks = min(int((there < sinks).sum()), budget)
+    return sinks, min(recent, budget - sinks)
 
 
 def lowest_goes(residents: Residents, scores: np.ndarray, t: int) -> Verdict:

@@ -7,6 +7,7 @@ has one; so a new policy or schedule fails here until the reference knows it.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import subprocess
 import tempfile
@@ -35,7 +36,7 @@ ALL_SCHEDULES = {"once", "online", "rolling", *SCHEDULES}
 
 # Policies that keep everything, by position alone, what the eval queries attend to, or as much as they like.
 WITHOUT_PROTECTION = {"full", "kivi", "think", "minicache", "quest", "local", "streaming-llm", "strided", "truncate"}
-WITHOUT_PROTECTION |= {"oracle", "duo-attention", "simlayerkv"}
+WITHOUT_PROTECTION |= {"oracle", "random-twin", "duo-attention", "simlayerkv"}
 WITH_OWN_SINKS = {name for name, defaults in DEFAULTS.items() if "sinks" in defaults}
 # Policies that score by an observation window at the end of the prompt.
 WINDOWS = {"snapkv", "pyramid-kv", "pyramid-infer", "dynamickv", "chunkkv", "hybrid", "ada-kv", "head-kv", "lava"}
@@ -44,7 +45,11 @@ WINDOWS |= {"defensive-kv", "caote", "tova", "scissorhands"}
 
 def schedules_of(policy: str) -> list[str]:
     """The schedules that a policy accepts; "": its own, with none given."""
-    if policy in ("hybrid", "quest"):  # plans by layer, into which no part can be put
+    if policy in (
+        "hybrid",
+        "quest",
+        "random-twin",
+    ):  # plans by layer, or another policy: no part can be put in
         return [""]
     if policy == "finch":  # asks a question, which must be kept whole
         return ["", "question-blocks"]
@@ -100,7 +105,7 @@ LONG = Setting(
     "long",
     "60",
     {"every": "(16)", "threshold": "(80,60)", "question-blocks": "(16)"},
-    {"head-kv": "table={folder}/long.npy"},
+    {"head-kv": "table={folder}/long.npy", "random-twin": "of=(h2o)"},
 )
 SHORT = Setting(
     "short",
@@ -108,6 +113,7 @@ SHORT = Setting(
     {"every": "(7)", "threshold": "(23,14)", "question-blocks": "(4)"},
     {
         "random": "seed=3,sinks=1,window=2",
+        "random-twin": "of=(snapkv:window=3,kernel=3,heads=query,sinks=2),seed=3",
         "streaming-llm": "sinks=2",
         "caote": "base=cumulative",
         "critical-kv": "base=snapkv,first=0.4",
@@ -248,7 +254,7 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
         for setting in (LONG, SHORT, GROWING, BY_QUERY_HEAD, *COMMON)
         for policy in setting.policies()
         for schedule in schedules_of(policy)
-        if not setting.budget.endswith("@seen") or schedule == "every"
+        if not setting.budget.endswith("@seen") or schedule in ("every", "threshold", "online")
         if setting is not BY_QUERY_HEAD or schedule in SCHEDULES
         if setting.takes(policy, schedule)
     ],
@@ -275,3 +281,35 @@ def test_one_block_is_once(policy: str) -> None:
             for one in (text, text.replace("schedule=once", "schedule=every(1000)"))
         )
         assert block == once
+
+
+ONLINE = [
+    f"h2o-online:{','.join(filter(None, given))}"
+    for given in itertools.product(
+        ("recent=3", "recent=0.25", "recent=1,heads=query", "recent=0.5,heads=layer"),
+        ("", "grow=true", "prefill=once", "prefill=once,grow=true"),
+        ("", "sinks=3", "protect=(sinks=2,recent=20%)"),
+    )
+]
+ONLINE += [
+    f"{policy},{','.join(given)}"
+    for policy in ("h2o:schedule=online,recent=3", "tova:schedule=online", "tova:schedule=online,protect_last=true")
+    for given in itertools.product(("grow=true", "prefill=once", "grow=true,prefill=once"), ("sinks=3", "sinks=1"))
+]
+
+
+@pytest.mark.parametrize("budget", ["19", "0.4@seen", "3", "5%@seen"])
+@pytest.mark.parametrize("text", ONLINE)
+def test_parameters_of_online_policies(text: str, budget: str, tmp_path: Path) -> None:
+    """Growing caches, one cut at the end of the prompt, sinks and protected tokens, each with each."""
+    trace = trace_of(SHORT.name)
+    finished = run(replace(SHORT, budget=budget), [text], "--metrics", "held_tokens", "-o", tmp_path / "out")
+    assert finished.returncode == 0, finished.stderr
+    frame = read_frame(tmp_path / "out")
+    [cell] = frame[frame["role"] == "asked"]["cell"].unique()
+    with h5py.File(tmp_path / "out/selections.h5") as file:
+        ours = select(trace, Policy.parse(text), budget)
+        theirs, datasets = stored_selection(trace, ours, file["cells"][cell], budget, text)
+    ours = decide(trace, Policy.parse(text), budget, follow=theirs)
+    verdicts = compare_selections(trace, ours, theirs, datasets, text)
+    assert sum(verdict == Verdict.NEAR for verdict in verdicts) <= max(1, 0.01 * len(verdicts))

@@ -15,12 +15,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import random_traces
 import reference
 import reference_metrics
 from comparison import compare_metrics, compare_rows, compare_selections, expected_rows, stored_selection
 from program_runs import Run, call, cell_of, folder, results, runs, trace_of, trace_path
 from reference_policies import decide, parameters_of, select
 from reference_selection import Policy, Selection, Verdict
+from write_trace import write_trace
 
 RUNS = runs()
 VERDICTS: collections.Counter[tuple[str, Verdict]] = collections.Counter()
@@ -176,6 +178,36 @@ def test_queries_that_are_not_stored_are_refused(policy: str, more: tuple[str, .
     finished = call("replay", trace, "-p", policy, "-b", "0.2", "-o", tmp_path / "out", "--progress", "never", *more)
     assert finished.returncode == 3, finished.stderr
     assert "quer" in finished.stderr
+
+
+def test_queries_of_a_question_that_are_not_stored_are_refused(tmp_path: Path) -> None:
+    """The window of a question ends before the template behind it: it needs earlier queries than one at the end."""
+    content = random_traces.last_queries_only()  # of 45 prompt tokens it has the last 8
+    content.spans = {"question": ("question", 30, 42)}
+    write_trace(tmp_path / "asked.h5", content)
+    words = ["replay", tmp_path / "asked.h5", "-b", "0.2", "--progress", "never"]
+    for policy, window in (
+        ("snapkv", "window"),
+        ("pyramid-kv", "window"),
+        ("ada-kv", "window"),
+        ("dynamickv", "window"),
+        ("chunkkv", "window"),
+        ("lava", "window"),
+        ("defensive-kv", "window"),
+        ("caote", "window"),
+        ("scissorhands", "history"),
+    ):
+        for length, at, accepted in ((5, "question", True), (6, "question", False), (8, "end", True)):
+            text = f"{policy}:{window}={length},window_at={at}"
+            finished = call(*words, "-p", text, "-o", tmp_path / f"{policy}-{length}")
+            if accepted:
+                assert finished.returncode == 0, f"{text}: {finished.stderr}"
+                continue
+            assert finished.returncode == 3, f"{text}: exit {finished.returncode} {finished.stderr}"
+            assert finished.stderr == (
+                f"kvreplay: {tmp_path}/asked.h5:/layers/000/q_positions: too few stored queries for {policy}: "
+                "expected queries 36..41, found no query 36\n"
+            )
 
 
 def test_default_eval_needs_a_continuation(tmp_path: Path) -> None:

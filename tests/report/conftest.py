@@ -18,9 +18,10 @@ from run_pages import POLICIES, TRACE  # noqa: E402
 @pytest.fixture(scope="session")
 def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of the shipped trace with its scores, and the table that it printed: every granularity, sets that change
-    with time, sets of everything, and policies that no budget binds, above and below it."""
+    with time, sets of everything, and policies that no budget binds, above and below it; random twins where there are
+    such."""
     folder = tmp_path_factory.mktemp("report")
-    words = ["replay", TRACE, "-p", POLICIES, "-b", "0.1,160", "--save", "scores", "-o", "real"]
+    words = ["replay", TRACE, "-p", POLICIES, "-b", "0.1,160", "--controls", "twins", "--save", "scores", "-o", "real"]
     return folder / "real", done(*words, folder=folder)
 
 

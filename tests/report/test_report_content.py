@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from make_run import CHUNKKV, SNAPKV, make_run
+from make_run import CHUNKKV, SNAPKV, Policy, make_run
 from make_special import HOSTILE, write_hostile, write_largest
 from program import done
 from run_pages import POLICIES, TRACE, cell_of, kept_by, opened, write_report
@@ -110,11 +110,12 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
                                 folder=folder)  # fmt: skip
 
 
-def printed_table(printed: str) -> tuple[str, list[dict]]:
+def printed_table(printed: str) -> tuple[str, list[dict], str]:
     """The line of the trace, and by budget its line, the titles, the rows (name, heads, texts with their marks) and
-    the line of those whose memory is their own: read by the places at which the columns end."""
+    the line of those whose memory is their own, read by the places at which the columns end; the line of skill."""
     trace, *lines = printed.splitlines()
     budgets: list[dict] = []
+    skill = ""
     for line in lines:
         if line.startswith("budget "):
             budgets.append({"line": " ".join(line.split()[1:]), "rows": [], "own_memory": ""})
@@ -123,6 +124,8 @@ def printed_table(printed: str) -> tuple[str, list[dict]]:
             budgets[-1] |= {"titles": line.split(), "ends": ends, "heads": line.index("heads")}
         elif line.startswith("no budget binds "):
             budgets[-1]["own_memory"] = line
+        elif line.startswith("skill = "):
+            skill = line
         elif line.startswith("self-check"):
             break
         elif line:
@@ -133,7 +136,7 @@ def printed_table(printed: str) -> tuple[str, list[dict]]:
             texts = [line[begin + (i > 0) : end + 1].strip()
                      for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False))]  # fmt: skip
             last["rows"].append([line[:heads].strip(), line[heads : ends[0]].strip(), *texts])
-    return " ".join(trace.split()[2:-2]), budgets
+    return " ".join(trace.split()[2:-2]), budgets, skill
 
 
 @pytest.mark.parametrize("name", ["real", "sliding"])
@@ -142,8 +145,9 @@ def test_the_table_is_what_replay_prints(name, request):
     run, printed = request.getfixturevalue(name)
     content = read(write_report(run))
     [trace] = content["traces"]
-    line, budgets = printed_table(printed)
+    line, budgets, skill = printed_table(printed)
     assert " ".join(trace["line"].split()) == line
+    assert trace["skill"] == skill and bool(skill) == (name == "real")
     titles = [content["columns"][i]["title"] for i in trace["columns"]]
     if name == "real":
         assert titles == [column.title for column in table.COLUMNS]
@@ -166,6 +170,48 @@ def test_the_table_is_what_replay_prints(name, request):
     assert len(marks) > 4
     if name == "real":
         assert sum(cell["own_memory"] for _, _, cell in cells_of(content)) == 2 * 3  # kivi, threshold, full
+
+
+def test_skill_stands_beside_recall_and_what_does_not_beat_its_twin_is_never_best(tmp_path):
+    """H2O has the most recall and the least distance of attention, but its twin has more and less."""
+    policies = [SNAPKV, CHUNKKV, Policy("h2o", "heads=kv", quality=0.85)]
+    run = make_run(tmp_path / "run", policies, budgets=["0.1"], twins={"snapkv": 0.3, "h2o": 0.95})
+    told = [{"trace": "demo", "cell": name, "own_memory": False} for name in opened(run)["cells"]]
+    write_about(run, cells=told)
+    content = read(write_report(run))
+    [trace] = content["traces"]
+    titles = [content["columns"][i]["title"] for i in trace["columns"]]
+    assert titles.index("skill") == titles.index("recall") + 1
+    assert trace["skill"] == (
+        "skill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set with its counts"
+    )
+    cells = {cell["label"]: dict(zip(titles, cell["values"], strict=True)) for _, _, cell in cells_of(content)}
+    assert set(cells) == {"snapkv", "chunkkv", "h2o", "full", "random", "oracle"}
+    skill = {label: values["skill"][0] for label, values in cells.items()}
+    table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    table = table[(table["metric"] == "attention_recall") & (table["layer"] == "all")].astype({"value": float})
+    recall = table.set_index(["policy", "params", "variant"])["value"]
+    for policy in (SNAPKV, policies[2]):
+        twin = recall["random-twin", f"of=({policy.name}),seed=0", ""]
+        own, best = (recall[policy.name, policy.params, variant] for variant in ("", "oracle"))
+        assert skill.pop(policy.name) == pytest.approx((own - twin) / (best - twin), rel=1e-12)
+    assert set(skill.values()) == {None} and cells["chunkkv"]["skill"][1] == "-"
+    assert cells["snapkv"]["skill"][0] > 0 > cells["h2o"]["skill"][0]
+    recalls = {label: cells[label]["recall"][0] for label in ("snapkv", "chunkkv", "h2o")}
+    assert max(recalls, key=recalls.get) == "h2o"
+    assert not any(best for _, _, best in cells["h2o"].values())
+    second = max(["snapkv", "chunkkv"], key=recalls.get)
+    assert [label for label in cells if cells[label]["recall"][2]] == [second]
+    assert cells["snapkv"]["skill"][2]  # of the two that have a skill
+
+    named = read(write_report(run, "-p", "snapkv,random-twin:of=(snapkv)"))
+    assert {cell["label"] for _, _, cell in cells_of(named)} == {"snapkv", "random-twin:of=(snapkv)"}
+
+
+def test_of_equal_values_that_of_a_policy_that_does_not_beat_its_twin_is_not_marked():
+    lines = [table.Line(name, "asked", "kv", {("attention_recall", ""): 0.5}, fails_twin=name == "b") for name in "ab"]
+    marks = [best for [[_, _, best]] in table.texts([table.COLUMNS[3]], lines, {"attention_recall": "higher"})]
+    assert marks == [True, False]
 
 
 def test_durations_have_the_unit_that_suits():

@@ -47,6 +47,7 @@ def test_dry_run(capsys, operands: list[str], tmp_path: Path) -> None:
         ),
         (["--executor", "slurm"], "--memory: Slurm wants to know it: expected what a task may hold, as 8GiB"),
         (["--force"], "--force: a sweep computes what its folder lacks: expected another folder"),
+        (["--protect", "sinks=4,recant=9"], "--protect: unknown parameter: expected one of sinks, recent, found"),
         (["-p", "snapvk"], "snapvk: unknown policy: expected snapkv, found snapvk"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

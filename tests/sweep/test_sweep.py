@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
+import pytest
+from program import done
 from trial_sweeps import CELLS, NAMES, Cluster, Sweeps, assert_equal, table, wait_for
 
 
@@ -45,6 +48,27 @@ def test_a_running_cluster(sweeps: Sweeps, single: Path, cluster: Cluster) -> No
     assert_whole(sweeps, single)
     assert {name: row["attempts"] for name, row in table(sweeps.output).items()} == {
         "t0": "2", "t1": "1", "t2": "2", "t3": "1"}  # fmt: skip
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_protected_tokens_and_controls_reach_the_tasks(
+    sweeps: Sweeps, cluster: Cluster, operands: list[str], from_file: bool
+) -> None:
+    options = {"protect": "sinks=4,recent=10%", "controls": "twins"}
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    done("replay", *operands, *words, "-o", "single", folder=sweeps.folder)
+    if from_file:
+        asked = {"traces": operands[: len(NAMES)], "policies": ["snapkv", "h2o"], "budgets": [0.1, 0.2]}
+        (sweeps.folder / "sweep.yaml").write_text(json.dumps(asked | options))
+        sweeps.operands, words = ["@sweep.yaml"], []
+    answer = sweeps.run("--executor", f"dask:{cluster.address}", *words)
+    assert answer.code == 0, answer
+    assert_equal(sweeps.output, sweeps.folder / "single")
+    policies = json.loads((sweeps.output / "run.json").read_text())["policies"]
+    assert {policy["parameters"].get("protect") for policy in policies if policy["name"] in ("snapkv", "h2o")} == {
+        "(sinks=4,recent=0.1)"
+    }
+    assert "random-twin" in {policy["name"] for policy in policies}
 
 
 def test_a_worker_of_it_is_killed(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:

@@ -112,6 +112,18 @@ def test_a_loss_is_better_when_lower(traces, tune):
     assert found["best"] == "random:sinks=4"
 
 
+def test_protected_tokens_stay_with_every_candidate(traces, tune, tmp_path):
+    protect = "protect=(sinks=4,recent=0.1)"
+    words = [*traces, "-b", "12", "-p", "random:protect=(sinks=4,recent=10%)"]
+    found = tune(*words, "--search", "seed=0|1|2")
+    assert found["start"] == f"random:{protect}" and found["best"].endswith(protect)
+    assert (tmp_path / "best.yaml").read_text().endswith(f"'{found['best']}'\n")
+    run = kv.replay(traces[0], "@best.yaml", "12", metrics="attention_recall", output=tmp_path / "replayed")
+    assert run.selection("random", 12).mask()[..., :4].all()
+    found = tune(*traces, "-b", "12", "-p", "random", "--search", "protect=(recent=4)|(sinks=4,recent=1)")
+    assert found["best"] == "random:protect=(sinks=4,recent=1)", "what the traces with sinks attend to"
+
+
 def test_parts_are_parameters_too():
     drawn = space.candidates("h2o", space.asked_space(["select=top-k|chunks,chunk=5|10"]), 64, 0)
     assert drawn.policies == ["h2o", "h2o:select=chunks,chunk=5", "h2o:select=chunks"]
@@ -364,6 +376,9 @@ REFUSALS = [
     (["-p", "snapkv", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected two or more policies, found 1"),
     (["-p", "snapkv", "-p", "h2o", "-b", "16"], 2, "-p: policies to tune: expected one policy, or --ranges, found 2"),
     (["-p", "full", "-b", "16", "--search", "store=exact|quantised"], 2, "full: "),
+    (["-p", "snapkv", "-b", "16", "--protect", "sinks=4"], 2, "tune: option: expected one that --help lists, found"),
+    (["-p", "h2o:protect=sinks=4,recent=4", "-b", "16"], 2, "h2o:protect: without parentheses: expected (sinks=4,rec"),
+    (["-p", "h2o:protect=(recent=10%)", "-b", "16", "--layers"], 2, "what stays by rule grows with the budget"),
     (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: option: expected --trials"),
 ]  # fmt: skip
 

@@ -89,8 +89,7 @@ const Refused refused[] = {
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},
     {"tova:schedule=online,window_at=question",
-     "tova: a window that ends with the question is known when the prompt has been seen: expected schedule=once, found "
-     "schedule=online"},
+     "tova: window_at=question needs the whole prompt: expected schedule=once, found schedule=online"},
     {"h2o:schedule=rolling",
      "h2o: schedule=rolling keeps the first and the last tokens by rule: expected streaming-llm or local, found "
      "another policy"},

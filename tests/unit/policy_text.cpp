@@ -383,6 +383,7 @@ TEST(Structure, RefusesWhatHasNoPages) {
   EXPECT_EQ(refusal("page=0", "h2o"), "--structure:page: out of range: expected 1.., found 0");
   EXPECT_EQ(refusal("pages=16", "h2o"), "--structure: unknown parameter: expected one of page, heads, found pages");
   EXPECT_EQ(refusal("16", "h2o"), "--structure: not a value: expected page=16,heads=layer, found 16");
+  EXPECT_EQ(refusal("page=16,page=8", "h2o"), "--structure: given twice: found page");
 }
 
 Plan plan_of(const std::string& policy) { return ConfiguredPolicy::parse(policy).plans(2).front().plan; }
@@ -429,11 +430,15 @@ TEST(CommonParameters, AreRefusedWhereTheyMeanNothing) {
             "simlayerkv:protect: simlayerkv ignores the budget: expected a policy that selects by score within a "
             "budget, found sinks=1");
   EXPECT_EQ(refusal("h2o:window_at=question"),
-            "h2o:window_at: no observation window of its own: expected window_at for policies like snapkv, found "
-            "question");
+            "h2o:window_at: h2o does not score by an observation window: expected a policy that does, such as snapkv, "
+            "found question");
   EXPECT_EQ(refusal("layers:0=h2o,1=snapkv,sinks=4"),
             "layers: its layers have plans of their own: expected sinks= in the policies of the ranges, found sinks");
   EXPECT_EQ(refusal("snapkv:protect=(4)"), "snapkv:protect: not a value: expected sinks=4,recent=10%, found 4");
+  EXPECT_EQ(refusal("snapkv:protect=(sinks=4,recent=2,sinks=5)"), "snapkv:protect: given twice: found sinks");
+  EXPECT_EQ(refusal("h2o:protect=sinks=4,recent=3"),
+            "h2o:protect: without parentheses: expected (sinks=4,recent=10%), found sinks=4")
+      << "recent is a parameter of h2o";
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:protect=(sinks=9)").check_limits(8, 2); }),
             "snapkv:protect: larger than the trace: expected at most 8 tokens, found 9");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:sinks=9").check_limits(8, 2); }),

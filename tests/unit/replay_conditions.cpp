@@ -123,9 +123,9 @@ TEST_F(WindowAtQuestion, ReadsTheQueriesBeforeItsEnd) {
 TEST_F(WindowAtQuestion, IsTheEndWhereNoQuestionIsMarked) {
   const Trace none = with({});
   EXPECT_EQ(read(none, "snapkv:window=2,window_at=question"), (std::vector<std::int32_t>{34, 35}));
-  EXPECT_EQ(instead(none, "snapkv:window_at=question"), "scores by its last tokens");
+  EXPECT_EQ(instead(none, "snapkv:window_at=question"), "uses window_at=end");
   EXPECT_EQ(instead(none, "snapkv"), "");
-  EXPECT_EQ(instead(none, "nacl:protect=(sinks=1)"), "takes its last tokens for one");
+  EXPECT_EQ(instead(none, "nacl:protect=(sinks=1)"), "uses the last tokens of the prompt instead");
   EXPECT_EQ(instead(with({{"asked", "question", 24, 30}}), "snapkv:window_at=question"), "");
 }
 

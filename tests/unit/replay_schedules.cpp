@@ -136,6 +136,21 @@ TEST_F(Schedules, TokensThatStayByRuleFitIntoWhatIsHeld) {
   EXPECT_EQ(run(5).set.positions(0), (Numbers{3, 4, 5, 6, 7}));
 }
 
+TEST_F(Schedules, TheProtectedRecentTokensScoreAlsoWhereABlockKeepsLess) {
+  plan.protect.recent = Amount::fraction(0.5);
+  plan.score.reads_recent = plan.score.needs.recent_queries = true;
+  std::vector<int> recent, observing;
+  plan.score.score = [&](const LayerView& held, const Scoring& how) {
+    recent.push_back(how.recent);
+    observing.push_back(how.observing);
+    return Matrix(1, held.tokens());
+  };
+  plan.schedule = Blocks{.block = 2, .keep = [](const BlockEnd& end) { return end.budget * end.seen / end.context; }};
+  run(4);
+  EXPECT_EQ(recent, (std::vector<int>{1, 2, 2, 2})) << "half of 4, within 1, 2, 3 and 4 kept tokens";
+  EXPECT_EQ(observing, recent);
+}
+
 TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
   LayerTensors two_kv_heads = twelve_tokens();
   two_kv_heads.k = two_kv_heads.v = {nullptr, DType::float32, 2, 12, 4};

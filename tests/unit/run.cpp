@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -147,6 +148,42 @@ TEST_F(Run, ControlsStandBesideWhatWasAsked) {
   EXPECT_NEAR(cell(summary, "snapkv").values.at({"attention_recall", ""}), 0.588619, 1e-6);
 }
 
+TEST_F(Run, TheControlsThatJoinAreAskedFor) {
+  const auto controls = [](const RunSummary& summary) {
+    std::vector<std::string> labels;
+    for (const CellSummary& one : summary.cells)
+      if (one.role == "control") labels.push_back(one.label);
+    return labels;
+  };
+  using Labels = std::vector<std::string>;
+  RunRequest asked = request({synth("fixture", "f1")}, "snapkv:window=2,kernel=3,h2o:recent=3,h2o-online");
+  asked.controls = Controls::none;
+  const RunSummary none = run(asked);
+  EXPECT_EQ(controls(none), Labels{});
+  EXPECT_EQ(none.self_check.front(), "full not replayed");
+  asked.controls = Controls::random;
+  EXPECT_EQ(controls(run(asked)), (Labels{"full", "random", "oracle"}));
+  asked.controls = Controls::twins;
+  asked.excluded = {{1, 0}};
+  EXPECT_EQ(controls(run(asked)), (Labels{"full", "random", "oracle", "random-twin:of=(snapkv:window=2,kernel=3)"}));
+  asked.excluded.clear();
+  const RunSummary all = run(asked);
+  EXPECT_EQ(controls(all), (Labels{"full", "random", "oracle", "random-twin:of=(snapkv:window=2,kernel=3)",
+                                   "random-twin:of=(h2o:recent=3)"}));
+  EXPECT_EQ(all.self_check.front(), "full 0");
+  for (const CellSummary& one : all.cells) {
+    const bool is_twin = one.policy == "random-twin";
+    const std::string of = one.label.find("snapkv") != std::string::npos ? "snapkv" : "h2o";
+    EXPECT_EQ(one.twin_of, is_twin ? cell(all, of).id : "") << one.label;
+    if (is_twin) {
+      EXPECT_EQ(one.kept_tokens, cell(all, of).kept_tokens);
+    }
+  }
+  const MetricName best{"attention_recall", "oracle"};
+  EXPECT_NEAR(cell(all, "h2o").values.at(best), cell(all, "oracle").values.at({"attention_recall", ""}), 1e-6);
+  EXPECT_TRUE(std::isnan(cell(all, "h2o-online").values.at(best))) << "a dynamic set";
+}
+
 TEST_F(Run, ASecondRunComputesNothingAndSaysTheSame) {
   const RunRequest asked = request({synth("gaussian", "a"), synth("sinks", "b")}, "h2o,local");
   run(asked);
@@ -216,7 +253,8 @@ TEST_F(Run, ResultsAreTidySortedAndComplete) {
     order.push_back({row.at("trace"), row.at("policy"), row.at("params"), row.at("budget"), number(row.at("layer")),
                      number(row.at("head")), row.at("metric"), row.at("variant")});
     EXPECT_NE(row.at("value"), "nan");
-    if (row.at("policy") == "h2o" && row.at("metric") == "attention_recall" && row.at("layer") == "2")
+    if (row.at("policy") == "h2o" && row.at("metric") == "attention_recall" && row.at("variant").empty() &&
+        row.at("layer") == "2")
       heads += row.at("head") == "all" ? 0 : 1;
     if (row.at("role") == "trace") {
       ++trace_rows;

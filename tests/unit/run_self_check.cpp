@@ -180,9 +180,9 @@ TEST(SelfCheck, ExpectedRecallByHand) {
   const std::vector<double> of_each = RecallByAttention(view).of_best_set(by_query);
   EXPECT_DOUBLE_EQ(of_each[0], (2 - 1.1) / 2);
   EXPECT_DOUBLE_EQ(of_each[1], (2 - 0.7 + 0.6) / 2);
-  KeptSet all(Heads::kv, 1, 3);
-  all.keep(0, 0, 3);
-  EXPECT_EQ(RecallByAttention(view).of_best_set(all), (std::vector<double>{1, 1}));
+  KeptSet whole(Heads::kv, 1, 3);
+  whole.keep(0, 0, 3);
+  EXPECT_EQ(RecallByAttention(view).of_best_set(whole), (std::vector<double>{1, 1}));
 }
 
 TEST(SelfCheck, NothingRecallsMoreThanItsOracle) {

@@ -37,15 +37,14 @@ namespace {
 constexpr Option options[] = {
     {"policy", 'p', "POLICY,...", "",
      "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store= protect=; layers:0-14=(A),15-29=B; "
-     "@FILE; may "
-     "be repeated",
+     "@FILE; may be repeated",
      true},
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
      "pages as inference engines hold them, around every policy that is asked for; page=16,heads=layer is the default "
      "of both"},
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
-     "the same protected tokens for every policy that has some, fractions of the budget, in the place of its own: "
-     "attention sinks and recent window; what is not named is 0"},
+     "attention sinks and recent window of every policy, in place of its own protected tokens; fractions are of the "
+     "budget (default of each: 0)"},
     {"budget", 'b', "BUDGET,...", "",
      "tokens kept a layer and head: 0.1 or 10% of the prompt, 512, 0.1@seen of all tokens seen so far; or as many as "
      "take "

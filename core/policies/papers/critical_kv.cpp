@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "policies/configured.h"
+#include "policies/parts/pooling.h"
 #include "policies/parts/ranking.h"
 #include "policies/policy.h"
 
@@ -69,16 +70,14 @@ struct CriticalKv {
       const Matrix base_scores = scored.score(view, how);
       const Grouping group_mean{how.grouping.heads, Aggregate::mean};
       Matrix scores = group_mean(value_norms(view, projection), view.group());
-      const int before = how.sinks, candidates = view.tokens() - before - how.recent;
-      const int best = static_cast<int>(first * how.budget) - before - how.recent;
+      const Candidates candidates = candidates_of(view.tokens(), how);
+      const int best = static_cast<int>(first * how.budget) - how.sinks - how.recent;
       const double queries = scored.queries ? scored.queries(view, how) : 1.0;
       for (int row = 0; row < scores.rows(); ++row) {
         const std::span<const double> base_row = base_scores.row(row);
         const std::span<double> of_row = scores.row(row);
         for (std::size_t j = 0; j < of_row.size(); ++j) of_row[j] *= base_row[j] / queries + epsilon;
-        for (const std::int32_t j :
-             largest(base_row.subspan(static_cast<std::size_t>(before), static_cast<std::size_t>(candidates)), best,
-                     before))
+        for (const std::int32_t j : largest(candidates.of(base_row), best, candidates.first))
           of_row[static_cast<std::size_t>(j)] = std::numeric_limits<double>::infinity();
       }
       return scores;

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <numeric>
 #include <string>
 
@@ -11,9 +10,8 @@ namespace {
 Scorer mean_of_last_rows(int rows) {
   const auto score = [rows](const LayerView& view, const Scoring& how) {
     Matrix scores = how.grouping(view.window_attention(rows, how.window_end), view.group());
-    const double votes =
-        static_cast<double>(view.query_heads()) * std::min({rows, view.residents().seen, how.window_end});
-    for (double& mean : scores.values()) mean /= votes;
+    const double queries = static_cast<double>(view.query_heads()) * view.queries_before(rows, how.window_end);
+    for (double& mean : scores.values()) mean /= queries;
     return scores;
   };
   return {.score = score,

@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.results import of_policy, split_outside_parentheses
+from kvreplay.parameters import of_policy, split_outside_parentheses
 
 
 def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -19,7 +19,9 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.hdf5_file import open_to_read
+from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
+from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
 
 if TYPE_CHECKING:
     from kvreplay.engine import Trace
@@ -176,12 +178,18 @@ class Run:
 
     def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
         """The rows of cells in `table` that are `wanted`, without the others in memory; `wanted` is asked of texts."""
-        found = self._read(lambda rows: (rows["head"] == "all") & (rows["role"] != "trace") & wanted(rows))
+        found = self._read(
+            lambda rows: (rows["head"] == "all") & (rows["role"] != "trace") & wanted(rows), self.cells
+        )  # fmt: skip
         # As all cells have them: of some rows alone, fewer parameters may differ.
         named = self.cells[["trace", "cell", "label"]]
         return found.merge(named, on=["trace", "cell"], validate="many_to_one")
 
-    def _read(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+    def _read(
+        self, wanted: Callable[[pd.DataFrame], pd.Series], cells: pd.DataFrame | None = None
+    ) -> pd.DataFrame:  # fmt: skip
+        """The wanted rows, and behind them those of skill that are wanted. `cells` have all policies of the run; by
+        default they are those that were read."""
         path = self.folder / "results.csv"
         pieces = []
         try:
@@ -190,7 +198,9 @@ class Run:
                 missing = [name for name in COLUMNS if name not in rows.columns]
                 if missing:
                     raise Error(str(path), "columns", ", ".join(COLUMNS), "no " + ", ".join(missing))
-                pieces.append(rows[wanted(rows)].astype(str))
+                for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
+                rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
+                pieces.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(COLUMNS, str)))
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
         table = pd.concat(pieces)
@@ -205,7 +215,16 @@ class Run:
         failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
         if failed:
             table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
-        return table.reset_index(drop=True)
+        recalls = table[table["for_skill"]].drop(columns=["wanted", "for_skill"])
+        skill = skill_rows(recalls, twins_of(recalls if cells is None else cells, self._labels))
+        return pd.concat([table.loc[table["wanted"], recalls.columns], skill], ignore_index=True)
+
+    @property
+    def _labels(self) -> dict[Policy, str]:
+        """The labels of the policies that the last call was asked for."""
+        listed = [one for one in self.about.get("policies", []) if isinstance(one.get("parameters"), dict)]
+        params = [",".join(f"{name}={value}" for name, value in one["parameters"].items()) for one in listed]
+        return {(one.get("name"), values): str(one.get("label")) for one, values in zip(listed, params, strict=True)}
 
     @property
     def better(self) -> dict[str, str]:
@@ -229,7 +248,7 @@ class Run:
     def _declared(self) -> list[dict]:
         """What run.json says of variants and of metrics; a variant without a name of its own is its metric."""
         metrics = self.about.get("metrics", [])
-        return [*(variant for metric in metrics for variant in metric.get("variants", [])), *metrics]
+        return [*(variant for metric in metrics for variant in metric.get("variants", [])), *metrics, SKILL]
 
     @property
     def prompt_hashes(self) -> dict[str, str]:
@@ -276,6 +295,12 @@ class Run:
         which run.json does not say whether a budget binds them."""
         every = set(zip(self.cells["trace"], self.cells["cell"], strict=True))
         return every - self.own_memory - set(self._told_memory)
+
+    @cached_property
+    def fails_twin(self) -> set[tuple[str, str]]:
+        """(trace, cell) of the cells that recall no more than their random twin: their skill is 0 or less."""
+        rows = self.overall[(self.overall["metric"] == SKILL["name"]) & (self.overall["value"] <= 0)]
+        return set(zip(rows["trace"], rows["cell"], strict=True))
 
     @cached_property
     def select_seconds(self) -> dict[tuple[str, str], float]:
@@ -538,31 +563,6 @@ def layer_numbers(trace: h5py.Group, layers: int) -> np.ndarray:
 def text(value: object) -> str:
     """An HDF5 string, which h5py gives as str or as bytes."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def split_outside_parentheses(line: str) -> list[str]:
-    """The pieces between commas that no parenthesis encloses; none for an empty line."""
-    pieces, depth = [""], 0
-    for letter in line:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += letter
-    return pieces if line else []
-
-
-def parameters(line: str) -> dict[str, str]:
-    """Names and values of a canonical key=value list."""
-    return dict(piece.partition("=")[::2] for piece in split_outside_parentheses(line))
-
-
-def of_policy(cells: pd.DataFrame, policy: str) -> pd.Series:
-    """Which rows are of a policy as replay writes it: a name means all of that name, name:key=value,… those with these
-    values."""
-    name, _, values = policy.partition(":")
-    wanted = parameters(values).items()
-    return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items())
 
 
 def labels(table: pd.DataFrame) -> pd.Series:

@@ -13,6 +13,7 @@ from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
 from kvreplay.results import CELL, Run, labels, untold_note
+from kvreplay.skill import SKILL
 
 NAMED = 5  # traces in a note
 VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
@@ -45,7 +46,8 @@ class Comparison:
         same_prompt: re.Pattern[str] | None = None,
         seed: int = 0,
     ) -> Comparison:
-        """Names as on the command line; empty: all policies asked for, all budgets, attention_recall, all traces."""
+        """Names as on the command line; empty: all policies asked for, all budgets, all traces, and attention_recall,
+        with skill where the baseline has it."""
         where = ", ".join(str(run.folder) for run in runs)
         notes = []
         table = pd.concat([values_of(run) for run in runs], ignore_index=True)
@@ -64,12 +66,23 @@ class Comparison:
 
         known = metric_names(table)
         table["name"] = table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else "")
-        names = pick("--metric", "metric", list(metrics) or ["attention_recall"], list(known))
         asked = sorted(set(table["label"][table["role"] != "control"]))
         every = asked + sorted(set(table["label"]) - set(asked))
         base = chosen_labels("--baseline", table, [baseline], every)
+        if baseline in base:  # the label of one, and the name of others that have a parameter more, as protect=
+            base = [baseline]
         if len(base) > 1:
             raise Error("--baseline", "several policies", "one of " + ", ".join(base), baseline, Refusal.USAGE)
+        if not metrics:
+            metrics = ["attention_recall"]
+            with_skill = set(table["label"][(table["name"] == SKILL["name"]) & table["value"].notna()])
+            if base[0] in with_skill:
+                metrics.append(SKILL["name"])
+            elif with_skill:
+                notes.append(f"{base[0]} has no random twin, so skill is not compared")
+            else:
+                notes.append("no policy has a random twin, so skill is not compared: replay --controls twins adds them")
+        names = pick("--metric", "metric", metrics, list(known))
         shown = chosen_labels("-p", table, policies, every) if policies else asked
         others = [label for label in shown if label != base[0]]
         if not others:

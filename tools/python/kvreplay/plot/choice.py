@@ -12,6 +12,7 @@ from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.style import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
+from kvreplay.skill import TWIN
 
 VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}
 
@@ -59,12 +60,17 @@ class Choice:
         return "asked" if label in self.asked_labels else "control"
 
     def labels(self, controls: bool) -> list[str]:
-        """Labels to draw: those of -p in its order, else all that the run was asked for, and controls if wanted."""
-        rest = sorted(set(self.run.cells["label"]) - set(self.asked_labels))
+        """Labels to draw: those of -p in its order, else all that the run was asked for, and controls if wanted.
+        Random twins are controls that are drawn only where -p names them: skill says what they are for."""
+        cells = self.run.cells
+        rest = sorted(set(cells["label"]) - set(self.asked_labels))
         known = self.asked_labels + rest
-        if not self.policies:
-            return known if controls or not self.asked_labels else list(self.asked_labels)
-        return chosen_labels("-p", self.run.cells, self.policies, known)
+        if self.policies:
+            return chosen_labels("-p", cells, self.policies, known)
+        if self.asked_labels and not controls:
+            return list(self.asked_labels)
+        twins = set(cells["label"][cells["policy"] == TWIN]) - set(self.asked_labels)
+        return [label for label in known if label not in twins]
 
     @cached_property
     def looks(self) -> dict[str, dict[str, object]]:

@@ -42,6 +42,7 @@ CONTROLS = {
     "full": {"linestyle": "-", "marker": "h"},
     "oracle": {"linestyle": (0, (5, 2)), "marker": "*"},
     "random": {"linestyle": (0, (1, 1.5)), "marker": "d"},
+    "random-twin": {"linestyle": (0, (3, 1.5, 1, 1.5)), "marker": "d"},
 }
 # The policies that figures draw most, in the order of COLOURS.
 OWNERS = ("snapkv", "h2o", "chunkkv", "finch", "sca", "knorm", "tova", "pyramidkv", "streamingllm", "dynamickv")
@@ -91,10 +92,16 @@ def places_of(labels: Sequence[str]) -> dict[str, int]:
     """A different place for each label that one figure draws; a place is a colour, a marker and a dash.
 
     An owner of a colour gets it. Any other policy prefers one by a hash of its name. The first label that prefers a
-    place gets it, owners first; the others get the free places. Both go in the order of `labels`.
+    place gets it, the others get the free places, both in the order of `labels`; but owners precede other policies, and
+    a policy without parameters precedes its variants.
     """
+
+    def precedence(label: str) -> tuple[bool, bool]:
+        name = policy_name(label)
+        return name not in OWNERS, label.lower().replace("-", "") != name
+
     first: dict[int, str] = {}
-    for label in sorted(labels, key=lambda label: policy_name(label) not in OWNERS):
+    for label in sorted(labels, key=precedence):
         name = policy_name(label)
         preferred = OWNERS.index(name) if name in OWNERS else zlib.crc32(name.encode()) % len(COLOURS)
         first.setdefault(preferred, label)

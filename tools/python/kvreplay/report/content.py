@@ -184,6 +184,7 @@ class Page:
         lines = {row["cell"]: self._line(row, facts) for _, row in cells.iterrows()}
         columns = table.columns_of(list(lines.values()))
         found["columns"] = [table.COLUMNS.index(column) for column in columns]
+        found["skill"] = table.skill_line(columns)
         for place, budget in enumerate(self.choice.budgets):
             rows = [row for _, row in cells[cells["budget"] == budget].iterrows()]
             rows.sort(key=lambda row: (row["role"] == "control", self.order.get((facts.name, row["cell"]), len(cells))))
@@ -195,7 +196,7 @@ class Page:
     def _line(self, row: Any, facts: TraceFacts) -> table.Line:
         key = (facts.name, row["cell"])
         return table.Line(row["label"], row["role"], row["heads"], self.whole[key], key in self.run.own_memory,
-                          key in self.run.untold_memory)  # fmt: skip
+                          key in self.run.untold_memory, key in self.run.fails_twin)  # fmt: skip
 
     def _failed(self, trace: str, budget: str) -> list[dict[str, str]]:
         failed = [cell for cell in self.run.failed if (cell.get("trace"), cell.get("budget")) == (trace, budget)]
@@ -334,7 +335,7 @@ def provenance_of_call(about: dict, inputs: Sequence[dict]) -> Iterator[tuple[st
         )
     options = about.get("options", {})
     if options:
-        names = ("eval", "boundary", "detail", "sliding", "save_scores", "save_attention")
+        names = ("controls", "eval", "boundary", "detail", "sliding", "save_scores", "save_attention")
         yield "options", ", ".join(f"{name} {options[name]}" for name in names if name in options)
     for name in ("seed", "numerics"):
         if name in about:

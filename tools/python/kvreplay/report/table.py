@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvreplay.results import TraceFacts
+from kvreplay.skill import SKILL
 
 Metric = tuple[str, str]  # name, variant
 
@@ -56,11 +57,14 @@ class Column:
 KEPT = ("kept_tokens", "")
 MEMORY = ("kv_bytes", "")
 SELECT = ("select_seconds", "")
+SKILL_METRIC = (SKILL["name"], "")
+SKILL_MEANING = "0 as its random twin, 1 as the best set with its counts"
 COLUMNS = (
     Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", one_digit, TOKENS),
     Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", one_digit, TOKENS),
     Column("KiB", MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
     Column("recall", ("attention_recall", ""), "share of the attention that falls on kept tokens"),
+    Column("skill", SKILL_METRIC, f"where its recall lies: {SKILL_MEANING}"),
     Column("att.cos", ("attention_cosine", ""), "cosine of the attention before and after"),
     Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
     Column("out.cos", ("output_cosine", ""), "cosine of the attention output before and after"),
@@ -77,7 +81,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Line:
     """One cell of one trace; `error` is empty unless it failed. `own_memory`: no budget binds it; `untold_memory`: none
-    may bind it, the run does not say."""
+    may bind it, the run does not say. `fails_twin`: it recalls no more than its random twin."""
 
     label: str
     role: str
@@ -85,12 +89,18 @@ class Line:
     values: dict[Metric, float]
     own_memory: bool = False
     untold_memory: bool = False
+    fails_twin: bool = False
     error: str = ""
 
     @property
     def compared(self) -> bool:
-        """Whether it may be marked best: only equal memory is compared."""
+        """Only equal memory is compared."""
         return self.role != "control" and not (self.error or self.own_memory or self.untold_memory)
+
+    @property
+    def may_be_best(self) -> bool:
+        """Whether it may be marked best."""
+        return self.compared and not self.fails_twin
 
     def heads_shown(self, trace: TraceFacts) -> str:
         """Sets of query heads hold as many times the memory as there are query heads to a KV head."""
@@ -108,10 +118,11 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
 
 
 def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> float | None:
-    """The best value among two or more that are compared."""
+    """The best value of a line that may be marked best, where two or more are compared."""
     direction = column.best(better)
-    values = [line.values[column.metric] for line in lines if line.compared and column.metric in line.values]
-    if direction == 0 or len(values) < 2:
+    compared = [line for line in lines if line.compared and column.metric in line.values]
+    values = [line.values[column.metric] for line in compared if line.may_be_best]
+    if direction == 0 or len(compared) < 2 or not values:
         return None
     return max(values) if direction > 0 else min(values)
 
@@ -122,9 +133,11 @@ def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, st
     best = [best_of(column, lines, better) for column in columns]
     for line in lines:
         values = [line.values.get(column.metric) for column in columns]
+        marked = [line.may_be_best and value is not None and value == top
+                  for value, top in zip(values, best, strict=True)]  # fmt: skip
         found.append([
-            [value, "-" if value is None else column.write(value), line.compared and value is not None and value == top]
-            for value, column, top in zip(values, columns, best, strict=True)
+            [value, "-" if value is None else column.write(value), mark]
+            for value, column, mark in zip(values, columns, marked, strict=True)
         ])  # fmt: skip
     return found
 
@@ -157,6 +170,12 @@ def own_memory_line(lines: Sequence[Line]) -> str:
     """Names those whose memory is their own."""
     names = [line.label for line in lines if line.own_memory and line.role != "control"]
     return f"no budget binds {', '.join(names)}: not at equal memory, never marked *" if names else ""
+
+
+def skill_line(columns: Sequence[Column]) -> str:
+    """What skill is, where a column has it."""
+    shown = any(column.metric == SKILL_METRIC for column in columns)
+    return f"skill = (recall - twin) / (oracle - twin): {SKILL_MEANING}" if shown else ""
 
 
 def defined(value: float) -> bool:

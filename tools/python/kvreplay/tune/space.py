@@ -13,7 +13,7 @@ import numpy as np
 
 from kvreplay import _engine, python_policies
 from kvreplay.errors import Error, Refusal
-from kvreplay.results import parameters, split_outside_parentheses
+from kvreplay.parameters import parameters, split_outside_parentheses
 
 WIDEST = 4096  # of a declared range that is searched when nothing is said
 NOT_UNASKED = ("heads", "agg", "grow")  # what changes how much a policy holds, or what its sets are

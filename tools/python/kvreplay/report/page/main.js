@@ -26,8 +26,8 @@ async function chooseTrace() {
 
 /** Leaves nothing of another trace on the page. */
 function clear() {
-  for (const id of ["headline", "budget-line", "own-memory", "first", "second", "head", "shade", "legend", "difference",
-    "panes", "token", "curve-chart", "layer-chart", "scale", "heatmaps", "unlike"]) $(id).replaceChildren();
+  for (const id of ["headline", "budget-line", "own-memory", "skill", "first", "second", "head", "shade", "legend",
+    "difference", "panes", "token", "curve-chart", "layer-chart", "scale", "heatmaps", "unlike"]) $(id).replaceChildren();
 }
 
 async function chooseBudget() {

@@ -40,4 +40,5 @@ function drawTable(trace, budget) {
     make("caption", {}, `budget ${budget.budget}`), make("thead", {}, head), make("tbody", {}, ...rows, ...failed));
   document.getElementById("budget-line").textContent = budget.line;
   document.getElementById("own-memory").textContent = budget.own_memory;
+  document.getElementById("skill").textContent = trace.skill;
 }

@@ -1,0 +1,116 @@
+"""Policies keep the tokens that kvpress' presses keep: `tests/run kvpress`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import CASES, LEAST_OVERLAP, NOT_COMPARED, RATIOS, SKETCH, THINK, TOKENS, Case, presses_of
+from reference_geometry import gaussian
+
+import kvreplay as kv
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
+CONTROLS = {"full", "random", "oracle"}
+
+
+def write_tables(folder: Path, layers: int, heads: int, width: int) -> None:
+    """The random matrices of leverage scores, directions of queries and scores of heads."""
+    np.save(folder / "sketch.npy", gaussian(0, *np.indices((layers, heads, width, SKETCH))))
+    random = np.random.default_rng(0)
+    np.save(folder / "filters.npy", random.standard_normal((layers, heads, width), np.float32))
+    np.save(folder / "roles.npy", random.random((layers, heads), np.float32))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a trace, and what the presses keep of its tokens."""
+    folder = tmp_path_factory.mktemp("kvpress")
+    trace = folder / "trace.h5"
+    words = f"--dtype float32 --prompts {ROOT}/traces/demo.jsonl --max-tokens {TOKENS} --with-wo".split()
+    subprocess.run(
+        [sys.executable, "-m", "kvreplay.capture.command", "--model", MODEL, *words, "-o", trace], check=True
+    )
+    opened = kv.open(trace)
+    write_tables(folder, opened.layers, opened.kv_heads, opened.head_dim)
+    presses = [ROOT / "build" / "kvpress" / "bin" / "python", Path(__file__).with_name("presses.py"), MODEL, folder]
+    subprocess.run(presses, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "kept.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def table() -> list[str]:
+    return []
+
+
+def replayed(folder: Path, case: Case, ratio: float, counts: np.ndarray, **options: str) -> tuple[kv.Run, str]:
+    """A run at as many tokens as the press keeps on average, and the policy's cell."""
+    text = case.policy.format(
+        ratio=f"{ratio:g}", keep=f"{1 - ratio:g}", counts=",".join(f"{n:g}" for n in counts.mean(axis=1)), folder=folder
+    )
+    run = kv.replay(folder / "trace.h5", text, int(counts.mean()), eval="last:1", progress=False, **options)
+    [cell] = run.cells.loc[~run.cells["policy"].isin(CONTROLS), "cell"]
+    return run, cell
+
+
+def overlap(folder: Path, case: Case, ratio: float, theirs: np.ndarray) -> float:
+    """Mean over layers and KV heads."""
+    counts = theirs.sum(axis=-1)
+    run, cell = replayed(folder, case, ratio, counts)
+    ours = np.broadcast_to(run.selection_of(cell, TOKENS).mask(), theirs.shape)
+    return float(((ours & theirs).sum(axis=-1) / np.maximum(ours.sum(axis=-1), counts)).mean())
+
+
+def test_the_model_is_the_same(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    trace = kv.open(folder / "trace.h5")
+    for layer, keys in enumerate(arrays["keys"]):
+        np.testing.assert_allclose(keys, trace.k(layer), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is chosen")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.press)
+def test_same_sets(folder: Path, arrays: dict[str, np.ndarray], table: list[str], case: Case) -> None:
+    overlaps = [overlap(folder, case, ratio, arrays[f"{case.press} {ratio}"]) for ratio in RATIOS]
+    table.append(f"| `{case.press}` | `{case.policy}` | " + " | ".join(f"{one:.5f}" for one in overlaps) + " |")
+    assert min(overlaps) >= LEAST_OVERLAP
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_same_channels(folder: Path, arrays: dict[str, np.ndarray], ratio: float) -> None:
+    """The share of a layer's keys, in the L1 norm, that lies in the channels that ThinK sets to 0."""
+    sizes = np.abs(arrays["keys"].astype(float))
+    left = (sizes * arrays[f"{THINK.press} {ratio}"][:, :, None]).sum(axis=(1, 2, 3))
+    every_token = np.full((1, 1), TOKENS)
+    run, cell = replayed(folder, THINK, ratio, every_token, metrics="kv_l1_loss:key")
+    rows = run.results[(run.results["cell"] == cell) & (run.results["layer"] != "all")]
+    np.testing.assert_allclose(rows["value"], 1 - left / sizes.sum(axis=(1, 2, 3)), rtol=1e-6)
+
+
+def test_every_press_is_named(folder: Path) -> None:
+    compared = {name for case in (*CASES, THINK) for name in presses_of(case)}
+    exported = set(json.loads((folder / "presses.json").read_text()))
+    assert compared | set(NOT_COMPARED) == exported
+    assert not compared & set(NOT_COMPARED)
+
+
+def test_the_page_names_them(table: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of docs/conventions.md: presses and policies; the overlaps are those of some day."""
+    page = (ROOT / "docs" / "conventions.md").read_text()
+    with capsys.disabled():
+        print("", *table, sep="\n")
+    for case in (*CASES, THINK):
+        assert f"| `{case.press}` | `{case.policy}` |" in page
+    for press, reason in NOT_COMPARED.items():
+        assert f"| `{press}` | {reason} |" in page

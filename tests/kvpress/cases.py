@@ -1,0 +1,107 @@
+"""kvpress' presses, and the policies that keep the same tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+LEAST_OVERLAP = 0.999  # mean over layers and KV heads of |A n B| / max(|A|, |B|)
+RATIOS = (0.3, 0.5, 0.7)  # kvpress' compression ratio: the share of tokens that is evicted
+# A multiple of the blocks of BlockPress and NonCausalAttnPress, and beside its 12 protected tokens of CompactorPress':
+# kvpress pads a short last block, and the padding takes part in its softmax.
+TOKENS = 780
+QUESTION = 64  # last tokens, FinchPress' window
+SKETCH = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """A press at the ratio R, and its policy: `{ratio}` is R, `{keep}` is 1 - R, `{counts}` the press's tokens in each
+    layer, `{folder}` the folder of the tables."""
+
+    press: str
+    policy: str
+
+
+SNAPKV = "snapkv:preset=kvpress"
+CHUNKS = "select=chunks,chunk=20,window_mode=whole"
+
+CASES = (
+    Case("CompactorPress(R)", f"compactor:sketch={SKETCH}"),
+    Case("CriticalKVPress(SnapKVPress(R))", f"critical-kv:base=({SNAPKV})"),
+    Case("CriticalKVPress(ExpectedAttentionPress(R, use_vnorm=False))", "critical-kv"),
+    Case("CriticalKVPress(ObservedAttentionPress(R))", "critical-kv:base=observed-attention"),
+    Case("CriticalKVPress(KnormPress(R))", "critical-kv:base=knorm"),
+    Case("TOVAPress(R)", "tova:protect_last=true"),
+    Case("SnapKVPress(R)", SNAPKV),
+    Case("SnapKVPress(R, window_size=32, kernel_size=7)", "snapkv:window=32,kernel=7,pool=avg"),
+    Case("KeyDiffPress(R)", "keydiff"),
+    Case("ExpectedAttentionPress(R)", "expected-attention"),
+    Case("ExpectedAttentionPress(R, use_covariance=False)", "expected-attention:covariance=false"),
+    Case("ExpectedAttentionPress(R, use_vnorm=False)", "expected-attention:vnorm=false"),
+    Case("ExpectedAttentionPress(R, epsilon=2e-2)", "expected-attention:epsilon=0.02"),
+    Case("AdaKVPress(SnapKVPress(R), alpha_safeguard=0)", f"{SNAPKV},allocate=ranked-layer"),
+    Case("AdaKVPress(ExpectedAttentionPress(R), alpha_safeguard=0)", "expected-attention:allocate=ranked-layer"),
+    Case("BlockPress(KeyDiffPress(R), block_size=78)", "keydiff:schedule=every(78)"),
+    Case("ChunkKVPress(SnapKVPress(R))", f"{SNAPKV},heads=layer,{CHUNKS}"),
+    Case("ChunkKVPress(SnapKVPress(R, kernel_size=1))", "chunkkv:window=64,chunk=20,window_mode=whole"),
+    Case("ChunkKVPress(ExpectedAttentionPress(R))", f"expected-attention:heads=layer,{CHUNKS}"),
+    Case("ChunkKVPress(KnormPress(R))", f"knorm:heads=layer,{CHUNKS}"),
+    Case("CURPress(R)", "cur"),
+    Case("CURPress(R, leverage_type='key')", "cur:use=key"),
+    Case("CURPress(R, leverage_type='value')", "cur:use=value"),
+    Case("CURPress(R, leverage_type='kv_avg')", "cur:use=avg"),
+    Case("DuoAttentionPress(R, on_the_fly_scoring=True)", "duo-attention:full_heads={keep}"),
+    Case("DuoAttentionPress(R)", "duo-attention:full_heads={keep},table={folder}/roles.npy"),
+    Case("FinchPress(R)", f"finch:heads=kv,blocks=1024,question=last,question_tokens={QUESTION}"),
+    Case("KeyRerotationPress(SnapKVPress(R))", f"{SNAPKV},store=cache"),
+    Case("KnormPress(R)", "knorm"),
+    # At these ratios every partition keeps as many: kvpress' equal ranks of partitions have no order.
+    Case("LagKVPress(R, lag_size=194)", "lagkv:lag=194"),
+    Case("LeverageScorePress(R)", f"leverage:sketch={SKETCH}"),
+    Case("NonCausalAttnPress(R, chunk_size=260)", "compactor:mix=0,sinks=0,recent=0,block=260"),
+    Case("ObservedAttentionPress(R)", "observed-attention"),
+    Case("PerLayerCompressionPress(KnormPress(), [R - 0.2, R + 0.2] * 15)", "knorm:allocate=list,shares=({counts})"),
+    Case("PyramidKVPress(R)", f"{SNAPKV},allocate=list,shares=({{counts}})"),
+    Case("QFilterPress(R)", "q-filter:filters={folder}/filters.npy"),
+    Case("StreamingLLMPress(R)", "streaming-llm"),
+)
+
+# Keeps all tokens; the removed channels of the keys are compared.
+THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
+
+WHILE_DECODING = "evicts while the model decodes, so that its later keys are not those of the full cache"
+FURTHER_PASSES = "scores by queries of further passes over the prompt, which a trace does not hold"
+
+NOT_COMPARED = {
+    "BasePress": "abstract",
+    "CAMPress": WHILE_DECODING,
+    "CapPress": "no policy has its scores",
+    "ChunkPress": "no policy has a budget for each chunk of the prompt",
+    "ComposedPress": "no policy evicts twice",
+    "CompressionRatioDecodingPress": WHILE_DECODING,
+    "CriticalAdaKVPress": "divides a layer's budget by the scores of the press inside it; with allocate=ranked-layer, "
+    "critical-kv divides it by its own",
+    "DecodingPress": WHILE_DECODING,
+    "DMSPress": "no policy has a threshold of scores",
+    "EntropyGatedChunkKVPress": "no policy has its rule",
+    "ExpectedAttentionStatsPress": "reads query statistics of another text, published for some models",
+    "FastKVzipPress": "scores by a trained network",
+    "KVComposePress": FURTHER_PASSES,
+    "KVgradPress": "scores by gradients of a further pass",
+    "KVzapPress": "scores by a trained network",
+    "KVzipPress": FURTHER_PASSES,
+    "LUKVPress": "reads budgets of heads from a curve that is published for one model",
+    "MergingPress": "keeps what the press inside it keeps; no store merges values as it does",
+    "PrefillDecodingPress": "runs one press on the prompt and another while the model decodes",
+    "RandomPress": "draws random numbers of PyTorch",
+    "RestoreKVPress": "adds tokens by a trained adapter",
+    "ScorerPress": "abstract",
+    "SimLayerKVPress": "tests lazy layers without the attention of the newest token to itself, and keeps one recent "
+    "token fewer; simlayerkv counts it, as the authors' code does",
+}
+
+
+def presses_of(case: Case) -> set[str]:
+    """Presses of a case."""
+    return set(re.findall(r"\w+Press\b", case.press))
