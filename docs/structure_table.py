@@ -29,7 +29,7 @@ def main(trace: str) -> None:
             out = Path(folder) / heading
             replay(trace, served, structure, "--metrics", "attention_recall", "-o", str(out)).check_returncode()
             rows = Run(out).overall
-            rows = rows[(rows["role"] == "asked") & (rows["metric"] == "attention_recall")]
+            rows = rows[(rows["metric"] == "attention_recall") & (rows["variant"] == "") & (rows["role"] == "asked")]
             for policy, budget, value in rows[["policy", "budget", "value"]].itertuples(index=False):
                 recall[policy, budget, heading] = value
     width = max(map(len, served))

@@ -58,7 +58,8 @@ def test_the_numbers_are_those_of_the_file_replayed(traces, tune, tmp_path):
     found = tune(*traces, "-p", "snapkv", "-b", "0.25", "--search", "window=1..32,kernel=1|3|5", "--trials", "10")
     for policy, word in ((found["start"], "start"), ("@best.yaml", "best")):
         run = kv.replay(traces, policy, "0.25", metrics="attention_recall", output=tmp_path / word)
-        rows = run.overall[(run.overall["role"] == "asked") & (run.overall["metric"] == "attention_recall")]
+        rows = run.overall[(run.overall["metric"] == "attention_recall") & (run.overall["variant"] == "")]
+        rows = rows[rows["role"] == "asked"]
         values = rows.set_index("trace")["value"]
         for side in ("fitting", "held_out"):
             assert found[side][word] == pytest.approx(values[found[side]["traces"]].mean(), abs=1e-12)
@@ -119,7 +120,7 @@ def test_protected_tokens_stay_with_every_candidate(traces, tune, tmp_path):
     assert found["start"] == f"random:{protect}" and found["best"].endswith(protect)
     assert (tmp_path / "best.yaml").read_text().endswith(f"'{found['best']}'\n")
     run = kv.replay(traces[0], "@best.yaml", "12", metrics="attention_recall", output=tmp_path / "replayed")
-    assert run.selection("random", 12).mask()[..., :4].all()
+    assert run.selection(found["best"], 12).mask()[..., :4].all()
     found = tune(*traces, "-b", "12", "-p", "random", "--search", "protect=(recent=4)|(sinks=4,recent=1)")
     assert found["best"] == "random:protect=(sinks=4,recent=1)", "what the traces with sinks attend to"
 
