@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -79,6 +80,20 @@ struct StoredTensor {
   std::string xxh3;        // stated by the file; empty: not stated
 };
 
+/// A tensor outside any file.
+struct TensorInMemory {
+  DType dtype = DType::float32;
+  std::vector<std::uint64_t> shape = {};
+  std::shared_ptr<const std::byte> elements = {};  // which it keeps in memory
+};
+
+/// The tensors of one layer outside any file.
+struct LayerInMemory {
+  std::vector<std::int32_t> query_positions = {};  // [Tq] ascending; empty: all T queries
+  TensorInMemory q = {}, k = {}, v = {};
+  std::optional<TensorInMemory> wo = {};
+};
+
 /// Throws, in open()'s words, where there is no file that can be read at all.
 void require_file(const std::filesystem::path& path);
 
@@ -87,6 +102,11 @@ class Trace {
  public:
   /// Throws Error{input} that names the object, what was expected and what was found.
   static Trace open(const std::filesystem::path& path);
+
+  /// A trace of tensors in memory, which are not copied and must not change while the trace is in use. `path` takes the
+  /// place of a file's in messages and names the trace. Every number and the hash are those of a file with this header
+  /// and these tensors. Throws as open() does for such a file.
+  static Trace of_arrays(const std::filesystem::path& path, TraceHeader header, std::vector<LayerInMemory> layers);
 
   Trace(Trace&&) noexcept;
   Trace& operator=(Trace&&) noexcept;
@@ -102,6 +122,9 @@ class Trace {
   const std::string& hash() const;
   /// Whether every tensor's hash is in the file, so that hash() is immediate.
   bool states_hashes() const;
+
+  /// Whether its tensors are arrays in memory: no file has its path.
+  bool is_in_memory() const;
 
   /// Of the file that was opened.
   const FileIdentity& identity() const;

@@ -61,7 +61,7 @@ class LayerCall:
         raise Error("--with-wo", f"layer {self.layer}: output projection", expected, type(self.module).__name__)
 
 
-def _blocks(base: torch.nn.Module) -> list[torch.nn.Module]:
+def blocks(base: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of a model: members of its outermost lists of modules."""
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, torch.nn.ModuleList)]
     outermost = [m for name, m in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
@@ -183,7 +183,7 @@ def observed(model: Any, name: str, observer: Callable[[LayerCall], None]) -> It
     attention = _Attention(name, observer)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_rule)
-    hooks = [block.register_forward_pre_hook(attention.enter, with_kwargs=True) for block in _blocks(decoder(model))]
+    hooks = [block.register_forward_pre_hook(attention.enter, with_kwargs=True) for block in blocks(decoder(model))]
     model.set_attn_implementation(NAME)
     try:
         yield

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "program.h"
 #include "python_policy.h"
 #include "replay_traces.h"
+#include "stored_cell.h"
 #include "trace.h"
 #include "trace/child_walk.h"
 #include "view.h"
@@ -43,8 +45,10 @@ bool asked_to_stop() {
   return true;
 }
 
-nb::dict replay(const std::vector<std::string>& words, const nb::object& progress) {
+nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory, const nb::object& progress) {
   RunSummary summary;
+  std::vector<std::shared_ptr<const Trace>> traces;
+  for (const nb::handle trace : in_memory) traces.push_back(opened_trace(trace));
   const auto heard = [&progress](const Progress& now) {
     const Locked locked;
     try {
@@ -56,7 +60,7 @@ nb::dict replay(const std::vector<std::string>& words, const nb::object& progres
   {
     const Unlocked unlocked;
     const Arguments arguments(replay_command, "kvreplay", words);
-    summary = replay_traces(arguments, heard, asked_to_stop);
+    summary = replay_traces(arguments, traces, heard, asked_to_stop);
   }
   nb::list troubles;
   for (const CellSummary& cell : summary.cells)
@@ -126,6 +130,7 @@ NB_MODULE(_engine, module) {
   python::wait_at_exit();
   python::bind_view(module);
   python::bind_trace(module);
+  python::bind_stored_cell(module);
   python::bind_python_policies(module);
   module.def("policies", python::registered, "(name, summary, paper, score, [(name, default, range, help)]) of each");
   module.def(
@@ -168,8 +173,10 @@ NB_MODULE(_engine, module) {
       "path"_a, nanobind::call_guard<python::Unlocked>(),
       "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, asks for all memory, "
       "or leads out of itself. False: it cannot be opened.");
-  module.def("replay", python::replay, "words"_a, "progress"_a,
-             "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");
+  module.def(
+      "replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
+      "Does what the command line `kvreplay replay WORDS` does, but for printing; in_memory: those of its traces\n"
+      "that are in memory; progress(share, trace).");
   module.def(
       "program",
       [](const std::vector<std::string>& words) {

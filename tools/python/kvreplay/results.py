@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -22,6 +23,9 @@ from kvreplay.live.cards import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
+
+if TYPE_CHECKING:
+    from kvreplay.engine import Trace
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -72,6 +76,31 @@ class Selection:
         first = self.sinks[self.layers][..., None]
         last = self.boundary - self.recent[self.layers][..., None]
         return (position >= first) & (position < last)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """Keys and values of a layer as queries after the prompt find them: Hkv KV heads, T tokens, d components, H rows as
+    the policy has sets. Tokens that are not kept, and those after the prompt, are as captured."""
+
+    keys: np.ndarray  # float32 [Hkv,T,d]; [Hq,T,d] where kept keys move and each query head has a set of its own
+    values: np.ndarray  # float32 [Hkv,T,d]
+    positions: list[np.ndarray]  # H of int32 [n]: kept positions in the order of their slots 0 ... n-1
+    stands_at: list[np.ndarray]  # H of int32 [n]: where their keys stand by RoPE; P-n ... P-1 where they move to slots
+    bytes: float  # that the kept tokens take, all heads
+
+
+class Stored:
+    """What the store of one cell gives back, computed layer by layer on the CPU."""
+
+    def __init__(self, folder: Path, name: str, cell: str, trace: Trace) -> None:
+        from kvreplay import _engine
+
+        self._cell = _engine.StoredCell(folder, name, cell, trace._trace)
+
+    def layer(self, layer: int) -> StoredLayer:
+        """Of a stored layer that was treated."""
+        return StoredLayer(*self._cell.layer(layer))
 
 
 @dataclass(frozen=True)
@@ -394,6 +423,19 @@ class Run:
             evicted_at=evicted_at,
         )
 
+    def stored(self, policy: str, budget: float | str, trace: str | Trace = "") -> Stored:
+        """What the store of a policy gives back at a budget, both as in `selection`: keys and values layer by layer.
+
+        `trace`: its name, or the open trace itself, which must be given where the trace is in memory or its file has
+        moved; may be left out where there is one.
+        """
+        from kvreplay.engine import Trace, open
+
+        cell = self._cell(str(policy), str(budget), trace.name if isinstance(trace, Trace) else trace)
+        name = str(cell["trace"])
+        opened = trace if isinstance(trace, Trace) else open(self.captured(name))
+        return Stored(self.folder, name, str(cell["cell"]), opened)
+
     def trace(self, name: str) -> TraceFacts:
         """What the run keeps of the trace `name`."""
         group = self._object("/traces/" + name)
@@ -425,6 +467,8 @@ class Run:
         if not paths:
             raise Error(where, f"path of trace {name}", "an entry of inputs", "none")
         path = Path(paths[0])
+        if path.parts[0] == "memory:":
+            raise Error(where, f"trace {name} was in memory", "the trace itself", "its name", Refusal.USAGE)
         if not path.is_file():
             raise Error(where, f"trace {name} has moved", "its file here, or TRACE.h5 in place of the run", str(path))
         return path

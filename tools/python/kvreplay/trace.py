@@ -398,9 +398,14 @@ class TraceWriter:
         return _mapped(self.partial, h5py.h5d.open(self._file, path.encode()))
 
 
+def storable_text(text: str) -> str:
+    """As a trace has it: strings are padded with nulls, and a null inside would end one."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
 def _fixed_string(text: str) -> tuple[h5py.h5t.TypeID, np.ndarray]:
-    """A scalar string of fixed length, UTF-8, padded with nulls (a null inside would end it)."""
-    data = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8")
+    """A scalar string of fixed length, UTF-8, padded with nulls."""
+    data = storable_text(text).encode("utf-8")
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(max(1, len(data)))
     kind.set_cset(h5py.h5t.CSET_UTF8)
