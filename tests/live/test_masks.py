@@ -17,9 +17,13 @@ from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
 from kvreplay.live import passes
 from kvreplay.live.cells import LiveCell, cells_of
-from kvreplay.live.measure import _evicted, _kept
+from kvreplay.live.measure import alike, evicted
 from kvreplay.results import Run
 
+STORES = (
+    "streaming-llm:positions=cache", "sca:positions=cache,recent=8", "kivi:bits=2,group=8,residual=16",
+    "think:window=4,ratio=0.5", "cam-one-shot:recent=4", "finch:positions=cache,question_tokens=4,blocks=16,heads=kv",
+)  # fmt: skip
 MODELS = ["llama", "one_kv_head", "mistral", "gemma2", "qwen3", "smollm3"]
 
 
@@ -98,15 +102,15 @@ def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
     torch.testing.assert_close(text.own, expected(eager, None, name, text.ids, trace.boundary, trace.boundary),
                                atol=2e-4, rtol=0)  # fmt: skip
     changed = False
-    for over_time in (False, True):
-        alike = [cell for cell in cells if (cell.leaves is not None) == over_time]
-        assert alike
-        for first in range(0, len(alike), batch):
-            some = alike[first : first + batch]
-            evicted = _evicted(text, some)
-            reference = passes.run(model, text, passes.Evicted.nothing(evicted, text))
+    kinds = alike(cells, trace.kv_heads)
+    assert len(kinds) > 2
+    for kind in kinds:
+        for first in range(0, len(kind), batch):
+            some = kind[first : first + batch]
+            of_cells = evicted(text, some, trace)
+            reference = passes.run(model, text, passes.Evicted.nothing(of_cells, text))
             torch.testing.assert_close(reference.log_probabilities[0], text.own, atol=2e-4, rtol=0)
-            found = passes.run(model, text, evicted)
+            found = passes.run(model, text, of_cells)
             for row, cell in enumerate(some):
                 wanted = expected(eager, cell, name, text.ids, trace.boundary, trace.boundary)
                 torch.testing.assert_close(found.log_probabilities[row], wanted, atol=2e-4, rtol=0, msg=cell.label)
@@ -127,13 +131,50 @@ def test_written_text(name: str, case: Callable[..., Case]) -> None:
     ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
     text = passes.read(model, "tiny", ids, trace.boundary)
     cells = [cell for cell in cells_of(run, trace, run.cells)[0] if cell.leaves is None]
-    found = passes.generate(model, text, [_kept(text, cell) for cell in cells], 4)
+    found = passes.generate(model, text, [cell.row(text, trace) for cell in cells], 4)
     for cell, tokens in zip(cells, found, strict=True):
         so_far = text.ids[: trace.boundary]
         for token in tokens:
             last = expected(eager, cell, name, so_far, trace.boundary, trace.boundary - 1)[-1]
             assert last.max() - last[token] < 1e-4, cell.label
             so_far = torch.cat([so_far, torch.tensor([token])])
+
+
+@pytest.mark.parametrize("name", ["llama", "one_kv_head", "qwen3"])
+def test_stores(name: str, case: Callable[..., Case]) -> None:
+    """Moved and changed keys and values, as transformers' own cache of the kept tokens."""
+    made = case(name, "stores", STORES)
+    run = Run(made.run)
+    trace = run.trace("t")
+    model, _ = load(ModelChoices(str(made.model)))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
+    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    text = passes.read(model, "tiny", ids, trace.boundary)
+    cells, left_out = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
+    assert not left_out and all(cell.stored is not None for cell in cells)
+    reference = passes.run(model, text, passes.Evicted.behind_prompt(text, [passes.everything(text)]))
+    for cell in cells:
+        found = passes.run(model, text, evicted(text, [cell], trace)).log_probabilities[0]
+        cache = transformers.DynamicCache()
+        for layer in range(len(text.layers)):
+            stored = cell.stored.layer(layer)
+            kv_heads = len(stored.values)
+            rows = [stored.positions[head * len(stored.positions) // kv_heads] for head in range(kv_heads)]
+            keys, values = (
+                np.stack([one[head * len(one) // kv_heads, row] for head, row in enumerate(rows)])
+                for one in (stored.keys, stored.values)
+            )
+            cache.update(torch.from_numpy(keys)[None], torch.from_numpy(values)[None], layer)
+        count, held = text.continuation, cache.get_seq_length()
+        mask = torch.cat([torch.ones(count, held), torch.ones(count, count).tril()], 1).bool()
+        with torch.inference_mode(), with_masks(eager, [mask[None].numpy()] * len(text.layers)):
+            output = eager(
+                input_ids=text.ids[None, trace.boundary :], past_key_values=cache,
+                position_ids=torch.arange(trace.boundary, trace.tokens)[None],
+            )  # fmt: skip
+        torch.testing.assert_close(found, output.logits[0].double().log_softmax(-1), atol=2e-4, rtol=0, msg=cell.label)
+        assert (found - reference.log_probabilities[0]).abs().max() > 1e-3, cell.label
+        passes.generate(model, text, [cell.row(text, trace)], 2)
 
 
 def test_models_are_known() -> None:

@@ -34,33 +34,39 @@ class Layer:
 
 @dataclass(frozen=True)
 class Held:
-    """The given tokens of one layer that the batch rows see: H is Hkv, or Hq where query heads have their own."""
+    """Given tokens of one layer: of one cell [H,n,...], or of the batch rows [B,H,n,...]. H is Hkv, or Hq where query
+    heads have sets of their own."""
 
-    k: torch.Tensor  # [B,H,n,d]
-    v: torch.Tensor  # [B,H,n,d]
-    positions: torch.Tensor  # int64 [B,H,n]: where the window counts them; NEVER fills up shorter rows
+    k: torch.Tensor  # [...,H,n,d]
+    v: torch.Tensor  # [...,H,n,d]
+    tokens: torch.Tensor  # int64 [...,H,n]: which tokens they are; NEVER fills up shorter rows
+    positions: torch.Tensor  # int64 [...,H,n]: where their keys stand, so where a sliding window counts them
 
 
-def gather(layer: Layer, kept: Sequence[torch.Tensor], query_heads: int) -> Held:
-    """The kept tokens of a layer, `kept` a boolean [1 | Hkv | Hq, P] for each batch row.
-
-    Rows of different granularities: all are taken as query heads are.
-    """
+def kept_tokens(layer: Layer, kept: torch.Tensor) -> Held:
+    """What a cell holds as it was: of a boolean [1 | Hkv | Hq, P]. A set for the layer is one for each KV head."""
     kv_heads = layer.k.shape[0]
-    heads = kv_heads if all(rows.shape[0] in (1, kv_heads) for rows in kept) else query_heads
-    rows = torch.stack([_for_heads(mask, heads) for mask in kept])  # [B,H,P]
-    most = max(1, int(rows.sum(-1).max()))
+    kept = kept.to(layer.k.device).expand(max(kv_heads, kept.shape[0]), -1)
     # Kept positions ascending, then others: a stable sort of "is not kept".
-    order = torch.argsort((~rows).to(torch.uint8), dim=-1, stable=True)[..., :most]
-    held = rows.gather(-1, order)
-    source = torch.arange(heads, device=order.device) * kv_heads // heads
-    k, v = (x[source[None, :, None], order] for x in (layer.k, layer.v))
-    return Held(k, v, torch.where(held, order, NEVER))
+    order = torch.argsort((~kept).to(torch.uint8), dim=-1, stable=True)[:, : max(1, int(kept.sum(-1).max()))]
+    source = torch.arange(len(kept), device=order.device) * kv_heads // len(kept)
+    k, v = (x[source[:, None], order] for x in (layer.k, layer.v))
+    tokens = torch.where(kept.gather(-1, order), order, NEVER)
+    return Held(k, v, tokens, tokens)
 
 
-def _for_heads(mask: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows [1 | Hkv | Hq, P] as [heads, P]: heads that share a set have equal rows."""
-    return mask.repeat_interleave(heads // mask.shape[0], 0)
+def together(cells: Sequence[Held]) -> Held:
+    """The batch rows that cells are: padded to one length, and to query heads where one of them has sets of these."""
+    heads, most = (max(cell.tokens.shape[i] for cell in cells) for i in (0, 1))
+
+    def padded(name: str, value: int) -> torch.Tensor:
+        pieces = [getattr(cell, name) for cell in cells]
+        rows = pieces[0].new_full((len(cells), heads, most, *pieces[0].shape[2:]), value)
+        for row, one in zip(rows, pieces, strict=True):
+            row[:, : one.shape[1]] = one.repeat_interleave(heads // one.shape[0], 0)
+        return rows
+
+    return Held(padded("k", 0), padded("v", 0), padded("tokens", NEVER), padded("positions", NEVER))
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:

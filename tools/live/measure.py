@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
+from kvreplay.live.attention import NEVER
 from kvreplay.live.cells import LiveCell, cells_of
 from kvreplay.live.metrics import Value, divergence, drifted, predicted
-from kvreplay.live.passes import Evicted, Text, Trajectory, generate, read, run
+from kvreplay.live.passes import Evicted, Text, Trajectory, everything, generate, read, run
 from kvreplay.live.results import LiveResults
 from kvreplay.results import Run, TraceFacts, text
 
@@ -60,10 +61,10 @@ class LiveModel:
         total = len(to_predict) + len(to_write)
         bar = tqdm(total=total, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
-            for cell, values in self._predicted(whole, to_predict, trace.name):
+            for cell, values in self._predicted(whole, to_predict, trace):
                 results.add(cell, values, whole.continuation)
                 bar.update()
-            for cell, values in self._written(whole, to_write, count, answers or _answer_spans(run_, trace)):
+            for cell, values in self._written(whole, to_write, trace, count, answers or _answer_spans(run_, trace)):
                 results.add(cell, values, count)
                 bar.update()
         except torch.OutOfMemoryError as error:
@@ -94,41 +95,44 @@ class LiveModel:
         config = self._model.config.get_text_config()
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
-    def _predicted(self, whole: Text, cells: Sequence[LiveCell], name: str) -> Iterator[tuple[LiveCell, list[Value]]]:
-        # Passes of one kind, whose lengths are equal, share a reference.
-        for over_time in (False, True):
-            yield from self._predicted_alike(whole, [c for c in cells if (c.leaves is not None) == over_time], name)
+    def _predicted(
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
+    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+        floors: list[float] = []
+        for some in alike(cells, trace.kv_heads):
+            yield from self._predicted_alike(whole, some, trace, floors)
+        if floors:
+            _say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, with nothing evicted, from the "
+                 "model's own attention")  # fmt: skip
 
     def _predicted_alike(
-        self, whole: Text, cells: Sequence[LiveCell], name: str
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, floors: list[float]
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
         reference: Trajectory | None = None
         following = whole.ids[whole.prompt + 1 :]
         for some in _groups(cells, self._batch):
             # As many rows in every pass: a row has the same bits in each, and so the full cache is exactly itself.
             rows = [*some, *[some[-1]] * (self._batch - len(some))]
-            evicted = _evicted(whole, rows)
+            of_cells = evicted(whole, rows, trace)
             if reference is None:
-                reference = run(self._model, whole, Evicted.nothing(evicted, whole))
-                floor = float(divergence(whole.own, reference.log_probabilities[0]).mean())
-                _say(f"{name}: noise floor {floor:.3g} nats: KLD of the same pass from the model's own attention")
-            found = run(self._model, whole, evicted)
+                reference = run(self._model, whole, Evicted.nothing(of_cells, whole))
+                floors.append(float(divergence(whole.own, reference.log_probabilities[0]).mean()))
+            found = run(self._model, whole, of_cells)
             for row, cell in enumerate(some):
                 yield cell, [*predicted(reference, found, row, following), *drifted(reference, found, row)]
 
     def _written(
-        self, whole: Text, cells: Sequence[LiveCell], count: int, answers: list[str]
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, count: int, answers: list[str]
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
         if not cells:
             return
         end = self._model.generation_config.eos_token_id
         ends = {end} if isinstance(end, int) else set(end or [])
-        full = {number: torch.ones(1, whole.prompt, dtype=torch.bool) for number in whole.layers}
-        reference = _until(generate(self._model, whole, [full] * self._batch, count)[0], ends)
+        reference = _until(generate(self._model, whole, [everything(whole)] * self._batch, count)[0], ends)
         for some in _groups(cells, self._batch):
             rows = [*some, *[some[-1]] * (self._batch - len(some))]
-            kept = [_kept(whole, cell) for cell in rows]
-            for cell, tokens in zip(some, generate(self._model, whole, kept, count), strict=False):
+            held = [cell.row(whole, trace) for cell in rows]
+            for cell, tokens in zip(some, generate(self._model, whole, held, count), strict=False):
                 tokens = _until(tokens, ends)
                 words = self._tokenizer.decode(tokens, skip_special_tokens=True)
                 yield cell, [*texts.written(tokens, reference), *(texts.answered(words, answers) if answers else ())]
@@ -164,23 +168,28 @@ class LiveModel:
             )
 
 
+def alike(cells: Sequence[LiveCell], kv_heads: int) -> list[list[LiveCell]]:
+    """Cells whose passes begin at the same token and have sets of as many heads: their arithmetic is the same, so they
+    share a reference."""
+    kinds: dict[tuple[bool, bool], list[LiveCell]] = {}
+    for cell in cells:
+        rows = cell.leaves or cell.kept
+        kinds.setdefault((cell.leaves is not None, any(len(one) > kv_heads for one in rows.values())), []).append(cell)
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
 def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]]:
     return (cells[first : first + size] for first in range(0, len(cells), size))
 
 
-def _evicted(whole: Text, rows: Sequence[LiveCell]) -> Evicted:
+def evicted(whole: Text, rows: Sequence[LiveCell], trace: TraceFacts) -> Evicted:
+    """Of cells whose passes begin at the same token."""
     if rows[0].leaves is None:
-        return Evicted(whole, [_kept(whole, cell) for cell in rows])
-    nobody = torch.full((1, len(whole.ids)), torch.iinfo(torch.int64).max)
+        return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows])
+    nobody = torch.full((1, len(whole.ids)), NEVER)
     return Evicted.over_time(
         whole, [{number: (cell.leaves or {}).get(number, nobody) for number in whole.layers} for cell in rows]
     )
-
-
-def _kept(whole: Text, cell: LiveCell) -> dict[int, torch.Tensor]:
-    """Of every layer: those that the run did not treat hold all."""
-    every = torch.ones(1, whole.prompt, dtype=torch.bool)
-    return {number: cell.kept.get(number, every) for number in whole.layers}
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:

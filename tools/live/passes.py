@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from kvreplay.capture.model import decoder, input_device
 from kvreplay.capture.observe import LayerCall, blocks, observed
-from kvreplay.live.attention import NEVER, Layer, MaskedAttention, gather, masked
+from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, kept_tokens, masked, together
 
 
 @dataclass
@@ -59,27 +59,33 @@ def read(model: Any, name: str, ids: Sequence[int], prompt: int) -> Text:
     return Text(tokens, prompt, layers, heads, output.logits[0].double().log_softmax(-1))
 
 
-class Evicted:
-    """How the batch rows of a pass differ from the text as it is."""
+Row = dict[int, Held]  # what a batch row holds of the prompt, by layer
 
-    def __init__(self, text: Text, kept: Sequence[dict[int, torch.Tensor]]) -> None:
-        """`kept`: for each batch row and layer a boolean [1 | Hkv | Hq, P]."""
-        self.begin = text.prompt
-        self.rows = len(kept)
-        self.held = {
-            number: gather(layer, [row[number].to(layer.k.device) for row in kept], text.query_heads)
-            for number, layer in text.layers.items()
-        }
-        self.leaves: dict[int, torch.Tensor] = {}
+
+@dataclass(frozen=True)
+class Evicted:
+    """How the batch rows of a pass differ from the text as it is. The pass begins behind the prompt, of which `held`
+    has what is held; or it begins at 0, and tokens leave (`leaves`) as it goes."""
+
+    rows: int
+    begin: int
+    held: dict[int, Held] = field(default_factory=dict)  # by layer, [B,H,n,...]
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: int64 [B,H,T], as of MaskedAttention
+
+    @classmethod
+    def behind_prompt(cls, text: Text, rows: Sequence[Row]) -> Evicted:
+        """What each row holds of the prompt."""
+        held = {number: together([row[number] for row in rows]) for number in text.layers}
+        return cls(len(rows), text.prompt, held)
 
     @classmethod
     def over_time(cls, text: Text, leaves: Sequence[dict[int, torch.Tensor]]) -> Evicted:
         """`leaves`: for each row and layer int64 [H,T], the query after which a token goes (NEVER: it is kept)."""
-        made = cls.__new__(cls)
-        made.begin, made.rows, made.held = 0, len(leaves), {}
-        made.leaves = {number: torch.stack([row[number] for row in leaves]).to(layer.k.device)
-                       for number, layer in text.layers.items()}  # fmt: skip
-        return made
+        stacked = {
+            number: torch.stack([row[number] for row in leaves]).to(layer.k.device)
+            for number, layer in text.layers.items()
+        }
+        return cls(len(leaves), 0, leaves=stacked)
 
     @classmethod
     def nothing(cls, like: Evicted, text: Text) -> Evicted:
@@ -87,8 +93,13 @@ class Evicted:
         if like.leaves:
             whole = {number: torch.full((1, len(text.ids)), NEVER) for number in text.layers}
             return cls.over_time(text, [whole] * like.rows)
-        all_kept = {number: torch.ones(1, text.prompt, dtype=torch.bool) for number in text.layers}
-        return cls(text, [all_kept] * like.rows)
+        return cls.behind_prompt(text, [everything(text)] * like.rows)
+
+
+def everything(text: Text) -> Row:
+    """All tokens of the prompt."""
+    kept = torch.ones(1, text.prompt, dtype=torch.bool)
+    return {number: kept_tokens(layer, kept) for number, layer in text.layers.items()}
 
 
 def run(model: Any, text: Text, evicted: Evicted) -> Trajectory:
@@ -114,19 +125,16 @@ def run(model: Any, text: Text, evicted: Evicted) -> Trajectory:
     return found
 
 
-def generate(model: Any, text: Text, kept: Sequence[dict[int, torch.Tensor]], count: int) -> list[list[int]]:
-    """Greedy text of `count` tokens under these masks, a row each.
+def generate(model: Any, text: Text, rows: Sequence[Row], count: int) -> list[list[int]]:
+    """Greedy text of `count` tokens, a list a row.
 
-    The last prompt token is run again under the mask: its distribution comes from what is kept.
+    The last prompt token is run again and sees what is kept, so that also the first token comes from that; its copy in
+    the cache is hidden.
     """
     last = text.prompt - 1
-    before = [{number: rows[number].clone() for number in text.layers} for rows in kept]
-    for rows in before:
-        for mask in rows.values():
-            mask[:, last] = False
-    evicted = Evicted(text, before)
-    attention = MaskedAttention(text.layers, last, evicted.held)
-    ids = text.ids[last].expand(len(kept), 1).to(input_device(model))
+    held = {number: together([_without(row[number], last) for row in rows]) for number in text.layers}
+    attention = MaskedAttention(text.layers, last, held)
+    ids = text.ids[last].expand(len(rows), 1).to(input_device(model))
     written = []
     with torch.inference_mode(), masked(model, attention):
         for step in range(count):
@@ -135,3 +143,7 @@ def generate(model: Any, text: Text, kept: Sequence[dict[int, torch.Tensor]], co
             ids = logits[:, -1:].argmax(-1)
             written.append(ids)
     return torch.cat(written, 1).tolist()
+
+
+def _without(held: Held, position: int) -> Held:
+    return replace(held, positions=torch.where(held.tokens == position, NEVER, held.positions))
