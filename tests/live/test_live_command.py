@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 from captured_case import Case
 
+import kvreplay as kv
 from kvreplay.compare.command import main as compare
+from kvreplay.engine import program
 from kvreplay.live.cards import METRICS
 from kvreplay.predict.command import main as predict
 from kvreplay.results import COLUMNS, MEASURED, Run
@@ -164,3 +166,23 @@ def test_two_ways_are_told_apart(copy: Case) -> None:
     table = Run(copy.run).table
     found = set(table["variant"][table["metric"] == "same_top_p"])
     assert {one.split()[2] for one in found} == {"float32", "bfloat16"}
+
+
+def test_merged_runs_have_the_rows_of_both(copy: Case, tmp_path: Path) -> None:
+    """As many rows as one run, equal ones once; another number for the same row is refused."""
+    path = Run(copy.run).captured("t")
+    parts = []
+    for name, policies in (("a", ["snapkv:window=4", "random"]), ("b", ["random", "local"])):
+        kv.replay(path, policies, [24], output=tmp_path / name)
+        parts.append(Case(copy.model, tmp_path / name))
+        assert parts[-1].live() == 0
+    assert program(["merge", str(tmp_path / "both"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = [(tmp_path / name / "live.csv").read_text().splitlines() for name in ("a", "b", "both")]
+    assert lines[2] == [lines[0][0], *sorted({*lines[0][1:], *lines[1][1:]})]
+    assert (tmp_path / "both/live/t.csv").read_text().splitlines() == lines[2]
+    assert len(Run(tmp_path / "both").live) == len(lines[2]) - 1
+    changed = tmp_path / "b/live/t.csv"
+    changed.write_text(
+        "\n".join(line.replace("0.", "0.9", 1) if ",random," in line else line for line in lines[1]) + "\n"
+    )
+    assert program(["merge", str(tmp_path / "other"), str(tmp_path / "a"), str(tmp_path / "b")]) == 3

@@ -102,7 +102,7 @@ class LiveModel:
         for some in alike(cells, trace.kv_heads):
             yield from self._predicted_alike(whole, some, trace, floors)
         if floors:
-            _say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, with nothing evicted, from the "
+            _say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, nothing evicted, from the "
                  "model's own attention")  # fmt: skip
 
     def _predicted_alike(

@@ -101,9 +101,11 @@ def from_arrays(
     layers = len(arrays["k"])
     if wo is not None:
         arrays["wo"] = list(wo)
+    if not layers:
+        raise Error("k", "layers", "at least 1", "0")
     for argument, of_layers in arrays.items():
-        if len(of_layers) != layers or not layers:
-            raise Error(argument, "layers", str(layers) if layers else "at least 1", str(len(of_layers)))
+        if len(of_layers) != layers:
+            raise Error(argument, "layers", str(layers), str(len(of_layers)))
     tensors = {
         argument: [None if one is None and argument == "wo" else _tensor(f"{argument}[{layer}]", one)
                    for layer, one in enumerate(of_layers)]
