@@ -14,7 +14,7 @@ from captured_case import Case
 import kvreplay as kv
 from kvreplay.compare.command import main as compare
 from kvreplay.engine import program
-from kvreplay.live.cards import METRICS
+from kvreplay.live_metrics import METRICS
 from kvreplay.predict.command import main as predict
 from kvreplay.results import COLUMNS, MEASURED, Run
 

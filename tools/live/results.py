@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvreplay.errors import Error
-from kvreplay.live.cards import METRICS
 from kvreplay.live.cells import LiveCell
 from kvreplay.live.metrics import Value
+from kvreplay.live_metrics import METRICS
 from kvreplay.results import COLUMNS, MEASURED
 
 UNITS = {metric.name: metric.unit for metric in METRICS}

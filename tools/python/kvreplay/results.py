@@ -19,7 +19,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.hdf5_file import open_to_read
-from kvreplay.live.cards import METRICS as LIVE_METRICS
+from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of

@@ -67,10 +67,10 @@ def predict(arguments: argparse.Namespace) -> None:
         arguments.data.parent.mkdir(parents=True, exist_ok=True)
         found.headline.to_csv(arguments.data, index=False, float_format="%.17g", lineterminator="\n")
     if arguments.output:
-        from kvreplay.plot.style import save
+        from kvreplay.plot.style import save, settings
 
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        save(shown.figure(), arguments.output)
+        with settings():
+            save(shown.figure(), arguments.output)
     print(json.dumps(shown.document(), indent=2, allow_nan=False) if arguments.json else shown.text())
     for note in found.notes:
         print(f"kvreplay: predict: {note}", file=sys.stderr)

@@ -18,7 +18,7 @@ import pandas as pd
 from kvreplay.compare.comparison import prompts_of
 from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums
 from kvreplay.errors import Error
-from kvreplay.live.cards import METRICS
+from kvreplay.live_metrics import METRICS
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
 from kvreplay.results import CELL, Run, labels
 

@@ -119,15 +119,15 @@ class Shown:
 
     def figure(self) -> Figure:
         """Offline against live, one point a cell, coloured by budget: the headline's metric and the best one."""
-        from kvreplay.plot.style import COLOURS, MARKERS, Sheet
+        from kvreplay.plot.style import COLOURS, MARKERS, Sheet, logarithmic_axis
 
         wanted = list(dict.fromkeys([*([HEADLINE] if HEADLINE in self._found.offline else []), self.best]))
         cells = self._found.cells
         budgets = cells.groupby("budget")["share"].mean().sort_values().index
         sheet = Sheet(
-            len(wanted), (2.3, 2.0), len(wanted), left=0.62, right=1.1, above=0.15, gap=(0.75, 0.5), below=0.45,
+            len(wanted), (2.3, 2.0), len(wanted), left=0.75, right=1.0, above=0.25, gap=(0.75, 0.5), below=0.45,
             title="Offline against live", subtitle="one point a prompt, policy and budget",
-            caption=f"{cells['prompt'].nunique()} prompts. Rank correlations: within a prompt, at equal budget",
+            caption=f"Prompts: {cells['prompt'].nunique()}. ρ: rank correlation within a prompt at equal budget, mean",
         )  # fmt: skip
         of_metric = self.lines.set_index("offline")["spearman"]
         for axis, name in zip(sheet.axes, wanted, strict=True):
@@ -135,12 +135,12 @@ class Shown:
                 some = cells[cells["budget"] == budget]
                 axis.plot(some[name].abs(), some[self._live].abs(), MARKERS[place % len(MARKERS)], markersize=2.5,
                           color=COLOURS[place % len(COLOURS)], label=str(budget), alpha=0.7)  # fmt: skip
-            axis.set_xscale("log")
-            axis.set_yscale("log")
+            for which in "xy":
+                logarithmic_axis(axis, which)
             axis.set_xlabel(name)
             axis.set_ylabel(self._live)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.annotate(f"ρ = {of_metric[name]:.2f}", (0, 1), (3, -9), "axes fraction", "offset points")
+            axis.annotate(f"ρ = {of_metric[name]:.2f}", (0, 1), (0, 4), "axes fraction", "offset points")
         sheet.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, title="budget")
         return sheet.figure
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvreplay.live import texts
-from kvreplay.live.cards import METRICS
 from kvreplay.live.metrics import Value, drifted, predicted, slope
 from kvreplay.live.passes import Trajectory
+from kvreplay.live_metrics import METRICS
 
 
 def by_name(values: Iterable[Value]) -> dict[tuple[str, str, int | None], float]:
