@@ -1,4 +1,4 @@
-"""Numbers of a cell in the live model, each against the reference: the same pass with nothing evicted (kvreplay/live_metrics.py)."""
+"""Numbers of a cell in the live model, each against the reference: the same pass with nothing evicted."""
 
 from __future__ import annotations
 
