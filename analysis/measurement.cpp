@@ -66,6 +66,11 @@ void set_all_layers(Values& values, std::span<const int> treated, double (*over_
   }
 }
 
+/// "needle.any" is of the span "needle".
+const Span* span_of(const MetricName& name, std::span<const Span> spans) {
+  return find_span(spans, name.variant.substr(0, name.variant.rfind('.')));
+}
+
 LayerValues mean_of_heads(std::vector<double> heads) {
   const double layer = mean(heads);
   return {std::move(heads), layer};
@@ -273,7 +278,7 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
       set_layer(result.values[name], mean_of_heads(of->measure(facts)), view.query_heads(), view.stored_layer(),
                 layers);
     if (const auto* of = measure_as<OfSpan>(name))
-      if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
+      if (const Span* span = span_of(name, trace_.header().spans))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
   }
   if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
@@ -387,8 +392,12 @@ CellResult Measurement::take_cell(int cell) {
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
   }
   if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header().layers);
-  for (const MetricName& name : wanted.metrics)
+  for (const MetricName& name : wanted.metrics) {
     if (const auto* of = measure_as<OfCell>(name)) result.values[name] = single(of->measure(result.selections));
+    if (const auto* of = measure_as<OfSpanInAllLayers>(name))
+      if (const Span* span = span_of(name, trace_.header().spans))
+        result.values[name] = single(of->measure(result.selections, *span));
+  }
   for (const MetricVariant& variant : metrics().get("jaccard_matrix").variants)
     result.matrices[variant.name] = std::get<OfLayerPairs>(variant.measure).measure(result.selections);
   if (wanted.budget > 0 && !result.violation) result.violation = check_budget(result.selections, wanted.budget);

@@ -77,6 +77,10 @@ struct OfLayer {
 struct OfSpan {
   double (*measure)(const LayerFacts&, const Span&);
 };
+/// Of each such span in the selections of all treated layers together.
+struct OfSpanInAllLayers {
+  double (*measure)(std::span<const LayerSelection>, const Span&);
+};
 /// Of the selections of all treated layers; NaN: undefined.
 struct OfCell {
   double (*measure)(std::span<const LayerSelection>);
@@ -95,7 +99,7 @@ struct OfSeconds {
 };
 
 using Measure = std::variant<OfMoments, OfPooledMoments, OfAllQueries, OfBestSet, OfEvalAttention, OfLayer, OfSpan,
-                             OfCell, OfLayerPairs, OfTrace, OfSeconds>;
+                             OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
 
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };
@@ -145,6 +149,9 @@ std::vector<MetricName> parse_metrics(std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.
 const MetricVariant* find_variant(const MetricName& name);
+
+/// Whether it is measured for each span below the boundary.
+bool is_of_span(const MetricName& name);
 
 /// Of the variant, else of its metric.
 Better better_of(const MetricCard& card, const MetricVariant& variant);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -323,6 +324,33 @@ def span_recall(trace: Trace, selection: Selection) -> dict[tuple[str, str], Val
     return results
 
 
+def span_erased(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """Of each span inside the prompt: the share of its tokens that no head keeps, of any layer and of one layer."""
+    results = {}
+    for name, (begin, end) in trace.spans.items():
+        if end > trace.prompt:
+            continue
+        of_layers = [set(range(begin, end)).difference(*(set(row.tolist()) for row in rows)) for rows in selection.rows]
+        of_all = set.intersection(*of_layers)
+        layers = np.array([len(erased) / (end - begin) for erased in of_layers])
+        results["span_erased", f"{name}.layer"] = Values(None, layers, float(layers.mean()))
+        results["span_erased", f"{name}.all"] = Values(None, None, len(of_all) / (end - begin))
+    return results
+
+
+def head_consensus(selection: Selection) -> dict[tuple[str, str], Values]:
+    """Mean over pairs of a layer's heads of the common share of their sets, without what the policy protects."""
+    results = {}
+    for variant in ("", "protected"):
+        layers = []
+        for rows, protected in zip(selection.rows, selection.protected, strict=True):
+            sets = [set(row.tolist()) - (set() if variant else set(np.array(protected).tolist())) for row in rows]
+            pairs = [(a & b, a | b) for a, b in itertools.combinations(sets, 2)]
+            layers.append(np.mean([len(both) / len(either) if either else 1 for both, either in pairs] or [1]))
+        results["head_consensus", variant] = Values(None, np.array(layers), float(np.mean(layers)))
+    return results
+
+
 def kv_bytes(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
     """Bytes of the kept keys and values of the treated layers, summed; `union`: for query rows shared ones once.
 
@@ -405,6 +433,8 @@ def measure(trace: Trace, selection: Selection, choice: str, rows: bool = False)
         **jaccard_adjacent(trace, selection),
         **layer_budget(selection),
         **span_recall(trace, selection),
+        **span_erased(trace, selection),
+        **head_consensus(selection),
         **kv_bytes(trace, selection),
         **sizes(trace, selection, choice),
     }

@@ -68,6 +68,14 @@ TEST(MetricCards, AVariantMayHaveAUnitOfItsOwn) {
   EXPECT_EQ(unit_of({"kv_l1_loss", "of another version"}), "share");
 }
 
+TEST(MetricNames, BothKindsOfSpanMetricsAreSpelledOut) {
+  const std::vector<Span> spans{{"needle", "needle", 2, 5}};
+  const std::vector<MetricName> spelled = metrics_of_trace(parse_metrics("span_erased"), spans, 10);
+  for (const char* variant : {"needle.all", "needle.layer"})
+    EXPECT_EQ(std::ranges::count(spelled, MetricName{"span_erased", variant}), 1) << variant;
+  EXPECT_EQ(std::ranges::count(spelled, "span_erased", &MetricName::metric), 2);
+}
+
 TEST(MetricNames, OfTwoSpansOfOneNameTheFirstCounts) {
   const std::vector<MetricName> asked = parse_metrics("span_recall");
   const auto spans_of = [&](const std::vector<Span>& spans) {
@@ -380,6 +388,32 @@ TEST_F(MetricsOfLayer, SpanRecall) {
   EXPECT_DOUBLE_EQ(of("mean", wide), 3.0 / 6);
   EXPECT_EQ(of("full", wide), 0);
   EXPECT_EQ(of("full", narrow), 1);
+}
+
+TEST_F(MetricsOfLayer, SpanErased) {
+  const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 4}, eval);
+  const std::vector<LayerSelection> layers{selection(Heads::kv, 4, {{3}, {3}}), selection(Heads::layer, 4, {{2}})};
+  const auto all = measure<OfSpanInAllLayers>("span_erased", "all");
+  const auto layer = measure<OfSpan>("span_erased", "layer");
+  const Span wide{"needle", "needle", 0, 4}, last{"needle", "needle", 3, 4};
+  EXPECT_DOUBLE_EQ(all.measure(layers, wide), 2.0 / 4);
+  EXPECT_EQ(all.measure(layers, last), 0);
+  EXPECT_EQ(layer.measure({view, layers[0]}, wide), 3.0 / 4);
+  EXPECT_EQ(layer.measure({view, layers[0]}, last), 0);
+  EXPECT_EQ(layer.measure({view, layers[1]}, last), 1);
+  const LayerSelection apart = selection(Heads::kv, 4, {{0, 1}, {2, 3}});
+  EXPECT_EQ(layer.measure({view, apart}, wide), 0) << "each token is kept by some head";
+}
+
+TEST_F(MetricsOfLayer, ConsensusOfHeads) {
+  // Without sink 0 and recent 5: {1,2} {2,3} {} {2}.
+  const LayerSelection made = selection(Heads::query, 6, {{0, 1, 2, 5}, {0, 2, 3, 5}, {0, 5}, {2, 5}}, 1, 1);
+  EXPECT_DOUBLE_EQ(value("head_consensus", made).layer, (1.0 / 3 + 0 + 0.5 + 0 + 0.5 + 0) / 6);
+  EXPECT_DOUBLE_EQ(value("head_consensus", "protected", made).layer,
+                   (3.0 / 5 + 2.0 / 4 + 2.0 / 4 + 2.0 / 4 + 2.0 / 4 + 1.0 / 3) / 6);
+  EXPECT_TRUE(value("head_consensus", made).heads.empty());
+  EXPECT_EQ(value("head_consensus", selection(Heads::kv, 4, {{0, 3}, {0, 3}}, 1, 1)).layer, 1) << "two empty sets";
+  EXPECT_EQ(value("head_consensus", selection(Heads::layer, 4, {{0, 2}})).layer, 1) << "all heads share one set";
 }
 
 TEST(MetricsOverLayers, BytesAddUpAndCompressionIsOfTheMean) {
