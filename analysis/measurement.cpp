@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
+#include "analysis/metrics/quotients.h"
 #include "attention/logits.h"
 
 namespace kvreplay {
@@ -18,14 +20,23 @@ const Of* measure_as(const MetricName& name) {
   return std::get_if<Of>(&find_variant(name)->measure);
 }
 
+/// Functions of the moments whose reductions over the queries make the metric; none: it is of another kind.
+template <class Of>
+std::vector<AtQuery> functions_of(const MetricName& name) {
+  if (const auto* of = measure_as<Of>(name)) return {*of};
+  if constexpr (std::is_same_v<Of, OfMoments>)
+    if (const auto* pooled = measure_as<OfPooledMoments>(name)) return {pooled->part, pooled->whole};
+  return {};
+}
+
 /// What metrics of this kind read of the moments; none: there are no such metrics.
 template <class Of>
 std::optional<MomentParts> parts_read(std::span<const MetricName> names) {
   std::optional<MomentParts> parts;
   for (const MetricName& name : names)
-    if (const auto* of = measure_as<Of>(name)) {
+    for (const AtQuery& function : functions_of<Of>(name)) {
       if (!parts) parts.emplace();
-      parts->add(of->reads);
+      parts->add(function.reads);
     }
   return parts;
 }
@@ -55,13 +66,33 @@ void set_all_layers(Values& values, std::span<const int> treated, double (*over_
   }
 }
 
-/// [L+1, Hq+1] from the means of each treated layer and query head.
-Values values_by_head(const Matrix& means, std::span<const int> treated, int layers) {
+/// "needle.any" is of the span "needle".
+const Span* span_of(const MetricName& name, std::span<const Span> spans) {
+  return find_span(spans, name.variant.substr(0, name.variant.rfind('.')));
+}
+
+LayerValues mean_of_heads(std::vector<double> heads) {
+  const double layer = mean(heads);
+  return {std::move(heads), layer};
+}
+
+/// A root of quotients of sums over all eval queries. Each query has the weight of its moments, and each head.
+LayerValues pooled(std::span<const double> parts, std::span<const double> wholes) {
+  const auto root = [](double part, double whole) { return std::sqrt(quotient(part, whole, 0.0)); };
+  LayerValues values;
+  for (std::size_t head = 0; head < parts.size(); ++head) values.heads.push_back(root(parts[head], wholes[head]));
+  values.layer = root(sum(parts), sum(wholes));
+  return values;
+}
+
+/// [L+1, Hq+1] from the functions' reductions [treated, Hq] over the eval queries.
+Values values_by_head(std::span<const Matrix> functions, std::span<const int> treated, int layers) {
   Values values;
-  for (int l = 0; l < means.rows(); ++l) {
-    const std::span<const double> heads = means.row(l);
-    set_layer(values, {{heads.begin(), heads.end()}, mean(heads)}, means.columns(),
-              treated[static_cast<std::size_t>(l)], layers);
+  for (int l = 0; l < functions.front().rows(); ++l) {
+    const std::span<const double> heads = functions.front().row(l);
+    set_layer(values,
+              functions.size() == 1 ? mean_of_heads({heads.begin(), heads.end()}) : pooled(heads, functions[1].row(l)),
+              functions.front().columns(), treated[static_cast<std::size_t>(l)], layers);
   }
   set_all_layers(values, treated, mean);
   return values;
@@ -98,17 +129,21 @@ template <class Of>
 MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int query_heads) {
   std::vector<AtQuery> functions;
   for (const MetricName& name : wanted.metrics)
-    if (const auto* of = measure_as<Of>(name)) functions.push_back(*of);
-  return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads};
+    std::ranges::copy(functions_of<Of>(name), std::back_inserter(functions));
+  return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads,
+          conditions.eval_queries.size()};
 }
 
 template <class Of>
 void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans& means, const Conditions& conditions,
                 int layers) {
-  std::size_t function = 0;
-  for (const MetricName& name : wanted.metrics)
-    if (measure_as<Of>(name) != nullptr)
-      values[name] = values_by_head(means.means(function++, conditions.eval_queries.size()), conditions.layers, layers);
+  std::size_t next = 0;
+  for (const MetricName& name : wanted.metrics) {
+    std::vector<Matrix> functions;
+    for (std::size_t count = functions_of<Of>(name).size(); count > 0; --count)
+      functions.push_back(means.means(next++));
+    if (!functions.empty()) values[name] = values_by_head(functions, conditions.layers, layers);
+  }
 }
 
 void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int count,
@@ -135,16 +170,31 @@ std::optional<MomentParts> Wanted::moments() const { return parts_read<OfMoments
 
 std::optional<MomentParts> Wanted::moments_of_all_queries() const { return parts_read<OfAllQueries>(metrics); }
 
-MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads)
-    : functions_(std::move(functions)), sums_(functions_.size(), Matrix(layers, query_heads)) {}
+MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries)
+    : functions_(std::move(functions)),
+      queries_(queries),
+      sums_(functions_.size(), Matrix(layers, query_heads)),
+      values_(functions_.size(), std::vector<std::vector<double>>(static_cast<std::size_t>(query_heads))) {}
 
 void MomentMeans::add(int layer, int head, const Moments& kept, const Moments& full, const Comparison* compared) {
-  for (std::size_t f = 0; f < functions_.size(); ++f) sums_[f](layer, head) += functions_[f](kept, full, compared);
+  for (std::size_t f = 0; f < functions_.size(); ++f) {
+    const double value = functions_[f](kept, full, compared);
+    if (functions_[f].over_queries == nullptr) {
+      sums_[f](layer, head) += value;
+      continue;
+    }
+    std::vector<double>& values = values_[f][static_cast<std::size_t>(head)];
+    values.push_back(value);
+    if (values.size() < queries_) continue;
+    sums_[f](layer, head) = functions_[f].over_queries(values);
+    values.clear();
+  }
 }
 
-Matrix MomentMeans::means(std::size_t function, std::size_t queries) const {
+Matrix MomentMeans::means(std::size_t function) const {
   Matrix result = sums_[function];
-  for (double& value : result.values()) value /= static_cast<double>(queries);
+  if (functions_[function].over_queries == nullptr)
+    for (double& value : result.values()) value /= static_cast<double>(queries_);
   return result;
 }
 
@@ -161,7 +211,8 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
   const AtQuery recall{measure_as<OfMoments>({"attention_recall", ""})->from_moments};
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
     means_.push_back(means_of<OfMoments>(wanted_[c], conditions, header.query_heads));
-    recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), header.query_heads);
+    recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), header.query_heads,
+                         conditions.eval_queries.size());
     results_[c].selections.resize(conditions.layers.size());
     results_[c].seconds.resize(conditions.layers.size());
   }
@@ -223,8 +274,11 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
     if (measure_as<OfBestSet>(name) != nullptr)
       set_layer(result.values[name], recall_of_best_set(view, selection), view.query_heads(), view.stored_layer(),
                 layers);
+    if (const auto* of = measure_as<OfEvalAttention>(name))
+      set_layer(result.values[name], mean_of_heads(of->measure(facts)), view.query_heads(), view.stored_layer(),
+                layers);
     if (const auto* of = measure_as<OfSpan>(name))
-      if (const Span* span = find_span(trace_.header().spans, name.variant.substr(0, name.variant.rfind('.'))))
+      if (const Span* span = span_of(name, trace_.header().spans))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
   }
   if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
@@ -237,8 +291,7 @@ RecallByAttention& Measurement::expecting(const LayerView& view) {
 LayerValues Measurement::recall_of_best_set(const LayerView& view, const LayerSelection& selection) {
   std::vector<double> heads(static_cast<std::size_t>(view.query_heads()), undefined);
   if (!selection.differs_by_query()) heads = expecting(view).of_best_set(selection.set);
-  const double layer = mean(heads);
-  return {std::move(heads), layer};
+  return mean_of_heads(std::move(heads));
 }
 
 void Measurement::compared(const LayerView&, int cell, int, int, std::span<const Comparison> comparisons) {
@@ -306,7 +359,7 @@ void Measurement::layer_done(const LayerView& view, int walk, int walks) {
   for (CellResult& result : results_) result.selections[l].reads = {};  // which read the layer
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
     if (expected_[c][l].empty() || !results_[c].error.empty()) continue;
-    const Matrix recalls = recall_[c].means(0, view.eval_queries().size());
+    const Matrix recalls = recall_[c].means(0);
     const KeptSet& set = results_[c].selections[l].set;
     for (int row = 0; row < set.rows(); ++row) {
       std::vector<double> of_row;
@@ -339,8 +392,12 @@ CellResult Measurement::take_cell(int cell) {
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
   }
   if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header().layers);
-  for (const MetricName& name : wanted.metrics)
+  for (const MetricName& name : wanted.metrics) {
     if (const auto* of = measure_as<OfCell>(name)) result.values[name] = single(of->measure(result.selections));
+    if (const auto* of = measure_as<OfSpanInAllLayers>(name))
+      if (const Span* span = span_of(name, trace_.header().spans))
+        result.values[name] = single(of->measure(result.selections, *span));
+  }
   for (const MetricVariant& variant : metrics().get("jaccard_matrix").variants)
     result.matrices[variant.name] = std::get<OfLayerPairs>(variant.measure).measure(result.selections);
   if (wanted.budget > 0 && !result.violation) result.violation = check_budget(result.selections, wanted.budget);

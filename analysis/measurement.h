@@ -57,20 +57,22 @@ struct TraceResult {
   std::vector<double> observable_seconds;           // [treated]
 };
 
-/// Means over eval queries of functions of the moments, by treated layer and query head, summed in the order of the
-/// queries.
+/// Functions of the moments at `queries` eval queries, reduced to one value by treated layer and query head. Means are
+/// summed in the order of the queries. A layer is added whole before the next one begins.
 class MomentMeans {
  public:
   MomentMeans() = default;
-  MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads);
+  MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries);
   /// `compared` is null where kept keys are as they were.
   void add(int layer, int head, const Moments& kept, const Moments& full, const Comparison* compared);
   /// [treated, Hq] of one function.
-  Matrix means(std::size_t function, std::size_t queries) const;
+  Matrix means(std::size_t function) const;
 
  private:
   std::vector<AtQuery> functions_;
-  std::vector<Matrix> sums_;
+  std::size_t queries_ = 0;
+  std::vector<Matrix> sums_;  // or, of functions with over_queries, what this makes of a head's values
+  std::vector<std::vector<std::vector<double>>> values_;  // [functions][Hq] of the layer under way: for over_queries
 };
 
 /// General comparisons of the block of queries under way, by cell: [Hq, count].

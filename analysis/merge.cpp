@@ -16,6 +16,7 @@
 
 #include "analysis/csv.h"
 #include "analysis/folder_lock.h"
+#include "analysis/live_rows.h"
 #include "analysis/merged_json.h"
 #include "analysis/part.h"
 #include "analysis/replaced_file.h"
@@ -310,13 +311,16 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
     for (const fs::path& path : parts_of(folder))
       if (const std::string trace = path.stem().string(); known[trace].add(path)) parts[trace].push_back(path);
   };
+  LiveRows live;
   if (fs::exists(output / "run.json")) run.add(output);
   find_parts(output);
+  live.add(output);
   for (const fs::path& folder : folders) {
     // Not held longer: thousands of folders are more than a process may have open.
     const FolderLock reading = FolderLock::for_reading(folder);
     run.add(folder);
     find_parts(folder);
+    live.add(folder);
   }
   if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
@@ -340,6 +344,7 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   coming.arrive();
   results.finish();
   about.finish();
+  live.write(output);
   made.keep();
   return {folders.size(), parts.size(), run.cells(), run.failed_cells(), run.warnings()};
 }

@@ -24,7 +24,8 @@ std::vector<std::filesystem::path> results_folders(const std::vector<std::filesy
                                                    const std::filesystem::path& output);
 
 /// Parts become parts of `output`, which may hold some already; cells of one trace are joined by their ids. Its files
-/// are assembled on the way, with the coarsest detail of all. A part is linked, or copied where it cannot be.
+/// are assembled on the way, with the coarsest detail of all. A part is linked, or copied where it cannot be. Live
+/// numbers are joined row by row.
 /// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a
 /// folder that another run writes into; Error{input} for a part that is damaged and for a cell of which two folders
 /// have different numbers; Error{resources} for a full disk; Error{interrupted}. `output` is then as it was, unless it

@@ -351,12 +351,20 @@ void warn_of_versions(TraceWork& work) {
   }
 }
 
-/// The file that was read when the run began, or one of the same hash in its place.
-Trace open_again(const TraceWork& work) {
-  Trace trace = Trace::open(work.summary.path);
-  if (trace.identity() != work.file && trace.hash() != work.summary.hash)
+/// The trace in memory, or the file, of which no more than the request's limit is mapped.
+std::shared_ptr<const Trace> open(const RunRequest& request, const fs::path& path) {
+  if (const auto found = request.in_memory.find(path); found != request.in_memory.end()) return found->second;
+  const auto trace = std::make_shared<Trace>(Trace::open(path));
+  trace->limit_mapped(request.mapped_limit);
+  return trace;
+}
+
+/// The trace that was read when the run began, or a file of the same hash in its place.
+std::shared_ptr<const Trace> open_again(const RunRequest& request, const TraceWork& work) {
+  std::shared_ptr<const Trace> trace = open(request, work.summary.path);
+  if (trace->identity() != work.file && trace->hash() != work.summary.hash)
     throw Error{Refusal::input, work.summary.path.string(), "changed since the run began", work.summary.hash,
-                trace.hash()};
+                trace->hash()};
   return trace;
 }
 
@@ -368,7 +376,8 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   TraceWork work;
   work.summary.path = path;
   work.summary.name = trace_name(path);
-  const Trace trace = Trace::open(path);
+  const std::shared_ptr<const Trace> opened = open(request, path);
+  const Trace& trace = *opened;
   work.file = trace.identity();
   check_name(trace);
   work.conditions.boundary = boundary(trace, request.boundary);
@@ -433,7 +442,7 @@ void check_hashes(const std::vector<TraceWork>& works) {
 void check_spans(const RunRequest& request, const std::vector<TraceWork>& works) {
   for (const MetricName& name : request.metrics) {
     const std::size_t dot = name.variant.rfind('.');
-    if (!is<OfSpan>(name) || dot == std::string::npos) continue;
+    if (!is_of_span(name) || dot == std::string::npos) continue;
     const auto has = [&](const TraceWork& work) {
       return std::ranges::any_of(
           work.cells, [&](const CellWork& cell) { return std::ranges::find(cell.wanted, name) != cell.wanted.end(); });
@@ -471,7 +480,7 @@ std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while
     for (const TraceWork& work : works)
       for (const CellWork& cell : work.cells)
         if (!cell.error.empty())
-          check_policy(open_again(work), work.conditions, cell.policy, cell.facts.budget_tokens,
+          check_policy(*open_again(request, work), work.conditions, cell.policy, cell.facts.budget_tokens,
                        share_of_seen(cell.facts));
   }
   check_hashes(works);
@@ -603,8 +612,8 @@ ObservableKey observable_key(const TraceWork& work, const std::string& backend) 
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
              const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
-  Trace trace = open_again(work);
-  trace.limit_mapped(request.mapped_limit);
+  const std::shared_ptr<const Trace> opened = open_again(request, work);
+  const Trace& trace = *opened;
   Batch made = batch(work, request);
   const bool second_pass = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
   const double first_share = second_pass ? 0.5 : 1.0;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <set>
 #include <span>
 #include <string>
@@ -37,7 +38,8 @@ enum class Controls {
 
 struct RunRequest {
   std::vector<std::filesystem::path> traces;
-  std::vector<ConfiguredPolicy> policies;  // what was asked
+  std::map<std::filesystem::path, std::shared_ptr<const Trace>> in_memory;  // of `traces`: those that no file holds
+  std::vector<ConfiguredPolicy> policies;                                   // what was asked
   Controls controls = Controls::random;
   std::vector<Budget> budgets;
   std::set<std::pair<std::size_t, std::size_t>> excluded;  // policies and budgets, by their places: not asked together

@@ -46,7 +46,7 @@ const std::vector<TwoPaths>& metrics_of_two_paths() {
     for (const std::string& name : metrics().names())
       for (const MetricVariant& variant : metrics().get(name).variants)
         if (const auto* measure = std::get_if<OfMoments>(&variant.measure);
-            measure != nullptr && measure->from_comparison != nullptr)
+            measure != nullptr && measure->from_comparison != nullptr && measure->over_queries == nullptr)
           list.push_back({MetricName{name, variant.name}.text(), *measure,
                           measure->from_moments(everything, everything), variant.name.empty()});
     return list;

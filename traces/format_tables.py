@@ -39,6 +39,8 @@ def limits(rule: dict) -> str:
         words.append(str(low) if low == high else f"{low} to {high}")
     elif low is not None:
         words.append(f"at least {low}")
+    elif high is not None:
+        words.append(f"at most {high}")
     for key, text in (
         ("above", "above {}"),
         ("at_most", "at most {}"),

@@ -2,7 +2,10 @@
 //
 // With ã the softmax over the visible kept keys K' and m the mass of the full attention a on them, ã = a/m on K', so
 // all three follow from sums of a and a² over K'. The general comparison builds ã instead.
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "analysis/metrics/metric.h"
 #include "analysis/metrics/quotients.h"
@@ -23,6 +26,30 @@ double prompt_recall(const Moments& kept, const Moments& full) {
 double nosink_recall(const Moments& kept, const Moments& full) {
   return quotient(kept.nosink_mass, full.nosink_mass, 1.0);
 }
+
+double least(std::span<double> values) { return percentile(values, 0.05); }
+
+/// The sums of the eval queries' attention: a mean of quotients would weigh queries that see next to nothing but
+/// protected tokens as much as others.
+std::vector<double> unprotected_recall(const LayerFacts& facts) {
+  const LayerView& view = facts.view;
+  std::vector<double> heads(static_cast<std::size_t>(view.query_heads()), std::numeric_limits<double>::quiet_NaN());
+  if (facts.selection.differs_by_query()) return heads;
+  const Matrix& sums = view.eval_attention();
+  const KeptSet& set = facts.selection.set;
+  for (int head = 0; head < view.query_heads(); ++head) {
+    const int row = set.row_of(head, view.group());
+    const auto r = static_cast<std::size_t>(row);
+    double kept = 0, evicted = 0;
+    for (int j = facts.selection.sinks[r]; j < set.tokens() - facts.selection.recent[r]; ++j)
+      (set.keeps(row, j) ? kept : evicted) += sums(head, j);
+    heads[static_cast<std::size_t>(head)] = quotient(kept, kept + evicted, 1.0);
+  }
+  return heads;
+}
+
+/// Never negative where the two sums differ by rounding alone.
+double sink_mass(const Moments& kept, const Moments&) { return std::max(0.0, kept.prompt_mass - kept.nosink_mass); }
 
 double attention_cosine(const Moments& kept, const Moments& full) {
   return std::sqrt(quotient(kept.square, full.square, 0.0));
@@ -51,12 +78,30 @@ const RegisteredMetric attention_recall_metric{{
     .formula =
         "m = sum over K' of a(t,j); K' = visible kept keys below the boundary, all visible ones from it on, and t",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
-    .edges =
-        "exactly 1 when everything is kept; 0/0 -> 1 in :prompt and :nosink; undefined for dynamic sets in :oracle",
-    .variants = {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
-                 {"oracle", "of the best static set with the same counts: no such set exceeds it", OfBestSet{}, true},
-                 {"prompt", "over the keys below the boundary: kept mass / all mass", OfMoments{{prompt_recall}}},
-                 {"nosink", "the same without the first 4 tokens", OfMoments{{nosink_recall}}}},
+    .edges = "exactly 1 when everything is kept; 0/0 -> 1 in :prompt, :nosink and :unprotected; undefined for dynamic "
+             "sets in "
+             ":oracle and :unprotected; :worst of one query is its own",
+    .variants =
+        {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
+         {"oracle", "of the best static set with the same counts: no such set exceeds it", OfBestSet{}, true},
+         {"prompt", "over the keys below the boundary: kept mass / all mass", OfMoments{{prompt_recall}}},
+         {"nosink", "the same without the first 4 tokens", OfMoments{{nosink_recall}}},
+         {"unprotected",
+          "over the keys below the boundary that the policy does not protect: kept mass / all mass, each summed "
+          "over the eval queries other than the key's own",
+          OfEvalAttention{unprotected_recall}},
+         {"worst", "5th percentile over eval queries in place of their mean", OfMoments{{recall, recall, {}, least}}}},
+}};
+
+const RegisteredMetric sink_mass_metric{{
+    .name = "sink_mass",
+    .summary = "share of the attention that falls on those of the first 4 tokens that are kept",
+    .unit = "share",
+    .better = Better::higher,
+    .formula = "sum over K', j < 4 and below the boundary, of a(t,j)",
+    .source = "kvreplay; attention sinks after StreamingLLM, arXiv:2309.17453",
+    .edges = "0 when none of them is kept or visible; 1 where the boundary is 1 to 4 and nothing else is visible",
+    .variants = {{"", "per query head", OfMoments{{sink_mass}}}},
 }};
 
 const RegisteredMetric attention_cosine_metric{{

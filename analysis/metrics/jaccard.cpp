@@ -1,7 +1,8 @@
-// How similar the sets of different layers are: |A ∩ B| / |A ∪ B|.
+// How similar the sets of different layers, or of the heads of one layer, are: |A ∩ B| / |A ∪ B|.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "analysis/metrics/metric.h"
@@ -16,16 +17,25 @@ struct Compared {
   std::vector<int> counts;
 };
 
-/// Row by row, then the mean: 1 for two empty sets, 0 for one.
+/// Of two rows: 1 for two empty sets, 0 for one.
+double jaccard(const Compared& ours, int our_row, const Compared& theirs, int their_row) {
+  const int common = count_common(ours.set.row_bits(our_row), theirs.set.row_bits(their_row));
+  const int either =
+      ours.counts[static_cast<std::size_t>(our_row)] + theirs.counts[static_cast<std::size_t>(their_row)] - common;
+  return either == 0 ? 1.0 : static_cast<double>(common) / either;
+}
+
+/// Row by row, then the mean.
 double jaccard(const Compared& ours, const Compared& theirs) {
   double total = 0;
-  for (int row = 0; row < ours.set.rows(); ++row) {
-    const int common = count_common(ours.set.row_bits(row), theirs.set.row_bits(row));
-    const int either =
-        ours.counts[static_cast<std::size_t>(row)] + theirs.counts[static_cast<std::size_t>(row)] - common;
-    total += either == 0 ? 1.0 : static_cast<double>(common) / either;
-  }
+  for (int row = 0; row < ours.set.rows(); ++row) total += jaccard(ours, row, theirs, row);
   return total / ours.set.rows();
+}
+
+Compared with_counts(KeptSet set) {
+  Compared made{std::move(set), {}};
+  for (int row = 0; row < made.set.rows(); ++row) made.counts.push_back(made.set.count(row));
+  return made;
 }
 
 KeptSet scored(const LayerSelection& layer) { return unprotected(layer); }
@@ -41,11 +51,8 @@ std::vector<Compared> compared(std::span<const LayerSelection> layers) {
   const KeptSet& finest =
       std::ranges::max_element(layers, {}, [](const LayerSelection& l) { return l.set.rows(); })->set;
   std::vector<Compared> sets;
-  for (const LayerSelection& layer : layers) {
-    Compared& made =
-        sets.emplace_back(rows_of(set_of(layer).refined(finest.heads(), finest.rows())), std::vector<int>{});
-    for (int row = 0; row < made.set.rows(); ++row) made.counts.push_back(made.set.count(row));
-  }
+  for (const LayerSelection& layer : layers)
+    sets.push_back(with_counts(rows_of(set_of(layer).refined(finest.heads(), finest.rows()))));
   return sets;
 }
 
@@ -67,6 +74,19 @@ double adjacent(std::span<const LayerSelection> layers) {
   double total = 0;
   for (std::size_t l = 1; l < sets.size(); ++l) total += jaccard(sets[l - 1], sets[l]);
   return total / static_cast<double>(sets.size() - 1);
+}
+
+/// Over the pairs of rows of a layer.
+template <KeptSet (*set_of)(const LayerSelection&)>
+LayerValues consensus(const LayerFacts& facts) {
+  const Compared heads = with_counts(set_of(facts.selection));
+  const int rows = heads.set.rows();
+  double total = 0;
+  for (int row = 0; row < rows; ++row)
+    for (int other = 0; other < row; ++other) total += jaccard(heads, row, heads, other);
+  LayerValues values;
+  values.layer = rows == 1 ? 1.0 : total / (rows * (rows - 1) / 2.0);
+  return values;
 }
 
 const char* const first_row = "row 0 of the policy's granularity, as the paper plots it";
@@ -116,6 +136,20 @@ const RegisteredMetric jaccard_adjacent_metric{{
     .source = "ChunkKV, Table 3",
     .edges = std::string(edges) + "; undefined with a single layer",
     .variants = readings<OfCell, Neighbours>(),
+}};
+
+const RegisteredMetric head_consensus_metric{{
+    .name = "head_consensus",
+    .summary = "overlap of the kept sets of the heads of a layer",
+    .unit = "share",
+    .formula =
+        "mean over the pairs of rows g < h of |I_g n I_h| / |I_g u I_h|, on the sets at the end of the prompt; the "
+        "mean over layers",
+    .source = "kvreplay",
+    .edges =
+        "rows are the policy's: KV heads, query heads, or one for the layer -> 1; two empty sets -> 1, one empty -> 0",
+    .variants = {{"", "without protected tokens", OfLayer{consensus<scored>}},
+                 {"protected", "with protected tokens", OfLayer{consensus<whole>}}},
 }};
 
 }  // namespace

@@ -43,6 +43,8 @@ struct AtQuery {
   double (*from_moments)(const Moments& kept, const Moments& full);
   double (*from_comparison)(const Comparison&) = nullptr;
   MomentParts reads = {};  // of the moments
+  /// The value of a head from its values at the eval queries, which may be reordered; null: their mean.
+  double (*over_queries)(std::span<double>) = nullptr;
 
   /// `compared` is null where kept keys are as they were.
   double operator()(const Moments& kept, const Moments& full, const Comparison* compared) const {
@@ -50,11 +52,22 @@ struct AtQuery {
   }
 };
 struct OfMoments : AtQuery {};
-/// The same with every token of the trace as eval query: a pass of its own.
+/// sqrt(sum of `part` / sum of `whole`): of a head over its eval queries, of a layer over its query heads also. The
+/// mean over layers.
+struct OfPooledMoments {
+  AtQuery part;
+  AtQuery whole;
+};
+/// As OfMoments, with every token of the trace as eval query: a pass of its own.
 struct OfAllQueries : AtQuery {};
 /// The recall of the best fixed set with the counts of the cell's rows: the largest sums of the eval queries'
 /// attention. By query head, as OfMoments; NaN for a dynamic set.
 struct OfBestSet {};
+/// Of what each prompt token receives of the eval queries' attention (LayerView::eval_attention): by query head, as
+/// OfMoments. NaN where it is undefined.
+struct OfEvalAttention {
+  std::vector<double> (*measure)(const LayerFacts&);
+};
 /// Of one layer's selection; `over_layers` makes the value of all layers.
 struct OfLayer {
   LayerValues (*measure)(const LayerFacts&);
@@ -63,6 +76,10 @@ struct OfLayer {
 /// The same for each span of tokens below the boundary: the variant's full name is SPAN.NAME.
 struct OfSpan {
   double (*measure)(const LayerFacts&, const Span&);
+};
+/// Of each such span in the selections of all treated layers together.
+struct OfSpanInAllLayers {
+  double (*measure)(std::span<const LayerSelection>, const Span&);
 };
 /// Of the selections of all treated layers; NaN: undefined.
 struct OfCell {
@@ -81,8 +98,8 @@ struct OfSeconds {
   double (*measure)(const CellSeconds&);
 };
 
-using Measure =
-    std::variant<OfMoments, OfAllQueries, OfBestSet, OfLayer, OfSpan, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
+using Measure = std::variant<OfMoments, OfPooledMoments, OfAllQueries, OfBestSet, OfEvalAttention, OfLayer, OfSpan,
+                             OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
 
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };
@@ -132,6 +149,9 @@ std::vector<MetricName> parse_metrics(std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.
 const MetricVariant* find_variant(const MetricName& name);
+
+/// Whether it is measured for each span below the boundary.
+bool is_of_span(const MetricName& name);
 
 /// Of the variant, else of its metric.
 Better better_of(const MetricCard& card, const MetricVariant& variant);

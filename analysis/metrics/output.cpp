@@ -21,6 +21,15 @@ double output_error(const Comparison& compared) {
   return std::sqrt(quotient(compared.error_square, compared.output_full_square, 0.0));
 }
 
+double error_square(const Moments& kept, const Moments&) { return kept.error_square; }
+double error_square(const Comparison& compared) { return compared.error_square; }
+double full_square(const Moments&, const Moments& full) { return full.output_square; }
+double full_square(const Comparison& compared) { return compared.output_full_square; }
+
+double greatest(std::span<double> values) { return percentile(values, 0.95); }
+
+constexpr MomentParts outputs{.outputs = true};
+
 const RegisteredMetric output_cosine_metric{{
     .name = "output_cosine",
     .summary = "cosine between the attention output with the full and with the kept cache",
@@ -29,7 +38,7 @@ const RegisteredMetric output_cosine_metric{{
     .formula = "<o,õ> / (|o| |õ|), o = sum of a v, õ = sum over K' of a v / sum over K' of a",
     .source = "kvreplay",
     .edges = "exactly 1 when everything is kept; both outputs zero -> 1, one zero -> 0",
-    .variants = {{"", "per query head", OfMoments{{output_cosine, output_cosine, {.outputs = true}}}, true}},
+    .variants = {{"", "per query head", OfMoments{{output_cosine, output_cosine, outputs}}, true}},
 }};
 
 const RegisteredMetric output_error_metric{{
@@ -39,8 +48,13 @@ const RegisteredMetric output_error_metric{{
     .better = Better::lower,
     .formula = "|o - õ|_2 / |o|_2",
     .source = "kvreplay",
-    .edges = "exactly 0 when everything is kept; 0/0 -> 0; undefined when only o is zero",
-    .variants = {{"", "per query head", OfMoments{{output_error, output_error, {.outputs = true}}}, true}},
+    .edges =
+        "exactly 0 when everything is kept; 0/0 -> 0; undefined when only o is zero; :worst of one query is its own",
+    .variants = {{"", "per query head", OfMoments{{output_error, output_error, outputs}}, true},
+                 {"pooled", "sqrt(sum of |o - õ|² / sum of |o|²) over the eval queries and query heads of a layer",
+                  OfPooledMoments{{error_square, error_square, outputs}, {full_square, full_square, outputs}}},
+                 {"worst", "95th percentile over eval queries in place of their mean, per query head",
+                  OfMoments{{output_error, output_error, outputs, greatest}}}},
 }};
 
 }  // namespace

@@ -19,7 +19,9 @@ const MetricVariant* variant_of(const MetricCard& card, std::string_view name) {
   return nullptr;
 }
 
-bool is_of_span(const MetricVariant& variant) { return std::holds_alternative<OfSpan>(variant.measure); }
+bool is_of_span(const MetricVariant& variant) {
+  return std::holds_alternative<OfSpan>(variant.measure) || std::holds_alternative<OfSpanInAllLayers>(variant.measure);
+}
 
 /// "needle.any" is the variant "any" of the span "needle".
 std::string_view without_span(std::string_view variant) { return variant.substr(variant.rfind('.') + 1); }
@@ -60,6 +62,8 @@ const MetricVariant* find_variant(const MetricName& name) {
   const MetricVariant* of_span = variant_of(*card, without_span(name.variant));
   return of_span != nullptr && is_of_span(*of_span) ? of_span : nullptr;
 }
+
+bool is_of_span(const MetricName& name) { return is_of_span(*find_variant(name)); }
 
 Better better_of(const MetricCard& card, const MetricVariant& variant) { return variant.better.value_or(card.better); }
 

@@ -1,4 +1,6 @@
 // Whether a named span of the prompt survives: a needle, an answer, a question.
+#include <algorithm>
+
 #include "analysis/metrics/metric.h"
 
 namespace kvreplay {
@@ -10,15 +12,16 @@ int kept_of(const KeptSet& set, int row, const Span& span) {
   return kept;
 }
 
+bool kept_by_any(const KeptSet& set, int token) {
+  for (int row = 0; row < set.rows(); ++row)
+    if (set.keeps(row, token)) return true;
+  return false;
+}
+
+double share_of(int tokens, const Span& span) { return static_cast<double>(tokens) / (span.end - span.begin); }
+
 double any(const LayerFacts& facts, const Span& span) {
-  const KeptSet& set = facts.selection.set;
-  int kept = 0;
-  for (int j = span.begin; j < span.end; ++j) {
-    bool by_any = false;
-    for (int row = 0; row < set.rows(); ++row) by_any = by_any || set.keeps(row, j);
-    kept += by_any ? 1 : 0;
-  }
-  return static_cast<double>(kept) / static_cast<double>(span.end - span.begin);
+  return share_of(kept_of(facts.selection.set.union_of_rows(), 0, span), span);
 }
 
 double mean_share(const LayerFacts& facts, const Span& span) {
@@ -35,6 +38,18 @@ double full(const LayerFacts& facts, const Span& span) {
   return 0.0;
 }
 
+double erased_of_layer(const LayerFacts& facts, const Span& span) {
+  const int tokens = span.end - span.begin;
+  return share_of(tokens - kept_of(facts.selection.set.union_of_rows(), 0, span), span);
+}
+
+double erased_of_all_layers(std::span<const LayerSelection> layers, const Span& span) {
+  int erased = 0;
+  for (int j = span.begin; j < span.end; ++j)
+    erased += std::ranges::none_of(layers, [&](const LayerSelection& layer) { return kept_by_any(layer.set, j); });
+  return share_of(erased, span);
+}
+
 const RegisteredMetric span_recall_metric{{
     .name = "span_recall",
     .summary = "how much of a named span of the prompt is kept",
@@ -46,6 +61,20 @@ const RegisteredMetric span_recall_metric{{
     .variants = {{"any", "SPAN.any: share of its tokens that at least one head keeps", OfSpan{any}, true},
                  {"mean", "SPAN.mean: mean over heads of the share kept", OfSpan{mean_share}, true},
                  {"full", "SPAN.full: 1 when one head keeps all of it", OfSpan{full}, true}},
+}};
+
+const RegisteredMetric span_erased_metric{{
+    .name = "span_erased",
+    .summary = "how much of a named span of the prompt no head keeps",
+    .unit = "share",
+    .better = Better::lower,
+    .formula = "tokens of the span in no row's kept set at the end of the prompt / tokens of the span",
+    .source = "kvreplay; after arXiv:2603.01426, which relates it to hallucination",
+    .edges = "spans that end after the boundary have no rows; with one treated layer both variants are equal",
+    .variants = {{"all", "SPAN.all: of the tokens that no head of any treated layer keeps",
+                  OfSpanInAllLayers{erased_of_all_layers}},
+                 {"layer", "SPAN.layer: of those that no head of the same layer keeps, the mean over layers",
+                  OfSpan{erased_of_layer}}},
 }};
 
 }  // namespace

@@ -69,6 +69,14 @@ bool keeps_everything(const Plan& plan, int budget, int prompt) {
   return std::holds_alternative<Everything>(plan.allocate) || (has_budget(plan) && budget >= prompt);
 }
 
+Decision decision_of(const Plan& plan) {
+  if (plan.score.needs.future_queries) return Decision::future;
+  if (std::holds_alternative<Reads>(plan.schedule)) return Decision::never;
+  if (!std::holds_alternative<Once>(plan.schedule) || plan.nesting == Nesting::prunes_next)
+    return Decision::during_prefill;
+  return std::holds_alternative<Everything>(plan.allocate) ? Decision::never : Decision::after_prefill;
+}
+
 std::string lacks_protection(const Plan& plan) {
   if (std::holds_alternative<Everything>(plan.allocate)) return "keeps every token";
   if (std::holds_alternative<SetsOf>(plan.allocate)) return "keeps the protected tokens of another policy";

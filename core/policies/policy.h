@@ -285,6 +285,12 @@ bool keeps_everything(const Plan& plan, int budget, int prompt);
 /// budget, beside protected tokens.
 std::string lacks_protection(const Plan& plan);
 
+/// When a plan's sets are decided, as a live system would have to: after an uncompressed prefill, whose queries, keys
+/// and values no eviction has changed; while it runs, so that later queries and deeper layers feel the eviction; by
+/// later queries, which no system has; or never, because all tokens are held.
+enum class Decision { after_prefill, during_prefill, future, never };
+Decision decision_of(const Plan& plan);
+
 /// Why the plan has no random twin, as "its kept set is dynamic"; empty: its kept set is static, decided once, within a
 /// budget.
 std::string why_no_twin(const Plan& plan);

@@ -133,23 +133,11 @@ bool keeps_all(const KeptSet& set) {
   return true;
 }
 
-/// Keys in the order of their slots, as their distances from queries after the prompt see them: slot i of n kept tokens
-/// stands n - i before the first of these.
 StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection) {
-  const LayerTensors& tensors = view.tensors();
   StoredLayer stored;
-  stored.tensors = tensors;
-  stored.keys = widened(tensors.k);
-  for (int head = 0; head < tensors.k.heads; ++head) {
-    const int row = selection.set.row_of(head * view.group(), view.group());
-    const std::span<const std::int32_t> slots = selection.slots_of(row);
-    const auto count = static_cast<int>(slots.size());
-    for (int slot = 0; slot < count; ++slot) {
-      const std::int32_t token = slots[static_cast<std::size_t>(slot)];
-      rotate(tensors.rope, view.prompt() - count + slot - token, row_of(stored.keys, tensors.k, head, token));
-    }
-  }
-  stored.tensors.k = view_of(stored.keys, tensors.k);
+  stored.tensors = view.tensors();
+  stored.keys = keys_at_slots(view, selection);
+  stored.tensors.k = view_of(stored.keys, stored.tensors.k);
   return stored;
 }
 
@@ -189,6 +177,13 @@ const std::string* policy_taken_from(const std::vector<LayerPlan>& plans) {
   for (const LayerPlan& of_range : plans)
     if (const std::string* other = kvreplay::policy_taken_from(of_range.plan.allocate)) return other;
   return nullptr;
+}
+
+/// The treated layer that this one is stored with, or this one itself.
+int partner_of(const LayerPlan& of_range, int layer) {
+  const auto* transformed = std::get_if<Transformed>(&of_range.plan.store);
+  if (transformed == nullptr || !transformed->paired_with) return layer;
+  return of_range.first + transformed->paired_with(layer - of_range.first, of_range.count);
 }
 
 /// How one cell is measured in one layer.
@@ -383,6 +378,7 @@ class Replay {
     for (const StoredTensor& tensor : trace_.tensors(stored)) {
       const bool queries = tensor.path.ends_with("/q");
       if (tensor.path.ends_with("/wo") && !projection) continue;
+      if (tensor.path.ends_with("/input_norm")) continue;
       const std::span<const std::int32_t> positions =
           queries ? trace_.query_positions(stored) : std::span<const std::int32_t>{};
       std::optional<std::span<const std::int32_t>> rows;
@@ -438,14 +434,6 @@ class Replay {
     }
   }
 
-  /// The treated layer that the job stores this one with, or the layer itself.
-  static int partner_of(const Job& job, int layer) {
-    const Stretch& stretch = job.stretch(layer);
-    const auto* transformed = std::get_if<Transformed>(&stretch.plan().store);
-    if (transformed == nullptr || !transformed->paired_with) return layer;
-    return stretch.of.first + transformed->paired_with(layer - stretch.of.first, stretch.of.count);
-  }
-
   /// The layers that layer l is stored with, itself among them where a store that pairs layers leaves it alone.
   std::map<int, PairedLayer> paired_layers(int l, bool second_walk) const {
     std::map<int, PairedLayer> paired;
@@ -454,7 +442,8 @@ class Replay {
       if (transformed == nullptr || !transformed->paired_with || job.number == no_cell ||
           job.two_walks != second_walk || job.failure)
         continue;
-      const int partner = partner_of(job, l), stored = conditions_.layers[static_cast<std::size_t>(partner)];
+      const int partner = partner_of(job.stretch(l).of, l),
+                stored = conditions_.layers[static_cast<std::size_t>(partner)];
       if (!paired.contains(partner)) paired.try_emplace(partner, trace_, partner, stored);
     }
     return paired;
@@ -711,9 +700,10 @@ class Replay {
     Measured measured{&job, &selection};
     const bool nothing_moves = !selection.differs_by_query() && keeps_all(selection.set);
     if (const auto* transformed = std::get_if<Transformed>(&store))
-      measured.stored = transformed->store(view, selection.set,
-                                           transformed->paired_with ? paired.at(partner_of(job, view.layer())).partner
-                                                                    : Partner{view.layer(), view.tensors()});
+      measured.stored = transformed->store(
+          view, selection.set,
+          transformed->paired_with ? paired.at(partner_of(job.stretch(view.layer()).of, view.layer())).partner
+                                   : Partner{view.layer(), view.tensors()});
     else if (std::holds_alternative<CachePositions>(store) && !nothing_moves && !selection.slots.empty())
       measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
     else if (std::holds_alternative<CachePositions>(store) && !nothing_moves)
@@ -842,6 +832,65 @@ ScoreKey score_key(const Plan& plan, const Scoring& how) {
   const Scoring read = told(plan, how);
   return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent,
           read.budget,     read.sinks,          read.observing,          read.window_end};
+}
+
+std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& selection) {
+  const TensorView& keys = view.tensors().k;
+  const KeptSet& set = selection.set;
+  const int heads = set.heads() == Heads::query ? view.query_heads() : keys.heads;
+  TensorView shape = keys;
+  shape.heads = heads;
+  std::vector<float> moved(static_cast<std::size_t>(heads) * static_cast<std::size_t>(keys.tokens) *
+                           static_cast<std::size_t>(keys.dim));
+  for (int head = 0; head < heads; ++head) {
+    for (int token = 0; token < keys.tokens; ++token) {
+      const std::span<float> key = row_of(moved, shape, head, token);
+      const std::byte* const captured = keys.row(head * keys.heads / heads, token);
+      for (std::size_t i = 0; i < key.size(); ++i) key[i] = load(captured, keys.dtype, i);
+    }
+    const std::vector<std::int32_t> slots =
+        selection.in_slot_order(set.row_of(head * (view.query_heads() / heads), view.group()));
+    const auto count = static_cast<int>(slots.size());
+    for (int slot = 0; slot < count; ++slot) {
+      const std::int32_t token = slots[static_cast<std::size_t>(slot)];
+      rotate(view.tensors().rope, view.prompt() - count + slot - token, row_of(moved, shape, head, token));
+    }
+  }
+  return moved;
+}
+
+void apply_store(Backend& backend, const Trace& trace, const Conditions& conditions, const Cell& cell, int layer,
+                 const StoreApplied& heard) {
+  const auto layers = static_cast<int>(conditions.layers.size());
+  const int stored = conditions.layers.at(static_cast<std::size_t>(layer));
+  const std::vector<LayerPlan> plans = cell.policy.plans(layers);
+  const LayerPlan& of_range =
+      *std::ranges::find_if(plans, [&](const LayerPlan& one) { return layer < one.first + one.count; });
+  const Plan& plan = of_range.plan;
+  const auto* transformed = std::get_if<Transformed>(&plan.store);
+  // An archived layer is put together in place of the one before it.
+  std::optional<PairedLayer> paired;
+  if (transformed != nullptr && transformed->paired_with) {
+    const int partner = partner_of(of_range, layer);
+    paired.emplace(trace, partner, conditions.layers.at(static_cast<std::size_t>(partner)));
+  }
+  const LayerTensors tensors = trace.layer(stored);
+  HeldLayer held(backend, tensors);
+  held.hold(needs_of(plan.store).all_queries);
+  const TensorView projection = needs_of(plan.store).projection ? output_projection(trace, stored) : TensorView{};
+  const LayerView view(
+      backend, tensors,
+      {layer, layers, stored, conditions.boundary, marked_question(trace, conditions.boundary), projection},
+      conditions.eval_queries);
+  LayerSelection selection = cell.known.at(static_cast<std::size_t>(layer));
+  if (const auto* reads = std::get_if<Reads>(&plan.schedule); reads != nullptr && cell.budget < conditions.boundary)
+    selection.reads = reads->of_layer(view, cell.budget);
+  std::unique_ptr<StoredLayer> changed;
+  if (transformed != nullptr)
+    changed = transformed->store(view, selection.set, paired ? paired->partner : Partner{view.layer(), view.tensors()});
+  heard(view, selection, changed.get(), std::holds_alternative<CachePositions>(plan.store));
+  trace.require_unchanged();
+  trace.release(stored);
 }
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,

@@ -49,6 +49,12 @@ std::span<const std::int32_t> LayerSelection::slots_of(int row) const {
   return std::span(slots).subspan(before, static_cast<std::size_t>(set.count(row)));
 }
 
+std::vector<std::int32_t> LayerSelection::in_slot_order(int row) const {
+  if (slots.empty()) return set.positions(row);
+  const std::span<const std::int32_t> of_row = slots_of(row);
+  return {of_row.begin(), of_row.end()};
+}
+
 KeptSet LayerSelection::seen_by(int query) const {
   if (reads.at) return reads.at(query);
   KeptSet seen(set.heads(), set.rows(), static_cast<int>(evicted_of(0).size()));

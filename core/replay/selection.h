@@ -34,6 +34,8 @@ struct LayerSelection {
   std::span<const std::int32_t> evicted_of(int row) const;
   /// Of `slots`, which must not be empty.
   std::span<const std::int32_t> slots_of(int row) const;
+  /// Kept positions of a row in the order of their slots, whatever that is.
+  std::vector<std::int32_t> in_slot_order(int row) const;
   /// R(t), where it differs by query: what query t sees, t itself included, as a set over [0, T); or over [0, P), where
   /// each query reads some and t may be missing.
   KeptSet seen_by(int query) const;

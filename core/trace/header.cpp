@@ -38,6 +38,7 @@ const std::pair<std::string_view, Member> members[] = {
     {"/model@softmax_scale", &TraceHeader::softmax_scale},
     {"/model@logit_softcap", &TraceHeader::logit_softcap},
     {"/model@source_hash", &TraceHeader::source_hash},
+    {"/model@quantisation", &TraceHeader::quantisation},
     {"/model/rope@style", &TraceHeader::rope_interleaved},
     {"/tokens@prefill", &TraceHeader::prefill},
     {"/model/sliding_window", &TraceHeader::sliding_window},
@@ -48,6 +49,9 @@ const std::pair<std::string_view, Member> members[] = {
     {"/tokens/offsets", &TraceHeader::offsets},
     {"/tokens/text", &TraceHeader::text},
     {"/spans", &TraceHeader::spans},
+    {"/reference/ids", &TraceHeader::reference_ids},
+    {"/reference/log_probabilities", &TraceHeader::reference_log_probabilities},
+    {"/reference/tail", &TraceHeader::reference_tail},
 };
 
 const Member* member_of(const SchemaEntry& entry) {
@@ -156,8 +160,14 @@ std::vector<std::uint64_t> shape_of(const SchemaEntry& entry, const Value& value
 
 }  // namespace
 
+bool has_group(const TraceHeader& header, std::string_view group) {
+  if (group == "/model/rope") return header.has_rope;
+  if (group == "/reference") return !header.reference_ids.empty();
+  return true;
+}
+
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry) {
-  if (entry.group == "/model/rope" && !header.has_rope) return std::nullopt;
+  if (!has_group(header, entry.group)) return std::nullopt;
   const Member* member = member_of(entry);
   if (member == nullptr) return constant_of(entry);
   const Value value = std::visit(
@@ -213,6 +223,10 @@ std::optional<std::int64_t> Rules::known(const std::string& dimension) const {
   if (const std::size_t star = dimension.find('*'); star != std::string::npos) {
     const auto left = known(dimension.substr(0, star)), right = known(dimension.substr(star + 1));
     return left && right ? std::optional(*left * *right) : std::nullopt;
+  }
+  if (const std::size_t minus = dimension.find('-'); minus != std::string::npos) {
+    const auto whole = known(dimension.substr(0, minus)), part = known(dimension.substr(minus + 1));
+    return whole && part ? std::optional(*whole - *part) : std::nullopt;
   }
   const auto found = sizes_.find(dimension);
   return found == sizes_.end() ? std::nullopt : std::optional(found->second);

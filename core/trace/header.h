@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -18,6 +19,9 @@ namespace kvreplay {
 
 using Value =
     std::variant<std::string, std::int64_t, double, std::vector<std::int32_t>, std::vector<double>, std::vector<Span>>;
+
+/// Whether a header has an optional group.
+bool has_group(const TraceHeader& header, std::string_view group);
 
 /// What the object's value is in `header`; none: an optional object that is left out.
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry);
@@ -41,7 +45,7 @@ class Rules {
   /// A dimension that is known from now on: from an attribute, or from the first shape that has it.
   void bind(const std::string& dimension, std::int64_t size) { sizes_[dimension] = size; }
   std::int64_t size(const std::string& dimension) const { return sizes_.at(dimension); }
-  /// By name, number or product; none: it is not bound.
+  /// By name, number, product or difference; none: it is not bound.
   std::optional<std::int64_t> known(const std::string& dimension) const;
 
   void check_shape(const std::string& object, const SchemaEntry& entry, const std::vector<std::uint64_t>& found);

@@ -132,6 +132,7 @@ Mapping::~Mapping() {
 }
 
 void Mapping::require_unchanged() const {
+  if (base_ == nullptr) return;
   const FileIdentity now = identity_of(file_, where_);
   if (now.length != length_)
     throw Error{Refusal::input, where_, "changed while it was read", fmt::format("{} bytes", length_),

@@ -32,7 +32,8 @@ class Mapping {
     return static_cast<std::uint64_t>(bytes.data() - base_);
   }
 
-  /// Throws Error{input} where the file was written to since it was mapped, or could not be read.
+  /// Throws Error{input} where the file was written to since it was mapped, or could not be read. Does nothing where no
+  /// file is mapped.
   void require_unchanged() const;
   /// As it was when it was mapped.
   const FileIdentity& identity() const { return identity_; }

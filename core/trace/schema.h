@@ -16,8 +16,8 @@ struct SchemaEntry {
   std::string group;               // "/model": what must exist for the entry to matter
   std::string name;                // "n_layers"
   std::string object;              // "/model@n_layers", "/tokens/ids": as messages and tables name it
-  std::string type;                // string int float | int32 float64 real span string
-  std::vector<std::string> shape;  // datasets: dimensions by name, number or product ("Hq*d")
+  std::string type;                // string int float | int32 float32 float64 real span string
+  std::vector<std::string> shape;  // datasets: dimensions by name, number, product ("Hq*d") or difference ("T-P")
   bool attribute = false;
   bool required = false;
   bool hashed = true;      // part of the trace hash
@@ -31,6 +31,8 @@ struct SchemaEntry {
   std::string with;                 // a dataset that is present exactly when this one is
   std::string help;                 // its meaning
   bool per_layer() const { return group.starts_with("/layers/"); }
+  /// Whether it holds floating-point numbers of a layer; these have hashes of their own.
+  bool is_tensor() const { return per_layer() && (type == "real" || type == "float32"); }
 };
 
 struct SchemaGroup {

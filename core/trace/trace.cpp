@@ -24,20 +24,21 @@
 namespace kvreplay {
 namespace {
 
-/// Where a tensor lies: at an offset of the mapped file, or in chunks that HDF5 puts together.
+/// Where a tensor lies: at an offset of the mapped file, in memory, or in chunks that HDF5 puts together.
 struct TensorPlace {
   std::string path;
   DType dtype = DType::float32;
   std::vector<std::uint64_t> shape = {};
   std::optional<std::uint64_t> offset = {};
   std::string xxh3 = {};
+  std::shared_ptr<const std::byte> memory = {};
 
   std::uint64_t bytes() const { return hdf5::bytes({shape.begin(), shape.end()}, size_of(dtype)); }
 };
 
 struct LayerPlaces {
   std::vector<std::int32_t> query_positions;
-  std::vector<TensorPlace> tensors;  // q, k, v, and wo where it is stored
+  std::vector<TensorPlace> tensors;  // q, k, v, and wo and input_norm where they are stored
 };
 
 struct Contents {
@@ -300,7 +301,7 @@ class Reader {
     if (const auto tokens = rules_.known("T")) rules_.bind("Tq", *tokens);
     attempt([&] { read_query_positions(*group, l, layer); });
     for (const SchemaEntry& entry : schema().datasets)
-      if (entry.per_layer() && entry.type == "real")
+      if (entry.is_tensor())
         attempt([&] {
           if (auto tensor = find_tensor(*group, entry, object_in_layer(entry, l)))
             layer.tensors.push_back(std::move(*tensor));
@@ -326,7 +327,8 @@ class Reader {
     TensorPlace place{.path = object};
     const hdf5::Type type = dataset->type();
     const auto dtype = std::ranges::find_if(all_dtypes, [&](DType known) { return type == hdf5::Type::of(known); });
-    if (dtype == std::end(all_dtypes)) refuse(object, "type", "float16, bfloat16 or float32", type.name());
+    if (dtype == std::end(all_dtypes) || (entry.type == "float32" && *dtype != DType::float32))
+      refuse(object, "type", entry.type == "float32" ? entry.type : "float16, bfloat16 or float32", type.name());
     place.dtype = *dtype;
     const hdf5::Shape shape = dataset->shape();
     place.shape.assign(shape.begin(), shape.end());
@@ -368,10 +370,52 @@ Contents contents_of(const FileDescriptor& file, std::uint64_t length, const std
   return Reader(hdf5::File::open(path), path.string(), length).read();
 }
 
+/// Tensors in memory, held against the rules for a file of this header. Throws Error{input}.
+std::vector<LayerPlaces> places_in_memory(const std::string& file, const TraceHeader& header,
+                                          std::vector<LayerInMemory> layers) {
+  Rules rules(file);
+  rules.check_header(header);
+  if (layers.size() != static_cast<std::size_t>(header.layers))
+    throw Error{Refusal::input, rules.where("/layers"), "layers", std::to_string(header.layers),
+                std::to_string(layers.size())};
+  std::vector<LayerPlaces> all;
+  for (LayerInMemory& layer : layers) {
+    const int number = static_cast<int>(all.size());
+    LayerPlaces& places = all.emplace_back();
+    rules.bind("Tq", header.tokens());
+    if (!layer.query_positions.empty()) {
+      const SchemaEntry& entry = schema().entry("/layers/{layer}/q_positions");
+      rules.bind("Tq", static_cast<std::int64_t>(layer.query_positions.size()));
+      rules.check_value(object_in_layer(entry, number), entry, layer.query_positions);
+    }
+    places.query_positions = std::move(layer.query_positions);
+    const auto add = [&](const char* name, TensorInMemory& tensor) {
+      const SchemaEntry& entry = schema().entry(std::string("/layers/{layer}/") + name);
+      const std::string object = object_in_layer(entry, number);
+      rules.check_shape(object, entry, tensor.shape);
+      places.tensors.push_back({.path = object,
+                                .dtype = tensor.dtype,
+                                .shape = std::move(tensor.shape),
+                                .memory = std::move(tensor.elements)});
+    };
+    add("q", layer.q);
+    add("k", layer.k);
+    add("v", layer.v);
+    if (layer.wo) add("wo", *layer.wo);
+  }
+  return all;
+}
+
 }  // namespace
 
 class Trace::State {
  public:
+  State(const std::filesystem::path& path, TraceHeader header, std::vector<LayerInMemory> layers)
+      : path_(path),
+        name_(trace_name(path)),
+        header_(std::move(header)),
+        layers_(places_in_memory(path_.string(), header_, std::move(layers))) {}
+
   explicit State(const std::filesystem::path& path) : path_(path), name_(trace_name(path)) {
     std::uint64_t length = 0;
     FileDescriptor file = open_file(path_.string(), length);
@@ -402,11 +446,11 @@ class Trace::State {
     return largest;
   }
 
-  /// Of the tensors of layer l that are mapped, or of the others.
+  /// Of the tensors of layer l in a file: of those that are mapped, or of the others.
   std::size_t bytes(int l, bool mapped) const {
     std::size_t sum = 0;
     for (const TensorPlace& place : places(l).tensors)
-      if (place.offset.has_value() == mapped) sum += place.bytes();
+      if (!place.memory && place.offset.has_value() == mapped) sum += place.bytes();
     return sum;
   }
 
@@ -414,8 +458,11 @@ class Trace::State {
 
   TensorView view(int l, std::size_t t) const {
     const TensorPlace& place = places(l).tensors[t];
-    const std::byte* data = place.offset ? mapping_.at(*place.offset) : archived(l)[t].data();
+    const std::byte* data = place.memory   ? place.memory.get()
+                            : place.offset ? mapping_.at(*place.offset)
+                                           : archived(l)[t].data();
     const auto size = [&](std::size_t i) { return static_cast<int>(place.shape[i]); };
+    if (place.shape.size() == 1) return {data, place.dtype, 1, size(0), 1};
     if (place.shape.size() == 2) return {data, place.dtype, 1, size(0), size(1)};
     return {data, place.dtype, size(0), size(1), size(2)};
   }
@@ -510,6 +557,10 @@ std::vector<Error> violations(const std::filesystem::path& path) {
 
 Trace Trace::open(const std::filesystem::path& path) { return Trace(std::make_unique<State>(path)); }
 
+Trace Trace::of_arrays(const std::filesystem::path& path, TraceHeader header, std::vector<LayerInMemory> layers) {
+  return Trace(std::make_unique<State>(path, std::move(header), std::move(layers)));
+}
+
 const std::filesystem::path& Trace::path() const { return state_->path_; }
 const std::string& Trace::name() const { return state_->name_; }
 const TraceHeader& Trace::header() const { return state_->header_; }
@@ -524,6 +575,8 @@ bool Trace::states_hashes() const {
     return std::ranges::none_of(layer.tensors, [](const TensorPlace& tensor) { return tensor.xxh3.empty(); });
   });
 }
+
+bool Trace::is_in_memory() const { return state_->layers_.front().tensors.front().memory != nullptr; }
 
 const FileIdentity& Trace::identity() const { return state_->mapping_.identity(); }
 

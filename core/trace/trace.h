@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -45,6 +46,7 @@ struct TraceHeader {
   double softmax_scale = 1.0;
   double logit_softcap = 0.0;
   std::string source_hash;
+  std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
 
   std::vector<std::int32_t> sliding_window;  // [L]
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers
@@ -61,6 +63,10 @@ struct TraceHeader {
   std::string text;                   // UTF-8, or empty
   std::vector<Span> spans;
 
+  std::vector<std::int32_t> reference_ids;          // [G, K], or empty: the model's most probable tokens
+  std::vector<double> reference_log_probabilities;  // [G, K], or empty
+  std::vector<double> reference_tail;               // [G], or empty: the probability of all others
+
   int tokens() const { return static_cast<int>(ids.size()); }  // T
   int continuation() const { return tokens() - prefill; }      // G
   int group() const { return query_heads / kv_heads; }
@@ -69,9 +75,23 @@ struct TraceHeader {
 /// A tensor as the file has it.
 struct StoredTensor {
   std::string path;        // "/layers/003/k"
-  TensorView view;         // output projections are one head of `hidden` tokens of Hq*d components
+  TensorView view;         // output projections are one head of `hidden` tokens of Hq*d components, norms of T tokens
   std::vector<int> shape;  // as in the file
   std::string xxh3;        // stated by the file; empty: not stated
+};
+
+/// A tensor outside any file.
+struct TensorInMemory {
+  DType dtype = DType::float32;
+  std::vector<std::uint64_t> shape = {};
+  std::shared_ptr<const std::byte> elements = {};  // which it keeps in memory
+};
+
+/// The tensors of one layer outside any file.
+struct LayerInMemory {
+  std::vector<std::int32_t> query_positions = {};  // [Tq] ascending; empty: all T queries
+  TensorInMemory q = {}, k = {}, v = {};
+  std::optional<TensorInMemory> wo = {};
 };
 
 /// Throws, in open()'s words, where there is no file that can be read at all.
@@ -82,6 +102,11 @@ class Trace {
  public:
   /// Throws Error{input} that names the object, what was expected and what was found.
   static Trace open(const std::filesystem::path& path);
+
+  /// A trace of tensors in memory, which are not copied and must not change while the trace is in use. `path` takes the
+  /// place of a file's in messages and names the trace. Every number and the hash are those of a file with this header
+  /// and these tensors. Throws as open() does for such a file.
+  static Trace of_arrays(const std::filesystem::path& path, TraceHeader header, std::vector<LayerInMemory> layers);
 
   Trace(Trace&&) noexcept;
   Trace& operator=(Trace&&) noexcept;
@@ -98,6 +123,9 @@ class Trace {
   /// Whether every tensor's hash is in the file, so that hash() is immediate.
   bool states_hashes() const;
 
+  /// Whether its tensors are arrays in memory: no file has its path.
+  bool is_in_memory() const;
+
   /// Of the file that was opened.
   const FileIdentity& identity() const;
 
@@ -109,7 +137,7 @@ class Trace {
   /// result's trace keeps until another archived layer is asked for, where it is chunked.
   LayerTensors layer(int l) const;
 
-  /// q, k, v and, where it is stored, wo of layer l; lifetime as for layer().
+  /// q, k, v and, where they are stored, wo and input_norm of layer l; lifetime as for layer().
   std::vector<StoredTensor> tensors(int l) const;
 
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.

@@ -79,7 +79,8 @@ void write_dataset(const TraceHeader& header, const SchemaEntry& entry, hdf5::Gr
   const auto value = header_value(header, entry);
   if (!value) return;
   const std::string name = entry.object.substr(1);
-  const int rows = !entry.shape.empty() && entry.shape[0] == "T" ? header.tokens() : header.layers;
+  const std::string first = entry.shape.empty() ? "" : entry.shape[0];
+  const int rows = first == "T" ? header.tokens() : first == "T-P" ? header.continuation() : header.layers;
   if (const auto* text = std::get_if<std::string>(&*value)) root.write_text(name, *text);
   if (const auto* spans = std::get_if<std::vector<Span>>(&*value)) write_spans(name, *spans, root);
   if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&*value))
@@ -136,7 +137,7 @@ struct TraceWriter::State {
     partial->reserve(header_bytes());
     write_attributes(header, "/", *file);
     for (const SchemaGroup& group : schema().groups) {
-      if (group.path.ends_with("{layer}") || (group.path == "/model/rope" && !header.has_rope)) continue;
+      if (group.path.ends_with("{layer}") || !has_group(header, group.path)) continue;
       hdf5::Group made = file->create_group(group.path.substr(1));
       write_attributes(header, group.path, made);
     }

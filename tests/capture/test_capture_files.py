@@ -127,15 +127,15 @@ def test_a_wrong_trace_is_found_and_removed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One value in layer 2 is off by a tenth of itself where every query sees it."""
-    write = TraceWriter.layer
+    write = TraceWriter.write_tokens
 
-    def wrongly(self: TraceWriter, number: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, **rest: object) -> None:
-        if number == 2:
-            v = v.copy()
-            v[:, 0] *= np.float32(1.1)
-        write(self, number, q, k, v, **rest)
+    def wrongly(self: TraceWriter, path: str, begin: int, piece: np.ndarray) -> None:
+        if path == "/layers/002/v":
+            piece = piece.copy()
+            piece[:, 0] *= np.float32(1.1)
+        write(self, path, begin, piece)
 
-    monkeypatch.setattr(TraceWriter, "layer", wrongly)
+    monkeypatch.setattr(TraceWriter, "write_tokens", wrongly)
     assert main(words(model_folder("llama"), tmp_path / "t.h5", *(["--verify"] if every else []))) == 1
     assert "layer 2, head" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

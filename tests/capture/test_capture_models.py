@@ -14,7 +14,8 @@ import transformers
 from tiny_models import CONFIGS, LOCAL_AND_GLOBAL, SIZES
 
 from kvreplay.capture.command import main
-from kvreplay.capture.model import Source, decoder, load
+from kvreplay.capture.model import decoder, load
+from kvreplay.capture.model_options import ModelChoices
 from kvreplay.capture.observe import LayerCall, observed
 from kvreplay.trace import Trace
 
@@ -60,7 +61,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, softcap
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_model_that_generates_is_as_defined(name: str, model_folder: Folder) -> None:
     folder = model_folder(name)
-    loaded, _ = load(Source.parse(str(folder)), "auto")
+    loaded, _ = load(ModelChoices(str(folder)))
     ids = torch.arange(3, 3 + 90)[None] % 120
     with torch.inference_mode():
         found, expected = (model(ids, use_cache=False).logits for model in (loaded, as_defined(folder)))

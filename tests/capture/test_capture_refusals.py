@@ -10,9 +10,9 @@ import torch
 import transformers
 from tiny_models import CONFIGS, SIZES, build, character_tokenizer
 
-from kvreplay.capture.capture import probe, uniform
 from kvreplay.capture.command import main
-from kvreplay.capture.observe import mask_window
+from kvreplay.capture.masks import Visibility
+from kvreplay.capture.probe import probe, uniform
 from kvreplay.errors import Error
 
 TINY = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
@@ -103,8 +103,12 @@ def test_rope_that_the_keys_do_not_show(change: str) -> None:
 def test_mask_kinds() -> None:
     t, j = torch.arange(40)[:, None], torch.arange(40)[None, :]
     causal = j <= t
-    assert mask_window(causal[None, None]) == 0
-    assert mask_window((causal & (j > t - 7))[None, None]) == 7
-    assert mask_window((causal & (j // 8 == t // 8))[None, None]) is None  # chunks
-    assert mask_window(torch.ones(1, 1, 40, 40, dtype=torch.bool)) is None  # both directions
-    assert mask_window(torch.zeros(1, 1, 40, 40)) is None  # added numbers
+
+    def window(mask: torch.Tensor) -> int | None:
+        return Visibility.of(mask, 40, 40).window(torch.device("cpu"))
+
+    assert window(causal[None, None]) == 0
+    assert window((causal & (j > t - 7))[None, None]) == 7
+    assert window((causal & (j // 8 == t // 8))[None, None]) is None  # chunks
+    assert window(torch.ones(1, 1, 40, 40, dtype=torch.bool)) is None  # both directions
+    assert window(torch.zeros(1, 1, 40, 40)) is None  # added numbers

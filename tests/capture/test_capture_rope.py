@@ -14,8 +14,8 @@ import torch
 import transformers
 from tiny_models import LOCAL_AND_GLOBAL, SIZES, build, character_tokenizer
 
-from kvreplay.capture.capture import probe
 from kvreplay.capture.command import main
+from kvreplay.capture.probe import probe
 from kvreplay.capture.rope import Frequencies, Rope, identify, rotate
 from kvreplay.errors import Error
 from kvreplay.trace import Trace

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import xxhash
 from program import done, kvreplay
@@ -180,6 +181,86 @@ def test_a_trace_of_the_python_writer_may_list_no_span(tmp_path: Path) -> None:
     assert done("validate", "--deep", path, folder=tmp_path).startswith(f"{path}: valid")
     [shown] = json.loads(done("info", path, "--json", folder=tmp_path))
     assert shown["spans"] == []
+
+
+def hash_of_the_page(trace: Trace, tensors: str) -> str:
+    """The trace hash, from the bytes that traces/FORMAT.md lists."""
+    digest = xxhash.xxh3_128()
+
+    def add(path: str, value: bytes) -> None:
+        digest.update(path.encode() + b"\0" + len(value).to_bytes(8, "little") + value)
+
+    for place in """/@version /@synthetic /model@name /model@architecture /model@n_layers /model@n_query_heads
+                    /model@n_kv_heads /model@head_dim /model@dtype /model@softmax_scale /model@logit_softcap
+                    /tokens@prefill""".split():
+        value = trace.attribute(*place.split("@"))
+        add(
+            place,
+            value.encode()
+            if isinstance(value, str)
+            else np.asarray(value).astype("<f8" if isinstance(value, float) else "<i8").tobytes(),
+        )
+    for path in "/model/sliding_window /model/layer_index /tokens/ids".split():
+        add(path, trace[path].astype("<i4").tobytes())
+    for name, kind in (("ids", "<i4"), ("log_probabilities", "<f8"), ("tail", "<f8")):
+        if f"/reference/{name}" in trace:
+            add(f"/reference/{name}", trace[f"/reference/{name}"].astype(kind).tobytes())
+    for name in tensors.split():
+        array = trace[f"/layers/000/{name}"]
+        bits = xxhash.xxh3_128(np.ascontiguousarray(array).tobytes()).hexdigest()
+        add(f"/layers/000/{name}", f"{array.dtype} [{', '.join(map(str, array.shape))}] {bits}".encode())
+    return digest.hexdigest()
+
+
+def test_norms_and_reference_distributions_are_optional_parts_of_a_trace(tmp_path: Path) -> None:
+    """A trace without them keeps its hash; one with them serves the same policies."""
+    hashes, random = {}, np.random.default_rng(1)
+    tensors = random.normal(size=(3, 1, 6, 2)).astype(np.float16)
+    for name in ("plain", "whole"):
+        with TraceWriter(tmp_path / f"{name}.h5") as trace:
+            trace.attributes("/", synthetic=1)
+            trace.attributes("/model", name="m", architecture="none", n_layers=1, n_query_heads=1, n_kv_heads=1,
+                             head_dim=2, dtype="float16", softmax_scale=1.0, logit_softcap=0.0)  # fmt: skip
+            for of_layers in ("sliding_window", "layer_index"):
+                trace.dataset(f"/model/{of_layers}", np.zeros(1, np.int32))
+            trace.attributes("/tokens", prefill=4)
+            trace.dataset("/tokens/ids", np.arange(6, dtype=np.int32))
+            norms = np.arange(1, 7, dtype=np.float32) if name == "whole" else None
+            if name == "whole":
+                trace.dataset("/reference/ids", np.array([[4, 1, 0], [5, 2, 3]], np.int32))
+                trace.dataset("/reference/log_probabilities", -np.array([[1, 2, 3], [0.5, 2, 3]], np.float32))
+                trace.dataset("/reference/tail", np.array([0.5, 0.25], np.float32))
+            trace.layer(0, *tensors, input_norm=norms)
+        path = tmp_path / f"{name}.h5"
+        assert done("validate", "--deep", path, folder=tmp_path).startswith(f"{path}: valid")
+        [shown] = json.loads(done("info", path, "--json", folder=tmp_path))
+        with Trace(path) as trace:
+            assert shown["hash"] == hash_of_the_page(trace, "q k v" if name == "plain" else "q k v input_norm")
+        hashes[name] = shown["hash"]
+        done("replay", path, "-p", "knorm", "-b", "2", "-o", tmp_path / name, folder=tmp_path)
+    assert hashes["plain"] != hashes["whole"]
+    rows = []
+    for name in hashes:
+        table = pd.read_csv(tmp_path / name / "results.csv", dtype=str)
+        rows.append(table.drop(columns=["trace", "trace_hash", "cell"]))  # cells are named after their trace
+    assert rows[0].equals(rows[1])
+    differences = kvreplay("diff", "plain.h5", "whole.h5", folder=tmp_path)
+    assert (
+        differences.code == 1 and "/layers/000/input_norm" in differences.out and "/reference/tail" in differences.out
+    )
+
+    def damaged(change: str, value: np.ndarray, message: str) -> None:
+        copy = shutil.copy(tmp_path / "whole.h5", tmp_path / "damaged.h5")
+        with h5py.File(copy, "r+") as file:
+            del file[change]
+            file.create_dataset(change, data=value)
+        answer = kvreplay("validate", "damaged.h5", folder=tmp_path)
+        assert answer.code == 1 and message in answer.out, answer.out
+
+    damaged("layers/000/input_norm", np.ones(6, "<f8"), "input_norm: type: expected float32, found float64")
+    damaged("layers/000/input_norm", np.ones(5, "<f4"), "input_norm: shape: expected [6], found [5]")
+    damaged("reference/tail", np.ones(3), "/reference/tail: shape: expected [2], found [3]")
+    damaged("reference/log_probabilities", np.ones((2, 3)), "/reference/log_probabilities: value: expected at most 0")
 
 
 def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:

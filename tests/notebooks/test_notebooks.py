@@ -256,7 +256,7 @@ def test_tokens_held_under_a_threshold(figures: Figures):
 
 def test_truncation_keeps_what_the_rule_says_of_an_answer(figures: Figures):
     found = pd.read_csv(figures("finch") / "ratios.csv")
-    found = found[(found["series"] == "truncation") & (found["panel"] == "answer")].set_index("budget")
+    found = found[(found["series"] == "truncate") & (found["panel"] == "answer")].set_index("budget")
     listed = pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv")
     for budget in (0.425, 0.65):
         shares = []

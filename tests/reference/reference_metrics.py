@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +111,7 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
     prompt = slice(0, trace.prompt)
     nosink = slice(4, max(4, trace.prompt))
     sums: dict[tuple[str, str], list[np.ndarray]] = {}
+    pooled = []
     for index, layer in enumerate(trace.treated):
         z, visible = logits(trace, layer, queries)
         kept = residents(trace, selection, index, queries)
@@ -129,6 +131,7 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
             ("attention_recall", ""): kept_a.sum(-1),
             ("attention_recall", "prompt"): ratio(kept_a[..., prompt].sum(-1), a[..., prompt].sum(-1), 1),
             ("attention_recall", "nosink"): ratio(kept_a[..., nosink].sum(-1), a[..., nosink].sum(-1), 1),
+            ("sink_mass", ""): kept_a[..., : min(4, trace.prompt)].sum(-1),
             ("attention_cosine", ""): cosine(a, b),
             ("attention_cosine", "prompt"): cosine(a[..., prompt], b[..., prompt]),
             ("attention_cosine", "nosink"): cosine(a[..., nosink], b[..., nosink]),
@@ -140,7 +143,39 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
         }
         for key, value in by_query.items():
             sums.setdefault(key, []).append(value.mean(axis=1))
-    return {key: averaged(np.stack(value)) for key, value in sums.items()}
+        worst = {("attention_recall", "worst"): 5, ("output_error", "worst"): 95}
+        for (metric, variant), percent in worst.items():
+            of_queries = by_query[metric, ""]
+            sums.setdefault((metric, variant), []).append(np.percentile(of_queries, percent, axis=1))
+        squares = [((output - changed) ** 2).sum(-1).sum(axis=1), (output**2).sum(-1).sum(axis=1)]
+        pooled.append(np.stack(squares))
+    measured = {key: averaged(np.stack(value)) for key, value in sums.items()}
+    error, whole = np.stack(pooled, axis=1)  # [L,Hq] each
+    layers = np.sqrt(ratio(error.sum(axis=1), whole.sum(axis=1), 0))
+    measured["output_error", "pooled"] = Values(np.sqrt(ratio(error, whole, 0)), layers, float(layers.mean()))
+    return measured
+
+
+def is_static(trace: Trace, selection: Selection, index: int, queries: np.ndarray) -> bool:
+    """Whether all queries see the same set of the prompt's tokens in a treated layer."""
+    if selection.read is not None:
+        return bool((selection.read(index, queries) == logits(trace, trace.treated[index], queries)[1]).all())
+    return selection.evicted_at is None and selection.seen is None
+
+
+def recall_of_unprotected(trace: Trace, selection: Selection, choice: str) -> dict[tuple[str, str], Values]:
+    """Share of the eval queries' attention to unprotected prompt tokens, their own key left out, that is kept."""
+    queries = np.array(eval_queries(trace, choice))
+    heads = np.full((len(trace.treated), trace.query_heads), np.nan)
+    for index, layer in enumerate(trace.treated):
+        if not is_static(trace, selection, index, queries):
+            continue
+        received = attention(trace, layer, queries)[..., : trace.prompt].copy()
+        received[:, np.arange(trace.prompt) == queries[:, None]] = 0
+        received = np.delete(received.sum(axis=1), selection.protected[index], axis=1)
+        kept = np.delete(kept_by_query_head(trace, selection, index), selection.protected[index], axis=1)
+        heads[index] = ratio((received * kept).sum(axis=1), received.sum(axis=1), 1)
+    return {("attention_recall", "unprotected"): averaged(heads)}
 
 
 def cosine_of_all_rows(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
@@ -153,11 +188,7 @@ def recall_of_best_sets(trace: Trace, selection: Selection, choice: str) -> dict
     queries, best = np.array(eval_queries(trace, choice)), best_sets(trace, selection, choice)
     heads = np.full((len(trace.treated), trace.query_heads), np.nan)
     for index, layer in enumerate(trace.treated):
-        if selection.read is not None:
-            static = (selection.read(index, queries) == logits(trace, layer, queries)[1]).all()
-        else:
-            static = selection.evicted_at is None and selection.seen is None
-        if static:
+        if is_static(trace, selection, index, queries):
             shares = attention(trace, layer, queries) * residents(trace, best, index, queries)
             heads[index] = shares.sum(axis=2).mean(axis=1)
     return {("attention_recall", "oracle"): averaged(heads)}
@@ -293,6 +324,33 @@ def span_recall(trace: Trace, selection: Selection) -> dict[tuple[str, str], Val
     return results
 
 
+def span_erased(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
+    """Of each span inside the prompt: the share of its tokens that no head keeps, of any layer and of one layer."""
+    results = {}
+    for name, (begin, end) in trace.spans.items():
+        if end > trace.prompt:
+            continue
+        of_layers = [set(range(begin, end)).difference(*(set(row.tolist()) for row in rows)) for rows in selection.rows]
+        of_all = set.intersection(*of_layers)
+        layers = np.array([len(erased) / (end - begin) for erased in of_layers])
+        results["span_erased", f"{name}.layer"] = Values(None, layers, float(layers.mean()))
+        results["span_erased", f"{name}.all"] = Values(None, None, len(of_all) / (end - begin))
+    return results
+
+
+def head_consensus(selection: Selection) -> dict[tuple[str, str], Values]:
+    """Mean over pairs of a layer's heads of the common share of their sets, without what the policy protects."""
+    results = {}
+    for variant in ("", "protected"):
+        layers = []
+        for rows, protected in zip(selection.rows, selection.protected, strict=True):
+            sets = [set(row.tolist()) - (set() if variant else set(np.array(protected).tolist())) for row in rows]
+            pairs = [(a & b, a | b) for a, b in itertools.combinations(sets, 2)]
+            layers.append(np.mean([len(both) / len(either) if either else 1 for both, either in pairs] or [1]))
+        results["head_consensus", variant] = Values(None, np.array(layers), float(np.mean(layers)))
+    return results
+
+
 def kv_bytes(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values]:
     """Bytes of the kept keys and values of the treated layers, summed; `union`: for query rows shared ones once.
 
@@ -369,11 +427,14 @@ def measure(trace: Trace, selection: Selection, choice: str, rows: bool = False)
     return {
         **attention_metrics(trace, selection, choice),
         **recall_of_best_sets(trace, selection, choice),
+        **recall_of_unprotected(trace, selection, choice),
         **(cosine_of_all_rows(trace, selection) if rows else {}),
         **kv_l1_loss(trace, selection),
         **jaccard_adjacent(trace, selection),
         **layer_budget(selection),
         **span_recall(trace, selection),
+        **span_erased(trace, selection),
+        **head_consensus(selection),
         **kv_bytes(trace, selection),
         **sizes(trace, selection, choice),
     }

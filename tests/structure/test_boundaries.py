@@ -49,9 +49,11 @@ PACKAGES = {
     "kvreplay.plot": ("kvreplay", "kvreplay.compare", "kvreplay.plot"),
     "kvreplay.command_line": ("kvreplay", "kvreplay.plot", "kvreplay.command_line"),
     "kvreplay.report": ("kvreplay", "kvreplay.plot", "kvreplay.report"),
+    "kvreplay.live": ("kvreplay", "kvreplay.capture", "kvreplay.live"),
+    "kvreplay.predict": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.predict"),
 }
 PACKAGE_FOLDERS = {name: "tools/python/" + name.replace(".", "/") for name in PACKAGES}
-PACKAGE_FOLDERS["kvreplay.capture"] = "tools/capture"
+PACKAGE_FOLDERS |= {"kvreplay.capture": "tools/capture", "kvreplay.live": "tools/live"}
 
 
 def sources():
@@ -140,7 +142,7 @@ def test_python_imports_go_one_way(package):
 
 def test_every_python_package_has_its_place():
     folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tools/python").rglob("__init__.py")}
-    assert folders | {"tools/capture"} == set(PACKAGE_FOLDERS.values())
+    assert folders | {"tools/capture", "tools/live"} == set(PACKAGE_FOLDERS.values())
 
 
 def test_policies_are_one_file_each_and_see_only_policies():

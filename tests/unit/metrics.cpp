@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "analysis/measurement.h"
 #include "analysis/metrics/metric.h"
 #include "fake_backend.h"
 
@@ -67,6 +68,14 @@ TEST(MetricCards, AVariantMayHaveAUnitOfItsOwn) {
   EXPECT_EQ(unit_of({"kv_l1_loss", "of another version"}), "share");
 }
 
+TEST(MetricNames, BothKindsOfSpanMetricsAreSpelledOut) {
+  const std::vector<Span> spans{{"needle", "needle", 2, 5}};
+  const std::vector<MetricName> spelled = metrics_of_trace(parse_metrics("span_erased"), spans, 10);
+  for (const char* variant : {"needle.all", "needle.layer"})
+    EXPECT_EQ(std::ranges::count(spelled, MetricName{"span_erased", variant}), 1) << variant;
+  EXPECT_EQ(std::ranges::count(spelled, "span_erased", &MetricName::metric), 2);
+}
+
 TEST(MetricNames, OfTwoSpansOfOneNameTheFirstCounts) {
   const std::vector<MetricName> asked = parse_metrics("span_recall");
   const auto spans_of = [&](const std::vector<Span>& spans) {
@@ -85,6 +94,53 @@ TEST(MetricsOfMoments, OfThreeKeysByHand) {
   EXPECT_NEAR(from_moments("output_error"), 0.428571, 1e-6);
   EXPECT_NEAR(from_moments("attention_cosine", "logits"), 2.0 / 3, 1e-15);
   EXPECT_NEAR(from_moments("attention_cosine", "unaligned"), 0.31 / std::sqrt(0.29 * 0.38), 1e-15);
+}
+
+TEST(MetricsOfMoments, SinkMassIsWhatThePromptHasBeyondItsOtherKeys) {
+  const auto sink_mass = measure<OfMoments>("sink_mass");
+  EXPECT_DOUBLE_EQ(sink_mass.from_moments({.mass = 0.9, .prompt_mass = 0.7, .nosink_mass = 0.2}, {}), 0.5);
+  EXPECT_EQ(sink_mass.from_moments({.mass = 0.9, .prompt_mass = 0.7, .nosink_mass = 0.7}, {}), 0);
+  EXPECT_EQ(sink_mass.from_moments({.prompt_mass = 0.7, .nosink_mass = std::nextafter(0.7, 1)}, {}), 0);
+}
+
+TEST(MetricsOfMoments, ThePooledErrorReadsSquares) {
+  const auto pooled = measure<OfPooledMoments>("output_error", "pooled");
+  EXPECT_EQ(pooled.part.from_moments(kept_moments, full_moments), kept_moments.error_square);
+  EXPECT_EQ(pooled.whole.from_moments(kept_moments, full_moments), 0.74);
+  EXPECT_EQ(pooled.part.from_comparison(compared), compared.error_square);
+  EXPECT_EQ(pooled.whole.from_comparison(compared), 0.74);
+  EXPECT_TRUE(pooled.part.reads.outputs && pooled.whole.reads.outputs);
+}
+
+TEST(MetricsOfMoments, WorstQueriesArePercentiles) {
+  const auto least = measure<OfMoments>("attention_recall", "worst").over_queries;
+  const auto greatest = measure<OfMoments>("output_error", "worst").over_queries;
+  std::vector<double> three{0.5, 0.1, 0.9};
+  EXPECT_DOUBLE_EQ(least(three), 0.1 + 0.1 * 0.4);  // place 0.05 * 2
+  EXPECT_DOUBLE_EQ(greatest(three), 0.5 + 0.9 * 0.4);
+  std::vector<double> ascending(21);
+  for (std::size_t i = 0; i < ascending.size(); ++i) ascending[i] = static_cast<double>(i);
+  EXPECT_DOUBLE_EQ(least(ascending), 1);  // place 0.05 * 20
+  EXPECT_DOUBLE_EQ(greatest(ascending), 19);
+  std::vector<double> one{0.25};
+  EXPECT_EQ(least(one), 0.25);
+  EXPECT_EQ(greatest(one), 0.25);
+  std::vector<double> undefined{0.25, std::nan("")}, endless{0, HUGE_VAL, HUGE_VAL};
+  EXPECT_TRUE(std::isnan(least(undefined)));
+  EXPECT_EQ(greatest(endless), HUGE_VAL);
+}
+
+TEST(MetricsOfMoments, ReductionsOverQueriesLayerByLayer) {
+  AtQuery mean{[](const Moments& kept, const Moments&) { return kept.mass; }};
+  AtQuery worst = mean;
+  worst.over_queries = measure<OfMoments>("attention_recall", "worst").over_queries;
+  MomentMeans means({mean, worst}, 2, 1, 3);
+  for (const double mass : {0.5, 0.1, 0.9}) means.add(0, 0, {.mass = mass}, {}, nullptr);
+  for (const double mass : {0.8, 0.8, 0.2}) means.add(1, 0, {.mass = mass}, {}, nullptr);
+  EXPECT_DOUBLE_EQ(means.means(0)(0, 0), 0.5);
+  EXPECT_DOUBLE_EQ(means.means(1)(0, 0), 0.14);
+  EXPECT_DOUBLE_EQ(means.means(0)(1, 0), 0.6);
+  EXPECT_DOUBLE_EQ(means.means(1)(1, 0), 0.26);
 }
 
 TEST(MetricsOfMoments, TheGeneralPathSaysTheSame) {
@@ -181,10 +237,27 @@ class MetricsOfLayer : public ::testing::Test {
   }
   LayerValues value(const std::string& metric, const LayerSelection& made) { return value(metric, "", made); }
 
+  std::vector<double> unprotected_recall(const LayerSelection& made) {
+    const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 4}, eval);
+    return measure<OfEvalAttention>("attention_recall", "unprotected").measure({view, made});
+  }
+
   FakeBackend backend;
   LayerTensors tensors;
   std::vector<std::int32_t> eval{4, 5};
 };
+
+TEST_F(MetricsOfLayer, RecallOfWhatIsNotProtected) {
+  // Sums over the two eval queries: of heads 0 and 1 (KV head 0), 2 and 3 (KV head 1).
+  backend.sums = Matrix(4, 4);
+  const double received[4][4] = {{1, 0.25, 0.5, 0.1}, {1, 0.5, 0, 0.1}, {1, 0.25, 0.75, 0}, {1, 0, 0, 1}};
+  for (int head = 0; head < 4; ++head) std::ranges::copy(received[head], backend.sums.row(head).begin());
+  const LayerSelection made = selection(Heads::kv, 4, {{0, 1, 3}, {0, 2, 3}}, 1, 1);
+  EXPECT_EQ(unprotected_recall(made), (std::vector<double>{1.0 / 3, 1, 0.75, 1})) << "head 3 gives them nothing";
+  EXPECT_EQ(unprotected_recall(selection(Heads::layer, 4, {{0, 3}}, 1, 0)),
+            (std::vector<double>{0.1 / (0.75 + 0.1), 0.1 / (0.5 + 0.1), 0, 1}));
+  EXPECT_EQ(unprotected_recall(selection(Heads::layer, 4, {{0, 1, 3}}, 2, 2)), std::vector<double>(4, 1.0));
+}
 
 TEST_F(MetricsOfLayer, KvL1LossIsARatioOfSums) {
   const LayerSelection made = selection(Heads::kv, 4, {{3}, {0, 1}});
@@ -264,6 +337,10 @@ TEST_F(MetricsOfLayer, HeldTokensOfSetsThatChange) {
   EXPECT_EQ(value("held_tokens", changing()).layer, (2 + 3) / 2.0);
 }
 
+TEST_F(MetricsOfLayer, RecallOfWhatIsNotProtectedIsOfStaticSets) {
+  for (const double recall : unprotected_recall(changing())) EXPECT_TRUE(std::isnan(recall));
+}
+
 TEST_F(MetricsOfLayer, BytesOfAStoreAreItsOwn) {
   const LayerView view(backend, tensors, {.prompt = 4}, eval);
   const LayerSelection made = selection(Heads::kv, 4, {{0, 1, 2, 3}, {0, 1, 2, 3}});
@@ -311,6 +388,32 @@ TEST_F(MetricsOfLayer, SpanRecall) {
   EXPECT_DOUBLE_EQ(of("mean", wide), 3.0 / 6);
   EXPECT_EQ(of("full", wide), 0);
   EXPECT_EQ(of("full", narrow), 1);
+}
+
+TEST_F(MetricsOfLayer, SpanErased) {
+  const LayerView view(backend, tensors, {.layer = 0, .layers = 1, .stored_layer = 0, .prompt = 4}, eval);
+  const std::vector<LayerSelection> layers{selection(Heads::kv, 4, {{3}, {3}}), selection(Heads::layer, 4, {{2}})};
+  const auto all = measure<OfSpanInAllLayers>("span_erased", "all");
+  const auto layer = measure<OfSpan>("span_erased", "layer");
+  const Span wide{"needle", "needle", 0, 4}, last{"needle", "needle", 3, 4};
+  EXPECT_DOUBLE_EQ(all.measure(layers, wide), 2.0 / 4);
+  EXPECT_EQ(all.measure(layers, last), 0);
+  EXPECT_EQ(layer.measure({view, layers[0]}, wide), 3.0 / 4);
+  EXPECT_EQ(layer.measure({view, layers[0]}, last), 0);
+  EXPECT_EQ(layer.measure({view, layers[1]}, last), 1);
+  const LayerSelection apart = selection(Heads::kv, 4, {{0, 1}, {2, 3}});
+  EXPECT_EQ(layer.measure({view, apart}, wide), 0) << "each token is kept by some head";
+}
+
+TEST_F(MetricsOfLayer, ConsensusOfHeads) {
+  // Without sink 0 and recent 5: {1,2} {2,3} {} {2}.
+  const LayerSelection made = selection(Heads::query, 6, {{0, 1, 2, 5}, {0, 2, 3, 5}, {0, 5}, {2, 5}}, 1, 1);
+  EXPECT_DOUBLE_EQ(value("head_consensus", made).layer, (1.0 / 3 + 0 + 0.5 + 0 + 0.5 + 0) / 6);
+  EXPECT_DOUBLE_EQ(value("head_consensus", "protected", made).layer,
+                   (3.0 / 5 + 2.0 / 4 + 2.0 / 4 + 2.0 / 4 + 2.0 / 4 + 1.0 / 3) / 6);
+  EXPECT_TRUE(value("head_consensus", made).heads.empty());
+  EXPECT_EQ(value("head_consensus", selection(Heads::kv, 4, {{0, 3}, {0, 3}}, 1, 1)).layer, 1) << "two empty sets";
+  EXPECT_EQ(value("head_consensus", selection(Heads::layer, 4, {{0, 2}})).layer, 1) << "all heads share one set";
 }
 
 TEST(MetricsOverLayers, BytesAddUpAndCompressionIsOfTheMean) {

@@ -40,6 +40,7 @@ TraceHeader full_header() {
   header.softmax_scale = 0.3;
   header.logit_softcap = 50;
   header.source_hash = std::string(64, 'a');
+  header.quantisation = "4bit";
   header.sliding_window = {0, 5};
   header.layer_index = {3, 7};
   header.has_rope = true;
@@ -52,6 +53,9 @@ TraceHeader full_header() {
   header.offsets = {0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 5, 5, 6};
   header.text = "a\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80xy";  // 6 characters in 12 bytes
   header.spans = {{"needle", "needle", 1, 3}, {"na\xC3\xAFve", "question", 3, 5}};
+  header.reference_ids = {4, 2, 0, 7, 1, 3};
+  header.reference_log_probabilities = {-0.5, -1, -2, -0.25, -2, -4};
+  header.reference_tail = {0.0625, 0.125};
   return header;
 }
 
@@ -156,7 +160,7 @@ TEST_F(RoundTrip, HeaderValues) {
       ++values;
       EXPECT_TRUE(*before == *after) << entry.object;
     }
-  EXPECT_EQ(values, 26);
+  EXPECT_EQ(values, 30);
   EXPECT_EQ(trace.header().rope_pairs, 2);
 }
 
@@ -164,6 +168,8 @@ TEST_F(RoundTrip, OptionalObjectsMayBeLeftOut) {
   TraceHeader header = full_header();
   header.has_rope = false;
   header.source_hash.clear();
+  header.quantisation.clear();
+  header.reference_ids.clear();
   header.text.clear();
   header.offsets.clear();
   header.spans.clear();
@@ -174,6 +180,7 @@ TEST_F(RoundTrip, OptionalObjectsMayBeLeftOut) {
   EXPECT_TRUE(trace.header().inv_freq.empty());
   EXPECT_TRUE(trace.layer(0).rope.inv_freq.empty());
   EXPECT_TRUE(trace.header().text.empty());
+  EXPECT_TRUE(trace.header().reference_tail.empty());
   EXPECT_EQ(trace.header().created.size(), 20U);
   EXPECT_EQ(trace.tensors(0).size(), 3U);
 }
@@ -211,6 +218,9 @@ TEST_F(RoundTrip, TheHashIsOfContentsAlone) {
   EXPECT_NE(changed([](TraceHeader& h) { h.ids[3] += 1; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.spans[0].end += 1; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.has_rope = false; }), hash);
+  EXPECT_NE(changed([](TraceHeader& h) { h.quantisation = "8bit"; }), hash);
+  EXPECT_NE(changed([](TraceHeader& h) { h.reference_tail[1] += 0.5; }), hash);
+  EXPECT_NE(changed([](TraceHeader& h) { h.reference_ids.clear(); }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.text.clear(), h.offsets.clear(); }), hash);
   EXPECT_EQ(changed([](TraceHeader&) {}), hash);
   write("c.h5", DType::bfloat16, {}, 3);
@@ -237,6 +247,10 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   header.layer_index = {3};
   header.has_rope = false;
   header.source_hash.clear();
+  header.quantisation.clear();
+  header.reference_ids.clear();
+  header.reference_log_probabilities.clear();
+  header.reference_tail.clear();
   const std::vector<Written> written = write("trace.h5", DType::bfloat16, {2, 6}, 3, header);
   value("/@version", raw(std::int64_t{1}));
   value("/@synthetic", raw(std::int64_t{1}));

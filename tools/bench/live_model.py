@@ -25,7 +25,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvreplay.capture.model import Source, load
+from kvreplay.capture.model import load
+from kvreplay.capture.model_options import ModelChoices
 from kvreplay.trace import Trace
 
 EVAL_QUERIES = 32
@@ -197,7 +198,7 @@ def main() -> None:
     given = options.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, _ = load(Source.parse(given.model), given.dtype)
+    model, _ = load(ModelChoices(given.model, dtype=given.dtype))
     with Trace(given.trace) as trace:
         prompt = trace.prompt_tokens
         ids = torch.from_numpy(trace["/tokens/ids"][: prompt + EVAL_QUERIES].astype("int64"))[None]

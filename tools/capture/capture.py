@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from kvreplay.capture.model import decoder, generate
-from kvreplay.capture.observe import LayerCall, observed
+from kvreplay.capture.model import generate
+from kvreplay.capture.observe import observed
+from kvreplay.capture.probe import probe, uniform
 from kvreplay.capture.prompts import Prompt, fit, render
+from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
-from kvreplay.capture.refusals import NO_INTERFACE, refused
-from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules, same
+from kvreplay.capture.rope import Rope
 from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
-from kvreplay.capture.verify import Deviation, unit_roundoff
+from kvreplay.capture.verify import Deviation
 from kvreplay.errors import Error, Refusal
 from kvreplay.schema import REAL_TYPES
 from kvreplay.trace import PRODUCER, TraceWriter, expected_bytes
@@ -40,9 +40,12 @@ class Choices:
     spans: tuple[SpanRequest, ...] = ()
     with_wo: bool = False
     store_dtype: str | None = None
+    chunk: int | None = None  # tokens of a pass; None: all in one
+    save_reference: bool = False
     verify_all: bool = False
     force: bool = False
     source_hash: str = ""
+    quantisation: str | None = None  # of the weights, by --load: 8bit or 4bit
     producer: str = PRODUCER  # as the trace names it
 
 
@@ -60,56 +63,6 @@ class Captured:
     rope: Rope | None  # of all layers of the model
     checked_queries: int
     worst: Deviation
-
-
-def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerCall], Rope | None]:
-    """One call of every layer with a single token, and the RoPE that its keys show when it moves to `position`."""
-    base = decoder(model)
-    calls: list[LayerCall] = []
-    produced: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def watch(module: Any, inputs: Any, output: Any) -> None:
-        if isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, torch.Tensor) for x in output):
-            produced.append(tuple(x.double().cpu().numpy() for x in output))
-
-    def keys_at(place: int) -> list[np.ndarray]:
-        calls.clear()
-        produced.clear()
-        with torch.inference_mode(), observed(model, name, calls.append):
-            ids, positions = (torch.tensor([[number]], device=model.device) for number in (token, place))
-            base(input_ids=ids, position_ids=positions, use_cache=False)
-        if not calls:
-            raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
-        return [call.k[:, 0].double().cpu().numpy() for call in calls]
-
-    hooks = [module.register_forward_hook(watch) for module in rotary_modules(base)]
-    keys_at(position)  # length-dependent frequencies are set now
-    candidates = frequencies(base)
-    rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
-    rope = identify(name, candidates, keys_at, position, rounding)
-    for hook in hooks:
-        hook.remove()
-    off = produced_deviation(candidates, produced, position) if rope else 0.0
-    if off > 4 * rounding + 1e-6 * position:
-        raise refused(name, f"cosines and sines {off:.3g} from those of its frequencies", "RoPE as its inv_freq says")
-    return list(calls), rope
-
-
-def uniform(calls: Sequence[LayerCall], name: str) -> LayerCall:
-    """A layer that stands for all; what a trace says once must hold in every layer."""
-    first = calls[0]
-    for call in calls:
-        heads = (first.q.shape[0], first.k.shape[0], first.q.shape[2])
-        found = (call.q.shape[0], call.k.shape[0], call.q.shape[2])
-        if found != heads:
-            text = "head counts that differ by layer: " + "/".join(map(str, found)) + f" in layer {call.layer}"
-            raise refused(name, text, "/".join(map(str, heads)) + " (query heads/kv heads/dimension) everywhere")
-        if (call.scale, call.softcap) != (first.scale, first.softcap):
-            found_text = f"softmax scale or softcap that differs in layer {call.layer}"
-            raise refused(name, found_text, f"scale {first.scale}, softcap {first.softcap} everywhere")
-    if len({call.layer for call in calls}) != len(calls):
-        raise refused(name, "layers that are called twice", "each layer once a pass")
-    return first
 
 
 def _checked(queries: int, verify_all: bool) -> np.ndarray:
@@ -141,8 +94,13 @@ def capture(
     if choices.continuation:
         ids += list(tokenizer(choices.continuation, add_special_tokens=False).input_ids)
     else:
-        ids += generate(model, ids, choices.generate)
+        with observed(model, choices.name, lambda call: None):  # without whole masks
+            ids += generate(model, ids, choices.generate, choices.chunk)
     tokens = len(ids)
+    chunk = min(choices.chunk or tokens, tokens)
+    if choices.save_reference and tokens == prompt_tokens:
+        expected = "a continuation (--generate N or --continuation FILE)"
+        raise Error("--save-reference", "continuation", expected, "none", Refusal.USAGE)
     _refuse_long_text(model, tokens)
 
     def decode(some: Sequence[int]) -> str:
@@ -164,6 +122,7 @@ def capture(
     positions = np.arange(first_query, tokens)
     query_heads, kv_heads, width = shape.q.shape[0], shape.k.shape[0], shape.q.shape[2]
     layer = [((query_heads, len(positions), width), store)] + 2 * [((kv_heads, tokens, width), store)]
+    layer.append(((tokens,), "float32"))  # norms of the layer's input
     if choices.with_wo:
         layer.append((tuple(shape.output_projection().shape), store))
     _refuse_full_disk(path, expected_bytes(layer * len(wanted)))
@@ -182,6 +141,7 @@ def capture(
             softmax_scale=shape.scale,
             logit_softcap=shape.softcap,
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
+            **({"quantisation": choices.quantisation} if choices.quantisation else {}),
         )
         trace.dataset("/model/layer_index", np.array([calls[place].layer for place in wanted], np.int32))
         if rope:
@@ -194,25 +154,24 @@ def capture(
         trace.dataset("/tokens/text", text)
         if spans:
             trace.dataset("/spans", spans)
-        bar = progress(len(wanted))
+        bar = progress(len(wanted) * -(-tokens // chunk))
         recorder = Recorder(
             trace=trace,
             numbers={calls[place].layer: number for number, place in enumerate(wanted)},
+            tokens=tokens,
             query_positions=positions,
             checked=_checked(len(positions), choices.verify_all),
             store=REAL_TYPES[store],
             with_wo=choices.with_wo,
-            on_layer=bar.update,
+            on_call=bar.update,
         )
-        before = frequencies(decoder(model))
+        reference = Reference(prompt_tokens, tokens) if choices.save_reference else None
         try:
-            with torch.inference_mode(), observed(model, choices.name, recorder):
-                decoder(model)(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+            run_pass(model, choices.name, ids, recorder, chunk, reference)
         finally:
             bar.close()
-        after = frequencies(decoder(model))
-        if len(before) != len(after) or not all(map(same, before, after)):
-            raise refused(choices.name, "RoPE whose frequencies changed in the pass", "those that the probe saw")
+        if reference:
+            reference.write(trace)
         windows = [recorder.windows[number] for number in range(len(wanted))]
         trace.dataset("/model/sliding_window", np.array(windows, np.int32))
     assert recorder.worst is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay import __version__
+from kvreplay.capture.model_options import DTYPES, ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from kvreplay.capture.rope import Rope
 
 MOST_LAYERS = 65535  # of a trace
-DTYPES = ("float16", "bfloat16", "float32")
 DESCRIPTION = """Captures queries, keys and values of a language model as a trace: the continuation first (generated
 or given), then one pass over all tokens, each layer written as it is computed and checked against the model's own
 attention output."""
@@ -63,7 +64,7 @@ def parser() -> Parser:
     build = Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
-    add("--model", required=True, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
+    add_model_options(build)
     add("--name", help="the model's name in the trace (default: that on the hub, or of its folder or file)")
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -104,8 +105,18 @@ def parser() -> Parser:
         metavar="NAME[:KIND]=TEXT|/REGEX/",
         help="name the tokens of a text; may be repeated",
     )
+    add(
+        "--chunk",
+        type=_count,
+        metavar="N",
+        help="run N tokens at once, with the model's own cache, for prompts that do not fit (default: all at once)",
+    )
+    add(
+        "--save-reference",
+        action="store_true",
+        help="store the 64 most probable tokens of every continuation token, and the probability of all others",
+    )
     add("--with-wo", action="store_true", help="store each layer's output projection too")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="the type to compute in (default: the model's own)")
     add("--store-dtype", choices=DTYPES, help="the type to store (default: the type the model computed in)")
     add("--verify", action="store_true", help="recompute every attention output from the trace, not 64 queries a layer")
     add(
@@ -173,12 +184,13 @@ def _rotation(rope: Rope | None) -> str:
 
 
 def quiet_libraries(show: bool) -> None:
-    """transformers' bars and advice are not ours to print. To be called before anything imports tqdm."""
+    """The libraries' bars and advice are not ours to print. To be called before anything imports tqdm."""
     if not show:
         os.environ["TQDM_DISABLE"] = "1"
     import transformers
 
     transformers.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not show:
         transformers.logging.disable_progress_bar()
 
@@ -215,6 +227,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from kvreplay.sweep.captures import capture_prompts
 
         return capture_prompts(arguments, words_of_a_task(words), [prompt.name for prompt in prompts])
+    if arguments.with_wo and arguments.load:
+        expected = "weights as stored (quantised output projections are not)"
+        raise Error("--with-wo", "--load", expected, arguments.load, Refusal.USAGE)
     several = (arguments.n or 1) > 1 or len(prompts) > 1
     paths = _outputs(arguments.output, [prompt.name for prompt in prompts], several, arguments.force)
     try:
@@ -240,8 +255,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     transformers.set_seed(arguments.seed)
-    source = Source.parse(arguments.model)
-    model, tokenizer = load(source, arguments.dtype)
+    source = Source.parse(arguments.model, arguments.revision)
+    model, tokenizer = load(ModelChoices.of(arguments))
     choices = Choices(
         name=arguments.name or source.title,
         chat=arguments.chat,
@@ -253,9 +268,12 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         spans=spans,
         with_wo=arguments.with_wo,
         store_dtype=arguments.store_dtype,
+        chunk=arguments.chunk,
+        save_reference=arguments.save_reference,
         verify_all=arguments.verify,
         force=arguments.force,
         source_hash=source.hash(),
+        quantisation=arguments.load,
     )
 
     def progress(layers: int) -> Any:

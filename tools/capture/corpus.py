@@ -232,9 +232,10 @@ def capture_all(prompts: Sequence[Prompt], sources: Mapping[str, str], manifest:
 
     from kvreplay.capture.capture import Choices, capture
     from kvreplay.capture.model import load
+    from kvreplay.capture.model_options import ModelChoices
 
     say(f"loading {MODEL_NAME}")
-    model, tokenizer = load(model_source, COMPUTED_IN)
+    model, tokenizer = load(ModelChoices(str(MODEL), dtype=COMPUTED_IN))
     tokens = sum(len(encode(tokenizer, prompt, chat=True)) + GENERATED for prompt in prompts)
     size, free = expected_size(model.config, tokens), shutil.disk_usage(manifest.folder).free
     if size > free:

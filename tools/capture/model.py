@@ -1,17 +1,26 @@
-"""Loading a model and its tokenizer: by hub name, from a folder, or from a GGUF file."""
+"""Loading a model and its tokenizer: by hub name, from a folder, or from a GGUF file; onto one device or several."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 
+from kvreplay.capture.model_options import ModelChoices
 from kvreplay.capture.refusals import refuse_by_config, refuse_by_structure
 from kvreplay.errors import Error, Refusal
+
+# Where transformers looks for weights, in its order; an index lists shards.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+READ_AT_ONCE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -22,28 +31,46 @@ class Source:
     title: str  # what traces call it: no folder of anybody's
     location: str
     options: dict[str, Any]
-    weights: Path | None  # the one file that holds all weights, if there is one
 
     @classmethod
-    def parse(cls, model: str) -> Source:
+    def parse(cls, model: str, revision: str | None = None) -> Source:
         path = Path(model)
         if path.suffix == ".gguf":
             if not path.is_file():
                 raise Error("--model", model, "a GGUF file", "no such file")
-            return cls(model, path.stem, str(path.parent), {"gguf_file": path.name}, path)
+            return cls(model, path.stem, str(path.parent), {"gguf_file": path.name})
         if path.is_dir():
-            weights = sorted(path.glob("*.safetensors"))
-            return cls(model, path.resolve().name, model, {}, weights[0] if len(weights) == 1 else None)
+            return cls(model, path.resolve().name, model, {})
         if path.exists():
             raise Error("--model", model, "a hub name, a folder or a .gguf file", "another kind of file")
-        return cls(model, model, model, {}, None)
+        return cls(model, model, model, {"revision": revision} if revision else {})
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model, if it is on this machine."""
+        if (path := Path(self.location)).is_dir():
+            return path / name if (path / name).is_file() else None
+        cached = try_to_load_from_cache(self.location, name, revision=self.options.get("revision"))
+        return Path(cached) if isinstance(cached, str) else None
+
+    def weights(self) -> list[Path]:
+        """The files with the weights, by name; none for a hub model that has not been loaded yet."""
+        names = [self.options["gguf_file"]] if "gguf_file" in self.options else WEIGHTS
+        first = next((path for name in names if (path := self._file(name))), None)
+        if first is None or first.suffix != ".json":
+            return [first] if first else []
+        return [
+            first.parent / name for name in sorted(set(json.loads(first.read_text("utf-8"))["weight_map"].values()))
+        ]
 
     def hash(self) -> str:
-        """SHA-256 of the weights file, hexadecimal; empty where the weights are not one file at hand."""
-        if self.weights is None:
-            return ""
-        with open(self.weights, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        """SHA-256 of the weights files, one after the other by name, hexadecimal; empty where none is at hand."""
+        digest = hashlib.sha256()
+        files = self.weights()
+        for path in files:
+            with open(path, "rb") as file:
+                while piece := file.read(READ_AT_ONCE):
+                    digest.update(piece)
+        return digest.hexdigest() if files else ""
 
 
 def _loading(source: Source, load: Any, **options: Any) -> Any:
@@ -55,34 +82,94 @@ def _loading(source: Source, load: Any, **options: Any) -> Any:
         raise Error(source.name, "package", expected, str(error).splitlines()[0], Refusal.CAPABILITY) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if "trust_remote_code" in str(error):
+            expected = "one that transformers ships (--trust-remote-code runs the repository's code)"
+            raise Error(source.name, "model", expected, "a model with code of its own") from error
         raise Error(source.name, "model", "one that transformers can load", reason, Refusal.INPUT) from error
 
 
-def load(source: Source, dtype: str) -> tuple[Any, Any]:
-    """(model, tokenizer), the model in evaluation mode; `dtype` is auto, float16, bfloat16 or float32.
+def _device(wanted: str) -> str:
+    """The device of --device; a device that is not there is one line."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, number = wanted.partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(number or 0) >= count:
+        raise Error("--device", wanted, "a device that PyTorch finds", f"{count} of kind {kind}", Refusal.CAPABILITY)
+    return wanted
+
+
+def _device_map(wanted: str) -> str | dict[str, Any]:
+    """auto, or what the JSON file says."""
+    if wanted == "auto":
+        return wanted
+    try:
+        places = json.loads(Path(wanted).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise Error("--device-map", wanted, "auto, or a JSON file", str(error)) from error
+    if not isinstance(places, dict) or not all(isinstance(place, (int, str)) for place in places.values()):
+        raise Error("--device-map", wanted, 'an object as {"model.layers.0": "disk"}', "other JSON")
+    return places
+
+
+def _quantisation(source: Source, choices: ModelChoices, config: Any) -> Any:
+    """What --load asks of bitsandbytes; None: weights as stored."""
+    if "gguf_file" in source.options:
+        if choices.load:
+            raise Error("--load", "model", "one that is no GGUF file", source.name, Refusal.USAGE)
+        # Plain weights: packed ones would be computed in float32 whatever `dtype` says.
+        return transformers.GgufConfig(dequantize=True) if hasattr(transformers, "GgufConfig") else None
+    if not choices.load:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Error("--load", "package", "bitsandbytes (pip installs it)", "no such package", Refusal.CAPABILITY)
+    if choices.load == "8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    computed = config.get_text_config().dtype if choices.dtype == "auto" else getattr(torch, choices.dtype)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed or torch.float32
+    )
+
+
+def load(choices: ModelChoices) -> tuple[Any, Any]:
+    """(model, tokenizer), the model in evaluation mode.
 
     Refused before any weights are read, wherever configuration or modules show that a trace cannot describe it.
     """
-    config = _loading(source, transformers.AutoConfig.from_pretrained)
+    source = Source.parse(choices.model, choices.revision)
+    trusted = {"trust_remote_code": choices.trust_remote_code}
+    device = _device(choices.device or "cpu")
+    config = _loading(source, transformers.AutoConfig.from_pretrained, **trusted)
     refuse_by_config(source.name, config)
     try:
         with torch.device("meta"):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config)
+            skeleton = transformers.AutoModelForCausalLM.from_config(config, **trusted)
     except ValueError as error:
         raise Error(source.name, "model", "a decoder language model", type(config).__name__) from error
     refuse_by_structure(source.name, skeleton)
     # sdpa has no softcap: transformers 5.0 would generate without it, and say nothing.
     softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     options: dict[str, Any] = {
-        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "dtype": choices.dtype if choices.dtype == "auto" else getattr(torch, choices.dtype),
         "attn_implementation": "sdpa" if skeleton._supports_sdpa and not softcapped else "eager",
     }
-    if "gguf_file" in source.options and hasattr(transformers, "GgufConfig"):
-        # Plain weights: packed ones would be computed in float32 whatever `dtype` says.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    tokenizer = _loading(source, transformers.AutoTokenizer.from_pretrained)
-    model = _loading(source, transformers.AutoModelForCausalLM.from_pretrained, config=config, **options).eval()
-    return model, tokenizer
+    if quantisation := _quantisation(source, choices, config):
+        options["quantization_config"] = quantisation
+    offloaded = None
+    if choices.device_map:
+        offloaded = tempfile.TemporaryDirectory(prefix="kvreplay-")  # weights whose form on disk is another
+        options |= {"device_map": _device_map(choices.device_map), "offload_folder": offloaded.name}
+    elif device != "cpu" or choices.load:
+        options["device_map"] = {"": device}
+    tokenizer = _loading(source, transformers.AutoTokenizer.from_pretrained, **trusted)
+    model = _loading(source, transformers.AutoModelForCausalLM.from_pretrained, config=config, **options, **trusted)
+    model.kvreplay_offloaded = offloaded  # removed with the model
+    return model.eval(), tokenizer
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go: accelerate takes them from the CPU to a first layer that is on disk."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 def decoder(model: Any) -> Any:
@@ -91,11 +178,11 @@ def decoder(model: Any) -> Any:
     return model.base_model if found is model else found
 
 
-def generate(model: Any, ids: list[int], count: int) -> list[int]:
-    """`count` tokens by greedy search; the end-of-text token is not chosen before."""
+def generate(model: Any, ids: list[int], count: int, chunk: int | None = None) -> list[int]:
+    """`count` tokens by greedy search, the prompt in chunks; the end-of-text token is not chosen before."""
     if count == 0:
         return []
-    prompt = torch.tensor([ids], device=model.device)
+    prompt = torch.tensor([ids], device=input_device(model))
     with torch.inference_mode():
         output = model.generate(
             prompt,
@@ -105,5 +192,6 @@ def generate(model: Any, ids: list[int], count: int) -> list[int]:
             min_new_tokens=count,
             max_new_tokens=count,
             repetition_penalty=1.0,
+            prefill_chunk_size=chunk,
         )
     return output[0, len(ids) :].tolist()

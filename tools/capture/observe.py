@@ -13,95 +13,84 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from kvreplay.capture.masks import MaskRule, Visibility, attention_in_blocks, mask_rule
+from kvreplay.capture.model import decoder
 from kvreplay.capture.refusals import ATTENTION_SINKS, refused
 from kvreplay.errors import Error
 
 NAME = "kvreplay"
-ROW_BLOCK = 256  # rows of a mask, or of logits, held at once
+TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
 
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of one layer's attention over a whole sequence of T tokens."""
+    """One call of one layer's attention: the n tokens of a pass, or of one chunk of it."""
 
     layer: int  # the model's own number
     module: torch.nn.Module
-    q: torch.Tensor  # [Hq,T,d], after RoPE and QK norm
-    k: torch.Tensor  # [Hkv,T,d], not repeated to query heads
-    v: torch.Tensor  # [Hkv,T,d]
-    output: torch.Tensor  # [T,Hq,d], before the output projection
+    begin: int  # position of the first token
+    q: torch.Tensor  # [Hq,n,d], after RoPE and QK norm
+    k: torch.Tensor  # [Hkv,n,d], not repeated to query heads
+    v: torch.Tensor  # [Hkv,n,d]
+    output: torch.Tensor  # [n,Hq,d], before the output projection
     scale: float
     softcap: float  # 0: none
     window: int  # 0: none
+    input_norm: torch.Tensor | None  # float32 [n], of the layer's input; None: the model does not show it
 
     def output_projection(self) -> torch.Tensor:
         """Wo [hidden, Hq*d]."""
         width = self.q.shape[0] * self.q.shape[2]
         for name in OUTPUT_PROJECTIONS:
-            weight = getattr(getattr(self.module, name, None), "weight", None)
-            if weight is None:
+            projection = getattr(self.module, name, None)
+            if getattr(projection, "weight", None) is None:
                 continue
-            transposed = type(getattr(self.module, name)).__name__ == "Conv1D"
-            weight = weight.T if transposed else weight
-            if weight.shape[1] == width:
-                return weight.detach()
+            transposed = type(projection).__name__ == "Conv1D"
+            if projection.weight.shape[0 if transposed else 1] != width:
+                continue
+            with align_module_device(projection):  # accelerate may have it on disk
+                weight = projection.weight.detach()
+            return weight.T if transposed else weight
         expected = f"one of {', '.join(OUTPUT_PROJECTIONS)} with {width} inputs"
         raise Error("--with-wo", f"layer {self.layer}: output projection", expected, type(self.module).__name__)
 
 
-def _visible(rows: range, tokens: int, window: int) -> torch.Tensor:
-    """Causal visibility [rows, tokens] under a sliding window (0: none)."""
-    t = torch.arange(rows.start, rows.stop)[:, None]
-    j = torch.arange(tokens)[None, :]
-    return (j <= t) & (j > t - window) if window else j <= t
+def blocks(base: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model: members of its outermost lists of modules."""
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    outermost = [m for name, m in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    return [block for blocks in outermost for block in blocks]
 
 
-def mask_window(mask: torch.Tensor) -> int | None:
-    """The sliding window of a boolean mask [1,1,T,T]; 0: causal without a window; None: something else."""
-    if mask.dtype != torch.bool or mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
+def _token_norms(hidden: Any) -> torch.Tensor | None:
+    """The Euclidean norm of each token's hidden state, float32 [n]; None: no hidden states of one sequence."""
+    if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3 or hidden.shape[0] != 1:
         return None
-    tokens = mask.shape[-1]
-    seen_by_last = int(mask[0, 0, -1].sum())
-    window = 0 if seen_by_last == tokens else seen_by_last
-    for begin in range(0, tokens, ROW_BLOCK):
-        rows = range(begin, min(begin + ROW_BLOCK, tokens))
-        if not torch.equal(mask[0, 0, rows.start : rows.stop].cpu(), _visible(rows, tokens, window)):
-            return None
-    return window
-
-
-def softcapped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
-) -> torch.Tensor:
-    """Causal attention with z -> c*tanh(z/c), in blocks of rows: [1,H,T,d] -> [1,T,Hq,d]. sdpa has none."""
-    _, query_heads, tokens, width = query.shape
-    grouped = query[0].reshape(key.shape[1], -1, tokens, width)
-    output = torch.empty_like(grouped)
-    for begin in range(0, tokens, ROW_BLOCK):
-        rows = range(begin, min(begin + ROW_BLOCK, tokens))
-        logits = grouped[:, :, rows.start : rows.stop].float() @ key[0, :, None].float().transpose(-1, -2) * scale
-        logits = softcap * torch.tanh(logits / softcap)
-        visible = _visible(rows, tokens, 0).to(logits.device) if mask is None else mask[0, 0, rows.start : rows.stop]
-        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).to(value.dtype)
-        output[:, :, rows.start : rows.stop] = weights @ value[0, :, None]
-    return output.reshape(1, query_heads, tokens, -1).transpose(1, 2).contiguous()
+    pieces = hidden[0].split(TOKENS_AT_ONCE)
+    return torch.cat([torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in pieces])
 
 
 class _Attention:
-    """The registered function, for one observer."""
+    """The registered function, for one observer and one pass."""
 
     def __init__(self, name: str, observer: Callable[[LayerCall], None]) -> None:
         self._name = name
         self._observer = observer
-        self._mask: torch.Tensor | None = None  # layers share masks: each is looked at once
+        self._mask: Any = None  # layers share masks: each is looked at once
         self._mask_window: int | None = 0
         self._calls = 0
+        self._block: torch.nn.Module | None = None  # the layer under way, and its input
+        self._input_norm: torch.Tensor | None = None
+
+    def enter(self, block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Before a layer is computed."""
+        self._block, self._input_norm = block, _token_norms(inputs[0] if inputs else named.get("hidden_states"))
 
     def __call__(
         self,
@@ -109,7 +98,7 @@ class _Attention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: MaskRule | torch.Tensor | None,
         scaling: float | None = None,
         softcap: float | None = None,
         **rest: Any,
@@ -118,26 +107,48 @@ class _Attention:
         layer = self._calls if layer is None else int(layer)
         self._calls += 1
         self._refuse(module, layer, query, key, value, rest)
-        causal = rest.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        window = self._window(layer, query.shape[2], attention_mask, causal, rest.get("sliding_window"), module)
+        is_causal = rest.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        queries = query.shape[2]
+        visibility = Visibility.of(attention_mask, queries, key.shape[2])
+        window = self._window(layer, visibility, is_causal, rest.get("sliding_window"), module, query.device)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        if softcap:
-            output = softcapped_attention(query, key, value, attention_mask, scale, float(softcap))
+        if softcap or attention_mask is not None:
+            output = attention_in_blocks(query, key, value, visibility, window, scale, float(softcap or 0))
         else:
-            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
+            output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **rest)
+        norm = self._input_norm if self._block is not module else None  # a block that is its own attention has none
         self._observer(
-            LayerCall(layer, module, query[0], key[0], value[0], output[0], scale, float(softcap or 0), window)
+            LayerCall(
+                layer,
+                module,
+                visibility.tokens - queries,
+                query[0],
+                key[0, :, -queries:],
+                value[0, :, -queries:],
+                output[0],
+                scale,
+                float(softcap or 0),
+                window,
+                norm,
+            )
         )
         return output, None
 
     def _window(
-        self, layer: int, tokens: int, mask: torch.Tensor | None, causal: bool, declared: int | None, module: Any
+        self,
+        layer: int,
+        visibility: Visibility,
+        is_causal: bool,
+        declared: int | None,
+        module: Any,
+        device: torch.device,
     ) -> int:
         """The layer's sliding window: from the mask where the mask cuts, else as the layer declares it."""
+        mask, tokens = visibility.mask, visibility.tokens
         if mask is not None and mask is not self._mask:
-            self._mask, self._mask_window = mask, mask_window(mask)
-        window = (0 if causal or tokens == 1 else None) if mask is None else self._mask_window
+            self._mask, self._mask_window = mask, visibility.window(device)
+        window = (0 if is_causal or tokens == 1 else None) if mask is None else self._mask_window
         if window is None:
             raise refused(
                 self._name, f"layer {layer}: a mask of another kind", "causal attention, full or in a sliding window"
@@ -165,12 +176,18 @@ class _Attention:
 
 @contextmanager
 def observed(model: Any, name: str, observer: Callable[[LayerCall], None]) -> Iterator[None]:
-    """Inside, every attention of `model` is shown to `observer`; outputs are what they are without it."""
+    """Inside, every attention of `model` is shown to `observer`. Outputs have the same bits as outside, but with a mask
+    and more than ROW_BLOCK queries: these are computed in blocks, and are within rounding.
+    """
     before = model.config._attn_implementation
-    AttentionInterface.register(NAME, _Attention(name, observer))
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    attention = _Attention(name, observer)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask_rule)
+    hooks = [block.register_forward_pre_hook(attention.enter, with_kwargs=True) for block in blocks(decoder(model))]
     model.set_attn_implementation(NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,17 +23,34 @@ def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     return tensor.view(torch.uint16).numpy().view(dtype) if dtype == ml_dtypes.bfloat16 else tensor.numpy()
 
 
+def _return_freed_memory() -> None:
+    """To the system: glibc would keep what every layer's tensors leave between each other, a layer's size a layer."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim:
+        trim(0)
+
+
+def _is_finite(tensor: np.ndarray) -> bool:
+    """By heads: the largest magnitude is finite only if all are; 16-bit types have no fast test of their own."""
+    heads = tensor if tensor.ndim == 3 else tensor[None]
+    return all(np.isfinite(np.max(np.abs(head.astype(np.float32, copy=False)))) for head in heads)
+
+
 @dataclass
 class Recorder:
-    """The observer of one pass over T tokens. `numbers` gives each wanted layer of the model its place in the trace."""
+    """The observer of a pass over T tokens, in one call of each layer or in chunks.
+
+    `numbers` gives each wanted layer of the model its place in the trace.
+    """
 
     trace: TraceWriter
     numbers: dict[int, int]
+    tokens: int
     query_positions: np.ndarray  # [Tq], ascending
-    checked: np.ndarray  # indices into query_positions: the queries that are recomputed
+    checked: np.ndarray  # indices into query_positions, ascending: the queries that are recomputed
     store: np.dtype
     with_wo: bool
-    on_layer: Callable[[], None]
+    on_call: Callable[[], None]
     windows: dict[int, int] = field(default_factory=dict)
     worst: Deviation | None = None
 
@@ -40,44 +58,78 @@ class Recorder:
         if call.layer not in self.numbers:
             return
         number = self.numbers[call.layer]
-        tokens = call.k.shape[1]
-        if tokens == len(self.query_positions):
-            q, positions = call.q, None
-        else:
-            q, positions = call.q[:, torch.from_numpy(self.query_positions)], self.query_positions.astype(np.int32)
-        tensors = {name: to_numpy(x, self.store) for name, x in (("q", q), ("k", call.k), ("v", call.v))}
-        if self.with_wo:
-            tensors["wo"] = to_numpy(call.output_projection(), self.store)
-        for name, tensor in tensors.items():
-            # The largest magnitude is finite only if all are; 16-bit types have no fast test of their own.
-            if not np.isfinite(np.max(np.abs(tensor.astype(np.float32, copy=False)))):
-                where = f"{self.trace.path}:/layers/{number:03d}/{name}"
-                raise Error(
-                    where, "value", f"finite in {self.store} (or --store-dtype float32)", "infinite or not a number"
-                )
-        self.trace.layer(number, q_positions=positions, **tensors)
+        base = f"/layers/{number:03d}"
+        end = call.begin + call.k.shape[1]
+        if call.begin == 0:
+            self._begin(base, call)
+        first, last = np.searchsorted(self.query_positions, (call.begin, end))
+        if first < last:
+            stored = self.query_positions[first:last] - call.begin
+            q = call.q if len(stored) == call.q.shape[1] else call.q[:, torch.from_numpy(stored)]
+            self._write(f"{base}/q", first, to_numpy(q, self.store))
+        for name, tensor in (("k", call.k), ("v", call.v)):
+            self._write(f"{base}/{name}", call.begin, to_numpy(tensor, self.store))
+        if call.input_norm is not None:
+            self._write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
         self.windows[number] = call.window
-        self._verify(number, call)
-        self.on_layer()
+        self._verify(base, call, self.checked[(self.checked >= first) & (self.checked < last)])
+        if end == self.tokens:
+            for name in ("q", "k", "v", *(["input_norm"] if call.input_norm is not None else [])):
+                self.trace.end_tensor(f"{base}/{name}")
+        _return_freed_memory()
+        self.on_call()
 
-    def _verify(self, number: int, call: LayerCall) -> None:
-        positions = self.query_positions[self.checked]
+    def _begin(self, base: str, call: LayerCall) -> None:
+        """Makes room for all tokens of a layer."""
+        queries, width = len(self.query_positions), call.q.shape[2]
+        if queries < self.tokens:
+            self.trace.dataset(f"{base}/q_positions", self.query_positions.astype(np.int32))
+        self.trace.begin_tensor(f"{base}/q", self.store, (call.q.shape[0], queries, width))
+        for name in "kv":
+            self.trace.begin_tensor(f"{base}/{name}", self.store, (call.k.shape[0], self.tokens, width))
+        if self.with_wo:
+            wo = to_numpy(call.output_projection(), self.store)
+            self._require_finite(f"{base}/wo", wo)
+            self.trace.dataset(f"{base}/wo", wo)
+        if call.input_norm is not None:
+            self.trace.begin_tensor(f"{base}/input_norm", np.dtype(np.float32), (self.tokens,))
+
+    def _write(self, path: str, begin: int, tensor: np.ndarray) -> None:
+        self._require_finite(path, tensor)
+        self.trace.write_tokens(path, begin, tensor)
+
+    def _require_finite(self, path: str, tensor: np.ndarray) -> None:
+        if not _is_finite(tensor):
+            expected = f"finite in {tensor.dtype} (or --store-dtype float32)"
+            raise Error(f"{self.trace.path}:{path}", "value", expected, "infinite or not a number")
+
+    def _verify(self, base: str, call: LayerCall, checked: np.ndarray) -> None:
+        if not len(checked):
+            return
+        positions = self.query_positions[checked]
         compute = REAL_TYPES[str(call.output.dtype).removeprefix("torch.")]
-        result = deviation(
-            layer=call.layer,
-            q=self.trace.read_back(number, "q")[:, self.checked],
-            k=self.trace.read_back(number, "k"),
-            v=self.trace.read_back(number, "v"),
-            positions=positions,
-            output=to_numpy(call.output[torch.from_numpy(positions)].transpose(0, 1), np.dtype(np.float32)),
-            scale=call.scale,
-            softcap=call.softcap,
-            window=call.window,
-            compute=compute,
-        )
-        if not result.ratio <= 1:
-            place = f"layer {result.layer}, head {result.head}, query {result.position}"
-            expected = f"within rounding, {result.allowed:.3g} of sum a|v|"
-            raise Error(str(self.trace.path), f"{place}: attention output", expected, f"{result.found:.3g}", Refusal.NO)
-        if self.worst is None or result.ratio > self.worst.ratio:
-            self.worst = result
+        output = call.output[torch.from_numpy(positions - call.begin)].transpose(0, 1)
+        output = to_numpy(output, np.dtype(np.float32))
+        group = call.q.shape[0] // call.k.shape[0]
+        for kv_head in range(call.k.shape[0]):  # mapped anew each: pages of the others are not kept in memory
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            result = deviation(
+                layer=call.layer,
+                first_head=heads.start,
+                q=self.trace.read_back(f"{base}/q")[heads][:, checked],
+                k=self.trace.read_back(f"{base}/k")[kv_head],
+                v=self.trace.read_back(f"{base}/v")[kv_head],
+                positions=positions,
+                output=output[heads],
+                scale=call.scale,
+                softcap=call.softcap,
+                window=call.window,
+                compute=compute,
+            )
+            if not result.ratio <= 1:
+                place = f"layer {result.layer}, head {result.head}, query {result.position}"
+                expected = f"within rounding, {result.allowed:.3g} of sum a|v|"
+                found = f"{result.found:.3g}"
+                raise Error(str(self.trace.path), f"{place}: attention output", expected, found, Refusal.NO)
+            if self.worst is None or result.ratio > self.worst.ratio:
+                self.worst = result

@@ -67,7 +67,7 @@ def frequencies(decoder: torch.nn.Module) -> list[Frequencies]:
                 continue
             prefix = name.removesuffix(SUFFIX)
             scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
-            candidate = Frequencies(buffer.detach().double().cpu().numpy().reshape(-1), scaling)
+            candidate = Frequencies(buffer.detach().cpu().double().numpy().reshape(-1), scaling)
             if not any(same(candidate, other) for other in found):
                 found.append(candidate)
     return found

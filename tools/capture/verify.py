@@ -32,6 +32,7 @@ def unit_roundoff(dtype: np.dtype) -> float:
 
 def deviation(
     layer: int,
+    first_head: int,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -42,18 +43,19 @@ def deviation(
     window: int,
     compute: np.dtype,
 ) -> Deviation:
-    """q [Hq,n,d] at `positions` [n], k, v [Hkv,T,d] as stored; output [Hq,n,d] as the model computed it in `compute`.
+    """The query heads of one KV head, the first of them `first_head`: q [H,n,d] at `positions` [n], k, v [T,d] as
+    stored; output [H,n,d] as the model computed it in `compute`.
 
     o = sum_j a_j v_j with a = softmax(scale <q,k>). The model rounds the weights a and the result to its type: 2u of
     sum_j a_j |v_j|. Its logits and sums are float32: off by about sqrt(d) u32 |q||k| and sqrt(T) u32. Where the stored
     type is narrower than the model's, q, k and v are rounded once more: |q||k| 2u in a logit, u in a value.
     """
     exact = np.float64 if compute == np.float32 else np.float32
-    group, width, tokens = q.shape[0] // k.shape[0], q.shape[2], k.shape[1]
+    width, tokens = k.shape[1], k.shape[0]
     single = unit_roundoff(np.dtype(np.float32))
     stored = unit_roundoff(q.dtype)
     narrowed = stored if stored > unit_roundoff(compute) else 0.0
-    worst = Deviation(layer, 0, int(positions[0]), 0.0, 2 * unit_roundoff(compute))
+    worst = Deviation(layer, first_head, int(positions[0]), 0.0, 2 * unit_roundoff(compute))
     for begin in range(0, len(positions), QUERY_BLOCK):
         block = slice(begin, begin + QUERY_BLOCK)
         t = positions[block, None]
@@ -61,25 +63,23 @@ def deviation(
         first = max(0, int(t[0, 0]) - window + 1) if window else 0
         j = np.arange(first, last)[None, :]
         hidden = (j > t) | (j <= t - window) if window else j > t
-        for kv_head in range(k.shape[0]):
-            keys = k[kv_head, first:last].astype(exact)
-            values = v[kv_head, first:last].astype(exact)
-            longest_key = np.sqrt(np.max(np.sum(keys * keys, axis=1)))
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                queries = q[head, block].astype(exact)
-                logits = queries @ keys.T * exact(scale)
-                if softcap:
-                    logits = softcap * np.tanh(logits / softcap)
-                logits[hidden] = -np.inf
-                weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-                weights /= weights.sum(axis=1, keepdims=True)
-                magnitude = weights @ np.abs(values) + np.finfo(exact).tiny
-                found = np.max(np.abs(output[head, block].astype(exact) - weights @ values) / magnitude, axis=1)
-                largest_logit = scale * np.linalg.norm(queries, axis=1) * longest_key
-                in_logits = largest_logit * (2 * narrowed + 2 * np.sqrt(width) * single)
-                in_sums = 2 * unit_roundoff(compute) + narrowed + 2 * np.sqrt(tokens) * single
-                allowed = np.expm1(2 * in_logits) + in_sums
-                row = int(np.argmax(found / allowed))
-                if not found[row] / allowed[row] <= worst.ratio:
-                    worst = Deviation(layer, head, int(t[row, 0]), float(found[row]), float(allowed[row]))
+        keys, values = (x[first:last].astype(exact) for x in (k, v))
+        longest_key = np.sqrt(np.max(np.einsum("jd,jd->j", keys, keys)))
+        for head in range(len(q)):
+            queries = q[head, block].astype(exact)
+            logits = queries @ keys.T * exact(scale)
+            if softcap:
+                logits = softcap * np.tanh(logits / softcap)
+            logits[hidden] = -np.inf
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            magnitude = weights @ np.abs(values) + np.finfo(exact).tiny
+            found = np.max(np.abs(output[head, block].astype(exact) - weights @ values) / magnitude, axis=1)
+            largest_logit = scale * np.linalg.norm(queries, axis=1) * longest_key
+            in_logits = largest_logit * (2 * narrowed + 2 * np.sqrt(width) * single)
+            in_sums = 2 * unit_roundoff(compute) + narrowed + 2 * np.sqrt(tokens) * single
+            allowed = np.expm1(2 * in_logits) + in_sums
+            row = int(np.argmax(found / allowed))
+            if not found[row] / allowed[row] <= worst.ratio:
+                worst = Deviation(layer, first_head + head, int(t[row, 0]), float(found[row]), float(allowed[row]))
     return worst

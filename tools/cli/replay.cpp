@@ -396,10 +396,11 @@ void report_troubles(const RunSummary& summary) {
       say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 
-Prepared prepared(const Asked& asked) {
+Prepared prepared(const Asked& asked, const std::vector<std::shared_ptr<const Trace>>& in_memory = {}) {
   const Arguments& arguments = asked.arguments;
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Prepared all = requested(arguments);
+  for (const std::shared_ptr<const Trace>& trace : in_memory) all.request.in_memory.emplace(trace->path(), trace);
   if (arguments.given("memory")) arguments.bytes("memory");
   const int wanted = all.request.threads > 0 ? all.request.threads : machine_threads();
   if (const int threads = affordable_threads(wanted); threads < wanted) all.request.threads = threads;
@@ -457,9 +458,10 @@ int run_replay(const Arguments& given) {
 
 }  // namespace
 
-RunSummary replay_traces(const Arguments& arguments, const std::function<void(const Progress&)>& progress,
+RunSummary replay_traces(const Arguments& arguments, const std::vector<std::shared_ptr<const Trace>>& in_memory,
+                         const std::function<void(const Progress&)>& progress,
                          const std::function<bool()>& asked_to_stop) {
-  return run(prepared(asked(arguments)).request, progress, asked_to_stop);
+  return run(prepared(asked(arguments), in_memory).request, progress, asked_to_stop);
 }
 
 const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",

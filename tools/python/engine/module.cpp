@@ -6,7 +6,10 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <iterator>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +25,7 @@
 #include "program.h"
 #include "python_policy.h"
 #include "replay_traces.h"
+#include "stored_cell.h"
 #include "trace.h"
 #include "trace/child_walk.h"
 #include "view.h"
@@ -41,8 +45,10 @@ bool asked_to_stop() {
   return true;
 }
 
-nb::dict replay(const std::vector<std::string>& words, const nb::object& progress) {
+nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory, const nb::object& progress) {
   RunSummary summary;
+  std::vector<std::shared_ptr<const Trace>> traces;
+  for (const nb::handle trace : in_memory) traces.push_back(opened_trace(trace));
   const auto heard = [&progress](const Progress& now) {
     const Locked locked;
     try {
@@ -54,7 +60,7 @@ nb::dict replay(const std::vector<std::string>& words, const nb::object& progres
   {
     const Unlocked unlocked;
     const Arguments arguments(replay_command, "kvreplay", words);
-    summary = replay_traces(arguments, heard, asked_to_stop);
+    summary = replay_traces(arguments, traces, heard, asked_to_stop);
   }
   nb::list troubles;
   for (const CellSummary& cell : summary.cells)
@@ -90,6 +96,21 @@ nb::list parameters_of(const std::string& text) {
   return all;
 }
 
+/// Of ranges of layers the decision that depends on most.
+std::pair<std::string, std::string> decision_and_store(const std::string& text, int layers) {
+  constexpr Decision by_dependence[] = {Decision::future, Decision::during_prefill, Decision::after_prefill,
+                                        Decision::never};
+  constexpr const char* words[] = {"future", "during-prefill", "after-prefill", "never"};
+  constexpr const char* stores[] = {"exact", "cache-positions", "changed"};  // in the order of Store
+  std::size_t decision = std::size(by_dependence) - 1, store = 0;
+  for (const LayerPlan& of_range : ConfiguredPolicy::parse(text).plans(layers)) {
+    const auto* const found = std::ranges::find(by_dependence, decision_of(of_range.plan));
+    decision = std::min(decision, static_cast<std::size_t>(found - std::begin(by_dependence)));
+    store = std::max(store, of_range.plan.store.index());
+  }
+  return {words[decision], stores[store]};
+}
+
 std::string better_of_metric(const std::string& text) {
   const std::vector<MetricName> names = parse_metrics(text);
   if (text.empty() || names.size() != 1)
@@ -109,6 +130,7 @@ NB_MODULE(_engine, module) {
   python::wait_at_exit();
   python::bind_view(module);
   python::bind_trace(module);
+  python::bind_stored_cell(module);
   python::bind_python_policies(module);
   module.def("policies", python::registered, "(name, summary, paper, score, [(name, default, range, help)]) of each");
   module.def(
@@ -131,6 +153,10 @@ NB_MODULE(_engine, module) {
       "check_layers_apart",
       [](const std::string& text) { kvreplay::ConfiguredPolicy::parse(text).check_layers_apart(); }, "policy"_a,
       "Refuses a policy unless each layer's sets depend on that layer and the budget alone.");
+  module.def(
+      "decision_and_store", python::decision_and_store, "policy"_a, "layers"_a,
+      "When its sets are decided: after-prefill, during-prefill, future or never; and how kept tokens are stored: "
+      "exact, cache-positions or changed.");
   module.def("list_value", kvreplay::list_value, "value"_a,
              "A value as it stands in a list of KEY=VALUE: in parentheses where it would not end at the next comma.");
   module.def(
@@ -147,8 +173,10 @@ NB_MODULE(_engine, module) {
       "path"_a, nanobind::call_guard<python::Unlocked>(),
       "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, asks for all memory, "
       "or leads out of itself. False: it cannot be opened.");
-  module.def("replay", python::replay, "words"_a, "progress"_a,
-             "Does what the command line `kvreplay replay WORDS` does, but for printing; progress(share, trace).");
+  module.def(
+      "replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
+      "Does what the command line `kvreplay replay WORDS` does, but for printing; in_memory: those of its traces\n"
+      "that are in memory; progress(share, trace).");
   module.def(
       "program",
       [](const std::vector<std::string>& words) {

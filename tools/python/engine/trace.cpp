@@ -4,10 +4,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -16,6 +18,9 @@
 #include "machine.h"
 #include "replay/replay.h"
 #include "trace.h"
+#include "trace/header.h"
+#include "trace/schema.h"
+#include "trace/validate.h"
 #include "view.h"
 
 namespace kvreplay::python {
@@ -36,9 +41,10 @@ struct OpenLayer {
 /// Python's Trace.
 class Traced {
  public:
-  explicit Traced(const std::filesystem::path& path) : trace_(std::make_shared<Trace>(Trace::open(path))) {}
+  explicit Traced(Trace&& trace) : trace_(std::make_shared<Trace>(std::move(trace))) {}
 
   const Trace& trace() const { return *trace_; }
+  const SharedTrace& shared() const { return trace_; }
   const TraceHeader& header() const { return trace_->header(); }
 
   std::span<const std::int32_t> query_positions(int layer) const { return trace_->query_positions(checked(layer)); }
@@ -83,12 +89,89 @@ class Traced {
   SharedTrace trace_;
 };
 
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+/// (bytes, type, shape) as kvreplay.memory gives it; the array lives as long as the trace.
+TensorInMemory tensor_in_memory(nb::handle given) {
+  TensorInMemory tensor;
+  const auto type = nb::cast<std::string>(given[1]);
+  for (const DType known : {DType::float16, DType::bfloat16, DType::float32})
+    if (type == name_of(known)) tensor.dtype = known;
+  tensor.shape = nb::cast<std::vector<std::uint64_t>>(given[2]);
+  const std::shared_ptr<Bytes> held(new Bytes(nb::cast<Bytes>(given[0])), [](Bytes* kept) {
+    const Locked locked;
+    delete kept;
+  });
+  tensor.elements = {held, reinterpret_cast<const std::byte*>(held->data())};
+  return tensor;
+}
+
+LayerInMemory layer_in_memory(nb::handle given) {
+  LayerInMemory layer{
+      .q = tensor_in_memory(given[0]), .k = tensor_in_memory(given[1]), .v = tensor_in_memory(given[2])};
+  if (!given[3].is_none()) layer.wo = tensor_in_memory(given[3]);
+  layer.query_positions = nb::cast<std::vector<std::int32_t>>(given[4]);
+  return layer;
+}
+
+Value header_value(const SchemaEntry& entry, nb::handle given) {
+  if (entry.type == "string") {
+    const auto text = nb::cast<nb::bytes>(given);
+    return std::string(text.c_str(), text.size());
+  }
+  if (entry.type == "int") return nb::cast<std::int64_t>(given);
+  if (entry.type == "float") return nb::cast<double>(given);
+  if (entry.type == "int32") return nb::cast<std::vector<std::int32_t>>(given);
+  if (entry.type == "float64") return nb::cast<std::vector<double>>(given);
+  std::vector<Span> spans;
+  for (const nb::handle span : given) {
+    const auto name = nb::cast<nb::bytes>(span[0]), kind = nb::cast<nb::bytes>(span[1]);
+    spans.push_back(
+        {{name.c_str(), name.size()}, {kind.c_str(), kind.size()}, nb::cast<int>(span[2]), nb::cast<int>(span[3])});
+  }
+  return spans;
+}
+
+/// Values by the objects of the schema that they are in a file.
+TraceHeader header_of(const std::string& path, const nb::dict& values) {
+  TraceHeader header;
+  Rules rules(path);
+  for (const std::vector<SchemaEntry>* entries : {&schema().attributes, &schema().datasets})
+    for (const SchemaEntry& entry : *entries) {
+      if (entry.per_layer() || !values.contains(entry.object.c_str())) continue;
+      Value value = header_value(entry, values[entry.object.c_str()]);
+      rules.check_value(entry.object, entry, value);
+      set_header_value(header, entry, std::move(value));
+    }
+  header.has_rope = !header.inv_freq.empty();
+  if (header.has_rope) header.rope_pairs = static_cast<int>(header.inv_freq.size()) / header.layers;
+  return header;
+}
+
+/// A trace that `kvreplay validate` would find nothing wrong with, its hash known.
+Traced trace_of_arrays(const std::filesystem::path& path, const nb::dict& values, const nb::list& tensors) {
+  TraceHeader header = header_of(path.string(), values);
+  std::vector<LayerInMemory> layers;
+  for (const nb::handle layer : tensors) layers.push_back(layer_in_memory(layer));
+  const Unlocked unlocked;
+  Trace trace = Trace::of_arrays(path, std::move(header), std::move(layers));
+  const DeepReport report = validate_deep(trace);
+  if (!report.problems.empty()) throw report.problems.front();
+  trace.hash();  // several threads may ask for it
+  return Traced(std::move(trace));
+}
+
 }  // namespace
+
+std::shared_ptr<const Trace> opened_trace(nb::handle trace) { return nb::cast<const Traced&>(trace).shared(); }
 
 void bind_trace(nb::module_& module) {
   using namespace nb::literals;
   nb::class_<Traced>(module, "Trace")
-      .def(nb::init<const std::filesystem::path&>(), "path"_a, nb::call_guard<Unlocked>())
+      .def(
+          "__init__", [](Traced* made, const std::filesystem::path& path) { new (made) Traced(Trace::open(path)); },
+          "path"_a, nb::call_guard<Unlocked>())
+      .def_prop_ro("in_memory", [](const Traced& of) { return of.trace().is_in_memory(); })
       .def_prop_ro("path", [](const Traced& of) { return of.trace().path(); })
       .def_prop_ro("name", [](const Traced& of) { return of.trace().name(); })
       .def_prop_ro("hash", [](const Traced& of) { return of.trace().hash(); })
@@ -130,6 +213,10 @@ void bind_trace(nb::module_& module) {
           "sliding"_a)
       .def("tensor", &Traced::tensor, "name"_a, "layer"_a)
       .def("layer", &Traced::layer, "layer"_a, "boundary"_a, "eval"_a, "device"_a);
+  module.def(
+      "trace_of_arrays", trace_of_arrays, "path"_a, "values"_a, "tensors"_a,
+      "A trace of arrays in memory: values by the schema's objects; of each layer q, k, v and wo, or None, as (bytes,\n"
+      "type, shape), and the positions of its queries.");
 }
 
 }  // namespace kvreplay::python

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvreplay.errors import Error as Error
     from kvreplay.gap import regret as regret
     from kvreplay.laws import check as check
+    from kvreplay.memory import Rope as Rope
+    from kvreplay.memory import from_arrays as from_arrays
     from kvreplay.python_policies import BlockEnd as BlockEnd
     from kvreplay.python_policies import Policy as Policy
     from kvreplay.python_policies import Row as Row
@@ -38,6 +40,7 @@ _PLACES = {
     "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),
+    "kvreplay.memory": ("Rope", "from_arrays"),
     "kvreplay.python_policies": ("BlockEnd", "Policy", "Row", "parameter"),
     "kvreplay.results": ("Run",),
 }

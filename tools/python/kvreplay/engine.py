@@ -42,9 +42,11 @@ AnyPath = str | bytes | os.PathLike
 
 
 class Trace:
-    """An open trace. Everything was checked when it was opened; tensors are read where they lie in the file."""
+    """An open trace. Everything was checked when it was opened; tensors are read where they lie, in the file or, after
+    `kv.from_arrays`, in memory."""
 
     path: Path
+    in_memory: bool  # no file has this path
     name: str
     hash: str
     model: str
@@ -64,6 +66,13 @@ class Trace:
 
     def __init__(self, path: AnyPath) -> None:
         self._trace = _engine.Trace(Path(os.fsdecode(path)))
+
+    @classmethod
+    def of(cls, opened: _engine.Trace) -> Trace:
+        """What the engine has opened."""
+        trace = cls.__new__(cls)
+        trace._trace = opened
+        return trace
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -201,7 +210,9 @@ def replay(
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
     """
-    words = [os.fsdecode(one.path if isinstance(one, Trace) else one) for one in _several(traces)]
+    traces = _several(traces)
+    words = [os.fsdecode(one.path if isinstance(one, Trace) else one) for one in traces]
+    in_memory = [one._trace for one in traces if isinstance(one, Trace) and one.in_memory]
     for one in policy_texts(policies):
         words += ["--policy", one]
     for one in _several(budgets):
@@ -220,7 +231,7 @@ def replay(
     words += ["--output", folder]
     try:
         with _bar(progress) as heard:
-            told = _engine.replay(words, heard)
+            told = _engine.replay(words, in_memory, heard)
     except BaseException:
         if output is None:
             shutil.rmtree(folder)
@@ -304,6 +315,12 @@ class _bar:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+
+
+def decision_and_store(policy: str, layers: int) -> tuple[str, str]:
+    """When a policy decides its sets over so many layers: after-prefill, during-prefill, future or never; and how it
+    stores kept tokens: exact, cache-positions or changed."""
+    return _engine.decision_and_store(policy, layers)
 
 
 def program(words: Sequence[str]) -> int:

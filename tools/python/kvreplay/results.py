@@ -7,10 +7,11 @@ here, so that a policy is called the same everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -18,9 +19,13 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.hdf5_file import open_to_read
+from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
+
+if TYPE_CHECKING:
+    from kvreplay.engine import Trace
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -28,6 +33,7 @@ COLUMNS = (
     "layer head metric variant value unit open_loop synthetic backend seed cell"
 ).split()
 NUMBERS = ["budget_tokens", "kept_tokens", "value"]
+MEASURED = ("decisions", "device", "dtype", "model_hash")  # further columns of live.csv: part of a row's key
 PIECE = 50_000  # rows of results.csv read at a time: only some of them are kept
 CELL = (
     "cell trace model role policy params heads budget budget_tokens kept_tokens boundary eval backend seed synthetic"
@@ -70,6 +76,31 @@ class Selection:
         first = self.sinks[self.layers][..., None]
         last = self.boundary - self.recent[self.layers][..., None]
         return (position >= first) & (position < last)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """Keys and values of a layer as queries after the prompt find them: Hkv KV heads, T tokens, d components, H rows as
+    the policy has sets. Tokens that are not kept, and those after the prompt, are as captured."""
+
+    keys: np.ndarray  # float32 [Hkv,T,d]; [Hq,T,d] where kept keys move and each query head has a set of its own
+    values: np.ndarray  # float32 [Hkv,T,d]
+    positions: list[np.ndarray]  # H of int32 [n]: kept positions in the order of their slots 0 ... n-1
+    stands_at: list[np.ndarray]  # H of int32 [n]: where their keys stand by RoPE; P-n ... P-1 where they move to slots
+    bytes: float  # that the kept tokens take, all heads
+
+
+class Stored:
+    """What the store of one cell gives back, computed layer by layer on the CPU."""
+
+    def __init__(self, folder: Path, name: str, cell: str, trace: Trace) -> None:
+        from kvreplay import _engine
+
+        self._cell = _engine.StoredCell(folder, name, cell, trace._trace)
+
+    def layer(self, layer: int) -> StoredLayer:
+        """Of a stored layer that was treated."""
+        return StoredLayer(*self._cell.layer(layer))
 
 
 @dataclass(frozen=True)
@@ -147,6 +178,15 @@ class Run:
         rows = self._read(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
         return rows.assign(label=labels(rows))
 
+    @cached_property
+    def live(self) -> pd.DataFrame:
+        """live.csv as `kvreplay live` wrote it, with numbers as numbers and how each was measured; no rows without it.
+        `table` has these rows too."""
+        path = self.folder / "live.csv"
+        if not path.is_file():
+            return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
+        return self._read_file(path, [*COLUMNS, *MEASURED], lambda rows: rows["head"] == "all")[[*COLUMNS, *MEASURED]]
+
     def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
         """The rows of cells in `table` that are `wanted`, without the others in memory; `wanted` is asked of texts."""
         found = self._read(
@@ -161,17 +201,30 @@ class Run:
     ) -> pd.DataFrame:  # fmt: skip
         """The wanted rows, and behind them those of skill that are wanted. `cells` have all policies of the run; by
         default they are those that were read."""
-        path = self.folder / "results.csv"
+        table = self._read_file(self.folder / "results.csv", COLUMNS, wanted)
+        if (live := self.folder / "live.csv").is_file():
+            table = pd.concat([table, told_apart(self._read_file(live, [*COLUMNS, *MEASURED], wanted))])
+        failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
+        if failed:
+            table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
+        recalls = table[table["for_skill"]].drop(columns=["wanted", "for_skill"])
+        skill = skill_rows(recalls, twins_of(recalls if cells is None else cells, self._labels))
+        return pd.concat([table.loc[table["wanted"], recalls.columns], skill], ignore_index=True)
+
+    def _read_file(
+        self, path: Path, columns: Sequence[str], wanted: Callable[[pd.DataFrame], pd.Series]
+    ) -> pd.DataFrame:  # fmt: skip
+        """The rows of one file that are wanted, or that skill is computed from; numbers as numbers."""
         pieces = []
         try:
             # Objects until the choice is made: what is left out need not become a column of texts.
             for rows in pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE):
-                missing = [name for name in COLUMNS if name not in rows.columns]
+                missing = [name for name in columns if name not in rows.columns]
                 if missing:
-                    raise Error(str(path), "columns", ", ".join(COLUMNS), "no " + ", ".join(missing))
+                    raise Error(str(path), "columns", ", ".join(columns), "no " + ", ".join(missing))
                 for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
                 rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
-                pieces.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(COLUMNS, str)))
+                pieces.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(columns, str)))
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
         table = pd.concat(pieces)
@@ -183,12 +236,7 @@ class Run:
                 raise Error(where, name, "a number or nothing", wrong.iloc[0])
             # pandas before 3.1 is off by one in the last place of some.
             table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
-        failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
-        if failed:
-            table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
-        recalls = table[table["for_skill"]].drop(columns=["wanted", "for_skill"])
-        skill = skill_rows(recalls, twins_of(recalls if cells is None else cells, self._labels))
-        return pd.concat([table.loc[table["wanted"], recalls.columns], skill], ignore_index=True)
+        return table
 
     @property
     def _labels(self) -> dict[Policy, str]:
@@ -219,7 +267,8 @@ class Run:
     def _declared(self) -> list[dict]:
         """What run.json says of variants and of metrics; a variant without a name of its own is its metric."""
         metrics = self.about.get("metrics", [])
-        return [*(variant for metric in metrics for variant in metric.get("variants", [])), *metrics, SKILL]
+        live = [{"name": one.name, "unit": one.unit, "better": one.better} for one in LIVE_METRICS]
+        return [*(variant for metric in metrics for variant in metric.get("variants", [])), *metrics, SKILL, *live]
 
     @property
     def prompt_hashes(self) -> dict[str, str]:
@@ -374,6 +423,19 @@ class Run:
             evicted_at=evicted_at,
         )
 
+    def stored(self, policy: str, budget: float | str, trace: str | Trace = "") -> Stored:
+        """What the store of a policy gives back at a budget, both as in `selection`: keys and values layer by layer.
+
+        `trace`: its name, or the open trace itself, which must be given where the trace is in memory or its file has
+        moved; may be left out where there is one.
+        """
+        from kvreplay.engine import Trace, open
+
+        cell = self._cell(str(policy), str(budget), trace.name if isinstance(trace, Trace) else trace)
+        name = str(cell["trace"])
+        opened = trace if isinstance(trace, Trace) else open(self.captured(name))
+        return Stored(self.folder, name, str(cell["cell"]), opened)
+
     def trace(self, name: str) -> TraceFacts:
         """What the run keeps of the trace `name`."""
         group = self._object("/traces/" + name)
@@ -405,6 +467,8 @@ class Run:
         if not paths:
             raise Error(where, f"path of trace {name}", "an entry of inputs", "none")
         path = Path(paths[0])
+        if path.parts[0] == "memory:":
+            raise Error(where, f"trace {name} was in memory", "the trace itself", "its name", Refusal.USAGE)
         if not path.is_file():
             raise Error(where, f"trace {name} has moved", "its file here, or TRACE.h5 in place of the run", str(path))
         return path
@@ -519,6 +583,16 @@ def layer_numbers(trace: h5py.Group, layers: int) -> np.ndarray:
 def text(value: object) -> str:
     """An HDF5 string, which h5py gives as str or as bytes."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def told_apart(live: pd.DataFrame) -> pd.DataFrame:
+    """Rows of live.csv as rows of results.csv: numbers that were measured in several ways, as on two devices, have the
+    ways in the variant."""
+    twice = live.duplicated(["trace", "cell", "metric", "variant", "layer"], keep=False)
+    ways = live[["variant", "decisions", "device", "dtype", "model_hash"]].agg(
+        lambda row: " ".join(filter(None, row)), axis=1
+    )  # fmt: skip
+    return live.assign(variant=ways.where(twice, live["variant"])).drop(columns=list(MEASURED))
 
 
 def labels(table: pd.DataFrame) -> pd.Series:

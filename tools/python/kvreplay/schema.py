@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -18,7 +19,7 @@ REAL_TYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
 }
-ARRAY_TYPES = {"int32": np.dtype(np.int32), "float64": np.dtype(np.float64)}
+ARRAY_TYPES = {"int32": np.dtype(np.int32), "float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 # What other writers store them as: the same numbers.
 ALSO_STORED_AS = {"int32": {"int64": np.dtype(np.int64)}, "float64": {"float32": np.dtype(np.float32)}}
 ATTRIBUTE_TYPES: dict[str, tuple[type, ...]] = {
@@ -36,6 +37,16 @@ _MODEL_DIMENSION = re.compile(r"(/\w+)@(\w+)")
 
 def _pattern(path: str) -> str:
     return _LAYER.sub(r"\1{layer}", path)
+
+
+def _size(dimension: str | int, known: dict[str, int]) -> int | None:
+    """A dimension by name or number, a product (Hq*d) or a difference (T-P); None: not known yet."""
+    for sign, of_two in (("*", operator.mul), ("-", operator.sub)):
+        left, found, right = str(dimension).partition(sign)
+        if found:
+            sizes = _size(left, known), _size(right, known)
+            return None if None in sizes else of_two(*sizes)
+    return int(dimension) if str(dimension).isdigit() else known.get(dimension)
 
 
 def load() -> dict[str, Any]:
@@ -72,6 +83,11 @@ class Checker:
     def dataset_rule(self, path: str) -> dict[str, Any] | None:
         return next((rule for rule in self.schema["datasets"] if rule["path"] == _pattern(path)), None)
 
+    def is_tensor(self, path: str) -> bool:
+        """Whether a dataset holds floating-point numbers of a layer; these have hashes of their own."""
+        rule = self.dataset_rule(path)
+        return rule is not None and "{layer}" in rule["path"] and rule["type"] in ("real", "float32")
+
     def attribute(self, path: str, name: str, value: Any) -> None:
         """Type and range of one attribute; unknown ones are ignored."""
         rule = self.attribute_rule(path, name)
@@ -101,14 +117,15 @@ class Checker:
         scope = self.layer_dimensions.setdefault(layer.group(), {}) if layer else self.dimensions
         known = {**self.dimensions, **scope}
         agrees = len(shape) == len(rule["shape"])
-        for wanted, length in zip(rule["shape"], shape, strict=False):
-            factors = [int(word) if word.isdigit() else known.get(word) for word in str(wanted).split("*")]
-            if None in factors:
+        sizes = [_size(wanted, known) for wanted in rule["shape"]]
+        for wanted, size, length in zip(rule["shape"], sizes, shape, strict=False):
+            if size is None:
                 scope[wanted] = length
             else:
-                agrees = agrees and int(np.prod(factors)) == length
+                agrees = agrees and size == length
         if not agrees:
-            expected = ", ".join(f"{w} = {known[w]}" if w in known else str(w) for w in rule["shape"])
+            named = zip(rule["shape"], sizes, strict=True)
+            expected = ", ".join(str(w) if size in (None, w) else f"{w} = {size}" for w, size in named)
             raise self._refuse(path, "shape", f"[{expected}]", list(shape))
         self.present.add(path)
 
@@ -118,7 +135,7 @@ class Checker:
         if rule is None or rule["type"] in ("string", "span"):
             return
         own = rule["type"]
-        allowed = REAL_TYPES if own == "real" else {own: ARRAY_TYPES[own], **ALSO_STORED_AS[own]}
+        allowed = REAL_TYPES if own == "real" else {own: ARRAY_TYPES[own], **ALSO_STORED_AS.get(own, {})}
         if dtype not in allowed.values():
             raise self._refuse(path, "type", " or ".join(allowed), dtype)
 
@@ -155,9 +172,9 @@ class Checker:
     def finish(self) -> None:
         """Everything required is there, and every layer has its queries."""
         layers = [f"/layers/{layer:03d}" for layer in range(self.dimensions.get("L", 0))]
+        absent = {group["path"] for group in self.schema["groups"] if not group["required"]} - self.present
         for rule in self.schema["groups"] + self.schema["datasets"]:
-            parent = rule["path"].rsplit("/", 1)[0]
-            if not rule["required"] or (parent == "/model/rope" and parent not in self.present):
+            if not rule["required"] or rule["path"].rsplit("/", 1)[0] in absent:
                 continue
             in_layers = [rule["path"].replace("/layers/{layer}", layer) for layer in layers]
             for path in in_layers if "{layer}" in rule["path"] else [rule["path"]]:

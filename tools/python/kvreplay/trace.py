@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import math
 import os
 import signal
 import threading
@@ -314,22 +315,47 @@ class TraceWriter:
         else:
             array = np.asarray(data)
             file_type = _file_type(array.dtype)
-        self._checker.element_type(path, array.dtype)
-        self._checker.shape(path, array.shape)
         if rule["type"] in ("int32", "float64"):
             self._checker.values(path, array)
+        created = self._create_dataset(path, array.dtype, file_type, array.shape)
+        created.write(h5py.h5s.ALL, h5py.h5s.ALL, _storable(array), mtype=file_type)
+        if self._checker.is_tensor(path):
+            self.attributes(path, xxh3=xxhash.xxh3_128(_storable(array)).hexdigest())
+
+    def _create_dataset(
+        self, path: str, dtype: np.dtype, file_type: h5py.h5t.TypeID, shape: tuple[int, ...]
+    ) -> h5py.h5d.DatasetID:
+        """A new dataset of the schema, whose place in the file is reserved."""
+        self._checker.element_type(path, dtype)
+        self._checker.shape(path, shape)
         self._group(path.rsplit("/", 1)[0] or "/")
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         creation.set_obj_track_times(False)
         creation.set_layout(h5py.h5d.CONTIGUOUS)
         creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-        self._reserve(array.nbytes)
-        created = h5py.h5d.create(self._file, path.encode(), file_type, space, dcpl=creation)
-        created.write(h5py.h5s.ALL, h5py.h5s.ALL, _storable(array), mtype=file_type)
-        if rule["type"] == "real" and self._checker.attribute_rule(path, "xxh3") and rule["shape"][-1] == "d":
-            self.attributes(path, xxh3=xxhash.xxh3_128(_storable(array)).hexdigest())
+        self._reserve(math.prod(shape) * dtype.itemsize)
+        space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        return h5py.h5d.create(self._file, path.encode(), file_type, space, dcpl=creation)
+
+    @_calls_hdf5
+    def begin_tensor(self, path: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        """A tensor of a layer that is written in pieces: `write_tokens()` fills it, `end_tensor()` states its hash."""
+        self._create_dataset(path, dtype, _file_type(dtype), shape)
+
+    @_calls_hdf5
+    def write_tokens(self, path: str, begin: int, piece: np.ndarray) -> None:
+        """The tokens from `begin` on of a begun tensor [H,T,d] or [T]: [H,n,d] or [n]."""
+        dataset = h5py.h5d.open(self._file, path.encode())
+        start = (0, begin, 0) if piece.ndim == 3 else (begin,)
+        place = dataset.get_space()
+        place.select_hyperslab(start, piece.shape)
+        source = h5py.h5s.create_simple(piece.shape)
+        dataset.write(source, place, _storable(piece), mtype=dataset.get_type())
+
+    def end_tensor(self, path: str) -> None:
+        """States the hash of a tensor that is all written."""
+        self.attributes(path, xxh3=xxhash.xxh3_128(_storable(self.read_back(path))).hexdigest())
 
     def _spans(self, spans: list[Span]) -> tuple[h5py.h5t.TypeID, np.ndarray]:
         for span in spans:
@@ -355,26 +381,31 @@ class TraceWriter:
         v: np.ndarray,
         q_positions: np.ndarray | None = None,
         wo: np.ndarray | None = None,
+        input_norm: np.ndarray | None = None,
     ) -> None:
-        """One layer, whole: q [Hq,Tq,d], k and v [Hkv,T,d], wo [hidden, Hq*d]."""
+        """One layer, whole: q [Hq,Tq,d], k and v [Hkv,T,d], wo [hidden, Hq*d], input_norm [T]."""
         base = f"/layers/{number:03d}"
         if q_positions is not None:
             self.dataset(f"{base}/q_positions", np.asarray(q_positions, np.int32))
-        for name, array in (("q", q), ("k", k), ("v", v), ("wo", wo)):
+        for name, array in (("q", q), ("k", k), ("v", v), ("wo", wo), ("input_norm", input_norm)):
             if array is not None:
                 self.dataset(f"{base}/{name}", array)
 
     @_calls_hdf5
-    def read_back(self, number: int, name: str) -> np.ndarray:
-        """A tensor of a written layer as it lies in the file, mapped."""
+    def read_back(self, path: str) -> np.ndarray:
+        """A tensor as it lies in the file, mapped; what is not written yet is any number."""
         self.flush()
-        dataset = h5py.h5d.open(self._file, f"/layers/{number:03d}/{name}".encode())
-        return _mapped(self.partial, dataset)
+        return _mapped(self.partial, h5py.h5d.open(self._file, path.encode()))
+
+
+def storable_text(text: str) -> str:
+    """As a trace has it: strings are padded with nulls, and a null inside would end one."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _fixed_string(text: str) -> tuple[h5py.h5t.TypeID, np.ndarray]:
-    """A scalar string of fixed length, UTF-8, padded with nulls (a null inside would end it)."""
-    data = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8")
+    """A scalar string of fixed length, UTF-8, padded with nulls."""
+    data = storable_text(text).encode("utf-8")
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(max(1, len(data)))
     kind.set_cset(h5py.h5t.CSET_UTF8)
@@ -495,8 +526,9 @@ class Trace:
     def damaged(self) -> list[str]:
         """The tensors whose numbers are not those that their hashes were made of; reads all of them."""
         found = []
-        for path in (f"/layers/{layer:03d}/{name}" for layer in range(self.layers) for name in "qkv"):
-            has_hash = "xxh3" in self._file[path].attrs
+        layers = (self._file[f"/layers/{layer:03d}"] for layer in range(self.layers))
+        for path in (f"{layer.name}/{name}" for layer in layers for name in layer):
+            has_hash = self._checker.is_tensor(path) and "xxh3" in self._file[path].attrs
             if has_hash and xxhash.xxh3_128(_storable(self[path])).hexdigest() != self.attribute(path, "xxh3"):
                 found.append(path)
         return found

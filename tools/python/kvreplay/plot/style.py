@@ -139,14 +139,15 @@ def errors_need_logarithms(values: np.ndarray) -> bool:
     return bool(positive.size and (values >= 0).all() and positive.max() >= LOGARITHMIC * positive.min())
 
 
-def logarithmic_axis(axis: Axes) -> None:
-    """A logarithmic y axis with plain numbers at its ticks."""
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.set_ylim(low, high)
+def logarithmic_axis(axes: Axes, which: str = "y") -> None:
+    """A logarithmic x or y axis with plain numbers at its ticks."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
+    axis.set_minor_locator(NullLocator())
+    axes.set(**{f"{which}lim": (low, high)})
 
 
 @cache

@@ -1,0 +1,81 @@
+#include "analysis/stored_cell.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <variant>
+
+#include "analysis/metrics/metric.h"
+#include "analysis/part.h"
+#include "error.h"
+#include "trace/float_types.h"
+
+namespace kvreplay {
+namespace {
+
+/// As the cell's results were computed by it.
+ConfiguredPolicy policy_of(const std::string& where, const PartCell& cell) {
+  ConfiguredPolicy policy = ConfiguredPolicy::parse(cell.label, cell.seed);
+  if (policy.params() != cell.params || policy.source_hash() != cell.source)
+    throw Error{Refusal::input, where, "policy " + cell.label + " has changed since the run",
+                cell.params + (cell.source.empty() ? "" : ", source " + cell.source),
+                policy.params() + (policy.source_hash().empty() ? "" : ", source " + policy.source_hash())};
+  return policy;
+}
+
+Cell cell_of(const std::filesystem::path& part_path, const Part& part, const std::string& id) {
+  const PartCell* const found = part.find(id);
+  if (found == nullptr) throw Error{Refusal::input, part_path.string(), "cell", "one of the run", id};
+  return {.policy = policy_of(part_path.string(), *found),
+          .budget = found->budget_tokens,
+          .of_seen = Budget::parse(found->budget).of_seen(),
+          .known = read_selections(part_path, id, part.trace)};
+}
+
+double kv_bytes(const LayerFacts& facts) {
+  return std::get<OfLayer>(find_variant({"kv_bytes", ""})->measure).measure(facts).layer;
+}
+
+}  // namespace
+
+StoredCell::StoredCell(const std::filesystem::path& folder, const std::string& name, const std::string& id,
+                       std::shared_ptr<const Trace> trace)
+    : trace_(std::move(trace)), backend_(make_backend("cpu", 0, {})) {
+  const std::filesystem::path path = folder / "parts" / (name + ".h5");
+  where_ = path.string();
+  const Part part = read_part(path);
+  if (part.trace.hash != trace_->hash())
+    throw Error{Refusal::input, trace_->path().string(), "not the trace of " + where_, part.trace.hash, trace_->hash()};
+  conditions_ = {part.trace.boundary, eval_queries(*trace_, part.trace.eval), part.trace.treated};
+  cell_ = cell_of(path, part, id);
+}
+
+StoredCellLayer StoredCell::layer(int stored_layer) const {
+  const std::vector<int>& treated = conditions_.layers;
+  const auto place = std::ranges::find(treated, stored_layer);
+  if (place == treated.end())
+    throw Error{Refusal::usage, where_, "layer", fmt::format("a treated one: {}", fmt::join(treated, ", ")),
+                std::to_string(stored_layer)};
+  StoredCellLayer found;
+  const auto heard = [&](const LayerView& view, const LayerSelection& selection, const StoredLayer* changed,
+                         bool moves) {
+    const LayerTensors& tensors = changed != nullptr ? changed->tensors : view.tensors();
+    found.heads = selection.set.heads();
+    found.keys = moves ? keys_at_slots(view, selection) : widened(tensors.k);
+    found.key_heads = moves && found.heads == Heads::query ? view.query_heads() : view.kv_heads();
+    found.values = widened(tensors.v);
+    for (int row = 0; row < selection.set.rows(); ++row) {
+      std::vector<std::int32_t>& kept = found.positions.emplace_back(selection.in_slot_order(row));
+      std::vector<std::int32_t>& stands = found.stands_at.emplace_back(kept);
+      if (moves) std::iota(stands.begin(), stands.end(), view.prompt() - static_cast<std::int32_t>(kept.size()));
+    }
+    found.bytes = kv_bytes({view, selection, changed});
+  };
+  apply_store(*backend_, *trace_, conditions_, cell_, static_cast<int>(place - treated.begin()), heard);
+  return found;
+}
+
+}  // namespace kvreplay

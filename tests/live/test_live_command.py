@@ -1,0 +1,188 @@
+"""`kvreplay live`: what it writes, what it refuses, and what reads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import pandas as pd
+import pytest
+from captured_case import Case
+
+import kvreplay as kv
+from kvreplay.compare.command import main as compare
+from kvreplay.engine import program
+from kvreplay.live_metrics import METRICS
+from kvreplay.predict.command import main as predict
+from kvreplay.results import COLUMNS, MEASURED, Run
+
+Heard = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def copy(case: Callable[..., Case], tmp_path: Path) -> Case:
+    """A run that the test may change."""
+    made = case("llama")
+    shutil.copytree(made.run, tmp_path / "run")
+    for name in ("live", "live.csv"):
+        gone = tmp_path / "run" / name
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
+    return Case(made.model, tmp_path / "run")
+
+
+def rows(case: Case) -> pd.DataFrame:
+    return pd.read_csv(case.run / "live.csv", dtype=str, keep_default_na=False)
+
+
+def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell has every metric; what keeps all is exactly the reference; the noise floor is said."""
+    assert copy.live("--generate", "3") == 0
+    assert capsys.readouterr().err.count("noise floor") == 1
+    table = rows(copy)
+    assert list(table.columns) == [*COLUMNS, *MEASURED]
+    assert (copy.run / "live/t.csv").read_bytes() == (copy.run / "live.csv").read_bytes()
+    run = Run(copy.run)
+    assert set(table["cell"]) == set(run.cells["cell"])
+    assert (
+        set(table["open_loop"]) == {"0"}
+        and set(table["n_queries"]) == {"6", "3"}
+        and set(table["dtype"]) == {"float32"}
+    )
+    assert table["model_hash"].str.len().eq(64).all()
+    answers = {"exact_match", "contains", "f1", "rouge_l"}  # the prompt has none
+    assert set(table["metric"]) == {metric.name for metric in METRICS} - answers
+    full = table[(table["policy"] == "full") & (table["metric"] == "kld")]
+    assert set(full["value"]) == {"0"}
+    assert set(table["decisions"][table["policy"] == "h2o-online"]) == {"replayed"}
+    for name in ("hidden_drift", "live_output_error"):
+        some = table[(table["metric"] == name) & (table["policy"] == "random")]
+        assert set(some["layer"]) == {"all", "0", "1", "2", "3"}
+
+
+def test_the_same_bits_again_and_alone(copy: Case) -> None:
+    assert copy.live() == 0
+    first = (copy.run / "live.csv").read_bytes()
+    before = (copy.run / "live/t.csv").stat().st_mtime_ns
+    assert copy.live() == 0
+    assert (copy.run / "live/t.csv").stat().st_mtime_ns == before, "nothing is left to measure"
+    shutil.rmtree(copy.run / "live")
+    for policy in ("snapkv", "chunkkv,ada-kv,random", "h2o,h2o-online,full,oracle,local"):
+        assert copy.live("-p", policy) == 0
+    assert (copy.run / "live.csv").read_bytes() == first
+
+
+def test_an_interrupted_run_goes_on(copy: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copy.live() == 0
+    first = (copy.run / "live.csv").read_bytes()
+    shutil.rmtree(copy.run / "live")
+    (copy.run / "live.csv").unlink()
+    from kvreplay.live import measure
+
+    passes, calls = measure.run, []
+
+    def stops(*words: object) -> object:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return passes(*words)
+
+    monkeypatch.setattr(measure, "run", stops)
+    assert copy.live() == 130
+    assert (copy.run / "live/t.csv").is_file(), "finished cells are kept"
+    monkeypatch.undo()
+    assert copy.live() == 0
+    assert (copy.run / "live.csv").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["-p", "nosuch"], 2, "no such policy"),
+        (["-b", "0.9"], 2, "no such budget"),
+        (["--trace", "u"], 2, "no such trace"),
+        (["--batch", "0"], 2, "--batch: out of range"),
+        (["--generate", "-1"], 2, "--generate: out of range"),
+        (["--answers", "missing.jsonl"], 3, "--answers"),
+    ],
+)
+def test_refusals(copy: Case, words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert copy.live(*words) == code
+    heard = capsys.readouterr().err.splitlines()
+    assert len(heard) == 1 and said in heard[0], heard
+
+
+def test_no_continuation(case: Callable[..., Case], capsys: pytest.CaptureFixture[str]) -> None:
+    made = case("llama", "without", ("snapkv:window=4",), 0)
+    capsys.readouterr()
+    assert made.live() == 3
+    assert "no continuation (G = 0)" in capsys.readouterr().err
+
+
+def test_another_model(copy: Case, case: Callable[..., Case], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert Case(case("one_kv_head").model, copy.run).live() == 3
+    assert "another model: expected 4 query and 2 KV heads, found 4 and 1" in capsys.readouterr().err
+    assert Case(case("qwen3").model, copy.run).live() == 3
+    assert "another model: expected weights" in capsys.readouterr().err
+
+
+def test_a_model_is_compared_by_keys_where_no_hash_says(
+    case: Callable[..., Case], copy: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(copy.run)
+    path = run.captured("t")
+    shutil.copy(path, tmp_path / "t.h5")
+    with h5py.File(tmp_path / "t.h5", "r+") as file:
+        del file["/model"].attrs["source_hash"]
+    about = (copy.run / "run.json").read_text()
+    (copy.run / "run.json").write_text(about.replace(str(path), str(tmp_path / "t.h5")))
+    assert copy.live("-p", "full") == 0
+    assert "compared by its shapes and first keys" in capsys.readouterr().err
+    assert Case(case("qwen3").model, copy.run).live("-p", "snapkv") == 3
+    assert "another model: expected the trace's keys" in capsys.readouterr().err
+
+
+def test_what_reads_the_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """compare and predict take live metrics by name, with their direction."""
+    assert copy.live() == 0
+    run = Run(copy.run)
+    assert {"kld", "same_top_p"} <= set(run.table["metric"])
+    assert run.better_of("kld:p99") == "lower" and run.better_of("same_top_p") == "higher"
+    assert len(run.live) == len(rows(copy))
+    capsys.readouterr()
+    assert compare([str(copy.run), "--baseline", "random", "--metric", "kld", "-p", "chunkkv"]) == 0
+    assert "kld" in capsys.readouterr().out
+    assert predict([str(copy.run)]) == 0
+    said = capsys.readouterr().out
+    assert "output_error" in said and "has the policies most nearly in the order of kld" in said
+
+
+def test_two_ways_are_told_apart(copy: Case) -> None:
+    assert copy.live("-p", "snapkv") == 0
+    assert copy.live("-p", "snapkv", "--dtype", "bfloat16") == 0
+    table = Run(copy.run).table
+    found = set(table["variant"][table["metric"] == "same_top_p"])
+    assert {one.split()[2] for one in found} == {"float32", "bfloat16"}
+
+
+def test_merged_runs_have_the_rows_of_both(copy: Case, tmp_path: Path) -> None:
+    """As many rows as one run, equal ones once; another number for the same row is refused."""
+    path = Run(copy.run).captured("t")
+    parts = []
+    for name, policies in (("a", ["snapkv:window=4", "random"]), ("b", ["random", "local"])):
+        kv.replay(path, policies, [24], output=tmp_path / name)
+        parts.append(Case(copy.model, tmp_path / name))
+        assert parts[-1].live() == 0
+    assert program(["merge", str(tmp_path / "both"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = [(tmp_path / name / "live.csv").read_text().splitlines() for name in ("a", "b", "both")]
+    assert lines[2] == [lines[0][0], *sorted({*lines[0][1:], *lines[1][1:]})]
+    assert (tmp_path / "both/live/t.csv").read_text().splitlines() == lines[2]
+    assert len(Run(tmp_path / "both").live) == len(lines[2]) - 1
+    changed = tmp_path / "b/live/t.csv"
+    changed.write_text(
+        "\n".join(line.replace("0.", "0.9", 1) if ",random," in line else line for line in lines[1]) + "\n"
+    )
+    assert program(["merge", str(tmp_path / "other"), str(tmp_path / "a"), str(tmp_path / "b")]) == 3

@@ -1,0 +1,181 @@
+"""Does a model under live's masks predict what it predicts with eager attention and the whole mask, written out?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from captured_case import Case
+from tiny_models import CONFIGS, LOCAL_AND_GLOBAL
+
+from kvreplay.capture.model import load
+from kvreplay.capture.model_options import ModelChoices
+from kvreplay.live import passes
+from kvreplay.live.cells import LiveCell, cells_of
+from kvreplay.live.measure import alike, evicted
+from kvreplay.results import Run
+
+STORES = (
+    "streaming-llm:positions=cache", "sca:positions=cache,recent=8", "kivi:bits=2,group=8,residual=16",
+    "think:window=4,ratio=0.5", "cam-one-shot:recent=4", "finch:positions=cache,question_tokens=4,blocks=16,heads=kv",
+)  # fmt: skip
+MODELS = ["llama", "one_kv_head", "mistral", "gemma2", "qwen3", "smollm3"]
+
+
+def window_of(model: str, layer: int) -> int:
+    if model == "mistral":
+        return 24
+    return 24 if model == "gemma2" and LOCAL_AND_GLOBAL[layer] == "sliding_attention" else 0
+
+
+def whole_mask(
+    cell: LiveCell | None, model: str, layer: int, heads: int, tokens: int, prompt: int, from_: int
+) -> np.ndarray:
+    """[Hq,T,T]: which keys j query t sees. Queries from `from_` on see the kept tokens of the prompt; sets that change
+    with time are seen by all. One query and key at a time."""
+    seen = np.zeros((heads, tokens, tokens), dtype=bool)
+    window = window_of(model, layer)
+    for head in range(heads):
+        for t in range(tokens):
+            for j in range(t + 1):
+                visible = not window or j > t - window
+                if cell is not None and cell.leaves is not None:
+                    rows = cell.leaves[layer]
+                    visible &= int(rows[head * len(rows) // heads, j]) >= t
+                elif cell is not None and t >= from_ and j < min(prompt, from_):
+                    rows = cell.kept[layer]
+                    visible &= bool(rows[head * len(rows) // heads, j])
+                seen[head, t, j] = visible
+    return seen
+
+
+@contextmanager
+def with_masks(model: Any, masks: list[np.ndarray]) -> Iterator[None]:
+    """Each attention module gets its own mask in place of the model's."""
+
+    def give(number: int) -> Callable[..., Any]:
+        mask = torch.where(torch.from_numpy(masks[number]), 0.0, torch.finfo(torch.float32).min)[None]
+
+        def hook(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, {**named, "attention_mask": mask}
+
+        return hook
+
+    modules = [layer.self_attn for layer in model.model.layers]
+    hooks = [module.register_forward_pre_hook(give(i), with_kwargs=True) for i, module in enumerate(modules)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def expected(eager: Any, cell: LiveCell | None, name: str, ids: torch.Tensor, prompt: int, from_: int) -> torch.Tensor:
+    """Log probabilities [T - from_, V] of a pass of eager attention over all tokens, float64."""
+    heads = eager.config.num_attention_heads
+    masks = [
+        whole_mask(cell, name, layer, heads, len(ids), prompt, from_) for layer in range(eager.config.num_hidden_layers)
+    ]
+    with torch.inference_mode(), with_masks(eager, masks):
+        return eager(input_ids=ids[None], use_cache=False).logits[0, from_:].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
+    """Every cell, alone and beside others, and the reference."""
+    made = case(name)
+    run = Run(made.run)
+    trace = run.trace("t")
+    model, _ = load(ModelChoices(str(made.model)))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
+    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    text = passes.read(model, "tiny", ids, trace.boundary)
+    cells, left_out = cells_of(run, trace, run.cells)
+    assert not left_out and len(cells) == len(run.cells)
+    assert {cell.decisions for cell in cells} == {"after-prefill", "replayed", "future", "none"}
+    torch.testing.assert_close(text.own, expected(eager, None, name, text.ids, trace.boundary, trace.boundary),
+                               atol=2e-4, rtol=0)  # fmt: skip
+    changed = False
+    kinds = alike(cells, trace.kv_heads)
+    assert len(kinds) > 2
+    for kind in kinds:
+        for first in range(0, len(kind), batch):
+            some = kind[first : first + batch]
+            of_cells = evicted(text, some, trace)
+            reference = passes.run(model, text, passes.Evicted.nothing(of_cells, text))
+            torch.testing.assert_close(reference.log_probabilities[0], text.own, atol=2e-4, rtol=0)
+            found = passes.run(model, text, of_cells)
+            for row, cell in enumerate(some):
+                wanted = expected(eager, cell, name, text.ids, trace.boundary, trace.boundary)
+                torch.testing.assert_close(found.log_probabilities[row], wanted, atol=2e-4, rtol=0, msg=cell.label)
+                if cell.label == "full":
+                    assert torch.equal(found.log_probabilities[row], reference.log_probabilities[row])
+                changed |= bool((found.log_probabilities[row] - reference.log_probabilities[row]).abs().max() > 1e-3)
+    assert changed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_written_text(name: str, case: Callable[..., Case]) -> None:
+    """Token by token the most probable one; the last prompt token is read under the mask."""
+    made = case(name)
+    run = Run(made.run)
+    trace = run.trace("t")
+    model, _ = load(ModelChoices(str(made.model)))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
+    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    text = passes.read(model, "tiny", ids, trace.boundary)
+    cells = [cell for cell in cells_of(run, trace, run.cells)[0] if cell.leaves is None]
+    found = passes.generate(model, text, [cell.row(text, trace) for cell in cells], 4)
+    for cell, tokens in zip(cells, found, strict=True):
+        so_far = text.ids[: trace.boundary]
+        for token in tokens:
+            last = expected(eager, cell, name, so_far, trace.boundary, trace.boundary - 1)[-1]
+            assert last.max() - last[token] < 1e-4, cell.label
+            so_far = torch.cat([so_far, torch.tensor([token])])
+
+
+@pytest.mark.parametrize("name", ["llama", "one_kv_head", "qwen3"])
+def test_stores(name: str, case: Callable[..., Case]) -> None:
+    """Moved and changed keys and values, as transformers' own cache of the kept tokens."""
+    made = case(name, "stores", STORES)
+    run = Run(made.run)
+    trace = run.trace("t")
+    model, _ = load(ModelChoices(str(made.model)))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
+    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    text = passes.read(model, "tiny", ids, trace.boundary)
+    cells, left_out = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
+    assert not left_out and all(cell.stored is not None for cell in cells)
+    reference = passes.run(model, text, passes.Evicted.behind_prompt(text, [passes.everything(text)]))
+    for cell in cells:
+        found = passes.run(model, text, evicted(text, [cell], trace)).log_probabilities[0]
+        cache = transformers.DynamicCache()
+        for layer in range(len(text.layers)):
+            stored = cell.stored.layer(layer)
+            kv_heads = len(stored.values)
+            rows = [stored.positions[head * len(stored.positions) // kv_heads] for head in range(kv_heads)]
+            keys, values = (
+                np.stack([one[head * len(one) // kv_heads, row] for head, row in enumerate(rows)])
+                for one in (stored.keys, stored.values)
+            )
+            cache.update(torch.from_numpy(keys)[None], torch.from_numpy(values)[None], layer)
+        count, held = text.continuation, cache.get_seq_length()
+        mask = torch.cat([torch.ones(count, held), torch.ones(count, count).tril()], 1).bool()
+        with torch.inference_mode(), with_masks(eager, [mask[None].numpy()] * len(text.layers)):
+            output = eager(
+                input_ids=text.ids[None, trace.boundary :], past_key_values=cache,
+                position_ids=torch.arange(trace.boundary, trace.tokens)[None],
+            )  # fmt: skip
+        torch.testing.assert_close(found, output.logits[0].double().log_softmax(-1), atol=2e-4, rtol=0, msg=cell.label)
+        assert (found - reference.log_probabilities[0]).abs().max() > 1e-3, cell.label
+        passes.generate(model, text, [cell.row(text, trace)], 2)
+
+
+def test_models_are_known() -> None:
+    assert set(MODELS) <= set(CONFIGS)

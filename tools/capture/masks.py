@@ -1,0 +1,134 @@
+"""What queries may see: the rule behind transformers' mask, evaluated in blocks of rows and never as a whole [T,T]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import sdpa_mask
+
+ROW_BLOCK = 256  # rows of a mask, or of logits, held at once
+SAMPLED_BLOCKS = 16  # of rows, evenly spread: all rows up to 4,096
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """A mask [1,1,n,m] of n queries and m keys that is not made: the arguments that sdpa_mask would make it from."""
+
+    arguments: dict[str, Any]
+
+    @property
+    def first_query(self) -> int:
+        """The position of the first query."""
+        if "cache_position" in self.arguments:  # transformers 5.0
+            return int(self.arguments["cache_position"][0])
+        return int(self.arguments["q_offset"])
+
+    def rows(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        """Rows [begin, end) of the mask, boolean [end - begin, m]."""
+        arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        for name in ("cache_position", "attention_mask"):
+            if arguments.get(name) is not None:
+                arguments[name] = arguments[name].to(device)
+        if "cache_position" in arguments:
+            arguments["cache_position"] = arguments["cache_position"][begin:end]
+        else:
+            arguments |= {"q_length": end - begin, "q_offset": arguments["q_offset"] + begin, "device": device}
+        return sdpa_mask(**arguments)[0, 0]
+
+
+def mask_rule(**arguments: Any) -> MaskRule | None:
+    """As an AttentionMaskInterface calls it: None where sdpa_mask gives None, for causal attention without a window."""
+
+    def everything(batch: Any, head: Any, query: torch.Tensor, key: Any) -> torch.Tensor:
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=query.device)
+
+    # The mask of this function is one element, however large its shape.
+    made = sdpa_mask(**{**arguments, "mask_function": everything, "use_vmap": False})
+    return None if made is None else MaskRule(arguments)
+
+
+def causal(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+    """Causal visibility [n,m] of keys at positions [m] to queries at positions [n], in a sliding window (0: none)."""
+    t, j = queries[:, None], keys[None, :]
+    return (j <= t) & (j > t - window) if window else j <= t
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What n queries see of m keys, both at the end of the same tokens. A mask of None: causal."""
+
+    mask: MaskRule | torch.Tensor | None
+    queries: int
+    keys: int
+    tokens: int  # up to and including the last query
+
+    @classmethod
+    def of(cls, mask: MaskRule | torch.Tensor | None, queries: int, keys: int) -> Visibility:
+        return cls(mask, queries, keys, mask.first_query + queries if isinstance(mask, MaskRule) else keys)
+
+    def rows(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        """Of queries [begin, end): boolean [end - begin, m]."""
+        if isinstance(self.mask, MaskRule):
+            return self.mask.rows(begin, end, device)
+        if self.mask is not None:
+            return self.mask[0, 0, begin:end].to(device)
+        return self.causal_rows(begin, end, device, 0)
+
+    def causal_rows(self, begin: int, end: int, device: torch.device, window: int) -> torch.Tensor:
+        first_query, first_key = self.tokens - self.queries, self.tokens - self.keys
+        positions = torch.arange(first_query + begin, first_query + end, device=device)
+        return causal(positions, torch.arange(first_key, self.tokens, device=device), window)
+
+    def window(self, device: torch.device) -> int | None:
+        """The sliding window; 0: causal without a window; None: something else. Read from sampled blocks of rows."""
+        if isinstance(self.mask, torch.Tensor) and (
+            self.mask.dtype != torch.bool or self.mask.shape != (1, 1, self.queries, self.keys)
+        ):
+            return None
+        seen_by_last = int(self.rows(self.queries - 1, self.queries, device).sum())
+        window = 0 if seen_by_last == self.tokens else seen_by_last
+        blocks = -(-self.queries // ROW_BLOCK)
+        for block in torch.linspace(0, blocks - 1, min(blocks, SAMPLED_BLOCKS)).round().long().tolist():
+            begin, end = block * ROW_BLOCK, min((block + 1) * ROW_BLOCK, self.queries)
+            if not torch.equal(self.rows(begin, end, device), self.causal_rows(begin, end, device, window)):
+                return None
+        return window
+
+
+def attention_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention of q [1,Hq,n,d] over k, v [1,Hkv,m,d], ROW_BLOCK queries at once: [1,n,Hq,d].
+
+    A softcap makes z into c*tanh(z/c), which sdpa does not. Of a window no keys are read that none of a block sees.
+    """
+    query_heads, queries, kv_heads = query.shape[1], query.shape[2], key.shape[1]
+    group = query_heads // kv_heads
+    first_query, first_key = visibility.tokens - queries, visibility.tokens - visibility.keys
+    output = query.new_empty((1, queries, query_heads, value.shape[3]))
+    for begin in range(0, queries, ROW_BLOCK):
+        rows = slice(begin, min(begin + ROW_BLOCK, queries))
+        low = max(0, first_query + begin - window + 1 - first_key) if window else 0
+        seen = slice(low, first_query + rows.stop - first_key)
+        visible = visibility.rows(rows.start, rows.stop, query.device)[:, seen]
+        for kv_head in range(kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            q = query[:, heads, rows]
+            k, v = (x[:, kv_head : kv_head + 1, seen].expand(-1, group, -1, -1) for x in (key, value))
+            if softcap:
+                logits = softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * scale / softcap)
+                block = logits.masked_fill(~visible, float("-inf")).softmax(-1).to(v.dtype) @ v
+            else:
+                block = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=visible[None, None], scale=scale
+                )
+            output[:, rows, heads] = block.transpose(1, 2)
+    return output

@@ -1,0 +1,63 @@
+"""The options that choose a model and where it runs: one list for every command that runs a model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = ("float16", "bfloat16", "float32")
+LOADS = ("8bit", "4bit")
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", text):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda[:N] or mps, found {text!r}")
+    return text
+
+
+@dataclass(frozen=True)
+class ModelChoices:
+    """Which model, and how it is loaded."""
+
+    model: str  # a hub name, a folder or a GGUF file
+    dtype: str = "auto"
+    device: str | None = None  # None: cpu
+    device_map: str | None = None  # auto, or a JSON file; instead of a device
+    load: str | None = None  # 8bit or 4bit
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> ModelChoices:
+        """As the options say."""
+        return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
+
+
+def add_model_options(build: argparse.ArgumentParser) -> None:
+    """Adds one option for each member of ModelChoices."""
+    add: Callable[..., Any] = build.add_argument
+    add("--model", required=True, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
+    add("--revision", metavar="NAME", help="branch, tag or commit of a model on the hub (default: its main branch)")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code from the model's repository, for models that transformers does not ship (default: off)",
+    )
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="the type to compute in (default: the model's own)")
+    add("--load", choices=LOADS, help="quantise the weights while loading (needs bitsandbytes; default: as stored)")
+    place = build.add_mutually_exclusive_group()
+    place.add_argument(
+        "--device",
+        type=_device,
+        metavar="auto|cpu|cuda[:N]|mps",
+        help="the device that runs the model; auto: cuda, else mps, else cpu (default: cpu)",
+    )
+    place.add_argument(
+        "--device-map",
+        metavar="auto|FILE",
+        help="spread the model over several devices; auto: GPUs, then memory, then disk; FILE: JSON that maps modules "
+        'to devices, as {"model.embed_tokens": 0, "model.layers.0": "cpu", "model.layers.1": "disk", ...}',
+    )

@@ -1,0 +1,66 @@
+"""A look at the layers with a single token, before the recorded pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvreplay.capture.model import decoder, input_device
+from kvreplay.capture.observe import LayerCall, observed
+from kvreplay.capture.refusals import NO_INTERFACE, refused
+from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
+from kvreplay.capture.verify import unit_roundoff
+from kvreplay.schema import REAL_TYPES
+
+
+def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerCall], Rope | None]:
+    """One call of every layer with a single token, and the RoPE that its keys show when it moves to `position`."""
+    base = decoder(model)
+    calls: list[LayerCall] = []
+    produced: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def watch(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, torch.Tensor) for x in output):
+            produced.append(tuple(x.cpu().double().numpy() for x in output))
+
+    def keys_at(place: int) -> list[np.ndarray]:
+        calls.clear()
+        produced.clear()
+        with torch.inference_mode(), observed(model, name, calls.append):
+            ids, positions = (torch.tensor([[number]], device=input_device(model)) for number in (token, place))
+            base(input_ids=ids, position_ids=positions, use_cache=False)
+        if not calls:
+            raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
+        return [call.k[:, 0].cpu().double().numpy() for call in calls]
+
+    hooks = [module.register_forward_hook(watch) for module in rotary_modules(base)]
+    keys_at(position)  # length-dependent frequencies are set now
+    candidates = frequencies(base)
+    rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
+    rope = identify(name, candidates, keys_at, position, rounding)
+    for hook in hooks:
+        hook.remove()
+    off = produced_deviation(candidates, produced, position) if rope else 0.0
+    if off > 4 * rounding + 1e-6 * position:
+        raise refused(name, f"cosines and sines {off:.3g} from those of its frequencies", "RoPE as its inv_freq says")
+    return list(calls), rope
+
+
+def uniform(calls: Sequence[LayerCall], name: str) -> LayerCall:
+    """A layer that stands for all; what a trace says once must hold in every layer."""
+    first = calls[0]
+    for call in calls:
+        heads = (first.q.shape[0], first.k.shape[0], first.q.shape[2])
+        found = (call.q.shape[0], call.k.shape[0], call.q.shape[2])
+        if found != heads:
+            text = "head counts that differ by layer: " + "/".join(map(str, found)) + f" in layer {call.layer}"
+            raise refused(name, text, "/".join(map(str, heads)) + " (query heads/kv heads/dimension) everywhere")
+        if (call.scale, call.softcap) != (first.scale, first.softcap):
+            found_text = f"softmax scale or softcap that differs in layer {call.layer}"
+            raise refused(name, found_text, f"scale {first.scale}, softcap {first.softcap} everywhere")
+    if len({call.layer for call in calls}) != len(calls):
+        raise refused(name, "layers that are called twice", "each layer once a pass")
+    return first

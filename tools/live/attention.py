@@ -1,0 +1,160 @@
+"""A model's attention over some tokens of a prompt: the masks of cells as batch rows.
+
+A pass runs the tokens [begin, T) of one text in every batch row. Keys and values of the tokens before `begin` are
+given, those of the pass are its own. Row b sees the given tokens that cell b holds, as far as a layer's sliding window
+shows them, and the tokens of the pass causally, or until the cell evicts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvreplay.capture.masks import ROW_BLOCK
+
+NAME = "kvreplay-live"
+NEVER = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a pass of the model shows of one layer: its rule, and keys and values of the prompt's tokens."""
+
+    scale: float
+    softcap: float  # 0: none
+    window: int  # 0: none
+    k: torch.Tensor  # [Hkv,P,d], after RoPE
+    v: torch.Tensor  # [Hkv,P,d]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Given tokens of one layer: of one cell [H,n,...], or of the batch rows [B,H,n,...]. H is Hkv, or Hq where query
+    heads have sets of their own."""
+
+    k: torch.Tensor  # [...,H,n,d]
+    v: torch.Tensor  # [...,H,n,d]
+    tokens: torch.Tensor  # int64 [...,H,n]: which tokens they are; NEVER fills up shorter rows
+    positions: torch.Tensor  # int64 [...,H,n]: where their keys stand, so where a sliding window counts them
+
+
+def kept_tokens(layer: Layer, kept: torch.Tensor) -> Held:
+    """What a cell holds as it was: of a boolean [1 | Hkv | Hq, P]. A set for the layer is one for each KV head."""
+    kv_heads = layer.k.shape[0]
+    kept = kept.to(layer.k.device).expand(max(kv_heads, kept.shape[0]), -1)
+    # Kept positions ascending, then others: a stable sort of "is not kept".
+    order = torch.argsort((~kept).to(torch.uint8), dim=-1, stable=True)[:, : max(1, int(kept.sum(-1).max()))]
+    source = torch.arange(len(kept), device=order.device) * kv_heads // len(kept)
+    k, v = (x[source[:, None], order] for x in (layer.k, layer.v))
+    tokens = torch.where(kept.gather(-1, order), order, NEVER)
+    return Held(k, v, tokens, tokens)
+
+
+def together(cells: Sequence[Held]) -> Held:
+    """The batch rows that cells are: padded to one length, and to query heads where one of them has sets of these."""
+    heads, most = (max(cell.tokens.shape[i] for cell in cells) for i in (0, 1))
+
+    def padded(name: str, value: int) -> torch.Tensor:
+        pieces = [getattr(cell, name) for cell in cells]
+        rows = pieces[0].new_full((len(cells), heads, most, *pieces[0].shape[2:]), value)
+        for row, one in zip(rows, pieces, strict=True):
+            row[:, : one.shape[1]] = one.repeat_interleave(heads // one.shape[0], 0)
+        return rows
+
+    return Held(padded("k", 0), padded("v", 0), padded("tokens", NEVER), padded("positions", NEVER))
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+    """Whether keys at positions [...,m] are visible to queries at positions [n]: [...,n,m]. `window` 0: none."""
+    t, j = queries[:, None], keys[..., None, :]
+    return (j <= t) & (j > t - window) if window else j <= t
+
+
+@dataclass
+class MaskedAttention:
+    """The registered function, for one pass over the tokens from `begin` on, whole or in steps.
+
+    `held` has each layer's given tokens by its number in the model, and none in a pass that begins at 0. `leaves`:
+    int64 [B,H,T], the query after which a token of the pass is evicted, NEVER for most; None: none is.
+    """
+
+    layers: dict[int, Layer]
+    begin: int
+    held: dict[int, Held] = field(default_factory=dict)
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    seen: Callable[[int, torch.Tensor], None] | None = None  # layer, output [B,n,Hq,d]
+    cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # of earlier tokens of the pass
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:
+        number = int(module.layer_idx)
+        if number in self.cached:
+            key, value = (torch.cat(pair, 2) for pair in zip(self.cached[number], (key, value), strict=True))
+        self.cached[number] = key, value
+        layer, queries = self.layers[number], query.shape[2]
+        begin = self.begin + key.shape[2] - queries
+        output = query.new_empty(query.transpose(1, 2).shape)
+        for first in range(0, queries, ROW_BLOCK):
+            rows = slice(first, min(first + ROW_BLOCK, queries))
+            output[:, rows] = self._rows(number, layer, query[:, :, rows], key, value, begin + first)
+        if self.seen:
+            self.seen(number, output)
+        return output, None
+
+    def _rows(
+        self, number: int, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """The attention of some queries, the first at position `first`: [B,n,Hq,d]."""
+        batch, query_heads, n, width = query.shape
+        positions = torch.arange(first, first + n, device=query.device)
+        own = torch.arange(self.begin, self.begin + key.shape[2], device=query.device)
+        seen = visible(positions, own, layer.window)[None, None]  # [1,1,n,m]
+        if number in self.leaves:
+            seen = seen & (self.leaves[number][:, :, None, own] >= positions[:, None])
+        if number in self.held:
+            held = self.held[number]
+            heads = held.k.shape[1]
+            given = visible(positions, held.positions, layer.window)
+            key, value = (
+                torch.cat([x, y.repeat_interleave(heads // y.shape[1], 1)], 2)
+                for x, y in ((held.k, key), (held.v, value))
+            )
+            seen = torch.cat([given, seen.expand(batch, heads, -1, -1)], -1)
+        heads = max(seen.shape[1], key.shape[1])
+        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        group = query_heads // heads
+        # The query heads of a key head are rows of one product.
+        q = query.reshape(batch, heads, group * n, width)
+        seen = seen[:, :, None].expand(-1, -1, group, -1, -1).reshape(*seen.shape[:2], group * n, key.shape[2])
+        if layer.softcap:
+            logits = layer.softcap * torch.tanh(q.float() @ key.float().transpose(-1, -2) * layer.scale / layer.softcap)
+            output = logits.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype) @ value
+        else:
+            output = torch.nn.functional.scaled_dot_product_attention(q, key, value, attn_mask=seen, scale=layer.scale)
+        return output.reshape(batch, query_heads, n, width).transpose(1, 2)
+
+
+@contextmanager
+def masked(model: Any, attention: MaskedAttention) -> Iterator[None]:
+    """Inside, the attention of `model` is this one."""
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, lambda **_: None)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,109 @@
+"""Cells of a run whose sets can be held in the live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from kvreplay.engine import decision_and_store
+from kvreplay.engine import open as open_trace
+from kvreplay.errors import Error
+from kvreplay.live.attention import NEVER, Held, Layer, kept_tokens
+from kvreplay.live.passes import Row, Text
+from kvreplay.results import COLUMNS, NUMBERS, Run, Selection, Stored, StoredLayer, TraceFacts
+
+# What the column `decisions` says: whether the sets are those of a live system.
+DECISIONS = {
+    "after-prefill": "after-prefill",  # they are, bit for bit
+    "during-prefill": "replayed",  # decided by what the full cache shows; live, later tokens would have seen less
+    "future": "future",  # of a control that reads later queries
+    "never": "none",  # all tokens are held
+}
+
+
+@dataclass(frozen=True)
+class LiveCell:
+    """What one cell of a trace holds, by the model's own number of each layer; other layers hold all."""
+
+    facts: dict[str, str]  # columns of results.csv that all its rows share
+    label: str
+    decisions: str
+    kept: dict[int, torch.Tensor]  # bool [1 | Hkv | Hq, P]
+    leaves: dict[int, torch.Tensor] | None = None  # int64 [1 | Hkv | Hq, T]: the query after which a token goes
+    stored: Stored | None = None  # of a store that moves or changes kept tokens
+
+    def row(self, text: Text, trace: TraceFacts) -> Row:
+        """What a pass behind the prompt finds."""
+        every = torch.ones(1, text.prompt, dtype=torch.bool)
+        row = {number: kept_tokens(layer, self.kept.get(number, every)) for number, layer in text.layers.items()}
+        if self.stored is not None:
+            for place in trace.treated:
+                number = int(trace.layer_numbers[place])
+                row[number] = given_back(text.layers[number], self.stored.layer(int(place)))
+        return row
+
+
+def given_back(layer: Layer, stored: StoredLayer) -> Held:
+    """What a store gives back of a layer."""
+    kv_heads = len(stored.values)
+    heads = max(kv_heads, len(stored.positions), len(stored.keys))
+    most = max(1, *(len(row) for row in stored.positions))
+    keys, values = (torch.zeros(heads, most, layer.k.shape[2]) for _ in range(2))
+    tokens, positions = (torch.full((heads, most), NEVER) for _ in range(2))
+    for head in range(heads):
+        row = head * len(stored.positions) // heads
+        kept = stored.positions[row]
+        some = slice(0, len(kept))
+        keys[head, some] = torch.from_numpy(stored.keys[head * len(stored.keys) // heads, kept])
+        values[head, some] = torch.from_numpy(stored.values[head * kv_heads // heads, kept])
+        tokens[head, some] = torch.from_numpy(kept.astype(np.int64))
+        positions[head, some] = torch.from_numpy(stored.stands_at[row].astype(np.int64))
+    device = layer.k.device
+    return Held(keys.to(layer.k), values.to(layer.v), tokens.to(device), positions.to(device))
+
+
+def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[LiveCell], list[str]]:
+    """Those of `rows` of run.cells that can be held, and why the others cannot."""
+    found, left_out = [], []
+    for row in rows.itertuples():
+        decision, store = decision_and_store(f"{row.policy}:{row.params}".rstrip(":"), len(trace.treated))
+        selection = run.selection_of(row.cell, trace.boundary)
+        facts = _facts(run, row.cell, trace.name)
+        if selection is None:
+            left_out.append(f"{row.label}: each query reads other tokens")
+            continue
+        kept = _by_layer(selection.numbers, selection.mask())
+        if store != "exact":
+            try:
+                stored = Stored(run.folder, trace.name, row.cell, open_trace(run.captured(trace.name)))
+            except Error as problem:
+                left_out.append(f"{row.label}: its store changes tokens of the trace: {problem}")
+                continue
+            found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, stored=stored))
+            continue
+        leaves = _leaves(selection) if decision == "during-prefill" and selection.evicted_at is not None else None
+        found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, leaves))
+    return found, list(dict.fromkeys(left_out))
+
+
+def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:
+    table = run.overall
+    row = table[(table["cell"] == cell) & (table["trace"] == trace)].iloc[0]
+    return {name: f"{row[name]:.17g}" if name in NUMBERS else row[name] for name in COLUMNS}
+
+
+def _leaves(selection: Selection) -> dict[int, torch.Tensor]:
+    gone = selection.evicted_at[selection.layers].astype(np.int64)
+    gone[gone < 0] = NEVER
+    # A layer that decides once, beside others that do not, says only what it keeps.
+    prompt = gone[..., : selection.boundary]
+    prompt[~selection.mask() & (prompt == NEVER)] = selection.boundary - 1
+    return _by_layer(selection.numbers, gone)
+
+
+def _by_layer(numbers: Iterable[int], rows: np.ndarray) -> dict[int, torch.Tensor]:
+    return {int(number): torch.from_numpy(np.ascontiguousarray(one)) for number, one in zip(numbers, rows, strict=True)}

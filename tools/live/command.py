@@ -1,0 +1,136 @@
+"""`kvreplay live RUN... --model M`: what the model predicts when it sees only what the policies keep."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvreplay import __version__
+from kvreplay.capture.model_options import ModelChoices, add_model_options
+from kvreplay.errors import Error, Refusal
+from kvreplay.program import Parser, exit_code, names, not_installed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvreplay.results import Run, TraceFacts
+
+DESCRIPTION = """Holds the kept sets of a finished replay in the live model: one pass over the text by the model itself,
+then one short pass over the continuation for each cell, with every token masked that the cell has evicted. The numbers
+go to RUN/live.csv."""
+
+
+def parser() -> Parser:
+    """The options; every one has its help."""
+    build = Parser(prog="kvreplay live", description=DESCRIPTION, allow_abbrev=False)
+    add = build.add_argument
+    add("--version", action="version", version=f"kvreplay {__version__}")
+    add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` wrote")
+    add_model_options(build)
+    add("-p", "--policies", metavar="POLICY,...", action="append", default=[], help="these policies (default: all)")
+    add("-b", "--budgets", metavar="BUDGET,...", action="extend", type=names, default=[],
+        help="these budgets, as they were asked for (default: all)")  # fmt: skip
+    add("--trace", metavar="NAME,...", action="extend", type=names, default=[], help="these traces (default: all)")
+    add("--generate", metavar="N", type=int, default=0, help="also write N tokens by greedy search (default: 0)")
+    add("--answers", metavar="FILE.jsonl", type=Path, help="lines with name (of a trace) and answers, for the text "
+        "metrics (default: the text of the trace's answer spans)")  # fmt: skip
+    add("--batch", metavar="N", type=int, default=None, help="cells in one pass (default: 1; on a GPU 8)")
+    add("--threads", metavar="N", type=int, help="of the CPU (default: PyTorch's)")
+    add("--progress", choices=("auto", "always", "never"), default="auto", help="on stderr (default: on a terminal)")
+    return build
+
+
+def live(arguments: argparse.Namespace) -> None:
+    """Checks, measures, writes."""
+    for flag, value, least in (("--generate", arguments.generate, 0), ("--batch", arguments.batch, 1),
+                               ("--threads", arguments.threads, 1)):  # fmt: skip
+        if value is not None and value < least:
+            raise Error(flag, "out of range", f"{least} or more", str(value), Refusal.USAGE)
+    show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
+    try:
+        from kvreplay.capture.command import quiet_libraries
+
+        quiet_libraries(show)
+        import torch
+
+        from kvreplay.capture.model import Source, load
+        from kvreplay.live.measure import LiveModel
+        from kvreplay.live.results import write_view
+    except ModuleNotFoundError as missing:
+        raise not_installed("live", missing) from missing
+    from kvreplay.results import Run
+
+    runs = [Run(folder) for folder in arguments.runs]
+    wanted = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
+    for run, trace in wanted:
+        if trace.tokens <= trace.boundary:
+            raise Error(str(run.folder), f"trace {trace.name}", "tokens behind the prompt", "no continuation (G = 0)")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    choices = ModelChoices.of(arguments)
+    source = Source.parse(choices.model, choices.revision)
+    model, tokenizer = load(choices)
+    machine = LiveModel(model, tokenizer, source.title, source.hash(), arguments.batch)
+    answers = _answers(arguments.answers)
+    for run, trace in wanted:
+        machine.measure(
+            run,
+            trace,
+            _chosen(run, trace, arguments),
+            count=arguments.generate,
+            answers=answers.get(trace.name),
+            show=show,
+        )
+        write_view(run.folder)
+
+
+def _traces(run: Run, asked: Sequence[str]) -> list[str]:
+    from kvreplay.asked import pick
+
+    known = list(dict.fromkeys(run.cells["trace"]))
+    return pick("--trace", "trace", asked, known) if asked else known
+
+
+def _chosen(run: Run, trace: TraceFacts, arguments: argparse.Namespace) -> pd.DataFrame:
+    """Rows of run.cells."""
+    from kvreplay.asked import chosen_labels, pick, split_policies
+
+    rows = run.cells
+    if asked := split_policies(arguments.policies):
+        rows = rows[rows["label"].isin(chosen_labels("-p", rows, asked, list(dict.fromkeys(rows["label"]))))]
+    if asked := arguments.budgets:
+        rows = rows[rows["budget"].isin(pick("-b", "budget", asked, list(dict.fromkeys(run.cells["budget"]))))]
+    return rows[rows["trace"] == trace.name]
+
+
+def _answers(path: Path | None) -> dict[str, list[str]]:
+    """By the name of a trace."""
+    found: dict[str, list[str]] = {}
+    if path is None:
+        return found
+    try:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            answers = row.get("answers") if isinstance(row, dict) else None
+            answers = [answers] if isinstance(answers, str) else answers
+            if not isinstance(answers, list) or not isinstance(row.get("name"), str):
+                raise Error(f"{path}:{number}", "line", '{"name": TRACE, "answers": [TEXT, ...]}', line[:60])
+            found[row["name"]] = answers
+    except (OSError, ValueError) as problem:
+        raise Error("--answers", str(path), "a JSONL file that can be read", str(problem)) from problem
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; the value is its exit code."""
+    return exit_code("live", lambda: live(parser().parse_args(argv)), "finished cells are kept")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

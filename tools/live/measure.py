@@ -1,0 +1,237 @@
+"""A model that holds the kept sets of cells, and the numbers that come of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.live import texts
+from kvreplay.live.attention import NEVER
+from kvreplay.live.cells import LiveCell, cells_of
+from kvreplay.live.metrics import Value, divergence, drifted, predicted
+from kvreplay.live.passes import Evicted, Text, Trajectory, everything, generate, read, run
+from kvreplay.live.results import LiveResults
+from kvreplay.results import Run, TraceFacts, text
+
+ON_GPU = 8  # cells in one pass
+COMPARED_TOKENS = 8  # whose keys in the first layer must be the trace's, where no hash says which model it is
+KEY_TOLERANCE = 0.05  # of the largest key: types differ, models differ by more
+
+
+class LiveModel:
+    """One model, for many traces."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, model_hash: str, batch: int | None) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._name = name
+        self._hash = model_hash
+        self._device = model.device.type
+        self._dtype = str(model.dtype).removeprefix("torch.")
+        self._batch = batch or (ON_GPU if self._device == "cuda" else 1)
+
+    def measure(
+        self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
+    ) -> None:
+        """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too."""
+        results = LiveResults(run_.folder, trace.name, self._device, self._dtype, self._hash)
+        cells, left_out = cells_of(run_, trace, rows)
+        for reason in left_out:
+            _say(f"{trace.name}: left out: {reason}")
+        predicted_before = {cell.facts["cell"] for cell in cells if results.has(cell, "kld")}
+        written_before = {cell.facts["cell"] for cell in cells if results.has(cell, "same_tokens")}
+        to_predict = [cell for cell in cells if cell.facts["cell"] not in predicted_before]
+        to_write = [cell for cell in cells if count and cell.facts["cell"] not in written_before]
+        if not to_predict and not to_write:
+            return
+        known = run_.selections[f"/traces/{trace.name}/tokens/ids"][()]
+        by_keys = self._check(run_, trace, known)
+        self._refuse_memory(trace, to_predict)
+        whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
+        if by_keys:
+            self._compare_keys(run_, trace, whole)
+        total = len(to_predict) + len(to_write)
+        bar = tqdm(total=total, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
+        try:
+            for cell, values in self._predicted(whole, to_predict, trace):
+                results.add(cell, values, whole.continuation)
+                bar.update()
+            for cell, values in self._written(whole, to_write, trace, count, answers or _answer_spans(run_, trace)):
+                results.add(cell, values, count)
+                bar.update()
+        except torch.OutOfMemoryError as error:
+            raise Error("live", "memory of the device", "a smaller --batch", str(error).splitlines()[0],
+                        Refusal.RESOURCES) from error  # fmt: skip
+        finally:
+            bar.close()
+            results.write()
+
+    def _refuse_memory(self, trace: TraceFacts, cells: Sequence[LiveCell]) -> None:
+        """What passes take beside the weights: keys and values, distributions, and what the reference leaves."""
+        config = self._model.config.get_text_config()
+        layers, hidden = config.num_hidden_layers, config.hidden_size
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        count = trace.tokens - trace.boundary
+        size = self._model.dtype.itemsize
+        width = layers * (hidden + trace.query_heads * self._head_dim())  # hidden states and attention outputs
+        cached = 2 * layers * trace.kv_heads * self._head_dim() * size
+        pass_tokens = trace.tokens if any(cell.leaves is not None for cell in cells) else count
+        needed = trace.tokens * cached + 2 * self._batch * count * (width * size + 2 * vocabulary * 8)
+        needed += self._batch * pass_tokens * (4 * hidden * size + cached)
+        free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else _free_memory()
+        if needed > free:
+            raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB beside the model (a smaller --batch)",
+                        f"{free / 2**30:.1f} GiB", Refusal.RESOURCES)  # fmt: skip
+
+    def _head_dim(self) -> int:
+        config = self._model.config.get_text_config()
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def _predicted(
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
+    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+        floors: list[float] = []
+        for some in alike(cells, trace.kv_heads):
+            yield from self._predicted_alike(whole, some, trace, floors)
+        if floors:
+            _say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, nothing evicted, from the "
+                 "model's own attention")  # fmt: skip
+
+    def _predicted_alike(
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, floors: list[float]
+    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+        reference: Trajectory | None = None
+        following = whole.ids[whole.prompt + 1 :]
+        for some in _groups(cells, self._batch):
+            # As many rows in every pass: a row has the same bits in each, and so the full cache is exactly itself.
+            rows = [*some, *[some[-1]] * (self._batch - len(some))]
+            of_cells = evicted(whole, rows, trace)
+            if reference is None:
+                reference = run(self._model, whole, Evicted.nothing(of_cells, whole))
+                floors.append(float(divergence(whole.own, reference.log_probabilities[0]).mean()))
+            found = run(self._model, whole, of_cells)
+            for row, cell in enumerate(some):
+                yield cell, [*predicted(reference, found, row, following), *drifted(reference, found, row)]
+
+    def _written(
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, count: int, answers: list[str]
+    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+        if not cells:
+            return
+        end = self._model.generation_config.eos_token_id
+        ends = {end} if isinstance(end, int) else set(end or [])
+        reference = _until(generate(self._model, whole, [everything(whole)] * self._batch, count)[0], ends)
+        for some in _groups(cells, self._batch):
+            rows = [*some, *[some[-1]] * (self._batch - len(some))]
+            held = [cell.row(whole, trace) for cell in rows]
+            for cell, tokens in zip(some, generate(self._model, whole, held, count), strict=False):
+                tokens = _until(tokens, ends)
+                words = self._tokenizer.decode(tokens, skip_special_tokens=True)
+                yield cell, [*texts.written(tokens, reference), *(texts.answered(words, answers) if answers else ())]
+
+    def _check(self, run_: Run, trace: TraceFacts, ids: np.ndarray) -> bool:
+        """Refuses a model that is not the trace's; whether its keys are still to be compared, as no hash says."""
+        config = self._model.config.get_text_config()
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        if ids.max() >= vocabulary:
+            raise Error(trace.name, "token ids", f"below {vocabulary}, as this model has them", str(ids.max()))
+        heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+        if heads != (trace.query_heads, trace.kv_heads):
+            raise Error(trace.name, "another model", f"{trace.query_heads} query and {trace.kv_heads} KV heads",
+                        "{} and {}".format(*heads))  # fmt: skip
+        hash_of_trace = _source_hash(run_, trace)
+        if hash_of_trace and self._hash and hash_of_trace != self._hash:
+            raise Error(trace.name, "another model", f"weights {hash_of_trace[:16]}...", f"{self._hash[:16]}...")
+        return not (hash_of_trace and self._hash)
+
+    def _compare_keys(self, run_: Run, trace: TraceFacts, whole: Text) -> None:
+        """The keys of the first tokens in the first layer, where the trace's file is still there."""
+        _say(f"{trace.name}: no hash of the weights: the model is compared by its shapes and first keys")
+        try:
+            with h5py.File(run_.captured(trace.name)) as file:
+                stored = np.asarray(file["/layers/000/k"][:, :COMPARED_TOKENS], dtype=np.float32)
+        except (Error, OSError, KeyError):
+            return
+        number = int(trace.layer_numbers[0])
+        found = whole.layers[number].k[:, :COMPARED_TOKENS].float().cpu().numpy()
+        if found.shape != stored.shape or np.abs(found - stored).max() > KEY_TOLERANCE * np.abs(stored).max():
+            raise Error(
+                trace.name, "another model", f"the trace's keys of the first tokens in layer {number}", "others"
+            )
+
+
+def alike(cells: Sequence[LiveCell], kv_heads: int) -> list[list[LiveCell]]:
+    """Cells whose passes begin at the same token and have sets of as many heads: their arithmetic is the same, so they
+    share a reference."""
+    kinds: dict[tuple[bool, bool], list[LiveCell]] = {}
+    for cell in cells:
+        rows = cell.leaves or cell.kept
+        kinds.setdefault((cell.leaves is not None, any(len(one) > kv_heads for one in rows.values())), []).append(cell)
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]]:
+    return (cells[first : first + size] for first in range(0, len(cells), size))
+
+
+def evicted(whole: Text, rows: Sequence[LiveCell], trace: TraceFacts) -> Evicted:
+    """Of cells whose passes begin at the same token."""
+    if rows[0].leaves is None:
+        return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows])
+    nobody = torch.full((1, len(whole.ids)), NEVER)
+    return Evicted.over_time(
+        whole, [{number: (cell.leaves or {}).get(number, nobody) for number in whole.layers} for cell in rows]
+    )
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    """Up to the first token that ends a text."""
+    for place, one in enumerate(tokens):
+        if one in ends:
+            return tokens[:place]
+    return tokens
+
+
+def _source_hash(run_: Run, trace: TraceFacts) -> str:
+    """Of the weights, as the trace's file says; empty where it does not, or is not there."""
+    try:
+        with h5py.File(run_.captured(trace.name)) as file:
+            return text(file["/model"].attrs.get("source_hash", ""))
+    except (Error, OSError, KeyError):
+        return ""
+
+
+def _answer_spans(run_: Run, trace: TraceFacts) -> list[str]:
+    """The words of the spans that hold the answer."""
+    tokens = run_.selections[f"/traces/{trace.name}/tokens"]
+    if "text" not in tokens:
+        return []
+    encoded = text(tokens["text"][()])
+    offsets = tokens["offsets"][()]
+    return [
+        encoded[int(offsets[one.begin][0]) : int(offsets[one.end - 1][1])].strip()
+        for one in trace.spans
+        if one.kind == "answer"
+    ]
+
+
+def _free_memory() -> int:
+    """Bytes that the system can still give; without a limit where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(line for line in file if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return sys.maxsize
+
+
+def _say(line: str) -> None:
+    print(f"kvreplay: live: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""live/NAME.csv of a run folder: the live numbers of one trace. Columns are those of results.csv, then MEASURED.
+
+Lines are sorted as texts, so that the union of two such files, as `kvreplay merge` makes it, is that of their lines.
+`live.csv` has the lines of all traces.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvreplay.errors import Error
+from kvreplay.live.cells import LiveCell
+from kvreplay.live.metrics import Value
+from kvreplay.live_metrics import METRICS
+from kvreplay.results import COLUMNS, MEASURED
+
+UNITS = {metric.name: metric.unit for metric in METRICS}
+
+
+class LiveResults:
+    """The rows of one trace. Those of an earlier call stay; a cell measured the same way is not measured again."""
+
+    def __init__(self, folder: Path, trace: str, device: str, dtype: str, model_hash: str) -> None:
+        self.path = folder / "live" / f"{trace}.csv"
+        self._measured = {"device": device, "dtype": dtype, "model_hash": model_hash}
+        self._rows = read_rows(self.path) if self.path.is_file() else []
+
+    def has(self, cell: LiveCell, metric: str) -> bool:
+        """Whether this metric of the cell is there already."""
+        wanted = {**self._measured, "cell": cell.facts["cell"], "decisions": cell.decisions, "metric": metric}
+        return any(wanted.items() <= row.items() for row in self._rows)
+
+    def add(self, cell: LiveCell, values: Iterable[Value], tokens: int) -> None:
+        """The numbers of a cell, measured over `tokens` queries."""
+        for one in values:
+            self._rows.append({
+                **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": UNITS[one.metric], "head": "all",
+                "layer": "all" if one.layer is None else str(one.layer), "metric": one.metric, "variant": one.variant,
+                "value": "" if math.isnan(one.value) else f"{one.value:.17g}",
+                "decisions": cell.decisions, **self._measured,
+            })  # fmt: skip
+
+    def write(self) -> None:
+        """All rows: whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(self.path, self._rows)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Of one file."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except (OSError, ValueError, csv.Error) as problem:
+        raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
+    missing = [name for name in (*COLUMNS, *MEASURED) if name not in (reader.fieldnames or ())]
+    if missing:
+        raise Error(str(path), "columns", ", ".join((*COLUMNS, *MEASURED)), "no " + ", ".join(missing))
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Into a file of another name, which then takes the name."""
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, [*COLUMNS, *MEASURED], lineterminator="\n")
+    writer.writerows(rows)
+    partial = path.with_name(path.name + ".partial")
+    head = ",".join((*COLUMNS, *MEASURED)) + "\n"
+    partial.write_text(head + "".join(sorted(lines.getvalue().splitlines(keepends=True))), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_view(folder: Path) -> None:
+    """live.csv of a run folder."""
+    write_rows(folder / "live.csv", (row for path in (folder / "live").glob("*.csv") for row in read_rows(path)))

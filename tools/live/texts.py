@@ -1,0 +1,60 @@
+"""Numbers of a written text: against the answers of its prompt, and against what the full cache writes.
+
+Texts are compared after LongBench's normalisation (https://github.com/THUDM/LongBench, metrics.py): lower case, without
+punctuation, without the articles a, an and the, words separated by single spaces.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvreplay.live.metrics import Value
+
+
+def normalised(text: str) -> str:
+    """As LongBench compares it."""
+    text = "".join(one for one in text.lower() if one not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def f1(text: str, answer: str) -> float:
+    """Harmonic mean of precision and recall of words, counted with repetitions."""
+    words, wanted = normalised(text).split(), normalised(answer).split()
+    common = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted)) if common else 0.0
+
+
+def repetition(tokens: Sequence[int], length: int = 4) -> float:
+    """Share of the runs of `length` tokens that have come before; NaN of fewer tokens."""
+    runs = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else math.nan
+
+
+def same_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    for i, (one, other) in enumerate(zip(tokens, reference, strict=False)):
+        if one != other:
+            return i
+    return min(len(tokens), len(reference))
+
+
+def answered(text: str, answers: Sequence[str]) -> Iterator[Value]:
+    """How well the text answers."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"])
+    plain = normalised(text)
+    yield Value("exact_match", "", None, float(any(plain == normalised(one) for one in answers)))
+    yield Value("contains", "", None, sum(one.lower() in text.lower() for one in answers) / len(answers))
+    yield Value("f1", "", None, max(f1(text, one) for one in answers))
+    yield Value("rouge_l", "", None, max(scorer.score(one, text)["rougeL"].fmeasure for one in answers))
+
+
+def written(tokens: Sequence[int], reference: Sequence[int]) -> Iterator[Value]:
+    """How the text goes on, whatever it says."""
+    yield Value("repetition", "", None, repetition(tokens))
+    yield Value("same_tokens", "", None, float(same_tokens(tokens, reference)))

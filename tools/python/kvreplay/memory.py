@@ -1,0 +1,279 @@
+"""Traces of arrays in memory: what a model has just computed goes to the engine without a file.
+
+L layers, Hq query heads, Hkv KV heads, T tokens, Tq stored queries of a layer, d components of a head.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvreplay import _engine
+from kvreplay.engine import Trace
+from kvreplay.errors import Error, Refusal
+from kvreplay.schema import INT32_MAX, REAL_TYPES
+from kvreplay.trace import BFLOAT16, storable_text
+
+FOLDER = "memory:"  # of the paths by which messages and results know such traces
+
+# Arguments, and what they are in a file: for the engine on the way there, for messages on the way back.
+OBJECTS = {
+    "model": "/model@name",
+    "architecture": "/model@architecture",
+    "source_hash": "/model@source_hash",
+    "synthetic": "/@synthetic",
+    "dtype": "/model@dtype",
+    "softmax_scale": "/model@softmax_scale",
+    "softcap": "/model@logit_softcap",
+    "sliding_window": "/model/sliding_window",
+    "layer_index": "/model/layer_index",
+    "rope.style": "/model/rope@style",
+    "rope.inv_freq": "/model/rope/inv_freq",
+    "rope.attention_scaling": "/model/rope/attention_scaling",
+    "prompt": "/tokens@prefill",
+    "ids": "/tokens/ids",
+    "offsets": "/tokens/offsets",
+    "text": "/tokens/text",
+    "spans": "/spans",
+}
+# Numbers that the shapes of the tensors say.
+SHAPES = {"/model@n_layers": "k", "/model@n_query_heads": "q", "/model@n_kv_heads": "k", "/model@head_dim": "k"}
+ARGUMENTS = {place: argument for argument, place in OBJECTS.items()} | SHAPES
+IN_LAYER = {"q": "q", "k": "k", "v": "v", "wo": "wo", "q_positions": "query_positions"}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of `kv.from_arrays`: pair i of a head's components turns by position * inv_freq[i]
+    radians."""
+
+    inv_freq: Any  # [r], or [L, r]; a row of zeros: that layer has no RoPE
+    attention_scaling: Any = 1.0  # a number, or [L]: factor on cosine and sine, contained in queries and keys
+    style: str = "halves"  # pairs (i, i+r); interleaved: (2i, 2i+1)
+
+
+def from_arrays(
+    q: Sequence[Any],
+    k: Sequence[Any],
+    v: Sequence[Any],
+    *,
+    prompt: int,
+    ids: Any = None,
+    text: str | None = None,
+    offsets: Any = None,
+    spans: Iterable[tuple[str, str, int, int]] = (),
+    rope: Any = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sliding_window: Any = 0,
+    query_positions: Any = None,
+    wo: Sequence[Any] | None = None,
+    dtype: str | None = None,
+    layer_index: Any = None,
+    model: str = "arrays",
+    architecture: str = "arrays",
+    source_hash: str = "",
+    synthetic: bool = False,
+    name: str = "arrays",
+) -> Trace:
+    """A trace of arrays in memory, which everything accepts that accepts a trace.
+
+    `q`, `k` and `v` are lists over layers of arrays [Hq, Tq, d], [Hkv, T, d] and [Hkv, T, d] in float16, bfloat16
+    (ml_dtypes) or float32: numpy arrays, CPU tensors of PyTorch, or other objects that numpy reads. Queries and keys
+    are those after RoPE, of `prompt` prompt tokens and their continuation. An array is copied only where its elements
+    are not contiguous or in another byte order. Arrays must not change while the trace is in use.
+
+    `ids` [T]: token numbers (default: 0 each); `text` with `offsets` [T, 2]; `spans`: (name, kind, begin, end).
+    `rope`: a `kv.Rope`, or any object with its attributes. `softmax_scale`: default d ** -0.5. `sliding_window`: a
+    number of tokens or one for each layer, 0 for none. `query_positions`: positions of the queries in `q`, for all
+    layers or a list over layers (default: all T). `wo`: output projections [hidden, Hq*d]. `dtype`: the type that the
+    model computed in (default: that of the keys). `name`: what results call the trace.
+
+    Raises Error, with the name of the argument, for what `kvreplay validate` finds wrong with a file of such a trace.
+    """
+    arrays = {"q": list(q), "k": list(k), "v": list(v)}
+    layers = len(arrays["k"])
+    if wo is not None:
+        arrays["wo"] = list(wo)
+    if not layers:
+        raise Error("k", "layers", "at least 1", "0")
+    for argument, of_layers in arrays.items():
+        if len(of_layers) != layers:
+            raise Error(argument, "layers", str(layers), str(len(of_layers)))
+    tensors = {
+        argument: [None if one is None and argument == "wo" else _tensor(f"{argument}[{layer}]", one)
+                   for layer, one in enumerate(of_layers)]
+        for argument, of_layers in arrays.items()
+    }  # fmt: skip
+    query_heads, _, _ = _three("q[0]", "[Hq, Tq, d]", tensors["q"][0])
+    kv_heads, tokens, dim = _three("k[0]", "[Hkv, T, d]", tensors["k"][0])
+    positions = _positions(query_positions, layers)
+    indices = range(layers) if layer_index is None else layer_index
+    values: dict[str, Any] = {
+        "/@synthetic": int(bool(synthetic)),
+        "/model@n_layers": layers,
+        "/model@n_query_heads": query_heads,
+        "/model@n_kv_heads": kv_heads,
+        "/model@head_dim": dim,
+        "/model@softmax_scale": _number("softmax_scale", dim**-0.5 if softmax_scale is None else softmax_scale),
+        "/model@logit_softcap": _number("softcap", softcap),
+        "/model/sliding_window": _integers("sliding_window", sliding_window, (layers,)),
+        "/model/layer_index": _integers("layer_index", indices, (layers,)),
+        "/tokens@prefill": _whole("prompt", prompt),
+        "/tokens/ids": _integers("ids", np.zeros(tokens, np.int32) if ids is None else ids, (tokens,)),
+        "/spans": _spans(spans),
+    }
+    words = {"model": model, "architecture": architecture, "source_hash": source_hash, "text": text or ""}
+    words["dtype"] = tensors["k"][0][1] if dtype is None else dtype
+    for argument, word in words.items():
+        if word or argument not in ("source_hash", "text"):
+            values[OBJECTS[argument]] = _text(argument, word)
+    if offsets is not None:
+        values["/tokens/offsets"] = _integers("offsets", offsets, (tokens, 2))
+    if rope is not None:
+        values["/model/rope@style"] = _text("rope.style", rope.style)
+        values["/model/rope/inv_freq"] = _inverse_frequencies(rope.inv_freq, layers)
+        values["/model/rope/attention_scaling"] = _floats("rope.attention_scaling", rope.attention_scaling, (layers,))
+    if not isinstance(name, str) or not name or set(name) & set("/*?["):
+        raise Error("name", "value", "a text without / * ? [", repr(name), Refusal.USAGE)
+    path = f"{FOLDER}/{name}"
+    of_layers = zip(*(tensors[one] for one in "qkv"), tensors.get("wo", [None] * layers), positions, strict=True)
+    try:
+        return Trace.of(_engine.trace_of_arrays(path, values, list(of_layers)))
+    except Error as problem:
+        raise _at_argument(problem, path) from None
+
+
+def _at_argument(problem: Error, path: str) -> Error:
+    """A message of the engine with the names of arguments in the place of a file's objects."""
+    where = problem.where.removeprefix(path + ":")
+    in_layer = re.fullmatch(r"/layers/(\d+)/(\w+)", where)
+    where = f"{IN_LAYER[in_layer[2]]}[{int(in_layer[1])}]" if in_layer else ARGUMENTS.get(where, where)
+    expected = re.sub(r"/[\w/@]+", lambda found: ARGUMENTS.get(found[0], found[0]), problem.expected)
+    return Error(where, problem.what, expected, problem.found, problem.exit_code)
+
+
+Tensor = tuple[np.ndarray, str, tuple[int, ...]]
+
+
+def _tensor(where: str, one: Any) -> Tensor:
+    """The bytes of an array, its type and its shape."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(one, torch.Tensor):
+        if one.device.type != "cpu":
+            raise Error(where, "device", "a tensor on the CPU, as .cpu() gives it", str(one.device))
+        one = one.detach()
+        # numpy itself has no bfloat16.
+        array = one.view(torch.int16).numpy().view(BFLOAT16) if one.dtype == torch.bfloat16 else one.numpy()
+    else:
+        array = _read(where, one)
+    kind = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    names = [name for name, known in REAL_TYPES.items() if known == kind]
+    if not names:
+        raise Error(where, "type", "float16, bfloat16 or float32", str(array.dtype))
+    elements = np.ascontiguousarray(array if array.dtype.isnative else array.astype(kind))
+    return elements.reshape(-1).view(np.uint8), names[0], array.shape
+
+
+def _read(where: str, one: Any) -> np.ndarray:
+    try:
+        return np.asarray(one)
+    except (TypeError, ValueError) as problem:
+        raise Error(where, "type", "an array", str(problem)) from None
+
+
+def _three(where: str, expected: str, tensor: Tensor) -> tuple[int, ...]:
+    shape = tensor[2]
+    if len(shape) != 3:
+        raise Error(where, "shape", expected, str(list(shape)))
+    return shape
+
+
+def _shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """One number stands for a list of equal ones."""
+    if array.ndim == 0:
+        return np.full(shape, array)
+    if array.shape != shape:
+        raise Error(where, "shape", str(list(shape)), str(list(array.shape)))
+    return array
+
+
+def _integers(where: str, given: Any, shape: tuple[int, ...]) -> list[int]:
+    array = _read(where, given)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise Error(where, "type", "whole numbers", str(array.dtype))
+    array = _shaped(where, array, shape).reshape(-1)
+    for outside in array[(array < -INT32_MAX) | (array > INT32_MAX)][:1]:
+        raise Error(where, "value", f"at most {INT32_MAX}", str(outside))
+    return array.tolist()
+
+
+def _floats(where: str, given: Any, shape: tuple[int, ...]) -> list[float]:
+    array = _read(where, given)
+    if not np.can_cast(array.dtype, np.float64, "same_kind"):
+        raise Error(where, "type", "numbers", str(array.dtype))
+    return _shaped(where, array.astype(np.float64), shape).reshape(-1).tolist()
+
+
+def _inverse_frequencies(given: Any, layers: int) -> list[float]:
+    """[L, r] of [L, r] or [r]."""
+    array = _read("rope.inv_freq", given)
+    if array.ndim == 1:
+        array = np.tile(array, (layers, 1))
+    pairs = array.shape[-1] if array.ndim else 0
+    if array.ndim != 2 or not pairs:
+        raise Error("rope.inv_freq", "shape", f"[{layers}, r] or [r]", str(list(array.shape)))
+    return _floats("rope.inv_freq", array, (layers, pairs))
+
+
+def _positions(given: Any, layers: int) -> list[list[int]]:
+    """Those of each layer, or of all."""
+    if given is None:
+        return [[]] * layers
+    of_layers = list(given)
+    if all(np.ndim(one) == 0 and one is not None for one in of_layers):
+        of_layers = [of_layers] * layers
+    if len(of_layers) != layers:
+        raise Error("query_positions", "layers", str(layers), str(len(of_layers)))
+    named = [(f"query_positions[{layer}]", one) for layer, one in enumerate(of_layers)]
+    return [[] if one is None else _integers(where, one, (len(one),)) for where, one in named]
+
+
+def _spans(given: Iterable[tuple[str, str, int, int]]) -> list[tuple[bytes, bytes, int, int]]:
+    spans = []
+    for number, span in enumerate(given):
+        where = f"spans[{number}]"
+        if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 4:
+            raise Error(where, "kind", "(name, kind, begin, end)", repr(span))
+        name, kind, begin, end = span
+        spans.append((_text(where, name), _text(where, kind), _whole(where, begin), _whole(where, end)))
+    return spans
+
+
+def _text(where: str, given: Any) -> bytes:
+    if not isinstance(given, str):
+        raise Error(where, "type", "a text", type(given).__name__)
+    return storable_text(given).encode("utf-8", "surrogatepass")  # of which the engine says what is wrong
+
+
+def _whole(where: str, given: Any) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise Error(where, "type", "a whole number", type(given).__name__) from None
+    if abs(number) > INT32_MAX:
+        raise Error(where, "value", f"at most {INT32_MAX}", str(number))
+    return number
+
+
+def _number(where: str, given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise Error(where, "type", "a number", repr(given)) from None

@@ -1,0 +1,65 @@
+"""How well one list of numbers orders policies as another one does, and how many prompts that takes.
+
+Numbers are damages: larger is worse. Of n policies there are n (n - 1) / 2 pairs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+DRAWS = 400  # sets of prompts for each number of prompts
+
+
+def spearman(offline: np.ndarray, live: np.ndarray) -> float:
+    """Pearson's correlation of the ranks, ties at their mean rank (Spearman 1904); NaN where one has no order."""
+    a, b = ranks(offline), ranks(live)
+    a, b = a - a.mean(), b - b.mean()
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm > 0 else math.nan
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """From 1; equal values share their mean rank."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
+
+
+def order_signs(values: np.ndarray) -> np.ndarray:
+    """Of each pair of policies [n (n-1) / 2] whether the first is worse (1), equal (0) or better (-1)."""
+    first, second = np.triu_indices(values.shape[-1], 1)
+    return np.sign(values[..., first] - values[..., second])
+
+
+def kendall(offline: np.ndarray, live: np.ndarray) -> float:
+    """Kendall's tau-b (1945); NaN where one has no order."""
+    a, b = order_signs(offline), order_signs(live)
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm > 0 else math.nan
+
+
+def in_order(offline: np.ndarray, live: np.ndarray) -> float:
+    """The share of the pairs that differ live whose order is the same offline; an offline tie counts one half."""
+    a, b = order_signs(offline), order_signs(live)
+    decided = b != 0
+    return float((1 + a[decided] * b[decided]).mean() / 2) if decided.any() else math.nan
+
+
+def prompts_needed(offline: np.ndarray, live: np.ndarray, share: float, seed: int) -> tuple[int | None, float]:
+    """The least number of prompts whose offline means have a pair of policies in the order of the live means over all
+    prompts, with probability `share` over pairs and sets of prompts; None: all n are too few. And the probability at n.
+
+    `offline` and `live` [prompts, policies]. Sets are drawn with replacement.
+    """
+    generator = np.random.default_rng(seed)
+    truth = order_signs(live.mean(axis=0))
+    decided = truth != 0
+    reached = math.nan
+    for count in range(1, len(offline) + 1):
+        drawn = generator.integers(0, len(offline), (DRAWS, count))
+        signs = order_signs(offline[drawn].mean(axis=1))[:, decided]
+        reached = float((1 + signs * truth[decided]).mean() / 2)
+        if reached >= share:
+            return count, reached
+    return None, reached

@@ -1,0 +1,246 @@
+"""Offline and live numbers of the same cells, and which offline metric orders policies as the live model does.
+
+The headline is at equal budget and within a prompt: over the policies of one prompt at one budget the rank correlation
+of each offline metric with each live one, then the mean over budgets, then over prompts with the bootstrap interval of
+`kvreplay compare`. Over budgets, where every metric falls as the budget grows, correlations are larger and say less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from kvreplay.compare.comparison import prompts_of
+from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums
+from kvreplay.errors import Error
+from kvreplay.live_metrics import METRICS
+from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
+from kvreplay.results import CELL, Run, labels
+
+LIVE = {metric.name: metric for metric in METRICS}
+FEWEST = 5  # policies of a prompt at a budget that have an order worth a correlation
+SHARE = 0.95
+UNORDERED = ("none", "future")  # decisions of cells that are no policies to choose from
+PARTS = ("lower-half", "upper-half", "lower-third", "middle-third", "upper-third")
+AGREEMENTS = {"spearman": spearman, "kendall": kendall, "in_order": in_order}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Cells of some runs that have live numbers, and how offline metrics order them."""
+
+    cells: pd.DataFrame  # prompt, kind, budget, label, share (of the prompt kept), a column a metric: damage
+    offline: list[str]
+    live: list[str]
+    seed: int
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        runs: Sequence[Run],
+        metrics: Sequence[str] = (),
+        same_prompt: re.Pattern[str] | None = None,
+        kind: re.Pattern[str] | None = None,
+        seed: int = 0,
+    ) -> Prediction:
+        """All policies that were asked for, but those that keep every token and those that read later queries;
+        `metrics`: offline ones (default: all that the runs have)."""
+        where = ", ".join(str(run.folder) for run in runs)
+        table = pd.concat([run.table for run in runs], ignore_index=True)
+        ordered = pd.concat([run.live for run in runs])
+        ordered = ordered[~ordered["decisions"].isin(UNORDERED)][["trace_hash", "cell"]].drop_duplicates()
+        table = table[table["role"] == "asked"].dropna(subset="value").merge(ordered, on=["trace_hash", "cell"])
+        table = table.drop_duplicates(["trace_hash", "cell", "layer", "metric", "variant"])
+        table = table.assign(
+            label=labels(table[CELL].assign(trace=table["trace_hash"])),
+            name=table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else ""),
+        )
+        if table.empty:
+            raise Error(where, "nothing to predict", "live numbers, as kvreplay live adds them", "none")
+        is_live = table["metric"].isin(LIVE)
+        cell = ["trace_hash", "trace", "cell", "label", "budget", "budget_tokens", "boundary"]
+        offline = pd.concat([overall(table[~is_live]), *over_layers(table[~is_live], cell)])
+        live = overall(table[is_live])
+        sign = {}
+        for run in runs:
+            for name in {*offline["name"], *live["name"]}:
+                sign[name] = {"higher": -1.0, "lower": 1.0}.get(run.better_of(without_part(name)) or "", 0.0)
+        offline, live = (
+            rows.assign(value=rows["value"] * rows["name"].map(sign))[rows["name"].map(sign) != 0]
+            for rows in (offline, live)
+        )
+        if metrics:
+            offline = offline[offline["name"].isin(metrics)]
+        wide = pd.concat([offline, live]).pivot_table(index=cell, columns="name", values="value").reset_index()
+        names = [sorted(set(rows["name"])) for rows in (offline, live)]
+        wide = wide.dropna(subset=[name for name in names[1] if name == "kld"])
+        hashes = wide[["trace_hash", "trace"]].drop_duplicates("trace_hash")
+        kinds = wide["trace"].map(lambda name: _first(kind or re.compile(r"[^-_0-9]+"), name))
+        wide = wide.assign(
+            prompt=wide["trace_hash"].map(prompts_of(hashes, runs, same_prompt)),
+            kind=kinds,
+            share=wide["budget_tokens"] / wide["boundary"].astype(float),
+        )
+        notes = []
+        counts = wide.groupby(["prompt", "budget"])["label"].nunique()
+        if (counts < FEWEST).any():
+            few = int((counts < FEWEST).sum())
+            notes.append(f"fewer than {FEWEST} policies: {few} of {len(counts)} prompts at a budget are left out")
+        return cls(wide, *names, seed, notes)
+
+    @cached_property
+    def of_prompts(self) -> pd.DataFrame:
+        """One row a prompt, budget and pair of metrics: offline, live, spearman, kendall, in_order."""
+        rows = []
+        for (prompt, budget), some in self.cells.groupby(["prompt", "budget"]):
+            some = some.groupby("label")[[*self.offline, *self.live]].mean()
+            if len(some) < FEWEST:
+                continue
+            kind = self.cells["kind"][self.cells["prompt"] == prompt].iloc[0]
+            rows += [
+                {"prompt": prompt, "kind": kind, "budget": budget, "offline": one, "live": other, **found}
+                for one, other, found in self._pairs(some)
+            ]
+        if not rows:
+            raise Error("predict", "too few policies", f"{FEWEST} or more at one budget with live numbers", "fewer")
+        return pd.DataFrame(rows)
+
+    def _pairs(self, some: pd.DataFrame) -> Iterator[tuple[str, str, dict[str, float]]]:
+        for one in self.offline:
+            for other in self.live:
+                both = some[[one, other]].dropna()
+                if len(both) >= FEWEST:
+                    a, b = both[one].to_numpy(), both[other].to_numpy()
+                    yield one, other, {name: agreement(a, b) for name, agreement in AGREEMENTS.items()}
+
+    @cached_property
+    def headline(self) -> pd.DataFrame:
+        """One row a pair of metrics: the mean over prompts of each agreement, with low and high, and `prompts`."""
+        return self._over_prompts(["offline", "live"])
+
+    @cached_property
+    def by_budget(self) -> pd.DataFrame:
+        """The same at each budget."""
+        return self._over_prompts(["offline", "live", "budget"])
+
+    def _over_prompts(self, by: list[str]) -> pd.DataFrame:
+        means = self.of_prompts.groupby([*by, "prompt"], as_index=False)[list(AGREEMENTS)].mean()
+        lines = []
+        for key, some in means.groupby(by, sort=False):
+            values = some[list(AGREEMENTS)].to_numpy()
+            sums, counts = cluster_sums(values, np.arange(len(values)))
+            low, high = bootstrap_intervals(sums, counts, self.seed)
+            line = dict(zip(by, key, strict=True)) | {"prompts": len(some)}
+            for i, name in enumerate(AGREEMENTS):
+                mean = float(sums[:, i].sum() / counts[:, i].sum()) if counts[:, i].any() else np.nan
+                line |= {name: mean, f"{name}_low": low[i], f"{name}_high": high[i]}
+            lines.append(line)
+        return pd.DataFrame(lines)
+
+    @cached_property
+    def over_budgets(self) -> pd.DataFrame:
+        """Spearman over policies and budgets together, mean over prompts: offline, live, spearman."""
+        rows = []
+        for prompt, some in self.cells.groupby("prompt"):
+            some = some.groupby(["label", "budget"])[[*self.offline, *self.live]].mean()
+            rows += [{"prompt": prompt, "offline": one, "live": other, **found}
+                     for one, other, found in self._pairs(some)]  # fmt: skip
+        return pd.DataFrame(rows).groupby(["offline", "live"], as_index=False)["spearman"].mean()
+
+    def better_than(self, one: str, other: str, live: str = "kld") -> tuple[float, float, float]:
+        """The mean difference of Spearman's correlation with a live metric, paired by prompt, and its interval."""
+        rows = self.of_prompts[self.of_prompts["live"] == live]
+        grid = rows.groupby(["prompt", "offline"])["spearman"].mean().unstack("offline")
+        difference = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
+        sums, counts = cluster_sums(difference, np.arange(len(difference)))
+        low, high = bootstrap_intervals(sums, counts, self.seed)
+        return float(difference.mean()), float(low[0]), float(high[0])
+
+    def left_out_kinds(self, live: str = "kld") -> pd.DataFrame:
+        """For each kind of prompt the offline metric that is best on all others, and how it does on this one."""
+        rows = self.of_prompts[self.of_prompts["live"] == live]
+        lines = []
+        for kind in sorted(set(rows["kind"])):
+            here = rows["kind"] == kind
+            others = rows[~here].groupby("offline")["spearman"].mean()
+            if others.empty:
+                continue
+            best = str(others.idxmax())
+            mine = rows[here].groupby("offline")["spearman"].mean()
+            lines.append({"kind": kind, "chosen": best, "spearman": mine.get(best), "best here": mine.idxmax(),
+                          "its spearman": mine.max()})  # fmt: skip
+        return pd.DataFrame(lines)
+
+    def flipped(self, offline: str, live: str = "kld") -> pd.DataFrame:
+        """Pairs of policies at a budget that the offline metric and the live one order differently, each over all
+        prompts that have both, with an interval that excludes 0."""
+        lines = []
+        for budget, some in self.cells.groupby("budget"):
+            grids = {name: some.pivot_table(index="prompt", columns="label", values=name) for name in (offline, live)}
+            names = list(grids[live].columns)
+            for i, one in enumerate(names):
+                for other in names[i + 1 :]:
+                    signs = [self._sign(grid[one] - grid[other]) for grid in grids.values()]
+                    if signs[0] * signs[1] < 0:
+                        lines.append({"budget": budget, "better live": one if signs[1] < 0 else other,
+                                      "better offline": one if signs[0] < 0 else other})  # fmt: skip
+        return pd.DataFrame(lines, columns=["budget", "better live", "better offline"])
+
+    def _sign(self, difference: pd.Series) -> int:
+        """0: the interval of the mean includes 0."""
+        values = difference.dropna().to_numpy()[:, None]
+        if len(values) < 2:
+            return 0
+        low, high = bootstrap_intervals(*cluster_sums(values, np.arange(len(values))), self.seed)
+        return int(low[0] > 0) - int(high[0] < 0)
+
+    def needed(self, offline: str, live: str = "kld") -> pd.DataFrame:
+        """By budget: how many prompts order two policies as the live model does, with probability 0.95."""
+        lines = []
+        for budget, some in self.cells.groupby("budget"):
+            grids = [some.pivot_table(index="prompt", columns="label", values=name) for name in (offline, live)]
+            whole = grids[0].notna().all(axis=1) & grids[1].notna().all(axis=1)
+            if whole.sum() < 2:
+                continue
+            count, reached = prompts_needed(*(grid[whole].to_numpy() for grid in grids), SHARE, self.seed)
+            lines.append({"budget": budget, "prompts": int(whole.sum()), "needed": count, "reached": reached})
+        return pd.DataFrame(lines)
+
+
+def overall(rows: pd.DataFrame) -> pd.DataFrame:
+    """Over all layers."""
+    return rows[rows["layer"] == "all"]
+
+
+def over_layers(rows: pd.DataFrame, cell: list[str]) -> Iterator[pd.DataFrame]:
+    """Means over parts of the treated layers, as metrics of their own: NAME:upper-half and so on. Layer l of L, from 0,
+    is in the upper half from ceil(L/2) on; thirds end at floor(L/3) and floor(2L/3)."""
+    single = rows[rows["layer"] != "all"]
+    if single.empty:
+        return
+    place = single["layer"].astype(int)
+    ranked = place.groupby([single["trace_hash"], single["cell"], single["name"]]).rank(method="dense") - 1
+    layers = place.groupby([single["trace_hash"], single["cell"], single["name"]]).transform("nunique")
+    half, first, second = np.ceil(layers / 2), layers // 3, 2 * layers // 3
+    chosen = (ranked < half, ranked >= half, ranked < first, (ranked >= first) & (ranked < second), ranked >= second)
+    for part, some in zip(PARTS, chosen, strict=True):
+        means = single[some].groupby([*cell, "name"], as_index=False)["value"].mean()
+        yield means.assign(name=means["name"] + ":" + part)
+
+
+def without_part(name: str) -> str:
+    """The metric whose values over some layers `name` stands for."""
+    metric, _, part = name.rpartition(":")
+    return metric if part in PARTS else name
+
+
+def _first(pattern: re.Pattern[str], name: str) -> str:
+    """The first group of the match, or all of it; the name where nothing matches."""
+    found = pattern.search(name)
+    return name if not found else found.group(1) if pattern.groups else found.group(0)

@@ -1,0 +1,161 @@
+"""A prediction as tables, a sentence, a JSON document and a figure."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvreplay.asked import pick
+from kvreplay.predict.prediction import SHARE, Prediction
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADLINE = "output_error"  # what the tables of the program show first
+MOST = 12  # flipped pairs that the text lists
+
+
+class Shown:
+    """Everything about one live metric."""
+
+    def __init__(self, found: Prediction, live: str) -> None:
+        self._found = found
+        [self._live] = pick("--live", "live metric", [live], found.live)
+
+    @cached_property
+    def lines(self) -> pd.DataFrame:
+        """The headline's rows of this live metric, best first."""
+        rows = self._found.headline
+        return rows[rows["live"] == self._live].sort_values("spearman", ascending=False, kind="stable")
+
+    @property
+    def best(self) -> str:
+        return str(self.lines["offline"].iloc[0])
+
+    def sentence(self) -> str:
+        """Which offline metric to trust, and how far."""
+        first = self.lines.iloc[0]
+        text = (
+            f"{self.best} has the policies most nearly in the order of {self._live}: rank correlation "
+            f"{interval(first, 'spearman')}, {100 * first['in_order']:.0f} % of pairs in order"
+        )
+        if HEADLINE in set(self.lines["offline"]) and self.best != HEADLINE:
+            difference, low, high = self._found.better_than(self.best, HEADLINE, self._live)
+            word = "more than" if low > 0 else "not resolved from"
+            text += f"; {word} {HEADLINE} ({difference:+.2f} [{low:+.2f}, {high:+.2f}], {first['prompts']} prompts)"
+        return text + "."
+
+    def by_budget(self) -> pd.DataFrame:
+        """The best offline metric and the headline's, at each budget."""
+        rows = self._found.by_budget
+        wanted = list(dict.fromkeys([self.best, *([HEADLINE] if HEADLINE in self._found.offline else [])]))
+        return rows[(rows["live"] == self._live) & rows["offline"].isin(wanted)]
+
+    def text(self) -> str:
+        """All of it, aligned."""
+        over = self._found.over_budgets
+        over = over[over["live"] == self._live].set_index("offline")["spearman"]
+        cells = self._found.cells
+        head = (
+            f"prompts   {cells['prompt'].nunique()} of {cells['kind'].nunique()} kinds   policies "
+            f"{cells['label'].nunique()}   budgets {', '.join(sorted(set(cells['budget'])))}   live {self._live}\n\n"
+        )
+        table = [("offline metric", "rank correlation", "tau", "pairs in order", "over budgets too")] + [
+            (line["offline"], interval(line, "spearman"), f"{line['kendall']:.2f}", f"{100 * line['in_order']:.0f} %",
+             f"{over.get(line['offline'], math.nan):.2f}") for _, line in self.lines.iterrows()
+        ]  # fmt: skip
+        budgets = [("budget", "offline metric", "rank correlation", "pairs in order")] + [
+            (line["budget"], line["offline"], interval(line, "spearman"), f"{100 * line['in_order']:.0f} %")
+            for _, line in self.by_budget().iterrows()
+        ]
+        parts = [head + aligned(table), aligned(budgets), *self._further(), self.sentence()]
+        return "\n\n".join(parts)
+
+    def _further(self) -> list[str]:
+        found = []
+        kinds = self._found.left_out_kinds(self._live)
+        if len(kinds) > 1:
+            rows = [("kind left out", "best on the others", "here", "best here", "")] + [
+                (one["kind"], one["chosen"], f"{one['spearman']:.2f}", one["best here"], f"{one['its spearman']:.2f}")
+                for _, one in kinds.iterrows()
+            ]
+            found.append(aligned(rows))
+        needed = self._found.needed(self.best, self._live)
+        if len(needed):
+            rows = [("budget", "prompts", f"needed for {100 * SHARE:.0f} % of pairs", "reached")] + [
+                (one["budget"], str(one["prompts"]), f"more than {one['prompts']}" if pd.isna(one["needed"])
+                 else f"{one['needed']:.0f}", f"{100 * one['reached']:.0f} %") for _, one in needed.iterrows()
+            ]  # fmt: skip
+            found.append(aligned(rows))
+        flipped = self._found.flipped(self.best, self._live)
+        if len(flipped):
+            rows = [("budget", "better live", f"better by {self.best}")] + [
+                tuple(map(str, one)) for one in flipped.head(MOST).itertuples(index=False)
+            ]
+            more = len(flipped) - MOST
+            found.append(aligned(rows) + (f"\nand {more} further pairs" if more > 0 else ""))
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """For JSON; what is not defined is null."""
+
+        def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+            return table.astype(object).where(table.notna(), None).to_dict("records")
+
+        return {
+            "live": self._live,
+            "prompts": int(self._found.cells["prompt"].nunique()),
+            "headline": records(self.lines),
+            "by_budget": records(self.by_budget()),
+            "over_budgets": records(self._found.over_budgets),
+            "left_out_kinds": records(self._found.left_out_kinds(self._live)),
+            "needed": records(self._found.needed(self.best, self._live)),
+            "flipped": records(self._found.flipped(self.best, self._live)),
+            "sentence": self.sentence(),
+        }
+
+    def figure(self) -> Figure:
+        """Offline against live, one point a cell, coloured by budget: the headline's metric and the best one."""
+        from kvreplay.plot.style import COLOURS, MARKERS, Sheet, logarithmic_axis
+
+        wanted = list(dict.fromkeys([*([HEADLINE] if HEADLINE in self._found.offline else []), self.best]))
+        cells = self._found.cells
+        budgets = cells.groupby("budget")["share"].mean().sort_values().index
+        sheet = Sheet(
+            len(wanted), (2.3, 2.0), len(wanted), left=0.75, right=1.0, above=0.25, gap=(0.75, 0.5), below=0.45,
+            title="Offline against live", subtitle="one point a prompt, policy and budget",
+            caption=f"Prompts: {cells['prompt'].nunique()}. ρ: rank correlation within a prompt at equal budget, mean",
+        )  # fmt: skip
+        of_metric = self.lines.set_index("offline")["spearman"]
+        for axis, name in zip(sheet.axes, wanted, strict=True):
+            for place, budget in enumerate(budgets):
+                some = cells[cells["budget"] == budget]
+                axis.plot(some[name].abs(), some[self._live].abs(), MARKERS[place % len(MARKERS)], markersize=2.5,
+                          color=COLOURS[place % len(COLOURS)], label=str(budget), alpha=0.7)  # fmt: skip
+            for which in "xy":
+                logarithmic_axis(axis, which)
+            axis.set_xlabel(name)
+            axis.set_ylabel(self._live)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.annotate(f"ρ = {of_metric[name]:.2f}", (0, 1), (0, 4), "axes fraction", "offset points")
+        sheet.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, title="budget")
+        return sheet.figure
+
+
+def interval(line: pd.Series, name: str) -> str:
+    """A mean over prompts with its interval; without one for a single prompt."""
+    ends = "" if pd.isna(line[f"{name}_low"]) else f" [{line[f'{name}_low']:.2f}, {line[f'{name}_high']:.2f}]"
+    return f"{line[name]:.2f}{ends}"
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Columns of text, the first to the left, the others to the right of theirs."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
