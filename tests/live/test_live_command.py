@@ -73,6 +73,15 @@ def test_the_same_bits_again_and_alone(copy: Case) -> None:
     assert (copy.run / "live.csv").read_bytes() == first
 
 
+def test_a_longer_text_replaces_a_shorter_one(copy: Case) -> None:
+    for count in (2, 4, 4):
+        assert copy.live("-p", "snapkv", "--generate", str(count)) == 0
+    table = rows(copy)
+    texts = table[table["metric"] == "same_tokens"]
+    assert set(texts["n_queries"]) == {"4"} and texts["cell"].is_unique
+    assert set(table["n_queries"][table["metric"] == "kld"]) == {"6"}
+
+
 def test_an_interrupted_run_goes_on(copy: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert copy.live() == 0
     first = (copy.run / "live.csv").read_bytes()

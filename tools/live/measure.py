@@ -46,8 +46,9 @@ class LiveModel:
         cells, left_out = cells_of(run_, trace, rows)
         for reason in left_out:
             _say(f"{trace.name}: left out: {reason}")
-        predicted_before = {cell.facts["cell"] for cell in cells if results.has(cell, "kld")}
-        written_before = {cell.facts["cell"] for cell in cells if results.has(cell, "same_tokens")}
+        tokens = trace.tokens - trace.boundary
+        predicted_before = {cell.facts["cell"] for cell in cells if results.has(cell, "kld", tokens)}
+        written_before = {cell.facts["cell"] for cell in cells if results.has(cell, "same_tokens", count)}
         to_predict = [cell for cell in cells if cell.facts["cell"] not in predicted_before]
         to_write = [cell for cell in cells if count and cell.facts["cell"] not in written_before]
         if not to_predict and not to_write:
@@ -62,7 +63,7 @@ class LiveModel:
         bar = tqdm(total=total, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
             for cell, values in self._predicted(whole, to_predict, trace):
-                results.add(cell, values, whole.continuation)
+                results.add(cell, values, tokens)
                 bar.update()
             for cell, values in self._written(whole, to_write, trace, count, answers or _answer_spans(run_, trace)):
                 results.add(cell, values, count)

@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvreplay.errors import Error
@@ -30,13 +30,19 @@ class LiveResults:
         self._measured = {"device": device, "dtype": dtype, "model_hash": model_hash}
         self._rows = read_rows(self.path) if self.path.is_file() else []
 
-    def has(self, cell: LiveCell, metric: str) -> bool:
-        """Whether this metric of the cell is there already."""
-        wanted = {**self._measured, "cell": cell.facts["cell"], "decisions": cell.decisions, "metric": metric}
+    def _of(self, cell: LiveCell) -> dict[str, str]:
+        """What the rows of a cell have that is measured this way."""
+        return {**self._measured, "cell": cell.facts["cell"], "decisions": cell.decisions}
+
+    def has(self, cell: LiveCell, metric: str, tokens: int) -> bool:
+        """Whether this metric of the cell, over so many tokens, is there already."""
+        wanted = {**self._of(cell), "metric": metric, "n_queries": str(tokens)}
         return any(wanted.items() <= row.items() for row in self._rows)
 
-    def add(self, cell: LiveCell, values: Iterable[Value], tokens: int) -> None:
-        """The numbers of a cell, measured over `tokens` queries."""
+    def add(self, cell: LiveCell, values: Sequence[Value], tokens: int) -> None:
+        """The numbers of a cell, measured over `tokens` queries, in the place of those over more or fewer."""
+        old, metrics = self._of(cell).items(), {one.metric for one in values}
+        self._rows = [row for row in self._rows if not (old <= row.items() and row["metric"] in metrics)]
         for one in values:
             self._rows.append({
                 **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": UNITS[one.metric], "head": "all",
