@@ -348,7 +348,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{H2O} --metrics attention_recall:promt",
-        "attention_recall: unknown variant: expected one of oracle, prompt, nosink, found promt",
+        "attention_recall: unknown variant: expected prompt, found promt",
     ),
     (USAGE, f"{H2O} --metrics ,", '--metrics: empty piece of a list: found ","'),
     (USAGE, f"{H2O} --metrics kv_bytes,", '--metrics: empty piece of a list: found "kv_bytes,"'),

@@ -323,7 +323,8 @@ def test_replay_prints_a_table_and_fills_the_folder(traces: Path, tmp_path: Path
 
 
 def test_what_is_better_of_a_metric_is_what_keeping_everything_gives(traces: Path, tmp_path: Path) -> None:
-    done("replay", traces / "fixture.h5", *REPLAY, folder=tmp_path)
+    names = [metric["name"] for metric in json.loads(done("metrics", "--json", folder=tmp_path))]
+    done("replay", traces / "fixture.h5", *REPLAY, "--metrics", ",".join(names), folder=tmp_path)
     record = json.loads((tmp_path / "kvreplay-out/run.json").read_text())
     better = {metric["name"]: metric["better"] for metric in record["metrics"]}
     with (tmp_path / "kvreplay-out/results.csv").open(encoding="utf-8", newline="") as page:
