@@ -453,7 +453,8 @@ def mutate(mutants: Mutants, first: int, files: int, jobs: int, folder: Path) ->
     began, done, offences = time.monotonic(), 0, []
     all_batches = list(batches(first, first + files))
     try:
-        with multiprocessing.Pool(jobs) as pool:
+        # Not forked: a caller may have threads, whose locks a fork would copy.
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
             work = functools.partial(run_batch, mutants=mutants)
             for numbers, found in zip(all_batches, pool.imap(work, all_batches), strict=True):
                 for offence in found:
