@@ -123,6 +123,51 @@ def test_prompt_files(ending: str, tmp_path: Path) -> None:
         assert prompts[0].needle == ROW["needle"]
 
 
+def test_every_form_of_row_may_have_a_continuation(tmp_path: Path) -> None:
+    """With its first space; an empty one and none are the same."""
+    messages = [{"role": "user", "content": "Why?"}]
+    rows = [{"prompt": "x"}, {"text": "x"}, {"context": "x", "input": "y"}, {"messages": messages}]
+    lines = [json.dumps(row | {"continuation": " It is."}) for row in rows]
+    lines += [json.dumps(rows[0] | {"continuation": none}) for none in ("", None)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), "utf-8")
+    assert [prompt.continuation for prompt in read_prompts(tmp_path / "p.jsonl", None)] == [" It is."] * 4 + [""] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "forced"),
+    [
+        ([], 8, " heron 4"),
+        (["--generate", "5"], 5, " hero"),
+        (["--generate", "8"], 8, " heron 4"),
+        (["--generate", "14"], 14, " heron 4"),
+        (["--continuation", "other.txt"], 3, "one"),
+    ],
+    ids=["whole", "cut", "exact", "greedy after it", "replaced"],
+)
+def test_a_row_s_continuation_is_forced(
+    options: list[str],
+    tokens: int,
+    forced: str,
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A character is a token. Greedy text after a shorter continuation is that of the prompt with the continuation."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text(json.dumps(ROW | {"continuation": " heron 4"}) + "\n", "utf-8")
+    Path("other.txt").write_text("one", "utf-8")
+    model = ["--model", str(model_folder("llama")), "--progress", "never"]
+    assert main([*model, "--prompts", "p.jsonl", *options, "-o", "t.h5"]) == 0
+    trace = Trace(Path("t.h5"))
+    text = f"{ROW['context']}\n\n{ROW['input']}"
+    assert trace.prompt_tokens == len(text) and trace.tokens - trace.prompt_tokens == tokens
+    assert trace.text.startswith(text + forced)
+    if tokens > len(forced):
+        greedy = [*model, "--prompt", text + forced, "--generate", str(tokens - len(forced)), "-o", "greedy.h5"]
+        assert main(greedy) == 0
+        assert Trace(Path("greedy.h5"))["/tokens/ids"].tolist() == trace["/tokens/ids"].tolist()
+
+
 def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "one\u2028line"}\n', "utf-8")
     assert [prompt.context for prompt in read_prompts(tmp_path / "p.jsonl", None)] == ["one\u2028line"]
@@ -138,6 +183,8 @@ def test_a_line_of_json_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
         ("p.jsonl", '{"context": "x", "answers": 5}', 3),
         ("p.jsonl", '{"context": "x", "answers": [5]}', 3),
         ("p.jsonl", '{"context": "x", "input": ["q"]}', 3),
+        ("p.jsonl", '{"context": "x", "continuation": 5}', 3),
+        ("p.jsonl", '{"context": "x", "continuation": ["y"]}', 3),
         ("p.jsonl", '{"context": "x", "messages": [{"role": "user", "content": "x"}]}', 3),
         ("p.jsonl", "", 3),
         ("p.parquet", "not parquet", 3),

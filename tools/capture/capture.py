@@ -84,6 +84,21 @@ def _refuse_long_text(model: Any, tokens: int) -> None:
         raise Error("prompt", "too long for the model", f"at most {most} tokens (--max-tokens)", f"{tokens} tokens")
 
 
+def _continuation(model: Any, tokenizer: Any, ids: list[int], prompt: Prompt, choices: Choices) -> list[int]:
+    """Token ids after the prompt's `ids`: the given text, or `choices.generate` tokens (G).
+
+    A prompt's own continuation is cut after G tokens, and greedy text follows a shorter one up to G. With G = 0 it is
+    taken as it is. `choices.continuation` replaces it and is never cut.
+    """
+    text = choices.continuation or prompt.continuation
+    forced = list(tokenizer(text, add_special_tokens=False).input_ids) if text else []
+    if choices.continuation or (forced and not choices.generate):
+        return forced
+    forced = forced[: choices.generate]
+    with observed(model, choices.name, lambda call: None):  # without whole masks
+        return forced + generate(model, ids + forced, choices.generate - len(forced), choices.chunk)
+
+
 def capture(
     model: Any, tokenizer: Any, prompt: Prompt, path: Path, choices: Choices, progress: Callable[[int], Any]
 ) -> Captured:
@@ -91,11 +106,7 @@ def capture(
     prompt, ids = fit(tokenizer, prompt, choices.chat, choices.max_tokens)
     prompt_tokens = len(ids)
     _refuse_long_text(model, prompt_tokens + choices.generate)
-    if choices.continuation:
-        ids += list(tokenizer(choices.continuation, add_special_tokens=False).input_ids)
-    else:
-        with observed(model, choices.name, lambda call: None):  # without whole masks
-            ids += generate(model, ids, choices.generate, choices.chunk)
+    ids += _continuation(model, tokenizer, ids, prompt, choices)
     tokens = len(ids)
     chunk = min(choices.chunk or tokens, tokens)
     if choices.save_reference and tokens == prompt_tokens:

@@ -72,7 +72,7 @@ def parser() -> Parser:
         type=Path,
         metavar="FILE",
         help=".txt (one prompt), .jsonl or .parquet (columns context, input, answers as LongBench; or prompt; or text; "
-        "or messages, a conversation)",
+        "or messages, a conversation; each also needle and continuation)",
     )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
@@ -85,10 +85,14 @@ def parser() -> Parser:
         type=_natural,
         default=0,
         metavar="N",
-        help="continue by N tokens, greedily; end of text is not chosen before (default: 0)",
+        help="continue by N tokens: the row's continuation if it has one, cut after N, then greedy text without "
+        "end of text (default: 0, the whole continuation of a row)",
     )
     continuation.add_argument(
-        "--continuation", type=Path, metavar="FILE", help="continue by this text (teacher forced)"
+        "--continuation",
+        type=Path,
+        metavar="FILE",
+        help="continue by this text (teacher forced) instead of the row's continuation",
     )
     add(
         "--queries",

@@ -72,7 +72,10 @@ def chosen(kinds: Sequence[str], small: bool) -> list[Prompt]:
 
 def source_digest(prompt: Prompt, model_hash: str) -> str:
     """XXH3-128 of all that a trace is made from: the prompt's parts, the model's weights and the settings."""
-    made_from = [asdict(prompt), model_hash, MODEL_NAME, COMPUTED_IN, GENERATED]
+    parts = asdict(prompt)
+    if not prompt.continuation:  # digests of traces without one are older than this part
+        del parts["continuation"]
+    made_from = [parts, model_hash, MODEL_NAME, COMPUTED_IN, GENERATED]
     return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
 
 

@@ -29,6 +29,7 @@ class Prompt:
     """One prompt: a context (or the whole text), a question after it, and what is known about the answer.
 
     A conversation has `messages` in place of a context: the last is the question, those before it are the context.
+    `continuation` is the true text after the prompt, with the space or line feed that it begins with.
     """
 
     name: str
@@ -37,12 +38,18 @@ class Prompt:
     answers: tuple[str, ...] = ()
     needle: str = ""
     messages: tuple[Message, ...] = ()
+    continuation: str = ""
 
     @classmethod
     def conversation(
-        cls, name: str, messages: Sequence[Message], answers: tuple[str, ...] = (), needle: str = ""
+        cls,
+        name: str,
+        messages: Sequence[Message],
+        answers: tuple[str, ...] = (),
+        needle: str = "",
+        continuation: str = "",
     ) -> Prompt:
-        return cls(name, "", messages[-1].content, answers, needle, tuple(messages))
+        return cls(name, "", messages[-1].content, answers, needle, tuple(messages), continuation)
 
     @property
     def text(self) -> str:
@@ -126,7 +133,10 @@ def _messages(value: Any, where: str) -> list[Message]:
 
 
 def _from_row(row: dict[str, Any], where: str, name: str) -> Prompt:
-    """A row of LongBench (context, input, answers; needle if it is there), or with `prompt`, `text` or `messages`."""
+    """A row of LongBench (context, input, answers), or with `prompt`, `text` or `messages`.
+
+    Every form may have `needle` and `continuation`.
+    """
     context = next((row[column] for column in ("context", "prompt", "text") if isinstance(row.get(column), str)), None)
     conversation = row.get("messages") is not None
     if context is None and not conversation:
@@ -137,13 +147,13 @@ def _from_row(row: dict[str, Any], where: str, name: str) -> Prompt:
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise Error(where, "answers", "a text or a list of texts", repr(answers))
-    for column in ("input", "needle"):
+    for column in ("input", "needle", "continuation"):
         if not isinstance(row.get(column) or "", str):
             raise Error(where, column, "a text", repr(row[column]))
-    needle = row.get("needle") or ""
+    needle, continuation = row.get("needle") or "", row.get("continuation") or ""
     if conversation:
-        return Prompt.conversation(name, _messages(row["messages"], where), tuple(answers), needle)
-    return Prompt(name, context, row.get("input") or "", tuple(answers), needle)
+        return Prompt.conversation(name, _messages(row["messages"], where), tuple(answers), needle, continuation)
+    return Prompt(name, context, row.get("input") or "", tuple(answers), needle, continuation=continuation)
 
 
 def read_prompts(path: Path, count: int | None) -> list[Prompt]:
