@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from tiny_models import save
 
 import kvreplay as kv
 from kvreplay.capture import capture as one_capture
-from kvreplay.capture import corpus
+from kvreplay.capture import corpus, ruler
 from kvreplay.capture.prompts import Message, Prompt
 from kvreplay.trace import Trace
 
@@ -302,6 +303,17 @@ def test_a_disk_too_small_is_refused_before_anything_is_captured(
             "corpus: kind: expected one of needle, question, arithmetic, summary, code, chat, found questions",
         ),
         ("--smal", "corpus: option: expected --small, found --smal"),
+        (
+            "--ruler needle",
+            "corpus: task: expected one of niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, "
+            "niah_multikey_2, niah_multikey_3, niah_multivalue, niah_multiquery, vt, fwe, found needle",
+        ),
+        ("--tokens 500", "corpus: --tokens: expected --ruler, whose prompts have these lengths, found no --ruler"),
+        (
+            "--ruler --tokens 1000,x",
+            "corpus: argument --tokens: expected numbers of tokens like 1000,2000, found '1000,x': "
+            "expected tools/corpus --help",
+        ),
         ("-o note.txt", "-o: note.txt: expected a folder that can be made, found [Errno 17] File exists: 'note.txt'"),
     ],
 )
@@ -313,6 +325,68 @@ def test_bad_words(
     assert corpus.main(words.split()) == 2
     assert capsys.readouterr().err == f"kvreplay: {line}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+@pytest.fixture
+def long_model(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny model with 4,096 positions: a character is a token."""
+    folder = save(tmp_path_factory.mktemp("long"), "llama")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 4096}))
+    monkeypatch.setattr(corpus, "MODEL", folder)
+    return folder
+
+
+def test_ruler(
+    long_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks at their lengths as plain text, then the answers, and greedy text up to 64 tokens."""
+    assert corpus.main(["--ruler", "--tokens", "2000,1500", "vt", "niah_multiquery", "-o", str(tmp_path)]) == 0
+    rows = manifest(tmp_path)
+    expected = ["niah_multiquery-1500", "niah_multiquery-2000", "vt-1500", "vt-2000"]
+    assert [row["name"] for row in rows] == expected
+    assert [row["kind"] for row in rows] == ["niah_multiquery"] * 2 + ["vt"] * 2
+    prompts = {prompt.name: prompt for prompt in ruler.ruler_prompts((1500, 2000), list(ruler.TASKS), len)}
+    for row in rows:
+        prompt, asked = prompts[row["name"]], int(row["name"].rpartition("-")[2])
+        assert asked - 250 < int(row["prompt_tokens"]) <= asked and row["continuation_tokens"] == "64"
+        with Trace(tmp_path / f"{prompt.name}.h5") as trace:
+            assert trace.text.startswith(prompt.text + " " + ", ".join(prompt.answers))
+            assert {span.kind for span in trace.spans} == {"context", "needle", "question", "answer"}
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert answers == [{"name": name, "answers": list(prompts[name].answers)} for name in expected]
+
+    before = times(tmp_path)
+    monkeypatch.setattr(corpus, "capture_all", None)  # would fail if it were called
+    assert corpus.main(["--ruler", "--tokens", "1500", "vt", "-o", str(tmp_path)]) == 0
+    assert times(tmp_path) == before
+    assert capsys.readouterr().err.endswith(f"corpus: 1 of 1 traces are in {tmp_path}\n")
+
+
+def test_ruler_s_lengths_are_those_of_the_model_s_tokens(long_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tasks at the four default lengths, unless some are named."""
+    asked = []
+    monkeypatch.setattr(ruler, "ruler_prompts", lambda *arguments: asked.append(arguments) or [])
+    monkeypatch.setattr(corpus, "Manifest", lambda folder: pytest.skip("enough"))
+    with pytest.raises(pytest.skip.Exception):
+        corpus.main(["--ruler", "-o", str(long_model / "out")])
+    [(lengths, tasks, count)] = asked
+    assert lengths == (500, 1000, 2000, 4000) and tasks == list(ruler.TASKS) and count("seven 7") == 7
+
+
+def test_sources_of_prompts_without_a_continuation_are_as_before() -> None:
+    """So that a corpus that was captured before prompts had continuations is not captured again."""
+    chat, plain = corpus.Settings(chat=True, generated=32), corpus.Settings(chat=False, generated=32)
+    parts = {"name": "n", "context": "c", "question": "", "answers": (), "needle": "", "messages": ()}
+    made_from = json.dumps([parts, "hash", corpus.MODEL_NAME, corpus.COMPUTED_IN, 32])
+    source = corpus.source_digest(Prompt("n", "c"), "hash", chat)
+    assert source == xxhash.xxh3_128_hexdigest(made_from.encode())
+    others = [
+        corpus.source_digest(Prompt("n", "c", continuation="x"), "hash", chat),
+        corpus.source_digest(Prompt("n", "c"), "hash", plain),
+        corpus.source_digest(Prompt("n", "c"), "hash", replace(chat, generated=64)),
+    ]
+    assert len({source, *others}) == 4
 
 
 @pytest.mark.skipif(not (ROOT / "build/model/smollm2-135m-instruct.gguf").exists(), reason="needs tools/setup model")

@@ -1,4 +1,7 @@
-"""`tools/corpus`: captures the corpus's prompts, one trace each, and lists the traces; what is there stays."""
+"""`tools/corpus`: captures the corpus's prompts or RULER's tasks, one trace each, and lists the traces.
+
+Traces that are there already stay.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from kvreplay import __version__
+from kvreplay.capture import ruler
 from kvreplay.capture.command import finished, quiet_libraries
 from kvreplay.capture.corpus_prompts import KINDS, full_prompts, small_prompts
 from kvreplay.capture.prompts import Prompt, encode
@@ -30,30 +34,70 @@ MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 COMPUTED_IN = "bfloat16"
 GENERATED = 32  # tokens of every continuation
+RULER_GENERATED = 64  # with --ruler: the answers, then greedy text
+RULER_LENGTHS = (500, 1000, 2000, 4000)
 COLUMNS = (
     "name", "kind", "prompt_tokens", "continuation_tokens", "needle_depth", "source", "trace_hash", "file_hash", "bytes"
 )  # fmt: skip
 WRITTEN_BY_US = re.compile(r"kvreplay \S+, tools/corpus ([0-9a-f]{32})")  # the producer of a trace, and its source
-DESCRIPTION = f"""Captures {MODEL_NAME} on prompts of six kinds, made from the texts in traces/corpus, and lists the
-traces in corpus.csv. Traces that are there already stay."""
+DESCRIPTION = f"""Captures {MODEL_NAME} on prompts of six kinds, made from the texts in traces/corpus, or on RULER's
+synthetic tasks, and lists the traces in corpus.csv. Traces that are there already stay."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the prompts of a call become traces."""
+
+    chat: bool  # inside the model's chat template
+    generated: int  # tokens of every continuation
 
 
 def say(line: str) -> None:
     print(f"corpus: {line}", file=sys.stderr, flush=True)
 
 
+def lengths(text: str) -> tuple[int, ...]:
+    """1000,2000 -> (1000, 2000)."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"expected numbers of tokens like 1000,2000, found {text!r}")
+    return tuple(sorted({int(word) for word in words}))
+
+
 def parser() -> Parser:
     build = Parser(prog="tools/corpus", description=DESCRIPTION, allow_abbrev=False)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
-    add("kinds", nargs="*", metavar="KIND", help=f"some kinds of prompts: {', '.join(KINDS)} (default: all)")
-    add("--small", action="store_true", help="prompts of some 250 to 500 tokens, not of 1,000 to 4,000")
+    add(
+        "kinds",
+        nargs="*",
+        metavar="KIND",
+        help=f"some kinds of prompts: {', '.join(KINDS)}; with --ruler some tasks: {', '.join(ruler.TASKS)} "
+        "(default: all)",
+    )
+    corpora = build.add_mutually_exclusive_group()
+    corpora.add_argument(
+        "--small", action="store_true", help="prompts of some 250 to 500 tokens, not of 1,000 to 4,000"
+    )
+    corpora.add_argument(
+        "--ruler",
+        action="store_true",
+        help=f"RULER's synthetic tasks as plain text, continued by {RULER_GENERATED} tokens: the answers, then greedy "
+        "text; answers.jsonl lists the answers",
+    )
+    add(
+        "--tokens",
+        type=lengths,
+        metavar="N,...",
+        help=f"lengths of the prompts of --ruler, in tokens (default: {','.join(map(str, RULER_LENGTHS))})",
+    )
     add(
         "-o",
         dest="output",
         type=Path,
         metavar="DIR",
-        help="the folder of the traces (default: build/corpus, with --small build/corpus-small)",
+        help="the folder of the traces (default: build/corpus, with --small build/corpus-small, with --ruler "
+        "build/corpus-ruler)",
     )
     return build
 
@@ -70,12 +114,26 @@ def chosen(kinds: Sequence[str], small: bool) -> list[Prompt]:
     return [prompt for prompt in (small_prompts() if small else full_prompts()) if not kinds or kind(prompt) in kinds]
 
 
-def source_digest(prompt: Prompt, model_hash: str) -> str:
+def ruler_chosen(tasks: Sequence[str], tokens: Sequence[int]) -> list[Prompt]:
+    """The prompts of these tasks at these lengths of the model's tokenizer; of all tasks if none is named."""
+    for name in tasks:
+        if name not in ruler.TASKS:
+            raise Error("corpus", "task", f"one of {', '.join(ruler.TASKS)}", name, Refusal.USAGE)
+    quiet_libraries(sys.stderr.isatty())
+    from kvreplay.capture.model import Source, load_tokenizer
+
+    tokenizer = load_tokenizer(Source.parse(str(MODEL)))
+    return ruler.ruler_prompts(tokens, tasks or list(ruler.TASKS), lambda text: len(tokenizer(text).input_ids))
+
+
+def source_digest(prompt: Prompt, model_hash: str, settings: Settings) -> str:
     """XXH3-128 of all that a trace is made from: the prompt's parts, the model's weights and the settings."""
     parts = asdict(prompt)
     if not prompt.continuation:  # digests of traces without one are older than this part
         del parts["continuation"]
-    made_from = [parts, model_hash, MODEL_NAME, COMPUTED_IN, GENERATED]
+    made_from = [parts, model_hash, MODEL_NAME, COMPUTED_IN, settings.generated]
+    if not settings.chat:
+        made_from.append("plain text")
     return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
 
 
@@ -198,9 +256,9 @@ class Manifest:
         self.write()
 
     def write(self) -> None:
-        """The rows in the corpus's order."""
+        """The rows in the corpus's order, then RULER's."""
         order = [prompt.name for small in (False, True) for prompt in chosen((), small)]
-        names = [*filter(self.rows.__contains__, order), *sorted(self.rows.keys() - set(order))]
+        names = [*filter(self.rows.__contains__, order), *sorted(self.rows.keys() - set(order), key=ruler.place)]
         partial = self.place.with_name(self.place.name + ".partial")
         with open(partial, "w", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -227,7 +285,23 @@ def expected_size(config: Any, tokens: int) -> int:
     return 2 * tokens * config.num_hidden_layers * heads * width
 
 
-def capture_all(prompts: Sequence[Prompt], sources: Mapping[str, str], manifest: Manifest, model_source: Any) -> None:
+def write_answers(folder: Path, prompts: Sequence[Prompt], listed: Container[str]) -> None:
+    """answers.jsonl for `kvreplay live --answers`: name and answers of every listed trace, also of earlier calls."""
+    place = folder / "answers.jsonl"
+    before = place.read_text("utf-8") if place.exists() else ""
+    answers = {row["name"]: row["answers"] for row in map(json.loads, before.splitlines())}
+    answers |= {prompt.name: list(prompt.answers) for prompt in prompts}
+    names = sorted(filter(listed.__contains__, answers), key=ruler.place)
+    lines = "".join(json.dumps({"name": name, "answers": answers[name]}) + "\n" for name in names)
+    if lines != before:
+        partial = place.with_name(place.name + ".partial")
+        partial.write_text(lines, "utf-8")
+        os.replace(partial, place)
+
+
+def capture_all(
+    prompts: Sequence[Prompt], sources: Mapping[str, str], manifest: Manifest, model_source: Any, settings: Settings
+) -> None:
     """One trace each, listed as soon as it is written; the model is loaded once."""
     show = sys.stderr.isatty()
     quiet_libraries(show)
@@ -239,13 +313,13 @@ def capture_all(prompts: Sequence[Prompt], sources: Mapping[str, str], manifest:
 
     say(f"loading {MODEL_NAME}")
     model, tokenizer = load(ModelChoices(str(MODEL), dtype=COMPUTED_IN))
-    tokens = sum(len(encode(tokenizer, prompt, chat=True)) + GENERATED for prompt in prompts)
+    tokens = sum(len(encode(tokenizer, prompt, settings.chat)) + settings.generated for prompt in prompts)
     size, free = expected_size(model.config, tokens), shutil.disk_usage(manifest.folder).free
     if size > free:
         found = f"{free / 1e6:,.0f} MB"
         raise Error(str(manifest.folder), "disk", f"{size / 1e6:,.0f} MB free", found, Refusal.RESOURCES)
     say(f"{len(prompts)} traces to capture: {tokens:,} tokens, {size / 1e6:,.0f} MB of {free / 1e6:,.0f} MB free")
-    choices = Choices(MODEL_NAME, chat=True, generate=GENERATED, source_hash=model_source.hash())
+    choices = Choices(MODEL_NAME, settings.chat, generate=settings.generated, source_hash=model_source.hash())
 
     def progress(layers: int) -> Any:
         return tqdm(total=layers, unit=" layers", leave=False, disable=not show, file=sys.stderr)
@@ -261,15 +335,23 @@ def capture_all(prompts: Sequence[Prompt], sources: Mapping[str, str], manifest:
         captured = capture(model, tokenizer, prompt, path, named, progress)
         manifest.add(prompt, sources[prompt.name])
         say(
-            f"{number:2d} of {len(prompts)}  {prompt.name:18s} {captured.prompt_tokens:5,d} + {GENERATED} tokens  "
-            f"{path.stat().st_size / 1e6:5.1f} MB  {time.monotonic() - begin:5.1f} s"
+            f"{number:2d} of {len(prompts)}  {prompt.name:18s} {captured.prompt_tokens:5,d} + {settings.generated} "
+            f"tokens  {path.stat().st_size / 1e6:5.1f} MB  {time.monotonic() - begin:5.1f} s"
         )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Everything after the options are read."""
-    prompts = chosen(arguments.kinds, arguments.small)
-    folder = arguments.output or ROOT / "build" / ("corpus-small" if arguments.small else "corpus")
+    if arguments.tokens and not arguments.ruler:
+        raise Error("corpus", "--tokens", "--ruler, whose prompts have these lengths", "no --ruler", Refusal.USAGE)
+    if arguments.ruler:
+        prompts = ruler_chosen(arguments.kinds, arguments.tokens or RULER_LENGTHS)
+        settings = Settings(chat=False, generated=RULER_GENERATED)
+    else:
+        prompts = chosen(arguments.kinds, arguments.small)
+        settings = Settings(chat=True, generated=GENERATED)
+    name = "corpus-ruler" if arguments.ruler else "corpus-small" if arguments.small else "corpus"
+    folder = arguments.output or ROOT / "build" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -278,7 +360,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     model_source = Source.parse(str(MODEL))
     model_hash = model_source.hash()
-    sources = {prompt.name: source_digest(prompt, model_hash) for prompt in prompts}
+    sources = {prompt.name: source_digest(prompt, model_hash, settings) for prompt in prompts}
     manifest = Manifest(folder)
     for prompt in prompts:
         manifest.refuse_foreign(prompt.name)
@@ -287,8 +369,10 @@ def run(arguments: argparse.Namespace) -> None:
     missing = [prompt for prompt in prompts if not manifest.holds(prompt.name, sources[prompt.name])]
     say(f"{len(prompts) - len(missing)} of {len(prompts)} traces are in {folder}")
     if missing:
-        capture_all(missing, sources, manifest, model_source)
-    elif manifest.written:
+        capture_all(missing, sources, manifest, model_source, settings)
+    if arguments.ruler:
+        write_answers(folder, prompts, manifest.rows)
+    if not missing and manifest.written:
         return
     manifest.write()
     size = sum(int(row["bytes"]) for row in manifest.rows.values())

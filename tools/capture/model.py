@@ -131,6 +131,10 @@ def _quantisation(source: Source, choices: ModelChoices, config: Any) -> Any:
     )
 
 
+def load_tokenizer(source: Source, **options: Any) -> Any:
+    return _loading(source, transformers.AutoTokenizer.from_pretrained, **options)
+
+
 def load(choices: ModelChoices) -> tuple[Any, Any]:
     """(model, tokenizer), the model in evaluation mode.
 
@@ -161,7 +165,7 @@ def load(choices: ModelChoices) -> tuple[Any, Any]:
         options |= {"device_map": _device_map(choices.device_map), "offload_folder": offloaded.name}
     elif device != "cpu" or choices.load:
         options["device_map"] = {"": device}
-    tokenizer = _loading(source, transformers.AutoTokenizer.from_pretrained, **trusted)
+    tokenizer = load_tokenizer(source, **trusted)
     model = _loading(source, transformers.AutoModelForCausalLM.from_pretrained, config=config, **options, **trusted)
     model.kvreplay_offloaded = offloaded  # removed with the model
     return model.eval(), tokenizer

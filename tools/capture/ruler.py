@@ -352,6 +352,12 @@ def ruler_prompt(
     return longest(*maker(task, tokens, number, name, essays), tokens, count_tokens)[1]
 
 
+def place(name: str) -> tuple[int, int, str]:
+    """Sorts names TASK-TOKENS by task and length, others after them by name."""
+    task, _, tokens = name.rpartition("-")
+    return (list(TASKS).index(task), int(tokens), "") if task in TASKS and tokens.isdecimal() else (len(TASKS), 0, name)
+
+
 def ruler_prompts(lengths: Sequence[int], tasks: Sequence[str], count_tokens: Callable[[str], int]) -> list[Prompt]:
     """Each task at each length. A prompt is the same whatever other tasks and lengths are asked for."""
     places = list(TASKS)
