@@ -330,7 +330,7 @@ def maker(
     name = name or f"{task}-{tokens}"
     if isinstance(parameters, Needles):
         texts = essay_names(number) if essays is None else essays
-        return lambda size: niah(name, parameters, size, number, texts), 4
+        return lambda size: niah(name, parameters, size, number, texts), 2
     if isinstance(parameters, Chains):
         return lambda size: vt(name, parameters, size, number), 4
     return lambda size: fwe(name, parameters, size, number, tokens), 64
