@@ -241,3 +241,9 @@ def test_lengths_that_no_haystack_has(tokens: int, message: str) -> None:
     with pytest.raises(Error, match=message) as refusal:
         ruler_prompt("niah_single_2", tokens, 0, count_tokens, "x", ("salt",))
     assert refusal.value.exit_code == 2
+
+
+def test_order_of_names() -> None:
+    """Tasks in the table's order, lengths as numbers, then other names."""
+    names = ["niah_single_2-500", "niah_single_2-1000", "niah_multikey_1-500", "vt-4000", "fwe-500", "chat-1", "vt-x"]
+    assert sorted(reversed(names), key=ruler.place) == names
