@@ -363,6 +363,18 @@ def test_ruler(
     assert capsys.readouterr().err.endswith(f"corpus: 1 of 1 traces are in {tmp_path}\n")
 
 
+@pytest.mark.parametrize("content", ["mine", "[1]\n", '{"name": "x"}\n', "5\n", '"text"\n'])
+def test_answers_that_this_program_did_not_write_stay(
+    content: str, long_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "answers.jsonl"
+    own.write_text(content)
+    assert corpus.main(["--ruler", "--tokens", "1500", "vt", "-o", str(tmp_path)]) == 2
+    expected = "no such file, or one that this program wrote"
+    assert capsys.readouterr().err == f"kvreplay: {own}: output: expected {expected}, found another file\n"
+    assert own.read_text() == content and list(tmp_path.iterdir()) == [own]
+
+
 def test_ruler_s_lengths_are_those_of_the_model_s_tokens(long_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tasks at the four default lengths, unless some are named."""
     asked = []

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -285,13 +285,17 @@ def expected_size(config: Any, tokens: int) -> int:
     return 2 * tokens * config.num_hidden_layers * heads * width
 
 
-def write_answers(folder: Path, prompts: Sequence[Prompt], listed: Container[str]) -> None:
-    """answers.jsonl for `kvreplay live --answers`: name and answers of every listed trace, also of earlier calls."""
+def write_answers(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """answers.jsonl for `kvreplay live --answers`: names and answers of these prompts and of earlier calls'."""
     place = folder / "answers.jsonl"
-    before = place.read_text("utf-8") if place.exists() else ""
-    answers = {row["name"]: row["answers"] for row in map(json.loads, before.splitlines())}
+    try:
+        before = place.read_text("utf-8") if place.exists() else ""
+        answers = {row["name"]: row["answers"] for row in map(json.loads, before.splitlines())}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        expected = "no such file, or one that this program wrote"
+        raise Error(str(place), "output", expected, "another file", Refusal.USAGE) from error
     answers |= {prompt.name: list(prompt.answers) for prompt in prompts}
-    names = sorted(filter(listed.__contains__, answers), key=ruler.place)
+    names = sorted(answers, key=ruler.place)
     lines = "".join(json.dumps({"name": name, "answers": answers[name]}) + "\n" for name in names)
     if lines != before:
         partial = place.with_name(place.name + ".partial")
@@ -364,15 +368,15 @@ def run(arguments: argparse.Namespace) -> None:
     manifest = Manifest(folder)
     for prompt in prompts:
         manifest.refuse_foreign(prompt.name)
+    if arguments.ruler:
+        write_answers(folder, prompts)
     for prompt in prompts:
         manifest.adopt(prompt, sources[prompt.name])
     missing = [prompt for prompt in prompts if not manifest.holds(prompt.name, sources[prompt.name])]
     say(f"{len(prompts) - len(missing)} of {len(prompts)} traces are in {folder}")
     if missing:
         capture_all(missing, sources, manifest, model_source, settings)
-    if arguments.ruler:
-        write_answers(folder, prompts, manifest.rows)
-    if not missing and manifest.written:
+    elif manifest.written:
         return
     manifest.write()
     size = sum(int(row["bytes"]) for row in manifest.rows.values())
