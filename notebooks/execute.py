@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
+
     def work() -> None:
         try:
             run(parser().parse_args(argv))

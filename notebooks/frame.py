@@ -15,14 +15,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from IPython.display import Image, Markdown, display
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot import style
 from kvreplay.plot.choice import Choice
@@ -48,6 +51,8 @@ CORPUS = Path(os.environ.get("KVREPLAY_CORPUS", ROOT / "build" / "corpus"))
 FIGURES = Path(os.environ.get("KVREPLAY_FIGURES", ROOT / "out" / "figures"))
 KINDS = ("needle", "question", "arithmetic", "summary", "code", "chat")
 INCH = 96  # pixels of a page on a screen
+SIGNIFICANT = 0.05
+ANSWERS = "answers written under the policy"
 
 # A notebook's process draws nothing else: all its figures look like those of `kvreplay plot`.
 matplotlib.rcParams.update({name: value for name, value in style.SETTINGS.items() if name != "backend"})
@@ -122,24 +127,95 @@ def cell(row: pd.Series, digits: int = 3) -> str:
     return interval(row["mean"], row["low"], row["high"], digits)
 
 
-def less(rows: pd.DataFrame, one: str, other: str) -> bool:
-    """Whether label `one` lies below `other`: the 95 % bootstrap interval of their difference, paired by trace, is
-    below 0.
+@dataclass(frozen=True)
+class Difference:
+    """Policy `one` less policy `other`, paired by prompt: mean, 95 % bootstrap interval, sign-flip p, and `prompts`.
 
-    `rows` has the columns trace, label and value, one row a trace and label.
+    As a part of a finding it states that the difference is below 0, or above 0 if `higher`.
+    """
+
+    one: str
+    other: str
+    mean: float
+    low: float
+    high: float
+    p: float
+    prompts: int
+    where: str = ""
+    higher: bool = False
+
+    @property
+    def described(self) -> str:
+        """The statement with its numbers."""
+        sign, where = ">" if self.higher else "<", f"{self.where}, " if self.where else ""
+        numbers = f"n = {self.prompts}, {self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+        return f"{self.one} {sign} {self.other} ({where}{numbers})"
+
+    def resolved(self, p: float) -> bool | None:
+        """Whether the statement is true at this p, corrected for the number of tests; None: not resolved."""
+        return bool((self.mean > 0) == self.higher) if p < SIGNIFICANT else None
+
+
+def less(rows: pd.DataFrame, one: str, other: str, where: str = "") -> Difference:
+    """The statement that the value of label `one` lies below that of `other`; `where`: the part of the data.
+
+    `rows` has the columns trace, label and value, one row a trace and label. Every trace is of a prompt of its own.
     """
     grid = rows.pivot(index="trace", columns="label", values="value")
-    difference = (grid[one] - grid[other]).rename("value").reset_index().assign(label="difference")
-    return bool(mean_over_traces(difference, ["label"])["high"].iloc[0] < 0)
+    values = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
+    counts = np.ones_like(values)
+    low, high = bootstrap_intervals(values, counts, seed=0)[:, 0]
+    return Difference(one, other, values.mean(), low, high, sign_flip_p(values, counts, seed=0)[0], len(values), where)
 
 
-def verdict(parts: Sequence[bool], because: str = "") -> str:
-    """holds: every part; holds in part: some; does not hold: none. `because` is said where not all hold."""
-    if not parts:
-        return f"not comparable: {because}"
-    if all(parts):
+def more(rows: pd.DataFrame, one: str, other: str, where: str = "") -> Difference:
+    """As `less`, that it lies above."""
+    return replace(less(rows, one, other, where), higher=True)
+
+
+def verdict(parts: Sequence[bool | None | Difference], p: Sequence[float], because: str = "") -> str:
+    """The verdict on a statement of several parts, with `p` for each (corrected; NaN for a part that is no test).
+
+    A part that is None is not resolved.
+
+    holds: every part is true; holds in part: some; does not hold: none, and at least one is false; not resolved:
+    neither. Parts that are not true are named, and `because` is added.
+    """
+    found = [one.resolved(at) if isinstance(one, Difference) else one for one, at in zip(parts, p, strict=True)]
+    if all(found):
         return "holds"
-    return ("holds in part" if any(parts) else "does not hold") + (f": {because}" if because else "")
+    tested = [(one, is_true) for one, is_true in zip(parts, found, strict=True) if isinstance(one, Difference)]
+    reasons = [
+        ("reversed: " if is_true is False else "not resolved: ")
+        + ", ".join(one.described for one, other in tested if other is is_true)
+        for is_true in (False, None) if any(other is is_true for _, other in tested)
+    ]  # fmt: skip
+    word = "holds in part" if any(found) else "does not hold" if False in found else "not resolved"
+    if word == "not resolved" and reasons:
+        reasons = [reasons[0].removeprefix("not resolved: ")]
+    return ": ".join([word, "; ".join([*reasons, *([because] if because else [])])]).removesuffix(": ")
+
+
+def peak_p(shares: pd.DataFrame, where: slice, permutations: int = 2_000) -> tuple[int, float]:
+    """The layer of `where` that is highest against its neighbours, and the permutation p of such a peak.
+
+    `shares`: a row a prompt, a column a layer. The height of a layer is its mean over prompts less the mean of the
+    layers up to four away; layer 0, which is far above all others, is left out. Without a layer of its own that
+    prompts share, the layers of each prompt are exchangeable: p is the share of permutations, within each prompt, with
+    a peak in `where` as high as the observed one, (reached + 1) / (permutations + 1).
+    """
+    values = shares.to_numpy(float)[:, 1:]
+    layers = np.arange(values.shape[1])
+    near = (np.abs(layers[:, None] - layers) <= 4) & (layers[:, None] != layers)
+    less_neighbours = np.eye(len(layers)) - near / near.sum(axis=1, keepdims=True)
+    window = slice(max(where.start, 1) - 1, where.stop)
+    heights = less_neighbours @ values.mean(axis=0)
+    generator = np.random.default_rng(0)
+    reached = 0
+    for _ in range(permutations):
+        permuted = generator.permuted(values, axis=1).mean(axis=0)
+        reached += (less_neighbours @ permuted)[window].max() >= heights[window].max()
+    return window.start + 1 + int(heights[window].argmax()), (reached + 1) / (permutations + 1)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -217,9 +293,22 @@ class Page:
         (self.folder / f"{name}.md").write_text(text, encoding="utf-8")
         display(Markdown(text))
 
-    def find(self, where: str, says: str, ours: str, parts: Sequence[bool], because: str = "") -> None:
-        """One finding: `where` in the paper, what it `says`, what is measured here, and whether that agrees."""
-        self.found.append({"paper": where, "says": says, "here": ours, "verdict": verdict(parts, because)})
+    def find(
+        self, where: str, says: str, ours: str, parts: Sequence[bool | None | Difference], because: str = ""
+    ) -> None:
+        """One finding: `where` in the paper, what it `says`, what is measured here, and whether that agrees.
+
+        The verdict is given by `findings`, when the number of tests is known.
+        """
+        self.found.append({"paper": where, "says": says, "here": ours, "parts": parts, "because": because})
+
+    def by_construction(self, where: str, says: str, ours: str) -> None:
+        """A statement that follows from how the policy is defined; `ours` is what was counted."""
+        self.found.append({"paper": where, "says": says, "here": ours, "verdict": "by construction"})
+
+    def not_tested(self, where: str, says: str, ours: str, needs: str = ANSWERS) -> None:
+        """A statement that open loop cannot decide; `ours` is what open loop shows of it."""
+        self.found.append({"paper": where, "says": says, "here": ours, "verdict": f"not tested: needs {needs}"})
 
     def skill(self, run: Run) -> None:
         """Table `skill` of a run with twins, and whether each policy is ahead of its own: what its scores add to its
@@ -245,12 +334,21 @@ class Page:
                 f"{label} {' '.join(f'{one:.2f}' for one in means)}" for label, means in skills.items()
             ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else "")
             + (f"; {', '.join(protected)}: 0, protected tokens are all that is kept" if protected else ""),
-            [bool(low > 0) for low in moves["low"]], "not " + ", ".join(behind),
+            [bool(low > 0) for low in moves["low"]],
+            f"the interval reaches 0 for {', '.join(behind)}" if behind else "",
         )  # fmt: skip
 
     def findings(self) -> None:
-        """All findings as a table."""
-        self.table("findings", pd.DataFrame(self.found))
+        """All findings as a table, with verdicts: p by Holm's correction over all tests of the page."""
+        tests = [part for one in self.found for part in one.get("parts", ()) if isinstance(part, Difference)]
+        corrected = dict(zip(map(id, tests), holm(np.array([one.p for one in tests])), strict=True))
+        rows = [
+            {name: one[name] for name in ("paper", "says", "here")}
+            | {"verdict": one.get("verdict") or verdict(
+                one["parts"], [corrected.get(id(part), math.nan) for part in one["parts"]], one["because"])}
+            for one in self.found
+        ]  # fmt: skip
+        self.table("findings", pd.DataFrame(rows))
 
     def _numbers(self, data: pd.DataFrame, name: str, kind: str) -> None:
         if self.kept.setdefault(name, kind) != kind:
@@ -364,16 +462,24 @@ def window_settings(
         for name in policies for words in metrics.values()
     ]))  # fmt: skip
     error = in_every_setting(cells["mean"][metrics["output_error"]]).loc[list(policies)]
-    orders = {setting: " < ".join(error[setting].sort_values().index) for setting in SETTINGS.values()}
-    default, *others = orders.values()
+    default, *others = SETTINGS.values()
+    mine = rows[rows["quantity"] == metrics["output_error"]].assign(label=lambda one: one["policy"])
+    plain = {SETTINGS[window, "none"]: SETTINGS[window, "max"] for window, _ in SETTINGS}
+    by_setting = {
+        setting: pd.concat([mine[mine["setting"] == setting], *(
+            mine[(mine["setting"] == plain[setting]) & mine["policy"].eq(name)]
+            for name in policies if setting in plain and not mine[mine["setting"].eq(setting)]["policy"].eq(name).any()
+        )])
+        for setting in SETTINGS.values()
+    }  # fmt: skip
+    ranked = list(error[default].sort_values().index)
     page.find(
-        "(settings)", "the order of the policies does not depend on window and pooling",
-        "output error: " + "; ".join(
-            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in policies)
-            for setting in orders
+        "(settings)", f"{' < '.join(ranked)} by output error, as with {default}, in every setting",
+        "; ".join(
+            f"{setting}: " + ", ".join(f"{name} {error.loc[name, setting]:.3f}" for name in ranked)
+            for setting in by_setting
         ),
-        [order == default for order in others],
-        "; ".join(f"{order} ({setting})" for setting, order in orders.items()),
+        [less(by_setting[setting], one, other, setting) for setting in by_setting for one, other in pairwise(ranked)],
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ CASES = (
     Case("BlockPress(KeyDiffPress(R), block_size=78)", "keydiff:schedule=every(78)"),
     Case("ChunkKVPress(SnapKVPress(R))", f"{SNAPKV},heads=layer,{CHUNKS}"),
     Case("ChunkKVPress(SnapKVPress(R, kernel_size=1))", "chunkkv:window=64,chunk=20,window_mode=whole"),
-    Case("ChunkKVPress(ExpectedAttentionPress(R))", f"expected-attention:heads=layer,{CHUNKS}"),
+    Case("ChunkKVPress(ExpectedAttentionPress(R, n_sink=20))", f"expected-attention:sinks=20,heads=layer,{CHUNKS}"),
     Case("ChunkKVPress(KnormPress(R))", f"knorm:heads=layer,{CHUNKS}"),
     Case("CURPress(R)", "cur"),
     Case("CURPress(R, leverage_type='key')", "cur:use=key"),

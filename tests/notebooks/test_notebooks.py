@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, permutation_test
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "notebooks"))
@@ -81,7 +81,7 @@ def test_every_table_has_its_numbers_and_every_finding_its_verdict(name: str, fi
     assert {path.stem for path in folder.glob("*.md")} <= {path.stem for path in folder.glob("*.csv")}
     found = pd.read_csv(folder / "findings.csv")
     assert list(found) == ["paper", "says", "here", "verdict"] and found.notna().all(axis=None)
-    verdicts = ("holds", "holds in part", "does not hold", "not comparable")
+    verdicts = ("holds", "holds in part", "does not hold", "not resolved", "by construction", "not tested")
     assert set(found["verdict"].str.partition(":")[0]) <= set(verdicts)
 
 
@@ -364,11 +364,64 @@ def test_a_run_is_begun_anew_when_the_request_changes_and_only_then(tmp_path: Pa
     )  # fmt: skip
 
 
+def statement(mean: float, higher: bool = False) -> frame.Difference:
+    return frame.Difference("a", "b", mean, mean - 0.1, mean + 0.1, 0.5, 12, higher=higher)
+
+
 def test_verdicts_and_tables():
-    assert frame.verdict([True, True], "why") == "holds"
-    assert frame.verdict([True, False], "why") == "holds in part: why"
-    assert frame.verdict([False, False], "why") == "does not hold: why"
-    assert frame.verdict([], "why") == "not comparable: why"
+    no_test = float("nan")
+    assert frame.verdict([True, True], [no_test] * 2, "why") == "holds"
+    assert frame.verdict([True, False], [no_test] * 2, "why") == "holds in part: why"
+    assert frame.verdict([False, False], [no_test] * 2, "why") == "does not hold: why"
+    assert frame.verdict([None], [no_test], "why") == "not resolved: why"
+    assert frame.verdict([statement(-1)], [0.04]) == "holds"
+    assert frame.verdict([statement(1, higher=True)], [0.04]) == "holds"
+    reversed_one, open_one = "a < b (n = 12, +1.000 [+0.900, +1.100])", "a < b (n = 12, -1.000 [-1.100, -0.900])"
+    assert frame.verdict([statement(1)], [0.04]) == f"does not hold: reversed: {reversed_one}"
+    assert frame.verdict([statement(-1)], [0.06]) == f"not resolved: {open_one}"
+    assert frame.verdict([statement(-1), statement(1), True], [0.06, 0.04, no_test]) == (
+        f"holds in part: reversed: {reversed_one}; not resolved: {open_one}"
+    )
+
+
+def test_a_page_corrects_for_all_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same difference is resolved alone and not among many."""
+    monkeypatch.setattr(frame, "FIGURES", tmp_path)
+    random = np.random.default_rng(1)
+    rows = pd.concat([
+        pd.DataFrame({"trace": range(12), "label": label, "value": random.normal(shift, 1, 12)})
+        for label, shift in (("a", 0.0), ("b", 0.9))
+    ])  # fmt: skip
+    one = frame.less(rows, "a", "b")
+    assert 0.001 < one.p < 0.05
+    for others in (0, 60):
+        page = frame.Page(f"page-{others}")
+        page.find("where", "a below b", "numbers", [one])
+        for _ in range(others):
+            page.find("where", "noise", "numbers", [frame.replace(one, p=0.9)])
+        page.by_construction("where", "bound", "numbers")
+        page.not_tested("where", "scores", "numbers")
+        page.findings()
+        found = list(pd.read_csv(tmp_path / page.name / "findings.csv")["verdict"])
+        assert found[0].startswith("not resolved" if others else "holds")
+        assert found[-2:] == ["by construction", f"not tested: needs {frame.ANSWERS}"]
+
+
+def test_noise_has_no_peaks():
+    """At 5 % at most one in ten of 60 draws of noise has a peak, and a layer that prompts share is found."""
+    random = np.random.default_rng(2)
+    where = slice(12, 17)
+    found = 0
+    for _ in range(60):
+        shares = pd.DataFrame(random.dirichlet(np.full(30, 20.0), size=8))
+        found += frame.peak_p(shares, where, permutations=199)[1] < 0.05
+    assert found <= 6
+    shares[14] *= 1.5
+    layer, p = frame.peak_p(shares, where, permutations=999)
+    assert layer == 14 and p < 0.01
+
+
+def test_tables():
     assert frame.interval(0.25, 0.125, 0.5) == "0.250 [0.125, 0.500]"
     assert frame.interval(0.25, np.nan, np.nan) == "0.250"
     table = pd.DataFrame({"a": ["x|y"], "b": [1]})
@@ -376,15 +429,21 @@ def test_verdicts_and_tables():
     assert frame.readable([1, 2, 3, 100], "linear") == [3, 100] and frame.readable([1, 10, 11], "log") == [1, 11]
 
 
-def test_less_is_the_paired_interval():
+def test_less_is_the_paired_difference():
+    """Interval and p as scipy computes them."""
     random = np.random.default_rng(3)
     for shift in (0.0, 0.05, 0.5):
         level = random.normal(size=12)
         a, b = level + 0.1 * random.normal(size=12), level + shift + 0.1 * random.normal(size=12)
         rows = pd.DataFrame({"trace": [*range(12)] * 2, "label": ["a"] * 12 + ["b"] * 12, "value": [*a, *b]})
         interval = bootstrap((a - b,), np.mean, method="percentile", n_resamples=20_000).confidence_interval
-        assert frame.less(rows, "a", "b") == (interval.high < 0) and frame.less(rows, "b", "a") == (interval.low > 0)
-    assert frame.less(rows, "a", "b")
+        exact = permutation_test((a - b,), np.mean, permutation_type="samples", n_resamples=np.inf)
+        one, other = frame.less(rows, "a", "b"), frame.more(rows, "b", "a")
+        assert (one.mean, one.prompts) == (pytest.approx((a - b).mean()), 12)
+        assert (one.low, one.high) == pytest.approx((interval.low, interval.high), abs=0.01)
+        assert one.p == pytest.approx(exact.pvalue, abs=1e-6)
+        assert other.mean == -one.mean and one.resolved(0.01) == other.resolved(0.01)
+    assert one.resolved(one.p) is True and frame.more(rows, "a", "b").resolved(one.p) is False
 
 
 def test_errors_of_different_orders_share_a_logarithmic_axis_and_recall_does_not():
