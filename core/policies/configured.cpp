@@ -122,7 +122,8 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
   configured.find_common();
   for (const auto& [key, value] : values)
     if (is_common(key)) configured.set_common(key, value);
-  if (configured.common_->protect && configured.common_->has_sinks && configured.given_.contains("sinks"))
+  if (configured.common_->protect && configured.common_->has_sinks && configured.given_.contains("sinks") &&
+      configured.common_->sinks != configured.common_->own_sinks)
     throw Error{Refusal::usage, configured.name_ + ":sinks", "protect replaces it", "one of the two",
                 fmt::format("sinks={}", configured.common_->sinks)};
   if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.check_given();

@@ -124,6 +124,27 @@ TEST_P(ProtectedTokensOf, AreTheSameInAPolicysOwnWords) {
   }
 }
 
+/// The parameters that a results file has of a policy give the policy again, also where `protect` replaces its tokens.
+TEST_P(ProtectedTokensOf, AreReadAgainFromCanonicalParameters) {
+  const std::string policy = sized(GetParam());
+  const ProtectedTokens tokens{.sinks = 4, .recent = Amount::tokens(3)};
+  std::vector<ConfiguredPolicy> written;
+  try {
+    written.push_back(ConfiguredPolicy::parse(with(policy, "protect=(" + tokens.text() + ")")));
+  } catch (const Error&) {
+    GTEST_SKIP() << "it has no protected tokens of its own";
+  }
+  written.push_back(ConfiguredPolicy::parse(policy));
+  written.back().replace_protected(tokens);
+  for (const ConfiguredPolicy& one : written) {
+    const std::string text = one.name() + ":" + one.params();
+    SCOPED_TRACE(text);
+    const ConfiguredPolicy again = ConfiguredPolicy::parse(text);
+    EXPECT_EQ(again.params(), one.params());
+    EXPECT_EQ(again.plans(3).front().plan.protect.sinks, one.plans(3).front().plan.protect.sinks);
+  }
+}
+
 /// Policies that score by their last queries have the parameter window_at, unless these queries are the question.
 TEST_P(ProtectedTokensOf, HaveAWindowThatCanEndWithTheQuestion) {
   const ConfiguredPolicy policy = ConfiguredPolicy::parse(sized(GetParam()));
