@@ -28,23 +28,24 @@ class LiveResults:
     def __init__(self, folder: Path, trace: str, device: str, dtype: str, model_hash: str) -> None:
         self.path = folder / "live" / f"{trace}.csv"
         self._measured = {"device": device, "dtype": dtype, "model_hash": model_hash}
-        self._rows = read_rows(self.path) if self.path.is_file() else []
+        self._rows: dict[tuple[str, ...], list[dict[str, str]]] = {}  # by cell, way of measuring and metric
+        for row in read_rows(self.path) if self.path.is_file() else []:
+            self._rows.setdefault(_key(row), []).append(row)
 
-    def _of(self, cell: LiveCell) -> dict[str, str]:
-        """What the rows of a cell have that is measured this way."""
-        return {**self._measured, "cell": cell.facts["cell"], "decisions": cell.decisions}
+    def _of(self, cell: LiveCell, metric: str) -> tuple[str, ...]:
+        """The key of the rows of a cell that is measured this way."""
+        return _key({**self._measured, "cell": cell.facts["cell"], "decisions": cell.decisions, "metric": metric})
 
     def has(self, cell: LiveCell, metric: str, tokens: int) -> bool:
         """Whether this metric of the cell, over so many tokens, is there already."""
-        wanted = {**self._of(cell), "metric": metric, "n_queries": str(tokens)}
-        return any(wanted.items() <= row.items() for row in self._rows)
+        return any(row["n_queries"] == str(tokens) for row in self._rows.get(self._of(cell, metric), ()))
 
     def add(self, cell: LiveCell, values: Sequence[Value], tokens: int) -> None:
         """The numbers of a cell, measured over `tokens` queries, in the place of those over more or fewer."""
-        old, metrics = self._of(cell).items(), {one.metric for one in values}
-        self._rows = [row for row in self._rows if not (old <= row.items() and row["metric"] in metrics)]
+        for metric in {one.metric for one in values}:
+            self._rows[self._of(cell, metric)] = []
         for one in values:
-            self._rows.append({
+            self._rows[self._of(cell, one.metric)].append({
                 **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": UNITS[one.metric], "head": "all",
                 "layer": "all" if one.layer is None else str(one.layer), "metric": one.metric, "variant": one.variant,
                 "value": "" if math.isnan(one.value) else f"{one.value:.17g}",
@@ -54,7 +55,11 @@ class LiveResults:
     def write(self) -> None:
         """All rows: whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(self.path, self._rows)
+        write_rows(self.path, (row for rows in self._rows.values() for row in rows))
+
+
+def _key(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("cell", "decisions", *MEASURED[1:], "metric"))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,9 +25,53 @@ from kvreplay.results import CELL, Run, labels
 LIVE = {metric.name: metric for metric in METRICS}
 FEWEST = 5  # policies of a prompt at a budget that have an order worth a correlation
 SHARE = 0.95
+OF_A_CONTROL = "attention_recall:oracle"  # the best set with the policy's counts, not the policy's own
+DAMAGE = {"higher": -1.0, "lower": 1.0}
 UNORDERED = ("none", "future")  # decisions of cells that are no policies to choose from
 PARTS = ("lower-half", "upper-half", "lower-third", "middle-third", "upper-third")
 AGREEMENTS = {"spearman": spearman, "kendall": kendall, "in_order": in_order}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The offline and live numbers of cells, one row a cell."""
+
+    cells: pd.DataFrame  # trace_hash, trace, cell, label, role, decisions, budget, budget_tokens, boundary, the metrics
+    offline: list[str]
+    live: list[str]
+    worse: dict[str, float]  # by metric: 1 where larger is worse, -1 where smaller is
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], roles: Sequence[str] = ("asked",)) -> Measured:
+        """The cells of these roles that `kvreplay live` measured. Metrics without a better direction are left out."""
+        table = pd.concat([run.table for run in runs], ignore_index=True)
+        decided = pd.concat([run.live for run in runs])[["trace_hash", "cell", "decisions"]].drop_duplicates()
+        table = (
+            table[table["role"].isin(roles)]
+            .dropna(subset="value")
+            .merge(decided, on=["trace_hash", "cell"], suffixes=("_of_row", ""))
+        )
+        table = table.drop_duplicates(["trace_hash", "cell", "layer", "metric", "variant"])
+        if table.empty:
+            where = ", ".join(str(run.folder) for run in runs)
+            raise Error(where, "nothing to predict", "live numbers, as kvreplay live adds them", "none")
+        table = table.assign(
+            label=labels(table[CELL].assign(trace=table["trace_hash"])),
+            name=table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else ""),
+        )
+        is_live = table["metric"].isin(LIVE)
+        cell = ["trace_hash", "trace", "cell", "label", "role", "decisions", "budget", "budget_tokens", "boundary"]
+        offline = pd.concat([overall(table[~is_live]), *over_layers(table[~is_live], cell)])
+        offline = offline[offline["name"].map(without_part) != OF_A_CONTROL]
+        live = overall(table[is_live])
+        worse = {}
+        for run in runs:
+            for name in {*offline["name"], *live["name"]}:
+                if (better := run.better_of(without_part(name))) in DAMAGE:
+                    worse[name] = DAMAGE[better]
+        offline, live = (rows[rows["name"].isin(worse)] for rows in (offline, live))
+        wide = pd.concat([offline, live]).pivot_table(index=cell, columns="name", values="value").reset_index()
+        return cls(wide, *(sorted(set(rows["name"])) for rows in (offline, live)), worse)
 
 
 @dataclass(frozen=True)
@@ -51,48 +95,32 @@ class Prediction:
     ) -> Prediction:
         """All policies that were asked for, but those that keep every token and those that read later queries;
         `metrics`: offline ones (default: all that the runs have)."""
-        where = ", ".join(str(run.folder) for run in runs)
-        table = pd.concat([run.table for run in runs], ignore_index=True)
-        ordered = pd.concat([run.live for run in runs])
-        ordered = ordered[~ordered["decisions"].isin(UNORDERED)][["trace_hash", "cell"]].drop_duplicates()
-        table = table[table["role"] == "asked"].dropna(subset="value").merge(ordered, on=["trace_hash", "cell"])
-        table = table.drop_duplicates(["trace_hash", "cell", "layer", "metric", "variant"])
-        table = table.assign(
-            label=labels(table[CELL].assign(trace=table["trace_hash"])),
-            name=table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else ""),
+        found = Measured.of(runs)
+        hashes = found.cells[["trace_hash", "trace"]].drop_duplicates("trace_hash")
+        cells = found.cells.assign(
+            prompt=found.cells["trace_hash"].map(prompts_of(hashes, runs, same_prompt)),
+            kind=found.cells["trace"].map(lambda name: _first(kind or re.compile(r"[^-_0-9]+"), name)),
         )
-        if table.empty:
-            raise Error(where, "nothing to predict", "live numbers, as kvreplay live adds them", "none")
-        is_live = table["metric"].isin(LIVE)
-        cell = ["trace_hash", "trace", "cell", "label", "budget", "budget_tokens", "boundary"]
-        offline = pd.concat([overall(table[~is_live]), *over_layers(table[~is_live], cell)])
-        live = overall(table[is_live])
-        sign = {}
-        for run in runs:
-            for name in {*offline["name"], *live["name"]}:
-                sign[name] = {"higher": -1.0, "lower": 1.0}.get(run.better_of(without_part(name)) or "", 0.0)
-        offline, live = (
-            rows.assign(value=rows["value"] * rows["name"].map(sign))[rows["name"].map(sign) != 0]
-            for rows in (offline, live)
-        )
-        if metrics:
-            offline = offline[offline["name"].isin(metrics)]
-        wide = pd.concat([offline, live]).pivot_table(index=cell, columns="name", values="value").reset_index()
-        names = [sorted(set(rows["name"])) for rows in (offline, live)]
-        wide = wide.dropna(subset=[name for name in names[1] if name == "kld"])
-        hashes = wide[["trace_hash", "trace"]].drop_duplicates("trace_hash")
-        kinds = wide["trace"].map(lambda name: _first(kind or re.compile(r"[^-_0-9]+"), name))
-        wide = wide.assign(
-            prompt=wide["trace_hash"].map(prompts_of(hashes, runs, same_prompt)),
-            kind=kinds,
-            share=wide["budget_tokens"] / wide["boundary"].astype(float),
+        return cls.from_measured(replace(found, cells=cells), metrics, seed)
+
+    @classmethod
+    def from_measured(cls, found: Measured, metrics: Sequence[str] = (), seed: int = 0) -> Prediction:
+        """The same of cells that also have the columns `prompt` and `kind`."""
+        cells = found.cells[~found.cells["decisions"].isin(UNORDERED)]
+        cells = cells.dropna(subset=[name for name in found.live if name == "kld"])
+        if cells.empty:
+            raise Error("predict", "nothing to predict", "policies that evict, with live numbers", "none")
+        offline = [name for name in found.offline if name in metrics or not metrics]
+        wide = cells.assign(
+            share=cells["budget_tokens"] / cells["boundary"].astype(float),
+            **{name: cells[name] * found.worse[name] for name in (*offline, *found.live)},
         )
         notes = []
         counts = wide.groupby(["prompt", "budget"])["label"].nunique()
         if (counts < FEWEST).any():
             few = int((counts < FEWEST).sum())
             notes.append(f"fewer than {FEWEST} policies: {few} of {len(counts)} prompts at a budget are left out")
-        return cls(wide, *names, seed, notes)
+        return cls(wide, offline, found.live, seed, notes)
 
     @cached_property
     def of_prompts(self) -> pd.DataFrame:
