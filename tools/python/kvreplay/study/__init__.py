@@ -1,0 +1,1 @@
+"""The closed-loop study: `tools/study`."""

@@ -1,0 +1,271 @@
+"""`tools/study`: the closed-loop study. Captures a prompt, replays and measures it live, keeps its numbers, goes on.
+
+What is kept of a prompt is a small Parquet file with one row a cell; its trace and its run are deleted. A call goes on
+where an earlier one ended. docs/closed-loop/MODEL.parquet joins the prompts that are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.program import Parser, exit_code, not_installed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvreplay.capture.prompts import Prompt
+    from kvreplay.results import Run, TraceFacts
+
+DESCRIPTION = """Measures which offline metric orders policies as the live model does, one prompt after another, and
+joins the numbers in docs/closed-loop. Finished prompts are not measured again."""
+ROOT = Path(__file__).resolve().parents[4]
+WORK = ROOT / "build" / "study"
+DATA = ROOT / "docs" / "closed-loop"
+
+EQUAL = "protect=(sinks=4,recent=8)"  # equal protection
+BASES = ("snapkv", "h2o", "tova", "expected-attention", "keydiff")  # with equal protection too, and with twins
+POLICIES = (
+    "snapkv", "snapkv:pool=none", "snapkv:window=32", "snapkv:window=32,pool=none", "snapkv:heads=layer",
+    "pyramid-kv", "pyramid-kv:pool=none", "dynamickv", "dynamickv:pool=none", "chunkkv", "chunkkv:chunk=20",
+    "chunkkv:reuse=5,sinks=4", "hybrid", "ada-kv", "lava", "h2o", "tova", "observed-attention", "scissorhands", "vatp",
+    "caote", "critical-kv", "expected-attention", "keydiff", "knorm", "value-norm", "compactor", "q-filter", "sca",
+    "sca:sinks=4", "streaming-llm", "truncate", *(f"{base}:{EQUAL}" for base in BASES),
+)  # fmt: skip
+FEW_POLICIES = (
+    "snapkv", "snapkv:pool=none", "pyramid-kv", "dynamickv", "chunkkv", "ada-kv", "h2o", "tova", "expected-attention",
+    "keydiff", "knorm", "streaming-llm", f"snapkv:{EQUAL}", f"h2o:{EQUAL}",
+)  # fmt: skip
+METRICS = (
+    "attention_recall", "attention_recall:prompt", "attention_recall:unprotected", "attention_recall:worst",
+    "attention_cosine", "attention_l1", "output_error", "output_error:pooled", "output_error:worst", "output_cosine",
+    "kv_l1_loss", "sink_mass", "head_consensus", "span_recall", "span_erased",
+)  # fmt: skip
+ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
+
+
+@dataclass(frozen=True)
+class Studied:
+    """A model of the study, and how much of the study it takes part in."""
+
+    file: str  # in build/model
+    title: str
+    dtype: str
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    of_each_kind: int  # prompts
+    longest: int  # tokens of a prompt
+
+
+MODELS = {
+    "smollm2-135m": Studied(
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", POLICIES,
+        ("0.02", "0.05", "0.1", "0.2", "0.5"), 10, 5000,
+    ),
+    "qwen2.5-coder-1.5b": Studied(
+        "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "bfloat16", FEW_POLICIES,
+        ("0.05", "0.1", "0.2"), 3, 1500,
+    ),
+}  # fmt: skip
+
+
+def say(line: str) -> None:
+    """On stderr and, with the time, into the log."""
+    print(f"study: {line}", file=sys.stderr, flush=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    with open(WORK / "log", "a", encoding="utf-8") as log:
+        log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line}\n")
+
+
+def kind_of(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+def chosen(prompts: Sequence[Prompt], studied: Studied, count_tokens: Callable[[str], int]) -> Iterator[Prompt]:
+    """Round by round one prompt of each kind, so that an unfinished study has all kinds."""
+    by_kind: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        if count_tokens(prompt.text) <= studied.longest:
+            by_kind.setdefault(kind_of(prompt.name), []).append(prompt)
+    for number in range(studied.of_each_kind):
+        yield from (some[number] for some in by_kind.values() if number < len(some))
+
+
+class Study:
+    """One model, loaded once."""
+
+    def __init__(self, name: str) -> None:
+        from kvreplay.capture.command import quiet_libraries
+
+        quiet_libraries(False)
+        from kvreplay.capture.model import Source, load
+        from kvreplay.capture.model_options import ModelChoices
+        from kvreplay.capture.study_prompts import study_prompts
+        from kvreplay.live.measure import LiveModel
+
+        self.name, self.studied = name, MODELS[name]
+        self.folder = WORK / name
+        path = ROOT / "build" / "model" / self.studied.file  # an absolute path stays
+        say(f"{name}: loading {path.name}")
+        self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
+        self._hash = Source.parse(str(path)).hash()
+        self._live = LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch=1)
+
+        def count_tokens(text: str) -> int:
+            return len(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+        self.prompts = list(chosen(study_prompts(count_tokens), self.studied, count_tokens))
+
+    def file_of(self, prompt: Prompt) -> Path:
+        return self.folder / f"{prompt.name}.parquet"
+
+    def measure(self, prompt: Prompt) -> None:
+        """All numbers of one prompt into its file."""
+        from kvreplay.predict.prediction import Measured
+        from kvreplay.results import Run
+
+        work = self.folder / prompt.name
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        path = work / f"{prompt.name}.h5"
+        self._capture(prompt, path)
+        self._replay(path, work / "run")
+        run = Run(work / "run")
+        trace = run.trace(prompt.name)
+        twins = {f"random-twin:of={base}" for base in BASES}
+        rows = run.cells[(run.cells["role"] == "asked") | run.cells["label"].isin({"full", "oracle", *twins})]
+        self._measure_live(run, trace, rows)
+        if prompt.answers and self._answers(run, trace, prompt):
+            self._measure_live(run, trace, rows, prompt.answers)
+        found = Measured.of([Run(work / "run")], roles=("asked", "control"))
+        write(self.file_of(prompt), found.cells.assign(
+            prompt=prompt.name, kind=kind_of(prompt.name), model=self.name, tokens=trace.boundary
+        ), {"offline": found.offline, "live": found.live, "worse": found.worse})  # fmt: skip
+        shutil.rmtree(work)
+
+    def _capture(self, prompt: Prompt, path: Path) -> None:
+        from tqdm import tqdm
+
+        from kvreplay.capture.capture import Choices, capture
+        from kvreplay.capture.study_prompts import GENERATED
+
+        choices = Choices(self.studied.title, generate=GENERATED, with_wo=True, source_hash=self._hash)
+        capture(self._model, self._tokenizer, prompt, path, choices, lambda layers: tqdm(total=layers, disable=True))
+
+    def _replay(self, path: Path, folder: Path) -> None:
+        words = [word for policy in self.studied.policies for word in ("-p", policy)]
+        command = ["kvreplay", "replay", path, *words, "-b", ",".join(self.studied.budgets), "--metrics",
+                   ",".join(METRICS), "--controls", "twins", "--detail", "layer", "--progress", "never", "-o",
+                   folder]  # fmt: skip
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode:
+            raise Error(path.stem, "replay failed", "", done.stderr.strip().splitlines()[-1], exit_code=done.returncode)
+
+    def _measure_live(self, run: Run, trace: TraceFacts, rows: pd.DataFrame, answers: Sequence[str] = ()) -> None:
+        """With answers, the text that the model writes too."""
+        from kvreplay.live.results import write_view
+
+        self._live.measure(run, trace, rows, ANSWER_TOKENS if answers else 0, list(answers) or None, False)
+        write_view(run.folder)
+
+    def _answers(self, run: Run, trace: TraceFacts, prompt: Prompt) -> bool:
+        """Whether the full cache gives all answers."""
+        from kvreplay.results import Run
+
+        full = run.cells[run.cells["label"] == "full"].head(1)
+        self._measure_live(run, trace, full, prompt.answers)
+        live = Run(run.folder).live
+        return bool((live["value"][live["metric"] == "contains"] == 1).any())
+
+
+def write(path: Path, cells: pd.DataFrame, about: dict[str, Any]) -> None:
+    """One row a cell; numbers of metrics in 32 bits. `about` goes into the file's metadata."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    small = cells.astype({name: "float32" for name in (*about["offline"], *about["live"])})
+    table = pa.Table.from_pandas(small, preserve_index=False)
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), b"kvreplay": json.dumps(about).encode()})
+    partial = path.with_name(path.name + ".partial")
+    parquet.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def read(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """What `write` wrote."""
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    return table.to_pandas(), json.loads(table.schema.metadata[b"kvreplay"])
+
+
+def join(name: str) -> int:
+    """docs/closed-loop/MODEL.parquet of all prompts that are finished; their number."""
+    import pandas as pd
+
+    parts = [read(path) for path in sorted((WORK / name).glob("*.parquet"))]
+    if not parts:
+        return 0
+    names = {key: sorted({one for _, about in parts for one in about[key]}) for key in ("offline", "live")}
+    worse = {metric: sign for _, about in parts for metric, sign in about["worse"].items()}
+    cells = pd.concat([cells for cells, _ in parts], ignore_index=True)
+    DATA.mkdir(parents=True, exist_ok=True)
+    write(DATA / f"{name}.parquet", cells, {**names, "worse": worse})
+    return len(parts)
+
+
+def parser() -> Parser:
+    """The command line."""
+    build = Parser(prog="tools/study", description=DESCRIPTION, allow_abbrev=False)
+    add = build.add_argument
+    add("models", metavar="MODEL", nargs="*", help=f"models (default: all): {', '.join(MODELS)}")
+    add("--minutes", metavar="N", type=float, help="begin no prompt after N minutes (default: no limit)")
+    add("--prompts", metavar="N", type=int, help="the first N prompts of each model (default: all)")
+    return build
+
+
+def study(arguments: argparse.Namespace) -> None:
+    """Prompt by prompt until the time is over."""
+    for name in arguments.models:
+        if name not in MODELS:
+            raise Error("study", "model", " or ".join(MODELS), name, Refusal.USAGE)
+    begin = time.monotonic()
+    for name in arguments.models or MODELS:
+        one = Study(name)
+        prompts = one.prompts[: arguments.prompts]
+        for prompt in prompts:
+            if one.file_of(prompt).exists():
+                continue
+            if arguments.minutes and time.monotonic() - begin > 60 * arguments.minutes:
+                say("the time is over; the same command goes on from here")
+                break
+            started = time.monotonic()
+            one.measure(prompt)
+            say(f"{name}: {prompt.name}: {time.monotonic() - started:.0f} s")
+        say(f"{name}: {join(name)} of {len(prompts)} prompts are finished")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; the value is its exit code."""
+
+    def work() -> None:
+        try:
+            study(parser().parse_args(argv))
+        except ModuleNotFoundError as missing:
+            raise not_installed("study", missing) from missing
+
+    return exit_code("study", work, "finished prompts are kept, and the same command goes on from there")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
