@@ -128,12 +128,9 @@ TEST_P(ProtectedTokensOf, AreTheSameInAPolicysOwnWords) {
 TEST_P(ProtectedTokensOf, AreReadAgainFromCanonicalParameters) {
   const std::string policy = sized(GetParam());
   const ProtectedTokens tokens{.sinks = 4, .recent = Amount::tokens(3)};
+  if (!protects(ConfiguredPolicy::parse(policy).plans(3).front().plan)) GTEST_SKIP() << "it has no protected tokens";
   std::vector<ConfiguredPolicy> written;
-  try {
-    written.push_back(ConfiguredPolicy::parse(with(policy, "protect=(" + tokens.text() + ")")));
-  } catch (const Error&) {
-    GTEST_SKIP() << "it has no protected tokens of its own";
-  }
+  written.push_back(ConfiguredPolicy::parse(with(policy, "protect=(" + tokens.text() + ")")));
   written.push_back(ConfiguredPolicy::parse(policy));
   written.back().replace_protected(tokens);
   for (const ConfiguredPolicy& one : written) {
