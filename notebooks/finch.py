@@ -148,7 +148,7 @@ page.not_tested(
 )  # fmt: skip
 answer = mean.unstack("budget").loc[(slice(None), "answer"), BUDGETS].droplevel("panel")
 page.find(
-    "Section 5.1, section 7", "what the question asks for stays in the cache",
+    "Section 5.1, section 7", "the cache keeps what the question asks for",
     "; ".join(f"σ {RATIOS[budget]:g}: " + ", ".join(f"{name} {answer.loc[name, budget]:.2f}" for name in order)
               for budget in (QUARTER, BUDGETS[-1])) + " (share of the answer kept)",
     [more(alike[("answer", budget)], "FINCH", name, f"σ {RATIOS[budget]:g}")
@@ -236,7 +236,7 @@ page.by_construction(
 
 # %%
 READINGS = {"finch:positions=cache,order=position,norm=visible,rate=exact,heads=layer": "as replayed here",
-            "finch:positions=original": "keys stay where they were", "finch:order=relevance": "slots by relevance",
+            "finch:positions=original": "keys keep their positions", "finch:order=relevance": "slots by relevance",
             "finch:norm=none": "rows not weighted", "finch:rate=code": "rounded as in the code",
             "finch:heads=kv": "one set for each KV head"}  # fmt: skip
 read = page.replay("readings", every, list(READINGS), FEW[-1:],

@@ -159,7 +159,7 @@ class Difference:
 def less(rows: pd.DataFrame, one: str, other: str, where: str = "") -> Difference:
     """The statement that the value of label `one` lies below that of `other`; `where`: the part of the data.
 
-    `rows` has the columns trace, label and value, one row a trace and label. Every trace is of a prompt of its own.
+    `rows` has the columns trace, label and value, one row a trace and label. No two traces share a prompt.
     """
     grid = rows.pivot(index="trace", columns="label", values="value")
     values = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
@@ -200,22 +200,22 @@ def peak_p(shares: pd.DataFrame, where: slice, permutations: int = 2_000) -> tup
     """The layer of `where` that is highest against its neighbours, and the permutation p of such a peak.
 
     `shares`: a row a prompt, a column a layer. The height of a layer is its mean over prompts less the mean of the
-    layers up to four away; layer 0, which is far above all others, is left out. Without a layer of its own that
-    prompts share, the layers of each prompt are exchangeable: p is the share of permutations, within each prompt, with
-    a peak in `where` as high as the observed one, (reached + 1) / (permutations + 1).
+    layers up to four away; layer 0, which is far above all others, is left out. If prompts have no layer in common that
+    is higher than others, the layers of each prompt are exchangeable: p is the share of permutations, within each
+    prompt, with a peak in `where` as high as the observed one, (reached + 1) / (permutations + 1).
     """
     values = shares.to_numpy(float)[:, 1:]
     layers = np.arange(values.shape[1])
     near = (np.abs(layers[:, None] - layers) <= 4) & (layers[:, None] != layers)
     less_neighbours = np.eye(len(layers)) - near / near.sum(axis=1, keepdims=True)
     window = slice(max(where.start, 1) - 1, where.stop)
-    heights = less_neighbours @ values.mean(axis=0)
+    heights = (less_neighbours @ values.mean(axis=0))[window]
     generator = np.random.default_rng(0)
     reached = 0
     for _ in range(permutations):
         permuted = generator.permuted(values, axis=1).mean(axis=0)
-        reached += (less_neighbours @ permuted)[window].max() >= heights[window].max()
-    return window.start + 1 + int(heights[window].argmax()), (reached + 1) / (permutations + 1)
+        reached += (less_neighbours @ permuted)[window].max() >= heights.max()
+    return window.start + 1 + int(heights.argmax()), (reached + 1) / (permutations + 1)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -461,17 +461,14 @@ def window_settings(
            for setting in SETTINGS.values()}
         for name in policies for words in metrics.values()
     ]))  # fmt: skip
-    error = in_every_setting(cells["mean"][metrics["output_error"]]).loc[list(policies)]
-    default, *others = SETTINGS.values()
-    mine = rows[rows["quantity"] == metrics["output_error"]].assign(label=lambda one: one["policy"])
-    plain = {SETTINGS[window, "none"]: SETTINGS[window, "max"] for window, _ in SETTINGS}
+    mine = rows[rows["quantity"] == metrics["output_error"]]
+    errors = in_every_setting(mine.set_index(["trace", "policy", "setting"])["value"])
+    error = errors.groupby("policy").mean()
     by_setting = {
-        setting: pd.concat([mine[mine["setting"] == setting], *(
-            mine[(mine["setting"] == plain[setting]) & mine["policy"].eq(name)]
-            for name in policies if setting in plain and not mine[mine["setting"].eq(setting)]["policy"].eq(name).any()
-        )])
+        setting: errors[setting].rename("value").reset_index().rename(columns={"policy": "label"})
         for setting in SETTINGS.values()
-    }  # fmt: skip
+    }
+    default = next(iter(by_setting))
     ranked = list(error[default].sort_values().index)
     page.find(
         "(settings)", f"{' < '.join(ranked)} by output error, as with {default}, in every setting",
@@ -484,8 +481,8 @@ def window_settings(
 
 
 def in_every_setting(means: pd.Series) -> pd.DataFrame:
-    """A row a policy, a column a setting of the Series by policy and setting. A policy that does not pool has the same
-    value in both settings of a window."""
+    """A column a setting of the Series by `setting` and other levels. A policy that does not pool has the same value in
+    both settings of a window."""
     table = means.unstack("setting")
     for window in {window for window, _ in SETTINGS}:
         pooled, plain = SETTINGS[window, "max"], SETTINGS[window, "none"]
