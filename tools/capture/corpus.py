@@ -1,6 +1,6 @@
 """`tools/corpus`: captures the corpus's prompts or RULER's tasks, one trace each, and lists the traces.
 
-Traces that are there already stay.
+Existing traces are kept.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = (
 )  # fmt: skip
 WRITTEN_BY_US = re.compile(r"kvreplay \S+, tools/corpus ([0-9a-f]{32})")  # the producer of a trace, and its source
 DESCRIPTION = f"""Captures {MODEL_NAME} on prompts of six kinds, made from the texts in traces/corpus, or on RULER's
-synthetic tasks, and lists the traces in corpus.csv. Traces that are there already stay."""
+synthetic tasks, and lists the traces in corpus.csv. Existing traces are kept."""
 
 
 @dataclass(frozen=True)

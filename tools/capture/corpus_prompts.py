@@ -34,6 +34,12 @@ def rows(name: str) -> list[dict]:
     return [json.loads(line) for line in (TEXTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
 
 
+def dialogue(name: str) -> list[Message]:
+    """The turns of a dialogue."""
+    _, *pieces = TURN.split(read(f"dialogues/{name}"))
+    return [Message(role.lower(), content.strip()) for role, content in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
 def haystack(first: int, words: int, needle: str, depth: float) -> str:
     """Essays one after another from number `first` on, some `words` long; the needle is a sentence of its own.
 
@@ -94,9 +100,7 @@ def code_prompt(number: int | str, name: str, language: str) -> Prompt:
 
 def chat_prompt(number: int | str, name: str, turns: int | None = None) -> Prompt:
     """A dialogue up to one of the user's messages: its first `turns` (all: None)."""
-    _, *pieces = TURN.split(read(f"dialogues/{name}"))
-    messages = [Message(role.lower(), content.strip()) for role, content in zip(pieces[::2], pieces[1::2], strict=True)]
-    return Prompt.conversation(f"chat-{number}", messages[:turns])
+    return Prompt.conversation(f"chat-{number}", dialogue(name)[:turns])
 
 
 def full_prompts() -> list[Prompt]:

@@ -22,8 +22,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from kvreplay.capture.corpus_prompts import TURN, read
-from kvreplay.capture.prompts import Message, Prompt
+from kvreplay.capture.corpus_prompts import dialogue, read
+from kvreplay.capture.prompts import Prompt
 from kvreplay.capture.ruler import essay_names, ruler_prompt
 
 GENERATED = 64  # G
@@ -55,10 +55,9 @@ def code_prompt(name: str, source: str) -> Prompt:
     return Prompt(name, context, unfinished, continuation=text[end:])
 
 
-def chat_prompt(name: str, dialogue: str, first: int, last: int) -> Prompt:
+def chat_prompt(name: str, dialogue_name: str, first: int, last: int) -> Prompt:
     """The turns from `first` to `last` of a dialogue, counted from 0."""
-    _, *pieces = TURN.split(read(f"dialogues/{dialogue}"))
-    turns = [Message(role.lower(), text.strip()) for role, text in zip(pieces[::2], pieces[1::2], strict=True)]
+    turns = dialogue(dialogue_name)
     return Prompt.conversation(name, turns[first : last + 1], continuation=turns[last + 1].content)
 
 

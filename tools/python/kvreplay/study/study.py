@@ -58,7 +58,7 @@ ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
 class Studied:
     """A model of the study, and how much of the study it takes part in."""
 
-    file: str  # in build/model
+    file: str  # in build/model, or an absolute path
     title: str
     dtype: str
     policies: tuple[str, ...]
@@ -115,7 +115,7 @@ class Study:
 
         self.name, self.studied = name, MODELS[name]
         self.folder = WORK / name
-        path = ROOT / "build" / "model" / self.studied.file  # an absolute path stays
+        path = ROOT / "build" / "model" / self.studied.file
         say(f"{name}: loading {path.name}")
         self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
         self._hash = Source.parse(str(path)).hash()
