@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ CONTEXT = "The tide was late. The lamp is green. It rained all day, and the boat
 
 @pytest.fixture
 def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three prompts of a tiny model; the folder of its finished prompts."""
+    """Three prompts of a tiny model; the folder in which they are measured."""
     model = save(tmp_path / "model", "llama")
     prompts = [
         Prompt("text-1", CONTEXT, continuation=" Then they left, one after another, and nobody saw them again."),
@@ -40,13 +41,12 @@ def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_study_goes_on_where_it_ended(small_study: Path, tmp_path: Path) -> None:
     assert study.main(["tiny", "--prompts", "1"]) == 0
-    assert [path.name for path in small_study.iterdir()] == ["text-1.parquet"]  # neither trace nor run is left
-    before = (small_study / "text-1.parquet").stat().st_mtime_ns
+    before, _ = study.read(tmp_path / "data" / "tiny.parquet")
+    assert set(before["prompt"]) == {"text-1"}
     assert study.main(["tiny"]) == 0
-    assert (small_study / "text-1.parquet").stat().st_mtime_ns == before
-    assert sorted(path.name for path in small_study.iterdir()) == [
-        "niah-noise-1.parquet", "text-1.parquet", "text-2.parquet"
-    ]  # fmt: skip
+    log = (small_study.parent / "log").read_text()
+    assert [log.count(f"tiny: {name}:") for name in ("text-1", "niah-noise-1", "text-2")] == [1, 1, 1]
+    assert not list(small_study.iterdir())  # neither traces nor runs are left
 
     cells, about = study.read(tmp_path / "data" / "tiny.parquet")
     assert set(cells["prompt"]) == {"text-1", "niah-noise-1", "text-2"}
@@ -63,6 +63,17 @@ def test_a_study_goes_on_where_it_ended(small_study: Path, tmp_path: Path) -> No
     assert twins["kld"].notna().all() and len(twins) == 6
     evicted = asked[asked["budget"] == "0.2"]
     assert (evicted["kld"] > 0).all() and np.isfinite(evicted["output_error"]).all()
+
+
+def test_numbers_of_other_policies_are_not_mixed(
+    small_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert study.main(["tiny", "--prompts", "1"]) == 0
+    few = replace(study.MODELS["tiny"], policies=POLICIES[:3])
+    monkeypatch.setattr(study, "MODELS", {"tiny": few})
+    capsys.readouterr()
+    assert study.main(["tiny"]) == 3
+    assert "expected 3 policies at 0.2, 0.5, found 7 policies at 0.2, 0.5" in capsys.readouterr().err
 
 
 def test_the_file_of_a_study_is_what_predict_orders(small_study: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`tools/study`: the closed-loop study. Captures a prompt, replays and measures it live, keeps its numbers, goes on.
 
-What is kept of a prompt is a small Parquet file with one row a cell; its trace and its run are deleted. A call goes on
-where an earlier one ended. docs/closed-loop/MODEL.parquet joins the prompts that are finished.
+docs/closed-loop/MODEL.parquet has a row for each cell of the prompts that are finished; their traces and runs are
+deleted. A call goes on where an earlier one ended, on any machine that has this file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, not_installed
+from kvreplay.sweep.plan import program
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from kvreplay.capture.prompts import Prompt
     from kvreplay.results import Run, TraceFacts
 
-DESCRIPTION = """Measures which offline metric orders policies as the live model does, one prompt after another, and
-joins the numbers in docs/closed-loop. Finished prompts are not measured again."""
+DESCRIPTION = """Measures which offline metric orders policies as the live model does, one prompt after another, into
+docs/closed-loop. Finished prompts are not measured again."""
 ROOT = Path(__file__).resolve().parents[4]
 WORK = ROOT / "build" / "study"
 DATA = ROOT / "docs" / "closed-loop"
@@ -48,10 +49,12 @@ FEW_POLICIES = (
 )  # fmt: skip
 METRICS = (
     "attention_recall", "attention_recall:prompt", "attention_recall:unprotected", "attention_recall:worst",
-    "attention_cosine", "attention_l1", "output_error", "output_error:pooled", "output_error:worst", "output_cosine",
-    "kv_l1_loss", "sink_mass", "head_consensus", "span_recall", "span_erased",
+    "attention_cosine", "attention_l1", "output_error", "output_error:pooled", "output_error:worst",
+    "output_error:projected", "output_error:residual", "output_cosine", "kv_l1_loss", "sink_mass", "head_consensus",
+    "span_recall", "span_erased",
 )  # fmt: skip
 ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
+AT_ONCE = 16  # texts, whose steps of one token cost little more together than alone
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ MODELS = {
         ("0.02", "0.05", "0.1", "0.2", "0.5"), 10, 5000,
     ),
     "qwen2.5-coder-1.5b": Studied(
-        "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "bfloat16", FEW_POLICIES,
+        "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "float32", FEW_POLICIES,
         ("0.05", "0.1", "0.2"), 3, 1500,
     ),
 }  # fmt: skip
@@ -119,18 +122,17 @@ class Study:
         say(f"{name}: loading {path.name}")
         self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
         self._hash = Source.parse(str(path)).hash()
-        self._live = LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch=1)
+        self._predicting, self._writing = (
+            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch) for batch in (1, AT_ONCE)
+        )
 
         def count_tokens(text: str) -> int:
             return len(self._tokenizer(text, add_special_tokens=False).input_ids)
 
         self.prompts = list(chosen(study_prompts(count_tokens), self.studied, count_tokens))
 
-    def file_of(self, prompt: Prompt) -> Path:
-        return self.folder / f"{prompt.name}.parquet"
-
-    def measure(self, prompt: Prompt) -> None:
-        """All numbers of one prompt into its file."""
+    def measure(self, prompt: Prompt) -> tuple[pd.DataFrame, dict[str, Any]]:
+        """All numbers of one prompt: a row a cell, and what its columns are."""
         from kvreplay.predict.prediction import Measured
         from kvreplay.results import Run
 
@@ -145,13 +147,12 @@ class Study:
         twins = {f"random-twin:of={base}" for base in BASES}
         rows = run.cells[(run.cells["role"] == "asked") | run.cells["label"].isin({"full", "oracle", *twins})]
         self._measure_live(run, trace, rows)
-        if prompt.answers and self._answers(run, trace, prompt):
+        if prompt.answers and self._answers(run, trace, rows, prompt):
             self._measure_live(run, trace, rows, prompt.answers)
         found = Measured.of([Run(work / "run")], roles=("asked", "control"))
-        write(self.file_of(prompt), found.cells.assign(
-            prompt=prompt.name, kind=kind_of(prompt.name), model=self.name, tokens=trace.boundary
-        ), {"offline": found.offline, "live": found.live, "worse": found.worse})  # fmt: skip
         shutil.rmtree(work)
+        cells = found.cells.assign(prompt=prompt.name, kind=kind_of(prompt.name), tokens=trace.boundary)
+        return cells, {"offline": found.offline, "live": found.live, "worse": found.worse}
 
     def _capture(self, prompt: Prompt, path: Path) -> None:
         from tqdm import tqdm
@@ -164,7 +165,7 @@ class Study:
 
     def _replay(self, path: Path, folder: Path) -> None:
         words = [word for policy in self.studied.policies for word in ("-p", policy)]
-        command = ["kvreplay", "replay", path, *words, "-b", ",".join(self.studied.budgets), "--metrics",
+        command = [*program(), "replay", path, *words, "-b", ",".join(self.studied.budgets), "--metrics",
                    ",".join(METRICS), "--controls", "twins", "--detail", "layer", "--progress", "never", "-o",
                    folder]  # fmt: skip
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -172,18 +173,21 @@ class Study:
             raise Error(path.stem, "replay failed", "", done.stderr.strip().splitlines()[-1], exit_code=done.returncode)
 
     def _measure_live(self, run: Run, trace: TraceFacts, rows: pd.DataFrame, answers: Sequence[str] = ()) -> None:
-        """With answers, the text that the model writes too."""
+        """With answers, the text that the model writes, cells that hold about as much side by side."""
         from kvreplay.live.results import write_view
 
-        self._live.measure(run, trace, rows, ANSWER_TOKENS if answers else 0, list(answers) or None, False)
+        if answers:
+            by_size = rows.sort_values("kept_tokens", kind="stable")
+            self._writing.measure(run, trace, by_size, ANSWER_TOKENS, list(answers), False)
+        else:
+            self._predicting.measure(run, trace, rows, 0, None, False)
         write_view(run.folder)
 
-    def _answers(self, run: Run, trace: TraceFacts, prompt: Prompt) -> bool:
+    def _answers(self, run: Run, trace: TraceFacts, rows: pd.DataFrame, prompt: Prompt) -> bool:
         """Whether the full cache gives all answers."""
         from kvreplay.results import Run
 
-        full = run.cells[run.cells["label"] == "full"].head(1)
-        self._measure_live(run, trace, full, prompt.answers)
+        self._measure_live(run, trace, rows[rows["label"] == "full"].head(1), prompt.answers)
         live = Run(run.folder).live
         return bool((live["value"][live["metric"] == "contains"] == 1).any())
 
@@ -209,19 +213,37 @@ def read(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     return table.to_pandas(), json.loads(table.schema.metadata[b"kvreplay"])
 
 
-def join(name: str) -> int:
-    """docs/closed-loop/MODEL.parquet of all prompts that are finished; their number."""
+def file_of(name: str) -> Path:
+    return DATA / f"{name}.parquet"
+
+
+def finished(name: str) -> set[str]:
+    """Prompts whose numbers are in docs/closed-loop/MODEL.parquet, which must be of the same policies and budgets."""
+    if not file_of(name).exists():
+        return set()
+    cells, _ = read(file_of(name))
+    asked = cells[cells["role"] == "asked"]
+    measured = asked["label"].nunique(), set(asked["budget"])
+    wanted = len(MODELS[name].policies), set(MODELS[name].budgets)
+    if measured != wanted:
+        expected, found = (f"{count} policies at {', '.join(sorted(budgets))}" for count, budgets in (wanted, measured))
+        raise Error(str(file_of(name)), "other cells (without this file all are measured anew)", expected, found)
+    return set(cells["prompt"])
+
+
+def add(name: str, cells: pd.DataFrame, about: dict[str, Any]) -> None:
+    """The numbers of one more prompt."""
     import pandas as pd
 
-    parts = [read(path) for path in sorted((WORK / name).glob("*.parquet"))]
-    if not parts:
-        return 0
-    names = {key: sorted({one for _, about in parts for one in about[key]}) for key in ("offline", "live")}
-    worse = {metric: sign for _, about in parts for metric, sign in about["worse"].items()}
-    cells = pd.concat([cells for cells, _ in parts], ignore_index=True)
+    if file_of(name).exists():
+        before, of_before = read(file_of(name))
+        cells = pd.concat([before, cells], ignore_index=True)
+        about = {
+            **{key: sorted({*of_before[key], *about[key]}) for key in ("offline", "live")},
+            "worse": {**of_before["worse"], **about["worse"]},
+        }
     DATA.mkdir(parents=True, exist_ok=True)
-    write(DATA / f"{name}.parquet", cells, {**names, "worse": worse})
-    return len(parts)
+    write(file_of(name), cells, about)
 
 
 def parser() -> Parser:
@@ -241,18 +263,20 @@ def study(arguments: argparse.Namespace) -> None:
             raise Error("study", "model", " or ".join(MODELS), name, Refusal.USAGE)
     begin = time.monotonic()
     for name in arguments.models or MODELS:
+        done = finished(name)
         one = Study(name)
         prompts = one.prompts[: arguments.prompts]
         for prompt in prompts:
-            if one.file_of(prompt).exists():
+            if prompt.name in done:
                 continue
             if arguments.minutes and time.monotonic() - begin > 60 * arguments.minutes:
                 say("the time is over; the same command goes on from here")
                 break
             started = time.monotonic()
-            one.measure(prompt)
+            add(name, *one.measure(prompt))
+            done.add(prompt.name)
             say(f"{name}: {prompt.name}: {time.monotonic() - started:.0f} s")
-        say(f"{name}: {join(name)} of {len(prompts)} prompts are finished")
+        say(f"{name}: {len(done)} of {len(one.prompts)} prompts are finished")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
