@@ -9,6 +9,9 @@
 
 #include "analysis/metrics/quotients.h"
 #include "attention/logits.h"
+#include "attention/projected_outputs.h"
+#include "replay/selection.h"
+#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {
@@ -166,7 +169,14 @@ double share_done(const LayerView& view, int walk, int walks) {
 
 }  // namespace
 
-std::optional<MomentParts> Wanted::moments() const { return parts_read<OfMoments>(metrics); }
+std::optional<MomentParts> Wanted::moments() const {
+  std::optional<MomentParts> parts = parts_read<OfMoments>(metrics);
+  if (std::ranges::any_of(metrics, measure_as<OfProjectedOutput>)) {
+    if (!parts) parts.emplace();
+    parts->add({.outputs = true, .vectors = true});
+  }
+  return parts;
+}
 
 std::optional<MomentParts> Wanted::moments_of_all_queries() const { return parts_read<OfAllQueries>(metrics); }
 
@@ -213,6 +223,9 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
     means_.push_back(means_of<OfMoments>(wanted_[c], conditions, header.query_heads));
     recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), header.query_heads,
                          conditions.eval_queries.size());
+    projected_.emplace_back();
+    for (const MetricName& name : wanted_[c].metrics)
+      if (measure_as<OfProjectedOutput>(name) != nullptr) projected_[c][name].resize(conditions.layers.size());
     results_[c].selections.resize(conditions.layers.size());
     results_[c].seconds.resize(conditions.layers.size());
   }
@@ -315,6 +328,7 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
                 "others"};
   add_block(means_, view, cells, count, moments, comparisons_);
   add_block(recall_, view, cells, count, moments, comparisons_);
+  add_projected(view, cells, first, count, moments.outputs);
   comparisons_.clear();
   for (std::size_t i = 0; i < cells.size(); ++i) {
     const LayerSelection& selection =
@@ -333,7 +347,32 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
   block_.cells.assign(cells.begin(), cells.end());
   block_.first = first;
   block_.count = count;
-  block_.moments = moments;
+  block_.moments = {moments.parts, moments.full, moments.kept, {}};
+}
+
+void Measurement::add_projected(const LayerView& view, std::span<const int> cells, int first, int count,
+                                const OutputVectors& outputs) {
+  if (outputs.full.empty()) return;
+  const TensorView projection = output_projection(trace_, view.stored_layer());
+  const TensorView inputs = input_norms(trace_, view.stored_layer());
+  const auto squares = [&](std::span<const float> vectors) {
+    return projected_squares(projection, vectors, view.query_heads(), count, view.backend().threads());
+  };
+  const std::vector<double> of_outputs = squares(outputs.full);
+  const std::vector<double> of_errors = squares(outputs.errors);
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    for (auto& [name, sums] : projected_[static_cast<std::size_t>(cells[i])]) {
+      const OfProjectedOutput& of = *measure_as<OfProjectedOutput>(name);
+      double& sum = sums[static_cast<std::size_t>(view.layer())];
+      for (int query = 0; query < count; ++query) {
+        const auto position = static_cast<std::size_t>(view.eval_queries()[static_cast<std::size_t>(first + query)]);
+        sum +=
+            of.measure({.error = std::sqrt(of_errors[place(i, 1, 0, count, query)]),
+                        .output = std::sqrt(of_outputs[static_cast<std::size_t>(query)]),
+                        .input = of.reads_input ? static_cast<double>(load(inputs.data, inputs.dtype, position)) : 0});
+      }
+    }
+  }
 }
 
 void Measurement::cross_checked(const LayerView& view, int cell, int query, int head, const Comparison& comparison) {
@@ -387,6 +426,10 @@ CellResult Measurement::take_cell(int cell) {
   const Wanted& wanted = wanted_[c];
   CellResult result = std::move(results_[c]);
   if (!result.error.empty()) return result;
+  for (const auto& [name, sums] : projected_[c])
+    for (std::size_t l = 0; l < sums.size(); ++l)
+      set_layer(result.values[name], without_heads(sums[l] / static_cast<double>(conditions_.eval_queries.size())),
+                wanted.rows, conditions_.layers[l], trace_.header().layers);
   for (auto& [name, values] : result.values) {
     const auto* of = measure_as<OfLayer>(name);
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);

@@ -103,6 +103,8 @@ class Measurement final : public Sink {
  private:
   void note(int cell, std::optional<Violation> violation, const LayerView& view, int head);
   RecallByAttention& expecting(const LayerView& view);
+  void add_projected(const LayerView& view, std::span<const int> cells, int first, int count,
+                     const OutputVectors& outputs);
   LayerValues recall_of_best_set(const LayerView& view, const LayerSelection& selection);
 
   const Trace& trace_;
@@ -111,7 +113,8 @@ class Measurement final : public Sink {
   WantedOfTrace of_trace_;
   std::function<void(double, int)> heard_;
   std::vector<CellResult> results_;
-  std::vector<MomentMeans> means_;   // of what is wanted
+  std::vector<MomentMeans> means_;                                    // of what is wanted
+  std::vector<std::map<MetricName, std::vector<double>>> projected_;  // [cell], [treated] sums over the eval queries
   std::vector<MomentMeans> recall_;  // of every measured cell, wanted or not: it is held against the oracle
   std::vector<std::vector<std::vector<ExpectedRecall>>> expected_;  // [cell][treated][H]
   std::optional<RecallByAttention> expecting_;                      // of the layer under way

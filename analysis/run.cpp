@@ -20,6 +20,7 @@
 #include "nearest.h"
 #include "parallel.h"
 #include "policies/twin.h"
+#include "replay/selection.h"
 #include "trace/hash.h"
 #include "trace/trace_name.h"
 
@@ -187,6 +188,24 @@ bool is(const MetricName& name) {
 /// Metrics with values of a cell: those of the trace, of pairs of layers and of time are kept elsewhere.
 bool is_of_cell(const MetricName& name) {
   return !is<OfTrace>(name) && !is<OfLayerPairs>(name) && !is<OfSeconds>(name);
+}
+
+/// Throws Error{input} where a metric needs of the trace what capture stores when it is asked to.
+void require_projections(const Trace& trace, std::span<const int> layers, std::span<const MetricName> wanted) {
+  for (const MetricName& name : wanted) {
+    const auto* of = std::get_if<OfProjectedOutput>(&find_variant(name)->measure);
+    if (of == nullptr) continue;
+    for (const int l : layers) {
+      const auto require = [&](const char* object, const char* what, const char* remedy, const TensorView& tensor) {
+        if (tensor.data == nullptr)
+          throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/{}", trace.path().string(), l, object),
+                      fmt::format("no {} for {}", what, name.text()), remedy, "none"};
+      };
+      require("wo", "output projection", "one, as capture --with-wo stores it", output_projection(trace, l));
+      if (of->reads_input)
+        require("input_norm", "norms of the layer's input", "those that capture stores", input_norms(trace, l));
+    }
+  }
 }
 
 std::vector<MetricName> without(const std::vector<MetricName>& wanted, const ValuesByMetric& there) {
@@ -405,6 +424,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
     work.all_queries = work.conditions;
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
+  require_projections(trace, work.conditions.layers, of_cells);
   const std::vector<std::optional<Candidate>> twins_asked = twins(request, work.summary.layers);
   for (std::size_t b = 0; b < request.budgets.size(); ++b) {
     const auto add = [&](const Candidate& candidate) {

@@ -53,11 +53,16 @@ ResidentKeys resident_keys(DeviceCall& call, KeptSets sets, int group, int query
 
 std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
                                                        Positions positions, std::span<const std::int32_t> queries,
-                                                       int boundary, KeptSets kept) {
+                                                       int boundary, KeptSets kept, OutputVectors* outputs) {
   assert(kept.size() == 1 || kept.size() == queries.size());
   const auto query_count = queries.size();
   const int group = layer.group();
   std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * query_count);
+  const auto dim = static_cast<std::size_t>(layer.v.dim);
+  if (outputs != nullptr) {
+    outputs->full.assign(result.size() * dim, 0.0F);
+    outputs->errors = outputs->full;
+  }
   if (queries.empty()) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
 
@@ -126,15 +131,23 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
       task.places = some.copy(compared);
       task.resident =
           resident_keys(some, kept.size() == 1 ? kept : kept.subspan(begin, count), group, layer.q.heads, task.end_key);
-      Comparison* made = some.room<Comparison>(static_cast<std::size_t>(heads * group) * count);
+      const std::size_t rows = static_cast<std::size_t>(heads * group) * count;
+      Comparison* made = some.room<Comparison>(rows);
+      float* made_vectors = outputs == nullptr ? nullptr : some.room<float>(2 * rows * dim);
       compare(task, some.room<double>(comparison_panel(task)), some.room<double>(comparison_panel(task)),
-              some.room<double>(comparison_outputs(task)), made, some.stream());
-      std::vector<Comparison> found(static_cast<std::size_t>(heads * group) * count);
+              some.room<double>(comparison_outputs(task)), made, made_vectors, some.stream());
+      std::vector<Comparison> found(rows);
       some.fetch(static_cast<const Comparison*>(made), std::span(found));
-      for (int head = 0; head < heads * group; ++head)
-        std::ranges::copy(std::span(found).subspan(static_cast<std::size_t>(head) * count, count),
-                          result.begin() + static_cast<std::ptrdiff_t>(
-                                               static_cast<std::size_t>(first * group + head) * query_count + begin));
+      std::vector<float> found_vectors(outputs == nullptr ? 0 : 2 * rows * dim);
+      some.fetch(static_cast<const float*>(made_vectors), std::span(found_vectors));
+      for (int head = 0; head < heads * group; ++head) {
+        const std::size_t from = static_cast<std::size_t>(head) * count;
+        const std::size_t to = static_cast<std::size_t>(first * group + head) * query_count + begin;
+        std::copy_n(found.data() + from, count, result.data() + to);
+        if (outputs == nullptr) continue;
+        std::copy_n(found_vectors.data() + from * dim, count * dim, outputs->full.data() + to * dim);
+        std::copy_n(found_vectors.data() + (rows + from) * dim, count * dim, outputs->errors.data() + to * dim);
+      }
     }
   }
   return result;

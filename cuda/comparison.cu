@@ -346,12 +346,15 @@ __global__ void __launch_bounds__(tile_threads)
 }
 
 __global__ void __launch_bounds__(row_threads)
-    compare_outputs(ComparisonTask task, int splits, const double* partials, Comparison* results) {
+    compare_outputs(ComparisonTask task, int splits, const double* partials, Comparison* results, float* vectors) {
   __shared__ Combined shared;
   const int kv_head = static_cast<int>(blockIdx.x) / task.rows();
   const int row = static_cast<int>(blockIdx.x) % task.rows();
   const auto dim = static_cast<std::size_t>(task.values.dim);
   const std::size_t split_stride = gridDim.x * dim;
+  const std::size_t cell =
+      static_cast<std::size_t>(kv_head * task.group + row % task.group) * static_cast<std::size_t>(task.query_count) +
+      static_cast<std::size_t>(row / task.group);
   double sums[4] = {};
   for (std::size_t c = threadIdx.x; c < dim; c += row_threads) {
     const double* of_full = partials + blockIdx.x * dim + c;
@@ -363,12 +366,13 @@ __global__ void __launch_bounds__(row_threads)
     }
     add(sums, o, stored_o);
     sums[3] += (o - stored_o) * (o - stored_o);
+    if (vectors == nullptr) continue;
+    vectors[cell * dim + c] = static_cast<float>(o);
+    vectors[split_stride + cell * dim + c] = static_cast<float>(stored_o - o);
   }
   combine<Sum>(shared, sums);
   if (threadIdx.x > 0) return;
-  Comparison& result = results[static_cast<std::size_t>(kv_head * task.group + row % task.group) *
-                                   static_cast<std::size_t>(task.query_count) +
-                               static_cast<std::size_t>(row / task.group)];
+  Comparison& result = results[cell];
   result.output_dot = sums[0];
   result.output_full_square = sums[1];
   result.output_square = sums[2];
@@ -398,7 +402,7 @@ std::size_t comparison_outputs(const ComparisonTask& task) {
 }
 
 void compare(const ComparisonTask& task, double* full, double* stored, double* outputs, Comparison* results,
-             cudaStream_t stream) {
+             float* vectors, cudaStream_t stream) {
   const auto kv_heads = static_cast<unsigned>(task.kv_heads);
   const auto write_logits = [&](const Bundles& bundles, bool of_stored, double* panel) {
     const dim3 blocks(static_cast<unsigned>(tiles_of(task.width(), tile_columns)),
@@ -413,7 +417,7 @@ void compare(const ComparisonTask& task, double* full, double* stored, double* o
                       static_cast<unsigned>(tiles_of(task.rows(), tile_rows) * tiles_of(task.values.dim, tile_columns)),
                       2 * kv_heads);
   launch(weighted_values, products, tile_threads, 0, stream, task, full, stored, outputs);
-  launch(compare_outputs, rows, row_threads, 0, stream, task, splits_of(task), outputs, results);
+  launch(compare_outputs, rows, row_threads, 0, stream, task, splits_of(task), outputs, results, vectors);
 }
 
 }  // namespace kvreplay

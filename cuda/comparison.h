@@ -69,8 +69,9 @@ std::size_t comparison_panel(const ComparisonTask& task);
 /// Numbers of sums for the outputs.
 std::size_t comparison_outputs(const ComparisonTask& task);
 
-/// results[kv_heads * group, query_count]
+/// results[kv_heads * group, query_count]; `vectors`, where it is not null, [2, kv_heads * group, query_count, dim]: o
+/// and õ − o.
 void compare(const ComparisonTask& task, double* full, double* stored, double* outputs, Comparison* results,
-             cudaStream_t stream);
+             float* vectors, cudaStream_t stream);
 
 }  // namespace kvreplay

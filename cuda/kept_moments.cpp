@@ -81,6 +81,11 @@ KeptMoments CudaBackend::kept_moments(const LayerTensors& layer, std::span<const
   result.parts = parts;
   result.full.resize(cells);
   result.kept.resize(kept.size() * cells);
+  const std::size_t numbers = cells * static_cast<std::size_t>(layer.v.dim);  // of the outputs of a set
+  if (parts.vectors) {
+    result.outputs.full.resize(numbers);
+    result.outputs.errors.resize(kept.size() * numbers);
+  }
   if (query_count == 0) return result;
 
   const DistinctSets distinct(kept, boundary);
@@ -94,6 +99,7 @@ KeptMoments CudaBackend::kept_moments(const LayerTensors& layer, std::span<const
   DeviceCall call(*this);
   PlacedQueries placed(call, layer, queries, {{.count = queries.back() + 1}});
   auto* made = call.room<Moments>(moments.size());
+  const KeptOutputs outputs{parts.vectors ? call.room<float>(sets * numbers) : nullptr, layer.v.dim};
 
   const int depth = padded_depth(layer.v.dim);
   for (int first = 0; first < layer.k.heads; first += placed.kv_heads_at_once()) {
@@ -131,16 +137,21 @@ KeptMoments CudaBackend::kept_moments(const LayerTensors& layer, std::span<const
       add_held_sums(rows, parts, held, made, call.stream());
       if (parts.outputs)
         add_outputs(rows, layer.v.dtype, depth, value_heads, held, partials.at_least(queries_now * partials_a_query),
-                    made, call.stream());
+                    made, outputs, call.stream());
     }
   }
   call.fetch(static_cast<const Moments*>(made), std::span(moments));
+  std::vector<float> vectors(parts.vectors ? sets * numbers : 0);
+  call.fetch(static_cast<const float*>(outputs.vectors), std::span(vectors));
   if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
   std::copy_n(moments.begin(), cells, result.full.begin());
-  for (std::size_t i = 0; i < kept.size(); ++i)
-    std::copy_n(
-        moments.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(distinct.number_of()[i]) * cells), cells,
-        result.kept.begin() + static_cast<std::ptrdiff_t>(i * cells));
+  std::copy_n(vectors.begin(), result.outputs.full.size(), result.outputs.full.begin());
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const auto number = static_cast<std::size_t>(distinct.number_of()[i]);
+    std::copy_n(moments.data() + number * cells, cells, result.kept.data() + i * cells);
+    if (parts.vectors && number > 0)  // the errors of what keeps everything are 0
+      std::copy_n(vectors.data() + number * numbers, numbers, result.outputs.errors.data() + i * numbers);
+  }
   return result;
 }
 

@@ -238,7 +238,7 @@ constexpr int comparing_threads = 256;
 constexpr int largest_depth = 256;
 
 __global__ void compare_outputs(KeptRows rows, int splits, int depth, const HeldState* states, const double* partials,
-                                Moments* moments) {
+                                Moments* moments, KeptOutputs outputs) {
   __shared__ double of_all[largest_depth];
   const int rows_of_head = row_count(rows);
   const int number = static_cast<int>(blockIdx.x);
@@ -260,9 +260,13 @@ __global__ void compare_outputs(KeptRows rows, int splits, int depth, const Held
   __syncthreads();
   for (int set = static_cast<int>(threadIdx.x) / 32; set < rows.sets; set += comparing_threads / 32) {
     double square = 0.0, dot = 0.0, error_square = 0.0;
+    float* vector = outputs.vectors == nullptr
+                        ? nullptr
+                        : outputs.vectors + moments_at(rows, row, set) * static_cast<std::size_t>(outputs.dim);
     for (int c = lane(); c < depth; c += 32) {
       const double of_set = output(set, c);
       const double error = of_all[c] - of_set;
+      if (vector != nullptr && c < outputs.dim) vector[c] = static_cast<float>(set == 0 ? of_set : of_set - of_all[c]);
       square += of_set * of_set;
       dot += of_all[c] * of_set;
       error_square += error * error;
@@ -291,7 +295,7 @@ std::size_t output_partials(const KeptRows& rows, int depth) {
 }
 
 void add_outputs(const KeptRows& rows, DType type, int depth, const void* const* values, const HeldState* states,
-                 double* partials, Moments* moments, cudaStream_t stream) {
+                 double* partials, Moments* moments, KeptOutputs outputs, cudaStream_t stream) {
   const int splits = splits_of(rows);
   const unsigned tiles = blocks_for(static_cast<std::size_t>(rows.queries * rows.task.group), tile_rows);
   const auto launch_with = [&]<class Element, int columns>() {
@@ -307,7 +311,8 @@ void add_outputs(const KeptRows& rows, DType type, int depth, const void* const*
     }
   });
   const dim3 row_blocks(static_cast<unsigned>(rows.task.kv_heads * rows.queries * rows.task.group));
-  launch(compare_outputs, row_blocks, comparing_threads, 0, stream, rows, splits, depth, states, partials, moments);
+  launch(compare_outputs, row_blocks, comparing_threads, 0, stream, rows, splits, depth, states, partials, moments,
+         outputs);
 }
 
 }  // namespace kvreplay

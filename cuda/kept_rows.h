@@ -44,10 +44,16 @@ struct HeldState {
 /// states[kv_heads, queries * group, sets].
 void add_held_sums(const KeptRows& rows, MomentParts parts, HeldState* states, Moments* moments, cudaStream_t stream);
 
+/// Where outputs go as vectors of `dim` numbers, [sets, heads, queries] of the layer: õ − o, and o of set number 0.
+struct KeptOutputs {
+  float* vectors = nullptr;  // null: nowhere
+  int dim = 0;
+};
+
 /// Adds the moments of outputs; values[kv_heads] are matrices of `type`, rows of `depth` numbers. `partials` has room
 /// for output_partials() numbers.
 std::size_t output_partials(const KeptRows& rows, int depth);
 void add_outputs(const KeptRows& rows, DType type, int depth, const void* const* values, const HeldState* states,
-                 double* partials, Moments* moments, cudaStream_t stream);
+                 double* partials, Moments* moments, KeptOutputs outputs, cudaStream_t stream);
 
 }  // namespace kvreplay

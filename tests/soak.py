@@ -252,6 +252,7 @@ def random_content(draw: np.random.Generator) -> tuple[Content, str]:
     if not draw.integers(4):
         hidden, numbers = int(draw.integers(2, 20)), kv_heads * group * d
         content.wo = [draw.normal(size=(hidden, numbers)) for _ in range(layers)]
+        content.input_norm = [draw.uniform(1, 9, tokens) for _ in range(layers)]
     if not draw.integers(6):
         content.q_positions = np.arange(prompt - int(draw.integers(0, prompt + 1)), tokens)
         content.q = [queries[:, content.q_positions] for queries in content.q]
@@ -297,6 +298,7 @@ def replayed(case: Drawn, folder: Path) -> tuple[str, collections.Counter[Verdic
     treated = sum(window == 0 for window in one.windows or [0] * len(one.k))
     program_runs.table("soak", treated, len(one.q[0]), *one.k[0].shape[::2])
     policy = case.policy.format(folder=program_runs.folder().name)
+    trace = reference.read_trace(path)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -304,7 +306,7 @@ def replayed(case: Drawn, folder: Path) -> tuple[str, collections.Counter[Verdic
                 path,
                 policy,
                 case.budget,
-                metrics=program_runs.METRICS,
+                metrics=program_runs.metrics_of(trace),
                 eval=case.choice,
                 detail="head",
                 threads=case.threads,
@@ -315,7 +317,7 @@ def replayed(case: Drawn, folder: Path) -> tuple[str, collections.Counter[Verdic
             return policy, str(error)
     failed = [str(one.message) for one in warned if str(one.message).startswith("failed:")]
     assert not failed, "\n".join(failed)
-    trace, asked = reference.read_trace(path), Policy.parse(policy)
+    asked = Policy.parse(policy)
     frame = program_runs.read_frame(run.folder)
     rows = frame[frame["role"] == "asked"]
     assert rows["cell"].nunique() == 1, f"{rows['cell'].nunique()} cells were asked for"

@@ -58,6 +58,17 @@ struct OfPooledMoments {
   AtQuery part;
   AtQuery whole;
 };
+/// Euclidean norms at one eval query, all heads of a layer together, W_o the layer's output projection.
+struct ProjectedOutput {
+  double error = 0;   // ‖W_o(õ − o)‖
+  double output = 0;  // ‖W_o o‖
+  double input = 0;   // of the token's hidden state at the layer's input; 0 where it is not read
+};
+/// Of the layer's output as the residual stream gets it: averaged over the eval queries, then the layers.
+struct OfProjectedOutput {
+  double (*measure)(const ProjectedOutput&);
+  bool reads_input = false;
+};
 /// As OfMoments, with every token of the trace as eval query: a pass of its own.
 struct OfAllQueries : AtQuery {};
 /// The recall of the best fixed set with the counts of the cell's rows: the largest sums of the eval queries'
@@ -98,8 +109,8 @@ struct OfSeconds {
   double (*measure)(const CellSeconds&);
 };
 
-using Measure = std::variant<OfMoments, OfPooledMoments, OfAllQueries, OfBestSet, OfEvalAttention, OfLayer, OfSpan,
-                             OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
+using Measure = std::variant<OfMoments, OfPooledMoments, OfProjectedOutput, OfAllQueries, OfBestSet, OfEvalAttention,
+                             OfLayer, OfSpan, OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
 
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };

@@ -26,6 +26,9 @@ double error_square(const Comparison& compared) { return compared.error_square; 
 double full_square(const Moments&, const Moments& full) { return full.output_square; }
 double full_square(const Comparison& compared) { return compared.output_full_square; }
 
+double projected(const ProjectedOutput& of) { return quotient(of.error, of.output, 0.0); }
+double beside_residual(const ProjectedOutput& of) { return quotient(of.error, of.input, 0.0); }
+
 double greatest(std::span<double> values) { return percentile(values, 0.95); }
 
 constexpr MomentParts outputs{.outputs = true};
@@ -54,7 +57,12 @@ const RegisteredMetric output_error_metric{{
                  {"pooled", "sqrt(sum of |o - õ|² / sum of |o|²) over the eval queries and query heads of a layer",
                   OfPooledMoments{{error_square, error_square, outputs}, {full_square, full_square, outputs}}},
                  {"worst", "95th percentile over eval queries in place of their mean, per query head",
-                  OfMoments{{output_error, output_error, outputs, greatest}}}},
+                  OfMoments{{output_error, output_error, outputs, greatest}}},
+                 {"projected", "|W_o (õ - o)| / |W_o o| of all heads together; needs a trace captured --with-wo",
+                  OfProjectedOutput{projected}},
+                 {"residual",
+                  "|W_o (õ - o)| / |x|, x the hidden state at the layer's input; needs a trace captured --with-wo",
+                  OfProjectedOutput{beside_residual, true}}},
 }};
 
 }  // namespace

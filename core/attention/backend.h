@@ -49,17 +49,21 @@ struct MomentParts {
   bool outputs = false;    // products with the values
   bool logits = false;     // the logits are held beside their exponentials
   bool unaligned = false;  // kept keys are brought side by side
+  bool vectors = false;    // outputs are given back as vectors; with `outputs`
 
   void add(const MomentParts& more) {
     outputs = outputs || more.outputs;
     logits = logits || more.logits;
     unaligned = unaligned || more.unaligned;
+    vectors = vectors || more.vectors;
   }
   /// Whether all of `some` are among these.
   bool cover(const MomentParts& some) const {
-    return (outputs || !some.outputs) && (logits || !some.logits) && (unaligned || !some.unaligned);
+    return (outputs || !some.outputs) && (logits || !some.logits) && (unaligned || !some.unaligned) &&
+           (vectors || !some.vectors);
   }
 };
+/// All that are sums.
 inline constexpr MomentParts all_moments{.outputs = true, .logits = true, .unaligned = true};
 
 /// What all metrics need of one eval query t, one query head and one kept set K' (the kept keys that the set covers,
@@ -82,12 +86,19 @@ struct Moments {
 /// The first tokens that the `nosink` variants of the metrics leave out.
 inline constexpr int sink_tokens = 4;
 
+/// Outputs of attention, d numbers of each query head and eval query.
+struct OutputVectors {
+  std::vector<float> full;    // [Hq, queries, d] o
+  std::vector<float> errors;  // [sets, Hq, queries, d] õ − o
+};
+
 /// full [Hq, queries] is the set that keeps everything; kept [sets, Hq, queries]. A set that keeps all visible keys has
 /// the same bits as `full`, and mass exactly 1.
 struct KeptMoments {
   MomentParts parts;  // that were computed
   std::vector<Moments> full;
   std::vector<Moments> kept;
+  OutputVectors outputs;  // where vectors were asked for
 };
 
 /// Two vectors over keys, one of the full attention, one of what was stored.
@@ -183,10 +194,11 @@ class Backend {
                                    std::span<const KeptSets> kept, MomentParts parts = all_moments) = 0;
 
   /// The general path, for stores that transform what they keep: `stored` holds K̃ and Ṽ for the tokens of the layer,
-  /// `positions` says where kept tokens stand. [Hq, queries].
+  /// `positions` says where kept tokens stand. [Hq, queries]. `outputs`, where it is not null, gets those of this one
+  /// set.
   virtual std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored,
                                                     Positions positions, std::span<const std::int32_t> queries,
-                                                    int boundary, KeptSets kept) = 0;
+                                                    int boundary, KeptSets kept, OutputVectors* outputs = nullptr) = 0;
 
   /// [H, tokens]: position of the query after which each token went, -1 for those that are held in the end, and for
   /// those of [0, first) that were not held in the beginning.

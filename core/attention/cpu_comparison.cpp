@@ -45,12 +45,16 @@ void add(Alignment& alignment, double full, double stored) {
 
 std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
                                                       Positions positions, std::span<const std::int32_t> queries,
-                                                      int boundary, KeptSets kept) {
+                                                      int boundary, KeptSets kept, OutputVectors* outputs) {
   assert(kept.size() == 1 || kept.size() == queries.size());
   const int query_count = static_cast<int>(queries.size());
   const int group = layer.group();
   const auto at = [](int a, int b = 1) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); };
   std::vector<Comparison> result(at(layer.q.heads, query_count));
+  if (outputs != nullptr) {
+    outputs->full.assign(result.size() * at(layer.v.dim), 0.0F);
+    outputs->errors = outputs->full;
+  }
   if (query_count == 0) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
 
@@ -107,11 +111,11 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
     }
   };
 
-  // outputs[rows, padded_dim] += weights[rows, first_key ... end_key) * values
+  // sums[rows, padded_dim] += weights[rows, first_key ... end_key) * values
   const int dim = layer.v.dim;
   const int padded_dim = (dim + kernels_.wide_keys - 1) / kernels_.wide_keys * kernels_.wide_keys;
   const auto add_values = [&](Scratch& mine, const TensorView& values, int kv_head, int first_key, int end_key,
-                              std::span<const double> weights, int rows, double* outputs) {
+                              std::span<const double> weights, int rows, double* sums) {
     const int width = end_key - first_key;
     double* packed_weights = mine.wide_rows.at_least(at(kernels_.rows, chunk_keys));
     double* vector = mine.sums.at_least(at(padded_dim));
@@ -136,7 +140,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
           kernels_.wide_products(packed_weights, packed_values + at(c, chunk_keys), count, some, products);
           for (int r = 0; r < some; ++r)
             for (int i = 0; i < kernels_.wide_keys; ++i)
-              outputs[at(first + r, padded_dim) + at(c + i)] += products[at(r, kernels_.wide_keys) + at(i)];
+              sums[at(first + r, padded_dim) + at(c + i)] += products[at(r, kernels_.wide_keys) + at(i)];
         }
       }
     }
@@ -248,20 +252,25 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
     }
 
     std::vector<double> full_outputs(at(row_count, padded_dim));
-    std::vector<double> outputs = full_outputs;
+    std::vector<double> kept_outputs = full_outputs;
     add_values(mine, layer.v, kv_head, first_key, end_key, full, row_count, full_outputs.data());
-    add_values(mine, stored.v, kv_head, first_key, end_key, partial, row_count, outputs.data());
+    add_values(mine, stored.v, kv_head, first_key, end_key, partial, row_count, kept_outputs.data());
     for (int row = 0; row < row_count; ++row) {
       Comparison& comparison = compared[at(row)];
+      const std::size_t cell = at(rows[at(row)].head, query_count) + at(rows[at(row)].query);
       for (int c = 0; c < dim; ++c) {
         const double o = full_outputs[at(row, padded_dim) + at(c)];
-        const double kept_o = outputs[at(row, padded_dim) + at(c)];
+        const double kept_o = kept_outputs[at(row, padded_dim) + at(c)];
+        if (outputs != nullptr) {
+          outputs->full[cell * at(dim) + at(c)] = static_cast<float>(o);
+          outputs->errors[cell * at(dim) + at(c)] = static_cast<float>(kept_o - o);
+        }
         comparison.output_full_square += o * o;
         comparison.output_square += kept_o * kept_o;
         comparison.output_dot += o * kept_o;
         comparison.error_square += (o - kept_o) * (o - kept_o);
       }
-      result[at(rows[at(row)].head, query_count) + at(rows[at(row)].query)] = comparison;
+      result[cell] = comparison;
     }
   };
 

@@ -145,6 +145,11 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
   result.parts = parts;
   result.full.resize(product(layer.q.heads, query_count));
   result.kept.resize(kept.size() * result.full.size());
+  const auto dim = static_cast<std::size_t>(layer.v.dim);
+  if (parts.vectors) {
+    result.outputs.full.resize(result.full.size() * dim);
+    result.outputs.errors.resize(result.kept.size() * dim);
+  }
   if (query_count == 0) return result;
   assert(std::ranges::all_of(kept, [&](KeptSets sets) { return sets.size() == 1 || sets.size() == queries.size(); }));
 
@@ -160,7 +165,6 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     sets.push_back({some, beyond ? static_cast<int>(with_later.size()) - 1 : 0});
   }
   const MomentTask task{layer, boundary, parts, sets, with_later};
-  const auto dim = static_cast<std::size_t>(layer.v.dim);
   std::atomic<bool> finite{true};
 
   const auto write_moments = [&](const MomentBlock& block, int number, const MomentRow& row) {
@@ -184,24 +188,39 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     const bool full_is_wide = lost_in(full.sums, 0);
     std::optional<RowOfSet> wide_full;
     std::vector<Moments> of_set;
+    std::vector<float> errors(parts.vectors ? sets.size() * dim : 0);  // [sets, dim]
+    const auto write_error = [&](std::size_t i, const RowOfSet& of_this, const RowOfSet& beside) {
+      for (std::size_t c = 0; parts.vectors && c < dim; ++c)
+        errors[i * dim + c] = static_cast<float>(of_this.output[c] - beside.output[c]);
+    };
     for (std::size_t i = 0; i < sets.size(); ++i) {
       const RowOfSet of_this = i == 0 ? full : in_float32(i);
       // Of a pair of sets, sums that are divided by each other's come from the same numbers; other pairs have no say.
       Moments moments;
       if (full_is_wide || lost_in(of_this.sums, i)) {
         if (!wide_full) wide_full = in_float64(0);
-        moments = compare(i == 0 ? *wide_full : in_float64(i), *wide_full);
+        const RowOfSet wide_this = i == 0 ? *wide_full : in_float64(i);
+        moments = compare(wide_this, *wide_full);
         if (!full_is_wide) moments = in_units_of(of_set.front(), moments, compare(*wide_full, *wide_full));
+        write_error(i, wide_this, *wide_full);
       } else {
         moments = compare(of_this, full);
+        write_error(i, of_this, full);
       }
       moments.logit_square = of_this.sums.logit_square * std::numbers::ln2 * std::numbers::ln2;
       moments.unaligned_dot = of_this.sums.unaligned_dot / (full.sums.total() * full.sums.total());
       of_set.push_back(moments);
     }
     result.full[cell] = of_set.front();
-    for (std::size_t i = 0; i < kept.size(); ++i)
-      result.kept[i * result.full.size() + cell] = of_set[static_cast<std::size_t>(distinct.number_of()[i])];
+    const std::vector<double>& output = full_is_wide ? wide_full->output : full.output;
+    for (std::size_t c = 0; parts.vectors && c < dim; ++c)
+      result.outputs.full[cell * dim + c] = static_cast<float>(output[c]);
+    for (std::size_t i = 0; i < kept.size(); ++i) {
+      const auto of_distinct = static_cast<std::size_t>(distinct.number_of()[i]);
+      const std::size_t at = i * result.full.size() + cell;
+      result.kept[at] = of_set[of_distinct];
+      if (parts.vectors) std::copy_n(errors.data() + of_distinct * dim, dim, result.outputs.errors.data() + at * dim);
+    }
   };
 
   const int rows = group * query_count;

@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "attention/projected_outputs.h"
 #include "positions.h"
 #include "random.h"
 #include "replay/schedules.h"
@@ -154,6 +155,12 @@ double Estimator::seconds(Call call, const TraceHeader& header) {
         return parts_of({.outputs = true}, 0.5);
       case Call::others:
         return parts_of({.logits = true, .unaligned = true}, 1.0);
+      case Call::projection: {
+        const std::vector<float> outputs(sample.q.bytes() / sizeof(float) / sample_tokens * sample_queries, 1.0F);
+        const TensorView projection{sample.q.data, sample.q.dtype, 1, sample_tokens, sample.q.heads * sample.q.dim};
+        return seconds_of(
+            [&] { projected_squares(projection, outputs, sample.q.heads, sample_queries, backend_.threads()); });
+      }
       case Call::similarity:
         return seconds_of([&] { backend_.similarity_row_maxima(sample.k, sample_tokens); });
       case Call::comparison: {
@@ -265,12 +272,16 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
     return queries / sample_queries * visible / sample_tokens;
   };
   const auto costs = [&](Call call, double times) { return times > 0 ? times * seconds(call, header) : 0.0; };
+  const double queries = static_cast<double>(conditions.eval_queries.size());
   const auto moments_at = [&](double blocks, MomentParts parts) {
     return costs(Call::moments, blocks) + costs(Call::sets, blocks * measured_cells) +
            (parts.outputs ? costs(Call::outputs, blocks * (1 + kept_share)) : 0.0) +
+           // A projection has about as many rows as columns.
+           (parts.vectors ? costs(Call::projection, queries / sample_queries * (1 + measured_cells) *
+                                                        header.query_heads * header.head_dim / sample_tokens)
+                          : 0.0) +
            (parts.logits || parts.unaligned ? costs(Call::others, blocks * (1 + measured_cells)) : 0.0);
   };
-  const double queries = static_cast<double>(conditions.eval_queries.size());
   double layer_seconds = costs(Call::similarity, demand.similarity_passes * square) + candidates * seconds_a_candidate;
   if (cumulative) layer_seconds += costs(Call::cumulative, square * demand.cumulative_share);
   if (!cells.empty()) layer_seconds += costs(Call::rows, at_queries(window + queries, tokens));
@@ -293,7 +304,8 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const std::size_t part = position_bytes + score_bytes + attention + maps + values;
   const std::size_t observables = 3 * query_heads * positions * sizeof(double);
   const std::size_t moments =
-      static_cast<std::size_t>(measured_cells + 1) * query_heads * sample_queries * sizeof(Moments);
+      static_cast<std::size_t>(measured_cells + 1) * query_heads * sample_queries *
+      (sizeof(Moments) + (work.parts.vectors ? 2 * sizeof(float) * static_cast<std::size_t>(header.head_dim) : 0));
   const std::size_t at_once = std::min(copies, static_cast<std::size_t>(backend_.threads()));
   // A part is made in memory and written at once, and so is the file of all selections.
   const std::size_t program = std::size_t{32} << 20;

@@ -46,6 +46,7 @@ class Estimator {
     sets,        // and for each set: sums of attention
     outputs,     // outputs of each set that keeps everything
     others,      // logits and unaligned products of each set
+    projection,  // outputs of some sample queries behind a projection of as many rows as sample tokens
     similarity,  // sample tokens with one another
     comparison,  // the general comparison at a few queries
     online,      // some tokens coming one by one, half of them held

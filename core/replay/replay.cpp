@@ -362,6 +362,11 @@ class Replay {
            });
   }
 
+  bool measures_vectors() const {
+    return std::ranges::any_of(
+        jobs_, [](const Job& job) { return job.number != no_cell && job.cell->measure && job.cell->measure->vectors; });
+  }
+
   bool reads_projection() const {
     return std::ranges::any_of(jobs_, [](const Job& job) {
       return !job.known() && std::ranges::any_of(job.stretches, [](const Stretch& stretch) {
@@ -373,12 +378,13 @@ class Replay {
   /// Numbers that are none would not stop every policy: a capped logit of infinity is the cap, and a maximum passes NaN
   /// by. Throws Error{input} that names the first in what is read of a layer.
   void require_finite(int stored, bool projection) const {
+    const bool vectors = measures_vectors();
     const std::string file = trace_.path().string();
     const LayerTensors layer = trace_.layer(stored);
     for (const StoredTensor& tensor : trace_.tensors(stored)) {
       const bool queries = tensor.path.ends_with("/q");
-      if (tensor.path.ends_with("/wo") && !projection) continue;
-      if (tensor.path.ends_with("/input_norm")) continue;
+      if (tensor.path.ends_with("/wo") && !projection && !vectors) continue;
+      if (tensor.path.ends_with("/input_norm") && !vectors) continue;
       const std::span<const std::int32_t> positions =
           queries ? trace_.query_positions(stored) : std::span<const std::int32_t>{};
       std::optional<std::span<const std::int32_t>> rows;
@@ -750,13 +756,17 @@ class Replay {
           for (const std::int32_t query : block) cell.by_query.push_back(cell.selection->seen_by(query));
         sets.push_back(cell.by_query.empty() ? KeptSets(&cell.selection->set, 1) : KeptSets(cell.by_query));
       }
+      std::map<std::size_t, OutputVectors> of_general;
       for (std::size_t i = 0; i < to_measure.size(); ++i) {
         if (!to_measure[i].general()) continue;
         poll();
+        OutputVectors* outputs = parts.vectors ? &of_general[i] : nullptr;
         sink_.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count),
-                       general_comparison(view, to_measure[i], block, sets[i]));
+                       general_comparison(view, to_measure[i], block, sets[i], outputs));
       }
-      const KeptMoments moments = backend_.kept_moments(view.tensors(), block, prompt(), sets, parts);
+      KeptMoments moments = backend_.kept_moments(view.tensors(), block, prompt(), sets, parts);
+      for (const auto& [i, outputs] : of_general)
+        std::ranges::copy(outputs.errors, moments.outputs.errors.data() + i * outputs.errors.size());
       sink_.measured(view, cells, static_cast<int>(first), static_cast<int>(count), moments);
       for (std::size_t i = 0; i < to_measure.size(); ++i)
         if (!to_measure[i].general()) cross_check(view, to_measure[i], sets[i], first, block);
@@ -764,9 +774,10 @@ class Replay {
   }
 
   std::vector<Comparison> general_comparison(const LayerView& view, const Measured& cell,
-                                             std::span<const std::int32_t> queries, KeptSets sets) const {
+                                             std::span<const std::int32_t> queries, KeptSets sets,
+                                             OutputVectors* outputs) const {
     return backend_.compare_attention(view.tensors(), cell.stored ? cell.stored->tensors : view.tensors(),
-                                      cell.positions, queries, prompt(), sets);
+                                      cell.positions, queries, prompt(), sets, outputs);
   }
 
   /// One query of each cell in one query head of one layer takes the general path too, where it lies in the block just

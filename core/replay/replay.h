@@ -89,7 +89,7 @@ class Sink {
   /// Of cells whose store changes kept tokens or moves them, before `measured` of the same block: [Hq, count].
   virtual void compared(const LayerView&, int /*cell*/, int /*first*/, int /*count*/, std::span<const Comparison>) {}
   /// Moments of some cells at a block of eval queries, [first, first + count) of Conditions::eval_queries:
-  /// `moments.kept` is [cells, Hq, count].
+  /// `moments.kept` is [cells, Hq, count], and the outputs of cells that were `compared` are the comparison's.
   virtual void measured(const LayerView&, std::span<const int> /*cells*/, int /*first*/, int /*count*/,
                         const KeptMoments&) {}
   /// Of the other cells at one query of the block that `measured` heard last (index into eval_queries) and one query

@@ -142,11 +142,19 @@ Division division_of(const Plan& plan, const TraceHeader& header, int layers, in
           header.query_heads};
 }
 
-TensorView output_projection(const Trace& trace, int stored_layer) {
+namespace {
+
+TensorView tensor_at(const Trace& trace, int stored_layer, std::string_view end_of_path) {
   for (const StoredTensor& tensor : trace.tensors(stored_layer))
-    if (tensor.path.ends_with("/wo")) return tensor.view;
+    if (tensor.path.ends_with(end_of_path)) return tensor.view;
   return {};
 }
+
+}  // namespace
+
+TensorView output_projection(const Trace& trace, int stored_layer) { return tensor_at(trace, stored_layer, "/wo"); }
+
+TensorView input_norms(const Trace& trace, int stored_layer) { return tensor_at(trace, stored_layer, "/input_norm"); }
 
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question) {
   const bool at_question = plan.window_at == WindowAt::question && question.is_marked();

@@ -74,6 +74,8 @@ Division division_of(const Plan& plan, const TraceHeader& header, int layers, in
 
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
 TensorView output_projection(const Trace& trace, int stored_layer);
+/// [1, T, 1] norms of the tokens' hidden states at the layer's input; without data where the trace does not hold them.
+TensorView input_norms(const Trace& trace, int stored_layer);
 
 /// Arguments of the plan's scorer. `by_rule`: protected tokens; `budget`: under a schedule the tokens kept now.
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question);

@@ -90,17 +90,21 @@ TEST_P(CudaMoments, HaveTheSameBitsInLittleMemoryFromHeldTensorsAndAlone) {
   const LayerTensors tensors = layer.tensors();
   const Sets sets = sets_of(GetParam());
   const auto roomy = make_backend("cuda", 1);
-  const KeptMoments expected = roomy->kept_moments(tensors, queries, boundary, spans_of(sets));
+  MomentParts parts = all_moments;
+  parts.vectors = true;
+  const KeptMoments expected = roomy->kept_moments(tensors, queries, boundary, spans_of(sets), parts);
   const auto expect_same = [&](const KeptMoments& found) {
     expect_equal(found.full, expected.full);
     expect_equal(found.kept, expected.kept);
+    EXPECT_EQ(found.outputs.full, expected.outputs.full);
+    EXPECT_EQ(found.outputs.errors, expected.outputs.errors);
   };
   roomy->hold(tensors, true);
-  expect_same(roomy->kept_moments(tensors, queries, boundary, spans_of(sets)));
+  expect_same(roomy->kept_moments(tensors, queries, boundary, spans_of(sets), parts));
   roomy->let_go(tensors);
   // Some heads and some queries at a time.
   const auto narrow = make_backend("cuda", 1, {.memory = std::size_t{1} << 19});
-  expect_same(narrow->kept_moments(tensors, queries, boundary, spans_of(sets)));
+  expect_same(narrow->kept_moments(tensors, queries, boundary, spans_of(sets), parts));
 
   const std::vector<std::int32_t> last{queries.back()};
   const KeptMoments alone =

@@ -645,11 +645,16 @@ def read_frame(folder: Path) -> pd.DataFrame:
     return frame
 
 
+def metrics_of(trace: reference.Trace) -> list[str]:
+    """All that the trace has what it takes for."""
+    return METRICS + (["output_error:projected", "output_error:residual"] if trace.has_projections else [])
+
+
 @functools.cache
 def replayed(run: Run) -> Results | str:
     """The program's results of a run, or how it failed."""
     out = Path(tempfile.mkdtemp(prefix=f"{run.trace}-", dir=folder().name)) / "out"
-    metrics = METRICS + (["attention_cosine:rows"] if run.rows else [])
+    metrics = metrics_of(trace_of(run.trace)) + (["attention_cosine:rows"] if run.rows else [])
     finished = call(
         "replay",
         trace_path(run.trace),

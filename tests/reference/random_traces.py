@@ -135,6 +135,7 @@ def shape(seed: int) -> Content:
     if seed % 4 == 0:
         hidden, numbers = int(generator.integers(2, 20)), kv_heads * group * d
         content.wo = [generator.normal(size=(hidden, numbers)) for _ in range(n_layers)]
+        content.input_norm = [generator.uniform(1, 9, prompt + 9) for _ in range(n_layers)]
     return content
 
 

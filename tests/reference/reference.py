@@ -29,7 +29,8 @@ class Layer:
     """q [Hq,Tq,d] for the ascending q_positions [Tq]; k, v [Hkv,T,d]; window W (0: none); number: the model's own.
 
     inv_freq [r]: radians a position by which RoPE turns each of the first r pairs of components; None: no RoPE.
-    attention_scaling: what RoPE multiplies queries and keys by; wo [hidden,Hq*d]: the output projection, if stored.
+    attention_scaling: what RoPE multiplies queries and keys by; wo [hidden,Hq*d]: the output projection, if stored, and
+    input_norm [T]: norms of the hidden states at the layer's input.
     """
 
     q: np.ndarray
@@ -41,6 +42,7 @@ class Layer:
     inv_freq: np.ndarray | None = None
     attention_scaling: float = 1.0
     wo: np.ndarray | None = None
+    input_norm: np.ndarray | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -76,6 +78,11 @@ class Trace:
     @property
     def dimension(self) -> int:
         return self.layers[0].k.shape[2]
+
+    @property
+    def has_projections(self) -> bool:
+        """Whether outputs can be held against the residual stream."""
+        return all(layer.wo is not None and layer.input_norm is not None for layer in self.layers)
 
     @property
     def treated(self) -> list[int]:
@@ -132,6 +139,7 @@ def read_trace(path: Path) -> Trace:
                     inv_freq=rope["inv_freq"][index] if rope else None,
                     attention_scaling=float(rope["attention_scaling"][index]) if rope else 1.0,
                     wo=numbers(group["wo"]) if "wo" in group else None,
+                    input_norm=numbers(group["input_norm"]) if "input_norm" in group else None,
                 )
             )
         spans, kinds = {}, {}

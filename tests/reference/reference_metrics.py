@@ -111,7 +111,7 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
     prompt = slice(0, trace.prompt)
     nosink = slice(4, max(4, trace.prompt))
     sums: dict[tuple[str, str], list[np.ndarray]] = {}
-    pooled = []
+    pooled, projected = [], []
     for index, layer in enumerate(trace.treated):
         z, visible = logits(trace, layer, queries)
         kept = residents(trace, selection, index, queries)
@@ -149,10 +149,21 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
             sums.setdefault((metric, variant), []).append(np.percentile(of_queries, percent, axis=1))
         squares = [((output - changed) ** 2).sum(-1).sum(axis=1), (output**2).sum(-1).sum(axis=1)]
         pooled.append(np.stack(squares))
+        if trace.has_projections:
+            of_layer = trace.layers[layer]
+            whole, error = (
+                np.linalg.norm(vectors.transpose(1, 0, 2).reshape(len(queries), -1) @ of_layer.wo.T, axis=1)
+                for vectors in (output, changed - output)
+            )
+            beside = {"projected": ratio(error, whole, 0), "residual": ratio(error, of_layer.input_norm[queries], 0)}
+            projected.append({variant: value.mean() for variant, value in beside.items()})
     measured = {key: averaged(np.stack(value)) for key, value in sums.items()}
     error, whole = np.stack(pooled, axis=1)  # [L,Hq] each
     layers = np.sqrt(ratio(error.sum(axis=1), whole.sum(axis=1), 0))
     measured["output_error", "pooled"] = Values(np.sqrt(ratio(error, whole, 0)), layers, float(layers.mean()))
+    for variant in projected[0] if projected else ():
+        of_layers = np.array([of_layer[variant] for of_layer in projected])
+        measured["output_error", variant] = Values(None, of_layers, float(of_layers.mean()))
     return measured
 
 

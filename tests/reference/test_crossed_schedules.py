@@ -174,6 +174,7 @@ def content(name: str) -> Content:
         made = random_traces.normal(42, 3, 6, 2, 6, 47, 58, rope=True, spans={"question": ("question", 43, 47)})
     generator = np.random.default_rng(len(name))
     made.wo = [generator.normal(size=(10, q.shape[0] * q.shape[2])) for q in made.q]
+    made.input_norm = [generator.uniform(1, 9, k.shape[1]) for k in made.k]
     return made
 
 

@@ -18,7 +18,7 @@ import reference_metrics
 import reference_twins
 import test_crossed_schedules as crossed
 from comparison import compare_metrics, compare_selections, stored_selection
-from program_runs import METRICS, call, folder, read_frame
+from program_runs import call, folder, metrics_of, read_frame
 from reference import Trace
 from reference_policies import decide, has_twin, select
 from reference_selection import Policy, unwrapped
@@ -217,7 +217,8 @@ def replay(situation: Situation, texts: list[str], *more: str) -> tuple[dict, di
 
 @functools.cache
 def replayed(situation: Situation) -> tuple[dict[str, pd.DataFrame], dict[str, pd.DataFrame], Path]:
-    return replay(situation, with_twin(situation), "--metrics", ",".join(METRICS), "--detail", "head")
+    metrics = ",".join(metrics_of(situation.trace))
+    return replay(situation, with_twin(situation), "--metrics", metrics, "--detail", "head")
 
 
 def is_written(policy: Policy, text: str) -> bool:

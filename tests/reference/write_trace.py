@@ -33,6 +33,7 @@ class Content:
     attention_scaling: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
     wo: list[np.ndarray] | None = None  # [layer] [hidden, Hq*d]
+    input_norm: list[np.ndarray] | None = None  # [layer] [T]
 
 
 def stored_type(dtype: str) -> h5py.h5t.TypeFloatID:
@@ -114,5 +115,7 @@ def write_trace(path: Path, content: Content) -> None:
             write_tensor(layer, "v", content.v[index], content.dtype)
             if content.wo is not None:
                 write_tensor(layer, "wo", content.wo[index], content.dtype)
+            if content.input_norm is not None:
+                array(layer, "input_norm", content.input_norm[index].astype(np.float32))
             if content.q_positions is not None:
                 array(layer, "q_positions", content.q_positions.astype(np.int32))

@@ -143,6 +143,52 @@ TEST_P(KeptMomentsOf, AgreeWithTheGeneralComparison) {
   }
 }
 
+TEST_P(KeptMomentsOf, OutputsAsVectorsHaveTheirMoments) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  std::vector<KeptSet> all_sets = sets();
+  const auto backend = tested_backend(2);
+  const LayerTensors tensors = layer.tensors();
+  const auto dim = static_cast<std::size_t>(tensors.v.dim);
+  constexpr MomentParts parts{.outputs = true, .vectors = true};
+  const KeptMoments moments = backend->kept_moments(tensors, queries, boundary, each(all_sets), parts);
+  ASSERT_EQ(moments.outputs.full.size(), moments.full.size() * dim);
+  ASSERT_EQ(moments.outputs.errors.size(), moments.kept.size() * dim);
+  const auto vector = [&](const std::vector<float>& of, std::size_t cell) {
+    return std::span(of).subspan(cell * dim, dim);
+  };
+  for (std::size_t set = 0; set < all_sets.size(); ++set) {
+    OutputVectors compared;
+    backend->compare_attention(tensors, tensors, Positions::original, queries, boundary, {&all_sets[set], 1},
+                               &compared);
+    ASSERT_EQ(compared.full.size(), moments.outputs.full.size());
+    ASSERT_EQ(compared.errors.size(), moments.outputs.full.size());
+    for (std::size_t cell = 0; cell < moments.full.size(); ++cell) {
+      const std::size_t of_set = set * moments.full.size() + cell;
+      const std::span<const float> full = vector(moments.outputs.full, cell);
+      const std::span<const float> error = vector(moments.outputs.errors, of_set);
+      double output_square = 0, error_square = 0, dot = 0;
+      for (std::size_t c = 0; c < dim; ++c) {
+        const double o = static_cast<double>(full[c]), difference = static_cast<double>(error[c]);
+        output_square += o * o;
+        error_square += difference * difference;
+        dot += o * (o + difference);
+        const double size = std::sqrt(1.0 + moments.kept[of_set].output_square);
+        EXPECT_NEAR(static_cast<double>(vector(compared.full, cell)[c]), o, 4e-6 * size);
+        EXPECT_NEAR(static_cast<double>(vector(compared.errors, cell)[c]), difference, 4e-6 * size);
+      }
+      EXPECT_NEAR(output_square, moments.full[cell].output_square, 1e-6 * (1.0 + output_square));
+      EXPECT_NEAR(error_square, moments.kept[of_set].error_square, 1e-6 * (1.0 + error_square));
+      EXPECT_NEAR(dot, moments.kept[of_set].output_dot, 1e-6 * (1.0 + output_square));
+    }
+  }
+  KeptSet everything(Heads::layer, 1, boundary);
+  for (int j = 0; j < boundary; ++j) everything.keep(0, j);
+  const KeptMoments whole =
+      backend->kept_moments(tensors, queries, boundary, std::vector<KeptSets>{{&everything, 1}}, parts);
+  EXPECT_TRUE(std::ranges::all_of(whole.outputs.errors, [](float error) { return error == 0; }));
+}
+
 TEST_P(KeptMomentsOf, PartsThatAreAskedForAloneAreThoseOfAllParts) {
   const auto& [shape, boundary, queries] = GetParam();
   const RandomLayer layer(shape);

@@ -38,7 +38,7 @@ class FakeBackend final : public Backend {
     return moments;
   }
   std::vector<Comparison> compare_attention(const LayerTensors&, const LayerTensors&, Positions,
-                                            std::span<const std::int32_t>, int, KeptSets) override {
+                                            std::span<const std::int32_t>, int, KeptSets, OutputVectors*) override {
     ++calls;
     return comparisons;
   }

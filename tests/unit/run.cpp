@@ -64,8 +64,8 @@ class ForgetfulBackend final : public Backend {
     return moments;
   }
   std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
-                                            std::span<const std::int32_t> queries, int boundary,
-                                            KeptSets kept) override {
+                                            std::span<const std::int32_t> queries, int boundary, KeptSets kept,
+                                            OutputVectors*) override {
     return sound_->compare_attention(layer, stored, positions, queries, boundary, kept);
   }
   std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override {
