@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import execute  # noqa: E402
 import frame  # noqa: E402
+import retrieval  # noqa: E402
 
 from kvreplay.errors import Error  # noqa: E402
 from kvreplay.results import Run  # noqa: E402
@@ -305,6 +306,31 @@ def test_skill_is_the_way_from_the_random_twin_to_the_best_set(figures: Figures)
         assert shown.loc[policy, "mean"] == pytest.approx(skill.mean(), rel=1e-9)
         assert_bootstrap(shown.loc[policy], skill)
     assert shown.loc["local", "mean"] == 0, "all that it keeps is protected"
+
+
+def test_chance_of_adjacent_layers():
+    """By hand: of three layers that keep {0, 1}, {0, 2} and {0, 1}, two share 1, 2 and 1 tokens, on average 4/3, and
+    have 4 - 4/3 together. Drawn sets have the same level, of single tokens and of whole chunks."""
+    kept = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 0]], dtype=bool)
+    assert frame.chance_jaccard(kept) == pytest.approx((4 / 3) / (4 - 4 / 3))
+    random = np.random.default_rng(5)
+    share = random.beta(0.3, 2.0, size=2_000)
+    expected = (share**2).sum() / (2 * share - share**2).sum()
+    for chunk in (1, 10):
+        drawn = np.repeat(random.random((200, 2_000)) < share, chunk, axis=1)
+        pairs = [(a & b).sum() / (a | b).sum() for a, b in zip(drawn, drawn[1:], strict=False)]
+        assert frame.chance_jaccard(drawn[:30]) == pytest.approx(np.mean(pairs), rel=0.04)
+        assert np.mean(pairs) == pytest.approx(expected, rel=0.04)
+
+
+def test_bm25_by_hand():
+    """Three documents of 2, 1 and 3 terms. a is in one of them: idf = ln(1 + 2.5 / 1.5); so is b, asked for twice."""
+    idf = np.log(8 / 3)
+    first = idf * 2 * 2.2 / (2 + 1.2)  # as long as the mean
+    second = 2 * idf * 2.2 / (1 + 1.2 * (0.25 + 0.75 / 2))  # half as long
+    assert retrieval.bm25(["A a", "b", "c, c: c!"], "a b B d?") == pytest.approx([first, second, 0])
+    everywhere = np.log(1 + 0.5 / 2.5)
+    assert retrieval.bm25(["a", "a"], "a") == pytest.approx([everywhere * 2.2 / 2.2] * 2) and everywhere > 0
 
 
 # What is refused, and the frame's own rules
