@@ -233,7 +233,8 @@ def drawn_steps(trace: str, steps: pd.DataFrame) -> Drawing:
     sheet = Sheet(
         len(shown), (5.6, 0.85), left=0.75, right=0.15, above=0.1, gap=(0, 0.12), below=0.42,
         headings=[SMALL * LINE * POINT + 0.03] * len(shown), title="What the question attends to, block by block",
-        subtitle=f"{trace}, last layer, blocks of {STEP} tokens, σ {RATIOS[QUARTER]:g}; blue: kept, grey: evicted; band: the answer",
+        subtitle=f"{trace}, last layer, blocks of {STEP} tokens, σ {RATIOS[QUARTER]:g}; "
+                 "blue: kept, grey: evicted; band: the answer",
         caption=Choice(stepwise, traces_asked=[trace]).caption("Score: attention of the question, all heads"),
     )  # fmt: skip
     for axis, step in zip(sheet.axes, shown, strict=True):

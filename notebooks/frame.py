@@ -122,6 +122,24 @@ def chance_jaccard(kept: np.ndarray) -> float:
     return float(intersection / (2 * share.sum() - intersection))
 
 
+def distances(vectors: np.ndarray) -> np.ndarray:
+    """Euclidean distance of every two rows."""
+    squares = (vectors**2).sum(axis=1)
+    found = np.sqrt(np.maximum(squares[:, None] + squares - 2 * vectors @ vectors.T, 0))
+    np.fill_diagonal(found, 0)
+    return found
+
+
+def energy_coefficient(apart: np.ndarray, kept: np.ndarray) -> float:
+    """How far the distribution of kept vectors lies from that of all: 0 the same, 1 apart.
+
+    The energy distance of Székely and Rizzo 2013, 2 E|X - Y| - E|X - X'| - E|Y - Y'|, over 2 E|X - Y|, with X kept and
+    Y any vector; `apart` holds the distance of every two.
+    """
+    between = 2 * apart[kept].mean()
+    return float((between - apart[np.ix_(kept, kept)].mean() - apart.mean()) / between)
+
+
 def of_paper(table: pd.DataFrame, panel: str, x: str) -> pd.DataFrame:
     """A table of a paper as points of `curves`: a series a column."""
     points = table.rename_axis(index=x, columns="series").stack().rename("value").reset_index()
