@@ -332,7 +332,7 @@ def first_figure(trace: str) -> Drawing:
     panel = 1.3
     sheet = Sheet(
         2 * len(names), (panel, panel), len(names), left=0.35, right=0.1, above=0.1, gap=(0.12, 0.12), below=0.12,
-        headings=[0.15, 0.15], title="What half of the tokens leave: attention and keys",
+        headings=[0.15, 0.15], title="The kept half of a prompt: attention and keys",
         subtitle=f"{trace}, last layer; above: attention (log), evicted columns white; below: principal components of "
                  "the keys, grey: all, blue: kept", caption=Choice(half, traces_asked=[trace]).caption(),
     )  # fmt: skip
