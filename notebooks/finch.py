@@ -239,7 +239,7 @@ def drawn_steps(trace: str, steps: pd.DataFrame) -> Drawing:
     )  # fmt: skip
     for axis, step in zip(sheet.axes, shown, strict=True):
         mine = steps[steps["step"] == step]
-        axis.axvspan(answer.start - 0.5, answer.stop - 0.5, color="#D55E00", alpha=0.25, linewidth=0)
+        axis.axvspan(answer.start - 0.5, answer.stop - 0.5, color="#D55E00", alpha=0.5, linewidth=0)
         for kept, colour in ((False, QUIET), (True, COLOURS[0])):
             some = mine[mine["kept"] == kept]
             axis.plot(some["position"], some["score"], ".", color=colour, markersize=2.5)
@@ -363,10 +363,10 @@ page.find(
 # %% [markdown]
 # ## Bytes
 #
-# Table 6 has the memory of the cache before the first new token, for a text of 4,096 tokens. By Table 2 a cache holds
-# n/σ tokens, each with a key and a value of d numbers in every layer and KV head: 2 · layers · heads · d · n/σ numbers,
-# here of 16 bits. The ratios are those of Tables 4 and 5: 2,000, 1,000 and 512 of 4,096 tokens. The last column counts
-# the bytes of our replays at the ratios of this page.
+# Table 6 has the memory of the cache before the first new token, for a text of 4,096 tokens. Here it is computed: by
+# Table 2 a cache holds n/σ tokens, each with a key and a value of d numbers in every layer and KV head, that is
+# 2 · layers · heads · d · n/σ numbers, of 16 bits. The ratios are those of Tables 4 and 5: 2,000, 1,000 and 512
+# tokens. The finding counts the bytes of our replays at the ratios of this page.
 
 # %%
 MODELS = {"Llama2-7B": (32, 32, 128), "Mistral-7B": (32, 8, 128), "SmolLM2-135M": (30, 3, 64)}  # layers, KV heads, d
