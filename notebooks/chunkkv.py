@@ -12,12 +12,15 @@
 # a compressed model writes, and nothing here stands for them.
 
 # %%
+from itertools import pairwise
+
 import numpy as np
 import pandas as pd
 from frame import (
     KINDS,
     Page,
     cell,
+    chance_jaccard,
     corpus,
     curves,
     less,
@@ -108,6 +111,55 @@ lines.insert(1, {"adjacent layers share": "SnapKV without pooling"} | dict.fromk
 numbers = pd.concat([means(adjacent), means(bare).rename(lambda label: label.replace("snapkv", "snapkv:pool=none"))])
 page.table("adjacent-layers", numbers.reset_index(names="policy"), pd.DataFrame(lines))
 
+# %% [markdown]
+# Layers also share tokens because a policy prefers the same positions in all of them. *By chance* is the similarity
+# that two layers would have if each drew its set independently, every position with the share of layers in which the
+# policy keeps it in this prompt: expected intersection over expected union, in closed form. Protected tokens, which all
+# layers keep, are left out on both sides. What lies above chance is what adjacent layers have in common beyond that.
+
+
+# %%
+def by_chance(run: Run, label: str) -> pd.DataFrame:
+    """By trace: the chance level of the sets of the first head in each layer."""
+    rows = run.cells[run.cells["label"] == label]
+    sets = (run.selection_of(row.cell, run.trace(row.trace).boundary) for row in rows.itertuples())
+    chance = [chance_jaccard((one.mask() & one.unprotected())[:, 0]) for one in sets]
+    return rows[["trace"]].assign(label="chance", value=chance)
+
+
+FIRST_HEADS = {
+    "H2O, as published": (tenth, PUBLISHED["H2O"]),
+    "SnapKV without pooling, as published": (unpooled, PUBLISHED["SnapKV"]),
+    "SnapKV, as published": (tenth, PUBLISHED["SnapKV"]), "H2O, one set a layer": (tenth, SHARED["H2O"]),
+    "SnapKV without pooling, one set a layer": (unpooled, SHARED["SnapKV"]),
+    "SnapKV, one set a layer": (tenth, SHARED["SnapKV"]), "ChunkKV": (tenth, SHARED["ChunkKV"]),
+    "random": (tenth, "random"),
+}  # fmt: skip
+pairs = {}
+for name, (run, label) in FIRST_HEADS.items():
+    measured = values(run, "jaccard_adjacent:first")
+    pairs[name] = pd.concat([measured[measured["label"] == label].assign(label="measured"), by_chance(run, label)])
+levels = pd.concat([means(rows).assign(policy=name).reset_index() for name, rows in pairs.items()])
+cells = levels.set_index(["policy", "label"])
+level = cells["mean"].unstack("label")
+page.table("jaccard-chance", levels, pd.DataFrame([
+    {"adjacent layers share": name, "measured": cell(cells.loc[(name, "measured")]),
+     "by chance": cell(cells.loc[(name, "chance")]),
+     "chance over measured": f"{level.loc[name, 'chance'] / level.loc[name, 'measured']:.2f}"}
+    for name in pairs
+]))  # fmt: skip
+
+# %% [markdown]
+# By kind of prompt. A kind with fewer than six prompts is too small for a difference to be resolved.
+
+# %%
+in_kinds = pd.concat([rows[rows["label"] == "measured"].assign(series=name) for name, rows in pairs.items()])
+page.kinds("adjacent-kinds", in_kinds, "adjacent layers share")
+FEWEST = 6  # prompts of which a sign-flip test can resolve a difference at 5 %
+few = [kind for kind in kinds if (prompts["kind"] == kind).sum() < FEWEST]
+ordered = adjacent[adjacent["label"].isin(PUBLISHED.values())]
+by_series = ordered.groupby(["kind", "label"])["value"].mean().unstack()[list(PUBLISHED.values())].loc[kinds]
+
 
 # %%
 def adjacent_figure() -> Drawing:
@@ -118,7 +170,7 @@ def adjacent_figure() -> Drawing:
         1, (3.4, 1.7), left=0.75, right=label_room(list(ours)) + 0.1, above=0.1, below=0.42,
         title="How much do adjacent layers share?",
         subtitle="budget 10 %; first head; grey: the paper's Tables 3 and 10",
-        caption=f"{Choice(tenth).caption('Dashed: chance')} {INTERVAL}.",
+        caption=f"{Choice(tenth).caption('Dashed: chance of random sets')} {INTERVAL}.",
     )  # fmt: skip
     axis, places = sheet.axes[0], {method: 2 - i for i, method in enumerate(PUBLISHED)}
     for model, mark in marks.items():
@@ -130,7 +182,9 @@ def adjacent_figure() -> Drawing:
         at = [places[method] + 0.1 - 0.17 * i for method in names]
         axis.hlines(at, found["low"], found["high"], color=COLOURS[i], linewidth=1.2)
         axis.plot(found["mean"], at, "osD"[i], color=COLOURS[i], label=label)
-        drawn.append(found.reset_index(names="policy").assign(method=list(names), shown_as=label))
+        chance = [by_chance(tenth, name)["value"].mean() for name in names.values()]
+        axis.plot(chance, at, "|", color=COLOURS[i], markersize=7, label="by chance" if i == 2 else None)
+        drawn.append(found.reset_index(names="policy").assign(method=list(names), shown_as=label, by_chance=chance))
     axis.axvline(0.1 / 1.9, color=QUIET, linewidth=0.8, linestyle=(0, (4, 2)))
     axis.set_yticks(list(places.values()), list(places))
     axis.set_xlim(0, 0.8)
@@ -184,6 +238,18 @@ page.find(
     "nearest three less those half the depth apart: " + ", ".join(f"{m} {gap:+.2f}" for m, gap in near_far.items()),
     [bool(gap > 0) for gap in near_far.values()],
 )  # fmt: skip
+page.find(
+    "Draft Tables 3 and 10, by kind", "adjacent layers share most in ChunkKV, then SnapKV, then H2O",
+    "; ".join(f"{kind} " + " > ".join(f"{one:.2f}" for one in by_series.loc[kind].iloc[::-1]) for kind in kinds),
+    [*(less(ordered[ordered["kind"] == kind], one, other, kind) for kind in kinds if kind not in few
+       for one, other in pairwise(PUBLISHED.values())), *([None] if few else [])],
+    f"{', '.join(few)}: fewer than {FEWEST} prompts each" if few else "",
+)  # fmt: skip
+page.find(
+    "(chance)", "adjacent layers share more than two layers that draw from the policy's own positions",
+    ", ".join(f"{name} {level.loc[name, 'measured']:.2f} (chance {level.loc[name, 'chance']:.2f})" for name in pairs),
+    [more(rows, "measured", "chance", name) for name, rows in pairs.items() if name != "random"],
+)  # fmt: skip
 
 # %% [markdown]
 # ## Window and pooling
@@ -192,11 +258,15 @@ page.find(
 # one set a layer, SnapKV and PyramidKV with and without pooling. ChunkKV does not pool: it sums the scores of a chunk.
 
 # %%
-window_settings(page, every, {
+windows = window_settings(page, every, {
     "SnapKV": "snapkv:window={window},pool={pool},heads=layer",
     "PyramidKV": "pyramid-kv:window={window},pool={pool},heads=layer", "ChunkKV": "chunkkv:window={window}",
 }, "0.1", {"jaccard_adjacent:first": "adjacent layers share", "attention_recall": "attention recall",
            "output_error": "output error"})  # fmt: skip
+
+# %%
+windows = windows[windows["quantity"] == "output error"]
+page.kinds("windows-kinds", windows.assign(series=windows["policy"] + ", " + windows["setting"]), "output error")
 
 # %% [markdown]
 # ## Loss of keys and values, cosine of attention
@@ -372,6 +442,10 @@ page.keep(curves(
 ), "chunk-size")  # fmt: skip
 
 # %%
+errors = points[(points["panel"] == "attention output") & (points["series"] == "10 %")]
+page.kinds("chunk-size-kinds", errors.sort_values("chunk").assign(series=lambda one: one["chunk"]), "tokens in a chunk")
+
+# %%
 needles = page.replay("chunk-size-needle", traces("needle"), [f"chunkkv:chunk={size}" for size in SIZES],
                       list(PAPER_NEEDLE), "--metrics", "span_recall", "--detail", "summary")  # fmt: skip
 kept = needle_kept(needles)
@@ -477,6 +551,9 @@ page.table("reuse-sinks", found, pd.DataFrame([
                      for sinks, suffix in SINKS.items()}
     for number in REUSE
 ]))  # fmt: skip
+errors = points[points["panel"] == "attention output"].sort_values(["reuse", "sinks"])
+name = "N = " + errors["reuse"].astype(str) + errors["sinks"].map(SINKS)
+page.kinds("reuse-kinds", errors.assign(series=name), "output error at 10 %")
 
 # %%
 speed = relative.groupby("reuse")["value"].mean()
@@ -586,10 +663,11 @@ def runs_of(run: Run, label: str) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-lines, found = [], []
+lines, found, in_prompts = [], [], []
 in_runs = {"H2O": (tenth, SHARED["H2O"])} | ON_TEXT | {"random": (tenth, "random")}
 for name, (run, label) in in_runs.items():
     rows = runs_of(run, label)
+    in_prompts.append(rows.assign(series=name, value=rows["length"]))
     line = {"one set a layer": name}
     for column, heading, digits in (("length", "tokens in a run", 1), ("alone", "kept tokens that stand alone", 3)):
         average = mean_over_traces(rows.assign(value=rows[column], label=name), ["label"]).iloc[0]
@@ -598,6 +676,9 @@ for name, (run, label) in in_runs.items():
     lines.append(line)
 lengths = pd.concat(found, ignore_index=True)
 page.table("runs", lengths, pd.DataFrame(lines))
+by_prompt = pd.concat(in_prompts)
+page.kinds("runs-kinds", by_prompt.assign(kind=by_prompt["trace"].map(prompts.set_index("name")["kind"])),
+           "tokens in a run", 1)  # fmt: skip
 lengths = lengths[lengths["quantity"] == "length"].set_index("label")["mean"].astype(float)
 page.find(
     "NeurIPS Fig. 1, draft appendix A.2", "token policies keep single words, ChunkKV whole phrases",
@@ -738,6 +819,7 @@ shown = pd.DataFrame({
     "size": found["share"].map("{:.4f}".format), "output error": [cell(row) for _, row in found.iterrows()],
 })  # fmt: skip
 page.table("kivi-sizes", found.reset_index(), shown)
+page.kinds("kivi-kinds", rows.assign(series=rows["setting"]).sort_values("setting"), "output error")
 heads = values(quantised, "kv_bytes:attention-heads")
 heads = heads[heads["label"] == "full"].groupby("trace")["value"].first() / whole
 sizes = {one: found.loc[one, "share"] for one in PAPER_SIZE}

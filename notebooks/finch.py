@@ -15,10 +15,13 @@
 import numpy as np
 import pandas as pd
 from frame import KINDS, Page, cell, corpus, curves, more, needle_kept, traces, values
+from retrieval import bm25
 
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import mean_over_traces
-from kvreplay.results import Run
+from kvreplay.plot.style import COLOURS, LINE, POINT, QUIET, SMALL, Drawing, Sheet, quiet_frame
+from kvreplay.results import Run, TraceFacts
+from kvreplay.trace import Trace
 
 page = Page("finch")
 prompts = corpus()
@@ -80,7 +83,7 @@ GUIDED = {"finch:positions=cache": "FINCH", "finch:positions=original": "FINCH, 
           "snapkv:heads=layer,window=32,pool=max": "SnapKV, last 32",
           "snapkv:heads=layer,window=8,pool=none": "SnapKV, unpooled", "random": "random"}  # fmt: skip
 ratios = page.replay("compression", every, [policy for policy in GUIDED if policy != "random"], BUDGETS,
-                     "--controls", "twins", "--metrics", "attention_recall,output_error,span_recall",
+                     "--controls", "twins", "--metrics", "attention_recall,output_error,span_recall,kv_bytes",
                      "--detail", "summary")  # fmt: skip
 compared = three(ratios, called(ratios, GUIDED))
 compared["ratio"] = 1 / compared["budget"].astype(float)
@@ -153,6 +156,240 @@ page.find(
               for budget in (QUARTER, BUDGETS[-1])) + " (share of the answer kept)",
     [more(alike[("answer", budget)], "FINCH", name, f"σ {RATIOS[budget]:g}")
      for name in ("truncate", "random") for budget in BUDGETS if RATIOS[budget] > 2],
+)  # fmt: skip
+
+# %% [markdown]
+# ## Block by block
+#
+# Fig. 3 shows the attention of the question in the last layer of Llama2 as the context is read block by block: the best
+# tokens are circled, carried along, and measured again beside the next block, until the model answers "Paris" from what
+# is left. Below, the same for a needle, keys at their captured positions: the score of each token that the cache and
+# the block hold, those that are kept in blue. The table counts the answer's tokens that are held when its own block has
+# been read and at the end. *Chance* is the share of the context read so far that is held.
+
+# %%
+STEP = 128 if shortest >= 1000 else 32  # tokens in a block
+stepwise = page.replay("steps", every, [f"finch:positions=original,blocks={STEP}"], [QUARTER],
+                       "--metrics", "attention_recall", "--detail", "summary")  # fmt: skip
+paths = dict(zip(prompts["name"], every, strict=True))
+
+
+def span_of(facts: TraceFacts, kind: str) -> range:
+    """The tokens of the last span of a kind; empty without one."""
+    return next((range(one.begin, one.end) for one in reversed(facts.spans) if one.kind == kind), range(0))
+
+
+def evictions(trace: str) -> np.ndarray:
+    """The last token of the block after which FINCH evicts each prompt token, -1 if never: int [layers, P]."""
+    row = stepwise.cells[(stepwise.cells["trace"] == trace) & (stepwise.cells["policy"] == "finch")].iloc[0]
+    facts = stepwise.trace(trace)
+    return stepwise.selection_of(row["cell"], facts.boundary).evicted_at[:, 0, : facts.boundary]
+
+
+def held_after(gone: np.ndarray, end: int) -> np.ndarray:
+    """Whether a token of the context up to `end` is kept when the block that ends there has been read."""
+    return (np.arange(gone.shape[-1]) <= end) & ((gone < 0) | (gone > end))
+
+
+def question_scores(trace: str, layer: int, held: np.ndarray) -> np.ndarray:
+    """FINCH's score of the tokens `held`: attention of the question's rows, each over these tokens and the question up
+    to its own, weighted by the share of keys that it sees; summed over rows and heads."""
+    with Trace(paths[trace]) as opened:
+        queries, keys = (opened[f"/layers/{layer:03}/{name}"].astype(np.float64) for name in ("q", "k"))
+        scale = opened.attribute("/model", "softmax_scale")
+    facts = stepwise.trace(trace)
+    question = np.arange(span_of(facts, "question").start, facts.prompt)
+    keys = np.repeat(keys[:, [*held, *question]], len(queries) // len(keys), axis=0)
+    logits = scale * queries[:, question] @ keys.transpose(0, 2, 1)
+    seen = len(held) + np.arange(len(question)) + 1
+    logits = np.where(np.arange(logits.shape[2]) < seen[:, None], logits, -np.inf)
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    weights *= (seen / seen[-1])[:, None] / weights.sum(axis=2, keepdims=True)
+    return weights[..., : len(held)].sum(axis=(0, 1))
+
+
+def steps_of(trace: str, layer: int) -> pd.DataFrame:
+    """One row a step and token that the cache and the block hold: step, position, score, kept."""
+    gone = evictions(trace)[layer]
+    begin, context = 0, span_of(stepwise.trace(trace), "question").start
+    steps = []
+    for number, end in enumerate(sorted({*range(STEP - 1, context, STEP), context - 1})):
+        kept = held_after(gone, end)
+        held = np.flatnonzero(held_after(gone, begin - 1) if begin else np.zeros_like(kept))
+        held = np.array([*held, *range(begin, end + 1)])
+        steps.append(pd.DataFrame({"step": number + 1, "position": held, "kept": kept[held],
+                                   "score": question_scores(trace, layer, held)}))  # fmt: skip
+        begin = end + 1
+    return pd.concat(steps, ignore_index=True)
+
+
+def drawn_steps(trace: str, steps: pd.DataFrame) -> Drawing:
+    """Scores of the question: a panel for the first step, that of the answer, the next, and the last."""
+    facts = stepwise.trace(trace)
+    context, answer = span_of(facts, "question").start, span_of(facts, "answer")
+    last = steps["step"].max()
+    own = 1 + (answer.stop - 1) // STEP
+    shown = sorted({1, own, min(own + 1, last), last})
+    sheet = Sheet(
+        len(shown), (5.6, 0.85), left=0.75, right=0.15, above=0.1, gap=(0, 0.12), below=0.42,
+        headings=[SMALL * LINE * POINT + 0.03] * len(shown), title="What the question attends to, block by block",
+        subtitle=f"{trace}, last layer, blocks of {STEP} tokens, σ {RATIOS[QUARTER]:g}; "
+                 "blue: kept, grey: evicted; band: the answer",
+        caption=Choice(stepwise, traces_asked=[trace]).caption("Score: attention of the question, all heads"),
+    )  # fmt: skip
+    for axis, step in zip(sheet.axes, shown, strict=True):
+        mine = steps[steps["step"] == step]
+        axis.axvspan(answer.start - 0.5, answer.stop - 0.5, color="#D55E00", alpha=0.5, linewidth=0)
+        for kept, colour in ((False, QUIET), (True, COLOURS[0])):
+            some = mine[mine["kept"] == kept]
+            axis.plot(some["position"], some["score"], ".", color=colour, markersize=2.5)
+        axis.set_yscale("log")
+        axis.set_xlim(0, context)
+        axis.set_ylim(steps["score"].quantile(0.005), 1.5 * steps["score"].max())
+        counted = f"{mine['kept'].sum()} of {len(mine)} tokens kept"
+        axis.annotate(f"after block {step} of {last}: {counted}", (0, 1), (0, 3), "axes fraction", "offset points")
+        axis.tick_params(labelbottom=axis is sheet.axes[-1])
+        axis.set_ylabel("score")
+        quiet_frame(axis)
+    sheet.axes[-1].set_xlabel("position of the token in the prompt")
+    return Drawing(sheet.figure, steps)
+
+
+needles = prompts[prompts["kind"] == "needle"].assign(off=lambda one: (one["needle_depth"] - 0.5).abs())
+stepped = needles.sort_values(["off", "prompt_tokens"])["name"].iloc[0]
+last_layer = stepwise.trace(stepped).layers - 1
+steps = steps_of(stepped, last_layer)
+page.keep(drawn_steps(stepped, steps), "steps")
+
+# %%
+SHARES = {"last layer": "last layer", "all layers": "all layers", "chance": "chance"}
+lines = []
+for trace, kind in zip(prompts["name"], prompts["kind"], strict=True):
+    facts, gone = stepwise.trace(trace), evictions(trace)
+    answer, context = span_of(facts, "answer"), span_of(facts, "question").start
+    if not answer or answer.stop > context:
+        continue
+    own = min((answer.stop - 1) // STEP * STEP + STEP, context) - 1
+    for when, end in {"after its block": own, "at the end": context - 1}.items():
+        held = held_after(gone, end)
+        shares = held[:, answer].mean(axis=1)
+        found = (shares[-1], shares.mean(), held.sum(axis=1).mean() / (end + 1))
+        lines += [{"trace": trace, "kind": kind, "when": when, "label": name, "value": value}
+                  for name, value in zip(SHARES, found, strict=True)]  # fmt: skip
+rows = pd.DataFrame(lines)
+found = mean_over_traces(rows, ["label", "when"])
+cells = found.set_index(["label", "when"])
+page.table("answer-steps", found, pd.DataFrame([
+    {"answer held": name} | {when: cell(cells.loc[(name, when)]) for when in rows["when"].unique()} for name in SHARES
+]))  # fmt: skip
+ends = rows[rows["when"] == "at the end"]
+page.find(
+    "Fig. 3", "the tokens that the question attends to are carried to the end, and the answer is among them",
+    "; ".join(f"{when}: " + ", ".join(f"{name} {cells.loc[(name, when), 'mean']:.2f}" for name in SHARES)
+              for when in rows["when"].unique()) + " (share of the answer held)",
+    [more(ends, name, "chance") for name in ("last layer", "all layers")],
+)  # fmt: skip
+ranked = steps.sort_values("score", ascending=False).groupby("step")
+best = sum(mine["kept"].head(mine["kept"].sum()).sum() for _, mine in ranked)
+page.by_construction(
+    "Fig. 3, section 5.1", "the best r tokens of the cache and the block are kept",
+    f"{best} of {steps['kept'].sum()} tokens that are kept in the last layer are the best by scores computed again, in "
+    f"{steps['step'].max()} steps",
+)  # fmt: skip
+
+# %% [markdown]
+# ## Retrieval
+#
+# Fig. 7 compares FINCH with retrieval: the text in chunks of 256 tokens, those nearest to the question by an embedding.
+# Here the chunks are ranked by [BM25](retrieval.py) over their words (Robertson and Zaragoza 2009; k1 = 1.2, b = 0.75).
+# The question is kept whole, then chunks in the order of their scores until the budget is spent, the last one cut. Our
+# prompts are shorter, so chunks of 64 tokens are shown too. *Random chunks* is what chunks in a random order keep on
+# average: the free budget over the context. Retrieval keeps the same tokens in all layers.
+
+# %%
+CHUNK_TOKENS = (256, 64)
+
+
+def retrieved(trace: str, budget: str, size: int) -> np.ndarray:
+    """Whether BM25 keeps a token of the context: bool [n]."""
+    facts, tokens = ratios.trace(trace), ratios.selections[f"/traces/{trace}/tokens"]
+    text, offsets = tokens["text"][()].decode(), tokens["offsets"][()]
+    question = span_of(facts, "question")
+    context = question.start
+    free = int(float(budget) * facts.prompt + 0.5) - (facts.prompt - context)
+    chunks = [range(begin, min(begin + size, context)) for begin in range(0, context, size)]
+    scores = bm25([text[offsets[one.start][0] : offsets[one.stop - 1][1]] for one in chunks],
+                  text[offsets[question.start][0] : offsets[question.stop - 1][1]])  # fmt: skip
+    kept = np.zeros(context, dtype=bool)
+    kept[[i for place in np.argsort(-np.array(scores), kind="stable") for i in chunks[place]][:free]] = True
+    return kept
+
+
+lines = []
+for trace, kind in zip(prompts["name"], prompts["kind"], strict=True):
+    answer = span_of(ratios.trace(trace), "answer")
+    if trace not in set(compared["trace"][compared["panel"] == "answer"]):
+        continue
+    for budget in BUDGETS:
+        kept = {f"BM25, {size} tokens": retrieved(trace, budget, size) for size in CHUNK_TOKENS}
+        shares = {name: one[answer].mean() for name, one in kept.items()}
+        shares["random chunks"] = next(iter(kept.values())).mean()
+        lines += [{"trace": trace, "kind": kind, "budget": budget, "series": name, "value": value}
+                  for name, value in shares.items()]  # fmt: skip
+rows = compared[(compared["panel"] == "answer") & compared["series"].isin(["FINCH", "truncate"])]
+rows = pd.concat([rows, pd.DataFrame(lines)])
+rows = rows.assign(panel="answer", ratio=1 / rows["budget"].astype(float), label=rows["series"])
+page.keep(curves(
+    rows, "ratio", {"answer": "share of the answer kept"}, "FINCH and retrieval",
+    "BM25 over chunks of the text; prompts whose context holds the answer", Choice(ratios).caption(),
+    "compression, prompt over kept tokens", "log", grey=["random chunks"],
+), "retrieval")  # fmt: skip
+
+# %%
+page.kinds("retrieval-kinds", rows[rows["budget"] == QUARTER], f"answer kept, σ {RATIOS[QUARTER]:g}")
+mean = rows.groupby(["budget", "series"])["value"].mean()
+page.not_tested(
+    "Fig. 7", "FINCH ahead of retrieval in 10 of 12 experiments on questions",
+    "; ".join(f"σ {RATIOS[budget]:g}: " + ", ".join(f"{name} {one:.2f}" for name, one in mean[budget].items())
+              for budget in (QUARTER, BUDGETS[-1])) + " (share of the answer kept)",
+)  # fmt: skip
+page.find(
+    "Fig. 7, by kept tokens", "FINCH keeps more of the answer than retrieval of chunks does",
+    "the line above",
+    [more(rows[rows["budget"] == budget], "FINCH", f"BM25, {size} tokens", f"σ {RATIOS[budget]:g}")
+     for budget in (QUARTER, BUDGETS[-1]) for size in CHUNK_TOKENS],
+)  # fmt: skip
+
+# %% [markdown]
+# ## Bytes
+#
+# Table 6 has the memory of the cache before the first new token, for a text of 4,096 tokens. Here it is computed: by
+# Table 2 a cache holds n/σ tokens, each with a key and a value of d numbers in every layer and KV head, that is
+# 2 · layers · heads · d · n/σ numbers, of 16 bits. The ratios are those of Tables 4 and 5: 2,000, 1,000 and 512
+# tokens. The finding counts the bytes of our replays at the ratios of this page.
+
+# %%
+MODELS = {"Llama2-7B": (32, 32, 128), "Mistral-7B": (32, 8, 128), "SmolLM2-135M": (30, 3, 64)}  # layers, KV heads, d
+CONTEXT = 4096
+TARGETS = [CONTEXT, 2000, 1000, 512]
+sizes = pd.DataFrame([
+    {"model": model, "layers": n_layers, "KV heads": heads, "components": d, "kept tokens": kept,
+     "ratio": CONTEXT / kept, "mebibytes": 2 * n_layers * heads * d * kept * 2 / 2**20}
+    for model, (n_layers, heads, d) in MODELS.items() for kept in TARGETS
+])  # fmt: skip
+grid = sizes.pivot(index="model", columns="kept tokens", values="mebibytes").loc[list(MODELS), TARGETS]
+page.table("bytes", sizes, pd.DataFrame([
+    {"cache for 4,096 tokens, MiB": model}
+    | {f"{kept:,} kept (σ {CONTEXT / kept:.3g})": f"{grid.loc[model, kept]:,.1f}" for kept in TARGETS}
+    for model in MODELS
+]))  # fmt: skip
+counted = values(ratios, "kv_bytes").pivot(index=["trace", "budget"], columns="label", values="value")
+[finch_label] = called(ratios, {"finch:positions=cache": "FINCH"})
+saved = (counted["full"] / counted[finch_label]).groupby("budget").mean()
+page.by_construction(
+    "Table 6", "memory falls with σ: n/σ tokens are held",
+    "bytes of the full cache over FINCH's: "
+    + ", ".join(f"{saved[budget]:.2f} (σ {1 / float(budget):.2f})" for budget in BUDGETS),
 )  # fmt: skip
 
 # %% [markdown]

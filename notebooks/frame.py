@@ -110,6 +110,36 @@ def needle_kept(run: Run) -> pd.DataFrame:
     return rows[rows["kind"] == "needle"].groupby(["trace", "kind", "label", "budget"], as_index=False)["value"].mean()
 
 
+def chance_jaccard(kept: np.ndarray) -> float:
+    """Jaccard similarity of two layers that draw their sets independently, each position with the probability with
+    which the policy keeps it: expected intersection over expected union, in closed form.
+
+    `kept`: bool [layers, positions], protected tokens left out. The probability is the share p of the L layers that
+    keep the position. The square of such a share is too large on average; p (L p - 1) / (L - 1) is not.
+    """
+    share = kept.mean(axis=0)
+    intersection = (share * (len(kept) * share - 1)).sum() / (len(kept) - 1)
+    return float(intersection / (2 * share.sum() - intersection))
+
+
+def distances(vectors: np.ndarray) -> np.ndarray:
+    """Euclidean distance of every two rows."""
+    squares = (vectors**2).sum(axis=1)
+    found = np.sqrt(np.maximum(squares[:, None] + squares - 2 * vectors @ vectors.T, 0))
+    np.fill_diagonal(found, 0)
+    return found
+
+
+def energy_coefficient(apart: np.ndarray, kept: np.ndarray) -> float:
+    """How far the distribution of kept vectors lies from that of all: 0 the same, 1 apart.
+
+    The energy distance of Székely and Rizzo 2013, 2 E|X - Y| - E|X - X'| - E|Y - Y'|, over 2 E|X - Y|, with X kept and
+    Y any vector; `apart` holds the distance of every two.
+    """
+    between = 2 * apart[kept].mean()
+    return float((between - apart[np.ix_(kept, kept)].mean() - apart.mean()) / between)
+
+
 def of_paper(table: pd.DataFrame, panel: str, x: str) -> pd.DataFrame:
     """A table of a paper as points of `curves`: a series a column."""
     points = table.rename_axis(index=x, columns="series").stack().rename("value").reset_index()
@@ -293,6 +323,16 @@ class Page:
         (self.folder / f"{name}.md").write_text(text, encoding="utf-8")
         display(Markdown(text))
 
+    def kinds(self, name: str, rows: pd.DataFrame, heading: str, digits: int = 3) -> None:
+        """Table NAME: a line for each value of the column `series`, a column for all prompts and for each kind."""
+        order = list(dict.fromkeys(rows["series"]))
+        found = mean_over_traces(pd.concat([rows.assign(kind="all"), rows]), ["series", "kind"])
+        cells = found.set_index(["series", "kind"])
+        columns = [kind for kind in ("all", *KINDS) if kind in set(found["kind"])]
+        self.table(name, found, pd.DataFrame([
+            {heading: one} | {kind: cell(cells.loc[(one, kind)], digits) for kind in columns} for one in order
+        ]))  # fmt: skip
+
     def find(
         self, where: str, says: str, ours: str, parts: Sequence[bool | None | Difference], because: str = ""
     ) -> None:
@@ -432,8 +472,9 @@ SETTINGS = {(8, "max"): "window 8, pooled", (8, "none"): "window 8, not pooled",
 
 def window_settings(
     page: Page, paths: Sequence[Path], policies: dict[str, str], budget: str, metrics: dict[str, str] | None = None
-) -> None:
-    """Figure and table `windows`, and a finding: what the observation window and pooling change at one budget.
+) -> pd.DataFrame:
+    """Figure and table `windows`, and a finding: what the observation window and pooling change at one budget. Gives
+    the values back: trace, kind, quantity, policy, setting, value.
 
     `policies`: by the name shown, the policy with `{window}` and, where it pools, `{pool}` in place of these values.
     `metrics`: what the table and the panels call a metric; their order by output error is the finding's.
@@ -478,6 +519,7 @@ def window_settings(
         ),
         [less(by_setting[setting], one, other, setting) for setting in by_setting for one, other in pairwise(ranked)],
     )  # fmt: skip
+    return rows
 
 
 def in_every_setting(means: pd.Series) -> pd.DataFrame:

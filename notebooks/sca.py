@@ -16,12 +16,28 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from frame import KINDS, Page, cell, corpus, curves, needle_kept, of_paper, traces, values
+from frame import (
+    KINDS,
+    Page,
+    cell,
+    corpus,
+    curves,
+    distances,
+    energy_coefficient,
+    less,
+    more,
+    needle_kept,
+    of_paper,
+    traces,
+    values,
+)
 
 from kvreplay.plot.choice import Choice
 from kvreplay.plot.lines import mean_over_traces
 from kvreplay.plot.style import COLOURS, QUIET, Drawing, LineEnd, Sheet, label_ends, label_room, quiet_frame
 from kvreplay.results import Run
+from kvreplay.skill import TWIN
+from kvreplay.trace import Trace
 
 page = Page("sca")
 prompts = corpus()
@@ -238,6 +254,139 @@ page.not_tested(
     "Fig. 5", "SCA keeping 30 % beats StreamingLLM keeping 60 % on two of four tasks, and H2O competes",
     f"output error: SCA {error.loc['SCA', 0.3]:.3f} at 30 %, StreamingLLM {error.loc['StreamingLLM', 0.6]:.3f} at 60 % "
     f"and {error.loc['StreamingLLM', 0.3]:.3f} at 30 %",
+)  # fmt: skip
+
+# %% [markdown]
+# ## Retained vectors
+#
+# Fig. 1 shows attention maps under several methods, and t-SNE projections of the vectors that each retains: SCA's are
+# distributed more like the original ones than StreamingLLM's, "so it can keep more information". Below, half of the
+# prompt is kept with one set a layer; the lower plots are the two first principal components, which need no random
+# start. Distances in a projection say little, so the distributions are compared in full: by the energy distance between
+# kept and all vectors (0: the same distribution), and by the cosine between an evicted vector and the nearest kept one.
+# Vectors are those of redundancy, all KV heads joined, keys after RoPE. The random twin of SCA keeps its protected
+# tokens and others at random.
+
+# %%
+ONE_SET = {"SCA": half.cells["policy"] == "sca", "StreamingLLM": half.cells["policy"] == "streaming-llm",
+           "H2O": (half.cells["policy"] == "h2o") & (half.cells["heads"] == "layer"),
+           "stride": half.cells["policy"] == "strided",
+           "random twin": (half.cells["policy"] == TWIN) & half.cells["params"].str.startswith("of=sca,")}  # fmt: skip
+paths = dict(zip(prompts["name"], every, strict=True))
+
+
+def kept_by(name: str, trace: str) -> np.ndarray:
+    """Whether a layer keeps a token at half of the prompt: bool [layers, P], the same for all KV heads."""
+    row = half.cells[ONE_SET[name] & (half.cells["trace"] == trace) & (half.cells["budget"] == "0.5")].iloc[0]
+    return half.selection_of(row["cell"], half.trace(trace).boundary).mask()[:, 0]
+
+
+def joined(opened: Trace, layer: int, tensor: str) -> np.ndarray:
+    """Token vectors of the prompt, all KV heads joined: float32 [P, heads · d]."""
+    heads = opened[f"/layers/{layer:03}/{tensor}"].astype(np.float32)[:, : opened.prompt_tokens]
+    return heads.transpose(1, 0, 2).reshape(opened.prompt_tokens, -1)
+
+
+lines = []
+for trace in prompts["name"]:
+    masks = {name: kept_by(name, trace) for name in ONE_SET}
+    with Trace(paths[trace]) as opened:
+        for layer in shown_layers:
+            for tensor, words in {"k": "keys", "v": "values"}.items():
+                vectors = joined(opened, layer, tensor)
+                apart = distances(vectors)
+                unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+                for name, mask in masks.items():
+                    kept = mask[layer]
+                    found = {"energy distance": energy_coefficient(apart, kept),
+                             "nearest kept": (unit[~kept] @ unit[kept].T).max(axis=1).mean()}  # fmt: skip
+                    lines += [{"trace": trace, "layer": layer, "panel": f"{words}: {quantity}", "series": name,
+                               "value": float(value)} for quantity, value in found.items()]  # fmt: skip
+retained = pd.DataFrame(lines)
+PANELS = {"keys: energy distance": "energy coefficient", "values: energy distance": "energy coefficient",
+          "keys: nearest kept": "cosine", "values: nearest kept": "cosine"}  # fmt: skip
+page.keep(curves(
+    retained, "layer", PANELS, "Kept vectors beside all vectors",
+    "half of the prompt kept; energy: 0 is the same distribution; cosine: of an evicted vector to the nearest kept",
+    Choice(half).caption(), "layer", grey=["random twin"],
+), "retained")  # fmt: skip
+
+
+# %%
+def attention_map(opened: Trace, layer: int) -> np.ndarray:
+    """Causal attention of the prompt to itself, mean over heads: float32 [P, P]."""
+    n = opened.prompt_tokens
+    queries, keys = (opened[f"/layers/{layer:03}/{name}"].astype(np.float32)[:, :n] for name in ("q", "k"))
+    found = np.zeros((n, n), dtype=np.float32)
+    for head, query in enumerate(queries):
+        logits = query @ keys[head * len(keys) // len(queries)].T * opened.attribute("/model", "softmax_scale")
+        logits = np.where(np.tri(n, dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        found += weights / weights.sum(axis=1, keepdims=True)
+    return found / len(queries)
+
+
+def first_figure(trace: str) -> Drawing:
+    """Attention to the kept tokens above, kept vectors among all below: a column a method."""
+    names = ["SCA", "StreamingLLM", "H2O", "random twin"]
+    panel = 1.3
+    sheet = Sheet(
+        2 * len(names), (panel, panel), len(names), left=0.35, right=0.1, above=0.1, gap=(0.12, 0.12), below=0.12,
+        headings=[0.15, 0.15], title="The kept half of a prompt: attention and keys",
+        subtitle=f"{trace}, last layer; above: attention (log), evicted columns white; below: principal components of "
+                 "the keys, grey: all, blue: kept", caption=Choice(half, traces_asked=[trace]).caption(),
+    )  # fmt: skip
+    with Trace(paths[trace]) as opened:
+        weights, vectors = attention_map(opened, last), joined(opened, last, "k")
+    centred = vectors - vectors.mean(axis=0)
+    plane = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
+    edges = np.linspace(0, len(plane), min(len(plane), 130), endpoint=False).astype(int)
+    data = []
+    for column, name in enumerate(names):
+        kept = kept_by(name, trace)[last]
+        pooled = np.add.reduceat(np.add.reduceat(weights * kept, edges, axis=0), edges, axis=1)
+        above, below = sheet.axes[column], sheet.axes[len(names) + column]
+        above.imshow(np.log10(np.where(pooled > 0, pooled, np.nan)), cmap="Blues", vmin=-3, vmax=0)
+        below.plot(*plane.T, ".", color="#c8c8c8", markersize=2)
+        below.plot(*plane[kept].T, ".", color=COLOURS[0], markersize=2)
+        for axis in (above, below):
+            axis.set_xticks([])
+            axis.set_yticks([])
+        above.annotate(name, (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
+        data.append(pd.DataFrame({"policy": name, "position": range(len(plane)), "x": plane[:, 0], "y": plane[:, 1],
+                                  "kept": kept, "attention": weights.sum(axis=0)}))  # fmt: skip
+    sheet.axes[0].set_ylabel("query")
+    sheet.axes[len(names)].set_ylabel("keys, PC 2")
+    return Drawing(sheet.figure, pd.concat(data, ignore_index=True))
+
+
+page.keep(first_figure(prompts.sort_values("prompt_tokens")["name"].iloc[0]), "kept-vectors")
+
+# %%
+over_layers = retained.groupby(["panel", "series", "trace"], as_index=False)["value"].mean()
+found = mean_over_traces(over_layers, ["panel", "series"])
+cells = found.set_index(["panel", "series"])
+page.table("retained-vectors", found, pd.DataFrame([
+    {"half of the prompt kept": name} | {panel: cell(cells.loc[(panel, name)]) for panel in PANELS} for name in ONE_SET
+]))  # fmt: skip
+alike = {panel: rows.assign(label=rows["series"]) for panel, rows in over_layers.groupby("panel")}
+measured = {panel: ", ".join(f"{name} {cells.loc[(panel, name), 'mean']:.3f}" for name in ONE_SET) for panel in PANELS}
+energy, nearest = list(PANELS)[:2], list(PANELS)[2:]
+page.find(
+    "Fig. 1", "SCA's retained vectors are distributed more like all vectors than StreamingLLM's",
+    "energy distance, share of its largest value: " + "; ".join(f"{panel[:panel.index(':')]} {measured[panel]}"
+                                                              for panel in energy),
+    [less(alike[panel], "SCA", "StreamingLLM", panel) for panel in energy],
+)  # fmt: skip
+page.find(
+    "(random twins)", "SCA's retained vectors are distributed more like all vectors than those of its random twin",
+    "the line above", [less(alike[panel], "SCA", "random twin", panel) for panel in energy],
+)  # fmt: skip
+page.find(
+    "Fig. 1, section 3.3", "a vector that SCA evicts has a kept one like it, more than under StreamingLLM",
+    "cosine to the nearest kept vector: " + "; ".join(f"{panel[:panel.index(':')]} {measured[panel]}"
+                                                    for panel in nearest),
+    [more(alike[panel], "SCA", other, panel) for panel in nearest for other in ("StreamingLLM", "random twin")],
 )  # fmt: skip
 
 # %% [markdown]

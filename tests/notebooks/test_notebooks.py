@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import execute  # noqa: E402
 import frame  # noqa: E402
+import retrieval  # noqa: E402
 
 from kvreplay.errors import Error  # noqa: E402
 from kvreplay.results import Run  # noqa: E402
@@ -273,6 +274,21 @@ def test_truncation_keeps_what_the_rule_says_of_an_answer(figures: Figures):
     assert 0 < found["mean"].min() + found["mean"].max() < 2
 
 
+def test_retrieval_keeps_whole_chunks_beside_the_question(figures: Figures):
+    """At most the free budget's share of an answer is kept by chance, and memory by the formula of Table 6."""
+    folder = figures("finch")
+    kept = pd.read_csv(folder / "retrieval.csv").pivot(index="ratio", columns="series", values="mean")
+    shares = []
+    listed = pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv")
+    for name in listed["name"][listed["kind"].isin(["needle", "question"])]:
+        with Trace(ROOT / "build" / "corpus-small" / f"{name}.h5") as trace:
+            prompt, question = trace.prompt_tokens, {span.kind: span.begin for span in trace.spans}["question"]
+        shares.append((int(0.27 * prompt + 0.5) - (prompt - question)) / question)
+    assert kept["random chunks"].loc[1 / 0.27] == pytest.approx(np.mean(shares), abs=1e-12)
+    sizes = pd.read_csv(folder / "bytes.csv").set_index(["model", "kept tokens"])["mebibytes"]
+    assert sizes["Llama2-7B", 4096] == 2048 and sizes["Mistral-7B", 512] == 64 and sizes["SmolLM2-135M", 4096] == 90
+
+
 def test_the_way_from_random_to_oracle(figures: Figures):
     folder = figures("overview")
     table = pd.read_csv(folder / "runs" / "one" / "results.csv", keep_default_na=False)
@@ -305,6 +321,41 @@ def test_skill_is_the_way_from_the_random_twin_to_the_best_set(figures: Figures)
         assert shown.loc[policy, "mean"] == pytest.approx(skill.mean(), rel=1e-9)
         assert_bootstrap(shown.loc[policy], skill)
     assert shown.loc["local", "mean"] == 0, "all that it keeps is protected"
+
+
+def test_chance_of_adjacent_layers():
+    """By hand: of three layers that keep {0, 1}, {0, 2} and {0, 1}, two share 1, 2 and 1 tokens, on average 4/3, and
+    have 4 - 4/3 together. Drawn sets have the same level, of single tokens and of whole chunks."""
+    kept = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 0]], dtype=bool)
+    assert frame.chance_jaccard(kept) == pytest.approx((4 / 3) / (4 - 4 / 3))
+    random = np.random.default_rng(5)
+    share = random.beta(0.3, 2.0, size=2_000)
+    expected = (share**2).sum() / (2 * share - share**2).sum()
+    for chunk in (1, 10):
+        drawn = np.repeat(random.random((200, 2_000)) < share, chunk, axis=1)
+        pairs = [(a & b).sum() / (a | b).sum() for a, b in zip(drawn, drawn[1:], strict=False)]
+        assert frame.chance_jaccard(drawn[:30]) == pytest.approx(np.mean(pairs), rel=0.04)
+        assert np.mean(pairs) == pytest.approx(expected, rel=0.04)
+
+
+def test_distance_of_kept_vectors_from_all():
+    """By hand: 0 and 1 on a line, 0 kept: (2 · 0.5 - 0 - 0.5) / (2 · 0.5). A set with the mix of all is at 0."""
+    apart = frame.distances(np.array([[0.0], [1.0]]))
+    np.testing.assert_allclose(apart, [[0, 1], [1, 0]])
+    assert frame.energy_coefficient(apart, np.array([True, False])) == pytest.approx(0.5)
+    twice = frame.distances(np.repeat([[0.0, 0.0], [3.0, 4.0]], 2, axis=0))
+    assert twice.max() == pytest.approx(5)
+    assert frame.energy_coefficient(twice, np.array([True, False, True, False])) == pytest.approx(0)
+
+
+def test_bm25_by_hand():
+    """Three documents of 2, 1 and 3 terms. a is in one of them: idf = ln(1 + 2.5 / 1.5); so is b, asked for twice."""
+    idf = np.log(8 / 3)
+    first = idf * 2 * 2.2 / (2 + 1.2)  # as long as the mean
+    second = 2 * idf * 2.2 / (1 + 1.2 * (0.25 + 0.75 / 2))  # half as long
+    assert retrieval.bm25(["A a", "b", "c, c: c!"], "a b B d?") == pytest.approx([first, second, 0])
+    everywhere = np.log(1 + 0.5 / 2.5)
+    assert retrieval.bm25(["a", "a"], "a") == pytest.approx([everywhere * 2.2 / 2.2] * 2) and everywhere > 0
 
 
 # What is refused, and the frame's own rules
