@@ -16,7 +16,8 @@ from kvreplay.compare.command import main as compare
 from kvreplay.engine import program
 from kvreplay.live_metrics import METRICS
 from kvreplay.predict.command import main as predict
-from kvreplay.results import COLUMNS, MEASURED, Run
+from kvreplay.report.content import Asked, Page
+from kvreplay.results import COLUMNS, MEASURED, TEXT, Run
 
 Heard = Callable[[], tuple[str, str]]
 
@@ -41,7 +42,7 @@ def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert copy.live("--generate", "3") == 0
     assert capsys.readouterr().err.count("noise floor") == 1
     table = rows(copy)
-    assert list(table.columns) == [*COLUMNS, *MEASURED]
+    assert list(table.columns) == [*COLUMNS, *MEASURED, TEXT]
     assert (copy.run / "live/t.csv").read_bytes() == (copy.run / "live.csv").read_bytes()
     run = Run(copy.run)
     assert set(table["cell"]) == set(run.cells["cell"])
@@ -71,6 +72,29 @@ def test_the_same_bits_again_and_alone(copy: Case) -> None:
     for policy in ("snapkv", "chunkkv,ada-kv,random", "h2o,h2o-online,full,oracle,local"):
         assert copy.live("-p", policy) == 0
     assert (copy.run / "live.csv").read_bytes() == first
+
+
+def test_texts_are_kept_and_stand_in_the_report(copy: Case, tmp_path: Path) -> None:
+    """One a cell, as the model wrote it; the numbers have nothing of it; a merge and a further call keep it."""
+    shutil.copytree(copy.run, tmp_path / "other")
+    assert copy.live("-p", "snapkv,full", "--generate", "5") == 0
+    run = Run(copy.run)
+    written = run.written("t")
+    chosen = run.cells[run.cells["policy"].isin(["snapkv", "full"])]
+    assert set(written) == set(chosen["cell"]) and all(written.values())
+    assert TEXT not in run.table and set(run.live["metric"]) >= {"same_tokens"}
+    full = written[chosen["cell"][chosen["policy"] == "full"].iloc[0]]
+    [trace] = Page(run, Asked()).content["traces"]
+    assert trace["written"] == full
+    shown = [cell["written"] for budget in trace["budgets"] for cell in budget["cells"]]
+    assert sorted(filter(None, shown)) == sorted(written.values()) and None in shown
+    assert "live kld" in [Page(run, Asked()).content["columns"][i]["title"] for i in trace["columns"]]
+
+    assert Case(copy.model, tmp_path / "other").live("-p", "h2o", "--generate", "5") == 0
+    assert program(["merge", str(tmp_path / "both"), str(copy.run), str(tmp_path / "other")]) == 0
+    assert Run(tmp_path / "both").written("t") == written | Run(tmp_path / "other").written("t")
+    assert copy.live("-p", "h2o") == 0
+    assert Run(copy.run).written("t") == written
 
 
 def test_a_longer_text_replaces_a_shorter_one(copy: Case) -> None:

@@ -150,7 +150,7 @@ def test_the_table_is_what_replay_prints(name, request):
     assert trace["skill"] == skill and bool(skill) == (name == "real")
     titles = [content["columns"][i]["title"] for i in trace["columns"]]
     if name == "real":
-        assert titles == [column.title for column in table.COLUMNS]
+        assert titles == [column.title for column in table.REPLAYED]
     assert [budget["line"] for budget in trace["budgets"]] == [budget["line"] for budget in budgets]
     for ours, theirs in zip(trace["budgets"], budgets, strict=True):
         assert ["policy", "heads", *titles] == theirs["titles"]

@@ -65,8 +65,9 @@ class LiveModel:
             for cell, values in self._predicted(whole, to_predict, trace):
                 results.add(cell, values, tokens)
                 bar.update()
-            for cell, values in self._written(whole, to_write, trace, count, answers or _answer_spans(run_, trace)):
-                results.add(cell, values, count)
+            answers = answers or _answer_spans(run_, trace)
+            for cell, words, values in self._written(whole, to_write, trace, count, answers):
+                results.add(cell, values, count, words)
                 bar.update()
         except torch.OutOfMemoryError as error:
             raise Error("live", "memory of the device", "a smaller --batch", str(error).splitlines()[0],
@@ -124,7 +125,8 @@ class LiveModel:
 
     def _written(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, count: int, answers: list[str]
-    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+    ) -> Iterator[tuple[LiveCell, str, list[Value]]]:
+        """Cells, what they have written, and its numbers."""
         if not cells:
             return
         end = self._model.generation_config.eos_token_id
@@ -136,7 +138,8 @@ class LiveModel:
             for cell, tokens in zip(some, generate(self._model, whole, held, count), strict=False):
                 tokens = _until(tokens, ends)
                 words = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                yield cell, [*texts.written(tokens, reference), *(texts.answered(words, answers) if answers else ())]
+                answered = texts.answered(words, answers) if answers else ()
+                yield cell, words, [*texts.written(tokens, reference), *answered]
 
     def _check(self, run_: Run, trace: TraceFacts, ids: np.ndarray) -> bool:
         """Refuses a model that is not the trace's; whether its keys are still to be compared, as no hash says."""

@@ -1,4 +1,5 @@
-"""live/NAME.csv of a run folder: the live numbers of one trace. Columns are those of results.csv, then MEASURED.
+"""live/NAME.csv of a run folder: the live numbers of one trace. Columns are those of results.csv, then MEASURED, then
+TEXT: what the model has written, as JSON has it, in the rows of same_tokens.
 
 Lines are sorted as texts, so that the union of two such files, as `kvreplay merge` makes it, is that of their lines.
 `live.csv` has the lines of all traces.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -17,9 +19,11 @@ from kvreplay.errors import Error
 from kvreplay.live.cells import LiveCell
 from kvreplay.live.metrics import Value
 from kvreplay.live_metrics import METRICS
-from kvreplay.results import COLUMNS, MEASURED
+from kvreplay.results import COLUMNS, MEASURED, TEXT
 
 UNITS = {metric.name: metric.unit for metric in METRICS}
+HEADER = (*COLUMNS, *MEASURED, TEXT)
+WRITTEN = "same_tokens"  # the metric that every written text has
 
 
 class LiveResults:
@@ -40,8 +44,9 @@ class LiveResults:
         """Whether this metric of the cell, over so many tokens, is there already."""
         return any(row["n_queries"] == str(tokens) for row in self._rows.get(self._of(cell, metric), ()))
 
-    def add(self, cell: LiveCell, values: Sequence[Value], tokens: int) -> None:
-        """The numbers of a cell, measured over `tokens` queries, in the place of those over more or fewer."""
+    def add(self, cell: LiveCell, values: Sequence[Value], tokens: int, words: str = "") -> None:
+        """The numbers of a cell, measured over `tokens` queries, in the place of those over more or fewer; `words` is
+        the text that was written."""
         for metric in {one.metric for one in values}:
             self._rows[self._of(cell, metric)] = []
         for one in values:
@@ -49,7 +54,7 @@ class LiveResults:
                 **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": UNITS[one.metric], "head": "all",
                 "layer": "all" if one.layer is None else str(one.layer), "metric": one.metric, "variant": one.variant,
                 "value": "" if math.isnan(one.value) else f"{one.value:.17g}",
-                "decisions": cell.decisions, **self._measured,
+                "decisions": cell.decisions, **self._measured, TEXT: json.dumps(words) if one.metric == WRITTEN else "",
             })  # fmt: skip
 
     def write(self) -> None:
@@ -70,19 +75,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             rows = list(reader)
     except (OSError, ValueError, csv.Error) as problem:
         raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
-    missing = [name for name in (*COLUMNS, *MEASURED) if name not in (reader.fieldnames or ())]
+    missing = [name for name in HEADER if name not in (reader.fieldnames or ())]
     if missing:
-        raise Error(str(path), "columns", ", ".join((*COLUMNS, *MEASURED)), "no " + ", ".join(missing))
+        raise Error(str(path), "columns", ", ".join(HEADER), "no " + ", ".join(missing))
     return rows
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
     """Into a file of another name, which then takes the name."""
     lines = io.StringIO()
-    writer = csv.DictWriter(lines, [*COLUMNS, *MEASURED], lineterminator="\n")
+    writer = csv.DictWriter(lines, HEADER, lineterminator="\n")
     writer.writerows(rows)
     partial = path.with_name(path.name + ".partial")
-    head = ",".join((*COLUMNS, *MEASURED)) + "\n"
+    head = ",".join(HEADER) + "\n"
     partial.write_text(head + "".join(sorted(lines.getvalue().splitlines(keepends=True))), encoding="utf-8")
     os.replace(partial, path)
 

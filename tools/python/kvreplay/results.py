@@ -34,6 +34,7 @@ COLUMNS = (
 ).split()
 NUMBERS = ["budget_tokens", "kept_tokens", "value"]
 MEASURED = ("decisions", "device", "dtype", "model_hash")  # further columns of live.csv: part of a row's key
+TEXT = "text"  # and the last one: what the model wrote, as JSON
 PIECE = 50_000  # rows of results.csv read at a time: only some of them are kept
 CELL = (
     "cell trace model role policy params heads budget budget_tokens kept_tokens boundary eval backend seed synthetic"
@@ -187,6 +188,15 @@ class Run:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
         return self._read_file(path, [*COLUMNS, *MEASURED], lambda rows: rows["head"] == "all")[[*COLUMNS, *MEASURED]]
 
+    def written(self, trace: str) -> dict[str, str]:
+        """By cell, the text that the live model wrote for this trace (`kvreplay live --generate`)."""
+        path = self.folder / "live" / f"{trace}.csv"
+        if not path.is_file():
+            return {}
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        rows = rows[rows[TEXT] != ""]
+        return dict(zip(rows["cell"], map(json.loads, rows[TEXT]), strict=True))
+
     def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
         """The rows of cells in `table` that are `wanted`, without the others in memory; `wanted` is asked of texts."""
         found = self._read(
@@ -203,7 +213,7 @@ class Run:
         default they are those that were read."""
         table = self._read_file(self.folder / "results.csv", COLUMNS, wanted)
         if (live := self.folder / "live.csv").is_file():
-            table = pd.concat([table, told_apart(self._read_file(live, [*COLUMNS, *MEASURED], wanted))])
+            table = pd.concat([table, told_apart(self._read_file(live, [*COLUMNS, *MEASURED, TEXT], wanted))])
         failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
         if failed:
             table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
@@ -592,7 +602,7 @@ def told_apart(live: pd.DataFrame) -> pd.DataFrame:
     ways = live[["variant", "decisions", "device", "dtype", "model_hash"]].agg(
         lambda row: " ".join(filter(None, row)), axis=1
     )  # fmt: skip
-    return live.assign(variant=ways.where(twice, live["variant"])).drop(columns=list(MEASURED))
+    return live.assign(variant=ways.where(twice, live["variant"])).drop(columns=[*MEASURED, TEXT])
 
 
 def labels(table: pd.DataFrame) -> pd.Series:

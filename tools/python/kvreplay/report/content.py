@@ -181,6 +181,9 @@ class Page:
             "attention": self._attention(facts),
             "budgets": [],
         }
+        written = self.run.written(facts.name) if self.text else {}
+        full = self.run.cells[(self.run.cells["trace"] == facts.name) & (self.run.cells["label"] == "full")]["cell"]
+        found["written"] = next((written[cell] for cell in full if cell in written), None)
         lines = {row["cell"]: self._line(row, facts) for _, row in cells.iterrows()}
         columns = table.columns_of(list(lines.values()))
         found["columns"] = [table.COLUMNS.index(column) for column in columns]
@@ -190,6 +193,8 @@ class Page:
             rows.sort(key=lambda row: (row["role"] == "control", self.order.get((facts.name, row["cell"]), len(cells))))
             if rows:
                 of_budget = self._budget(facts, columns, rows, [lines[row["cell"]] for row in rows], place)
+                for cell, row in zip(of_budget["cells"], rows, strict=True):
+                    cell["written"] = written.get(row["cell"])
                 found["budgets"].append({"budget": budget, "failed": self._failed(facts.name, budget)} | of_budget)
         return found
 

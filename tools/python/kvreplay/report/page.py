@@ -14,7 +14,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.report.content import Page
 
 MOST_BYTES = 8_000_000
-SCRIPTS = ("data.js", "table.js", "charts.js", "heatmaps.js", "tokens.js", "main.js")
+SCRIPTS = ("data.js", "table.js", "charts.js", "heatmaps.js", "tokens.js", "writing.js", "main.js")
 LEAST_ROOM = 200_000  # below it no trace of any size has its sets
 
 

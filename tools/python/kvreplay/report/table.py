@@ -1,4 +1,5 @@
-"""The headline table: the columns, texts, marks and lines of the table that `kvreplay replay` prints."""
+"""The headline table: the columns, texts, marks and lines of the table that `kvreplay replay` prints, and columns of
+`kvreplay live`."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ MEMORY = ("kv_bytes", "")
 SELECT = ("select_seconds", "")
 SKILL_METRIC = (SKILL["name"], "")
 SKILL_MEANING = "0 as its random twin, 1 as the best set with its counts"
-COLUMNS = (
+REPLAYED = (
     Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", one_digit, TOKENS),
     Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", one_digit, TOKENS),
     Column("KiB", MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
@@ -76,6 +77,13 @@ COLUMNS = (
     Column("question", ("span_recall", "question.mean"), "share of the question's tokens kept"),
     Column("select", SELECT, "time to choose the tokens, all layers", duration, SECONDS),
 )
+LIVE = (
+    Column("live kld", ("kld", ""), "the live model's distribution against that of the full cache, in nats"),
+    Column("live top 1", ("same_top_p", ""), "share of live tokens with the most probable token of the full cache"),
+    Column("live nll", ("nll_increase", ""), "what the live model loses at the true next token, in nats"),
+    Column("live contains", ("contains", ""), "share of what should be in it that the live text has, as RULER counts"),
+)
+COLUMNS = (*REPLAYED, *LIVE)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ async function chooseTrace() {
 /** Leaves nothing of another trace on the page. */
 function clear() {
   for (const id of ["headline", "budget-line", "own-memory", "skill", "first", "second", "head", "shade", "legend",
-    "difference", "panes", "token", "curve-chart", "layer-chart", "scale", "heatmaps", "unlike"]) $(id).replaceChildren();
+    "difference", "panes", "token", "written", "curve-chart", "layer-chart", "scale", "heatmaps", "unlike"]) $(id).replaceChildren();
 }
 
 async function chooseBudget() {
@@ -44,6 +44,7 @@ async function chooseBudget() {
   fill($("first"), labels.map((label) => [label, label]));
   fill($("second"), [["", "none"], ...labels.map((label) => [label, label])]);
   drawTable(shown.trace, shown.budget);
+  drawWriting(shown.trace, shown.budget);
   drawReading();
   drawCharts();
   await drawHeatmaps(shown.trace, shown.budget, $("variant").value);
