@@ -1,4 +1,5 @@
-"""Executes notebooks over the corpus: tools/figures once everything is installed and built.
+"""Executes notebooks over the corpus, or over the numbers of the study: tools/figures once everything is installed and
+built.
 
 A notebook is a file of this folder that begins with a percent cell (https://jupytext.readthedocs.io). Each leaves its
 figures, tables and itself, executed, as HTML in OUTPUT/NAME.
@@ -20,7 +21,8 @@ from kvreplay.program import Parser, exit_code, not_installed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-PAGE = ROOT / "docs" / "papers.md"
+PAGES = (ROOT / "docs" / "papers.md", ROOT / "docs" / "closed-loop.md")
+OF_STUDY = "closed_loop"  # the notebook that needs no corpus
 SHOWN = re.compile(r"(<!-- tools/figures (\w+)/([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((figures/(\w+?)-([\w-]+)\.png)\)")
 PICTURE_WIDTH = 900  # pixels
@@ -57,7 +59,7 @@ def execute(notebook: Path, folder: Path) -> None:
 
 
 def refresh(figures: Path, names: list[str]) -> None:
-    """Tables and pictures of these notebooks in docs/papers.md."""
+    """Tables and pictures of these notebooks in the documentation."""
     from PIL import Image
 
     def table(found: re.Match[str]) -> str:
@@ -65,14 +67,15 @@ def refresh(figures: Path, names: list[str]) -> None:
             return found[0]
         return found[1] + (figures / found[2] / f"{found[3]}.md").read_text(encoding="utf-8") + found[5]
 
-    text = SHOWN.sub(table, PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
-    for target, name, figure in PICTURE.findall(text):
-        if name in names:
-            picture = Image.open(figures / name / f"{figure}.png").convert("RGB")
-            picture.thumbnail((PICTURE_WIDTH, 10 * PICTURE_WIDTH))
-            reduced = picture.quantize(PICTURE_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-            reduced.save(PAGE.parent / target, optimize=True)
+    for page in PAGES:
+        text = SHOWN.sub(table, page.read_text(encoding="utf-8"))
+        page.write_text(text, encoding="utf-8")
+        for target, name, figure in PICTURE.findall(text):
+            if name in names:
+                picture = Image.open(figures / name / f"{figure}.png").convert("RGB")
+                picture.thumbnail((PICTURE_WIDTH, 10 * PICTURE_WIDTH))
+                reduced = picture.quantize(PICTURE_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+                reduced.save(page.parent / target, optimize=True)
 
 
 def parser() -> Parser:
@@ -83,7 +86,7 @@ def parser() -> Parser:
     add("--small", action="store_true", help="the small corpus, into out/figures-small: a test of all in minutes")
     add("--corpus", metavar="DIR", type=Path, help="traces and corpus.csv as tools/corpus writes them, instead of it")
     add("-o", "--output", metavar="DIR", type=Path, help="where everything goes (default: out/figures)")
-    add("--docs", action="store_true", help="then bring tables and pictures of docs/papers.md up to date")
+    add("--docs", action="store_true", help="then bring tables and pictures of docs/ up to date")
     return found
 
 
@@ -96,11 +99,12 @@ def run(arguments: argparse.Namespace) -> None:
     names = [name for name in known if not arguments.names or name in arguments.names]
     suffix = "-small" if arguments.small else ""
     corpus = (arguments.corpus or ROOT / "build" / f"corpus{suffix}").resolve()
-    if not arguments.corpus:
+    reads_corpus = names != [OF_STUDY]
+    if reads_corpus and not arguments.corpus:
         done = subprocess.run([ROOT / "tools" / "corpus", *(["--small"] if arguments.small else [])])
         if done.returncode:
             raise Error("tools/corpus", "failed", exit_code=done.returncode)
-    if not (corpus / "corpus.csv").is_file():
+    if reads_corpus and not (corpus / "corpus.csv").is_file():
         raise Error(str(corpus), "no corpus", "corpus.csv and the traces in it, as tools/corpus writes them", "neither")
     figures = (arguments.output or ROOT / "out" / f"figures{suffix}").resolve()
     os.environ |= {"KVREPLAY_CORPUS": str(corpus), "KVREPLAY_FIGURES": str(figures)}
@@ -110,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{figures / name}: {time.monotonic() - start:.0f} s", flush=True)
     if arguments.docs:
         refresh(figures, names)
-        print(PAGE)
+        print(*PAGES, sep="\n")
 
 
 def main(argv: list[str] | None = None) -> int:

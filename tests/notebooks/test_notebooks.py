@@ -29,7 +29,7 @@ from kvreplay.results import Run  # noqa: E402
 from kvreplay.trace import Trace  # noqa: E402
 
 PROGRAM = Path(os.environ.get("KVREPLAY", ROOT / "build" / "release" / "kvreplay")).resolve()
-PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in execute.PAGES)
 PAPER = (8.5, 11.0)  # inches: both letter and A4 hold a figure of this size less margins
 MARGIN = 0.7
 
@@ -61,7 +61,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_figure_has_its_numbers_fits_on_paper_and_says_open_loop(name: str, figures: Figures):
+def test_every_figure_has_its_numbers_fits_on_paper_and_says_which_loop(name: str, figures: Figures):
     folder = figures(name)
     drawn = {path.stem for path in folder.glob("*.svg")}
     assert drawn and drawn == {path.stem for path in folder.glob("*.png")}
@@ -73,7 +73,8 @@ def test_every_figure_has_its_numbers_fits_on_paper_and_says_open_loop(name: str
         )
         assert width <= PAPER[0] - MARGIN and height <= PAPER[1] - 2 * MARGIN, (figure, width, height)
         words = " ".join(re.findall(r"<!-- (.*?) -->", picture))  # a line of text each
-        assert "Open loop: queries as captured under the full cache" in words, figure
+        loop = "closed loop" if name == execute.OF_STUDY else "Open loop: queries as captured under the full cache"
+        assert loop in words, figure
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -323,6 +324,26 @@ def test_skill_is_the_way_from_the_random_twin_to_the_best_set(figures: Figures)
     assert shown.loc["local", "mean"] == 0, "all that it keeps is protected"
 
 
+def test_the_study_by_another_program(figures: Figures):
+    """Rank correlations by scipy, straight from the study's file."""
+    from scipy.stats import spearmanr
+
+    cells = pd.read_parquet(ROOT / "docs" / "closed-loop" / "smollm2-135m.parquet")
+    asked = cells[cells["role"] == "asked"]
+    headline = pd.read_csv(figures("closed_loop") / "headline.csv")
+    headline = headline[headline["model"] == "smollm2-135m"].set_index("metric")
+    assert {"output_error", "output_error:residual:upper-half", "attention_recall", "kv_l1_loss"} <= set(headline.index)
+    for metric, sign in (("output_error", 1), ("output_error:residual:upper-half", 1), ("attention_recall", -1)):
+        found = asked.groupby(["prompt", "budget"])[[metric, "kld"]].apply(
+            lambda some: spearmanr(some.iloc[:, 0], some.iloc[:, 1]).statistic
+        )
+        mean = sign * found.groupby("prompt").mean().mean()
+        assert headline.loc[metric, "kld_mean"] == pytest.approx(mean, abs=1e-9), metric
+    policies = pd.read_csv(figures("closed_loop") / "policies.csv").set_index(["model", "label", "budget"])
+    twin = cells[(cells["label"] == "random-twin:of=h2o") & (cells["budget"] == "0.1")]["kld"]
+    assert policies.loc[("smollm2-135m", "random-twin:of=h2o", 0.1), "mean"] == pytest.approx(twin.mean(), rel=1e-6)
+
+
 def test_chance_of_adjacent_layers():
     """By hand: of three layers that keep {0, 1}, {0, 2} and {0, 1}, two share 1, 2 and 1 tokens, on average 4/3, and
     have 4 - 4/3 together. Drawn sets have the same level, of single tokens and of whole chunks."""
@@ -543,7 +564,7 @@ def test_docs_are_refreshed_between_their_markers(tmp_path: Path, monkeypatch: p
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "a" / "one.md").write_text("new\n")
     Image.new("RGB", (2000, 1000), "#0072B2").save(tmp_path / "out" / "a" / "two.png")
-    monkeypatch.setattr(execute, "PAGE", page)
+    monkeypatch.setattr(execute, "PAGES", (page,))
     execute.refresh(tmp_path / "out", ["a"])
     assert page.read_text() == old.replace("old", "new", 1) + "![](figures/a-two.png)\n"
     picture = Image.open(tmp_path / "figures" / "a-two.png")

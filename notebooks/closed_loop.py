@@ -1,0 +1,277 @@
+# %% [markdown]
+# # Closed loop: which offline number predicts what a live model does
+#
+# The numbers of `tools/study`: kept sets that a replay found, and the same sets in the live model. Offline numbers have
+# queries as captured under the full cache; live ones are of a model that reads only what is kept. All is compared
+# within a prompt, at equal budget.
+
+# %%
+import re
+
+import numpy as np
+import pandas as pd
+from frame import Page, cell, interval, less, more
+
+from kvreplay.plot.lines import INTERVAL, mean_over_traces
+from kvreplay.plot.style import COLOURS, Drawing, Sheet, width_of
+from kvreplay.predict.prediction import Measured, Prediction
+from kvreplay.study.study import BASES, MODELS, file_of, read
+
+page = Page("closed_loop")
+LIVE = ["kld", "same_top_p", "nll_increase", "live_output_error"]
+HEADLINE, HYPOTHESIS = "output_error", "output_error:residual:upper-half"
+UPPER = ":upper-half"
+WEIGHTS = {"smollm2-135m": "Q4_1 (4 bits)", "qwen2.5-coder-1.5b": "Q4_K_M (4 bits)"}  # of the package's file
+measured = {name: read(file_of(name)) for name in MODELS if file_of(name).exists()}
+titles = {name: MODELS[name].title for name in measured}
+policies = {name: cells[cells["role"] == "asked"] for name, (cells, _) in measured.items()}
+offline = {one for _, about in measured.values() for one in about["offline"]}
+# Those of single layers, so also of their upper half; of spans those of the answer.
+of_layers = re.compile(r"(?!span_)|.*:answer\.(mean|layer)$")
+metrics = sorted(one for one in offline if one + UPPER in offline and of_layers.match(one))
+
+
+def predicted(name: str, chosen: list[str]) -> Prediction:
+    """What a model's numbers say of these offline metrics."""
+    about = measured[name][1]
+    return Prediction.from_measured(Measured(policies[name], about["offline"], LIVE, about["worse"]), chosen)
+
+
+predictions = {name: predicted(name, [*metrics, *(one + UPPER for one in metrics)]) for name in measured}
+
+# %% [markdown]
+# ## What was run
+
+# %%
+run = pd.DataFrame([
+    {"model": titles[name], "weights": WEIGHTS[name], "computed in": MODELS[name].dtype,
+     "prompts": cells["prompt"].nunique(), "kinds": cells["kind"].nunique(),
+     "tokens of a prompt": f"{cells['tokens'].min()} to {cells['tokens'].max()}",
+     "policies": cells["label"].nunique(), "budgets": ", ".join(sorted(cells["budget"].unique(), key=float)),
+     "cells": len(cells)}
+    for name, cells in policies.items()
+])  # fmt: skip
+page.table("run", run)
+
+# %% [markdown]
+# ## Which offline number orders policies as the live model does
+#
+# Spearman's rank correlation over the policies of one prompt at one budget, mean over budgets, then prompts. `kld` is
+# the KL divergence of the next token's distribution from that of the full cache.
+
+# %%
+grids = {
+    name: found.of_prompts.groupby(["live", "prompt", "offline"])["spearman"].mean().unstack("offline")
+    for name, found in predictions.items()
+}
+
+
+def line(name: str, metric: str) -> dict[str, object] | None:
+    """The headline's numbers of one offline metric, and how far it is ahead of output_error."""
+    if metric not in grids[name].columns:
+        return None
+    found = predictions[name].headline.set_index(["offline", "live"]).loc[metric]
+    ahead, low, high = predictions[name].better_than(metric, HEADLINE)
+    return {
+        "model": name, "metric": metric, "prompts": int(found.loc["kld", "prompts"]),
+        **{f"{live}_{end}": found.loc[live, f"spearman{suffix}"]
+           for live in LIVE for end, suffix in (("mean", ""), ("low", "_low"), ("high", "_high"))},
+        "in_order": found.loc["kld", "in_order"], "ahead": ahead, "ahead_low": low, "ahead_high": high,
+    }  # fmt: skip
+
+
+lines = pd.DataFrame([
+    found for name in predictions for metric in metrics for part in ("", UPPER) if (found := line(name, metric + part))
+])  # fmt: skip
+lines = lines.dropna(subset="kld_mean").sort_values(["model", "kld_mean"], ascending=[False, False], kind="stable")
+page.table("headline", lines, pd.DataFrame([
+    {"model": titles[one["model"]], "offline number": one["metric"]}
+    | {live: interval(*(one[f"{live}_{end}"] for end in ("mean", "low", "high")), 2) for live in LIVE}
+    | {"pairs in order (kld)": f"{100 * one['in_order']:.0f} %",
+       "less output_error's (kld)": interval(*(one[f"ahead{end}"] for end in ("", "_low", "_high")), 2)}
+    for _, one in lines.iterrows()
+]))  # fmt: skip
+
+
+# %%
+def predictors() -> Drawing:
+    """A panel a model, a row a metric, a mark for all layers and one for the upper half of them."""
+    first = lines[lines["model"] == next(iter(predictions))]
+    order = list(dict.fromkeys(first["metric"].str.removesuffix(UPPER)))
+    left = max(width_of(metric) for metric in order) + 0.2
+    sheet = Sheet(
+        len(predictions), (2.2, 0.22 * len(order)), len(predictions), left=left, right=1.0, above=0.2, gap=(0.2, 0),
+        below=0.42, title="Which offline number orders policies as the live model does",
+        subtitle="rank correlation with kld within a prompt, at equal budget; closed loop",
+        caption="; ".join(f"{titles[name]}: {grid.loc['kld'].shape[0]} prompts" for name, grid in grids.items())
+        + f". {INTERVAL}.",
+    )  # fmt: skip
+    for axis, name in zip(sheet.axes, predictions, strict=True):
+        for colour, part, words in ((COLOURS[0], "", "all layers"), (COLOURS[1], UPPER, "upper half")):
+            mine = lines[lines["model"] == name].set_index("metric").reindex([metric + part for metric in order])
+            at = np.arange(len(order)) + (0.15 if part else -0.15)
+            axis.hlines(at, mine["kld_low"], mine["kld_high"], color=colour, linewidth=1)
+            axis.plot(mine["kld_mean"], at, "s" if part else "o", color=colour, label=words, markersize=3)
+        axis.axvline(0, color="#b0b0b0", linewidth=0.6)
+        axis.set_ylim(len(order) - 0.5, -0.5)
+        axis.set_yticks(range(len(order)), order)
+        axis.tick_params(axis="y", length=0, labelleft=axis is sheet.axes[0])
+        axis.set_xlabel("rank correlation with kld")
+        axis.annotate(titles[name], (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", color="#e3e3e3", linewidth=0.6)
+    sheet.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, handletextpad=0.1)
+    return Drawing(sheet.figure, lines)
+
+
+page.keep(predictors(), "predictors")
+
+# %% [markdown]
+# ## The hypothesis that was fixed before
+
+# %%
+for name, grid in grids.items():
+    of_kld = grid.loc["kld"].rename_axis("trace").reset_index().melt("trace", var_name="label")
+    ahead = more(of_kld.dropna(subset="value"), HYPOTHESIS, HEADLINE, titles[name])
+    page.find(
+        "(hypothesis)", f"{HYPOTHESIS} orders policies by kld better than {HEADLINE}, {titles[name]}",
+        "rank correlation " + " and ".join(
+            f"{interval(*lines[(lines['model'] == name) & (lines['metric'] == one)].iloc[0][['kld_mean', 'kld_low', 'kld_high']], 2)}"  # noqa: E501
+            for one in (HYPOTHESIS, HEADLINE)
+        ), [ahead],
+    )  # fmt: skip
+
+# %% [markdown]
+# ## By budget, and on kinds of prompts that had no say
+#
+# *Chosen* is the offline number that is best on all other kinds of prompts.
+
+# %%
+best = [lines[lines["model"] == name].iloc[0]["metric"] for name in measured]
+shown = list(dict.fromkeys([HEADLINE, HYPOTHESIS, *best]))
+few = {name: predicted(name, shown) for name in measured}
+by_budget = pd.concat([
+    found.by_budget[found.by_budget["live"] == "kld"].assign(model=name) for name, found in few.items()
+])  # fmt: skip
+page.table("budgets", by_budget, pd.DataFrame([
+    {"model": titles[name], "offline number": metric}
+    | {one["budget"]: interval(*one[["spearman", "spearman_low", "spearman_high"]], 2)
+       for _, one in some.sort_values("budget", key=lambda budget: budget.astype(float)).iterrows()}
+    for (name, metric), some in by_budget.groupby(["model", "offline"], sort=False)
+]).fillna(""))  # fmt: skip
+kinds = pd.concat([found.left_out_kinds().assign(model=name) for name, found in predictions.items()])
+page.table("kinds", kinds, pd.DataFrame([
+    {"model": titles[one["model"]], "kind left out": one["kind"], "chosen": one["chosen"],
+     "here": f"{one['spearman']:.2f}", "best here": one["best here"], "its": f"{one['its spearman']:.2f}"}
+    for _, one in kinds.iterrows()
+]))  # fmt: skip
+
+# %% [markdown]
+# ## How many prompts order two policies
+#
+# So many prompts, drawn at random, have the offline means of two policies in the order of the live means over all
+# prompts, with probability 0.95 over pairs of policies.
+
+# %%
+needed = pd.concat([
+    found.needed(metric).assign(model=name, metric=metric)
+    for name, found in few.items() for metric in shown
+])  # fmt: skip
+page.table("needed", needed, pd.DataFrame([
+    {"model": titles[name], "offline number": metric}
+    | {one["budget"]: f"{one['needed']:.0f}" if pd.notna(one["needed"])
+       else f"more than {one['prompts']} ({100 * one['reached']:.0f} %)"
+       for _, one in some.sort_values("budget", key=lambda budget: budget.astype(float)).iterrows()}
+    for (name, metric), some in needed.groupby(["model", "metric"], sort=False)
+]).fillna(""))  # fmt: skip
+
+# %% [markdown]
+# ## Policies in the live model
+#
+# `kld` in nats, mean over prompts. A random twin keeps the protected tokens of its policy and puts runs of the same
+# lengths at random places: a policy whose `kld` is not below its twin's has no use for its scores.
+
+# %%
+live = pd.concat([
+    cells.assign(model=name, trace=cells["prompt"]).rename(columns={"kld": "value"})
+    for name, (cells, _) in measured.items()
+])  # fmt: skip
+live = live[live["budget"].notna() & (live["label"] != "full")].dropna(subset="value")
+found = mean_over_traces(live, ["model", "label", "budget"])
+cells = found.set_index(["model", "label", "budget"])
+budgets = sorted(set(live["budget"]), key=float)
+MIDDLE = "0.1"
+ranked = {
+    name: [label for _, label in sorted(
+        (cells.loc[(name, label, MIDDLE), "mean"], label) for label in set(live["label"][live["model"] == name])
+        if (name, label, MIDDLE) in cells.index
+    )] for name in measured
+}  # fmt: skip
+page.table("policies", found, pd.DataFrame([
+    {"model": titles[name], "policy": label}
+    | {budget: cell(cells.loc[(name, label, budget)]) if (name, label, budget) in cells.index else ""
+       for budget in budgets}
+    for name in measured for label in ranked[name]
+]))  # fmt: skip
+
+USUAL = {"window": "8", "pool": "max", "heads": "kv", "chunk": "10", "reuse": "1", "sinks": "0"}
+
+
+def called(name: str, policy: str, protected: bool = False, **changed: str) -> str:
+    """The label of a policy in a model's run, which has the parameters in which its policies differ; "": none."""
+    wanted = USUAL | changed
+    for label in ranked[name]:
+        parameters = dict(re.findall(r"(\w+)=(\w+)", label.partition("protect=")[0].partition(":")[2]))
+        if label.partition(":")[0] == policy and ("protect=" in label) == protected and all(
+                wanted.get(key, value) == value for key, value in parameters.items()):  # fmt: skip
+            return label
+    return ""
+
+
+for name in measured:
+    usual = {base: called(name, base) for base in (*BASES, "chunkkv", "pyramid-kv", "dynamickv")}
+    statements = {
+        "policies have a smaller kld than their random twins":
+            [(usual[base], f"random-twin:of={base}") for base in BASES],
+        "pooled scores have a smaller kld than single ones":
+            [(usual[one], called(name, one, pool="none")) for one in ("snapkv", "pyramid-kv", "dynamickv")],
+        "ChunkKV has a smaller kld than SnapKV": [(usual["chunkkv"], usual["snapkv"])],
+        "one set in five layers has a smaller kld than one in each":
+            [(called(name, "chunkkv", reuse="5", sinks="4"), usual["chunkkv"])],
+        "budgets that differ by layer have a smaller kld than equal ones":
+            [(usual[one], usual["snapkv"]) for one in ("pyramid-kv", "dynamickv")],
+        "4 sinks and 8 recent tokens lower kld": [(called(name, base, protected=True), usual[base]) for base in BASES],
+    }  # fmt: skip
+    at_middle = live[(live["model"] == name) & (live["budget"] == MIDDLE)]
+    for says, pairs in statements.items():
+        pairs = [(one, other) for one, other in pairs if {one, other} <= set(ranked[name])]
+        if pairs:
+            page.find(
+                "(study)", f"{says}, {titles[name]} at {MIDDLE}",
+                ", ".join(f"{one} {cells.loc[(name, one, MIDDLE), 'mean']:.3f}, "
+                          f"{other} {cells.loc[(name, other, MIDDLE), 'mean']:.3f}" for one, other in pairs),
+                [less(at_middle, one, other) for one, other in pairs],
+            )  # fmt: skip
+
+# %% [markdown]
+# ## Answers
+#
+# Share of the answers that the text contains, greedy, over the prompts that the full cache answers.
+
+# %%
+written = pd.concat([
+    cells.assign(model=name, trace=cells["prompt"]) for name, (cells, _) in measured.items()
+]).reindex(columns=["model", "trace", "kind", "label", "budget", "contains"]).dropna(subset="contains")  # fmt: skip
+answered = written[written["label"] != "full"].rename(columns={"contains": "value"})
+if len(answered):
+    means = mean_over_traces(answered, ["model", "label", "budget"])
+    at = means.set_index(["model", "label", "budget"])
+    page.table("answers", means, pd.DataFrame([
+        {"model": titles[name], "prompts": answered["trace"][answered["model"] == name].nunique(), "policy": label}
+        | {budget: cell(at.loc[(name, label, budget)], 2) if (name, label, budget) in at.index else ""
+           for budget in budgets}
+        for name in measured for label in ranked[name] if label in set(answered["label"][answered["model"] == name])
+    ]))  # fmt: skip
+
+# %%
+page.findings()
