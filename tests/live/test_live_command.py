@@ -147,6 +147,21 @@ def test_refusals(copy: Case, words: list[str], code: int, said: str, capsys: py
     assert len(heard) == 1 and said in heard[0], heard
 
 
+def test_cells_that_fail_leave_the_others(copy: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A quantised cell is read from the trace's file again; without it that cell alone has no numbers."""
+    path = tmp_path / "t.h5"
+    shutil.copy(Run(copy.run).captured("t"), path)
+    kv.replay(path, ["kivi:bits=2,group=8,residual=16", "local"], [24], output=tmp_path / "stores")
+    path.unlink()
+    capsys.readouterr()
+    made = Case(copy.model, tmp_path / "stores")
+    assert made.live() == 6
+    said = capsys.readouterr().err.splitlines()
+    assert any("t: failed: kivi at 24: its store changes tokens of the trace: " in line for line in said)
+    assert said[-1] == "kvreplay: live: cells that failed: 1, listed above"
+    assert "local" in set(rows(made)["policy"]) and "kivi" not in set(rows(made)["policy"])
+
+
 def test_no_continuation(case: Callable[..., Case], capsys: pytest.CaptureFixture[str]) -> None:
     made = case("llama", "without", ("snapkv:window=4",), 0)
     capsys.readouterr()

@@ -96,8 +96,8 @@ def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
     eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
     ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
     text = passes.read(model, "tiny", ids, trace.boundary)
-    cells, left_out = cells_of(run, trace, run.cells)
-    assert not left_out and len(cells) == len(run.cells)
+    cells, left_out, failed = cells_of(run, trace, run.cells)
+    assert not left_out and not failed and len(cells) == len(run.cells)
     assert {cell.decisions for cell in cells} == {"after-prefill", "replayed", "future", "none"}
     torch.testing.assert_close(text.own, expected(eager, None, name, text.ids, trace.boundary, trace.boundary),
                                atol=2e-4, rtol=0)  # fmt: skip
@@ -150,8 +150,8 @@ def test_stores(name: str, case: Callable[..., Case]) -> None:
     eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
     ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
     text = passes.read(model, "tiny", ids, trace.boundary)
-    cells, left_out = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
-    assert not left_out and all(cell.stored is not None for cell in cells)
+    cells, left_out, failed = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
+    assert not left_out and not failed and all(cell.stored is not None for cell in cells)
     reference = passes.run(model, text, passes.Evicted.behind_prompt(text, [passes.everything(text)]))
     for cell in cells:
         found = passes.run(model, text, evicted(text, [cell], trace)).log_probabilities[0]

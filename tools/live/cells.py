@@ -66,9 +66,9 @@ def given_back(layer: Layer, stored: StoredLayer) -> Held:
     return Held(keys.to(layer.k), values.to(layer.v), tokens.to(device), positions.to(device))
 
 
-def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[LiveCell], list[str]]:
-    """Those of `rows` of run.cells that can be held, and why the others cannot."""
-    found, left_out = [], []
+def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[LiveCell], list[str], list[str]]:
+    """Those of `rows` of run.cells that can be held; why some are no sets that a model can hold; why some failed."""
+    found, left_out, failed = [], [], []
     for row in rows.itertuples():
         decision, store = decision_and_store(f"{row.policy}:{row.params}".rstrip(":"), len(trace.treated))
         selection = run.selection_of(row.cell, trace.boundary)
@@ -81,13 +81,13 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
             try:
                 stored = Stored(run.folder, trace.name, row.cell, open_trace(run.captured(trace.name)))
             except Error as problem:
-                left_out.append(f"{row.label}: its store changes tokens of the trace: {problem}")
+                failed.append(f"{row.label} at {row.budget}: its store changes tokens of the trace: {problem}")
                 continue
             found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, stored=stored))
             continue
         leaves = _leaves(selection) if decision == "during-prefill" and selection.evicted_at is not None else None
         found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, leaves))
-    return found, list(dict.fromkeys(left_out))
+    return found, list(dict.fromkeys(left_out)), failed
 
 
 def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:

@@ -76,8 +76,9 @@ def live(arguments: argparse.Namespace) -> None:
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, source.hash(), arguments.batch)
     answers = _answers(arguments.answers)
+    failed = 0
     for run, trace in wanted:
-        machine.measure(
+        reasons = machine.measure(
             run,
             trace,
             _chosen(run, trace, arguments),
@@ -86,6 +87,9 @@ def live(arguments: argparse.Namespace) -> None:
             show=show,
         )
         write_view(run.folder)
+        failed += len(reasons)
+    if failed:
+        raise Error("live", f"cells that failed: {failed}, listed above", exit_code=Refusal.SOME_FAILED)
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:

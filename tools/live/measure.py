@@ -40,19 +40,22 @@ class LiveModel:
 
     def measure(
         self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
-    ) -> None:
-        """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too."""
+    ) -> list[str]:
+        """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too. Which
+        cells failed, and why."""
         results = LiveResults(run_.folder, trace.name, self._device, self._dtype, self._hash)
-        cells, left_out = cells_of(run_, trace, rows)
+        cells, left_out, failed = cells_of(run_, trace, rows)
         for reason in left_out:
             _say(f"{trace.name}: left out: {reason}")
+        for reason in failed:
+            _say(f"{trace.name}: failed: {reason}")
         tokens = trace.tokens - trace.boundary
         predicted_before = {cell.facts["cell"] for cell in cells if results.has(cell, "kld", tokens)}
         written_before = {cell.facts["cell"] for cell in cells if results.has(cell, "same_tokens", count)}
         to_predict = [cell for cell in cells if cell.facts["cell"] not in predicted_before]
         to_write = [cell for cell in cells if count and cell.facts["cell"] not in written_before]
         if not to_predict and not to_write:
-            return
+            return failed
         known = run_.selections[f"/traces/{trace.name}/tokens/ids"][()]
         by_keys = self._check(run_, trace, known)
         self._refuse_memory(trace, to_predict)
@@ -75,6 +78,7 @@ class LiveModel:
         finally:
             bar.close()
             results.write()
+        return failed
 
     def _refuse_memory(self, trace: TraceFacts, cells: Sequence[LiveCell]) -> None:
         """What passes take beside the weights: keys and values, distributions, and what the reference leaves."""

@@ -16,6 +16,7 @@ class Refusal(IntEnum):
     INPUT = 3  # a file or model that cannot be read, or that lacks what is needed
     CAPABILITY = 4  # this machine cannot do it: an optional package is missing
     RESOURCES = 5  # memory or disk would not suffice
+    SOME_FAILED = 6  # finished, but some cells failed: they are listed
     INTERNAL = 70  # a bug of ours
     INTERRUPTED = 130  # the user stopped the program
     UNREAD = 141  # who reads the output left before its end

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-DONE, SOME_FAILED = 0, 6  # exit codes of a replay that leaves results
+from kvreplay.errors import Refusal
+
+DONE, SOME_FAILED = 0, int(Refusal.SOME_FAILED)  # exit codes of a replay that leaves results
 LOOK = 0.5  # seconds between looks whether the task is still wanted
 ENDING = ("closing", "closed", "stopping", "stopped", "failed")  # a worker that takes no results to anybody
 PDEATHSIG = 1  # of prctl
