@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from captured_case import Case
 import kvreplay as kv
 from kvreplay.compare.command import main as compare
 from kvreplay.engine import program
+from kvreplay.errors import Error
 from kvreplay.live_metrics import METRICS
 from kvreplay.predict.command import main as predict
 from kvreplay.report.content import Asked, Page
@@ -138,6 +140,7 @@ def test_an_interrupted_run_goes_on(copy: Case, monkeypatch: pytest.MonkeyPatch)
         (["--batch", "0"], 2, "--batch: out of range"),
         (["--generate", "-1"], 2, "--generate: out of range"),
         (["--answers", "missing.jsonl"], 3, "--answers"),
+        (["--memory", "much"], 2, "expected a number of bytes, or of k, M, G or T, found 'much'"),
     ],
 )
 def test_refusals(copy: Case, words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +161,7 @@ def test_cells_that_fail_leave_the_others(copy: Case, tmp_path: Path, capsys: py
     assert made.live() == 6
     said = capsys.readouterr().err.splitlines()
     assert any("t: failed: kivi at 24: its store changes tokens of the trace: " in line for line in said)
-    assert said[-1] == "kvreplay: live: cells that failed: 1, listed above"
+    assert said[-1].startswith("kvreplay: live: cells failed: 1 (listed above)")
     assert "local" in set(rows(made)["policy"]) and "kivi" not in set(rows(made)["policy"])
 
 
@@ -191,6 +194,91 @@ def test_a_model_is_compared_by_keys_where_no_hash_says(
     assert "compared by its shapes and first keys" in capsys.readouterr().err
     assert Case(case("qwen3").model, copy.run).live("-p", "snapkv") == 3
     assert "another model: expected the trace's keys" in capsys.readouterr().err
+
+
+def test_failed_cells_leave_the_others(
+    copy: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for each, exit code 6, and the same command measures only these again."""
+    from kvreplay.live.cells import LiveCell
+
+    row = LiveCell.row
+
+    def fails(cell: LiveCell, *words: object) -> object:
+        if cell.label == "random":
+            raise Error("a store", "unreadable")
+        return row(cell, *words)
+
+    monkeypatch.setattr(LiveCell, "row", fails)
+    assert copy.live("-b", "24", "--batch", "4") == 6
+    said = capsys.readouterr().err.splitlines()
+    assert "kvreplay: live: t: random at 24: failed: a store: unreadable" in said
+    assert said[-1].startswith("kvreplay: live: cells failed: 1 (listed above)")
+    cells = Run(copy.run).cells
+    some = cells[cells["budget"] == "24"]
+    assert set(rows(copy)["cell"]) == set(some["cell"][some["label"] != "random"])
+    monkeypatch.undo()
+    assert copy.live("-b", "24", "--batch", "4") == 0
+    assert set(rows(copy)["cell"]) == set(some["cell"])
+
+
+def test_nan_in_the_logits_fails_the_cell(
+    copy: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvreplay.live import measure
+
+    passes = measure.run
+
+    def overflows(*words: object) -> object:
+        found = passes(*words)
+        found.log_probabilities[:] = float("nan")
+        return found
+
+    monkeypatch.setattr(measure, "run", overflows)
+    assert copy.live("-b", "24", "-p", "snapkv:heads=kv") == 6
+    assert "failed: logits: NaN: expected finite numbers (another --dtype)" in capsys.readouterr().err
+
+
+def test_the_model_is_not_loaded_where_nothing_is_to_do(
+    copy: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvreplay.capture import model
+
+    assert copy.live("-p", "snapkv", "--generate", "2") == 0
+
+    def loads(*_: object) -> None:
+        raise Error("load", "the model is loaded")
+
+    monkeypatch.setattr(model, "load", loads)
+    capsys.readouterr()
+    for words in ((), ("--generate", "2"), ("--dtype", "float32", "--device", "cpu")):
+        assert copy.live("-p", "snapkv", *words) == 0
+        assert capsys.readouterr().err == "kvreplay: live: nothing to do: every cell has its numbers\n"
+    for words in ((), ("-p", "snapkv", "--generate", "3"), ("-p", "snapkv", "--dtype", "bfloat16")):
+        assert copy.live(*words) == 3
+        assert "the model is loaded" in capsys.readouterr().err
+
+
+def test_memory_bounds_the_batch(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many rows as fit; where one does not fit, no pass is run."""
+    assert copy.live("--batch", "3") == 0
+    wanted = (copy.run / "live.csv").read_bytes()
+    shutil.rmtree(copy.run / "live")
+    capsys.readouterr()
+    assert copy.live("--memory", "1k") == 5
+    [said] = capsys.readouterr().err.splitlines()
+    words = "kvreplay: --memory: too small for trace t with one batch row: expected at least (.*) MiB, found 0.0 MiB"
+    least = float(re.fullmatch(words, said)[1])
+    assert not (copy.run / "live").exists()
+    assert copy.live("--memory", f"{least - 0.1}M") == 5
+    capsys.readouterr()
+    assert copy.live("--memory", f"{least + 0.1}M", "--batch", "64", "-p", "full") == 0
+    said = capsys.readouterr().err
+    batch = int(re.search(r"t: batch of (\d+) in place of 64: more does not fit into --memory", said)[1])
+    assert 1 <= batch < 64
+    shutil.rmtree(copy.run / "live")
+    assert copy.live("--memory", "4GiB", "--batch", "3") == 0
+    assert "in place of" not in capsys.readouterr().err and (copy.run / "live.csv").read_bytes() == wanted
 
 
 def test_what_reads_the_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,11 @@ from tiny_models import CONFIGS, LOCAL_AND_GLOBAL
 from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
 from kvreplay.live import passes
+from kvreplay.live.attention import PageReads
 from kvreplay.live.cells import LiveCell, cells_of
 from kvreplay.live.measure import alike, evicted
 from kvreplay.results import Run
+from kvreplay.trace import Trace
 
 STORES = (
     "streaming-llm:positions=cache", "sca:positions=cache,recent=8", "kivi:bits=2,group=8,residual=16",
@@ -175,6 +177,64 @@ def test_stores(name: str, case: Callable[..., Case]) -> None:
         torch.testing.assert_close(found, output.logits[0].double().log_softmax(-1), atol=2e-4, rtol=0, msg=cell.label)
         assert (found - reference.log_probabilities[0]).abs().max() > 1e-3, cell.label
         passes.generate(model, text, [cell.row(text, trace)], 2)
+
+
+def pages_read(query: np.ndarray, keys: np.ndarray, page: int, count: int) -> np.ndarray:
+    """[m] bool: the tokens of the best `count` pages, of equal ones the earlier; a page and a channel at a time."""
+    scores = []
+    for first in range(0, len(keys), page):
+        of_page = keys[first : first + page]
+        scores.append(sum(max(q * of_page[:, c].min(), q * of_page[:, c].max()) for c, q in enumerate(query)))
+    best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+    return np.isin(np.arange(len(keys)) // page, best)
+
+
+@pytest.mark.parametrize(("tokens", "page", "count"), [(20, 4, 2), (21, 4, 3), (5, 8, 1), (9, 1, 4), (12, 3, 9)])
+def test_pages_that_a_query_reads(tokens: int, page: int, count: int) -> None:
+    generator = np.random.default_rng(tokens)
+    queries, keys = generator.normal(size=(1, 4, 3, 6)), generator.normal(size=(1, 2, tokens, 6))
+    keys[0, 1, page : 2 * page] = keys[0, 1, :page][: max(0, min(page, tokens - page))]  # two pages that are equal
+    found = PageReads(page, count).read(torch.from_numpy(queries), torch.from_numpy(keys))
+    for head, n in np.ndindex(4, 3):
+        wanted = pages_read(queries[0, head, n], keys[0, head // 2], page, count)
+        np.testing.assert_array_equal(found[0, head, n].numpy(), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "one_kv_head", "qwen3"])
+def test_quest(name: str, case: Callable[..., Case]) -> None:
+    """In the last layer alone a query is what it was captured as, so its pages are those of the trace's tensors."""
+    made = case(name, "quest", ("quest:page=8,least_pages=1,dense_layers=3", "quest:page=16,least_pages=2"))
+    run = Run(made.run)
+    trace = run.trace("t")
+    model, _ = load(ModelChoices(str(made.model)))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
+    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    text = passes.read(model, "tiny", ids, trace.boundary)
+    cells, left_out, failed = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
+    assert len(cells) == 4 and not left_out and not failed and {cell.decisions for cell in cells} == {"live"}
+    with Trace(run.captured("t")) as captured:
+        q, k = (captured[f"/layers/003/{one}"].astype(np.float64) for one in "qk")
+    group, last = len(q) // len(k), len(text.layers) - 1
+    for cell in cells:
+        found = passes.run(model, text, evicted(text, [cell], trace))
+        whole = passes.run(model, text, passes.Evicted.nothing(evicted(text, [cell], trace), text))
+        torch.testing.assert_close(whole.log_probabilities[0], text.own, atol=2e-4, rtol=0)
+        assert (found.log_probabilities[0] - whole.log_probabilities[0]).abs().max() > 1e-3, cell.label
+        passes.generate(model, text, [cell.row(text, trace)], 2, cell.reads)
+        if set(cell.reads) != {last}:
+            assert set(cell.reads) == {2, 3}
+            continue
+        mask = np.broadcast_to(np.tri(len(ids), dtype=bool), (len(q), len(ids), len(ids))).copy()
+        for head in range(len(q)):
+            for t in range(trace.boundary, len(ids)):
+                keys = k[head // group, : trace.boundary]
+                mask[head, t, : trace.boundary] = pages_read(q[head, t], keys, 8, int(cell.facts["budget_tokens"]) // 8)
+        causal = np.tri(len(ids), dtype=bool)[None]
+        with torch.inference_mode(), with_masks(eager, [causal] * last + [mask]):
+            wanted = eager(input_ids=text.ids[None], use_cache=False).logits[0, trace.boundary :]
+        torch.testing.assert_close(
+            found.log_probabilities[0], wanted.double().log_softmax(-1), atol=2e-4, rtol=0, msg=cell.label
+        )
 
 
 def test_models_are_known() -> None:

@@ -131,6 +131,19 @@ def _quantisation(source: Source, choices: ModelChoices, config: Any) -> Any:
     )
 
 
+def placement(choices: ModelChoices) -> tuple[str, str] | None:
+    """Kind of device and type that the loaded model will have; None where only loading says."""
+    if choices.device_map or choices.load:
+        return None
+    dtype = choices.dtype
+    if dtype == "auto":
+        source = Source.parse(choices.model, choices.revision)
+        trusted = {"trust_remote_code": choices.trust_remote_code}
+        config = _loading(source, transformers.AutoConfig.from_pretrained, **trusted)
+        dtype = str(config.get_text_config().dtype or "").removeprefix("torch.")
+    return (_device(choices.device or "cpu").partition(":")[0], dtype) if dtype else None
+
+
 def load_tokenizer(source: Source, **options: Any) -> Any:
     return _loading(source, transformers.AutoTokenizer.from_pretrained, **options)
 

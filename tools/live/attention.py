@@ -7,6 +7,7 @@ shows them, and the tokens of the pass causally, or until the cell evicts them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,33 @@ def together(cells: Sequence[Held]) -> Held:
     return Held(padded("k", 0), padded("v", 0), padded("tokens", NEVER), padded("positions", NEVER))
 
 
+@dataclass(frozen=True)
+class PageReads:
+    """Each query of each query head reads the best `count` pages of the prompt, of equal ones the earlier page. A page
+    counts sum_c max(q_c min_c, q_c max_c), with the extremes of each channel over its keys (Tang et al. 2024, Quest,
+    arXiv:2406.10774)."""
+
+    page: int  # tokens
+    count: int
+
+    def read(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Whether queries [B,Hq,n,d] read the tokens of keys [B,Hkv,m,d], in the order of the text: [B,Hq,n,m]."""
+        tokens = keys.shape[2]
+        pages = -(-tokens // self.page)
+
+        def in_pages(beyond: float) -> torch.Tensor:
+            padded = torch.nn.functional.pad(keys.double(), (0, 0, 0, pages * self.page - tokens), value=beyond)
+            return padded.unflatten(2, (pages, self.page))
+
+        least, most = in_pages(math.inf).amin(3), in_pages(-math.inf).amax(3)
+        group = query.shape[1] // keys.shape[1]
+        least, most = (x.repeat_interleave(group, 1).transpose(-1, -2) for x in (least, most))
+        scores = query.double().clamp(min=0) @ most + query.double().clamp(max=0) @ least  # [B,Hq,n,pages]
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
+        read = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+        return read.repeat_interleave(self.page, -1)[..., :tokens]
+
+
 def visible(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
     """Whether keys at positions [...,m] are visible to queries at positions [n]: [...,n,m]. `window` 0: none."""
     t, j = queries[:, None], keys[..., None, :]
@@ -80,13 +108,15 @@ class MaskedAttention:
     """The registered function, for one pass over the tokens from `begin` on, whole or in steps.
 
     `held` has each layer's given tokens by its number in the model, and none in a pass that begins at 0. `leaves`:
-    int64 [B,H,T], the query after which a token of the pass is evicted, NEVER for most; None: none is.
+    int64 [B,H,T], the query after which a token of the pass is evicted, NEVER for most; None: none is. `reads`: which
+    of the given tokens, all of them and in order, a query reads.
     """
 
     layers: dict[int, Layer]
     begin: int
     held: dict[int, Held] = field(default_factory=dict)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    reads: dict[int, PageReads] = field(default_factory=dict)
     seen: Callable[[int, torch.Tensor], None] | None = None  # layer, output [B,n,Hq,d]
     cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # of earlier tokens of the pass
 
@@ -128,11 +158,13 @@ class MaskedAttention:
             held = self.held[number]
             heads = held.k.shape[1]
             given = visible(positions, held.positions, layer.window)
+            if number in self.reads:
+                given = given.repeat_interleave(query_heads // heads, 1) & self.reads[number].read(query, held.k)
             key, value = (
                 torch.cat([x, y.repeat_interleave(heads // y.shape[1], 1)], 2)
                 for x, y in ((held.k, key), (held.v, value))
             )
-            seen = torch.cat([given, seen.expand(batch, heads, -1, -1)], -1)
+            seen = torch.cat([given, seen.expand(batch, given.shape[1], -1, -1)], -1)
         heads = max(seen.shape[1], key.shape[1])
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
         group = query_heads // heads

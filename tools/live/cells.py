@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ import torch
 from kvreplay.engine import decision_and_store
 from kvreplay.engine import open as open_trace
 from kvreplay.errors import Error
-from kvreplay.live.attention import NEVER, Held, Layer, kept_tokens
+from kvreplay.live.attention import NEVER, Held, Layer, PageReads, kept_tokens
 from kvreplay.live.passes import Row, Text
 from kvreplay.results import COLUMNS, NUMBERS, Run, Selection, Stored, StoredLayer, TraceFacts
 
@@ -23,6 +24,7 @@ DECISIONS = {
     "future": "future",  # of a control that reads later queries
     "never": "none",  # all tokens are held
 }
+CHOSEN_LIVE = "live"  # all tokens are held, and each live query chooses which it reads
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class LiveCell:
     kept: dict[int, torch.Tensor]  # bool [1 | Hkv | Hq, P]
     leaves: dict[int, torch.Tensor] | None = None  # int64 [1 | Hkv | Hq, T]: the query after which a token goes
     stored: Stored | None = None  # of a store that moves or changes kept tokens
+    reads: dict[int, PageReads] = field(default_factory=dict)  # where each query reads a part of what is held
 
     def row(self, text: Text, trace: TraceFacts) -> Row:
         """What a pass behind the prompt finds."""
@@ -73,6 +76,9 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
         decision, store = decision_and_store(f"{row.policy}:{row.params}".rstrip(":"), len(trace.treated))
         selection = run.selection_of(row.cell, trace.boundary)
         facts = _facts(run, row.cell, trace.name)
+        if row.policy == "quest":
+            found.append(LiveCell(facts, row.label, CHOSEN_LIVE, {}, reads=_page_reads(row, trace)))
+            continue
         if selection is None:
             left_out.append(f"{row.label}: each query reads other tokens")
             continue
@@ -94,6 +100,14 @@ def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:
     table = run.overall
     row = table[(table["cell"] == cell) & (table["trace"] == trace)].iloc[0]
     return {name: f"{row[name]:.17g}" if name in NUMBERS else row[name] for name in COLUMNS}
+
+
+def _page_reads(row: Any, trace: TraceFacts) -> dict[int, PageReads]:
+    """Of a cell of quest."""
+    parameters = dict(one.split("=") for one in row.params.split(","))
+    page, least, dense = (int(parameters[name]) for name in ("page", "least_pages", "dense_layers"))
+    reads = PageReads(page, max(least, int(row.budget_tokens) // page))
+    return {int(trace.layer_numbers[place]): reads for place in trace.treated[dense:]}
 
 
 def _leaves(selection: Selection) -> dict[int, torch.Tensor]:

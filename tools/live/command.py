@@ -13,10 +13,12 @@ from kvreplay import __version__
 from kvreplay.capture.model_options import ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, names, not_installed
+from kvreplay.sweep.options import size
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from kvreplay.live.results import Way
     from kvreplay.results import Run, TraceFacts
 
 DESCRIPTION = """Holds the kept sets of a finished replay in the live model: one pass over the text by the model itself,
@@ -39,6 +41,8 @@ def parser() -> Parser:
     add("--answers", metavar="FILE.jsonl", type=Path, help="lines with name (of a trace) and answers, for the text "
         "metrics (default: the text of the trace's answer spans)")  # fmt: skip
     add("--batch", metavar="N", type=int, default=None, help="cells in one pass (default: 1; on a GPU 8)")
+    add("--memory", metavar="SIZE", type=size, help="bytes that weights and a pass may take on the device that runs "
+        "them, as 512MiB or 4G: passes of fewer cells where --batch does not fit (default: what is free)")  # fmt: skip
     add("--threads", metavar="N", type=int, help="of the CPU (default: PyTorch's)")
     add("--progress", choices=("auto", "always", "never"), default="auto", help="on stderr (default: on a terminal)")
     return build
@@ -57,9 +61,9 @@ def live(arguments: argparse.Namespace) -> None:
         quiet_libraries(show)
         import torch
 
-        from kvreplay.capture.model import Source, load
-        from kvreplay.live.measure import LiveModel
-        from kvreplay.live.results import write_view
+        from kvreplay.capture.model import Source, load, placement
+        from kvreplay.live.measure import LiveModel, say
+        from kvreplay.live.results import Way, write_view
     except ModuleNotFoundError as missing:
         raise not_installed("live", missing) from missing
     from kvreplay.results import Run
@@ -73,12 +77,20 @@ def live(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     choices = ModelChoices.of(arguments)
     source = Source.parse(choices.model, choices.revision)
-    model, tokenizer = load(choices)
-    machine = LiveModel(model, tokenizer, source.title, source.hash(), arguments.batch)
     answers = _answers(arguments.answers)
-    failed = 0
+    model_hash = source.hash()
+    if (place := placement(choices)) and _is_done(wanted, Way(*place, model_hash), arguments):
+        for run in runs:
+            write_view(run.folder)
+        say("nothing to do: every cell has its numbers")
+        return
+    model, tokenizer = load(choices)
+    machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
+                        arguments.memory)  # fmt: skip
     for run, trace in wanted:
-        reasons = machine.measure(
+        machine.batch_of(trace, _chosen(run, trace, arguments))  # before the first pass
+    for run, trace in wanted:
+        machine.measure(
             run,
             trace,
             _chosen(run, trace, arguments),
@@ -87,9 +99,24 @@ def live(arguments: argparse.Namespace) -> None:
             show=show,
         )
         write_view(run.folder)
-        failed += len(reasons)
-    if failed:
-        raise Error("live", f"cells that failed: {failed}, listed above", exit_code=Refusal.SOME_FAILED)
+    if machine.failed:
+        raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv, and the "
+                    "same command measures the failed ones again", exit_code=Refusal.SOME_FAILED)  # fmt: skip
+
+
+def _is_done(wanted: Sequence[tuple[Run, TraceFacts]], way: Way, arguments: argparse.Namespace) -> bool:
+    """Whether all cells were measured this way before; then it says which cells can never be."""
+    from kvreplay.live.measure import Work, say
+
+    left_out = []
+    for run, trace in wanted:
+        work = Work.of(run, trace, _chosen(run, trace, arguments), arguments.generate, way)
+        if work.cells or work.failed:
+            return False
+        left_out += work.left_out
+    for reason in left_out:
+        say(reason)
+    return True
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -12,13 +13,14 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from kvreplay.capture.masks import ROW_BLOCK
 from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
 from kvreplay.live.attention import NEVER
 from kvreplay.live.cells import LiveCell, cells_of
 from kvreplay.live.metrics import Value, divergence, drifted, predicted
 from kvreplay.live.passes import Evicted, Text, Trajectory, everything, generate, read, run
-from kvreplay.live.results import LiveResults
+from kvreplay.live.results import LiveResults, Way
 from kvreplay.results import Run, TraceFacts, text
 
 ON_GPU = 8  # cells in one pass
@@ -26,50 +28,77 @@ COMPARED_TOKENS = 8  # whose keys in the first layer must be the trace's, where 
 KEY_TOLERANCE = 0.05  # of the largest key: types differ, models differ by more
 
 
-class LiveModel:
-    """One model, for many traces."""
+@dataclass(frozen=True)
+class Work:
+    """What is left to measure of a trace's cells."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, model_hash: str, batch: int | None) -> None:
+    results: LiveResults
+    predict: list[LiveCell]
+    write: list[LiveCell]  # a text of each
+    left_out: list[str]  # cells that no model can hold, and why
+    failed: list[str]  # cells that this machine cannot read, and why
+
+    @classmethod
+    def of(cls, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, way: Way) -> Work:
+        """Of these rows of run.cells; `count`: the tokens of a text, 0 for none."""
+        results = LiveResults(run_.folder, trace.name, way)
+        cells, left_out, failed = cells_of(run_, trace, rows)
+        tokens = trace.tokens - trace.boundary
+        predict = [cell for cell in cells if not results.has(cell, "kld", tokens)]
+        write = [cell for cell in cells if count and not results.has(cell, "same_tokens", count)]
+        left_out = [f"{trace.name}: left out: {reason}" for reason in left_out]
+        return cls(results, predict, write, left_out, [f"{trace.name}: failed: {reason}" for reason in failed])
+
+    @property
+    def cells(self) -> int:
+        """To be measured."""
+        return len(self.predict) + len(self.write)
+
+
+class LiveModel:
+    """One model, for many traces. `failed`: cells that could not be measured."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str, model_hash: str, batch: int | None, memory: int | None = None
+    ) -> None:
+        """`batch`: cells in one pass, at most; `memory`: bytes that the weights and a pass may take."""
         self._model = model
         self._tokenizer = tokenizer
         self._name = name
         self._hash = model_hash
         self._device = model.device.type
-        self._dtype = str(model.dtype).removeprefix("torch.")
-        self._batch = batch or (ON_GPU if self._device == "cuda" else 1)
+        self._way = Way(self._device, str(model.dtype).removeprefix("torch."), model_hash)
+        self._most = batch or (ON_GPU if self._device == "cuda" else 1)
+        self._batch = self._most
+        self._memory = memory
+        self.failed: list[str] = []
 
     def measure(
         self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
-    ) -> list[str]:
-        """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too. Which
-        cells failed, and why."""
-        results = LiveResults(run_.folder, trace.name, self._device, self._dtype, self._hash)
-        cells, left_out, failed = cells_of(run_, trace, rows)
-        for reason in left_out:
-            _say(f"{trace.name}: left out: {reason}")
-        for reason in failed:
-            _say(f"{trace.name}: failed: {reason}")
-        tokens = trace.tokens - trace.boundary
-        predicted_before = {cell.facts["cell"] for cell in cells if results.has(cell, "kld", tokens)}
-        written_before = {cell.facts["cell"] for cell in cells if results.has(cell, "same_tokens", count)}
-        to_predict = [cell for cell in cells if cell.facts["cell"] not in predicted_before]
-        to_write = [cell for cell in cells if count and cell.facts["cell"] not in written_before]
-        if not to_predict and not to_write:
-            return failed
+    ) -> None:
+        """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too."""
+        work = Work.of(run_, trace, rows, count, self._way)
+        for reason in [*work.left_out, *work.failed]:
+            say(reason)
+        self.failed += work.failed
+        if not work.cells:
+            return
+        results, tokens = work.results, trace.tokens - trace.boundary
         known = run_.selections[f"/traces/{trace.name}/tokens/ids"][()]
         by_keys = self._check(run_, trace, known)
-        self._refuse_memory(trace, to_predict)
+        self._batch = self.batch_of(trace, rows)
+        if self._batch < self._most:
+            say(f"{trace.name}: batch of {self._batch} in place of {self._most}: more does not fit into --memory")
         whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
         if by_keys:
             self._compare_keys(run_, trace, whole)
-        total = len(to_predict) + len(to_write)
-        bar = tqdm(total=total, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
+        bar = tqdm(total=work.cells, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
-            for cell, values in self._predicted(whole, to_predict, trace):
+            for cell, values in self._predicted(whole, work.predict, trace):
                 results.add(cell, values, tokens)
                 bar.update()
             answers = answers or _answer_spans(run_, trace)
-            for cell, words, values in self._written(whole, to_write, trace, count, answers):
+            for cell, values, words in self._written(whole, work.write, trace, count, answers):
                 results.add(cell, values, count, words)
                 bar.update()
         except torch.OutOfMemoryError as error:
@@ -78,24 +107,36 @@ class LiveModel:
         finally:
             bar.close()
             results.write()
-        return failed
 
-    def _refuse_memory(self, trace: TraceFacts, cells: Sequence[LiveCell]) -> None:
-        """What passes take beside the weights: keys and values, distributions, and what the reference leaves."""
+    def batch_of(self, trace: TraceFacts, rows: pd.DataFrame) -> int:
+        """How many of these rows of run.cells a pass measures: with a limit of memory as many as fit.
+
+        A trace takes the prompt's keys and values and the reference's distributions; a batch row takes kept keys and
+        values, activations and the mask of a block of queries, and, once more for the reference, hidden states,
+        attention outputs and distributions of the continuation.
+        """
         config = self._model.config.get_text_config()
-        layers, hidden = config.num_hidden_layers, config.hidden_size
+        layers, hidden, size = config.num_hidden_layers, config.hidden_size, self._model.dtype.itemsize
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         count = trace.tokens - trace.boundary
-        size = self._model.dtype.itemsize
-        width = layers * (hidden + trace.query_heads * self._head_dim())  # hidden states and attention outputs
-        cached = 2 * layers * trace.kv_heads * self._head_dim() * size
-        pass_tokens = trace.tokens if any(cell.leaves is not None for cell in cells) else count
-        needed = trace.tokens * cached + 2 * self._batch * count * (width * size + 2 * vocabulary * 8)
-        needed += self._batch * pass_tokens * (4 * hidden * size + cached)
-        free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else _free_memory()
-        if needed > free:
-            raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB beside the model (a smaller --batch)",
-                        f"{free / 2**30:.1f} GiB", Refusal.RESOURCES)  # fmt: skip
+        token = 2 * layers * self._head_dim() * size  # keys and values of a head
+        heads = trace.query_heads if (rows["heads"] == "query").any() else trace.kv_heads
+        width = layers * (hidden + trace.query_heads * self._head_dim())
+        of_trace = trace.tokens * trace.kv_heads * token + 8 * count * vocabulary
+        of_row = trace.tokens * (heads * token + 4 * hidden * size + trace.query_heads * min(ROW_BLOCK, trace.tokens))
+        of_row += 2 * count * (width * size + 2 * vocabulary * 8)
+        if self._memory is None:
+            free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else _free_memory()
+            if (needed := of_trace + self._most * of_row) > free:
+                raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB beside the model (a smaller --batch)",
+                            f"{free / 2**30:.1f} GiB", Refusal.RESOURCES)  # fmt: skip
+            return self._most
+        of_trace += self._model.get_memory_footprint()
+        if of_trace + of_row > self._memory:
+            raise Error("--memory", f"too small for trace {trace.name} with one batch row",
+                        f"at least {(of_trace + of_row) / 2**20:.1f} MiB", f"{self._memory / 2**20:.1f} MiB",
+                        Refusal.RESOURCES)  # fmt: skip
+        return min(self._most, (self._memory - of_trace) // of_row)
 
     def _head_dim(self) -> int:
         config = self._model.config.get_text_config()
@@ -108,15 +149,17 @@ class LiveModel:
         for some in alike(cells, trace.kv_heads):
             yield from self._predicted_alike(whole, some, trace, floors)
         if floors:
-            _say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, nothing evicted, from the "
-                 "model's own attention")  # fmt: skip
+            say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, nothing evicted, from the "
+                "model's own attention")  # fmt: skip
 
     def _predicted_alike(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, floors: list[float]
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
         reference: Trajectory | None = None
         following = whole.ids[whole.prompt + 1 :]
-        for some in _groups(cells, self._batch):
+
+        def measured(some: Sequence[LiveCell]) -> list[tuple[LiveCell, list[Value]]]:
+            nonlocal reference
             # As many rows in every pass: a row has the same bits in each, and so the full cache is exactly itself.
             rows = [*some, *[some[-1]] * (self._batch - len(some))]
             of_cells = evicted(whole, rows, trace)
@@ -124,26 +167,53 @@ class LiveModel:
                 reference = run(self._model, whole, Evicted.nothing(of_cells, whole))
                 floors.append(float(divergence(whole.own, reference.log_probabilities[0]).mean()))
             found = run(self._model, whole, of_cells)
-            for row, cell in enumerate(some):
-                yield cell, [*predicted(reference, found, row, following), *drifted(reference, found, row)]
+            if found.log_probabilities.isnan().any():
+                raise Error("logits", "NaN", "finite numbers (another --dtype)")
+            return [
+                (cell, [*predicted(reference, found, row, following), *drifted(reference, found, row)])
+                for row, cell in enumerate(some)
+            ]
+
+        yield from self._each(cells, trace, measured)
+
+    def _each(
+        self, cells: Sequence[LiveCell], trace: TraceFacts, work: Callable[[Sequence[LiveCell]], Sequence[Any]]
+    ) -> Iterator[Any]:
+        """What `work` gives for batches of cells. The cells of a batch that fails are tried one by one."""
+        for some in _groups(cells, self._batch):
+            try:
+                yield from work(some)
+            except Error as problem:
+                if len(some) > 1:
+                    for cell in some:
+                        yield from self._each([cell], trace, work)
+                    continue
+                self.failed.append(f"{trace.name}: {some[0].label} at {some[0].facts['budget']}")
+                say(f"{self.failed[-1]}: failed: {problem}")
 
     def _written(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, count: int, answers: list[str]
-    ) -> Iterator[tuple[LiveCell, str, list[Value]]]:
-        """Cells, what they have written, and its numbers."""
+    ) -> Iterator[tuple[LiveCell, list[Value], str]]:
+        """With each cell its text."""
         if not cells:
             return
         end = self._model.generation_config.eos_token_id
         ends = {end} if isinstance(end, int) else set(end or [])
         reference = _until(generate(self._model, whole, [everything(whole)] * self._batch, count)[0], ends)
-        for some in _groups(cells, self._batch):
+
+        def written(some: Sequence[LiveCell]) -> list[tuple[LiveCell, list[Value], str]]:
             rows = [*some, *[some[-1]] * (self._batch - len(some))]
             held = [cell.row(whole, trace) for cell in rows]
-            for cell, tokens in zip(some, generate(self._model, whole, held, count), strict=False):
+            found = []
+            of_rows = generate(self._model, whole, held, count, some[0].reads)
+            for cell, tokens in zip(some, of_rows, strict=False):
                 tokens = _until(tokens, ends)
                 words = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                answered = texts.answered(words, answers) if answers else ()
-                yield cell, words, [*texts.written(tokens, reference), *answered]
+                values = [*texts.written(tokens, reference), *(texts.answered(words, answers) if answers else ())]
+                found.append((cell, values, words))
+            return found
+
+        yield from self._each(cells, trace, written)
 
     def _check(self, run_: Run, trace: TraceFacts, ids: np.ndarray) -> bool:
         """Refuses a model that is not the trace's; whether its keys are still to be compared, as no hash says."""
@@ -162,7 +232,7 @@ class LiveModel:
 
     def _compare_keys(self, run_: Run, trace: TraceFacts, whole: Text) -> None:
         """The keys of the first tokens in the first layer, where the trace's file is still there."""
-        _say(f"{trace.name}: no hash of the weights: the model is compared by its shapes and first keys")
+        say(f"{trace.name}: no hash of the weights: the model is compared by its shapes and first keys")
         try:
             with h5py.File(run_.captured(trace.name)) as file:
                 stored = np.asarray(file["/layers/000/k"][:, :COMPARED_TOKENS], dtype=np.float32)
@@ -179,21 +249,26 @@ class LiveModel:
 def alike(cells: Sequence[LiveCell], kv_heads: int) -> list[list[LiveCell]]:
     """Cells whose passes begin at the same token and have sets of as many heads: their arithmetic is the same, so they
     share a reference."""
-    kinds: dict[tuple[bool, bool], list[LiveCell]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[LiveCell]] = {}
     for cell in cells:
         rows = cell.leaves or cell.kept
-        kinds.setdefault((cell.leaves is not None, any(len(one) > kv_heads for one in rows.values())), []).append(cell)
+        by_query_head = any(len(one) > kv_heads for one in rows.values())
+        kinds.setdefault((cell.leaves is not None, by_query_head, bool(cell.reads)), []).append(cell)
     return [kinds[kind] for kind in sorted(kinds)]
 
 
 def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]]:
-    return (cells[first : first + size] for first in range(0, len(cells), size))
+    """Rows of a pass read alike, so cells whose queries choose what they read are alone in theirs."""
+    alone = [cell for cell in cells if cell.reads]
+    others = [cell for cell in cells if not cell.reads]
+    yield from (others[first : first + size] for first in range(0, len(others), size))
+    yield from ([cell] for cell in alone)
 
 
 def evicted(whole: Text, rows: Sequence[LiveCell], trace: TraceFacts) -> Evicted:
     """Of cells whose passes begin at the same token."""
     if rows[0].leaves is None:
-        return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows])
+        return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows], rows[0].reads)
     nobody = torch.full((1, len(whole.ids)), NEVER)
     return Evicted.over_time(
         whole, [{number: (cell.leaves or {}).get(number, nobody) for number in whole.layers} for cell in rows]
@@ -241,5 +316,5 @@ def _free_memory() -> int:
         return sys.maxsize
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(f"kvreplay: live: {line}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import torch
 
 from kvreplay.capture.model import decoder, input_device
 from kvreplay.capture.observe import LayerCall, blocks, observed
-from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, kept_tokens, masked, together
+from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, PageReads, kept_tokens, masked, together
 
 
 @dataclass
@@ -71,12 +71,13 @@ class Evicted:
     begin: int
     held: dict[int, Held] = field(default_factory=dict)  # by layer, [B,H,n,...]
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: int64 [B,H,T], as of MaskedAttention
+    reads: dict[int, PageReads] = field(default_factory=dict)  # by layer: what queries read of it, in all rows the same
 
     @classmethod
-    def behind_prompt(cls, text: Text, rows: Sequence[Row]) -> Evicted:
+    def behind_prompt(cls, text: Text, rows: Sequence[Row], reads: dict[int, PageReads] | None = None) -> Evicted:
         """What each row holds of the prompt."""
         held = {number: together([row[number] for row in rows]) for number in text.layers}
-        return cls(len(rows), text.prompt, held)
+        return cls(len(rows), text.prompt, held, reads=reads or {})
 
     @classmethod
     def over_time(cls, text: Text, leaves: Sequence[dict[int, torch.Tensor]]) -> Evicted:
@@ -93,7 +94,8 @@ class Evicted:
         if like.leaves:
             whole = {number: torch.full((1, len(text.ids)), NEVER) for number in text.layers}
             return cls.over_time(text, [whole] * like.rows)
-        return cls.behind_prompt(text, [everything(text)] * like.rows)
+        every_page = {number: replace(reads, count=text.prompt) for number, reads in like.reads.items()}
+        return cls.behind_prompt(text, [everything(text)] * like.rows, every_page)
 
 
 def everything(text: Text) -> Row:
@@ -105,7 +107,7 @@ def everything(text: Text) -> Row:
 def run(model: Any, text: Text, evicted: Evicted) -> Trajectory:
     """The continuation under these masks, each batch row for itself."""
     found = Trajectory()
-    attention = MaskedAttention(text.layers, evicted.begin, evicted.held, evicted.leaves)
+    attention = MaskedAttention(text.layers, evicted.begin, evicted.held, evicted.leaves, evicted.reads)
     count = text.continuation
     attention.seen = lambda number, output: found.attention.__setitem__(number, output[:, -count:])
 
@@ -125,15 +127,17 @@ def run(model: Any, text: Text, evicted: Evicted) -> Trajectory:
     return found
 
 
-def generate(model: Any, text: Text, rows: Sequence[Row], count: int) -> list[list[int]]:
-    """Greedy text of `count` tokens, a list a row.
+def generate(
+    model: Any, text: Text, rows: Sequence[Row], count: int, reads: dict[int, PageReads] | None = None
+) -> list[list[int]]:
+    """Greedy text of `count` tokens, a list a row; `reads` as of Evicted.
 
     The last prompt token is run again and sees what is kept, so that also the first token comes from that; its copy in
     the cache is hidden.
     """
     last = text.prompt - 1
     held = {number: together([_without(row[number], last) for row in rows]) for number in text.layers}
-    attention = MaskedAttention(text.layers, last, held)
+    attention = MaskedAttention(text.layers, last, held, reads=reads or {})
     ids = text.ids[last].expand(len(rows), 1).to(input_device(model))
     written = []
     with torch.inference_mode(), masked(model, attention):

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvreplay.errors import Error
@@ -26,12 +27,21 @@ HEADER = (*COLUMNS, *MEASURED, TEXT)
 WRITTEN = "same_tokens"  # the metric that every written text has
 
 
+@dataclass(frozen=True)
+class Way:
+    """How numbers are measured: columns of MEASURED."""
+
+    device: str
+    dtype: str
+    model_hash: str
+
+
 class LiveResults:
     """The rows of one trace. Those of an earlier call stay; a cell measured the same way is not measured again."""
 
-    def __init__(self, folder: Path, trace: str, device: str, dtype: str, model_hash: str) -> None:
+    def __init__(self, folder: Path, trace: str, way: Way) -> None:
         self.path = folder / "live" / f"{trace}.csv"
-        self._measured = {"device": device, "dtype": dtype, "model_hash": model_hash}
+        self._measured = asdict(way)
         self._rows: dict[tuple[str, ...], list[dict[str, str]]] = {}  # by cell, way of measuring and metric
         for row in read_rows(self.path) if self.path.is_file() else []:
             self._rows.setdefault(_key(row), []).append(row)

@@ -598,6 +598,8 @@ def text(value: object) -> str:
 def told_apart(live: pd.DataFrame) -> pd.DataFrame:
     """Rows of live.csv as rows of results.csv: numbers that were measured in several ways, as on two devices, have the
     ways in the variant."""
+    if live.empty:
+        return live.drop(columns=[*MEASURED, TEXT])
     twice = live.duplicated(["trace", "cell", "metric", "variant", "layer"], keep=False)
     ways = live[["variant", "decisions", "device", "dtype", "model_hash"]].agg(
         lambda row: " ".join(filter(None, row)), axis=1

@@ -27,7 +27,7 @@ FEWEST = 5  # policies of a prompt at a budget that have an order worth a correl
 SHARE = 0.95
 OF_A_CONTROL = "attention_recall:oracle"  # the best set with the policy's counts, not the policy's own
 DAMAGE = {"higher": -1.0, "lower": 1.0}
-UNORDERED = ("none", "future")  # decisions of cells that are no policies to choose from
+UNORDERED = ("none", "live", "future")  # decisions of cells that hold everything, or are no policies to choose from
 PARTS = ("lower-half", "upper-half", "lower-third", "middle-third", "upper-third")
 AGREEMENTS = {"spearman": spearman, "kendall": kendall, "in_order": in_order}
 

@@ -181,6 +181,8 @@ class Study:
             self._writing.measure(run, trace, by_size, ANSWER_TOKENS, list(answers), False)
         else:
             self._predicting.measure(run, trace, rows, 0, None, False)
+        if failed := self._predicting.failed + self._writing.failed:
+            raise Error(trace.name, "cells failed", "", ", ".join(failed))
         write_view(run.folder)
 
     def _answers(self, run: Run, trace: TraceFacts, rows: pd.DataFrame, prompt: Prompt) -> bool:
