@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvreplay.program import program
 from kvreplay.sweep.executors import Wanted, cluster
-from kvreplay.sweep.plan import program
 from kvreplay.sweep.schedule import Schedule, Task
 from kvreplay.sweep.sweep import finished, merge
 from kvreplay.sweep.work import Allowance, Outcome, Replay

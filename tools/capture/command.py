@@ -16,8 +16,8 @@ from kvreplay import __version__
 from kvreplay.capture.model_options import DTYPES, ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names
-from kvreplay.sweep.options import add_executor, size
+from kvreplay.program import Parser, exit_code, names, size
+from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
     from kvreplay.capture.prompts import Prompt

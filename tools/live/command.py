@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from kvreplay import __version__
 from kvreplay.capture.model_options import ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, names, not_installed
-from kvreplay.sweep.options import size
+from kvreplay.program import Parser, exit_code, names, not_installed, size
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,11 +8,13 @@ import difflib
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kvreplay import __version__
@@ -52,6 +54,21 @@ class Parser(argparse.ArgumentParser):
                 expected = near[0] if near else "one that --help lists"
                 raise Error(self.command, "option", expected, name, Refusal.USAGE)
             previous = word
+
+
+def program() -> tuple[str, ...]:
+    """kvreplay as other processes call it; the program inside Python where there is no other."""
+    beside = Path(sys.executable).with_name("kvreplay")
+    path = shutil.which("kvreplay") or (str(beside) if beside.is_file() else "")
+    return (path,) if path else (sys.executable, "-m", "kvreplay.command_line.command")
+
+
+def size(text: str) -> int:
+    """Bytes, as every size of the program is written: 4G, 512MiB ..."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]?)(?:iB|B)?", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, or of k, M, G or T, found {text!r}")
+    return int(float(match[1]) * 1024 ** " kMGT".index(match[2].replace("K", "k") or " "))
 
 
 def names(value: str) -> list[str]:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, not_installed
-from kvreplay.sweep.plan import program
+from kvreplay.program import Parser, exit_code, not_installed, program
 
 if TYPE_CHECKING:
     import pandas as pd

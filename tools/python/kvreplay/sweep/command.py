@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code
-from kvreplay.sweep.options import add_executor, size, wanted, whole
+from kvreplay.program import Parser, exit_code, size
+from kvreplay.sweep.options import add_executor, wanted, whole
 from kvreplay.sweep.plan import planned
 from kvreplay.sweep.script import array_script
 from kvreplay.sweep.sweep import Sweep

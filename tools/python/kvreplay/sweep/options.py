@@ -30,14 +30,6 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def size(text: str) -> int:
-    """Bytes, as every size of the program is written: 4G, 512MiB ..."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]?)(?:iB|B)?", text)
-    if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a number of bytes, or of k, M, G or T, found {text!r}")
-    return int(float(match[1]) * 1024 ** " kMGT".index(match[2].replace("K", "k") or " "))
-
-
 def wanted(arguments: argparse.Namespace) -> Wanted:
     """The cluster that the options describe; raises Error for what cannot be meant."""
     executor = arguments.executor

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvreplay.errors import Error
+from kvreplay.program import program
 from kvreplay.sweep.progress import duration
 from kvreplay.sweep.schedule import Task
 from kvreplay.sweep.work import DONE, SOME_FAILED, Allowance, Replay
-
-
-def program() -> tuple[str, ...]:
-    """kvreplay as workers call it, which see the same files; the program inside Python where there is no other."""
-    beside = Path(sys.executable).with_name("kvreplay")
-    path = shutil.which("kvreplay") or (str(beside) if beside.is_file() else "")
-    return (path,) if path else (sys.executable, "-m", "kvreplay.command_line.command")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvreplay.program import program
 from kvreplay.sweep.executors import Wanted, directives
-from kvreplay.sweep.plan import program
 
 SCRIPT = """#!/bin/bash
 # Shards of a replay as an array of jobs, and their merge after them:
