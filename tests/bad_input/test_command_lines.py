@@ -352,6 +352,12 @@ LINES: list[tuple[int, str, str]] = [
     ),
     (USAGE, f"{H2O} --metrics ,", '--metrics: empty piece of a list: found ","'),
     (USAGE, f"{H2O} --metrics kv_bytes,", '--metrics: empty piece of a list: found "kv_bytes,"'),
+    (
+        INPUT,
+        f"{H2O} --metrics output_error:residual -o out",
+        "fixture.h5:/layers/000/wo: no output projection for output_error:residual: expected one, as capture --with-wo "
+        "stores it, found none",
+    ),
     (USAGE, f"{H2O} --detail heads", "--detail: unknown value: expected one of summary, layer, head, found heads"),
     (USAGE, f"{H2O} --save scores,score", "--save: unknown value: expected one of scores, attention, found score"),
     (USAGE, f"{H2O} --save scores,", '--save: empty piece of a list: found "scores,"'),
