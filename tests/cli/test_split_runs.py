@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from program import done, kvreplay
 
 BUDGETS = ["-b", "0.1,0.5"]
-NEEDS = {"finch": ":question=last,question_tokens=4", "critical-kv": ":wo=none", "random-twin": ":of=(h2o)"}
+NEEDS = {"finch": ":question=last,question_tokens=4", "random-twin": ":of=(h2o)"}
 WITHOUT = {"head-kv": "needs a table of the model's heads"}
 # Kinds of traces, and what their logits are multiplied with: parts of rows lie beyond float32, more and more of them.
 LOGITS = [("needle", 2), ("sinks", 8), ("gaussian", 15), ("sinks", 60), ("gaussian", 3000)]
@@ -41,6 +42,10 @@ def test_runs_split_by_policy_merge_to_the_bits_of_the_whole(kind: str, scale: i
     done("synth", kind, "-o", "t.h5", *shape, folder=tmp_path)
     with h5py.File(tmp_path / "t.h5", "r+") as trace:
         trace["model"].attrs["softmax_scale"] *= scale
+        for layer in trace["layers"].values():  # what metrics of the projected output read
+            heads, tokens, dim = layer["q"].shape
+            layer["wo"] = np.random.default_rng(0).normal(size=(20, heads * dim)).astype(layer["q"].dtype)
+            layer["input_norm"] = np.linspace(1, 9, tokens, dtype=np.float32)
     wanted = policies(tmp_path)
     every = ",".join(
         variant["name"]
