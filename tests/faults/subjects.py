@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -177,7 +176,7 @@ def _capture(words: tuple[str, ...], where: str, environment: dict[str, str], li
     from kvreplay.capture.command import main
 
     torch.set_num_threads(1)
-    sys.exit(main(words))
+    os._exit(main(words))  # multiprocessing's own end flushes again what could not be written, and fails
 
 
 class Capture(Replay):
