@@ -19,7 +19,7 @@ from kvreplay.live import passes
 from kvreplay.live.attention import PageReads
 from kvreplay.live.cells import LiveCell, cells_of
 from kvreplay.live.measure import alike, evicted
-from kvreplay.results import Run
+from kvreplay.results import Run, TraceFacts
 from kvreplay.trace import Trace
 
 STORES = (
@@ -87,17 +87,23 @@ def expected(eager: Any, cell: LiveCell | None, name: str, ids: torch.Tensor, pr
         return eager(input_ids=ids[None], use_cache=False).logits[0, from_:].double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
-    """Every cell, alone and beside others, and the reference."""
-    made = case(name)
+def loaded(made: Case) -> tuple[Run, TraceFacts, Any, Any, passes.Text]:
+    """A run, its trace, the model as live loads it and with eager attention, and the text as the model read it."""
     run = Run(made.run)
     trace = run.trace("t")
     model, _ = load(ModelChoices(str(made.model)))
     eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
     ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
     text = passes.read(model, "tiny", ids, trace.boundary)
+    return run, trace, model, eager, text
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
+    """Every cell, alone and beside others, and the reference."""
+    made = case(name)
+    run, trace, model, eager, text = loaded(made)
     cells, left_out, failed = cells_of(run, trace, run.cells)
     assert not left_out and not failed and len(cells) == len(run.cells)
     assert {cell.decisions for cell in cells} == {"after-prefill", "replayed", "future", "none"}
@@ -126,12 +132,7 @@ def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
 def test_written_text(name: str, case: Callable[..., Case]) -> None:
     """Token by token the most probable one; the last prompt token is read under the mask."""
     made = case(name)
-    run = Run(made.run)
-    trace = run.trace("t")
-    model, _ = load(ModelChoices(str(made.model)))
-    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
-    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
-    text = passes.read(model, "tiny", ids, trace.boundary)
+    run, trace, model, eager, text = loaded(made)
     cells = [cell for cell in cells_of(run, trace, run.cells)[0] if cell.leaves is None]
     found = passes.generate(model, text, [cell.row(text, trace) for cell in cells], 4)
     for cell, tokens in zip(cells, found, strict=True):
@@ -146,12 +147,7 @@ def test_written_text(name: str, case: Callable[..., Case]) -> None:
 def test_stores(name: str, case: Callable[..., Case]) -> None:
     """Moved and changed keys and values, as transformers' own cache of the kept tokens."""
     made = case(name, "stores", STORES)
-    run = Run(made.run)
-    trace = run.trace("t")
-    model, _ = load(ModelChoices(str(made.model)))
-    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
-    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
-    text = passes.read(model, "tiny", ids, trace.boundary)
+    run, trace, model, eager, text = loaded(made)
     cells, left_out, failed = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
     assert not left_out and not failed and all(cell.stored is not None for cell in cells)
     reference = passes.run(model, text, passes.Evicted.behind_prompt(text, [passes.everything(text)]))
@@ -204,12 +200,7 @@ def test_pages_that_a_query_reads(tokens: int, page: int, count: int) -> None:
 def test_quest(name: str, case: Callable[..., Case]) -> None:
     """In the last layer alone a query is what it was captured as, so its pages are those of the trace's tensors."""
     made = case(name, "quest", ("quest:page=8,least_pages=1,dense_layers=3", "quest:page=16,least_pages=2"))
-    run = Run(made.run)
-    trace = run.trace("t")
-    model, _ = load(ModelChoices(str(made.model)))
-    eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
-    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
-    text = passes.read(model, "tiny", ids, trace.boundary)
+    run, trace, model, eager, text = loaded(made)
     cells, left_out, failed = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
     assert len(cells) == 4 and not left_out and not failed and {cell.decisions for cell in cells} == {"live"}
     with Trace(run.captured("t")) as captured:
@@ -224,12 +215,12 @@ def test_quest(name: str, case: Callable[..., Case]) -> None:
         if set(cell.reads) != {last}:
             assert set(cell.reads) == {2, 3}
             continue
-        mask = np.broadcast_to(np.tri(len(ids), dtype=bool), (len(q), len(ids), len(ids))).copy()
+        mask = np.broadcast_to(np.tri(trace.tokens, dtype=bool), (len(q), trace.tokens, trace.tokens)).copy()
         for head in range(len(q)):
-            for t in range(trace.boundary, len(ids)):
+            for t in range(trace.boundary, trace.tokens):
                 keys = k[head // group, : trace.boundary]
                 mask[head, t, : trace.boundary] = pages_read(q[head, t], keys, 8, int(cell.facts["budget_tokens"]) // 8)
-        causal = np.tri(len(ids), dtype=bool)[None]
+        causal = np.tri(trace.tokens, dtype=bool)[None]
         with torch.inference_mode(), with_masks(eager, [causal] * last + [mask]):
             wanted = eager(input_ids=text.ids[None], use_cache=False).logits[0, trace.boundary :]
         torch.testing.assert_close(
