@@ -132,13 +132,11 @@ page.keep(predictors(), "predictors")
 # %%
 for name, grid in grids.items():
     of_kld = grid.loc["kld"].rename_axis("trace").reset_index().melt("trace", var_name="label")
+    of_model = lines[lines["model"] == name].set_index("metric")[["kld_mean", "kld_low", "kld_high"]]
     ahead = more(of_kld.dropna(subset="value"), HYPOTHESIS, HEADLINE, titles[name])
     page.find(
         "(hypothesis)", f"{HYPOTHESIS} orders policies by kld better than {HEADLINE}, {titles[name]}",
-        "rank correlation " + " and ".join(
-            f"{interval(*lines[(lines['model'] == name) & (lines['metric'] == one)].iloc[0][['kld_mean', 'kld_low', 'kld_high']], 2)}"  # noqa: E501
-            for one in (HYPOTHESIS, HEADLINE)
-        ), [ahead],
+        "rank correlation " + " and ".join(interval(*of_model.loc[one], 2) for one in (HYPOTHESIS, HEADLINE)), [ahead],
     )  # fmt: skip
 
 # %% [markdown]
@@ -169,7 +167,7 @@ page.table("kinds", kinds, pd.DataFrame([
 # %% [markdown]
 # ## How many prompts order two policies
 #
-# So many prompts, drawn at random, have the offline means of two policies in the order of the live means over all
+# The number of prompts, drawn at random, whose offline means put two policies in the order of the live means over all
 # prompts, with probability 0.95 over pairs of policies.
 
 # %%
@@ -192,11 +190,9 @@ page.table("needed", needed, pd.DataFrame([
 # lengths at random places: a policy whose `kld` is not below its twin's has no use for its scores.
 
 # %%
-live = pd.concat([
-    cells.assign(model=name, trace=cells["prompt"]).rename(columns={"kld": "value"})
-    for name, (cells, _) in measured.items()
-])  # fmt: skip
-live = live[live["budget"].notna() & (live["label"] != "full")].dropna(subset="value")
+every = pd.concat([cells.assign(model=name, trace=cells["prompt"]) for name, (cells, _) in measured.items()])
+evicted = every[every["budget"].notna() & (every["label"] != "full")]
+live = evicted.rename(columns={"kld": "value"}).dropna(subset="value")
 found = mean_over_traces(live, ["model", "label", "budget"])
 cells = found.set_index(["model", "label", "budget"])
 budgets = sorted(set(live["budget"]), key=float)
@@ -259,10 +255,8 @@ for name in measured:
 # Share of the answers that the text contains, greedy, over the prompts that the full cache answers.
 
 # %%
-written = pd.concat([
-    cells.assign(model=name, trace=cells["prompt"]) for name, (cells, _) in measured.items()
-]).reindex(columns=["model", "trace", "kind", "label", "budget", "contains"]).dropna(subset="contains")  # fmt: skip
-answered = written[written["label"] != "full"].rename(columns={"contains": "value"})
+answered = evicted.rename(columns={"contains": "value"})
+answered = answered.dropna(subset="value") if "value" in answered else answered.iloc[:0]
 if len(answered):
     means = mean_over_traces(answered, ["model", "label", "budget"])
     at = means.set_index(["model", "label", "budget"])
