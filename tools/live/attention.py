@@ -103,6 +103,30 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Ten
     return (j <= t) & (j > t - window) if window else j <= t
 
 
+ROOM = 64  # tokens
+
+
+class Growing:
+    """Keys and values [B,H,m,d] of one layer, to which each step of a pass adds some."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._both, self._count = (k, v), k.shape[2]
+
+    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Behind those that are there, of as many heads."""
+        end = self._count + k.shape[2]
+        if end > self._both[0].shape[2]:
+            # With room for later steps: a copy at each would cost more than the step.
+            more = (0, 0, 0, end + ROOM - self._both[0].shape[2])
+            self._both = tuple(torch.nn.functional.pad(x, more) for x in self._both)
+        for x, new in zip(self._both, (k, v), strict=True):
+            x[:, :, self._count : end] = new
+        self._count = end
+
+    def all(self) -> tuple[torch.Tensor, ...]:
+        return tuple(x[:, :, : self._count] for x in self._both)
+
+
 @dataclass
 class MaskedAttention:
     """The registered function, for one pass over the tokens from `begin` on, whole or in steps.
@@ -118,7 +142,7 @@ class MaskedAttention:
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
     reads: dict[int, PageReads] = field(default_factory=dict)
     seen: Callable[[int, torch.Tensor], None] | None = None  # layer, output [B,n,Hq,d]
-    cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # of earlier tokens of the pass
+    cached: dict[int, Growing] = field(default_factory=dict)  # by layer: held tokens, then those of the pass
 
     def __call__(
         self,
@@ -131,11 +155,10 @@ class MaskedAttention:
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         number = int(module.layer_idx)
-        if number in self.cached:
-            key, value = (torch.cat(pair, 2) for pair in zip(self.cached[number], (key, value), strict=True))
-        self.cached[number] = key, value
+        key, value = self._keys(number, key, value)
         layer, queries = self.layers[number], query.shape[2]
-        begin = self.begin + key.shape[2] - queries
+        given = self.held[number].k.shape[2] if number in self.held else 0
+        begin = self.begin + key.shape[2] - given - queries
         output = query.new_empty(query.transpose(1, 2).shape)
         for first in range(0, queries, ROW_BLOCK):
             rows = slice(first, min(first + ROW_BLOCK, queries))
@@ -144,29 +167,36 @@ class MaskedAttention:
             self.seen(number, output)
         return output, None
 
+    def _keys(self, number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """With those of this step, all of the layer: held ones, then the pass's own, for each head of either."""
+        held = self.held.get(number)
+        heads = held.k.shape[1] if held else key.shape[1]
+        own = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        if number not in self.cached:
+            self.cached[number] = Growing(*((held.k, held.v) if held else (x[:, :, :0] for x in (key, value))))
+        self.cached[number].add(*own)
+        return self.cached[number].all()
+
     def _rows(
         self, number: int, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int
     ) -> torch.Tensor:
         """The attention of some queries, the first at position `first`: [B,n,Hq,d]."""
         batch, query_heads, n, width = query.shape
         positions = torch.arange(first, first + n, device=query.device)
-        own = torch.arange(self.begin, self.begin + key.shape[2], device=query.device)
+        held = self.held.get(number)
+        count = key.shape[2] - (held.k.shape[2] if held else 0)
+        own = torch.arange(self.begin, self.begin + count, device=query.device)
         seen = visible(positions, own, layer.window)[None, None]  # [1,1,n,m]
         if number in self.leaves:
             seen = seen & (self.leaves[number][:, :, None, own] >= positions[:, None])
-        if number in self.held:
-            held = self.held[number]
-            heads = held.k.shape[1]
+        if held:
             given = visible(positions, held.positions, layer.window)
             if number in self.reads:
-                given = given.repeat_interleave(query_heads // heads, 1) & self.reads[number].read(query, held.k)
-            key, value = (
-                torch.cat([x, y.repeat_interleave(heads // y.shape[1], 1)], 2)
-                for x, y in ((held.k, key), (held.v, value))
-            )
+                given = given.repeat_interleave(query_heads // given.shape[1], 1)
+                given = given & self.reads[number].read(query, held.k)
             seen = torch.cat([given, seen.expand(batch, given.shape[1], -1, -1)], -1)
         heads = max(seen.shape[1], key.shape[1])
-        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+        key, value = (x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x for x in (key, value))
         group = query_heads // heads
         # The query heads of a key head are rows of one product.
         q = query.reshape(batch, heads, group * n, width)

@@ -53,7 +53,7 @@ METRICS = (
     "span_recall", "span_erased",
 )  # fmt: skip
 ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
-AT_ONCE = 16  # texts, whose steps of one token cost little more together than alone
+AT_ONCE = 8, 32  # cells in a pass that predicts, and texts, whose steps of one token cost little more together
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Study:
         self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
         self._hash = Source.parse(str(path)).hash()
         self._predicting, self._writing = (
-            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch) for batch in (1, AT_ONCE)
+            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch) for batch in AT_ONCE
         )
 
         def count_tokens(text: str) -> int:
