@@ -386,19 +386,22 @@ def test_ruler_s_lengths_are_those_of_the_model_s_tokens(long_model: Path, monke
     assert lengths == (500, 1000, 2000, 4000) and tasks == list(ruler.TASKS) and count("seven 7") == 7
 
 
-def test_sources_of_prompts_without_a_continuation_are_as_before() -> None:
-    """So that a corpus that was captured before prompts had continuations is not captured again."""
+def test_a_source_is_of_all_that_makes_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, plain = corpus.Settings(chat=True, generated=32), corpus.Settings(chat=False, generated=32)
-    parts = {"name": "n", "context": "c", "question": "", "answers": (), "needle": "", "messages": ()}
-    made_from = json.dumps([parts, "hash", corpus.MODEL_NAME, corpus.COMPUTED_IN, 32])
-    source = corpus.source_digest(Prompt("n", "c"), "hash", chat)
-    assert source == xxhash.xxh3_128_hexdigest(made_from.encode())
-    others = [
+    prompt = Prompt("n", "c")
+    sources = [
+        corpus.source_digest(prompt, "hash", chat),
+        corpus.source_digest(prompt, "other", chat),
         corpus.source_digest(Prompt("n", "c", continuation="x"), "hash", chat),
-        corpus.source_digest(Prompt("n", "c"), "hash", plain),
-        corpus.source_digest(Prompt("n", "c"), "hash", replace(chat, generated=64)),
+        corpus.source_digest(prompt, "hash", plain),
+        corpus.source_digest(prompt, "hash", replace(chat, generated=64)),
     ]
-    assert len({source, *others}) == 4
+    monkeypatch.setattr(corpus, "COMPUTED_IN", "float16")
+    sources.append(corpus.source_digest(prompt, "hash", chat))
+    monkeypatch.setattr(corpus, "STORED_IN", "float16")
+    sources.append(corpus.source_digest(prompt, "hash", chat))
+    assert len(set(sources)) == len(sources)
+    assert corpus.source_digest(prompt, "hash", chat) == sources[-1]
 
 
 @pytest.mark.skipif(not (ROOT / "build/model/smollm2-135m-instruct.gguf").exists(), reason="needs tools/setup model")

@@ -32,7 +32,8 @@ from kvreplay.trace import PRODUCER, Trace
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-COMPUTED_IN = "bfloat16"
+COMPUTED_IN = "float32"  # CPUs without bfloat16 products take a hundred times as long in that
+STORED_IN = "bfloat16"
 GENERATED = 32  # tokens of every continuation
 RULER_GENERATED = 64  # with --ruler: the answers, then greedy text
 RULER_LENGTHS = (500, 1000, 2000, 4000)
@@ -128,10 +129,7 @@ def ruler_chosen(tasks: Sequence[str], tokens: Sequence[int]) -> list[Prompt]:
 
 def source_digest(prompt: Prompt, model_hash: str, settings: Settings) -> str:
     """XXH3-128 of all that a trace is made from: the prompt's parts, the model's weights and the settings."""
-    parts = asdict(prompt)
-    if not prompt.continuation:  # digests of traces without one are older than this part
-        del parts["continuation"]
-    made_from = [parts, model_hash, MODEL_NAME, COMPUTED_IN, settings.generated]
+    made_from = [asdict(prompt), model_hash, MODEL_NAME, COMPUTED_IN, STORED_IN, settings.generated]
     if not settings.chat:
         made_from.append("plain text")
     return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
@@ -323,7 +321,8 @@ def capture_all(
         found = f"{free / 1e6:,.0f} MB"
         raise Error(str(manifest.folder), "disk", f"{size / 1e6:,.0f} MB free", found, Refusal.RESOURCES)
     say(f"{len(prompts)} traces to capture: {tokens:,} tokens, {size / 1e6:,.0f} MB of {free / 1e6:,.0f} MB free")
-    choices = Choices(MODEL_NAME, settings.chat, generate=settings.generated, source_hash=model_source.hash())
+    choices = Choices(MODEL_NAME, settings.chat, generate=settings.generated, store_dtype=STORED_IN,
+                      source_hash=model_source.hash())  # fmt: skip
 
     def progress(layers: int) -> Any:
         return tqdm(total=layers, unit=" layers", leave=False, disable=not show, file=sys.stderr)
