@@ -15,15 +15,15 @@ from frame import Page, cell, interval, less, more
 from kvreplay.plot.lines import INTERVAL, mean_over_traces
 from kvreplay.plot.style import COLOURS, Drawing, Sheet, width_of
 from kvreplay.predict.prediction import Measured, Prediction
-from kvreplay.study.study import BASES, MODELS, file_of, read
+from kvreplay.study.study import BASES, STUDIES, file_of, read
 
 page = Page("closed_loop")
 LIVE = ["kld", "same_top_p", "nll_increase", "live_output_error"]
 HEADLINE, HYPOTHESIS = "output_error", "output_error:residual:upper-half"
 UPPER = ":upper-half"
 WEIGHTS = {"smollm2-135m": "Q4_1 (4 bits)", "qwen2.5-coder-1.5b": "Q4_K_M (4 bits)"}  # of the package's file
-measured = {name: read(file_of(name)) for name in MODELS if file_of(name).exists()}
-titles = {name: MODELS[name].title for name in measured}
+measured = {name: read(file_of(name)) for name in STUDIES if file_of(name).exists()}
+titles = {name: STUDIES[name].title for name in measured}
 policies = {name: cells[cells["role"] == "asked"] for name, (cells, _) in measured.items()}
 offline = {one for _, about in measured.values() for one in about["offline"]}
 # Those of single layers, so also of their upper half; of spans those of the answer.
@@ -44,7 +44,7 @@ predictions = {name: predicted(name, [*metrics, *(one + UPPER for one in metrics
 
 # %%
 run = pd.DataFrame([
-    {"model": titles[name], "weights": WEIGHTS[name], "computed in": MODELS[name].dtype,
+    {"model": titles[name], "weights": WEIGHTS[name], "computed in": STUDIES[name].dtype,
      "prompts": cells["prompt"].nunique(), "kinds": cells["kind"].nunique(),
      "tokens of a prompt": f"{cells['tokens'].min()} to {cells['tokens'].max()}",
      "policies": cells["label"].nunique(), "budgets": ", ".join(sorted(cells["budget"].unique(), key=float)),

@@ -32,7 +32,7 @@ def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Prompt("text-2", CONTEXT[::-1], continuation=CONTEXT),
     ]
     studied = study.Studied(str(model), "tiny", "float32", POLICIES, ("0.2", "0.5"), of_each_kind=2, longest=10_000)
-    monkeypatch.setattr(study, "MODELS", {"tiny": studied})
+    monkeypatch.setattr(study, "STUDIES", {"tiny": studied})
     monkeypatch.setattr(study, "WORK", tmp_path / "work")
     monkeypatch.setattr(study, "DATA", tmp_path / "data")
     monkeypatch.setattr(study_prompts, "study_prompts", lambda count_tokens: prompts)
@@ -69,8 +69,8 @@ def test_numbers_of_other_policies_are_not_mixed(
     small_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert study.main(["tiny", "--prompts", "1"]) == 0
-    few = replace(study.MODELS["tiny"], policies=POLICIES[:3])
-    monkeypatch.setattr(study, "MODELS", {"tiny": few})
+    few = replace(study.STUDIES["tiny"], policies=POLICIES[:3])
+    monkeypatch.setattr(study, "STUDIES", {"tiny": few})
     capsys.readouterr()
     assert study.main(["tiny"]) == 3
     assert "expected 3 policies at 0.2, 0.5, found 7 policies at 0.2, 0.5" in capsys.readouterr().err
@@ -103,11 +103,12 @@ def test_prompts_come_round_by_round(small_study: Path) -> None:
     prompts = [Prompt(f"{kind}-{number}", "x" * number) for kind in ("a", "b") for number in (1, 2, 3)]
     some = study.Studied("", "", "", (), (), of_each_kind=2, longest=2)
     assert [one.name for one in study.chosen(prompts, some, len)] == ["a-1", "b-1", "a-2", "b-2"]
+    assert [one.name for one in study.chosen(prompts, replace(some, kinds=("b",)), len)] == ["b-1", "b-2"]
 
 
-def test_an_unknown_model_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(["gpt-2"]) == 2
-    expected = "kvreplay: study: model: expected smollm2-135m or qwen2.5-coder-1.5b, found gpt-2\n"
+    expected = "kvreplay: study: part: expected smollm2-135m or qwen2.5-coder-1.5b or papers, found gpt-2\n"
     assert capsys.readouterr().err == expected
 
 

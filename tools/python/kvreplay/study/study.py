@@ -1,6 +1,6 @@
 """`tools/study`: the closed-loop study. Captures a prompt, replays and measures it live, keeps its numbers, goes on.
 
-docs/closed-loop/MODEL.parquet has a row for each cell of the prompts that are finished; their traces and runs are
+docs/closed-loop/STUDY.parquet has a row for each cell of the prompts that are finished; their traces and runs are
 deleted. A call goes on where an earlier one ended, on any machine that has this file.
 """
 
@@ -46,6 +46,14 @@ FEW_POLICIES = (
     "snapkv", "snapkv:pool=none", "pyramid-kv", "dynamickv", "chunkkv", "ada-kv", "h2o", "tova", "expected-attention",
     "keydiff", "knorm", "streaming-llm", f"snapkv:{EQUAL}", f"h2o:{EQUAL}",
 )  # fmt: skip
+# What the papers' tables of answers compare: chunk sizes, sets that layers share, scores of keys and values, truncation.
+OF_PAPERS = (
+    "streaming-llm", "strided", "h2o", "snapkv", "snapkv:heads=layer", "pyramid-kv", "dynamickv", "hybrid",
+    *(f"chunkkv:chunk={size}" for size in (1, 3, 5, 10, 20, 30)),
+    *(f"chunkkv:reuse={layers}" for layers in (2, 5, 10, 30)),
+    "sca", "sca:use=key", "sca:use=value", "sca:objective=max", *(f"sca:share={layers}" for layers in (1, 5, 15)),
+    "finch", "truncate",
+)  # fmt: skip
 METRICS = (
     "attention_recall", "attention_recall:prompt", "attention_recall:unprotected", "attention_recall:worst",
     "attention_cosine", "attention_l1", "output_error", "output_error:pooled", "output_error:worst",
@@ -58,7 +66,7 @@ AT_ONCE = 8, 32  # cells in a pass that predicts, and texts, whose steps of one 
 
 @dataclass(frozen=True)
 class Studied:
-    """A model of the study, and how much of the study it takes part in."""
+    """A part of the study: a model, and how much of the study it takes part in."""
 
     file: str  # in build/model, or an absolute path
     title: str
@@ -67,9 +75,10 @@ class Studied:
     budgets: tuple[str, ...]
     of_each_kind: int  # prompts
     longest: int  # tokens of a prompt
+    kinds: tuple[str, ...] = ()  # of prompts; (): all
 
 
-MODELS = {
+STUDIES = {
     "smollm2-135m": Studied(
         "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", POLICIES,
         ("0.02", "0.05", "0.1", "0.2", "0.5"), 10, 5000,
@@ -77,6 +86,10 @@ MODELS = {
     "qwen2.5-coder-1.5b": Studied(
         "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "float32", FEW_POLICIES,
         ("0.05", "0.1", "0.2"), 3, 1500,
+    ),
+    "papers": Studied(
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", OF_PAPERS,
+        ("0.1", "0.2", "0.3", "0.5"), 10, 1500, ("niah-noise", "niah-essay"),  # what this model answers
     ),
 }  # fmt: skip
 
@@ -97,8 +110,9 @@ def chosen(prompts: Sequence[Prompt], studied: Studied, count_tokens: Callable[[
     """Round by round one prompt of each kind, so that an unfinished study has all kinds."""
     by_kind: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        if count_tokens(prompt.text) <= studied.longest:
-            by_kind.setdefault(kind_of(prompt.name), []).append(prompt)
+        kind = kind_of(prompt.name)
+        if kind in (studied.kinds or [kind]) and count_tokens(prompt.text) <= studied.longest:
+            by_kind.setdefault(kind, []).append(prompt)
     for number in range(studied.of_each_kind):
         yield from (some[number] for some in by_kind.values() if number < len(some))
 
@@ -115,7 +129,7 @@ class Study:
         from kvreplay.capture.study_prompts import study_prompts
         from kvreplay.live.measure import LiveModel
 
-        self.name, self.studied = name, MODELS[name]
+        self.name, self.studied = name, STUDIES[name]
         self.folder = WORK / name
         path = ROOT / "build" / "model" / self.studied.file
         say(f"{name}: loading {path.name}")
@@ -219,13 +233,13 @@ def file_of(name: str) -> Path:
 
 
 def finished(name: str) -> set[str]:
-    """Prompts whose numbers are in docs/closed-loop/MODEL.parquet, which must be of the same policies and budgets."""
+    """Prompts whose numbers are in docs/closed-loop/STUDY.parquet, which must be of the same policies and budgets."""
     if not file_of(name).exists():
         return set()
     cells, _ = read(file_of(name))
     asked = cells[cells["role"] == "asked"]
     measured = asked["label"].nunique(), set(asked["budget"])
-    wanted = len(MODELS[name].policies), set(MODELS[name].budgets)
+    wanted = len(STUDIES[name].policies), set(STUDIES[name].budgets)
     if measured != wanted:
         expected, found = (f"{count} policies at {', '.join(sorted(budgets))}" for count, budgets in (wanted, measured))
         raise Error(str(file_of(name)), "other cells (without this file all are measured anew)", expected, found)
@@ -251,19 +265,19 @@ def parser() -> Parser:
     """The command line."""
     build = Parser(prog="tools/study", description=DESCRIPTION, allow_abbrev=False)
     add = build.add_argument
-    add("models", metavar="MODEL", nargs="*", help=f"models (default: all): {', '.join(MODELS)}")
+    add("studies", metavar="STUDY", nargs="*", help=f"parts of the study (default: all): {', '.join(STUDIES)}")
     add("--minutes", metavar="N", type=float, help="begin no prompt after N minutes (default: no limit)")
-    add("--prompts", metavar="N", type=int, help="the first N prompts of each model (default: all)")
+    add("--prompts", metavar="N", type=int, help="the first N prompts of each part (default: all)")
     return build
 
 
 def study(arguments: argparse.Namespace) -> None:
     """Prompt by prompt until the time is over."""
-    for name in arguments.models:
-        if name not in MODELS:
-            raise Error("study", "model", " or ".join(MODELS), name, Refusal.USAGE)
+    for name in arguments.studies:
+        if name not in STUDIES:
+            raise Error("study", "part", " or ".join(STUDIES), name, Refusal.USAGE)
     begin = time.monotonic()
-    for name in arguments.models or MODELS:
+    for name in arguments.studies or STUDIES:
         done = finished(name)
         one = Study(name)
         prompts = one.prompts[: arguments.prompts]
