@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay import __version__
-from kvreplay.capture.model_options import DTYPES, ModelChoices, add_model_options
+from kvreplay.capture.model_options import DTYPES, ModelChoices, add_device_options, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, size
@@ -65,6 +65,7 @@ def parser() -> Parser:
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
     add_model_options(build)
+    add_device_options(build)
     add("--name", help="the model's name in the trace (default: that on the hub, or of its folder or file)")
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument(

@@ -32,14 +32,14 @@ class ModelChoices:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> ModelChoices:
-        """As the options say."""
-        return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
+        """As the options say that the command has."""
+        return cls(**{name: value for name, value in vars(arguments).items() if name in cls.__dataclass_fields__})
 
 
-def add_model_options(build: argparse.ArgumentParser) -> None:
-    """Adds one option for each member of ModelChoices."""
+def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> None:
+    """Adds what says which model it is, and how it is loaded: members of ModelChoices."""
     add: Callable[..., Any] = build.add_argument
-    add("--model", required=True, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
+    add("--model", required=required, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
     add("--revision", metavar="NAME", help="branch, tag or commit of a model on the hub (default: its main branch)")
     add(
         "--trust-remote-code",
@@ -48,6 +48,10 @@ def add_model_options(build: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="the type to compute in (default: the model's own)")
     add("--load", choices=LOADS, help="quantise the weights while loading (needs bitsandbytes; default: as stored)")
+
+
+def add_device_options(build: argparse.ArgumentParser) -> None:
+    """Adds what says where it runs: the other members of ModelChoices."""
     place = build.add_mutually_exclusive_group()
     place.add_argument(
         "--device",

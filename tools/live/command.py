@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay import __version__
-from kvreplay.capture.model_options import ModelChoices, add_model_options
+from kvreplay.capture.model_options import ModelChoices, add_device_options, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, names, not_installed, size
 
@@ -32,6 +32,7 @@ def parser() -> Parser:
     add("--version", action="version", version=f"kvreplay {__version__}")
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` wrote")
     add_model_options(build)
+    add_device_options(build)
     add("-p", "--policies", metavar="POLICY,...", action="append", default=[], help="these policies (default: all)")
     add("-b", "--budgets", metavar="BUDGET,...", action="extend", type=names, default=[],
         help="these budgets, as they were asked for (default: all)")  # fmt: skip
@@ -98,6 +99,8 @@ def live(arguments: argparse.Namespace) -> None:
             show=show,
         )
         write_view(run.folder)
+    for name, floor in machine.floors.items():
+        say(f"{name}: noise floor {floor:.3g} nats: KLD of these passes, nothing evicted, from the model's own attention")
     if machine.failed:
         raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv, and the "
                     "same command measures the failed ones again", exit_code=Refusal.SOME_FAILED)  # fmt: skip

@@ -23,9 +23,13 @@ from kvreplay.live.passes import Evicted, Text, Trajectory, everything, generate
 from kvreplay.live.results import LiveResults, Way
 from kvreplay.results import Run, TraceFacts, text
 
-ON_GPU = 8  # cells in one pass
+ON_GPU = 8  # cells in one pass; elsewhere 1: padded to the longest of a batch, a cell has other last bits
 COMPARED_TOKENS = 8  # whose keys in the first layer must be the trace's, where no hash says which model it is
 KEY_TOLERANCE = 0.05  # of the largest key: types differ, models differ by more
+
+
+def say(line: str) -> None:
+    print(f"kvreplay: live: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -56,30 +60,41 @@ class Work:
 
 
 class LiveModel:
-    """One model, for many traces. `failed`: cells that could not be measured."""
+    """One model, for many traces. `failed`: cells that could not be measured. `floors`: by trace the KLD in nats of
+    these passes, nothing evicted, from the model's own attention."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, name: str, model_hash: str, batch: int | None, memory: int | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        model_hash: str,
+        batch: int | None = None,
+        memory: int | None = None,
+        say: Callable[[str], None] = say,
     ) -> None:
-        """`batch`: cells in one pass, at most; `memory`: bytes that the weights and a pass may take."""
+        """`batch`: cells in one pass, at most; `memory`: bytes that the weights and a pass may take; `say`: takes what
+        a user should know."""
         self._model = model
         self._tokenizer = tokenizer
         self._name = name
         self._hash = model_hash
         self._device = model.device.type
-        self._way = Way(self._device, str(model.dtype).removeprefix("torch."), model_hash)
+        self.way = Way(self._device, str(model.dtype).removeprefix("torch."), model_hash)
         self._most = batch or (ON_GPU if self._device == "cuda" else 1)
         self._batch = self._most
         self._memory = memory
+        self._say = say
         self.failed: list[str] = []
+        self.floors: dict[str, float] = {}
 
     def measure(
         self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
     ) -> None:
         """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too."""
-        work = Work.of(run_, trace, rows, count, self._way)
+        work = Work.of(run_, trace, rows, count, self.way)
         for reason in [*work.left_out, *work.failed]:
-            say(reason)
+            self._say(reason)
         self.failed += work.failed
         if not work.cells:
             return
@@ -88,7 +103,7 @@ class LiveModel:
         by_keys = self._check(run_, trace, known)
         self._batch = self.batch_of(trace, rows)
         if self._batch < self._most:
-            say(f"{trace.name}: batch of {self._batch} in place of {self._most}: more does not fit into --memory")
+            self._say(f"{trace.name}: batch of {self._batch} in place of {self._most}: more does not fit into --memory")
         whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
         if by_keys:
             self._compare_keys(run_, trace, whole)
@@ -145,15 +160,11 @@ class LiveModel:
     def _predicted(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
-        floors: list[float] = []
         for some in alike(cells, trace.kv_heads):
-            yield from self._predicted_alike(whole, some, trace, floors)
-        if floors:
-            say(f"{trace.name}: noise floor {max(floors):.3g} nats: KLD of these passes, nothing evicted, from the "
-                "model's own attention")  # fmt: skip
+            yield from self._predicted_alike(whole, some, trace)
 
     def _predicted_alike(
-        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, floors: list[float]
+        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
         reference: Trajectory | None = None
         following = whole.ids[whole.prompt + 1 :]
@@ -165,7 +176,8 @@ class LiveModel:
             of_cells = evicted(whole, rows, trace)
             if reference is None:
                 reference = run(self._model, whole, Evicted.nothing(of_cells, whole))
-                floors.append(float(divergence(whole.own, reference.log_probabilities[0]).mean()))
+                floor = float(divergence(whole.own, reference.log_probabilities[0]).mean())
+                self.floors[trace.name] = max(floor, self.floors.get(trace.name, 0.0))
             found = run(self._model, whole, of_cells)
             if found.log_probabilities.isnan().any():
                 raise Error("logits", "NaN", "finite numbers (another --dtype)")
@@ -189,7 +201,7 @@ class LiveModel:
                         yield from self._each([cell], trace, work)
                     continue
                 self.failed.append(f"{trace.name}: {some[0].label} at {some[0].facts['budget']}")
-                say(f"{self.failed[-1]}: failed: {problem}")
+                self._say(f"{self.failed[-1]}: failed: {problem}")
 
     def _written(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, count: int, answers: list[str]
@@ -232,7 +244,7 @@ class LiveModel:
 
     def _compare_keys(self, run_: Run, trace: TraceFacts, whole: Text) -> None:
         """The keys of the first tokens in the first layer, where the trace's file is still there."""
-        say(f"{trace.name}: no hash of the weights: the model is compared by its shapes and first keys")
+        self._say(f"{trace.name}: no hash of the weights: the model is compared by its shapes and first keys")
         try:
             with h5py.File(run_.captured(trace.name)) as file:
                 stored = np.asarray(file["/layers/000/k"][:, :COMPARED_TOKENS], dtype=np.float32)
@@ -315,6 +327,3 @@ def _free_memory() -> int:
     except (OSError, StopIteration, ValueError):
         return sys.maxsize
 
-
-def say(line: str) -> None:
-    print(f"kvreplay: live: {line}", file=sys.stderr, flush=True)

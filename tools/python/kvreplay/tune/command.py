@@ -6,10 +6,16 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvreplay.capture.model_options import ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, not_installed
+
+if TYPE_CHECKING:
+    from kvreplay.live.measure import LiveModel
 
 
 def parser() -> Parser:
@@ -18,8 +24,8 @@ def parser() -> Parser:
         prog="kvreplay tune",
         description="Fits a policy on some traces and reports it on traces that are held out, with the interval of "
         "the paired difference. Searches parameters at random by successive halving; or divides the budget over "
-        "layers (--layers), or the layers among policies (--ranges), both exactly. Numbers are open loop: queries as "
-        "captured under the full cache.",
+        "layers (--layers), or the layers among policies (--ranges), both exactly. Numbers are open loop, queries as "
+        "captured under the full cache; but for metrics of kvreplay live, such as kld, which a model measures (--model).",
         allow_abbrev=False,
     )
     add = found.add_argument
@@ -35,7 +41,7 @@ def parser() -> Parser:
     way.add_argument("--ranges", metavar="R", type=int, nargs="?", const=3,
         help="which policy each layer takes, in at most R ranges of layers (default: 3)")  # fmt: skip
     add("--metric", metavar="NAME[:VARIANT]", default="attention_recall",
-        help="the objective (default: attention_recall)")  # fmt: skip
+        help="the objective (default: attention_recall); with --model also kld and others of kvreplay live")  # fmt: skip
     apart = found.add_mutually_exclusive_group()
     apart.add_argument("--hold-out", metavar="SHARE", type=float, default=0.3,
         help="share of the prompts that are held out, at least two (default: 0.3)")  # fmt: skip
@@ -49,7 +55,8 @@ def parser() -> Parser:
         help="policy file to write (default: best.yaml)")  # fmt: skip
     add("--work", metavar="DIR", type=Path, default=Path("kvreplay-tune"),
         help="runs; what they hold is not computed again (default: kvreplay-tune)")  # fmt: skip
-    add("--device", metavar="auto|cpu|cuda[:N]", help="as in kvreplay replay")
+    add_model_options(found, required=False)
+    add("--device", metavar="auto|cpu|cuda[:N]", help="as in kvreplay replay, and of the model")
     add("--threads", metavar="N", help="as in kvreplay replay")
     add("--memory", metavar="SIZE", help="as in kvreplay replay")
     add("--json", action="store_true", help="one JSON document in place of the table")
@@ -77,6 +84,34 @@ def check_options(arguments: argparse.Namespace) -> re.Pattern[str] | None:
                     Refusal.USAGE) from problem  # fmt: skip
 
 
+def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
+    """A model is named if the metric needs one; what a live metric cannot say is refused."""
+    if is_live and arguments.model is None:
+        raise Error("--metric", f"{arguments.metric} is measured in the live model", "--model as well", "none",
+                    Refusal.USAGE)  # fmt: skip
+    if arguments.model is not None and not is_live:
+        raise Error("--model", f"{arguments.metric} needs no model", "a metric of kvreplay live, such as kld", "",
+                    Refusal.USAGE)  # fmt: skip
+    if is_live and (arguments.layers or arguments.ranges is not None):
+        raise Error("--metric", f"{arguments.metric} does not add up over layers: what a layer holds changes the next",
+                    "a mean over layers, such as attention_recall", "", Refusal.USAGE)  # fmt: skip
+
+
+def live_model(arguments: argparse.Namespace, say: Callable[[str], None]) -> LiveModel:
+    """The model of --model."""
+    try:
+        from kvreplay.capture.command import quiet_libraries
+
+        quiet_libraries(False)
+        from kvreplay.capture.model import Source, load
+        from kvreplay.live.measure import LiveModel
+    except ModuleNotFoundError as missing:
+        raise not_installed("tune", missing) from missing
+    source = Source.parse(arguments.model, arguments.revision)
+    model, tokenizer = load(ModelChoices.of(arguments))
+    return LiveModel(model, tokenizer, source.title, source.hash(), say=say)
+
+
 def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     """Splits, fits, judges, writes, prints."""
     pattern = check_options(arguments)
@@ -101,8 +136,11 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
         arguments.metric, arguments.budget, arguments.work,
         {"device": arguments.device, "threads": arguments.threads, "memory": arguments.memory},
     )  # fmt: skip
+    check_model(arguments, objective.is_live)
     asked = space.asked_space(arguments.search)
     divided = sides(arguments.traces, arguments.held_out, arguments.hold_out, pattern, arguments.seed)
+    if objective.is_live:
+        objective.live = live_model(arguments, objective.note)
     if several:
         found = search.layer_ranges(objective, divided.fitting, policies, arguments.ranges)
     elif arguments.layers:

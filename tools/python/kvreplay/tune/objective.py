@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -14,15 +15,22 @@ from kvreplay import _engine
 from kvreplay.compare.comparison import values_of
 from kvreplay.engine import replay
 from kvreplay.errors import Error, Refusal
+from kvreplay.live_metrics import METRICS
 from kvreplay.results import Run
 from kvreplay.tune.sides import Captured
 
+if TYPE_CHECKING:
+    from kvreplay.live.measure import LiveModel
+
+LIVE = {metric.name: metric for metric in METRICS}
+REPLAYED = "attention_recall"  # of cells whose sets alone are wanted
 ADDS_UP = 1e-9  # a mean over layers, computed in another order
 
 
 @dataclass
 class Objective:
-    """Replays into `folder`, where finished traces stay, and reads what it wants of them."""
+    """Replays into `folder`, where finished traces stay, and reads what it wants of them. A live metric is measured
+    there too, by `live`."""
 
     metric: str  # NAME[:VARIANT]
     budget: str
@@ -30,12 +38,30 @@ class Objective:
     options: dict[str, object]  # of the replay: device, threads, memory
     better: str = ""
     notes: list[str] = field(default_factory=list)
+    live: LiveModel | None = None
 
     def __post_init__(self) -> None:
-        self.better = _engine.better(self.metric)
+        metric, _, variant = self.metric.partition(":")
+        if self.is_live and LIVE[metric].of_text:
+            raise Error("--metric", f"{metric} is of a text that the model writes",
+                        "a number of the continuation, such as kld", "", Refusal.USAGE)  # fmt: skip
+        if self.is_live and variant not in LIVE[metric].variants:
+            expected = " or ".join(f"{metric}:{one}".rstrip(":") for one in LIVE[metric].variants)
+            raise Error("--metric", "unknown variant", expected, self.metric, Refusal.USAGE)
+        self.better = LIVE[metric].better if self.is_live else _engine.better(self.metric)
         if self.better == "neither":
             raise Error("--metric", f"no value of {self.metric} is better than another",
                         "a metric with a direction, as kvreplay metrics lists them", "", Refusal.USAGE)  # fmt: skip
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a model must run for it."""
+        return self.metric.partition(":")[0] in LIVE
+
+    @property
+    def loop(self) -> str:
+        """Whose queries the numbers are of."""
+        return "closed loop" if self.is_live else "open loop"
 
     @property
     def sign(self) -> float:
@@ -44,12 +70,33 @@ class Objective:
     def run(self, side: str, traces: Sequence[Captured], policies: Sequence[str], budgets: Sequence[str] = (),
             detail: str = "summary") -> Run:  # fmt: skip
         """All in one call, since policies of one run share what they read of a trace."""
+        folder = self.folder / side
+        if self.live:  # numbers of another model or type are others
+            way = self.live.way
+            folder = self.folder / f"{side}-{way.device}-{way.dtype}-{way.model_hash[:16]}"
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             run = replay([one.path for one in traces], list(policies), list(budgets) or [self.budget],
-                         metrics=self.metric, output=self.folder / side, detail=detail, **self.options)  # fmt: skip
-        self.notes += [line for line in dict.fromkeys(str(one.message) for one in heard) if line not in self.notes]
-        return run
+                         metrics=REPLAYED if self.is_live else self.metric, output=folder, detail=detail, **self.options)  # fmt: skip
+        self.note(*(str(one.message) for one in heard))
+        return self._measured(run, traces) if self.live else run
+
+    def _measured(self, run: Run, traces: Sequence[Captured]) -> Run:
+        """With the live numbers of all cells that were asked for on these traces."""
+        from kvreplay.live.results import write_view
+
+        asked = run.cells[run.cells["role"] == "asked"]
+        for one in traces:
+            rows = asked[(asked["trace"] == one.name) & (asked["budget"] == self.budget)]
+            if len(rows):
+                self.live.measure(run, run.trace(one.name), rows, 0, None, False)
+        write_view(run.folder)
+        self.note(*(f"failed: {one}" for one in self.live.failed))
+        return Run(run.folder)
+
+    def note(self, *lines: str) -> None:
+        """Says each line once."""
+        self.notes += [line for line in dict.fromkeys(lines) if line not in self.notes]
 
     def measure(self, side: str, traces: Sequence[Captured], policies: Sequence[str]) -> pd.DataFrame:
         """Rows of `kvreplay.compare.comparison.values_of`, one a trace and policy, with `asked`: the policy's index."""

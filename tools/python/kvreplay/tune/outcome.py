@@ -93,7 +93,7 @@ class Outcome:
         objective, fitting, held_out = self.objective, self.fitting, self.held_out
         lines = [
             f"objective  {objective.metric}, {objective.better} is better, at budget {objective.budget}"
-            "        OPEN LOOP",
+            f"        {objective.loop.upper()}",
             f"tried      {self.found.story}",
             f"           {'fitting':>10} {'held out':>10}",
             f"traces     {fitting.traces:>10} {held_out.traces:>10}",
@@ -111,7 +111,7 @@ class Outcome:
         """The same for JSON."""
         sides = {"fitting": (self.fitting, self.sides.fitting), "held_out": (self.held_out, self.sides.held_out)}
         return {
-            "open_loop": True,
+            "open_loop": not self.objective.is_live,
             "version": __version__,
             "metric": self.objective.metric,
             "direction": self.objective.better,
@@ -133,7 +133,7 @@ class Outcome:
         names = {side: ", ".join(one.name for one in traces) for side, traces in vars(self.sides).items()}
         lines = [
             f"kvreplay {__version__}: {self.objective.metric} ({self.objective.better} is better) at budget "
-            f"{self.objective.budget}, open loop",
+            f"{self.objective.budget}, {self.objective.loop}",
             shlex.join(["kvreplay", "tune", *self.command]),
             f"tried: {self.found.story}",
             f"fitted on {names['fitting']}: start {number(self.fitting.start)}, best {number(self.fitting.best)}",
