@@ -100,7 +100,8 @@ def live(arguments: argparse.Namespace) -> None:
         )
         write_view(run.folder)
     for name, floor in machine.floors.items():
-        say(f"{name}: noise floor {floor:.3g} nats: KLD of these passes, nothing evicted, from the model's own attention")
+        say(f"{name}: noise floor {floor:.3g} nats: KLD of these passes, nothing evicted, from the model's own "
+            "attention")  # fmt: skip
     if machine.failed:
         raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv, and the "
                     "same command measures the failed ones again", exit_code=Refusal.SOME_FAILED)  # fmt: skip

@@ -326,4 +326,3 @@ def _free_memory() -> int:
         return int(available.split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
         return sys.maxsize
-

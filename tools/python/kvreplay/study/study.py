@@ -46,7 +46,7 @@ FEW_POLICIES = (
     "snapkv", "snapkv:pool=none", "pyramid-kv", "dynamickv", "chunkkv", "ada-kv", "h2o", "tova", "expected-attention",
     "keydiff", "knorm", "streaming-llm", f"snapkv:{EQUAL}", f"h2o:{EQUAL}",
 )  # fmt: skip
-# What the papers' tables of answers compare: chunk sizes, sets that layers share, scores of keys and values, truncation.
+# What the papers' tables of answers compare: chunk sizes, layers that share sets, keys and values, truncation.
 OF_PAPERS = (
     "streaming-llm", "strided", "h2o", "snapkv", "snapkv:heads=layer", "pyramid-kv", "dynamickv", "hybrid",
     *(f"chunkkv:chunk={size}" for size in (1, 3, 5, 10, 20, 30)),

@@ -25,7 +25,7 @@ def parser() -> Parser:
         description="Fits a policy on some traces and reports it on traces that are held out, with the interval of "
         "the paired difference. Searches parameters at random by successive halving; or divides the budget over "
         "layers (--layers), or the layers among policies (--ranges), both exactly. Numbers are open loop, queries as "
-        "captured under the full cache; but for metrics of kvreplay live, such as kld, which a model measures (--model).",
+        "captured under the full cache; but those of kvreplay live, such as kld, are measured in a model (--model).",
         allow_abbrev=False,
     )
     add = found.add_argument
@@ -41,7 +41,7 @@ def parser() -> Parser:
     way.add_argument("--ranges", metavar="R", type=int, nargs="?", const=3,
         help="which policy each layer takes, in at most R ranges of layers (default: 3)")  # fmt: skip
     add("--metric", metavar="NAME[:VARIANT]", default="attention_recall",
-        help="the objective (default: attention_recall); with --model also kld and others of kvreplay live")  # fmt: skip
+        help="the objective, with --model also one of kvreplay live (default: attention_recall)")  # fmt: skip
     apart = found.add_mutually_exclusive_group()
     apart.add_argument("--hold-out", metavar="SHARE", type=float, default=0.3,
         help="share of the prompts that are held out, at least two (default: 0.3)")  # fmt: skip

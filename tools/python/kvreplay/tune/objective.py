@@ -77,7 +77,8 @@ class Objective:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             run = replay([one.path for one in traces], list(policies), list(budgets) or [self.budget],
-                         metrics=REPLAYED if self.is_live else self.metric, output=folder, detail=detail, **self.options)  # fmt: skip
+                         metrics=REPLAYED if self.is_live else self.metric, output=folder, detail=detail,
+                         **self.options)  # fmt: skip
         self.note(*(str(one.message) for one in heard))
         return self._measured(run, traces) if self.live else run
 
