@@ -22,7 +22,7 @@ LIVE = ["kld", "same_top_p", "nll_increase", "live_output_error"]
 HEADLINE, HYPOTHESIS = "output_error", "output_error:residual:upper-half"
 UPPER = ":upper-half"
 WEIGHTS = {"smollm2-135m": "Q4_1 (4 bits)", "qwen2.5-coder-1.5b": "Q4_K_M (4 bits)"}  # of the package's file
-measured = {name: read(file_of(name)) for name in STUDIES if file_of(name).exists()}
+measured = {name: read(file_of(name)) for name in WEIGHTS if file_of(name).exists()}
 titles = {name: STUDIES[name].title for name in measured}
 policies = {name: cells[cells["role"] == "asked"] for name, (cells, _) in measured.items()}
 offline = {one for _, about in measured.values() for one in about["offline"]}

@@ -67,6 +67,12 @@ CASES = (
     Case("StreamingLLMPress(R)", "streaming-llm"),
 )
 
+# Whose continuation a model also reads under kvpress, as `kvreplay live` reads it.
+LIVE_PRESSES = (
+    "SnapKVPress(R)", "KnormPress(R)", "TOVAPress(R)", "ObservedAttentionPress(R)", "ChunkKVPress(SnapKVPress(R))"
+)  # fmt: skip
+LIVE_CASES = tuple(case for case in CASES if case.press in LIVE_PRESSES)
+
 # Keeps all tokens; the removed channels of the keys are compared.
 THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
 
