@@ -62,6 +62,7 @@ METRICS = (
 )  # fmt: skip
 ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
 AT_ONCE = 8, 32  # cells in a pass that predicts, and texts, whose steps of one token cost little more together
+MEMORY = 6 << 30  # bytes that weights and a pass may take: fewer cells at once where prompts are long
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Study:
         self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
         self._hash = Source.parse(str(path)).hash()
         self._predicting, self._writing = (
-            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch) for batch in AT_ONCE
+            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch, MEMORY) for batch in AT_ONCE
         )
 
         def count_tokens(text: str) -> int:
