@@ -99,9 +99,9 @@ def live(arguments: argparse.Namespace) -> None:
             show=show,
         )
         write_view(run.folder)
-    for name, floor in machine.floors.items():
-        say(f"{name}: noise floor {floor:.3g} nats: KLD of these passes, nothing evicted, from the model's own "
-            "attention")  # fmt: skip
+        if (floor := machine.floors.pop(trace.name, None)) is not None:
+            say(f"{trace.name}: noise floor {floor:.3g} nats: KLD of these passes, nothing evicted, from the model's "
+                "own attention")  # fmt: skip
     if machine.failed:
         raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv, and the "
                     "same command measures the failed ones again", exit_code=Refusal.SOME_FAILED)  # fmt: skip

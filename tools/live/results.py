@@ -19,10 +19,9 @@ from pathlib import Path
 from kvreplay.errors import Error
 from kvreplay.live.cells import LiveCell
 from kvreplay.live.metrics import Value
-from kvreplay.live_metrics import METRICS
+from kvreplay.live_metrics import BY_NAME
 from kvreplay.results import COLUMNS, MEASURED, TEXT
 
-UNITS = {metric.name: metric.unit for metric in METRICS}
 HEADER = (*COLUMNS, *MEASURED, TEXT)
 WRITTEN = "same_tokens"  # the metric that every written text has
 
@@ -61,9 +60,9 @@ class LiveResults:
             self._rows[self._of(cell, metric)] = []
         for one in values:
             self._rows[self._of(cell, one.metric)].append({
-                **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": UNITS[one.metric], "head": "all",
-                "layer": "all" if one.layer is None else str(one.layer), "metric": one.metric, "variant": one.variant,
-                "value": "" if math.isnan(one.value) else f"{one.value:.17g}",
+                **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": BY_NAME[one.metric].unit,
+                "head": "all", "layer": "all" if one.layer is None else str(one.layer), "metric": one.metric,
+                "variant": one.variant, "value": "" if math.isnan(one.value) else f"{one.value:.17g}",
                 "decisions": cell.decisions, **self._measured, TEXT: json.dumps(words) if one.metric == WRITTEN else "",
             })  # fmt: skip
 

@@ -19,10 +19,9 @@ class LiveMetric:
     better: str  # higher, lower or neither
     formula: str
     variants: tuple[str, ...] = ("",)
-    of_text: bool = False  # that the model writes, not of the continuation
 
 
-METRICS = (
+CONTINUATION_METRICS = (
     LiveMetric("kld", "nats", "lower", "KL(p || q) of each of G tokens: mean, median, 99th percentile",
                ("", "median", "p99")),
     LiveMetric("same_top_p", "ratio", "higher", "share of G tokens at which p and q have the same most probable token"),
@@ -37,16 +36,14 @@ METRICS = (
                "least-squares slope of ln hidden_drift: over layers, per layer; over steps, per token at the last "
         "layer; "
                "none where a drift is 0", ("layers", "steps")),
-    LiveMetric("exact_match", "ratio", "higher", "1 if the text is an answer, after LongBench's normalisation, else 0",
-               of_text=True),
-    LiveMetric("contains", "ratio", "higher", "share of the answers that the text contains, as RULER's string match",
-               of_text=True),
-    LiveMetric("f1", "ratio", "higher", "token F1 with the best of the answers, after LongBench's normalisation",
-               of_text=True),
-    LiveMetric("rouge_l", "ratio", "higher", "ROUGE-L F-measure with the best of the answers",
-               of_text=True),
-    LiveMetric("repetition", "ratio", "lower", "share of the text's 4-grams of tokens that have come before",
-               of_text=True),
-    LiveMetric("same_tokens", "tokens", "higher", "tokens before the first that differs from the reference's text",
-               of_text=True),
 )  # fmt: skip
+TEXT_METRICS = (
+    LiveMetric("exact_match", "ratio", "higher", "1 if the text is an answer, after LongBench's normalisation, else 0"),
+    LiveMetric("contains", "ratio", "higher", "share of the answers that the text contains, as RULER's string match"),
+    LiveMetric("f1", "ratio", "higher", "token F1 with the best of the answers, after LongBench's normalisation"),
+    LiveMetric("rouge_l", "ratio", "higher", "ROUGE-L F-measure with the best of the answers"),
+    LiveMetric("repetition", "ratio", "lower", "share of the text's 4-grams of tokens that have come before"),
+    LiveMetric("same_tokens", "tokens", "higher", "tokens before the first that differs from the reference's text"),
+)  # fmt: skip
+METRICS = (*CONTINUATION_METRICS, *TEXT_METRICS)
+BY_NAME = {metric.name: metric for metric in METRICS}

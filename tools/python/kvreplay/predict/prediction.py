@@ -18,11 +18,10 @@ import pandas as pd
 from kvreplay.compare.comparison import prompts_of
 from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums
 from kvreplay.errors import Error
-from kvreplay.live_metrics import METRICS
+from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
 from kvreplay.results import CELL, Run, labels
 
-LIVE = {metric.name: metric for metric in METRICS}
 FEWEST = 5  # policies of a prompt at a budget that have an order worth a correlation
 SHARE = 0.95
 OF_A_CONTROL = "attention_recall:oracle"  # the best set with the policy's counts, not the policy's own

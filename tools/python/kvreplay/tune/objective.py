@@ -15,22 +15,22 @@ from kvreplay import _engine
 from kvreplay.compare.comparison import values_of
 from kvreplay.engine import replay
 from kvreplay.errors import Error, Refusal
-from kvreplay.live_metrics import METRICS
+from kvreplay.live_metrics import BY_NAME as LIVE
+from kvreplay.live_metrics import TEXT_METRICS
 from kvreplay.results import Run
 from kvreplay.tune.sides import Captured
 
 if TYPE_CHECKING:
     from kvreplay.live.measure import LiveModel
 
-LIVE = {metric.name: metric for metric in METRICS}
 REPLAYED = "attention_recall"  # of cells whose sets alone are wanted
 ADDS_UP = 1e-9  # a mean over layers, computed in another order
 
 
 @dataclass
 class Objective:
-    """Replays into `folder`, where finished traces stay, and reads what it wants of them. A live metric is measured
-    there too, by `live`."""
+    """Replays into `folder`, where finished traces are kept, and takes the metric from there. `live` measures a live
+    metric into the same folder."""
 
     metric: str  # NAME[:VARIANT]
     budget: str
@@ -42,7 +42,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         metric, _, variant = self.metric.partition(":")
-        if self.is_live and LIVE[metric].of_text:
+        if metric in {one.name for one in TEXT_METRICS}:
             raise Error("--metric", f"{metric} is of a text that the model writes",
                         "a number of the continuation, such as kld", "", Refusal.USAGE)  # fmt: skip
         if self.is_live and variant not in LIVE[metric].variants:
