@@ -157,8 +157,7 @@ class MaskedAttention:
         number = int(module.layer_idx)
         key, value = self._keys(number, key, value)
         layer, queries = self.layers[number], query.shape[2]
-        given = self.held[number].k.shape[2] if number in self.held else 0
-        begin = self.begin + key.shape[2] - given - queries
+        begin = self.begin + key.shape[2] - self._given(number) - queries
         output = query.new_empty(query.transpose(1, 2).shape)
         for first in range(0, queries, ROW_BLOCK):
             rows = slice(first, min(first + ROW_BLOCK, queries))
@@ -166,6 +165,10 @@ class MaskedAttention:
         if self.seen:
             self.seen(number, output)
         return output, None
+
+    def _given(self, number: int) -> int:
+        """How many tokens of a layer are held."""
+        return self.held[number].k.shape[2] if number in self.held else 0
 
     def _keys(self, number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """With those of this step, all of the layer: held ones, then the pass's own, for each head of either."""
@@ -183,13 +186,11 @@ class MaskedAttention:
         """The attention of some queries, the first at position `first`: [B,n,Hq,d]."""
         batch, query_heads, n, width = query.shape
         positions = torch.arange(first, first + n, device=query.device)
-        held = self.held.get(number)
-        count = key.shape[2] - (held.k.shape[2] if held else 0)
-        own = torch.arange(self.begin, self.begin + count, device=query.device)
+        own = torch.arange(self.begin, self.begin + key.shape[2] - self._given(number), device=query.device)
         seen = visible(positions, own, layer.window)[None, None]  # [1,1,n,m]
         if number in self.leaves:
             seen = seen & (self.leaves[number][:, :, None, own] >= positions[:, None])
-        if held:
+        if held := self.held.get(number):
             given = visible(positions, held.positions, layer.window)
             if number in self.reads:
                 given = given.repeat_interleave(query_heads // given.shape[1], 1)
