@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from reference_geometry import gaussian
 import kvreplay as kv
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
 CONTROLS = {"full", "random", "oracle"}
 
 
@@ -29,25 +26,20 @@ def write_tables(folder: Path, layers: int, heads: int, width: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a trace, and what the presses keep of its tokens."""
+def folder(tmp_path_factory: pytest.TempPathFactory, captured: Callable[..., None]) -> Path:
+    """With a trace, and the tables of some presses."""
     folder = tmp_path_factory.mktemp("kvpress")
     trace = folder / "trace.h5"
-    words = f"--dtype float32 --prompts {ROOT}/traces/demo.jsonl --max-tokens {TOKENS} --with-wo".split()
-    subprocess.run(
-        [sys.executable, "-m", "kvreplay.capture.command", "--model", MODEL, *words, "-o", trace], check=True
-    )
+    captured(trace, "--with-wo")
     opened = kv.open(trace)
     write_tables(folder, opened.layers, opened.kv_heads, opened.head_dim)
-    presses = [ROOT / "build" / "kvpress" / "bin" / "python", Path(__file__).with_name("presses.py"), MODEL, folder]
-    subprocess.run(presses, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     return folder
 
 
 @pytest.fixture(scope="module")
-def arrays(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "kept.npz") as arrays:
-        return dict(arrays)
+def arrays(folder: Path, by_kvpress: Callable[..., dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What the presses keep of the trace's tokens."""
+    return by_kvpress("presses.py", folder, "kept.npz")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +90,7 @@ def test_same_channels(folder: Path, arrays: dict[str, np.ndarray], ratio: float
     np.testing.assert_allclose(rows["value"], 1 - left / sizes.sum(axis=(1, 2, 3)), rtol=1e-6)
 
 
-def test_every_press_is_named(folder: Path) -> None:
+def test_every_press_is_named(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     compared = {name for case in (*CASES, THINK) for name in presses_of(case)}
     exported = set(json.loads((folder / "presses.json").read_text()))
     assert compared | set(NOT_COMPARED) == exported

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+MODEL = Path(__file__).resolve().parents[2] / "build" / "model" / "smollm2-135m-instruct.gguf"
 LEAST_OVERLAP = 0.999  # mean over layers and KV heads of |A n B| / max(|A|, |B|)
 RATIOS = (0.3, 0.5, 0.7)  # kvpress' compression ratio: the share of tokens that is evicted
 # A multiple of the blocks of BlockPress and NonCausalAttnPress, and beside its 12 protected tokens of CompactorPress':

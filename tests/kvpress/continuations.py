@@ -4,6 +4,7 @@ kvpress' environment."""
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import h5py
@@ -21,11 +22,8 @@ def predicted(
     keys [L,Hkv,n,d] that it left."""
     cache = transformers.DynamicCache()
     with torch.inference_mode():
-        if press is None:
+        with press(model) if press else nullcontext():
             model(input_ids=ids[:, :prompt], past_key_values=cache)
-        else:
-            with press(model):
-                model(input_ids=ids[:, :prompt], past_key_values=cache)
         keys = np.stack([layer.keys[0].numpy() for layer in cache.layers])
         positions = torch.arange(prompt, ids.shape[1])[None]
         logits = model(input_ids=ids[:, prompt:], past_key_values=cache, position_ids=positions).logits[0].numpy()
@@ -38,18 +36,19 @@ def main(model_file: Path, folder: Path) -> None:
     with h5py.File(folder / "continued.h5") as trace:
         ids = torch.tensor(trace["tokens/ids"][()], dtype=torch.long)[None]
         prompt = int(trace["tokens"].attrs["prefill"])
-    found = {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_file.parent, gguf_file=model_file.name, dtype=torch.float32
+    ).eval()
+    model.set_attn_implementation("sdpa")
+    found = {"full": predicted(None, model, ids, prompt)[0]}
     for case in LIVE_CASES:
-        # Scores that are read off the attention weights need the attention that computes them.
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_file.parent, gguf_file=model_file.name, dtype=torch.float32,
-            attn_implementation="eager" if "Observed" in case.press else "sdpa",
-        ).eval()  # fmt: skip
+        # ObservedAttentionPress reads the attention weights that eager attention computes.
+        model.set_attn_implementation("eager" if "Observed" in case.press else "sdpa")
         for ratio in RATIOS:
             press = eval(case.press, {**vars(kvpress), "R": ratio})
             name = f"{case.press} {ratio}"
             found[name], found[f"keys {name}"] = predicted(press, model, ids, prompt)
-    np.savez(folder / "continuations.npz", full=predicted(None, model, ids, prompt)[0], **found)
+    np.savez(folder / "continuations.npz", **found)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import LEAST_OVERLAP, LIVE_CASES, LIVE_PRESSES, RATIOS, TOKENS, Case
+from cases import LEAST_OVERLAP, LIVE_CASES, LIVE_PRESSES, MODEL, RATIOS, Case
 
 import kvreplay as kv
 from kvreplay.capture.model import load
@@ -21,38 +19,22 @@ from kvreplay.live import passes
 from kvreplay.live.cells import cells_of
 from kvreplay.live.measure import evicted
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
 GENERATED = 32
 ROUNDING = 5e-4  # of a logarithm of a probability: two versions of the model's code, in float32
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a trace, and what the model predicts of its continuation behind each press."""
+def folder(tmp_path_factory: pytest.TempPathFactory, captured: Callable[..., None]) -> Path:
+    """With a trace."""
     folder = tmp_path_factory.mktemp("kvpress-live")
-    words = f"--dtype float32 --prompts {ROOT}/traces/demo.jsonl --max-tokens {TOKENS} --generate {GENERATED}".split()
-    capture = [
-        sys.executable,
-        "-m",
-        "kvreplay.capture.command",
-        "--model",
-        MODEL,
-        *words,
-        "-o",
-        folder / "continued.h5",
-    ]
-    subprocess.run(capture, check=True)
-    theirs = Path(__file__).with_name("continuations.py")
-    presses = [ROOT / "build" / "kvpress" / "bin" / "python", theirs, MODEL, folder]
-    subprocess.run(presses, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    captured(folder / "continued.h5", "--generate", str(GENERATED))
     return folder
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "continuations.npz") as arrays:
-        return dict(arrays)
+def theirs(folder: Path, by_kvpress: Callable[..., dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What the model predicts of the trace's continuation behind each press, and the keys that the press left."""
+    return by_kvpress("continuations.py", folder, "continuations.npz")
 
 
 @pytest.fixture(scope="module")
