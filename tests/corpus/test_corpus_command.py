@@ -389,8 +389,13 @@ def test_ruler_s_lengths_are_those_of_the_model_s_tokens(long_model: Path, monke
 def test_a_source_is_of_all_that_makes_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, plain = corpus.Settings(chat=True, generated=32), corpus.Settings(chat=False, generated=32)
     prompt = Prompt("n", "c")
+    parts = {"name": "n", "context": "c", "question": "", "answers": (), "needle": "", "messages": ()}
+    parts["continuation"] = ""
+    made_from = json.dumps([parts, "hash", corpus.MODEL_NAME, corpus.COMPUTED_IN, corpus.STORED_IN, 32])
+    source = corpus.source_digest(prompt, "hash", chat)
+    assert source == xxhash.xxh3_128_hexdigest(made_from.encode())
     sources = [
-        corpus.source_digest(prompt, "hash", chat),
+        source,
         corpus.source_digest(prompt, "other", chat),
         corpus.source_digest(Prompt("n", "c", continuation="x"), "hash", chat),
         corpus.source_digest(prompt, "hash", plain),

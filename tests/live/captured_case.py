@@ -5,6 +5,8 @@ from pathlib import Path
 
 from kvreplay.live.command import main
 
+PROMPT = "The heron stood in the shallow water all the morning, and did not say what it was waiting for."
+
 
 @dataclass(frozen=True)
 class Case:

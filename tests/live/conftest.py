@@ -13,13 +13,12 @@ pytest.importorskip("transformers", reason="live needs tools/setup build python"
 sys.path.append(str(Path(__file__).resolve().parents[1] / "capture"))
 
 import torch
-from captured_case import Case
+from captured_case import PROMPT, Case
 from tiny_models import save
 
 import kvreplay as kv
 from kvreplay.capture.command import main as capture
 
-PROMPT = "The heron stood in the shallow water all the morning, and did not say what it was waiting for."
 GENERATED = 6
 # Sets of a layer, of KV heads and of query heads, equal and unequal counts, a control, and sets that change with time.
 POLICIES = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import PROMPT
+from captured_case import PROMPT
 from tiny_models import save
 
 import kvreplay as kv
@@ -48,6 +48,14 @@ def agreement(one: dict, other: dict) -> dict[tuple[str, str], float]:
     return {cell: float((one[cell] & other[cell]).sum() / max(one[cell].sum(), other[cell].sum())) for cell in one}
 
 
+def show(capsys: pytest.CaptureFixture[str], found: dict[str, dict[tuple[str, str], float]]) -> None:
+    """The figures of docs/closed-loop.md: over policies and budgets the mean and the least share."""
+    with capsys.disabled():
+        for what, shares in found.items():
+            mean, least = np.mean(list(shares.values())), min(shares.values())
+            print(f"\n{what}: {len(AFTER_PREFILL)} policies, mean {mean:.6f}, least {least:.6f}")
+
+
 def with_noise(path: Path, to: Path) -> Path:
     """A copy whose queries and keys differ by one unit in the last place, up or down."""
     to.write_bytes(path.read_bytes())
@@ -76,26 +84,24 @@ def test_a_prefill_alone_keeps_the_same(name: str, tmp_path: Path) -> None:
     assert {cell: share for cell, share in shares.items() if share < 0.999} == {}
 
 
-def test_bfloat16_differs_less_than_by_rounding(tmp_path: Path) -> None:
+def test_bfloat16_differs_less_than_by_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In bfloat16 a prefill alone rounds differently; one unit in the last place of queries and keys moves more."""
     model = save(tmp_path / "model", "llama")
     path = captured(model, "bfloat16", 6, tmp_path / "whole.h5")
     whole = kept(path, tmp_path / "run-whole")
     alone = agreement(whole, kept(captured(model, "bfloat16", 0, tmp_path / "alone.h5"), tmp_path / "run-alone"))
     noisy = agreement(whole, kept(with_noise(path, tmp_path / "noisy.h5"), tmp_path / "run-noisy"))
+    show(capsys, {"bfloat16, prefill alone": alone, "bfloat16, one unit in the last place": noisy})
     assert np.mean(list(alone.values())) >= np.mean(list(noisy.values()))
 
 
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="needs tools/setup model")
 def test_a_real_prefill_alone_keeps_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The figure of docs/closed-loop.md: over policies and budgets the least and the mean share."""
     prompt = ("--prompts", str(ROOT / "traces" / "needle.jsonl"))
     whole, alone = (
         kept(captured(SMOLLM2, "float32", generated, tmp_path / f"{name}.h5", prompt), tmp_path / f"run-{name}")
         for name, generated in (("whole", 8), ("alone", 0))
     )
     shares = agreement(whole, alone)
-    with capsys.disabled():
-        print(f"\n{len(AFTER_PREFILL)} policies: mean {np.mean(list(shares.values())):.6f}, "
-              f"least {min(shares.values()):.6f} ({min(shares, key=shares.get)})")  # fmt: skip
+    show(capsys, {"SmolLM2-135M, float32, prefill alone": shares})
     assert {cell: share for cell, share in shares.items() if share < 0.999} == {}

@@ -18,7 +18,7 @@ from kvreplay.live.command import main as live
 
 PROMPTS = {
     "heron": "The heron stood in the shallow water all the morning, and did not say what it was waiting for.",
-    "lamp": "A lamp that nobody had lit burned in the window of the mill, and the dog would not go near it.",
+    "lamp": "An old lamp burned in the window of the mill at midnight, and the dog would not go near it at all.",
     "boats": "It rained all day, and the boats stayed in the harbour until noon; then three of them went out.",
     "bread": "She baked the bread twice, once for the house and once for the road, and forgot both on the table.",
 }
