@@ -72,8 +72,7 @@ bool keeps_everything(const Plan& plan, int budget, int prompt) {
 Decision decision_of(const Plan& plan) {
   if (plan.score.needs.future_queries) return Decision::future;
   if (std::holds_alternative<Reads>(plan.schedule)) return Decision::never;
-  if (!std::holds_alternative<Once>(plan.schedule) || plan.nesting == Nesting::prunes_next)
-    return Decision::during_prefill;
+  if (!std::holds_alternative<Once>(plan.schedule) || plan.nesting != Nesting::none) return Decision::during_prefill;
   return std::holds_alternative<Everything>(plan.allocate) ? Decision::never : Decision::after_prefill;
 }
 

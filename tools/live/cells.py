@@ -91,7 +91,7 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
                 continue
             found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, stored=stored))
             continue
-        leaves = _leaves(selection) if decision == "during-prefill" and selection.evicted_at is not None else None
+        leaves = leaves_of(selection) if decision == "during-prefill" and selection.evicted_at is not None else None
         found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, leaves))
     return found, list(dict.fromkeys(left_out)), failed
 
@@ -110,7 +110,8 @@ def _page_reads(row: Any, trace: TraceFacts) -> dict[int, PageReads]:
     return {int(trace.layer_numbers[place]): reads for place in trace.treated[dense:]}
 
 
-def _leaves(selection: Selection) -> dict[int, torch.Tensor]:
+def leaves_of(selection: Selection) -> dict[int, torch.Tensor]:
+    """Of a selection with `evicted_at`, by the model's own number of the layer: as `LiveCell.leaves`."""
     gone = selection.evicted_at[selection.layers].astype(np.int64)
     gone[gone < 0] = NEVER
     # A layer that decides once, beside others that do not, says only what it keeps.

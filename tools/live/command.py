@@ -38,6 +38,12 @@ def parser() -> Parser:
         help="these budgets, as they were asked for (default: all)")  # fmt: skip
     add("--trace", metavar="NAME,...", action="extend", type=names, default=[], help="these traces (default: all)")
     add("--generate", metavar="N", type=int, default=0, help="also write N tokens by greedy search (default: 0)")
+    add(
+        "--live-decisions",
+        action="store_true",
+        help="instead: policies that evict while the prompt is read decide from "
+        "what the live model computes; the prompt is read in blocks, and replayed after each",
+    )
     add("--answers", metavar="FILE.jsonl", type=Path, help="lines with name (of a trace) and answers, for the text "
         "metrics (default: the text of the trace's answer spans)")  # fmt: skip
     add("--batch", metavar="N", type=int, default=None, help="cells in one pass (default: 1; on a GPU 8)")
@@ -54,6 +60,8 @@ def live(arguments: argparse.Namespace) -> None:
                                ("--threads", arguments.threads, 1)):  # fmt: skip
         if value is not None and value < least:
             raise Error(flag, "out of range", f"{least} or more", str(value), Refusal.USAGE)
+    if arguments.live_decisions and arguments.generate:
+        raise Error("--live-decisions", "with --generate", "one of the two", "", Refusal.USAGE)
     show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
     try:
         from kvreplay.capture.command import quiet_libraries
@@ -86,7 +94,7 @@ def live(arguments: argparse.Namespace) -> None:
         return
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
-                        arguments.memory)  # fmt: skip
+                        arguments.memory, decide=arguments.live_decisions)  # fmt: skip
     for run, trace in wanted:
         machine.batch_of(trace, _chosen(run, trace, arguments))  # before the first pass
     for run, trace in wanted:
@@ -113,7 +121,8 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts]], way: Way, arguments: argp
 
     left_out = []
     for run, trace in wanted:
-        work = Work.of(run, trace, _chosen(run, trace, arguments), arguments.generate, way)
+        rows = _chosen(run, trace, arguments)
+        work = Work.of(run, trace, rows, arguments.generate, way, arguments.live_decisions)
         if work.cells or work.failed:
             return False
         left_out += work.left_out

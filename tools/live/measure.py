@@ -18,6 +18,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
 from kvreplay.live.attention import NEVER
 from kvreplay.live.cells import LiveCell, cells_of
+from kvreplay.live.decided import Replayed, decide, decided_live
 from kvreplay.live.metrics import Value, divergence, drifted, predicted
 from kvreplay.live.passes import Evicted, Text, Trajectory, everything, generate, read, run
 from kvreplay.live.results import LiveResults, Way
@@ -43,10 +44,13 @@ class Work:
     failed: list[str]  # cells that this machine cannot read, and why
 
     @classmethod
-    def of(cls, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, way: Way) -> Work:
-        """Of these rows of run.cells; `count`: the tokens of a text, 0 for none."""
+    def of(cls, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, way: Way, decide: bool = False) -> Work:
+        """Of these rows of run.cells; `count`: the tokens of a text, 0 for none; `decide`: cells that the live model
+        decides, and no others."""
         results = LiveResults(run_.folder, trace.name, way)
         cells, left_out, failed = cells_of(run_, trace, rows)
+        if decide:
+            cells, left_out = decided_live(cells)
         tokens = trace.tokens - trace.boundary
         predict = [cell for cell in cells if not results.has(cell, "kld", tokens)]
         write = [cell for cell in cells if count and not results.has(cell, "same_tokens", count)]
@@ -72,9 +76,10 @@ class LiveModel:
         batch: int | None = None,
         memory: int | None = None,
         say: Callable[[str], None] = say,
+        decide: bool = False,
     ) -> None:
         """`batch`: cells in one pass, at most; `memory`: bytes that the weights and a pass may take; `say`: takes what
-        a user should know."""
+        a user should know; `decide`: the sets of policies that evict during the prefill are decided live."""
         self._model = model
         self._tokenizer = tokenizer
         self._name = name
@@ -85,6 +90,7 @@ class LiveModel:
         self._batch = self._most
         self._memory = memory
         self._say = say
+        self._decide = decide
         self.failed: list[str] = []
         self.floors: dict[str, float] = {}
 
@@ -92,7 +98,7 @@ class LiveModel:
         self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
     ) -> None:
         """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too."""
-        work = Work.of(run_, trace, rows, count, self.way)
+        work = Work.of(run_, trace, rows, count, self.way, self._decide)
         for reason in [*work.left_out, *work.failed]:
             self._say(reason)
         self.failed += work.failed
@@ -109,7 +115,8 @@ class LiveModel:
             self._compare_keys(run_, trace, whole)
         bar = tqdm(total=work.cells, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
-            for cell, values in self._predicted(whole, work.predict, trace):
+            cells = self._decided(run_, whole, work.predict, trace) if self._decide else work.predict
+            for cell, values in self._predicted(whole, cells, trace):
                 results.add(cell, values, tokens)
                 bar.update()
             answers = answers or _answer_spans(run_, trace)
@@ -156,6 +163,14 @@ class LiveModel:
     def _head_dim(self) -> int:
         config = self._model.config.get_text_config()
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def _decided(self, run_: Run, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts) -> list[LiveCell]:
+        """These cells with the sets that the live model leads to."""
+
+        def decided(some: Sequence[LiveCell]) -> list[LiveCell]:
+            return [decide(self._model, whole, cell, Replayed(run_, trace, cell, whole)) for cell in some]
+
+        return list(self._each(cells, trace, decided))
 
     def _predicted(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts

@@ -1,0 +1,130 @@
+"""Sets that a live system chooses while it reads the prompt: by queries, keys and values of the evicted cache.
+
+The text is read in blocks that end where the policy evicts. After each block the engine replays the policy over what
+the model has computed so far, zeros behind it: a decision reads no later token, and those made before come out as they
+were. What it evicts is hidden from the next block.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+import kvreplay as kv
+from kvreplay.capture.model import input_device
+from kvreplay.errors import Error
+from kvreplay.live.attention import NEVER, MaskedAttention, masked
+from kvreplay.live.cells import CHOSEN_LIVE, DECISIONS, LiveCell, leaves_of
+from kvreplay.live.passes import Text
+from kvreplay.results import Run, TraceFacts, text
+
+Leaves = dict[int, torch.Tensor]  # by layer: int64 [H,T], the query after which a token goes
+Tensors = dict[int, tuple[np.ndarray, ...]]  # by layer: queries [Hq,T,d], keys and values [Hkv,T,d]
+
+
+def decided_live(cells: Sequence[LiveCell]) -> tuple[list[LiveCell], list[str]]:
+    """Those whose sets change during the prefill; why some of these cannot be decided live."""
+    during = [cell for cell in cells if cell.decisions == DECISIONS["during-prefill"]]
+    found, left_out = [], []
+    for cell in during:
+        policy = f"{cell.facts['policy']}:{cell.facts['params']}"
+        if cell.facts["policy"] == "finch" or "question-blocks" in policy:
+            left_out.append(f"{cell.label}: its question is read anew behind each block")
+        elif cell.stored is not None:
+            left_out.append(f"{cell.label}: its store moves or changes keys while the prompt is read")
+        elif cell.leaves is None:
+            left_out.append(f"{cell.label}: its layers decide within one pass")
+        else:
+            found.append(replace(cell, decisions=CHOSEN_LIVE))
+    return found, left_out
+
+
+@dataclass
+class _Recording(MaskedAttention):
+    """Keeps what the layers compute, of a text of so many tokens, for the block that begins at `block`."""
+
+    tokens: int = 0
+    block: int = 0
+    tensors: Tensors = field(default_factory=dict)
+
+    def __call__(self, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        number = int(module.layer_idx)
+        if number not in self.tensors:
+            self.tensors[number] = tuple(np.zeros((x.shape[1], self.tokens, x.shape[3]), np.float32)
+                                         for x in (query, key, value))  # fmt: skip
+        for into, x in zip(self.tensors[number], (query, key, value), strict=True):
+            into[:, self.block : self.block + x.shape[2]] = x[0].float().cpu().numpy()
+        return super().__call__(module, query, key, value, *rest, **named)
+
+
+def decide(model: Any, whole: Text, cell: LiveCell, again: Callable[[Tensors], Leaves]) -> LiveCell:
+    """The cell with the sets that it would choose live. `again` replays the policy over these tensors of the text."""
+    tokens = len(whole.ids)
+    decisions = {int(end) + 1 for one in cell.leaves.values() for end in one[one != NEVER].unique()}
+    device = input_device(model)
+    leaves = {number: torch.full((1, tokens), NEVER) for number in whole.layers} | {
+        number: torch.full_like(one, NEVER) for number, one in cell.leaves.items()
+    }
+    on_device = {number: one[None].to(whole.layers[number].k.device) for number, one in leaves.items()}
+    attention = _Recording(whole.layers, 0, leaves=on_device, tokens=tokens)
+    with torch.inference_mode(), masked(model, attention):
+        for end in sorted(decisions | {tokens}):
+            positions = torch.arange(attention.block, end, device=device)[None]
+            model(input_ids=whole.ids[None, attention.block : end].to(device), position_ids=positions, use_cache=False,
+                  logits_to_keep=1)  # fmt: skip
+            for number, gone in (again(attention.tensors) if end in decisions else {}).items():
+                gone = torch.where(gone < end, gone, NEVER)
+                before = leaves[number]
+                if not torch.equal(torch.where(gone < end - 1, gone, NEVER), before):
+                    raise Error(cell.label, "decides", "where the replay decided", f"elsewhere before token {end}")
+                leaves[number] = gone
+                on_device[number][0] = gone.to(on_device[number].device)
+            attention.block = end
+    return replace(cell, leaves={number: leaves[number] for number in cell.leaves})
+
+
+class Replayed:
+    """The policy of a cell, replayed over other tensors of its trace."""
+
+    def __init__(self, run: Run, trace: TraceFacts, cell: LiveCell, whole: Text) -> None:
+        self._trace = trace
+        self._policy = f"{cell.facts['policy']}:{cell.facts['params']}".rstrip(":")
+        self._budget = f"{float(cell.facts['budget_tokens']):.0f}"
+        self._numbers = [int(number) for number in trace.layer_numbers]
+        some = whole.layers[self._numbers[0]]
+        windows = [whole.layers[number].window for number in self._numbers]
+        treated = {self._numbers[place] for place in trace.treated}
+        self._sliding = "treat" if any(whole.layers[number].window for number in treated) else "skip"
+        self._about = {
+            "prompt": trace.boundary, "ids": whole.ids.numpy().astype(np.int32), "softmax_scale": some.scale,
+            "softcap": some.softcap, "sliding_window": windows, "layer_index": self._numbers, "name": trace.name,
+            "spans": [(span.name, span.kind, span.begin, span.end) for span in trace.spans],
+            "rope": _rope(run, trace),
+        }  # fmt: skip
+
+    def __call__(self, tensors: Tensors) -> Leaves:
+        q, k, v = ([tensors[number][i] for number in self._numbers] for i in range(3))
+        with warnings.catch_warnings(record=True) as said:  # the replay of the trace has said them
+            again = kv.replay(
+                kv.from_arrays(q, k, v, **self._about), self._policy, self._budget, metrics="kv_bytes",
+                controls="none", sliding=self._sliding, observables="ignore", detail="summary", progress=False,
+            )  # fmt: skip
+        cells = again.cells[again.cells["role"] == "asked"]
+        if cells.empty:
+            raise Error(self._policy, "replay", "a set", "; ".join(str(one.message) for one in said))
+        return leaves_of(again.selection_of(cells["cell"].iloc[0], self._trace.boundary))
+
+
+def _rope(run: Run, trace: TraceFacts) -> kv.Rope | None:
+    """As the trace's file says."""
+    with h5py.File(run.captured(trace.name)) as file:
+        if "model/rope" not in file:
+            return None
+        rope = file["model/rope"]
+        return kv.Rope(rope["inv_freq"][()], rope["attention_scaling"][()], text(rope.attrs["style"]))
