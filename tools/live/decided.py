@@ -20,9 +20,9 @@ import kvreplay as kv
 from kvreplay.capture.model import input_device
 from kvreplay.errors import Error
 from kvreplay.live.attention import NEVER, MaskedAttention, masked
-from kvreplay.live.cells import CHOSEN_LIVE, DECISIONS, LiveCell, leaves_of
+from kvreplay.live.cells import DECISIONS, LiveCell, leaves_of
 from kvreplay.live.passes import Text
-from kvreplay.results import Run, TraceFacts, text
+from kvreplay.results import DECIDED_LIVE, Run, TraceFacts, text
 
 Leaves = dict[int, torch.Tensor]  # by layer: int64 [H,T], the query after which a token goes
 Tensors = dict[int, tuple[np.ndarray, ...]]  # by layer: queries [Hq,T,d], keys and values [Hkv,T,d]
@@ -41,7 +41,7 @@ def decided_live(cells: Sequence[LiveCell]) -> tuple[list[LiveCell], list[str]]:
         elif cell.leaves is None:
             left_out.append(f"{cell.label}: its layers decide within one pass")
         else:
-            found.append(replace(cell, decisions=CHOSEN_LIVE))
+            found.append(replace(cell, decisions=DECIDED_LIVE))
     return found, left_out
 
 

@@ -34,6 +34,7 @@ COLUMNS = (
 ).split()
 NUMBERS = ["budget_tokens", "kept_tokens", "value"]
 MEASURED = ("decisions", "device", "dtype", "model_hash")  # further columns of live.csv: part of a row's key
+DECIDED_LIVE = "during-prefill"  # of "decisions": by the live model, which read no token that was evicted before
 TEXT = "text"  # and the last one: what the model wrote, as JSON
 PIECE = 50_000  # rows of results.csv read at a time: only some of them are kept
 CELL = (
@@ -596,10 +597,15 @@ def text(value: object) -> str:
 
 
 def told_apart(live: pd.DataFrame) -> pd.DataFrame:
-    """Rows of live.csv as rows of results.csv: numbers that were measured in several ways, as on two devices, have the
-    ways in the variant."""
+    """Rows of live.csv as rows of results.csv: numbers of sets that were decided live have DECIDED_LIVE in the variant,
+    and numbers that were measured in several ways, as on two devices, the ways."""
     if live.empty:
         return live.drop(columns=[*MEASURED, TEXT])
+    decided = live["decisions"] == DECIDED_LIVE
+    live = live.assign(
+        variant=(live["variant"].where(~decided, live["variant"] + ":" + DECIDED_LIVE)).str.removeprefix(":"),
+        decisions=live["decisions"].where(~decided, ""),
+    )
     twice = live.duplicated(["trace", "cell", "metric", "variant", "layer"], keep=False)
     ways = live[["variant", "decisions", "device", "dtype", "model_hash"]].agg(
         lambda row: " ".join(filter(None, row)), axis=1

@@ -20,7 +20,7 @@ from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
-from kvreplay.results import CELL, Run, labels
+from kvreplay.results import CELL, DECIDED_LIVE, Run, labels
 
 FEWEST = 5  # policies of a prompt at a budget that have an order worth a correlation
 SHARE = 0.95
@@ -45,6 +45,7 @@ class Measured:
         """The cells of these roles that `kvreplay live` measured. Metrics without a better direction are left out."""
         table = pd.concat([run.table for run in runs], ignore_index=True)
         decided = pd.concat([run.live for run in runs])[["trace_hash", "cell", "decisions"]].drop_duplicates()
+        decided = decided[decided["decisions"] != DECIDED_LIVE]  # metrics of their own, beside those of replayed sets
         table = (
             table[table["role"].isin(roles)]
             .dropna(subset="value")
