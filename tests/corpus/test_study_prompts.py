@@ -15,7 +15,7 @@ pytest.importorskip("jinja2", reason="the corpus needs tools/setup build python"
 from kvreplay.capture.corpus_prompts import TEXTS, TURN, full_prompts, read
 from kvreplay.capture.prompts import Prompt, encode
 from kvreplay.capture.ruler import essay_names, sentences
-from kvreplay.capture.study_prompts import GENERATED, KINDS, study_prompts
+from kvreplay.capture.study_prompts import GENERATED, KINDS, needle_prompts, study_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
@@ -47,14 +47,14 @@ def own_text(prompt: Prompt) -> str:
     return prompt.context.partition("coded words. " if kind(prompt) == "fwe" else "\n")[2]
 
 
-def runs(text: str) -> set[tuple[str, ...]]:
+def runs(text: str, length: int = RUN) -> set[tuple[str, ...]]:
     words = re.findall(r"\w+", text)
-    return {tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)}
+    return {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
 
 
-def sharing(prompts: Iterable[Prompt]) -> set[tuple[str, str]]:
+def sharing(prompts: Iterable[Prompt], length: int = RUN) -> set[tuple[str, str]]:
     """Pairs of prompts with a common run of words."""
-    found = [(prompt.name, runs(own_text(prompt))) for prompt in prompts]
+    found = [(prompt.name, runs(own_text(prompt), length)) for prompt in prompts]
     return {(one, other) for (one, left), (other, right) in combinations(found, 2) if not left.isdisjoint(right)}
 
 
@@ -71,6 +71,17 @@ def test_prompts_are_the_same_in_every_call() -> None:
 def test_no_text_is_in_two_prompts() -> None:
     assert sharing(PROMPTS) == set()
     assert all(len(runs(own_text(prompt))) > 100 for prompt in PROMPTS)
+
+
+def test_further_needles_share_no_text() -> None:
+    """Of many prompts some have a few sentences of noise in the same order by chance."""
+    further = needle_prompts(count_tokens)
+    assert sharing([*PROMPTS, *further], 2 * RUN) == set()
+    assert len({prompt.name for prompt in [*PROMPTS, *further]}) == len(PROMPTS) + 24
+    assert len({answer for prompt in [*PROMPTS, *further] for answer in prompt.answers}) == (
+        sum(len(prompt.answers) for prompt in PROMPTS) + 24
+    )
+    assert all(300 < count_tokens(prompt.text) <= 800 for prompt in further)
 
 
 def test_shared_text_would_be_found() -> None:

@@ -108,7 +108,7 @@ def test_prompts_come_round_by_round(small_study: Path) -> None:
 
 def test_an_unknown_part_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(["gpt-2"]) == 2
-    expected = "kvreplay: study: part: expected smollm2-135m or qwen2.5-coder-1.5b or papers, found gpt-2\n"
+    expected = "kvreplay: study: part: expected smollm2-135m or qwen2.5-coder-1.5b or papers or layers, found gpt-2\n"
     assert capsys.readouterr().err == expected
 
 

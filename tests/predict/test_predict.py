@@ -113,6 +113,25 @@ def test_tables_and_sentence() -> None:
     assert len(shown.figure().axes) == 2
 
 
+def test_weights_of_layers_are_learnt_on_other_kinds() -> None:
+    """Only the middle third says anything, so it takes all the weight; and a kind of which the other thirds are true
+    has no say in its own weights."""
+    found = prediction(7)
+    noise = np.random.default_rng(0).normal(size=(2, len(found.cells)))
+    thirds = {"m:lower-third": noise[0], "m:middle-third": found.cells["kld"], "m:upper-third": noise[1]}
+    cells = found.cells.assign(**thirds)
+    weighted = Prediction(cells, list(thirds), ["kld"], 0, []).left_out_weights("m")
+    assert [tuple(one) for one in weighted["weights"]] == [(0, 1, 0)] * 3
+    assert weighted["spearman"].tolist() == weighted["best"].tolist() == [1, 1, 1]
+    assert (weighted["equal"] < 0.9).all() and weighted["prompts"].sum() == PROMPTS
+    other = cells["kind"] == "kind1"
+    swapped = cells.assign(**{"m:middle-third": cells["m:middle-third"].where(~other, noise[0]),
+                              "m:lower-third": cells["m:lower-third"].where(~other, cells["kld"])})  # fmt: skip
+    weighted = Prediction(swapped, list(thirds), ["kld"], 0, []).left_out_weights("m").set_index("kind")
+    assert tuple(weighted.loc["kind1", "weights"]) == (0, 1, 0)
+    assert abs(weighted.loc["kind1", "spearman"]) < 0.3 and weighted.loc["kind1", "best"] == 1
+
+
 def test_flipped_pairs_are_listed() -> None:
     """An offline metric that is wrong about two policies, always."""
     found = prediction(6)

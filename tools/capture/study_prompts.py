@@ -30,6 +30,8 @@ GENERATED = 64  # G
 KINDS = ("niah-noise", "niah-essay", "niah-keys", "vt", "fwe", "code", "chat", "text")
 
 LENGTHS = (500, 700, 1000, 1000, 1400, 1400, 2000, 4000)  # tokens of the prompts of a kind of drawn texts
+NEEDLES = 24
+NEEDLE_LENGTHS = (400, 500, 600, 800)  # in turn
 ESSAY_LENGTH = 850  # tokens that each essay suffices for
 ESSAY_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 KEY_TASKS = ("niah_multikey_2", "niah_multikey_3")
@@ -76,6 +78,16 @@ def texts() -> Iterator[str]:
     half = len(problems) // 2
     yield "\n\n".join(problems[:half])
     yield "\n\n".join(problems[half:])
+
+
+def needle_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:
+    """Further prompts as of niah-noise, short ones, needle-1 ... needle-24: for answers, of which a prompt has one."""
+    return [
+        ruler_prompt(
+            "niah_single_1", NEEDLE_LENGTHS[i % len(NEEDLE_LENGTHS)], 1000 + i, count_tokens, f"needle-{i + 1}", ()
+        )
+        for i in range(NEEDLES)
+    ]
 
 
 def study_prompts(count_tokens: Callable[[str], int]) -> list[Prompt]:

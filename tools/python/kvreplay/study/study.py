@@ -46,14 +46,26 @@ FEW_POLICIES = (
     "snapkv", "snapkv:pool=none", "pyramid-kv", "dynamickv", "chunkkv", "ada-kv", "h2o", "tova", "expected-attention",
     "keydiff", "knorm", "streaming-llm", f"snapkv:{EQUAL}", f"h2o:{EQUAL}",
 )  # fmt: skip
-# What the papers' tables of answers compare: chunk sizes, layers that share sets, keys and values, truncation.
+# What the papers' tables of answers compare: chunk sizes, layers that share sets, keys and values, truncation. Sets of
+# other layers lose the first tokens, so those policies are here with sinks too.
 OF_PAPERS = (
-    "streaming-llm", "strided", "h2o", "snapkv", "snapkv:heads=layer", "pyramid-kv", "dynamickv", "hybrid",
+    "local", "streaming-llm", "strided", "h2o", "snapkv", "snapkv:heads=layer", "pyramid-kv", "dynamickv", "hybrid",
     *(f"chunkkv:chunk={size}" for size in (1, 3, 5, 10, 20, 30)),
-    *(f"chunkkv:reuse={layers}" for layers in (2, 5, 10, 30)),
-    "sca", "sca:use=key", "sca:use=value", "sca:objective=max", *(f"sca:share={layers}" for layers in (1, 5, 15)),
-    "finch", "truncate",
+    *(f"chunkkv:reuse={layers}" for layers in (2, 5, 10, 30)), "chunkkv:reuse=2,sinks=4", "chunkkv:reuse=30,sinks=4",
+    *(f"sca:{changed},sinks={sinks}" for sinks in (0, 4)
+      for changed in ("use=kv", "use=key", "use=value", "objective=max", "share=1", "share=5", "share=15")),
+    *(f"sca:layer={layer},sinks=4" for layer in (0, 11, 22)), "finch", "truncate",
 )  # fmt: skip
+LAYERS = 30  # of SmolLM2-135M
+
+
+def in_one_layer(layer: int) -> str:
+    """SnapKV in one layer, all tokens in the others."""
+    ranges = ((0, layer - 1, "full"), (layer, layer, "snapkv"), (layer + 1, LAYERS - 1, "full"))
+    return "layers:" + ",".join(f"{first}-{last}={policy}" if first < last else f"{first}={policy}"
+                                for first, last, policy in ranges if first <= last)  # fmt: skip
+
+
 METRICS = (
     "attention_recall", "attention_recall:prompt", "attention_recall:unprotected", "attention_recall:worst",
     "attention_cosine", "attention_l1", "output_error", "output_error:pooled", "output_error:worst",
@@ -77,6 +89,7 @@ class Studied:
     of_each_kind: int  # prompts
     longest: int  # tokens of a prompt
     kinds: tuple[str, ...] = ()  # of prompts; (): all
+    texts: bool = True  # whether the model also writes them
 
 
 STUDIES = {
@@ -90,7 +103,11 @@ STUDIES = {
     ),
     "papers": Studied(
         "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", OF_PAPERS,
-        ("0.1", "0.2", "0.3", "0.5"), 10, 1500, ("niah-noise", "niah-essay"),  # what this model answers
+        ("0.1", "0.2", "0.3", "0.5"), 24, 1500, ("niah-noise", "niah-essay", "needle"),  # what this model answers
+    ),
+    "layers": Studied(
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", tuple(map(in_one_layer, range(LAYERS))),
+        ("0.1",), 3, 1500, texts=False,
     ),
 }  # fmt: skip
 
@@ -127,7 +144,7 @@ class Study:
         quiet_libraries(False)
         from kvreplay.capture.model import Source, load
         from kvreplay.capture.model_options import ModelChoices
-        from kvreplay.capture.study_prompts import study_prompts
+        from kvreplay.capture.study_prompts import needle_prompts, study_prompts
         from kvreplay.live.measure import LiveModel
 
         self.name, self.studied = name, STUDIES[name]
@@ -143,7 +160,10 @@ class Study:
         def count_tokens(text: str) -> int:
             return len(self._tokenizer(text, add_special_tokens=False).input_ids)
 
-        self.prompts = list(chosen(study_prompts(count_tokens), self.studied, count_tokens))
+        prompts = study_prompts(count_tokens)
+        if "needle" in self.studied.kinds:
+            prompts += needle_prompts(count_tokens)
+        self.prompts = list(chosen(prompts, self.studied, count_tokens))
 
     def measure(self, prompt: Prompt) -> tuple[pd.DataFrame, dict[str, Any]]:
         """All numbers of one prompt: a row a cell, and what its columns are."""
@@ -161,7 +181,7 @@ class Study:
         twins = {f"random-twin:of={base}" for base in BASES}
         rows = run.cells[(run.cells["role"] == "asked") | run.cells["label"].isin({"full", "oracle", *twins})]
         self._measure_live(run, trace, rows)
-        if prompt.answers and self._answers(run, trace, rows, prompt):
+        if self.studied.texts and prompt.answers and self._answers(run, trace, rows, prompt):
             self._measure_live(run, trace, rows, prompt.answers)
         found = Measured.of([Run(work / "run")], roles=("asked", "control"))
         shutil.rmtree(work)
