@@ -10,11 +10,11 @@ import re
 
 import numpy as np
 import pandas as pd
-from frame import Page, cell, interval, less, more
+from frame import Page, answers, cell, curves, interval, less, more
 
 from kvreplay.plot.lines import INTERVAL, mean_over_traces
 from kvreplay.plot.style import COLOURS, Drawing, Sheet, width_of
-from kvreplay.predict.prediction import Measured, Prediction
+from kvreplay.predict.prediction import EQUAL, LAYER_WEIGHTS, PARTS, Measured, Prediction
 from kvreplay.study.study import BASES, STUDIES, file_of, read
 
 page = Page("closed_loop")
@@ -165,6 +165,67 @@ page.table("kinds", kinds, pd.DataFrame([
 ]))  # fmt: skip
 
 # %% [markdown]
+# ## Weights of layers
+#
+# The mean of an offline number over the lower, middle and upper third of the layers, with weights in sixths that are
+# best for the other kinds of prompts; for a further model, those that are best for the first.
+
+# %%
+WEIGHTED = (HEADLINE, HYPOTHESIS.removesuffix(UPPER))
+in_thirds = {name: predicted(name, [f"{one}:{part}" for one in WEIGHTED for part in PARTS[2:]]) for name in measured}
+learnt = []
+for metric in WEIGHTED:
+    first = next(iter(in_thirds.values()))
+    learnt.append(first.left_out_weights(metric).assign(model=next(iter(measured)), metric=metric))
+    best_weights = int(first.with_weights(metric).mean().idxmax())
+    for name, found in list(in_thirds.items())[1:]:
+        mean = found.with_weights(metric).mean()
+        learnt.append(pd.DataFrame([{
+            "kind": "all", "prompts": found.cells["prompt"].nunique(), "weights": LAYER_WEIGHTS[best_weights],
+            "spearman": mean[best_weights], "equal": mean[EQUAL], "best": mean.max(), "model": name, "metric": metric,
+        }]))  # fmt: skip
+learnt = pd.concat(learnt, ignore_index=True)
+learnt["weights"] = [" ".join(f"{6 * one:.0f}" for one in weights) for weights in learnt["weights"]]
+page.table("layer-weights", learnt, pd.DataFrame([
+    {"model": titles[one["model"]], "offline number": one["metric"], "kind left out": one["kind"],
+     "prompts": one["prompts"], "weights of thirds, in sixths": one["weights"], "here": f"{one['spearman']:.2f}",
+     "equal weights": f"{one['equal']:.2f}", "best weights here": f"{one['best']:.2f}"}
+    for _, one in learnt.iterrows()
+]))  # fmt: skip
+
+# %% [markdown]
+# ## One layer alone
+#
+# SnapKV evicts in one layer, all others hold everything: what that layer's loss costs, and which offline number says
+# so. Over all layers an offline number is then that layer's share of the mean.
+
+# %%
+OF_LAYERS = [HEADLINE, "output_error:residual", "output_error:projected", "output_error:pooled", "attention_recall"]
+if file_of("layers").exists():
+    alone, about = read(file_of("layers"))
+    alone = alone[alone["role"] == "asked"]
+    in_order = Prediction.from_measured(Measured(alone, about["offline"], LIVE, about["worse"]), OF_LAYERS).headline
+    in_order = in_order[in_order["live"] == "kld"]
+    page.table("layers-order", in_order, pd.DataFrame([
+        {"offline number": one["offline"], "prompts": one["prompts"],
+         "rank correlation with kld over layers": interval(
+             *one[["spearman", "spearman_low", "spearman_high"]], 2)}
+        for _, one in in_order.sort_values("spearman", ascending=False).iterrows()
+    ]))  # fmt: skip
+    alone = alone.assign(layer=alone["label"].str.extract(r"(\d+)=snapkv", expand=False).astype(int))
+    treated = alone["layer"].max() + 1
+    panels = {"live": "kld / nats", "open loop": HEADLINE, "against the residual stream": "output_error:residual"}
+    points = pd.concat([
+        alone.assign(panel=panel, series="one layer", trace=alone["prompt"],
+                     value=alone[words.partition(" ")[0]] * (1 if panel == "live" else treated))
+        for panel, words in panels.items()
+    ])  # fmt: skip
+    page.keep(curves(
+        points, "layer", panels, "Evicting in one layer alone", "SnapKV at 0.1 in one layer; closed loop",
+        f"{STUDIES['layers'].title}: {alone['prompt'].nunique()} prompts.", "layer",
+    ), "layers")  # fmt: skip
+
+# %% [markdown]
 # ## How many prompts order two policies
 #
 # The number of prompts, drawn at random, whose offline means put two policies in the order of the live means over all
@@ -265,6 +326,26 @@ if len(answered):
         | {budget: cell(at.loc[(name, label, budget)], 2) if (name, label, budget) in at.index else ""
            for budget in budgets}
         for name in measured for label in ranked[name] if label in set(answered["label"][answered["model"] == name])
+    ]))  # fmt: skip
+
+# %% [markdown]
+# ## Answers under the papers' policies
+#
+# Needle prompts that the full cache answers, under what the papers' tables compare; docs/papers.md has the verdicts.
+
+# %%
+if file_of("papers").exists():
+    numbers = pd.concat([
+        mean_over_traces(answers(metric), ["label", "budget"]).assign(metric=metric)
+        for metric in ("contains", "nll_increase")
+    ])  # fmt: skip
+    at = numbers.set_index(["metric", "label", "budget"])
+    page.table("papers", numbers, pd.DataFrame([
+        {"policy": label}
+        | {f"{words} at {budget}": cell(at.loc[(metric, label, budget)], 2)
+           for metric, words in {"contains": "answers", "nll_increase": "NLL"}.items()
+           for budget in STUDIES["papers"].budgets}
+        for label in sorted(set(numbers["label"]))
     ]))  # fmt: skip
 
 # %%

@@ -44,7 +44,8 @@ from kvreplay.plot.style import (
     width_of,
 )
 from kvreplay.results import Run
-from kvreplay.skill import TWIN
+from kvreplay.skill import TWIN, policy_of_twin
+from kvreplay.study.study import STUDIES, file_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = Path(os.environ.get("KVREPLAY_CORPUS", ROOT / "build" / "corpus"))
@@ -52,7 +53,9 @@ FIGURES = Path(os.environ.get("KVREPLAY_FIGURES", ROOT / "out" / "figures"))
 KINDS = ("needle", "question", "arithmetic", "summary", "code", "chat")
 INCH = 96  # pixels of a page on a screen
 SIGNIFICANT = 0.05
-ANSWERS = "answers written under the policy"
+ALIKE = 0.05  # of the answers
+FLOOR = 0.2  # of the answers: where all give fewer, they do not show that they are alike
+TASKS = "the paper's tasks, answered under the policy"
 
 # A notebook's process draws nothing else: all its figures look like those of `kvreplay plot`.
 matplotlib.rcParams.update({name: value for name, value in style.SETTINGS.items() if name != "backend"})
@@ -81,12 +84,20 @@ def traces(*kinds: str) -> list[Path]:
 def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
     """What a run has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
 
-    `layer` is all (over layers) or each (the rows of single layers). Random twins are left out: skill says what they
-    are for.
+    `layer` is all (over layers) or each (the rows of single layers). Random twins are left out: `twins` has them.
     """
+    return _with_kinds(run, run.table[run.table["policy"] != TWIN], metric, layer)
+
+
+def twins(run: Run, metric: str, of: str) -> pd.DataFrame:
+    """As `values`, of the random twin of a policy, as the twin's own label names that."""
+    rows = run.table[run.table["policy"] == TWIN]
+    return _with_kinds(run, rows[rows["params"].map(policy_of_twin) == of], metric)
+
+
+def _with_kinds(run: Run, rows: pd.DataFrame, metric: str, layer: str = "all") -> pd.DataFrame:
     name, _, variant = metric.partition(":")
-    rows = run.table
-    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant) & (rows["policy"] != TWIN)]
+    rows = rows[(rows["metric"] == name) & (rows["variant"] == variant)]
     rows = rows[(rows["layer"] == "all") == (layer == "all")].dropna(subset="value")
     if rows.empty:
         raise Error(str(run.folder / "results.csv"), metric, "at least one value", "none")
@@ -108,6 +119,25 @@ def needle_kept(run: Run) -> pd.DataFrame:
     )
     rows = pd.concat([values(run, f"span_recall:{name}.mean") for name in names])
     return rows[rows["kind"] == "needle"].groupby(["trace", "kind", "label", "budget"], as_index=False)["value"].mean()
+
+
+def answers(metric: str = "contains") -> pd.DataFrame:
+    """A number of `tools/study papers`: trace, label, budget, value; of needle prompts that the full cache answers.
+
+    contains: whether the text that the model writes under the policy has the needle; nll_increase: nats, over 64 tokens
+    that begin with the answer. `full` is there at each budget.
+    """
+    path = file_of("papers")
+    if not path.is_file():
+        raise Error(str(path), "no answers", "what `tools/study papers` writes", "")
+    cells = read(path)[0]
+    answered = cells["trace"][(cells["label"] == "full") & (cells["contains"] == 1)]
+    cells = cells[cells["trace"].isin(answered)].assign(value=cells[metric])
+    budgets = STUDIES["papers"].budgets
+    full = cells[cells["label"] == "full"].drop_duplicates("trace")
+    every = pd.concat([cells[cells["label"] != "full"], *(full.assign(budget=budget) for budget in budgets)])
+    every = every[every["budget"].isin(budgets)].dropna(subset="value")
+    return every[["trace", "label", "budget", "value"]].reset_index(drop=True)
 
 
 def chance_jaccard(kept: np.ndarray) -> float:
@@ -342,11 +372,56 @@ class Page:
         """
         self.found.append({"paper": where, "says": says, "here": ours, "parts": parts, "because": because})
 
+    def answered(
+        self,
+        where: str,
+        says: str,
+        policies: dict[str, str],
+        better: Sequence[tuple[str, str]],
+        alike: Sequence[tuple[str, str]] = (),
+        budgets: Sequence[str] = STUDIES["papers"].budgets,
+        because: str = "",
+    ) -> None:
+        """A finding from what the live model writes, means over `budgets`. Of each pair in `better` the first gives
+        more answers than the second, and makes the answer less improbable. Those in `alike` differ by no more than
+        ALIKE of the answers at either end of the interval; not resolved where both give fewer than FLOOR.
+
+        `policies`: by the name shown, the label in the study of the papers.
+        """
+        rows, here = {}, []
+        for metric, words in {"contains": "answers given", "nll_increase": "NLL increase"}.items():
+            of_metric = answers(metric)
+            of_metric = of_metric[of_metric["budget"].isin(budgets)]
+            rows[metric] = pd.concat([
+                of_metric[of_metric["label"] == label].groupby("trace", as_index=False)["value"].mean()
+                .assign(label=name) for name, label in policies.items()
+            ])  # fmt: skip
+            mean = rows[metric].groupby("label")["value"].mean()
+            here.append(f"{words}: " + ", ".join(f"{name} {mean[name]:.2f}" for name in policies))
+        prompts = rows["contains"]["trace"].nunique()
+        shares = f"at {budgets[0]}" if len(budgets) == 1 else f"mean over {', '.join(budgets)}"
+        pairs = [more(rows["contains"], one, other, "answers") for one, other in better]
+        pairs += [less(rows["nll_increase"], one, other, "NLL") for one, other in better]
+        apart = [less(rows["contains"], one, other) for one, other in alike]
+        here += [f"{one.one} less {one.other} {one.mean:+.2f} [{one.low:+.2f}, {one.high:+.2f}]" for one in apart]
+        given = rows["contains"].groupby("label")["value"].mean()
+        within = [
+            None if max(given[one.one], given[one.other]) < FLOOR
+            else True if max(-one.low, one.high) <= ALIKE
+            else False if one.low > ALIKE or one.high < -ALIKE
+            else None
+            for one in apart
+        ]  # fmt: skip
+        if alike and given[[name for pair in alike for name in pair]].max() < FLOOR:
+            because = "hardly a prompt is answered, so nothing can differ" + (f"; {because}" if because else "")
+        self.find(where, says, f"closed loop, {prompts} needles, {shares} of the prompt; {'; '.join(here)}",
+                  [*pairs, *within], because)  # fmt: skip
+
     def by_construction(self, where: str, says: str, ours: str) -> None:
         """A statement that follows from how the policy is defined; `ours` is what was counted."""
         self.found.append({"paper": where, "says": says, "here": ours, "verdict": "by construction"})
 
-    def not_tested(self, where: str, says: str, ours: str, needs: str = ANSWERS) -> None:
+    def not_tested(self, where: str, says: str, ours: str, needs: str = TASKS) -> None:
         """A statement that open loop cannot decide; `ours` is what open loop shows of it."""
         self.found.append({"paper": where, "says": says, "here": ours, "verdict": f"not tested: needs {needs}"})
 

@@ -476,7 +476,36 @@ def test_a_page_corrects_for_all_its_tests(tmp_path: Path, monkeypatch: pytest.M
         page.findings()
         found = list(pd.read_csv(tmp_path / page.name / "findings.csv")["verdict"])
         assert found[0].startswith("not resolved" if others else "holds")
-        assert found[-2:] == ["by construction", f"not tested: needs {frame.ANSWERS}"]
+        assert found[-2:] == ["by construction", f"not tested: needs {frame.TASKS}"]
+
+
+def test_answers_decide_by_share_and_likelihood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Policy `keeps` answers 12 prompts, `loses` none; a prompt that the full cache does not answer has no say."""
+    rows = [
+        {"trace": f"t{i}", "label": label, "budget": budget, "contains": np.nan if i == 12 else given,
+         "nll_increase": rise + 0.001 * i}
+        for i in range(13) for label, budget, given, rise in (
+            ("full", "0.5", 1.0, 0.0), ("keeps", "0.1", 1.0, 0.1), ("keeps", "0.5", 1.0, 0.1),
+            ("loses", "0.1", 0.0, 0.9), ("loses", "0.5", 0.0, 0.5), ("keeps", "0.02", 0.0, 9.0))
+    ]  # fmt: skip
+    monkeypatch.setattr(frame, "FIGURES", tmp_path)
+    monkeypatch.setattr(frame, "read", lambda path: (pd.DataFrame(rows), {}))
+    assert len(frame.answers("nll_increase")) == 12 * (4 + len(frame.STUDIES["papers"].budgets))
+    page, shown = frame.Page("page"), {"A": "keeps", "B": "loses", "whole": "full"}
+    page.answered("where", "A over B", shown, [("A", "B")])
+    page.answered("where", "B over A", shown, [("B", "A")])
+    page.answered("where", "A as whole", shown, [], [("A", "whole")], ["0.5"])
+    page.answered("where", "B as whole", shown, [], [("B", "whole")])
+    page.answered("where", "B as B", shown | {"again": "loses"}, [], [("B", "again")])
+    page.findings()
+    found = pd.read_csv(tmp_path / "page" / "findings.csv").set_index("says")
+    assert "12 needles" in found["here"]["A over B"]
+    assert "answers given: A 1.00, B 0.00, whole 1.00; NLL increase: A 0.11, B 0.71" in found["here"]["A over B"]
+    assert "B less whole -1.00 [-1.00, -1.00]" in found["here"]["B as whole"]
+    verdicts = list(found["verdict"].str.partition(":")[0])
+    assert verdicts == ["holds", "does not hold", "holds", "does not hold", "not resolved"]
+    assert found["verdict"]["B as B"] == "not resolved: hardly a prompt is answered, so nothing can differ"
+    assert "(answers, n = 12" in found["verdict"]["B over A"] and "(NLL, n = 12" in found["verdict"]["B over A"]
 
 
 def test_noise_has_no_peaks():
