@@ -130,3 +130,6 @@ def test_rows_stand_beside_those_of_the_replay(case: Callable[..., Case], capsys
     assert {"", "during-prefill", "median", "median:during-prefill"} <= set(values.index)
     assert len(set(values[""]) | set(values["during-prefill"])) == 4  # two budgets, two ways
     assert made.live("--live-decisions", "--generate", "4") == 2
+    capsys.readouterr()
+    assert made.live("--live-decisions", "-p", "snapkv") == 0
+    assert "t: left out: no policy of the run evicts while the prompt is read" in capsys.readouterr().err

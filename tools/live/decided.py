@@ -42,6 +42,8 @@ def decided_live(cells: Sequence[LiveCell]) -> tuple[list[LiveCell], list[str]]:
             left_out.append(f"{cell.label}: its layers decide within one pass")
         else:
             found.append(replace(cell, decisions=DECIDED_LIVE))
+    if not during:
+        left_out.append("no policy of the run evicts while the prompt is read")
     return found, left_out
 
 
