@@ -394,7 +394,7 @@ page.find(
     "the line above", [less(alike[panel], "SCA", "random twin", panel) for panel in energy],
 )  # fmt: skip
 page.find(
-    "Fig. 1, section 3.3", "a vector that SCA evicts has a kept one like it, more than under StreamingLLM",
+    "Fig. 1, section 3.2", "a vector that SCA evicts has a kept one like it, more than under StreamingLLM",
     "cosine to the nearest kept vector: " + "; ".join(f"{panel[:panel.index(':')]} {measured[panel]}"
                                                     for panel in nearest),
     [more(alike[panel], "SCA", other, panel) for panel in nearest for other in ("StreamingLLM", "random twin")],
@@ -407,9 +407,9 @@ page.find(
 # layer's tokens; Fig. 4 shares a set between N neighbouring layers. Layers 12 and 24 of the paper's 32 are the nearest
 # of ours; all at half of the prompt, as in the paper's short tasks, and at a fifth.
 #
-# SCA protects no sinks, except with the most redundant tokens. A set that one layer selects for others loses the first
-# token where that layer does not attend to it, and this loss would hide the effect of the layer. So every variant is
-# replayed twice: without protected sinks and with four.
+# SCA protects no sinks, except "the initial tokens" beside the most redundant ones, here four. A set that one layer
+# selects for others loses the first token where that layer does not attend to it, and this loss would hide the effect
+# of the layer. So every variant is replayed twice: without protected sinks and with four.
 
 # %%
 scaled = {n: round(n / 31 * last) for n in (12, 24)}
@@ -603,7 +603,7 @@ page.table("threshold", found, pd.DataFrame(lines))
 mean = cells["mean"]
 peaks = {peak: mean[("peak", "SCA", peak)] for peak in THRESHOLDS}
 page.by_construction(
-    "Section 4, section 5.2", "the cache never exceeds the threshold, however long the text",
+    "Section 5.2", "the cache never exceeds the threshold, however long the text",
     "peak, of the prompt: " + ", ".join(f"{100 * one:.1f} % (at {peak})" for peak, one in peaks.items())
     + "; mean " + ", ".join(f"{100 * mean[('mean', 'SCA', peak)]:.1f} %" for peak in THRESHOLDS),
 )  # fmt: skip
