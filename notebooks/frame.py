@@ -413,7 +413,11 @@ class Page:
             for one in apart
         ]  # fmt: skip
         if alike and given[[name for pair in alike for name in pair]].max() < FLOOR:
-            because = "hardly a prompt is answered, so nothing can differ" + (f"; {because}" if because else "")
+            reasons = ["hardly a prompt is answered, so nothing can differ"]
+        else:
+            reasons = [f"{one.one} within {ALIKE} of {one.other}: {'no' if is_true is False else 'not resolved'}"
+                       for one, is_true in zip(apart, within, strict=True) if not is_true]  # fmt: skip
+        because = "; ".join([*reasons, *([because] if because else [])])
         self.find(where, says, f"closed loop, {prompts} needles, {shares} of the prompt; {'; '.join(here)}",
                   [*pairs, *within], because)  # fmt: skip
 

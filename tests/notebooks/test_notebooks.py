@@ -504,6 +504,7 @@ def test_answers_decide_by_share_and_likelihood(tmp_path: Path, monkeypatch: pyt
     assert "B less whole -1.00 [-1.00, -1.00]" in found["here"]["B as whole"]
     verdicts = list(found["verdict"].str.partition(":")[0])
     assert verdicts == ["holds", "does not hold", "holds", "does not hold", "not resolved"]
+    assert found["verdict"]["B as whole"] == "does not hold: B within 0.05 of whole: no"
     assert found["verdict"]["B as B"] == "not resolved: hardly a prompt is answered, so nothing can differ"
     assert "(answers, n = 12" in found["verdict"]["B over A"] and "(NLL, n = 12" in found["verdict"]["B over A"]
 
