@@ -74,7 +74,7 @@ METRICS = (
 )  # fmt: skip
 ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
 AT_ONCE = 8, 32  # cells in a pass that predicts, and texts, whose steps of one token cost little more together
-MEMORY = 6 << 30  # bytes that weights and a pass may take: fewer cells at once where prompts are long
+MEMORY = 11 << 29  # bytes that a pass may take beside the weights: fewer cells at once where prompts are long
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,15 @@ class Study:
         self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
         self._hash = Source.parse(str(path)).hash()
         self._predicting, self._writing = (
-            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch, MEMORY) for batch in AT_ONCE
+            LiveModel(
+                self._model,
+                self._tokenizer,
+                self.studied.title,
+                self._hash,
+                batch,
+                MEMORY + self._model.get_memory_footprint(),
+            )
+            for batch in AT_ONCE
         )
 
         def count_tokens(text: str) -> int:
