@@ -16,8 +16,7 @@ import kvreplay as kv
 from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
 from kvreplay.live import passes
-from kvreplay.live.cells import cells_of
-from kvreplay.live.measure import evicted
+from kvreplay.live.cells import cells_of, evicted
 
 GENERATED = 32
 ROUNDING = 5e-4  # of a logarithm of a probability: two versions of the model's code, in float32

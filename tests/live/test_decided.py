@@ -18,9 +18,8 @@ from kvreplay.capture.model_options import ModelChoices
 from kvreplay.engine import decision_and_store
 from kvreplay.live import passes
 from kvreplay.live.attention import NEVER
-from kvreplay.live.cells import LiveCell, cells_of
+from kvreplay.live.cells import LiveCell, cells_of, evicted
 from kvreplay.live.decided import Replayed, _Recording, decide, decided_live
-from kvreplay.live.measure import evicted
 from kvreplay.results import Run, TraceFacts
 
 SCHEDULES = ("every(16)", "threshold(0.6,0.3)", "rolling")
@@ -71,7 +70,7 @@ def checked(model: object, whole: passes.Text, run: Run, trace: TraceFacts) -> i
     differs = 0
     for cell in cells(run, trace):
         again = Replayed(run, trace, cell, whole)
-        found = decide(model, whole, cell, again)
+        found = decide(model, whole, cell, trace, again)
         replayed = again(tensors_under(model, whole, found, trace))
         for number, gone in found.leaves.items():
             assert torch.equal(replayed[number], gone), (cell.label, number)
@@ -104,7 +103,7 @@ def test_smallest_keys_by_hand(kv_head: int, case: Callable[..., Case]) -> None:
     model, whole, run, trace = opened(case("llama", "decided", FEW))
     cell = next(one for one in cells(run, trace) if "every" in one.label and one.facts["policy"] == "knorm"
                 and one.facts["budget"] == "24")  # fmt: skip
-    found = decide(model, whole, cell, Replayed(run, trace, cell, whole))
+    found = decide(model, whole, cell, trace, Replayed(run, trace, cell, whole))
     tensors = tensors_under(model, whole, found, trace)
     for number, gone in found.leaves.items():
         norms = np.linalg.norm(tensors[number][1][kv_head].astype(np.float64), axis=-1)

@@ -17,8 +17,8 @@ from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
 from kvreplay.live import passes
 from kvreplay.live.attention import PageReads
-from kvreplay.live.cells import LiveCell, cells_of
-from kvreplay.live.measure import alike, evicted
+from kvreplay.live.cells import LiveCell, cells_of, evicted
+from kvreplay.live.measure import alike
 from kvreplay.results import Run, TraceFacts
 from kvreplay.trace import Trace
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvreplay.engine import decision_and_store
 from kvreplay.engine import open as open_trace
 from kvreplay.errors import Error
 from kvreplay.live.attention import NEVER, Held, Layer, PageReads, kept_tokens
-from kvreplay.live.passes import Row, Text
+from kvreplay.live.passes import Evicted, Row, Text
 from kvreplay.results import COLUMNS, NUMBERS, Run, Selection, Stored, StoredLayer, TraceFacts
 
 # What the column `decisions` says: whether the sets are those of a live system.
@@ -94,6 +94,16 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
         leaves = leaves_of(selection) if decision == "during-prefill" and selection.evicted_at is not None else None
         found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, leaves))
     return found, list(dict.fromkeys(left_out)), failed
+
+
+def evicted(whole: Text, rows: Sequence[LiveCell], trace: TraceFacts) -> Evicted:
+    """Of cells whose passes begin at the same token."""
+    if rows[0].leaves is None:
+        return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows], rows[0].reads)
+    nobody = torch.full((1, len(whole.ids)), NEVER)
+    return Evicted.over_time(
+        whole, [{number: (cell.leaves or {}).get(number, nobody) for number in whole.layers} for cell in rows]
+    )
 
 
 def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:

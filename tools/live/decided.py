@@ -20,7 +20,7 @@ import kvreplay as kv
 from kvreplay.capture.model import input_device
 from kvreplay.errors import Error
 from kvreplay.live.attention import NEVER, MaskedAttention, masked
-from kvreplay.live.cells import DECISIONS, LiveCell, leaves_of
+from kvreplay.live.cells import DECISIONS, LiveCell, evicted, leaves_of
 from kvreplay.live.passes import Text
 from kvreplay.results import DECIDED_LIVE, Run, TraceFacts, text
 
@@ -49,46 +49,45 @@ def decided_live(cells: Sequence[LiveCell]) -> tuple[list[LiveCell], list[str]]:
 
 @dataclass
 class _Recording(MaskedAttention):
-    """Keeps what the layers compute, of a text of so many tokens, for the block that begins at `block`."""
+    """Keeps the queries, keys and values of each layer. `tokens` is the length of the text."""
 
     tokens: int = 0
-    block: int = 0
     tensors: Tensors = field(default_factory=dict)
 
     def __call__(self, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
         number = int(module.layer_idx)
+        begin = self.cached[number].all()[0].shape[2] if number in self.cached else 0
         if number not in self.tensors:
             self.tensors[number] = tuple(np.zeros((x.shape[1], self.tokens, x.shape[3]), np.float32)
                                          for x in (query, key, value))  # fmt: skip
         for into, x in zip(self.tensors[number], (query, key, value), strict=True):
-            into[:, self.block : self.block + x.shape[2]] = x[0].float().cpu().numpy()
+            into[:, begin : begin + x.shape[2]] = x[0].float().cpu().numpy()
         return super().__call__(module, query, key, value, *rest, **named)
 
 
-def decide(model: Any, whole: Text, cell: LiveCell, again: Callable[[Tensors], Leaves]) -> LiveCell:
+def decide(model: Any, whole: Text, cell: LiveCell, trace: TraceFacts, again: Callable[[Tensors], Leaves]) -> LiveCell:
     """The cell with the sets that it would choose live. `again` replays the policy over these tensors of the text."""
     tokens = len(whole.ids)
     decisions = {int(end) + 1 for one in cell.leaves.values() for end in one[one != NEVER].unique()}
+    decided = replace(cell, leaves={number: torch.full_like(one, NEVER) for number, one in cell.leaves.items()})
+    attention = _Recording(whole.layers, 0, tokens=tokens)
     device = input_device(model)
-    leaves = {number: torch.full((1, tokens), NEVER) for number in whole.layers} | {
-        number: torch.full_like(one, NEVER) for number, one in cell.leaves.items()
-    }
-    on_device = {number: one[None].to(whole.layers[number].k.device) for number, one in leaves.items()}
-    attention = _Recording(whole.layers, 0, leaves=on_device, tokens=tokens)
+    begin = 0
     with torch.inference_mode(), masked(model, attention):
         for end in sorted(decisions | {tokens}):
-            positions = torch.arange(attention.block, end, device=device)[None]
-            model(input_ids=whole.ids[None, attention.block : end].to(device), position_ids=positions, use_cache=False,
+            attention.leaves = evicted(whole, [decided], trace).leaves
+            positions = torch.arange(begin, end, device=device)[None]
+            model(input_ids=whole.ids[None, begin:end].to(device), position_ids=positions, use_cache=False,
                   logits_to_keep=1)  # fmt: skip
-            for number, gone in (again(attention.tensors) if end in decisions else {}).items():
-                gone = torch.where(gone < end, gone, NEVER)
-                before = leaves[number]
-                if not torch.equal(torch.where(gone < end - 1, gone, NEVER), before):
-                    raise Error(cell.label, "decides", "where the replay decided", f"elsewhere before token {end}")
-                leaves[number] = gone
-                on_device[number][0] = gone.to(on_device[number].device)
-            attention.block = end
-    return replace(cell, leaves={number: leaves[number] for number in cell.leaves})
+            if end in decisions:
+                leaves = {number: torch.where(gone < end, gone, NEVER)
+                          for number, gone in again(attention.tensors).items()}  # fmt: skip
+                for number, gone in leaves.items():
+                    if not torch.equal(torch.where(gone < end - 1, gone, NEVER), decided.leaves[number]):
+                        raise Error(cell.label, "decides", "where the replay decided", f"elsewhere before token {end}")
+                decided = replace(decided, leaves=leaves)
+            begin = end
+    return decided
 
 
 class Replayed:

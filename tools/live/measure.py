@@ -16,8 +16,7 @@ from tqdm import tqdm
 from kvreplay.capture.masks import ROW_BLOCK
 from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
-from kvreplay.live.attention import NEVER
-from kvreplay.live.cells import LiveCell, cells_of
+from kvreplay.live.cells import LiveCell, cells_of, evicted
 from kvreplay.live.decided import Replayed, decide, decided_live
 from kvreplay.live.metrics import Value, divergence, drifted, predicted
 from kvreplay.live.passes import Evicted, Text, Trajectory, everything, generate, read, run
@@ -168,7 +167,7 @@ class LiveModel:
         """These cells with the sets that the live model leads to."""
 
         def decided(some: Sequence[LiveCell]) -> list[LiveCell]:
-            return [decide(self._model, whole, cell, Replayed(run_, trace, cell, whole)) for cell in some]
+            return [decide(self._model, whole, cell, trace, Replayed(run_, trace, cell, whole)) for cell in some]
 
         return list(self._each(cells, trace, decided))
 
@@ -290,16 +289,6 @@ def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]
     others = [cell for cell in cells if not cell.reads]
     yield from (others[first : first + size] for first in range(0, len(others), size))
     yield from ([cell] for cell in alone)
-
-
-def evicted(whole: Text, rows: Sequence[LiveCell], trace: TraceFacts) -> Evicted:
-    """Of cells whose passes begin at the same token."""
-    if rows[0].leaves is None:
-        return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows], rows[0].reads)
-    nobody = torch.full((1, len(whole.ids)), NEVER)
-    return Evicted.over_time(
-        whole, [{number: (cell.leaves or {}).get(number, nobody) for number in whole.layers} for cell in rows]
-    )
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:

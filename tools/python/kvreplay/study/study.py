@@ -153,16 +153,9 @@ class Study:
         say(f"{name}: loading {path.name}")
         self._model, self._tokenizer = load(ModelChoices(str(path), dtype=self.studied.dtype))
         self._hash = Source.parse(str(path)).hash()
+        memory = MEMORY + self._model.get_memory_footprint()
         self._predicting, self._writing = (
-            LiveModel(
-                self._model,
-                self._tokenizer,
-                self.studied.title,
-                self._hash,
-                batch,
-                MEMORY + self._model.get_memory_footprint(),
-            )
-            for batch in AT_ONCE
+            LiveModel(self._model, self._tokenizer, self.studied.title, self._hash, batch, memory) for batch in AT_ONCE
         )
 
         def count_tokens(text: str) -> int:
