@@ -173,12 +173,13 @@ page.table("kinds", kinds, pd.DataFrame([
 # %%
 WEIGHTED = (HEADLINE, HYPOTHESIS.removesuffix(UPPER))
 in_thirds = {name: predicted(name, [f"{one}:{part}" for one in WEIGHTED for part in PARTS[2:]]) for name in measured}
+(first_name, first), *others = in_thirds.items()
 learnt = []
 for metric in WEIGHTED:
-    first = next(iter(in_thirds.values()))
-    learnt.append(first.left_out_weights(metric).assign(model=next(iter(measured)), metric=metric))
-    best_weights = int(first.with_weights(metric).mean().idxmax())
-    for name, found in list(in_thirds.items())[1:]:
+    weighted = first.with_weights(metric)
+    learnt.append(first.left_out_weights(weighted).assign(model=first_name, metric=metric))
+    best_weights = int(weighted.mean().idxmax())
+    for name, found in others:
         mean = found.with_weights(metric).mean()
         learnt.append(pd.DataFrame([{
             "kind": "all", "prompts": found.cells["prompt"].nunique(), "weights": LAYER_WEIGHTS[best_weights],

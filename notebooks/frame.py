@@ -388,7 +388,7 @@ class Page:
 
         `policies`: by the name shown, the label in the study of the papers.
         """
-        rows, here = {}, []
+        rows, mean, here = {}, {}, []
         for metric, words in {"contains": "answers given", "nll_increase": "NLL increase"}.items():
             of_metric = answers(metric)
             of_metric = of_metric[of_metric["budget"].isin(budgets)]
@@ -396,15 +396,15 @@ class Page:
                 of_metric[of_metric["label"] == label].groupby("trace", as_index=False)["value"].mean()
                 .assign(label=name) for name, label in policies.items()
             ])  # fmt: skip
-            mean = rows[metric].groupby("label")["value"].mean()
-            here.append(f"{words}: " + ", ".join(f"{name} {mean[name]:.2f}" for name in policies))
+            mean[metric] = rows[metric].groupby("label")["value"].mean()
+            here.append(f"{words}: " + ", ".join(f"{name} {mean[metric][name]:.2f}" for name in policies))
         prompts = rows["contains"]["trace"].nunique()
         shares = f"at {budgets[0]}" if len(budgets) == 1 else f"mean over {', '.join(budgets)}"
         pairs = [more(rows["contains"], one, other, "answers") for one, other in better]
         pairs += [less(rows["nll_increase"], one, other, "NLL") for one, other in better]
         apart = [less(rows["contains"], one, other) for one, other in alike]
         here += [f"{one.one} less {one.other} {one.mean:+.2f} [{one.low:+.2f}, {one.high:+.2f}]" for one in apart]
-        given = rows["contains"].groupby("label")["value"].mean()
+        given = mean["contains"]
         within = [
             None if max(given[one.one], given[one.other]) < FLOOR
             else True if max(-one.low, one.high) <= ALIKE

@@ -120,14 +120,16 @@ def test_weights_of_layers_are_learnt_on_other_kinds() -> None:
     noise = np.random.default_rng(0).normal(size=(2, len(found.cells)))
     thirds = {"m:lower-third": noise[0], "m:middle-third": found.cells["kld"], "m:upper-third": noise[1]}
     cells = found.cells.assign(**thirds)
-    weighted = Prediction(cells, list(thirds), ["kld"], 0, []).left_out_weights("m")
+    of_thirds = Prediction(cells, list(thirds), ["kld"], 0, [])
+    weighted = of_thirds.left_out_weights(of_thirds.with_weights("m"))
     assert [tuple(one) for one in weighted["weights"]] == [(0, 1, 0)] * 3
     assert weighted["spearman"].tolist() == weighted["best"].tolist() == [1, 1, 1]
     assert (weighted["equal"] < 0.9).all() and weighted["prompts"].sum() == PROMPTS
     other = cells["kind"] == "kind1"
     swapped = cells.assign(**{"m:middle-third": cells["m:middle-third"].where(~other, noise[0]),
                               "m:lower-third": cells["m:lower-third"].where(~other, cells["kld"])})  # fmt: skip
-    weighted = Prediction(swapped, list(thirds), ["kld"], 0, []).left_out_weights("m").set_index("kind")
+    of_thirds = Prediction(swapped, list(thirds), ["kld"], 0, [])
+    weighted = of_thirds.left_out_weights(of_thirds.with_weights("m")).set_index("kind")
     assert tuple(weighted.loc["kind1", "weights"]) == (0, 1, 0)
     assert abs(weighted.loc["kind1", "spearman"]) < 0.3 and weighted.loc["kind1", "best"] == 1
 

@@ -221,10 +221,10 @@ class Prediction:
             rows.setdefault(prompt, []).append(np.array([spearman(one, some[live].to_numpy()) for one in weighted]))
         return pd.DataFrame({prompt: np.mean(found, axis=0) for prompt, found in rows.items()}).T
 
-    def left_out_weights(self, metric: str, live: str = "kld") -> pd.DataFrame:
+    def left_out_weights(self, found: pd.DataFrame) -> pd.DataFrame:
         """For each kind of prompt the weights of the thirds of the layers that are best on all others, and how they do
-        on this one: kind, prompts, weights (lower, middle, upper), spearman, with equal weights, with the best ones."""
-        found = self.with_weights(metric, live)
+        on this one: kind, prompts, weights (lower, middle, upper), spearman, with equal weights, with the best ones.
+        `found`: what `with_weights` says of a metric."""
         kinds = self.cells.drop_duplicates("prompt").set_index("prompt")["kind"].reindex(found.index)
         lines = []
         for kind in sorted(set(kinds)):
