@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 from captured_case import Case
+from registered import REGISTERED
 
 import kvreplay as kv
-from kvreplay import _engine
 from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
 from kvreplay.engine import decision_and_store
@@ -54,7 +54,7 @@ def tensors_under(model: object, whole: passes.Text, cell: LiveCell, trace: Trac
 def during_prefill() -> list[str]:
     """Every registered policy whose sets change while the prompt is read, by itself or under these schedules."""
     found = []
-    for name, *_ in _engine.policies():
+    for name in REGISTERED:
         for words in ("", *(f":schedule={schedule}" for schedule in SCHEDULES)):
             try:
                 if name not in NEEDS_A_TABLE and decision_and_store(name + words, 4)[0] == "during-prefill":

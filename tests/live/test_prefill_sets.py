@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 from captured_case import PROMPT
+from registered import REGISTERED
 from tiny_models import save
 
 import kvreplay as kv
-from kvreplay import _engine
 from kvreplay.capture.command import main as capture
 from kvreplay.engine import decision_and_store
 
@@ -22,7 +22,7 @@ BUDGETS = (12, 24, 48)
 NEEDS_A_TABLE = {"head-kv"}
 TEXTS = {"random-twin": "random-twin:of=(snapkv)"}  # of policies that are not meant by their name alone
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is chosen", "ignore:.*is chosen")
-EVERY = [TEXTS.get(name, name) for name, *_ in _engine.policies() if name not in NEEDS_A_TABLE]
+EVERY = [TEXTS.get(name, name) for name in REGISTERED if name not in NEEDS_A_TABLE]
 AFTER_PREFILL = [one for one in EVERY if decision_and_store(one, LAYERS)[0] == "after-prefill"]
 
 
