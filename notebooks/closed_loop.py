@@ -302,7 +302,8 @@ for name in measured:
     }  # fmt: skip
     at_middle = live[(live["model"] == name) & (live["budget"] == MIDDLE)]
     for says, pairs in statements.items():
-        pairs = [(one, other) for one, other in pairs if {one, other} <= set(ranked[name])]
+        # A part of the study with one variant of a policy has one label for all.
+        pairs = [(one, other) for one, other in pairs if one != other and {one, other} <= set(ranked[name])]
         if pairs:
             page.find(
                 "(study)", f"{says}, {titles[name]} at {MIDDLE}",
