@@ -14,7 +14,7 @@
 
 #include "analysis/csv.h"
 #include "analysis/results.h"
-#include "trace/hdf5.h"
+#include "hdf5/hdf5.h"
 
 namespace kvreplay {
 namespace {

@@ -8,10 +8,10 @@
 #include <type_traits>
 
 #include "analysis/metrics/quotients.h"
-#include "attention/logits.h"
-#include "attention/projected_outputs.h"
+#include "float_types.h"
+#include "observables/logits.h"
+#include "observables/projected_outputs.h"
 #include "replay/selection.h"
-#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {

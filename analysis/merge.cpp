@@ -22,8 +22,8 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results.h"
 #include "analysis/results_folder.h"
-#include "trace/child_walk.h"
-#include "trace/partial_file.h"
+#include "hdf5/child_walk.h"
+#include "hdf5/partial_file.h"
 
 namespace kvreplay {
 namespace {

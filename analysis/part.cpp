@@ -12,11 +12,11 @@
 
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
+#include "hdf5/child_walk.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/hdf5_copy.h"
+#include "hdf5/mapped_image.h"
 #include "parameters.h"
-#include "trace/child_walk.h"
-#include "trace/hdf5.h"
-#include "trace/hdf5_copy.h"
-#include "trace/mapped_image.h"
 #include "trace/trace.h"
 #include "trace/writer.h"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "trace/partial_file.h"
+#include "hdf5/partial_file.h"
 
 namespace kvreplay {
 namespace {

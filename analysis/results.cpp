@@ -8,7 +8,7 @@
 
 #include "analysis/csv.h"
 #include "analysis/results_folder.h"
-#include "trace/child_walk.h"
+#include "hdf5/child_walk.h"
 
 namespace kvreplay {
 namespace {

@@ -5,7 +5,7 @@
 #include <system_error>
 
 #include "error.h"
-#include "trace/partial_file.h"
+#include "hdf5/partial_file.h"
 
 namespace kvreplay {
 

@@ -17,11 +17,11 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results_folder.h"
 #include "analysis/run_json.h"
+#include "hash.h"
 #include "nearest.h"
 #include "parallel.h"
 #include "policies/twin.h"
 #include "replay/selection.h"
-#include "trace/hash.h"
 #include "trace/trace_name.h"
 
 namespace kvreplay {

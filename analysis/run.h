@@ -19,7 +19,7 @@
 
 #include "analysis/metrics/metric.h"
 #include "analysis/results.h"
-#include "policies/configured.h"
+#include "policies/text/configured.h"
 #include "replay/estimate.h"
 #include "replay/replay.h"
 #include "replay/stored_observables.h"

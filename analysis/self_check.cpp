@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "analysis/metrics/metric.h"
-#include "policies/parts/ranking.h"
+#include "policies/arithmetic/ranking.h"
 
 namespace kvreplay {
 namespace {

@@ -11,7 +11,7 @@
 #include "analysis/metrics/metric.h"
 #include "analysis/part.h"
 #include "error.h"
-#include "trace/float_types.h"
+#include "float_types.h"
 
 namespace kvreplay {
 namespace {

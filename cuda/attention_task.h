@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

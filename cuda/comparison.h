@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "attention/backend.h"
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

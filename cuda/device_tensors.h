@@ -19,7 +19,7 @@
 
 #include "cuda/device_memory.h"
 #include "cuda/runtime.h"
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

@@ -30,7 +30,7 @@ function(add_device_program name)
   add_executable(${name} ${program_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/core)
   target_compile_definitions(${name} PRIVATE ${program_DEFINITIONS})
-  target_link_libraries(${name} PRIVATE kvreplay_options kvreplay_devices kvreplay_attention kvreplay_trace
+  target_link_libraries(${name} PRIVATE kvreplay_options kvreplay_devices kvreplay_cpu kvreplay_trace
                                         kvreplay_core OpenMP::OpenMP_CXX ${program_LIBRARIES})
   if(program_KERNELS)
     # On their own: the options of kvreplay_options are not nvcc's.

@@ -10,7 +10,7 @@
 #include "attention/participants.h"
 #include "cuda/attention_task.h"
 #include "cuda/device_call.h"
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

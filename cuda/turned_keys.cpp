@@ -3,7 +3,7 @@
 #include <cstddef>
 
 #include "attention/rope.h"
-#include "trace/float_types.h"
+#include "float_types.h"
 
 namespace kvreplay {
 

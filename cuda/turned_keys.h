@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

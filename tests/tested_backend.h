@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/simd_level.h"
+#include "cpu/simd_level.h"
 #include "error.h"
 
 namespace kvreplay {

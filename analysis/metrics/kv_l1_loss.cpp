@@ -7,7 +7,7 @@
 
 #include "analysis/metrics/metric.h"
 #include "analysis/metrics/quotients.h"
-#include "trace/float_types.h"
+#include "float_types.h"
 
 namespace kvreplay {
 namespace {

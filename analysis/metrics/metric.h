@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/layer_view.h"
 #include "matrix.h"
+#include "observables/layer_view.h"
 #include "registry.h"
 #include "replay/replay.h"
 #include "trace/trace.h"

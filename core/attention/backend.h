@@ -15,7 +15,7 @@
 #include "attention/kept_set.h"
 #include "matrix.h"
 #include "registry.h"
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "attention/kept_set.h"
-#include "attention/layer_view.h"
 #include "matrix.h"
+#include "observables/layer_view.h"
 #include "parameters.h"
 #include "policies/grouping.h"
 #include "policies/protection.h"

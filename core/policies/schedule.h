@@ -9,7 +9,7 @@
 #include <variant>
 
 #include "attention/kept_set.h"
-#include "attention/layer_view.h"
+#include "observables/layer_view.h"
 #include "parameters.h"
 
 namespace kvreplay {

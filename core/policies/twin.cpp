@@ -2,7 +2,7 @@
 
 #include <span>
 
-#include "policies/parts/ranking.h"
+#include "policies/arithmetic/ranking.h"
 #include "random.h"
 
 namespace kvreplay {

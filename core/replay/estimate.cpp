@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "attention/projected_outputs.h"
+#include "observables/projected_outputs.h"
 #include "positions.h"
 #include "random.h"
 #include "replay/schedules.h"

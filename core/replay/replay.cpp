@@ -16,10 +16,10 @@
 
 #include "attention/participants.h"
 #include "attention/rope.h"
+#include "float_types.h"
 #include "parallel.h"
 #include "positions.h"
 #include "replay/schedules.h"
-#include "trace/float_types.h"
 #include "trace/validate.h"
 
 namespace kvreplay {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/layer_view.h"
-#include "policies/configured.h"
+#include "observables/layer_view.h"
+#include "policies/text/configured.h"
 #include "replay/selection.h"
 #include "trace/trace.h"
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "attention/kept_set.h"
-#include "attention/layer_view.h"
+#include "observables/layer_view.h"
 #include "policies/policy.h"
 #include "trace/trace.h"
 

@@ -10,10 +10,10 @@
 #include <span>
 #include <system_error>
 
-#include "trace/hash.h"
-#include "trace/hdf5.h"
-#include "trace/open_file.h"
-#include "trace/partial_file.h"
+#include "hash.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/open_file.h"
+#include "hdf5/partial_file.h"
 
 namespace kvreplay {
 namespace {

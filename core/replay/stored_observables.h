@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/observable_store.h"
+#include "observables/observable_store.h"
 #include "trace/trace.h"
 
 namespace kvreplay {

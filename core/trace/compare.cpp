@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "trace/float_types.h"
+#include "float_types.h"
 #include "trace/header.h"
 #include "trace/schema.h"
 

@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
-#include "trace/child_walk.h"
-#include "trace/hdf5.h"
-#include "trace/partial_file.h"
+#include "hdf5/child_walk.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/partial_file.h"
 #include "trace/validate.h"
 
 namespace kvreplay {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "error.h"
-#include "trace/hash.h"
+#include "hash.h"
 #include "trace/schema.h"
 #include "trace/trace.h"
 

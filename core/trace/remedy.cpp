@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "trace/hdf5.h"
+#include "hdf5/hdf5.h"
 #include "trace/schema.h"
 
 namespace kvreplay {

@@ -14,9 +14,9 @@
 #include <utility>
 
 #include "error.h"
+#include "float_types.h"
 #include "nearest.h"
 #include "random.h"
-#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {

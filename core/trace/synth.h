@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 #include "trace/writer.h"
 
 namespace kvreplay {

@@ -11,11 +11,11 @@
 #include <utility>
 
 #include "error.h"
-#include "trace/hash.h"
-#include "trace/hdf5.h"
+#include "hash.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/mapping.h"
+#include "hdf5/open_file.h"
 #include "trace/header.h"
-#include "trace/mapping.h"
-#include "trace/open_file.h"
 #include "trace/remedy.h"
 #include "trace/schema.h"
 #include "trace/trace_name.h"

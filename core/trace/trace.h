@@ -10,8 +10,8 @@
 #include <string_view>
 #include <vector>
 
-#include "trace/open_file.h"
-#include "trace/tensor.h"
+#include "hdf5/open_file.h"
+#include "tensor.h"
 
 namespace kvreplay {
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "trace/float_types.h"
-#include "trace/hash.h"
+#include "float_types.h"
+#include "hash.h"
 
 namespace kvreplay {
 namespace {

@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "error.h"
-#include "trace/hash.h"
-#include "trace/hdf5.h"
+#include "hash.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/partial_file.h"
 #include "trace/header.h"
-#include "trace/partial_file.h"
 #include "trace/schema.h"
 
 namespace kvreplay {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <span>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 #include "trace/trace.h"
 
 namespace kvreplay::hdf5 {

@@ -1,5 +1,5 @@
 // Tables that policies read from .npy files.
-#include "policies/parts/array_file.h"
+#include "policies/text/array_file.h"
 #include "survival.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {

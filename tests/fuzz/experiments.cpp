@@ -1,6 +1,6 @@
 // An experiment, as replay reads @FILE.yaml: its options, what it excludes, and the traces that it names.
 
-#include "policies/configured.h"
+#include "policies/text/configured.h"
 #include "survival.h"
 #include "tools/cli/exclusion.h"
 #include "tools/cli/experiment.h"

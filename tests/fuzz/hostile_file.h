@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "trace/hdf5.h"
+#include "hdf5/hdf5.h"
 #include "without_child.h"
 
 namespace kvreplay {

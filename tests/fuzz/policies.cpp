@@ -3,7 +3,7 @@
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include "attention/backend.h"
-#include "policies/configured.h"
+#include "policies/text/configured.h"
 #include "replay/replay.h"
 #include "small_trace.h"
 #include "survival.h"

@@ -1,6 +1,6 @@
 // A file of policies, as -p @FILE.yaml reads it.
-#include "policies/configured.h"
-#include "policies/policy_file.h"
+#include "policies/text/configured.h"
+#include "policies/text/policy_file.h"
 #include "survival.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {

@@ -2,7 +2,7 @@
 // would take most of the time, from a process under sanitizers. tests/fuzz/mutate_files.py tries the walk.
 #pragma once
 
-#include "trace/child_walk.h"
+#include "hdf5/child_walk.h"
 
 namespace kvreplay {
 

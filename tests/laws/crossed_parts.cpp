@@ -13,7 +13,7 @@
 #include <map>
 
 #include "policies/plan_part.h"
-#include "policies/structure.h"
+#include "policies/text/structure.h"
 #include "recorded_run.h"
 #include "tests/table_file.h"
 

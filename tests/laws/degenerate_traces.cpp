@@ -13,10 +13,10 @@
 #include <set>
 
 #include "all_policies.h"
+#include "float_types.h"
 #include "naive_attention.h"
 #include "random.h"
 #include "recorded_run.h"
-#include "trace/float_types.h"
 #include "trace/writer.h"
 
 namespace kvreplay {

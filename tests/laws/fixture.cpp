@@ -7,10 +7,10 @@
 #include <cmath>
 #include <sstream>
 
-#include "policies/parts/question_score.h"
+#include "float_types.h"
+#include "policies/scores/question_score.h"
 #include "recorded_run.h"
 #include "tests/tested_backend.h"
-#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {

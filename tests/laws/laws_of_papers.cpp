@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "float_types.h"
 #include "naive_attention.h"
 #include "random.h"
 #include "recorded_run.h"
 #include "tests/table_file.h"
-#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {

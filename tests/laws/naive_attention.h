@@ -5,8 +5,8 @@
 #include <cmath>
 #include <vector>
 
+#include "float_types.h"
 #include "recorded_run.h"
-#include "trace/float_types.h"
 
 namespace kvreplay {
 

@@ -11,16 +11,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Third-party headers -> folders whose own files may include them.
 ALLOWED = {
-    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/trace", "analysis", "tests/fuzz", "tests/unit")),
+    "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/hdf5", "core/trace", "analysis", "tests/fuzz", "tests/unit")),
     "Eigen": (r"<Eigen/", ("analysis/metrics", "tools/bench", "tools/cli")),
     "YAML": (r"<yaml-cpp/", ("core/policies",)),
-    "OpenMP": (r"<omp\.h>", ("core/attention", "cuda", "tools/cli", "tools/bench", "tests/cuda/emulated")),
-    "Highway": (r"[<\"]hwy/", ("core/attention", "tools/cli")),
+    "OpenMP": (r"<omp\.h>", ("core/cpu", "cuda", "tools/cli", "tools/bench", "tests/cuda/emulated")),
+    "Highway": (r"[<\"]hwy/", ("core/cpu", "tools/cli")),
     "Boost": (r"<boost/", ("tools/cli", "tests/cuda/emulated")),
     "fmt": (r"<fmt/", ("core", "analysis", "tools", "tests")),
     "JSON": (r"<nlohmann/", ("core/trace", "analysis", "tools/cli", "tests")),
-    "zlib": (r"<zlib\.h>", ("core/trace",)),
-    "xxHash": (r"<xxhash\.h>", ("core/trace", "analysis", "tools/cli")),
+    "zlib": (r"<zlib\.h>", ("core/hdf5",)),
+    "xxHash": (r"<xxhash\.h>", ("core/hash.cpp",)),
     "CUDA": (r"[<\"](cuda|cublas|cub/|cutlass|cute/)", ("cuda", "tests/cuda", "tools/bench/device")),
     "nanobind": (r"<nanobind/", ("tools/python/engine",)),
     "GoogleTest": (r"<g(test|mock)/", ("tests",)),
@@ -30,12 +30,32 @@ ALLOWED = {
 # Our own folders -> folders whose headers they may include.
 LAYERS = {
     "core": ("core",),
-    "core/trace": ("core", "core/trace"),
-    "core/attention": ("core", "core/trace", "core/attention"),
-    "core/policies": ("core", "core/trace", "core/attention", "core/policies"),
-    "core/replay": ("core", "core/trace", "core/attention", "core/policies", "core/replay"),
-    "analysis": ("core", "core/trace", "core/attention", "core/policies", "core/replay", "analysis"),
-    "cuda": ("core", "core/trace", "core/attention", "cuda"),
+    "core/hdf5": ("core", "core/hdf5"),
+    "core/trace": ("core", "core/hdf5", "core/trace"),
+    "core/attention": ("core", "core/attention"),
+    "core/cpu": ("core", "core/attention", "core/cpu"),
+    "core/observables": ("core", "core/attention", "core/cpu", "core/observables"),
+    "core/policies": ("core", "core/hdf5", "core/attention", "core/observables", "core/policies"),
+    "core/replay": (
+        "core",
+        "core/hdf5",
+        "core/trace",
+        "core/attention",
+        "core/observables",
+        "core/policies",
+        "core/replay",
+    ),
+    "analysis": (
+        "core",
+        "core/hdf5",
+        "core/trace",
+        "core/attention",
+        "core/observables",
+        "core/policies",
+        "core/replay",
+        "analysis",
+    ),
+    "cuda": ("core", "core/attention", "cuda"),
 }
 
 # Packages of the Python tools -> packages whose modules they may import; "kvreplay" is what all share.

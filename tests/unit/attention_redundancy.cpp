@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
-#include "attention/cpu_backend.h"
 #include "attention_reference.h"
+#include "cpu/cpu_backend.h"
 
 namespace kvreplay::testing {
 namespace {

@@ -1,6 +1,6 @@
 // The best sets of chunks, held against all sets there are.
 
-#include "policies/parts/best_chunks.h"
+#include "policies/arithmetic/best_chunks.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <bit>
 #include <numeric>
 
-#include "policies/parts/chunks.h"
+#include "policies/selectors/chunks.h"
 #include "random.h"
 
 namespace kvreplay {

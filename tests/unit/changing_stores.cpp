@@ -8,10 +8,10 @@
 
 #include "attention_reference.h"
 #include "fake_backend.h"
-#include "policies/configured.h"
-#include "policies/parts/fewer_channels.h"
-#include "policies/parts/merged_values.h"
-#include "trace/float_types.h"
+#include "float_types.h"
+#include "policies/stores/fewer_channels.h"
+#include "policies/stores/merged_values.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay::testing {
 namespace {

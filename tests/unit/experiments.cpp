@@ -5,7 +5,7 @@
 #include <fstream>
 #include <set>
 
-#include "policies/yaml/yaml_file.h"
+#include "policies/text/yaml_file.h"
 #include "tools/cli/exclusion.h"
 #include "tools/cli/experiment.h"
 #include "tools/cli/replay_traces.h"

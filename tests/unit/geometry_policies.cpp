@@ -3,10 +3,10 @@
 #include <gtest/gtest.h>
 
 #include "attention_reference.h"
-#include "policies/configured.h"
-#include "policies/parts/leverage.h"
-#include "policies/parts/skipped_layers.h"
+#include "policies/allocators/skipped_layers.h"
 #include "policies/plan_part.h"
+#include "policies/scores/leverage.h"
+#include "policies/text/configured.h"
 #include "replay/replay.h"
 
 namespace kvreplay::testing {

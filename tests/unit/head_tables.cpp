@@ -5,8 +5,8 @@
 #include <filesystem>
 
 #include "error.h"
-#include "policies/configured.h"
-#include "policies/parts/array_file.h"
+#include "policies/text/array_file.h"
+#include "policies/text/configured.h"
 #include "tests/table_file.h"
 
 namespace kvreplay {

@@ -1,4 +1,4 @@
-#include "attention/layer_view.h"
+#include "observables/layer_view.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "attention/logits.h"
+#include "observables/logits.h"
 
 #include <gtest/gtest.h>
 

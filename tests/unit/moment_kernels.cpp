@@ -1,12 +1,12 @@
-#include "attention/moment_kernels.h"
+#include "cpu/moment_kernels.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
-#include "attention/aligned_buffer.h"
 #include "attention_reference.h"
+#include "cpu/aligned_buffer.h"
 #include "random.h"
 
 namespace kvreplay::testing {

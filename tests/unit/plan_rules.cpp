@@ -2,8 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include "policies/configured.h"
 #include "policies/plan_part.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay {
 namespace {

@@ -9,15 +9,15 @@
 #include <tuple>
 
 #include "error.h"
-#include "policies/configured.h"
-#include "policies/parts/ada.h"
-#include "policies/parts/apportion.h"
-#include "policies/parts/decay.h"
-#include "policies/parts/dynamic_allocation.h"
-#include "policies/parts/entropy_allocation.h"
-#include "policies/parts/layer_shares.h"
-#include "policies/parts/pyramid.h"
+#include "policies/allocators/ada.h"
+#include "policies/allocators/decay.h"
+#include "policies/allocators/dynamic_allocation.h"
+#include "policies/allocators/entropy_allocation.h"
+#include "policies/allocators/layer_shares.h"
+#include "policies/allocators/pyramid.h"
+#include "policies/arithmetic/apportion.h"
 #include "policies/plan_part.h"
+#include "policies/text/configured.h"
 #include "random.h"
 
 namespace kvreplay {

@@ -8,12 +8,12 @@
 
 #include "attention_reference.h"
 #include "fake_backend.h"
-#include "policies/configured.h"
-#include "policies/parts/attention_counts.h"
-#include "policies/parts/attention_scores.h"
-#include "policies/parts/recency_window.h"
-#include "policies/parts/sampled.h"
-#include "policies/parts/window_score.h"
+#include "policies/scores/attention_counts.h"
+#include "policies/scores/attention_scores.h"
+#include "policies/scores/recency_window.h"
+#include "policies/scores/window_score.h"
+#include "policies/selectors/sampled.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay::testing {
 namespace {

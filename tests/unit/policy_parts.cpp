@@ -10,15 +10,15 @@
 #include <random>
 
 #include "fake_backend.h"
+#include "policies/allocators/allocation.h"
+#include "policies/arithmetic/pooling.h"
+#include "policies/arithmetic/ranking.h"
 #include "policies/grouping.h"
-#include "policies/parts/allocation.h"
-#include "policies/parts/chunks.h"
-#include "policies/parts/pooling.h"
-#include "policies/parts/ranking.h"
-#include "policies/parts/rules.h"
-#include "policies/parts/sharing.h"
-#include "policies/parts/top_k.h"
 #include "policies/plan_part.h"
+#include "policies/selectors/chunks.h"
+#include "policies/selectors/rules.h"
+#include "policies/selectors/top_k.h"
+#include "policies/sharing/sharing.h"
 
 namespace kvreplay {
 namespace {

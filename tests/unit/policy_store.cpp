@@ -7,11 +7,11 @@
 
 #include "error.h"
 #include "fake_backend.h"
-#include "policies/parts/quantised.h"
+#include "float_types.h"
 #include "policies/plan_part.h"
+#include "policies/stores/quantised.h"
 #include "positions.h"
 #include "random.h"
-#include "trace/float_types.h"
 
 namespace kvreplay::testing {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <fstream>
 
-#include "policies/configured.h"
-#include "policies/policy_file.h"
-#include "policies/structure.h"
+#include "policies/text/configured.h"
+#include "policies/text/policy_file.h"
+#include "policies/text/structure.h"
 #include "trace_files.h"
 
 namespace kvreplay {

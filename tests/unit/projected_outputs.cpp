@@ -1,6 +1,6 @@
 // Outputs behind the projection, against the products written out.
 
-#include "attention/projected_outputs.h"
+#include "observables/projected_outputs.h"
 
 #include <gtest/gtest.h>
 

@@ -5,11 +5,11 @@
 #include <cmath>
 #include <numeric>
 
-#include "attention/page_bounds.h"
-#include "attention/principal_direction.h"
 #include "attention_reference.h"
 #include "fake_backend.h"
-#include "policies/configured.h"
+#include "observables/page_bounds.h"
+#include "observables/principal_direction.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay::testing {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "policies/configured.h"
+#include "policies/text/configured.h"
 #include "policies/twin.h"
 #include "random.h"
 

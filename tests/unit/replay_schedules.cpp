@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "fake_backend.h"
-#include "policies/parts/top_k.h"
+#include "policies/selectors/top_k.h"
 #include "positions.h"
 #include "replay/schedules.h"
 

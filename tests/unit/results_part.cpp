@@ -6,7 +6,7 @@
 
 #include "analysis/part.h"
 #include "analysis/run.h"
-#include "trace/hdf5.h"
+#include "hdf5/hdf5.h"
 #include "trace/synth.h"
 #include "trace_files.h"
 

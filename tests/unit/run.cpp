@@ -14,7 +14,7 @@
 #include "analysis/csv.h"
 #include "analysis/run_json.h"
 #include "analysis/table.h"
-#include "trace/hdf5.h"
+#include "hdf5/hdf5.h"
 #include "trace/synth.h"
 #include "trace_files.h"
 

@@ -9,8 +9,8 @@
 
 #include "analysis/compare_runs.h"
 #include "analysis/run.h"
-#include "trace/hdf5.h"
-#include "trace/partial_file.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/partial_file.h"
 #include "trace/synth.h"
 #include "trace_files.h"
 

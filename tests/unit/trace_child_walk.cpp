@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "error.h"
-#include "trace/child_walk.h"
-#include "trace/hdf5.h"
+#include "hdf5/child_walk.h"
+#include "hdf5/hdf5.h"
 #include "trace_files.h"
 
 namespace kvreplay {

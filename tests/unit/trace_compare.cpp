@@ -5,9 +5,9 @@
 #include <fstream>
 #include <limits>
 
+#include "float_types.h"
+#include "hdf5/hdf5.h"
 #include "trace/compare.h"
-#include "trace/float_types.h"
-#include "trace/hdf5.h"
 #include "trace/synth.h"
 #include "trace/validate.h"
 #include "trace_files.h"

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "float_types.h"
 #include "random.h"
-#include "trace/float_types.h"
 
 namespace kvreplay {
 namespace {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "error.h"
-#include "trace/hdf5_copy.h"
+#include "hdf5/hdf5_copy.h"
 #include "trace_files.h"
 
 namespace kvreplay {

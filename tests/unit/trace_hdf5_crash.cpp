@@ -3,8 +3,8 @@
 
 #include <csignal>
 
-#include "trace/hdf5.h"
-#include "trace/hdf5_crash.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/hdf5_crash.h"
 #include "trace_files.h"
 
 namespace kvreplay {

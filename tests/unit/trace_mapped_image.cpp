@@ -10,8 +10,8 @@
 #include <fstream>
 #include <iterator>
 
-#include "trace/hdf5.h"
-#include "trace/mapped_image.h"
+#include "hdf5/hdf5.h"
+#include "hdf5/mapped_image.h"
 #include "trace_files.h"
 
 namespace kvreplay {

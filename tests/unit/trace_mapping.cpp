@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "error.h"
-#include "trace/hash.h"
+#include "hash.h"
 #include "trace/synth.h"
 #include "trace/trace.h"
 #include "trace_files.h"

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "error.h"
+#include "hash.h"
+#include "hdf5/hdf5.h"
 #include "random.h"
 #include "trace/compare.h"
-#include "trace/hash.h"
-#include "trace/hdf5.h"
 #include "trace/header.h"
 #include "trace/synth.h"
 #include "trace/validate.h"

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "error.h"
+#include "float_types.h"
 #include "random.h"
 #include "trace/compare.h"
-#include "trace/float_types.h"
 #include "trace/synth.h"
 #include "trace_files.h"
 

@@ -1,6 +1,6 @@
 // Means, covariances, forms and cosines of keys and queries, against their definitions written out.
 
-#include "attention/vector_statistics.h"
+#include "observables/vector_statistics.h"
 
 #include <gtest/gtest.h>
 
@@ -8,10 +8,10 @@
 #include <functional>
 #include <limits>
 
-#include "attention/cholesky.h"
-#include "attention/layer_view.h"
 #include "attention/rope.h"
 #include "attention_reference.h"
+#include "observables/cholesky.h"
+#include "observables/layer_view.h"
 
 namespace kvreplay::testing {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <set>
 
-#include "attention/simd_level.h"
+#include "cpu/simd_level.h"
 
 namespace kvreplay::bench {
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <numeric>
 
-#include "trace/float_types.h"
+#include "float_types.h"
 
 namespace kvreplay::bench {
 namespace {

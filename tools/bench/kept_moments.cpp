@@ -6,10 +6,10 @@
 #include <cstddef>
 
 #include "float64.h"
+#include "float_types.h"
 #include "positions.h"
 #include "random.h"
 #include "subjects.h"
-#include "trace/float_types.h"
 
 namespace kvreplay::bench {
 namespace {

@@ -6,9 +6,9 @@
 
 #include "benchmark_case.h"
 #include "error.h"
+#include "float_types.h"
 #include "positions.h"
 #include "random.h"
-#include "trace/float_types.h"
 
 namespace kvreplay::bench {
 namespace {

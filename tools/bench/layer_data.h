@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 #include "trace/trace.h"
 
 namespace kvreplay::bench {

@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <limits>
 
+#include "float_types.h"
 #include "subjects.h"
-#include "trace/float_types.h"
 
 namespace kvreplay::bench {
 namespace {

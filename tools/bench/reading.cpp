@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <memory>
 
-#include "attention/tile.h"
+#include "cpu/tile.h"
+#include "float_types.h"
 #include "random.h"
 #include "subjects.h"
-#include "trace/float_types.h"
 #include "trace/writer.h"
 
 namespace kvreplay::bench {

@@ -6,7 +6,7 @@
 #include "error.h"
 #include "nearest.h"
 #include "parameters.h"
-#include "policies/policy_source.h"
+#include "policies/text/policy_source.h"
 
 namespace kvreplay {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "policies/configured.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay {
 

@@ -12,8 +12,8 @@
 #include "error.h"
 #include "nearest.h"
 #include "parameters.h"
-#include "policies/policy_file.h"
-#include "policies/policy_source.h"
+#include "policies/text/policy_file.h"
+#include "policies/text/policy_source.h"
 
 namespace kvreplay {
 namespace {

@@ -11,10 +11,10 @@
 
 #include "companions.h"
 #include "error.h"
-#include "policies/policy_source.h"
+#include "hdf5/hdf5_crash.h"
+#include "policies/text/policy_source.h"
 #include "program.h"
 #include "sleeping_threads.h"
-#include "trace/hdf5_crash.h"
 
 namespace {
 

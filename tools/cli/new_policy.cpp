@@ -14,8 +14,8 @@
 #include "error.h"
 #include "machine.h"
 #include "new_policy_texts.h"
-#include "policies/layer_ranges.h"
 #include "policies/policy.h"
+#include "policies/text/layer_ranges.h"
 
 namespace kvreplay {
 namespace {

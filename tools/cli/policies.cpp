@@ -9,10 +9,10 @@
 #include "arguments.h"
 #include "commands.h"
 #include "output.h"
-#include "policies/configured.h"
 #include "policies/plan_part.h"
-#include "policies/plugin.h"
 #include "policies/policy.h"
+#include "policies/text/configured.h"
+#include "policies/text/plugin.h"
 
 namespace kvreplay {
 namespace {

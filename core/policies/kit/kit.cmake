@@ -2,7 +2,7 @@
 # include. STAMP becomes the header that names VERSION and a hash over them.
 cmake_minimum_required(VERSION 3.25)
 
-file(GLOB waiting RELATIVE ${CORE} ${CORE}/random.h ${CORE}/policies/*.h ${CORE}/policies/parts/*.h)
+file(GLOB waiting RELATIVE ${CORE} ${CORE}/random.h ${CORE}/policies/*.h ${CORE}/policies/*/*.h)
 set(headers)
 while(waiting)
   list(POP_FRONT waiting header)

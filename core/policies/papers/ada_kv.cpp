@@ -1,6 +1,6 @@
-#include "policies/parts/ada.h"
-#include "policies/parts/window_score.h"
+#include "policies/allocators/ada.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
 
 namespace kvreplay {
 namespace {

@@ -1,6 +1,6 @@
-#include "policies/parts/attention_scores.h"
-#include "policies/parts/merged_values.h"
 #include "policies/policy.h"
+#include "policies/scores/attention_scores.h"
+#include "policies/stores/merged_values.h"
 
 namespace kvreplay {
 namespace {

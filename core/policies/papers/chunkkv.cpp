@@ -1,7 +1,7 @@
-#include "policies/parts/chunks.h"
-#include "policies/parts/sharing.h"
-#include "policies/parts/window_score.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
+#include "policies/selectors/chunks.h"
+#include "policies/sharing/sharing.h"
 
 namespace kvreplay {
 namespace {

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <string>
 
-#include "policies/parts/leverage.h"
-#include "policies/parts/pooling.h"
+#include "policies/arithmetic/pooling.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/scores/leverage.h"
 
 namespace kvreplay {
 namespace {

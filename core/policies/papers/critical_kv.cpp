@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "policies/configured.h"
-#include "policies/parts/pooling.h"
-#include "policies/parts/ranking.h"
+#include "policies/arithmetic/pooling.h"
+#include "policies/arithmetic/ranking.h"
 #include "policies/policy.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay {
 namespace {

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "policies/parts/allocation.h"
-#include "policies/parts/pooling.h"
+#include "policies/allocators/allocation.h"
+#include "policies/arithmetic/pooling.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 

@@ -4,11 +4,11 @@
 #include <span>
 #include <vector>
 
-#include "policies/parts/array_file.h"
-#include "policies/parts/head_roles.h"
-#include "policies/parts/ranking.h"
-#include "policies/parts/rules.h"
+#include "policies/allocators/head_roles.h"
+#include "policies/arithmetic/ranking.h"
 #include "policies/policy.h"
+#include "policies/selectors/rules.h"
+#include "policies/text/array_file.h"
 
 namespace kvreplay {
 namespace {

@@ -1,8 +1,8 @@
 #include <string>
 
-#include "policies/parts/dynamic_allocation.h"
-#include "policies/parts/window_score.h"
+#include "policies/allocators/dynamic_allocation.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
 
 namespace kvreplay {
 namespace {

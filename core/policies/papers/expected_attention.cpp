@@ -1,4 +1,4 @@
-#include "policies/parts/expected_attention.h"
+#include "policies/scores/expected_attention.h"
 
 #include "policies/policy.h"
 

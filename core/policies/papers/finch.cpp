@@ -1,7 +1,7 @@
-#include "policies/parts/question_blocks.h"
-#include "policies/parts/question_score.h"
-#include "policies/parts/stores.h"
 #include "policies/policy.h"
+#include "policies/schedules/question_blocks.h"
+#include "policies/scores/question_score.h"
+#include "policies/stores/stores.h"
 
 namespace kvreplay {
 namespace {

@@ -1,6 +1,6 @@
-#include "policies/parts/attention_scores.h"
-#include "policies/parts/top_k.h"
 #include "policies/policy.h"
+#include "policies/scores/attention_scores.h"
+#include "policies/selectors/top_k.h"
 
 namespace kvreplay {
 namespace {

@@ -1,6 +1,6 @@
-#include "policies/parts/attention_scores.h"
-#include "policies/parts/schedules.h"
 #include "policies/policy.h"
+#include "policies/schedules/schedules.h"
+#include "policies/scores/attention_scores.h"
 
 namespace kvreplay {
 namespace {

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "policies/parts/apportion.h"
-#include "policies/parts/array_file.h"
-#include "policies/parts/window_score.h"
+#include "policies/arithmetic/apportion.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
+#include "policies/text/array_file.h"
 
 namespace kvreplay {
 namespace {

@@ -1,5 +1,5 @@
-#include "policies/parts/quantised.h"
 #include "policies/policy.h"
+#include "policies/stores/quantised.h"
 
 namespace kvreplay {
 namespace {

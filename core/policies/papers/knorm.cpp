@@ -1,4 +1,4 @@
-#include "policies/parts/skipped_layers.h"
+#include "policies/allocators/skipped_layers.h"
 #include "policies/policy.h"
 
 namespace kvreplay {

@@ -3,7 +3,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/parts/ranking.h"
+#include "policies/arithmetic/ranking.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 

@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "policies/parts/entropy_allocation.h"
-#include "policies/parts/window_score.h"
+#include "policies/allocators/entropy_allocation.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
 
 namespace kvreplay {
 namespace {

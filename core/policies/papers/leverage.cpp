@@ -1,4 +1,4 @@
-#include "policies/parts/leverage.h"
+#include "policies/scores/leverage.h"
 
 #include "policies/plan_part.h"
 #include "policies/policy.h"

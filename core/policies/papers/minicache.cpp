@@ -1,5 +1,5 @@
-#include "policies/parts/merged_layers.h"
 #include "policies/policy.h"
+#include "policies/stores/merged_layers.h"
 
 namespace kvreplay {
 namespace {

@@ -1,7 +1,7 @@
-#include "policies/parts/question_score.h"
-#include "policies/parts/recency_window.h"
-#include "policies/parts/sampled.h"
 #include "policies/policy.h"
+#include "policies/scores/question_score.h"
+#include "policies/scores/recency_window.h"
+#include "policies/selectors/sampled.h"
 
 namespace kvreplay {
 namespace {

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "policies/configured.h"
-#include "policies/parts/allocation.h"
-#include "policies/parts/attention_scores.h"
+#include "policies/allocators/allocation.h"
 #include "policies/policy.h"
+#include "policies/scores/attention_scores.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay {
 namespace {

@@ -1,6 +1,6 @@
-#include "policies/parts/decay.h"
-#include "policies/parts/recency_window.h"
+#include "policies/allocators/decay.h"
 #include "policies/policy.h"
+#include "policies/scores/recency_window.h"
 
 namespace kvreplay {
 namespace {

@@ -3,9 +3,9 @@
 #include <span>
 #include <vector>
 
-#include "policies/parts/array_file.h"
-#include "policies/parts/key_products.h"
 #include "policies/policy.h"
+#include "policies/scores/key_products.h"
+#include "policies/text/array_file.h"
 
 namespace kvreplay {
 namespace {

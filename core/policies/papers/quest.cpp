@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "policies/parts/page_reads.h"
 #include "policies/policy.h"
+#include "policies/schedules/page_reads.h"
 
 namespace kvreplay {
 namespace {

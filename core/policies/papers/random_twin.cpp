@@ -3,8 +3,8 @@
 #include <variant>
 #include <vector>
 
-#include "policies/configured.h"
 #include "policies/policy.h"
+#include "policies/text/configured.h"
 #include "policies/twin.h"
 
 namespace kvreplay {

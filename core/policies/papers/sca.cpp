@@ -1,10 +1,10 @@
 #include <string>
 
-#include "policies/parts/redundancy.h"
-#include "policies/parts/sharing.h"
-#include "policies/parts/stores.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/selectors/redundancy.h"
+#include "policies/sharing/sharing.h"
+#include "policies/stores/stores.h"
 
 namespace kvreplay {
 namespace {

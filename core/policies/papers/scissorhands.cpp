@@ -1,5 +1,5 @@
-#include "policies/parts/attention_counts.h"
 #include "policies/policy.h"
+#include "policies/scores/attention_counts.h"
 
 namespace kvreplay {
 namespace {

@@ -1,5 +1,5 @@
-#include "policies/parts/window_score.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
 
 namespace kvreplay {
 namespace {

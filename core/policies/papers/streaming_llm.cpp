@@ -1,5 +1,5 @@
-#include "policies/parts/stores.h"
 #include "policies/policy.h"
+#include "policies/stores/stores.h"
 
 namespace kvreplay {
 namespace {

@@ -1,5 +1,5 @@
-#include "policies/parts/fewer_channels.h"
 #include "policies/policy.h"
+#include "policies/stores/fewer_channels.h"
 
 namespace kvreplay {
 namespace {

@@ -1,5 +1,5 @@
-#include "policies/parts/attention_scores.h"
 #include "policies/policy.h"
+#include "policies/scores/attention_scores.h"
 
 namespace kvreplay {
 namespace {

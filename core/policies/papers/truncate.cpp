@@ -1,5 +1,5 @@
-#include "policies/parts/rules.h"
 #include "policies/policy.h"
+#include "policies/selectors/rules.h"
 
 namespace kvreplay {
 namespace {

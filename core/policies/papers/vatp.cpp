@@ -1,8 +1,8 @@
 #include <string>
 
-#include "policies/parts/attention_counts.h"
-#include "policies/parts/attention_scores.h"
 #include "policies/policy.h"
+#include "policies/scores/attention_counts.h"
+#include "policies/scores/attention_scores.h"
 
 namespace kvreplay {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "trace/tensor.h"
+#include "tensor.h"
 
 namespace kvreplay::bench {
 

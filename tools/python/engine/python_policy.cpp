@@ -16,12 +16,12 @@
 
 #include "arrays.h"
 #include "errors.h"
+#include "float_types.h"
 #include "interpreter_lock.h"
-#include "policies/layer_ranges.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
-#include "policies/policy_source.h"
-#include "trace/float_types.h"
+#include "policies/text/layer_ranges.h"
+#include "policies/text/policy_source.h"
 #include "view.h"
 
 namespace kvreplay::python {

@@ -10,8 +10,8 @@
 
 #include "attention/participants.h"
 #include "error.h"
+#include "float_types.h"
 #include "interpreter_lock.h"
-#include "trace/float_types.h"
 
 namespace kvreplay::python {
 namespace {

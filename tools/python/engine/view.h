@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "arrays.h"
-#include "attention/layer_view.h"
+#include "observables/layer_view.h"
 
 namespace kvreplay::python {
 

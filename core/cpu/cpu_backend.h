@@ -1,0 +1,68 @@
+// The backend for CPUs: SIMD tiles (tile.h) under OpenMP. Work is cut into pieces that do not depend on the number of
+// threads, each piece has its own sums, and these are added in order.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+#include "cpu/aligned_buffer.h"
+#include "cpu/moment_block.h"
+#include "cpu/online_kernels.h"
+#include "cpu/simd_level.h"
+#include "cpu/similarity_kernels.h"
+#include "cpu/softmax_block.h"
+#include "cpu/tile.h"
+
+namespace kvreplay {
+
+class CpuBackend final : public Backend {
+ public:
+  /// least_redundant holds so many bytes of similarities; beyond them it computes rows as it needs them.
+  explicit CpuBackend(int threads, std::size_t similarity_bytes = std::size_t{1} << 30);
+
+  std::string description() const override;
+  int threads() const override { return threads_; }
+  Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
+  KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
+                           std::span<const KeptSets> kept, MomentParts parts) override;
+  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
+                                            std::span<const std::int32_t> queries, int boundary, KeptSets kept,
+                                            OutputVectors* outputs) override;
+  std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override;
+  std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
+  Matrix norms(const TensorView& tensor, int tokens, double p) override;
+  std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override;
+  std::size_t working_set(const LayerTensors& layer, const Workload& work) const override;
+
+ private:
+  std::size_t redundancy_bytes(const LayerTensors& layer, int tokens) const;
+
+  /// What one thread works in, kept from call to call.
+  struct Scratch {
+    Scratch(const TileKernels& kernels, const MomentKernels& moment_kernels)
+        : block(kernels), moments(kernels, moment_kernels) {}
+    SoftmaxBlock block;
+    MomentBlock moments;
+    std::vector<BlockRow> rows;
+    AlignedBuffer<float> staging, keys, values, factors;
+    AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
+  };
+  Scratch& scratch();
+
+  const SimdLevel level_;
+  const TileKernels& kernels_;
+  const SimilarityKernels& similarity_kernels_;
+  const OnlineKernels& online_kernels_;
+  int threads_;
+  std::size_t similarity_bytes_;
+  std::vector<Scratch> scratch_;
+  AlignedBuffer<float> packed_keys_;
+  AlignedBuffer<double> partial_sums_;
+  AlignedBuffer<double> wide_vectors_[2];  // of keys and of values, for least_redundant
+  AlignedBuffer<std::int32_t> similarities_[2];
+};
+
+}  // namespace kvreplay

@@ -1,0 +1,304 @@
+// H2O's greedy algorithm (Zhang et al. 2023, arXiv:2306.14048, algorithm 1): one step a token, over what is held alone;
+// and TOVA's (Oren et al. 2024, arXiv:2401.06104), where scores are forgotten before each step.
+//
+// What is held changes by a token or two a step, so the exponentials of several queries are computed at once, over all
+// that any of them sees. Then step by step: those of tokens that have gone meanwhile are struck out, a query's others
+// are summed and shared out, and the lowest score goes.
+#include <algorithm>
+#include <atomic>
+#include <cassert>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <limits>
+
+#include "cpu/cpu_backend.h"
+#include "error.h"
+#include "positions.h"
+
+namespace kvreplay {
+namespace {
+
+// Panels of rows whose exponentials are computed at once: so often keys are read, and so long the rows of those that
+// went are computed in vain.
+constexpr int panels_at_once = 2;
+// A sum of exponentials from which so much has been struck out that those that remain may have lost digits: the largest
+// was at least 1/2.
+constexpr double least_sum = 0x1p-20;
+
+/// The query heads [first, end) whose mean attention decides for one row of held tokens.
+struct HeadRange {
+  int first = 0;
+  int end = 0;
+};
+
+/// What one row holds. The keys that the next query sees lie in slots of packed tiles, in no order. A token that goes
+/// leaves its slot behind until the slots are closed up. One that the sliding window has passed by keeps nothing but
+/// its score.
+class HeldTokens {
+ public:
+  HeldTokens(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer, HeadRange kv_heads,
+             int most)
+      : kernels_(kernels), online_(online), layer_(layer), kv_heads_(kv_heads) {
+    const auto keys = static_cast<std::size_t>(kernels.keys);
+    tiles_ = (static_cast<std::size_t>(most) + keys - 1) / keys;
+    tile_floats_ = static_cast<std::size_t>(layer.k.dim) * keys;
+    const std::size_t floats = static_cast<std::size_t>(kv_heads.end - kv_heads.first) * tiles_ * tile_floats_;
+    std::fill_n(keys_.at_least(floats), floats, 0.0F);
+    std::fill_n(positions_.at_least(tiles_ * keys), tiles_ * keys, nobody);
+    std::fill_n(scores_.at_least(tiles_ * keys), tiles_ * keys, 0.0);
+  }
+
+  int count() const { return slots_ - static_cast<int>(gone_.size()) + static_cast<int>(passed_.size()); }
+  int slots() const { return slots_; }
+  /// Slots left behind.
+  std::span<const int> gone() const { return gone_; }
+  const float* keys(int kv_head, int tile) const {
+    return keys_.data() + tile_of(kv_head, static_cast<std::size_t>(tile));
+  }
+  double* scores() { return scores_.data(); }
+
+  void add(int position, double score) {
+    const int slot = slots_++;
+    const int dim = layer_.k.dim;
+    float* vector = vector_.at_least(static_cast<std::size_t>(dim));
+    for (int kv_head = kv_heads_.first; kv_head < kv_heads_.end; ++kv_head) {
+      kernels_.widen(layer_.k.row(kv_head, position), layer_.k.dtype, dim, vector);
+      float* column = column_of(kv_head, slot);
+      for (int c = 0; c < dim; ++c) column[static_cast<std::ptrdiff_t>(c) * kernels_.keys] = vector[c];
+    }
+    positions_.data()[slot] = position;
+    scores_.data()[slot] = score;
+  }
+  void add_passed(int position, double score) { passed_.push_back({position, score}); }
+  void forget_scores() {
+    std::fill_n(scores_.data(), slots_, 0.0);
+    for (Token& token : passed_) token.score = 0.0;
+  }
+
+  /// The window has passed by `position`.
+  void pass(int position) {
+    const std::int64_t* found = std::find(positions_.data(), positions_.data() + slots_, position);
+    if (found == positions_.data() + slots_) return;
+    const auto slot = static_cast<int>(found - positions_.data());
+    add_passed(position, scores_.data()[slot]);
+    leave(slot);
+  }
+
+  /// Evicts the token of the lowest score in [begin, end), of equal scores the last one, and returns its position.
+  int evict_between(int begin, int end) {
+    const int slot = online_.lowest(scores_.data(), positions_.data(), slots_, begin, end);
+    Token lowest;
+    if (slot >= 0) lowest = {static_cast<int>(positions_.data()[slot]), scores_.data()[slot]};
+    std::size_t number = passed_.size();
+    for (std::size_t i = 0; i < passed_.size(); ++i) {
+      if (passed_[i].position < begin || passed_[i].position >= end || !lowest.gives_way_to(passed_[i])) continue;
+      lowest = passed_[i];
+      number = i;
+    }
+    if (number < passed_.size()) {
+      passed_[number] = passed_.back();
+      passed_.pop_back();
+    } else {
+      leave(slot);
+    }
+    return lowest.position;
+  }
+
+  /// Forgets the slots from `end` on, and moves the last ones to those left behind.
+  void close_up(int end) {
+    for (; slots_ > end; --slots_) positions_.data()[slots_ - 1] = nobody;
+    std::ranges::sort(gone_, std::greater<>());
+    for (const int slot : gone_) {
+      const int last = --slots_;
+      for (int kv_head = kv_heads_.first; kv_head < kv_heads_.end; ++kv_head) {
+        float* into = column_of(kv_head, slot);
+        const float* from = column_of(kv_head, last);
+        for (int c = 0; c < layer_.k.dim; ++c) {
+          const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(c) * kernels_.keys;
+          into[at] = from[at];
+        }
+      }
+      scores_.data()[slot] = scores_.data()[last];
+      positions_.data()[slot] = positions_.data()[last];
+      positions_.data()[last] = nobody;
+    }
+    gone_.clear();
+  }
+
+ private:
+  static constexpr std::int64_t nobody = std::numeric_limits<std::int64_t>::max();
+
+  struct Token {
+    int position = -1;  // none
+    double score = 0.0;
+
+    bool gives_way_to(const Token& other) const {
+      return position < 0 || other.score < score || (other.score == score && other.position > position);
+    }
+  };
+
+  std::size_t tile_of(int kv_head, std::size_t tile) const {
+    return (static_cast<std::size_t>(kv_head - kv_heads_.first) * tiles_ + tile) * tile_floats_;
+  }
+  float* column_of(int kv_head, int slot) {
+    return keys_.data() + tile_of(kv_head, static_cast<std::size_t>(slot / kernels_.keys)) + slot % kernels_.keys;
+  }
+  void leave(int slot) {
+    positions_.data()[slot] = nobody;
+    gone_.push_back(slot);
+  }
+
+  const TileKernels& kernels_;
+  const OnlineKernels& online_;
+  const LayerTensors& layer_;
+  HeadRange kv_heads_;
+  std::size_t tiles_ = 0;
+  std::size_t tile_floats_ = 0;
+  AlignedBuffer<float> keys_;  // [KV heads, tiles, dim, keys]
+  AlignedBuffer<float> vector_;
+  int slots_ = 0;
+  AlignedBuffer<std::int64_t> positions_;  // [tiles, keys]
+  AlignedBuffer<double> scores_;           // [tiles, keys]
+  std::vector<int> gone_;
+  std::vector<Token> passed_;
+};
+
+/// The exponentials of the steps of one row of held tokens, for each KV head that its query heads read.
+class Steps {
+ public:
+  Steps(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer, HeadRange heads,
+        bool accumulate)
+      : kernels_(kernels), online_(online), layer_(layer), accumulate_(accumulate) {
+    const int group = layer.group();
+    for (int first = heads.first; first < heads.end; first = (first / group + 1) * group) {
+      ranges_.push_back({first, std::min((first / group + 1) * group, heads.end)});
+      blocks_.emplace_back(kernels);
+    }
+  }
+
+  int at_once() const {
+    return std::max(1, panels_at_once * kernels_.rows / (ranges_.front().end - ranges_.front().first));
+  }
+
+  /// The queries at `places`, the first over the slots [0, first_seen), each next one over one more. False if a logit
+  /// is not a finite number.
+  bool compute(const HeldTokens& tokens, std::span<const QueryPlace> places, int first_seen) {
+    first_seen_ = first_seen;
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      rows_.clear();
+      int end = first_seen;
+      for (QueryPlace place : places) {
+        place.first = 0;
+        place.end = end++;
+        for (int head = ranges_[i].first; head < ranges_[i].end; ++head) rows_.push_back({head, place});
+      }
+      blocks_[i].prepare(layer_, kernels_.float32, rows_, false);
+      const int kv_head = ranges_[i].first / layer_.group();
+      if (!blocks_[i].compute([&](int tile) { return tokens.keys(kv_head, tile); })) return false;
+    }
+    return true;
+  }
+
+  /// Adds the attention of query `step` over slots that have not been left behind to their scores, or puts it in their
+  /// place. False: too much of what it saw has been; nothing is added.
+  bool share_out(int step, HeldTokens& tokens) {
+    shared_.clear();
+    const int keys = kernels_.keys;
+    const int tiles = (first_seen_ + step + keys - 1) / keys;
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      const int heads = ranges_[i].end - ranges_[i].first;
+      for (int row = step * heads; row < (step + 1) * heads; ++row) {
+        for (const int slot : tokens.gone()) blocks_[i].exponential(row, slot) = 0.0F;
+        SlotRow& one = shared_.emplace_back();
+        one.exponentials = &blocks_[i].exponential(row, 0);
+        one.stride = static_cast<std::ptrdiff_t>(blocks_[i].tiles().panels) * kernels_.rows * keys;
+        const double sum = online_.sum(one, tiles, keys);
+        if (!tokens.gone().empty() && !(sum >= least_sum)) return false;
+        one.sum = static_cast<float>(sum);
+      }
+    }
+    if (!accumulate_) tokens.forget_scores();
+    online_.add_shares(shared_.data(), static_cast<int>(shared_.size()), tiles, keys, tokens.scores());
+    return true;
+  }
+
+ private:
+  const TileKernels& kernels_;
+  const OnlineKernels& online_;
+  const LayerTensors& layer_;
+  bool accumulate_;
+  std::vector<HeadRange> ranges_;  // of the query heads that read one KV head
+  std::vector<SoftmaxBlock> blocks_;
+  std::vector<BlockRow> rows_;
+  std::vector<SlotRow> shared_;
+  int first_seen_ = 0;
+};
+
+}  // namespace
+
+std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer, const OnlineEviction& what) {
+  assert(what.recent >= 0 && what.recent <= what.budget);
+  const int group = layer.group();
+  const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
+  const int held = static_cast<int>(what.resident.size()) / rows;
+  std::vector<std::int32_t> evicted(product(rows, what.tokens), -1);
+  if (what.first >= what.tokens) return evicted;
+  const std::vector<std::int32_t> queries = position_range(what.first, what.tokens);
+  const std::vector<QueryPlace> places = query_places(layer, queries, {.count = what.tokens});
+  std::atomic<bool> finite{true};
+
+#pragma omp parallel for schedule(dynamic) num_threads(threads_)
+  for (int row = 0; row < rows; ++row) {
+    HeadRange heads{0, layer.q.heads};
+    if (what.heads == Heads::kv) heads = {row * group, (row + 1) * group};
+    if (what.heads == Heads::query) heads = {row, row + 1};
+    const HeadRange kv_heads{heads.first / group, (heads.end - 1) / group + 1};
+
+    Steps steps(kernels_, online_kernels_, layer, heads, what.accumulate);
+    HeldTokens tokens(kernels_, online_kernels_, layer, kv_heads,
+                      std::min(std::max(held, what.budget), what.tokens) + steps.at_once());
+    std::deque<int> recent;
+    const auto add_recent = [&](int position, int most) {
+      recent.push_back(position);
+      while (static_cast<int>(recent.size()) > most) recent.pop_front();
+    };
+    for (int i = 0; i < held; ++i) {
+      const std::size_t number = product(row, held) + static_cast<std::size_t>(i);
+      const int position = what.resident[number];
+      if (layer.sliding_window > 0 && position <= what.first - layer.sliding_window) {
+        tokens.add_passed(position, what.scores[number]);
+      } else {
+        tokens.add(position, what.scores[number]);
+      }
+      add_recent(position, what.recent_after(what.first));
+    }
+    for (int token = what.first; token < what.tokens && finite;) {
+      const int end = std::min(token + steps.at_once(), what.tokens);
+      const int before = tokens.slots();
+      const std::span<const QueryPlace> some{places.data() + (token - what.first),
+                                             static_cast<std::size_t>(end - token)};
+      for (int next = token; next < end; ++next) tokens.add(next, 0.0);
+      if (!steps.compute(tokens, some, before + 1)) {
+        finite = false;
+        break;
+      }
+      int done = 0;
+      for (; token < end; ++token, ++done) {
+        if (layer.sliding_window > 0) tokens.pass(token - layer.sliding_window);
+        if (!steps.share_out(done, tokens)) break;
+        add_recent(token, what.recent_after(token));
+        const int still_to_come = end - token - 1;
+        const int protected_from = recent.empty() ? token + 1 : recent.front();
+        while (tokens.count() - still_to_come > what.budget_after(token))
+          evicted[product(row, what.tokens) +
+                  static_cast<std::size_t>(tokens.evict_between(what.first_evictable(token), protected_from))] = token;
+      }
+      tokens.close_up(before + done);
+    }
+  }
+  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  return evicted;
+}
+
+}  // namespace kvreplay

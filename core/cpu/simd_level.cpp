@@ -1,0 +1,42 @@
+#include "cpu/simd_level.h"
+
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "error.h"
+#include "nearest.h"
+
+namespace kvreplay {
+
+std::vector<SimdLevel> simd_levels() {
+  std::vector<SimdLevel> levels;
+  for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {  // best first
+#if HWY_ARCH_X86
+    if (target <= HWY_AVX3) {  // Highway numbers the better ones lower
+      if (!levels.empty()) continue;
+      if (__builtin_cpu_supports("avx512bf16")) levels.push_back({"AVX512_BF16", target, true});
+      levels.push_back({"AVX512", target});
+      continue;
+    }
+#endif
+    levels.push_back({hwy::TargetName(target), target});
+  }
+  return levels;
+}
+
+SimdLevel choose_simd_level() {
+  const char* given = std::getenv("KVREPLAY_SIMD");
+  const std::string wanted = given != nullptr ? given : "";
+  const std::vector<SimdLevel> levels = simd_levels();
+  std::vector<std::string> names;
+  std::ranges::transform(levels, std::back_inserter(names), &SimdLevel::name);
+  const auto chosen = wanted.empty() ? levels.begin() : std::ranges::find(levels, wanted, &SimdLevel::name);
+  if (chosen == levels.end())
+    throw Error{Refusal::usage, "KVREPLAY_SIMD", "unknown SIMD level", nearest(wanted, names), wanted};
+  hwy::GetChosenTarget().Update(chosen->target);
+  return *chosen;
+}
+
+}  // namespace kvreplay

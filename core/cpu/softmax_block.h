@@ -1,0 +1,80 @@
+// A block of query rows of one KV head against the keys that take part, brought to exponentials and row sums.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/participants.h"
+#include "cpu/aligned_buffer.h"
+#include "cpu/tile.h"
+#include "tensor.h"
+
+namespace kvreplay {
+
+/// The form in which the queries of a layer meet keys of these participants: bfloat16 where the level has it, both are
+/// stored so and none moves.
+const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const Participants& participants);
+
+struct BlockRow {
+  int head = 0;
+  QueryPlace place;
+};
+
+class SoftmaxBlock {
+ public:
+  explicit SoftmaxBlock(const TileKernels& kernels) : kernels_(kernels) {}
+
+  /// Packs the queries, to meet keys packed in the same form.
+  void prepare(const LayerTensors& layer, const TileForm& form, std::span<const BlockRow> rows, bool with_logits);
+
+  /// keys_of(tile) -> packed keys. False if a logit is not a finite number.
+  template <class KeysOf>
+  bool compute(KeysOf keys_of) {
+    if (attempt(keys_of)) return true;
+    for (int tile = first_tile(); tile < end_tile_; ++tile) form_->raise_references(block_, keys_of(tile), tile);
+    return attempt(keys_of);
+  }
+
+  const TileBlock& tiles() const { return block_; }
+  int first_tile() const { return block_.first_tile; }
+  int end_tile() const { return end_tile_; }
+  double row_sum(int row) const { return block_.row_sums[row]; }
+  float& exponential(int row, int key);
+  /// Exponentials that are above 1 when multiplied with their row's factor become 1, others 0.
+  void count_above_one(const float* factors);
+
+ private:
+  template <class KeysOf>
+  bool attempt(KeysOf keys_of) {
+    begin_sums();
+    for (int tile = first_tile(); tile < end_tile_; ++tile) {
+      if (!form_->exponentials(block_, keys_of(tile), tile)) return false;
+      if (tile % tiles_between_folds == tiles_between_folds - 1) kernels_.fold_row_sums(block_);
+    }
+    kernels_.fold_row_sums(block_);
+    return all_sums_finite();
+  }
+  void pack_queries(const LayerTensors& layer, std::span<const BlockRow> rows);
+  void begin_sums();
+  bool all_sums_finite() const;
+
+  static constexpr int tiles_between_folds = 32;
+
+  const TileKernels& kernels_;
+  const TileForm* form_ = nullptr;
+  TileBlock block_;
+  int end_tile_ = 0;
+  AlignedBuffer<float> queries_, staging_, references_, lane_sums_, exponentials_, logits_;
+  AlignedBuffer<std::int32_t> first_, end_;
+  AlignedBuffer<PanelRange> ranges_;
+  AlignedBuffer<bool> settled_;
+  AlignedBuffer<double> row_sums_;
+};
+
+/// Packs one tile of keys of a KV head, moved to their slots where asked, and has the memory fetch those of the next.
+/// The last key stands for those that are missing.
+void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
+               const Participants& participants, int tile, AlignedBuffer<float>& staging, float* out);
+
+}  // namespace kvreplay

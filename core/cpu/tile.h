@@ -1,0 +1,95 @@
+// The backend's inner loops over tiles of query rows by keys, once for each SIMD level in the binary (simd_level.h).
+//
+// Keys are packed in tiles of `keys` columns, queries in panels of `rows` rows, both cell-major: [cells, keys] and
+// [cells, rows]. Every column of a tile goes through the same operations in the same order, so equal keys give equal
+// results wherever they stand; what lies past the last row or key is padding, never another loop.
+//
+// A cell has 32 bits, and a form (TileForm) says what they are. float32: one number, widened exactly. bfloat16: two
+// neighbouring numbers of a vector as they are stored, after an odd last one a zero; only where queries and keys are
+// both stored so and none has moved, and at the level that multiplies such pairs in one instruction. Its products are
+// exact too and its sums are of float32, so both forms are equally near to float64; but numbers and sums below 2^-126
+// count as 0 in it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "tensor.h"
+
+namespace kvreplay {
+
+/// Which keys the rows of one panel see: row r sees [first_r, end_r).
+struct PanelRange {
+  int lowest_first = 0;
+  int highest_first = 0;
+  int lowest_end = 0;
+  int highest_end = 0;
+
+  bool sees_some(int begin, int end) const { return begin < highest_end && end > lowest_first; }
+  bool sees_all(int begin, int end) const { return begin >= highest_first && end <= lowest_end; }
+};
+
+/// A block of query rows and its exponentials p = 2^(x - R), x = logit * log2(e). R, the row's reference, is an
+/// integer: it is subtracted in the exponent, so that any R gives the same bits of p but for its scale. All pointers
+/// are the caller's, 64-byte aligned.
+struct TileBlock {
+  int rows = 0;  // in use; of the last panel the kernels compute as few as hold them
+  int panels = 0;
+  int cells = 0;                        // of a packed vector
+  int first_tile = 0;                   // the first tile that any row sees: where `exponentials` begins
+  const float* queries = nullptr;       // [panels, cells, rows]
+  const std::int32_t* first = nullptr;  // [panels * rows]
+  const std::int32_t* end = nullptr;    // [panels * rows]
+  const PanelRange* ranges = nullptr;   // [panels]
+  float scale = 1.0F;                   // bfloat16: of products; queries of float32 are scaled when they are packed
+  float cap = 0.0F;                     // x = cap * tanh(scaled product); 0: x = scaled product
+  float* reference = nullptr;           // [panels * rows] R, -infinity until the row has seen a key
+  bool* settled = nullptr;              // [panels] all rows in use have a reference
+  float* lane_sums = nullptr;           // [panels * rows, keys] Σ p since the last fold
+  double* row_sums = nullptr;           // [panels * rows] Σ p before it
+  float* exponentials = nullptr;  // [tiles, panels, rows, keys]; a tile that a panel does not see is left as it is
+  float* logits = nullptr;        // the same of x, 0 where not visible; null: not wanted
+};
+
+/// The kernels that depend on what a cell is.
+struct TileForm {
+  int numbers_a_cell;
+
+  int cells(int dim) const { return (dim + numbers_a_cell - 1) / numbers_a_cell; }
+  /// out[cell, r] = that cell of vectors[r], r < width; the vectors may lie at any byte address.
+  void (*pack)(const std::byte* const* vectors, DType type, int dim, int width, float* out);
+  /// Logits of one tile -> exponentials and row sums. False: some logit stands so far above its row's reference that
+  /// 2^(x - R) would leave float's range; then references must be raised and the block begun again. A logit that is not
+  /// a number makes the row's sum none.
+  bool (*exponentials)(const TileBlock& block, const float* keys, int tile);
+  /// reference = max(reference, ceil(largest visible x of this tile)).
+  void (*raise_references)(const TileBlock& block, const float* keys, int tile);
+};
+
+struct TileKernels {
+  int rows;
+  int keys;
+  int wide_keys;  // of a tile of float64
+  TileForm float32;
+  const TileForm* bfloat16;  // null: not at this level
+
+  /// Exact widening of `count` numbers.
+  void (*widen)(const std::byte* source, DType type, int count, float* out);
+  /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
+  void (*wide_pack)(const double* vectors, int count, int dim, int width, double* out);
+
+  /// row_sums += lane_sums, which begin again.
+  void (*fold_row_sums)(const TileBlock& block);
+  /// columns[key] += Σ over the rows [begin, end) of factors[row] * p[row, key].
+  void (*add_columns)(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns);
+  /// out[rows, wide_keys] = products of one panel of rows, the first `count` at least, and one tile of keys: every sum
+  /// begins with the first dimension, product and sum are rounded one after the other, so all levels and counts have
+  /// the same bits.
+  void (*wide_products)(const double* panel, const double* tile, int dim, int count, double* out);
+};
+
+/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+const TileKernels& tile_kernels();
+
+}  // namespace kvreplay

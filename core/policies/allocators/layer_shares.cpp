@@ -1,0 +1,58 @@
+#include "policies/allocators/layer_shares.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "policies/arithmetic/apportion.h"
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+std::vector<double> numbers_of(std::string_view text) {
+  const std::string where = "shares";
+  std::vector<double> numbers;
+  for (const std::string_view piece : split_list(where, text)) {
+    const double number = numbers.emplace_back(parse_real(where, piece));
+    if (number < 0) throw Error{Refusal::usage, where, "out of range", "numbers of 0 or more", std::string(piece)};
+  }
+  if (std::ranges::max(numbers) == 0)
+    throw Error{Refusal::usage, where, "no layer has any", "a number above 0", std::string(text)};
+  return numbers;
+}
+
+struct ListPart {
+  static constexpr PartKind kind = PartKind::allocate;
+  static constexpr const char* name = "list";
+  static constexpr const char* summary = "each layer's share of the budget, by a list";
+
+  std::string shares = "1";
+
+  void parameters(Parameters& p) {
+    const auto read = p.of_part("allocate");
+    const auto normal = [](std::string_view text) { return fmt::format("{}", fmt::join(numbers_of(text), ",")); };
+    p.add("shares", shares, "(NUMBER,...)", normal, "one for each treated layer: relative sizes, as in (4,2,1,1)");
+  }
+  void fill(Plan& plan) const { plan.allocate = by_shares(numbers_of(shares)); }
+};
+
+const RegisteredPart<ListPart> registered;
+
+}  // namespace
+
+ByLayer by_shares(std::vector<double> shares) {
+  return [shares = std::move(shares)](const Division& division) {
+    const auto layers = static_cast<std::size_t>(division.layers);
+    if (shares.size() != layers)
+      throw Error{Refusal::usage, "shares", "one for each treated layer", fmt::format("{} numbers", layers),
+                  std::to_string(shares.size())};
+    return apportion(std::int64_t{division.layers} * division.budget, shares, division.by_rule(), division.prompt);
+  };
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,71 @@
+#include "policies/allocators/skipped_layers.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "policies/arithmetic/apportion.h"
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr const char* where = "skip_layers";
+
+/// Ascending, each once.
+std::vector<int> numbers_of(std::string_view text) {
+  std::vector<int> numbers;
+  if (text == "none") return numbers;
+  for (const std::string_view piece : split_list(where, text)) numbers.push_back(parse_int(where, piece, 0));
+  std::ranges::sort(numbers);
+  numbers.erase(std::ranges::unique(numbers).begin(), numbers.end());
+  return numbers;
+}
+
+std::vector<int> counts(const std::vector<int>& skipped, const Division& division) {
+  if (skipped.back() >= division.layers)
+    throw Error{Refusal::usage, where, "no such layer", fmt::format("0..{}", division.layers - 1),
+                std::to_string(skipped.back())};
+  const auto layers = static_cast<std::size_t>(division.layers);
+  std::vector<int> least(layers, std::max(1, division.by_rule()));
+  for (const int layer : skipped) least[static_cast<std::size_t>(layer)] = division.prompt;
+  const std::int64_t slots = std::int64_t{division.layers} * division.budget;
+  std::int64_t needed = 0;
+  for (const int count : least) needed += count;
+  if (slots < needed)
+    throw Error{Refusal::usage, where, "no room for layers that keep everything beside the others",
+                fmt::format("a budget of at least {} tokens a layer", (needed + division.layers - 1) / division.layers),
+                std::to_string(division.budget)};
+  // Those at their bound take no part: what is left is divided evenly.
+  return apportion(slots, std::vector<std::int64_t>(layers, 1), least, division.prompt);
+}
+
+struct SkipPart : SkippedLayers {
+  static constexpr PartKind kind = PartKind::allocate;
+  static constexpr const char* name = "skip";
+  static constexpr const char* summary = "some layers keep everything, the others share what is left evenly";
+
+  void fill(Plan& plan) const { plan.allocate = allocator(); }
+};
+
+const RegisteredPart<SkipPart> registered;
+
+}  // namespace
+
+void SkippedLayers::parameters(Parameters& p) {
+  const auto read = p.of_part("allocate");
+  const auto normal = [](std::string_view text) {
+    return text == "none" ? std::string(text) : fmt::format("{}", fmt::join(numbers_of(text), ","));
+  };
+  p.add(where, layers, "none, or (LAYER,...)", normal, "treated layers, from 0, that keep all of the prompt");
+}
+
+Allocator SkippedLayers::allocator() const {
+  if (layers == "none") return Uniform{};
+  return ByLayer([skipped = numbers_of(layers)](const Division& division) { return counts(skipped, division); });
+}
+
+}  // namespace kvreplay

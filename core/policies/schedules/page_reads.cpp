@@ -1,0 +1,47 @@
+#include "policies/schedules/page_reads.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "attention/participants.h"
+#include "float_types.h"
+#include "observables/page_bounds.h"
+#include "policies/arithmetic/ranking.h"
+
+namespace kvreplay {
+namespace {
+
+KeptSet read_by(const PageReads& part, const LayerView& view, const Matrix& bounds, int query, int budget) {
+  const TensorView& q = view.tensors().q;
+  const int stored = stored_query(view.tensors(), query), prompt = view.prompt();
+  const int pages = std::min(query, prompt - 1) / part.page + 1;
+  const auto numbers = static_cast<std::size_t>(pages) * 2 * static_cast<std::size_t>(q.dim);
+  KeptSet read(Heads::query, q.heads, prompt);
+  view.on_threads(static_cast<std::size_t>(q.heads), [&](std::size_t number) {
+    const auto head = static_cast<int>(number);
+    std::vector<double> channels(static_cast<std::size_t>(q.dim));
+    read_row(q, head, stored, channels);
+    const std::vector<double> scores = page_scores(channels, bounds.row(head / view.group()).first(numbers));
+    for (const std::int32_t best : largest(scores, std::max(part.least_pages, budget / part.page)))
+      read.keep(head, best * part.page, std::min((best + 1) * part.page, prompt));
+  });
+  return read;
+}
+
+}  // namespace
+
+void PageReads::parameters(Parameters& p) {
+  p.add("page", page, IntRange{.least = 1}, "tokens of a page");
+  p.add("least_pages", least_pages, IntRange{.least = 1}, "pages that a query reads at any budget");
+}
+
+Reads PageReads::schedule() const {
+  return {[part = *this](const LayerView& view, int budget) -> LayerReads {
+    const Matrix& bounds = view.page_bounds(part.page);
+    return {[part, &view, &bounds, budget](int query) { return read_by(part, view, bounds, query, budget); },
+            static_cast<double>(bounds.values().size() * size_of(view.tensors().k.dtype))};
+  }};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,24 @@
+// The context in blocks, the question at its end spared (FINCH, section 5).
+#pragma once
+
+#include "policies/policy.h"
+#include "policies/scores/question_score.h"
+
+namespace kvreplay {
+
+enum class Rate {
+  exact,  // floor(k seen / n) tokens are held after each block: k in the end
+  code    // floor(block / sigma) more, sigma = ceil(n / k), as the authors' code: below k in the end
+};
+enum class Order { position, relevance };
+
+struct QuestionBlocks {
+  int blocks = 512;
+  Order order = Order::position;
+  Rate rate = Rate::exact;
+
+  void parameters(Parameters& p);
+  Schedule schedule(const Question& question) const;
+};
+
+}  // namespace kvreplay

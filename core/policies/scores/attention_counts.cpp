@@ -1,0 +1,58 @@
+#include "policies/scores/attention_counts.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "policies/arithmetic/ranking.h"
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+struct CountsPart : AttentionCounts {
+  static constexpr PartKind kind = PartKind::score;
+  static constexpr const char* name = "counts";
+  static constexpr const char* summary = "how many of the last queries give a token more than its share";
+
+  void fill(Plan& plan) const { plan.score = scorer(); }
+};
+
+const RegisteredPart<CountsPart> registered;
+
+/// Adds to each of the whole numbers in `counts` the place of its tie-breaker among all, below 1. Whole numbers below
+/// 2^31 and fractions of as many bits as tokens are numbered by are exact in a double, and so is their order.
+void break_ties(std::span<double> counts, std::span<const double> by) {
+  const double unit = 1.0 / static_cast<double>(std::bit_ceil(counts.size() + 1));
+  double behind = static_cast<double>(counts.size());  // tokens that come after this one
+  for (const std::int32_t token : ranked(by)) counts[static_cast<std::size_t>(token)] += --behind * unit;
+}
+
+}  // namespace
+
+void AttentionCounts::parameters(Parameters& p) {
+  const auto read = p.of_part("score");
+  p.add("history", history, IntRange{.least = 1}, "last queries, which vote");
+  p.add("binary", binary, "each votes for a token or does not; else it gives its attention");
+}
+
+Scorer AttentionCounts::scorer() const {
+  const auto score = [*this](const LayerView& view, const Scoring& how) {
+    Grouping grouping = how.grouping;
+    // Votes are whole numbers: their sum orders tokens as their mean does.
+    if (grouping.aggregate == Aggregate::mean) grouping.aggregate = Aggregate::sum;
+    Matrix sums = grouping(view.window_attention(history, how.window_end), view.group());
+    if (!binary) return sums;
+    Matrix counts = grouping(view.window_counts(history, how.window_end), view.group());
+    for (int row = 0; row < counts.rows(); ++row) break_ties(counts.row(row), sums.row(row));
+    return counts;
+  };
+  Scorer scorer{
+      .score = score, .needs = last_queries(history), .places_window = true, .name = name_with_values("counts", *this)};
+  if (!binary)
+    scorer.queries = [history = history](const LayerView& view, const Scoring& how) {
+      return view.queries_before(history, how.window_end);
+    };
+  return scorer;
+}
+
+}  // namespace kvreplay

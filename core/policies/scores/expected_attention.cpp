@@ -1,0 +1,97 @@
+#include "policies/scores/expected_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <vector>
+
+#include "attention/rope.h"
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+struct ExpectedPart : ExpectedAttention {
+  static constexpr PartKind kind = PartKind::score;
+  static constexpr const char* name = "expected";
+  static constexpr const char* summary = "attention that queries still to come can be expected to pay";
+
+  void fill(Plan& plan) const { plan.score = expected_attention_score(*this); }
+};
+
+const RegisteredPart<ExpectedPart> registered;
+
+/// scale R mu and scale^2 / 2 R Sigma R', [Hq, ...].
+QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView& view) {
+  const VectorMoments& queries = view.query_moments(values.sinks);
+  const LayerTensors& tensors = view.tensors();
+  // The next query stands after all that have come, or in the slot after all that are held.
+  const int next = view.residents().place == Positions::cache ? view.tokens() : view.residents().seen;
+  const MeanRotation turned(tensors.rope, next, values.future);
+  const double scale = tensors.softmax_scale * tensors.rope.attention_scaling;
+
+  QuadraticForms logits{.matrices = Matrix(queries.covariance.rows(), queries.covariance.columns()),
+                        .linear = queries.mean};
+  const auto dim = static_cast<std::size_t>(queries.mean.columns());
+  std::vector<double> column(dim);
+  for (int head = 0; head < queries.mean.rows(); ++head) {
+    turned.apply(logits.linear.row(head));
+    for (double& number : logits.linear.row(head)) number *= scale;
+    if (!values.covariance) continue;
+    const std::span<double> matrix = logits.matrices.row(head);
+    std::ranges::copy(queries.covariance.row(head), matrix.begin());
+    for (std::size_t r = 0; r < dim; ++r) turned.apply(matrix.subspan(r * dim, dim));
+    for (std::size_t c = 0; c < dim; ++c) {
+      for (std::size_t r = 0; r < dim; ++r) column[r] = matrix[r * dim + c];
+      turned.apply(column);
+      for (std::size_t r = 0; r < dim; ++r) matrix[r * dim + c] = scale * scale / 2 * column[r];
+    }
+  }
+  return logits;
+}
+
+/// Logits become their softmax.
+void exponentiate(std::span<double> logits) {
+  if (logits.empty()) return;
+  const double most = std::ranges::max(logits);
+  double sum = 0;
+  for (double& logit : logits) sum += logit = std::exp(logit - most);
+  for (double& weight : logits) weight /= sum;
+}
+
+Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scoring& how) {
+  Matrix expected = view.key_forms(expected_logits(values, view));
+  const auto sinks = static_cast<std::size_t>(how.sinks);
+  for (int head = 0; head < expected.rows(); ++head) {
+    exponentiate(expected.row(head).subspan(sinks));
+    for (int j = 0; values.vnorm && j < expected.columns(); ++j)
+      expected(head, j) = (expected(head, j) + values.epsilon) * view.value_norms(2.0)(head / view.group(), j);
+  }
+  Matrix grouped = how.grouping(expected, view.group());
+  for (int row = 0; row < grouped.rows(); ++row) {
+    const std::span<double> all = grouped.row(row), scored = all.subspan(sinks);
+    std::ranges::fill(all.first(sinks), scored.empty() ? 0.0 : std::ranges::max(scored));
+  }
+  return grouped;
+}
+
+}  // namespace
+
+void ExpectedAttention::parameters(Parameters& p) {
+  p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens, which stay, and whose queries do not count");
+  const auto read = p.of_part("score");
+  p.add("future", future, IntRange{.least = 1}, "next positions at which queries are expected");
+  p.add("epsilon", epsilon, RealRange{0.0, 1.0}, "added to expected attention before values count");
+  p.add("covariance", covariance, "how queries vary counts, or their mean alone");
+  p.add("vnorm", vnorm, "expected attention is multiplied by the length of the value");
+}
+
+Scorer expected_attention_score(const ExpectedAttention& values) {
+  const auto score = [values](const LayerView& view, const Scoring& how) { return scores(values, view, how); };
+  return {.score = score,
+          .needs = {.all_queries = true, .rope = true},
+          .reads_sinks = true,
+          .name = name_with_values("expected-attention", values)};
+}
+
+}  // namespace kvreplay

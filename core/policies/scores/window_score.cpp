@@ -1,0 +1,71 @@
+#include "policies/scores/window_score.h"
+
+#include <algorithm>
+
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Choice<PoolOrder> order_words[] = {{"group-first", PoolOrder::group_first},
+                                             {"pool-first", PoolOrder::pool_first}};
+
+struct WindowPart : WindowScore {
+  static constexpr PartKind kind = PartKind::score;
+  static constexpr const char* name = "window";
+  static constexpr const char* summary = "attention of the last queries, pooled over neighbours";
+
+  void fill(Plan& plan) const { plan.score = scorer(); }
+};
+
+const RegisteredPart<WindowPart> registered;
+
+}  // namespace
+
+void WindowScore::parameters(Parameters& p) {
+  p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+  const auto read = p.of_part("score");
+  add_pooling(p, pool, kernel);
+  p.add<PoolOrder>("pool_order", order, order_words, "whether heads are reduced before pooling, or after");
+  // The window family's settings in published code and papers; factory is what the tables of ChunkKV and DynamicKV rest
+  // on in all likelihood, which do not state theirs.
+  p.preset(
+      {"factory", "the LongBench harness of the PyramidKV code", {{"window", "8"}, {"kernel", "7"}, {"pool", "max"}}});
+  p.preset({"snapkv-paper", "SnapKV's LongBench configurations", {{"window", "32"}, {"kernel", "7"}, {"pool", "max"}}});
+  p.preset({"snapkv-code",
+            "SnapKV's code when nothing is configured",
+            {{"window", "32"}, {"kernel", "5"}, {"pool", "avg"}}});
+  p.preset({"kvpress", "kvpress", {{"window", "64"}, {"kernel", "5"}, {"pool", "avg"}}});
+}
+
+Scorer WindowScore::scorer() const {
+  const auto score = [*this](const LayerView& view, const Scoring& how) {
+    const Matrix& attention = view.window_attention(window, how.window_end);
+    const Candidates candidates = candidates_of(view.tokens(), how);
+    if (order == PoolOrder::pool_first) return how.grouping(pooled(attention, pool, kernel, candidates), view.group());
+    return pooled(how.grouping(attention, view.group()), pool, kernel, candidates);
+  };
+  return {.score = score,
+          .needs = last_queries(window),
+          .reads_recent = pool != Pool::none,
+          .reads_sinks = pool != Pool::none,
+          .places_window = true,
+          .queries = [window = window](const LayerView& view,
+                                       const Scoring& how) { return view.queries_before(window, how.window_end); },
+          .name = name_with_values("window", *this)};
+}
+
+void WindowFamily::parameters(Parameters& p) {
+  score.parameters(p);
+  grouping.parameters(p);
+}
+
+Plan WindowFamily::plan() const {
+  return {
+      .grouping = grouping,
+      .score = score.scorer(),
+      .protect = {.recent = Amount::tokens(score.window)},
+  };
+}
+
+}  // namespace kvreplay

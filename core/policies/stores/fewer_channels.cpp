@@ -1,0 +1,75 @@
+#include "policies/stores/fewer_channels.h"
+
+#include <algorithm>
+
+#include "float_types.h"
+#include "policies/arithmetic/ranking.h"
+#include "policies/plan_part.h"
+#include "policies/stores/stores.h"
+
+namespace kvreplay {
+namespace {
+
+struct FewerChannelsPart : FewerChannels {
+  static constexpr PartKind kind = PartKind::store;
+  static constexpr const char* name = "fewer-channels";
+  static constexpr const char* summary = "keys without the channels that matter least to the last queries";
+
+  void fill(Plan& plan) const { plan.store = store(); }
+};
+
+const RegisteredPart<FewerChannelsPart> registered;
+
+/// [d]: what each channel of a KV head adds to the logits, squared and up to a factor: sums where means are meant, so
+/// that equal scores of whole numbers are equal in their last bit.
+std::vector<double> channel_scores(const LayerView& view, const Matrix& queries, std::vector<float>& keys, int head,
+                                   std::span<const std::int32_t> held) {
+  const TensorView& shape = view.tensors().k;
+  std::vector<double> of_keys(static_cast<std::size_t>(shape.dim)), of_queries = of_keys;
+  for (const std::int32_t token : held) {
+    const std::span<const float> key = row_of(keys, shape, head, token);
+    for (std::size_t c = 0; c < key.size(); ++c)
+      of_keys[c] += static_cast<double>(key[c]) * static_cast<double>(key[c]);
+  }
+  for (int query_head = head * view.group(); query_head < (head + 1) * view.group(); ++query_head)
+    for (std::size_t c = 0; c < of_queries.size(); ++c) of_queries[c] += queries.row(query_head)[c];
+  for (std::size_t c = 0; c < of_keys.size(); ++c) of_keys[c] *= of_queries[c];
+  return of_keys;
+}
+
+std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& view, const KeptSet& kept) {
+  std::unique_ptr<StoredLayer> layer = exact_copy(view);
+  const Matrix& queries = view.query_squares(part.window);
+  const TensorView& k = view.tensors().k;
+  const TensorView& v = view.tensors().v;
+  const int dropped = static_cast<int>(k.dim * part.ratio);
+  for (int head = 0; head < k.heads; ++head) {
+    const std::vector<std::int32_t> held = held_of_prompt(view, kept, head);
+    if (held.empty()) continue;
+    const std::vector<std::int32_t> order = ranked(channel_scores(view, queries, layer->keys, head, held));
+    const std::size_t thinned = held.size() - std::min(held.size(), static_cast<std::size_t>(part.recent));
+    for (const std::int32_t token : std::span(held).first(thinned))
+      for (const std::int32_t c : std::span(order).last(static_cast<std::size_t>(dropped)))
+        row_of(layer->keys, k, head, token)[static_cast<std::size_t>(c)] = 0;
+    layer->bytes += static_cast<double>(held.size() * (k.row_bytes() + v.row_bytes())) -
+                    static_cast<double>(thinned * size_of(k.dtype)) * dropped;
+  }
+  return layer;
+}
+
+}  // namespace
+
+void FewerChannels::parameters(Parameters& p) {
+  const auto read = p.of_part("store");
+  p.add("window", window, IntRange{.least = 1}, "last queries that the channels are held against");
+  p.add("ratio", ratio, RealRange{}, "share of the channels that is dropped");
+  p.add("recent", recent, IntRange{.least = 0, .up_to = UpTo::prompt}, "last tokens that keep all channels");
+}
+
+Store FewerChannels::store() const {
+  return Transformed{
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); },
+      last_queries(window)};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,158 @@
+#include "policies/stores/merged_layers.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <memory>
+#include <numbers>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "float_types.h"
+#include "policies/arithmetic/ranking.h"
+#include "policies/stores/stores.h"
+
+namespace kvreplay {
+namespace {
+
+using Distance = MergedLayers::Distance;
+
+constexpr Choice<Distance> distance_words[] = {{"paper", Distance::paper}, {"code", Distance::code}};
+
+double product(std::span<const double> x, std::span<const double> y) {
+  return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
+}
+
+/// Between two vectors other than 0, of |a|^2 and <a, b>: by the part of b that stands upright on a, times |a|^2, for
+/// near 0 and pi an arc cosine has lost half its digits; and by one quotient, so that equal angles of whole numbers are
+/// equal in their last bit.
+double angle_between(std::span<const double> a, std::span<const double> b, double square, double along) {
+  double upright = 0;
+  for (std::size_t c = 0; c < a.size(); ++c) {
+    const double part = b[c] * square - a[c] * along;
+    upright += part * part;
+  }
+  const double angle = std::atan(std::sqrt(upright / (square * along * along)));
+  return along < 0 ? std::numbers::pi - angle : angle;
+}
+
+std::vector<double> numbers_of(const TensorView& tensor, int head, int token) {
+  std::vector<double> numbers(static_cast<std::size_t>(tensor.dim));
+  read_row(tensor, head, token, numbers);
+  return numbers;
+}
+
+/// A token's vector in both layers of a pair: lengths, and the angle between them.
+struct Pair {
+  std::vector<double> lower, upper;
+  double lower_length = 0, upper_length = 0, angle = 0;  // 0 beside a zero vector
+
+  Pair(const TensorView& below, const TensorView& above, int head, int token)
+      : lower(numbers_of(below, head, token)), upper(numbers_of(above, head, token)) {
+    const double square = product(lower, lower);
+    lower_length = std::sqrt(square);
+    upper_length = std::sqrt(product(upper, upper));
+    if (has_directions()) angle = angle_between(lower, upper, square, product(lower, upper));
+  }
+
+  bool has_directions() const { return lower_length > 0 && upper_length > 0; }
+  /// Opposite vectors have no direction between them, and a zero one has none at all.
+  bool can_merge() const { return has_directions() && angle < std::numbers::pi - 1e-6; }
+};
+
+/// The layers from L/2 on two by two; one that is left over is stored alone.
+int partner_of(int layer, int layers) {
+  const int first = (layers + 1) / 2;
+  if (layer < first) return layer;
+  const int other = first + ((layer - first) ^ 1);
+  return other < layers ? other : layer;
+}
+
+/// Which tokens keep both vectors. `directed`: the angles of those that have directions, which alone say how far angles
+/// reach.
+std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& angles,
+                        const std::vector<double>& directed) {
+  std::vector<bool> result(angles.size());
+  if (part.distance == Distance::code) {
+    const auto count = static_cast<std::int64_t>(part.gap * static_cast<double>(angles.size()));
+    for (const std::int32_t j : largest(angles, count)) result[static_cast<std::size_t>(j)] = true;
+    return result;
+  }
+  if (directed.empty()) return result;
+  const auto [least, most] = std::ranges::minmax(directed);
+  for (std::size_t j = 0; j < angles.size(); ++j) result[j] = angles[j] > least + part.gap * (most - least);
+  return result;
+}
+
+/// One KV head of keys or values in one of two layers; the numbers that both take.
+double merge(const MergedLayers& part, const TensorView& below, const TensorView& above, bool is_upper, int head,
+             int prompt, std::vector<float>& out) {
+  std::vector<double> angles, directed;
+  for (int token = 0; token < prompt; ++token) {
+    const Pair pair(below, above, head, token);
+    angles.push_back(pair.angle);
+    if (pair.has_directions()) directed.push_back(pair.angle);
+  }
+  const std::vector<bool> stays = apart(part, angles, directed);
+  double numbers = 0;
+  for (int token = 0; token < prompt; ++token) {
+    const Pair pair(below, above, head, token);
+    if (stays[static_cast<std::size_t>(token)] || !pair.can_merge()) {
+      numbers += 2.0 * below.dim;
+      continue;
+    }
+    numbers += below.dim + 2.0;
+    const double unit = pair.angle > 0 ? std::sin(pair.angle) : 1.0;
+    const double of_lower = pair.angle > 0 ? std::sin((1 - part.t) * pair.angle) / unit : 1 - part.t;
+    const double of_upper = pair.angle > 0 ? std::sin(part.t * pair.angle) / unit : part.t;
+    const double own_length = is_upper ? pair.upper_length : pair.lower_length;
+    const std::span<float> row = row_of(out, below, head, token);
+    for (std::size_t c = 0; c < row.size(); ++c)
+      row[c] = static_cast<float>(
+          own_length * (of_lower * pair.lower[c] / pair.lower_length + of_upper * pair.upper[c] / pair.upper_length));
+  }
+  return numbers;
+}
+
+std::unique_ptr<StoredLayer> stored(const MergedLayers& part, const LayerView& view, const Partner& partner) {
+  std::unique_ptr<StoredLayer> layer = exact_copy(view);
+  const LayerTensors& own = view.tensors();
+  if (partner.layer == view.layer()) {
+    layer->bytes = static_cast<double>(own.k.row_bytes() + own.v.row_bytes()) * own.k.heads * view.prompt();
+    return layer;
+  }
+  const bool is_upper = partner.layer < view.layer();
+  const LayerTensors& below = is_upper ? partner.tensors : own;
+  const LayerTensors& above = is_upper ? own : partner.tensors;
+  std::vector<double> bytes(static_cast<std::size_t>(own.k.heads));
+  view.on_threads(bytes.size(), [&](std::size_t i) {
+    const auto head = static_cast<int>(i);
+    const double keys = merge(part, below.k, above.k, is_upper, head, view.prompt(), layer->keys);
+    const double values = merge(part, below.v, above.v, is_upper, head, view.prompt(), layer->values);
+    bytes[i] =
+        (keys * static_cast<double>(size_of(own.k.dtype)) + values * static_cast<double>(size_of(own.v.dtype))) / 2;
+  });
+  layer->bytes = std::accumulate(bytes.begin(), bytes.end(), 0.0);
+  return layer;
+}
+
+}  // namespace
+
+void MergedLayers::parameters(Parameters& p) {
+  p.add("t", t, RealRange{}, "where the shared direction lies: 0 the lower layer's, 1 the upper one's");
+  p.add<Distance>("distance", distance, distance_words,
+                  "tokens stay apart by how far their angle reaches from the least to the greatest, or by their rank");
+  p.add("gap", gap, RealRange{},
+        "angles above min + gap (max - min) stay apart; with distance=code that share of them");
+}
+
+Store MergedLayers::store() const {
+  return Transformed{[part = *this](const LayerView& view, const KeptSet&, const Partner& partner) {
+                       return stored(part, view, partner);
+                     },
+                     {},
+                     partner_of};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,114 @@
+#include "policies/stores/quantised.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "error.h"
+#include "float_types.h"
+#include "policies/plan_part.h"
+#include "policies/stores/stores.h"
+
+namespace kvreplay {
+namespace {
+
+struct QuantisedPart : Quantised {
+  static constexpr PartKind kind = PartKind::store;
+  static constexpr const char* name = "quantised";
+  static constexpr const char* summary = "keys and values in a few bits: keys by channel, values by token";
+
+  void fill(Plan& plan) const { plan.store = store(); }
+};
+
+const RegisteredPart<QuantisedPart> registered;
+
+using Rows = std::span<float* const>;  // tokens of one head, [d] each
+
+float rounded_to_float16(float number) { return from_float16(to_float16(number)); }
+
+/// One group: channels [first, last) of some tokens. False where mn or s is beyond float16.
+bool quantise_group(Rows tokens, int first, int last, int bits) {
+  float least = std::numeric_limits<float>::infinity(), most = -least;
+  for (const float* token : tokens) {
+    const auto [low, high] = std::minmax_element(token + first, token + last);
+    least = std::min(least, *low);
+    most = std::max(most, *high);
+  }
+  const auto levels = static_cast<float>((1 << bits) - 1);
+  const float zero_point = rounded_to_float16(least);
+  const float scale = rounded_to_float16((most - zero_point) / levels);
+  if (!std::isfinite(scale)) return false;  // an infinite zero point makes it infinite too
+  for (float* token : tokens)
+    for (int c = first; c < last; ++c) {
+      const float level = scale == 0 ? 0.0F : std::rint(std::clamp((token[c] - zero_point) / scale, 0.0F, levels));
+      token[c] = level * scale + zero_point;
+    }
+  return true;
+}
+
+/// All groups of `group_tokens` x `group_channels` numbers of these tokens; the last ones may be short.
+bool quantise(Rows tokens, int dim, int group_tokens, int group_channels, int bits) {
+  const auto step = static_cast<std::size_t>(group_tokens);
+  for (std::size_t begin = 0; begin < tokens.size(); begin += step) {
+    const Rows of_group = tokens.subspan(begin, std::min(step, tokens.size() - begin));
+    for (int first = 0; first < dim; first += group_channels)
+      if (!quantise_group(of_group, first, std::min(first + group_channels, dim), bits)) return false;
+  }
+  return true;
+}
+
+/// Tokens of one head in `numbers`, [heads, T, d].
+std::vector<float*> rows_of_head(std::vector<float>& numbers, const TensorView& shape, int head,
+                                 std::span<const std::int32_t> positions) {
+  std::vector<float*> rows;
+  for (const std::int32_t position : positions) rows.push_back(row_of(numbers, shape, head, position).data());
+  return rows;
+}
+
+std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view, const KeptSet& kept) {
+  const LayerTensors& exact = view.tensors();
+  std::unique_ptr<StoredLayer> layer = exact_copy(view);
+
+  double bits = 0;
+  for (int head = 0; head < exact.k.heads; ++head) {
+    const std::vector<std::int32_t> positions = held_of_prompt(view, kept, head);
+    const int held = static_cast<int>(positions.size());
+    const int quantised_keys = part.residual == 0 ? held : held - held % part.residual;
+    const int quantised_values = std::max(0, held - part.residual);
+
+    const std::vector<float*> keys = rows_of_head(layer->keys, exact.k, head, positions);
+    const std::vector<float*> values = rows_of_head(layer->values, exact.v, head, positions);
+    if (!quantise(Rows(keys).first(static_cast<std::size_t>(quantised_keys)), exact.k.dim, part.group, 1, part.bits) ||
+        !quantise(Rows(values).first(static_cast<std::size_t>(quantised_values)), exact.v.dim, 1, part.group,
+                  part.bits))
+      throw Error{Refusal::input, fmt::format("/layers/{:03}", view.stored_layer()), "quantised keys or values",
+                  "zero points and scales within float16", "a larger one in KV head " + std::to_string(head)};
+
+    const double quantised_bits = part.bits + 32.0 / part.group;
+    const auto bits_of = [&](int quantised, int dim) {
+      return (quantised * quantised_bits + (held - quantised) * 16.0) * dim;
+    };
+    bits += bits_of(quantised_keys, exact.k.dim) + bits_of(quantised_values, exact.v.dim);
+  }
+  layer->bytes = bits / 8;
+  return layer;
+}
+
+}  // namespace
+
+void Quantised::parameters(Parameters& p) {
+  const auto read = p.of_part("store");
+  p.add("bits", bits, IntRange{.least = 1, .most = 8}, "bits of a quantised number");
+  p.add("group", group, IntRange{.least = 1}, "numbers that share a scale and a zero point");
+  p.add("residual", residual, IntRange{.least = 0}, "last tokens that may stay exact");
+}
+
+Store Quantised::store() const {
+  return Transformed{
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); }};
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,46 @@
+// Stores by name that change no number of a kept token; those that do have files of their own.
+#include "policies/stores/stores.h"
+
+#include <algorithm>
+
+#include "float_types.h"
+#include "policies/plan_part.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Choice<Positions> positions_words[] = {{"original", Positions::original}, {"cache", Positions::cache}};
+
+const RegisteredFixedPart registered_exact{PartKind::store, "exact", "kept tokens stay as they are, where they were",
+                                           [](Plan& plan) { plan.store = Exact{}; }};
+const RegisteredFixedPart registered_cache{PartKind::store, "cache",
+                                           "kept tokens move to their slots in the cache, and so does the query",
+                                           [](Plan& plan) { plan.store = CachePositions{}; }};
+
+}  // namespace
+
+void add_positions(Parameters& p, Positions& positions) {
+  p.add<Positions>("positions", positions, positions_words,
+                   "kept tokens stay where they were, or move to their slots 0, 1, 2 ...");
+}
+
+Store store_at(Positions positions) { return positions == Positions::cache ? Store{CachePositions{}} : Store{Exact{}}; }
+
+std::unique_ptr<StoredLayer> exact_copy(const LayerView& view) {
+  const LayerTensors& exact = view.tensors();
+  auto layer = std::make_unique<StoredLayer>();
+  layer->keys = widened(exact.k);
+  layer->values = widened(exact.v);
+  layer->tensors = exact;
+  layer->tensors.k = view_of(layer->keys, exact.k);
+  layer->tensors.v = view_of(layer->values, exact.v);
+  return layer;
+}
+
+std::vector<std::int32_t> held_of_prompt(const LayerView& view, const KeptSet& kept, int kv_head) {
+  std::vector<std::int32_t> positions = kept.positions(kept.heads() == Heads::kv ? kv_head : 0);
+  positions.erase(std::ranges::lower_bound(positions, view.prompt()), positions.end());
+  return positions;
+}
+
+}  // namespace kvreplay
