@@ -11,7 +11,8 @@
 #include "float_types.h"
 #include "observables/logits.h"
 #include "observables/projected_outputs.h"
-#include "replay/selection.h"
+#include "policies/selection.h"
+#include "replay/trace_inputs.h"
 
 namespace kvreplay {
 namespace {

@@ -20,8 +20,9 @@
 #include "hash.h"
 #include "nearest.h"
 #include "parallel.h"
+#include "policies/selection.h"
 #include "policies/twin.h"
-#include "replay/selection.h"
+#include "replay/trace_inputs.h"
 #include "trace/trace_name.h"
 
 namespace kvreplay {
@@ -236,7 +237,7 @@ Granularity finest(std::span<const LayerPlan> plans, const PartTrace& trace) {
 bool saves_scores(std::span<const LayerPlan> plans) {
   return std::ranges::all_of(plans, [&](const LayerPlan& of_range) {
     const Plan& plan = of_range.plan;
-    return plan.score && std::holds_alternative<Once>(plan.schedule) && plan.nesting == Nesting::none &&
+    return plan.score && plan.schedule->decided() == Decision::after_prefill && plan.nesting == Nesting::none &&
            plan.grouping.heads == plans.front().plan.grouping.heads;
   });
 }
@@ -283,8 +284,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
   facts.heads = word(finest(plans, work.facts).heads);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
-    return std::holds_alternative<Everything>(of_range.plan.allocate) &&
-           std::holds_alternative<Transformed>(of_range.plan.store);
+    return of_range.plan.allocate->keeps_everything() && of_range.plan.store->changes_tokens();
   });
   facts.budget = budget.literal;
   facts.budget_tokens = tokens_of(budget, trace, work.conditions, policy);

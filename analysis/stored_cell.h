@@ -9,6 +9,7 @@
 
 #include "attention/backend.h"
 #include "replay/replay.h"
+#include "replay/stored_cells.h"
 #include "trace/trace.h"
 
 namespace kvreplay {

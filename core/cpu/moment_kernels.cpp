@@ -5,7 +5,7 @@
 #include "cpu/simd_level.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "attention/moment_kernels.cpp"
+#define HWY_TARGET_INCLUDE "cpu/moment_kernels.cpp"
 #include <hwy/foreach_target.h>
 // Highway's order: its own headers come after foreach_target.h, in every pass over this file.
 #include <hwy/highway.h>

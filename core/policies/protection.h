@@ -33,6 +33,8 @@ struct Protection {
     int sinks = 0;
     int recent = 0;
   };
+  /// All of the budget, whatever it is.
+  bool is_all() const { return recent.is_fraction() && recent.share == 1.0; }
   Clamped within(int budget, int prompt, MarkedQuestion marked) const;
 };
 

@@ -1,56 +1,53 @@
 // When tokens are evicted, and so what a query sees: R(t) changes with time.
 //
-// At step t: append, attend, then evict. `once` sees R(t) = I and the tokens after the prompt. Where each query reads
-// some of what is held, nothing is evicted.
+// At step t: append, attend, then evict. Where sets are decided once, a query sees R(t) = I and the tokens after the
+// prompt. The schedules are in policies/schedules.
 #pragma once
 
 #include <functional>
-#include <string_view>
-#include <variant>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "attention/kept_set.h"
 #include "observables/layer_view.h"
 #include "parameters.h"
+#include "policies/properties.h"
 
 namespace kvreplay {
 
-/// When the prompt has been seen, down to B.
-struct Once {};
+struct LayerSelection;  // policies/selection.h
 
-/// What is known at the end of a block of the context.
-struct BlockEnd {
-  int budget = 0;   // B less the spared tokens
-  int context = 0;  // n: tokens that come in blocks
-  int seen = 0;     // of them so far
-  int held = 0;     // before this block
-  int block = 0;    // tokens of this block
+/// When a plan's sets are decided, as a live system would have to: after an uncompressed prefill, whose queries, keys
+/// and values no eviction has changed; while it runs, so that later queries and deeper layers feel the eviction; by
+/// later queries, which no system has; or never, because all tokens are held.
+enum class Decision { after_prefill, during_prefill, future, never };
+
+/// What a row may hold: `tokens`, or a share of those seen so far, `tokens` when the prompt has been.
+struct Allowance {
+  int tokens = 0;
+  double of_seen = 0;  // 0: it stands
+
+  int after(int seen) const { return of_seen > 0 ? Amount::fraction(of_seen).of_prompt(seen) : tokens; }
 };
 
-/// The prompt comes in blocks of `block` tokens; a block attends to what is held and to itself, then what is held is
-/// cut. The last tokens of the prompt may be spared: they come after all blocks and stay. Tokens after the prompt stay.
-struct Blocks {
-  std::string_view name = "every";  // of the schedule, as users call it
-  int block = 512;
-  /// How many tokens, of P and the begin of the marked question (-1: none is marked); empty: none.
-  std::function<int(int prompt, int question)> spared = {};
-  bool asks_marked_question = false;              // where none is marked, others take its place
-  std::function<int(const BlockEnd&)> keep = {};  // how many of the context are held from here on; empty: `budget`
-  bool by_relevance = false;                      // slots in the order of the scores, not of the positions
-
-  int spared_tokens(int prompt, int question) const { return spared ? spared(prompt, question) : 0; }
+/// A layer under a policy at a budget, which is less than P where there is one.
+struct ScheduledLayer {
+  const LayerView& view;
+  const Plan& plan;
+  Allowance budget;
+  const std::string& policy;          // its name, for messages
+  const std::function<void()>& poll;  // called before each step; it may throw
 };
 
-/// When `peak` tokens are held, they are cut to `keep`; also after the prompt. Fractions are read as those of a budget
-/// are. There is no other budget.
-struct Threshold {
-  Amount peak = Amount::tokens(4000);
-  Amount keep = Amount::tokens(2000);
-};
-
-/// After each token the lowest score goes while more than B are held, also after the prompt.
-struct Online {
-  bool grow = false;          // after the prompt nothing goes
-  bool prefill_once = false;  // the prompt is cut as by `Once`, its scores go on
+/// What a schedule is checked against, before any layer is read.
+struct ScheduledPrompt {
+  const std::string& policy;  // its name, for messages
+  int tokens = 0;             // P
+  MarkedQuestion question = {};
+  Allowance budget = {};
+  bool evicts = true;    // the budget is less than P, or there is none
+  int first_query = -1;  // the first eval query; -1: there is none
 };
 
 /// What each query reads of a layer that holds all of the prompt.
@@ -59,14 +56,43 @@ struct LayerReads {
   double bytes = 0;                      // that are held for it, beside keys and values
 };
 
-/// Nothing goes: B is how many tokens of the prompt a query reads. A budget of P or more reads all.
-struct Reads {
-  std::function<LayerReads(const LayerView&, int budget)> of_layer;
+/// Every plan has one, which many plans may share.
+class Schedule {
+ public:
+  virtual ~Schedule() = default;
+
+  /// As it is asked for: "schedule=every".
+  virtual std::string name() const = 0;
+  /// during_prefill: sets change with time, and run() makes them. after_prefill: the engine chooses once, when the
+  /// prompt has been seen. never: each query reads some of what is held, as reads() says.
+  virtual Decision decided() const { return Decision::during_prefill; }
+  /// What the other parts of its plan must provide.
+  virtual Requirements required() const;
+  /// Whether it evicts after the prompt, too, and so reads queries there.
+  virtual bool goes_on_after_prompt() const { return false; }
+  /// Whether a token may go after each query, by products that no other schedule needs.
+  virtual bool is_online() const { return false; }
+  /// Whether its layer is copied for query heads that have sets of their own.
+  virtual bool repeats(Heads) const { return false; }
+  /// Whether B says how much is held.
+  virtual bool has_budget() const { return true; }
+  /// Tokens of a row between evictions, where has_budget() is false.
+  virtual int held(int prompt) const { return prompt; }
+  /// The last tokens of the prompt, which it evicts at no time.
+  virtual int spared(int /*prompt*/, MarkedQuestion) const { return 0; }
+  /// Whether these are the question that ends the prompt, and whole.
+  virtual bool spares_question() const { return false; }
+  /// Whether the marked question says which these are; without one, others take its place.
+  virtual bool asks_marked_question() const { return false; }
+  /// Throws Error{usage} where its own values, and Error{input} where the budget does not fit the prompt.
+  virtual void check(const ScheduledPrompt&) const {}
+
+  /// The sets of a layer. Throws what check() would, and what `poll` throws.
+  virtual LayerSelection run(const ScheduledLayer&) const;
+  /// Of schedules that decide nothing. `budget`: tokens of the prompt that a query may read, less than P.
+  virtual LayerReads reads(const LayerView&, int /*budget*/) const { return {}; }
 };
 
-/// The first and the last tokens by rule: query t sees the sinks and the last B - sinks tokens, itself included.
-struct Rolling {};
-
-using Schedule = std::variant<Once, Blocks, Threshold, Online, Rolling, Reads>;
+using SchedulePtr = std::shared_ptr<const Schedule>;
 
 }  // namespace kvreplay

@@ -6,8 +6,7 @@
 #include "nearest.h"
 #include "positions.h"
 #include "replay/replay.h"
-#include "replay/schedules.h"
-#include "replay/selection.h"
+#include "replay/trace_inputs.h"
 
 namespace kvreplay {
 namespace {
@@ -128,12 +127,6 @@ namespace {
 /// Tokens that may follow the question: a chat template's.
 constexpr int most_after_question = 16;
 
-/// Tokens that the plan's schedule spares.
-int spared_tokens(const Plan& plan, int prompt, MarkedQuestion question) {
-  const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-  return blocks != nullptr ? blocks->spared_tokens(prompt, question.begin) : 0;
-}
-
 /// The prompt queries that the plan reads, [first, end); P where it reads none.
 struct QueryRange {
   int first = 0;
@@ -151,52 +144,35 @@ QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuesti
   const Needs needs = needs_of(plan);
   const Scoring how = scoring_of(plan, kept_by_rule(plan, budget, prompt, question), budget, prompt, question);
   const int recent = needs.recent_queries ? std::max(1, how.observing) : 0;
-  const int asked = needs.question ? spared_tokens(plan, prompt, question) : 0;
-  const bool evicts_in_time =
-      !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
-  const bool in_time = evicts_in_time && (needs.last_queries > 0 || needs.recent_queries);
+  const int asked = needs.question ? plan.schedule->spared(prompt, question) : 0;
+  const bool in_time =
+      plan.schedule->decided() == Decision::during_prefill && (needs.last_queries > 0 || needs.recent_queries);
   if (needs.all_queries || in_time) return {0, prompt};
   const int window_end = std::min(how.window_end, prompt);
   QueryRange range{prompt, prompt};
   range.add(plan.score.needs.last_queries, window_end);
   range.add(recent, window_end);
-  range.add(needs_of(plan.store).last_queries, prompt);
+  range.add(plan.store->needs().last_queries, prompt);
   range.add(asked, prompt);
   return range;
 }
 
-/// Whether the plan reads what comes after the prompt, too.
-bool reads_continuation(const Plan& plan) {
-  const auto* online = std::get_if<Online>(&plan.schedule);
-  return online != nullptr ? !online->grow : std::holds_alternative<Threshold>(plan.schedule);
-}
-
 void check_on_trace(const Trace& trace, const Conditions& conditions, const LayerPlan& of_range, const std::string& who,
-                    int budget) {
+                    Allowance allowed) {
+  const int budget = allowed.tokens;
   const Plan& plan = of_range.plan;
   const int prompt = conditions.boundary;
   const MarkedQuestion question = marked_question(trace, prompt);
   for (int l = 0; l < of_range.count; ++l)
-    if (const int source = plan.share(l, of_range.count); source < 0 || source >= of_range.count)
+    if (const int source = plan.share.source(l, of_range.count); source < 0 || source >= of_range.count)
       throw Error{Refusal::usage, who, "no such layer", fmt::format("-{}..{}", of_range.count, of_range.count - 1),
                   fmt::format("layer {}", source < 0 ? source - of_range.count : source)};
-  if (const auto* threshold = std::get_if<Threshold>(&plan.schedule)) tokens_of(*threshold, prompt, who);
+  plan.schedule->check({who, prompt, question, allowed, !keeps_everything(plan, budget, prompt),
+                        conditions.eval_queries.empty() ? -1 : conditions.eval_queries.front()});
   if (!keeps_everything(plan, budget, prompt)) {  // throws what replay would
-    const Division division = division_of(plan, trace.header(), of_range.count, prompt, budget, question);
-    if (const auto* by_layer = std::get_if<ByLayer>(&plan.allocate)) (*by_layer)(division);
-    if (const auto* by_head = std::get_if<ByHead>(&plan.allocate)) (*by_head)(division);
+    plan.allocate->counts(division_of(plan, trace.header(), of_range.count, prompt, budget, question));
   }
-  const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-  if (blocks != nullptr && !keeps_everything(plan, budget, prompt)) {
-    if (const int spared = blocks->spared_tokens(prompt, question.begin); budget <= spared)
-      throw Error{Refusal::input, who, fmt::format("no room beside the {} tokens of the question", spared),
-                  fmt::format("a budget of at least {} tokens", spared + 1), std::to_string(budget)};
-    if (blocks->by_relevance && !conditions.eval_queries.empty() && conditions.eval_queries.front() < prompt)
-      throw Error{Refusal::input, who, "slots by relevance are measured after the prompt",
-                  "--eval continuation, and no attention_cosine:rows",
-                  fmt::format("query {}", conditions.eval_queries.front())};
-  }
-  if (std::holds_alternative<CachePositions>(plan.store) && !trace.header().has_rope)
+  if (plan.store->moves_tokens() && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
                 "the model's RoPE", "none"};
   for (int l = of_range.first; needs_of(plan).projection && l < of_range.first + of_range.count; ++l)
@@ -207,7 +183,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
                 "keys and queries cannot be un-rotated for " + who, "the model's RoPE", "none"};
   const auto [first, end] = prompt_queries(plan, budget, prompt, question);
-  const bool goes_on = first < prompt && reads_continuation(plan);
+  const bool goes_on = first < prompt && plan.schedule->goes_on_after_prompt();
   const std::vector<std::int32_t> wanted = position_range(first, goes_on ? trace.header().tokens() : end);
   const std::span<const int> layers =
       std::span(conditions.layers)
@@ -230,12 +206,9 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
-    if (const std::string* other = policy_taken_from(of_range.plan.allocate))
+    if (const std::string* other = of_range.plan.allocate->other())
       check_policy(trace, conditions, ConfiguredPolicy::parse(*other), budget, of_seen);
-    if (of_seen > 0 && std::holds_alternative<Rolling>(of_range.plan.schedule))
-      throw Error{Refusal::usage, policy.name(), "its window has one size: a first token that was let go is gone",
-                  "a budget without @seen, or schedule=once", fmt::format("{}@seen", of_seen)};
-    check_on_trace(trace, conditions, of_range, policy.name(), budget);
+    check_on_trace(trace, conditions, of_range, policy.name(), {budget, of_seen});
   }
 }
 
@@ -245,14 +218,14 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
   const MarkedQuestion question = marked_question(trace, prompt);
   QueryRange read{prompt, prompt};
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
-    if (const std::string* other = policy_taken_from(of_range.plan.allocate)) {
+    if (const std::string* other = of_range.plan.allocate->other()) {
       const std::vector<std::int32_t> by_other =
           queries_read(trace, conditions, ConfiguredPolicy::parse(*other), budget);
       if (!by_other.empty()) read.add(by_other.back() + 1 - by_other.front(), by_other.back() + 1);
     }
     const QueryRange by_plan = prompt_queries(of_range.plan, budget, prompt, question);
     read.add(by_plan.end - by_plan.first, by_plan.end);
-    if (by_plan.first < prompt && reads_continuation(of_range.plan)) read.end = trace.header().tokens();
+    if (by_plan.first < prompt && of_range.plan.schedule->goes_on_after_prompt()) read.end = trace.header().tokens();
   }
   return position_range(read.first, read.end);
 }
@@ -261,8 +234,7 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
   double bytes = 0;
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
-    const auto* changed = std::get_if<Transformed>(&plan.store);
-    if (has_budget(plan) && changed != nullptr && !changed->has_exact_size)
+    if (has_budget(plan) && !plan.store->has_exact_size())
       throw Error{Refusal::usage, policy.name(), "its store changes what a token takes", "a budget in tokens", "bytes"};
     for (int l = of_range.first; l < of_range.first + of_range.count; ++l) {
       const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
@@ -281,8 +253,7 @@ bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, 
     const Plan& plan = of_range.plan;
     const bool chooses = plan.score || plan.select.one_set;
     if (!chooses || keeps_everything(plan, budget, prompt)) return false;
-    const auto* threshold = std::get_if<Threshold>(&plan.schedule);
-    const int held = threshold != nullptr ? threshold->keep.of_prompt(prompt) : has_budget(plan) ? budget : prompt;
+    const int held = has_budget(plan) ? budget : plan.schedule->held(prompt);
     const auto [sinks, recent] = plan.protect.within(held, prompt, question);
     if (sinks + recent < held) return false;
   }
@@ -293,9 +264,8 @@ std::string without_question(const Trace& trace, const Conditions& conditions, c
   if (marked_question(trace, conditions.boundary).is_marked()) return "";
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(conditions.layers.size()));
   const auto asks = [](const LayerPlan& of_range) {
-    const auto* blocks = std::get_if<Blocks>(&of_range.plan.schedule);
     const Protection& observing = of_range.plan.observing ? *of_range.plan.observing : of_range.plan.protect;
-    return (blocks != nullptr && blocks->asks_marked_question) || observing.question.marked;
+    return of_range.plan.schedule->asks_marked_question() || observing.question.marked;
   };
   if (std::ranges::any_of(plans, asks)) return "uses the last tokens of the prompt instead";
   const bool places = std::ranges::any_of(

@@ -9,7 +9,7 @@
 #include "observables/projected_outputs.h"
 #include "positions.h"
 #include "random.h"
-#include "replay/schedules.h"
+#include "replay/trace_inputs.h"
 
 namespace kvreplay {
 namespace {
@@ -90,26 +90,23 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
   for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
     shape.rows = std::max(shape.rows,
                           static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
-    shape.across_layers |= divides_over_layers(plan.allocate);
+    shape.across_layers |= plan.allocate->from() == CountsFrom::all_layers;
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.own_memory |= plan.own_memory;
-    shape.general |= !std::holds_alternative<Exact>(plan.store);
-    shape.reads |= std::holds_alternative<Reads>(plan.schedule);
-    shape.in_time |= !std::holds_alternative<Once>(plan.schedule) && !std::holds_alternative<Reads>(plan.schedule);
-    const auto* transformed = std::get_if<Transformed>(&plan.store);
-    shape.pairs |= transformed != nullptr && transformed->paired_with;
-    shape.online |= std::holds_alternative<Online>(plan.schedule);
+    shape.general |= plan.store->moves_tokens() || plan.store->changes_tokens();
+    shape.reads |= plan.schedule->decided() == Decision::never;
+    shape.in_time |= plan.schedule->decided() == Decision::during_prefill;
+    shape.pairs |= plan.store->pairs_layers();
+    shape.online |= plan.schedule->is_online();
     if (plan.select.one_set)
-      for (int l = 0; l < count; ++l) shape.similarity_layers += is_source(plan.share, l, count) ? 1 : 0;
+      for (int l = 0; l < count; ++l) shape.similarity_layers += plan.share.is_source(l, count) ? 1 : 0;
     const Needs needs = needs_of(plan);
-    const auto* blocks = std::get_if<Blocks>(&plan.schedule);
-    const int asked =
-        needs.question && blocks != nullptr ? blocks->spared_tokens(conditions.boundary, question.begin) : 0;
+    const int asked = needs.question ? plan.schedule->spared(conditions.boundary, question) : 0;
     shape.last_queries = std::max({shape.last_queries, needs.last_queries, asked});
     // What un-rotates queries reads each of them for itself, not against all keys.
     shape.all_queries |= needs.all_queries && !needs.rope && !shape.online;
     shape.unrotates |= needs.rope;
-    shape.repeats |= repeats_heads(plan);
+    shape.repeats |= plan.schedule->repeats(plan.grouping.heads);
   }
   return shape;
 }
@@ -231,7 +228,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
       // many cells as there are threads, while their slots are divided.
       std::size_t ranked = 0;
       for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
-        if (!divides_over_layers(plan.allocate)) continue;
+        if (plan.allocate->from() != CountsFrom::all_layers) continue;
         const std::size_t scores =
             static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
         ranked += scores * static_cast<std::size_t>(count);

@@ -15,8 +15,8 @@
 
 #include "attention/backend.h"
 #include "observables/layer_view.h"
+#include "policies/selection.h"
 #include "policies/text/configured.h"
-#include "replay/selection.h"
 #include "trace/trace.h"
 
 namespace kvreplay {
@@ -56,9 +56,6 @@ struct Cell {
   std::optional<MomentParts> measure = all_moments;  // wanted moments; none: the cell is not measured
   std::uint64_t checked_at = 0;  // any number: says at which query, in which head and layer, cross_checked hears of it
 };
-
-/// Whether a layer's counts depend on the scores of all layers, which are then held together.
-bool divides_over_layers(const Allocator& allocate);
 
 /// What the scores of a layer depend on: name of the scorer, and the numbers of Scoring that it reads. Of scorers with
 /// a name, equal keys mean equal scores.
@@ -119,19 +116,6 @@ bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, 
 /// What the policy uses where it needs a marked question and the trace has none, as the end of a warning. Empty: it
 /// needs none, or has one.
 std::string without_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
-
-/// float32 keys of a layer, [Hkv, T, d], or [Hq, T, d] where each query head has a set of its own, with the kept ones
-/// at their slots, as their distances from queries after the prompt see them: slot i of n kept tokens stands n - i
-/// before the first of these.
-std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& selection);
-
-/// A layer of a cell, as Sink::selected gets it; `moves`: kept keys stand at their slots.
-using StoreApplied =
-    std::function<void(const LayerView&, const LayerSelection&, const StoredLayer* stored, bool moves)>;
-
-/// Applies the store of a cell whose sets are `known` to one treated layer, and tells the result.
-void apply_store(Backend& backend, const Trace& trace, const Conditions& conditions, const Cell& cell, int layer,
-                 const StoreApplied& heard);
 
 /// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns
 /// all of them; Error{interrupted} when `interrupted` (polled between layers, steps of a schedule and query blocks)

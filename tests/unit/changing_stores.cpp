@@ -20,11 +20,11 @@ constexpr int prompt = 25;
 
 class ChangingStore : public ::testing::Test {
  protected:
-  std::unique_ptr<StoredLayer> stored(const Store& store, const KeptSet& kept) {
-    return std::get<Transformed>(store).store(view, kept, {.layer = view.layer(), .tensors = tensors});
+  std::unique_ptr<StoredLayer> stored(const StorePtr& store, const KeptSet& kept) {
+    return store->apply(view, kept, {.layer = view.layer(), .tensors = tensors});
   }
 
-  static Store store_of(const std::string& policy) {
+  static StorePtr store_of(const std::string& policy) {
     return ConfiguredPolicy::parse(policy).plans(4).front().plan.store;
   }
 
@@ -92,8 +92,8 @@ TEST_F(ChangingStore, FewerChannelsOfNothingAndOfEverything) {
   EXPECT_EQ(stored(FewerChannels{.ratio = 0}.store(), all())->keys, widened(tensors.k));
   EXPECT_EQ(stored(FewerChannels{.recent = 25}.store(), all())->keys, widened(tensors.k));
   EXPECT_EQ(bytes({.ratio = 1, .recent = 0}), 2 * 25 * 8 * 2.0);
-  EXPECT_EQ(stored({FewerChannels{.window = 1000}.store()}, all())->keys,
-            stored({FewerChannels{.window = prompt}.store()}, all())->keys);
+  EXPECT_EQ(stored(FewerChannels{.window = 1000}.store(), all())->keys,
+            stored(FewerChannels{.window = prompt}.store(), all())->keys);
 }
 
 /// What cam-one-shot makes of the values of one KV head, token by token as its definition reads.
@@ -177,19 +177,19 @@ TEST_F(Merged, NothingWhereNothingIsEvictedOrSeen) {
   EXPECT_EQ(stored(MergedValues{}.store(), all())->values, widened(tensors.v));
   backend.sums = Matrix(6, prompt);
   LayerView unseen{backend, tensors, {.prompt = prompt}, {}};
-  EXPECT_EQ(std::get<Transformed>(MergedValues{}.store()).store(unseen, kept(), {})->values, widened(tensors.v));
+  EXPECT_EQ(MergedValues{}.store()->apply(unseen, kept(), {})->values, widened(tensors.v));
 }
 
 class MiniCached : public ChangingStore {
  protected:
   /// The stored numbers of both layers of a pair: `layer` below `upper`.
   std::vector<std::unique_ptr<StoredLayer>> both(const std::string& policy) {
-    const Store store = store_of(policy);
+    const StorePtr store = store_of(policy);
     std::vector<std::unique_ptr<StoredLayer>> result;
     const LayerView below{backend, tensors, {.layer = 2, .layers = 4, .stored_layer = 2, .prompt = prompt}, {}};
     const LayerView above{backend, upper_tensors, {.layer = 3, .layers = 4, .stored_layer = 3, .prompt = prompt}, {}};
-    result.push_back(std::get<Transformed>(store).store(below, all(), {3, upper_tensors}));
-    result.push_back(std::get<Transformed>(store).store(above, all(), {2, tensors}));
+    result.push_back(store->apply(below, all(), {3, upper_tensors}));
+    result.push_back(store->apply(above, all(), {2, tensors}));
     return result;
   }
 
@@ -243,8 +243,8 @@ TEST_F(MiniCached, DirectionsBetweenThoseOfBothLayersAndOwnLengths) {
 }
 
 TEST_F(MiniCached, LayersFromTheMiddleOnTwoByTwo) {
-  const Store store = store_of("minicache");
-  const Sharing partner = std::get<Transformed>(store).paired_with;
+  const StorePtr store = store_of("minicache");
+  const auto partner = [&](int l, int layers) { return store->partner(l, layers); };
   const auto partners = [&](int layers) {
     std::vector<int> all;
     for (int l = 0; l < layers; ++l) all.push_back(partner(l, layers));

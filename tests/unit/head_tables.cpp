@@ -86,7 +86,7 @@ TEST(ArrayFiles, DamagedOnesAreRefusedOrRead) {
 }
 
 std::vector<std::vector<int>> counts(const std::string& policy, const Division& division) {
-  return std::get<ByHead>(ConfiguredPolicy::parse(policy).plans(division.layers).front().plan.allocate)(division);
+  return ConfiguredPolicy::parse(policy).plans(division.layers).front().plan.allocate->counts(division);
 }
 
 TEST(HeadKv, DividesTheBudgetByImportance) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "policies/plan_part.h"
+#include "policies/schedules/schedules.h"
 #include "policies/text/configured.h"
 
 namespace kvreplay {
@@ -31,10 +32,9 @@ const Refused refused[] = {
      "local: all of the budget stays by rule: expected another policy for this part, found counts from the number of "
      "layers"},
     {"strided:allocate=dynamickv",
-     "strided: the allocator divides what is scored: expected a score, or allocate=uniform, found counts from all "
-     "layers' scores"},
+     "strided: the allocator divides what is scored: expected a score, or allocate=uniform, found no score"},
     {"local:select=redundancy",
-     "local: all of the budget stays by rule: expected another policy for this part, found a selector"},
+     "local: all of the budget stays by rule: expected another policy for this part, found a selector without scores"},
     {"strided:select=redundancy",
      "strided: similarity is that of all heads of a token together: expected heads=layer, found a set for each head"},
     {"pyramid-infer:allocate=uniform",
@@ -80,8 +80,7 @@ const Refused refused[] = {
      "simlayerkv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
      "counts from a layer's scores"},
     {"simlayerkv:select=stride",
-     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found counts from a "
-     "layer's scores"},
+     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found no score"},
     {"snapkv:schedule=question-blocks(9,relevance)",
      "snapkv: slots in the order of scores are positions in the cache: expected store=cache (positions=cache), or "
      "order=position, found tokens that stay where they were"},
@@ -143,7 +142,7 @@ struct InBlocks {
   int block = 512;
 
   void parameters(Parameters& p) { p.add("block", block, IntRange{.least = 1}, "tokens of the prompt between cuts"); }
-  void fill(Plan& plan) const { plan.schedule = Blocks{.block = block}; }
+  void fill(Plan& plan) const { plan.schedule = after_every(block); }
 };
 
 TEST(PlanRules, OneNameWithOneRangeMayStillMeanTwoThings) {
@@ -162,12 +161,11 @@ TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {
   Plan plan;
   plan.grouping.heads = Heads::layer;
   plan.score.score = [](const LayerView&, const Scoring&) { return Matrix(); };
-  plan.allocate =
-      AcrossLayers([](const Division&, std::span<const Matrix* const>) { return std::vector<std::vector<int>>(); });
+  plan.allocate = across_layers([](const Division&, LayerScores) { return LayerCounts(); });
   EXPECT_NO_THROW(check_plan("mine", plan));
   plan.select.reads_layer = true;
   EXPECT_THROW(check_plan("mine", plan), Error);
-  plan.allocate = ByLayer([](const Division&) { return std::vector<int>(); });
+  plan.allocate = by_layer([](const Division&) { return std::vector<int>(); });
   EXPECT_NO_THROW(check_plan("mine", plan));
   plan.nesting = Nesting::within_previous;
   EXPECT_NO_THROW(check_plan("mine", plan)) << "one set a layer is chosen while it is resident";

@@ -479,9 +479,9 @@ TEST(AllocationParts, FillAnyPlan) {
     return plan.allocate;
   };
   const Division division{.layers = 3, .prompt = 99, .budget = 7};
-  EXPECT_EQ(std::get<ByLayer>(allocator("pyramid(1)"))(division), (Counts{7, 7, 7}));
-  EXPECT_EQ(std::get<ByLayer>(allocator("decay(0.5,constant)"))(division), (Counts{12, 6, 3}));
-  EXPECT_EQ(std::get<AcrossLayers>(allocator("dynamickv(1)"))(two_layers_division, pointers(two_layers)),
+  EXPECT_EQ(allocator("pyramid(1)")->counts(division), (LayerCounts{{7}, {7}, {7}}));
+  EXPECT_EQ(allocator("decay(0.5,constant)")->counts(division), (LayerCounts{{12}, {6}, {3}}));
+  EXPECT_EQ(allocator("dynamickv(1)")->counts_of_layers(two_layers_division, pointers(two_layers), 0),
             (LayerCounts{{4}, {4}}));
   for (const char* outside : {"pyramid(0)", "decay(0)", "decay(1.1)", "dynamickv(0.9)", "dynamickv(1,0)"})
     EXPECT_THROW(allocator(outside), Error) << outside;

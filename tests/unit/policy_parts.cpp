@@ -351,21 +351,23 @@ TEST(HeadAndTail, SparesTheQuestionAndHalvesTheRest) {
 
 TEST(Sharing, FirstOfEveryN) {
   const Sharing share = every(3);
-  EXPECT_EQ(share(0, 7), 0);
-  EXPECT_EQ(share(2, 7), 0);
-  EXPECT_EQ(share(6, 7), 6);
-  EXPECT_EQ(no_sharing()(5, 7), 5);
+  EXPECT_EQ(share.source(0, 7), 0);
+  EXPECT_EQ(share.source(2, 7), 0);
+  EXPECT_EQ(share.source(6, 7), 6);
+  EXPECT_EQ(Sharing{}.source(5, 7), 5);
+  EXPECT_TRUE(share.shares());
+  EXPECT_FALSE(every(1).shares());
 }
 
 TEST(Sharing, LastOfEveryNAndOneForAll) {
   const Sharing last = last_of(3);
-  EXPECT_EQ(last(0, 7), 2);
-  EXPECT_EQ(last(2, 7), 2);
-  EXPECT_EQ(last(5, 7), 5);
-  EXPECT_EQ(last(6, 7), 6) << "a short last group";
-  EXPECT_EQ(one_layer(-1)(0, 7), 6);
-  EXPECT_EQ(one_layer(-7)(3, 7), 0);
-  EXPECT_EQ(one_layer(2)(6, 7), 2);
+  EXPECT_EQ(last.source(0, 7), 2);
+  EXPECT_EQ(last.source(2, 7), 2);
+  EXPECT_EQ(last.source(5, 7), 5);
+  EXPECT_EQ(last.source(6, 7), 6) << "a short last group";
+  EXPECT_EQ(one_layer(-1).source(0, 7), 6);
+  EXPECT_EQ(one_layer(-7).source(3, 7), 0);
+  EXPECT_EQ(one_layer(2).source(6, 7), 2);
 }
 
 TEST(Allocation, BestEntriesOfHeadsAndLayersTogether) {

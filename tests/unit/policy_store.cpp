@@ -72,7 +72,7 @@ Result stored(const Quantised& part, const Captured& layer, const KeptSet& kept,
   tensors.v = view_of(values, type, layer);
   FakeBackend backend;
   const LayerView view(backend, tensors, {.prompt = layer.prompt}, {});
-  const std::unique_ptr<StoredLayer> result = std::get<Transformed>(part.store()).store(view, kept, {});
+  const std::unique_ptr<StoredLayer> result = part.store()->apply(view, kept, {});
 
   EXPECT_EQ(result->tensors.k.dtype, DType::float32);
   EXPECT_EQ(result->tensors.k.data, reinterpret_cast<const std::byte*>(result->keys.data()));
@@ -311,7 +311,7 @@ TEST(Quantised, FillsAnyPlanByName) {
   const LayerView view(backend, tensors, {.prompt = 1}, {});
   Plan plan;
   make_part(PartKind::store, "quantised(2,4,0)")->fill(plan);
-  EXPECT_EQ(std::get<Transformed>(plan.store).store(view, all_kept(layer), {})->values, example_stored);
+  EXPECT_EQ(plan.store->apply(view, all_kept(layer), {})->values, example_stored);
   for (const char* outside : {"quantised(0)", "quantised(9)", "quantised(2,0)", "quantised(2,32,-1)"})
     EXPECT_THROW(make_part(PartKind::store, outside), Error) << outside;
 }

@@ -4,6 +4,7 @@
 
 #include <fstream>
 
+#include "policies/schedules/blocks.h"
 #include "policies/text/configured.h"
 #include "policies/text/policy_file.h"
 #include "policies/text/structure.h"
@@ -138,24 +139,26 @@ TEST(ConfiguredPolicy, ValueOfTheUserMustFitTheTraceAndADefaultIsClamped) {
 
 TEST(ComposedPolicy, PartsByNameFillThePlan) {
   const auto plan = [](const char* text) { return ConfiguredPolicy::parse(text).plans(4).front().plan; };
-  EXPECT_TRUE(std::holds_alternative<Uniform>(plan("h2o").allocate));
-  EXPECT_TRUE(std::holds_alternative<ByLayer>(plan("h2o:allocate=pyramid").allocate));
-  EXPECT_TRUE(std::holds_alternative<AcrossLayers>(plan("h2o:allocate=dynamickv").allocate));
+  EXPECT_TRUE(plan("h2o").allocate->is_uniform());
+  EXPECT_TRUE(plan("h2o:allocate=pyramid").allocate->is_by_layer());
+  EXPECT_EQ(plan("h2o:allocate=dynamickv").allocate->from(), CountsFrom::all_layers);
   EXPECT_FALSE(plan("strided").score);
   EXPECT_EQ(plan("local:score=window,window=5").score.needs.last_queries, 5);
   EXPECT_TRUE(plan("h2o:score=random").score);
   EXPECT_FALSE(plan("h2o:score=random").score.needs.all_queries) << "the part takes the place of the policy's own";
-  EXPECT_EQ(plan("snapkv:share=every,reuse=3").share(2, 4), 0);
-  EXPECT_EQ(plan("snapkv:share=one,layer=1").share(3, 4), 1);
-  const Plan threshold = plan("random:schedule=threshold(0.5,12)");
-  ASSERT_TRUE(std::holds_alternative<Threshold>(threshold.schedule));
-  EXPECT_EQ(std::get<Threshold>(threshold.schedule).peak.of(90), 45);
-  EXPECT_EQ(std::get<Threshold>(threshold.schedule).keep.of(90), 12);
-  EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every(16)").schedule).block, 16);
-  EXPECT_EQ(std::get<Blocks>(plan("snapkv:schedule=every,interval=9").schedule).block, 9);
-  EXPECT_TRUE(std::get<Online>(plan("h2o:schedule=online(true)").schedule).grow);
-  EXPECT_TRUE(std::holds_alternative<CachePositions>(plan("local:store=cache").store));
-  EXPECT_TRUE(std::holds_alternative<Transformed>(plan("snapkv:store=quantised").store));
+  EXPECT_EQ(plan("snapkv:share=every,reuse=3").share.source(2, 4), 0);
+  EXPECT_EQ(plan("snapkv:share=one,layer=1").share.source(3, 4), 1);
+  EXPECT_EQ(plan("random:schedule=threshold(0.5,12)").schedule->name(), "schedule=threshold");
+  EXPECT_EQ(plan("random:schedule=threshold(0.5,12)").schedule->held(90), 12);
+  const auto interval = [&](const char* text) {
+    return dynamic_cast<const BlockSchedule&>(*plan(text).schedule).block();
+  };
+  EXPECT_EQ(interval("snapkv:schedule=every(16)"), 16);
+  EXPECT_EQ(interval("snapkv:schedule=every,interval=9"), 9);
+  EXPECT_FALSE(plan("h2o:schedule=online(true)").schedule->goes_on_after_prompt());
+  EXPECT_TRUE(plan("h2o:schedule=online").schedule->goes_on_after_prompt());
+  EXPECT_TRUE(plan("local:store=cache").store->moves_tokens());
+  EXPECT_TRUE(plan("snapkv:store=quantised").store->changes_tokens());
 }
 
 TEST(ComposedPolicy, ItsTextIsTheSamePolicyAgain) {
@@ -218,7 +221,7 @@ TEST(LayerRanges, EachIsReplayedByAPolicyOfItsOwn) {
   EXPECT_EQ(plans[0].first, 0);
   EXPECT_EQ(plans[0].count, 3);
   EXPECT_EQ(plans[0].plan.grouping.heads, Heads::layer);
-  EXPECT_EQ(plans[0].plan.share(1, 3), 0);
+  EXPECT_EQ(plans[0].plan.share.source(1, 3), 0);
   EXPECT_EQ(plans[1].first, 3);
   EXPECT_EQ(plans[1].count, 1);
   EXPECT_EQ(plans[1].plan.grouping.heads, Heads::query);
@@ -378,7 +381,7 @@ TEST(Structure, RefusesWhatHasNoPages) {
   };
   EXPECT_EQ(refusal("page=16", "strided"),
             "strided: the selector reads scores: expected a score, as in score=window, found none");
-  EXPECT_EQ(refusal("page=16", "full"), "full: every token stays: expected no score and no selector, found a selector");
+  EXPECT_EQ(refusal("page=16", "full"), "full: every token stays: expected no score and no selector, found another selector");
   EXPECT_TRUE(refusal("page=16", "layers:0-14=h2o,15-29=snapkv")
                   .starts_with("layers: its layers have plans of their own: expected parts in the policies"));
   EXPECT_EQ(refusal("page=16", "h2o:heads=kv"), "h2o: given twice: found heads");

@@ -67,10 +67,11 @@ TEST_F(QueryObservables, QuestReadsTheBestPagesOfEachQueryAndHead) {
   const std::vector<LayerPlan> plans = ConfiguredPolicy::parse("quest:page=4,least_pages=2,dense_layers=3").plans(4);
   ASSERT_EQ(plans.size(), 2U);
   EXPECT_EQ(plans[0].count, 3);
-  EXPECT_TRUE(std::holds_alternative<Once>(plans[0].plan.schedule));
-  const Reads reads = std::get<Reads>(plans[1].plan.schedule);
+  EXPECT_EQ(plans[0].plan.schedule->name(), "schedule=once");
+  const Schedule& schedule = *plans[1].plan.schedule;
+  EXPECT_EQ(schedule.decided(), Decision::never);
   for (const auto& [budget, pages] : std::vector<std::pair<int, int>>{{1, 2}, {11, 2}, {12, 3}, {19, 4}, {28, 7}}) {
-    const LayerReads of_layer = reads.of_layer(view, budget);
+    const LayerReads of_layer = schedule.reads(view, budget);
     EXPECT_EQ(of_layer.bytes, 2 * 8 * 2 * 10 * 2.0) << "two heads, eight pages, two bounds of ten float16";
     for (const int t : {5, 28, 32}) {
       const KeptSet read = of_layer.at(t);

@@ -130,9 +130,9 @@ TEST(RandomTwin, HasThePlanOfItsPolicyInAllButTheSets) {
   EXPECT_EQ(plan.protect.recent.count, of_policy.protect.recent.count);
   EXPECT_TRUE(has_budget(plan));
   EXPECT_FALSE(plan.score);
-  ASSERT_TRUE(std::holds_alternative<SetsOf>(plan.allocate));
-  EXPECT_EQ(std::get<SetsOf>(plan.allocate).policy, "pyramid-infer:recent=3");
-  EXPECT_EQ(std::get<SetsOf>(plan.allocate).change(row, 19, 0, 1), random_twin(row, 19, 0, 0, 1));
+  ASSERT_TRUE(plan.allocate->changes_sets());
+  EXPECT_EQ(*plan.allocate->other(), "pyramid-infer:recent=3");
+  EXPECT_EQ(plan.allocate->changed(row, 19, 0, 1), random_twin(row, 19, 0, 0, 1));
 }
 
 }  // namespace

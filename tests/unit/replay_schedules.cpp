@@ -5,14 +5,40 @@
 #include <functional>
 
 #include "fake_backend.h"
+#include "policies/schedules/blocks.h"
+#include "policies/schedules/schedules.h"
+#include "policies/selection.h"
 #include "policies/selectors/top_k.h"
 #include "positions.h"
-#include "replay/schedules.h"
 
 namespace kvreplay::testing {
 namespace {
 
 using Numbers = std::vector<std::int32_t>;
+
+/// Blocks of two or more tokens, of which `keep` says how many stay.
+class Blocks final : public BlockSchedule {
+ public:
+  struct Options {
+    int block = 2;
+    int spared = 0;
+    std::function<int(const BlockEnd&)> keep = [](const BlockEnd& end) { return end.budget; };
+    Slots slots = Slots::by_position;
+  };
+  explicit Blocks(Options options) : BlockSchedule(options.block, options.slots), options_(std::move(options)) {}
+
+  std::string name() const override { return "blocks"; }
+  int spared(int, MarkedQuestion) const override { return options_.spared; }
+
+ private:
+  Cut cut_at(const BlockEnd& end) const override { return {options_.keep(end), end.budget}; }
+
+  Options options_;
+};
+
+SchedulePtr blocks(Blocks::Options options) { return std::make_shared<Blocks>(std::move(options)); }
+
+SchedulePtr online(OnlineEvictions evictions = {}) { return evictions.schedule(); }
 
 /// 2 query heads on 1 KV head, 8 + 4 tokens; scores are written by hand, one for each position.
 class Schedules : public ::testing::Test {
@@ -35,7 +61,7 @@ class Schedules : public ::testing::Test {
   }
 
   LayerSelection run(int budget) {
-    return run_schedule(view, plan, {budget, of_seen}, "policy", [this] { ++polls; });
+    return plan.schedule->run({view, plan, {budget, of_seen}, "policy", [this] { ++polls; }});
   }
 
   static std::string refusal(const std::function<void()>& call) {
@@ -58,7 +84,7 @@ class Schedules : public ::testing::Test {
 };
 
 TEST_F(Schedules, EveryBlockIsCutToTheBudget) {
-  plan.schedule = Blocks{.block = 3};
+  plan.schedule = after_every(3);
   const LayerSelection selection = run(3);
   // 0 1 2 | + 3 4 5: 2 4 0 stay | + 6 7: 2 4 6 stay.
   EXPECT_EQ(selection.evicted_at, (Numbers{7, 5, -1, 5, -1, 5, -1, 7, -1, -1, -1, -1}));
@@ -69,7 +95,7 @@ TEST_F(Schedules, EveryBlockIsCutToTheBudget) {
 }
 
 TEST_F(Schedules, ABudgetOfWhatWasSeenGrowsBlockByBlock) {
-  plan.schedule = Blocks{.block = 2};
+  plan.schedule = after_every(2);
   of_seen = 0.5;
   // 0 1: 0 | + 2 3: 2 0 | + 4 5: 2 4 0 | + 6 7: 2 4 6 0.
   const LayerSelection selection = run(4);
@@ -82,7 +108,7 @@ TEST_F(Schedules, ABudgetOfWhatWasSeenGrowsBlockByBlock) {
 }
 
 TEST_F(Schedules, WhatStaysByRuleGrowsWithTheBudget) {
-  plan.schedule = Blocks{.block = 2};
+  plan.schedule = after_every(2);
   plan.score.reads_recent = true;
   plan.protect.recent = Amount::fraction(0.5);
   std::vector<int> recent;
@@ -96,7 +122,7 @@ TEST_F(Schedules, WhatStaysByRuleGrowsWithTheBudget) {
 }
 
 TEST_F(Schedules, AFirstTokenThatWentIsNoSinkAnyMore) {
-  plan.schedule = Blocks{.block = 2};
+  plan.schedule = after_every(2);
   plan.protect.sinks = 2;
   importance = {5, 1, 2.5, 2, 8, 3, 7, 4, 0, 0, 0, 0};
   of_seen = 0.5;
@@ -105,16 +131,13 @@ TEST_F(Schedules, AFirstTokenThatWentIsNoSinkAnyMore) {
 }
 
 TEST_F(Schedules, BlocksSpareTheQuestionAndMayGrow) {
-  plan.schedule = Blocks{.block = 2,
-                         .spared = [](int, int) { return 2; },
-                         .keep =
-                             [](const BlockEnd& end) {
-                               EXPECT_EQ(end.budget, 3);
-                               EXPECT_EQ(end.context, 6);
-                               EXPECT_EQ(end.block, 2);
-                               EXPECT_EQ(end.held, end.budget * (end.seen - 2) / end.context);
-                               return end.budget * end.seen / end.context;
-                             }};
+  plan.schedule = blocks({.spared = 2, .keep = [](const BlockEnd& end) {
+                            EXPECT_EQ(end.budget, 3);
+                            EXPECT_EQ(end.context, 6);
+                            EXPECT_EQ(end.block, 2);
+                            EXPECT_EQ(end.held, end.budget * (end.seen - 2) / end.context);
+                            return end.budget * end.seen / end.context;
+                          }});
   const LayerSelection selection = run(5);
   // 0 1: 0 | 0 2 3: 2 0 | 0 2 4 5: 2 4 0 | 6 7 stay.
   EXPECT_EQ(selection.evicted_at, (Numbers{-1, 1, -1, 3, -1, 5, -1, -1, -1, -1, -1, -1}));
@@ -129,9 +152,8 @@ TEST_F(Schedules, TokensThatStayByRuleFitIntoWhatIsHeld) {
     EXPECT_LE(how.recent, held.tokens());
     return Matrix(1, held.tokens());
   };
-  plan.schedule = Blocks{.block = 2,
-                         .spared = [](int, int) { return 2; },
-                         .keep = [](const BlockEnd& end) { return end.budget * end.seen / end.context; }};
+  plan.schedule =
+      blocks({.spared = 2, .keep = [](const BlockEnd& end) { return end.budget * end.seen / end.context; }});
   // 0 1: 1 | 1 2 3: 2 3 | 2 3 4 5: the last 3.
   EXPECT_EQ(run(5).set.positions(0), (Numbers{3, 4, 5, 6, 7}));
 }
@@ -145,7 +167,7 @@ TEST_F(Schedules, TheProtectedRecentTokensScoreAlsoWhereABlockKeepsLess) {
     observing.push_back(how.observing);
     return Matrix(1, held.tokens());
   };
-  plan.schedule = Blocks{.block = 2, .keep = [](const BlockEnd& end) { return end.budget * end.seen / end.context; }};
+  plan.schedule = blocks({.keep = [](const BlockEnd& end) { return end.budget * end.seen / end.context; }});
   run(4);
   EXPECT_EQ(recent, (std::vector<int>{1, 2, 2, 2})) << "half of 4, within 1, 2, 3 and 4 kept tokens";
   EXPECT_EQ(observing, recent);
@@ -162,7 +184,7 @@ TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
     return sums;
   };
   std::vector<std::vector<double>> before;
-  plan.schedule = Blocks{.block = 3};
+  plan.schedule = after_every(3);
   plan.score.accumulates = true;
   plan.score.score = [&](const LayerView& held, const Scoring&) {
     const std::span<const double> values = held.residents().attention_before.values();
@@ -176,13 +198,13 @@ TEST_F(Schedules, HeldTokensTakeTheAttentionTheyHaveReceivedAlong) {
     return scores;
   };
   backend.sums = received({5, 1, 9});
-  run_schedule(both, plan, {3}, "policy", [] {});
+  plan.schedule->run({both, plan, {3}, "policy", [] {}});
   // 0 ... 5 have 6 3 12 4 5 6, tenfold in the second head; the first row goes on with 0 2 4, the second with 1 3 5.
   EXPECT_EQ(before, (std::vector<std::vector<double>>{{5, 1, 9, 50, 10, 90}, {6, 12, 5, 30, 40, 60}}));
 }
 
 TEST_F(Schedules, SlotsByRelevance) {
-  plan.schedule = Blocks{.block = 3, .spared = [](int, int) { return 1; }, .by_relevance = true};
+  plan.schedule = blocks({.block = 3, .spared = 1, .slots = BlockSchedule::Slots::by_relevance});
   const LayerSelection selection = run(4);
   // Context 0 ... 6, three slots: 0 1 2 -> 2 0 1 | + 3 4 5 -> 2 4 0 | + 6 -> 2 4 6; then the question 7.
   EXPECT_EQ(selection.set.positions(0), (Numbers{2, 4, 6, 7}));
@@ -193,13 +215,13 @@ TEST_F(Schedules, SlotsByRelevance) {
 }
 
 TEST_F(Schedules, AQuestionAsLongAsTheBudgetIsRefused) {
-  plan.schedule = Blocks{.block = 2, .spared = [](int, int) { return 4; }};
+  plan.schedule = blocks({.spared = 4});
   EXPECT_TRUE(refusal([&] { run(4); }).starts_with("3 policy: "));
   EXPECT_EQ(refusal([&] { run(5); }), "accepted");
 }
 
 TEST_F(Schedules, AThresholdCutsAlsoAfterThePrompt) {
-  plan.schedule = Threshold{.peak = Amount::tokens(5), .keep = Amount::tokens(3)};
+  plan.schedule = threshold(Amount::tokens(5), Amount::tokens(3));
   const LayerSelection selection = run(1);
   // t=4: 0 2 4 of 0-4 | t=6: 2 4 6 of 0 2 4 5 6 | t=8: 2 4 6 of + 7 8 | t=10: 2 4 6 of + 9 10 | 11 stays.
   EXPECT_EQ(selection.evicted_at, (Numbers{6, 4, -1, 4, -1, 6, -1, 8, 8, 10, 10, -1}));
@@ -208,20 +230,19 @@ TEST_F(Schedules, AThresholdCutsAlsoAfterThePrompt) {
 }
 
 TEST_F(Schedules, ThresholdsMayBeFractionsOfThePrompt) {
-  const auto tokens = [](Amount peak, Amount keep, int prompt) {
-    const PeakAndKeep found = tokens_of({peak, keep}, prompt, "sca");
-    return std::pair(found.peak, found.keep);
+  EXPECT_EQ(threshold(Amount::fraction(0.5), Amount::fraction(0.25))->held(80), 20);
+  const auto check = [](Amount peak, Amount keep, int prompt) {
+    return refusal([&] { threshold(peak, keep)->check({.policy = "sca", .tokens = prompt}); });
   };
-  EXPECT_EQ(tokens(Amount::fraction(0.5), Amount::fraction(0.25), 80), std::pair(40, 20));
-  EXPECT_EQ(tokens(Amount::tokens(8), Amount::fraction(0.5), 10), std::pair(8, 5));
-  EXPECT_EQ(refusal([&] { tokens(Amount::tokens(2), Amount::tokens(4), 9); }),
+  EXPECT_EQ(check(Amount::tokens(8), Amount::fraction(0.5), 10), "accepted");
+  EXPECT_EQ(check(Amount::tokens(2), Amount::tokens(4), 9),
             "2 sca: threshold(peak,keep): expected 1 <= keep < peak, found peak 2, keep 4");
-  EXPECT_TRUE(refusal([&] { tokens(Amount::tokens(4), Amount::tokens(4), 9); }).starts_with("2 "));
+  EXPECT_TRUE(check(Amount::tokens(4), Amount::tokens(4), 9).starts_with("2 "));
 }
 
 TEST_F(Schedules, RollingSeesSinksAndTheLastTokens) {
   plan.score = {};
-  plan.schedule = Rolling{};
+  plan.schedule = rolling();
   plan.protect = {.sinks = 1, .recent = Amount::fraction(1.0)};
   const LayerSelection selection = run(4);
   EXPECT_EQ(selection.set.positions(0), (Numbers{0, 5, 6, 7}));
@@ -233,7 +254,7 @@ TEST_F(Schedules, RollingSeesSinksAndTheLastTokens) {
 }
 
 TEST_F(Schedules, OnlineAsksForAllTokensOrThePromptAlone) {
-  plan.schedule = Online{};
+  plan.schedule = online();
   plan.score.online = OnlineScore::sum;
   plan.protect = {.recent = Amount::fraction(0.5), .least_recent = 1};
   backend.evicted = {8, -1, 4, -1, 6, 7, 9, -1, 10, -1, -1, -1};
@@ -243,14 +264,14 @@ TEST_F(Schedules, OnlineAsksForAllTokensOrThePromptAlone) {
   EXPECT_EQ(selection.recent, std::vector<int>{2});
   EXPECT_TRUE(seen.empty()) << "the backend keeps the scores";
 
-  plan.schedule = Online{.grow = true};
+  plan.schedule = online({.grow = true});
   backend.evicted.resize(8);
   for (std::int32_t& at : backend.evicted) at = at > 7 ? -1 : at;
   EXPECT_EQ(run(4).evicted_at, (Numbers{-1, -1, 4, -1, 6, 7, -1, -1, -1, -1, -1, -1}));
 }
 
 TEST_F(Schedules, AnOnlineBudgetOfWhatWasSeenGrowsTokenByToken) {
-  plan.schedule = Online{};
+  plan.schedule = online();
   plan.score.accumulates = true;
   plan.protect = {.recent = Amount::fraction(0.5), .least_recent = 1};
   backend.evicted.assign(12, -1);
@@ -263,14 +284,14 @@ TEST_F(Schedules, AnOnlineBudgetOfWhatWasSeenGrowsTokenByToken) {
   EXPECT_EQ(backend.asked_budgets, (Numbers{1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5}));
   EXPECT_EQ(backend.asked_recents, (Numbers{1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2}));
 
-  plan.schedule = Online{.grow = true};
+  plan.schedule = online({.grow = true});
   backend.evicted.resize(8);
   run(3);
   EXPECT_EQ(backend.asked_budgets, (Numbers{1, 1, 1, 2, 2, 2, 3, 3}));
 }
 
 TEST_F(Schedules, OnlineGoesOnFromThePromptCutOnce) {
-  plan.schedule = Online{.prefill_once = true};
+  plan.schedule = online({.prefill = Prefill::once});
   plan.protect = {.recent = Amount::tokens(1)};
   backend.evicted = {-1, -1, 9, -1, -1, -1, -1, 8, -1, -1, -1, -1};
   const LayerSelection selection = run(4);

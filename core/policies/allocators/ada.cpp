@@ -20,7 +20,7 @@ struct AdaPart : AdaptiveHeads {
   static constexpr const char* name = "ada";
   static constexpr const char* summary = "by how many of a layer's best entries a head has, and a floor for every head";
 
-  void fill(Plan& plan) const { plan.allocate = allocator(); }
+  void fill(Plan& plan) const { plan.allocate = within_layer(allocator()); }
 };
 
 const RegisteredPart<AdaPart> registered;

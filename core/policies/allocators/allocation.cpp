@@ -45,13 +45,13 @@ std::vector<std::vector<int>> counts_of_candidates(const Division& division, std
 }
 
 const RegisteredFixedPart registered_uniform{PartKind::allocate, "uniform", "every layer and head gets B",
-                                             [](Plan& plan) { plan.allocate = Uniform{}; }};
+                                             [](Plan& plan) { plan.allocate = uniform(); }};
 const RegisteredFixedPart registered_layer{PartKind::allocate, "ranked-layer",
                                            "the best entries of all heads of a layer together",
-                                           [](Plan& plan) { plan.allocate = ranked_within_layer(); }};
+                                           [](Plan& plan) { plan.allocate = within_layer(ranked_within_layer()); }};
 const RegisteredFixedPart registered_global{PartKind::allocate, "ranked-global",
                                             "the best entries of all layers and heads together",
-                                            [](Plan& plan) { plan.allocate = ranked_across_layers(); }};
+                                            [](Plan& plan) { plan.allocate = across_layers(ranked_across_layers()); }};
 
 }  // namespace
 

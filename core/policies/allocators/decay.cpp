@@ -21,7 +21,7 @@ struct DecayPart : Decay {
   static constexpr const char* name = "decay";
   static constexpr const char* summary = "each layer keeps a part of what the layer before it keeps";
 
-  void fill(Plan& plan) const { plan.allocate = scaled(); }
+  void fill(Plan& plan) const { plan.allocate = by_layer(scaled()); }
 };
 
 const RegisteredPart<DecayPart> registered;

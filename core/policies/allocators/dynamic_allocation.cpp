@@ -21,7 +21,7 @@ struct DynamicPart : DynamicAllocation {
   static constexpr const char* name = "dynamickv";
   static constexpr const char* summary = "by how many of the best entries a layer has, layer by layer";
 
-  void fill(Plan& plan) const { plan.allocate = allocator(); }
+  void fill(Plan& plan) const { plan.allocate = across_layers(allocator()); }
 };
 
 const RegisteredPart<DynamicPart> registered;

@@ -41,7 +41,7 @@ struct EntropyPart : EntropyAllocation {
   static constexpr const char* name = "entropy";
   static constexpr const char* summary = "layers by the entropy of their scores, heads by their layer's best entries";
 
-  void fill(Plan& plan) const { plan.allocate = allocator(); }
+  void fill(Plan& plan) const { plan.allocate = across_layers(allocator()); }
 };
 
 const RegisteredPart<EntropyPart> registered;

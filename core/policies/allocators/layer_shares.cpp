@@ -38,7 +38,7 @@ struct ListPart {
     const auto normal = [](std::string_view text) { return fmt::format("{}", fmt::join(numbers_of(text), ",")); };
     p.add("shares", shares, "(NUMBER,...)", normal, "one for each treated layer: relative sizes, as in (4,2,1,1)");
   }
-  void fill(Plan& plan) const { plan.allocate = by_shares(numbers_of(shares)); }
+  void fill(Plan& plan) const { plan.allocate = by_layer(by_shares(numbers_of(shares))); }
 };
 
 const RegisteredPart<ListPart> registered;

@@ -13,7 +13,7 @@ struct PyramidPart : Pyramid {
   static constexpr const char* name = "pyramid";
   static constexpr const char* summary = "an arithmetic sequence, from much in the first layer to little in the last";
 
-  void fill(Plan& plan) const { plan.allocate = allocator(); }
+  void fill(Plan& plan) const { plan.allocate = by_layer(allocator()); }
 };
 
 const RegisteredPart<PyramidPart> registered;

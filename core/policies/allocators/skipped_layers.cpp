@@ -63,9 +63,9 @@ void SkippedLayers::parameters(Parameters& p) {
   p.add(where, layers, "none, or (LAYER,...)", normal, "treated layers, from 0, that keep all of the prompt");
 }
 
-Allocator SkippedLayers::allocator() const {
-  if (layers == "none") return Uniform{};
-  return ByLayer([skipped = numbers_of(layers)](const Division& division) { return counts(skipped, division); });
+AllocatorPtr SkippedLayers::allocator() const {
+  if (layers == "none") return uniform();
+  return by_layer([skipped = numbers_of(layers)](const Division& division) { return counts(skipped, division); });
 }
 
 }  // namespace kvreplay

@@ -14,8 +14,8 @@ struct SkippedLayers {
   std::string layers = "none";  // "none", or numbers with commas between them
 
   void parameters(Parameters& p);
-  /// `Uniform` where none is skipped.
-  Allocator allocator() const;
+  /// Uniform where none is skipped.
+  AllocatorPtr allocator() const;
 };
 
 }  // namespace kvreplay

@@ -24,7 +24,7 @@ struct AdaKv : WindowFamily {
 
   Plan plan() const {
     Plan plan = WindowFamily::plan();
-    plan.allocate = adaptive.allocator();
+    plan.allocate = within_layer(adaptive.allocator());
     return plan;
   }
 };

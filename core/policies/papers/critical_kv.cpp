@@ -100,8 +100,9 @@ struct CriticalKv {
     constexpr int some_layers = 2;
     const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(base).plans(some_layers);
     Plan plan = plans.front().plan;
-    const bool scores_tokens = plan.score && plan.select.takes_best && std::holds_alternative<Once>(plan.schedule) &&
-                               std::holds_alternative<Uniform>(plan.allocate) && has_budget(plan) && plans.size() == 1;
+    const bool scores_tokens = plan.score && plan.select.takes_best &&
+                               plan.schedule->decided() == Decision::after_prefill &&
+                               plan.allocate->is_uniform() && has_budget(plan) && plans.size() == 1;
     if (!scores_tokens)
       throw Error{Refusal::usage, "critical-kv:base", "no scores to begin with",
                   "a policy that keeps the best tokens of every head once", base};

@@ -53,7 +53,7 @@ struct DuoAttention {
     Plan plan{.protect = {.sinks = sinks, .recent = Amount::tokens(recent)}, .own_memory = true};
     if (table.is_file()) {
       plan.select = by_rule_alone();
-      plan.allocate = ByHead([*this](const Division& division) {
+      plan.allocate = by_head([*this](const Division& division) {
         return counts(
             division,
             table.of_shape("duo-attention:table", {division.layers, division.rows}, "[treated layers, KV heads]")
@@ -61,7 +61,7 @@ struct DuoAttention {
       });
     } else {
       plan.score = head_role_score();
-      plan.allocate = AcrossLayers([*this](const Division& division, std::span<const Matrix* const> layers) {
+      plan.allocate = across_layers([*this](const Division& division, std::span<const Matrix* const> layers) {
         std::vector<double> scores;
         for (const Matrix* layer : layers)
           for (int head = 0; head < layer->rows(); ++head) scores.push_back((*layer)(head, 0));

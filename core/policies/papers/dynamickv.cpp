@@ -35,7 +35,7 @@ struct DynamicKv : WindowFamily {
 
   Plan plan() const {
     Plan plan = WindowFamily::plan();
-    plan.allocate = allocation.allocator();
+    plan.allocate = across_layers(allocation.allocator());
     return plan;
   }
 };

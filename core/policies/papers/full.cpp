@@ -14,7 +14,7 @@ struct Full {
 
   void parameters(Parameters&) {}
 
-  Plan plan() const { return {.allocate = Everything{}}; }
+  Plan plan() const { return {.allocate = every_token()}; }
 };
 
 const Registered<Full> registered;

@@ -58,7 +58,7 @@ struct HeadKv : WindowFamily {
 
   Plan plan() const {
     Plan plan = WindowFamily::plan();
-    plan.allocate = ByHead([*this](const Division& division) {
+    plan.allocate = by_head([*this](const Division& division) {
       const double slots = division.slots();
       std::vector<double> weights = shares(division);
       for (double& weight : weights) weight = weight * slots / beta + (slots - slots / beta);

@@ -21,7 +21,7 @@ struct Kivi {
     p.preset({"table11", "the sizes in ChunkKV's Table 11", {{"group", "64"}, {"residual", "0"}}});
   }
 
-  Plan plan() const { return {.allocate = Everything{}, .store = quantised.store()}; }
+  Plan plan() const { return {.allocate = every_token(), .store = quantised.store()}; }
 };
 
 const Registered<Kivi> registered;

@@ -52,7 +52,7 @@ struct Lava {
                   .places_window = true,
                   .name = name_with_values("lava", *this)},
         .protect = {.recent = Amount::tokens(window)},
-        .allocate = allocation.allocator(),
+        .allocate = across_layers(allocation.allocator()),
     };
   }
 };

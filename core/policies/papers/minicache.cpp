@@ -19,7 +19,7 @@ struct MiniCache {
 
   void parameters(Parameters& p) { merged.parameters(p); }
 
-  Plan plan() const { return {.allocate = Everything{}, .store = merged.store()}; }
+  Plan plan() const { return {.allocate = every_token(), .store = merged.store()}; }
 };
 
 const Registered<MiniCache> registered;

@@ -69,8 +69,8 @@ struct Oracle {
 
   std::vector<LayerPlan> plans(int layers) const {
     Plan plan{.grouping = grouping, .score = eval_score()};
-    if (scope == Scope::layer) plan.allocate = ranked_within_layer();
-    if (scope == Scope::global) plan.allocate = ranked_across_layers();
+    if (scope == Scope::layer) plan.allocate = within_layer(ranked_within_layer());
+    if (scope == Scope::global) plan.allocate = across_layers(ranked_across_layers());
     check();
     if (counts == "none") return {{0, layers, plan}};
 
@@ -84,8 +84,8 @@ struct Oracle {
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
       plan.allocate =
-          CountsOf{counts, has_budget(counted.plan),
-                   free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{}, free == Free::layers};
+          counts_of(counts, has_budget(counted.plan),
+                   free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{}, free == Free::layers);
       plan.protect = {};
       plan.select = top_k();
       if (free == Free::chunks && counted.plan.select.best) {
@@ -102,12 +102,12 @@ struct Oracle {
     const auto refuse_if = [this](bool unfit, const char* where, const char* what, const char* expected) {
       if (unfit) throw Error{Refusal::usage, where, what, expected, counts};
     };
-    refuse_if(std::holds_alternative<Everything>(counted.allocate), "oracle:counts",
+    refuse_if(counted.allocate->keeps_everything(), "oracle:counts",
               "counts of a policy that keeps everything", "a policy that evicts");
-    refuse_if(policy_taken_from(counted.allocate) != nullptr, "oracle:counts", "counts of counts",
+    refuse_if(counted.allocate->other() != nullptr, "oracle:counts", "counts of counts",
               "a policy with counts of its own");
     if (free == Free::tokens) return;
-    refuse_if(!std::holds_alternative<Once>(counted.schedule), "oracle:free",
+    refuse_if(counted.schedule->decided() != Decision::after_prefill, "oracle:free",
               "its sets change with time, and no fixed set bounds them", "a policy that decides once");
     refuse_if(!has_budget(counted), "oracle:free", "no budget binds it", "a policy that one binds");
   }

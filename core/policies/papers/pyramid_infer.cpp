@@ -41,12 +41,12 @@ struct PyramidInfer {
         .grouping = {.heads = Heads::layer},
         .score = score.scorer(),
         .protect = {.sinks = sinks, .recent = recent, .least_recent = 1},
-        .allocate = decay.scaled(),
+        .allocate = by_layer(decay.scaled()),
         .nesting = Nesting::within_previous,
     };
     if (lengths == Lengths::natural) {
       plan.protect.recent_of_prompt = true;
-      plan.allocate = decay.natural();
+      plan.allocate = by_layer(decay.natural());
       plan.nesting = Nesting::prunes_next;
     }
     return plan;

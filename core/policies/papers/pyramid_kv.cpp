@@ -27,7 +27,7 @@ struct PyramidKv : WindowFamily {
 
   Plan plan() const {
     Plan plan = WindowFamily::plan();
-    plan.allocate = pyramid.allocator();
+    plan.allocate = by_layer(pyramid.allocator());
     return plan;
   }
 };

@@ -27,9 +27,9 @@ struct Quest {
   std::vector<LayerPlan> plans(int layers) const {
     const int dense = std::min(dense_layers, layers);
     std::vector<LayerPlan> all;
-    if (dense > 0) all.push_back({0, dense, {.allocate = Everything{}}});
+    if (dense > 0) all.push_back({0, dense, {.allocate = every_token()}});
     if (dense < layers)
-      all.push_back({dense, layers - dense, {.allocate = Everything{}, .schedule = pages.schedule()}});
+      all.push_back({dense, layers - dense, {.allocate = every_token(), .schedule = pages.schedule()}});
     return all;
   }
 };

@@ -49,13 +49,13 @@ struct RandomTwin {
     std::vector<LayerPlan> all = policy.plans(layers);
     for (LayerPlan& of_range : all) {
       Plan& plan = of_range.plan;
-      if (std::holds_alternative<Everything>(plan.allocate)) continue;
+      if (plan.allocate->keeps_everything()) continue;
       const Needs needs = plan.score.needs;
       plan.score = {.needs = {.last_queries = needs.last_queries, .all_queries = needs.all_queries}};
       plan.nesting = Nesting::none;
-      plan.allocate = SetsOf{of, [seed = seed](const Kept& kept, int prompt, int layer, int row) {
+      plan.allocate = sets_of(of, [seed = seed](const Kept& kept, int prompt, int layer, int row) {
                                return random_twin(kept, prompt, seed, layer, row);
-                             }};
+                             });
     }
     return all;
   }

@@ -1,3 +1,4 @@
+#include <memory>
 #include <string>
 
 #include "policies/plan_part.h"
@@ -19,12 +20,13 @@ constexpr Choice<Place> place_words[] = {
 const std::string automatic = "auto";
 
 std::string normal_schedule(std::string_view text) {
-  Plan plan;
-  make_part(PartKind::schedule, text)->fill(plan);
-  if (std::holds_alternative<Once>(plan.schedule)) return "once";
-  if (const auto* threshold = std::get_if<Threshold>(&plan.schedule))
-    return "threshold(" + threshold->peak.text() + "," + threshold->keep.text() + ")";
-  throw Error{Refusal::usage, "sca:schedule", "unknown value", "once, or threshold(PEAK,KEEP)", std::string(text)};
+  const std::unique_ptr<PlanPart> part = make_part(PartKind::schedule, text);
+  const std::string_view name = text.substr(0, text.find('('));
+  if (name == "once") return "once";
+  if (name != "threshold")
+    throw Error{Refusal::usage, "sca:schedule", "unknown value", "once, or threshold(PEAK,KEEP)", std::string(text)};
+  const Parameters values = part->parameters();
+  return "threshold(" + values.find("peak")->text() + "," + values.find("keep")->text() + ")";
 }
 
 std::string normal_recent(std::string_view text) {

@@ -67,7 +67,7 @@ struct SimLayerKv {
         .grouping = {.heads = Heads::layer},
         .score = mean_of_last_rows(rows),
         .protect = {.sinks = sinks, .recent = Amount::tokens(recent)},
-        .allocate = by_rule_where_lazy(threshold),
+        .allocate = within_layer(by_rule_where_lazy(threshold)),
         .own_memory = true,
     };
   }

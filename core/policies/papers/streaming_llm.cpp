@@ -1,4 +1,5 @@
 #include "policies/policy.h"
+#include "policies/schedules/schedules.h"
 #include "policies/stores/stores.h"
 
 namespace kvreplay {
@@ -15,18 +16,18 @@ struct StreamingLlm {
 
   int sinks = 4;
   Positions positions = Positions::original;
-  bool rolling = false;
+  bool rolls = false;
 
   void parameters(Parameters& p) {
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
     add_positions(p, positions);
-    p.add("rolling", rolling, "the last tokens are those before each query, which takes a slot itself");
+    p.add("rolling", rolls, "the last tokens are those before each query, which takes a slot itself");
   }
 
   Plan plan() const {
     return {
         .protect = {.sinks = sinks, .recent = Amount::fraction(1.0)},
-        .schedule = rolling ? Schedule{Rolling{}} : Schedule{Once{}},
+        .schedule = rolls ? rolling() : once(),
         .store = store_at(positions),
     };
   }

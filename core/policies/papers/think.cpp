@@ -19,7 +19,7 @@ struct Think {
 
   void parameters(Parameters& p) { channels.parameters(p); }
 
-  Plan plan() const { return {.allocate = Everything{}, .store = channels.store()}; }
+  Plan plan() const { return {.allocate = every_token(), .store = channels.store()}; }
 };
 
 const Registered<Think> registered;

@@ -29,6 +29,29 @@ KeptSet read_by(const PageReads& part, const LayerView& view, const Matrix& boun
   return read;
 }
 
+class PageReadSchedule final : public Schedule {
+ public:
+  explicit PageReadSchedule(const PageReads& part) : part_(part) {}
+
+  std::string name() const override { return "queries that each read some tokens"; }
+  Decision decided() const override { return Decision::never; }
+
+  Requirements required() const override {
+    constexpr const char* reason = "each query reads some of the whole prompt, as it is";
+    constexpr const char* remedy = "no other allocator and store";
+    return {{Property::every_token, reason, remedy}, {Property::unchanged, reason, remedy}};
+  }
+
+  LayerReads reads(const LayerView& view, int budget) const override {
+    const Matrix& bounds = view.page_bounds(part_.page);
+    return {[part = part_, &view, &bounds, budget](int query) { return read_by(part, view, bounds, query, budget); },
+            static_cast<double>(bounds.values().size() * size_of(view.tensors().k.dtype))};
+  }
+
+ private:
+  PageReads part_;
+};
+
 }  // namespace
 
 void PageReads::parameters(Parameters& p) {
@@ -36,12 +59,6 @@ void PageReads::parameters(Parameters& p) {
   p.add("least_pages", least_pages, IntRange{.least = 1}, "pages that a query reads at any budget");
 }
 
-Reads PageReads::schedule() const {
-  return {[part = *this](const LayerView& view, int budget) -> LayerReads {
-    const Matrix& bounds = view.page_bounds(part.page);
-    return {[part, &view, &bounds, budget](int query) { return read_by(part, view, bounds, query, budget); },
-            static_cast<double>(bounds.values().size() * size_of(view.tensors().k.dtype))};
-  }};
-}
+SchedulePtr PageReads::schedule() const { return std::make_shared<PageReadSchedule>(*this); }
 
 }  // namespace kvreplay

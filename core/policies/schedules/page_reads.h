@@ -15,7 +15,7 @@ struct PageReads {
   int least_pages = 3;
 
   void parameters(Parameters& p);
-  Reads schedule() const;
+  SchedulePtr schedule() const;
 };
 
 }  // namespace kvreplay

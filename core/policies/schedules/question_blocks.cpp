@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "policies/plan_part.h"
+#include "policies/schedules/blocks.h"
 
 namespace kvreplay {
 namespace {
@@ -10,14 +11,31 @@ namespace {
 constexpr Choice<Rate> rate_words[] = {{"exact", Rate::exact}, {"code", Rate::code}};
 constexpr Choice<Order> order_words[] = {{"position", Order::position}, {"relevance", Order::relevance}};
 
-int keep_exactly(const BlockEnd& end) {
-  return static_cast<int>(static_cast<std::int64_t>(end.budget) * end.seen / end.context);
-}
+class QuestionBlockSchedule final : public BlockSchedule {
+ public:
+  QuestionBlockSchedule(const QuestionBlocks& part, const Question& question)
+      : BlockSchedule(part.blocks, part.order == Order::relevance ? Slots::by_relevance : Slots::by_position),
+        rate_(part.rate),
+        question_(question) {}
 
-int keep_as_code(const BlockEnd& end) {
-  const int sigma = (end.context + end.budget - 1) / end.budget;
-  return end.held + end.block / sigma;
-}
+  std::string name() const override { return "schedule=question-blocks"; }
+  bool spares_question() const override { return true; }
+  int spared(int prompt, MarkedQuestion marked) const override {
+    return question_.ending().tokens(prompt, marked.begin);
+  }
+  bool asks_marked_question() const override { return question_.from == QuestionFrom::marked; }
+
+ private:
+  Cut cut_at(const BlockEnd& end) const override {
+    if (rate_ == Rate::exact)
+      return {static_cast<int>(static_cast<std::int64_t>(end.budget) * end.seen / end.context), end.budget};
+    const int sigma = (end.context + end.budget - 1) / end.budget;
+    return {end.held + end.block / sigma, end.budget};
+  }
+
+  Rate rate_;
+  Question question_;
+};
 
 struct QuestionBlocksPart {
   static constexpr PartKind kind = PartKind::schedule;
@@ -45,14 +63,8 @@ void QuestionBlocks::parameters(Parameters& p) {
   p.add<Rate>("rate", rate, rate_words, "held after each block: floor(k seen / n), or as the authors' code rounds");
 }
 
-Schedule QuestionBlocks::schedule(const Question& question) const {
-  return Blocks{
-      .name = "question-blocks",
-      .block = blocks,
-      .spared = [ending = question.ending()](int prompt, int marked) { return ending.tokens(prompt, marked); },
-      .asks_marked_question = question.from == QuestionFrom::marked,
-      .keep = rate == Rate::exact ? keep_exactly : keep_as_code,
-      .by_relevance = order == Order::relevance};
+SchedulePtr QuestionBlocks::schedule(const Question& question) const {
+  return std::make_shared<QuestionBlockSchedule>(*this, question);
 }
 
 }  // namespace kvreplay

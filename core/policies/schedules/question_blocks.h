@@ -18,7 +18,7 @@ struct QuestionBlocks {
   Rate rate = Rate::exact;
 
   void parameters(Parameters& p);
-  Schedule schedule(const Question& question) const;
+  SchedulePtr schedule(const Question& question) const;
 };
 
 }  // namespace kvreplay

@@ -34,32 +34,24 @@ struct OneLayer {
 };
 
 const RegisteredFixedPart registered_none{PartKind::share, "none", "every layer selects for itself",
-                                          [](Plan& plan) { plan.share = no_sharing(); }};
+                                          [](Plan& plan) { plan.share = {}; }};
 const RegisteredPart<Every> registered_every;
 const RegisteredPart<OneLayer> registered_one;
 
 }  // namespace
 
-Sharing no_sharing() {
-  return [](int layer, int) { return layer; };
-}
-
-bool is_source(const Sharing& share, int layer, int layers) {
-  for (int l = 0; l < layers; ++l)
-    if (share(l, layers) == layer) return true;
-  return false;
-}
-
 Sharing every(int n) {
-  return [n](int layer, int) { return layer / n * n; };
+  if (n == 1) return {};
+  return {[n](int layer, int) { return layer / n * n; }};
 }
 
 Sharing last_of(int n) {
-  return [n](int layer, int layers) { return std::min(layers, (layer / n + 1) * n) - 1; };
+  if (n == 1) return {};
+  return {[n](int layer, int layers) { return std::min(layers, (layer / n + 1) * n) - 1; }};
 }
 
 Sharing one_layer(int layer) {
-  return [layer](int, int layers) { return layer < 0 ? layers + layer : layer; };
+  return {[layer](int, int layers) { return layer < 0 ? layers + layer : layer; }};
 }
 
 }  // namespace kvreplay

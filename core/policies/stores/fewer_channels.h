@@ -17,7 +17,7 @@ struct FewerChannels {
 
   void parameters(Parameters& p);
   /// Its bytes: numbers that are kept, in the trace's type.
-  Store store() const;
+  StorePtr store() const;
 };
 
 }  // namespace kvreplay

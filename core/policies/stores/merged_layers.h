@@ -21,7 +21,7 @@ struct MergedLayers {
   void parameters(Parameters& p);
   /// Its bytes, half of a pair's in each layer: d + 2 numbers for two merged vectors, 2d for two that stay apart, in
   /// the trace's type.
-  Store store() const;
+  StorePtr store() const;
 };
 
 }  // namespace kvreplay

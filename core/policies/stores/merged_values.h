@@ -22,7 +22,7 @@ struct MergedValues {
 
   void parameters(Parameters& p);
   /// Its bytes are those of the tokens that stay.
-  Store store() const;
+  StorePtr store() const;
 };
 
 }  // namespace kvreplay

@@ -19,7 +19,7 @@ struct Quantised {
 
   void parameters(Parameters& p);
   /// Its bytes: bits + 32/group bits for a quantised number, 16 for another one, over all kept tokens of the prompt.
-  Store store() const;
+  StorePtr store() const;
 };
 
 }  // namespace kvreplay

@@ -11,11 +11,22 @@ namespace {
 
 constexpr Choice<Positions> positions_words[] = {{"original", Positions::original}, {"cache", Positions::cache}};
 
+class Exact final : public Store {
+ public:
+  std::string name() const override { return "store=exact"; }
+};
+
+class CachePositions final : public Store {
+ public:
+  std::string name() const override { return "store=cache"; }
+  bool moves_tokens() const override { return true; }
+};
+
 const RegisteredFixedPart registered_exact{PartKind::store, "exact", "kept tokens stay as they are, where they were",
-                                           [](Plan& plan) { plan.store = Exact{}; }};
+                                           [](Plan& plan) { plan.store = exact(); }};
 const RegisteredFixedPart registered_cache{PartKind::store, "cache",
                                            "kept tokens move to their slots in the cache, and so does the query",
-                                           [](Plan& plan) { plan.store = CachePositions{}; }};
+                                           [](Plan& plan) { plan.store = store_at(Positions::cache); }};
 
 }  // namespace
 
@@ -24,7 +35,15 @@ void add_positions(Parameters& p, Positions& positions) {
                    "kept tokens stay where they were, or move to their slots 0, 1, 2 ...");
 }
 
-Store store_at(Positions positions) { return positions == Positions::cache ? Store{CachePositions{}} : Store{Exact{}}; }
+StorePtr exact() {
+  static const auto store = std::make_shared<const Exact>();
+  return store;
+}
+
+StorePtr store_at(Positions positions) {
+  static const auto moved = std::make_shared<const CachePositions>();
+  return positions == Positions::cache ? StorePtr(moved) : exact();
+}
 
 std::unique_ptr<StoredLayer> exact_copy(const LayerView& view) {
   const LayerTensors& exact = view.tensors();

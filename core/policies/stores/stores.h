@@ -12,7 +12,7 @@ namespace kvreplay {
 void add_positions(Parameters& p, Positions& positions);
 
 /// The store that leaves tokens where they were, or moves them to their slots.
-Store store_at(Positions positions);
+StorePtr store_at(Positions positions);
 
 /// The layer's own keys and values, to be changed; its bytes are not counted yet.
 std::unique_ptr<StoredLayer> exact_copy(const LayerView& view);

@@ -48,15 +48,6 @@ bool counts_layers(const Parameter& parameter) { return parameter.range.starts_w
 
 }  // namespace
 
-void append_plans(std::vector<LayerPlan>& plans, const Policy& policy, int layers) {
-  const int first = plans.empty() ? 0 : plans.back().first + plans.back().count;
-  if (layers < 1) return;
-  for (LayerPlan& plan : policy.plans(layers)) {
-    plan.first += first;
-    plans.push_back(std::move(plan));
-  }
-}
-
 std::vector<std::string> split_policies(std::string_view text) {
   std::vector<std::string> found;
   for (const std::string_view piece : split_list("policy", text)) {
@@ -355,9 +346,9 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
 void ConfiguredPolicy::fill_parts(Plan& plan) const {
   bool scores = false;
   for (const Placed& placed : parts_) {
-    if (const auto* sets = std::get_if<SetsOf>(&plan.allocate))
+    if (plan.allocate->changes_sets())
       throw Error{Refusal::usage, name_, "its plan is that of the policy whose twin it is", "the part in of=(POLICY)",
-                  fmt::format("{} beside of=({})", placed.name, sets->policy)};
+                  fmt::format("{} beside of=({})", placed.name, *plan.allocate->other())};
     if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
       throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                   "allocate=" + placed.name};
@@ -429,8 +420,8 @@ std::string ConfiguredPolicy::why_no_twin(int layers) const {
   bool chooses = false;
   for (const LayerPlan& of_range : plans(layers)) {
     const std::string reason = kvreplay::why_no_twin(of_range.plan);
-    const bool is_whole = std::holds_alternative<Everything>(of_range.plan.allocate) &&
-                          std::holds_alternative<Once>(of_range.plan.schedule);
+    const bool is_whole = of_range.plan.allocate->keeps_everything() &&
+                          of_range.plan.schedule->decided() == Decision::after_prefill;
     if (!reason.empty() && !is_whole) return reason;
     if (is_whole)
       keeps_everything = reason;

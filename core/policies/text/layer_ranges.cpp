@@ -89,7 +89,7 @@ class LayerRanges final : public Policy {
     for (const Range* range : ascending) {
       if (range->first != next || range->last >= layers) refuse(layers);
       for (LayerPlan& plan : ConfiguredPolicy::parse(range->policy).plans(range->last - range->first + 1)) {
-        if (policy_taken_from(plan.plan.allocate) != nullptr)
+        if (plan.plan.allocate->other() != nullptr)
           throw Error{Refusal::usage, fmt::format("layers:{}", range->text), "counts or sets of another policy",
                       "a policy with counts and sets of its own", range->policy};
         plan.first += range->first;

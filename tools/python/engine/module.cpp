@@ -101,12 +101,13 @@ std::pair<std::string, std::string> decision_and_store(const std::string& text, 
   constexpr Decision by_dependence[] = {Decision::future, Decision::during_prefill, Decision::after_prefill,
                                         Decision::never};
   constexpr const char* words[] = {"future", "during-prefill", "after-prefill", "never"};
-  constexpr const char* stores[] = {"exact", "cache-positions", "changed"};  // in the order of Store
+  constexpr const char* stores[] = {"exact", "cache-positions", "changed"};
   std::size_t decision = std::size(by_dependence) - 1, store = 0;
   for (const LayerPlan& of_range : ConfiguredPolicy::parse(text).plans(layers)) {
     const auto* const found = std::ranges::find(by_dependence, decision_of(of_range.plan));
     decision = std::min(decision, static_cast<std::size_t>(found - std::begin(by_dependence)));
-    store = std::max(store, of_range.plan.store.index());
+    const Store& of_tokens = *of_range.plan.store;
+    store = std::max<std::size_t>(store, of_tokens.changes_tokens() ? 2 : of_tokens.moves_tokens() ? 1 : 0);
   }
   return {words[decision], stores[store]};
 }

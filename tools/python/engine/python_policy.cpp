@@ -20,6 +20,7 @@
 #include "interpreter_lock.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/schedules/blocks.h"
 #include "policies/text/layer_ranges.h"
 #include "policies/text/policy_source.h"
 #include "view.h"
@@ -201,9 +202,9 @@ nb::object as_python(const Division& division) {
       .attr("Division")(division.layers, division.prompt, division.budget, division.sinks, division.recent);
 }
 
-Allocator allocator(const Shared& bound, bool by_scores) {
+AllocatorPtr allocator(const Shared& bound, bool by_scores) {
   if (!by_scores)
-    return ByLayer([bound](const Division& division) {
+    return by_layer([bound](const Division& division) {
       return in_python([&] {
         std::vector<int> all;
         for (const std::vector<int>& layer : counts((*bound).attr("allocate")(as_python(division), nb::none())))
@@ -211,7 +212,7 @@ Allocator allocator(const Shared& bound, bool by_scores) {
         return all;
       });
     });
-  return AcrossLayers([bound](const Division& division, std::span<const Matrix* const> scores) {
+  return across_layers([bound](const Division& division, std::span<const Matrix* const> scores) {
     return in_python([&] {
       nb::list layers;
       for (const Matrix* layer : scores) layers.append(as_array(*layer));
@@ -221,20 +222,28 @@ Allocator allocator(const Shared& bound, bool by_scores) {
 }
 
 Sharing sharing(const Shared& bound) {
-  return [bound](int layer, int layers) {
+  return {[bound](int layer, int layers) {
     return in_python([&] { return nb::cast<int>((*bound).attr("share")(layer, layers)); });
-  };
+  }};
 }
 
-Schedule schedule(const Shared& bound) {
-  Blocks blocks{.block = in_python([&] { return get<int>(*bound, "block"); })};
-  blocks.keep = [bound](const BlockEnd& end) {
-    return in_python([&] {
-      return nb::cast<int>((*bound).attr("schedule")(end.budget, end.context, end.seen, end.held, end.block));
+class PythonSchedule final : public BlockSchedule {
+ public:
+  explicit PythonSchedule(const Shared& bound)
+      : BlockSchedule(in_python([&] { return get<int>(*bound, "block"); })), bound_(bound) {}
+
+  std::string name() const override { return "schedule of its own"; }
+
+ private:
+  Cut cut_at(const BlockEnd& end) const override {
+    const int keep = in_python([&] {
+      return nb::cast<int>((*bound_).attr("schedule")(end.budget, end.context, end.seen, end.held, end.block));
     });
-  };
-  return blocks;
-}
+    return {keep, end.budget};
+  }
+
+  Shared bound_;
+};
 
 /// Replaces the rows of the prompt's tokens, [heads, P, dim], in [heads, T, dim].
 void replace_prompt(std::vector<float>& all, const TensorView& shape, std::span<const float> prompt) {
@@ -244,8 +253,13 @@ void replace_prompt(std::vector<float>& all, const TensorView& shape, std::span<
                       row_of(all, shape, head, 0).data());
 }
 
-Store store(const Shared& bound) {
-  return Transformed{[bound](const LayerView& view, const KeptSet& kept, const Partner&) {
+class PythonStore final : public ChangingStore {
+ public:
+  explicit PythonStore(const Shared& bound) : bound_(bound) {}
+
+  std::string name() const override { return "a store of its own"; }
+
+  std::unique_ptr<StoredLayer> apply(const LayerView& view, const KeptSet& kept, const Partner&) const override {
     auto layer = std::make_unique<StoredLayer>();
     layer->tensors = view.tensors();
     TensorView &keys = layer->tensors.k, &values = layer->tensors.v;
@@ -258,7 +272,7 @@ Store store(const Shared& bound) {
     in_python([&] {
       const Lent lent(view);
       const auto heads = static_cast<std::size_t>(keys.heads), tokens = static_cast<std::size_t>(view.prompt());
-      const nb::object given = (*bound).attr("store")(*lent, as_array(std::move(mask), {heads, tokens}));
+      const nb::object given = (*bound_).attr("store")(*lent, as_array(std::move(mask), {heads, tokens}));
       const auto numbers = [&](int which) {
         const auto array = nb::cast<Floats>(given[which]);
         return std::span(array.data(), array.size());
@@ -270,8 +284,11 @@ Store store(const Shared& bound) {
     keys = view_of(layer->keys, keys);
     values = view_of(layer->values, values);
     return layer;
-  }};
-}
+  }
+
+ private:
+  Shared bound_;
+};
 
 class PythonPolicy final : public Policy {
  public:
@@ -354,8 +371,8 @@ class PythonPolicy final : public Policy {
     if (methods.contains("select")) plan.select = selector(bound, static_cast<bool>(plan.score));
     if (methods.contains("allocate")) plan.allocate = allocator(bound, by_scores);
     if (methods.contains("share")) plan.share = sharing(bound);
-    if (methods.contains("schedule")) plan.schedule = schedule(bound);
-    if (methods.contains("store")) plan.store = store(bound);
+    if (methods.contains("schedule")) plan.schedule = std::make_shared<PythonSchedule>(bound);
+    if (methods.contains("store")) plan.store = std::make_shared<PythonStore>(bound);
   }
 
   /// Equal names, equal scores: values and source are all that a score may depend on.

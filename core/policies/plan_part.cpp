@@ -1,5 +1,4 @@
 #include "policies/plan_part.h"
-#include "policies/policy.h"
 
 namespace kvreplay {
 namespace {
@@ -16,11 +15,6 @@ class FixedPart final : public PlanPart {
 };
 
 }  // namespace
-
-Registry<PolicyEntry>& policies() {
-  static Registry<PolicyEntry> registry{"policy"};
-  return registry;
-}
 
 Registry<PartCard>& parts(PartKind kind) {
   static Registry<PartCard> scorers{"scorer"}, selectors{"selector"}, allocators{"allocator"}, sharing{"sharing"},

@@ -1,4 +1,4 @@
-#include "replay/selection.h"
+#include "policies/selection.h"
 
 #include <fmt/format.h>
 
@@ -126,35 +126,19 @@ void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted
   selection.granted[r] = granted;
 }
 
+void enter_protected(LayerSelection& selection, Protection::Clamped protected_tokens, int granted) {
+  for (int row = 0; row < selection.set.rows(); ++row) {
+    const auto r = static_cast<std::size_t>(row);
+    const int held = selection.set.count(row);
+    selection.sinks[r] = std::min(protected_tokens.sinks, held);
+    selection.recent[r] = std::min(protected_tokens.recent, held - selection.sinks[r]);
+    selection.granted[r] = granted;
+  }
+}
+
 Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, MarkedQuestion question) {
   return plan.protect.within(plan.own_memory ? prompt : budget, prompt, question);
 }
-
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
-                     MarkedQuestion question) {
-  const auto [sinks, recent] = kept_by_rule(plan, budget, prompt, question);
-  return {layers,
-          prompt,
-          budget,
-          sinks,
-          recent,
-          rows_of(plan.grouping.heads, header.query_heads, header.kv_heads),
-          header.query_heads};
-}
-
-namespace {
-
-TensorView tensor_at(const Trace& trace, int stored_layer, std::string_view end_of_path) {
-  for (const StoredTensor& tensor : trace.tensors(stored_layer))
-    if (tensor.path.ends_with(end_of_path)) return tensor.view;
-  return {};
-}
-
-}  // namespace
-
-TensorView output_projection(const Trace& trace, int stored_layer) { return tensor_at(trace, stored_layer, "/wo"); }
-
-TensorView input_norms(const Trace& trace, int stored_layer) { return tensor_at(trace, stored_layer, "/input_norm"); }
 
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question) {
   const bool at_question = plan.window_at == WindowAt::question && question.is_marked();

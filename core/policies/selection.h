@@ -1,4 +1,4 @@
-// What a policy keeps of one layer, and how rows of it are chosen.
+// What a policy keeps of one layer, and how rows of it are scored and chosen.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,7 @@
 
 #include "attention/kept_set.h"
 #include "observables/layer_view.h"
-#include "policies/policy.h"
-#include "trace/trace.h"
+#include "policies/plan.h"
 
 namespace kvreplay {
 
@@ -65,17 +64,11 @@ Kept choose_row(const Selector& select, std::span<const std::int32_t> positions,
 /// Enters a row's kept positions.
 void enter_row(LayerSelection& selection, int row, const Kept& kept, int granted);
 
+/// Enters in all rows which of their tokens are protected, as far as they are held.
+void enter_protected(LayerSelection& selection, Protection::Clamped protected_tokens, int granted);
+
 /// Tokens that are protected at a budget: of all of the prompt, where the policy has none.
 Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, MarkedQuestion question);
-
-/// What the plan divides over `layers` layers of the trace.
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
-                     MarkedQuestion question);
-
-/// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
-TensorView output_projection(const Trace& trace, int stored_layer);
-/// [1, T, 1] norms of the tokens' hidden states at the layer's input; without data where the trace does not hold them.
-TensorView input_norms(const Trace& trace, int stored_layer);
 
 /// Arguments of the plan's scorer. `by_rule`: protected tokens; `budget`: under a schedule the tokens kept now.
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question);

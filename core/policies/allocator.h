@@ -1,0 +1,112 @@
+// How the budget is divided over layers and rows.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "matrix.h"
+#include "policies/properties.h"
+
+namespace kvreplay {
+
+/// What is divided over layers and rows.
+struct Division {
+  int layers = 1;  // L
+  int prompt = 0;  // P
+  int budget = 0;  // B
+  int sinks = 0;   // tokens that stay by rule at B
+  int recent = 0;
+  int rows = 1;         // H
+  int query_heads = 1;  // Hq
+
+  int by_rule() const { return sinks + recent; }
+  /// M: tokens of a row that compete.
+  int candidates() const { return prompt - by_rule(); }
+  /// b: slots of a row that they compete for, on average.
+  int slots() const { return budget - by_rule(); }
+};
+
+/// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.
+struct Kept {
+  std::vector<std::int32_t> positions;
+  int sinks = 0;
+  int recent = 0;
+};
+
+/// [L][H] tokens that rows may keep, what stays by rule included.
+using LayerCounts = std::vector<std::vector<int>>;
+/// [L] of [H, P].
+using LayerScores = std::span<const Matrix* const>;
+
+/// How much must be known before the counts of a layer are: the number of layers and heads, the layer's scores, or the
+/// scores of all layers.
+enum class CountsFrom { sizes, layer, all_layers };
+
+/// Every plan has one, which many plans may share.
+class Allocator {
+ public:
+  virtual ~Allocator() = default;
+
+  /// In messages, as "counts from a layer's scores".
+  virtual std::string name() const = 0;
+  virtual CountsFrom from() const = 0;
+  /// What the other parts of its plan must provide.
+  virtual Requirements required() const { return {}; }
+  /// Whether every row of every layer gets B.
+  virtual bool is_uniform() const { return false; }
+  /// Whether every row keeps all of the prompt, and has no budget.
+  virtual bool keeps_everything() const { return false; }
+  /// Whether all rows of a layer get the same, known from the number of layers.
+  virtual bool is_by_layer() const { return false; }
+
+  /// From sizes. Sum at most L*H*B; empty: B each.
+  virtual LayerCounts counts(const Division&) const { return {}; }
+  /// From a layer: [H], from its scores [H, P]; empty without a score. `other`: counts that the policy other() has there.
+  virtual std::vector<int> counts_of_layer(const Division&, const Matrix* scores, std::span<const int> other) const;
+  /// From all layers. `slots`: the sum of the counts of other().
+  virtual LayerCounts counts_of_layers(const Division&, LayerScores, std::int64_t slots) const;
+
+  /// The policy whose counts or sets it takes, as users write it; null: it takes those of none.
+  virtual const std::string* other() const { return nullptr; }
+  /// Whether a budget binds that policy.
+  virtual bool other_has_budget() const { return true; }
+  /// Whether it takes sets of other(), and changes each row: changed() are kept positions in the place of a row's.
+  /// `layer` is the stored number of the layer that the set belongs to.
+  virtual bool changes_sets() const { return false; }
+  virtual std::vector<std::int32_t> changed(const Kept&, int prompt, int layer, int row) const;
+};
+
+using AllocatorPtr = std::shared_ptr<const Allocator>;
+
+/// Every row of every layer gets B.
+AllocatorPtr uniform();
+/// Keeps all and has no budget.
+AllocatorPtr every_token();
+
+/// Counts from the number of layers alone: [L], each for all rows of its layer.
+using ByLayer = std::function<std::vector<int>(const Division&)>;
+AllocatorPtr by_layer(ByLayer counts);
+/// The same head by head.
+using ByHead = std::function<LayerCounts(const Division&)>;
+AllocatorPtr by_head(ByHead counts);
+/// Counts of one layer, [H], from its scores [H, P]. Sum at most H*B.
+using WithinLayer = std::function<std::vector<int>(const Division&, const Matrix& scores)>;
+AllocatorPtr within_layer(WithinLayer counts);
+/// Counts of all treated layers at once, from all layers' scores. Sum at most L*H*B.
+using AcrossLayers = std::function<LayerCounts(const Division&, LayerScores)>;
+AllocatorPtr across_layers(AcrossLayers counts);
+
+/// Counts of the rows of some layers that sum to `slots`.
+using SlotDivision = std::function<LayerCounts(std::int64_t slots, LayerScores)>;
+/// The counts of another policy's selection; its slots anew by `divide` where there is one, those of all layers together
+/// where `over_layers` says so.
+AllocatorPtr counts_of(std::string policy, bool has_budget, SlotDivision divide, bool over_layers);
+/// The kept sets of another policy's selection, each row changed: as many tokens, the protected ones among them.
+AllocatorPtr sets_of(std::string policy,
+                     std::function<std::vector<std::int32_t>(const Kept&, int prompt, int layer, int row)> change);
+
+}  // namespace kvreplay

@@ -1,0 +1,64 @@
+// What is held of a layer while its tokens come.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "matrix.h"
+#include "policies/plan.h"
+#include "policies/schedule.h"
+#include "policies/selection.h"
+
+namespace kvreplay {
+
+/// Row by row, with the attention that the held tokens have received.
+class HeldTokens {
+ public:
+  explicit HeldTokens(const ScheduledLayer& layer);
+
+  int tokens() const { return tokens_; }
+  /// Of each row: all rows hold equally many.
+  int held() const { return static_cast<int>(held_.front().size()); }
+
+  /// Tokens [seen, end) come; then the rows are cut to `keep`. Sinks and recent tokens are protected within `budget`
+  /// and `keep`: a sink that was evicted while fewer were kept is no sink any more, and recent tokens may take its
+  /// slot. With `by_relevance` the kept tokens are in the order of their scores.
+  void append_and_cut(int end, int keep, int budget, bool by_relevance = false);
+
+  /// The rest of the tokens comes, and nothing goes.
+  LayerSelection finish();
+
+  /// Tokens that the latest eviction protected at the end.
+  int recent() const { return recent_; }
+  int rows() const { return static_cast<int>(held_.size()); }
+  const std::vector<std::int32_t>& row(int number) const { return held_[static_cast<std::size_t>(number)]; }
+
+ private:
+  void cut_row(const LayerView& now, const Matrix& scores, int row, RowBudget budget, bool by_relevance);
+  void carry_attention(const LayerView& now);
+
+  const LayerView& view_;
+  const Plan& plan_;
+  std::string who_;
+  Positions place_;
+  int tokens_;
+  int seen_ = 0;
+  LayerSelection selection_;
+  std::vector<std::vector<std::int32_t>> held_;
+  int recent_ = 0;
+  Matrix attention_;
+};
+
+/// A schedule that cuts what is held, in all rows at once.
+class CuttingSchedule : public Schedule {
+ public:
+  bool repeats(Heads heads) const final { return heads == Heads::query; }
+  LayerSelection run(const ScheduledLayer& layer) const final;
+
+ protected:
+  /// run() where no two query heads share a KV head and have sets of their own.
+  virtual LayerSelection cut(const ScheduledLayer& layer) const = 0;
+};
+
+}  // namespace kvreplay

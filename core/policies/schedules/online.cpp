@@ -1,0 +1,145 @@
+// After each token the lowest score goes while more than B are held, also after the prompt.
+#include <algorithm>
+
+#include "attention/backend.h"
+#include "policies/plan_part.h"
+#include "policies/schedules/schedules.h"
+#include "policies/selection.h"
+
+namespace kvreplay {
+namespace {
+
+/// [H, n] scores and positions of what is kept of the prompt, for going on token by token.
+struct Prefilled {
+  std::vector<std::int32_t> positions;
+  std::vector<double> scores;
+};
+
+Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, const std::string& who) {
+  // Online scores are means over a row's query heads; those of a layer are sums.
+  const double heads = plan.grouping.heads == Heads::layer ? view.query_heads() : 1.0;
+  const Scoring how = scoring_of(plan, budget.by_rule, budget.count, view.prompt(), view.question());
+  const Matrix scores = score_tokens(view, plan, how, who);
+  Prefilled held;
+  for (int row = 0; row < scores.rows(); ++row) {
+    budget.row = row;
+    for (const std::int32_t position :
+         choose_row(plan.select, view.positions(row).numbers(), scores.row(row), budget, &view, who).positions) {
+      held.positions.push_back(position);
+      held.scores.push_back(scores(row, position) / heads);
+    }
+  }
+  return held;
+}
+
+class Online final : public Schedule {
+ public:
+  Online(bool grow, bool prefill_once) : grow_(grow), prefill_once_(prefill_once) {}
+
+  std::string name() const override { return "schedule=online"; }
+  bool goes_on_after_prompt() const override { return !grow_; }
+  bool is_online() const override { return true; }
+
+  Requirements required() const override {
+    Requirements all = Schedule::required();
+    all.push_back({Property::best_tokens, "the schedule itself says which token goes", "select=top-k"});
+    all.push_back({Property::unchanged, "schedule=online scores tokens where they were", "store=exact"});
+    all.push_back({Property::group_mean, "schedule=online takes the mean over a group of query heads", "agg=mean"});
+    all.push_back({Property::attention_by_query, "schedule=online evicts by attention, query by query",
+                   "score=cumulative or score=newest"});
+    return all;
+  }
+
+  LayerSelection run(const ScheduledLayer& layer) const override {
+    const auto& [view, plan, budget, who, poll] = layer;
+    const int tokens = view.tensors().k.tokens;
+    const int prompt = view.prompt();
+    const bool accumulate = plan.score.online == OnlineScore::sum;
+    // No other query has added to the newest token's sum: it is kept where the sinks leave room. Scores of one query
+    // compare all tokens.
+    const auto protected_within = [&](int room, int sinks) {
+      Protection protect = plan.protect;
+      protect.sinks = sinks;
+      Protection::Clamped within = protect.within(room, prompt, view.question());
+      within.recent = std::max(accumulate ? std::min(1, room - within.sinks) : 0, within.recent);
+      return within;
+    };
+    Protection::Clamped by_rule = protected_within(budget.tokens, plan.protect.sinks);
+    OnlineEviction what{.heads = plan.grouping.heads,
+                        .tokens = grow_ ? prompt : tokens,
+                        .accumulate = accumulate,
+                        .budget = budget.tokens,
+                        .recent = by_rule.recent,
+                        .sinks = plan.protect.sinks};
+    std::vector<std::int32_t> budgets, recents;
+    if (budget.of_seen > 0) {
+      // A sink that was evicted while fewer tokens were kept is no sink any more.
+      int resident = prefill_once_ ? by_rule.sinks : 0;
+      for (int t = 0; t < what.tokens; ++t) {
+        budgets.push_back(budget.after(t + 1));
+        if (!prefill_once_ && t < plan.protect.sinks) resident = std::min(resident + 1, budgets.back());
+        const Protection::Clamped now = protected_within(budgets.back(), resident);
+        recents.push_back(now.recent);
+        if (t == prompt - 1) by_rule = now;
+      }
+      what.budget = budgets.back();
+      what.recent = recents.back();
+      what.budgets = budgets;
+      what.recents = recents;
+    }
+    Prefilled held;
+    if (prefill_once_) {
+      held = cut_once(view, plan, {budget.tokens, by_rule}, who);
+      what.first = prompt;
+      what.resident = held.positions;
+      what.scores = held.scores;
+    }
+    const std::vector<std::int32_t> gone = view.backend().online_eviction(view.tensors(), what);
+
+    LayerSelection selection = empty_selection(view, plan.grouping.heads);
+    const auto rows = static_cast<std::size_t>(selection.set.rows());
+    const auto width = static_cast<std::size_t>(what.tokens);
+    selection.evicted_at.assign(rows * static_cast<std::size_t>(tokens), -1);
+    const std::size_t held_a_row = held.positions.size() / rows;
+    for (std::size_t row = 0; row < rows; ++row) {
+      const std::span<std::int32_t> of_row = selection.evicted_of(static_cast<int>(row));
+      std::ranges::copy(std::span(gone).subspan(row * width, width), of_row.begin());
+      if (prefill_once_) {
+        const std::span<const std::int32_t> kept = std::span(held.positions).subspan(row * held_a_row, held_a_row);
+        for (int j = 0; j < prompt; ++j)
+          if (!std::ranges::binary_search(kept, j)) of_row[static_cast<std::size_t>(j)] = prompt - 1;
+      }
+      hold_at_end_of_prompt(selection, static_cast<int>(row));
+    }
+    enter_protected(selection, by_rule, budget.tokens);
+    return selection;
+  }
+
+ private:
+  bool grow_;          // after the prompt nothing goes
+  bool prefill_once_;  // the prompt is cut as by schedule=once, its scores go on
+};
+
+constexpr Choice<Prefill> prefill_words[] = {{"online", Prefill::online}, {"once", Prefill::once}};
+
+struct OnlinePart : OnlineEvictions {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "online";
+  static constexpr const char* summary = "after every token the lowest score goes, by its attention so far or now";
+
+  void fill(Plan& plan) const { plan.schedule = schedule(); }
+};
+
+const RegisteredPart<OnlinePart> registered;
+
+}  // namespace
+
+void OnlineEvictions::parameters(Parameters& p) {
+  const auto read = p.of_part("schedule");
+  p.add("grow", grow, "after the prompt nothing goes: B and the continuation are held");
+  p.add<Prefill>("prefill", prefill, prefill_words, "the prompt token by token, or cut once when it has been seen");
+}
+
+SchedulePtr OnlineEvictions::schedule() const { return std::make_shared<Online>(grow, prefill == Prefill::once); }
+
+}  // namespace kvreplay

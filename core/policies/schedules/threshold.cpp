@@ -1,0 +1,73 @@
+// When `peak` tokens are held, they are cut to `keep`; also after the prompt. There is no other budget.
+#include <fmt/format.h>
+
+#include "error.h"
+#include "policies/plan_part.h"
+#include "policies/schedules/held_tokens.h"
+#include "policies/schedules/schedules.h"
+
+namespace kvreplay {
+namespace {
+
+class ThresholdSchedule final : public CuttingSchedule {
+ public:
+  ThresholdSchedule(Amount peak, Amount keep) : peak_(peak), keep_(keep) {}
+
+  std::string name() const override { return "schedule=threshold"; }
+  bool goes_on_after_prompt() const override { return true; }
+  bool has_budget() const override { return false; }
+  int held(int prompt) const override { return keep_.of_prompt(prompt); }
+  void check(const ScheduledPrompt& prompt) const override { tokens_of(prompt.tokens, prompt.policy); }
+
+ private:
+  struct PeakAndKeep {
+    int peak = 0;
+    int keep = 0;
+  };
+
+  PeakAndKeep tokens_of(int prompt, const std::string& who) const {
+    const PeakAndKeep found{peak_.of_prompt(prompt), keep_.of_prompt(prompt)};
+    if (found.keep < 1 || found.keep >= found.peak)
+      throw Error{Refusal::usage, who, "threshold(peak,keep)", "1 <= keep < peak",
+                  fmt::format("peak {}, keep {}", found.peak, found.keep)};
+    return found;
+  }
+
+  LayerSelection cut(const ScheduledLayer& layer) const override {
+    const LayerView& view = layer.view;
+    const auto [peak, keep] = tokens_of(view.prompt(), layer.policy);
+    HeldTokens tokens(layer);
+    for (int seen = peak; seen <= tokens.tokens(); seen += peak - keep) {
+      layer.poll();
+      tokens.append_and_cut(seen, keep, keep);
+    }
+    LayerSelection selection = tokens.finish();
+    enter_protected(selection, layer.plan.protect.within(keep, view.prompt(), view.question()), peak);
+    return selection;
+  }
+
+  Amount peak_, keep_;
+};
+
+struct ThresholdPart {
+  static constexpr PartKind kind = PartKind::schedule;
+  static constexpr const char* name = "threshold";
+  static constexpr const char* summary = "whenever `peak` tokens are held, down to `keep`; no budget binds it";
+
+  Amount peak = Amount::tokens(4000);
+  Amount keep = Amount::tokens(2000);
+
+  void parameters(Parameters& p) {
+    p.add("peak", peak, "tokens held before a compression", UpTo::any, "P");
+    p.add("keep", keep, "tokens held after it", UpTo::any, "P");
+  }
+  void fill(Plan& plan) const { plan.schedule = threshold(peak, keep); }
+};
+
+const RegisteredPart<ThresholdPart> registered;
+
+}  // namespace
+
+SchedulePtr threshold(Amount peak, Amount keep) { return std::make_shared<ThresholdSchedule>(peak, keep); }
+
+}  // namespace kvreplay

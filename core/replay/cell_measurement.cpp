@@ -1,0 +1,150 @@
+#include "replay/cell_measurement.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "float_types.h"
+#include "replay/stored_cells.h"
+
+namespace kvreplay {
+namespace {
+
+/// Eval queries measured at once. Fixed, because the shape of a product can decide its last bits.
+constexpr int query_block = 64;
+
+bool keeps_all(const KeptSet& set) {
+  for (int row = 0; row < set.rows(); ++row)
+    if (set.count(row) < set.tokens()) return false;
+  return true;
+}
+
+StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection) {
+  StoredLayer stored;
+  stored.tensors = view.tensors();
+  stored.keys = keys_at_slots(view, selection);
+  stored.tensors.k = view_of(stored.keys, stored.tensors.k);
+  return stored;
+}
+
+/// A query head and the KV head that it reads.
+LayerTensors one_head(LayerTensors tensors, int query_head) {
+  const auto cut = [](TensorView& tensor, int head) {
+    tensor.data = tensor.row(head, 0);
+    tensor.heads = 1;
+  };
+  const int kv_head = query_head / tensors.group();
+  cut(tensors.q, query_head);
+  cut(tensors.k, kv_head);
+  cut(tensors.v, kv_head);
+  return tensors;
+}
+
+}  // namespace
+
+void CellMeasurement::measure(const LayerView& view, bool second_walk, const std::map<int, PairedLayer>& paired) {
+  const auto l = static_cast<std::size_t>(view.layer());
+  std::vector<Measured> to_measure;
+  for (Job& job : jobs_.all()) {
+    if (!job.is_cell() || job.two_walks != second_walk) continue;
+    Measured cell{};
+    jobs_.guarded(job, [&] {
+      if (job.budget < of_.prompt())
+        job.selections[l].reads = job.range(view.layer()).plan().schedule->reads(view, job.budget);
+      cell = prepared(job, view, paired);
+    });
+    if (job.failure) continue;
+    const bool changes = job.range(view.layer()).plan().store->changes_tokens();
+    of_.sink.selected(view, job.number, *cell.selection, changes ? cell.stored.get() : nullptr, job.seconds[l]);
+    if (job.cell->measure) to_measure.push_back(std::move(cell));
+  }
+  if (!to_measure.empty()) measure_in_blocks(view, to_measure);
+}
+
+/// What the store of the layer's plan makes of a selection.
+CellMeasurement::Measured CellMeasurement::prepared(const Job& job, const LayerView& view,
+                                                    const std::map<int, PairedLayer>& paired) const {
+  const LayerSelection& selection = job.selections[static_cast<std::size_t>(view.layer())];
+  const PlannedRange& range = job.range(view.layer());
+  const Store& store = *range.plan().store;
+  Measured measured{&job, &selection};
+  const bool moves = store.moves_tokens() && (selection.differs_by_query() || !keeps_all(selection.set));
+  if (store.changes_tokens())
+    measured.stored = store.apply(
+        view, selection.set,
+        store.pairs_layers() ? paired.at(range.partner(view.layer())).partner : Partner{view.layer(), view.tensors()});
+  else if (moves && !selection.slots.empty())
+    measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
+  else if (moves)
+    measured.positions = Positions::cache;
+  return measured;
+}
+
+void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measured>& to_measure) {
+  std::vector<int> cells;
+  MomentParts parts;
+  for (const Measured& cell : to_measure) {
+    cells.push_back(cell.job->number);
+    parts.add(*cell.job->cell->measure);
+  }
+  const std::span<const std::int32_t> queries = of_.conditions.eval_queries;
+  for (std::size_t first = 0; first < queries.size(); first += query_block) {
+    of_.poll();
+    const std::size_t count = std::min<std::size_t>(query_block, queries.size() - first);
+    const std::span<const std::int32_t> block = queries.subspan(first, count);
+    std::vector<KeptSets> sets;
+    for (Measured& cell : to_measure) {
+      cell.by_query.clear();
+      if (cell.selection->differs_by_query())
+        for (const std::int32_t query : block) cell.by_query.push_back(cell.selection->seen_by(query));
+      sets.push_back(cell.by_query.empty() ? KeptSets(&cell.selection->set, 1) : KeptSets(cell.by_query));
+    }
+    std::map<std::size_t, OutputVectors> of_general;
+    for (std::size_t i = 0; i < to_measure.size(); ++i) {
+      if (!to_measure[i].is_general()) continue;
+      of_.poll();
+      OutputVectors* outputs = parts.vectors ? &of_general[i] : nullptr;
+      of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count),
+                        general_comparison(view, to_measure[i], block, sets[i], outputs));
+    }
+    KeptMoments moments = of_.backend.kept_moments(view.tensors(), block, of_.prompt(), sets, parts);
+    for (const auto& [i, outputs] : of_general)
+      std::ranges::copy(outputs.errors, moments.outputs.errors.data() + i * outputs.errors.size());
+    of_.sink.measured(view, cells, static_cast<int>(first), static_cast<int>(count), moments);
+    for (std::size_t i = 0; i < to_measure.size(); ++i)
+      if (!to_measure[i].is_general()) cross_check(view, to_measure[i], sets[i], first, block);
+  }
+}
+
+std::vector<Comparison> CellMeasurement::general_comparison(const LayerView& view, const Measured& cell,
+                                                            std::span<const std::int32_t> queries, KeptSets sets,
+                                                            OutputVectors* outputs) const {
+  return of_.backend.compare_attention(view.tensors(), cell.stored ? cell.stored->tensors : view.tensors(),
+                                       cell.positions, queries, of_.prompt(), sets, outputs);
+}
+
+/// One query of each cell in one query head of one layer takes the general path too, where it lies in the block just
+/// measured.
+void CellMeasurement::cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
+                                  std::span<const std::int32_t> block) {
+  // By the cell's own number, so that another run, with other cells beside it, compares the same.
+  std::uint64_t rest = cell.job->cell->checked_at;
+  const auto next = [&rest](std::size_t count) {
+    const std::size_t one = rest % count;
+    rest /= count;
+    return one;
+  };
+  if (static_cast<int>(next(static_cast<std::size_t>(view.layers()))) != view.layer()) return;
+  const auto head = static_cast<int>(next(static_cast<std::size_t>(view.query_heads())));
+  const std::size_t query = next(of_.conditions.eval_queries.size());
+  if (query < first || query >= first + block.size()) return;
+  const std::size_t in_block = query - first;
+  const LayerTensors of_head = one_head(view.tensors(), head);
+  const KeptSet& set = sets[sets.size() == 1 ? 0 : in_block];
+  const KeptSet held = set.only(set.row_of(head, view.group()));
+  const std::vector<Comparison> compared = of_.backend.compare_attention(
+      of_head, of_head, Positions::original, block.subspan(in_block, 1), of_.prompt(), KeptSets(&held, 1));
+  of_.sink.cross_checked(view, cell.job->number, static_cast<int>(query), head, compared.front());
+}
+
+}  // namespace kvreplay

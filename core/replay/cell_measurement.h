@@ -1,0 +1,44 @@
+// How cells are measured at the eval queries of a layer.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "replay/jobs.h"
+#include "replay/resident_layers.h"
+
+namespace kvreplay {
+
+class CellMeasurement {
+ public:
+  CellMeasurement(const ReplayedTrace& of, Jobs& jobs) : of_(of), jobs_(jobs) {}
+
+  /// Reports what the cells of a walk keep of a layer, and measures it. `paired`: layers that this one is stored with.
+  void measure(const LayerView& view, bool second_walk, const std::map<int, PairedLayer>& paired);
+
+ private:
+  /// How one cell is measured in one layer.
+  struct Measured {
+    const Job* job;
+    const LayerSelection* selection;
+    std::unique_ptr<StoredLayer> stored = {};  // what the store made of the layer; null: it is as it was
+    Positions positions = Positions::original;
+    std::vector<KeptSet> by_query = {};  // of the block under way, where sets change with time
+
+    bool is_general() const { return stored != nullptr || positions == Positions::cache; }
+  };
+
+  Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const;
+  void measure_in_blocks(const LayerView& view, std::vector<Measured>& to_measure);
+  std::vector<Comparison> general_comparison(const LayerView& view, const Measured& cell,
+                                             std::span<const std::int32_t> queries, KeptSets sets,
+                                             OutputVectors* outputs) const;
+  void cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
+                   std::span<const std::int32_t> block);
+
+  const ReplayedTrace& of_;
+  Jobs& jobs_;
+};
+
+}  // namespace kvreplay

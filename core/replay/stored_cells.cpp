@@ -1,0 +1,70 @@
+#include "replay/stored_cells.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "attention/rope.h"
+#include "float_types.h"
+#include "replay/resident_layers.h"
+#include "replay/trace_inputs.h"
+
+namespace kvreplay {
+
+std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& selection) {
+  const TensorView& keys = view.tensors().k;
+  const KeptSet& set = selection.set;
+  const int heads = set.heads() == Heads::query ? view.query_heads() : keys.heads;
+  TensorView shape = keys;
+  shape.heads = heads;
+  std::vector<float> moved(static_cast<std::size_t>(heads) * static_cast<std::size_t>(keys.tokens) *
+                           static_cast<std::size_t>(keys.dim));
+  for (int head = 0; head < heads; ++head) {
+    for (int token = 0; token < keys.tokens; ++token) {
+      const std::span<float> key = row_of(moved, shape, head, token);
+      const std::byte* const captured = keys.row(head * keys.heads / heads, token);
+      for (std::size_t i = 0; i < key.size(); ++i) key[i] = load(captured, keys.dtype, i);
+    }
+    const std::vector<std::int32_t> slots =
+        selection.in_slot_order(set.row_of(head * (view.query_heads() / heads), view.group()));
+    const auto count = static_cast<int>(slots.size());
+    for (int slot = 0; slot < count; ++slot) {
+      const std::int32_t token = slots[static_cast<std::size_t>(slot)];
+      rotate(view.tensors().rope, view.prompt() - count + slot - token, row_of(moved, shape, head, token));
+    }
+  }
+  return moved;
+}
+
+void apply_store(Backend& backend, const Trace& trace, const Conditions& conditions, const Cell& cell, int layer,
+                 const StoreApplied& heard) {
+  const auto layers = static_cast<int>(conditions.layers.size());
+  const int stored = conditions.layers.at(static_cast<std::size_t>(layer));
+  const std::vector<LayerPlan> plans = cell.policy.plans(layers);
+  const LayerPlan& of_range =
+      *std::ranges::find_if(plans, [&](const LayerPlan& one) { return layer < one.first + one.count; });
+  const Plan& plan = of_range.plan;
+  // An archived layer is put together in place of the one before it.
+  std::optional<PairedLayer> paired;
+  if (plan.store->pairs_layers()) {
+    const int partner = of_range.first + plan.store->partner(layer - of_range.first, of_range.count);
+    paired.emplace(trace, partner, conditions.layers.at(static_cast<std::size_t>(partner)));
+  }
+  const LayerTensors tensors = trace.layer(stored);
+  HeldLayer held(backend, tensors);
+  held.hold(plan.store->needs().all_queries);
+  const TensorView projection = plan.store->needs().projection ? output_projection(trace, stored) : TensorView{};
+  const LayerView view(
+      backend, tensors,
+      {layer, layers, stored, conditions.boundary, marked_question(trace, conditions.boundary), projection},
+      conditions.eval_queries);
+  LayerSelection selection = cell.known.at(static_cast<std::size_t>(layer));
+  if (cell.budget < conditions.boundary) selection.reads = plan.schedule->reads(view, cell.budget);
+  std::unique_ptr<StoredLayer> changed;
+  if (plan.store->changes_tokens())
+    changed = plan.store->apply(view, selection.set, paired ? paired->partner : Partner{view.layer(), view.tensors()});
+  heard(view, selection, changed.get(), plan.store->moves_tokens());
+  trace.require_unchanged();
+  trace.release(stored);
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,18 @@
+// What plans need to know of a trace beside queries, keys and values.
+#pragma once
+
+#include "policies/plan.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+/// What the plan divides over `layers` layers of the trace.
+Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
+                     MarkedQuestion question);
+
+/// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
+TensorView output_projection(const Trace& trace, int stored_layer);
+/// [1, T, 1] norms of the tokens' hidden states at the layer's input; without data where the trace does not hold them.
+TensorView input_norms(const Trace& trace, int stored_layer);
+
+}  // namespace kvreplay
