@@ -65,7 +65,8 @@ class Allocator {
 
   /// From sizes. Sum at most L*H*B; empty: B each.
   virtual LayerCounts counts(const Division&) const { return {}; }
-  /// From a layer: [H], from its scores [H, P]; empty without a score. `other`: counts that the policy other() has there.
+  /// From a layer: [H], from its scores [H, P]; empty without a score. `other`: counts that the policy other() has
+  /// there.
   virtual std::vector<int> counts_of_layer(const Division&, const Matrix* scores, std::span<const int> other) const;
   /// From all layers. `slots`: the sum of the counts of other().
   virtual LayerCounts counts_of_layers(const Division&, LayerScores, std::int64_t slots) const;
@@ -102,8 +103,8 @@ AllocatorPtr across_layers(AcrossLayers counts);
 
 /// Counts of the rows of some layers that sum to `slots`.
 using SlotDivision = std::function<LayerCounts(std::int64_t slots, LayerScores)>;
-/// The counts of another policy's selection; its slots anew by `divide` where there is one, those of all layers together
-/// where `over_layers` says so.
+/// The counts of another policy's selection; its slots anew by `divide` where there is one, those of all layers
+/// together where `over_layers` says so.
 AllocatorPtr counts_of(std::string policy, bool has_budget, SlotDivision divide, bool over_layers);
 /// The kept sets of another policy's selection, each row changed: as many tokens, the protected ones among them.
 AllocatorPtr sets_of(std::string policy,

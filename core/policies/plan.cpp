@@ -132,8 +132,8 @@ void check_plan(const std::string& who, const Plan& plan) {
   // The plan of the policy whose sets it takes was checked, and takes no other part.
   if (plan.allocate->changes_sets()) return;
   for (const Requirements& of_part :
-       {required_by_choice(plan), plan.allocate->required(), plan.score.required(), plan.select.required(), required_by(plan.nesting),
-        required_at_end(plan), plan.schedule->required(), plan.store->required()})
+       {required_by_choice(plan), plan.allocate->required(), plan.score.required(), plan.select.required(),
+        required_by(plan.nesting), required_at_end(plan), plan.schedule->required(), plan.store->required()})
     require(who, plan, of_part);
 }
 

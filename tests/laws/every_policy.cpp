@@ -263,7 +263,8 @@ const Trace& retold_from(const Trace& trace, int first) {
 
 bool knows_the_future(const ConfiguredPolicy& policy, int layers) {
   return std::ranges::any_of(policy.plans(layers), [](const LayerPlan& part) {
-    return part.plan.score.needs.future_queries || (part.plan.allocate->other() != nullptr && !part.plan.allocate->changes_sets());
+    return part.plan.score.needs.future_queries ||
+           (part.plan.allocate->other() != nullptr && !part.plan.allocate->changes_sets());
   });
 }
 
@@ -430,8 +431,7 @@ TEST_P(EveryPolicy, RecallsNoMoreThanOraclesThatMayChooseEverMore) {
     const std::vector<LayerPlan> plans = policy.plans(layers);
     const bool bounded = std::ranges::all_of(plans, [&](const LayerPlan& part) {
       return part.plan.schedule->decided() == Decision::after_prefill && has_budget(part.plan) &&
-             part.plan.allocate->other() == nullptr &&
-             part.plan.grouping.heads == plans.front().plan.grouping.heads;
+             part.plan.allocate->other() == nullptr && part.plan.grouping.heads == plans.front().plan.grouping.heads;
     });
     if (!bounded) {
       EXPECT_THROW(static_cast<void>(ConfiguredPolicy::parse(asked.back()).plans(layers)), Error);

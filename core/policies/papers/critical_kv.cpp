@@ -101,8 +101,8 @@ struct CriticalKv {
     const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(base).plans(some_layers);
     Plan plan = plans.front().plan;
     const bool scores_tokens = plan.score && plan.select.takes_best &&
-                               plan.schedule->decided() == Decision::after_prefill &&
-                               plan.allocate->is_uniform() && has_budget(plan) && plans.size() == 1;
+                               plan.schedule->decided() == Decision::after_prefill && plan.allocate->is_uniform() &&
+                               has_budget(plan) && plans.size() == 1;
     if (!scores_tokens)
       throw Error{Refusal::usage, "critical-kv:base", "no scores to begin with",
                   "a policy that keeps the best tokens of every head once", base};

@@ -83,9 +83,9 @@ struct Oracle {
       // Its own queries were asked for with the counted policy; what an oracle reads is the future.
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
-      plan.allocate =
-          counts_of(counts, has_budget(counted.plan),
-                   free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{}, free == Free::layers);
+      plan.allocate = counts_of(counts, has_budget(counted.plan),
+                                free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{},
+                                free == Free::layers);
       plan.protect = {};
       plan.select = top_k();
       if (free == Free::chunks && counted.plan.select.best) {
@@ -102,8 +102,8 @@ struct Oracle {
     const auto refuse_if = [this](bool unfit, const char* where, const char* what, const char* expected) {
       if (unfit) throw Error{Refusal::usage, where, what, expected, counts};
     };
-    refuse_if(counted.allocate->keeps_everything(), "oracle:counts",
-              "counts of a policy that keeps everything", "a policy that evicts");
+    refuse_if(counted.allocate->keeps_everything(), "oracle:counts", "counts of a policy that keeps everything",
+              "a policy that evicts");
     refuse_if(counted.allocate->other() != nullptr, "oracle:counts", "counts of counts",
               "a policy with counts of its own");
     if (free == Free::tokens) return;

@@ -54,8 +54,8 @@ struct RandomTwin {
       plan.score = {.needs = {.last_queries = needs.last_queries, .all_queries = needs.all_queries}};
       plan.nesting = Nesting::none;
       plan.allocate = sets_of(of, [seed = seed](const Kept& kept, int prompt, int layer, int row) {
-                               return random_twin(kept, prompt, seed, layer, row);
-                             });
+        return random_twin(kept, prompt, seed, layer, row);
+      });
     }
     return all;
   }

@@ -420,8 +420,8 @@ std::string ConfiguredPolicy::why_no_twin(int layers) const {
   bool chooses = false;
   for (const LayerPlan& of_range : plans(layers)) {
     const std::string reason = kvreplay::why_no_twin(of_range.plan);
-    const bool is_whole = of_range.plan.allocate->keeps_everything() &&
-                          of_range.plan.schedule->decided() == Decision::after_prefill;
+    const bool is_whole =
+        of_range.plan.allocate->keeps_everything() && of_range.plan.schedule->decided() == Decision::after_prefill;
     if (!reason.empty() && !is_whole) return reason;
     if (is_whole)
       keeps_everything = reason;
