@@ -33,7 +33,7 @@
 
 #include "error.h"
 #include "hdf5/hdf5.h"
-#include "hdf5/open_file.h"
+#include "open_file.h"
 
 namespace kvreplay {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <thread>
 
-#include "hdf5/open_file.h"
+#include "open_file.h"
 
 namespace kvreplay {
 

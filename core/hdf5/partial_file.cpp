@@ -50,14 +50,6 @@ FileDescriptor open_locked(const std::filesystem::path& path) {
 
 }  // namespace
 
-bool means_disk_full(int system_error) {
-  return system_error == ENOSPC || system_error == EDQUOT || system_error == EFBIG;
-}
-
-bool means_resources(int system_error) {
-  return means_disk_full(system_error) || system_error == EMFILE || system_error == ENFILE || system_error == ENOMEM;
-}
-
 PartialFile::PartialFile(const std::filesystem::path& name)
     : name_(name), partial_(name.string() + ".partial"), file_(open_locked(partial_)) {
   if (::ftruncate(file_.get(), 0) != 0) throw system_failure(errno, partial_.string(), "cannot be emptied");

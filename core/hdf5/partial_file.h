@@ -7,14 +7,9 @@
 #include <filesystem>
 #include <span>
 
-#include "hdf5/open_file.h"
+#include "open_file.h"
 
 namespace kvreplay {
-
-/// Whether this errno says that there is no more room: disk, quota, or the size that a file may have.
-bool means_disk_full(int system_error);
-/// Or that the system has no more of something else: open files, memory.
-bool means_resources(int system_error);
 
 /// Failures are Error{resources} for a full disk, {input} otherwise. One that is destroyed before finish() is removed.
 class PartialFile {

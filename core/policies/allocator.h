@@ -18,7 +18,7 @@ struct Division {
   int layers = 1;  // L
   int prompt = 0;  // P
   int budget = 0;  // B
-  int sinks = 0;   // tokens that stay by rule at B
+  int sinks = 0;   // protected tokens at B
   int recent = 0;
   int rows = 1;         // H
   int query_heads = 1;  // Hq
@@ -30,14 +30,14 @@ struct Division {
   int slots() const { return budget - by_rule(); }
 };
 
-/// Kept tokens, ascending. The first `sinks` and the last `recent` ones are there by rule, not by score.
+/// Kept tokens, ascending. The first `sinks` and the last `recent` ones are protected.
 struct Kept {
   std::vector<std::int32_t> positions;
   int sinks = 0;
   int recent = 0;
 };
 
-/// [L][H] tokens that rows may keep, what stays by rule included.
+/// [L][H] tokens that rows may keep, protected tokens included.
 using LayerCounts = std::vector<std::vector<int>>;
 /// [L] of [H, P].
 using LayerScores = std::span<const Matrix* const>;

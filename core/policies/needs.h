@@ -5,10 +5,10 @@ namespace kvreplay {
 
 /// Which captured queries the observables read. A trace that lacks them is refused before the run.
 struct Needs {
-  int last_queries = 0;         // the last so many of the prompt
+  int last_queries = 0;         // how many of the last ones of the prompt
   bool all_queries = false;     // all of the prompt
   bool future_queries = false;  // eval queries: the mark of an oracle
-  bool recent_queries = false;  // those of the tokens that stay by rule at the end of the prompt
+  bool recent_queries = false;  // those of the protected tokens at the end of the prompt
   bool question = false;        // those of the question that ends the prompt
   bool projection = false;      // no queries: the layers' output projections
   bool rope = false;            // the model's RoPE, because it un-rotates keys or queries

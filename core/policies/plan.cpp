@@ -1,7 +1,6 @@
 #include "policies/plan.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include "error.h"
 

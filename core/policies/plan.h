@@ -166,6 +166,14 @@ struct LayerPlan {
   int first = 0;
   int count = 0;
   Plan plan = {};
+
+  int end() const { return first + count; }
+  /// The treated layer whose set a layer of the range uses.
+  int source_of(int layer) const { return first + plan.share.source(layer - first, count); }
+  /// Whether some layer of the range uses this one's set.
+  bool is_source(int layer) const { return plan.share.is_source(layer - first, count); }
+  /// The layer that this one is stored with, or this one itself.
+  int partner_of(int layer) const { return first + plan.store->partner(layer - first, count); }
 };
 
 }  // namespace kvreplay

@@ -50,11 +50,11 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
     Measured cell{};
     jobs_.guarded(job, [&] {
       if (job.budget < of_.prompt())
-        job.selections[l].reads = job.range(view.layer()).plan().schedule->reads(view, job.budget);
+        job.selections[l].reads = job.range(view.layer()).plan.schedule->reads(view, job.budget);
       cell = prepared(job, view, paired);
     });
     if (job.failure) continue;
-    const bool changes = job.range(view.layer()).plan().store->changes_tokens();
+    const bool changes = job.range(view.layer()).plan.store->changes_tokens();
     of_.sink.selected(view, job.number, *cell.selection, changes ? cell.stored.get() : nullptr, job.seconds[l]);
     if (job.cell->measure) to_measure.push_back(std::move(cell));
   }
@@ -66,13 +66,13 @@ CellMeasurement::Measured CellMeasurement::prepared(const Job& job, const LayerV
                                                     const std::map<int, PairedLayer>& paired) const {
   const LayerSelection& selection = job.selections[static_cast<std::size_t>(view.layer())];
   const PlannedRange& range = job.range(view.layer());
-  const Store& store = *range.plan().store;
+  const Store& store = *range.plan.store;
   Measured measured{&job, &selection};
   const bool moves = store.moves_tokens() && (selection.differs_by_query() || !keeps_all(selection.set));
   if (store.changes_tokens())
-    measured.stored = store.apply(
-        view, selection.set,
-        store.pairs_layers() ? paired.at(range.partner(view.layer())).partner : Partner{view.layer(), view.tensors()});
+    measured.stored = store.apply(view, selection.set,
+                                  store.pairs_layers() ? paired.at(range.partner_of(view.layer())).partner
+                                                       : Partner{view.layer(), view.tensors()});
   else if (moves && !selection.slots.empty())
     measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
   else if (moves)

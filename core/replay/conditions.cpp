@@ -175,7 +175,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (plan.store->moves_tokens() && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
                 "the model's RoPE", "none"};
-  for (int l = of_range.first; needs_of(plan).projection && l < of_range.first + of_range.count; ++l)
+  for (int l = of_range.first; needs_of(plan).projection && l < of_range.end(); ++l)
     if (const int stored = conditions.layers[static_cast<std::size_t>(l)]; !output_projection(trace, stored).data)
       throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/wo", trace.path().string(), stored),
                   "no output projection for " + who, "one, as capture --with-wo stores it, or wo=none", "none"};
@@ -236,7 +236,7 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
     const Plan& plan = of_range.plan;
     if (has_budget(plan) && !plan.store->has_exact_size())
       throw Error{Refusal::usage, policy.name(), "its store changes what a token takes", "a budget in tokens", "bytes"};
-    for (int l = of_range.first; l < of_range.first + of_range.count; ++l) {
+    for (int l = of_range.first; l < of_range.end(); ++l) {
       const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
       const int heads = plan.grouping.heads == Heads::query ? tensors.q.heads : tensors.k.heads;
       bytes += static_cast<double>(heads) * static_cast<double>(tensors.k.row_bytes() + tensors.v.row_bytes());

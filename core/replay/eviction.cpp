@@ -61,7 +61,7 @@ void Eviction::decide(const LayerView& view) {
         if (score(job, view)) to_choose.push_back(&job);
       });
   // Observables are made by one thread: what does not read the layer does not see it.
-  const auto reads_layer = [&](const Job& job) { return job.range(view.layer()).plan().select.reads_layer; };
+  const auto reads_layer = [&](const Job& job) { return job.range(view.layer()).plan.select.reads_layer; };
   jobs_.for_all(
       to_choose, [&](const Job& job) { return job.takes_counts() || reads_layer(job); },
       [&](Job& job) { choose(job, job.range(view.layer()), view.layer(), reads_layer(job) ? &view : nullptr); });
@@ -84,8 +84,7 @@ void Eviction::decide_after_walk() {
 
 /// Whether a layer's counts are known only when all layers have been seen.
 bool Eviction::counts_come_later(const Job& job, const PlannedRange& range) const {
-  return range.plan().allocate->from() == CountsFrom::all_layers ||
-         (job.takes_counts() && jobs_.counted(job).two_walks);
+  return range.plan.allocate->from() == CountsFrom::all_layers || (job.takes_counts() && jobs_.counted(job).two_walks);
 }
 
 /// Selects, or scores alone: true where the rows are to be chosen now.
@@ -97,8 +96,8 @@ bool Eviction::score(Job& job, const LayerView& view) {
     job.selections[l] = job.cell->known[l];
     return false;
   }
-  if (keeps_everything(range.plan(), job.budget, of_.prompt())) {
-    job.selections[l] = whole_prompt(view, range.plan());
+  if (keeps_everything(range.plan, job.budget, of_.prompt())) {
+    job.selections[l] = whole_prompt(view, range.plan);
     return false;
   }
   if (!range.is_source(view.layer())) {
@@ -106,15 +105,14 @@ bool Eviction::score(Job& job, const LayerView& view) {
       job.selections[l] = job.selections[static_cast<std::size_t>(source)];
     return false;
   }
-  if (const Schedule& schedule = *range.plan().schedule; schedule.decided() == Decision::during_prefill) {
+  if (const Schedule& schedule = *range.plan.schedule; schedule.decided() == Decision::during_prefill) {
     job.seconds[l].select = seconds_of(view, [&] {
-      job.selections[l] =
-          schedule.run({view, range.plan(), {job.budget, job.of_seen}, job.name, [this] { of_.poll(); }});
+      job.selections[l] = schedule.run({view, range.plan, {job.budget, job.of_seen}, job.name, [this] { of_.poll(); }});
     });
-  } else if (range.plan().nesting != Nesting::none) {
+  } else if (range.plan.nesting != Nesting::none) {
     select_nested(job, range, view);
   } else {
-    job.selections[l] = empty_selection(view, range.plan().grouping.heads);
+    job.selections[l] = empty_selection(view, range.plan.grouping.heads);
     job.scores[l] = scores_of_prompt(job, range, view);
     return !counts_come_later(job, range);
   }
@@ -122,13 +120,13 @@ bool Eviction::score(Job& job, const LayerView& view) {
 }
 
 Scoring Eviction::scoring(const Job& job, const PlannedRange& range) const {
-  return scoring_of(range.plan(), range.by_rule, job.budget, of_.prompt(), of_.question);
+  return scoring_of(range.plan, range.by_rule, job.budget, of_.prompt(), of_.question);
 }
 
 Matrix Eviction::scored(Job& job, const PlannedRange& range, const LayerView& view) const {
   Matrix scores;
   job.seconds[static_cast<std::size_t>(view.layer())].score =
-      seconds_of(view, [&] { scores = score_tokens(view, range.plan(), scoring(job, range), job.name); });
+      seconds_of(view, [&] { scores = score_tokens(view, range.plan, scoring(job, range), job.name); });
   return scores;
 }
 
@@ -138,9 +136,9 @@ void Eviction::report_scores(const Job& job, const LayerView& view, const Matrix
 
 /// With all of the prompt resident. The first of the jobs that share scores computes them, and all are charged.
 SharedScores Eviction::scores_of_prompt(Job& job, const PlannedRange& range, const LayerView& view) {
-  const Scorer& score = range.plan().score;
+  const Scorer& score = range.plan.score;
   if (!score) return nullptr;
-  const ScoreKey key = score_key(range.plan(), scoring(job, range));
+  const ScoreKey key = score_key(range.plan, scoring(job, range));
   double& seconds = job.seconds[static_cast<std::size_t>(view.layer())].score;
   SharedScores scores;
   if (const auto known = scores_.find(key); known != scores_.end()) {
@@ -164,11 +162,11 @@ std::vector<int> Eviction::counted(const Job& job, int layer) const {
 
 std::vector<int> Eviction::counts(const Job& job, const PlannedRange& range, int layer, const SharedScores& scores,
                                   int rows) const {
-  const Allocator& allocate = *range.plan().allocate;
+  const Allocator& allocate = *range.plan.allocate;
   if (allocate.from() == CountsFrom::layer)
     return allocate.counts_of_layer(division_of(of_, range, job.budget), scores.get(),
                                     job.takes_counts() ? counted(job, layer) : std::vector<int>{});
-  if (!range.counts.empty()) return range.counts[static_cast<std::size_t>(layer - range.of.first)];
+  if (!range.counts.empty()) return range.counts[static_cast<std::size_t>(layer - range.first)];
   return std::vector<int>(static_cast<std::size_t>(rows), job.budget);
 }
 
@@ -178,7 +176,7 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
   const auto l = static_cast<std::size_t>(layer);
   const auto start = std::chrono::steady_clock::now();
   LayerSelection& selection = job.selections[l];
-  if (const Allocator& allocate = *range.plan().allocate; allocate.changes_sets()) {
+  if (const Allocator& allocate = *range.plan.allocate; allocate.changes_sets()) {
     const LayerSelection& taken = jobs_.counted(job).selections[l];
     selection = with_changed_rows(taken, allocate, of_.stored(layer));
     job.seconds[l].select += seconds_since(start);
@@ -191,13 +189,12 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
     const int count = std::min(of_rows[static_cast<std::size_t>(row)], of_.prompt());
     const std::span<const double> of_row = scores ? scores->row(row) : std::span<const double>();
     enter_row(selection, row,
-              choose_row(range.plan().select, of_.prompt(), of_row, {count, range.by_rule, row}, view, job.name),
-              count);
+              choose_row(range.plan.select, of_.prompt(), of_row, {count, range.by_rule, row}, view, job.name), count);
   }
   job.seconds[l].select += seconds_since(start);
   // Counts of several layers are held against their budget where they are made.
-  const Allocator& allocate = *range.plan().allocate;
-  const bool of_one_layer = has_budget(range.plan()) && allocate.other() == nullptr &&
+  const Allocator& allocate = *range.plan.allocate;
+  const bool of_one_layer = has_budget(range.plan) && allocate.other() == nullptr &&
                             (allocate.is_uniform() || allocate.from() == CountsFrom::layer);
   const long slots = std::accumulate(selection.granted.begin(), selection.granted.end(), 0L);
   const long allowed = static_cast<long>(selection.set.rows()) * job.budget;
@@ -207,20 +204,20 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
 /// One set for the layer, within what the layer before leaves.
 void Eviction::select_nested(Job& job, const PlannedRange& range, const LayerView& view) {
   const auto l = static_cast<std::size_t>(view.layer());
-  const std::size_t number = static_cast<std::size_t>(view.layer() - range.of.first);
-  const bool prunes_next = range.plan().nesting == Nesting::prunes_next;
+  const std::size_t number = static_cast<std::size_t>(view.layer() - range.first);
+  const bool prunes_next = range.plan.nesting == Nesting::prunes_next;
   const std::vector<std::int32_t> before = number == 0 ? position_range(0, of_.prompt()) : job.nested;
   LayerSelection& selection = job.selections[l] = empty_selection(view, Heads::layer);
   const auto cut = [&](int count) {
     if (count >= static_cast<int>(before.size()))
-      return choose_row(range.plan().select, before, {}, {count, range.by_rule}, nullptr, job.name);
+      return choose_row(range.plan.select, before, {}, {count, range.by_rule}, nullptr, job.name);
     Residents residents{.positions = before, .seen = of_.prompt()};
     const LayerView within(view, std::move(residents));
     const LayerView& seen = number == 0 ? view : within;
     const Matrix scores = scored(job, range, seen);
     report_scores(job, seen, scores);
     const auto start = std::chrono::steady_clock::now();
-    Kept kept = choose_row(range.plan().select, before, scores.row(0), {count, range.by_rule}, &within, job.name);
+    Kept kept = choose_row(range.plan.select, before, scores.row(0), {count, range.by_rule}, &within, job.name);
     job.seconds[l].select = seconds_since(start);
     return kept;
   };
@@ -238,38 +235,38 @@ void Eviction::select_nested(Job& job, const PlannedRange& range, const LayerVie
 
 void Eviction::select_after_walk(Job& job) {
   for (const PlannedRange& range : job.ranges) {
-    if (keeps_everything(range.plan(), job.budget, of_.prompt())) continue;
-    const int end = range.of.first + range.of.count;
+    if (keeps_everything(range.plan, job.budget, of_.prompt())) continue;
+    const int end = range.end();
     if (counts_come_later(job, range)) allocate_across(job, range);
-    for (int l = range.of.first; l < end; ++l)
+    for (int l = range.first; l < end; ++l)
       if (const int source = range.source_of(l); source != l)
         job.selections[static_cast<std::size_t>(l)] = job.selections[static_cast<std::size_t>(source)];
   }
 }
 
 void Eviction::allocate_across(Job& job, const PlannedRange& range) {
-  const auto first = static_cast<std::size_t>(range.of.first);
+  const auto first = static_cast<std::size_t>(range.first);
   const auto start = std::chrono::steady_clock::now();
-  const Allocator& allocate = *range.plan().allocate;
+  const Allocator& allocate = *range.plan.allocate;
   LayerCounts counts_of_layers;
   if (allocate.from() == CountsFrom::all_layers) {
     std::vector<const Matrix*> scores;
-    for (const SharedScores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(range.of.count)))
+    for (const SharedScores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(range.count)))
       scores.push_back(of_layer.get());
     std::int64_t slots = 0;  // of the policy whose counts it takes
-    for (int l = range.of.first; job.takes_counts() && l < range.of.first + range.of.count; ++l) {
+    for (int l = range.first; job.takes_counts() && l < range.end(); ++l) {
       const std::vector<int> of_layer = counted(job, l);
       slots += std::accumulate(of_layer.begin(), of_layer.end(), std::int64_t{0});
     }
     counts_of_layers = allocate.counts_of_layers(division_of(of_, range, job.budget), scores, slots);
-    if (!job.takes_counts()) check_slots(job, range.plan(), counts_of_layers);
+    if (!job.takes_counts()) check_slots(job, range.plan, counts_of_layers);
   }
   job.seconds[first].select += seconds_since(start);
-  for (int l = range.of.first; l < range.of.first + range.of.count; ++l)
+  for (int l = range.first; l < range.end(); ++l)
     if (range.is_source(l))
-      choose(job, range, l, nullptr,
-             counts_of_layers.empty() ? std::vector<int>{}
-                                      : counts_of_layers[static_cast<std::size_t>(l - range.of.first)]);
+      choose(
+          job, range, l, nullptr,
+          counts_of_layers.empty() ? std::vector<int>{} : counts_of_layers[static_cast<std::size_t>(l - range.first)]);
 }
 
 }  // namespace kvreplay

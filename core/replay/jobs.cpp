@@ -28,13 +28,13 @@ void ReplayedTrace::poll() const {
 }
 
 bool PlannedRange::shares_later_layer() const {
-  for (int l = of.first; l < of.first + of.count; ++l)
+  for (int l = first; l < end(); ++l)
     if (source_of(l) > l) return true;
   return false;
 }
 
 const PlannedRange& Job::range(int layer) const {
-  return *std::ranges::find_if(ranges, [&](const PlannedRange& r) { return layer < r.of.first + r.of.count; });
+  return *std::ranges::find_if(ranges, [&](const PlannedRange& r) { return layer < r.end(); });
 }
 
 Jobs::Jobs(const ReplayedTrace& of, std::span<const Cell> cells) : of_(of) {
@@ -96,8 +96,7 @@ void Jobs::fail(Job& job, const Error& error) {
 int Jobs::add(Job job, const std::vector<LayerPlan>& plans) {
   const bool counted_later = job.takes_counts() && jobs_[static_cast<std::size_t>(job.counted)].two_walks;
   for (const LayerPlan& of_range : plans) {
-    PlannedRange& range = job.ranges.emplace_back();
-    range.of = of_range;
+    PlannedRange& range = job.ranges.emplace_back(PlannedRange{of_range});
     range.by_rule = kept_by_rule(of_range.plan, job.budget, of_.prompt(), of_.question);
     const bool whole = job.is_known() || keeps_everything(of_range.plan, job.budget, of_.prompt());
     if (!whole)
@@ -140,7 +139,7 @@ int Jobs::same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
 }
 
 Division division_of(const ReplayedTrace& of, const PlannedRange& range, int budget) {
-  return division_of(range.plan(), of.trace.header(), range.of.count, of.prompt(), budget, of.question);
+  return division_of(range.plan, of.trace.header(), range.count, of.prompt(), budget, of.question);
 }
 
 void check_slots(const Job& job, const Plan& plan, const LayerCounts& counts) {

@@ -35,17 +35,11 @@ struct ReplayedTrace {
 using SharedScores = std::shared_ptr<const Matrix>;
 
 /// The plan of a range of treated layers, and what follows from its size.
-struct PlannedRange {
-  LayerPlan of;
+struct PlannedRange : LayerPlan {
   Protection::Clamped by_rule = {};  // at the cell's budget
   LayerCounts counts = {};           // [count][H], where they follow from sizes; empty: B each
 
-  const Plan& plan() const { return of.plan; }
-  int source_of(int layer) const { return of.first + of.plan.share.source(layer - of.first, of.count); }
-  bool is_source(int layer) const { return of.plan.share.is_source(layer - of.first, of.count); }
   bool shares_later_layer() const;
-  /// The layer that this one is stored with, or this one itself.
-  int partner(int layer) const { return of.first + of.plan.store->partner(layer - of.first, of.count); }
 };
 
 inline constexpr int no_job = -1;

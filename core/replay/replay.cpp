@@ -54,7 +54,7 @@ class Replay {
         2 * of_.conditions.eval_queries.size() > static_cast<std::size_t>(of_.trace.header().tokens());
     return measures || std::ranges::any_of(jobs_.all(), [](const Job& job) {
              return std::ranges::any_of(job.ranges, [&job](const PlannedRange& range) {
-               const Plan& plan = range.plan();
+               const Plan& plan = range.plan;
                return (job.is_known() ? plan.store->needs() : needs_of(plan)).all_queries;
              });
            });
@@ -67,9 +67,8 @@ class Replay {
 
   bool reads_projection() const {
     return std::ranges::any_of(jobs_.all(), [](const Job& job) {
-      return !job.is_known() && std::ranges::any_of(job.ranges, [](const PlannedRange& range) {
-        return needs_of(range.plan()).projection;
-      });
+      return !job.is_known() &&
+             std::ranges::any_of(job.ranges, [](const PlannedRange& range) { return needs_of(range.plan).projection; });
     });
   }
 
@@ -142,9 +141,9 @@ class Replay {
   std::map<int, PairedLayer> paired_layers(int l, bool second_walk) const {
     std::map<int, PairedLayer> paired;
     for (const Job& job : jobs_.all()) {
-      if (!job.range(l).plan().store->pairs_layers() || !job.is_cell() || job.two_walks != second_walk || job.failure)
+      if (!job.range(l).plan.store->pairs_layers() || !job.is_cell() || job.two_walks != second_walk || job.failure)
         continue;
-      const int partner = job.range(l).partner(l), stored = of_.stored(partner);
+      const int partner = job.range(l).partner_of(l), stored = of_.stored(partner);
       if (!paired.contains(partner)) paired.try_emplace(partner, of_.trace, partner, stored);
     }
     return paired;
@@ -157,8 +156,7 @@ class Replay {
       if (job.two_walks != second_walk) continue;
       bool reused = false;
       const PlannedRange& range = job.range(layer);
-      for (int later = layer + 1; later < range.of.first + range.of.count; ++later)
-        reused = reused || range.source_of(later) == layer;
+      for (int later = layer + 1; later < range.end(); ++later) reused = reused || range.source_of(later) == layer;
       const bool counted = std::ranges::any_of(
           jobs_.all(), [&](const Job& other) { return other.two_walks && other.counted == static_cast<int>(j); });
       if (!reused && !counted) job.selections[static_cast<std::size_t>(layer)] = {};

@@ -40,13 +40,12 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
   const auto layers = static_cast<int>(conditions.layers.size());
   const int stored = conditions.layers.at(static_cast<std::size_t>(layer));
   const std::vector<LayerPlan> plans = cell.policy.plans(layers);
-  const LayerPlan& of_range =
-      *std::ranges::find_if(plans, [&](const LayerPlan& one) { return layer < one.first + one.count; });
+  const LayerPlan& of_range = *std::ranges::find_if(plans, [&](const LayerPlan& one) { return layer < one.end(); });
   const Plan& plan = of_range.plan;
   // An archived layer is put together in place of the one before it.
   std::optional<PairedLayer> paired;
   if (plan.store->pairs_layers()) {
-    const int partner = of_range.first + plan.store->partner(layer - of_range.first, of_range.count);
+    const int partner = of_range.partner_of(layer);
     paired.emplace(trace, partner, conditions.layers.at(static_cast<std::size_t>(partner)));
   }
   const LayerTensors tensors = trace.layer(stored);

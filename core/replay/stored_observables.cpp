@@ -12,8 +12,9 @@
 
 #include "hash.h"
 #include "hdf5/hdf5.h"
-#include "hdf5/open_file.h"
 #include "hdf5/partial_file.h"
+#include "hdf5/superblock.h"
+#include "open_file.h"
 
 namespace kvreplay {
 namespace {

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "hdf5/open_file.h"
+#include "open_file.h"
 #include "tensor.h"
 
 namespace kvreplay {

@@ -35,7 +35,7 @@ LAYERS = {
     "core/attention": ("core", "core/attention"),
     "core/cpu": ("core", "core/attention", "core/cpu"),
     "core/observables": ("core", "core/attention", "core/cpu", "core/observables"),
-    "core/policies": ("core", "core/hdf5", "core/attention", "core/observables", "core/policies"),
+    "core/policies": ("core", "core/attention", "core/observables", "core/policies"),
     "core/replay": (
         "core",
         "core/hdf5",

@@ -16,7 +16,7 @@
 #include <string_view>
 
 #include "hash.h"
-#include "hdf5/open_file.h"
+#include "open_file.h"
 #include "policies/plugin_stamp.h"
 #include "policies/policy.h"
 #include "policies/text/layer_ranges.h"

@@ -1,4 +1,4 @@
-// Files as the system opens them, and what must be true of one before HDF5 sees it.
+// Files as the system opens them.
 #pragma once
 
 #include <sys/stat.h>
@@ -8,6 +8,11 @@
 #include <utility>
 
 namespace kvreplay {
+
+/// Whether this errno says that there is no more room: disk, quota, or the size that a file may have.
+bool means_disk_full(int system_error);
+/// Or that the system has no more of something else: open files, memory.
+bool means_resources(int system_error);
 
 class FileDescriptor {
  public:
@@ -42,8 +47,5 @@ void require_file(const struct stat& status, const std::string& where);
 
 /// A regular file, for reading. Throws Error{input}.
 FileDescriptor open_file(const std::string& where, std::uint64_t& length);
-
-/// It is an HDF5 file, its superblock is checksummed, and it ends where it says. Throws Error{input}.
-void check_superblock(const FileDescriptor& file, std::uint64_t length, const std::string& where);
 
 }  // namespace kvreplay

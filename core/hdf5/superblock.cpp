@@ -1,6 +1,5 @@
-#include "hdf5/open_file.h"
+#include "hdf5/superblock.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -10,39 +9,8 @@
 #include <string_view>
 
 #include "error.h"
-#include "hdf5/partial_file.h"
 
 namespace kvreplay {
-
-FileDescriptor::~FileDescriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
-FileIdentity identity_of(const FileDescriptor& file, const std::string& where) {
-  struct stat status{};
-  if (::fstat(file.get(), &status) != 0)
-    throw Error{Refusal::input, where, std::string("cannot be read any more: ") + std::strerror(errno)};
-  return {status.st_dev, status.st_ino, static_cast<std::uint64_t>(status.st_size),
-          status.st_mtim.tv_sec * std::int64_t{1'000'000'000} + status.st_mtim.tv_nsec};
-}
-
-void require_file(const struct stat& status, const std::string& where) {
-  if (!S_ISREG(status.st_mode))
-    throw Error{Refusal::input, where, "kind", "a file", S_ISDIR(status.st_mode) ? "a directory" : "a device or pipe"};
-}
-
-FileDescriptor open_file(const std::string& where, std::uint64_t& length) {
-  FileDescriptor file{::open(where.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-  if (file.get() < 0)
-    throw Error{means_resources(errno) ? Refusal::resources : Refusal::input, where,
-                std::string("cannot be opened: ") + std::strerror(errno)};
-  struct stat status{};
-  if (::fstat(file.get(), &status) != 0)
-    throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
-  require_file(status, where);
-  length = static_cast<std::uint64_t>(status.st_size);
-  return file;
-}
 
 void check_superblock(const FileDescriptor& file, std::uint64_t length, const std::string& where) {
   constexpr std::string_view signature{"\x89HDF\r\n\x1a\n", 8};
