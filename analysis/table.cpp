@@ -40,7 +40,7 @@ std::string duration(double seconds) {
   return fmt::format("{:.2f} s", seconds);
 }
 
-Column metric(const char* title, MetricName name) {
+Column metric_column(const char* title, MetricName name) {
   const Better better = better_of(name);
   return {title, [name = std::move(name)](const CellSummary& cell) { return cell.value(name); }, three_digits, better};
 }
@@ -62,6 +62,14 @@ double skill_of(const CellSummary& cell, const Skills& skills) {
   return found == skills.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
 }
 
+/// Of runs without the pooled error, which orders policies more like a live model (docs/closed-loop.md), the mean one.
+MetricName output_error(const std::vector<CellSummary>& cells) {
+  const MetricName pooled{"output_error", "pooled"};
+  const bool has_pooled =
+      std::ranges::any_of(cells, [&](const CellSummary& cell) { return std::isfinite(cell.value(pooled)); });
+  return has_pooled ? pooled : MetricName{"output_error", ""};
+}
+
 /// The columns that some cell has a value for; that of skill where some cell has a random twin.
 std::vector<Column> columns_of(const std::vector<CellSummary>& cells, const Skills& skills) {
   const bool has_twins = std::ranges::any_of(cells, [&](const CellSummary& cell) { return skills.contains(cell.id); });
@@ -69,17 +77,17 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells, const Skil
       {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
       {"held", [](const CellSummary& cell) { return cell.value({"held_tokens", ""}); }, one_digit, Better::neither},
       {"KiB", [](const CellSummary& cell) { return cell.value({"kv_bytes", ""}) / 1024; }, one_digit, Better::neither},
-      metric("recall", {"attention_recall", ""}),
+      metric_column("recall", {"attention_recall", ""}),
       {"skill", [&skills](const CellSummary& cell) { return skill_of(cell, skills); }, three_digits, Better::higher},
-      metric("att.cos", {"attention_cosine", ""}),
-      metric("att.l1", {"attention_l1", ""}),
-      metric("out.cos", {"output_cosine", ""}),
-      metric("out.err", {"output_error", ""}),
-      metric("kv.l1", {"kv_l1_loss", ""}),
-      metric("jaccard", {"jaccard_adjacent", "mean"}),
-      metric("needle", {"span_recall", "needle.mean"}),
-      metric("answer", {"span_recall", "answer.mean"}),
-      metric("question", {"span_recall", "question.mean"}),
+      metric_column("att.cos", {"attention_cosine", ""}),
+      metric_column("att.l1", {"attention_l1", ""}),
+      metric_column("out.cos", {"output_cosine", ""}),
+      metric_column("out.err", output_error(cells)),
+      metric_column("kv.l1", {"kv_l1_loss", ""}),
+      metric_column("jaccard", {"jaccard_adjacent", "mean"}),
+      metric_column("needle", {"span_recall", "needle.mean"}),
+      metric_column("answer", {"span_recall", "answer.mean"}),
+      metric_column("question", {"span_recall", "question.mean"}),
   };
   std::erase_if(all, [&](const Column& column) {
     if (column.title == "KiB" && !bytes_differ(cells)) return true;

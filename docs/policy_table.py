@@ -20,7 +20,7 @@ COLUMNS = {
     "att.cos": ("attention_cosine", 1, 3),
     "att.l1": ("attention_l1", 1, 3),
     "out.cos": ("output_cosine", 1, 3),
-    "out.err": ("output_error", 1, 3),
+    "out.err": ("output_error:pooled", 1, 3),
     "kv.l1": ("kv_l1_loss", 1, 3),
     "jaccard": ("jaccard_adjacent:mean", 1, 3),
     "needle": ("span_recall:needle.mean", 1, 3),

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Closed loop: which offline number predicts what a live model does
+# # Closed loop: which offline metric predicts what a live model does
 #
 # The numbers of `tools/study`: kept sets that a replay found, and the same sets in the live model. Offline numbers have
 # queries as captured under the full cache; live ones are of a model that reads only what is kept. All is compared
@@ -43,18 +43,21 @@ predictions = {name: predicted(name, [*metrics, *(one + UPPER for one in metrics
 # ## What was run
 
 # %%
+OTHERS = {"papers": "the papers' policies", "layers": "one layer alone"}
+parts = policies | {part: read(file_of(part))[0].query("role == 'asked'") for part in OTHERS if file_of(part).exists()}
 run = pd.DataFrame([
-    {"model": titles[name], "weights": WEIGHTS[name], "computed in": STUDIES[name].dtype,
+    {"part": OTHERS.get(name, "policies"), "model": STUDIES[name].title,
+     "weights": WEIGHTS.get(name, WEIGHTS["smollm2-135m"]), "computed in": STUDIES[name].dtype,
      "prompts": cells["prompt"].nunique(), "kinds": cells["kind"].nunique(),
      "tokens of a prompt": f"{cells['tokens'].min()} to {cells['tokens'].max()}",
-     "policies": cells["label"].nunique(), "budgets": ", ".join(sorted(cells["budget"].unique(), key=float)),
+     "policies": cells["label"].nunique(), "budgets": ", ".join(sorted(cells["budget"].dropna().unique(), key=float)),
      "cells": len(cells)}
-    for name, cells in policies.items()
+    for name, cells in parts.items()
 ])  # fmt: skip
 page.table("run", run)
 
 # %% [markdown]
-# ## Which offline number orders policies as the live model does
+# ## Which offline metric orders policies as the live model does
 #
 # Spearman's rank correlation over the policies of one prompt at one budget, mean over budgets, then prompts. `kld` is
 # the KL divergence of the next token's distribution from that of the full cache.
@@ -84,12 +87,23 @@ lines = pd.DataFrame([
     found for name in predictions for metric in metrics for part in ("", UPPER) if (found := line(name, metric + part))
 ])  # fmt: skip
 lines = lines.dropna(subset="kld_mean").sort_values(["model", "kld_mean"], ascending=[False, False], kind="stable")
+of = lines.set_index(["model", "metric"])
+
+
+def shown_of(name: str, metric: str, column: str, after: str = "") -> str:
+    """`column` of a model and metric with its interval; "": not measured."""
+    if (name, metric) not in of.index:
+        return ""
+    return interval(*(of.loc[(name, metric), f"{column}{end}"] for end in (after, "_low", "_high")), 2)
+
+
+whole_metrics = list(dict.fromkeys(lines["metric"].str.removesuffix(UPPER)))
 page.table("headline", lines, pd.DataFrame([
-    {"model": titles[one["model"]], "offline number": one["metric"]}
-    | {live: interval(*(one[f"{live}_{end}"] for end in ("mean", "low", "high")), 2) for live in LIVE}
-    | {"pairs in order (kld)": f"{100 * one['in_order']:.0f} %",
-       "less output_error's (kld)": interval(*(one[f"ahead{end}"] for end in ("", "_low", "_high")), 2)}
-    for _, one in lines.iterrows()
+    {"offline metric": metric}
+    | {f"{titles[name].partition('-')[0]}{words}": shown_of(name, metric + part, column, after) for name in predictions
+       for words, part, column, after in ((", all layers", "", "kld", "_mean"), (", upper half", UPPER, "kld", "_mean"),
+                                          (", all layers, less output_error", "", "ahead", ""))}
+    for metric in whole_metrics
 ]))  # fmt: skip
 
 
@@ -101,7 +115,7 @@ def predictors() -> Drawing:
     left = max(width_of(metric) for metric in order) + 0.2
     sheet = Sheet(
         len(predictions), (2.2, 0.22 * len(order)), len(predictions), left=left, right=1.0, above=0.2, gap=(0.2, 0),
-        below=0.42, title="Which offline number orders policies as the live model does",
+        below=0.42, title="Which offline metric orders policies as the live model does",
         subtitle="rank correlation with kld within a prompt, at equal budget; closed loop",
         caption="; ".join(f"{titles[name]}: {grid.loc['kld'].shape[0]} prompts" for name, grid in grids.items())
         + f". {INTERVAL}.",
@@ -142,7 +156,7 @@ for name, grid in grids.items():
 # %% [markdown]
 # ## By budget, and on kinds of prompts that had no say
 #
-# *Chosen* is the offline number that is best on all other kinds of prompts.
+# *Chosen* is the offline metric that is best on all other kinds of prompts.
 
 # %%
 best = [lines[lines["model"] == name].iloc[0]["metric"] for name in measured]
@@ -152,7 +166,7 @@ by_budget = pd.concat([
     found.by_budget[found.by_budget["live"] == "kld"].assign(model=name) for name, found in few.items()
 ])  # fmt: skip
 page.table("budgets", by_budget, pd.DataFrame([
-    {"model": titles[name], "offline number": metric}
+    {"model": titles[name], "offline metric": metric}
     | {one["budget"]: interval(*one[["spearman", "spearman_low", "spearman_high"]], 2)
        for _, one in some.sort_values("budget", key=lambda budget: budget.astype(float)).iterrows()}
     for (name, metric), some in by_budget.groupby(["model", "offline"], sort=False)
@@ -167,7 +181,7 @@ page.table("kinds", kinds, pd.DataFrame([
 # %% [markdown]
 # ## Weights of layers
 #
-# The mean of an offline number over the lower, middle and upper third of the layers, with weights in sixths that are
+# The mean of an offline metric over the lower, middle and upper third of the layers, with weights in sixths that are
 # best for the other kinds of prompts; for a further model, those that are best for the first.
 
 # %%
@@ -188,7 +202,7 @@ for metric in WEIGHTED:
 learnt = pd.concat(learnt, ignore_index=True)
 learnt["weights"] = [" ".join(f"{6 * one:.0f}" for one in weights) for weights in learnt["weights"]]
 page.table("layer-weights", learnt, pd.DataFrame([
-    {"model": titles[one["model"]], "offline number": one["metric"], "kind left out": one["kind"],
+    {"model": titles[one["model"]], "offline metric": one["metric"], "kind left out": one["kind"],
      "prompts": one["prompts"], "weights of thirds, in sixths": one["weights"], "here": f"{one['spearman']:.2f}",
      "equal weights": f"{one['equal']:.2f}", "best weights here": f"{one['best']:.2f}"}
     for _, one in learnt.iterrows()
@@ -197,8 +211,8 @@ page.table("layer-weights", learnt, pd.DataFrame([
 # %% [markdown]
 # ## One layer alone
 #
-# SnapKV evicts in one layer, all others hold everything: what that layer's loss costs, and which offline number says
-# so. Over all layers an offline number is then that layer's share of the mean.
+# SnapKV evicts in one layer, all others hold everything: what that layer's loss costs, and which offline metric says
+# so. Over all layers an offline metric is then that layer's share of the mean.
 
 # %%
 OF_LAYERS = [HEADLINE, "output_error:residual", "output_error:projected", "output_error:pooled", "attention_recall"]
@@ -208,7 +222,7 @@ if file_of("layers").exists():
     in_order = Prediction.from_measured(Measured(alone, about["offline"], LIVE, about["worse"]), OF_LAYERS).headline
     in_order = in_order[in_order["live"] == "kld"]
     page.table("layers-order", in_order, pd.DataFrame([
-        {"offline number": one["offline"], "prompts": one["prompts"],
+        {"offline metric": one["offline"], "prompts": one["prompts"],
          "rank correlation with kld over layers": interval(
              *one[["spearman", "spearman_low", "spearman_high"]], 2)}
         for _, one in in_order.sort_values("spearman", ascending=False).iterrows()
@@ -238,7 +252,7 @@ needed = pd.concat([
     for name, found in few.items() for metric in shown
 ])  # fmt: skip
 page.table("needed", needed, pd.DataFrame([
-    {"model": titles[name], "offline number": metric}
+    {"model": titles[name], "offline metric": metric}
     | {one["budget"]: f"{one['needed']:.0f}" if pd.notna(one["needed"])
        else f"more than {one['prompts']} ({100 * one['reached']:.0f} %)"
        for _, one in some.sort_values("budget", key=lambda budget: budget.astype(float)).iterrows()}
@@ -294,10 +308,10 @@ for name in measured:
         "pooled scores have a smaller kld than single ones":
             [(usual[one], called(name, one, pool="none")) for one in ("snapkv", "pyramid-kv", "dynamickv")],
         "ChunkKV has a smaller kld than SnapKV": [(usual["chunkkv"], usual["snapkv"])],
-        "one set in five layers has a smaller kld than one in each":
-            [(called(name, "chunkkv", reuse="5", sinks="4"), usual["chunkkv"])],
-        "budgets that differ by layer have a smaller kld than equal ones":
-            [(usual[one], usual["snapkv"]) for one in ("pyramid-kv", "dynamickv")],
+        "ChunkKV has a smaller kld than SnapKV with one set for all heads of a layer":
+            [(usual["chunkkv"], one) for one in ranked[name] if "heads=layer" in one],
+        "PyramidKV's budgets of layers have a smaller kld than equal ones": [(usual["pyramid-kv"], usual["snapkv"])],
+        "DynamicKV's budgets of layers have a smaller kld than equal ones": [(usual["dynamickv"], usual["snapkv"])],
         "4 sinks and 8 recent tokens lower kld": [(called(name, base, protected=True), usual[base]) for base in BASES],
     }  # fmt: skip
     at_middle = live[(live["model"] == name) & (live["budget"] == MIDDLE)]
@@ -318,6 +332,7 @@ for name in measured:
 # Share of the answers that the text contains, greedy, over the prompts that the full cache answers.
 
 # %%
+ANSWERED_AT = ("0.1", "0.2", "0.5")
 answered = evicted.rename(columns={"contains": "value"})
 answered = answered.dropna(subset="value") if "value" in answered else answered.iloc[:0]
 if len(answered):
@@ -326,7 +341,7 @@ if len(answered):
     page.table("answers", means, pd.DataFrame([
         {"model": titles[name], "prompts": answered["trace"][answered["model"] == name].nunique(), "policy": label}
         | {budget: cell(at.loc[(name, label, budget)], 2) if (name, label, budget) in at.index else ""
-           for budget in budgets}
+           for budget in ANSWERED_AT}
         for name in measured for label in ranked[name] if label in set(answered["label"][answered["model"] == name])
     ]))  # fmt: skip
 
@@ -344,9 +359,7 @@ if file_of("papers").exists():
     at = numbers.set_index(["metric", "label", "budget"])
     page.table("papers", numbers, pd.DataFrame([
         {"policy": label}
-        | {f"{words} at {budget}": cell(at.loc[(metric, label, budget)], 2)
-           for metric, words in {"contains": "answers", "nll_increase": "NLL"}.items()
-           for budget in STUDIES["papers"].budgets}
+        | {budget: cell(at.loc[("contains", label, budget)], 2) for budget in STUDIES["papers"].budgets}
         for label in sorted(set(numbers["label"]))
     ]))  # fmt: skip
 

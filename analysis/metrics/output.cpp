@@ -55,7 +55,7 @@ const RegisteredMetric output_error_metric{{
         "exactly 0 when everything is kept; 0/0 -> 0; undefined when only o is zero; :worst of one query is its own",
     .variants = {{"", "per query head", OfMoments{{output_error, output_error, outputs}}, true},
                  {"pooled", "sqrt(sum of |o - õ|² / sum of |o|²) over the eval queries and query heads of a layer",
-                  OfPooledMoments{{error_square, error_square, outputs}, {full_square, full_square, outputs}}},
+                  OfPooledMoments{{error_square, error_square, outputs}, {full_square, full_square, outputs}}, true},
                  {"worst", "95th percentile over eval queries in place of their mean, per query head",
                   OfMoments{{output_error, output_error, outputs, greatest}}},
                  {"projected", "|W_o (õ - o)| / |W_o o| of all heads together; needs a trace captured --with-wo",

@@ -150,6 +150,16 @@ def test_skill_is_compared_beside_recall_where_there_are_twins(tmp_path, capsys)
         "attention_recall"}  # fmt: skip
 
 
+def test_the_pooled_error_is_compared_if_the_run_has_it(tmp_path, capsys):
+    values = {
+        name: {"attention_recall": [0.5] * 2, "output_error": [0.1] * 2, "output_error:pooled": [error] * 2}
+        for name, error in (("base", 0.2), ("a", 0.1))
+    }
+    found = lines(capsys, write_run(tmp_path / "run", values, SIX[:2]), "--baseline", "base")
+    assert set(found.index.get_level_values(0)) == {"output_error:pooled"}
+    assert found.loc[("output_error:pooled", "a"), "wins"] == 2
+
+
 def test_a_baseline_without_a_twin_has_no_skill_to_compare_with(tmp_path, capsys):
     run = write_run(tmp_path / "run", with_twins({"a": [0.5] * 6}, 0.4, 0.8) | {"random": VALUES["random"]}, SIX)
     assert main([str(run), "--baseline", "random"]) == 0

@@ -86,7 +86,7 @@ def test_a_prefill_alone_keeps_the_same(name: str, tmp_path: Path) -> None:
 
 # How bfloat16 products round depends on the CPU: on one without them the sets are equal, on others 0.85 % changes.
 def test_in_bfloat16_the_sets_change_about_as_by_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A prefill alone changes at most three times as many positions as one unit in the last place of queries and keys."""
+    """A prefill alone changes at most three times as many positions as the last bit of queries and keys does."""
     model = save(tmp_path / "model", "llama")
     path = captured(model, "bfloat16", 6, tmp_path / "whole.h5")
     whole = kept(path, tmp_path / "run-whole")

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from kvreplay.predict.agreement import in_order, kendall, prompts_needed, ranks, spearman
+from kvreplay.predict.agreement import in_order, kendall, prompts_needed, ranks, resolved, spearman
 from kvreplay.predict.prediction import Prediction, over_layers, without_part
 from kvreplay.predict.shown import Shown
 
@@ -47,6 +47,18 @@ def test_prompts_needed() -> None:
     assert count is not None and 2 < count < 40 and reached >= 0.95
     count, reached = prompts_needed(generator.normal(size=live.shape), live, 0.95, 0)
     assert count is None and reached < 0.95
+
+
+def test_only_resolved_pairs_count() -> None:
+    """Two of three policies are equal but for noise: no offline metric could have them in order, and none has to."""
+    generator = np.random.default_rng(3)
+    live = np.array([0.0, 0.0, 1.0]) + 0.01 * generator.normal(size=(20, 3))
+    live[:, 1] = live[::-1, 0]  # equal means
+    assert resolved(live).tolist() == [False, True, True]
+    offline = np.array([0.0, 0.0, 1.0]) + 0.0 * live
+    assert prompts_needed(offline, live, 0.95, 0) == (1, 1.0)
+    count, reached = prompts_needed(live[:, :2], live[:, :2], 0.95, 0)
+    assert count is None and math.isnan(reached)
 
 
 def prediction(seed: int) -> Prediction:

@@ -307,8 +307,8 @@ def test_measure_says_of_sets_what_replay_says(small: Path) -> None:
     metrics = ["attention_recall", "output_error", "kv_l1_loss", "kv_bytes"]
 
     def told(of: kv.Run, policy: str) -> list[list]:
-        table = of.results[(of.results["policy"] == policy) & of.results["metric"].isin(metrics)]
-        return table[columns].values.tolist()
+        table = of.results[(of.results["policy"] == policy) & (of.results["variant"] == "")]
+        return table.loc[table["metric"].isin(metrics), columns].values.tolist()
 
     for selection in (chosen, rows, np.array(rows)):
         measured = kv.measure(trace, selection, metrics=metrics)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import HEADLINE
 from kvreplay.program import Parser, exit_code, names, not_installed
 
 
@@ -25,7 +26,7 @@ def parser() -> Parser:
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` wrote")
     add("--baseline", metavar="POLICY", required=True, help="what the others are compared with, as tables call it")
     add("--metric", metavar="NAME[:VARIANT],…", action="extend", type=names, default=[],
-        help="metrics to compare (default: attention_recall, and skill after replay --controls twins)")  # fmt: skip
+        help=f"metrics to compare (default: {HEADLINE}, and skill after replay --controls twins)")  # fmt: skip
     add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
         help="policies to compare (default: all that were asked for)")  # fmt: skip
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],

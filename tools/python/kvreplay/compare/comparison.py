@@ -12,6 +12,7 @@ import pandas as pd
 from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import default_metric
 from kvreplay.results import CELL, Run, labels, untold_note
 from kvreplay.skill import SKILL
 
@@ -46,8 +47,8 @@ class Comparison:
         same_prompt: re.Pattern[str] | None = None,
         seed: int = 0,
     ) -> Comparison:
-        """Names as on the command line; empty: all policies asked for, all budgets, all traces, and attention_recall,
-        with skill where the baseline has it."""
+        """Names as on the command line; empty: all policies asked for, all budgets, all traces, and the headline
+        metric, with skill where the baseline has it."""
         where = ", ".join(str(run.folder) for run in runs)
         notes = []
         table = pd.concat([values_of(run) for run in runs], ignore_index=True)
@@ -74,7 +75,7 @@ class Comparison:
         if len(base) > 1:
             raise Error("--baseline", "several policies", "one of " + ", ".join(base), baseline, Refusal.USAGE)
         if not metrics:
-            metrics = ["attention_recall"]
+            metrics = [default_metric(known)]
             with_skill = set(table["label"][(table["name"] == SKILL["name"]) & table["value"].notna()])
             if base[0] in with_skill:
                 metrics.append(SKILL["name"])

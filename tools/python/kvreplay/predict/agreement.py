@@ -46,15 +46,26 @@ def in_order(offline: np.ndarray, live: np.ndarray) -> float:
     return float((1 + a[decided] * b[decided]).mean() / 2) if decided.any() else math.nan
 
 
+def resolved(live: np.ndarray) -> np.ndarray:
+    """Of each pair of policies [n (n-1) / 2] whether the 95 % interval of its mean difference excludes 0."""
+    first, second = np.triu_indices(live.shape[-1], 1)
+    difference = live[:, first] - live[:, second]
+    error = difference.std(axis=0, ddof=1) / math.sqrt(len(live))
+    return np.abs(difference.mean(axis=0)) > 1.96 * error
+
+
 def prompts_needed(offline: np.ndarray, live: np.ndarray, share: float, seed: int) -> tuple[int | None, float]:
     """The least number of prompts whose offline means have a pair of policies in the order of the live means over all
     prompts, with probability `share` over pairs and sets of prompts; None: all n are too few. And the probability at n.
 
-    `offline` and `live` [prompts, policies]. Sets are drawn with replacement.
+    `offline` and `live` [prompts, policies]. Sets are drawn with replacement. Only resolved pairs count: those whose
+    live difference is more than 1.96 of its standard errors over the prompts. NaN if there is none.
     """
     generator = np.random.default_rng(seed)
     truth = order_signs(live.mean(axis=0))
-    decided = truth != 0
+    decided = resolved(live)
+    if not decided.any():
+        return None, math.nan
     reached = math.nan
     for count in range(1, len(offline) + 1):
         drawn = generator.integers(0, len(offline), (DRAWS, count))

@@ -260,7 +260,7 @@ class Prediction:
         return int(low[0] > 0) - int(high[0] < 0)
 
     def needed(self, offline: str, live: str = "kld") -> pd.DataFrame:
-        """By budget: how many prompts order two policies as the live model does, with probability 0.95."""
+        """By budget: how many prompts order two policies that the live model tells apart, with probability 0.95."""
         lines = []
         for budget, some in self.cells.groupby("budget"):
             grids = [some.pivot_table(index="prompt", columns="label", values=name) for name in (offline, live)]

@@ -86,7 +86,8 @@ class Shown:
         needed = self._found.needed(self.best, self._live)
         if len(needed):
             rows = [("budget", "prompts", f"needed for {100 * SHARE:.0f} % of pairs", "reached")] + [
-                (one["budget"], str(one["prompts"]), f"more than {one['prompts']}" if pd.isna(one["needed"])
+                (one["budget"], str(one["prompts"]), "no pair resolved" if pd.isna(one["reached"])
+                 else f"more than {one['prompts']}" if pd.isna(one["needed"])
                  else f"{one['needed']:.0f}", f"{100 * one['reached']:.0f} %") for _, one in needed.iterrows()
             ]  # fmt: skip
             found.append(aligned(rows))

@@ -58,6 +58,7 @@ class Column:
 KEPT = ("kept_tokens", "")
 MEMORY = ("kv_bytes", "")
 SELECT = ("select_seconds", "")
+POOLED, PER_HEAD = ("output_error", "pooled"), ("output_error", "")
 SKILL_METRIC = (SKILL["name"], "")
 SKILL_MEANING = "0 as its random twin, 1 as the best set with its counts"
 REPLAYED = (
@@ -69,7 +70,8 @@ REPLAYED = (
     Column("att.cos", ("attention_cosine", ""), "cosine of the attention before and after"),
     Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
     Column("out.cos", ("output_cosine", ""), "cosine of the attention output before and after"),
-    Column("out.err", ("output_error", ""), "relative error of the attention output"),
+    Column("out.err", POOLED, "relative error of the attention output, pooled over the heads and queries of a layer"),
+    Column("out.err", PER_HEAD, "relative error of the attention output, mean over heads and queries"),
     Column("kv.l1", ("kv_l1_loss", ""), "share of the L1 norm of keys and values evicted or changed"),
     Column("jaccard", ("jaccard_adjacent", "mean"), "Jaccard similarity of the sets of adjacent layers"),
     Column("needle", ("span_recall", "needle.mean"), "share of the needle's tokens kept"),
@@ -117,12 +119,15 @@ class Line:
 
 def columns_of(lines: Sequence[Line]) -> list[Column]:
     """The columns that some line of a trace has a value for. Memory is none where it says no more than kept tokens do:
-    where a kept token takes as many bytes in every line."""
+    where a kept token takes as many bytes in every line. Of the two output errors, the pooled one."""
     known = [line.values for line in lines if MEMORY in line.values and line.values.get(KEPT)]
     of_token = [values[MEMORY] / values[KEPT] for values in known]
     same = not of_token or max(of_token) <= min(of_token) * (1 + 1e-9)
     shown = [column for column in COLUMNS if any(column.metric in line.values for line in lines)]
-    return [column for column in shown if column.metric != MEMORY or not same]
+    left_out = {MEMORY} if same else set()
+    if any(column.metric == POOLED for column in shown):
+        left_out.add(PER_HEAD)
+    return [column for column in shown if column.metric not in left_out]
 
 
 def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> float | None:

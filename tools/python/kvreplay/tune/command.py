@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvreplay.capture.model_options import ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import HEADLINE
 from kvreplay.program import Parser, exit_code, not_installed
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def parser() -> Parser:
     way.add_argument("--layers", action="store_true", help="one size for each layer, L times B in all")
     way.add_argument("--ranges", metavar="R", type=int, nargs="?", const=3,
         help="which policy each layer takes, in at most R ranges of layers (default: 3)")  # fmt: skip
-    add("--metric", metavar="NAME[:VARIANT]", default="attention_recall",
-        help="the objective, with --model also one of kvreplay live (default: attention_recall)")  # fmt: skip
+    add("--metric", metavar="NAME[:VARIANT]", default=HEADLINE,
+        help=f"the objective, with --model also one of kvreplay live (default: {HEADLINE})")  # fmt: skip
     apart = found.add_mutually_exclusive_group()
     apart.add_argument("--hold-out", metavar="SHARE", type=float, default=0.3,
         help="share of the prompts that are held out, at least two (default: 0.3)")  # fmt: skip
@@ -94,7 +95,7 @@ def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
                     Refusal.USAGE)  # fmt: skip
     if is_live and (arguments.layers or arguments.ranges is not None):
         raise Error("--metric", f"{arguments.metric} does not add up over layers: what a layer holds changes the next",
-                    "a mean over layers, such as attention_recall", "", Refusal.USAGE)  # fmt: skip
+                    f"a mean over layers, such as {HEADLINE}", "", Refusal.USAGE)  # fmt: skip
 
 
 def live_model(arguments: argparse.Namespace, say: Callable[[str], None]) -> LiveModel:

@@ -15,6 +15,7 @@ from kvreplay import _engine
 from kvreplay.compare.comparison import values_of
 from kvreplay.engine import replay
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import HEADLINE
 from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.live_metrics import TEXT_METRICS
 from kvreplay.results import Run
@@ -130,7 +131,7 @@ class Objective:
         apart = (means.reindex(whole.index) - whole).abs()
         if layers.empty or not (apart <= ADDS_UP * whole.abs().clip(lower=1)).all():
             raise Error("--metric", f"{self.metric} does not add up over layers",
-                        "a mean over layers, such as attention_recall", "", Refusal.USAGE)  # fmt: skip
+                        f"a mean over layers, such as {HEADLINE}", "", Refusal.USAGE)  # fmt: skip
         return layers
 
     def of_metric(self, rows: pd.DataFrame, traces: Iterable[Captured]) -> pd.DataFrame:
