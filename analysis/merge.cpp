@@ -22,7 +22,6 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results.h"
 #include "analysis/results_folder.h"
-#include "hdf5/child_walk.h"
 #include "hdf5/partial_file.h"
 
 namespace kvreplay {
@@ -324,9 +323,6 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   }
   if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
-  std::vector<fs::path> in_order;
-  for (const auto& [trace, of_trace] : parts) in_order.insert(in_order.end(), of_trace.begin(), of_trace.end());
-  WalksAhead walks(std::move(in_order));
   const ComingParts coming(output);
   Results results(output, run.detail());
   Sources sources;
@@ -334,7 +330,6 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   for (const auto& [trace, of_trace] : parts) {
     if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
     heard(done++ / static_cast<double>(parts.size()), trace);
-    for (std::size_t i = 0; i < of_trace.size(); ++i) walks.go_on();
     take(of_trace, output / "parts" / (trace + ".h5"), coming.path_of(trace), sources, run, results);
   }
   results.complete();

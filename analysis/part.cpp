@@ -12,7 +12,6 @@
 
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
-#include "hdf5/child_walk.h"
 #include "hdf5/hdf5.h"
 #include "hdf5/hdf5_copy.h"
 #include "hdf5/mapped_image.h"
@@ -439,7 +438,6 @@ class Joined {
 void replace_file(const std::filesystem::path& path, File& file) {
   const std::span<const std::byte> image = file.image();
   kvreplay::replace_file(path, {reinterpret_cast<const char*>(image.data()), image.size()});
-  need_no_walk(path);
 }
 
 /// The granularity of each treated layer.
@@ -600,7 +598,7 @@ Part read_part(const std::filesystem::path& path) {
 
 std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
                                             const PartTrace& trace) {
-  const File file = File::open_walked(path);
+  const File file = File::open(path);
   const Group group = file.group("cells").group(id);
   const Heads heads = read_heads(group);
   const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
@@ -667,7 +665,7 @@ void write_part(const std::filesystem::path& path, const PartTrace& trace, const
                 const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
                 const TraceHeader* tokens_and_spans) {
   std::optional<File> old;
-  if (earlier) old = File::open_walked(*earlier);
+  if (earlier) old = File::open(*earlier);
   File file = File::create_in_memory(path.string());
   {
     file.set_attribute("format", part_format);
@@ -720,7 +718,7 @@ void write_joined_part(const std::filesystem::path& path, const Part& joined,
     Joined content;
     for (const std::filesystem::path& part : parts) {
       content.read(part);
-      const File from = File::open_walked(part);
+      const File from = File::open(part);
       content.add(from.group("traces"), joined.trace.name, traces);
       for (const auto& [name, to] : {std::pair{"cells", &of_cells}, std::pair{"sets", &sets}}) {
         const Group all = from.group(name);
@@ -764,7 +762,7 @@ SelectionsFile::SelectionsFile(const std::filesystem::path& path) : content_(std
 SelectionsFile::~SelectionsFile() = default;
 
 void SelectionsFile::add(const std::filesystem::path& part) {
-  const File from = File::open_walked(part);
+  const File from = File::open(part);
   const Group from_traces = from.group("traces"), from_cells = from.group("cells"), sets = from.group("sets");
   Group traces = content_->file.group("traces"), cells = content_->file.group("cells");
   const std::string name = from_traces.names().front();

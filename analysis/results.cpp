@@ -8,7 +8,6 @@
 
 #include "analysis/csv.h"
 #include "analysis/results_folder.h"
-#include "hdf5/child_walk.h"
 
 namespace kvreplay {
 namespace {
@@ -156,12 +155,8 @@ void Results::finish() {
 
 void assemble(const std::filesystem::path& output, Detail detail) {
   const std::vector<std::filesystem::path> parts = parts_of(output);
-  WalksAhead walks(parts);
   Results results(output, detail);
-  for (const std::filesystem::path& part : parts) {
-    walks.go_on();
-    results.add(read_part(part), part);
-  }
+  for (const std::filesystem::path& part : parts) results.add(read_part(part), part);
   results.complete();
   results.finish();
 }

@@ -10,9 +10,9 @@
 #include <cstring>
 #include <limits>
 
-#include "hdf5/child_walk.h"
 #include "hdf5/mapped_image.h"
 #include "hdf5/partial_file.h"
+#include "hdf5/superblock.h"
 
 namespace kvreplay::hdf5 {
 namespace {
@@ -25,12 +25,6 @@ constexpr std::size_t largest_header = std::size_t{1} << 16;
 // A file that a full disk keeps from closing stays behind in the library, whose clean-up at exit then crashes (1.10.8).
 // All handles close themselves, so there is nothing to clean up. This has to come before every other call.
 [[maybe_unused]] const herr_t no_clean_up_at_exit = H5dont_atexit();
-
-std::array<char, 4096> opened_last{};
-
-void note_opened(const std::filesystem::path& path) {
-  opened_last[path.native().copy(opened_last.data(), opened_last.size() - 1)] = '\0';
-}
 
 struct Innermost {
   std::string message;
@@ -661,11 +655,8 @@ Dataset Group::write_text(const std::string& name, std::string_view text) {
   return dataset;
 }
 
-const char* last_opened() { return opened_last.data(); }
-
 File File::create(const std::filesystem::path& path) {
   const Lock lock;
-  note_opened({});  // what crashes from here on may be the writing
   const Handle access = access_properties();
   const Handle creation = property_list(H5P_FILE_CREATE);
   H5Pset_obj_track_times(creation.id(), false);
@@ -699,7 +690,6 @@ File File::create_in(MappedImage& image, const std::string& name) {
 
 File File::create_image(const Handle& access, const std::string& name) {
   const Lock lock;
-  note_opened({});
   const Handle creation = property_list(H5P_FILE_CREATE);
   H5Pset_obj_track_times(creation.id(), false);
   // HDF5 first reads whatever stands under the name.
@@ -710,13 +700,14 @@ File File::create_image(const Handle& access, const std::string& name) {
 }
 
 File File::open(const std::filesystem::path& path) {
-  walk_in_child(path);
-  return open_walked(path);
+  std::uint64_t length = 0;
+  const FileDescriptor file = open_file(path.string(), length);
+  check_superblock(file, length, path.string());
+  return open_unchecked(path);
 }
 
-File File::open_walked(const std::filesystem::path& path) {
+File File::open_unchecked(const std::filesystem::path& path) {
   const Lock lock;
-  note_opened(path);
   const Handle access = access_properties();
   return {
       Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.id()), path.string(), "cannot be opened"), H5Fclose},

@@ -213,10 +213,6 @@ std::size_t attribute_elements(const Handle& attribute, const std::string& where
 /// Error{input}: elements, or parts of them, that are of any length, or of none.
 void require_fixed_size(const Type& type, const std::string& where);
 
-/// Path of the file that was opened last, its first 4,095 bytes, for whoever handles a crash; empty: none was, or
-/// another has been created since.
-const char* last_opened();
-
 /// A fixed-length string element without its padding: NULs, or blanks where the type says so.
 std::string unpadded(const Type& type, std::string_view bytes);
 
@@ -266,10 +262,10 @@ class File : public Group {
   static File create_in_memory(const std::string& name);
   /// The same in an image that lies in a file, which outlives this: closed, it is whole.
   static File create_in(MappedImage& image, const std::string& name);
-  /// A child process has walked it before (child_walk.h): Error{input} where it did not come to the end.
+  /// For reading. Throws Error{input} for anything but a file whose metadata has checksums (superblock.h).
   static File open(const std::filesystem::path& path);
-  /// For what open() has opened before in this process.
-  static File open_walked(const std::filesystem::path& path);
+  /// Of any superblock version: damage to it can crash the library, so only in a child process (child_process.h).
+  static File open_unchecked(const std::filesystem::path& path);
   /// For adding to a file.
   static File open_writable(const std::filesystem::path& path);
 

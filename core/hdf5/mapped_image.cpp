@@ -34,8 +34,7 @@ void* MappedImage::resize(std::size_t bytes) noexcept {
       problem_ = Error{Refusal::input, partial_.path().string(), "cannot be mapped", "", std::strerror(errno)};
     in_file = 0;
   }
-  // A process that walks a damaged file may write anywhere (child_walk.h): not here.
-  ::madvise(grown, bytes, MADV_DONTFORK);
+  ::madvise(grown, bytes, MADV_DONTFORK);  // a child process that reads a damaged file may write anywhere
   auto* const bytes_of_grown = static_cast<std::byte*>(grown);
   if (length_ > in_file) std::memcpy(bytes_of_grown + in_file, base_ + in_file, length_ - in_file);
   unmap();

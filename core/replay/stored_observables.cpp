@@ -13,7 +13,6 @@
 #include "hash.h"
 #include "hdf5/hdf5.h"
 #include "hdf5/partial_file.h"
-#include "hdf5/superblock.h"
 #include "open_file.h"
 
 namespace kvreplay {
@@ -41,19 +40,12 @@ int integer(const hdf5::Object& object, const char* name) {
   return static_cast<int>(value);
 }
 
-hdf5::File open_checked(const std::filesystem::path& path) {
-  std::uint64_t length = 0;
-  const FileDescriptor opened = open_file(path.string(), length);
-  check_superblock(opened, length, path.string());
-  return hdf5::File::open(path);
-}
-
 bool says_it_is_ours(const hdf5::File& file) {
   return file.has_attribute("format") && file.string_attribute("format") == file_format;
 }
 
 hdf5::File open_whole(const std::filesystem::path& path) {
-  hdf5::File file = open_checked(path);
+  hdf5::File file = hdf5::File::open(path);
   if (!says_it_is_ours(file)) throw Error{Refusal::input, path.string(), "format", file_format, "another file"};
   if (const std::int64_t version = file.integer_attribute("version"); version != file_version)
     throw Error{Refusal::input, path.string(), "version", std::to_string(file_version), std::to_string(version)};
@@ -125,7 +117,7 @@ std::filesystem::path observables_path(const Trace& trace) {
 
 bool is_observables_file(const std::filesystem::path& path) noexcept {
   try {
-    return says_it_is_ours(open_checked(path));
+    return says_it_is_ours(hdf5::File::open(path));
   } catch (const std::exception&) {
     return false;
   }

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "hdf5/child_walk.h"
+#include "hdf5/child_process.h"
 #include "hdf5/hdf5.h"
 #include "hdf5/partial_file.h"
 #include "trace/validate.h"
@@ -193,12 +193,14 @@ std::vector<Error> convert(const std::filesystem::path& old, const std::filesyst
   if (existing == Existing::refuse && std::filesystem::exists(made))
     throw Error{Refusal::input, made.string(), "exists", "a new name, or --force to replace it", "a file"};
   PartialFile partial(made);
-  const auto copy = [&partial](const hdf5::File& from) {
+  const auto copy = [&] {
+    const hdf5::File from = hdf5::File::open_unchecked(old);
     hdf5::File to = hdf5::File::create(partial.path());
     Copy(to, partial).copy_members(from, to);
     to.close();
+    return std::string();
   };
-  work_in_child(old, copy, interrupted);
+  run_in_child(old, copy, interrupted);
   partial.trim();
   std::vector<Error> broken;
   for (const Error& violation : violations(partial.path()))

@@ -14,7 +14,6 @@
 #include "hash.h"
 #include "hdf5/hdf5.h"
 #include "hdf5/mapping.h"
-#include "hdf5/superblock.h"
 #include "open_file.h"
 #include "trace/header.h"
 #include "trace/remedy.h"
@@ -361,14 +360,16 @@ class Reader {
   std::set<std::string> noted_;
 };
 
-/// The contents of a file that `open_file` has opened. Throws Error{input} where HDF5 cannot or should not read it.
-Contents contents_of(const FileDescriptor& file, std::uint64_t length, const std::filesystem::path& path) {
-  try {
-    check_superblock(file, length, path.string());
-  } catch (const Error& error) {
-    throw with_remedy(error, path.string());
-  }
-  return Reader(hdf5::File::open(path), path.string(), length).read();
+/// The contents of a file of this length. Throws Error{input} where HDF5 cannot or should not read it.
+Contents contents_of(std::uint64_t length, const std::filesystem::path& path) {
+  const auto open = [&] {
+    try {
+      return hdf5::File::open(path);
+    } catch (const Error& error) {
+      throw with_remedy(error, path.string());
+    }
+  };
+  return Reader(open(), path.string(), length).read();
 }
 
 /// Tensors in memory, held against the rules for a file of this header. Throws Error{input}.
@@ -420,7 +421,7 @@ class Trace::State {
   explicit State(const std::filesystem::path& path) : path_(path), name_(trace_name(path)) {
     std::uint64_t length = 0;
     FileDescriptor file = open_file(path_.string(), length);
-    Contents contents = contents_of(file, length, path_);
+    Contents contents = contents_of(length, path_);
     if (!contents.violations.empty()) throw contents.violations.front();
     header_ = std::move(contents.header);
     layers_ = std::move(contents.layers);
@@ -504,7 +505,7 @@ class Trace::State {
     if (archived_layer_ == l) return archived_;
     archived_layer_ = -1;
     archived_.clear();
-    const hdf5::File file = hdf5::File::open_walked(path_);
+    const hdf5::File file = hdf5::File::open(path_);
     for (const TensorPlace& place : places(l).tensors) {
       std::vector<std::byte>& bytes = archived_.emplace_back();
       if (place.offset) continue;
@@ -549,7 +550,7 @@ std::vector<Error> violations(const std::filesystem::path& path) {
   std::uint64_t length = 0;
   const FileDescriptor file = open_file(path.string(), length);
   try {
-    return contents_of(file, length, path).violations;
+    return contents_of(length, path).violations;
   } catch (const Error& error) {
     if (error.refusal() != Refusal::input) throw;
     return {error};

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "hdf5/hdf5.h"
-#include "without_child.h"
 
 namespace kvreplay {
 

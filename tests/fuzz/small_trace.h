@@ -8,7 +8,6 @@
 #include "survival.h"
 #include "trace/trace.h"
 #include "trace/writer.h"
-#include "without_child.h"
 
 namespace kvreplay {
 

@@ -11,7 +11,6 @@
 
 #include "companions.h"
 #include "error.h"
-#include "hdf5/hdf5_crash.h"
 #include "policies/text/policy_source.h"
 #include "program.h"
 #include "sleeping_threads.h"
@@ -46,7 +45,6 @@ int main(int argc, char** argv) {
   restore_environment();
   std::set_terminate(end_at_once);
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a full disk: the write fails and says so
-  hdf5::refuse_crashes();
   // A policy in Python runs inside Python, beside the same engine: it is given the whole command line. Policies are
   // read before anything else is done.
   policy_sources().add(

@@ -17,7 +17,6 @@
 #include "analysis/metrics/metric.h"
 #include "analysis/table.h"
 #include "errors.h"
-#include "hdf5/child_walk.h"
 #include "interpreter_lock.h"
 #include "machine.h"
 #include "policies/text/configured.h"
@@ -168,12 +167,6 @@ NB_MODULE(_engine, module) {
       },
       "budget"_a, "(fraction of the prompt, tokens) that a budget says; the other one is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
-  module.def(
-      "walk_in_child",
-      [](const std::filesystem::path& path) { return kvreplay::walk_in_child(path, kvreplay::Links::inside); },
-      "path"_a, nanobind::call_guard<python::Unlocked>(),
-      "A child process walks an HDF5 file: refuses one that crashes the library, keeps it busy, asks for all memory, "
-      "or leads out of itself. False: it cannot be opened.");
   module.def(
       "replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
       "Does what the command line `kvreplay replay WORDS` does, but for printing; in_memory: those of its traces\n"

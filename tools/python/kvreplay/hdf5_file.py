@@ -1,4 +1,4 @@
-"""HDF5 files of strangers, opened for reading."""
+"""HDF5 files opened for reading."""
 
 from __future__ import annotations
 
@@ -9,28 +9,12 @@ import h5py
 
 from kvreplay.errors import Error
 
-try:
-    from kvreplay import _engine
-
-    walk_in_child = _engine.walk_in_child
-except ImportError:  # without the engine a file that crashes HDF5 crashes its reader
-
-    def walk_in_child(path: Path) -> bool:
-        """Nobody has walked it."""
-        return False
-
 
 def open_to_read(path: str | Path) -> h5py.File:
-    """The file, after a child process has walked it; OSError where HDF5 cannot open it.
-
-    Refuses files that lead elsewhere: nothing is read that another file holds.
-    """
-    path = Path(path)
-    walked = path.is_file() and walk_in_child(path)
+    """The file; OSError if HDF5 cannot open it. Rejects files that lead elsewhere: nothing of another file is read."""
     file = h5py.File(path, "r", locking=False)
     try:
-        if not walked:  # the HDF5 of h5py opens what the engine's may refuse
-            _require_self_contained(file, path)
+        _require_self_contained(file, Path(path))
     except BaseException:
         file.close()
         raise
