@@ -9,9 +9,6 @@
 #include "attention/participants.h"
 #include "error.h"
 #include "float_types.h"
-#include "observables/page_bounds.h"
-#include "observables/principal_direction.h"
-#include "observables/projected_norms.h"
 #include "parallel.h"
 #include "positions.h"
 
@@ -26,18 +23,6 @@ void read_finite_row(const TensorView& tensor, int head, int row, std::span<doub
   read_row(tensor, head, row, vector);
   if (!std::ranges::all_of(vector, [](double number) { return std::isfinite(number); }))
     throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
-}
-
-/// The rows that row_of(head, i) names for i < count, as a tensor of their own.
-template <class RowOf>
-TensorView gathered(const TensorView& tensor, int count, RowOf row_of, std::vector<std::byte>& rows) {
-  rows.clear();
-  for (int head = 0; head < tensor.heads; ++head)
-    for (int i = 0; i < count; ++i) {
-      const std::byte* row = tensor.row(head, row_of(head, i));
-      rows.insert(rows.end(), row, row + tensor.row_bytes());
-    }
-  return {rows.data(), tensor.dtype, tensor.heads, count, tensor.dim};
 }
 
 }  // namespace
@@ -85,7 +70,7 @@ void LayerView::on_threads(std::size_t count, const std::function<void(std::size
 
 /// What the backend refuses has a place.
 template <class Compute>
-auto LayerView::in_this_layer(Compute compute) const {
+auto LayerView::placed(Compute compute) const {
   try {
     return compute();
   } catch (const Error& error) {
@@ -103,10 +88,17 @@ const Result& LayerView::remember(Memo<Result>& memo, std::string_view observabl
   const auto known = memo.find(key);
   if (known != memo.end()) return known->second;
   const auto begin = std::chrono::steady_clock::now();
-  Result result = in_this_layer(compute);
+  Result result = placed(compute);
   observable_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return memo.emplace(key, std::move(result)).first->second;
 }
+
+const Matrix& LayerView::remember(std::string_view observable, Arguments arguments,
+                                  const std::function<Matrix()>& compute) const {
+  return remember(memo_, observable, std::move(arguments), compute);
+}
+
+Matrix LayerView::in_this_layer(const std::function<Matrix()>& compute) const { return placed(compute); }
 
 template <class Compute>
 const Matrix& LayerView::remember_stored(std::string_view observable, int rows, Compute compute) const {
@@ -120,8 +112,8 @@ const Matrix& LayerView::remember_stored(std::string_view observable, int rows, 
   });
 }
 
-Matrix LayerView::sums(std::span<const std::int32_t> queries, std::span<const double> weights,
-                       double above_uniform) const {
+Matrix LayerView::attention(std::span<const std::int32_t> queries, std::span<const double> weights,
+                            double above_uniform) const {
   AttentionSums what{.queries = queries, .weights = weights, .columns = tokens(), .above_uniform = above_uniform};
   if (whole_ != nullptr) {
     what.resident = residents_.positions;
@@ -139,7 +131,6 @@ bool LayerView::is_resident(std::int32_t position) const {
   return true;
 }
 
-/// The last `window` queries before `end`; of cache positions only the resident ones.
 std::vector<std::int32_t> LayerView::last_queries(int window, int end) const {
   const int last = end_of_window(end);
   std::vector<std::int32_t> queries = position_range(last - std::clamp(window, 0, last), last);
@@ -150,14 +141,7 @@ std::vector<std::int32_t> LayerView::last_queries(int window, int end) const {
 
 const Matrix& LayerView::window_attention(int window, int end) const {
   const double last = end_of_window(end), queries = std::clamp<double>(window, 0, last);
-  return remember(memo_, "window_attention", {queries, last}, [&] { return sums(last_queries(window, end), {}); });
-}
-
-const Matrix& LayerView::window_counts(int window, int end) const {
-  constexpr double above_uniform = 1.0 + 1e-6;  // a row of equal logits gives nobody more than its share
-  const double last = end_of_window(end), queries = std::clamp<double>(window, 0, last);
-  return remember(memo_, "window_counts", {queries, last},
-                  [&] { return sums(last_queries(window, end), {}, above_uniform); });
+  return remember(memo_, "window_attention", {queries, last}, [&] { return attention(last_queries(window, end), {}); });
 }
 
 Matrix LayerView::window_attention(std::span<const double> weights, int end) const {
@@ -167,18 +151,7 @@ Matrix LayerView::window_attention(std::span<const double> weights, int end) con
     const std::size_t from_end = static_cast<std::size_t>(end_of_window(end) - position);
     of_queries.push_back(weights[weights.size() - from_end]);
   }
-  return sums(queries, of_queries);
-}
-
-Matrix LayerView::window_attention_over_all(std::span<const double> weights, int end) const {
-  const std::vector<std::int32_t> queries = position_range(
-      end_of_window(end) - std::min(static_cast<int>(weights.size()), end_of_window(end)), end_of_window(end));
-  return backend_.attention_sums(
-      tensors_, {.queries = queries, .weights = weights.last(queries.size()), .columns = residents_.seen});
-}
-
-void LayerView::each_row_of_window(int window, const std::function<void(const Matrix&)>& read, int end) const {
-  for (const std::int32_t query : last_queries(window, end)) read(sums({&query, 1}, {}));
+  return attention(queries, of_queries);
 }
 
 Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const {
@@ -198,7 +171,7 @@ Matrix LayerView::attention_of(std::span<const std::int32_t> queries, std::span<
 const Matrix& LayerView::cumulative_attention() const {
   return remember_stored("cumulative_attention", query_heads(), [&] {
     const std::vector<std::int32_t> queries = position_range(residents_.seen - residents_.added, residents_.seen);
-    Matrix all = sums(queries, {});
+    Matrix all = attention(queries, {});
     const Matrix& before = residents_.attention_before;
     for (int head = 0; head < before.rows(); ++head)
       for (int i = 0; i < before.columns(); ++i) all(head, i) += before(head, i);
@@ -228,16 +201,6 @@ const Matrix& LayerView::norms(std::string_view observable, const TensorView& te
 const Matrix& LayerView::key_norms(double p) const { return norms("key_norms", tensors_.k, p); }
 
 const Matrix& LayerView::value_norms(double p) const { return norms("value_norms", tensors_.v, p); }
-
-const Matrix& LayerView::squared_key_norms() const {
-  return remember(memo_, "squared_key_norms", {},
-                  [&] { return squared_lengths(as_stored(tensors_.k), backend_.threads()); });
-}
-
-const Matrix& LayerView::squared_value_norms() const {
-  return remember(memo_, "squared_value_norms", {},
-                  [&] { return squared_lengths(as_stored(tensors_.v), backend_.threads()); });
-}
 
 Vectors LayerView::keys() const {
   const auto read = [this](int head, int i, std::span<double> vector) {
@@ -282,25 +245,6 @@ Vectors LayerView::unrotated_queries(int first) const {
   return {tensors_.q.heads, std::max(0, residents_.seen - first), tensors_.q.dim, read};
 }
 
-const Matrix& LayerView::key_anchor() const {
-  return remember(memo_, "key_anchor", {}, [&] { return mean_direction(keys(), backend_.threads()); });
-}
-
-const Matrix& LayerView::anchor_cosines() const {
-  const Matrix& anchor = key_anchor();
-  return remember(memo_, "anchor_cosines", {}, [&] { return cosines(keys(), anchor, backend_.threads()); });
-}
-
-const Matrix& LayerView::key_lag_deviations(int first, int lag) const {
-  return remember(memo_, "key_lag_deviations", {static_cast<double>(first), static_cast<double>(lag)},
-                  [&] { return lag_deviations(keys(), first, lag, backend_.threads()); });
-}
-
-const Matrix& LayerView::value_lag_deviations(int first, int lag) const {
-  return remember(memo_, "value_lag_deviations", {static_cast<double>(first), static_cast<double>(lag)},
-                  [&] { return lag_deviations(as_stored(tensors_.v), first, lag, backend_.threads()); });
-}
-
 const VectorMoments& LayerView::query_moments(int first) const {
   return remember(moments_, "query_moments", {static_cast<double>(first)},
                   [&] { return moments_of(unrotated_queries(first), backend_.threads()); });
@@ -308,74 +252,6 @@ const VectorMoments& LayerView::query_moments(int first) const {
 
 const VectorMoments& LayerView::key_moments() const {
   return remember(moments_, "key_moments", {}, [&] { return moments_of(unrotated_keys(), backend_.threads()); });
-}
-
-Matrix LayerView::key_forms(const QuadraticForms& forms) const {
-  return in_this_layer([&] { return values_of(forms, keys(), backend_.threads()); });
-}
-
-Matrix LayerView::unrotated_key_forms(const QuadraticForms& forms) const {
-  return in_this_layer([&] { return values_of(forms, unrotated_keys(), backend_.threads()); });
-}
-
-/// A block is a layer of its own, whose queries come after all of its keys.
-const Matrix& LayerView::block_attention(int block) const {
-  return remember(memo_, "block_attention", {static_cast<double>(block)}, [&] {
-    Matrix sums(query_heads(), tokens());
-    std::vector<std::byte> queries, keys;
-    for (int first = 0; first < tokens(); first += block) {
-      const int count = std::min(block, tokens() - first);
-      const std::vector<std::int32_t> before = position_range(0, count), after = position_range(count, 2 * count);
-      const auto key = [&](int head, int i) { return positions(head)[first + i].number; };
-      const auto query = [&](int head, int i) { return stored_query(tensors_, key(head / group(), i)); };
-      LayerTensors of_block;
-      of_block.q = gathered(tensors_.q, count, query, queries);
-      of_block.k = of_block.v = gathered(tensors_.k, count, key, keys);
-      of_block.query_positions = after;
-      const Matrix of_heads = backend_.attention_sums(of_block, {.queries = after, .resident = before});
-      for (int head = 0; head < query_heads(); ++head)
-        std::ranges::copy(of_heads.row(head), sums.row(head).begin() + first);
-    }
-    return sums;
-  });
-}
-
-Matrix LayerView::distances_from_mean_value(const Matrix& weights) const {
-  return in_this_layer([&] { return distances_from_mean(as_stored(tensors_.v), weights, backend_.threads()); });
-}
-
-const Matrix& LayerView::query_squares(int window) const {
-  const int count = std::clamp(window, 0, residents_.seen);
-  return remember(memo_, "query_squares", {static_cast<double>(count)}, [&] {
-    const TensorView& q = tensors_.q;
-    Matrix squares(q.heads, q.dim);
-    for (std::int32_t position = residents_.seen - count; position < residents_.seen; ++position) {
-      const int stored = stored_query(tensors_, position);
-      for (int head = 0; head < q.heads; ++head)
-        for (int c = 0; c < q.dim; ++c) {
-          const double x = load(q.row(head, stored), q.dtype, static_cast<std::size_t>(c));
-          squares(head, c) += x * x;
-        }
-    }
-    return squares;
-  });
-}
-
-const Matrix& LayerView::query_directions() const {
-  return remember(memo_, "query_directions", {}, [&] {
-    return principal_directions(tensors_, position_range(0, residents_.seen), backend_.threads());
-  });
-}
-
-const Matrix& LayerView::page_bounds(int page) const {
-  return remember(memo_, "page_bounds", {static_cast<double>(page)},
-                  [&] { return kvreplay::page_bounds(tensors_.k, prompt(), page, backend_.threads()); });
-}
-
-const Matrix& LayerView::projected_value_norms() const {
-  return remember(memo_, "projected_value_norms", {}, [&] {
-    return projected_norms(tensors_.v, place_.projection, group(), prompt(), backend_.threads());
-  });
 }
 
 const Matrix& LayerView::similarity(std::string_view observable, const TensorView& tensor) const {

@@ -100,6 +100,8 @@ class LayerView {
 
   /// The number of queries in a window of this length: at most all before `end`.
   int queries_before(int window, int end = newest) const { return std::min(window, end_of_window(end)); }
+  /// Positions of the last `window` queries before `end`; of cache positions only of those that are resident.
+  std::vector<std::int32_t> last_queries(int window, int end = newest) const;
   /// [Hq, n]: Σ over the last `window` queries t that have come of a(t,j), the window's own columns included; a window
   /// longer than what has come is all of it. With part of the tokens resident the softmax is over those; of cache
   /// positions only queries that are resident take part. With `end` the window is that of the queries before this
@@ -107,14 +109,11 @@ class LayerView {
   const Matrix& window_attention(int window, int end = newest) const;
   /// The same with weight weights[i] on the i-th of the last weights.size() queries.
   Matrix window_attention(std::span<const double> weights, int end = newest) const;
-  /// [Hq, seen]: the same with all that the queries could see, resident or not.
-  Matrix window_attention_over_all(std::span<const double> weights, int end = newest) const;
-  /// The attention of each of the last `window` queries, one [Hq, n] after the other, oldest first: of all together
-  /// there would be `window` times as much as of scores.
-  void each_row_of_window(int window, const std::function<void(const Matrix&)>& read, int end = newest) const;
-  /// [Hq, n]: how many of the last `window` queries that have come give j more than 1 + 1e-6 times the uniform share of
-  /// what they see: t + 1 keys, or fewer where a window slides or part of the tokens is resident.
-  const Matrix& window_counts(int window, int end = newest) const;
+  /// [Hq, n]: Σ over the queries at these positions, with weights (none given: 1), of what they pay to each resident
+  /// token. Above 0, `above_uniform` counts instead the queries that pay it more than so many times the uniform share
+  /// of what they see: t + 1 keys, or fewer where a window slides or part of the tokens is resident.
+  Matrix attention(std::span<const std::int32_t> queries, std::span<const double> weights = {},
+                   double above_uniform = 0) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
   /// attention over what is resident and, after it, over themselves.
   Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
@@ -126,46 +125,30 @@ class LayerView {
   /// [Hkv, n]: p-norms of keys and of values.
   const Matrix& key_norms(double p) const;
   const Matrix& value_norms(double p) const;
-  /// [Hkv, n]: ‖k‖₂² and ‖v‖₂², without error where the numbers have few digits: squares of norms are rounded twice.
-  /// Host code: one pass over what is stored.
-  const Matrix& squared_key_norms() const;
-  const Matrix& squared_value_norms() const;
-  /// [Hq, n]: ‖Σ_i weights_i v_i − v_j‖₂, of weights [Hq, n]: how far each value is from their mean.
-  Matrix distances_from_mean_value(const Matrix& weights) const;
-  /// [Hq, d]: sum over the last `window` queries that have come of the square of each channel; a window longer than
-  /// what has come is all of it. Host code: it reads a few rows of each head.
-  const Matrix& query_squares(int window) const;
-  /// [Hq, d]: first right singular vector of the queries that have come, as they are stored, of the sign that makes
-  /// their mean project positively on it (principal_direction.h).
-  const Matrix& query_directions() const;
-  /// [Hkv, pages * 2d]: least and greatest number of each channel of the keys in each page of so many tokens of the
-  /// prompt, the last of which may be short (page_bounds.h).
-  const Matrix& page_bounds(int page) const;
-  /// [Hq, P]: L1 norms of W_o v, W_o the query head's part of the output projection (projected_norms.h).
-  const Matrix& projected_value_norms() const;
-  /// [Hkv, d]: mean of k / ‖k‖, where the keys stand; a zero key counts as 0 (Park et al. 2025, arXiv:2504.15364).
-  const Matrix& key_anchor() const;
-  /// [Hkv, n]: cosines of the keys with it, 0 where either is zero.
-  const Matrix& anchor_cosines() const;
-  /// [Hkv, n]: how keys and values of each partition of `lag` tokens, counted from number `first`, vary over channels
-  /// on the scale of the partition that follows (lag_deviations).
-  const Matrix& key_lag_deviations(int first, int lag) const;
-  const Matrix& value_lag_deviations(int first, int lag) const;
   /// Mean [Hq, d] and covariance [Hq, d * d] of the queries at positions from `first` on that have come, un-rotated:
   /// rot(q, -position) / attention_scaling.
   const VectorMoments& query_moments(int first) const;
   /// The same, [Hkv, ...], of the keys.
   const VectorMoments& key_moments() const;
-  /// [rows of the forms, n] of the keys where they stand, or un-rotated.
-  Matrix key_forms(const QuadraticForms& forms) const;
-  Matrix unrotated_key_forms(const QuadraticForms& forms) const;
-  /// [Hq, n]: column sums of softmax_j(<q_t, k_j>) without scale, softcap or order in time, inside blocks of so many
-  /// resident tokens, counted from the first of them; the last block may be short. Keys and queries as they are stored.
-  const Matrix& block_attention(int block) const;
   /// [1, P]: of each token of the prompt, the cosine with the other token that is most like it, over the keys or the
   /// values of all heads side by side.
   const Matrix& key_similarity() const;
   const Matrix& value_similarity() const;
+
+  /// [heads, n] vectors of the resident tokens, to be read by host code: keys where they stand, keys and values as they
+  /// are stored, and rot(k, -position) / attention_scaling.
+  Vectors keys() const;
+  Vectors stored_keys() const { return as_stored(tensors_.k); }
+  Vectors stored_values() const { return as_stored(tensors_.v); }
+  Vectors unrotated_keys() const;
+
+  using Arguments = std::vector<double>;
+  /// What only one policy reads of a layer, or what takes long: computed once for the layer and these arguments, and
+  /// shared by all budgets. The time counts as that of observables. `observable` is a literal.
+  const Matrix& remember(std::string_view observable, Arguments arguments,
+                         const std::function<Matrix()>& compute) const;
+  /// What `compute` gives; an Error{input} of it names this layer.
+  Matrix in_this_layer(const std::function<Matrix()>& compute) const;
 
   /// work(i) for all i < count, on the backend's threads and in any order: what one call writes, no other may read or
   /// write. For host code of policies; throws what a call has thrown.
@@ -175,12 +158,11 @@ class LayerView {
   double observable_seconds() const;
 
  private:
-  using Arguments = std::vector<double>;
   template <class Result>
   using Memo = std::map<std::pair<std::string_view, Arguments>, Result>;
 
   template <class Compute>
-  auto in_this_layer(Compute compute) const;
+  auto placed(Compute compute) const;
   template <class Result, class Compute>
   const Result& remember(Memo<Result>& memo, std::string_view observable, Arguments arguments, Compute compute) const;
   /// Of the whole prompt: read from the store where it is known, and put there where it had to be computed.
@@ -189,15 +171,11 @@ class LayerView {
   const Matrix& similarity(std::string_view observable, const TensorView& tensor) const;
   const Matrix& norms(std::string_view observable, const TensorView& tensor, double p) const;
   const LayerView& whole() const { return whole_ != nullptr ? *whole_ : *this; }
-  Vectors keys() const;
   Vectors as_stored(const TensorView& tensor) const;
-  Vectors unrotated_keys() const;
   Vectors unrotated_queries(int first) const;
   /// Of all positions of the trace.
   const BackwardRotation& backward_rotation() const;
-  Matrix sums(std::span<const std::int32_t> queries, std::span<const double> weights, double above_uniform = 0) const;
   bool is_resident(std::int32_t position) const;
-  std::vector<std::int32_t> last_queries(int window, int end) const;
   /// Position behind such a window: at most the number of tokens seen.
   int end_of_window(int end) const { return std::min(end, residents_.seen); }
 

@@ -106,13 +106,6 @@ def test_moments_of_queries_before_rope(case: tuple) -> None:
         np.testing.assert_allclose(covariance, expected, atol=1e-9)
 
 
-def test_the_anchor_is_the_mean_direction_of_the_keys(case: tuple) -> None:
-    trace, _ = case
-    keys = trace.k(1)[:, : trace.prompt].astype(np.float64)
-    directions = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
-    np.testing.assert_allclose(trace.layer(1).key_anchor(), directions.mean(axis=1), atol=1e-12)
-
-
 def test_what_a_layer_says_of_itself(case: tuple) -> None:
     trace, _ = case
     view, prompt = trace.layer(1), trace.prompt

@@ -294,8 +294,8 @@ TEST_P(ScoresOf, ExpectedAttentionIsThatOfGaussianQueriesAtTheNextPositions) {
 }
 
 TEST_P(ScoresOf, OfKeyDiffAndKnormAreWhatStaysFirst) {
-  const Matrix cosines = scores("keydiff", held);
-  for (int i = 0; i < 12; ++i) EXPECT_EQ(cosines(1, i), -held.anchor_cosines()(1, i));
+  const Matrix found = scores("keydiff", held), of_anchor = cosines(held.keys(), mean_direction(held.keys(), 1), 1);
+  for (int i = 0; i < 12; ++i) EXPECT_EQ(found(1, i), -of_anchor(1, i));
   const Matrix norms = scores("knorm", held);
   for (int i = 0; i < 12; ++i) {
     const Numbers key = layer.k.row(1, held.positions(1)[i].number);
@@ -341,7 +341,8 @@ TEST_P(ScoresOf, CurIsEqualWhereProductsOfWholeNumbersAre) {
 TEST_P(ScoresOf, LagKvRanksWithinPartitions) {
   // 41 tokens, 3 sinks: partitions of 8 begin at 3, 11, 19, 27; the last whole one and the tail are not ranked.
   const Matrix found = scores("lagkv:sinks=3,lag=8");
-  const Matrix &of_keys = view.key_lag_deviations(3, 8), &of_values = view.value_lag_deviations(3, 8);
+  const Matrix of_keys = lag_deviations(view.keys(), 3, 8, 1),
+               of_values = lag_deviations(view.stored_values(), 3, 8, 1);
   const auto share = [](const Matrix& deviations, int row, int j, int first) {
     double sum = 0;
     for (int i = first; i < first + 8; ++i) sum += std::exp(deviations(row, i));

@@ -52,30 +52,25 @@ TEST_F(LayerViewOf, EveryObservableIsComputedOnce) {
   EXPECT_EQ(first(0, 0), 0.5);
 }
 
-TEST_F(LayerViewOf, QuerySquaresAreSumsOverTheLastQueries) {
-  const Matrix& squares = view.query_squares(7);
-  ASSERT_EQ(squares.rows(), 4);
-  ASSERT_EQ(squares.columns(), 8);
-  for (int h = 0; h < 4; ++h)
-    for (int c = 0; c < 8; ++c) {
-      double sum = 0;
-      for (int t = 23; t < 30; ++t) sum += layer.q.at(h, t, c) * layer.q.at(h, t, c);
-      EXPECT_NEAR(squares(h, c), sum, 1e-13);
-    }
-  EXPECT_EQ(&view.query_squares(30), &view.query_squares(1000));
-  // Of what had come at a time, not of what stayed.
-  const LayerView earlier(view, {.positions = {0, 2, 9}, .seen = 10, .added = 1});
-  EXPECT_DOUBLE_EQ(earlier.query_squares(1)(3, 5), layer.q.at(3, 9, 5) * layer.q.at(3, 9, 5));
+TEST_F(LayerViewOf, AttentionOfAnyQueriesIsAskedForAsItIs) {
+  view.attention(std::vector<std::int32_t>{3, 7}, std::vector<double>{1, 2}, 1.5);
+  EXPECT_EQ(backend.asked_queries, (std::vector<std::int32_t>{3, 7}));
+  EXPECT_EQ(backend.asked.above_uniform, 1.5);
+  EXPECT_EQ(backend.asked.columns, 30);
 }
 
-TEST_F(LayerViewOf, WindowCountsAreThoseAboveTheUniformShareByAMillionth) {
-  view.window_attention(8);
-  EXPECT_EQ(backend.asked.above_uniform, 0.0);
-  const Matrix& first = view.window_counts(8);
-  EXPECT_EQ(backend.asked.above_uniform, 1.0 + 1e-6);
-  EXPECT_EQ(backend.asked_queries, range(22, 30));
-  EXPECT_EQ(&view.window_counts(8), &first);
-  EXPECT_EQ(backend.calls, 2);
+TEST_F(LayerViewOf, WhatIsRememberedIsComputedOnceForItsArguments) {
+  int computed = 0;
+  const auto ask = [&](double argument) -> const Matrix& {
+    return view.remember("mine", {argument}, [&] { return Matrix(1, 1, ++computed + argument); });
+  };
+  EXPECT_EQ(ask(10)(0, 0), 11);
+  EXPECT_EQ(&ask(10), &ask(10));
+  EXPECT_EQ(ask(20)(0, 0), 22);
+  EXPECT_EQ(computed, 2);
+  const LayerView some(view, {.positions = {0, 2}, .seen = 3, .added = 1});
+  some.remember("mine", {10}, [&] { return Matrix(1, 1, ++computed); });
+  EXPECT_EQ(computed, 3) << "of other tokens";
 }
 
 TEST_F(LayerViewOf, AWindowLongerThanThePromptIsThePrompt) {
@@ -93,15 +88,9 @@ TEST_F(LayerViewOf, AWindowMayEndBeforeThePrompt) {
   EXPECT_EQ(&view.window_attention(8, 30), &whole);
   view.window_attention(1000, 25);
   EXPECT_EQ(backend.asked_queries, range(0, 25));
-  view.window_counts(4, 25);
-  EXPECT_EQ(backend.asked_queries, range(21, 25));
+  EXPECT_EQ(view.last_queries(4, 25), range(21, 25));
   view.window_attention(std::vector<double>{1, 2, 3}, 25);
   EXPECT_EQ(backend.asked_queries, range(22, 25));
-  view.window_attention_over_all(std::vector<double>{1, 2, 3}, 25);
-  EXPECT_EQ(backend.asked_queries, range(22, 25));
-  std::vector<std::vector<std::int32_t>> rows;
-  view.each_row_of_window(2, [&](const Matrix&) { rows.push_back(backend.asked_queries); }, 25);
-  EXPECT_EQ(rows, (std::vector<std::vector<std::int32_t>>{{23}, {24}}));
 }
 
 TEST_F(LayerViewOf, CumulativeAttentionAsksForThePrompt) {
@@ -177,14 +166,6 @@ TEST_F(PartlyResident, OfAQuestionBehindWhatIsHeld) {
   held.attention_of(question, weights);
   EXPECT_EQ(backend.asked_queries, question);
   EXPECT_EQ(backend.asked.resident.size(), 6U) << "the held ones, then the question itself";
-}
-
-TEST_F(PartlyResident, OverAllThatTheQueriesCouldSee) {
-  const LayerView held(view, {.positions = {0, 4, 10, 11}, .seen = 12, .added = 2});
-  held.window_attention_over_all(std::vector<double>{1, 1.2});
-  EXPECT_EQ(backend.asked_queries, range(10, 12));
-  EXPECT_EQ(backend.asked.columns, 12);
-  EXPECT_TRUE(backend.asked.resident.empty());
 }
 
 TEST(LayerViewWith, TheCpuBackendAgreesWithBruteForce) {

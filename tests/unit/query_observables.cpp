@@ -9,6 +9,7 @@
 #include "fake_backend.h"
 #include "observables/page_bounds.h"
 #include "observables/principal_direction.h"
+#include "observables/projected_norms.h"
 #include "policies/text/configured.h"
 
 namespace kvreplay::testing {
@@ -28,7 +29,7 @@ class QueryObservables : public ::testing::Test {
 };
 
 TEST_F(QueryObservables, BoundsOfPages) {
-  const Matrix& bounds = view.page_bounds(8);  // 8, 8, 8 and 5 tokens
+  const Matrix bounds = page_bounds(tensors.k, prompt, 8, 2);  // 8, 8, 8 and 5 tokens
   ASSERT_EQ(bounds.rows(), 2);
   ASSERT_EQ(bounds.columns(), 4 * 2 * 10);
   for (int head = 0; head < 2; ++head)
@@ -46,7 +47,7 @@ TEST_F(QueryObservables, BoundsOfPages) {
 
 TEST_F(QueryObservables, ScoresOfPagesBoundTheirProducts) {
   const Numbers query = layer.q.row(3, 30);
-  const Numbers scores = page_scores(query, view.page_bounds(8).row(1));
+  const Numbers scores = page_scores(query, page_bounds(tensors.k, prompt, 8, 1).row(1));
   ASSERT_EQ(scores.size(), 4U);
   for (int page = 0; page < 4; ++page) {
     double expected = 0, best = -1e9;
@@ -101,7 +102,7 @@ TEST_F(QueryObservables, QuestReadsTheBestPagesOfEachQueryAndHead) {
 }
 
 TEST_F(QueryObservables, DirectionsMaximiseWhatQueriesHaveOfThem) {
-  const Matrix& directions = view.query_directions();
+  const Matrix directions = principal_directions(tensors, position_range(0, prompt), 2);
   for (int h = 0; h < 6; ++h) {
     const Numbers u(directions.row(h).begin(), directions.row(h).end());
     EXPECT_NEAR(product(u, u), 1, 1e-12);
@@ -142,30 +143,31 @@ TEST_F(QueryObservables, QFilterScoresKeysByTheGroupsMeanDirection) {
   const Plan plan = ConfiguredPolicy::parse("q-filter").plans(4).front().plan;
   EXPECT_TRUE(plan.score.needs.all_queries);
   const Matrix scores = plan.score.score(view, {});
+  const Matrix directions = principal_directions(tensors, position_range(0, prompt), 1);
   ASSERT_EQ(scores.rows(), 2);
   ASSERT_EQ(scores.columns(), prompt);
   for (int head = 0; head < 2; ++head)
     for (int j = 0; j < prompt; ++j) {
       double expected = 0;
       for (int h = 3 * head; h < 3 * head + 3; ++h)
-        for (int c = 0; c < 10; ++c) expected += view.query_directions()(h, c) / 3 * layer.k.at(head, j, c);
+        for (int c = 0; c < 10; ++c) expected += directions(h, c) / 3 * layer.k.at(head, j, c);
       EXPECT_NEAR(scores(head, j), expected, 1e-12);
     }
   const LayerView some(view, {.positions = {1, 4, 5, 20}, .seen = 21, .added = 1});
   const Matrix of_some = plan.score.score(some, {});
+  const Matrix directions_so_far = principal_directions(tensors, position_range(0, 21), 1);
   for (int i = 0; i < 4; ++i) {
     double expected = 0;
     for (int h = 0; h < 3; ++h)
       for (int c = 0; c < 10; ++c)
-        expected += some.query_directions()(h, c) / 3 * layer.k.at(0, some.positions(0)[i].number, c);
+        expected += directions_so_far(h, c) / 3 * layer.k.at(0, some.positions(0)[i].number, c);
     EXPECT_NEAR(of_some(0, i), expected, 1e-12) << "directions of the queries that have come";
   }
 }
 
 TEST_F(QueryObservables, NormsOfProjectedValues) {
   const RandomTensor projection(1, 13, 60, DType::float16, 1.0, 8);  // hidden 13, six heads of ten
-  const LayerView projecting{backend, tensors, {.prompt = prompt, .projection = projection.view()}, {}};
-  const Matrix& norms = projecting.projected_value_norms();
+  const Matrix norms = projected_norms(tensors.v, projection.view(), 3, prompt, 2);
   ASSERT_EQ(norms.rows(), 6);
   ASSERT_EQ(norms.columns(), prompt);
   for (int h = 0; h < 6; ++h)

@@ -123,20 +123,21 @@ TEST_P(KeysAndQueries, QueriesThatAreNotAllStoredAreFoundByTheirPositions) {
 }
 
 TEST_P(KeysAndQueries, AnchorAndCosinesFollowTheKeysToTheirSlots) {
+  const Matrix of_held = mean_direction(held.keys(), 2), of_all = mean_direction(view.keys(), 2);
   for (int head = 0; head < 2; ++head) {
     Numbers anchor(8);
     for (int i = 0; i < 5; ++i) {
       const Numbers direction = unit(held_key(head, i));
       for (std::size_t c = 0; c < 8; ++c) anchor[c] += direction[c] / 5;
     }
-    for (int c = 0; c < 8; ++c) EXPECT_NEAR(held.key_anchor()(head, c), anchor[static_cast<std::size_t>(c)], 1e-12);
+    for (int c = 0; c < 8; ++c) EXPECT_NEAR(of_held(head, c), anchor[static_cast<std::size_t>(c)], 1e-12);
     for (int i = 0; i < 5; ++i)
-      EXPECT_NEAR(held.anchor_cosines()(head, i), dot(unit(held_key(head, i)), unit(anchor)), 1e-12);
+      EXPECT_NEAR(cosines(held.keys(), of_held, 1)(head, i), dot(unit(held_key(head, i)), unit(anchor)), 1e-12);
   }
   Numbers anchor(8);
   for (int j = 0; j < prompt; ++j)
     for (std::size_t c = 0; c < 8; ++c) anchor[c] += unit(layer.k.row(1, j))[c] / prompt;
-  for (int c = 0; c < 8; ++c) EXPECT_NEAR(view.key_anchor()(1, c), anchor[static_cast<std::size_t>(c)], 1e-12);
+  for (int c = 0; c < 8; ++c) EXPECT_NEAR(of_all(1, c), anchor[static_cast<std::size_t>(c)], 1e-12);
 }
 
 TEST_P(KeysAndQueries, NormsAreThoseOfTheTokensThatAreHeld) {
@@ -158,9 +159,9 @@ TEST_P(KeysAndQueries, FormsReadEachKeyForEveryRowOfItsGroup) {
   for (int row = 0; row < 4; ++row)
     for (int r = 0; r < 8; ++r)
       for (int c = 0; c < 8; ++c) forms.matrices(row, r * 8 + c) = std::cos(row + r * c) + r + c;
-  const Matrix standing = held.key_forms(forms);
+  const Matrix standing = values_of(forms, held.keys(), 2);
   forms.centre = view.key_moments().centre;
-  const Matrix before = view.unrotated_key_forms(forms);
+  const Matrix before = values_of(forms, view.unrotated_keys(), 2);
   const auto expected = [&](int row, const Numbers& x) {
     double value = 0;
     for (int r = 0; r < 8; ++r) {
@@ -191,44 +192,18 @@ TEST_P(KeysAndQueries, TwoKeysLieOppositeAboutTheirMean) {
   for (int j = 1; j < prompt; ++j) {
     const LayerView two(view, {.positions = {0, j}, .seen = prompt, .added = 1});
     forms.centre = two.key_moments().centre;
-    const Matrix found = two.unrotated_key_forms(forms);
+    const Matrix found = values_of(forms, two.unrotated_keys(), 2);
     for (int head = 0; head < 2; ++head) EXPECT_EQ(found(head, 0), found(head, 1)) << j;
   }
 }
 
 TEST_P(KeysAndQueries, SquaresOfNormsHaveNoRoots) {
+  const Matrix of_keys = squared_lengths(view.stored_keys(), 2), of_values = squared_lengths(view.stored_values(), 2);
   for (int head = 0; head < 2; ++head)
     for (int j = 0; j < prompt; ++j) {
       const Numbers key = layer.k.row(head, j), value = layer.v.row(head, j);
-      EXPECT_EQ(view.squared_key_norms()(head, j), dot(key, key));
-      EXPECT_EQ(view.squared_value_norms()(head, j), dot(value, value));
-    }
-}
-
-TEST_P(KeysAndQueries, BlocksAttendInBothDirectionsOfTimeWithoutScale) {
-  for (const LayerView* of : {&std::as_const(view), &view.tokens_between(5, prompt - 3), &std::as_const(held)})
-    for (const int block : {1, 16, 70, 500}) {
-      const Matrix& found = of->block_attention(block);
-      const int n = of->tokens();
-      ASSERT_EQ(found.columns(), n);
-      for (int head = 0; head < 4; ++head) {
-        const std::span<const std::int32_t> there = of->positions(head / 2).numbers();
-        const auto position = [&](int i) { return there[static_cast<std::size_t>(i)]; };
-        Numbers expected(static_cast<std::size_t>(n));
-        for (int t = 0; t < n; ++t) {
-          const int begin = t / block * block, end = std::min(begin + block, n);
-          Numbers weights;
-          double sum = 0;
-          for (int j = begin; j < end; ++j)
-            sum +=
-                weights.emplace_back(std::exp(dot(layer.query(head, position(t)), layer.k.row(head / 2, position(j)))));
-          for (int j = begin; j < end; ++j)
-            expected[static_cast<std::size_t>(j)] += weights[static_cast<std::size_t>(j - begin)] / sum;
-        }
-        for (int j = 0; j < n; ++j)
-          EXPECT_NEAR(found(head, j), expected[static_cast<std::size_t>(j)], 2e-5)
-              << block << ", " << head << ", " << j;
-      }
+      EXPECT_EQ(of_keys(head, j), dot(key, key));
+      EXPECT_EQ(of_values(head, j), dot(value, value));
     }
 }
 
@@ -238,7 +213,7 @@ TEST_P(KeysAndQueries, APartOfThePromptIsViewedOnceAndItsSecondsCount) {
   EXPECT_NE(&view.tokens_between(5, 21), &part);
   EXPECT_TRUE(std::ranges::equal(part.positions(1).numbers(), range(5, 20)));
   const double before = view.observable_seconds();
-  part.block_attention(4);
+  part.window_attention(4);
   EXPECT_GT(view.observable_seconds(), before);
 }
 
@@ -259,8 +234,9 @@ TEST_P(KeysAndQueries, AreTheSameBitsForAnyNumberOfThreads) {
     const std::unique_ptr<Backend> some = tested_backend(threads);
     const LayerView of_all(*some, all, {.prompt = 8999}, eval);
     Numbers numbers;
+    const Matrix of_anchor = cosines(of_all.keys(), mean_direction(of_all.keys(), threads), threads);
     for (const Matrix* one : {&of_all.query_moments(3).mean, &of_all.query_moments(3).covariance,
-                              &of_all.key_moments().covariance, &of_all.anchor_cosines()})
+                              &of_all.key_moments().covariance, &of_anchor})
       numbers.insert(numbers.end(), one->values().begin(), one->values().end());
     return numbers;
   };
@@ -278,11 +254,12 @@ TEST(Directions, ZeroVectorsCountAsZero) {
   const auto backend = tested_backend(1);
   const std::vector<std::int32_t> eval{2};
   const LayerView two(*backend, tensors, {.prompt = 2}, eval), three(*backend, tensors, {.prompt = 3}, eval);
-  EXPECT_DOUBLE_EQ(two.key_anchor()(0, 0), 0.3) << "0.6 / 2";
-  EXPECT_DOUBLE_EQ(two.key_anchor()(0, 1), 0.4);
-  EXPECT_DOUBLE_EQ(two.anchor_cosines()(0, 0), 1.0);
-  EXPECT_EQ(two.anchor_cosines()(0, 1), 0.0);
-  expect_zeros(three.anchor_cosines(), 1, 3);
+  const Matrix anchor = mean_direction(two.keys(), 1);
+  EXPECT_DOUBLE_EQ(anchor(0, 0), 0.3) << "0.6 / 2";
+  EXPECT_DOUBLE_EQ(anchor(0, 1), 0.4);
+  EXPECT_DOUBLE_EQ(cosines(two.keys(), anchor, 1)(0, 0), 1.0);
+  EXPECT_EQ(cosines(two.keys(), anchor, 1)(0, 1), 0.0);
+  expect_zeros(cosines(three.keys(), mean_direction(three.keys(), 1), 1), 1, 3);
 }
 
 TEST(LagDeviations, ScaleEachChannelByTheNextPartition) {
@@ -304,11 +281,11 @@ TEST(LagDeviations, ScaleEachChannelByTheNextPartition) {
   const double expected[8] = {
       0, deviation(0.5, 0.75, 0), deviation(2, -0.25, 0), deviation(-0.5, 0.25, 4), deviation(0.5, 1.25, 4), 0, 0, 0};
   for (int j = 0; j < 8; ++j) {
-    EXPECT_NEAR(view.key_lag_deviations(1, 2)(0, j), expected[j], 1e-14) << j;
-    EXPECT_NEAR(view.value_lag_deviations(1, 2)(0, j), expected[j], 1e-14) << j;
+    EXPECT_NEAR(lag_deviations(view.keys(), 1, 2, 2)(0, j), expected[j], 1e-14) << j;
+    EXPECT_NEAR(lag_deviations(view.stored_values(), 1, 2, 2)(0, j), expected[j], 1e-14) << j;
   }
-  expect_zeros(view.key_lag_deviations(1, 4), 1, 8);
-  expect_zeros(view.key_lag_deviations(12, 4), 1, 8);
+  expect_zeros(lag_deviations(view.keys(), 1, 4, 2), 1, 8);
+  expect_zeros(lag_deviations(view.keys(), 12, 4, 2), 1, 8);
 }
 
 TEST(Cholesky, InvertsWhatIsPositiveDefiniteAndNothingElse) {
@@ -347,7 +324,7 @@ TEST(VectorStatistics, WhatIsNotFiniteIsRefused) {
   };
   const std::string words =
       "/layers/005: statistics: vectors (kvreplay validate --deep says more): expected finite numbers, found others";
-  EXPECT_EQ(refusal([&] { view.key_anchor(); }), words);
+  EXPECT_EQ(refusal([&] { view.in_this_layer([&] { return mean_direction(view.keys(), 2); }); }), words);
   EXPECT_EQ(refusal([&] { view.key_moments(); }), words);
   EXPECT_EQ(refusal([&] { view.query_moments(0); }), words);
   EXPECT_EQ(refusal([&] { view.query_moments(8); }), "accepted");
@@ -361,7 +338,7 @@ TEST(VectorStatistics, WithoutRopeNothingCanBeUnrotated) {
   const LayerView view(*backend, tensors, {.prompt = 15}, eval);
   EXPECT_THROW(view.key_moments(), Error);
   EXPECT_THROW(view.query_moments(0), Error);
-  EXPECT_NO_THROW(view.key_anchor());
+  EXPECT_NO_THROW(mean_direction(view.keys(), 1));
 }
 
 }  // namespace

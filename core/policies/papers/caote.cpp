@@ -41,7 +41,8 @@ struct Caote {
       const double sum = std::accumulate(share.begin(), share.end(), 0.0);
       for (double& one : share) one /= sum;
     }
-    const Matrix distance = view.distances_from_mean_value(change);
+    const Matrix distance =
+        view.in_this_layer([&] { return distances_from_mean(view.stored_values(), change, view.backend().threads()); });
     for (std::size_t i = 0; i < change.values().size(); ++i) {
       const double a = change.values()[i];
       // A token with all of the attention is all of the output.

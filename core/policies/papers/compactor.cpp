@@ -4,6 +4,7 @@
 #include "policies/arithmetic/pooling.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/scores/block_attention.h"
 #include "policies/scores/leverage.h"
 
 namespace kvreplay {
@@ -52,7 +53,7 @@ struct Compactor {
     if (first == end) return scores;  // every token is protected
     const LayerView& scored = view.tokens_between(first, end);
 
-    Matrix received = Grouping{}(scored.block_attention(block), view.group());
+    Matrix received = Grouping{}(block_attention(scored, block), view.group());
     const Matrix& lengths = view.value_norms(2.0);
     for (int row = 0; row < received.rows(); ++row)
       for (int j = 0; j < received.columns(); ++j) received(row, j) *= lengths(row, first + j);

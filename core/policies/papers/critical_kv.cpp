@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "observables/projected_norms.h"
 #include "policies/arithmetic/pooling.h"
 #include "policies/arithmetic/ranking.h"
 #include "policies/policy.h"
@@ -22,7 +23,11 @@ constexpr Choice<Projection> projection_words[] = {{"trace", Projection::trace},
 
 /// [Hq, P]: of W_o v, or of v.
 Matrix value_norms(const LayerView& view, Projection projection) {
-  if (projection == Projection::trace) return view.projected_value_norms();
+  if (projection == Projection::trace)
+    return view.remember("projected_value_norms", {}, [&] {
+      return projected_norms(view.tensors().v, view.place().projection, view.group(), view.prompt(),
+                             view.backend().threads());
+    });
   const Matrix& of_heads = view.value_norms(1.0);
   Matrix norms(view.query_heads(), of_heads.columns());
   for (int head = 0; head < norms.rows(); ++head)

@@ -11,6 +11,16 @@ enum class Use { product, key, value, average };
 constexpr Choice<Use> use_words[] = {
     {"product", Use::product}, {"key", Use::key}, {"value", Use::value}, {"avg", Use::average}};
 
+/// [Hkv, n]: ‖k‖₂² and ‖v‖₂², without error where the numbers have few digits: squares of norms are rounded twice.
+const Matrix& squared_key_norms(const LayerView& view) {
+  return view.remember("squared_key_norms", {},
+                       [&] { return squared_lengths(view.stored_keys(), view.backend().threads()); });
+}
+const Matrix& squared_value_norms(const LayerView& view) {
+  return view.remember("squared_value_norms", {},
+                       [&] { return squared_lengths(view.stored_values(), view.backend().threads()); });
+}
+
 /// [heads, n]: the sum of the squares in a token's block; 1 where it is 0.
 Matrix sums_of_blocks(const Matrix& squares, int block) {
   Matrix sums(squares.rows(), squares.columns());
@@ -52,9 +62,9 @@ struct Cur {
 
   /// Of what may be whole numbers one quotient, rounded once: equal scores are equal in their last bit.
   Matrix scores(const LayerView& view) const {
-    if (use == Use::key) return shares_of_blocks(view.squared_key_norms(), block);
-    if (use == Use::value) return shares_of_blocks(view.squared_value_norms(), block);
-    const Matrix &keys = view.squared_key_norms(), &values = view.squared_value_norms();
+    if (use == Use::key) return shares_of_blocks(squared_key_norms(view), block);
+    if (use == Use::value) return shares_of_blocks(squared_value_norms(view), block);
+    const Matrix &keys = squared_key_norms(view), &values = squared_value_norms(view);
     const Matrix of_keys = sums_of_blocks(keys, block), of_values = sums_of_blocks(values, block);
     Matrix scores(keys.rows(), keys.columns());
     for (int row = 0; row < scores.rows(); ++row)

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdint>
 #include <numeric>
 
 #include "policies/allocators/allocation.h"
@@ -45,7 +46,8 @@ struct DefensiveKv {
           worst[j] = std::max(worst[j], smooth_row[j] / after * before);
       }
     };
-    view.each_row_of_window(window, weigh, how.window_end);
+    // One query at a time: of all together there would be `window` times as much as of scores.
+    for (const std::int32_t query : view.last_queries(window, how.window_end)) weigh(view.attention({&query, 1}));
     Matrix risk = how.grouping(most, view.group());
     for (int head = 0; head < risk.rows() && candidates.count > 0; ++head) {
       const std::span<double> of_head = candidates.of(risk.row(head));

@@ -14,9 +14,16 @@ struct KeyDiff {
 
   void parameters(Parameters&) {}
 
+  /// [Hkv, n]: cosines of the keys, where they stand, with the mean of k / ‖k‖; 0 where either is zero.
+  static const Matrix& anchor_cosines(const LayerView& view) {
+    const int threads = view.backend().threads();
+    const Matrix& anchor = view.remember("key_anchor", {}, [&] { return mean_direction(view.keys(), threads); });
+    return view.remember("anchor_cosines", {}, [&] { return cosines(view.keys(), anchor, threads); });
+  }
+
   Plan plan() const {
     const auto score = [](const LayerView& view, const Scoring&) {
-      Matrix scores = view.anchor_cosines();
+      Matrix scores = anchor_cosines(view);
       for (double& number : scores.values()) number = -number;
       return scores;
     };

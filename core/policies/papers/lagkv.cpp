@@ -45,8 +45,12 @@ struct LagKv {
     if (partitions < 2)
       for (int row = 0; row < scores.rows(); ++row)
         for (int j = 0; j < view.tokens(); ++j) scores(row, j) = j;
-    const Matrix& of_keys = view.key_lag_deviations(before, lag);
-    const Matrix& of_values = view.value_lag_deviations(before, lag);
+    const auto deviations = [&](const char* observable, const Vectors& vectors) -> const Matrix& {
+      return view.remember(observable, {static_cast<double>(before), static_cast<double>(lag)},
+                           [&] { return lag_deviations(vectors, before, lag, view.backend().threads()); });
+    };
+    const Matrix& of_keys = deviations("key_lag_deviations", view.keys());
+    const Matrix& of_values = deviations("value_lag_deviations", view.stored_values());
     const auto length = static_cast<std::size_t>(lag);
     for (int row = 0; row < scores.rows(); ++row)
       for (int first = before; first < before + (partitions - 1) * lag; first += lag) {

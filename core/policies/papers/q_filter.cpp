@@ -3,12 +3,21 @@
 #include <span>
 #include <vector>
 
+#include "observables/principal_direction.h"
 #include "policies/policy.h"
 #include "policies/scores/key_products.h"
 #include "policies/text/array_file.h"
 
 namespace kvreplay {
 namespace {
+
+/// [Hq, d]: first right singular vector of the queries that have come, as they are stored, of the sign that makes their
+/// mean project positively on it.
+const Matrix& query_directions(const LayerView& view) {
+  return view.remember("query_directions", {}, [&] {
+    return principal_directions(view.tensors(), position_range(0, view.residents().seen), view.backend().threads());
+  });
+}
 
 struct QFilter {
   static constexpr Card card{
@@ -34,7 +43,7 @@ struct QFilter {
   /// [Hkv, d].
   Matrix directions(const LayerView& view) const {
     Matrix result(view.kv_heads(), view.tensors().k.dim);
-    if (!filters.is_file()) return Grouping{}(view.query_directions(), view.group());
+    if (!filters.is_file()) return Grouping{}(query_directions(view), view.group());
     const std::span<const double> all =
         filters
             .of_shape("q-filter:filters", {view.layers(), result.rows(), result.columns()},

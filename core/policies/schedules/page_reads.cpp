@@ -43,7 +43,9 @@ class PageReadSchedule final : public Schedule {
   }
 
   LayerReads reads(const LayerView& view, int budget) const override {
-    const Matrix& bounds = view.page_bounds(part_.page);
+    const Matrix& bounds = view.remember("page_bounds", {static_cast<double>(part_.page)}, [&] {
+      return page_bounds(view.tensors().k, view.prompt(), part_.page, view.backend().threads());
+    });
     return {[part = part_, &view, &bounds, budget](int query) { return read_by(part, view, bounds, query, budget); },
             static_cast<double>(bounds.values().size() * size_of(view.tensors().k.dtype))};
   }

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
+#include <span>
+#include <vector>
 
 #include "policies/arithmetic/ranking.h"
 #include "policies/plan_part.h"
@@ -18,6 +21,14 @@ struct CountsPart : AttentionCounts {
 };
 
 const RegisteredPart<CountsPart> registered;
+
+/// [Hq, n]: how many of the last `window` queries give a token more than its share. A row of equal logits gives none.
+const Matrix& window_counts(const LayerView& view, int window, int end) {
+  constexpr double above_uniform = 1.0 + 1e-6;
+  const std::vector<std::int32_t> queries = view.last_queries(window, end);
+  const LayerView::Arguments arguments{static_cast<double>(queries.size()), static_cast<double>(end)};
+  return view.remember("window_counts", arguments, [&] { return view.attention(queries, {}, above_uniform); });
+}
 
 /// Adds to each of the whole numbers in `counts` the place of its tie-breaker among all, below 1. Whole numbers below
 /// 2^31 and fractions of as many bits as tokens are numbered by are exact in a double, and so is their order.
@@ -42,7 +53,7 @@ Scorer AttentionCounts::scorer() const {
     if (grouping.aggregate == Aggregate::mean) grouping.aggregate = Aggregate::sum;
     Matrix sums = grouping(view.window_attention(history, how.window_end), view.group());
     if (!binary) return sums;
-    Matrix counts = grouping(view.window_counts(history, how.window_end), view.group());
+    Matrix counts = grouping(window_counts(view, history, how.window_end), view.group());
     for (int row = 0; row < counts.rows(); ++row) break_ties(counts.row(row), sums.row(row));
     return counts;
   };

@@ -60,7 +60,8 @@ void exponentiate(std::span<double> logits) {
 }
 
 Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scoring& how) {
-  Matrix expected = view.key_forms(expected_logits(values, view));
+  const QuadraticForms logits = expected_logits(values, view);
+  Matrix expected = view.in_this_layer([&] { return values_of(logits, view.keys(), view.backend().threads()); });
   const auto sinks = static_cast<std::size_t>(how.sinks);
   for (int head = 0; head < expected.rows(); ++head) {
     exponentiate(expected.row(head).subspan(sinks));

@@ -89,7 +89,8 @@ Matrix Leverage::operator()(const LayerView& view) const {
     }
     std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
   }
-  return z_scores(view.unrotated_key_forms(forms));
+  return z_scores(
+      view.in_this_layer([&] { return values_of(forms, view.unrotated_keys(), view.backend().threads()); }));
 }
 
 }  // namespace kvreplay

@@ -24,6 +24,15 @@ Matrix resident_columns(const Matrix& all, const LayerView& view) {
   return some;
 }
 
+/// [Hq, seen]: weighted attention of the last queries before `end` with all that they could see, resident or not.
+Matrix attention_over_all(const LayerView& view, std::span<const double> weights, int end) {
+  const int last = std::min(end, view.residents().seen);
+  const std::vector<std::int32_t> queries =
+      position_range(last - std::min(static_cast<int>(weights.size()), last), last);
+  return view.backend().attention_sums(
+      view.tensors(), {.queries = queries, .weights = weights.last(queries.size()), .columns = view.residents().seen});
+}
+
 struct RecencyPart : RecencyWindow {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "recency-window";
@@ -50,7 +59,7 @@ Scorer RecencyWindow::scorer() const {
       return how.grouping(view.window_attention(window, end), view.group());
     const std::vector<double> rho = weights(window, distance_weight);
     if (over == Over::resident) return how.grouping(view.window_attention(rho, end), view.group());
-    return resident_columns(how.grouping(view.window_attention_over_all(rho, end), view.group()), view);
+    return resident_columns(how.grouping(attention_over_all(view, rho, end), view.group()), view);
   };
   return {.score = score,
           .needs = {.recent_queries = true},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/participants.h"
 #include "float_types.h"
 #include "policies/arithmetic/ranking.h"
 #include "policies/plan_part.h"
@@ -19,6 +20,25 @@ struct FewerChannelsPart : FewerChannels {
 };
 
 const RegisteredPart<FewerChannelsPart> registered;
+
+/// [Hq, d]: sum over the last `window` queries that have come of the square of each channel; a window longer than what
+/// has come is all of it. Host code: it reads a few rows of each head.
+const Matrix& query_squares(const LayerView& view, int window) {
+  const int seen = view.residents().seen, count = std::clamp(window, 0, seen);
+  return view.remember("query_squares", {static_cast<double>(count)}, [&] {
+    const TensorView& q = view.tensors().q;
+    Matrix squares(q.heads, q.dim);
+    for (std::int32_t position = seen - count; position < seen; ++position) {
+      const int stored = stored_query(view.tensors(), position);
+      for (int head = 0; head < q.heads; ++head)
+        for (int c = 0; c < q.dim; ++c) {
+          const double x = load(q.row(head, stored), q.dtype, static_cast<std::size_t>(c));
+          squares(head, c) += x * x;
+        }
+    }
+    return squares;
+  });
+}
 
 /// [d]: what each channel of a KV head adds to the logits, squared and up to a factor: sums where means are meant, so
 /// that equal scores of whole numbers are equal in their last bit.
@@ -39,7 +59,7 @@ std::vector<double> channel_scores(const LayerView& view, const Matrix& queries,
 
 std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& view, const KeptSet& kept) {
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
-  const Matrix& queries = view.query_squares(part.window);
+  const Matrix& queries = query_squares(view, part.window);
   const TensorView& k = view.tensors().k;
   const TensorView& v = view.tensors().v;
   const int dropped = static_cast<int>(k.dim * part.ratio);

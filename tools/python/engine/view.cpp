@@ -177,8 +177,6 @@ void bind_view(nb::module_& module) {
            "what is resident and themselves; weights: one a query, by default 1")
       .def("key_norms", observable(&LayerView::key_norms), "p"_a = 2.0, "float64 [Hkv, n]: p-norms of the keys")
       .def("value_norms", observable(&LayerView::value_norms), "p"_a = 2.0, "float64 [Hkv, n]: p-norms of the values")
-      .def("key_anchor", observable(&LayerView::key_anchor),
-           "float64 [Hkv, d]: mean direction of the keys (KeyDiff: arXiv:2504.15364)")
       .def("query_moments", query_moments, "first"_a = 0,
            "float64 [Hq, d] and [Hq, d, d]: mean and covariance of the queries at positions from `first` on that have\n"
            "come, before RoPE")
