@@ -187,26 +187,26 @@ class Sources {
 };
 
 /// Parts on their way into a folder of results: all of them get there, once each has been checked, or none.
-class ComingParts {
+class StagedParts {
  public:
   /// What a killed merge has left is removed.
-  explicit ComingParts(const fs::path& output) : parts_(output / "parts"), coming_(output / "parts.partial") {
+  explicit StagedParts(const fs::path& output) : parts_(output / "parts"), staging_(output / "parts.partial") {
     std::error_code problem;
-    fs::remove_all(coming_, problem);
-    if (!problem) fs::create_directory(coming_, problem);
-    require(problem, coming_);
+    fs::remove_all(staging_, problem);
+    if (!problem) fs::create_directory(staging_, problem);
+    require(problem, staging_);
   }
-  ComingParts(const ComingParts&) = delete;
-  ComingParts& operator=(const ComingParts&) = delete;
-  ~ComingParts() {
+  StagedParts(const StagedParts&) = delete;
+  StagedParts& operator=(const StagedParts&) = delete;
+  ~StagedParts() {
     std::error_code ignored;
-    fs::remove_all(coming_, ignored);
+    fs::remove_all(staging_, ignored);
   }
 
-  fs::path path_of(const std::string& trace) const { return coming_ / (trace + ".h5"); }
+  fs::path path_of(const std::string& trace) const { return staging_ / (trace + ".h5"); }
   void arrive() const {
     std::vector<fs::path> all;
-    for (const auto& entry : fs::directory_iterator(coming_)) all.push_back(entry.path());
+    for (const auto& entry : fs::directory_iterator(staging_)) all.push_back(entry.path());
     for (const fs::path& part : all) {
       std::error_code problem;
       fs::rename(part, parts_ / part.filename(), problem);
@@ -221,7 +221,7 @@ class ComingParts {
                   "cannot be made", "room for results", problem.message()};
   }
 
-  fs::path parts_, coming_;
+  fs::path parts_, staging_;
 };
 
 /// Folders that were not there before, removed again while they are empty.
@@ -323,20 +323,20 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   }
   if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
-  const ComingParts coming(output);
+  const StagedParts staged(output);
   Results results(output, run.detail());
   Sources sources;
   double done = 0;
   for (const auto& [trace, of_trace] : parts) {
     if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
     heard(done++ / static_cast<double>(parts.size()), trace);
-    take(of_trace, output / "parts" / (trace + ".h5"), coming.path_of(trace), sources, run, results);
+    take(of_trace, output / "parts" / (trace + ".h5"), staged.path_of(trace), sources, run, results);
   }
   results.complete();
   ReplacedFile about(output / "run.json");
   run.write(about, argv);
   about.complete();
-  coming.arrive();
+  staged.arrive();
   results.finish();
   about.finish();
   live.write(output);

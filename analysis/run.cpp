@@ -342,7 +342,7 @@ void check_cells(TraceWork& work, const Trace& trace) {
         if (conditions != nullptr)
           check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens, share_of_seen(cell.facts));
       if (cell.facts.role == "asked" &&
-          leaves_nothing_to_choose(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
+          protected_tokens_fill_budget(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
         warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.summary.name,
                                     cell.facts.label, cell.facts.budget));
       if (const std::string instead = without_question(trace, work.conditions, cell.policy);

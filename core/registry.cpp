@@ -5,7 +5,7 @@
 namespace kvreplay {
 namespace {
 
-Newcomers* the_current = nullptr;
+PendingRegistrations* the_current = nullptr;
 
 }  // namespace
 
@@ -15,18 +15,18 @@ bool is_name(std::string_view text) {
   return !text.empty() && is_letter(text.front()) && text.back() != '-' && std::ranges::all_of(text, fits);
 }
 
-Newcomers::Newcomers() { the_current = this; }
+PendingRegistrations::PendingRegistrations() { the_current = this; }
 
-Newcomers::~Newcomers() { the_current = nullptr; }
+PendingRegistrations::~PendingRegistrations() { the_current = nullptr; }
 
-Newcomers* Newcomers::current() { return the_current; }
+PendingRegistrations* PendingRegistrations::current() { return the_current; }
 
-void Newcomers::add(Name name, std::function<void()> remove) {
+void PendingRegistrations::add(Name name, std::function<void()> remove) {
   if (!name.taken) removals_.push_back(std::move(remove));
   names_.push_back(std::move(name));
 }
 
-void Newcomers::take_back() {
+void PendingRegistrations::take_back() {
   for (const std::function<void()>& remove : removals_) remove();
   removals_.clear();
 }

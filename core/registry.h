@@ -20,7 +20,7 @@ bool is_name(std::string_view text);
 inline constexpr const char* name_rule = "lower-case letters, digits and hyphens, a letter first";
 
 /// What is registered while it lives: a plug-in's names, all of which go again where one of them cannot stay.
-class Newcomers {
+class PendingRegistrations {
  public:
   struct Name {
     std::string kind;  // of what: "policy", "selector"
@@ -29,12 +29,12 @@ class Newcomers {
   };
 
   /// One at a time.
-  Newcomers();
-  Newcomers(const Newcomers&) = delete;
-  Newcomers& operator=(const Newcomers&) = delete;
-  ~Newcomers();
+  PendingRegistrations();
+  PendingRegistrations(const PendingRegistrations&) = delete;
+  PendingRegistrations& operator=(const PendingRegistrations&) = delete;
+  ~PendingRegistrations();
   /// Null while none lives: the program itself registers what it is made of.
-  static Newcomers* current();
+  static PendingRegistrations* current();
 
   const std::vector<Name>& names() const { return names_; }
   void add(Name name, std::function<void()> remove);
@@ -47,7 +47,7 @@ class Newcomers {
 };
 
 /// `Card` has a member `name`. A duplicate name is a bug of ours that no caller could handle: the program stops. What
-/// comes from elsewhere is heard by Newcomers instead.
+/// comes from elsewhere is heard by PendingRegistrations instead.
 template <class Card>
 class Registry {
  public:
@@ -57,8 +57,8 @@ class Registry {
   void add(Card card) {
     const std::string name{card.name};
     const bool taken = !cards_.emplace(name, std::move(card)).second;
-    if (Newcomers* newcomers = Newcomers::current()) {
-      newcomers->add({kind_, name, taken}, [this, name] { cards_.erase(name); });
+    if (PendingRegistrations* pending = PendingRegistrations::current()) {
+      pending->add({kind_, name, taken}, [this, name] { cards_.erase(name); });
     } else if (taken) {
       std::fprintf(stderr, "kvreplay: two things are registered as %s \"%s\"\n", kind_.c_str(), name.c_str());
       std::abort();

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cassert>
 
+#include "cuda/attention_operands.h"
 #include "cuda/device_call.h"
-#include "cuda/placed_task.h"
 #include "error.h"
 
 namespace kvreplay {
@@ -17,18 +17,18 @@ Matrix CudaBackend::attention_sums(const LayerTensors& layer, const AttentionSum
   Matrix sums(layer.q.heads, columns);
   if (what.queries.empty() || columns == 0) return sums;
 
-  std::vector<Participants> participants;
+  std::vector<SoftmaxKeys> softmax_keys;
   for (int row = 0; row < (all_take_part ? 1 : what.resident_rows); ++row) {
-    Participants some{.count = all_take_part ? what.queries.back() + 1 : columns,
-                      .positions = all_take_part ? Positions::original : what.positions};
+    SoftmaxKeys some{.count = all_take_part ? what.queries.back() + 1 : columns,
+                     .positions = all_take_part ? Positions::original : what.positions};
     if (!all_take_part) {
       const auto count = static_cast<std::size_t>(columns);
       some.resident = what.resident.subspan(static_cast<std::size_t>(row) * count, count);
     }
-    participants.push_back(some);
+    softmax_keys.push_back(some);
   }
   DeviceCall call(*this);
-  PlacedQueries placed(call, layer, what.queries, participants);
+  PlacedQueries placed(call, layer, what.queries, softmax_keys);
   const double* weights = what.weights.empty() ? nullptr : call.copy(what.weights);
 
   for (int first = 0; first < layer.k.heads; first += placed.kv_heads_at_once()) {

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "cuda/device_call.h"
 
 namespace kvreplay {

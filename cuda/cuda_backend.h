@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "cuda/attention_task.h"
 #include "cuda/device_memory.h"
 #include "cuda/device_tensors.h"

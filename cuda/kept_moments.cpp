@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "attention/distinct_sets.h"
+#include "cuda/attention_operands.h"
 #include "cuda/device_call.h"
 #include "cuda/kept_rows.h"
-#include "cuda/placed_task.h"
 #include "error.h"
 
 namespace kvreplay {

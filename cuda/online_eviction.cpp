@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "cuda/attention_operands.h"
 #include "cuda/device_call.h"
-#include "cuda/placed_task.h"
 #include "error.h"
 #include "positions.h"
 

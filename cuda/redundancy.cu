@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "cuda/device_call.h"
+#include "cuda/keys_at_slots.h"
 #include "cuda/launch.h"
 #include "cuda/stored_types.h"
 #include "cuda/tiles.h"
 #include "cuda/token_vectors.h"
-#include "cuda/turned_keys.h"
 #include "cuda/widened.h"
 #include "error.h"
 
@@ -412,7 +412,7 @@ std::vector<std::int32_t> CudaBackend::least_redundant(const LayerTensors& layer
   };
   const auto add_turned = [&] {
     const int depth = (layer.k.heads * layer.k.dim + chunk_depth - 1) / chunk_depth * chunk_depth;
-    const std::vector<const void*> heads{call.copy(turned_keys(layer, what.resident, depth, threads_))};
+    const std::vector<const void*> heads{call.copy(keys_at_slots(layer, what.resident, depth, threads_))};
     add_similarities.template operator()<double>(
         {.heads = call.copy(heads), .head_count = 1, .depth = depth, .rows = nullptr, .tokens = tokens});
   };

@@ -38,7 +38,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Rectangle
 
 from kvreplay.parameters import parameters
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import INTERVAL, mean_over_traces
 from kvreplay.plot.style import COLOURS, LINE, POINT, QUIET, SMALL, Drawing, Sheet, label_room
 from kvreplay.results import Run

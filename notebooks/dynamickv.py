@@ -35,7 +35,7 @@ from frame import (
 )
 
 from kvreplay.compare.statistics import holm
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces
 from kvreplay.study.study import STUDIES
 

@@ -28,7 +28,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot import style
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import INTERVAL, draw_mean, mean_over_traces
 from kvreplay.plot.style import (
     COLOURS,

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from frame import KINDS, Page, cell, corpus, curves, less, more, values, window_settings
 
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces
 from kvreplay.plot.style import COLOURS, MARKERS, QUIET, Drawing, Sheet, width_of
 

@@ -33,7 +33,7 @@ from frame import (
     values,
 )
 
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces
 from kvreplay.plot.style import COLOURS, QUIET, Drawing, LineEnd, Sheet, label_ends, label_room, quiet_frame
 from kvreplay.results import Run

@@ -15,7 +15,7 @@ from frame import CORPUS, Difference, Page, cell, corpus, curves, less, means, m
 from two_horizons import two_horizons
 
 import kvreplay as kv
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces
 
 page = Page("tutorial")

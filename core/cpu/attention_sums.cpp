@@ -123,18 +123,18 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   const int group = layer.group();
   const int kv_heads = layer.k.heads;
   const int keys = all_take_part ? what.queries.back() + 1 : columns;
-  std::vector<Participants> participants;
+  std::vector<SoftmaxKeys> softmax_keys;
   std::vector<std::vector<QueryPlace>> places;
   for (int row = 0; row < (all_take_part ? 1 : what.resident_rows); ++row) {
-    Participants some{.count = keys, .positions = all_take_part ? Positions::original : what.positions};
+    SoftmaxKeys some{.count = keys, .positions = all_take_part ? Positions::original : what.positions};
     if (!all_take_part) {
       const auto count = static_cast<std::size_t>(columns);
       some.resident = what.resident.subspan(static_cast<std::size_t>(row) * count, count);
     }
-    participants.push_back(some);
+    softmax_keys.push_back(some);
     places.push_back(query_places(layer, what.queries, some));
   }
-  const auto row_of = [&](int kv_head) { return static_cast<std::size_t>(participants.size() == 1 ? 0 : kv_head); };
+  const auto row_of = [&](int kv_head) { return static_cast<std::size_t>(softmax_keys.size() == 1 ? 0 : kv_head); };
 
   const int rows = group * queries;
   const bool few = rows <= few_rows;
@@ -143,7 +143,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   const int heads_at_once = few ? kv_heads : 1;
   const int key_tiles = (keys + kernels_.keys - 1) / kernels_.keys;
   const int column_tiles = std::min(key_tiles, (columns + kernels_.keys - 1) / kernels_.keys);
-  const TileForm& form = form_of(kernels_, layer, participants.front());
+  const TileForm& form = form_of(kernels_, layer, softmax_keys.front());
   const std::size_t tile_cells = product(form.cells(layer.k.dim), kernels_.keys);
   const auto tile_columns = static_cast<std::size_t>(kernels_.keys);
 
@@ -161,7 +161,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
 
   const auto add_block = [&](Scratch& mine, int kv_head, const Segment& segment, int block, double* into) {
     const std::span<const QueryPlace> own_places = places[row_of(kv_head)];
-    const Participants& own_participants = participants[row_of(kv_head)];
+    const SoftmaxKeys& own_keys = softmax_keys[row_of(kv_head)];
     const int begin = block * blocks.rows_per_block;
     const int end = std::min(begin + blocks.rows_per_block, rows);
     mine.rows.clear();
@@ -172,7 +172,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
     const bool computed = mine.block.compute([&](int tile) -> const float* {
       if (packed != nullptr) return packed + static_cast<std::size_t>(tile) * tile_cells;
       float* keys_of_tile = mine.keys.at_least(tile_cells);
-      pack_keys(kernels_, form, layer, kv_head, own_participants, tile, mine.staging, keys_of_tile);
+      pack_keys(kernels_, form, layer, kv_head, own_keys, tile, mine.staging, keys_of_tile);
       return keys_of_tile;
     });
     if (!computed) {
@@ -209,7 +209,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
     if (packed != nullptr) {
 #pragma omp for schedule(static)
       for (int tile = 0; tile < key_tiles; ++tile) {
-        pack_keys(kernels_, form, layer, first_kv_head, participants[row_of(first_kv_head)], tile, scratch().staging,
+        pack_keys(kernels_, form, layer, first_kv_head, softmax_keys[row_of(first_kv_head)], tile, scratch().staging,
                   packed + static_cast<std::size_t>(tile) * tile_cells);
       }
     }

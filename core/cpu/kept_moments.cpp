@@ -153,9 +153,9 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
   if (query_count == 0) return result;
   assert(std::ranges::all_of(kept, [&](KeptSets sets) { return sets.size() == 1 || sets.size() == queries.size(); }));
 
-  const Participants participants{.count = queries.back() + 1};
-  const TileForm& form = form_of(kernels_, layer, participants);
-  const std::vector<QueryPlace> places = query_places(layer, queries, participants);
+  const SoftmaxKeys softmax_keys{.count = queries.back() + 1};
+  const TileForm& form = form_of(kernels_, layer, softmax_keys);
+  const std::vector<QueryPlace> places = query_places(layer, queries, softmax_keys);
   const DistinctSets distinct(kept, boundary);
   std::vector<NumberedSets> sets;
   std::vector<int> with_later{0};
@@ -240,7 +240,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
       mine.block.prepare(layer, form, mine.rows, parts.logits);
       const bool computed = mine.block.compute([&](int tile) -> const float* {
         float* keys_of_tile = mine.keys.at_least(product(form.cells(layer.k.dim), kernels_.keys));
-        pack_keys(kernels_, form, layer, kv_head, participants, tile, mine.staging, keys_of_tile);
+        pack_keys(kernels_, form, layer, kv_head, softmax_keys, tile, mine.staging, keys_of_tile);
         return keys_of_tile;
       });
       if (!computed) {

@@ -23,9 +23,9 @@ void fetch(const std::byte* vector, std::size_t bytes) {
 
 }  // namespace
 
-const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const Participants& participants) {
+const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const SoftmaxKeys& softmax_keys) {
   const bool stored_so = layer.q.dtype == DType::bfloat16 && layer.k.dtype == DType::bfloat16;
-  const bool moves = participants.positions == Positions::cache;
+  const bool moves = softmax_keys.positions == Positions::cache;
   return kernels.bfloat16 != nullptr && stored_so && !moves ? *kernels.bfloat16 : kernels.float32;
 }
 
@@ -145,21 +145,21 @@ void SoftmaxBlock::count_above_one(const float* factors) {
 }
 
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
-               const Participants& participants, int tile, AlignedBuffer<float>& staging, float* out) {
+               const SoftmaxKeys& softmax_keys, int tile, AlignedBuffer<float>& staging, float* out) {
   const int dim = layer.k.dim;
-  const bool moves = participants.positions == Positions::cache;
+  const bool moves = softmax_keys.positions == Positions::cache;
   float* room = moves ? staging.at_least(product(kernels.keys, dim)) : nullptr;
   std::array<const std::byte*, most_vectors> vectors;
   for (int i = 0; i < kernels.keys; ++i) {
-    const int key = std::min(tile * kernels.keys + i, participants.count - 1);
+    const int key = std::min(tile * kernels.keys + i, softmax_keys.count - 1);
     const std::byte*& vector = vectors[static_cast<std::size_t>(i)];
-    vector = layer.k.row(kv_head, participants.position(key));
-    const int later = std::min(key + kernels.keys, participants.count - 1);
-    fetch(layer.k.row(kv_head, participants.position(later)), layer.k.row_bytes());
+    vector = layer.k.row(kv_head, softmax_keys.position(key));
+    const int later = std::min(key + kernels.keys, softmax_keys.count - 1);
+    fetch(layer.k.row(kv_head, softmax_keys.position(later)), layer.k.row_bytes());
     if (!moves) continue;
     const std::span<float> moved(room + product(i, dim), static_cast<std::size_t>(dim));
     kernels.widen(vector, layer.k.dtype, dim, moved.data());
-    rotate(layer.rope, participants.moved(key), moved);
+    rotate(layer.rope, softmax_keys.moved(key), moved);
     vector = reinterpret_cast<const std::byte*>(moved.data());
   }
   form.pack(vectors.data(), moves ? DType::float32 : layer.k.dtype, dim, kernels.keys, out);

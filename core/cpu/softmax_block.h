@@ -5,16 +5,16 @@
 #include <span>
 #include <vector>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "cpu/aligned_buffer.h"
 #include "cpu/tile.h"
 #include "tensor.h"
 
 namespace kvreplay {
 
-/// The form in which the queries of a layer meet keys of these participants: bfloat16 where the level has it, both are
+/// The form in which the queries of a layer meet these keys: bfloat16 where the level has it, both are
 /// stored so and none moves.
-const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const Participants& participants);
+const TileForm& form_of(const TileKernels& kernels, const LayerTensors& layer, const SoftmaxKeys& softmax_keys);
 
 struct BlockRow {
   int head = 0;
@@ -75,6 +75,6 @@ class SoftmaxBlock {
 /// Packs one tile of keys of a KV head, moved to their slots where asked, and has the memory fetch those of the next.
 /// The last key stands for those that are missing.
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
-               const Participants& participants, int tile, AlignedBuffer<float>& staging, float* out);
+               const SoftmaxKeys& softmax_keys, int tile, AlignedBuffer<float>& staging, float* out);
 
 }  // namespace kvreplay

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <cmath>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "error.h"
 #include "float_types.h"
 #include "parallel.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "float_types.h"
 
 namespace kvreplay {

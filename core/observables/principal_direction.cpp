@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "float_types.h"
 #include "parallel.h"
 

@@ -152,7 +152,7 @@ Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, in
           .window_end = at_question ? question.end : LayerView::newest};
 }
 
-Scoring told(const Plan& plan, Scoring how) {
+Scoring inputs_of_scorer(const Plan& plan, Scoring how) {
   if (!plan.score.reads_recent) how.recent = 0;
   if (!plan.score.reads_budget) how.budget = 0;
   if (!plan.score.reads_sinks) how.sinks = 0;
@@ -162,7 +162,7 @@ Scoring told(const Plan& plan, Scoring how) {
 
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who) {
   if (!plan.score) return {};
-  Matrix scores = plan.score.score(view, told(plan, how));
+  Matrix scores = plan.score.score(view, inputs_of_scorer(plan, how));
   bool numbers = true;
   for (const double score : scores.values()) numbers &= score == score;
   if (!numbers)

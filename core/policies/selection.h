@@ -73,8 +73,8 @@ Protection::Clamped kept_by_rule(const Plan& plan, int budget, int prompt, Marke
 /// Arguments of the plan's scorer. `by_rule`: protected tokens; `budget`: under a schedule the tokens kept now.
 Scoring scoring_of(const Plan& plan, Protection::Clamped by_rule, int budget, int prompt, MarkedQuestion question);
 
-/// Of `how` what the plan's scorer reads.
-Scoring told(const Plan& plan, Scoring how);
+/// The members of `how` that the plan's scorer reads; the others have their defaults.
+Scoring inputs_of_scorer(const Plan& plan, Scoring how);
 
 /// [H, n] scores of what is resident. Throws Error{input} where one is not a number.
 Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how, const std::string& who);

@@ -6,7 +6,7 @@
 #include <optional>
 #include <set>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "parallel.h"
 #include "policies/selection.h"
 #include "replay/cell_measurement.h"
@@ -173,7 +173,7 @@ class Replay {
 }  // namespace
 
 ScoreKey score_key(const Plan& plan, const Scoring& how) {
-  const Scoring read = told(plan, how);
+  const Scoring read = inputs_of_scorer(plan, how);
   return {plan.score.name, read.grouping.heads, read.grouping.aggregate, read.recent,
           read.budget,     read.sinks,          read.observing,          read.window_end};
 }

@@ -110,8 +110,8 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
 double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Whether the policy would choose, but sinks and recent tokens take all that it may hold.
-bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
-                              int budget);
+bool protected_tokens_fill_budget(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                                  int budget);
 
 /// What the policy uses where it needs a marked question and the trace has none, as the end of a warning. Empty: it
 /// needs none, or has one.

@@ -291,6 +291,19 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
     assert "; unit: ratio; better: higher\n" in done("metrics", "kv_l1_loss", folder=tmp_path)
 
 
+def test_parts_that_do_not_fit_are_refused(traces: Path, tmp_path: Path) -> None:
+    listed = json.loads(done("policies", "--parts", "--json", folder=tmp_path))
+    not_with = {f"{part['kind']}={part['name']}": part["not_with"] for part in listed}
+    assert all(part in not_with[other] for part, others in not_with.items() for other in others)
+    assert "schedule=every" in not_with["allocate=ada"] and not_with["select=top-k"] == []
+    words = ("replay", traces / "fixture.h5", "-b", "6", "--dry-run", "-p")
+    for part, other in (("allocate=ada", "schedule=every"), ("store=cache", "schedule=online")):
+        assert other in not_with[part]
+        assert kvreplay(*words, f"snapkv:{part},{other}", folder=tmp_path).code == 2
+    assert kvreplay(*words, "snapkv:allocate=ada,select=chunks", folder=tmp_path).code == 0
+    assert "select=chunks" not in not_with["allocate=ada"]
+
+
 @pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],
                                    ["metrics", "jaccard_matrix"]])  # fmt: skip
 def test_markdown_tables_are_whole(words: list[str], tmp_path: Path) -> None:

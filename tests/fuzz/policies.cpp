@@ -35,7 +35,7 @@ void replay_once(const Sound& sound, const ConfiguredPolicy& policy, const Budge
   const int tokens = std::max(1, budget.tokens(prompt, 256));
   check_policy(sound.trace, conditions, policy, tokens, budget.of_seen());
   without_question(sound.trace, conditions, policy);
-  leaves_nothing_to_choose(sound.trace, conditions, policy, tokens);
+  protected_tokens_fill_budget(sound.trace, conditions, policy, tokens);
   survives([&] { slice_bytes(sound.trace, conditions, policy); });
   const Cell cells[] = {{policy, tokens, budget.of_seen()}};
   Listener listener;

@@ -22,12 +22,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from kvreplay.asked import split_policies
 from kvreplay.compare.command import main as compare
 from kvreplay.plot import heatmap, lines, needle, redundancy, similarity, style
-from kvreplay.plot.choice import Choice
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
+from kvreplay.plot.figure_options import Choice
 from kvreplay.results import Run, Selection, Span
+from kvreplay.run_names import split_policies
 
 NEEDED = {"compare": ["--baseline", "random"]}  # options that a kind cannot do without
 BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
@@ -862,7 +862,7 @@ def test_a_kind_reads_what_it_declares(kind, run, tmp_path, monkeypatch):
             read.update({name} & fields)
             return super().__getattribute__(name)
 
-    monkeypatch.setattr("kvreplay.plot.choice.Choice", Watched)
+    monkeypatch.setattr("kvreplay.plot.figure_options.Choice", Watched)
     assert main([kind, str(run), "-o", str(tmp_path / "figure.svg"), *NEEDED.get(kind, [])]) == 0
     assert read == set(KINDS[kind].reads)
 

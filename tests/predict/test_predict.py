@@ -12,7 +12,7 @@ import scipy.stats
 
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, ranks, resolved, spearman
 from kvreplay.predict.prediction import Prediction, over_layers, without_part
-from kvreplay.predict.shown import Shown
+from kvreplay.predict.presentation import Presentation
 
 PROMPTS, POLICIES = 24, 12
 
@@ -107,7 +107,7 @@ def test_budgets_alone_make_a_correlation() -> None:
 
 def test_tables_and_sentence() -> None:
     found = prediction(5)
-    shown = Shown(found, "kld")
+    shown = Presentation(found, "kld")
     assert shown.best == "exact"
     assert "exact has the policies most nearly in the order of kld: rank correlation 1.00" in shown.sentence()
     assert "more than output_error" in shown.sentence()

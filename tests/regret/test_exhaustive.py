@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvreplay as kv
-from kvreplay.gap import ROUNDING, TERMS
+from kvreplay.regret_terms import ROUNDING, TERMS
 
 P = 8
 SETS = np.array(list(itertools.product([False, True], repeat=P)))  # bool [2^P, P]

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 import kvreplay as kv
-from kvreplay import gap, python_policies
+from kvreplay import python_policies, regret_terms
 from kvreplay.errors import Error, Refusal
-from kvreplay.gap import ROUNDING, TERMS
+from kvreplay.regret_terms import ROUNDING, TERMS
 
 NEEDLE = Path(__file__).resolve().parents[2] / "traces" / "smollm2-135m-needle.h5"
 OF_CHUNKS = ["chunkkv:heads=kv,fill=none", "chunkkv:fill=tokens", "chunkkv:window_mode=replace", "h2o:select=chunks",
@@ -64,7 +64,7 @@ def test_table_document_and_file_say_the_same(tiny: list[Path], said, tmp_path: 
     data = tmp_path / "made" / "terms.csv"
     document = json.loads(said(*words, "-o", data, "--json"))
     rows = pd.read_csv(data, dtype={"budget": str}, float_precision="round_trip")
-    assert rows.columns.tolist() == list(gap.COLUMNS) and len(rows) == len(document["traces"]) == 3 * 2 * 2
+    assert rows.columns.tolist() == list(regret_terms.COLUMNS) and len(rows) == len(document["traces"]) == 3 * 2 * 2
     assert document["open_loop"] and document["metric"] == "attention_recall"
     expected = kv.regret(tiny, ["chunkkv:chunk=3,window=2", "snapkv:window=2"], [0.5, 3])
     pd.testing.assert_frame_equal(rows, expected, check_exact=True)
@@ -151,7 +151,7 @@ def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> Non
 
 
 def test_a_negative_term_is_an_error_and_rounding_is_none() -> None:
-    found = gap.terms("", np.array([0.5, 0.5 - ROUNDING / 2, 0.6, 0.6, 0.7]))
+    found = regret_terms.terms("", np.array([0.5, 0.5 - ROUNDING / 2, 0.6, 0.6, 0.7]))
     assert found == pytest.approx([-ROUNDING / 2, 0.1 + ROUNDING / 2, 0, 0.1]), "as it is, not clamped"
     with pytest.raises(Error, match="here: structure is negative"):
-        gap.terms("here", np.array([0.5, 0.6, 0.6 - 2 * ROUNDING, 0.6, 0.7]))
+        regret_terms.terms("here", np.array([0.5, 0.6, 0.6 - 2 * ROUNDING, 0.6, 0.7]))

@@ -25,12 +25,12 @@ from scipy.stats import rankdata
 from kvreplay import report
 from kvreplay.compare.command import main as compare
 from kvreplay.plot import style
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.report import table
+from kvreplay.report.bit_planes import Planes
 from kvreplay.report.command import main
 from kvreplay.report.content import Asked, Page
 from kvreplay.report.page import as_json
-from kvreplay.report.planes import Planes
 from kvreplay.results import Run
 
 

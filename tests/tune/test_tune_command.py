@@ -16,7 +16,7 @@ from kvreplay import _engine
 from kvreplay.errors import Error
 from kvreplay.tune import search, space
 from kvreplay.tune.command import main
-from kvreplay.tune.sides import sides
+from kvreplay.tune.hold_out import split_prompts
 
 # ---- the page
 
@@ -344,16 +344,16 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
     again = tmp_path / "other-name.h5"
     shutil.copy(traces[0], again)
     for seed in range(10):
-        divided = sides([*traces, again], [], 0.3, None, seed)
+        divided = split_prompts([*traces, again], [], 0.3, None, seed)
         fitting = {one.prompt for one in divided.fitting}
         held_out = {one.prompt for one in divided.held_out}
         assert not fitting & held_out and len(held_out) == 2
         assert len(divided.fitting) + len(divided.held_out) == 7
     with pytest.raises(Error, match="prompt on both sides"):
-        sides(traces[:3], [again, *traces[4:]], 0.3, None, 0)
-    kinds = sides([*traces, again], [], 0.3, re.compile("-(.)"), 0)  # 0 to 5, and n, of the tokens of 0
+        split_prompts(traces[:3], [again, *traces[4:]], 0.3, None, 0)
+    kinds = split_prompts([*traces, again], [], 0.3, re.compile("-(.)"), 0)  # 0 to 5, and n, of the tokens of 0
     assert len({one.prompt for one in [*kinds.fitting, *kinds.held_out]}) == 6
-    given = sides(traces[:3], traces[3:], 0.3, None, 0)
+    given = split_prompts(traces[:3], traces[3:], 0.3, None, 0)
     assert {one.path for one in given.held_out} == set(traces[3:])
 
 

@@ -146,14 +146,14 @@ struct InBlocks {
 };
 
 TEST(PlanRules, OneNameWithOneRangeMayStillMeanTwoThings) {
-  Newcomers newcomers;
+  PendingRegistrations pending;
   const RegisteredPart<InBlocks> registered;
   EXPECT_EQ(
       refusal_of("cur:schedule=in-blocks(9)"),
       "cur:block: means two things in these parts: expected neighbours that a token is held against, found tokens "
       "of the prompt between cuts");
   EXPECT_EQ(refusal_of("knorm:schedule=in-blocks(9)"), "accepted");
-  newcomers.take_back();
+  pending.take_back();
 }
 
 TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {

@@ -522,17 +522,17 @@ TEST(Registry, WhatComesLaterIsHeardAndGoesAgain) {
   Registry<Named> registry("policy");
   registry.add({"old", 1});
   {
-    Newcomers newcomers;
+    PendingRegistrations pending;
     registry.add({"new", 2});
     registry.add({"old", 3});
-    ASSERT_EQ(newcomers.names().size(), 2U);
-    EXPECT_EQ(newcomers.names()[0].kind, "policy");
-    EXPECT_EQ(newcomers.names()[0].name, "new");
-    EXPECT_FALSE(newcomers.names()[0].taken);
-    EXPECT_TRUE(newcomers.names()[1].taken);
+    ASSERT_EQ(pending.names().size(), 2U);
+    EXPECT_EQ(pending.names()[0].kind, "policy");
+    EXPECT_EQ(pending.names()[0].name, "new");
+    EXPECT_FALSE(pending.names()[0].taken);
+    EXPECT_TRUE(pending.names()[1].taken);
     EXPECT_EQ(registry.get("new").number, 2);
     EXPECT_EQ(registry.get("old").number, 1);
-    newcomers.take_back();
+    pending.take_back();
   }
   EXPECT_EQ(registry.names(), std::vector<std::string>{"old"});
   registry.add({"new", 4});

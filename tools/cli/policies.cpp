@@ -1,7 +1,10 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
@@ -18,7 +21,7 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"parts", 0, "", "", "the parts that can be put into any policy"},
+    {"parts", 0, "", "", "the parts that can be put into policies, and the parts that no policy accepts beside each"},
     {"names", 0, "", "", "names alone, one a line"},
     {"markdown", 0, "", "", "as Markdown"},
     plugin_option,
@@ -79,27 +82,71 @@ void print_markdown(const ConfiguredPolicy& policy) {
     fmt::print("| `{}` | `{}` | {} |\n", preset.name, assignments(preset), markdown_cell(preset.who));
 }
 
+/// Whether some policy accepts both parts, KIND=NAME each.
+bool fit_together(const std::string& one, const std::string& other) {
+  constexpr int some_layers = 4;
+  return std::ranges::any_of(policies().names(), [&](const std::string& policy) {
+    try {
+      ConfiguredPolicy::parse(policy + ":" + one + "," + other).plans(some_layers);
+      return true;
+    } catch (const Error&) {
+      return false;
+    }
+  });
+}
+
+/// Of each part, the parts of other kinds that no policy accepts beside it.
+std::map<std::string, std::vector<std::string>> misfits() {
+  std::vector<std::pair<PartKind, std::string>> all;
+  for (const Choice<PartKind>& kind : part_kinds)
+    for (const std::string& name : parts(kind.value).names())
+      all.emplace_back(kind.value, fmt::format("{}={}", kind.word, name));
+  std::map<std::string, std::vector<std::string>> found;
+  for (std::size_t i = 0; i < all.size(); ++i)
+    for (std::size_t j = i + 1; j < all.size(); ++j) {
+      const auto& [kind, one] = all[i];
+      const auto& [other_kind, other] = all[j];
+      if (kind == other_kind || fit_together(one, other)) continue;
+      found[one].push_back(other);
+      found[other].push_back(one);
+    }
+  return found;
+}
+
 int list_parts(const Arguments& arguments) {
   Json document = Json::array();
   std::vector<std::vector<std::string>> rows;
+  const auto not_with = misfits();
   for (const Choice<PartKind>& kind : part_kinds)
     for (const std::string& name : parts(kind.value).names()) {
       const PartCard& card = parts(kind.value).get(name);
       const auto part = card.make();
       const Parameters parameters = part->parameters();
-      document.push_back(
-          {{"name", name}, {"kind", kind.word}, {"summary", card.summary}, {"parameters", parameters.canonical()}});
-      rows.push_back({kind.word, name, card.summary, parameters.canonical()});
+      const auto found = not_with.find(fmt::format("{}={}", kind.word, name));
+      const std::vector<std::string> misfit = found == not_with.end() ? std::vector<std::string>() : found->second;
+      document.push_back({{"name", name},
+                          {"kind", kind.word},
+                          {"summary", card.summary},
+                          {"parameters", parameters.canonical()},
+                          {"not_with", misfit}});
+      rows.push_back(
+          {kind.word, name, card.summary, parameters.canonical(), fmt::format("{}", fmt::join(misfit, " "))});
     }
   if (arguments.given("json")) {
     print_json(document);
   } else if (arguments.given("markdown")) {
-    fmt::print("| place | part | what it does | parameters |\n| --- | --- | --- | --- |\n");
+    fmt::print("| place | part | what it does | parameters | not with |\n| --- | --- | --- | --- | --- |\n");
+    const auto code = [](const std::string& text) { return text.empty() ? "" : "`" + markdown_cell(text) + "`"; };
     for (const auto& row : rows)
-      fmt::print("| `{}=` | `{}` | {} | {} |\n", row[0], row[1], markdown_cell(row[2]),
-                 row[3].empty() ? "" : "`" + markdown_cell(row[3]) + "`");
+      fmt::print("| `{}=` | `{}` | {} | {} | {} |\n", row[0], row[1], markdown_cell(row[2]), code(row[3]),
+                 code(row[4]));
   } else {
-    print_columns(rows);
+    std::vector<std::vector<std::string>> listed = rows, apart;
+    for (std::vector<std::string>& row : listed) row.pop_back();
+    for (const auto& [part, others] : not_with) apart.push_back({part, fmt::format("{}", fmt::join(others, " "))});
+    print_columns(listed);
+    fmt::print("\nParts that no policy accepts beside each other:\n");
+    print_columns(apart, 2);
   }
   return 0;
 }

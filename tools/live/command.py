@@ -132,7 +132,7 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts]], way: Way, arguments: argp
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:
-    from kvreplay.asked import pick
+    from kvreplay.run_names import pick
 
     known = list(dict.fromkeys(run.cells["trace"]))
     return pick("--trace", "trace", asked, known) if asked else known
@@ -140,7 +140,7 @@ def _traces(run: Run, asked: Sequence[str]) -> list[str]:
 
 def _chosen(run: Run, trace: TraceFacts, arguments: argparse.Namespace) -> pd.DataFrame:
     """Rows of run.cells."""
-    from kvreplay.asked import chosen_labels, pick, split_policies
+    from kvreplay.run_names import chosen_labels, pick, split_policies
 
     rows = run.cells
     if asked := split_policies(arguments.policies):

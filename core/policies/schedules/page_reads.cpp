@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "float_types.h"
 #include "observables/page_bounds.h"
 #include "policies/arithmetic/ranking.h"

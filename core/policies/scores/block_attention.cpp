@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "positions.h"
 
 namespace kvreplay {

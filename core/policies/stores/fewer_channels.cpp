@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "float_types.h"
 #include "policies/arithmetic/ranking.h"
 #include "policies/plan_part.h"

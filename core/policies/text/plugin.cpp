@@ -32,18 +32,18 @@ namespace fs = std::filesystem;
 constexpr std::string_view stamp_begin = KVREPLAY_STAMP_BEGIN;
 constexpr const char* how_to_build = "a shared library built by kvreplay_add_plugin";
 
-Source& source_of_newcomers() {
+Source& source_of_pending() {
   static Source source;
   return source;
 }
 
 /// What is registered while it lives comes from this file.
-class ComesFrom {
+class RegistrationSource {
  public:
-  explicit ComesFrom(const Source& source) { source_of_newcomers() = source; }
-  ComesFrom(const ComesFrom&) = delete;
-  ComesFrom& operator=(const ComesFrom&) = delete;
-  ~ComesFrom() { source_of_newcomers() = {}; }
+  explicit RegistrationSource(const Source& source) { source_of_pending() = source; }
+  RegistrationSource(const RegistrationSource&) = delete;
+  RegistrationSource& operator=(const RegistrationSource&) = delete;
+  ~RegistrationSource() { source_of_pending() = {}; }
 };
 
 std::string bytes_of(const std::string& path) {
@@ -123,9 +123,9 @@ std::string loader_error(const std::string& path) {
   return std::string(text);
 }
 
-void check_names(const std::string& where, const Newcomers& newcomers) {
-  if (newcomers.names().empty()) throw Error{Refusal::input, where, "registers nothing", "a policy or a part", "none"};
-  for (const Newcomers::Name& each : newcomers.names()) {
+void check_names(const std::string& where, const PendingRegistrations& pending) {
+  if (pending.names().empty()) throw Error{Refusal::input, where, "registers nothing", "a policy or a part", "none"};
+  for (const PendingRegistrations::Name& each : pending.names()) {
     if (each.taken || (each.kind == "policy" && each.name == layer_ranges_name))
       throw Error{Refusal::input, where, each.kind + " \"" + each.name + "\" is there already", "a name of its own"};
     if (!is_name(each.name))
@@ -135,7 +135,7 @@ void check_names(const std::string& where, const Newcomers& newcomers) {
 
 }  // namespace
 
-const Source& current_source() { return source_of_newcomers(); }
+const Source& current_source() { return source_of_pending(); }
 
 void load_plugin(const fs::path& path) {
   const std::string where = path.string();
@@ -151,15 +151,15 @@ void load_plugin(const fs::path& path) {
     throw Error{Refusal::input, where, "changed since it was loaded", "a new start of the program"};
   }
 
-  Newcomers newcomers;
-  const ComesFrom from(source);
+  PendingRegistrations pending;
+  const RegistrationSource from(source);
   const auto close = [](void* library) { dlclose(library); };
   std::unique_ptr<void, decltype(close)> library(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL), close);
   if (library == nullptr) throw Error{Refusal::input, where, "cannot be loaded", "", loader_error(file)};
   try {
-    check_names(where, newcomers);
+    check_names(where, pending);
   } catch (const Error&) {
-    newcomers.take_back();
+    pending.take_back();
     throw;
   }
   library.release();

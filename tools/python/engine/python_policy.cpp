@@ -132,12 +132,12 @@ Matrix as_matrix(const Numbers& numbers) {
 }
 
 /// A view that Python may keep, but not use, when the call is over.
-class Lent {
+class ViewLoan {
  public:
-  explicit Lent(const LayerView& view) : view_(nb::cast(new View(view), nb::rv_policy::take_ownership)) {}
-  Lent(const Lent&) = delete;
-  Lent& operator=(const Lent&) = delete;
-  ~Lent() { nb::cast<View&>(view_).let_go(); }
+  explicit ViewLoan(const LayerView& view) : view_(nb::cast(new View(view), nb::rv_policy::take_ownership)) {}
+  ViewLoan(const ViewLoan&) = delete;
+  ViewLoan& operator=(const ViewLoan&) = delete;
+  ~ViewLoan() { nb::cast<View&>(view_).let_go(); }
   const nb::object& operator*() const { return view_; }
 
  private:
@@ -148,9 +148,9 @@ Scorer scorer(const Shared& bound, std::string name) {
   Scorer made{.name = std::move(name)};
   made.score = [bound](const LayerView& view, const Scoring& how) {
     return in_python([&] {
-      const Lent lent(view);
+      const ViewLoan loan(view);
       const int rows = view.rows(how.grouping.heads);
-      const nb::object scores = (*bound).attr("score")(*lent, rows);
+      const nb::object scores = (*bound).attr("score")(*loan, rows);
       Matrix found = as_matrix(nb::cast<Numbers>(scores));
       return found.rows() == rows ? found : how.grouping(found, view.group());
     });
@@ -270,9 +270,9 @@ class PythonStore final : public ChangingStore {
     for (int head = 0; head < keys.heads; ++head)
       for (int token = 0; token < view.prompt(); ++token) mask.push_back(of_heads.keeps(head, token));
     in_python([&] {
-      const Lent lent(view);
+      const ViewLoan loan(view);
       const auto heads = static_cast<std::size_t>(keys.heads), tokens = static_cast<std::size_t>(view.prompt());
-      const nb::object given = (*bound_).attr("store")(*lent, as_array(std::move(mask), {heads, tokens}));
+      const nb::object given = (*bound_).attr("store")(*loan, as_array(std::move(mask), {heads, tokens}));
       const auto numbers = [&](int which) {
         const auto array = nb::cast<Floats>(given[which]);
         return std::span(array.data(), array.size());

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "error.h"
 #include "float_types.h"
 #include "interpreter_lock.h"

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvreplay.engine import policy as policy
     from kvreplay.engine import replay as replay
     from kvreplay.errors import Error as Error
-    from kvreplay.gap import regret as regret
     from kvreplay.laws import check as check
     from kvreplay.memory import Rope as Rope
     from kvreplay.memory import from_arrays as from_arrays
@@ -33,10 +32,11 @@ if TYPE_CHECKING:
     from kvreplay.python_policies import Policy as Policy
     from kvreplay.python_policies import Row as Row
     from kvreplay.python_policies import parameter as parameter
+    from kvreplay.regret_terms import regret as regret
     from kvreplay.results import Run as Run
 
 _PLACES = {
-    "kvreplay.gap": ("regret",),
+    "kvreplay.regret_terms": ("regret",),
     "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),

@@ -255,10 +255,10 @@ def measure(trace: Traces, selection: Any, **options: Any) -> Run:
     `selection`: for each layer a list of positions below P, or such a list for each KV head (or each query head);
     bool masks [P] in the place of lists, as `mask()` gives them; or what `Run.selection` gives.
     """
-    from kvreplay.given import given
+    from kvreplay.fixed_sets import fixed_set_policy
 
     opened = trace if isinstance(trace, Trace) else Trace(trace)
-    made, budget = given(opened, selection, options.get("sliding", "skip"))
+    made, budget = fixed_set_policy(opened, selection, options.get("sliding", "skip"))
     return replay(opened, made, budget, **options)
 
 

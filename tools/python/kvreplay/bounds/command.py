@@ -45,8 +45,8 @@ def regret(arguments: argparse.Namespace) -> None:
     if arguments.output and arguments.output.suffix.lower() != ".csv":
         raise Error("-o", "format", "a name ending in .csv", str(arguments.output), Refusal.USAGE)
     try:
-        from kvreplay.bounds import shown
-        from kvreplay.gap import regret as terms_of
+        from kvreplay.bounds import table
+        from kvreplay.regret_terms import regret as terms_of
     except ModuleNotFoundError as missing:
         raise not_installed("regret", missing) from missing
 
@@ -56,7 +56,7 @@ def regret(arguments: argparse.Namespace) -> None:
         found = terms_of(arguments.traces, arguments.policy, arguments.budget, **options)
     if arguments.output:
         write(found, arguments.output)
-    print(json.dumps(shown.document(found), indent=2, allow_nan=False) if arguments.json else shown.table(found))
+    print(json.dumps(table.document(found), indent=2, allow_nan=False) if arguments.json else table.table(found))
     for note in dict.fromkeys(str(one.message) for one in heard):
         print(f"kvreplay: regret: {note}", file=sys.stderr)
 

@@ -56,9 +56,9 @@ def compare(arguments: argparse.Namespace) -> None:
     """Reads, compares, prints."""
     pattern = check_options(arguments)
     try:
-        from kvreplay.asked import split_policies
         from kvreplay.compare.comparison import Comparison
         from kvreplay.results import Run
+        from kvreplay.run_names import split_policies
     except ModuleNotFoundError as missing:
         raise not_installed("compare", missing) from missing
 

@@ -9,11 +9,11 @@ from functools import cached_property
 
 import pandas as pd
 
-from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import default_metric
 from kvreplay.results import CELL, Run, labels, untold_note
+from kvreplay.run_names import chosen_labels, metric_names, pick
 from kvreplay.skill import SKILL
 
 NAMED = 5  # traces in a note

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.choice import Choice, DrawnCell
 from kvreplay.plot.columns import Columns
+from kvreplay.plot.figure_options import Choice, DrawnCell
 from kvreplay.plot.spans import SpanBrackets
 from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, Sheet, position_ticks, quiet_frame
 from kvreplay.results import TraceFacts

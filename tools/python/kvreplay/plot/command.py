@@ -114,11 +114,11 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     """Draws and writes; the files written."""
     check_names(arguments)
     try:
-        from kvreplay.asked import split_policies
         from kvreplay.plot import style
-        from kvreplay.plot.choice import Choice
+        from kvreplay.plot.figure_options import Choice
         from kvreplay.plot.trace_file import TraceFile
         from kvreplay.results import Run
+        from kvreplay.run_names import split_policies
 
         kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
     except ModuleNotFoundError as missing:

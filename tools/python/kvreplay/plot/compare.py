@@ -8,7 +8,7 @@ import pandas as pd
 from kvreplay.compare.comparison import Comparison, heads_shown
 from kvreplay.compare.statistics import differences
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.choice import Choice, open_loop
+from kvreplay.plot.figure_options import Choice, open_loop
 from kvreplay.plot.style import LINE, PAGE, POINT, QUIET, SMALL, Drawing, Sheet, width_of, wrap
 
 LABEL = 1.45  # inches at most; a longer name is broken

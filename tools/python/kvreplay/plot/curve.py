@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import draw_lines, rows_to_draw
 from kvreplay.plot.style import Drawing, label_ends
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from kvreplay.plot.choice import VARIANTS, Choice
+from kvreplay.plot.figure_options import VARIANTS, Choice
 from kvreplay.plot.style import Drawing, PanelNames, Sheet, columns_for, layer_ticks
 from kvreplay.results import Selection
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from kvreplay.plot.choice import Choice
 from kvreplay.plot.columns import Columns
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.spans import SpanBrackets
 from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, Sheet, layer_ticks, position_ticks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import draw_lines, rows_to_draw
 from kvreplay.plot.style import Drawing, label_ends, layer_axis
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from kvreplay.compare.comparison import prompts_of
 from kvreplay.compare.statistics import bootstrap_intervals
 from kvreplay.errors import Error
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.style import (
     Drawing,
     LineEnd,

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces, prompts_of_rows
 from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet, columns_for
 from kvreplay.results import Span, TraceFacts

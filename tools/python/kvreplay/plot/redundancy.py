@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.errors import Error
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import FEWEST_JOINED
 from kvreplay.plot.style import (
     COLOURS,

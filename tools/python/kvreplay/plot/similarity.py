@@ -9,7 +9,7 @@ import pandas as pd
 import xxhash
 
 from kvreplay.errors import Error
-from kvreplay.plot.choice import Choice
+from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.spans import SpanBrackets
 from kvreplay.plot.style import Drawing, Sheet, position_ticks
 from kvreplay.results import TraceFacts

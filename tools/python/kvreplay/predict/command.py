@@ -56,13 +56,13 @@ def predict(arguments: argparse.Namespace) -> None:
     patterns = pattern("--same-prompt", arguments.same_prompt), pattern("--kind", arguments.kind)
     try:
         from kvreplay.predict.prediction import Prediction
-        from kvreplay.predict.shown import Shown
+        from kvreplay.predict.presentation import Presentation
         from kvreplay.results import Run
     except ModuleNotFoundError as missing:
         raise not_installed("predict", missing) from missing
 
     found = Prediction.of([Run(folder) for folder in arguments.runs], arguments.metric, *patterns, arguments.seed)
-    shown = Shown(found, arguments.live)
+    shown = Presentation(found, arguments.live)
     if arguments.data:
         arguments.data.parent.mkdir(parents=True, exist_ok=True)
         found.headline.to_csv(arguments.data, index=False, float_format="%.17g", lineterminator="\n")

@@ -37,10 +37,10 @@ def report(arguments: argparse.Namespace) -> Path:
     if output.suffix.lower() not in (".html", ".htm"):
         raise Error("-o", "format", "a name ending in .html", str(output), Refusal.USAGE)
     try:
-        from kvreplay.asked import split_policies
         from kvreplay.report.content import Asked, Page
         from kvreplay.report.page import written
         from kvreplay.results import Run
+        from kvreplay.run_names import split_policies
     except ModuleNotFoundError as missing:
         raise not_installed("report", missing) from missing
     asked = Asked(

@@ -12,13 +12,13 @@ import numpy as np
 from matplotlib import colormaps
 
 from kvreplay import __version__
-from kvreplay.asked import pick
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.choice import VARIANTS, Choice
+from kvreplay.plot.figure_options import VARIANTS, Choice
 from kvreplay.plot.heatmap import chance, scale_end
 from kvreplay.plot.style import on_dark
-from kvreplay.report import planes, table
+from kvreplay.report import bit_planes, table
 from kvreplay.results import Run, Selection, TraceFacts, untold_note
+from kvreplay.run_names import pick
 
 COLOUR_STOPS = 33  # of the heatmaps' colour map; the page draws straight lines between them
 Cells = dict[tuple[str, str], dict[table.Metric, Any]]  # by (trace, cell)
@@ -122,7 +122,7 @@ class Page:
 
     def fill(self, room: int) -> None:
         """Puts the planes in, as many as `room` bytes hold, and says which did not fit."""
-        stock = planes.Planes(room)
+        stock = bit_planes.Planes(room)
         left_out: dict[str, dict[str, None]] = {}  # names of each kind, once each, in their order
         for one in sorted(self.wanted, key=lambda one: one.place):
             one.target[one.key] = stock.add(one.raw())
@@ -271,24 +271,24 @@ class Page:
             self.wanted.append(Wanted((order, *place), what, of, target, key, raw))
 
         shape = (len(selection.layers) * rows, selection.boundary)
-        want(1, "kept tokens", cell, "sets", lambda: planes.bits(selection.mask().reshape(shape)))
+        want(1, "kept tokens", cell, "sets", lambda: bit_planes.bits(selection.mask().reshape(shape)))
         by_rule = np.stack([selection.sinks, selection.recent])[:, selection.layers].astype("<i4")
         want(1, "what a rule keeps", cell, "by_rule", by_rule.tobytes)
         for variant, matrix in selection.jaccard.items():
-            want(2, "similarity", cell["jaccard"], variant, lambda matrix=matrix: planes.triangle(matrix))
+            want(2, "similarity", cell["jaccard"], variant, lambda matrix=matrix: bit_planes.triangle(matrix))
         scores = self.run.scores(row["cell"])
         if scores is not None:
             ranked = [i for i, layer in enumerate(selection.layers) if not np.isnan(scores[layer]).any()]
             cell["ranked"] = ranked
             name, chosen = row["cell"], selection.layers[ranked]
             # Read again when their turn comes: those of all cells together need not be in memory.
-            want(3, "ranks", cell, "ranks", lambda: planes.rank_levels(self.run.scores(name)[chosen]).tobytes())
+            want(3, "ranks", cell, "ranks", lambda: bit_planes.rank_levels(self.run.scores(name)[chosen]).tobytes())
 
     def _attention(self, facts: TraceFacts) -> dict[str, Any] | None:
         attention = self.run.eval_attention_sums(facts.name)
         if attention is None:
             return None
-        levels, most = planes.attention_levels(attention[facts.treated])
+        levels, most = bit_planes.attention_levels(attention[facts.treated])
         found: dict[str, Any] = {"most": most}
         self.wanted.append(Wanted((0,), "later attention", facts.name, found, "levels", levels.tobytes))
         return found

@@ -119,8 +119,8 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     try:
         from kvreplay.engine import _engine
         from kvreplay.tune import outcome, search, space
+        from kvreplay.tune.hold_out import split_prompts
         from kvreplay.tune.objective import Objective
-        from kvreplay.tune.sides import sides
     except ModuleNotFoundError as missing:
         raise not_installed("tune", missing) from missing
 
@@ -139,7 +139,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     )  # fmt: skip
     check_model(arguments, objective.is_live)
     asked = space.asked_space(arguments.search)
-    divided = sides(arguments.traces, arguments.held_out, arguments.hold_out, pattern, arguments.seed)
+    divided = split_prompts(arguments.traces, arguments.held_out, arguments.hold_out, pattern, arguments.seed)
     if objective.is_live:
         objective.live = live_model(arguments, objective.note)
     if several:

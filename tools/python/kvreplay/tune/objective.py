@@ -19,7 +19,7 @@ from kvreplay.headline import HEADLINE
 from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.live_metrics import TEXT_METRICS
 from kvreplay.results import Run
-from kvreplay.tune.sides import Captured
+from kvreplay.tune.hold_out import Captured
 
 if TYPE_CHECKING:
     from kvreplay.live.measure import LiveModel

@@ -13,9 +13,9 @@ from kvreplay import __version__
 from kvreplay.compare import statistics
 from kvreplay.compare.comparison import interval, number, probability
 from kvreplay.errors import Error
+from kvreplay.tune.hold_out import Captured, Sides
 from kvreplay.tune.objective import Objective
 from kvreplay.tune.search import Found
-from kvreplay.tune.sides import Captured, Sides
 
 
 @dataclass(frozen=True)

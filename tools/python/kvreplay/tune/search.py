@@ -13,8 +13,8 @@ from kvreplay import _engine
 from kvreplay.errors import Error, Refusal
 from kvreplay.results import Run
 from kvreplay.tune import exact, space
+from kvreplay.tune.hold_out import Captured
 from kvreplay.tune.objective import Objective, of_policies
-from kvreplay.tune.sides import Captured
 
 STEP = 3  # of successive halving: a third of the candidates goes on, on three times as many traces
 QUARTERS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # the grid of layer budgets, in quarters of B

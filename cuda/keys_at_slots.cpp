@@ -1,4 +1,4 @@
-#include "cuda/turned_keys.h"
+#include "cuda/keys_at_slots.h"
 
 #include <cstddef>
 
@@ -7,8 +7,8 @@
 
 namespace kvreplay {
 
-std::vector<double> turned_keys(const LayerTensors& layer, std::span<const std::int32_t> resident, int depth,
-                                int threads) {
+std::vector<double> keys_at_slots(const LayerTensors& layer, std::span<const std::int32_t> resident, int depth,
+                                  int threads) {
   const TensorView& keys = layer.k;
   const int count = static_cast<int>(resident.size());
   const auto dim = static_cast<std::size_t>(keys.dim);

@@ -245,8 +245,8 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
   return bytes;
 }
 
-bool leaves_nothing_to_choose(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
-                              int budget) {
+bool protected_tokens_fill_budget(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,
+                                  int budget) {
   const int prompt = conditions.boundary;
   const MarkedQuestion question = marked_question(trace, prompt);
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {

@@ -7,19 +7,19 @@
 #include <span>
 #include <vector>
 
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 #include "cuda/attention_task.h"
 #include "cuda/device_call.h"
 #include "tensor.h"
 
 namespace kvreplay {
 
-/// Some queries over some participants: one list of them for all KV heads, or one for each.
+/// Some queries over the keys of their softmax: one list of them for all KV heads, or one for each.
 class PlacedQueries {
  public:
   /// Throws as query_places().
   PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,
-                std::vector<Participants> participants);
+                std::vector<SoftmaxKeys> softmax_keys);
 
   const ProductForm& form() const { return form_; }
   int query_count() const { return query_count_; }
@@ -49,7 +49,7 @@ class PlacedQueries {
  private:
   DeviceCall& call_;
   const LayerTensors& layer_;
-  std::vector<Participants> participants_;
+  std::vector<SoftmaxKeys> softmax_keys_;
   std::vector<std::vector<QueryPlace>> places_;
   int query_count_ = 0;
   int heads_at_once_ = 1;

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import pandas as pd
 
-from kvreplay.asked import chosen_labels, metric_names, pick
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.style import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
+from kvreplay.run_names import chosen_labels, metric_names, pick
 from kvreplay.skill import TWIN
 
 VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}

@@ -35,7 +35,7 @@ class Sides:
     held_out: list[Captured]
 
 
-def sides(
+def split_prompts(
     paths: Sequence[Path], held_out: Sequence[Path], share: float, pattern: re.Pattern[str] | None, seed: int
 ) -> Sides:
     """`held_out` as given, or else a random `share` of the prompts of `paths`, at least LEAST_HELD_OUT; in a random

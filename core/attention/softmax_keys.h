@@ -13,7 +13,7 @@ namespace kvreplay {
 
 /// The keys that take part in a softmax: all of [0, count), or a resident list in which the keys that a query sees
 /// stand side by side.
-struct Participants {
+struct SoftmaxKeys {
   int count = 0;
   std::span<const std::int32_t> resident = {};  // [count], or empty
   Positions positions = Positions::original;
@@ -26,7 +26,7 @@ struct Participants {
 /// The number among the stored queries of the one at `position`. Throws Error{input} where it is not stored.
 int stored_query(const LayerTensors& layer, std::int32_t position);
 
-/// A query and what it sees of the participants.
+/// A query and what it sees of the keys of the softmax.
 struct QueryPlace {
   int stored = 0;  // number among the stored queries
   int first = 0;   // sees [first, end)
@@ -38,6 +38,6 @@ struct QueryPlace {
 /// Places of `queries` (positions). Throws Error{input} where a query is not stored, Error{usage} where a query must
 /// move to its slot and has none, or where the keys that it sees do not stand side by side.
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
-                                     const Participants& participants);
+                                     const SoftmaxKeys& softmax_keys);
 
 }  // namespace kvreplay

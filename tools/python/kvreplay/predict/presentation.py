@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvreplay.asked import pick
+from kvreplay.headline import HEADLINE
 from kvreplay.predict.prediction import SHARE, Prediction
+from kvreplay.run_names import pick
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEADLINE = "output_error"  # what the tables of the program show first
+SHOWN_FIRST = (HEADLINE, "output_error")  # by the tables of the program: the first that the run has
 MOST = 12  # flipped pairs that the text lists
 
 
-class Shown:
+class Presentation:
     """Everything about one live metric."""
 
     def __init__(self, found: Prediction, live: str) -> None:
         self._found = found
         [self._live] = pick("--live", "live metric", [live], found.live)
+        self._headline = next((one for one in SHOWN_FIRST if one in found.offline), None)
 
     @cached_property
     def lines(self) -> pd.DataFrame:
@@ -42,16 +44,17 @@ class Shown:
             f"{self.best} has the policies most nearly in the order of {self._live}: rank correlation "
             f"{interval(first, 'spearman')}, {100 * first['in_order']:.0f} % of pairs in order"
         )
-        if HEADLINE in set(self.lines["offline"]) and self.best != HEADLINE:
-            difference, low, high = self._found.better_than(self.best, HEADLINE, self._live)
+        if self._headline in set(self.lines["offline"]) and self.best != self._headline:
+            difference, low, high = self._found.better_than(self.best, self._headline, self._live)
             word = "more than" if low > 0 else "not resolved from"
-            text += f"; {word} {HEADLINE} ({difference:+.2f} [{low:+.2f}, {high:+.2f}], {first['prompts']} prompts)"
+            gap = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}], {first['prompts']} prompts"
+            text += f"; {word} {self._headline} ({gap})"
         return text + "."
 
     def by_budget(self) -> pd.DataFrame:
         """The best offline metric and the headline's, at each budget."""
         rows = self._found.by_budget
-        wanted = list(dict.fromkeys([self.best, *([HEADLINE] if HEADLINE in self._found.offline else [])]))
+        wanted = list(dict.fromkeys([self.best, *([self._headline] if self._headline else [])]))
         return rows[(rows["live"] == self._live) & rows["offline"].isin(wanted)]
 
     def text(self) -> str:
@@ -122,7 +125,7 @@ class Shown:
         """Offline against live, one point a cell, coloured by budget: the headline's metric and the best one."""
         from kvreplay.plot.style import COLOURS, MARKERS, Sheet, logarithmic_axis
 
-        wanted = list(dict.fromkeys([*([HEADLINE] if HEADLINE in self._found.offline else []), self.best]))
+        wanted = list(dict.fromkeys([*([self._headline] if self._headline else []), self.best]))
         cells = self._found.cells
         budgets = cells.groupby("budget")["share"].mean().sort_values().index
         sheet = Sheet(

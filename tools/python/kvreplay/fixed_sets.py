@@ -14,7 +14,7 @@ from kvreplay.python_policies import Definition, Policy, register
 from kvreplay.results import Selection
 
 
-def given(trace: Trace, selection: Any, sliding: str) -> tuple[str, int]:
+def fixed_set_policy(trace: Trace, selection: Any, sliding: str) -> tuple[str, int]:
     """The policy `given`, which keeps exactly these positions, and the budget that it needs: tokens a row on average,
     rounded up. `sliding`: skip or treat, as in `kv.replay`. The name is taken anew by each call."""
     rows = [_rows(trace, layer, one) for layer, one in enumerate(_layers(trace, selection))]

@@ -1,4 +1,4 @@
-#include "attention/participants.h"
+#include "attention/softmax_keys.h"
 
 #include <algorithm>
 #include <string>
@@ -8,18 +8,18 @@
 namespace kvreplay {
 namespace {
 
-/// What the query at `position` sees: participants [first, end), its own key among them or not.
-void find_visible(const Participants& participants, int position, int window, QueryPlace& place) {
+/// What the query at `position` sees: softmax_keys [first, end), its own key among them or not.
+void find_visible(const SoftmaxKeys& softmax_keys, int position, int window, QueryPlace& place) {
   const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
-  if (participants.resident.empty()) {
-    place.first = std::min(lowest, participants.count);
-    place.end = std::min(position + 1, participants.count);
-    if (position < participants.count) place.own = position;
+  if (softmax_keys.resident.empty()) {
+    place.first = std::min(lowest, softmax_keys.count);
+    place.end = std::min(position + 1, softmax_keys.count);
+    if (position < softmax_keys.count) place.own = position;
     return;
   }
   int seen = 0;
-  for (int key = 0; key < participants.count; ++key) {
-    const int stands = participants.position(key);
+  for (int key = 0; key < softmax_keys.count; ++key) {
+    const int stands = softmax_keys.position(key);
     if (stands < lowest || stands > position) continue;
     if (seen == 0) place.first = key;
     place.end = key + 1;
@@ -46,19 +46,19 @@ int stored_query(const LayerTensors& layer, std::int32_t position) {
 }
 
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
-                                     const Participants& participants) {
+                                     const SoftmaxKeys& softmax_keys) {
   std::vector<QueryPlace> places;
   places.reserve(queries.size());
   for (const std::int32_t position : queries) {
     QueryPlace place;
     place.stored = stored_query(layer, position);
-    find_visible(participants, position, layer.sliding_window, place);
-    if (participants.positions == Positions::cache) {
+    find_visible(softmax_keys, position, layer.sliding_window, place);
+    if (softmax_keys.positions == Positions::cache) {
       if (place.own < 0) {
         throw Error{Refusal::usage, "resident", "cache positions", "query " + std::to_string(position) + " is resident",
                     "it is not"};
       }
-      place.moved = participants.moved(place.own);
+      place.moved = softmax_keys.moved(place.own);
     }
     places.push_back(place);
   }

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <numbers>
 
+#include "cuda/attention_operands.h"
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
-#include "cuda/placed_task.h"
 #include "cuda/stored_types.h"
 #include "cuda/widened.h"
 #include "error.h"
@@ -94,13 +94,13 @@ std::vector<QueryRange> ranges_of(const std::vector<QueryPlace>& places, int pad
 }  // namespace
 
 PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,
-                             std::vector<Participants> participants)
+                             std::vector<SoftmaxKeys> softmax_keys)
     : call_(call),
       layer_(layer),
-      participants_(std::move(participants)),
+      softmax_keys_(std::move(softmax_keys)),
       query_count_(static_cast<int>(queries.size())) {
-  for (const Participants& some : participants_) places_.push_back(query_places(layer, queries, some));
-  const bool moves = participants_.front().positions == Positions::cache;
+  for (const SoftmaxKeys& some : softmax_keys_) places_.push_back(query_places(layer, queries, some));
+  const bool moves = softmax_keys_.front().positions == Positions::cache;
   const bool tensor_cores = layer.q.dtype == layer.k.dtype && layer.k.dtype != DType::float32 && !moves;
   form_ = {tensor_cores ? layer.k.dtype : DType::float32, padded_depth(layer.k.dim), call.warp_groups()};
 
@@ -132,7 +132,7 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
   lists_.group = layer.group();
   lists_.query_count = query_count_;
   lists_.padded_queries = padded;
-  lists_.key_count = participants_.front().count;
+  lists_.key_count = softmax_keys_.front().count;
   lists_.rows = call.copy(rows);
   lists_.visible = call.copy(visible);
   lists_.own = call.copy(own);
@@ -142,8 +142,8 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
   lists_.scale = layer.logit_softcap > 0.0F ? layer.softmax_scale / layer.logit_softcap : layer.softmax_scale * log2_e;
   lists_.cap = layer.logit_softcap > 0.0F ? layer.logit_softcap * log2_e : 0.0F;
 
-  for (std::size_t list = 0; list < participants_.size(); ++list) {
-    const Participants& some = participants_[list];
+  for (std::size_t list = 0; list < softmax_keys_.size(); ++list) {
+    const SoftmaxKeys& some = softmax_keys_[list];
     const int* key_rows = nullptr;
     if (!some.resident.empty()) key_rows = call.copy(some.resident.first(static_cast<std::size_t>(some.count)));
     key_rows_.push_back(key_rows);
@@ -181,7 +181,7 @@ PlacedQueries::Heads PlacedQueries::heads(int first, int count) {
   heads.task_ = lists_;
   AttentionTask& task = heads.task_;
   task.kv_heads = count;
-  task.lists = participants_.size() == 1 ? 1 : count;
+  task.lists = softmax_keys_.size() == 1 ? 1 : count;
   const std::ptrdiff_t list_offset = task.lists == 1 ? 0 : first;
   task.visible += list_offset * task.padded_queries;
   task.own += list_offset * task.padded_queries;
@@ -194,7 +194,7 @@ PlacedQueries::Heads PlacedQueries::heads(int first, int count) {
     return reinterpret_cast<float*>(
         make(static_cast<std::size_t>(rows) * static_cast<std::size_t>(form_.depth) * sizeof(float)));
   };
-  const auto list_of = [&](int kv_head) { return participants_.size() == 1 ? 0 : static_cast<std::size_t>(kv_head); };
+  const auto list_of = [&](int kv_head) { return softmax_keys_.size() == 1 ? 0 : static_cast<std::size_t>(kv_head); };
 
   std::vector<const void*> queries(heads.queries_.heads().begin(), heads.queries_.heads().end());
   if (form_.dtype == DType::float32 && (layer_.q.dtype != DType::float32 || moves)) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from kvreplay.gap import ROUNDING, TERMS
+from kvreplay.regret_terms import ROUNDING, TERMS
 
 NUMBERS = ["recall", *TERMS, "bound"]
 
