@@ -8,7 +8,7 @@
 namespace kvreplay {
 namespace {
 
-/// What the query at `position` sees: softmax_keys [first, end), its own key among them or not.
+/// What the query at `position` sees: keys [first, end), its own key among them or not.
 void find_visible(const SoftmaxKeys& softmax_keys, int position, int window, QueryPlace& place) {
   const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
   if (softmax_keys.resident.empty()) {

@@ -109,9 +109,9 @@ class LayerView {
   const Matrix& window_attention(int window, int end = newest) const;
   /// The same with weight weights[i] on the i-th of the last weights.size() queries.
   Matrix window_attention(std::span<const double> weights, int end = newest) const;
-  /// [Hq, n]: Σ over the queries at these positions, with weights (none given: 1), of what they pay to each resident
-  /// token. Above 0, `above_uniform` counts instead the queries that pay it more than so many times the uniform share
-  /// of what they see: t + 1 keys, or fewer where a window slides or part of the tokens is resident.
+  /// [Hq, n]: Σ over the queries at these positions, with weights (default: 1), of their attention to each resident
+  /// token. With `above_uniform` > 0: the number of queries whose attention to the token exceeds `above_uniform` times
+  /// the uniform share of the keys that they see (t + 1, fewer under a sliding window or with evicted tokens).
   Matrix attention(std::span<const std::int32_t> queries, std::span<const double> weights = {},
                    double above_uniform = 0) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their

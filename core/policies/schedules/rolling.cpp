@@ -51,7 +51,7 @@ class Rolling final : public Schedule {
 };
 
 const RegisteredFixedPart registered{PartKind::schedule, "rolling",
-                                     "each query sees the first and the last tokens by rule, itself included",
+                                     "each query sees the attention sinks and the recent window, itself included",
                                      [](Plan& plan) { plan.schedule = rolling(); }};
 
 }  // namespace

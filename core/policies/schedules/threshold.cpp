@@ -52,7 +52,7 @@ class ThresholdSchedule final : public CuttingSchedule {
 struct ThresholdPart {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "threshold";
-  static constexpr const char* summary = "whenever `peak` tokens are held, down to `keep`; no budget binds it";
+  static constexpr const char* summary = "whenever `peak` tokens are resident, down to `keep`; ignores the budget";
 
   Amount peak = Amount::tokens(4000);
   Amount keep = Amount::tokens(2000);

@@ -14,7 +14,7 @@ constexpr Choice<Objective> objective_words[] = {{"min", Objective::least}, {"ma
 struct RedundancyPart : Redundancy {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "redundancy";
-  static constexpr const char* summary = "the tokens least like those that stay, one by one, without scores";
+  static constexpr const char* summary = "greedily the tokens least similar to the kept tokens, without scores";
 
   void fill(Plan& plan) const { plan.select = selector(); }
 };

@@ -31,8 +31,7 @@ Kept best_anywhere(const Row& row) {
 const RegisteredFixedPart registered_top_k{PartKind::select, "top-k", "the best tokens between sinks and recent window",
                                            [](Plan& plan) { plan.select = top_k(); }};
 const RegisteredFixedPart registered_anywhere{
-    PartKind::select, "top-k-anywhere",
-    "the best tokens anywhere, and those that stay by rule: overlap is not refilled",
+    PartKind::select, "top-k-anywhere", "the best tokens anywhere and the protected tokens; overlap is not refilled",
     [](Plan& plan) { plan.select = top_k_anywhere(); }};
 
 }  // namespace
