@@ -29,8 +29,8 @@ namespace kvreplay {
 namespace {
 
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
-constexpr int out_of_memory = 1;  // exit code of the child; that of an Error is its refusal, 0 that of a text
-constexpr std::chrono::milliseconds between_looks{20};
+constexpr int out_of_memory = 1;   // exit code of the child; that of an Error is its refusal, 0 that of a text
+constexpr int between_looks = 20;  // ms
 
 std::uint64_t address_space() {
   std::uint64_t pages = 0;
@@ -124,7 +124,7 @@ std::string read_all(int from, const std::string& where, const std::function<boo
   for (;;) {
     if (interrupted()) throw Error{Refusal::interrupted, where, "interrupted"};
     pollfd ready{.fd = from, .events = POLLIN, .revents = 0};
-    if (::poll(&ready, 1, static_cast<int>(between_looks.count())) <= 0) continue;
+    if (::poll(&ready, 1, between_looks) <= 0) continue;
     const ssize_t got = ::read(from, some.data(), some.size());
     if (got == 0 || (got < 0 && errno != EINTR)) return all;
     all.append(some.data(), static_cast<std::size_t>(std::max<ssize_t>(got, 0)));

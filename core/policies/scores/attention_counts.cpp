@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "policies/arithmetic/ranking.h"
 #include "policies/plan_part.h"
@@ -25,9 +24,9 @@ const RegisteredPart<CountsPart> registered;
 /// [Hq, n]: how many of the last `window` queries give a token more than its share. A row of equal logits gives none.
 const Matrix& window_counts(const LayerView& view, int window, int end) {
   constexpr double above_uniform = 1.0 + 1e-6;
-  const std::vector<std::int32_t> queries = view.last_queries(window, end);
-  const LayerView::Arguments arguments{static_cast<double>(queries.size()), static_cast<double>(end)};
-  return view.remember("window_counts", arguments, [&] { return view.attention(queries, {}, above_uniform); });
+  const double queries = view.queries_before(window, end), last = view.queries_before(LayerView::newest, end);
+  return view.remember("window_counts", {queries, last},
+                       [&] { return view.attention(view.last_queries(window, end), {}, above_uniform); });
 }
 
 /// Adds to each of the whole numbers in `counts` the place of its tie-breaker among all, below 1. Whole numbers below

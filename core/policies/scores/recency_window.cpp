@@ -26,9 +26,9 @@ Matrix resident_columns(const Matrix& all, const LayerView& view) {
 
 /// [Hq, seen]: weighted attention of the last queries before `end` with all that they could see, resident or not.
 Matrix attention_over_all(const LayerView& view, std::span<const double> weights, int end) {
-  const int last = std::min(end, view.residents().seen);
+  const int last = view.queries_before(LayerView::newest, end);
   const std::vector<std::int32_t> queries =
-      position_range(last - std::min(static_cast<int>(weights.size()), last), last);
+      position_range(last - view.queries_before(static_cast<int>(weights.size()), end), last);
   return view.backend().attention_sums(
       view.tensors(), {.queries = queries, .weights = weights.last(queries.size()), .columns = view.residents().seen});
 }

@@ -24,7 +24,7 @@ const RegisteredPart<FewerChannelsPart> registered;
 /// [Hq, d]: sum over the last `window` queries that have come of the square of each channel; a window longer than what
 /// has come is all of it. Host code: it reads a few rows of each head.
 const Matrix& query_squares(const LayerView& view, int window) {
-  const int seen = view.residents().seen, count = std::clamp(window, 0, seen);
+  const int seen = view.residents().seen, count = view.queries_before(window);
   return view.remember("query_squares", {static_cast<double>(count)}, [&] {
     const TensorView& q = view.tensors().q;
     Matrix squares(q.heads, q.dim);
