@@ -36,20 +36,164 @@ __device__ __forceinline__ KeptRow row_of_tile(const KeptRows& rows, int kv_head
 template <class Element>
 using Four = std::conditional_t<sizeof(Element) == 2, uint2, uint4>;
 
+/// Which keys of a window the rows of a tile hold.
+struct HeldWindow {
+  unsigned masks[tile_rows][window_words];  // of each row: the keys that it holds
+  __align__(16) unsigned wanted[threads / 32][window_words];
+  int listed[window_keys];  // the keys that some row holds, in order
+};
+
+/// Fills the window that begins at key `begin`, with all threads of the block; the number of listed keys.
+__device__ __forceinline__ int list_held_keys(const KeptRows& rows, const KeptRow (&of_tile)[tile_rows], int set,
+                                              int begin, HeldWindow& window) {
+  constexpr int rows_apart = threads / window_words;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int word = thread % window_words;
+  unsigned some = 0;
+#pragma unroll
+  for (int i = 0; i < tile_rows / rows_apart; ++i) {
+    const int row = thread / window_words + i * rows_apart;
+    const unsigned held = held_word(rows, of_tile[row], set, begin + 32 * word, begin, begin + window_keys);
+    window.masks[row][word] = held;
+    some |= held;
+  }
+  some |= __shfl_xor_sync(all_lanes, some, window_words);
+  if (lane() < window_words) window.wanted[thread / 32][word] = some;
+  __syncthreads();
+
+  // A thread has four of the listed keys.
+  int count = 0, before = 0;
+  unsigned mine = 0;
+#pragma unroll
+  for (int first = 0; first < window_words; first += 4) {
+    uint4 four{0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < threads / 32; ++i) {
+      const uint4 more = *reinterpret_cast<const uint4*>(&window.wanted[i][first]);
+      four = make_uint4(four.x | more.x, four.y | more.y, four.z | more.z, four.w | more.w);
+    }
+    const unsigned bits[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i == thread / 8) {
+        mine = bits[i];
+        before = count;
+      }
+      count += __popc(bits[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int bit = thread % 8 * 4 + i;
+    if ((mine >> bit & 1U) != 0) window.listed[before + __popc(mine & ((1U << bit) - 1U))] = thread * 4 + i;
+  }
+  __syncthreads();
+  return count;
+}
+
+/// sums[row, column] += weights[key, row] * numbers[key, column], over the keys of a step.
+template <int thread_rows, int thread_columns, int row_stride, int columns, class Column>
+__device__ __forceinline__ void multiply_step(const float (&weights)[step_keys][row_stride],
+                                              const float (&numbers)[step_keys][columns], int first_row,
+                                              const Column& column, float (&sums)[thread_rows][thread_columns]) {
+#pragma unroll
+  for (int k = 0; k < step_keys; ++k) {
+    const float4 four = *reinterpret_cast<const float4*>(&weights[k][first_row]);
+    const float a[thread_rows] = {four.x, four.y, four.z, four.w};
+    float b[thread_columns];
+#pragma unroll
+    for (int j = 0; j < thread_columns; j += 4) {
+      const float4 of_columns = *reinterpret_cast<const float4*>(&numbers[k][column(j)]);
+      b[j] = of_columns.x;
+      b[j + 1] = of_columns.y;
+      b[j + 2] = of_columns.z;
+      b[j + 3] = of_columns.w;
+    }
+#pragma unroll
+    for (int i = 0; i < thread_rows; ++i)
+#pragma unroll
+      for (int j = 0; j < thread_columns; ++j) sums[i][j] = __fmaf_rn(a[i], b[j], sums[i][j]);
+  }
+}
+
+/// The keys of a split that some row of a tile sees, from the beginning of a window; a lane for each row.
+__device__ __forceinline__ int2 visible_keys(const KeptRows& rows, const KeptRow& row, int split) {
+  int begin = rows.task.key_count, end = 0;
+  if (row.row >= 0) {
+    begin = row.visible.x;
+    end = row.visible.y;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    begin = min(begin, __shfl_xor_sync(all_lanes, begin, step));
+    end = max(end, __shfl_xor_sync(all_lanes, end, step));
+  }
+  return make_int2(max(begin / window_keys * window_keys, split * split_keys), min(end, (split + 1) * split_keys));
+}
+
+/// What a thread brings to a step: logits of one key and some rows, and numbers of another key's value, four by four.
+template <class Element, int columns>
+struct StepNumbers {
+  static constexpr int rows = tile_rows * step_keys / threads;
+  static constexpr int fours = columns * step_keys / 4 / threads;
+  static constexpr int rows_apart = threads / step_keys;
+  static_assert(threads == 8 * step_keys && threads / 32 * 8 == tile_rows);
+
+  /// The step that begins with the `first` of the window's listed keys. `logits` and `values` are those of the window's
+  /// first key; logits of a row lie `keys` numbers apart, values `depth`.
+  __device__ __forceinline__ void fetch(const KeptRow (&of_tile)[tile_rows], const HeldWindow& held, int first,
+                                        int count, const float* logits, std::size_t keys, const Four<Element>* values,
+                                        int depth) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int of_weight = first + thread % step_keys;
+    const int key = of_weight < count ? held.listed[of_weight] : -1;
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      const int row = thread / step_keys + i * rows_apart;
+      const bool is_held = key >= 0 && (held.masks[row][key / 32] >> (key % 32) & 1U) != 0;
+      x[i] = is_held ? logits[static_cast<std::size_t>(of_tile[row].row) * keys + static_cast<std::size_t>(key)]
+                     : -INFINITY;
+    }
+    // Where the list has ended: the last vector once more, its weight is 0.
+    const int of_value = held.listed[min(first + thread / 8, count - 1)];
+    const Four<Element>* vector = values + static_cast<std::size_t>(of_value) * static_cast<std::size_t>(depth) / 4;
+#pragma unroll
+    for (int i = 0; i < fours; ++i) value[i] = vector[thread % 8 + 8 * i];
+  }
+
+  /// Weights and values where all threads of the block read them.
+  template <int row_stride>
+  __device__ __forceinline__ void put(const float (&references)[tile_rows], float (&weights)[step_keys][row_stride],
+                                      float (&numbers)[step_keys][columns]) const {
+    const auto thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      const int row = thread / step_keys + i * rows_apart;
+      weights[thread % step_keys][row] = exp2_fast(x[i] - references[row]);
+    }
+#pragma unroll
+    for (int i = 0; i < fours; ++i) {
+      Element four[4];
+      static_assert(sizeof four == sizeof value[i]);
+      memcpy(four, &value[i], sizeof four);
+      *reinterpret_cast<float4*>(&numbers[thread / 8][(thread % 8 + 8 * i) * 4]) =
+          make_float4(widened(four[0]), widened(four[1]), widened(four[2]), widened(four[3]));
+    }
+  }
+
+  float x[rows];
+  Four<Element> value[fours];
+};
+
 /// partials[splits, rows, sets, depth]: sums of weight times value over the keys of a split.
 template <class Element, int columns>
 __global__ void __launch_bounds__(threads, 3)
     held_outputs(KeptRows rows, const void* const* values, int depth, const HeldState* states, double* partials) {
   constexpr int thread_rows = 4, thread_columns = columns / 16;
   constexpr int row_stride = tile_rows + 4;
-  constexpr int filled_rows = tile_rows * step_keys / threads;     // weights that a thread makes in a step
-  constexpr int filled_fours = columns * step_keys / 4 / threads;  // and values that it brings, four by four
-  static_assert(threads == 8 * step_keys && threads / 32 * 8 == tile_rows);
   __shared__ KeptRow of_tile[tile_rows];
   __shared__ float references[tile_rows];
-  __shared__ unsigned masks[tile_rows][window_words];
-  __shared__ __align__(16) unsigned wanted[threads / 32][window_words];
-  __shared__ int listed[window_keys];
+  __shared__ HeldWindow held;
   __shared__ __align__(16) float weights[step_keys][row_stride];
   __shared__ __align__(16) float numbers[step_keys][columns];
 
@@ -59,8 +203,7 @@ __global__ void __launch_bounds__(threads, 3)
   const int set = static_cast<int>(blockIdx.y);
   const int kv_head = static_cast<int>(blockIdx.z) % rows.task.kv_heads;
   const int split = static_cast<int>(blockIdx.z) / rows.task.kv_heads;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
 
   // A lane for each row; the keys that some row sees.
   if (warp == 0) {
@@ -73,23 +216,9 @@ __global__ void __launch_bounds__(threads, 3)
     references[lane()] = reference;
   }
   __syncthreads();
-  int begin = rows.task.key_count, end = 0;
-  if (of_tile[lane()].row >= 0) {
-    begin = of_tile[lane()].visible.x;
-    end = of_tile[lane()].visible.y;
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    begin = min(begin, __shfl_xor_sync(all_lanes, begin, step));
-    end = max(end, __shfl_xor_sync(all_lanes, end, step));
-  }
-  begin = max(begin / window_keys * window_keys, split * split_keys);
-  end = min(end, (split + 1) * split_keys);
+  const int2 visible = visible_keys(rows, of_tile[lane()], split);
 
   const int first_row = warp / 2 * 16 + lane() / 8 * thread_rows;
-  // What a thread fills: weights of one key and some rows, values of another key.
-  constexpr int filled_apart = threads / step_keys;
-  const int filled_row = thread / step_keys;
   const auto keys = static_cast<std::size_t>(rows.task.key_count);
   const float* logits =
       rows.logits + static_cast<std::size_t>(kv_head) * static_cast<std::size_t>(row_count(rows)) * keys;
@@ -101,116 +230,28 @@ __global__ void __launch_bounds__(threads, 3)
 #pragma unroll
     for (int j = 0; j < thread_columns; ++j) wide_sums[i][j] = 0.0;
 
-  for (int window = begin; window < end; window += window_keys) {
-    unsigned some = 0;
-    const int word = thread % window_words;
-#pragma unroll
-    for (int i = 0; i < filled_rows; ++i) {
-      const unsigned held = held_word(rows, of_tile[filled_row + i * filled_apart], set, window + 32 * word, window,
-                                      window + window_keys);
-      masks[filled_row + i * filled_apart][word] = held;
-      some |= held;
-    }
-    some |= __shfl_xor_sync(all_lanes, some, window_words);
-    if (lane() < window_words) wanted[warp][word] = some;
-    __syncthreads();
-
-    // The keys that some row holds, in order; a thread has four.
-    int count = 0, before = 0;
-    unsigned mine = 0;
-#pragma unroll
-    for (int first = 0; first < window_words; first += 4) {
-      uint4 four{0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < threads / 32; ++i) {
-        const uint4 more = *reinterpret_cast<const uint4*>(&wanted[i][first]);
-        four = make_uint4(four.x | more.x, four.y | more.y, four.z | more.z, four.w | more.w);
-      }
-      const unsigned bits[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (first + i == thread / 8) {
-          mine = bits[i];
-          before = count;
-        }
-        count += __popc(bits[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int bit = thread % 8 * 4 + i;
-      if ((mine >> bit & 1U) != 0) listed[before + __popc(mine & ((1U << bit) - 1U))] = thread * 4 + i;
-    }
-    __syncthreads();
-
+  for (int window = visible.x; window < visible.y; window += window_keys) {
+    const int count = list_held_keys(rows, of_tile, set, window, held);
     if (count == 0) continue;
 
-    float found[filled_rows];
-    Four<Element> brought[filled_fours];
-    const auto fetch = [&](int first) {
-      const int of_weight = first + thread % step_keys;
-      const int key = of_weight < count ? listed[of_weight] : -1;
-#pragma unroll
-      for (int i = 0; i < filled_rows; ++i) {
-        const int row = filled_row + i * filled_apart;
-        const bool held = key >= 0 && (masks[row][key / 32] >> (key % 32) & 1U) != 0;
-        found[i] =
-            held ? logits[static_cast<std::size_t>(of_tile[row].row) * keys + static_cast<std::size_t>(window + key)]
-                 : -INFINITY;
-      }
-      // Where the list has ended: the last vector once more, its weight is 0.
-      const int of_value = listed[min(first + thread / 8, count - 1)];
-      const auto* vector = static_cast<const Four<Element>*>(values[kv_head]) +
-                           (static_cast<std::size_t>(window + of_value) * static_cast<std::size_t>(depth) +
-                            static_cast<std::size_t>(first_column)) /
-                               4;
-#pragma unroll
-      for (int i = 0; i < filled_fours; ++i) brought[i] = vector[thread % 8 + 8 * i];
-    };
-    const auto put = [&] {
-#pragma unroll
-      for (int i = 0; i < filled_rows; ++i)
-        weights[thread % step_keys][filled_row + i * filled_apart] =
-            exp2_fast(found[i] - references[filled_row + i * filled_apart]);
-#pragma unroll
-      for (int i = 0; i < filled_fours; ++i) {
-        Element four[4];
-        static_assert(sizeof four == sizeof brought[i]);
-        memcpy(four, &brought[i], sizeof four);
-        *reinterpret_cast<float4*>(&numbers[thread / 8][(thread % 8 + 8 * i) * 4]) =
-            make_float4(widened(four[0]), widened(four[1]), widened(four[2]), widened(four[3]));
-      }
-    };
-
+    const float* window_logits = logits + window;
+    const auto* window_values =
+        static_cast<const Four<Element>*>(values[kv_head]) +
+        (static_cast<std::size_t>(window) * static_cast<std::size_t>(depth) + static_cast<std::size_t>(first_column)) /
+            4;
+    StepNumbers<Element, columns> step;
     float sums[thread_rows][thread_columns];
 #pragma unroll
     for (int i = 0; i < thread_rows; ++i)
 #pragma unroll
       for (int j = 0; j < thread_columns; ++j) sums[i][j] = 0.0F;
-    fetch(0);
+    step.fetch(of_tile, held, 0, count, window_logits, keys, window_values, depth);
     for (int first = 0; first < count; first += step_keys) {
-      put();
+      step.put(references, weights, numbers);
       __syncthreads();
       // The next step's numbers are on their way meanwhile.
-      fetch(first + step_keys);
-#pragma unroll
-      for (int k = 0; k < step_keys; ++k) {
-        const float4 four = *reinterpret_cast<const float4*>(&weights[k][first_row]);
-        const float a[thread_rows] = {four.x, four.y, four.z, four.w};
-        float b[thread_columns];
-#pragma unroll
-        for (int j = 0; j < thread_columns; j += 4) {
-          const float4 of_columns = *reinterpret_cast<const float4*>(&numbers[k][column(j)]);
-          b[j] = of_columns.x;
-          b[j + 1] = of_columns.y;
-          b[j + 2] = of_columns.z;
-          b[j + 3] = of_columns.w;
-        }
-#pragma unroll
-        for (int i = 0; i < thread_rows; ++i)
-#pragma unroll
-          for (int j = 0; j < thread_columns; ++j) sums[i][j] = __fmaf_rn(a[i], b[j], sums[i][j]);
-      }
+      step.fetch(of_tile, held, first + step_keys, count, window_logits, keys, window_values, depth);
+      multiply_step(weights, numbers, first_row, column, sums);
       __syncthreads();
     }
 #pragma unroll

@@ -119,31 +119,166 @@ __device__ __forceinline__ float exponential(float x, float reference) {
   return x == -INFINITY ? 0.0F : exp2_fast(x - reference);
 }
 
+/// One row as a block of threads works on it.
+struct Row {
+  const HeldRows& held_rows;
+  std::size_t number;
+  const float* logits;  // [heads, steps, capacity]
+  int steps;
+  std::int32_t* positions;  // of the slots; -1: nothing is held there
+  double* scores;
+  std::int32_t* evicted;  // [tokens]
+
+  __device__ __forceinline__ const float* logits_of(int head, int step) const {
+    return logits +
+           (static_cast<std::size_t>(head) * static_cast<std::size_t>(steps) + static_cast<std::size_t>(step)) *
+               static_cast<std::size_t>(held_rows.capacity);
+  }
+  /// The first position that the query at `now` sees.
+  __device__ __forceinline__ int lowest_seen(int now) const {
+    return held_rows.window > 0 ? max(0, now - held_rows.window + 1) : 0;
+  }
+};
+
+/// totals[heads]: sums of exponentials over the slots that the query at `now` sees. A head's slots are shared out to
+/// some warps, `warps_a_head`, with partials[heads, warps_a_head]. Whether this thread's logits are finite.
+__device__ __forceinline__ bool sum_exponentials(const Row& row, int step, int now, int slots, int warps_a_head,
+                                                 PartialSum* partials, PartialSum* totals) {
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int heads = row.held_rows.heads;
+  const int heads_at_once = threads / 32 / warps_a_head;
+  const int lowest_seen = row.lowest_seen(now);
+  const auto logit = [&](const float* of_head, int slot) {
+    const float x = of_head[slot];
+    return row.positions[slot] >= lowest_seen ? x : -INFINITY;
+  };
+  bool finite = true;
+  for (int first = 0; first < heads; first += heads_at_once) {
+    const int head = first + warp / warps_a_head;
+    const bool works = warp / warps_a_head < heads_at_once && head < heads;
+    const float* of_head = row.logits_of(min(head, heads - 1), step);
+    const int first_slot = warp % warps_a_head * 32 + lane();
+    float highest = -INFINITY;
+    for (int slot = first_slot; works && slot < slots; slot += 32 * warps_a_head) {
+      const float x = logit(of_head, slot);
+      if (row.positions[slot] >= lowest_seen && !(fabsf(x) < INFINITY)) finite = false;
+      highest = fmaxf(highest, x);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0U, highest, lanes));
+    const float reference = ceilf(highest);
+    double sum = 0.0;
+    for (int slot = first_slot; works && slot < slots; slot += 32 * warps_a_head)
+      sum += static_cast<double>(exponential(logit(of_head, slot), reference));
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0U, sum, lanes);
+    if (works && lane() == 0) partials[head * warps_a_head + warp % warps_a_head] = {sum, reference};
+  }
+  __syncthreads();
+  for (int head = thread; head < heads; head += threads) {
+    const PartialSum* mine = partials + head * warps_a_head;
+    PartialSum total{0.0, -INFINITY};
+    for (int i = 0; i < warps_a_head; ++i) total.reference = fmaxf(total.reference, mine[i].reference);
+    for (int i = 0; i < warps_a_head; ++i)
+      total.sum += mine[i].sum * static_cast<double>(exponential(mine[i].reference, total.reference));
+    totals[head] = total;
+  }
+  __syncthreads();
+  return finite;
+}
+
+/// The mean attention over heads is added to the scores, or takes their place.
+__device__ __forceinline__ void add_attention(const Row& row, int step, int now, int slots, const PartialSum* totals) {
+  const int heads = row.held_rows.heads;
+  const int lowest_seen = row.lowest_seen(now);
+  for (int slot = static_cast<int>(threadIdx.x); slot < slots; slot += static_cast<int>(blockDim.x)) {
+    if (!row.held_rows.accumulate) row.scores[slot] = 0.0;
+    if (row.positions[slot] < lowest_seen) continue;
+    double shares = 0.0;
+    for (int head = 0; head < heads; ++head) {
+      const PartialSum total = totals[head];
+      shares += static_cast<double>(
+          __fdiv_rn(exponential(row.logits_of(head, step)[slot], total.reference), static_cast<float>(total.sum)));
+    }
+    row.scores[slot] += shares / static_cast<double>(heads);
+  }
+}
+
+/// The lowest score is evicted; sinks and recent tokens are protected.
+__device__ __forceinline__ void evict_lowest(const Row& row, int now, int slots, Candidate (&candidates)[most_warps]) {
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int begin = min(row.held_rows.sinks, now), end = first_of_newest(row.held_rows, row.number, now);
+  Candidate lowest{0.0, -1};
+  int its_slot = -1;
+  for (int slot = thread; slot < slots; slot += threads) {
+    const Candidate one{row.scores[slot], row.positions[slot]};
+    if (one.position < begin || one.position >= end || !goes_before(one, lowest)) continue;
+    lowest = one;
+    its_slot = slot;
+  }
+  const int mine = lowest.position;
+  lowest = first_to_go(lowest);
+  if (lane() == 0) candidates[thread / 32] = lowest;
+  __syncthreads();
+  lowest = first_to_go(lane() < threads / 32 ? candidates[lane()] : Candidate{0.0, -1});
+  if (its_slot >= 0 && mine == lowest.position) {
+    row.positions[its_slot] = -1;
+    row.evicted[mine] = now;
+  }
+  __syncthreads();
+}
+
+/// Those that are left move up, in their order.
+__device__ __forceinline__ void move_up(const Row& row, int slots, int (&counts)[most_warps]) {
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  int filled = 0;
+  for (int begin = 0; begin < slots; begin += threads) {
+    const int slot = begin + thread;
+    const int position = slot < slots ? row.positions[slot] : -1;
+    const double score = position >= 0 ? row.scores[slot] : 0.0;
+    const unsigned stays = __ballot_sync(~0U, position >= 0);
+    if (lane() == 0) counts[warp] = __popc(stays);
+    __syncthreads();
+    int to = filled + __popc(stays & ((1U << lane()) - 1U));
+    for (int other = 0; other < threads / 32; ++other) {
+      if (other < warp) to += counts[other];
+      filled += counts[other];
+    }
+    if (position >= 0) {
+      row.positions[to] = position;
+      row.scores[to] = score;
+    }
+    __syncthreads();
+  }
+}
+
 __global__ void __launch_bounds__(most_threads)
     steps_of_rows(HeldRows held_rows, int held, int token, int steps, const float* logits, int* bad) {
   __shared__ Candidate candidates[most_warps];
   __shared__ int counts[most_warps];
   const auto threads = static_cast<int>(blockDim.x);
-  const auto thread = static_cast<int>(threadIdx.x);
-  const int warps = threads / 32;
-  const int warp = thread / 32;
   const int heads = held_rows.heads;
-  // A head's slots are shared out to so many warps; heads beyond the number of warps come later.
-  const int warps_a_head = max(1, warps / heads);
-  const int heads_at_once = warps / warps_a_head;
+  const int warps_a_head = max(1, threads / 32 / heads);
   auto* partials = dynamic_shared<PartialSum>();         // [heads, warps_a_head]
   PartialSum* totals = partials + heads * warps_a_head;  // [heads]
 
-  const auto row = static_cast<std::size_t>(blockIdx.x);
+  const auto number = static_cast<std::size_t>(blockIdx.x);
   const auto capacity = static_cast<std::size_t>(held_rows.capacity);
-  const float* of_row = logits + row * static_cast<std::size_t>(heads) * static_cast<std::size_t>(steps) * capacity;
-  std::int32_t* positions = held_rows.positions + row * capacity;
-  double* scores = held_rows.scores + row * capacity;
-  std::int32_t* evicted = held_rows.evicted + row * static_cast<std::size_t>(held_rows.tokens);
-
-  for (int step = thread; step < steps; step += threads) {
-    positions[held + step] = token + step;
-    scores[held + step] = 0.0;
+  const Row row{held_rows,
+                number,
+                logits + number * static_cast<std::size_t>(heads) * static_cast<std::size_t>(steps) * capacity,
+                steps,
+                held_rows.positions + number * capacity,
+                held_rows.scores + number * capacity,
+                held_rows.evicted + number * static_cast<std::size_t>(held_rows.tokens)};
+  for (int step = static_cast<int>(threadIdx.x); step < steps; step += threads) {
+    row.positions[held + step] = token + step;
+    row.scores[held + step] = 0.0;
   }
   __syncthreads();
 
@@ -152,109 +287,12 @@ __global__ void __launch_bounds__(most_threads)
   for (int step = 0; step < steps; ++step) {
     const int slots = held + step + 1;
     const int now = token + step;
-    const int lowest_seen = held_rows.window > 0 ? max(0, now - held_rows.window + 1) : 0;
-    const auto logits_of = [&](int head) {
-      return of_row +
-             (static_cast<std::size_t>(head) * static_cast<std::size_t>(steps) + static_cast<std::size_t>(step)) *
-                 capacity;
-    };
-    const auto logit = [&](const float* of_head, int slot) {
-      const float x = of_head[slot];
-      return positions[slot] >= lowest_seen ? x : -INFINITY;
-    };
-
-    // Sums of exponentials, a head to some warps.
-    for (int first = 0; first < heads; first += heads_at_once) {
-      const int head = first + warp / warps_a_head;
-      const bool works = warp / warps_a_head < heads_at_once && head < heads;
-      const float* of_head = logits_of(min(head, heads - 1));
-      const int first_slot = warp % warps_a_head * 32 + lane();
-      float highest = -INFINITY;
-      for (int slot = first_slot; works && slot < slots; slot += 32 * warps_a_head) {
-        const float x = logit(of_head, slot);
-        if (positions[slot] >= lowest_seen && !(fabsf(x) < INFINITY)) finite = false;
-        highest = fmaxf(highest, x);
-      }
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0U, highest, lanes));
-      const float reference = ceilf(highest);
-      double sum = 0.0;
-      for (int slot = first_slot; works && slot < slots; slot += 32 * warps_a_head)
-        sum += static_cast<double>(exponential(logit(of_head, slot), reference));
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0U, sum, lanes);
-      if (works && lane() == 0) partials[head * warps_a_head + warp % warps_a_head] = {sum, reference};
-    }
-    __syncthreads();
-    for (int head = thread; head < heads; head += threads) {
-      const PartialSum* mine = partials + head * warps_a_head;
-      PartialSum total{0.0, -INFINITY};
-      for (int i = 0; i < warps_a_head; ++i) total.reference = fmaxf(total.reference, mine[i].reference);
-      for (int i = 0; i < warps_a_head; ++i)
-        total.sum += mine[i].sum * static_cast<double>(exponential(mine[i].reference, total.reference));
-      totals[head] = total;
-    }
-    __syncthreads();
-
-    // The mean over heads is added to the scores, or takes their place.
-    for (int slot = thread; slot < slots; slot += threads) {
-      if (!held_rows.accumulate) scores[slot] = 0.0;
-      if (positions[slot] < lowest_seen) continue;
-      double shares = 0.0;
-      for (int head = 0; head < heads; ++head) {
-        const PartialSum total = totals[head];
-        shares += static_cast<double>(
-            __fdiv_rn(exponential(logits_of(head)[slot], total.reference), static_cast<float>(total.sum)));
-      }
-      scores[slot] += shares / static_cast<double>(heads);
-    }
-
-    // While too many are resident, the lowest score is evicted; sinks and recent tokens are protected.
-    ++count;
-    for (; count > held_rows.budgets[now]; --count) {
-      const int begin = min(held_rows.sinks, now), end = first_of_newest(held_rows, blockIdx.x, now);
-      Candidate lowest{0.0, -1};
-      int its_slot = -1;
-      for (int slot = thread; slot < slots; slot += threads) {
-        const Candidate one{scores[slot], positions[slot]};
-        if (one.position < begin || one.position >= end || !goes_before(one, lowest)) continue;
-        lowest = one;
-        its_slot = slot;
-      }
-      const int mine = lowest.position;
-      lowest = first_to_go(lowest);
-      if (lane() == 0) candidates[warp] = lowest;
-      __syncthreads();
-      lowest = first_to_go(lane() < warps ? candidates[lane()] : Candidate{0.0, -1});
-      if (its_slot >= 0 && mine == lowest.position) {
-        positions[its_slot] = -1;
-        evicted[mine] = now;
-      }
-      __syncthreads();
-    }
+    finite = sum_exponentials(row, step, now, slots, warps_a_head, partials, totals) && finite;
+    add_attention(row, step, now, slots, totals);
+    for (++count; count > held_rows.budgets[now]; --count) evict_lowest(row, now, slots, candidates);
   }
   if (!finite) *bad = 1;
-
-  // Those that are left move up, in their order.
-  int filled = 0;
-  for (int begin = 0; begin < held + steps; begin += threads) {
-    const int slot = begin + thread;
-    const int position = slot < held + steps ? positions[slot] : -1;
-    const double score = position >= 0 ? scores[slot] : 0.0;
-    const unsigned stays = __ballot_sync(~0U, position >= 0);
-    if (lane() == 0) counts[warp] = __popc(stays);
-    __syncthreads();
-    int to = filled + __popc(stays & ((1U << lane()) - 1U));
-    for (int other = 0; other < warps; ++other) {
-      if (other < warp) to += counts[other];
-      filled += counts[other];
-    }
-    if (position >= 0) {
-      positions[to] = position;
-      scores[to] = score;
-    }
-    __syncthreads();
-  }
+  move_up(row, held + steps, counts);
 }
 
 }  // namespace

@@ -209,6 +209,125 @@ __global__ void begin_choice(Choice choice) {
   }
 }
 
+/// Lists the members whose red the newcomer raises, and raises it; their number. With all threads of the block.
+__device__ __forceinline__ int raise_members(const Choice& choice, const std::int32_t* const (&joining)[most_matrices],
+                                             int (&rises_of_warps)[32]) {
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  int rises = 0;
+#pragma unroll
+  for (int m = 0; m < most_matrices; ++m) {
+    if (m >= choice.count) continue;
+#pragma unroll 4
+    for (int j = thread; j < choice.tokens; j += threads) rises += joining[m][j] > choice.matrices[m].red[j] ? 1 : 0;
+  }
+  int up_to_here = rises;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0U, up_to_here, static_cast<unsigned>(distance));
+    if (lane() >= distance) up_to_here += lower;
+  }
+  if (lane() == 31) rises_of_warps[thread / 32] = up_to_here;
+  __syncthreads();
+  int place = up_to_here - rises;
+  int all_rises = 0;
+  for (int w = 0; w < threads / 32; ++w) {
+    if (w < thread / 32) place += rises_of_warps[w];
+    all_rises += rises_of_warps[w];
+  }
+  if (all_rises == 0) return 0;
+#pragma unroll
+  for (int m = 0; m < most_matrices; ++m) {
+    if (m >= choice.count || rises == 0) continue;
+    const Redundancy& matrix = choice.matrices[m];
+    for (int j = thread; j < choice.tokens; j += threads) {
+      if (joining[m][j] <= matrix.red[j]) continue;
+      choice.rises[place++] = {
+          matrix.similarities + static_cast<std::size_t>(j) * static_cast<std::size_t>(choice.stride), matrix.red[j],
+          joining[m][j]};
+      matrix.red[j] = joining[m][j];
+    }
+  }
+  __syncthreads();
+  return all_rises;
+}
+
+/// A token that joins: which, in which step, and how many members' red it has raised.
+struct Newcomer {
+  int token;
+  int step;
+  const std::int32_t* joining[most_matrices];  // its rows of similarities
+  std::int32_t red[most_matrices];
+  int rises;
+};
+
+/// What the newcomer changes for some of a thread's tokens, from `first` on; the best candidate among them.
+__device__ __forceinline__ Candidate update_tokens(const Choice& choice, const Newcomer& newcomer, int first,
+                                                   Candidate best) {
+  const auto threads = static_cast<int>(blockDim.x);
+  const int tokens = choice.tokens;
+  const int first_alone = choice.sinks > 0 ? 0 : tokens - choice.recent;
+  std::int64_t sum[tokens_at_once], highest[tokens_at_once];
+#pragma unroll
+  for (int i = 0; i < tokens_at_once; ++i) {
+    const int j = first + i * threads;
+    sum[i] = highest[i] = 0;
+    if (j < tokens) sum[i] = j != newcomer.token ? choice.excess[j] : choice.greatest ? -joined_excess : joined_excess;
+  }
+#pragma unroll
+  for (int m = 0; m < most_matrices; ++m) {
+    if (m >= choice.count) continue;
+    const Redundancy& matrix = choice.matrices[m];
+    // All loads before the first store, for the compiler cannot know that they differ.
+    std::int32_t similarity[tokens_at_once], raised[tokens_at_once];
+#pragma unroll
+    for (int i = 0; i < tokens_at_once; ++i) {
+      const int j = first + i * threads;
+      similarity[i] = j < tokens ? newcomer.joining[m][j] : 0;
+      raised[i] = j < tokens ? matrix.highest[j] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < tokens_at_once; ++i) {
+      const int j = first + i * threads;
+      if (j >= tokens) continue;
+      sum[i] += excess_of(similarity[i], newcomer.red[m], highest_similarity);
+      if (j == newcomer.token && newcomer.step > 0) matrix.red[j] = newcomer.red[m];
+      raised[i] = max(raised[i], similarity[i]);
+      matrix.highest[j] = raised[i];
+      highest[i] += raised[i];
+    }
+    if (newcomer.step == 1) {
+      // The first, alone, had red 0, whatever it has now.
+      const std::int32_t* alone =
+          matrix.similarities + static_cast<std::size_t>(first_alone) * static_cast<std::size_t>(choice.stride);
+#pragma unroll
+      for (int i = 0; i < tokens_at_once; ++i) {
+        const int j = first + i * threads;
+        if (j >= tokens) continue;
+        sum[i] += excess_of(alone[j], newcomer.red[m], highest_similarity) - excess_of(alone[j], 0, highest_similarity);
+        if (j == first_alone) matrix.red[j] = newcomer.red[m];
+      }
+    }
+  }
+  for (int k = 0; k < newcomer.rises; ++k) {
+    const Rise rise = choice.rises[k];
+#pragma unroll
+    for (int i = 0; i < tokens_at_once; ++i) {
+      const int j = first + i * threads;
+      if (j < tokens) sum[i] -= excess_of(rise.row[j], rise.low, rise.high);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < tokens_at_once; ++i) {
+    const int j = first + i * threads;
+    if (j >= tokens) continue;
+    choice.excess[j] = sum[i];
+    const std::int64_t redundancy = sum[i] + highest[i];
+    best = better(best, {choice.greatest ? -redundancy : redundancy, j});
+  }
+  return best;
+}
+
 /// Steps [begin, end), a token joins in each; on one block of whole warps. Sums of integers do not depend on an order,
 /// so the steps need no order among threads.
 __global__ void __launch_bounds__(most_threads, 1) join_tokens(Choice choice, int begin, int end) {
@@ -216,125 +335,32 @@ __global__ void __launch_bounds__(most_threads, 1) join_tokens(Choice choice, in
   __shared__ Candidate best_of_warps[32];
   const auto threads = static_cast<int>(blockDim.x);
   const auto thread = static_cast<int>(threadIdx.x);
-  const int warps = threads / 32;
-  const int warp = thread / 32;
-  const int tokens = choice.tokens;
-  const int first_alone = choice.sinks > 0 ? 0 : tokens - choice.recent;
   int next = *choice.next;
 
   for (int step = begin; step < end; ++step) {
-    const int token = step < choice.sinks                   ? step
-                      : step < choice.sinks + choice.recent ? tokens - choice.recent + step - choice.sinks
-                                                            : next;
-    // Members whose red the newcomer raises.
-    const std::int32_t* joining[most_matrices];
-    std::int32_t red[most_matrices];
-    int rises = 0;
+    Newcomer newcomer{};
+    newcomer.step = step;
+    newcomer.token = step < choice.sinks                   ? step
+                     : step < choice.sinks + choice.recent ? choice.tokens - choice.recent + step - choice.sinks
+                                                           : next;
 #pragma unroll
     for (int m = 0; m < most_matrices; ++m) {
       if (m >= choice.count) continue;
       const Redundancy& matrix = choice.matrices[m];
-      joining[m] = matrix.similarities + static_cast<std::size_t>(token) * static_cast<std::size_t>(choice.stride);
-      red[m] = step == 0 ? 0 : matrix.highest[token];
-#pragma unroll 4
-      for (int j = thread; j < tokens; j += threads) rises += joining[m][j] > matrix.red[j] ? 1 : 0;
+      newcomer.joining[m] =
+          matrix.similarities + static_cast<std::size_t>(newcomer.token) * static_cast<std::size_t>(choice.stride);
+      newcomer.red[m] = step == 0 ? 0 : matrix.highest[newcomer.token];
     }
-    int up_to_here = rises;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(~0U, up_to_here, static_cast<unsigned>(distance));
-      if (lane() >= distance) up_to_here += lower;
-    }
-    if (lane() == 31) rises_of_warps[warp] = up_to_here;
-    __syncthreads();
-    int place = up_to_here - rises;
-    int all_rises = 0;
-    for (int w = 0; w < warps; ++w) {
-      if (w < warp) place += rises_of_warps[w];
-      all_rises += rises_of_warps[w];
-    }
-    if (all_rises > 0) {
-#pragma unroll
-      for (int m = 0; m < most_matrices; ++m) {
-        if (m >= choice.count || rises == 0) continue;
-        const Redundancy& matrix = choice.matrices[m];
-        for (int j = thread; j < tokens; j += threads) {
-          if (joining[m][j] <= matrix.red[j]) continue;
-          choice.rises[place++] = {
-              matrix.similarities + static_cast<std::size_t>(j) * static_cast<std::size_t>(choice.stride),
-              matrix.red[j], joining[m][j]};
-          matrix.red[j] = joining[m][j];
-        }
-      }
-      __syncthreads();
-    }
+    newcomer.rises = raise_members(choice, newcomer.joining, rises_of_warps);
 
     Candidate best = nobody();
-    for (int first = thread; first < tokens; first += tokens_at_once * threads) {
-      std::int64_t sum[tokens_at_once], highest[tokens_at_once];
-#pragma unroll
-      for (int i = 0; i < tokens_at_once; ++i) {
-        const int j = first + i * threads;
-        sum[i] = highest[i] = 0;
-        if (j < tokens) sum[i] = j != token ? choice.excess[j] : choice.greatest ? -joined_excess : joined_excess;
-      }
-#pragma unroll
-      for (int m = 0; m < most_matrices; ++m) {
-        if (m >= choice.count) continue;
-        const Redundancy& matrix = choice.matrices[m];
-        // All loads before the first store, for the compiler cannot know that they differ.
-        std::int32_t similarity[tokens_at_once], raised[tokens_at_once];
-#pragma unroll
-        for (int i = 0; i < tokens_at_once; ++i) {
-          const int j = first + i * threads;
-          similarity[i] = j < tokens ? joining[m][j] : 0;
-          raised[i] = j < tokens ? matrix.highest[j] : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < tokens_at_once; ++i) {
-          const int j = first + i * threads;
-          if (j >= tokens) continue;
-          sum[i] += excess_of(similarity[i], red[m], highest_similarity);
-          if (j == token && step > 0) matrix.red[j] = red[m];
-          raised[i] = max(raised[i], similarity[i]);
-          matrix.highest[j] = raised[i];
-          highest[i] += raised[i];
-        }
-        if (step == 1) {
-          // The first, alone, had red 0, whatever it has now.
-          const std::int32_t* alone =
-              matrix.similarities + static_cast<std::size_t>(first_alone) * static_cast<std::size_t>(choice.stride);
-#pragma unroll
-          for (int i = 0; i < tokens_at_once; ++i) {
-            const int j = first + i * threads;
-            if (j >= tokens) continue;
-            sum[i] += excess_of(alone[j], red[m], highest_similarity) - excess_of(alone[j], 0, highest_similarity);
-            if (j == first_alone) matrix.red[j] = red[m];
-          }
-        }
-      }
-      for (int k = 0; k < all_rises; ++k) {
-        const Rise rise = choice.rises[k];
-#pragma unroll
-        for (int i = 0; i < tokens_at_once; ++i) {
-          const int j = first + i * threads;
-          if (j < tokens) sum[i] -= excess_of(rise.row[j], rise.low, rise.high);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < tokens_at_once; ++i) {
-        const int j = first + i * threads;
-        if (j >= tokens) continue;
-        choice.excess[j] = sum[i];
-        const std::int64_t redundancy = sum[i] + highest[i];
-        best = better(best, {choice.greatest ? -redundancy : redundancy, j});
-      }
-    }
+    for (int first = thread; first < choice.tokens; first += tokens_at_once * threads)
+      best = update_tokens(choice, newcomer, first, best);
     best = best_of_warp(best);
-    if (lane() == 0) best_of_warps[warp] = best;
-    if (thread == 0) choice.joined[step] = token;
+    if (lane() == 0) best_of_warps[thread / 32] = best;
+    if (thread == 0) choice.joined[step] = newcomer.token;
     __syncthreads();
-    next = best_of_warp(lane() < warps ? best_of_warps[lane()] : nobody()).token;
+    next = best_of_warp(lane() < threads / 32 ? best_of_warps[lane()] : nobody()).token;
   }
   if (thread == 0) *choice.next = next;
 }

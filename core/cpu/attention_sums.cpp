@@ -108,11 +108,66 @@ int many_block(int keys, int panel_rows) {
   return std::max(panel_rows, rows_that_fit(block_bytes, keys, block_rows) / panel_rows * panel_rows);
 }
 
+/// The keys of each list of resident tokens: one for each KV head, or one for all.
+std::vector<SoftmaxKeys> lists_of_keys(const AttentionSums& what, int keys) {
+  if (what.resident.empty()) return {{.count = keys, .positions = Positions::original}};
+  std::vector<SoftmaxKeys> lists;
+  const std::size_t count = what.resident.size() / static_cast<std::size_t>(what.resident_rows);
+  for (std::size_t row = 0; row < static_cast<std::size_t>(what.resident_rows); ++row)
+    lists.push_back(
+        {.count = keys, .resident = what.resident.subspan(row * count, count), .positions = what.positions});
+  return lists;
+}
+
+/// Adds the columns of one block, whose exponentials are in `mine.block`, to the sums of its segment.
+void add_columns(const TileKernels& kernels, ThreadScratch& mine, const AttentionSums& what, const Segment& segment,
+                 int begin, int end, int column_tiles, double* into) {
+  const bool counts = what.above_uniform > 0.0;
+  const int queries = static_cast<int>(what.queries.size());
+  float* factors = mine.factors.at_least(static_cast<std::size_t>(mine.block.tiles().panels * kernels.rows));
+  for (int row = begin; row < end; ++row) {
+    const QueryPlace& place = mine.rows[static_cast<std::size_t>(row - begin)].place;
+    const double weight = counts                 ? (place.end - place.first) / what.above_uniform
+                          : what.weights.empty() ? 1.0
+                                                 : what.weights[static_cast<std::size_t>(row % queries)];
+    const double sum = mine.block.row_sum(row - begin);
+    factors[row - begin] = sum > 0.0 ? static_cast<float>(weight / sum) : 0.0F;
+    if (!what.own_key && place.own >= 0) mine.block.exponential(row - begin, place.own) = 0.0F;
+  }
+  if (counts) {
+    mine.block.count_above_one(factors);
+    std::fill_n(factors, end - begin, 1.0F);
+  }
+  for (int tile = mine.block.first_tile(); tile < std::min(mine.block.end_tile(), column_tiles); ++tile) {
+    double* tile_sums = into + product(tile - segment.first_tile, kernels.keys);
+    for (int head = begin / queries; head * queries < end; ++head) {
+      const int from = std::max(head * queries, begin) - begin;
+      const int to = std::min((head + 1) * queries, end) - begin;
+      kernels.add_columns(
+          mine.block.tiles(), tile, from, to, factors,
+          tile_sums + product(head - segment.first_head, segment.tiles) * static_cast<std::size_t>(kernels.keys));
+    }
+  }
+}
+
+/// Adds the segments' sums of one query head of its group, in their order.
+void add_segments(std::span<const Segment> segments, int head, const double* partials, int tile_keys,
+                  std::span<double> sums) {
+  for (const Segment& segment : segments) {
+    const int met = head - segment.first_head;
+    if (met < 0 || met >= segment.heads) continue;
+    const double* from =
+        partials + (segment.first_partial + product(met, segment.tiles)) * static_cast<std::size_t>(tile_keys);
+    const std::size_t begin = product(segment.first_tile, tile_keys);
+    const std::size_t end = std::min(sums.size(), begin + product(segment.tiles, tile_keys));
+    for (std::size_t column = begin; column < end; ++column) sums[column] += from[column - begin];
+  }
+}
+
 }  // namespace
 
 Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums& what) {
-  const bool counts = what.above_uniform > 0.0;
-  assert(!counts || what.weights.empty());
+  assert(what.above_uniform == 0.0 || what.weights.empty());
   const int queries = static_cast<int>(what.queries.size());
   const bool all_take_part = what.resident.empty();
   const int columns =
@@ -123,18 +178,10 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   const int group = layer.group();
   const int kv_heads = layer.k.heads;
   const int keys = all_take_part ? what.queries.back() + 1 : columns;
-  std::vector<SoftmaxKeys> softmax_keys;
+  const std::vector<SoftmaxKeys> lists = lists_of_keys(what, keys);
   std::vector<std::vector<QueryPlace>> places;
-  for (int row = 0; row < (all_take_part ? 1 : what.resident_rows); ++row) {
-    SoftmaxKeys some{.count = keys, .positions = all_take_part ? Positions::original : what.positions};
-    if (!all_take_part) {
-      const auto count = static_cast<std::size_t>(columns);
-      some.resident = what.resident.subspan(static_cast<std::size_t>(row) * count, count);
-    }
-    softmax_keys.push_back(some);
-    places.push_back(query_places(layer, what.queries, some));
-  }
-  const auto row_of = [&](int kv_head) { return static_cast<std::size_t>(softmax_keys.size() == 1 ? 0 : kv_head); };
+  for (const SoftmaxKeys& list : lists) places.push_back(query_places(layer, what.queries, list));
+  const auto list_of = [&](int kv_head) { return static_cast<std::size_t>(lists.size() == 1 ? 0 : kv_head); };
 
   const int rows = group * queries;
   const bool few = rows <= few_rows;
@@ -143,64 +190,39 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   const int heads_at_once = few ? kv_heads : 1;
   const int key_tiles = (keys + kernels_.keys - 1) / kernels_.keys;
   const int column_tiles = std::min(key_tiles, (columns + kernels_.keys - 1) / kernels_.keys);
-  const TileForm& form = form_of(kernels_, layer, softmax_keys.front());
+  const TileForm& form = form_of(kernels_, layer, lists.front());
   const std::size_t tile_cells = product(form.cells(layer.k.dim), kernels_.keys);
-  const auto tile_columns = static_cast<std::size_t>(kernels_.keys);
 
   const std::vector<Segment> segments = cut_segments(blocks, kernels_.keys, column_tiles);
-  const int segment_count = static_cast<int>(segments.size());
   // Those with the last keys come first, so that a thread's buffers seldom have to grow.
   std::vector<const Segment*> by_reach;
   for (const Segment& segment : segments) by_reach.push_back(&segment);
   std::ranges::sort(by_reach, std::greater(), [](const Segment* of) { return of->first_tile + of->tiles; });
+  const auto tile_columns = static_cast<std::size_t>(kernels_.keys);
   const std::size_t partials_a_head =
-      segments.back().first_partial + product(segments.back().heads, segments.back().tiles);
+      (segments.back().first_partial + product(segments.back().heads, segments.back().tiles)) * tile_columns;
   float* packed = few ? nullptr : packed_keys_.at_least(static_cast<std::size_t>(key_tiles) * tile_cells);
-  double* partials = partial_sums_.at_least(partials_a_head * static_cast<std::size_t>(heads_at_once) * tile_columns);
+  double* partials = partial_sums_.at_least(partials_a_head * static_cast<std::size_t>(heads_at_once));
   std::atomic<bool> finite{true};
 
-  const auto add_block = [&](Scratch& mine, int kv_head, const Segment& segment, int block, double* into) {
-    const std::span<const QueryPlace> own_places = places[row_of(kv_head)];
-    const SoftmaxKeys& own_keys = softmax_keys[row_of(kv_head)];
+  const auto add_block = [&](ThreadScratch& mine, int kv_head, const Segment& segment, int block, double* into) {
     const int begin = block * blocks.rows_per_block;
     const int end = std::min(begin + blocks.rows_per_block, rows);
     mine.rows.clear();
-    for (int row = begin; row < end; ++row) {
-      mine.rows.push_back({kv_head * group + row / queries, own_places[static_cast<std::size_t>(row % queries)]});
-    }
+    for (int row = begin; row < end; ++row)
+      mine.rows.push_back(
+          {kv_head * group + row / queries, places[list_of(kv_head)][static_cast<std::size_t>(row % queries)]});
     mine.block.prepare(layer, form, mine.rows, false);
     const bool computed = mine.block.compute([&](int tile) -> const float* {
       if (packed != nullptr) return packed + static_cast<std::size_t>(tile) * tile_cells;
       float* keys_of_tile = mine.keys.at_least(tile_cells);
-      pack_keys(kernels_, form, layer, kv_head, own_keys, tile, mine.staging, keys_of_tile);
+      pack_keys(kernels_, form, layer, kv_head, lists[list_of(kv_head)], tile, mine.staging, keys_of_tile);
       return keys_of_tile;
     });
     if (!computed) {
       finite = false;
-      return;
-    }
-    float* factors = mine.factors.at_least(static_cast<std::size_t>(mine.block.tiles().panels * kernels_.rows));
-    for (int row = begin; row < end; ++row) {
-      const QueryPlace& place = mine.rows[static_cast<std::size_t>(row - begin)].place;
-      const double weight = counts                 ? (place.end - place.first) / what.above_uniform
-                            : what.weights.empty() ? 1.0
-                                                   : what.weights[static_cast<std::size_t>(row % queries)];
-      const double sum = mine.block.row_sum(row - begin);
-      factors[row - begin] = sum > 0.0 ? static_cast<float>(weight / sum) : 0.0F;
-      if (!what.own_key && place.own >= 0) mine.block.exponential(row - begin, place.own) = 0.0F;
-    }
-    if (counts) {
-      mine.block.count_above_one(factors);
-      std::fill_n(factors, end - begin, 1.0F);
-    }
-    for (int tile = mine.block.first_tile(); tile < std::min(mine.block.end_tile(), column_tiles); ++tile) {
-      double* tile_sums = into + product(tile - segment.first_tile, kernels_.keys);
-      for (int head = begin / queries; head * queries < end; ++head) {
-        const int from = std::max(head * queries, begin) - begin;
-        const int to = std::min((head + 1) * queries, end) - begin;
-        kernels_.add_columns(mine.block.tiles(), tile, from, to, factors,
-                             tile_sums + product(head - segment.first_head, segment.tiles) * tile_columns);
-      }
+    } else {
+      add_columns(kernels_, mine, what, segment, begin, end, column_tiles, into);
     }
   };
 
@@ -209,36 +231,25 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
     if (packed != nullptr) {
 #pragma omp for schedule(static)
       for (int tile = 0; tile < key_tiles; ++tile) {
-        pack_keys(kernels_, form, layer, first_kv_head, softmax_keys[row_of(first_kv_head)], tile, scratch().staging,
+        pack_keys(kernels_, form, layer, first_kv_head, lists[list_of(first_kv_head)], tile, scratch().staging,
                   packed + static_cast<std::size_t>(tile) * tile_cells);
       }
     }
     // Which thread takes which segment changes nothing: every segment has its own sums.
 #pragma omp for schedule(dynamic)
-    for (int task = 0; task < heads_at_once * segment_count; ++task) {
+    for (int task = 0; task < heads_at_once * static_cast<int>(segments.size()); ++task) {
       const Segment& segment = *by_reach[static_cast<std::size_t>(task / heads_at_once)];
       const int head_offset = task % heads_at_once;
       double* into =
-          partials + (static_cast<std::size_t>(head_offset) * partials_a_head + segment.first_partial) * tile_columns;
+          partials + static_cast<std::size_t>(head_offset) * partials_a_head + segment.first_partial * tile_columns;
       std::fill_n(into, product(segment.heads, segment.tiles) * tile_columns, 0.0);
-      for (int block = segment.begin; block < segment.end; ++block) {
+      for (int block = segment.begin; block < segment.end; ++block)
         add_block(scratch(), first_kv_head + head_offset, segment, block, into);
-      }
     }
 #pragma omp for schedule(static)
-    for (int head = 0; head < heads_at_once * group; ++head) {
-      const std::span<double> out = sums.row(first_kv_head * group + head);
-      for (const Segment& segment : segments) {
-        const int met = head % group - segment.first_head;
-        if (met < 0 || met >= segment.heads) continue;
-        const double* from = partials + (static_cast<std::size_t>(head / group) * partials_a_head +
-                                         segment.first_partial + product(met, segment.tiles)) *
-                                            tile_columns;
-        const std::size_t begin = product(segment.first_tile, kernels_.keys);
-        const std::size_t end = std::min(out.size(), begin + product(segment.tiles, kernels_.keys));
-        for (std::size_t column = begin; column < end; ++column) out[column] += from[column - begin];
-      }
-    }
+    for (int head = 0; head < heads_at_once * group; ++head)
+      add_segments(segments, head % group, partials + static_cast<std::size_t>(head / group) * partials_a_head,
+                   kernels_.keys, sums.row(first_kv_head * group + head));
   }
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
   return sums;

@@ -68,7 +68,7 @@ CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
 
 std::string CpuBackend::description() const { return "cpu " + level_.name; }
 
-CpuBackend::Scratch& CpuBackend::scratch() { return scratch_[static_cast<std::size_t>(omp_get_thread_num())]; }
+ThreadScratch& CpuBackend::scratch() { return scratch_[static_cast<std::size_t>(omp_get_thread_num())]; }
 
 Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
   Matrix norms(tensor.heads, tokens);

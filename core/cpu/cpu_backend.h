@@ -9,11 +9,10 @@
 
 #include "attention/backend.h"
 #include "cpu/aligned_buffer.h"
-#include "cpu/moment_block.h"
 #include "cpu/online_kernels.h"
 #include "cpu/simd_level.h"
 #include "cpu/similarity_kernels.h"
-#include "cpu/softmax_block.h"
+#include "cpu/thread_scratch.h"
 #include "cpu/tile.h"
 
 namespace kvreplay {
@@ -40,17 +39,7 @@ class CpuBackend final : public Backend {
  private:
   std::size_t redundancy_bytes(const LayerTensors& layer, int tokens) const;
 
-  /// What one thread works in, kept from call to call.
-  struct Scratch {
-    Scratch(const TileKernels& kernels, const MomentKernels& moment_kernels)
-        : block(kernels), moments(kernels, moment_kernels) {}
-    SoftmaxBlock block;
-    MomentBlock moments;
-    std::vector<BlockRow> rows;
-    AlignedBuffer<float> staging, keys, values, factors;
-    AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
-  };
-  Scratch& scratch();
+  ThreadScratch& scratch();
 
   const SimdLevel level_;
   const TileKernels& kernels_;
@@ -58,7 +47,7 @@ class CpuBackend final : public Backend {
   const OnlineKernels& online_kernels_;
   int threads_;
   std::size_t similarity_bytes_;
-  std::vector<Scratch> scratch_;
+  std::vector<ThreadScratch> scratch_;
   AlignedBuffer<float> packed_keys_;
   AlignedBuffer<double> partial_sums_;
   AlignedBuffer<double> wide_vectors_[2];  // of keys and of values, for least_redundant

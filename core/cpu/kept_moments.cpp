@@ -135,6 +135,76 @@ class WideRow {
   double highest_ = 0;
 };
 
+/// Makes moments of a block's sums, and writes them where results are.
+struct MomentWriter {
+  const TileKernels& kernels;
+  const MomentTask& task;
+  std::span<const int> distinct;  // of each caller's set, the number of the set of the task that equals it
+  int query_count;
+  KeptMoments& result;
+
+  void write(const MomentBlock& block, int number, const MomentRow& row) const;
+
+ private:
+  bool lost_in(const RowSums& sums, const MomentRow& row, std::size_t set) const {
+    return lost_parts(sums, row, task.sets[set].at(row.query), task.layer.group(), task.boundary);
+  }
+  RowOfSet in_float32(const MomentBlock& block, int number, std::size_t set) const {
+    RowOfSet found{block.sums(number, static_cast<int>(set)), std::vector<double>(task.parts.outputs ? dim() : 0)};
+    block.output(number, static_cast<int>(set), found.sums.total(), found.output);
+    return found;
+  }
+  std::size_t dim() const { return static_cast<std::size_t>(task.layer.v.dim); }
+};
+
+void MomentWriter::write(const MomentBlock& block, int number, const MomentRow& row) const {
+  const bool vectors = task.parts.vectors;
+  std::optional<WideRow> wide;
+  const auto in_float64 = [&](std::size_t set) {
+    if (!wide) wide.emplace(kernels, task.layer, task.boundary, row.head / task.layer.group(), row);
+    return wide->of(task.sets[set].at(row.query), task.parts.outputs);
+  };
+  const RowOfSet full = in_float32(block, number, 0);
+  const bool full_is_wide = lost_in(full.sums, row, 0);
+  std::optional<RowOfSet> wide_full;
+  std::vector<Moments> of_set;
+  std::vector<float> errors(vectors ? task.sets.size() * dim() : 0);  // [sets, dim]
+  const auto write_error = [&](std::size_t i, const RowOfSet& of_this, const RowOfSet& beside) {
+    for (std::size_t c = 0; vectors && c < dim(); ++c)
+      errors[i * dim() + c] = static_cast<float>(of_this.output[c] - beside.output[c]);
+  };
+  for (std::size_t i = 0; i < task.sets.size(); ++i) {
+    const RowOfSet of_this = i == 0 ? full : in_float32(block, number, i);
+    // Of a pair of sets, sums that are divided by each other's come from the same numbers; other pairs have no say.
+    Moments moments;
+    if (full_is_wide || lost_in(of_this.sums, row, i)) {
+      if (!wide_full) wide_full = in_float64(0);
+      const RowOfSet wide_this = i == 0 ? *wide_full : in_float64(i);
+      moments = compare(wide_this, *wide_full);
+      if (!full_is_wide) moments = in_units_of(of_set.front(), moments, compare(*wide_full, *wide_full));
+      write_error(i, wide_this, *wide_full);
+    } else {
+      moments = compare(of_this, full);
+      write_error(i, of_this, full);
+    }
+    moments.logit_square = of_this.sums.logit_square * std::numbers::ln2 * std::numbers::ln2;
+    moments.unaligned_dot = of_this.sums.unaligned_dot / (full.sums.total() * full.sums.total());
+    of_set.push_back(moments);
+  }
+
+  const std::size_t cell = product(row.head, query_count) + static_cast<std::size_t>(row.query);
+  result.full[cell] = of_set.front();
+  const std::vector<double>& output = full_is_wide ? wide_full->output : full.output;
+  for (std::size_t c = 0; vectors && c < dim(); ++c)
+    result.outputs.full[cell * dim() + c] = static_cast<float>(output[c]);
+  for (std::size_t i = 0; i < distinct.size(); ++i) {
+    const auto set = static_cast<std::size_t>(distinct[i]);
+    const std::size_t at = i * result.full.size() + cell;
+    result.kept[at] = of_set[set];
+    if (vectors) std::copy_n(errors.data() + set * dim(), dim(), result.outputs.errors.data() + at * dim());
+  }
+}
+
 }  // namespace
 
 KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
@@ -167,68 +237,13 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
   const MomentTask task{layer, boundary, parts, sets, with_later};
   std::atomic<bool> finite{true};
 
-  const auto write_moments = [&](const MomentBlock& block, int number, const MomentRow& row) {
-    const int kv_head = row.head / group;
-    const std::size_t cell = product(row.head, query_count) + static_cast<std::size_t>(row.query);
-    const auto lost_in = [&](const RowSums& sums, std::size_t i) {
-      return lost_parts(sums, row, sets[i].at(row.query), group, boundary);
-    };
-    const auto in_float32 = [&](std::size_t i) {
-      RowOfSet found{block.sums(number, static_cast<int>(i)), std::vector<double>(parts.outputs ? dim : 0)};
-      block.output(number, static_cast<int>(i), found.sums.total(), found.output);
-      return found;
-    };
-    std::optional<WideRow> wide;
-    const auto in_float64 = [&](std::size_t i) {
-      if (!wide) wide.emplace(kernels_, layer, boundary, kv_head, row);
-      return wide->of(sets[i].at(row.query), parts.outputs);
-    };
-
-    const RowOfSet full = in_float32(0);
-    const bool full_is_wide = lost_in(full.sums, 0);
-    std::optional<RowOfSet> wide_full;
-    std::vector<Moments> of_set;
-    std::vector<float> errors(parts.vectors ? sets.size() * dim : 0);  // [sets, dim]
-    const auto write_error = [&](std::size_t i, const RowOfSet& of_this, const RowOfSet& beside) {
-      for (std::size_t c = 0; parts.vectors && c < dim; ++c)
-        errors[i * dim + c] = static_cast<float>(of_this.output[c] - beside.output[c]);
-    };
-    for (std::size_t i = 0; i < sets.size(); ++i) {
-      const RowOfSet of_this = i == 0 ? full : in_float32(i);
-      // Of a pair of sets, sums that are divided by each other's come from the same numbers; other pairs have no say.
-      Moments moments;
-      if (full_is_wide || lost_in(of_this.sums, i)) {
-        if (!wide_full) wide_full = in_float64(0);
-        const RowOfSet wide_this = i == 0 ? *wide_full : in_float64(i);
-        moments = compare(wide_this, *wide_full);
-        if (!full_is_wide) moments = in_units_of(of_set.front(), moments, compare(*wide_full, *wide_full));
-        write_error(i, wide_this, *wide_full);
-      } else {
-        moments = compare(of_this, full);
-        write_error(i, of_this, full);
-      }
-      moments.logit_square = of_this.sums.logit_square * std::numbers::ln2 * std::numbers::ln2;
-      moments.unaligned_dot = of_this.sums.unaligned_dot / (full.sums.total() * full.sums.total());
-      of_set.push_back(moments);
-    }
-    result.full[cell] = of_set.front();
-    const std::vector<double>& output = full_is_wide ? wide_full->output : full.output;
-    for (std::size_t c = 0; parts.vectors && c < dim; ++c)
-      result.outputs.full[cell * dim + c] = static_cast<float>(output[c]);
-    for (std::size_t i = 0; i < kept.size(); ++i) {
-      const auto of_distinct = static_cast<std::size_t>(distinct.number_of()[i]);
-      const std::size_t at = i * result.full.size() + cell;
-      result.kept[at] = of_set[of_distinct];
-      if (parts.vectors) std::copy_n(errors.data() + of_distinct * dim, dim, result.outputs.errors.data() + at * dim);
-    }
-  };
-
+  const MomentWriter writer{kernels_, task, distinct.number_of(), query_count, result};
   const int rows = group * query_count;
   const int blocks = (rows + block_rows - 1) / block_rows;
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
   for (int kv_head = 0; kv_head < layer.k.heads; ++kv_head) {
     for (int block = 0; block < blocks; ++block) {
-      Scratch& mine = scratch();
+      ThreadScratch& mine = scratch();
       std::vector<MomentRow> block_of_rows;
       mine.rows.clear();
       for (int row = block * block_rows; row < std::min((block + 1) * block_rows, rows); ++row) {
@@ -249,7 +264,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
       }
       mine.moments.compute(task, kv_head, block_of_rows, mine.block);
       for (std::size_t row = 0; row < block_of_rows.size(); ++row)
-        write_moments(mine.moments, static_cast<int>(row), block_of_rows[row]);
+        writer.write(mine.moments, static_cast<int>(row), block_of_rows[row]);
     }
   }
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};

@@ -96,7 +96,7 @@ class CountsAcrossLayers final : public Allocator {
 
 class CountsOfOther final : public Allocator {
  public:
-  CountsOfOther(std::string policy, bool has_budget, SlotDivision divide, bool over_layers)
+  CountsOfOther(std::shared_ptr<const ConfiguredPolicy> policy, bool has_budget, SlotDivision divide, bool over_layers)
       : policy_(std::move(policy)), has_budget_(has_budget), divide_(std::move(divide)), over_layers_(over_layers) {}
 
   std::string name() const override { return "another policy's counts"; }
@@ -109,11 +109,11 @@ class CountsOfOther final : public Allocator {
   LayerCounts counts_of_layers(const Division&, LayerScores scores, std::int64_t slots) const override {
     return divide_(slots, scores);
   }
-  const std::string* other() const override { return &policy_; }
+  const ConfiguredPolicy* other() const override { return policy_.get(); }
   bool other_has_budget() const override { return has_budget_; }
 
  private:
-  std::string policy_;
+  std::shared_ptr<const ConfiguredPolicy> policy_;
   bool has_budget_;
   SlotDivision divide_;
   bool over_layers_;
@@ -123,18 +123,19 @@ using Change = std::function<std::vector<std::int32_t>(const Kept&, int prompt, 
 
 class SetsOfOther final : public Allocator {
  public:
-  SetsOfOther(std::string policy, Change change) : policy_(std::move(policy)), change_(std::move(change)) {}
+  SetsOfOther(std::shared_ptr<const ConfiguredPolicy> policy, Change change)
+      : policy_(std::move(policy)), change_(std::move(change)) {}
 
   std::string name() const override { return "another policy's kept sets"; }
   CountsFrom from() const override { return CountsFrom::layer; }
-  const std::string* other() const override { return &policy_; }
+  const ConfiguredPolicy* other() const override { return policy_.get(); }
   bool changes_sets() const override { return true; }
   std::vector<std::int32_t> changed(const Kept& kept, int prompt, int layer, int row) const override {
     return change_(kept, prompt, layer, row);
   }
 
  private:
-  std::string policy_;
+  std::shared_ptr<const ConfiguredPolicy> policy_;
   Change change_;
 };
 
@@ -167,11 +168,12 @@ AllocatorPtr by_head(ByHead counts) { return std::make_shared<CountsByHead>(std:
 AllocatorPtr within_layer(WithinLayer counts) { return std::make_shared<CountsWithinLayer>(std::move(counts)); }
 AllocatorPtr across_layers(AcrossLayers counts) { return std::make_shared<CountsAcrossLayers>(std::move(counts)); }
 
-AllocatorPtr counts_of(std::string policy, bool has_budget, SlotDivision divide, bool over_layers) {
+AllocatorPtr counts_of(std::shared_ptr<const ConfiguredPolicy> policy, bool has_budget, SlotDivision divide,
+                       bool over_layers) {
   return std::make_shared<CountsOfOther>(std::move(policy), has_budget, std::move(divide), over_layers);
 }
 
-AllocatorPtr sets_of(std::string policy, Change change) {
+AllocatorPtr sets_of(std::shared_ptr<const ConfiguredPolicy> policy, Change change) {
   return std::make_shared<SetsOfOther>(std::move(policy), std::move(change));
 }
 

@@ -13,6 +13,8 @@
 
 namespace kvreplay {
 
+class ConfiguredPolicy;
+
 /// What is divided over layers and rows.
 struct Division {
   int layers = 1;  // L
@@ -71,8 +73,8 @@ class Allocator {
   /// From all layers. `slots`: the sum of the counts of other().
   virtual LayerCounts counts_of_layers(const Division&, LayerScores, std::int64_t slots) const;
 
-  /// The policy whose counts or sets it takes, as users write it; null: it takes those of none.
-  virtual const std::string* other() const { return nullptr; }
+  /// The policy whose counts or sets it takes; null: it takes those of none.
+  virtual const ConfiguredPolicy* other() const { return nullptr; }
   /// Whether a budget binds that policy.
   virtual bool other_has_budget() const { return true; }
   /// Whether it takes sets of other(), and changes each row: changed() are kept positions in the place of a row's.
@@ -105,9 +107,10 @@ AllocatorPtr across_layers(AcrossLayers counts);
 using SlotDivision = std::function<LayerCounts(std::int64_t slots, LayerScores)>;
 /// The counts of another policy's selection; its slots anew by `divide` where there is one, those of all layers
 /// together where `over_layers` says so.
-AllocatorPtr counts_of(std::string policy, bool has_budget, SlotDivision divide, bool over_layers);
+AllocatorPtr counts_of(std::shared_ptr<const ConfiguredPolicy> policy, bool has_budget, SlotDivision divide,
+                       bool over_layers);
 /// The kept sets of another policy's selection, each row changed: as many tokens, the protected ones among them.
-AllocatorPtr sets_of(std::string policy,
+AllocatorPtr sets_of(std::shared_ptr<const ConfiguredPolicy> policy,
                      std::function<std::vector<std::int32_t>(const Kept&, int prompt, int layer, int row)> change);
 
 }  // namespace kvreplay

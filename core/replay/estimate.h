@@ -1,12 +1,10 @@
 // What a replay will cost, before it starts: short measurements on this machine, scaled to the trace.
 #pragma once
 
-#include <array>
 #include <cstddef>
-#include <map>
-#include <memory>
 #include <span>
 
+#include "replay/call_seconds.h"
 #include "replay/replay.h"
 
 namespace kvreplay {
@@ -31,36 +29,14 @@ struct Demand {
 class Estimator {
  public:
   /// `backend` must outlive the estimator.
-  explicit Estimator(Backend& backend);
-  ~Estimator();
+  explicit Estimator(Backend& backend) : backend_(backend), seconds_(backend) {}
 
   Estimate operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
                       const Demand& demand = {});
 
  private:
-  /// What is timed, on a sample layer.
-  enum class Call {
-    cumulative,  // all sample tokens over themselves
-    rows,        // some sample queries over the sample tokens
-    moments,     // the same for kept moments of no set
-    sets,        // and for each set: sums of attention
-    outputs,     // outputs of each set that keeps everything
-    others,      // logits and unaligned products of each set
-    projection,  // outputs of some sample queries behind a projection of as many rows as sample tokens
-    similarity,  // sample tokens with one another
-    comparison,  // the general comparison at a few queries
-    online,      // some tokens coming one by one, half of them held
-    redundancy   // some tokens, half of them kept
-  };
-
-  /// Seconds of a call, timed once for each shape of heads.
-  double seconds(Call call, const TraceHeader& header);
-
-  /// A random float32 layer of some shape of heads, and the seconds of the calls that were timed on it.
-  struct Sample;
-
   Backend& backend_;
-  std::map<std::array<int, 3>, std::unique_ptr<Sample>> samples_;  // by query heads, KV heads, head dimension
+  CallSeconds seconds_;
 };
 
 }  // namespace kvreplay

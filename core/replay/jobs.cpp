@@ -14,9 +14,9 @@ namespace kvreplay {
 namespace {
 
 /// The policy whose counts or sets some layers take; null: none.
-const std::string* policy_taken_from(const std::vector<LayerPlan>& plans) {
+const ConfiguredPolicy* policy_taken_from(const std::vector<LayerPlan>& plans) {
   for (const LayerPlan& of_range : plans)
-    if (const std::string* other = of_range.plan.allocate->other()) return other;
+    if (const ConfiguredPolicy* other = of_range.plan.allocate->other()) return other;
   return nullptr;
 }
 
@@ -42,11 +42,10 @@ Jobs::Jobs(const ReplayedTrace& of, std::span<const Cell> cells) : of_(of) {
     const Cell& cell = cells[i];
     Job job{&cell, static_cast<int>(i), cell.policy.label(), cell.budget, cell.of_seen};
     const std::vector<LayerPlan> plans = cell.policy.plans(of.layers());
-    if (const std::string* other = policy_taken_from(plans); other != nullptr && !job.is_known()) {
-      const ConfiguredPolicy counted = ConfiguredPolicy::parse(*other);
-      job.counted = known_job(counted.label(), cell.budget, cell.of_seen);
+    if (const ConfiguredPolicy* counted = policy_taken_from(plans); counted != nullptr && !job.is_known()) {
+      job.counted = known_job(counted->label(), cell.budget, cell.of_seen);
       if (job.counted == no_job)
-        job.counted = add({nullptr, no_job, counted.label(), cell.budget, cell.of_seen}, counted.plans(of.layers()));
+        job.counted = add({nullptr, no_job, counted->label(), cell.budget, cell.of_seen}, counted->plans(of.layers()));
     }
     job.same = same_as(job, plans);
     add(std::move(job), plans);

@@ -206,8 +206,8 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
-    if (const std::string* other = of_range.plan.allocate->other())
-      check_policy(trace, conditions, ConfiguredPolicy::parse(*other), budget, of_seen);
+    if (const ConfiguredPolicy* other = of_range.plan.allocate->other())
+      check_policy(trace, conditions, *other, budget, of_seen);
     check_on_trace(trace, conditions, of_range, policy.name(), {budget, of_seen});
   }
 }
@@ -218,9 +218,8 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
   const MarkedQuestion question = marked_question(trace, prompt);
   QueryRange read{prompt, prompt};
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
-    if (const std::string* other = of_range.plan.allocate->other()) {
-      const std::vector<std::int32_t> by_other =
-          queries_read(trace, conditions, ConfiguredPolicy::parse(*other), budget);
+    if (const ConfiguredPolicy* other = of_range.plan.allocate->other()) {
+      const std::vector<std::int32_t> by_other = queries_read(trace, conditions, *other, budget);
       if (!by_other.empty()) read.add(by_other.back() + 1 - by_other.front(), by_other.back() + 1);
     }
     const QueryRange by_plan = prompt_queries(of_range.plan, budget, prompt, question);

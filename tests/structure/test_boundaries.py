@@ -215,3 +215,29 @@ def test_scripts_name_no_host():
 def test_no_folder_is_a_drawer():
     names = {part for path in sources() for part in path.parts[:-1]}
     assert not names & {"utils", "util", "common", "misc", "priv", "helpers", "lib"}
+
+
+def blocks(path: Path) -> list[tuple[int, str]]:
+    """(lines, first line) of what stands in braces, or in the parentheses of a call, that open at the end of a line."""
+    found, begins = [], []
+    for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+        code = re.sub(r"\"(\\.|[^\"])*\"|'(\\.|[^'])'|//.*", "", line)
+        for brace in re.findall(r"[{}]", code):
+            if brace == "{":
+                begins.append((number, code.strip()))
+            elif begins:
+                begin, first = begins.pop()
+                found.append((number - begin + 1, f"{path}:{begin}: {first}"))
+    return found
+
+
+def test_functions_and_classes_can_be_read_at_once():
+    """At most 100 lines a function, lambdas included; at most 250 a class where the walk over a trace is."""
+    own = [path for path in sources() if inside(path, ("core", "analysis", "cuda"))]
+    function = re.compile(r"\d: (?!if|for|while|switch|} else).*\)[\w\s:<>*&-]*{$")
+    lengths = {first: lines for path in own for lines, first in blocks(path) if function.search(first)}
+    assert len(lengths) > 1000
+    assert not {first: lines for first, lines in lengths.items() if lines > 100}
+    walk = [path for path in own if inside(path, ("core/replay",))]
+    classes = re.compile(r"\d: (class|struct) ")
+    assert not [first for path in walk for lines, first in blocks(path) if lines > 250 and classes.search(first)]

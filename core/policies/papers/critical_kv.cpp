@@ -13,6 +13,7 @@
 #include "policies/arithmetic/ranking.h"
 #include "policies/policy.h"
 #include "policies/text/configured.h"
+#include "policies/text/inner_policy.h"
 
 namespace kvreplay {
 namespace {
@@ -47,25 +48,25 @@ struct CriticalKv {
       .family = Family::attention,
   };
 
-  std::string base = "expected-attention:vnorm=false";
+  InnerPolicy base{"expected-attention:vnorm=false"};
   Projection projection = Projection::trace;
   double first = 0.5;
   std::uint64_t seed = 0;
 
   void parameters(Parameters& p) {
-    const auto normal = [this](std::string_view text) {
+    const auto set = [this](std::string_view text) {
       // Without its own factor |v|, which would count twice.
       if (text == "expected-attention") text = "expected-attention:vnorm=false";
-      return ConfiguredPolicy::parse(text, seed).label_with_seeds();
+      return base.set(text, seed);
     };
-    p.add("base", base, "(POLICY)", normal, "policy whose scores and protected tokens are used");
+    p.add("base", base.text, "(POLICY)", set, "policy whose scores and protected tokens are used");
     p.add<Projection>("wo", projection, projection_words, "values after the trace's output projection, or before it");
     p.add("first", first, RealRange{}, "share of the budget for the best tokens by the scores of the base");
   }
 
   void set_seed(std::uint64_t given) { seed = given; }
 
-  std::vector<Source> sources() const { return ConfiguredPolicy::parse(base).sources(); }
+  std::vector<Source> sources() const { return base.sources(); }
 
   /// Tokens of the first stage have infinite scores.
   Scorer two_stages(const Plan& of_base) const {
@@ -103,14 +104,14 @@ struct CriticalKv {
 
   Plan plan() const {
     constexpr int some_layers = 2;
-    const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(base).plans(some_layers);
+    const std::vector<LayerPlan> plans = base->plans(some_layers);
     Plan plan = plans.front().plan;
     const bool scores_tokens = plan.score && plan.select.takes_best &&
                                plan.schedule->decided() == Decision::after_prefill && plan.allocate->is_uniform() &&
                                has_budget(plan) && plans.size() == 1;
     if (!scores_tokens)
       throw Error{Refusal::usage, "critical-kv:base", "no scores to begin with",
-                  "a policy that keeps the best tokens of every head once", base};
+                  "a policy that keeps the best tokens of every head once", base.text};
     plan.score = two_stages(plan);
     return plan;
   }

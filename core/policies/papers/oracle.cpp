@@ -8,6 +8,7 @@
 #include "policies/policy.h"
 #include "policies/scores/attention_scores.h"
 #include "policies/text/configured.h"
+#include "policies/text/inner_policy.h"
 
 namespace kvreplay {
 namespace {
@@ -34,7 +35,7 @@ struct Oracle {
 
   Grouping grouping = {};
   Scope scope = Scope::head;
-  std::string counts = "none";
+  InnerPolicy counts = {};
   Free free = Free::tokens;
   std::uint64_t seed = 0;
 
@@ -42,10 +43,8 @@ struct Oracle {
     grouping.parameters(p);
     const auto read = p.of_part("allocate");
     p.add<Scope>("scope", scope, scope_words, "whether heads, or layers and heads, compete for the slots");
-    const auto normal = [this](std::string_view text) {
-      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed).label_with_seeds();
-    };
-    p.add("counts", counts, "none | (POLICY)", normal,
+    const auto set = [this](std::string_view text) { return counts.set(text, seed); };
+    p.add("counts", counts.text, "none | (POLICY)", set,
           "take granularity and counts, layer by layer and head by head, from this policy's selection");
     p.add<Free>(
         "free", free, free_words,
@@ -55,15 +54,13 @@ struct Oracle {
 
   void set_seed(std::uint64_t given) { seed = given; }
 
-  std::vector<Source> sources() const {
-    return counts == "none" ? std::vector<Source>{} : ConfiguredPolicy::parse(counts).sources();
-  }
+  std::vector<Source> sources() const { return counts.sources(); }
 
   void check() const {
-    if (counts != "none" && (grouping.heads != Heads::kv || scope != Scope::head))
+    if (counts && (grouping.heads != Heads::kv || scope != Scope::head))
       throw Error{Refusal::usage, "oracle", "heads and scope come from the counted policy",
-                  "counts without heads and scope", "heads or scope beside counts=(" + counts + ")"};
-    if (counts == "none" && free != Free::tokens)
+                  "counts without heads and scope", "heads or scope beside counts=(" + counts.text + ")"};
+    if (!counts && free != Free::tokens)
       throw Error{Refusal::usage, "oracle:free", "no counts to be free of", "counts=(POLICY)", "counts=none"};
   }
 
@@ -72,10 +69,10 @@ struct Oracle {
     if (scope == Scope::layer) plan.allocate = within_layer(ranked_within_layer());
     if (scope == Scope::global) plan.allocate = across_layers(ranked_across_layers());
     check();
-    if (counts == "none") return {{0, layers, plan}};
+    if (!counts) return {{0, layers, plan}};
 
     std::vector<LayerPlan> all;
-    const std::vector<LayerPlan> of_counted = ConfiguredPolicy::parse(counts).plans(layers);
+    const std::vector<LayerPlan> of_counted = counts->plans(layers);
     for (const LayerPlan& counted : of_counted) {
       check_counted(counted.plan);
       plan.grouping.heads = counted.plan.grouping.heads;
@@ -83,7 +80,7 @@ struct Oracle {
       // Its own queries were asked for with the counted policy; what an oracle reads is the future.
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
-      plan.allocate = counts_of(counts, has_budget(counted.plan),
+      plan.allocate = counts_of(counts.policy, has_budget(counted.plan),
                                 free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{},
                                 free == Free::layers);
       plan.protect = {};
@@ -100,7 +97,7 @@ struct Oracle {
  private:
   void check_counted(const Plan& counted) const {
     const auto refuse_if = [this](bool unfit, const char* where, const char* what, const char* expected) {
-      if (unfit) throw Error{Refusal::usage, where, what, expected, counts};
+      if (unfit) throw Error{Refusal::usage, where, what, expected, counts.text};
     };
     refuse_if(counted.allocate->keeps_everything(), "oracle:counts", "counts of a policy that keeps everything",
               "a policy that evicts");
@@ -118,7 +115,7 @@ struct Oracle {
     for (const LayerPlan& one : std::span(all).subspan(1)) {
       if (one.plan.grouping.heads != whole.plan.grouping.heads)
         throw Error{Refusal::usage, "oracle:free", "a token of one layer takes more slots than one of another",
-                    "a policy of one granularity in all layers", counts};
+                    "a policy of one granularity in all layers", counts.text};
       Needs& needs = whole.plan.score.needs;
       needs.last_queries = std::max(needs.last_queries, one.plan.score.needs.last_queries);
       needs.all_queries = needs.all_queries || one.plan.score.needs.all_queries;

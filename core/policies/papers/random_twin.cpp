@@ -5,6 +5,7 @@
 
 #include "policies/policy.h"
 #include "policies/text/configured.h"
+#include "policies/text/inner_policy.h"
 #include "policies/twin.h"
 
 namespace kvreplay {
@@ -20,40 +21,35 @@ struct RandomTwin {
       .family = Family::control,
   };
 
-  std::string of = "none";
+  InnerPolicy of = {};
   std::uint64_t seed = 0;
   std::uint64_t seed_of_policy = 0;
 
   void parameters(Parameters& p) {
-    const auto normal = [this](std::string_view text) {
-      return text == "none" ? "none" : ConfiguredPolicy::parse(text, seed_of_policy).label_with_seeds();
-    };
-    p.add("of", of, "(POLICY)", normal, "the policy whose kept set is permuted: a static set, decided once; needed");
+    const auto set = [this](std::string_view text) { return of.set(text, seed_of_policy); };
+    p.add("of", of.text, "(POLICY)", set, "the policy whose kept set is permuted: a static set, decided once; needed");
     p.add_seed("seed", seed, "first number of the chain");
   }
 
   void set_seed(std::uint64_t given) { seed_of_policy = given; }
 
-  std::vector<Source> sources() const {
-    return of == "none" ? std::vector<Source>{} : ConfiguredPolicy::parse(of).sources();
-  }
+  std::vector<Source> sources() const { return of.sources(); }
 
   /// Whether the policy has a twin depends on the number of layers: its plans say so.
   void check() const {}
 
   std::vector<LayerPlan> plans(int layers) const {
-    if (of == "none") throw Error{Refusal::usage, "random-twin:of", "no policy", "(POLICY), as in of=(snapkv)", "none"};
-    const ConfiguredPolicy policy = ConfiguredPolicy::parse(of);
-    if (const std::string reason = policy.why_no_twin(layers); !reason.empty())
-      throw Error{Refusal::usage, "random-twin:of", reason, "a policy with a static set, decided once", of};
-    std::vector<LayerPlan> all = policy.plans(layers);
+    if (!of) throw Error{Refusal::usage, "random-twin:of", "no policy", "(POLICY), as in of=(snapkv)", "none"};
+    if (const std::string reason = of->why_no_twin(layers); !reason.empty())
+      throw Error{Refusal::usage, "random-twin:of", reason, "a policy with a static set, decided once", of.text};
+    std::vector<LayerPlan> all = of->plans(layers);
     for (LayerPlan& of_range : all) {
       Plan& plan = of_range.plan;
       if (plan.allocate->keeps_everything()) continue;
       const Needs needs = plan.score.needs;
       plan.score = {.needs = {.last_queries = needs.last_queries, .all_queries = needs.all_queries}};
       plan.nesting = Nesting::none;
-      plan.allocate = sets_of(of, [seed = seed](const Kept& kept, int prompt, int layer, int row) {
+      plan.allocate = sets_of(of.policy, [seed = seed](const Kept& kept, int prompt, int layer, int row) {
         return random_twin(kept, prompt, seed, layer, row);
       });
     }

@@ -348,7 +348,7 @@ void ConfiguredPolicy::fill_parts(Plan& plan) const {
   for (const Placed& placed : parts_) {
     if (plan.allocate->changes_sets())
       throw Error{Refusal::usage, name_, "its plan is that of the policy whose twin it is", "the part in of=(POLICY)",
-                  fmt::format("{} beside of=({})", placed.name, *plan.allocate->other())};
+                  fmt::format("{} beside of=({})", placed.name, plan.allocate->other()->label_with_seeds())};
     if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
       throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                   "allocate=" + placed.name};

@@ -6,6 +6,7 @@
 #include <list>
 
 #include "policies/text/configured.h"
+#include "policies/text/inner_policy.h"
 #include "policies/text/policy_source.h"
 
 namespace kvreplay {
@@ -23,7 +24,7 @@ struct Range {
   std::string text;
   int first = 0;
   int last = 0;
-  std::string policy = {};  // as users write it
+  InnerPolicy policy = {};
 };
 
 bool is_range(std::string_view text) {
@@ -58,9 +59,8 @@ class LayerRanges final : public Policy {
     Parameters declared{layer_ranges_name};
     for (Range& range : ranges_)
       declared.add(
-          range.text, range.policy, "(POLICY)",
-          [this](std::string_view text) { return ConfiguredPolicy::parse(text, seed_).label_with_seeds(); },
-          "the policy of these treated layers");
+          range.text, range.policy.text, "(POLICY)",
+          [&](std::string_view text) { return range.policy.set(text, seed_); }, "the policy of these treated layers");
     return declared;
   }
 
@@ -69,15 +69,14 @@ class LayerRanges final : public Policy {
   std::vector<Source> sources() const override {
     std::vector<Source> all;
     for (const Range& range : ranges_)
-      for (const Source& source : ConfiguredPolicy::parse(range.policy).sources()) all.push_back(source);
+      for (const Source& source : range.policy.sources()) all.push_back(source);
     return all;
   }
 
   void check() const override {}
 
   void check_limits(int prompt, int) const override {
-    for (const Range& range : ranges_)
-      ConfiguredPolicy::parse(range.policy).check_limits(prompt, range.last - range.first + 1);
+    for (const Range& range : ranges_) range.policy->check_limits(prompt, range.last - range.first + 1);
   }
 
   std::vector<LayerPlan> plans(int layers) const override {
@@ -88,10 +87,10 @@ class LayerRanges final : public Policy {
     int next = 0;
     for (const Range* range : ascending) {
       if (range->first != next || range->last >= layers) refuse(layers);
-      for (LayerPlan& plan : ConfiguredPolicy::parse(range->policy).plans(range->last - range->first + 1)) {
+      for (LayerPlan& plan : range->policy->plans(range->last - range->first + 1)) {
         if (plan.plan.allocate->other() != nullptr)
           throw Error{Refusal::usage, fmt::format("layers:{}", range->text), "counts or sets of another policy",
-                      "a policy with counts and sets of its own", range->policy};
+                      "a policy with counts and sets of its own", range->policy.text};
         plan.first += range->first;
         all.push_back(std::move(plan));
       }

@@ -1,0 +1,23 @@
+// What one thread of the CPU backend works in, kept from call to call.
+#pragma once
+
+#include <vector>
+
+#include "cpu/aligned_buffer.h"
+#include "cpu/moment_block.h"
+#include "cpu/softmax_block.h"
+#include "cpu/tile.h"
+
+namespace kvreplay {
+
+struct ThreadScratch {
+  ThreadScratch(const TileKernels& kernels, const MomentKernels& moment_kernels)
+      : block(kernels), moments(kernels, moment_kernels) {}
+  SoftmaxBlock block;
+  MomentBlock moments;
+  std::vector<BlockRow> rows;
+  AlignedBuffer<float> staging, keys, values, factors;
+  AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
+};
+
+}  // namespace kvreplay
