@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xxhash
-from program import done, kvreplay
+from program import PROGRAM, done, kvreplay
 
 from kvreplay.trace import Trace, TraceWriter
 
@@ -639,8 +639,7 @@ def test_diff_answers_for_traces_and_runs(traces: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script_of_its_shell(shell: str, tmp_path: Path) -> None:
     script = done("completion", shell, folder=tmp_path)
-    for word in (*COMMANDS, "snapkv", "attention_recall", "continuation", "budget"):
-        assert word in script
+    assert f"'{PROGRAM}' --complete" in script
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
     subprocess.run(
@@ -655,7 +654,8 @@ def completed(*words: str, folder: Path) -> list[str]:
         done("completion", "bash", folder=folder)
         + f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kvreplay; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    offered = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=folder).stdout
+    return [word for word in offered.split("\n") if word]
 
 
 def test_bash_completes_names_options_and_values(tmp_path: Path) -> None:
@@ -666,6 +666,23 @@ def test_bash_completes_names_options_and_values(tmp_path: Path) -> None:
     assert completed("kvreplay", "replay", "--metrics", "kv_l", folder=tmp_path) == ["kv_l1_loss"]
     assert completed("kvreplay", "policies", "stream", folder=tmp_path) == ["streaming-llm"]
     assert completed("kvreplay", "synth", "need", folder=tmp_path) == ["needle"]
+    assert completed("kvreplay", "replay", "--threads", "", folder=tmp_path) == []
+    (tmp_path / "a trace.h5").touch()
+    assert completed("kvreplay", "info", "a", folder=tmp_path) == ["a trace.h5"]
+
+
+def test_shells_are_offered_words_with_their_meanings(tmp_path: Path) -> None:
+    def offered(*words: str) -> dict[str, str]:
+        lines = done("--complete", *words, folder=tmp_path).splitlines()
+        return dict(line.split("\t") for line in lines)
+
+    assert COMMANDS | {"capture", "sweep"} <= offered("").keys()
+    assert offered("val") == {"validate": "lists every violation of the trace format, each with its remedy"}
+    assert offered("replay", "--he") == {"--help": "this help"}
+    assert "snapkv" in offered("replay", "-p", "") and "attention_recall" in offered("metrics", "")
+    assert offered("replay", "--eval", "c") == {"continuation": ""}
+    assert offered("validate", "") == {"FILE": ""}
+    assert offered() == offered("unknown", "") == {}
 
 
 def test_an_unknown_command_runs_the_program_of_that_name(tmp_path: Path) -> None:

@@ -20,12 +20,6 @@ namespace po = boost::program_options;
 
 std::string flag(std::string_view option) { return "--" + std::string(option); }
 
-std::vector<Option> all_options(const Command& command) {
-  std::vector<Option> options(command.options.begin(), command.options.end());
-  options.push_back(help_option);
-  return options;
-}
-
 const Option& declaration(const Command& command, std::string_view name) {
   static constexpr Option none{"", 0, "", "", ""};
   const auto found = std::ranges::find(command.options, name, &Option::name);
@@ -67,13 +61,6 @@ std::vector<po::option> parsed(const Command& command, std::span<const std::stri
   const std::vector<Option> options = all_options(command);
   const po::options_description described = description(options);
   namespace style = po::command_line_style;
-  const auto needs_value = [&](const po::error_with_option_name& problem) {
-    const std::string name = long_name(options, problem.get_option_name());
-    const Option* option = nullptr;
-    for (const Option& candidate : options)
-      if (name == candidate.name) option = &candidate;
-    return Error{Refusal::usage, flag(name), "needs a value", option == nullptr ? "" : option->value};
-  };
   try {
     return po::command_line_parser(std::vector<std::string>(words.begin(), words.end()))
         .options(described)
@@ -84,9 +71,9 @@ std::vector<po::option> parsed(const Command& command, std::span<const std::stri
     throw unknown_option(command, options, problem.get_option_name());
   } catch (const po::invalid_command_line_syntax& problem) {
     const std::string name = long_name(options, problem.get_option_name());
-    using Syntax = po::invalid_command_line_syntax;
-    if (problem.kind() == Syntax::extra_parameter) throw Error{Refusal::usage, flag(name), "takes no value"};
-    throw needs_value(problem);
+    if (problem.kind() == po::invalid_syntax::extra_parameter)
+      throw Error{Refusal::usage, flag(name), "takes no value"};
+    throw Error{Refusal::usage, flag(name), "needs a value", declaration(command, name).value};
   }
 }
 

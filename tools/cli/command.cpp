@@ -29,6 +29,12 @@ std::vector<std::string> split(std::string_view text, char separator) {
   return pieces;
 }
 
+std::vector<Option> all_options(const Command& command) {
+  std::vector<Option> options(command.options.begin(), command.options.end());
+  options.push_back(help_option);
+  return options;
+}
+
 std::vector<std::string> words_of(std::string_view value) {
   std::vector<std::string> words;
   for (const std::string& alternative : alternatives(value))

@@ -42,6 +42,9 @@ inline constexpr Option boundary_option{"boundary", 0, "prompt|TOKENS|span:NAME"
 /// Every command has it; the program itself answers it.
 inline constexpr Option help_option{"help", 'h', "", "", "this help"};
 
+/// Those of the command, and help.
+std::vector<Option> all_options(const Command& command);
+
 /// The words that `value` offers as they stand: "auto|cpu|cuda[:N]" has auto, cpu and cuda, "last:N" has last:.
 std::vector<std::string> words_of(std::string_view value);
 

@@ -16,26 +16,16 @@ namespace kvreplay {
 namespace {
 
 constexpr Companion table[] = {
-    {"capture", "a real model's queries, keys and values as a trace",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"compare", "policies against a baseline over traces: paired differences, intervals, tests",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"live", "a replay's kept sets in the live model: what it then predicts, and writes",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"python", "any command, with policies that are written in Python: -p FILE.py:NAME",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"plot", "figures of a run: heatmaps, curves, kept positions",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"predict", "which offline metric has policies in the order of the live model",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"regret", "how far policies stay below the best that could be kept: by scores, chunks, heads, layers",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"report", "one offline page of a run: table, curves, and who keeps which token",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"sweep", "a replay as tasks on many workers: this machine's, a Dask cluster's, Slurm's",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
-    {"tune", "parameters, layer budgets or layer ranges fitted on some traces, reported on others",
-     "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH"},
+    {"capture", "a real model's queries, keys and values as a trace"},
+    {"compare", "policies against a baseline over traces: paired differences, intervals, tests"},
+    {"live", "a replay's kept sets in the live model: what it then predicts, and writes"},
+    {"python", "any command, with policies that are written in Python: -p FILE.py:NAME"},
+    {"plot", "figures of a run: heatmaps, curves, kept positions"},
+    {"predict", "which offline metric has policies in the order of the live model"},
+    {"regret", "how far policies stay below the best that could be kept: by scores, chunks, heads, layers"},
+    {"report", "one offline page of a run: table, curves, and who keeps which token"},
+    {"sweep", "a replay as tasks on many workers: this machine's, a Dask cluster's, Slurm's"},
+    {"tune", "parameters, layer budgets or layer ranges fitted on some traces, reported on others"},
 };
 
 }  // namespace
@@ -60,7 +50,7 @@ void run_companion(const std::string& name, const std::vector<std::string>& argu
   const auto known = std::ranges::find(table, name, &Companion::name);
   const std::optional<std::filesystem::path> program = find_companion(name);
   if (!program && known != std::end(table))
-    throw Error{Refusal::capability, name, "kvreplay-" + name + " is not installed", known->install};
+    throw Error{Refusal::capability, name, "kvreplay-" + name + " is not installed", how_to_install_companions};
   if (!program) {
     std::vector<std::string> names;
     for (const Command* command : commands()) names.emplace_back(command->name);

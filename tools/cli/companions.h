@@ -14,8 +14,10 @@ namespace kvreplay {
 struct Companion {
   const char* name;
   const char* summary;
-  const char* install;
 };
+
+inline constexpr const char* how_to_install_companions =
+    "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH";
 
 std::span<const Companion> companions();
 

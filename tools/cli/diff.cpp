@@ -72,7 +72,7 @@ int run(const Arguments& arguments) {
     fmt::print("equal\n");
     return 0;
   }
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   for (const Difference& difference : all) {
     if (rows.size() == static_cast<std::size_t>(lines)) break;
     rows.push_back({difference.where, difference.first + " | " + difference.second});

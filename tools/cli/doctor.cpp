@@ -40,7 +40,7 @@ std::vector<Fact> companion_facts() {
   std::vector<Fact> facts;
   for (const Companion& companion : companions()) {
     const auto program = find_companion(companion.name);
-    const std::string text = program ? program->string() : std::string("not installed: ") + companion.install;
+    const std::string text = program ? program->string() : std::string("not installed: ") + how_to_install_companions;
     facts.push_back(
         {companion.name, text, {{"name", companion.name}, {"installed", program.has_value()}, {"description", text}}});
   }
@@ -78,7 +78,7 @@ int doctor(const Arguments& arguments) {
     print_json(document);
     return 0;
   }
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   for (const std::vector<Fact>* facts : {&machine, &devices, &tools})
     for (const Fact& fact : *facts) rows.push_back({fact.key, fact.text});
   print_columns(rows);

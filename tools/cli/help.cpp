@@ -35,7 +35,7 @@ void print_overview() {
       "kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values\n\n"
       "  kvreplay COMMAND ...\n\n",
       build_version());
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   for (const Command* command : commands()) rows.push_back({command->name, command->summary});
   for (const Companion& companion : companions())
     rows.push_back({companion.name,
@@ -61,7 +61,7 @@ void print_help(const Command& command) {
              command.options.empty() ? "" : " [options]", command.summary);
   if (!command.options.empty()) {
     fmt::print("\noptions\n");
-    std::vector<std::vector<std::string>> rows;
+    std::vector<TableRow> rows;
     for (const Option& option : command.options) {
       const std::string letter = option.letter == 0 ? "    " : fmt::format("-{}, ", option.letter);
       const std::string standard = *option.standard == '\0' ? "" : fmt::format(" (default {})", option.standard);

@@ -184,7 +184,7 @@ void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
   std::string served;
   for (const Service& service : use.policies)
     if (service.refused.empty()) served += (served.empty() ? "" : ", ") + service.policy.name();
-  std::vector<std::vector<std::string>> rows{
+  std::vector<TableRow> rows{
       {"trace", fmt::format("{}  {} of tensors in {}", trace.path().string(), size_text(trace.tensor_bytes()),
                             name_of(trace.layer(0).k.dtype))},
       {"hash", trace.hash()},

@@ -41,39 +41,36 @@ Json as_json(const MetricCard& card) {
   return document;
 }
 
+/// Of each variant its name, whether it is measured `by_default`, and its meaning.
+std::vector<TableRow> variant_rows(const MetricCard& card, const char* by_default) {
+  std::vector<TableRow> rows;
+  for (const MetricVariant& variant : card.variants)
+    rows.push_back({full_name(card, variant), variant.by_default ? by_default : "on request", meaning(card, variant)});
+  return rows;
+}
+
 void print_text(const MetricCard& card) {
   print_columns({{card.name, card.summary, card.unit}});
   print_columns(
       {{"better", word(card.better)}, {"formula", card.formula}, {"source", card.source}, {"edges", card.edges}}, 2);
-  std::vector<std::vector<std::string>> rows;
-  for (const MetricVariant& variant : card.variants)
-    rows.push_back({full_name(card, variant), variant.by_default ? "default" : "on request", meaning(card, variant)});
-  print_columns(rows, 2);
+  print_columns(variant_rows(card, "default"), 2);
 }
 
 void print_markdown(const MetricCard& card) {
   fmt::print("### `{}`\n\n{}. Unit: {}. Source: {}. Edges: {}.\n\n`{}`\n\n", card.name, card.summary, card.unit,
              card.source, card.edges, card.formula);
-  fmt::print("| variant | measured | meaning |\n| --- | --- | --- |\n");
-  for (const MetricVariant& variant : card.variants)
-    fmt::print("| `{}` | {} | {} |\n", full_name(card, variant), variant.by_default ? "by default" : "on request",
-               markdown_cell(meaning(card, variant)));
+  print_markdown_table({"variant", "measured", "meaning"}, variant_rows(card, "by default"));
 }
 
 int list(const Arguments& arguments) {
   Json document = Json::array();
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   for (const std::string& name : metrics().names()) {
     const MetricCard& card = metrics().get(name);
     document.push_back(as_json(card));
     rows.push_back({name, card.unit, card.summary});
   }
-  if (arguments.given("json"))
-    print_json(document);
-  else if (arguments.given("markdown"))
-    print_markdown_table({"metric", "unit", "meaning"}, rows);
-  else
-    print_columns(rows);
+  print_list(arguments, document, {"metric", "unit", "meaning"}, rows);
   return 0;
 }
 

@@ -9,6 +9,8 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "arguments.h"
+
 namespace kvreplay {
 namespace {
 
@@ -18,19 +20,29 @@ std::size_t width(const std::string& text) {
       std::ranges::count_if(text, [](char byte) { return (static_cast<unsigned char>(byte) & 0xC0U) != 0x80U; }));
 }
 
+/// A bar would end the cell.
+std::string markdown_cell(std::string_view text) {
+  std::string cell;
+  for (const char c : text) {
+    if (c == '|') cell += '\\';
+    cell += c;
+  }
+  return cell;
+}
+
 }  // namespace
 
 void say(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stderr); }
 
 void print_json(const Json& value) { fmt::print("{}\n", value.dump(2, ' ', false, Json::error_handler_t::replace)); }
 
-void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent) {
+void print_columns(const std::vector<TableRow>& rows, std::size_t indent) {
   std::vector<std::size_t> widths;
-  for (const std::vector<std::string>& row : rows) {
+  for (const TableRow& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], width(row[i]));
   }
-  for (const std::vector<std::string>& row : rows) {
+  for (const TableRow& row : rows) {
     std::string line(indent, ' ');
     for (std::size_t i = 0; i < row.size(); ++i) {
       line += row[i];
@@ -41,16 +53,25 @@ void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_
   }
 }
 
-void print_markdown_table(const std::vector<std::string>& heads, const std::vector<std::vector<std::string>>& rows,
-                          std::size_t code) {
+void print_markdown_table(const TableRow& heads, const std::vector<TableRow>& rows, const std::set<std::size_t>& code) {
   fmt::print("| {} |\n|", fmt::join(heads, " | "));
   for (std::size_t i = 0; i < heads.size(); ++i) fmt::print(" --- |");
   for (const auto& row : rows) {
     fmt::print("\n|");
     for (std::size_t i = 0; i < row.size(); ++i)
-      fmt::print(" {} |", i == code ? "`" + row[i] + "`" : markdown_cell(row[i]));
+      fmt::print(" {0}{1}{0} |", code.contains(i) && !row[i].empty() ? "`" : "", markdown_cell(row[i]));
   }
   fmt::print("\n");
+}
+
+void print_list(const Arguments& arguments, const Json& document, const TableRow& heads,
+                const std::vector<TableRow>& rows, const std::set<std::size_t>& code) {
+  if (arguments.given(json_option.name))
+    print_json(document);
+  else if (arguments.given("markdown"))
+    print_markdown_table(heads, rows, code);
+  else
+    print_columns(rows);
 }
 
 std::string size_text(std::size_t bytes) {
@@ -70,15 +91,6 @@ std::string duration_text(double seconds) {
   const long whole = std::lround(std::min(seconds, 3e8));
   if (whole < 3600) return fmt::format("{} min {} s", whole / 60, whole % 60);
   return fmt::format("{} h {} min", whole / 3600, whole % 3600 / 60);
-}
-
-std::string markdown_cell(std::string_view text) {
-  std::string cell;
-  for (const char c : text) {
-    if (c == '|') cell += '\\';
-    cell += c;
-  }
-  return cell;
 }
 
 }  // namespace kvreplay

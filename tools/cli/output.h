@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <nlohmann/json_fwd.hpp>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,31 +13,36 @@
 
 namespace kvreplay {
 
+class Arguments;
 using Json = nlohmann::ordered_json;
 
 /// Onto stderr. What cannot be written there is lost: there is nowhere left to say so.
 void say(std::string_view text);
 
-template <class... Arguments>
-void say(fmt::format_string<Arguments...> text, Arguments&&... arguments) {
-  say(std::string_view(fmt::format(text, std::forward<Arguments>(arguments)...)));
+template <class... Values>
+void say(fmt::format_string<Values...> text, Values&&... values) {
+  say(std::string_view(fmt::format(text, std::forward<Values>(values)...)));
 }
 
 /// Indented, one document a call. Bytes that are no UTF-8 are replaced.
 void print_json(const Json& value);
 
-/// Columns padded to their widest entry, two spaces between, the last one as it is. Widths count characters.
-void print_columns(const std::vector<std::vector<std::string>>& rows, std::size_t indent = 0);
+/// Of a table.
+using TableRow = std::vector<std::string>;
 
-/// A Markdown table; column `code` holds names.
-void print_markdown_table(const std::vector<std::string>& heads, const std::vector<std::vector<std::string>>& rows,
-                          std::size_t code = 0);
+/// Columns padded to their widest entry, two spaces between, the last one as it is. Widths count characters.
+void print_columns(const std::vector<TableRow>& rows, std::size_t indent = 0);
+
+/// A Markdown table; the columns `code` hold names.
+void print_markdown_table(const TableRow& heads, const std::vector<TableRow>& rows,
+                          const std::set<std::size_t>& code = {0});
+
+/// As the command's options want it: `document` with --json, a Markdown table with --markdown, else columns.
+void print_list(const Arguments& arguments, const Json& document, const TableRow& heads,
+                const std::vector<TableRow>& rows, const std::set<std::size_t>& code = {0});
 
 /// "23.4 MiB"; "120 ms", "1.2 s", "3 min 20 s".
 std::string size_text(std::size_t bytes);
 std::string duration_text(double seconds);
-
-/// A cell of a Markdown table.
-std::string markdown_cell(std::string_view text);
 
 }  // namespace kvreplay

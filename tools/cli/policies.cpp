@@ -6,6 +6,7 @@
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -56,7 +57,7 @@ void print_text(const ConfiguredPolicy& policy) {
   print_columns({{card.name, card.summary, card.paper}});
   if (*card.score != '\0') fmt::print("  {}\n", card.score);
   const Parameters parameters = policy.parameters();
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   for (const Parameter& parameter : parameters.all())
     rows.push_back({parameter.name + "=" + parameter.default_text, parameter.range, parameter.help});
   print_columns(rows, 2);
@@ -73,13 +74,18 @@ void print_markdown(const ConfiguredPolicy& policy) {
   if (*card.score != '\0') fmt::print("\n\n`{}`", card.score);
   const Parameters parameters = policy.parameters();
   fmt::print("\n");
-  if (!parameters.all().empty()) fmt::print("\n| parameter | default | range | meaning |\n| --- | --- | --- | --- |\n");
+  const auto print_section = [](const TableRow& heads, const std::vector<TableRow>& rows,
+                                const std::set<std::size_t>& code) {
+    if (rows.empty()) return;
+    fmt::print("\n");
+    print_markdown_table(heads, rows, code);
+  };
+  std::vector<TableRow> rows, presets;
   for (const Parameter& parameter : parameters.all())
-    fmt::print("| `{}` | {} | {} | {} |\n", parameter.name, markdown_cell(parameter.default_text),
-               markdown_cell(parameter.range), markdown_cell(parameter.help));
-  if (!parameters.presets().empty()) fmt::print("\n| preset | sets | who |\n| --- | --- | --- |\n");
-  for (const Preset& preset : parameters.presets())
-    fmt::print("| `{}` | `{}` | {} |\n", preset.name, assignments(preset), markdown_cell(preset.who));
+    rows.push_back({parameter.name, parameter.default_text, parameter.range, parameter.help});
+  for (const Preset& preset : parameters.presets()) presets.push_back({preset.name, assignments(preset), preset.who});
+  print_section({"parameter", "default", "range", "meaning"}, rows, {0});
+  print_section({"preset", "sets", "who"}, presets, {0, 1});
 }
 
 /// Whether some policy accepts both parts, KIND=NAME each.
@@ -115,7 +121,7 @@ std::map<std::string, std::vector<std::string>> misfits() {
 
 int list_parts(const Arguments& arguments) {
   Json document = Json::array();
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   const auto not_with = misfits();
   for (const Choice<PartKind>& kind : part_kinds)
     for (const std::string& name : parts(kind.value).names()) {
@@ -135,16 +141,13 @@ int list_parts(const Arguments& arguments) {
   if (arguments.given("json")) {
     print_json(document);
   } else if (arguments.given("markdown")) {
-    fmt::print("| place | part | what it does | parameters | not with |\n| --- | --- | --- | --- | --- |\n");
-    const auto code = [](const std::string& text) { return text.empty() ? "" : "`" + markdown_cell(text) + "`"; };
-    for (const auto& row : rows)
-      fmt::print("| `{}=` | `{}` | {} | {} | {} |\n", row[0], row[1], markdown_cell(row[2]), code(row[3]),
-                 code(row[4]));
+    for (TableRow& row : rows) row.front() += "=";
+    print_markdown_table({"place", "part", "what it does", "parameters", "not with"}, rows, {0, 1, 3, 4});
   } else {
-    std::vector<std::vector<std::string>> listed = rows, apart;
-    for (std::vector<std::string>& row : listed) row.pop_back();
+    std::vector<TableRow> apart;
+    for (TableRow& row : rows) row.pop_back();
     for (const auto& [part, others] : not_with) apart.push_back({part, fmt::format("{}", fmt::join(others, " "))});
-    print_columns(listed);
+    print_columns(rows);
     fmt::print("\nParts that no policy accepts beside each other:\n");
     print_columns(apart, 2);
   }
@@ -168,7 +171,7 @@ int list_names() {
 
 int list_policies(const Arguments& arguments) {
   Json document = Json::array();
-  std::vector<std::vector<std::string>> rows;
+  std::vector<TableRow> rows;
   std::string family;
   for (const ConfiguredPolicy& policy : by_family()) {
     document.push_back(as_json(policy));
@@ -176,12 +179,7 @@ int list_policies(const Arguments& arguments) {
     rows.push_back({family == word_of(card.family) ? "" : word_of(card.family), card.name, card.summary, card.paper});
     family = word_of(card.family);
   }
-  if (arguments.given("json"))
-    print_json(document);
-  else if (arguments.given("markdown"))
-    print_markdown_table({"by", "policy", "what stays", "paper"}, rows, 1);
-  else
-    print_columns(rows);
+  print_list(arguments, document, {"by", "policy", "what stays", "paper"}, rows, {1});
   return 0;
 }
 

@@ -13,6 +13,7 @@
 #include "build.h"
 #include "commands.h"
 #include "companions.h"
+#include "completion.h"
 #include "error.h"
 #include "help.h"
 #include "machine.h"
@@ -33,6 +34,10 @@ int run_command(const std::string& program, const std::vector<std::string>& word
     return 0;
   }
   const std::vector<std::string> rest(words.begin() + 1, words.end());
+  if (name == "--complete") {
+    print_candidates(rest);
+    return 0;
+  }
   const Command* command = find_command(name);
   if (command == nullptr && name.starts_with('-'))
     throw Error{Refusal::usage, "kvreplay", "unknown option",

@@ -294,8 +294,7 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
   if (arguments.given("json")) document["words"] = words_without_traces(arguments, prepared);
   if (arguments.given("output")) document["output"] = arguments.text("output");
   document["traces"] = Json::array();
-  std::vector<std::vector<std::string>> rows{
-      {"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
+  std::vector<TableRow> rows{{"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
   std::size_t to_compute = 0;
   int done = 0;
   for (const PlannedTrace& planned : plan) {
