@@ -19,35 +19,19 @@ namespace kvreplay {
 bool is_name(std::string_view text);
 inline constexpr const char* name_rule = "lower-case letters, digits and hyphens, a letter first";
 
-/// What is registered while it lives: a plug-in's names, all of which go again where one of them cannot stay.
-class PendingRegistrations {
- public:
-  struct Name {
-    std::string kind;  // of what: "policy", "selector"
-    std::string name;
-    bool taken;  // it was registered before, and that stays
-  };
-
-  /// One at a time.
-  PendingRegistrations();
-  PendingRegistrations(const PendingRegistrations&) = delete;
-  PendingRegistrations& operator=(const PendingRegistrations&) = delete;
-  ~PendingRegistrations();
-  /// Null while none lives: the program itself registers what it is made of.
-  static PendingRegistrations* current();
-
-  const std::vector<Name>& names() const { return names_; }
-  void add(Name name, std::function<void()> remove);
-  /// Those that were not taken are registered no longer.
-  void take_back();
-
- private:
-  std::vector<Name> names_;
-  std::vector<std::function<void()>> removals_;
+/// A name that was registered while a plug-in was loaded.
+struct Registration {
+  std::string kind;  // of what: "policy", "selector"
+  std::string name;
+  bool is_taken;  // it was registered before, and that stays
+  std::function<void()> take_back;
 };
 
-/// `Card` has a member `name`. A duplicate name is a bug of ours that no caller could handle: the program stops. What
-/// comes from elsewhere is heard by PendingRegistrations instead.
+/// The registrations of the plug-in that is being loaded; null: the program itself registers what it is made of.
+extern std::vector<Registration>* pending_registrations;
+
+/// `Card` has a member `name`. A duplicate name is a bug of ours that no caller could handle: the program stops. A
+/// plug-in's is listed in `pending_registrations` instead.
 template <class Card>
 class Registry {
  public:
@@ -57,8 +41,10 @@ class Registry {
   void add(Card card) {
     const std::string name{card.name};
     const bool taken = !cards_.emplace(name, std::move(card)).second;
-    if (PendingRegistrations* pending = PendingRegistrations::current()) {
-      pending->add({kind_, name, taken}, [this, name] { cards_.erase(name); });
+    if (pending_registrations != nullptr) {
+      pending_registrations->push_back({kind_, name, taken, [this, name, taken] {
+                                          if (!taken) cards_.erase(name);
+                                        }});
     } else if (taken) {
       std::fprintf(stderr, "kvreplay: two things are registered as %s \"%s\"\n", kind_.c_str(), name.c_str());
       std::abort();

@@ -146,14 +146,16 @@ struct InBlocks {
 };
 
 TEST(PlanRules, OneNameWithOneRangeMayStillMeanTwoThings) {
-  PendingRegistrations pending;
+  std::vector<Registration> registrations;
+  pending_registrations = &registrations;
   const RegisteredPart<InBlocks> registered;
+  pending_registrations = nullptr;
   EXPECT_EQ(
       refusal_of("cur:schedule=in-blocks(9)"),
       "cur:block: means two things in these parts: expected neighbours that a token is held against, found tokens "
       "of the prompt between cuts");
   EXPECT_EQ(refusal_of("knorm:schedule=in-blocks(9)"), "accepted");
-  pending.take_back();
+  for (const Registration& each : registrations) each.take_back();
 }
 
 TEST(PlanRules, ASelectorThatReadsTheLayerNeedsItResident) {

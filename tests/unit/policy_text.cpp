@@ -522,17 +522,19 @@ TEST(Registry, WhatComesLaterIsHeardAndGoesAgain) {
   Registry<Named> registry("policy");
   registry.add({"old", 1});
   {
-    PendingRegistrations pending;
+    std::vector<Registration> registrations;
+    pending_registrations = &registrations;
     registry.add({"new", 2});
     registry.add({"old", 3});
-    ASSERT_EQ(pending.names().size(), 2U);
-    EXPECT_EQ(pending.names()[0].kind, "policy");
-    EXPECT_EQ(pending.names()[0].name, "new");
-    EXPECT_FALSE(pending.names()[0].taken);
-    EXPECT_TRUE(pending.names()[1].taken);
+    pending_registrations = nullptr;
+    ASSERT_EQ(registrations.size(), 2U);
+    EXPECT_EQ(registrations[0].kind, "policy");
+    EXPECT_EQ(registrations[0].name, "new");
+    EXPECT_FALSE(registrations[0].is_taken);
+    EXPECT_TRUE(registrations[1].is_taken);
     EXPECT_EQ(registry.get("new").number, 2);
     EXPECT_EQ(registry.get("old").number, 1);
-    pending.take_back();
+    for (const Registration& each : registrations) each.take_back();
   }
   EXPECT_EQ(registry.names(), std::vector<std::string>{"old"});
   registry.add({"new", 4});

@@ -3,5 +3,5 @@
 
 extern "C" {
 [[gnu::visibility("default")]] extern const char kvreplay_plugin_stamp[];
-[[gnu::used]] const char kvreplay_plugin_stamp[] = KVREPLAY_STAMP_BEGIN KVREPLAY_VERSION ":" KVREPLAY_ABI;
+[[gnu::used]] const char kvreplay_plugin_stamp[] = KVREPLAY_STAMP_BEGIN KVREPLAY_VERSION " (" KVREPLAY_ABI ")";
 }

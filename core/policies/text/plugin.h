@@ -1,7 +1,7 @@
 // Policies that are compiled apart, against the kit's headers alone, and loaded while the program runs.
 //
-// A plug-in is a shared library whose bytes hold a stamp, "kvreplay-plugin:VERSION:ABI". It is read before the library
-// is opened, because opening it runs its registrations: whatever was built for something else never runs.
+// A plug-in is a shared library whose bytes hold a stamp, "kvreplay-plugin:VERSION (ABI)". It is read before the
+// library is opened, because opening it runs its registrations: whatever was built for something else never runs.
 #pragma once
 
 #include <filesystem>
