@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "companions.h"
+#include "commands.h"
 #include "error.h"
 #include "policies/text/policy_source.h"
 #include "program.h"
@@ -47,7 +47,8 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a full disk: the write fails and says so
   // A policy in Python runs inside Python, beside the same engine: it is given the whole command line. Policies are
   // read before anything else is done.
-  policy_sources().add(
-      {".py", [&words](const std::string&, const std::string&) -> std::string { run_companion("python", words); }});
+  python_policy_reader() = [&words](const std::string&, const std::string&) -> std::string {
+    run_companion("python", words);
+  };
   return run_program(argv[0], words);
 }

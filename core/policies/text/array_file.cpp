@@ -9,7 +9,9 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <regex>
 #include <span>
+#include <sstream>
 #include <utility>
 
 #include "float_types.h"
@@ -20,18 +22,17 @@ namespace {
 
 /// Larger ones are no tables of heads.
 constexpr std::uintmax_t most_bytes = std::uintmax_t{256} << 20;
-constexpr std::size_t most_dimensions = 8;
+constexpr std::size_t most_header_bytes = 1024;
 
 std::string shape_text(std::span<const int> shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
 std::vector<std::byte> bytes_of(const std::string& path) {
-  std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error))
-    throw Error{Refusal::input, path, "cannot be read", "an .npy file", "none"};
-  const std::uintmax_t size = std::filesystem::file_size(path, error);
-  if (error || size > most_bytes)
+  std::error_code problem;
+  const std::uintmax_t size = std::filesystem::file_size(path, problem);
+  if (problem) throw Error{Refusal::input, path, "cannot be read", "an .npy file", problem.message()};
+  if (size > most_bytes)
     throw Error{Refusal::input, path, "size", fmt::format("at most {} bytes", most_bytes),
-                error ? error.message() : fmt::format("{} bytes", size)};
+                fmt::format("{} bytes", size)};
   std::vector<std::byte> bytes(static_cast<std::size_t>(size));
   std::ifstream file(path, std::ios::binary);
   if (!file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size())))
@@ -39,63 +40,34 @@ std::vector<std::byte> bytes_of(const std::string& path) {
   return bytes;
 }
 
-/// The header: a Python dictionary as NumPy writes it, {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }.
-class Header {
- public:
-  Header(const std::string& path, std::string_view text) : path_(path), text_(text) {}
+/// The header is a Python dictionary as NumPy writes it, {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }.
+/// What it says where `pattern` has its parentheses.
+std::string value_in(const std::string& path, const std::string& header, const char* pattern,
+                     const std::string& expected) {
+  std::smatch match;
+  if (!std::regex_search(header, match, std::regex(pattern)))
+    throw Error{Refusal::input, path, "not an array that is read", expected,
+                header.substr(0, header.find_last_not_of(" \n") + 1)};
+  return match[1];
+}
 
-  /// What stands behind 'key': up to the comma or brace, or the parentheses and what is in them.
-  std::string_view value(std::string_view key) const {
-    const std::string quoted = fmt::format("'{}':", key);
-    const std::size_t found = text_.find(quoted);
-    if (found == std::string_view::npos) refuse(fmt::format("'{}' in the header", key), "none");
-    std::string_view rest = text_.substr(found + quoted.size());
-    rest.remove_prefix(std::min(rest.find_first_not_of(' '), rest.size()));
-    const bool list = rest.starts_with('(');
-    const std::size_t end = list ? rest.find(')') : rest.find_first_of(",}");
-    if (end == std::string_view::npos) refuse("an end of the header's " + quoted, "none");
-    return rest.substr(0, end + (list ? 1 : 0));
-  }
+/// Bytes of a number: 4 or 8.
+std::size_t number_bytes(const std::string& path, const std::string& header) {
+  value_in(path, header, "'fortran_order': *(False)", "C order, fortran_order False");
+  return value_in(path, header, "'descr': *'<f([48])'", "numbers of type '<f4' or '<f8'") == "4" ? 4 : 8;
+}
 
-  std::vector<int> shape() const {
-    std::string_view list = value("shape");
-    if (list.size() < 2 || !list.starts_with('(')) refuse("a shape in parentheses", std::string(list));
-    list = list.substr(1, list.size() - 2);
-    std::vector<int> sizes;
-    while (!list.empty()) {
-      const std::size_t comma = std::min(list.find(','), list.size());
-      std::string_view piece = list.substr(0, comma);
-      list.remove_prefix(std::min(comma + 1, list.size()));
-      piece.remove_prefix(std::min(piece.find_first_not_of(' '), piece.size()));
-      if (piece.empty()) continue;  // behind the last comma
-      if (sizes.size() == most_dimensions) refuse(fmt::format("at most {} dimensions", most_dimensions), "more");
-      const bool digits = piece.find_first_not_of("0123456789") == std::string_view::npos && piece.size() < 10;
-      if (!digits) refuse("sizes below 1000000000", std::string(piece));
-      sizes.push_back(std::stoi(std::string(piece)));
-    }
-    return sizes;
-  }
-
-  /// Bytes of a number: 4 or 8.
-  std::size_t number_bytes() const {
-    const std::string_view type = value("descr"), order = value("fortran_order");
-    if (type != "'<f4'" && type != "'<f8'") refuse("numbers of type '<f4' or '<f8'", std::string(type));
-    if (order != "False") refuse("C order, fortran_order False", std::string(order));
-    return type == "'<f4'" ? 4 : 8;
-  }
-
- private:
-  [[noreturn]] void refuse(const std::string& expected, const std::string& found) const {
-    throw Error{Refusal::input, path_, "not an array that is read", expected, found};
-  }
-
-  const std::string& path_;
-  std::string_view text_;
-};
+std::vector<int> shape_in(const std::string& path, const std::string& header) {
+  constexpr const char* sizes = R"('shape': *\(((?:[0-9]{1,9}(?:, *[0-9]{1,9}){0,7},?)?)\))";
+  std::istringstream list(value_in(path, header, sizes, "a shape of at most 8 sizes below 1000000000"));
+  std::vector<int> shape;
+  for (int size; list >> size; list.ignore()) shape.push_back(size);
+  return shape;
+}
 
 /// The header, and where the numbers begin: "\x93NUMPY", two bytes of version, the header's length in 2 bytes or, from
 /// version 2 on, in 4.
-std::pair<std::string_view, std::size_t> header_of(const std::string& path, std::span<const std::byte> bytes) {
+std::pair<std::string, std::size_t> header_of(const std::string& path, std::span<const std::byte> bytes) {
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   if (!text.starts_with("\x93NUMPY") || text.size() < 12 || text[6] < 1 || text[6] > 3)
     throw Error{Refusal::input, path, "not an array that is read", "an .npy file of version 1 to 3", "another file"};
@@ -105,7 +77,10 @@ std::pair<std::string_view, std::size_t> header_of(const std::string& path, std:
   if (length > text.size() - begin)
     throw Error{Refusal::input, path, "cut off", fmt::format("a header of {} bytes", length),
                 fmt::format("{} bytes", text.size() - begin)};
-  return {text.substr(begin, length), begin + length};
+  if (length > most_header_bytes)
+    throw Error{Refusal::input, path, "size of the header", fmt::format("at most {} bytes", most_header_bytes),
+                fmt::format("{} bytes", length)};
+  return {std::string(text.substr(begin, length)), begin + length};
 }
 
 double number_at(const std::byte* data, std::size_t bytes) {
@@ -119,20 +94,15 @@ double number_at(const std::byte* data, std::size_t bytes) {
 
 Array read_array(const std::string& path) {
   const std::vector<std::byte> bytes = bytes_of(path);
-  const auto [text, begin] = header_of(path, bytes);
-  const Header header(path, text);
-  Array array{.shape = header.shape(), .numbers = {}, .source = {path, hash_of(bytes)}};
-  const std::size_t width = header.number_bytes(), held = (bytes.size() - begin) / width;
-  std::size_t count = 1;
-  for (const int size : array.shape) {
-    // One more than there are says enough, and does not overflow.
-    count =
-        size != 0 && count > held / static_cast<std::size_t>(size) ? held + 1 : count * static_cast<std::size_t>(size);
-  }
-  if (count * width != bytes.size() - begin)
+  const auto [header, begin] = header_of(path, bytes);
+  Array array{.shape = shape_in(path, header), .numbers = {}, .source = {path, hash_of(bytes)}};
+  const std::size_t width = number_bytes(path, header), held = bytes.size() - begin;
+  double count = 1;  // exact wherever a file can hold as many
+  for (const int size : array.shape) count *= size;
+  if (count * static_cast<double>(width) != static_cast<double>(held))
     throw Error{Refusal::input, path, "size", "the numbers of shape " + shape_text(array.shape),
-                fmt::format("{} bytes behind the header", bytes.size() - begin)};
-  for (std::size_t i = 0; i < count; ++i) {
+                fmt::format("{} bytes behind the header", held)};
+  for (std::size_t i = 0; i < held / width; ++i) {
     const double number = array.numbers.emplace_back(number_at(bytes.data() + begin + i * width, width));
     if (!std::isfinite(number))
       throw Error{Refusal::input, path, fmt::format("number {}", i), "a finite number", fmt::format("{}", number)};

@@ -311,8 +311,7 @@ std::string ConfiguredPolicy::label_with_seeds() const {
 
 /// With the values that differ from the defaults, and those of parameters that are wanted also.
 std::string ConfiguredPolicy::label_of(bool (*also)(const Parameter&)) const {
-  ConfiguredPolicy fresh;
-  fresh.policy_ = make_policy(name_);
+  ConfiguredPolicy fresh = made(name_);
   for (const Placed& placed : parts_)
     fresh.parts_.push_back({placed.kind, placed.name, parts(placed.kind).get(placed.name).make()});
   *fresh.common_ = {
@@ -331,7 +330,9 @@ std::string ConfiguredPolicy::label_of(bool (*also)(const Parameter&)) const {
 std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
   std::vector<LayerPlan> all;
   append_plans(all, *policy_, layers);
-  if (!parts_.empty() && all.size() > 1) refuse_parts();
+  if (!parts_.empty() && all.size() > 1)
+    throw Error{Refusal::usage, name_, "its layers have plans of their own", "layers:0-14=(A:...),15-29=(B:...)",
+                parts_.front().name};
   for (LayerPlan& of_range : all) {
     Plan& plan = of_range.plan;
     Plan filled = plan;
@@ -386,11 +387,6 @@ void ConfiguredPolicy::check_given() const {
                 "the " + parameter->part + " of " + name_ + " itself",
                 placed == parts_.end() ? "a selector without scores" : parameter->part + "=" + placed->name};
   }
-}
-
-void ConfiguredPolicy::refuse_parts() const {
-  throw Error{Refusal::usage, name_, "its layers have plans of their own", "layers:0-14=(A:...),15-29=(B:...)",
-              parts_.front().name};
 }
 
 void ConfiguredPolicy::check_limits(int prompt, int layers) const {

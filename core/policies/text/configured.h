@@ -94,7 +94,6 @@ class ConfiguredPolicy {
   /// Throws Error{usage} for parts that do not fit, and for a value that was given and that none of them reads.
   void check_given() const;
   std::string label_of(bool (*also)(const Parameter&)) const;
-  [[noreturn]] void refuse_parts() const;
 
   std::string name_;
   Source source_ = {};  // of the policy itself; another file's may have its name by now

@@ -1,51 +1,43 @@
 #include "policies/text/policy_source.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "error.h"
 
 namespace kvreplay {
 namespace {
 
-/// The end of the file's name in "mine.py:my_policy", and what reads such files; nowhere and null for other names.
-struct File {
-  std::size_t end = std::string_view::npos;
-  const PolicySource* source = nullptr;
-};
+constexpr std::string_view python_ending = ".py";
 
-File file_of(std::string_view text) {
+/// The colon behind the file in "mine.py:my_policy"; npos in other names.
+std::size_t end_of_file(std::string_view text) {
   const std::size_t colon = text.find(':');
-  if (colon == std::string_view::npos) return {};
-  for (const std::string& ending : policy_sources().names())
-    if (text.substr(0, colon).ends_with(ending)) return {colon, policy_sources().find(ending)};
-  return {};
+  const bool is_python = colon != std::string_view::npos && text.substr(0, colon).ends_with(python_ending);
+  return is_python && python_policy_reader() ? colon : std::string_view::npos;
 }
 
 /// Whether a word between separators names a file; `next` is what ends it.
 bool is_file(std::string_view word, char next) {
-  if (word.ends_with(".npy")) return true;
-  const std::vector<std::string> endings = policy_sources().names();
-  return next == ':' && std::ranges::any_of(endings, [&](const std::string& ending) { return word.ends_with(ending); });
+  return word.ends_with(".npy") || (next == ':' && word.ends_with(python_ending) && python_policy_reader());
 }
 
 }  // namespace
 
-Registry<PolicySource>& policy_sources() {
-  static Registry<PolicySource> registry{"kind of file"};
-  return registry;
+std::function<std::string(const std::string&, const std::string&)>& python_policy_reader() {
+  static std::function<std::string(const std::string&, const std::string&)> reader;
+  return reader;
 }
 
 std::size_t end_of_policy_name(std::string_view text) {
-  const File file = file_of(text);
-  const std::size_t colon = text.find(':', file.source == nullptr ? 0 : file.end + 1);
+  const std::size_t file = end_of_file(text);
+  const std::size_t colon = text.find(':', file == std::string_view::npos ? 0 : file + 1);
   return colon == std::string_view::npos ? text.size() : colon;
 }
 
 std::string registered_policy(std::string_view name) {
-  const File file = file_of(name);
-  if (file.source == nullptr) return std::string(name);
-  return file.source->load(std::string(name.substr(0, file.end)), std::string(name.substr(file.end + 1)));
+  const std::size_t file = end_of_file(name);
+  if (file == std::string_view::npos) return std::string(name);
+  return python_policy_reader()(std::string(name.substr(0, file)), std::string(name.substr(file + 1)));
 }
 
 std::string with_files_in(const std::filesystem::path& folder, std::string_view policies) {

@@ -7,19 +7,12 @@
 #include <string>
 #include <string_view>
 
-#include "registry.h"
-
 namespace kvreplay {
 
-/// What reads policies out of one kind of file.
-struct PolicySource {
-  std::string name;  // how the file's name ends: ".py"
-  /// Enters the policy into policies(), and gives the name that it has there. Throws Error{input} for a file that
-  /// cannot be read, Error{usage} for a policy that is not in it, Error{capability} where nothing here can read it.
-  std::function<std::string(const std::string& file, const std::string& policy)> load;
-};
-
-Registry<PolicySource>& policy_sources();
+/// Enters the policy of a Python file into policies(), and gives the name that it has there. Throws Error{input} for a
+/// file that cannot be read, Error{usage} for a policy that is not in it, Error{capability} where Python is missing.
+/// Empty: no name is read as that of a file.
+std::function<std::string(const std::string& file, const std::string& policy)>& python_policy_reader();
 
 /// Where the name of a policy ends that `text` begins with: at its ':', or with the text.
 std::size_t end_of_policy_name(std::string_view text);

@@ -70,13 +70,11 @@ std::string content_of(const std::filesystem::path& path, const std::string& hol
   std::ifstream stream(path, std::ios::binary);
   if (folder || !stream)
     throw Error{Refusal::input, path.string(), "cannot be read", "a file of " + holding, folder ? "a folder" : ""};
-  std::string text;
-  std::string block(std::size_t{1} << 16, '\0');
-  while (stream.read(block.data(), static_cast<std::streamsize>(block.size())) || stream.gcount() > 0) {
-    text.append(block, 0, static_cast<std::size_t>(stream.gcount()));
-    if (text.size() > most_bytes)
-      throw Error{Refusal::usage, path.string(), "too large", fmt::format("at most {} MiB", most_bytes >> 20), "more"};
-  }
+  std::string text(most_bytes + 1, '\0');
+  stream.read(text.data(), std::ssize(text));
+  text.resize(static_cast<std::size_t>(stream.gcount()));
+  if (text.size() > most_bytes)
+    throw Error{Refusal::usage, path.string(), "too large", fmt::format("at most {} MiB", most_bytes >> 20), "more"};
   return text;
 }
 

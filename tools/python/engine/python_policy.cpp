@@ -405,10 +405,10 @@ void bind_python_policies(nb::module_& module) {
   module.def(
       "read_policies_by",
       [](nb::object load) {
-        auto* held = new nb::object(std::move(load));  // outlives the interpreter, as the registry does
-        policy_sources().replace({".py", [held](const std::string& file, const std::string& policy) {
-                                    return in_python([&] { return nb::cast<std::string>((*held)(file, policy)); });
-                                  }});
+        auto* held = new nb::object(std::move(load));  // outlives the interpreter, as the reader does
+        python_policy_reader() = [held](const std::string& file, const std::string& policy) {
+          return in_python([&] { return nb::cast<std::string>((*held)(file, policy)); });
+        };
       },
       "load"_a, "load(file, policy) enters the policy of a file, and gives the name that it has then.");
 }
