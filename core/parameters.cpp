@@ -1,6 +1,7 @@
 #include "parameters.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -277,9 +278,7 @@ std::string Parameters::canonical() const {
 }
 
 std::string Parameters::joined(std::span<const std::string> words) {
-  std::string all;
-  for (const std::string& word : words) all += (all.empty() ? "" : " | ") + word;
-  return all;
+  return fmt::format("{}", fmt::join(words, " | "));
 }
 
 void Parameters::refuse_word(const std::string& where, std::string_view text, std::span<const std::string> words) {

@@ -1,5 +1,8 @@
 #include "policies/plan_part.h"
 
+#include <array>
+#include <cstddef>
+
 namespace kvreplay {
 namespace {
 
@@ -17,25 +20,10 @@ class FixedPart final : public PlanPart {
 }  // namespace
 
 Registry<PartCard>& parts(PartKind kind) {
-  static Registry<PartCard> scorers{"scorer"}, selectors{"selector"}, allocators{"allocator"}, sharing{"sharing"},
-      schedules{"schedule"}, stores{"store"}, heads{"heads"};
-  switch (kind) {
-    case PartKind::score:
-      return scorers;
-    case PartKind::heads:
-      return heads;
-    case PartKind::select:
-      return selectors;
-    case PartKind::allocate:
-      return allocators;
-    case PartKind::share:
-      return sharing;
-    case PartKind::schedule:
-      return schedules;
-    case PartKind::store:
-      break;
-  }
-  return stores;
+  using Parts = Registry<PartCard>;
+  static std::array in_order_of_kinds{Parts{"scorer"},  Parts{"heads"},    Parts{"selector"}, Parts{"allocator"},
+                                      Parts{"sharing"}, Parts{"schedule"}, Parts{"store"}};
+  return in_order_of_kinds.at(static_cast<std::size_t>(kind));
 }
 
 RegisteredFixedPart::RegisteredFixedPart(PartKind kind, const char* name, const char* summary, void (*fill)(Plan&)) {

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <cassert>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -177,35 +175,29 @@ RowMaker fixture_rows(const SynthOptions&) {
   };
 }
 
-SynthOptions with_kind(std::string kind) { return {.kind = std::move(kind)}; }
-
-SynthOptions fixture_defaults() {
-  return {.kind = "fixture",
-          .layers = 4,
-          .query_heads = 4,
-          .kv_heads = 2,
-          .head_dim = 4,
-          .prefill = 12,
-          .continuation = 4,
-          .rope_base = 100.0};
-}
-
-struct Kind {
-  SynthKind card;
+struct Kind : SynthKind {
   RowMaker (*rows)(const SynthOptions&);
 };
 
 const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all = {
-      {{"gaussian", "independent standard normal queries, keys and values", with_kind("gaussian")}, gaussian_rows},
-      {{"sinks", "every query attends to the first 4 tokens, whose values are small", with_kind("sinks")}, sink_rows},
-      {{"needle", "question and continuation attend to a region in the middle of the prompt", with_kind("needle")},
+      {{"gaussian", "independent standard normal queries, keys and values", {.kind = "gaussian"}}, gaussian_rows},
+      {{"sinks", "every query attends to the first 4 tokens, whose values are small", {.kind = "sinks"}}, sink_rows},
+      {{"needle", "question and continuation attend to a region in the middle of the prompt", {.kind = "needle"}},
        needle_rows},
-      {{"repeat", "keys and values repeat in blocks of tokens, nearly", with_kind("repeat")}, repeat_rows},
-      {{"integer", "whole numbers from -4 to 4: exact in every type, with many ties", with_kind("integer")},
+      {{"repeat", "keys and values repeat in blocks of tokens, nearly", {.kind = "repeat"}}, repeat_rows},
+      {{"integer", "whole numbers from -4 to 4: exact in every type, with many ties", {.kind = "integer"}},
        integer_rows},
-      {{"fixture", "eighths from -2 to 2 that anybody can generate: the project's fixture, without seed",
-        fixture_defaults()},
+      {{"fixture",
+        "eighths from -2 to 2 that anybody can generate: the project's fixture, without seed",
+        {.kind = "fixture",
+         .layers = 4,
+         .query_heads = 4,
+         .kv_heads = 2,
+         .head_dim = 4,
+         .prefill = 12,
+         .continuation = 4,
+         .rope_base = 100.0}},
        fixture_rows},
   };
   return all;
@@ -214,8 +206,8 @@ const std::vector<Kind>& kinds() {
 const Kind& kind_of(const std::string& name) {
   std::vector<std::string> names;
   for (const Kind& kind : kinds()) {
-    if (kind.card.name == name) return kind;
-    names.push_back(kind.card.name);
+    if (kind.name == name) return kind;
+    names.push_back(kind.name);
   }
   throw Error{Refusal::usage, name, "unknown kind of synthetic trace", nearest(name, names), name};
 }
@@ -339,15 +331,11 @@ void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& op
 }  // namespace
 
 const std::vector<SynthKind>& synth_kinds() {
-  static const std::vector<SynthKind> cards = [] {
-    std::vector<SynthKind> all;
-    for (const Kind& kind : kinds()) all.push_back(kind.card);
-    return all;
-  }();
+  static const std::vector<SynthKind> cards(kinds().begin(), kinds().end());
   return cards;
 }
 
-SynthOptions synth_defaults(const std::string& kind) { return kind_of(kind).card.defaults; }
+SynthOptions synth_defaults(const std::string& kind) { return kind_of(kind).defaults; }
 
 void synthesise(const SynthOptions& options, const std::filesystem::path& path,
                 const std::function<bool()>& interrupted) {
