@@ -22,15 +22,20 @@ struct GivenValue {
   std::string place = {};  // "sweep.yaml:7"; empty: the command line
 };
 
-/// Reads a value. What is wrong with one of a file is said at its place there.
+/// Reads a value, or a part of it. An error names `place` before its own.
 template <class Read>
-auto at_place(const GivenValue& value, Read read) {
+auto read_at(const std::string& place, Read read) {
   try {
     return read();
   } catch (const Error& error) {
-    if (value.place.empty()) throw;
-    throw Error{error.refusal(), value.place + ": " + error.where(), error.problem(), error.expected(), error.found()};
+    throw Error{error.refusal(), place + ": " + error.where(), error.problem(), error.expected(), error.found()};
   }
+}
+
+/// The same; a value of the command line has no place.
+template <class Read>
+auto at_place(const GivenValue& value, Read read) {
+  return value.place.empty() ? read() : read_at(value.place, read);
 }
 
 class Arguments {

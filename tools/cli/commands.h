@@ -1,9 +1,12 @@
 // The commands of the program, and the separate programs that it calls.
 #pragma once
 
+#include <filesystem>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "command.h"
 
@@ -27,5 +30,23 @@ extern const Command validate_command;
 std::span<const Command* const> commands();
 
 const Command* find_command(std::string_view name);
+
+/// A program kvreplay-NAME that runs as if it were a command, such as the Python tools, whether or not it is installed.
+struct Companion {
+  const char* name;
+  const char* summary;
+};
+
+inline constexpr const char* how_to_install_companions =
+    "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH";
+
+std::span<const Companion> companions();
+
+/// kvreplay-NAME beside this program, or on PATH.
+std::optional<std::filesystem::path> find_companion(std::string_view name);
+
+/// Becomes kvreplay-NAME with `arguments`. Throws Error{capability} when a known one is not installed, Error{usage}
+/// with the nearest command when there is no such program.
+[[noreturn]] void run_companion(const std::string& name, const std::vector<std::string>& arguments);
 
 }  // namespace kvreplay

@@ -12,7 +12,6 @@
 #include "analysis/metrics/metric.h"
 #include "arguments.h"
 #include "commands.h"
-#include "companions.h"
 #include "error.h"
 #include "machine.h"
 #include "nearest.h"

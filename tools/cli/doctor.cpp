@@ -6,7 +6,6 @@
 #include "attention/backend.h"
 #include "build.h"
 #include "commands.h"
-#include "companions.h"
 #include "machine.h"
 #include "output.h"
 
@@ -49,14 +48,14 @@ std::vector<Fact> companion_facts() {
 
 std::vector<Fact> machine_facts() {
   std::vector<Fact> facts{
-      {"version", build_version(), build_version()},
-      {"commit", build_commit(), build_commit()},
-      {"compiler", build_compiler(), build_compiler()},
+      {"version", build_version, build_version},
+      {"commit", build_commit, build_commit},
+      {"compiler", build_compiler, build_compiler},
   };
   std::string libraries;
   Json versions = Json::object();
-  for (const auto& [name, version] : build_libraries()) {
-    libraries += (libraries.empty() ? "" : ", ") + name + " " + version;
+  for (const auto& [name, version] : build_libraries) {
+    libraries += fmt::format("{}{} {}", libraries.empty() ? "" : ", ", name, version);
     versions[name] = version;
   }
   facts.push_back({"libraries", libraries, versions});

@@ -23,16 +23,6 @@ bool has_value(const Parameter& parameter, const std::string& value) {
   return same;
 }
 
-/// Reads a part of it. What is wrong with the part is said with who gave the whole.
-template <class Read>
-auto part_of(const GivenValue& given, Read read) {
-  try {
-    return read();
-  } catch (const Error& error) {
-    throw Error{error.refusal(), given.where + ": " + error.where(), error.problem(), error.expected(), error.found()};
-  }
-}
-
 }  // namespace
 
 Exclusion::Exclusion(GivenValue given) : given_(std::move(given)) {
@@ -40,7 +30,7 @@ Exclusion::Exclusion(GivenValue given) : given_(std::move(given)) {
   const std::size_t equals = text.find('=');
   const bool named = equals > text.find_first_of(":(") || equals == std::string::npos;
   const std::size_t end = named ? end_of_policy_name(text) : 0;
-  if (named) policy_ = part_of(given_, [&] { return registered_policy(std::string_view(text).substr(0, end)); });
+  if (named) policy_ = read_at(given_.where, [&] { return registered_policy(std::string_view(text).substr(0, end)); });
   const std::string_view rest = std::string_view(text).substr(named && end < text.size() ? end + 1 : end);
   const auto refused = [&](std::string found) {
     return Error{Refusal::usage, given_.where, "leaves nothing out", "[POLICY:]KEY=VALUE,...", "\"" + found + "\""};
@@ -55,7 +45,7 @@ Exclusion::Exclusion(GivenValue given) : given_(std::move(given)) {
     const std::string key(piece.substr(0, at));
     if (key == budget_key && budget_) throw Error{Refusal::usage, given_.where, "given twice", "", key};
     if (key == budget_key)
-      budget_ = part_of(given_, [&] { return Budget::parse(value); });
+      budget_ = read_at(given_.where, [&] { return Budget::parse(value); });
     else
       values_.emplace_back(key, std::move(value));
   }
@@ -67,7 +57,7 @@ bool Exclusion::covers(const ConfiguredPolicy& policy) const {
   return std::ranges::all_of(values_, [&](const auto& value) {
     const Parameter* parameter = parameters.find(value.first);
     if (parameter == nullptr) return false;
-    if (!policy_.empty()) return part_of(given_, [&] { return has_value(*parameter, value.second); });
+    if (!policy_.empty()) return read_at(given_.where, [&] { return has_value(*parameter, value.second); });
     try {
       return has_value(*parameter, value.second);
     } catch (const Error&) {

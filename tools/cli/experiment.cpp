@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <optional>
 
@@ -25,18 +24,16 @@ using Kind = YamlNode::Kind;
 constexpr std::string_view of_one_start[] = {"force",   "watch",    "figure", "shard",
                                              "dry-run", "progress", "json",   "help"};
 
-/// Keys that hold more than one value, and are called so.
-constexpr std::pair<std::string_view, std::string_view> plurals[] = {{"policy", "policies"}, {"budget", "budgets"}};
-
 constexpr std::string_view traces_key = "traces";
 
 bool is_experiment(std::string_view operand) {
   return operand.starts_with('@') && (operand.ends_with(".yaml") || operand.ends_with(".yml"));
 }
 
+/// Keys that hold more than one value are plurals.
 std::string key_of(const Option& option) {
-  const auto plural = std::ranges::find(plurals, option.name, &std::pair<std::string_view, std::string_view>::first);
-  return std::string(plural == std::end(plurals) ? option.name : plural->second);
+  const std::string_view name = option.name;
+  return name == "policy" ? "policies" : name == "budget" ? "budgets" : option.name;
 }
 
 /// Options by the keys that they have in a file.

@@ -8,7 +8,6 @@
 #include "arguments.h"
 #include "build.h"
 #include "commands.h"
-#include "companions.h"
 #include "output.h"
 
 namespace kvreplay {
@@ -34,7 +33,7 @@ void print_overview() {
   fmt::print(
       "kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values\n\n"
       "  kvreplay COMMAND ...\n\n",
-      build_version());
+      build_version);
   std::vector<TableRow> rows;
   for (const Command* command : commands()) rows.push_back({command->name, command->summary});
   for (const Companion& companion : companions())

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "arguments.h"
 #include "commands.h"
@@ -138,7 +139,7 @@ std::string windows(const TraceHeader& header) {
   return text;
 }
 
-Json as_json(const Trace& trace, const Use& use, const Estimate* cost) {
+Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& cost) {
   const TraceHeader& header = trace.header();
   Json document{{"path", trace.path().string()},
                 {"name", trace.name()},
@@ -173,13 +174,13 @@ Json as_json(const Trace& trace, const Use& use, const Estimate* cost) {
   for (const Service& service : use.policies)
     document["policies"].push_back(
         {{"name", service.policy.name()}, {"served", service.refused.empty()}, {"why_not", service.refused}});
-  if (cost != nullptr)
+  if (cost)
     document["estimate"] = {
         {"seconds", cost->seconds}, {"memory_bytes", cost->memory_bytes}, {"disk_bytes", cost->disk_bytes}};
   return document;
 }
 
-void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
+void print_text(const Trace& trace, const Use& use, const std::optional<Estimate>& cost) {
   const TraceHeader& header = trace.header();
   std::string served;
   for (const Service& service : use.policies)
@@ -211,7 +212,7 @@ void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
     if (!service.refused.empty()) rows.push_back({"not", service.policy.name() + ": " + service.refused});
   for (const std::string& line : stored_observables(trace)) rows.push_back({"stored", line});
   for (const std::string& note : use.notes) rows.push_back({"note", note});
-  if (cost != nullptr)
+  if (cost)
     rows.push_back({"replay", fmt::format("all of these at {}: about {}, {} of memory, {} of results", estimated_budget,
                                           duration_text(cost->seconds), size_text(cost->memory_bytes),
                                           size_text(cost->disk_bytes))});
@@ -221,29 +222,26 @@ void print_text(const Trace& trace, const Use& use, const Estimate* cost) {
 int run(const Arguments& arguments) {
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Json document = Json::array();
-  bool first = true;
+  const bool json = arguments.given("json");
   for (const std::string& path : arguments.operands()) {
+    const char* gap = &path == &arguments.operands().front() ? "" : "\n";
     if (is_observables_file(path)) {
-      if (arguments.given("json"))
-        document.push_back({{"path", path}, {"kind", "stored observables"}});
-      else
-        fmt::print("{}{}: stored observables of a trace\n", first ? "" : "\n", path);
-      first = false;
+      document.push_back({{"path", path}, {"kind", "stored observables"}});
+      if (!json) fmt::print("{}{}: stored observables of a trace\n", gap, path);
       continue;
     }
     const Trace trace = Trace::open(path);
     const Use use = use_of(trace, arguments.text("boundary"));
-    const bool estimated = !arguments.given("no-estimate");
-    const Estimate cost = estimated ? cost_of(trace, use) : Estimate{};
-    if (arguments.given("json")) {
-      document.push_back(as_json(trace, use, estimated ? &cost : nullptr));
-      continue;
+    std::optional<Estimate> cost;
+    if (!arguments.given("no-estimate")) cost = cost_of(trace, use);
+    if (json) {
+      document.push_back(as_json(trace, use, cost));
+    } else {
+      fmt::print("{}", gap);
+      print_text(trace, use, cost);
     }
-    if (!first) fmt::print("\n");
-    first = false;
-    print_text(trace, use, estimated ? &cost : nullptr);
   }
-  if (arguments.given("json")) print_json(document);
+  if (json) print_json(document);
   return 0;
 }
 

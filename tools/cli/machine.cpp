@@ -11,7 +11,6 @@
 
 #include "error.h"
 #include "forked_threads.h"
-#include "nearest.h"
 #include "parameters.h"
 
 namespace kvreplay {

@@ -12,7 +12,6 @@
 #include "arguments.h"
 #include "build.h"
 #include "commands.h"
-#include "companions.h"
 #include "completion.h"
 #include "error.h"
 #include "help.h"
@@ -22,6 +21,9 @@
 
 namespace kvreplay {
 namespace {
+
+/// "1.2.3 (commit)".
+std::string build_line() { return fmt::format("{} ({})", build_version, build_commit); }
 
 int run_command(const std::string& program, const std::vector<std::string>& words) {
   if (words.empty() || words.front() == "--help" || words.front() == "-h") {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <string>
 #include <string_view>
 
 namespace kvreplay {

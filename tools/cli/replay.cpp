@@ -1,6 +1,7 @@
 #include "replay/replay.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,7 +18,6 @@
 #include "arguments.h"
 #include "build.h"
 #include "commands.h"
-#include "companions.h"
 #include "exclusion.h"
 #include "experiment.h"
 #include "interruption.h"
@@ -84,19 +84,13 @@ constexpr Option options[] = {
     json_option,
 };
 
-std::string joined(const std::vector<std::string>& texts) {
-  std::string all;
-  for (const std::string& text : texts) all += (all.empty() ? "" : ",") + text;
-  return all;
-}
-
 std::map<std::string, std::string> build_facts(const std::string& backend_description) {
-  std::map<std::string, std::string> facts{{"version", build_version()},
-                                           {"git", build_commit()},
-                                           {"compiler", build_compiler()},
+  std::map<std::string, std::string> facts{{"version", build_version},
+                                           {"git", build_commit},
+                                           {"compiler", build_compiler},
                                            {"backend", backend_description},
                                            {"cuda", backends().find("cuda") == nullptr ? "no" : "yes"}};
-  for (const auto& [name, version] : build_libraries()) facts[name] = version;
+  for (const auto& [name, version] : build_libraries) facts[name] = version;
   return facts;
 }
 
@@ -162,13 +156,11 @@ Prepared requested(const Arguments& arguments) {
   request.traces.assign(arguments.operands().begin(), arguments.operands().end());
   request.seed = arguments.seed("seed");
   std::optional<Structure> structure;
-  if (arguments.given("structure"))
-    structure =
-        at_place(arguments.values("structure").front(), [&] { return Structure::parse(arguments.text("structure")); });
+  for (const GivenValue& value : arguments.values("structure"))
+    structure = at_place(value, [&] { return Structure::parse(value.text); });
   std::optional<ProtectedTokens> protect;
-  if (arguments.given("protect"))
-    protect = at_place(arguments.values("protect").front(),
-                       [&] { return ProtectedTokens::parse("--protect", arguments.text("protect")); });
+  for (const GivenValue& value : arguments.values("protect"))
+    protect = at_place(value, [&] { return ProtectedTokens::parse("--protect", value.text); });
   std::vector<ConfiguredPolicy> policies;
   for (const GivenValue& policy : policy_texts(arguments))
     policies.push_back(at_place(policy, [&] {
@@ -183,7 +175,7 @@ Prepared requested(const Arguments& arguments) {
   all.exclusions = leave_out(arguments, policies, request);
   for (const GivenValue& value : arguments.values("metrics"))
     at_place(value, [&] { return parse_metrics(value.text); });
-  request.metrics = parse_metrics(joined(arguments.all("metrics")));
+  request.metrics = parse_metrics(fmt::format("{}", fmt::join(arguments.all("metrics"), ",")));
   const std::string controls = arguments.text("controls");
   request.controls = controls == "none" ? Controls::none : controls == "twins" ? Controls::twins : Controls::random;
   request.detail = parse_detail(arguments.text("detail"));
@@ -266,11 +258,9 @@ std::vector<PlannedTrace> fitting_plan(const Arguments& arguments, RunRequest& r
 
 /// A command line that computes the same cells of any trace that is added to it, wherever it is started.
 std::vector<std::string> words_without_traces(const Arguments& arguments, const Prepared& all) {
-  static constexpr std::string_view spelled_here[] = {"policy", "exclude", "plugin"};
-  static constexpr std::string_view of_this_start[] = {"output",  "threads", "memory",   "shard",
-                                                       "dry-run", "json",    "progress", "force"};
-  std::vector<std::string_view> left_out(std::begin(spelled_here), std::end(spelled_here));
-  left_out.insert(left_out.end(), std::begin(of_this_start), std::end(of_this_start));
+  // Those that follow here, and those of one start.
+  static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin", "output",   "threads", "memory",
+                                                  "shard",  "dry-run", "json",   "progress", "force"};
   const std::filesystem::path here = std::filesystem::current_path();
   std::vector<std::string> words{arguments.command().name};
   const auto add = [&](const char* option, std::string value) {
@@ -284,49 +274,63 @@ std::vector<std::string> words_without_traces(const Arguments& arguments, const 
   return words;
 }
 
+Json as_json(const Estimate& cost) {
+  return {{"seconds", cost.seconds},
+          {"memory_bytes", cost.memory_bytes},
+          {"mapped_bytes", cost.mapped_bytes},
+          {"disk_bytes", cost.disk_bytes}};
+}
+
+TableRow plan_row(const std::string& name, std::size_t to_compute, int done, const Estimate& cost) {
+  return {name,
+          fmt::format("{} cells", to_compute),
+          fmt::format("{} cells", done),
+          duration_text(cost.seconds),
+          size_text(cost.memory_bytes),
+          size_text(cost.mapped_bytes),
+          size_text(cost.disk_bytes)};
+}
+
+Json as_json(const PlannedTrace& planned) {
+  Json cells = Json::array();
+  for (const Cell& cell : planned.cells)
+    cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
+  Json document{{"name", planned.name},
+                {"path", planned.path.string()},
+                {"hash", planned.hash},
+                {"boundary", planned.conditions.boundary},
+                {"n_queries", planned.conditions.eval_queries.size()},
+                {"layers", planned.conditions.layers},
+                {"cells", cells},
+                {"skipped", planned.skipped}};
+  document.update(as_json(planned.cost));
+  return document;
+}
+
 void print_plan(const Arguments& arguments, const Prepared& prepared) {
   const auto& [device, request, exclusions, plan] = prepared;
-  const Estimate all = sum(plan);
-  Json document{{"seconds", all.seconds},       {"memory_bytes", all.memory_bytes}, {"mapped_bytes", all.mapped_bytes},
-                {"disk_bytes", all.disk_bytes}, {"policies", Json::array()},        {"budgets", Json::array()}};
-  for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
-  for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
-  if (arguments.given("json")) document["words"] = words_without_traces(arguments, prepared);
-  if (arguments.given("output")) document["output"] = arguments.text("output");
-  document["traces"] = Json::array();
+  if (arguments.given("json")) {
+    Json document = as_json(sum(plan));
+    document["policies"] = Json::array();
+    document["budgets"] = Json::array();
+    for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
+    for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
+    document["words"] = words_without_traces(arguments, prepared);
+    if (arguments.given("output")) document["output"] = arguments.text("output");
+    document["traces"] = Json::array();
+    for (const PlannedTrace& planned : plan) document["traces"].push_back(as_json(planned));
+    return print_json(document);
+  }
   std::vector<TableRow> rows{{"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
   std::size_t to_compute = 0;
   int done = 0;
   for (const PlannedTrace& planned : plan) {
-    const Estimate& cost = planned.cost;
     to_compute += planned.cells.size();
     done += planned.skipped;
-    rows.push_back({planned.name, fmt::format("{} cells", planned.cells.size()),
-                    fmt::format("{} cells", planned.skipped), duration_text(cost.seconds), size_text(cost.memory_bytes),
-                    size_text(cost.mapped_bytes), size_text(cost.disk_bytes)});
-    if (!arguments.given("json")) continue;
-    Json cells = Json::array();
-    for (const Cell& cell : planned.cells)
-      cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
-    document["traces"].push_back({{"name", planned.name},
-                                  {"path", planned.path.string()},
-                                  {"hash", planned.hash},
-                                  {"boundary", planned.conditions.boundary},
-                                  {"n_queries", planned.conditions.eval_queries.size()},
-                                  {"layers", planned.conditions.layers},
-                                  {"cells", cells},
-                                  {"skipped", planned.skipped},
-                                  {"seconds", cost.seconds},
-                                  {"memory_bytes", cost.memory_bytes},
-                                  {"mapped_bytes", cost.mapped_bytes},
-                                  {"disk_bytes", cost.disk_bytes}});
+    rows.push_back(plan_row(planned.name, planned.cells.size(), planned.skipped, planned.cost));
   }
-  rows.push_back({"all", fmt::format("{} cells", to_compute), fmt::format("{} cells", done), duration_text(all.seconds),
-                  size_text(all.memory_bytes), size_text(all.mapped_bytes), size_text(all.disk_bytes)});
-  if (arguments.given("json"))
-    print_json(document);
-  else
-    print_columns(rows);
+  rows.push_back(plan_row("all", to_compute, done, sum(plan)));
+  print_columns(rows);
 }
 
 const char* name_of(CellState state) {
