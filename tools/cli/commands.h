@@ -31,6 +31,12 @@ std::span<const Command* const> commands();
 
 const Command* find_command(std::string_view name);
 
+/// What the program is, its commands, and its exit codes.
+void print_overview();
+
+/// One command with its options.
+void print_help(const Command& command);
+
 /// A program kvreplay-NAME that runs as if it were a command, such as the Python tools, whether or not it is installed.
 struct Companion {
   const char* name;

@@ -23,15 +23,14 @@ struct Fact {
 
 std::vector<Fact> backend_facts() {
   std::vector<Fact> facts;
+  const auto add = [&](const std::string& name, bool runs, const std::string& text) {
+    facts.push_back({"backend " + name, text, {{"name", name}, {"runs", runs}, {"description", text}}});
+  };
   for (const std::string& name : backends().names()) {
     const std::string reason = why_not(name);
-    const std::string text = reason.empty() ? make_backend(name, 0)->description() : "does not run here: " + reason;
-    facts.push_back({"backend " + name, text, {{"name", name}, {"runs", reason.empty()}, {"description", text}}});
+    add(name, reason.empty(), reason.empty() ? make_backend(name, 0)->description() : "does not run here: " + reason);
   }
-  if (backends().find("cuda") == nullptr) {
-    const std::string text = "no CUDA in this build";
-    facts.push_back({"backend cuda", text, {{"name", "cuda"}, {"runs", false}, {"description", text}}});
-  }
+  if (backends().find("cuda") == nullptr) add("cuda", false, "no CUDA in this build");
   return facts;
 }
 

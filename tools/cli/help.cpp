@@ -1,5 +1,3 @@
-#include "help.h"
-
 #include <fmt/format.h>
 
 #include <string>

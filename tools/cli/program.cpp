@@ -14,7 +14,6 @@
 #include "commands.h"
 #include "completion.h"
 #include "error.h"
-#include "help.h"
 #include "machine.h"
 #include "nearest.h"
 #include "output.h"
