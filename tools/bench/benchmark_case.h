@@ -1,6 +1,8 @@
 // What is timed: one call of the backend on some data, at one SIMD level, with some threads, under a name that says so.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstddef>
 #include <functional>
@@ -28,6 +30,10 @@ struct Verdict {
 /// |found - expected|; infinity, which no tolerance admits, where the answer is no finite number.
 inline double distance(double found, double expected) {
   return std::isfinite(found) ? std::abs(found - expected) : std::numeric_limits<double>::infinity();
+}
+
+inline Verdict verdict_of(double error, double tolerance) {
+  return {.relative_error = error, .problem = error > tolerance ? fmt::format("error {:.2g}", error) : ""};
 }
 
 /// A call whose inputs are made.

@@ -1,29 +1,34 @@
-// Attention in float64 by plain loops: what every answer is held against.
+// Attention and cosines in float64, products by OpenBLAS: what every answer is held against.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "matrix.h"
 #include "tensor.h"
 
 namespace kvreplay::bench {
 
-/// [keys]: attention of query head `head` at `queries` (positions) over `keys` (positions, ascending), each query over
-/// those that it sees, summed over the queries.
+/// [rows, dim]: these rows of a head.
+Matrix vectors_of(const TensorView& tensor, int head, std::span<const std::int32_t> rows);
+
+/// [queries, keys] scaled products of query head `head` at `queries` (positions) with `keys` (positions), seen or not.
+/// The layer has neither a sliding window nor a soft cap.
+Matrix logits_of(const LayerTensors& layer, int head, std::span<const std::int32_t> queries,
+                 std::span<const std::int32_t> keys);
+
+/// [queries, keys]: the attention of each query over those of `keys` (ascending) that it sees.
+Matrix attention_rows(const LayerTensors& layer, int head, std::span<const std::int32_t> queries,
+                      std::span<const std::int32_t> keys);
+
+/// [keys]: the same, summed over the queries.
 std::vector<double> attention_column_sums(const LayerTensors& layer, int head, std::span<const std::int32_t> queries,
                                           std::span<const std::int32_t> keys);
 
-/// [queries, keys]: the same, row by row.
-std::vector<double> attention_rows(const LayerTensors& layer, int head, std::span<const std::int32_t> queries,
-                                   std::span<const std::int32_t> keys);
-
-/// [tokens, heads * dim]: row i is the vectors of all heads at token i, side by side.
-std::vector<double> token_vectors(const TensorView& tensor);
-
-/// [rows, columns] products of the vectors `rows` and `columns` of [n, dim].
-std::vector<double> inner_products(std::span<const double> vectors, int dim, std::span<const std::int32_t> rows,
-                                   std::span<const std::int32_t> columns);
+/// Cosines of tokens 0, step, 2 * step, ... with all tokens; the vector of a token is those of all heads, side by side.
+/// That of zeros has none with any.
+Matrix cosines(const TensorView& tensor, int step = 1);
 
 /// Adds to sums[j] the sum over rows i of max(0, similarity[i, j] - floor_i), and raises highest[j] to the highest
 /// similarity[i, j]; similarity is [n, n], `rows` are row numbers.

@@ -6,16 +6,12 @@
 #include <cstddef>
 
 #include "float64.h"
-#include "float_types.h"
 #include "positions.h"
-#include "random.h"
 #include "subjects.h"
 
 namespace kvreplay::bench {
 namespace {
 
-constexpr double shares[] = {0.05, 0.1, 0.2, 0.3, 0.5};
-constexpr int sets_a_share = 13;
 constexpr int eval_queries = 32;
 // Float64 looks at every so many sets, at the first query head and at the last.
 constexpr int checked_sets = 9;
@@ -29,20 +25,8 @@ struct Question {
 };
 
 Question question_of(const LayerSource& source) {
-  Question question;
-  const int count = std::min(eval_queries, source.tokens / 2);
-  question.queries = position_range(source.tokens - count, source.tokens);
-  question.boundary = source.tokens - count;
-  for (const double share : shares) {
-    for (int number = 0; number < sets_a_share; ++number) {
-      KeptSet set(Heads::kv, source.kv_heads, question.boundary);
-      for (int head = 0; head < source.kv_heads; ++head)
-        for (int token = 0; token < question.boundary; ++token)
-          if (uniform(chain(question.sets.size(), head, token)) < share) set.keep(head, token);
-      question.sets.push_back(std::move(set));
-    }
-  }
-  return question;
+  const int boundary = source.tokens - std::min(eval_queries, source.tokens / 2);
+  return {position_range(boundary, source.tokens), boundary, random_sets(source.kv_heads, boundary)};
 }
 
 /// What is asked for, and its name.
@@ -52,27 +36,21 @@ struct Parts {
 };
 constexpr Parts asked_for[] = {{"attention", {}}, {"outputs", {.outputs = true}}, {"all", all_moments}};
 
-/// One row of attention and logits, against the values of its head.
-struct Row {
-  std::span<const double> attention;
-  std::span<const double> logits;  // below the boundary
-  std::span<const double> values;  // [tokens, dim]
-};
-
-/// The moments by their definitions; keeps(key) below the boundary.
+/// The moments by their definitions, of a row of attention and of logits; keeps(key) below the boundary.
 template <class Keeps>
-Moments moments_of(const Row& row, int boundary, Keeps keeps) {
+Moments moments_of(std::span<const double> attention, std::span<const double> logits, const Matrix& values,
+                   int boundary, Keeps keeps) {
   Moments m;
-  const std::size_t dim = row.values.size() / row.attention.size();
+  const auto dim = static_cast<std::size_t>(values.columns());
   std::vector<double> output(dim), kept_output(dim);
   std::size_t number = 0;
-  for (int key = 0; key < static_cast<int>(row.attention.size()); ++key) {
+  for (int key = 0; key < values.rows(); ++key) {
     const auto j = static_cast<std::size_t>(key);
-    const double a = row.attention[j];
+    const double a = attention[j];
     const bool kept = key >= boundary || keeps(key);
     for (std::size_t c = 0; c < dim; ++c) {
-      output[c] += a * row.values[j * dim + c];
-      if (kept) kept_output[c] += a * row.values[j * dim + c];
+      output[c] += a * values.row(key)[c];
+      if (kept) kept_output[c] += a * values.row(key)[c];
     }
     if (!kept) continue;
     m.mass += a;
@@ -82,8 +60,8 @@ Moments moments_of(const Row& row, int boundary, Keeps keeps) {
     m.prompt_square += a * a;
     if (key >= sink_tokens) m.nosink_mass += a;
     if (key >= sink_tokens) m.nosink_square += a * a;
-    m.logit_square += row.logits[j] * row.logits[j];
-    m.unaligned_dot += row.attention[number++] * a;
+    m.logit_square += logits[j] * logits[j];
+    m.unaligned_dot += attention[number++] * a;
   }
   for (std::size_t c = 0; c < dim; ++c) {
     const double kept = kept_output[c] / m.mass;
@@ -114,44 +92,27 @@ double error_of(const Moments& found, const Moments& expected, const Moments& fu
   return largest;
 }
 
-std::vector<double> widened(const TensorView& tensor, int head, int row) {
-  std::vector<double> numbers(static_cast<std::size_t>(tensor.dim));
-  for (std::size_t c = 0; c < numbers.size(); ++c)
-    numbers[c] = static_cast<double>(load(tensor.row(head, row), tensor.dtype, c));
-  return numbers;
-}
-
 /// Over the first query head and the last, some of the sets, and the set that keeps everything.
 double largest_error(const LayerTensors& layer, const Question& question, const KeptMoments& found, MomentParts parts) {
   double largest = 0;
-  const int tokens = layer.k.tokens, boundary = question.boundary;
+  const int boundary = question.boundary;
   const auto queries = static_cast<int>(question.queries.size());
-  const auto dim = static_cast<std::size_t>(layer.v.dim);
+  const std::vector<std::int32_t> all = position_range(0, layer.k.tokens);
   for (const int head : {0, layer.q.heads - 1}) {
     const int kv_head = head / layer.group();
-    const std::vector<double> attention = attention_rows(layer, head, question.queries, position_range(0, tokens));
-    std::vector<double> values;
-    std::vector<std::vector<double>> keys;
-    for (int token = 0; token < tokens; ++token) {
-      const std::vector<double> value = widened(layer.v, kv_head, token);
-      values.insert(values.end(), value.begin(), value.end());
-      keys.push_back(widened(layer.k, kv_head, token));
-    }
+    const Matrix logits = logits_of(layer, head, question.queries, all);
+    const Matrix attention = attention_rows(layer, head, question.queries, all);
+    const Matrix values = vectors_of(layer.v, kv_head, all);
 #pragma omp parallel for schedule(dynamic) reduction(max : largest)
     for (int i = 0; i < queries; ++i) {
-      const std::vector<double> query = widened(layer.q, head, layer.q.tokens - queries + i);
-      std::vector<double> logits(static_cast<std::size_t>(boundary));
-      for (std::size_t j = 0; j < logits.size(); ++j)
-        for (std::size_t c = 0; c < dim; ++c)
-          logits[j] += static_cast<double>(layer.softmax_scale) * query[c] * keys[j][c];
-      const auto stride = static_cast<std::size_t>(tokens);
-      const Row row{std::span(attention).subspan(static_cast<std::size_t>(i) * stride, stride), logits, values};
+      const auto moments = [&](auto keeps) {
+        return moments_of(attention.row(i), logits.row(i), values, boundary, keeps);
+      };
       const auto cell = static_cast<std::size_t>(head * queries + i);
-      const Moments full = moments_of(row, boundary, [](int) { return true; });
+      const Moments full = moments([](int) { return true; });
       largest = std::max(largest, error_of(found.full[cell], full, full, parts));
       for (std::size_t number = 0; number < question.sets.size(); number += question.sets.size() / checked_sets) {
-        const Moments expected =
-            moments_of(row, boundary, [&](int key) { return question.sets[number].keeps(kv_head, key); });
+        const Moments expected = moments([&](int key) { return question.sets[number].keeps(kv_head, key); });
         largest = std::max(largest, error_of(found.kept[number * found.full.size() + cell], expected, full, parts));
       }
     }
@@ -164,8 +125,7 @@ double largest_error(const LayerTensors& layer, const Question& question, const 
 void add_kept_moments(Cases& cases, const LayerSource& source) {
   const auto asked = std::make_shared<Latest<Question>>();
   for (const Parts& wanted : asked_for) {
-    const std::string name = fmt::format("kept_moments/{}/sets:{}/{}", source.name,
-                                         sets_a_share * static_cast<int>(std::size(shares)), wanted.name);
+    const std::string name = fmt::format("kept_moments/{}/sets:{}/{}", source.name, random_set_count, wanted.name);
     const MomentParts parts = wanted.parts;
     add_at_every_level(cases, name, Rate::operations, [=](const std::shared_ptr<Backend>& backend) {
       const std::shared_ptr<const LayerData> layer = source.load();
@@ -180,28 +140,23 @@ void add_kept_moments(Cases& cases, const LayerSource& source) {
             kept_pairs += (set.count(head) + query + 1.0 - question->boundary) / set.rows();
       }
       const double products = parts.outputs ? 2.0 * pairs + kept_pairs : pairs;
-      return Prepared{.call =
-                          [=] {
-                            std::vector<KeptSets> kept;
-                            for (const KeptSet& set : question->sets) kept.push_back({&set, 1});
-                            *found = backend->kept_moments(layer->tensors, question->queries, question->boundary, kept,
-                                                           parts);
-                          },
-                      .check =
-                          [=] {
-                            const double error = largest_error(layer->tensors, *question, *found, parts);
-                            return Verdict{.relative_error = error,
-                                           .problem = error > tolerance ? fmt::format("error {:.2g}", error) : ""};
-                          },
-                      .result =
-                          [=] {
-                            std::vector<double> masses;
-                            for (const Moments& moments : found->kept) masses.push_back(moments.mass);
-                            return masses;
-                          },
-                      .result_bytes = sizeof(Moments) * (question->sets.size() + 1) * question->queries.size() *
-                                      static_cast<std::size_t>(source.query_heads),
-                      .work = 2.0 * source.dim * source.query_heads * products};
+      return Prepared{
+          .call =
+              [=] {
+                std::vector<KeptSets> kept;
+                for (const KeptSet& set : question->sets) kept.push_back({&set, 1});
+                *found = backend->kept_moments(layer->tensors, question->queries, question->boundary, kept, parts);
+              },
+          .check = [=] { return verdict_of(largest_error(layer->tensors, *question, *found, parts), tolerance); },
+          .result =
+              [=] {
+                std::vector<double> masses;
+                for (const Moments& moments : found->kept) masses.push_back(moments.mass);
+                return masses;
+              },
+          .result_bytes = sizeof(Moments) * (question->sets.size() + 1) * question->queries.size() *
+                          static_cast<std::size_t>(source.query_heads),
+          .work = 2.0 * source.dim * source.query_heads * products};
     });
   }
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <iterator>
 
 #include "benchmark_case.h"
 #include "error.h"
@@ -94,6 +95,17 @@ LayerSource trace_layer(const std::shared_ptr<const Trace>& trace, int layer) {
             touch(data->tensors);
             return std::shared_ptr<const LayerData>(std::move(data));
           }};
+}
+
+std::vector<KeptSet> random_sets(int kv_heads, int tokens) {
+  constexpr double shares[] = {0.05, 0.1, 0.2, 0.3, 0.5};
+  std::vector<KeptSet> sets(random_set_count, KeptSet(Heads::kv, kv_heads, tokens));
+  for (std::size_t number = 0; number < sets.size(); ++number)
+    for (int head = 0; head < kv_heads; ++head)
+      for (int token = 0; token < tokens; ++token)
+        if (uniform(chain(number, head, token)) < shares[number * std::size(shares) / sets.size()])
+          sets[number].keep(head, token);
+  return sets;
 }
 
 }  // namespace kvreplay::bench

@@ -3,13 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "attention/kept_set.h"
 #include "tensor.h"
 #include "trace/trace.h"
 
@@ -20,7 +19,6 @@ struct LayerData {
   LayerTensors tensors;
   std::vector<std::byte> q, k, v;
   std::vector<std::int32_t> query_positions;
-  std::vector<double> inv_freq;
   std::shared_ptr<const Trace> trace;
 };
 
@@ -51,5 +49,10 @@ LayerSource random_layer(const RandomShape& shape);
 
 /// Its name is that of the trace and the number of the stored layer: "needle-12/n:512/bfloat16".
 LayerSource trace_layer(const std::shared_ptr<const Trace>& trace, int layer);
+
+inline constexpr int random_set_count = 65;
+
+/// Kept sets of `tokens` tokens, drawn for each KV head: 13 each of some 5, 10, 20, 30 and 50 % of them.
+std::vector<KeptSet> random_sets(int kv_heads, int tokens);
 
 }  // namespace kvreplay::bench

@@ -29,19 +29,10 @@ struct Question {
 
 /// [n, n] cosines of token vectors in fixed point.
 std::vector<std::int32_t> similarities(const TensorView& tensor) {
-  const int width = tensor.heads * tensor.dim;
-  const std::vector<std::int32_t> all = position_range(0, tensor.tokens);
-  const std::vector<double> products = inner_products(token_vectors(tensor), width, all, all);
-  const auto n = all.size();
-  std::vector<std::int32_t> similarity(n * n);
-#pragma omp parallel for schedule(static)
-  for (std::size_t i = 0; i < n; ++i) {
-    for (std::size_t j = 0; j < n; ++j) {
-      const double norms = std::sqrt(products[i * n + i]) * std::sqrt(products[j * n + j]);
-      const double cosine = norms > 0 ? std::clamp(products[i * n + j] / norms, -1.0, 1.0) : 0.0;
-      similarity[i * n + j] = static_cast<std::int32_t>(std::rint(0x1p30 * cosine));
-    }
-  }
+  const Matrix exact = cosines(tensor);
+  std::vector<std::int32_t> similarity(exact.values().size());
+  std::ranges::transform(exact.values(), similarity.begin(),
+                         [](double cosine) { return static_cast<std::int32_t>(std::rint(0x1p30 * cosine)); });
   return similarity;
 }
 

@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <limits>
 
-#include "float_types.h"
+#include "float64.h"
+#include "positions.h"
 #include "subjects.h"
 
 namespace kvreplay::bench {
@@ -18,14 +19,11 @@ namespace {
 double largest_excess(const LayerTensors& layer, int kv_head, std::span<const std::int32_t> evicted, int budget,
                       int recent) {
   const auto tokens = static_cast<int>(evicted.size());
-  const auto dim = static_cast<std::size_t>(layer.k.dim);
-  const auto vector = [&](const TensorView& tensor, int head, int token) {
-    std::vector<double> numbers(dim);
-    for (std::size_t c = 0; c < dim; ++c)
-      numbers[c] = static_cast<double>(load(tensor.row(head, token), tensor.dtype, c));
-    return numbers;
-  };
-  std::vector<std::vector<double>> keys;
+  const std::vector<std::int32_t> all = position_range(0, tokens);
+  const Matrix keys = vectors_of(layer.k, kv_head, all);
+  std::vector<Matrix> queries;  // of the query heads that read it
+  for (int head = kv_head * layer.group(); head < (kv_head + 1) * layer.group(); ++head)
+    queries.push_back(vectors_of(layer.q, head, all));
   std::vector<int> held;
   std::vector<double> scores(static_cast<std::size_t>(tokens));
   std::vector<std::vector<int>> goes(static_cast<std::size_t>(tokens));
@@ -34,21 +32,20 @@ double largest_excess(const LayerTensors& layer, int kv_head, std::span<const st
       goes[static_cast<std::size_t>(after)].push_back(token);
   double largest = 0;
   for (int token = 0; token < tokens; ++token) {
-    keys.push_back(vector(layer.k, kv_head, token));
     held.push_back(token);
-    for (int head = kv_head * layer.group(); head < (kv_head + 1) * layer.group(); ++head) {
-      const std::vector<double> query = vector(layer.q, head, token);
+    for (const Matrix& of_head : queries) {
+      const std::span<const double> query = of_head.row(token);
       std::vector<double> attention(held.size());
-      double sum = 0, highest = -std::numeric_limits<double>::infinity();
+      double sum = 0;
 #pragma omp parallel for schedule(static)
       for (std::size_t i = 0; i < held.size(); ++i) {
-        const std::vector<double>& key = keys[static_cast<std::size_t>(held[i])];
+        const std::span<const double> key = keys.row(held[i]);
         double logit = 0;
 #pragma omp simd reduction(+ : logit)
-        for (std::size_t c = 0; c < dim; ++c) logit += query[c] * key[c];
+        for (std::size_t c = 0; c < key.size(); ++c) logit += query[c] * key[c];
         attention[i] = static_cast<double>(layer.softmax_scale) * logit;
       }
-      for (const double z : attention) highest = std::max(highest, z);
+      const double highest = std::ranges::max(attention);
       for (double& z : attention) sum += z = std::exp(z - highest);
       for (std::size_t i = 0; i < held.size(); ++i)
         scores[static_cast<std::size_t>(held[i])] += attention[i] / sum / layer.group();

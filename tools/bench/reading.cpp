@@ -7,12 +7,14 @@
 #include <cmath>
 #include <filesystem>
 #include <memory>
+#include <numeric>
 
 #include "cpu/tile.h"
+#include "float64.h"
 #include "float_types.h"
-#include "random.h"
+#include "positions.h"
 #include "subjects.h"
-#include "trace/writer.h"
+#include "trace/synth.h"
 
 namespace kvreplay::bench {
 namespace {
@@ -23,32 +25,16 @@ class TemporaryTrace {
   TemporaryTrace(DType dtype, int kv_heads, int tokens, int dim)
       : path_(std::filesystem::temp_directory_path() /
               fmt::format("kvreplay-bench-{}-{}.h5", getpid(), name_of(dtype))) {
-    TraceHeader header;
-    header.producer = "kvreplay_bench";
-    header.synthetic = true;
-    header.model = "random numbers";
-    header.architecture = "none";
-    header.layers = 1;
-    header.query_heads = header.kv_heads = kv_heads;
-    header.head_dim = dim;
-    header.dtype = dtype;
-    header.softmax_scale = 1.0 / std::sqrt(dim);
-    header.sliding_window = {0};
-    header.layer_index = {0};
-    header.prefill = tokens;
-    header.ids.resize(static_cast<std::size_t>(tokens));
-    TraceWriter writer(path_, header, Existing::replace);
-    const std::vector<std::int32_t> last{tokens - 1};
-    writer.begin_layer(dtype, last);
-    const auto numbers = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
-    std::vector<std::byte> rows(numbers * size_of(dtype));
-    for (std::size_t i = 0; i < numbers; ++i) store(rows.data(), dtype, i, static_cast<float>(uniform(mix(i)) - 0.5));
-    for (int head = 0; head < kv_heads; ++head) {
-      writer.append_q(std::span(rows).first(static_cast<std::size_t>(dim) * size_of(dtype)));
-      writer.append_k(rows);
-      writer.append_v(rows);
-    }
-    writer.finish();
+    synthesise({.layers = 1,
+                .query_heads = kv_heads,
+                .kv_heads = kv_heads,
+                .head_dim = dim,
+                .prefill = tokens,
+                .continuation = 0,
+                .dtype = dtype,
+                .last_queries = 1,
+                .existing = Existing::replace},
+               path_);
   }
   ~TemporaryTrace() { std::filesystem::remove(path_); }
   TemporaryTrace(const TemporaryTrace&) = delete;
@@ -71,17 +57,13 @@ void add_key_norms(Cases& cases, const LayerSource& source) {
                     .check =
                         [=] {
                           double error = 0;
+                          const Matrix keys = vectors_of(layer->tensors.k, 0, position_range(0, source.tokens));
                           for (int token = 0; token < source.tokens; ++token) {
-                            double square = 0;
-                            for (int c = 0; c < source.dim; ++c) {
-                              const auto number = static_cast<double>(
-                                  load(layer->tensors.k.row(0, token), source.dtype, static_cast<std::size_t>(c)));
-                              square += number * number;
-                            }
+                            const std::span<const double> key = keys.row(token);
+                            const double square = std::inner_product(key.begin(), key.end(), key.begin(), 0.0);
                             error = std::max(error, distance((*norms)(0, token) / std::sqrt(square), 1.0));
                           }
-                          return Verdict{.relative_error = error,
-                                         .problem = error > 1e-6 ? fmt::format("error {:.2g}", error) : ""};
+                          return verdict_of(error, 1e-6);
                         },
                     .result = [=] { return std::vector<double>(norms->values().begin(), norms->values().end()); },
                     .result_bytes = product_bytes(source.kv_heads, source.tokens),
@@ -114,22 +96,23 @@ void add_mapped_bytes(Cases& cases, DType dtype, int tokens) {
                            (*sums)[static_cast<std::size_t>(head)] = sum;
                          }
                        };
-                       return Prepared{
-                           .call = read,
-                           .check =
-                               [=] {
-                                 const LayerTensors layer = trace->layer(0);
-                                 double expected = 0;
-                                 for (int token = 0; token < tokens; ++token)
-                                   expected += 2.0 * static_cast<double>(load(layer.k.row(0, token), dtype,
+                       return Prepared{.call = read,
+                                       .check =
+                                           [=] {
+                                             const LayerTensors layer = trace->layer(0);
+                                             double expected = 0;
+                                             for (const TensorView& tensor : {layer.k, layer.v})
+                                               for (int token = 0; token < tokens; ++token)
+                                                 expected +=
+                                                     static_cast<double>(load(tensor.row(0, token), dtype,
                                                                               static_cast<std::size_t>(token % dim)));
-                                 const double error = distance(sums->front(), expected);
-                                 return Verdict{.relative_error = error,
-                                                .problem = error > 1e-9 ? "numbers were read wrongly" : ""};
-                               },
-                           .result = [=] { return *sums; },
-                           .result_bytes = 0,  // resident memory would count the file's pages
-                           .work = 2.0 * kv_heads * tokens * dim * static_cast<double>(size_of(dtype))};
+                                             const double error = distance(sums->front(), expected);
+                                             return Verdict{.relative_error = error,
+                                                            .problem = error > 1e-9 ? "numbers were read wrongly" : ""};
+                                           },
+                                       .result = [=] { return *sums; },
+                                       .result_bytes = 0,  // resident memory would count the file's pages
+                                       .work = 2.0 * kv_heads * tokens * dim * static_cast<double>(size_of(dtype))};
                      }});
   }
 }

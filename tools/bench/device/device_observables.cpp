@@ -22,7 +22,6 @@
 #include "device_rates.h"
 #include "error.h"
 #include "positions.h"
-#include "random.h"
 #include "tools/bench/layer_data.h"
 
 namespace kvreplay::bench {
@@ -32,8 +31,6 @@ constexpr int checked_tokens = 640;
 constexpr double wanted_seconds = 1.0;
 constexpr std::size_t most_calls = 20;
 constexpr int window = 32;
-constexpr double set_sizes[] = {0.05, 0.1, 0.2, 0.3, 0.5};
-constexpr int sets_a_size = 13;
 
 /// Numbers of one kind, which are compared with each other's size in view.
 using Answer = std::vector<std::vector<double>>;
@@ -82,34 +79,25 @@ Observable kept_moments_of(const std::string& name, MomentParts parts) {
       .name = name,
       .tolerance = 2e-5,
       .ask = [parts](const RandomShape& shape) -> Call {
-        std::vector<KeptSet> sets;
         const int boundary = shape.tokens - window;
-        for (const double size : set_sizes) {
-          for (int number = 0; number < sets_a_size; ++number) {
-            KeptSet set(Heads::kv, shape.kv_heads, boundary);
-            for (int head = 0; head < shape.kv_heads; ++head)
-              for (int token = 0; token < boundary; ++token)
-                if (uniform(chain(sets.size(), head, token)) < size) set.keep(head, token);
-            sets.push_back(std::move(set));
-          }
-        }
-        return [parts, boundary, sets = std::move(sets), queries = position_range(boundary, shape.tokens)](
-                   Backend& backend, const LayerTensors& layer) -> Answer {
-          std::vector<KeptSets> kept;
-          for (const KeptSet& set : sets) kept.push_back({&set, 1});
-          const KeptMoments found = backend.kept_moments(layer, queries, boundary, kept, parts);
-          Answer answer(7);
-          for (const Moments& moments : found.kept) {
-            answer[0].push_back(moments.mass);
-            answer[1].push_back(moments.square);
-            answer[2].push_back(moments.prompt_mass);
-            answer[3].push_back(moments.output_square);
-            answer[4].push_back(std::sqrt(moments.error_square));
-            answer[5].push_back(moments.logit_square);
-            answer[6].push_back(moments.unaligned_dot);
-          }
-          return answer;
-        };
+        return
+            [parts, boundary, sets = random_sets(shape.kv_heads, boundary),
+             queries = position_range(boundary, shape.tokens)](Backend& backend, const LayerTensors& layer) -> Answer {
+              std::vector<KeptSets> kept;
+              for (const KeptSet& set : sets) kept.push_back({&set, 1});
+              const KeptMoments found = backend.kept_moments(layer, queries, boundary, kept, parts);
+              Answer answer(7);
+              for (const Moments& moments : found.kept) {
+                answer[0].push_back(moments.mass);
+                answer[1].push_back(moments.square);
+                answer[2].push_back(moments.prompt_mass);
+                answer[3].push_back(moments.output_square);
+                answer[4].push_back(std::sqrt(moments.error_square));
+                answer[5].push_back(moments.logit_square);
+                answer[6].push_back(moments.unaligned_dot);
+              }
+              return answer;
+            };
       },
       .operations = none,
       .bytes = [parts](const RandomShape& shape) { return bytes_of(shape.kv_heads, shape) * (parts.outputs ? 2 : 1); }};
@@ -242,15 +230,6 @@ Times times_of(const std::function<void()>& call) {
   return {median, (seconds.back() - seconds.front()) / median};
 }
 
-std::string quoted(const std::string& text) {
-  std::string all = "\"";
-  for (const char letter : text) {
-    if (letter == '"' || letter == '\\') all += '\\';
-    all += letter;
-  }
-  return all + '"';
-}
-
 void print(const std::string& fields) {
   fmt::print("{{{}}}\n", fields);
   std::fflush(stdout);
@@ -259,16 +238,16 @@ void print(const std::string& fields) {
 /// An error of one case is its line; the others follow.
 void print_case(const std::string& name, const std::function<std::string()>& fields) {
   try {
-    print(fmt::format("\"case\": {}, {}", quoted(name), fields()));
+    print(fmt::format("\"case\": {:?}, {}", name, fields()));
   } catch (const Error& error) {
     if (error.refusal() == Refusal::capability) throw;
-    print(fmt::format("\"case\": {}, \"problem\": {}", quoted(name), quoted(error.what())));
+    print(fmt::format("\"case\": {:?}, \"problem\": {:?}", name, std::string_view(error.what())));
   }
 }
 
 std::string rate_fields(const DeviceRate& found, double tolerance) {
-  return fmt::format("\"rate\": {:.6g}, \"error\": {:.3g}, \"tolerance\": {:.3g}, \"problem\": {}", found.rate,
-                     found.error, tolerance, quoted(found.error <= tolerance ? "" : "wrong numbers"));
+  return fmt::format("\"rate\": {:.6g}, \"error\": {:.3g}, \"tolerance\": {:.3g}, \"problem\": \"{}\"", found.rate,
+                     found.error, tolerance, found.error <= tolerance ? "" : "wrong numbers");
 }
 
 std::string observable_fields(Backend& device, const Case& wanted) {
@@ -291,14 +270,13 @@ std::string observable_fields(Backend& device, const Case& wanted) {
   device.let_go(layer);
   const Times copied = times_of([&] { call(device, layer); });
   return fmt::format(
-      "\"observable\": {}, \"query_heads\": {}, \"kv_heads\": {}, \"dim\": {}, \"tokens\": {}, \"dtype\": {}, "
-      "\"device\": {}, \"error\": {}, \"tolerance\": {:.3g}, \"seconds\": {:.6g}, \"spread\": {:.3g}, "
-      "\"seconds_with_copies\": {:.6g}, \"operations\": {:.6g}, \"bytes\": {:.6g}, \"problem\": {}",
-      quoted(wanted.observable->name), shape.query_heads, shape.kv_heads, shape.dim, shape.tokens,
-      quoted(name_of(shape.dtype)), quoted(device.description()),
-      std::isfinite(error) ? fmt::format("{:.3g}", error) : "null", wanted.observable->tolerance, held.median,
-      held.spread, copied.median, wanted.observable->operations(shape), wanted.observable->bytes(shape),
-      quoted(wrong ? "not what the CPU backend says" : ""));
+      "\"observable\": {:?}, \"query_heads\": {}, \"kv_heads\": {}, \"dim\": {}, \"tokens\": {}, \"dtype\": \"{}\", "
+      "\"device\": {:?}, \"error\": {}, \"tolerance\": {:.3g}, \"seconds\": {:.6g}, \"spread\": {:.3g}, "
+      "\"seconds_with_copies\": {:.6g}, \"operations\": {:.6g}, \"bytes\": {:.6g}, \"problem\": \"{}\"",
+      wanted.observable->name, shape.query_heads, shape.kv_heads, shape.dim, shape.tokens, name_of(shape.dtype),
+      device.description(), std::isfinite(error) ? fmt::format("{:.3g}", error) : "null", wanted.observable->tolerance,
+      held.median, held.spread, copied.median, wanted.observable->operations(shape), wanted.observable->bytes(shape),
+      wrong ? "not what the CPU backend says" : "");
 }
 
 /// The device's own rates, by name, and how exact what they computed must be.
@@ -337,10 +315,9 @@ int run(const std::vector<std::string>& arguments) {
   const std::unique_ptr<Backend> device = make_backend("cuda", 0);
   const DeviceFacts facts = device_facts();
   print(
-      fmt::format("\"device\": {}, \"capability\": {}, \"processors\": {}, \"memory_bytes\": {:.6g}, "
-                  "\"driver\": {}, \"runtime\": {}",
-                  quoted(facts.name), quoted(facts.capability), facts.processors, facts.memory_bytes,
-                  quoted(facts.driver), quoted(facts.runtime)));
+      fmt::format("\"device\": {:?}, \"capability\": {:?}, \"processors\": {}, \"memory_bytes\": {:.6g}, "
+                  "\"driver\": {:?}, \"runtime\": {:?}",
+                  facts.name, facts.capability, facts.processors, facts.memory_bytes, facts.driver, facts.runtime));
   if (only_device) return 0;
   for (const RateCase& one : rates())
     if (wanted(one.name)) print_case(one.name, [&] { return rate_fields(one.rate(), one.tolerance); });
