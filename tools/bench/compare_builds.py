@@ -11,13 +11,12 @@ exit code is 1 only where --fail-below says so. For people, on a quiet machine; 
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-from timing_server import TimingServer
+from timing_server import TimingServer, best_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = (
@@ -45,18 +44,6 @@ def program(name: str) -> Path:
         subprocess.run(["cmake", "-S", folder, "-B", folder / "build", "-G", "Ninja", *options], **quiet)
         subprocess.run(["cmake", "--build", folder / "build", "--target", "kvreplay_bench"], **quiet)
     return built
-
-
-def best_cases(names: list[str], pattern: str) -> list[str]:
-    """Of each subject and shape the first level's case with all threads: what users run."""
-    best: dict[str, str] = {}
-    for name in names:
-        data, level, _ = name.rsplit("/", 2)
-        if re.search(pattern, name):
-            first = best.get(data)
-            if first is None or first.split("/")[-2] == level:
-                best[data] = name
-    return list(best.values())
 
 
 def main() -> None:

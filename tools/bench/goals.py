@@ -94,15 +94,8 @@ BACKEND = [
 REAL_LAYERS = (0, 14, 29)
 REAL = [
     *[
-        Row(f"cumulative_attention/{{4096}}-{layer}", "max_error", Goal(most=1e-5), threads=ALL)
-        for layer in REAL_LAYERS
-    ],
-    *[
-        Row(f"cumulative_attention/{{8000}}-{layer}", "max_error", Goal(most=1e-5), threads=ALL)
-        for layer in REAL_LAYERS
-    ],
-    *[
-        Row(f"cumulative_attention/{{{tokens}}}-{layer}", "top_tenth_differs", Goal(most=0), threads=ALL)
+        Row(f"cumulative_attention/{{{tokens}}}-{layer}", figure, Goal(most=most), threads=ALL)
+        for figure, most in (("max_error", 1e-5), ("top_tenth_differs", 0))
         for tokens in (4096, 8000)
         for layer in REAL_LAYERS
     ],

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from pytorch_forms import window_sums
 from torch import Tensor
 
 from kvreplay.capture.model import load
@@ -57,9 +58,7 @@ class LayerState:
         """[Hkv, P - WINDOW]: what the last queries attend to, mean over the query heads of a group."""
         rows = self.q[:, -WINDOW:].reshape(self.k.shape[0], -1, self.q.shape[2])
         logits = (rows @ self.k.transpose(-1, -2)).float().view(-1, WINDOW, self.prompt) * self.scale
-        unseen = torch.arange(self.prompt) > torch.arange(self.prompt - WINDOW, self.prompt)[:, None]
-        attention = torch.softmax(logits.masked_fill(unseen, -math.inf), -1).sum(-2)
-        return attention.view(-1, self.group, self.prompt).mean(1)[:, :-WINDOW]
+        return window_sums(logits).view(-1, self.group, self.prompt).mean(1)[:, :-WINDOW]
 
     def positions(self, *ranges: tuple[int, int]) -> Tensor:
         """[Hkv, n]: the same ranges for every head."""
@@ -102,17 +101,12 @@ def _h2o(state: LayerState) -> Tensor:
     return torch.cat([scores.topk(state.budget - recent).indices, last], -1)
 
 
-def _strided(state: LayerState) -> Tensor:
-    kept = torch.arange(state.budget) * state.prompt // state.budget
-    return kept.expand(state.k.shape[0], -1)
-
-
 POLICIES: dict[str, Callable[[LayerState], Tensor]] = {
     "full": lambda state: state.positions((0, state.prompt)),
     "random": lambda state: torch.rand(state.k.shape[0], state.prompt).argsort(-1)[:, : state.budget],
     "local": lambda state: state.positions((state.prompt - state.budget, state.prompt)),
     "streaming-llm": lambda state: state.positions((0, 4), (state.prompt - state.budget + 4, state.prompt)),
-    "strided": _strided,
+    "strided": lambda state: (torch.arange(state.budget) * state.prompt // state.budget).expand(state.k.shape[0], -1),
     "truncate": lambda state: state.positions(
         (0, (state.budget + 1) // 2), (state.prompt - state.budget // 2, state.prompt)
     ),

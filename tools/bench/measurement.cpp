@@ -1,5 +1,6 @@
 #include "measurement.h"
 
+#include <cblas.h>
 #include <malloc.h>
 
 #include <algorithm>
@@ -39,6 +40,30 @@ double seconds_of(const std::function<void()>& call, int calls) {
   const auto begin = steady_clock::now();
   for (int i = 0; i < calls; ++i) call();
   return duration<double>(steady_clock::now() - begin).count() / calls;
+}
+
+double Sgemm::rate(int threads) {
+  constexpr auto count = static_cast<std::size_t>(size) * size;
+  if (a_.empty()) {
+    a_.assign(count, 1.25F);
+    b_.assign(count, -0.75F);
+    c_.assign(count, 0.0F);
+    rate(threads);  // starts OpenBLAS's threads
+  }
+  openblas_set_num_threads(threads);
+  const double seconds = seconds_of(
+      [&] {
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, size, size, size, 1.0F, a_.data(), size, b_.data(), size,
+                    0.0F, c_.data(), size);
+      },
+      1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  return 2.0 * size * static_cast<double>(count) / seconds;
+}
+
+const char* blas_description() {
+  static const std::string text = std::string(openblas_get_config()).substr(0, 15) + " " + openblas_get_corename();
+  return text.c_str();
 }
 
 FirstCall first_call(const Prepared& prepared) {

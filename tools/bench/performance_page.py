@@ -222,30 +222,24 @@ def page(parts: dict[str, Any]) -> str:
         when = f"{begun['date']}, commit {begun['commit']}, load before the start {begun['load']}"
         return f"\n## {title}\n\n{command}: {when}.\n\n" + table(columns, rows)
 
-    if "backend" in parts:
-        text += section(
-            "backend",
-            "The backend against OpenBLAS",
-            "`kvreplay_bench --benchmark_filter=CASE`",
-            BACKEND_COLUMNS,
-            backend_rows(goals.BACKEND, parts["backend"]),
-        )
-    if "real" in parts:
-        real = backend_rows(real_rows(parts["traces"]), parts["real"])
-        text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, real)
-    if "pytorch" in parts:
-        pytorch = pytorch_rows(parts["pytorch"], sgemm_rate(parts["backend"]))
-        text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, pytorch)
-    if "replay" in parts:
-        replay = replay_rows(parts["replay"], parts["traces"]["8000"] + ".h5")
-        text += section("replay", "Whole replays", "`tools/bench/run replay`", REPLAY_COLUMNS, replay)
-    if "memory" in parts:
-        memory = memory_rows(parts["memory"])
-        text += section("memory", "Beyond memory", "`tools/bench/run memory`", MEMORY_COLUMNS, memory)
-    if "live" in parts:
+    if found := parts.get("backend"):
+        rows, command = backend_rows(goals.BACKEND, found), "`kvreplay_bench --benchmark_filter=CASE`"
+        text += section("backend", "The backend against OpenBLAS", command, BACKEND_COLUMNS, rows)
+    if found := parts.get("real"):
+        rows = backend_rows(real_rows(parts["traces"]), found)
+        text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, rows)
+    if found := parts.get("pytorch"):
+        rows = pytorch_rows(found, sgemm_rate(parts["backend"]))
+        text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, rows)
+    if found := parts.get("replay"):
+        rows = replay_rows(found, parts["traces"]["8000"] + ".h5")
+        text += section("replay", "Whole replays", "`tools/bench/run replay`", REPLAY_COLUMNS, rows)
+    if found := parts.get("memory"):
+        text += section("memory", "Beyond memory", "`tools/bench/run memory`", MEMORY_COLUMNS, memory_rows(found))
+    if found := parts.get("live"):
         title = "Against the policies on a live model"
-        text += section("live", title, "`tools/bench/run live`", LIVE_COLUMNS, live_rows(parts["live"]))
-        text += "\n" + live_sentence(parts["live"]) + "\n"
+        text += section("live", title, "`tools/bench/run live`", LIVE_COLUMNS, live_rows(found))
+        text += "\n" + live_sentence(found) + "\n"
     return text
 
 

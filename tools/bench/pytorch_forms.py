@@ -68,7 +68,7 @@ def blocks_causal_head_by_head(q: Tensor, k: Tensor, mask: Tensor, block: int) -
     return sums
 
 
-def _window_sums(logits: Tensor) -> Tensor:
+def window_sums(logits: Tensor) -> Tensor:
     """[..., w, n] logits of the last w queries -> column sums."""
     window, n = logits.shape[-2:]
     unseen = torch.arange(n) > torch.arange(n - window, n)[:, None]
@@ -79,13 +79,13 @@ def window_grouped(q: Tensor, k: Tensor, window: int) -> Tensor:
     """Attention of the last queries [Hq, n], the heads of a group in one product."""
     kv_heads, n, d = k.shape
     rows = q[:, -window:].reshape(kv_heads, -1, d) / math.sqrt(d)
-    return _window_sums((rows @ k.transpose(-1, -2)).view(q.shape[0], window, n))
+    return window_sums((rows @ k.transpose(-1, -2)).view(q.shape[0], window, n))
 
 
 def window_repeated(q: Tensor, k: Tensor, window: int) -> Tensor:
     """The same with keys repeated for each query head."""
     repeated = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
-    return _window_sums(q[:, -window:] @ repeated.transpose(-1, -2) / math.sqrt(q.shape[-1]))
+    return window_sums(q[:, -window:] @ repeated.transpose(-1, -2) / math.sqrt(q.shape[-1]))
 
 
 def unit_vectors(tensor: Tensor) -> Tensor:

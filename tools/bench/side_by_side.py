@@ -33,7 +33,7 @@ from pytorch_forms import (
     window_grouped,
     window_repeated,
 )
-from timing_server import PAUSE, TimingServer
+from timing_server import PAUSE, TimingServer, best_cases
 
 from kvreplay.trace import Trace
 
@@ -124,16 +124,8 @@ class Layer:
         self.cases = self.server.cases()
         self.shape = f"{self.q.shape[0]}/{self.k.shape[0]} heads, d {self.k.shape[2]}, n {self.n:,}"
 
-    def case(self, subject: str) -> str:
-        """The best level's case with all threads: levels come best first, threads ascending."""
-        some = [case for case in self.cases if case.startswith(subject + "/")]
-        level = some[0].split("/")[-2]
-        return [case for case in some if f"/{level}/" in case][-1]
-
-    def window_case(self, window: int) -> str:
-        some = [case for case in self.cases if case.startswith("window_attention/") and f"/w:{window}/" in case]
-        level = some[0].split("/")[-2]
-        return [case for case in some if f"/{level}/" in case][-1]
+    def case(self, pattern: str) -> str:
+        return best_cases(self.cases, f"^{pattern}/")[0]
 
 
 def cumulative(layer: Layer, whole: bool) -> Comparison:
@@ -166,9 +158,8 @@ def window(layer: Layer, width: int) -> Comparison:
         Form("grouped product", lambda: window_grouped(layer.q, layer.k, width), rounds=5),
         Form("repeat_interleave", lambda: window_repeated(layer.q, layer.k, width), rounds=5),
     ]
-    return compare(
-        layer.server, layer.window_case(width), f"window attention, last {width} queries", layer.shape, forms
-    )
+    case = layer.case(f"window_attention/.*/w:{width}")
+    return compare(layer.server, case, f"window attention, last {width} queries", layer.shape, forms)
 
 
 def similarity(layer: Layer) -> Comparison:

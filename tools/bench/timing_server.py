@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tempfile
 import time
@@ -13,6 +14,17 @@ from typing import Any
 import numpy as np
 
 PAUSE = 0.12  # seconds between two candidates: threads that wait actively have gone to sleep by then
+
+
+def best_cases(names: list[str], pattern: str) -> list[str]:
+    """Of each subject and shape the first level's case with all threads: what users run. Levels come best first,
+    threads ascending."""
+    best: dict[str, str] = {}
+    for name in filter(re.compile(pattern).search, names):
+        data, level, _ = name.rsplit("/", 2)
+        if data not in best or best[data].split("/")[-2] == level:
+            best[data] = name
+    return list(best.values())
 
 
 class TimingServer:
