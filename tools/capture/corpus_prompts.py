@@ -40,16 +40,19 @@ def dialogue(name: str) -> list[Message]:
     return [Message(role.lower(), content.strip()) for role, content in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
+def essay_names(first: int) -> list[str]:
+    """All essays of the corpus, beginning with number `first`."""
+    names = sorted(path.stem for path in (TEXTS / "essays").glob("*.txt"))
+    return [names[(first + place) % len(names)] for place in range(len(names))]
+
+
 def haystack(first: int, words: int, needle: str, depth: float) -> str:
     """Essays one after another from number `first` on, some `words` long; the needle is a sentence of its own.
 
     Cut after a sentence. The needle stands before the sentence whose beginning is nearest to `depth` of all words, and
     never before a title.
     """
-    names = sorted(path.stem for path in (TEXTS / "essays").glob("*.txt"))
-    paragraphs = chain.from_iterable(
-        read(f"essays/{names[(first + number) % len(names)]}").split("\n\n") for number in range(len(names))
-    )
+    paragraphs = chain.from_iterable(read(f"essays/{name}").split("\n\n") for name in essay_names(first))
     sentences: list[tuple[str, str]] = []  # (what stands before it, sentence)
     length = 0
     for paragraph in paragraphs:

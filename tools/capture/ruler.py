@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvreplay.capture.corpus_prompts import END_OF_SENTENCE, TEXTS, read
+from kvreplay.capture.corpus_prompts import END_OF_SENTENCE, essay_names, read
 from kvreplay.capture.prompts import Prompt
 from kvreplay.errors import Error, Refusal
 
@@ -37,62 +37,12 @@ SEED = 42
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # percent of the haystack: linspace(0, 100, 40), rounded
 SENTENCES_OF_A_LINE = 5  # of noise
 
-THINGS = """basket bell bench blanket book bottle bowl box brush bucket candle chair clock coat cup drum fan feather
-hammer hat jar jug kettle key kite ladder lamp mirror mug needle oar pan pencil pillow plate pot radio ribbon ring rope
-rug saw scarf shell shovel spoon stone stool string suitcase teapot tray umbrella vase violin whistle""".split()
-PLACES = """is by the back door
-is on the top shelf
-is under the old table
-is next to the window
-is behind the blue curtain
-is in the hall again
-is too big for the drawer
-is older than the house
-is as good as new
-is still a little wet
-is clean and dry now
-is the one from Sunday
-was a gift from a friend
-was left in the garden
-was on the stairs today
-was found last spring
-was mended twice before
-was painted in the summer
-was cheap at the market
-was taken out for once
-has a thin white line
-has a small dent in it
-has been here for years
-has lost a bit of colour
-has a good place at last
-looks fine from the street
-looks better in the evening
-looks smaller than before
-came with the morning boat
-came in a plain brown bag
-came from the shop nearby
-stays here until the autumn
-stands near the warm stove
-stands where everyone sees it
-belongs to the woman upstairs
-belongs in the other room
-will be needed tomorrow
-will go back to the shed
-may be useful one day
-does not weigh very much""".split("\n")
+THINGS = read("ruler/things").split()
+PLACES = read("ruler/places").splitlines()
 NOISE = tuple(f"The {thing} {place}." for thing in THINGS for place in PLACES)
 
-ADJECTIVES = """able ancient bitter brave brief bright broad calm careful cheerful clever cold common crisp curious
-daring deep eager early easy elegant exact faint famous fierce fluffy fresh gentle giant golden grand hasty hollow
-honest humble jolly keen late lively lonely loud lucky mellow mighty modest narrow noble odd pale patient plain polite
-proud quick quiet rapid rare rough round sandy sharp shiny silent slim smooth solid steep sturdy subtle swift tender
-tidy tiny tough vague vivid warm wise young""".split()
-NOUNS = """acorn anchor apple arrow badger banner barrel beacon blossom bridge button cabin camel canyon castle cellar
-cherry cliff clover cobra comet copper cottage crater cricket dolphin dragon eagle ember falcon ferry fiddle forest
-fountain garnet ginger glacier goblet harbor hazel heron hornet island ivory jacket jaguar kernel lantern lemon lizard
-magnet maple marble meadow melon monkey mountain mustard nutmeg orchard otter oyster paddle panther pepper pigeon
-planet plum pocket prairie puzzle rabbit raven river rocket saddle salmon shadow spider squirrel summit temple thistle
-tiger timber trumpet tunnel turtle valley velvet village walnut window winter wizard zebra""".split()
+ADJECTIVES = read("ruler/adjectives").split()
+NOUNS = read("ruler/nouns").split()
 
 
 @dataclass(frozen=True)
@@ -107,25 +57,7 @@ class Needles:
     queries: int = 1  # keys that the question names
 
 
-@dataclass(frozen=True)
-class Chains:
-    """Parameters of vt: one chain of variables, `hops` assignments after the first."""
-
-    hops: int = 4
-    letters: int = 5
-
-
-@dataclass(frozen=True)
-class Frequencies:
-    """Parameters of fwe: the word of rank k makes up k^-alpha / zeta(alpha) of the text, and rank 1 is noise."""
-
-    alpha: float = 2.0
-    letters: int = 6
-    tokens_of_a_word: int = 50  # as many tokens of the prompt as this for each word of the vocabulary
-
-
-Task = Needles | Chains | Frequencies
-TASKS: dict[str, Task] = {
+NEEDLES = {
     "niah_single_1": Needles("noise"),
     "niah_single_2": Needles("essay"),
     "niah_single_3": Needles("essay", value_type="uuids"),
@@ -134,9 +66,17 @@ TASKS: dict[str, Task] = {
     "niah_multikey_3": Needles("needle", key_type="uuids", value_type="uuids"),
     "niah_multivalue": Needles("essay", values=4),
     "niah_multiquery": Needles("essay", keys=4, queries=4),
-    "vt": Chains(),
-    "fwe": Frequencies(),
 }
+TASKS = (*NEEDLES, "vt", "fwe")
+
+# vt: assignments after the first, and letters of a variable.
+HOPS = 4
+VARIABLE_LETTERS = 5
+# fwe: the word of rank k makes up k^-ALPHA / zeta(ALPHA) of the text, and rank 1 is noise.
+ALPHA = 2.0
+ZETA = math.pi**2 / 6  # of ALPHA
+WORD_LETTERS = 6
+TOKENS_OF_A_WORD = 50  # as many tokens of the prompt as this for each word of the vocabulary
 
 
 def _draw(chance: random.Random, kind: str) -> str:
@@ -163,12 +103,6 @@ def _noise(chance: random.Random) -> Iterator[str]:
         order = chance.sample(NOISE, len(NOISE))
         for first in range(0, len(order), SENTENCES_OF_A_LINE):
             yield " ".join(order[first : first + SENTENCES_OF_A_LINE])
-
-
-def essay_names(first: int) -> list[str]:
-    """All essays of the corpus, beginning with number `first`."""
-    names = sorted(path.stem for path in (TEXTS / "essays").glob("*.txt"))
-    return [names[(first + place) % len(names)] for place in range(len(names))]
 
 
 def sentences(essays: Sequence[str]) -> list[str]:
@@ -239,11 +173,11 @@ def niah(name: str, task: Needles, size: int, number: int, essays: Sequence[str]
     )
 
 
-def vt(name: str, task: Chains, size: int, number: int) -> Prompt:
+def vt(name: str, size: int, number: int) -> Prompt:
     """A chain of assignments in `size` lines of noise; all variables of the chain have the asked value."""
     chance = random.Random(SEED + number)
     letters = string.ascii_uppercase
-    variables = list(islice(_distinct(lambda: "".join(chance.choices(letters, k=task.letters))), task.hops + 1))
+    variables = list(islice(_distinct(lambda: "".join(chance.choices(letters, k=VARIABLE_LETTERS))), HOPS + 1))
     value = chance.randint(10000, 99999)
     chain = [f"VAR {variables[0]} = {value}"]
     chain += [f"VAR {new} = VAR {old}" for old, new in zip(variables, variables[1:], strict=False)]
@@ -263,22 +197,14 @@ def vt(name: str, task: Chains, size: int, number: int) -> Prompt:
     )
 
 
-def zeta(alpha: float) -> float:
-    """Riemann's zeta function for alpha > 1: the first 1,000 terms and the Euler-Maclaurin remainder."""
-    n = 1000
-    head = math.fsum(k**-alpha for k in range(1, n))
-    return head + n ** (1 - alpha) / (alpha - 1) + n**-alpha / 2 + alpha * n ** (-alpha - 1) / 12
-
-
-def fwe(name: str, task: Frequencies, size: int, number: int, tokens: int) -> Prompt:
+def fwe(name: str, size: int, number: int, tokens: int) -> Prompt:
     """Coded words with Zipf's frequencies, `size` before rounding down; the three most frequent are asked for."""
     chance = random.Random(SEED + number)
     letters = string.ascii_lowercase
-    vocabulary = max(8, tokens // task.tokens_of_a_word)
-    coded = list(islice(_distinct(lambda: "".join(chance.choices(letters, k=task.letters))), vocabulary - 1))
+    vocabulary = max(8, tokens // TOKENS_OF_A_WORD)
+    coded = list(islice(_distinct(lambda: "".join(chance.choices(letters, k=WORD_LETTERS))), vocabulary - 1))
     ranked = ["...", *coded]
-    whole = zeta(task.alpha)
-    words = [word for k, word in enumerate(ranked, 1) for _ in range(int(size * k**-task.alpha / whole))]
+    words = [word for k, word in enumerate(ranked, 1) for _ in range(int(size * k**-ALPHA / ZETA))]
     chance.shuffle(words)
     answers = tuple(coded[:3])
     instruction = "Read the following coded text and track the frequency of each coded word. "
@@ -326,14 +252,13 @@ def maker(
     task: str, tokens: int, number: int, name: str = "", essays: Sequence[str] | None = None
 ) -> tuple[Callable[[int], Prompt | None], int]:
     """The prompts of a task by the size of their haystack, and the smallest size."""
-    parameters = TASKS[task]
     name = name or f"{task}-{tokens}"
-    if isinstance(parameters, Needles):
+    if task in NEEDLES:
         texts = essay_names(number) if essays is None else essays
-        return lambda size: niah(name, parameters, size, number, texts), 2
-    if isinstance(parameters, Chains):
-        return lambda size: vt(name, parameters, size, number), 4
-    return lambda size: fwe(name, parameters, size, number, tokens), 64
+        return lambda size: niah(name, NEEDLES[task], size, number, texts), 2
+    if task == "vt":
+        return lambda size: vt(name, size, number), 4
+    return lambda size: fwe(name, size, number, tokens), 64
 
 
 def ruler_prompt(
@@ -355,14 +280,13 @@ def ruler_prompt(
 def place(name: str) -> tuple[int, int, str]:
     """Sorts names TASK-TOKENS by task and length, others after them by name."""
     task, _, tokens = name.rpartition("-")
-    return (list(TASKS).index(task), int(tokens), "") if task in TASKS and tokens.isdecimal() else (len(TASKS), 0, name)
+    return (TASKS.index(task), int(tokens), "") if task in TASKS and tokens.isdecimal() else (len(TASKS), 0, name)
 
 
 def ruler_prompts(lengths: Sequence[int], tasks: Sequence[str], count_tokens: Callable[[str], int]) -> list[Prompt]:
     """Each task at each length. A prompt is the same whatever other tasks and lengths are asked for."""
-    places = list(TASKS)
     return [
-        ruler_prompt(task, tokens, tokens * len(TASKS) + places.index(task), count_tokens)
-        for task in sorted(tasks, key=places.index)
+        ruler_prompt(task, tokens, tokens * len(TASKS) + TASKS.index(task), count_tokens)
+        for task in sorted(tasks, key=TASKS.index)
         for tokens in lengths
     ]

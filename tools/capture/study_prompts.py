@@ -22,9 +22,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from kvreplay.capture.corpus_prompts import dialogue, read
+from kvreplay.capture.corpus_prompts import dialogue, essay_names, read
 from kvreplay.capture.prompts import Prompt
-from kvreplay.capture.ruler import essay_names, ruler_prompt
+from kvreplay.capture.ruler import ruler_prompt
 
 GENERATED = 64  # G
 KINDS = ("niah-noise", "niah-essay", "niah-keys", "vt", "fwe", "code", "chat", "text")
