@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <map>
 #include <numeric>
 
 #include "float64.h"
@@ -16,7 +17,7 @@ namespace {
 
 constexpr double tolerance = 1e-5;
 // Longer than this, float64 looks at the last columns, which the last queries alone make, and at the sum of all.
-constexpr int longest_whole_check = 33000;
+constexpr std::size_t longest_whole_check = 33000;
 constexpr int last_columns = 512;
 
 /// A query of the backend and the part of its answer that float64 has.
@@ -47,24 +48,18 @@ struct Question {
   }
 };
 
-/// What float64 says of some query heads.
-struct Reference {
-  std::vector<int> heads;
-  std::vector<std::vector<double>> columns;  // [heads] the last ones of each
-};
+/// What float64 says: by query head the last columns.
+using Reference = std::map<int, std::vector<double>>;
 
 Reference reference(const LayerTensors& layer, const Question& question) {
   Reference expected;
-  const bool whole = static_cast<int>(question.queries.size()) <= longest_whole_check;
-  // The first head and, where they are other ones, the last and one between them.
-  expected.heads = {0, layer.q.heads / 2, layer.q.heads - 1};
-  expected.heads.erase(std::unique(expected.heads.begin(), expected.heads.end()), expected.heads.end());
-  for (const int head : expected.heads) {
+  const std::span<const std::int32_t> queries = question.queries;
+  const bool whole = queries.size() <= longest_whole_check;
+  for (const int head : {0, layer.q.heads / 2, layer.q.heads - 1}) {
     const std::vector<std::int32_t> keys = question.keys(head / layer.group());
-    const std::span<const std::int32_t> queries = question.queries;
     std::vector<double> sums = attention_column_sums(layer, head, whole ? queries : queries.last(last_columns), keys);
     if (!whole) sums.erase(sums.begin(), sums.end() - last_columns);
-    expected.columns.push_back(std::move(sums));
+    expected.emplace(head, std::move(sums));
   }
   return expected;
 }
@@ -91,9 +86,8 @@ int tenth_differs(std::span<const double> expected, std::span<const double> foun
 Verdict compare(const Matrix& found, const Reference& expected, std::size_t queries) {
   Verdict verdict;
   int differing = 0;
-  for (std::size_t i = 0; i < expected.heads.size(); ++i) {
-    const std::vector<double>& columns = expected.columns[i];
-    const std::span<const double> answer = found.row(expected.heads[i]).last(columns.size());
+  for (const auto& [head, columns] : expected) {
+    const std::span<const double> answer = found.row(head).last(columns.size());
     for (std::size_t j = 0; j < columns.size(); ++j) {
       const double error = distance(answer[j], columns[j]);
       verdict.relative_error = std::max(verdict.relative_error, error / std::max(columns[j], 1e-30));

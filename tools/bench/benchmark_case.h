@@ -56,9 +56,6 @@ struct Case {
 
 using Cases = std::vector<Case>;
 
-/// The CPU backend at the SIMD level of that name.
-std::unique_ptr<Backend> backend_at(const std::string& level, int threads);
-
 /// One case for each SIMD level of this machine and for one thread and all: NAME/LEVEL/threads:N. `prepare` gets a
 /// fresh backend.
 void add_at_every_level(Cases& cases, const std::string& name, Rate rate,

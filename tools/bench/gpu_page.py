@@ -71,11 +71,9 @@ def seconds(value: float | None) -> str:
 
 def share(goal: Goal, value: float | None, of: str) -> tuple[str, str]:
     """What is wanted, in percent, and the figure."""
-    wanted = Goal(None if goal.least is None else 100 * goal.least, None if goal.most is None else 100 * goal.most)
-    text = wanted.text(f" % of {of}")
-    if value is None:
-        return text, MISSING
-    return text, verdict(wanted, 100 * value, f" % of {of}")
+    wanted = Goal(*(None if bound is None else 100 * bound for bound in (goal.least, goal.most)))
+    unit = f" % of {of}"
+    return wanted.text(unit), MISSING if value is None else verdict(wanted, 100 * value, unit)
 
 
 def lines_of(parts: Parts, part: str, key: str) -> list[Line]:
@@ -90,13 +88,9 @@ def rates(parts: Parts) -> dict[str, float]:
 
 def peak(parts: Parts, dtype: str) -> float | None:
     """The highest rate of products in a type. PyTorch's float32 may be TF32: plain arithmetic alone counts."""
-    wanted = {"products/plain/float32"} if dtype == "float32" else set()
-    found = [
-        rate
-        for name, rate in rates(parts).items()
-        if name in wanted or (dtype != "float32" and name.endswith(f"/{dtype}"))
-    ]
-    return max(found, default=None)
+    if dtype == "float32":
+        return rates(parts).get("products/plain/float32")
+    return max((rate for name, rate in rates(parts).items() if name.endswith(f"/{dtype}")), default=None)
 
 
 def parity_rows(parts: Parts) -> list[tuple[str, ...]]:
@@ -111,13 +105,12 @@ def parity_rows(parts: Parts) -> list[tuple[str, ...]]:
             rows.append(("suites of backends", line["suites"], checked, found, ""))
         elif "trace" in line:
             checked = f"{len(line['policies'])} policies at {line['budgets'].replace(',', ' and ')}"
+            found, again = problem, ""
             if "differences" in line:
                 by_policy = ", ".join(f"{policy} {count}" for policy, count in line["differing"].items())
                 found = f"**{line['differences']}**: {by_policy}" if line["differences"] else "none"
                 again = f"**{line['of_two_runs']} differences**" if line["of_two_runs"] else "the same bits"
-                rows.append(("CUDA = CPU", line["trace"], checked, found, again))
-            else:
-                rows.append(("CUDA = CPU", line["trace"], checked, problem, ""))
+            rows.append(("CUDA = CPU", line["trace"], checked, found, again))
         else:
             rows.append(("", "", "", problem, ""))
     return rows
@@ -199,6 +192,7 @@ def bound(parts: Parts, line: Line) -> float | None:
 
 def replay_rows(parts: Parts) -> list[tuple[str, ...]]:
     lines = lines_of(parts, "replay", "replay")
+    by_cpu = {one["replay"]: one for one in lines if one["device_used"] == "cpu" and "seconds" in one}
     rows = []
     for line in lines:
         if line.get("problem"):
@@ -209,8 +203,7 @@ def replay_rows(parts: Parts) -> list[tuple[str, ...]]:
             continue
         least = bound(parts, line)
         measured = MISSING if least is None else verdict(BOUND, line["seconds"] / least, " x the bound")
-        by_cpu = [one for one in lines if one["device_used"] == "cpu" and "seconds" in one]
-        on_cpu = next((one for one in by_cpu if one["replay"] == line["replay"]), None)
+        on_cpu = by_cpu.get(line["replay"])
         scaled, ratio = MISSING, MISSING
         if on_cpu:
             whole = on_cpu["seconds"] * line["layers"] / on_cpu["layers"]
