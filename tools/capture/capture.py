@@ -28,24 +28,24 @@ CHECKED_QUERIES = 64  # a layer, evenly spread, in every capture
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user asked for, beyond model and prompt."""
+    """What the user asked for, beyond model and prompt; names are those of options."""
 
     name: str
     chat: bool = False
     max_tokens: int | None = None
     generate: int = 0
     continuation: str = ""
-    last_queries: int | None = None  # of the prompt, with all of the continuation; None: all
+    queries: int | None = None  # the last of the prompt, with all of the continuation; None: all
     layers: frozenset[int] | None = None
     spans: tuple[SpanRequest, ...] = ()
     with_wo: bool = False
     store_dtype: str | None = None
     chunk: int | None = None  # tokens of a pass; None: all in one
     save_reference: bool = False
-    verify_all: bool = False
+    verify: bool = False  # all queries
     force: bool = False
     source_hash: str = ""
-    quantisation: str | None = None  # of the weights, by --load: 8bit or 4bit
+    load: str | None = None  # quantised weights: 8bit or 4bit
     producer: str = PRODUCER  # as the trace names it
 
 
@@ -129,7 +129,7 @@ def capture(
         raise Error("--layers", "value", have, ", ".join(map(str, missing)), Refusal.USAGE)
     compute = str(shape.k.dtype).removeprefix("torch.")
     store = choices.store_dtype or compute
-    first_query = 0 if choices.last_queries is None else max(0, prompt_tokens - choices.last_queries)
+    first_query = 0 if choices.queries is None else max(0, prompt_tokens - choices.queries)
     positions = np.arange(first_query, tokens)
     query_heads, kv_heads, width = shape.q.shape[0], shape.k.shape[0], shape.q.shape[2]
     layer = [((query_heads, len(positions), width), store)] + 2 * [((kv_heads, tokens, width), store)]
@@ -152,7 +152,7 @@ def capture(
             softmax_scale=shape.scale,
             logit_softcap=shape.softcap,
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
-            **({"quantisation": choices.quantisation} if choices.quantisation else {}),
+            **({"quantisation": choices.load} if choices.load else {}),
         )
         trace.dataset("/model/layer_index", np.array([calls[place].layer for place in wanted], np.int32))
         if rope:
@@ -171,7 +171,7 @@ def capture(
             numbers={calls[place].layer: number for number, place in enumerate(wanted)},
             tokens=tokens,
             query_positions=positions,
-            checked=_checked(len(positions), choices.verify_all),
+            checked=_checked(len(positions), choices.verify),
             store=REAL_TYPES[store],
             with_wo=choices.with_wo,
             on_call=bar.update,

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay import __version__
-from kvreplay.capture.model_options import DTYPES, ModelChoices, add_device_options, add_model_options
+from kvreplay.capture.model_options import (
+    DTYPES,
+    ModelChoices,
+    add_device_options,
+    add_model_options,
+    count,
+    members,
+    natural,
+    shows_progress,
+)
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, size
@@ -27,16 +36,6 @@ MOST_LAYERS = 65535  # of a trace
 DESCRIPTION = """Captures queries, keys and values of a language model as a trace: the continuation first (generated
 or given), then one pass over all tokens, each layer written as it is computed and checked against the model's own
 attention output."""
-
-
-def _count(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, found {text!r}")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    return _count(text, 0)
 
 
 def _queries(text: str) -> int | None:
@@ -77,13 +76,13 @@ def parser() -> Parser:
     )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add("-n", type=_count, metavar="N", help="the first N prompts of the file (default: 1)")
+    add("-n", type=count, metavar="N", help="the first N prompts of the file (default: 1)")
     add("--only", type=names, action="extend", metavar="NAME,...", help="these prompts of the file: STEM-000, ...")
-    add("--max-tokens", type=_count, metavar="N", help="a longer prompt loses the middle of its context")
+    add("--max-tokens", type=count, metavar="N", help="a longer prompt loses the middle of its context")
     continuation = build.add_mutually_exclusive_group()
     continuation.add_argument(
         "--generate",
-        type=_natural,
+        type=natural,
         default=0,
         metavar="N",
         help="continue by N tokens: the row's continuation if it has one, cut after N, then greedy text without "
@@ -112,7 +111,7 @@ def parser() -> Parser:
     )
     add(
         "--chunk",
-        type=_count,
+        type=count,
         metavar="N",
         help="run N tokens at once, with the model's own cache, for prompts that do not fit (default: all at once)",
     )
@@ -133,14 +132,7 @@ def parser() -> Parser:
         help="the trace; a folder for several prompts",
     )
     add("--force", action="store_true", help="replace an existing trace")
-    add("--threads", type=_count, metavar="N", help="threads to compute with (default: all cores)")
-    add("--seed", type=_natural, default=0, metavar="N", help="seed of every random choice (default: 0)")
-    add(
-        "--progress",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="a bar on stderr (default: on a terminal)",
-    )
+    add("--seed", type=natural, default=0, metavar="N", help="seed of every random choice (default: 0)")
     add_executor(build.add_argument, None)
     add("--memory", type=size, metavar="SIZE", help="what a job of --executor slurm may hold")
     return build
@@ -243,7 +235,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         raise Error(str(arguments.continuation), "continuation", "a text that can be read", str(error)) from error
     if arguments.continuation and not continuation:
         raise Error(str(arguments.continuation), "continuation", "at least one token", "an empty file")
-    show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
+    show = shows_progress(arguments)
     quiet_libraries(show)
 
     from kvreplay.capture.spans import SpanRequest
@@ -262,24 +254,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     transformers.set_seed(arguments.seed)
     source = Source.parse(arguments.model, arguments.revision)
     model, tokenizer = load(ModelChoices.of(arguments))
-    choices = Choices(
-        name=arguments.name or source.title,
-        chat=arguments.chat,
-        max_tokens=arguments.max_tokens,
-        generate=arguments.generate,
-        continuation=continuation,
-        last_queries=arguments.queries,
-        layers=arguments.layers,
-        spans=spans,
-        with_wo=arguments.with_wo,
-        store_dtype=arguments.store_dtype,
-        chunk=arguments.chunk,
-        save_reference=arguments.save_reference,
-        verify_all=arguments.verify,
-        force=arguments.force,
-        source_hash=source.hash(),
-        quantisation=arguments.load,
-    )
+    choices = Choices(**members(Choices, arguments) | {
+        "name": arguments.name or source.title, "continuation": continuation, "spans": spans,
+        "source_hash": source.hash(),
+    })  # fmt: skip
 
     def progress(layers: int) -> Any:
         return tqdm(total=layers, unit=" layers", desc="capture", disable=not show, file=sys.stderr)

@@ -278,9 +278,10 @@ class Manifest:
 
 def expected_size(config: Any, tokens: int) -> int:
     """Bytes of q, k and v of so many tokens in 16 bits."""
+    from kvreplay.capture.model import head_dim
+
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * tokens * config.num_hidden_layers * heads * width
+    return 2 * tokens * config.num_hidden_layers * heads * head_dim(config)
 
 
 def write_answers(folder: Path, prompts: Sequence[Prompt]) -> None:

@@ -50,8 +50,9 @@ def mask_rule(**arguments: Any) -> MaskRule | None:
 
 
 def causal(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
-    """Causal visibility [n,m] of keys at positions [m] to queries at positions [n], in a sliding window (0: none)."""
-    t, j = queries[:, None], keys[None, :]
+    """Causal visibility [...,n,m] of keys at positions [...,m] to queries at positions [n], in a sliding window (0:
+    none)."""
+    t, j = queries[:, None], keys[..., None, :]
     return (j <= t) & (j > t - window) if window else j <= t
 
 
@@ -97,6 +98,17 @@ class Visibility:
         return window
 
 
+def attention_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attention of q [...,n,d] over k, v [...,m,d] under a boolean mask. A softcap makes z into c*tanh(z/c), which sdpa
+    does not."""
+    if not softcap:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+    logits = softcap * torch.tanh(query.float() @ key.float().transpose(-1, -2) * scale / softcap)
+    return logits.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype) @ value
+
+
 def attention_in_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,7 +120,7 @@ def attention_in_blocks(
 ) -> torch.Tensor:
     """Attention of q [1,Hq,n,d] over k, v [1,Hkv,m,d], ROW_BLOCK queries at once: [1,n,Hq,d].
 
-    A softcap makes z into c*tanh(z/c), which sdpa does not. Of a window no keys are read that none of a block sees.
+    Of a window no keys are read that none of a block sees.
     """
     query_heads, queries, kv_heads = query.shape[1], query.shape[2], key.shape[1]
     group = query_heads // kv_heads
@@ -123,12 +135,6 @@ def attention_in_blocks(
             heads = slice(kv_head * group, (kv_head + 1) * group)
             q = query[:, heads, rows]
             k, v = (x[:, kv_head : kv_head + 1, seen].expand(-1, group, -1, -1) for x in (key, value))
-            if softcap:
-                logits = softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * scale / softcap)
-                block = logits.masked_fill(~visible, float("-inf")).softmax(-1).to(v.dtype) @ v
-            else:
-                block = torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=visible[None, None], scale=scale
-                )
+            block = attention_of(q, k, v, visible[None, None], scale, softcap)
             output[:, rows, heads] = block.transpose(1, 2)
     return output

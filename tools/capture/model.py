@@ -195,6 +195,11 @@ def decoder(model: Any) -> Any:
     return model.base_model if found is model else found
 
 
+def head_dim(config: Any) -> int:
+    """Of a decoder's configuration."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def generate(model: Any, ids: list[int], count: int, chunk: int | None = None) -> list[int]:
     """`count` tokens by greedy search, the prompt in chunks; the end-of-text token is not chosen before."""
     if count == 0:

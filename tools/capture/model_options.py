@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,23 @@ def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", text):
         raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda[:N] or mps, found {text!r}")
     return text
+
+
+def count(text: str, least: int = 1) -> int:
+    """The type of an option."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, found {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """The type of an option."""
+    return count(text, 0)
+
+
+def members(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that are named as fields of a data class."""
+    return {name: value for name, value in vars(arguments).items() if name in kind.__dataclass_fields__}
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,7 @@ class ModelChoices:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> ModelChoices:
         """As the options say that the command has."""
-        return cls(**{name: value for name, value in vars(arguments).items() if name in cls.__dataclass_fields__})
+        return cls(**members(cls, arguments))
 
 
 def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> None:
@@ -51,7 +69,7 @@ def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> 
 
 
 def add_device_options(build: argparse.ArgumentParser) -> None:
-    """Adds what says where it runs: the other members of ModelChoices."""
+    """Adds what says where it runs: the other members of ModelChoices, threads, and a bar."""
     place = build.add_mutually_exclusive_group()
     place.add_argument(
         "--device",
@@ -65,3 +83,15 @@ def add_device_options(build: argparse.ArgumentParser) -> None:
         help="spread the model over several devices; auto: GPUs, then memory, then disk; FILE: JSON that maps modules "
         'to devices, as {"model.embed_tokens": 0, "model.layers.0": "cpu", "model.layers.1": "disk", ...}',
     )
+    build.add_argument("--threads", type=count, metavar="N", help="CPU threads to compute with (default: all cores)")
+    build.add_argument(
+        "--progress",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="a bar on stderr (default: on a terminal)",
+    )
+
+
+def shows_progress(arguments: argparse.Namespace) -> bool:
+    """What --progress says."""
+    return arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())

@@ -8,7 +8,7 @@ without it masks would be None and sliding windows would vanish without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from kvreplay.capture.model import decoder
 from kvreplay.capture.refusals import ATTENTION_SINKS, refused
 from kvreplay.errors import Error
 
-NAME = "kvreplay"
 TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
 
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
@@ -175,19 +174,28 @@ class _Attention:
 
 
 @contextmanager
-def observed(model: Any, name: str, observer: Callable[[LayerCall], None]) -> Iterator[None]:
-    """Inside, every attention of `model` is shown to `observer`. Outputs have the same bits as outside, but with a mask
-    and more than ROW_BLOCK queries: these are computed in blocks, and are within rounding.
-    """
+def replaced_attention(
+    model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, these make the attention and the masks of `model`; transformers knows them by `name`."""
     before = model.config._attn_implementation
-    attention = _Attention(name, observer)
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_rule)
-    hooks = [block.register_forward_pre_hook(attention.enter, with_kwargs=True) for block in blocks(decoder(model))]
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        for hook in hooks:
-            hook.remove()
+
+
+@contextmanager
+def observed(model: Any, name: str, observer: Callable[[LayerCall], None]) -> Iterator[None]:
+    """Inside, every attention of `model` is shown to `observer`. Outputs have the same bits as outside, but with a mask
+    and more than ROW_BLOCK queries: these are computed in blocks, and are within rounding.
+    """
+    attention = _Attention(name, observer)
+    with ExitStack() as hooks:
+        for block in blocks(decoder(model)):
+            hooks.enter_context(block.register_forward_pre_hook(attention.enter, with_kwargs=True))
+        with replaced_attention(model, "kvreplay", attention, mask_rule):
+            yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,13 @@ def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerC
             raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
         return [call.k[:, 0].cpu().double().numpy() for call in calls]
 
-    hooks = [module.register_forward_hook(watch) for module in rotary_modules(base)]
-    keys_at(position)  # length-dependent frequencies are set now
-    candidates = frequencies(base)
-    rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
-    rope = identify(name, candidates, keys_at, position, rounding)
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for module in rotary_modules(base):
+            hooks.enter_context(module.register_forward_hook(watch))
+        keys_at(position)  # length-dependent frequencies are set now
+        candidates = frequencies(base)
+        rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
+        rope = identify(name, candidates, keys_at, position, rounding)
     off = produced_deviation(candidates, produced, position) if rope else 0.0
     if off > 4 * rounding + 1e-6 * position:
         raise refused(name, f"cosines and sines {off:.3g} from those of its frequencies", "RoPE as its inv_freq says")

@@ -8,17 +8,16 @@ shows them, and the tokens of the pass causally, or until the cell evicts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvreplay.capture.masks import ROW_BLOCK
+from kvreplay.capture.masks import ROW_BLOCK, attention_of, causal
+from kvreplay.capture.observe import replaced_attention
 
-NAME = "kvreplay-live"
 NEVER = torch.iinfo(torch.int64).max
 
 
@@ -95,12 +94,6 @@ class PageReads:
         best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
         read = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
         return read.repeat_interleave(self.page, -1)[..., :tokens]
-
-
-def visible(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
-    """Whether keys at positions [...,m] are visible to queries at positions [n]: [...,n,m]. `window` 0: none."""
-    t, j = queries[:, None], keys[..., None, :]
-    return (j <= t) & (j > t - window) if window else j <= t
 
 
 ROOM = 64  # tokens
@@ -187,11 +180,11 @@ class MaskedAttention:
         batch, query_heads, n, width = query.shape
         positions = torch.arange(first, first + n, device=query.device)
         own = torch.arange(self.begin, self.begin + key.shape[2] - self._given(number), device=query.device)
-        seen = visible(positions, own, layer.window)[None, None]  # [1,1,n,m]
+        seen = causal(positions, own, layer.window)[None, None]  # [1,1,n,m]
         if number in self.leaves:
             seen = seen & (self.leaves[number][:, :, None, own] >= positions[:, None])
         if held := self.held.get(number):
-            given = visible(positions, held.positions, layer.window)
+            given = causal(positions, held.positions, layer.window)
             if number in self.reads:
                 given = given.repeat_interleave(query_heads // given.shape[1], 1)
                 given = given & self.reads[number].read(query, held.k)
@@ -202,22 +195,10 @@ class MaskedAttention:
         # The query heads of a key head are rows of one product.
         q = query.reshape(batch, heads, group * n, width)
         seen = seen[:, :, None].expand(-1, -1, group, -1, -1).reshape(*seen.shape[:2], group * n, key.shape[2])
-        if layer.softcap:
-            logits = layer.softcap * torch.tanh(q.float() @ key.float().transpose(-1, -2) * layer.scale / layer.softcap)
-            output = logits.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype) @ value
-        else:
-            output = torch.nn.functional.scaled_dot_product_attention(q, key, value, attn_mask=seen, scale=layer.scale)
+        output = attention_of(q, key, value, seen, layer.scale, layer.softcap)
         return output.reshape(batch, query_heads, n, width).transpose(1, 2)
 
 
-@contextmanager
-def masked(model: Any, attention: MaskedAttention) -> Iterator[None]:
+def masked(model: Any, attention: MaskedAttention) -> AbstractContextManager[None]:
     """Inside, the attention of `model` is this one."""
-    before = model.config._attn_implementation
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lambda **_: None)
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    return replaced_attention(model, "kvreplay-live", attention, lambda **_: None)

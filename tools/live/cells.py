@@ -82,17 +82,17 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
         if selection is None:
             left_out.append(f"{row.label}: each query reads other tokens")
             continue
-        kept = _by_layer(selection.numbers, selection.mask())
+        stored = leaves = None
         if store != "exact":
             try:
                 stored = Stored(run.folder, trace.name, row.cell, open_trace(run.captured(trace.name)))
             except Error as problem:
                 failed.append(f"{row.label} at {row.budget}: its store changes tokens of the trace: {problem}")
                 continue
-            found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, stored=stored))
-            continue
-        leaves = leaves_of(selection) if decision == "during-prefill" and selection.evicted_at is not None else None
-        found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, leaves))
+        elif decision == "during-prefill" and selection.evicted_at is not None:
+            leaves = leaves_of(selection)
+        kept = _by_layer(selection.numbers, selection.mask())
+        found.append(LiveCell(facts, row.label, DECISIONS[decision], kept, leaves, stored))
     return found, list(dict.fromkeys(left_out)), failed
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay import __version__
-from kvreplay.capture.model_options import ModelChoices, add_device_options, add_model_options
+from kvreplay.capture.model_options import (
+    ModelChoices,
+    add_device_options,
+    add_model_options,
+    count,
+    natural,
+    shows_progress,
+)
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, names, not_installed, size
 
@@ -37,7 +44,7 @@ def parser() -> Parser:
     add("-b", "--budgets", metavar="BUDGET,...", action="extend", type=names, default=[],
         help="these budgets, as they were asked for (default: all)")  # fmt: skip
     add("--trace", metavar="NAME,...", action="extend", type=names, default=[], help="these traces (default: all)")
-    add("--generate", metavar="N", type=int, default=0, help="also write N tokens by greedy search (default: 0)")
+    add("--generate", metavar="N", type=natural, default=0, help="also write N tokens by greedy search (default: 0)")
     add(
         "--live-decisions",
         action="store_true",
@@ -46,23 +53,17 @@ def parser() -> Parser:
     )
     add("--answers", metavar="FILE.jsonl", type=Path, help="lines with name (of a trace) and answers, for the text "
         "metrics (default: the text of the trace's answer spans)")  # fmt: skip
-    add("--batch", metavar="N", type=int, default=None, help="cells in one pass (default: 1; on a GPU 8)")
+    add("--batch", metavar="N", type=count, help="cells in one pass (default: 1; on a GPU 8)")
     add("--memory", metavar="SIZE", type=size, help="bytes that weights and a pass may take on the device that runs "
         "them, as 512MiB or 4G: passes of fewer cells where --batch does not fit (default: what is free)")  # fmt: skip
-    add("--threads", metavar="N", type=int, help="of the CPU (default: PyTorch's)")
-    add("--progress", choices=("auto", "always", "never"), default="auto", help="on stderr (default: on a terminal)")
     return build
 
 
 def live(arguments: argparse.Namespace) -> None:
     """Checks, measures, writes."""
-    for flag, value, least in (("--generate", arguments.generate, 0), ("--batch", arguments.batch, 1),
-                               ("--threads", arguments.threads, 1)):  # fmt: skip
-        if value is not None and value < least:
-            raise Error(flag, "out of range", f"{least} or more", str(value), Refusal.USAGE)
     if arguments.live_decisions and arguments.generate:
         raise Error("--live-decisions", "with --generate", "one of the two", "", Refusal.USAGE)
-    show = arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
+    show = shows_progress(arguments)
     try:
         from kvreplay.capture.command import quiet_libraries
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import h5py
@@ -14,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kvreplay.capture.masks import ROW_BLOCK
+from kvreplay.capture.model import head_dim
 from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
 from kvreplay.live.cells import LiveCell, cells_of, evicted
@@ -140,9 +142,9 @@ class LiveModel:
         layers, hidden, size = config.num_hidden_layers, config.hidden_size, self._model.dtype.itemsize
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         count = trace.tokens - trace.boundary
-        token = 2 * layers * self._head_dim() * size  # keys and values of a head
+        token = 2 * layers * head_dim(config) * size  # keys and values of a head
         heads = trace.query_heads if (rows["heads"] == "query").any() else trace.kv_heads
-        width = layers * (hidden + trace.query_heads * self._head_dim())
+        width = layers * (hidden + trace.query_heads * head_dim(config))
         of_trace = trace.tokens * trace.kv_heads * token + 8 * count * vocabulary
         of_row = trace.tokens * (heads * token + 4 * hidden * size + trace.query_heads * min(ROW_BLOCK, trace.tokens))
         of_row += 2 * count * (width * size + 2 * vocabulary * 8)
@@ -158,10 +160,6 @@ class LiveModel:
                         f"at least {(of_trace + of_row) / 2**20:.1f} MiB", f"{self._memory / 2**20:.1f} MiB",
                         Refusal.RESOURCES)  # fmt: skip
         return min(self._most, (self._memory - of_trace) // of_row)
-
-    def _head_dim(self) -> int:
-        config = self._model.config.get_text_config()
-        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def _decided(self, run_: Run, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts) -> list[LiveCell]:
         """These cells with the sets that the live model leads to."""
@@ -293,10 +291,7 @@ def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:
     """Up to the first token that ends a text."""
-    for place, one in enumerate(tokens):
-        if one in ends:
-            return tokens[:place]
-    return tokens
+    return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def _source_hash(run_: Run, trace: TraceFacts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,13 +117,10 @@ def run(model: Any, text: Text, evicted: Evicted) -> Trajectory:
 
     ids = text.ids[evicted.begin :].expand(evicted.rows, -1).to(input_device(model))
     positions = torch.arange(evicted.begin, len(text.ids)).expand(evicted.rows, -1).to(ids.device)
-    hooks = [block.register_forward_hook(leave) for block in blocks(decoder(model))]
-    try:
-        with torch.inference_mode(), masked(model, attention):
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=count).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.inference_mode(), masked(model, attention):
+        for block in blocks(decoder(model)):
+            hooks.enter_context(block.register_forward_hook(leave))
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=count).logits
     found.log_probabilities = logits.double().log_softmax(-1)
     return found
 

@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from kvreplay.live.metrics import Value
 
@@ -36,10 +37,8 @@ def repetition(tokens: Sequence[int], length: int = 4) -> float:
 
 def same_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:
     """Tokens before the first difference."""
-    for i, (one, other) in enumerate(zip(tokens, reference, strict=False)):
-        if one != other:
-            return i
-    return min(len(tokens), len(reference))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, reference, strict=False))
+    return sum(1 for _ in equal)
 
 
 def answered(text: str, answers: Sequence[str]) -> Iterator[Value]:
