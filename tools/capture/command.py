@@ -25,7 +25,7 @@ from kvreplay.capture.model_options import (
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, size
+from kvreplay.program import Parser, exit_code, names, not_installed, size
 from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
@@ -155,16 +155,6 @@ def _outputs(output: Path, names: Sequence[str], several: bool, force: bool) -> 
     return paths
 
 
-def _require_packages() -> None:
-    """The optional packages, or one line that says what to install."""
-    import importlib.util
-
-    for package in ("torch", "transformers", "accelerate", "gguf", "h5py", "ml_dtypes", "numpy", "xxhash", "tqdm"):
-        if importlib.util.find_spec(package) is None:
-            expected = f"{package} (tools/setup build python installs it)"
-            raise Error("capture", "package", expected, "no such package", Refusal.CAPABILITY)
-
-
 def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -184,6 +174,7 @@ def quiet_libraries(show: bool) -> None:
     """The libraries' bars and advice are not ours to print. To be called before anything imports tqdm."""
     if not show:
         os.environ["TQDM_DISABLE"] = "1"
+    import torch  # noqa: F401  transformers would say that it is missing, in words of its own
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -212,7 +203,6 @@ def words_of_a_task(words: Sequence[str]) -> list[str]:
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Everything after the options are read; the exit code."""
-    _require_packages()
     from kvreplay.capture.prompts import Prompt, read_prompts
 
     if arguments.prompts:
@@ -290,7 +280,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     codes: list[int] = []
     kept = "nothing is kept of the trace under way"
-    return finished(parser(), lambda arguments: codes.append(run(arguments, words)), words, kept) or codes[0]
+
+    def work(arguments: argparse.Namespace) -> None:
+        try:
+            codes.append(run(arguments, words))
+        except ModuleNotFoundError as missing:
+            raise not_installed("capture", missing) from missing
+
+    return finished(parser(), work, words, kept) or codes[0]
 
 
 if __name__ == "__main__":

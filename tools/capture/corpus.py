@@ -159,15 +159,6 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def trace_hash(path: Path) -> str:
-    """What replays know the trace by; empty where the engine is not built: capturing does not need it."""
-    try:
-        from kvreplay.engine import Trace as Replayed
-    except ImportError:
-        return ""
-    return Replayed(path).hash
-
-
 def unchanged(path: Path, row: dict[str, str]) -> bool:
     """Whether the file is what its row says."""
     try:
@@ -187,6 +178,8 @@ def needle_depth(trace: Trace) -> str:
 
 def manifest_row(path: Path, prompt: Prompt, source: str) -> dict[str, str]:
     """One line of the list."""
+    from kvreplay.engine import Trace as Replayed
+
     with Trace(path) as trace:
         values = (
             prompt.name,
@@ -195,7 +188,7 @@ def manifest_row(path: Path, prompt: Prompt, source: str) -> dict[str, str]:
             trace.tokens - trace.prompt_tokens,
             needle_depth(trace),
             source,
-            trace_hash(path),
+            Replayed(path).hash,
             file_hash(path),
             path.stat().st_size,
         )
@@ -210,9 +203,9 @@ class Manifest:
         self.place = folder / "corpus.csv"
         self.listed = self._read()
         self.rows = {
-            name: row | {"trace_hash": row["trace_hash"] or trace_hash(self.path(name))}
+            name: row
             for name, row in self.listed.items()
-            if row["source"] and unchanged(self.path(name), row)
+            if row["source"] and row["trace_hash"] and unchanged(self.path(name), row)
         }
         self.written = self.rows == self.listed
 

@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pandas as pd
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -149,7 +150,7 @@ class LiveModel:
         of_row = trace.tokens * (heads * token + 4 * hidden * size + trace.query_heads * min(ROW_BLOCK, trace.tokens))
         of_row += 2 * count * (width * size + 2 * vocabulary * 8)
         if self._memory is None:
-            free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else _free_memory()
+            free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else psutil.virtual_memory().available
             if (needed := of_trace + self._most * of_row) > free:
                 raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB beside the model (a smaller --batch)",
                             f"{free / 2**30:.1f} GiB", Refusal.RESOURCES)  # fmt: skip
@@ -315,13 +316,3 @@ def _answer_spans(run_: Run, trace: TraceFacts) -> list[str]:
         for one in trace.spans
         if one.kind == "answer"
     ]
-
-
-def _free_memory() -> int:
-    """Bytes that the system can still give; without a limit where it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(line for line in file if line.startswith("MemAvailable:"))
-        return int(available.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return sys.maxsize
