@@ -53,7 +53,6 @@ class Choices:
 class Captured:
     """What a capture says of itself."""
 
-    path: Path
     prompt_tokens: int
     tokens: int
     layers: int
@@ -187,7 +186,6 @@ def capture(
         trace.dataset("/model/sliding_window", np.array(windows, np.int32))
     assert recorder.worst is not None
     return Captured(
-        path,
         prompt_tokens,
         tokens,
         len(wanted),
