@@ -812,7 +812,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["heatmap", "-p", "snapvk"], "-p: no such policy in this run: expected snapkv, found snapvk"),
         (["heatmap", "-b", "0.15"], "-b: no such budget in this run: expected 0.1, found 0.15"),
         (["kept", "--trace", "demos"], "--trace: no such trace in this run: expected demo, found demos"),
-        (["kept", "-o", "figure.jpg"], "-o: format: expected a name ending in .svg, .pdf, .png, found figure.jpg"),
+        (["kept", "-o", "figure.jpg"], "-o: format: expected a name ending in .svg, .pdf or .png, found figure.jpg"),
         (["kept", "--data", "numbers.txt"], "--data: format: expected a name ending in .csv, found numbers.txt"),
         (["needle", "--metric", "span_recall:men"], "expected mean, found men"),
         (

@@ -483,7 +483,7 @@ def write_wrong_text(run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage, options, code, words", [
-    (None, ["-o", "page.pdf"], 2, "-o: format: expected a name ending in .html, found page.pdf"),
+    (None, ["-o", "page.pdf"], 2, "-o: format: expected a name ending in .html or .htm, found page.pdf"),
     (None, ["--trace", "dem"], 2, "--trace: no such trace in this run: expected demo, found dem"),
     (None, ["-p", "snapvk"], 2, "-p: no such policy in this run: expected snapkv, found snapvk"),
     (None, ["-b", "0.4"], 2, "-b: no such budget in this run: expected 0.1, found 0.4"),

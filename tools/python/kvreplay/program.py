@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,6 +77,59 @@ def names(value: str) -> list[str]:
     return value.split(",")
 
 
+def pattern(flag: str, text: str) -> re.Pattern[str] | None:
+    """The regular expression of an option; None: not given."""
+    try:
+        return re.compile(text) if text else None
+    except re.error as problem:
+        raise Error(flag, "not a regular expression", str(problem), text, Refusal.USAGE) from problem
+
+
+def add_same_prompt(add_argument: Callable[..., Any]) -> None:
+    """--same-prompt, a pattern or None."""
+    add_argument("--same-prompt", metavar="REGEX", type=partial(pattern, "--same-prompt"),
+        help="traces in whose names the first group (or all that matches) is equal have the same prompt (default: "
+        "equal names, or equal token ids)")  # fmt: skip
+
+
+def add_replay_options(add_argument: Callable[..., Any], device: str = "as in kvreplay replay") -> None:
+    """--device, --threads and --memory of the replays that a command calls; `device`: help of the first."""
+    add_argument("--device", metavar="auto|cpu|cuda[:N]", help=device)
+    add_argument("--threads", metavar="N", help="as in kvreplay replay")
+    add_argument("--memory", metavar="SIZE", help="as in kvreplay replay")
+
+
+def require_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Refuses options, by their names, whose values are too small; those that were not given are left alone."""
+    for name, bound in least.items():
+        value = getattr(arguments, name, None)
+        if value is not None and value < bound:
+            raise Error(f"--{name}", "out of range", f"{bound} or more", str(value), Refusal.USAGE)
+
+
+def require_format(flag: str, path: Path | None, *suffixes: str) -> None:
+    """Refuses a file of another format, as its name says it."""
+    if path and path.suffix.lower() not in suffixes:
+        expected = "a name ending in " + " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise Error(flag, "format", expected, str(path), Refusal.USAGE)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes the folder of a file that the block writes; what the system refuses is an Error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as problem:
+        raise Error(str(problem.filename or path), "cannot be written", "", str(problem.strerror)) from problem
+
+
+def say_notes(command: str, notes: Iterable[str]) -> None:
+    """What the reader of the results should know, on stderr."""
+    for note in notes:
+        print(f"kvreplay: {command}: {note}", file=sys.stderr)
+
+
 def not_installed(command: str, missing: ModuleNotFoundError) -> Error:
     """A package that the command needs; a module of ours that is missing is a bug, and raised again."""
     if (missing.name or "").partition(".")[0] == "kvreplay":
@@ -108,14 +162,15 @@ def _orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
-    """Does the work; what is refused is one line on stderr, and so is what an interruption left, if `kept` says it."""
+def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> int:
+    """Does the work; its code, or 0. What is refused is one line on stderr, and so are a package that is missing and,
+    if `kept` says it, what an interruption left."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is printed in its own bytes, UTF-8 or not
     try:
         try:
             with _orderly_end():
-                work()
+                return work() or 0
         finally:
             sys.stdout.flush()
     except Error as error:
@@ -132,6 +187,9 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
             _say(f"kvreplay: {command}: interrupted, {kept}")
         return int(Refusal.INTERRUPTED)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kvreplay"):
+            _say(f"kvreplay: {not_installed(command, error)}")
+            return int(Refusal.CAPABILITY)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _drop_output()
             _say(f"kvreplay: {command}: disk full: {error.filename or 'standard output'}")
@@ -139,4 +197,3 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
         _say(traceback.format_exc().rstrip())
         _say(f"kvreplay: {command}: a bug of kvreplay {__version__}: please report the lines above")
         return int(Refusal.INTERNAL)
-    return 0

@@ -7,13 +7,8 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, names, not_installed
-
-if TYPE_CHECKING:
-    import pandas as pd
+from kvreplay.program import Parser, add_replay_options, exit_code, names, require_format, say_notes
 
 
 def parser() -> Parser:
@@ -33,40 +28,27 @@ def parser() -> Parser:
         help="fractions of the prompt, or counts of tokens")  # fmt: skip
     add("--eval", metavar="QUERIES", help="as in kvreplay replay")
     add("-o", "--output", metavar="FILE.csv", type=Path, help="one line a trace in full precision, as CSV")
-    add("--device", metavar="auto|cpu|cuda[:N]", help="as in kvreplay replay")
-    add("--threads", metavar="N", help="as in kvreplay replay")
-    add("--memory", metavar="SIZE", help="as in kvreplay replay")
+    add_replay_options(add)
     add("--json", action="store_true", help="one JSON document in place of the table")
     return found
 
 
 def regret(arguments: argparse.Namespace) -> None:
     """Replays, subtracts, prints."""
-    if arguments.output and arguments.output.suffix.lower() != ".csv":
-        raise Error("-o", "format", "a name ending in .csv", str(arguments.output), Refusal.USAGE)
-    try:
-        from kvreplay.bounds import table
-        from kvreplay.regret_terms import regret as terms_of
-    except ModuleNotFoundError as missing:
-        raise not_installed("regret", missing) from missing
+    require_format("-o", arguments.output, ".csv")
+
+    from kvreplay.bounds import table
+    from kvreplay.regret_terms import regret as terms_of
+    from kvreplay.tables import write_csv
 
     options = {name: getattr(arguments, name) for name in ("eval", "device", "threads", "memory")}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         found = terms_of(arguments.traces, arguments.policy, arguments.budget, **options)
     if arguments.output:
-        write(found, arguments.output)
+        write_csv(found, arguments.output)
     print(json.dumps(table.document(found), indent=2, allow_nan=False) if arguments.json else table.table(found))
-    for note in dict.fromkeys(str(one.message) for one in heard):
-        print(f"kvreplay: regret: {note}", file=sys.stderr)
-
-
-def write(found: pd.DataFrame, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found.to_csv(path, index=False, float_format="%.17g", lineterminator="\n")
-    except OSError as problem:
-        raise Error(str(path), "cannot be written", "", str(problem.strerror)) from problem
+    say_notes("regret", dict.fromkeys(str(one.message) for one in heard))
 
 
 def main(argv: list[str] | None = None) -> int:

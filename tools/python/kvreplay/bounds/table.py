@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from kvreplay.regret_terms import ROUNDING, TERMS
+from kvreplay.tables import aligned, records
 
 NUMBERS = ["recall", *TERMS, "bound"]
 
@@ -22,10 +23,6 @@ def means(found: pd.DataFrame) -> pd.DataFrame:
 
 def document(found: pd.DataFrame) -> dict:
     """For JSON."""
-
-    def records(rows: pd.DataFrame) -> list[dict]:
-        return rows.astype(object).where(rows.notna(), None).to_dict("records")
-
     return {
         "open_loop": True,
         "metric": "attention_recall",
@@ -45,12 +42,7 @@ def table(found: pd.DataFrame) -> str:
         rows = [("policy", "heads", "traces", *NUMBERS)]
         rows += [(line["policy"], line["heads"], str(line["traces"]), *(number(line[name]) for name in NUMBERS))
                  for _, line in lines.iterrows()]  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        left = 2  # columns of words; numbers stand right
-        texts += ["", f"budget {budget}: {span} tokens"]
-        texts += ["  ".join(one.ljust(w) if i < left else one.rjust(w)
-                            for i, (one, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-                  for row in rows]  # fmt: skip
+        texts += ["", f"budget {budget}: {span} tokens", *aligned(rows, words=2)]
     return "\n".join([*texts, "", "bound = recall + score + structure + head + layer"])
 
 

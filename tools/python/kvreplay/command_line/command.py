@@ -17,9 +17,7 @@ def run(words: list[str]) -> int:
 
 def main() -> int:
     """The exit code."""
-    codes: list[int] = []
-    refused = exit_code("python", lambda: codes.append(run(sys.argv[1:])))
-    return refused or codes[0]
+    return exit_code("python", lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

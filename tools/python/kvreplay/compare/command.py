@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
-from kvreplay.errors import Error, Refusal
 from kvreplay.headline import HEADLINE
-from kvreplay.program import Parser, exit_code, names, not_installed
+from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_format, require_least, say_notes
 
 
 def parser() -> Parser:
@@ -31,36 +29,22 @@ def parser() -> Parser:
         help="policies to compare (default: all that were asked for)")  # fmt: skip
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
         help="budgets as they were asked for (default: all)")  # fmt: skip
-    add("--same-prompt", metavar="REGEX", default="", help="traces in whose names the first group (or all that "
-        "matches) is equal have the same prompt (default: equal names, or equal token ids)")  # fmt: skip
+    add_same_prompt(add)
     add("--seed", metavar="N", type=int, default=0, help="of all random draws (default: 0)")
     add("--json", action="store_true", help="one JSON document in place of the table")
     add("--data", metavar="FILE.csv", type=Path, help="the table in full precision, as CSV")
     return found
 
 
-def check_options(arguments: argparse.Namespace) -> re.Pattern[str] | None:
-    """What can be refused before anything is read; the pattern of --same-prompt."""
-    if arguments.data and arguments.data.suffix.lower() != ".csv":
-        raise Error("--data", "format", "a name ending in .csv", str(arguments.data), Refusal.USAGE)
-    if arguments.seed < 0:
-        raise Error("--seed", "out of range", "0 or more", str(arguments.seed), Refusal.USAGE)
-    try:
-        return re.compile(arguments.same_prompt) if arguments.same_prompt else None
-    except re.error as problem:
-        raise Error("--same-prompt", "not a regular expression", str(problem), arguments.same_prompt,
-                    Refusal.USAGE) from problem  # fmt: skip
-
-
 def compare(arguments: argparse.Namespace) -> None:
     """Reads, compares, prints."""
-    pattern = check_options(arguments)
-    try:
-        from kvreplay.compare.comparison import Comparison
-        from kvreplay.results import Run
-        from kvreplay.run_names import split_policies
-    except ModuleNotFoundError as missing:
-        raise not_installed("compare", missing) from missing
+    require_format("--data", arguments.data, ".csv")
+    require_least(arguments, seed=0)
+
+    from kvreplay.compare.comparison import Comparison
+    from kvreplay.results import Run
+    from kvreplay.run_names import split_policies
+    from kvreplay.tables import write_csv
 
     runs = [Run(folder) for folder in arguments.runs]
     comparison = Comparison.of(
@@ -69,19 +53,14 @@ def compare(arguments: argparse.Namespace) -> None:
         policies=split_policies(arguments.policies),
         budgets=arguments.budgets,
         metrics=arguments.metric,
-        same_prompt=pattern,
+        same_prompt=arguments.same_prompt,
         seed=arguments.seed,
     )
     if arguments.data:
-        try:
-            arguments.data.parent.mkdir(parents=True, exist_ok=True)
-            comparison.lines.to_csv(arguments.data, index=False, float_format="%.17g", lineterminator="\n")
-        except OSError as problem:
-            raise Error(str(arguments.data), "cannot be written", "", str(problem.strerror)) from problem
+        write_csv(comparison.lines, arguments.data)
     print(json.dumps(comparison.document(), indent=2, allow_nan=False) if arguments.json else comparison.table())
     failed = [f"{run.folder}: {len(run.failed)} failed cells are left out" for run in runs if run.failed]
-    for note in [*failed, *comparison.notes]:
-        print(f"kvreplay: compare: {note}", file=sys.stderr)
+    say_notes("compare", [*failed, *comparison.notes])
 
 
 def main(argv: list[str] | None = None) -> int:

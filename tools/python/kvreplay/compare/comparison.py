@@ -15,6 +15,7 @@ from kvreplay.headline import default_metric
 from kvreplay.results import CELL, Run, labels, untold_note
 from kvreplay.run_names import chosen_labels, metric_names, pick
 from kvreplay.skill import SKILL
+from kvreplay.tables import aligned, records
 
 NAMED = 5  # traces in a note
 VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
@@ -175,7 +176,6 @@ class Comparison:
 
     def document(self) -> dict:
         """The comparison for JSON."""
-        lines = self.lines.astype(object).where(self.lines.notna(), None)
         return {
             "open_loop": True,
             "synthetic": bool(self.synthetic),
@@ -186,7 +186,7 @@ class Comparison:
             "baseline": self.baseline,
             "seed": self.seed,
             "comparisons": int(self.lines["p"].notna().sum()),
-            "lines": lines.to_dict("records"),
+            "lines": records(self.lines),
             "notes": self.notes,
         }
 
@@ -199,14 +199,10 @@ class Comparison:
         texts = [("metric", "unit", "budget", "policy", "heads", "traces", "mean", "95 % interval",
                   "difference", "95 % interval", "p", "p Holm", "better/same/worse")]  # fmt: skip
         texts += [self.line_texts(line) for line in self.lines.itertuples()]
-        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        left = 5  # columns of words; numbers stand right
-        body = ["  ".join(one.ljust(w) if i < left else one.rjust(w)
-                          for i, (one, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-                for line in texts]  # fmt: skip
         foot = [f"difference: policy less ({self.baseline}), mean over traces; intervals: bootstrap over prompts, "
                 f"seed {self.seed}; p: sign flips of prompts;",
                 f"* Holm-corrected p below 0.05, over all comparisons of this table: {count}"]  # fmt: skip
+        body = aligned(texts, words=5)
         return "\n".join([f"{head}        OPEN LOOP", f"baseline  {self.baseline}", *body, "", *foot])
 
     def line_texts(self, line) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, not_installed
+from kvreplay.program import Parser, exit_code, names, require_format, require_least, say_notes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ KINDS = {
                        ("traces_asked", "layer", "of")),
 }  # fmt: skip
 OF_TRACES = ("similarity",)  # kinds that need no run
-FORMATS = ("svg", "pdf", "png")
+FORMATS = (".svg", ".pdf", ".png")
 
 
 def parser() -> Parser:
@@ -98,32 +98,26 @@ def check_names(arguments: argparse.Namespace) -> None:
             wanted = ("one of " if len(readers) > 1 else "") + ", ".join(readers)
             raise Error(parser().flag(field), "not read by this figure", wanted, arguments.kind, Refusal.USAGE)
     for path in arguments.output:
-        if path.suffix[1:].lower() not in FORMATS:
-            wanted = "a name ending in ." + ", .".join(FORMATS)
-            raise Error("-o", "format", wanted, str(path), Refusal.USAGE)
+        require_format("-o", path, *FORMATS)
     if arguments.run.suffix == ".h5" and arguments.kind not in OF_TRACES:
         raise Error("plot", f"{arguments.kind} needs a run", "a folder that replay wrote", str(arguments.run),
                     Refusal.USAGE)  # fmt: skip
-    if "seed" in arguments and arguments.seed < 0:
-        raise Error("--seed", "out of range", "0 or more", str(arguments.seed), Refusal.USAGE)
-    if arguments.data and arguments.data.suffix.lower() != ".csv":
-        raise Error("--data", "format", "a name ending in .csv", str(arguments.data), Refusal.USAGE)
+    require_least(arguments, seed=0)
+    require_format("--data", arguments.data, ".csv")
 
 
 def plot(arguments: argparse.Namespace) -> list[Path]:
     """Draws and writes; the files written."""
     check_names(arguments)
-    try:
-        from kvreplay.plot import style
-        from kvreplay.plot.figure_options import Choice
-        from kvreplay.plot.trace_file import TraceFile
-        from kvreplay.results import Run
-        from kvreplay.run_names import split_policies
 
-        kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
-    except ModuleNotFoundError as missing:
-        raise not_installed("plot", missing) from missing
+    from kvreplay.plot import style
+    from kvreplay.plot.figure_options import Choice
+    from kvreplay.plot.trace_file import TraceFile
+    from kvreplay.results import Run
+    from kvreplay.run_names import split_policies
+    from kvreplay.tables import write_csv
 
+    kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
     asked = asked_of_kinds(arguments)
     if "policies" in asked:
         asked["policies"] = split_policies(asked["policies"])
@@ -132,19 +126,13 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     written = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
     with style.settings():
         drawing = kind.draw(choice)
-        try:
-            for path in written:
-                style.save(drawing.figure, path)
-            if arguments.data:
-                arguments.data.parent.mkdir(parents=True, exist_ok=True)
-                drawing.data.to_csv(arguments.data, index=False, float_format="%.17g", lineterminator="\n")
-        except OSError as problem:
-            where = str(problem.filename or arguments.run)
-            raise Error(where, "cannot be written", "", str(problem.strerror)) from problem
+        for path in written:
+            style.save(drawing.figure, path)
+        if arguments.data:
+            write_csv(drawing.data, arguments.data)
     if choice.run.failed:
         choice.notes.append(f"{len(choice.run.failed)} failed cells are not drawn")
-    for note in choice.notes:
-        print(f"kvreplay: {arguments.kind}: {note}", file=sys.stderr)
+    say_notes(arguments.kind, choice.notes)
     return [*written, *([arguments.data] if arguments.data else [])]
 
 

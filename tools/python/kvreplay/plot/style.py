@@ -23,6 +23,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from kvreplay.program import writing
+
 PAGE = 7.0  # inches: both columns of a two-column page
 COLUMN = 3.35  # inches: one of them, the narrowest figure
 POINT = 1 / 72  # inches
@@ -359,8 +361,8 @@ def save(figure: Figure, path: Path) -> None:
     kind = path.suffix[1:].lower()
     page = io.BytesIO()
     figure.savefig(page, format=kind, metadata=SAVED_AS[kind])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(page.getvalue())
+    with writing(path):
+        path.write_bytes(page.getvalue())
 
 
 def settings() -> object:

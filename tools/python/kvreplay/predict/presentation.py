@@ -11,6 +11,7 @@ import pandas as pd
 from kvreplay.headline import HEADLINE
 from kvreplay.predict.prediction import SHARE, Prediction
 from kvreplay.run_names import pick
+from kvreplay.tables import aligned, records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +75,7 @@ class Presentation:
             (line["budget"], line["offline"], interval(line, "spearman"), f"{100 * line['in_order']:.0f} %")
             for _, line in self.by_budget().iterrows()
         ]
-        parts = [head + aligned(table), aligned(budgets), *self._further(), self.sentence()]
+        parts = [head + text_of(table), text_of(budgets), *self._further(), self.sentence()]
         return "\n\n".join(parts)
 
     def _further(self) -> list[str]:
@@ -85,7 +86,7 @@ class Presentation:
                 (one["kind"], one["chosen"], f"{one['spearman']:.2f}", one["best here"], f"{one['its spearman']:.2f}")
                 for _, one in kinds.iterrows()
             ]
-            found.append(aligned(rows))
+            found.append(text_of(rows))
         needed = self._found.needed(self.best, self._live)
         if len(needed):
             rows = [("budget", "prompts", f"needed for {100 * SHARE:.0f} % of pairs", "reached")] + [
@@ -93,22 +94,18 @@ class Presentation:
                  else f"more than {one['prompts']}" if pd.isna(one["needed"])
                  else f"{one['needed']:.0f}", f"{100 * one['reached']:.0f} %") for _, one in needed.iterrows()
             ]  # fmt: skip
-            found.append(aligned(rows))
+            found.append(text_of(rows))
         flipped = self._found.flipped(self.best, self._live)
         if len(flipped):
             rows = [("budget", "better live", f"better by {self.best}")] + [
                 tuple(map(str, one)) for one in flipped.head(MOST).itertuples(index=False)
             ]
             more = len(flipped) - MOST
-            found.append(aligned(rows) + (f"\nand {more} further pairs" if more > 0 else ""))
+            found.append(text_of(rows) + (f"\nand {more} further pairs" if more > 0 else ""))
         return found
 
     def document(self) -> dict[str, Any]:
         """For JSON; what is not defined is null."""
-
-        def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-            return table.astype(object).where(table.notna(), None).to_dict("records")
-
         return {
             "live": self._live,
             "prompts": int(self._found.cells["prompt"].nunique()),
@@ -155,9 +152,6 @@ def interval(line: pd.Series, name: str) -> str:
     return f"{line[name]:.2f}{ends}"
 
 
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Columns of text, the first to the left, the others to the right of theirs."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def text_of(rows: list[tuple[str, ...]]) -> str:
+    """All columns start below each other."""
+    return "\n".join(aligned(rows, words=len(rows[0])))

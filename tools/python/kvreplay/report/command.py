@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, names, not_installed
+from kvreplay.program import Parser, exit_code, names, require_format, say_notes, writing
 
 
 def parser() -> Parser:
@@ -34,15 +33,13 @@ def parser() -> Parser:
 def report(arguments: argparse.Namespace) -> Path:
     """Writes the page; the file written."""
     output = arguments.output or arguments.run / "report.html"
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise Error("-o", "format", "a name ending in .html", str(output), Refusal.USAGE)
-    try:
-        from kvreplay.report.content import Asked, Page
-        from kvreplay.report.page import written
-        from kvreplay.results import Run
-        from kvreplay.run_names import split_policies
-    except ModuleNotFoundError as missing:
-        raise not_installed("report", missing) from missing
+    require_format("-o", output, ".html", ".htm")
+
+    from kvreplay.report.content import Asked, Page
+    from kvreplay.report.page import written
+    from kvreplay.results import Run
+    from kvreplay.run_names import split_policies
+
     asked = Asked(
         traces=arguments.trace,
         policies=split_policies(arguments.policies),
@@ -50,14 +47,9 @@ def report(arguments: argparse.Namespace) -> Path:
         text=not arguments.no_text,
     )
     page = Page(Run(arguments.run), asked)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(output):
         output.write_bytes(written(page))
-    except OSError as problem:
-        raise Error(str(problem.filename or output), "cannot be written", "", str(problem.strerror)) from problem
-    for note in page.notes:
-        print(f"kvreplay: report: {note}", file=sys.stderr)
-    print(f"kvreplay: report: {output.stat().st_size:,} bytes", file=sys.stderr)
+    say_notes("report", [*page.notes, f"{output.stat().st_size:,} bytes"])
     return output
 
 

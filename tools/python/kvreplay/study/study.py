@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, not_installed, program
+from kvreplay.program import Parser, exit_code, program
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -319,13 +319,8 @@ def study(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
 
-    def work() -> None:
-        try:
-            study(parser().parse_args(argv))
-        except ModuleNotFoundError as missing:
-            raise not_installed("study", missing) from missing
-
-    return exit_code("study", work, "finished prompts are kept, and the same command goes on from there")
+    kept = "finished prompts are kept, and the same command goes on from there"
+    return exit_code("study", lambda: study(parser().parse_args(argv)), kept)
 
 
 if __name__ == "__main__":

@@ -64,13 +64,8 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs it; the value is the exit code."""
-    codes: list[int] = []
-
-    def work() -> None:
-        arguments, rest = parser().parse_known_args(argv)
-        codes.append(sweep(arguments, rest))
-
-    return exit_code("sweep", work, "finished tasks are kept, and --resume goes on") or codes[0]
+    kept = "finished tasks are kept, and --resume goes on"
+    return exit_code("sweep", lambda: sweep(*parser().parse_known_args(argv)), kept)
 
 
 if __name__ == "__main__":

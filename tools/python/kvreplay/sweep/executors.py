@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import not_installed
 from kvreplay.sweep.work import Allowance
 
 if TYPE_CHECKING:
@@ -41,12 +40,10 @@ class Wanted:
 @contextlib.contextmanager
 def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
     """A client of it. A cluster of ours ends with this context, however that ends. `logs`: of jobs, a folder."""
-    try:
-        import bokeh  # noqa: F401  the dashboard's
-        import dask
-        import distributed
-    except ModuleNotFoundError as missing:
-        raise not_installed("sweep", missing) from missing
+    import bokeh  # noqa: F401  the dashboard's
+    import dask
+    import distributed
+
     for name in [*logging.root.manager.loggerDict]:  # what they say of lost workers is said by tasks.csv
         if name.partition(".")[0] in ("asyncio", "bokeh", "distributed", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -103,10 +100,8 @@ def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
 @contextlib.contextmanager
 def slurm(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
     """Jobs, each a worker; one that ends before the sweep does is asked for anew."""
-    try:
-        from dask_jobqueue import SLURMCluster
-    except ModuleNotFoundError as missing:
-        raise not_installed("sweep", missing) from missing
+    from dask_jobqueue import SLURMCluster
+
     if shutil.which("sbatch") is None:
         raise Error("--executor", "no Slurm here", "sbatch on PATH", "", Refusal.CAPABILITY)
     logs.mkdir(parents=True, exist_ok=True)
@@ -155,9 +150,7 @@ def gpus_here() -> int:
 
 def memory_here() -> int:
     """Bytes that are free on this machine, or that this process may have."""
-    try:
-        import psutil
-        from distributed.system import MEMORY_LIMIT
-    except ModuleNotFoundError as missing:
-        raise not_installed("sweep", missing) from missing
+    import psutil
+    from distributed.system import MEMORY_LIMIT
+
     return min(psutil.virtual_memory().available, MEMORY_LIMIT)

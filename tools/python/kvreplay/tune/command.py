@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,16 @@ from typing import TYPE_CHECKING
 from kvreplay.capture.model_options import ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import HEADLINE
-from kvreplay.program import Parser, exit_code, not_installed
+from kvreplay.program import (
+    Parser,
+    add_replay_options,
+    add_same_prompt,
+    exit_code,
+    require_format,
+    require_least,
+    say_notes,
+    writing,
+)
 
 if TYPE_CHECKING:
     from kvreplay.live.measure import LiveModel
@@ -48,8 +56,7 @@ def parser() -> Parser:
         help="share of the prompts that are held out, at least two (default: 0.3)")  # fmt: skip
     apart.add_argument("--held-out", metavar="TRACE", type=Path, nargs="+", default=[],
         help="traces that are held out, in place of a share")  # fmt: skip
-    add("--same-prompt", metavar="REGEX", default="", help="traces in whose names the first group (or all that "
-        "matches) is equal have the same prompt (default: equal names, or equal token ids)")  # fmt: skip
+    add_same_prompt(add)
     add("--trials", metavar="N", type=int, default=64, help="candidates of a search beside the start (default: 64)")
     add("--seed", metavar="N", type=int, default=0, help="of all random draws (default: 0)")
     add("-o", "--output", metavar="BEST.yaml", type=Path, default=Path("best.yaml"),
@@ -57,32 +64,17 @@ def parser() -> Parser:
     add("--work", metavar="DIR", type=Path, default=Path("kvreplay-tune"),
         help="runs; what they hold is not computed again (default: kvreplay-tune)")  # fmt: skip
     add_model_options(found, required=False)
-    add("--device", metavar="auto|cpu|cuda[:N]", help="as in kvreplay replay, and of the model")
-    add("--threads", metavar="N", help="as in kvreplay replay")
-    add("--memory", metavar="SIZE", help="as in kvreplay replay")
+    add_replay_options(add, "as in kvreplay replay, and of the model")
     add("--json", action="store_true", help="one JSON document in place of the table")
     return found
 
 
-def check_options(arguments: argparse.Namespace) -> re.Pattern[str] | None:
-    """What can be refused before anything is read; the pattern of --same-prompt."""
-
-    def refuse(where: str, what: str, expected: str, found: object) -> None:
-        raise Error(where, what, expected, str(found), Refusal.USAGE)
-
-    if arguments.output.suffix.lower() not in (".yaml", ".yml"):
-        refuse("-o", "format", "a name ending in .yaml", arguments.output)
+def check_options(arguments: argparse.Namespace) -> None:
+    """What can be refused before anything is read."""
+    require_format("-o", arguments.output, ".yaml", ".yml")
     if not 0 < arguments.hold_out < 1:
-        refuse("--hold-out", "out of range", "a share between 0 and 1", arguments.hold_out)
-    for option, least in (("trials", 1), ("seed", 0), ("ranges", 2)):
-        value = getattr(arguments, option)
-        if value is not None and value < least:
-            refuse(f"--{option}", "out of range", f"{least} or more", value)
-    try:
-        return re.compile(arguments.same_prompt) if arguments.same_prompt else None
-    except re.error as problem:
-        raise Error("--same-prompt", "not a regular expression", str(problem), arguments.same_prompt,
-                    Refusal.USAGE) from problem  # fmt: skip
+        raise Error("--hold-out", "out of range", "a share between 0 and 1", str(arguments.hold_out), Refusal.USAGE)
+    require_least(arguments, trials=1, seed=0, ranges=2)
 
 
 def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
@@ -100,14 +92,12 @@ def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
 
 def live_model(arguments: argparse.Namespace, say: Callable[[str], None]) -> LiveModel:
     """The model of --model."""
-    try:
-        from kvreplay.capture.command import quiet_libraries
+    from kvreplay.capture.command import quiet_libraries
 
-        quiet_libraries(False)
-        from kvreplay.capture.model import Source, load
-        from kvreplay.live.measure import LiveModel
-    except ModuleNotFoundError as missing:
-        raise not_installed("tune", missing) from missing
+    quiet_libraries(False)
+    from kvreplay.capture.model import Source, load
+    from kvreplay.live.measure import LiveModel
+
     source = Source.parse(arguments.model, arguments.revision)
     model, tokenizer = load(ModelChoices.of(arguments))
     return LiveModel(model, tokenizer, source.title, source.hash(), say=say)
@@ -115,14 +105,12 @@ def live_model(arguments: argparse.Namespace, say: Callable[[str], None]) -> Liv
 
 def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     """Splits, fits, judges, writes, prints."""
-    pattern = check_options(arguments)
-    try:
-        from kvreplay.engine import _engine
-        from kvreplay.tune import outcome, search, space
-        from kvreplay.tune.hold_out import split_prompts
-        from kvreplay.tune.objective import Objective
-    except ModuleNotFoundError as missing:
-        raise not_installed("tune", missing) from missing
+    check_options(arguments)
+
+    from kvreplay.engine import _engine
+    from kvreplay.tune import outcome, search, space
+    from kvreplay.tune.hold_out import split_prompts
+    from kvreplay.tune.objective import Objective
 
     policies = [one for text in arguments.policy for one in _engine.split_policies(text)]
     several = arguments.ranges is not None
@@ -139,7 +127,9 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     )  # fmt: skip
     check_model(arguments, objective.is_live)
     asked = space.asked_space(arguments.search)
-    divided = split_prompts(arguments.traces, arguments.held_out, arguments.hold_out, pattern, arguments.seed)
+    divided = split_prompts(
+        arguments.traces, arguments.held_out, arguments.hold_out, arguments.same_prompt, arguments.seed
+    )
     if objective.is_live:
         objective.live = live_model(arguments, objective.note)
     if several:
@@ -152,18 +142,14 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     on_both = [outcome.difference(objective, side, traces, found, arguments.seed)
                for side, traces in vars(divided).items()]  # fmt: skip
     result = outcome.Outcome(objective, found, divided, *on_both, command)
-    try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(arguments.output):
         arguments.output.write_text(result.policy_file(), encoding="utf-8")
-    except OSError as problem:
-        raise Error(str(arguments.output), "cannot be written", "", str(problem.strerror)) from problem
     if arguments.json:
         print(json.dumps(result.document(str(arguments.output)), indent=2, allow_nan=False))
     else:
         print(result.table())
         print(f"replay it  -p @{arguments.output}")
-    for note in objective.notes:
-        print(f"kvreplay: tune: {note}", file=sys.stderr)
+    say_notes("tune", objective.notes)
 
 
 def main(argv: list[str] | None = None) -> int:
