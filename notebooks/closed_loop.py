@@ -11,11 +11,12 @@ import re
 import numpy as np
 import pandas as pd
 from frame import Page, answers, cell, curves, interval, less, more
+from layer_weights import EQUAL, LAYER_WEIGHTS, left_out_weights, with_weights
+from study import BASES, STUDIES, file_of, read
 
 from kvreplay.plot.lines import INTERVAL, mean_over_traces
 from kvreplay.plot.style import COLOURS, Drawing, Sheet, width_of
-from kvreplay.predict.prediction import EQUAL, LAYER_WEIGHTS, PARTS, Measured, Prediction
-from kvreplay.study.study import BASES, STUDIES, file_of, read
+from kvreplay.predict.prediction import PARTS, Measured, Prediction
 
 page = Page("closed_loop")
 LIVE = ["kld", "same_top_p", "nll_increase", "live_output_error"]
@@ -190,11 +191,11 @@ in_thirds = {name: predicted(name, [f"{one}:{part}" for one in WEIGHTED for part
 (first_name, first), *others = in_thirds.items()
 learnt = []
 for metric in WEIGHTED:
-    weighted = first.with_weights(metric)
-    learnt.append(first.left_out_weights(weighted).assign(model=first_name, metric=metric))
+    weighted = with_weights(first, metric)
+    learnt.append(left_out_weights(first, weighted).assign(model=first_name, metric=metric))
     best_weights = int(weighted.mean().idxmax())
     for name, found in others:
-        mean = found.with_weights(metric).mean()
+        mean = with_weights(found, metric).mean()
         learnt.append(pd.DataFrame([{
             "kind": "all", "prompts": found.cells["prompt"].nunique(), "weights": LAYER_WEIGHTS[best_weights],
             "spearman": mean[best_weights], "equal": mean[EQUAL], "best": mean.max(), "model": name, "metric": metric,

@@ -33,11 +33,11 @@ from frame import (
     values,
     window_settings,
 )
+from study import STUDIES
 
 from kvreplay.compare.statistics import holm
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces
-from kvreplay.study.study import STUDIES
 
 page = Page("dynamickv")
 prompts = corpus()

@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from IPython.display import Image, Markdown, display
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from study import STUDIES, file_of, read
 
 from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
 from kvreplay.errors import Error, Refusal
@@ -45,7 +46,6 @@ from kvreplay.plot.style import (
 )
 from kvreplay.results import Run
 from kvreplay.skill import TWIN, policy_of_twin
-from kvreplay.study.study import STUDIES, file_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = Path(os.environ.get("KVREPLAY_CORPUS", ROOT / "build" / "corpus"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,13 @@ pytest.importorskip("torch", reason="the study needs tools/setup build python")
 
 from tiny_models import save
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "notebooks"))
+
+import study  # noqa: E402
+
 from kvreplay.capture import study_prompts
 from kvreplay.capture.prompts import Prompt
 from kvreplay.predict.prediction import Measured, Prediction
-from kvreplay.study import study
 
 POLICIES = ("snapkv", "h2o", "tova", "knorm", "keydiff", "streaming-llm", f"h2o:{study.EQUAL}")
 CONTEXT = "The tide was late. The lamp is green. It rained all day, and the boats stayed in the harbour until noon."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,10 @@ import scipy.stats
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, ranks, resolved, spearman
 from kvreplay.predict.prediction import Prediction, over_layers, without_part
 from kvreplay.predict.presentation import Presentation
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "notebooks"))
+
+from layer_weights import left_out_weights, with_weights  # noqa: E402
 
 PROMPTS, POLICIES = 24, 12
 
@@ -133,7 +139,7 @@ def test_weights_of_layers_are_learnt_on_other_kinds() -> None:
     thirds = {"m:lower-third": noise[0], "m:middle-third": found.cells["kld"], "m:upper-third": noise[1]}
     cells = found.cells.assign(**thirds)
     of_thirds = Prediction(cells, list(thirds), ["kld"], 0, [])
-    weighted = of_thirds.left_out_weights(of_thirds.with_weights("m"))
+    weighted = left_out_weights(of_thirds, with_weights(of_thirds, "m"))
     assert [tuple(one) for one in weighted["weights"]] == [(0, 1, 0)] * 3
     assert weighted["spearman"].tolist() == weighted["best"].tolist() == [1, 1, 1]
     assert (weighted["equal"] < 0.9).all() and weighted["prompts"].sum() == PROMPTS
@@ -141,7 +147,7 @@ def test_weights_of_layers_are_learnt_on_other_kinds() -> None:
     swapped = cells.assign(**{"m:middle-third": cells["m:middle-third"].where(~other, noise[0]),
                               "m:lower-third": cells["m:lower-third"].where(~other, cells["kld"])})  # fmt: skip
     of_thirds = Prediction(swapped, list(thirds), ["kld"], 0, [])
-    weighted = of_thirds.left_out_weights(of_thirds.with_weights("m")).set_index("kind")
+    weighted = left_out_weights(of_thirds, with_weights(of_thirds, "m")).set_index("kind")
     assert tuple(weighted.loc["kind1", "weights"]) == (0, 1, 0)
     assert abs(weighted.loc["kind1", "spearman"]) < 0.3 and weighted.loc["kind1", "best"] == 1
 

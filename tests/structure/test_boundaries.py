@@ -71,7 +71,6 @@ PACKAGES = {
     "kvreplay.report": ("kvreplay", "kvreplay.plot", "kvreplay.report"),
     "kvreplay.live": ("kvreplay", "kvreplay.capture", "kvreplay.live"),
     "kvreplay.predict": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.predict"),
-    "kvreplay.study": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.predict"),
 }
 PACKAGE_FOLDERS = {name: "tools/python/" + name.replace(".", "/") for name in PACKAGES}
 PACKAGE_FOLDERS |= {"kvreplay.capture": "tools/capture", "kvreplay.live": "tools/live"}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Measures which offline metric orders policies as the live model does, one prompt after another, into
 docs/closed-loop. Finished prompts are not measured again."""
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "study"
 DATA = ROOT / "docs" / "closed-loop"
 

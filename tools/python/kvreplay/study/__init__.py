@@ -1,1 +1,0 @@
-"""The closed-loop study: `tools/study`."""
