@@ -37,20 +37,8 @@ def fixed_set_policy(trace: Trace, selection: Any, sliding: str) -> tuple[str, i
         return made
 
     content = b"".join(row.tobytes() + b"|" for layer in rows for row in layer)
-    register(
-        Definition(
-            name="given",
-            summary="tokens that were chosen elsewhere",
-            paper="",
-            formula="",
-            heads=heads,
-            agg="mean",
-            parameters=(),
-            source=None,
-            make=make,
-            source_hash=xxhash.xxh3_128_hexdigest(content),
-        )
-    )
+    digest = xxhash.xxh3_128_hexdigest(content)
+    register(Definition("given", "tokens that were chosen elsewhere", make, heads=heads, source_hash=digest))
     return "given", max(1, int(np.ceil(counts.mean())))
 
 

@@ -141,13 +141,13 @@ class Definition:
 
     name: str
     summary: str
-    paper: str
-    formula: str
-    heads: str
-    agg: str
-    parameters: Sequence[Parameter]
-    source: object  # the function or class
     make: Callable[[Mapping[str, Standard]], Policy]
+    paper: str = ""
+    formula: str = ""
+    heads: str = "kv"
+    agg: str = "mean"
+    parameters: Sequence[Parameter] = ()
+    source: object = None  # the function or class
     file: str = ""  # where it was written; empty: nowhere that can be read again
     source_hash: str = ""
 
@@ -407,9 +407,7 @@ def _definition(
         if not isinstance(value, str):
             raise Error(name, one, "a word", repr(value), Refusal.USAGE)
     digest = xxhash.xxh3_128_hexdigest(content)
-    return Definition(
-        name, summary, **texts, parameters=parameters, source=source, make=make, file=file, source_hash=digest
-    )
+    return Definition(name, summary, make, **texts, parameters=parameters, source=source, file=file, source_hash=digest)
 
 
 def _written(source: Any) -> tuple[str, bytes]:

@@ -15,10 +15,12 @@ import pandas as pd
 
 from kvreplay import _engine, engine
 from kvreplay.errors import Error, Refusal
+from kvreplay.tables import aligned, records
 
 FREE = ("chunks", "tokens", "heads", "layers")  # what R1 ... R4 may choose
 TERMS = ("score", "structure", "head", "layer")  # R1 - R0 ... R4 - R3
-COLUMNS = ("trace", "budget", "budget_tokens", "policy", "heads", "recall", *TERMS, "bound")
+NUMBERS = ["recall", *TERMS, "bound"]
+COLUMNS = ["trace", "budget", "budget_tokens", "policy", "heads", *NUMBERS]
 ROUNDING = 1e-6  # of a recall: what the program's own check of the oracle allows
 OWN = ("metrics", "detail", "seed", "output")  # options of a replay that are no choice here
 
@@ -67,7 +69,7 @@ def regret(
     if not found:
         why = next((cell["error"] for cell in run.failed if "error" in cell), "none")
         raise Error("regret", "every policy failed", "one that does not", why)
-    return pd.DataFrame(found, columns=list(COLUMNS)).astype({"budget_tokens": int})
+    return pd.DataFrame(found, columns=COLUMNS).astype({"budget_tokens": int})
 
 
 def bound_of(policy: str, free: str) -> str:
@@ -82,3 +84,44 @@ def terms(place: str, recalls: np.ndarray) -> np.ndarray:
         raise Error(place, f"{TERMS[i]} is negative", f"a bound of {recalls[i]:.9f} or more", f"{recalls[i + 1]:.9f}",
                     Refusal.INTERNAL)  # fmt: skip
     return found
+
+
+def means(found: pd.DataFrame) -> pd.DataFrame:
+    """One row a budget and policy, in the order asked for: means over the traces on which all of it is defined, and how
+    many these are."""
+    key = ["budget", "policy", "heads"]
+    defined = found.dropna(subset=NUMBERS)
+    groups = defined.groupby(key, sort=False)
+    lines = groups[NUMBERS].mean().assign(traces=groups["trace"].nunique())
+    every = pd.MultiIndex.from_frame(found[key].drop_duplicates())
+    return lines.reindex(every).astype({"traces": "Int64"}).fillna({"traces": 0}).reset_index()
+
+
+def document(found: pd.DataFrame) -> dict:
+    """For JSON."""
+    return {
+        "open_loop": True,
+        "metric": "attention_recall",
+        "rounding": ROUNDING,
+        "means": records(means(found)),
+        "traces": records(found),
+    }
+
+
+def table(found: pd.DataFrame) -> str:
+    """One table a budget, and how to read it."""
+    count = found["trace"].nunique()
+    texts = [f"attention_recall, mean over {count} trace{'s' if count > 1 else ''}        OPEN LOOP"]
+    for budget, lines in means(found).groupby("budget", sort=False):
+        tokens = sorted(set(found["budget_tokens"][found["budget"] == budget]))
+        span = f"{tokens[0]}" if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]}"
+        rows = [("policy", "heads", "traces", *NUMBERS)]
+        rows += [(line["policy"], line["heads"], str(line["traces"]), *(number(line[name]) for name in NUMBERS))
+                 for _, line in lines.iterrows()]  # fmt: skip
+        texts += ["", f"budget {budget}: {span} tokens", *aligned(rows, words=2)]
+    return "\n".join([*texts, "", "bound = recall + score + structure + head + layer"])
+
+
+def number(value: float) -> str:
+    """A rounded 0 has no sign."""
+    return "-" if pd.isna(value) else f"{value:z.4f}"

@@ -37,17 +37,17 @@ def regret(arguments: argparse.Namespace) -> None:
     """Replays, subtracts, prints."""
     require_format("-o", arguments.output, ".csv")
 
-    from kvreplay.bounds import table
-    from kvreplay.regret_terms import regret as terms_of
+    from kvreplay import regret_terms
     from kvreplay.tables import write_csv
 
     options = {name: getattr(arguments, name) for name in ("eval", "device", "threads", "memory")}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        found = terms_of(arguments.traces, arguments.policy, arguments.budget, **options)
+        found = regret_terms.regret(arguments.traces, arguments.policy, arguments.budget, **options)
     if arguments.output:
         write_csv(found, arguments.output)
-    print(json.dumps(table.document(found), indent=2, allow_nan=False) if arguments.json else table.table(found))
+    document = json.dumps(regret_terms.document(found), indent=2, allow_nan=False)
+    print(document if arguments.json else regret_terms.table(found))
     say_notes("regret", dict.fromkeys(str(one.message) for one in heard))
 
 

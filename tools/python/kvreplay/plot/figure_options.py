@@ -134,12 +134,12 @@ class Choice:
         others = f", smallest of {', '.join(self.budgets)}" if len(self.budgets) > 1 else ""
         return f"budget {budget}{others}: {tokens} tokens per layer and head on average"
 
-    def cells(self, trace: TraceFacts, controls: bool = False) -> list[DrawnCell]:
+    def cells(self, trace: TraceFacts) -> list[DrawnCell]:
         """The cells of one trace at one budget that have a fixed set, in the order of `labels`."""
         table = self.run.cells
         table = table[(table["trace"] == trace.name) & (table["budget"] == self.budgets[0])].set_index("label")
         drawn = []
-        for label in self.labels(controls):
+        for label in self.labels(controls=False):
             if label not in table.index:
                 self.notes.append(f"{label} has no cell at budget {self.budgets[0]}")
                 continue

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvreplay.errors import Error, Refusal
 from kvreplay.sweep.options import wanted
 from kvreplay.sweep.progress import Line
-from kvreplay.sweep.schedule import Task, read_table
+from kvreplay.sweep.schedule import Task
 from kvreplay.sweep.sweep import alone, run_tasks, told
 from kvreplay.sweep.work import Capture
 
@@ -32,10 +32,6 @@ def capture_prompts(arguments: argparse.Namespace, words: Sequence[str], names: 
     directory = str(Path.cwd())
     tasks = [Task(name, 1, output, Capture(command, directory, name, str(output))) for name in left]
     with alone(output):
-        table = output / "tasks.csv"
-        earlier = read_table(table)
-        for name in done:
-            if name in earlier:
-                earlier[name].state, earlier[name].reason = "done", ""
-        schedule = run_tasks(tasks, place, arguments.retries, table, earlier, Line(arguments.progress, "prompts"))
+        line = Line(arguments.progress, "prompts")
+        schedule = run_tasks(tasks, place, arguments.retries, output / "tasks.csv", done, line)
     return told(schedule, "prompts", str(arguments.output))

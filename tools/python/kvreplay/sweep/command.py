@@ -11,7 +11,7 @@ from kvreplay.program import Parser, exit_code, size
 from kvreplay.sweep.options import add_executor, wanted, whole
 from kvreplay.sweep.plan import planned
 from kvreplay.sweep.script import array_script
-from kvreplay.sweep.sweep import Sweep
+from kvreplay.sweep.sweep import run_plan
 
 DESCRIPTION = """A replay whose traces are tasks of dask.distributed, on this machine or on many. All options of
 `kvreplay replay` and its @EXPERIMENT.yaml are understood; those below say where and how it runs. The folder of results
@@ -53,8 +53,7 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
         print(plan.table(place.workers))
         return 0
     device = ("--device", "cuda") if place.gpus and "--device" not in plan.words else ()
-    whole_sweep = Sweep(tuple(words), device, place, arguments.retries, arguments.resume, arguments.progress)
-    code = whole_sweep.run(plan, output)
+    code = run_plan(plan, words, device, place, arguments)
     if arguments.parquet and (output / "results.csv").exists():
         from kvreplay.parquet import write_parquet
 

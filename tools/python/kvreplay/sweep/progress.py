@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
+from tqdm import tqdm
 
 from kvreplay.sweep.schedule import Schedule
 
@@ -18,40 +17,24 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def state(schedule: Schedule, unit: str) -> str:
-    """Tasks and cells done, cells a second, and how long that takes at this pace."""
-    done, failed, running = (schedule.of_state(name) for name in ("done", "failed", "running"))
-    all_cells = sum(record.cells for record in schedule.records.values())
-    cells = sum(record.cells for record in done)
-    left = all_cells - cells - sum(record.cells for record in failed)
-    pace = cells / max(time.monotonic() - schedule.begun, 1e-9)
-    pieces = [f"{len(done)} of {len(schedule.records)} tasks", f"{cells} of {all_cells} {unit}"]
-    pieces.append(f"{len(running)} running on {len(schedule.workers)} workers" if schedule.workers else "no worker yet")
-    if failed:
-        pieces.append(f"{len(failed)} failed")
-    if cells:
-        pieces += [f"{pace:.3g} {unit}/s", f"{duration(left / pace)} left"]
-    return ", ".join(pieces)
-
-
 class Line:
-    """Shows it, on a terminal or where it is asked for; every second."""
+    """Cells and tasks done, on stderr: on a terminal, or where it is asked for; drawn anew every second at most."""
 
     def __init__(self, when: str, unit: str) -> None:
-        stream = sys.stderr
-        self.shown = when == "always" or (when == "auto" and stream.isatty())
-        self._unit, self._stream = unit, stream
-        self._last, self._width = 0.0, 0
+        hidden = {"auto": None, "always": False, "never": True}[when]  # None: tqdm looks for a terminal
+        self._bar = tqdm(unit=f" {unit}", disable=hidden, leave=False, mininterval=1, miniters=0, delay=1e-9)
 
     def show(self, schedule: Schedule) -> None:
-        if not self.shown or time.monotonic() - self._last < 1:
+        if self._bar.disable:
             return
-        self._last = time.monotonic()
-        line = state(schedule, self._unit)
-        print("\r" + line.ljust(self._width), end="", file=self._stream, flush=True)
-        self._width = len(line)
+        done, running, failed = (schedule.of_state(name) for name in ("done", "running", "failed"))
+        places = f"{len(running)} running on {len(schedule.workers)} workers" if schedule.workers else "no worker yet"
+        pieces = [f"{len(done)} of {len(schedule.records)} tasks", places]
+        if failed:
+            pieces.append(f"{len(failed)} failed")
+        self._bar.set_description_str(", ".join(pieces), refresh=False)
+        self._bar.total = sum(record.cells for record in schedule.records.values() if record.state != "failed")
+        self._bar.update(sum(record.cells for record in done) - self._bar.n)
 
     def clear(self) -> None:
-        if self._width:
-            print("\r" + " " * self._width, end="\r", file=self._stream, flush=True)
-            self._width = 0
+        self._bar.close()

@@ -69,14 +69,6 @@ class Worker:
 
 
 @dataclass
-class Attempt:
-    """A task that is under way."""
-
-    task: Task
-    near: frozenset[str]  # addresses of the workers that have its file
-
-
-@dataclass
 class Schedule:
     """All tasks of a sweep and what became of them. `changed` hears of every change, and every second."""
 
@@ -93,7 +85,7 @@ class Schedule:
         self.records = {task.name: Record(task.name, cells=task.cells) for task in self.tasks}
         self._failed_on: dict[str, set[str]] = {task.name: set() for task in self.tasks}
         self._waiting = deque(self.tasks)
-        self._running: dict[Future, Attempt] = {}
+        self._running: dict[Future, tuple[Task, frozenset[str]]] = {}  # with the workers that have its file
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
 
     def run(self, client: Client) -> None:
@@ -121,7 +113,7 @@ class Schedule:
     def _fitting(self) -> list[Task]:
         """The waiting tasks that the cluster has room for now, near their files where workers name them."""
         room = {worker.address: worker.room for worker in self._usable}
-        taken = Counter(attempt.near for attempt in self._running.values())
+        taken = Counter(near for _, near in self._running.values())
         free = sum(room.values()) - taken.total()
         chosen: list[Task] = []
         if free <= 0:
@@ -159,15 +151,15 @@ class Schedule:
             resources={GPU: 1} if any(worker.gpu for worker in self._usable) else None,
             pure=False,
         )
-        self._running[future] = Attempt(task, near)
+        self._running[future] = task, near
         record = self.records[task.name]
         record.state = "running"
         record.attempts += 1
         future.add_done_callback(self._ended.put)
 
     def _end(self, future: Future) -> None:
-        attempt = self._running.pop(future)
-        record = self.records[attempt.task.name]
+        task, _ = self._running.pop(future)
+        record = self.records[task.name]
         outcome, where = outcome_of(future)
         record.worker, record.seconds, record.reason = outcome.worker or where, outcome.seconds, outcome.reason
         if outcome.ok:
@@ -176,8 +168,8 @@ class Schedule:
         elif record.attempts <= self.retries:
             record.state = "waiting"
             if where:
-                self._failed_on[attempt.task.name].add(where)
-            self._waiting.append(attempt.task)
+                self._failed_on[task.name].add(where)
+            self._waiting.append(task)
         else:
             record.state = "failed"
 

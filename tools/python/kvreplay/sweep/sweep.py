@@ -6,6 +6,7 @@ becomes of the sweep. OUT/tasks.csv says what became of each task.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
@@ -13,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
@@ -24,41 +24,28 @@ from kvreplay.sweep.schedule import Record, Schedule, Task, read_table, write_ta
 from kvreplay.sweep.work import SOME_FAILED
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What is asked for."""
-
-    words: tuple[str, ...]  # of a replay
-    device: tuple[str, ...]  # which workers' programs are told beside them
-    wanted: Wanted
-    retries: int
-    resume: bool
-    progress: str
-
-    def run(self, plan: Plan, output: Path) -> int:
-        """The exit code."""
-        shards = output / "shards"
-        if shards.is_dir() and not self.resume:
-            raise Error(str(output), "an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
-        try:
-            shards.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise Error(str(output), "cannot be made", "", str(problem.strerror)) from problem
-        with alone(shards):
-            if merge(output, finished(shards)):
-                plan = planned(self.words)
-            for folder in shards.glob("*/"):
-                shutil.rmtree(folder, ignore_errors=True)
-            tasks = plan.tasks(output.absolute(), self.wanted.allowance, self.device)
-            table = output / "tasks.csv"
-            earlier = read_table(table)
-            for trace in plan.traces:  # its client may have died before it heard of it
-                if trace.done and trace.name in earlier:
-                    earlier[trace.name].state, earlier[trace.name].reason = "done", ""
-            schedule = run_tasks(tasks, self.wanted, self.retries, table, earlier, Line(self.progress, "cells"))
-            merge(output, [Path(folder) for folder in schedule.folders])
-            shutil.rmtree(shards, ignore_errors=True)
-        return told(schedule, "cells", str(output))
+def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wanted, asked: argparse.Namespace) -> int:
+    """Computes a plan, of a replay's `words`, on a cluster; the exit code. `device`: what the programs of workers are
+    told beside these words; `asked`: retries, resume and progress."""
+    output = Path(plan.output)
+    shards = output / "shards"
+    if shards.is_dir() and not asked.resume:
+        raise Error(str(output), "an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
+    try:
+        shards.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise Error(str(output), "cannot be made", "", str(problem.strerror)) from problem
+    with alone(shards):
+        if merge(output, finished(shards)):
+            plan = planned(words)
+        for folder in shards.glob("*/"):
+            shutil.rmtree(folder, ignore_errors=True)
+        tasks = plan.tasks(output.absolute(), wanted.allowance, device)
+        done = [trace.name for trace in plan.traces if trace.done]
+        schedule = run_tasks(tasks, wanted, asked.retries, output / "tasks.csv", done, Line(asked.progress, "cells"))
+        merge(output, [Path(folder) for folder in schedule.folders])
+        shutil.rmtree(shards, ignore_errors=True)
+    return told(schedule, "cells", str(output))
 
 
 @contextlib.contextmanager
@@ -93,9 +80,12 @@ def merge(output: Path, folders: Sequence[Path]) -> bool:
 
 
 def run_tasks(
-    tasks: Sequence[Task], wanted: Wanted, retries: int, table: Path, earlier: dict[str, Record], line: Line
+    tasks: Sequence[Task], wanted: Wanted, retries: int, table: Path, done: Sequence[str], line: Line
 ) -> Schedule:
-    """All of them, with a table that is kept up to date. `earlier`: its rows of tasks that are done."""
+    """All of them, with a table that is kept up to date. `done`: names of tasks that earlier calls have finished."""
+    earlier = read_table(table)
+    for name in earlier.keys() & set(done):  # an earlier client may have died before it heard of it
+        earlier[name].state, earlier[name].reason = "done", ""
     written = 0.0
 
     def changed(schedule: Schedule) -> None:

@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from uuid import uuid4
 
 from kvreplay.errors import Refusal
+
+if TYPE_CHECKING:
+    from distributed import Worker
 
 DONE, SOME_FAILED = 0, int(Refusal.SOME_FAILED)  # exit codes of a replay that leaves results
 LOOK = 0.5  # seconds between looks whether the task is still wanted
@@ -80,7 +83,7 @@ class Replay:
         ok = code in (DONE, SOME_FAILED)
         if not ok:
             shutil.rmtree(folder, ignore_errors=True)
-        return Outcome(ok, "" if code == DONE else said, str(folder), time.monotonic() - begin, *this_worker())
+        return Outcome(ok, "" if code == DONE else said, str(folder), time.monotonic() - begin, *names_of_worker())
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Capture:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         seconds = time.monotonic() - begin
-        return Outcome(code == DONE, "" if code == DONE else said, str(trace), seconds, *this_worker())
+        return Outcome(code == DONE, "" if code == DONE else said, str(trace), seconds, *names_of_worker())
 
 
 def run_program(words: Sequence[str], directory: str, stop: Callable[[], bool]) -> tuple[int, str]:
@@ -153,13 +156,20 @@ def _reason(code: int, said: IO[bytes]) -> str:
     return last or f"exit code {code}"
 
 
-def unwanted() -> Callable[[], bool]:
-    """Whether the task that runs now was taken back, or its worker is about to end; outside workers never."""
+def this_worker() -> Worker | None:
+    """The Dask worker that runs the task of this thread; None outside workers."""
     try:
         from distributed import get_worker
 
-        worker = get_worker()
+        return get_worker()
     except (ImportError, ValueError):
+        return None
+
+
+def unwanted() -> Callable[[], bool]:
+    """Whether the task that runs now was taken back, or its worker is about to end; outside workers never."""
+    worker = this_worker()
+    if worker is None:
         return lambda: False
     key = worker.get_current_task()
 
@@ -170,23 +180,13 @@ def unwanted() -> Callable[[], bool]:
     return asked
 
 
-def this_worker() -> tuple[str, str]:
+def names_of_worker() -> tuple[str, str]:
     """The host and the worker's name, and its address."""
-    try:
-        from distributed import get_worker
-
-        worker = get_worker()
-    except (ImportError, ValueError):
-        return socket.gethostname(), ""
-    return f"{socket.gethostname()} {worker.name}", worker.address
+    worker, host = this_worker(), socket.gethostname()
+    return (f"{host} {worker.name}", worker.address) if worker else (host, "")
 
 
 def memory_of_worker() -> int:
     """Bytes that one task may use of what its worker was started with; 0: not said."""
-    try:
-        from distributed import get_worker
-
-        worker = get_worker()
-    except (ImportError, ValueError):
-        return 0
-    return int((worker.memory_manager.memory_limit or 0) / worker.state.nthreads)
+    worker = this_worker()
+    return int((worker.memory_manager.memory_limit or 0) / worker.state.nthreads) if worker else 0

@@ -42,17 +42,14 @@ def best_ranges(values: np.ndarray, most_ranges: int) -> list[int]:
     most = np.full((ranges, policies), -np.inf)  # by further ranges begun, and the policy of the layer before
     most[0] = values[0]
     before = []  # of each later layer: the policy of the one before, [ranges, policies]
+    itself = np.where(np.eye(policies, dtype=bool), -np.inf, 0.0)  # a range is of another policy than the one before
     for of_layer in values[1:]:
+        others = most[:-1, None] + itself  # [ranges - 1, policies, the policy before]
+        begins = others.max(axis=2) > most[1:]
         source = np.tile(np.arange(policies), (ranges, 1))
-        extended = most.copy()
-        for begun in range(1, ranges):
-            for policy in range(policies):
-                others = [one for one in range(policies) if one != policy]
-                best = max(others, key=lambda one: (most[begun - 1, one], -one), default=policy)  # noqa: B023
-                if best != policy and most[begun - 1, best] > extended[begun, policy]:
-                    extended[begun, policy], source[begun, policy] = most[begun - 1, best], best
+        source[1:] = np.where(begins, others.argmax(axis=2), source[1:])
+        most = np.vstack([most[:1], np.maximum(most[1:], others.max(axis=2))]) + of_layer
         before.append(source)
-        most = extended + of_layer
     begun, policy = divmod(int(most.argmax()), policies)
     chosen = [policy]
     for source in reversed(before):

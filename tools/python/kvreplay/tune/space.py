@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -18,22 +17,6 @@ from kvreplay.parameters import parameters, split_outside_parentheses
 WIDEST = 4096  # of a declared range that is searched when nothing is said
 NOT_UNASKED = ("heads", "agg", "grow")  # what changes how much a policy holds, or what its sets are
 REDRAWN = 20  # draws for one candidate, before a small space counts as used up
-
-
-class Domain(Protocol):
-    """The values of one parameter."""
-
-    @property
-    def count(self) -> float:
-        """How many; infinite where they are not told apart."""
-
-    @property
-    def every(self) -> Sequence[str]:
-        """All of them, of a finite number."""
-
-    def draw(self, generator: np.random.Generator) -> str: ...
-
-    def __str__(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +72,10 @@ class Real:
 
     def __str__(self) -> str:
         return f"{self.low:g}..{self.high:g}"
+
+
+# The values of one parameter: `count` of them, `every` one where that is finite.
+Domain = Words | Whole | Real
 
 
 def drawn(low: float, high: float, generator: np.random.Generator) -> float:
