@@ -29,7 +29,7 @@ from kvreplay.plot.figure_options import Choice
 from kvreplay.report import table
 from kvreplay.report.bit_planes import Planes
 from kvreplay.report.command import main
-from kvreplay.report.content import Asked, Page
+from kvreplay.report.content import Page
 from kvreplay.report.page import as_json
 from kvreplay.results import Run
 
@@ -294,7 +294,7 @@ def test_the_largest_page_holds_everything(tmp_path, capsys):
 
 
 def test_what_has_no_room_is_named(real):
-    page = Page(Run(real[0]), Asked())
+    page = Page(Run(real[0]))
     page.fill(120_000)
     planes = page.content["planes"]
     assert sum(len(plane) + 3 for plane in planes) <= 120_000
@@ -309,7 +309,7 @@ def test_what_has_no_room_is_named(real):
 
 def test_a_cell_is_named_once_for_each_kind_that_has_no_room(tmp_path):
     run = make_run(tmp_path / "run", [SNAPKV], budgets=["0.1"])
-    page = Page(Run(run), Asked(policies=["snapkv"]))
+    page = Page(Run(run), policies=["snapkv"])
     page.fill(0)
     pattern = r"no room for (.*) of (.*); --trace, -p and -b choose less"
     kinds = [re.fullmatch(pattern, note) for note in page.notes if note.startswith("no room")]
@@ -322,7 +322,7 @@ def test_a_cell_is_named_once_for_each_kind_that_has_no_room(tmp_path):
 
 def test_what_is_measured_before_the_planes_are_in_grows_by_their_room_alone(real):
     for room in (0, 50_000, 10_000_000):
-        page = Page(Run(real[0]), Asked())
+        page = Page(Run(real[0]))
         before = len(as_json(page.content))
         page.fill(room)
         del page.content["notes"]
@@ -346,7 +346,7 @@ def test_a_place_is_paid_for_whenever_it_is_longer_than_null():
 def test_scores_are_not_held_in_memory_until_the_page_is_written(tmp_path):
     run = write_largest(tmp_path / "large", policies=2)
     tracemalloc.start()
-    page = Page(Run(run), Asked())
+    page = Page(Run(run))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(cells_of(page.content)) == 6
@@ -519,7 +519,7 @@ def test_results_are_read_without_single_heads(broken, monkeypatch):
     read, whole = [], pd.read_csv
     monkeypatch.setattr(pd, "read_csv", lambda file, **options: read.append(file) or whole(file, **options))
     run = Run(broken)
-    Page(run, Asked())
+    Page(run)
     assert read.count(path) == 2  # for its cells, and for the numbers of the traces shown
     assert len(run.table) == len(rows) and set(run.table["head"]) == {"all"}
     pd.testing.assert_frame_equal(run.overall, Run(broken).overall)  # of what was read, and from the file
@@ -554,11 +554,11 @@ def test_the_run_of_these_tests_has_every_kind(real):
 def test_policies_look_as_in_the_figures_and_have_a_colour_for_a_dark_page(tmp_path):
     run = Run(make_run(tmp_path / "run", [SNAPKV, CHUNKKV], budgets=["0.1"]))
     figure = Choice(run).looks
-    for look in Page(run, Asked()).content["policies"]:
+    for look in Page(run).content["policies"]:
         drawn = figure[look["label"]]
         assert (look["colour"], look["marker"]) == (drawn["color"], drawn["marker"])
         assert look["on_dark"] == style.on_dark(drawn["color"]) != drawn["color"]
-    asked = Page(run, Asked(policies=["snapkv", "chunkkv"])).content["policies"]
+    asked = Page(run, policies=["snapkv", "chunkkv"]).content["policies"]
     assert [look["label"] for look in asked] == ["snapkv", "chunkkv"]
 
 

@@ -47,7 +47,7 @@ def compare(arguments: argparse.Namespace) -> None:
     from kvreplay.tables import write_csv
 
     runs = [Run(folder) for folder in arguments.runs]
-    comparison = Comparison.of(
+    comparison = Comparison(
         runs,
         baseline=arguments.baseline,
         policies=split_policies(arguments.policies),

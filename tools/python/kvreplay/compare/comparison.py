@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import pandas as pd
@@ -21,24 +20,12 @@ NAMED = 5  # traces in a note
 VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
 
 
-@dataclass(frozen=True)
 class Comparison:
-    """The lines of `statistics.paired`, and where they come from. `rows`: one value each, see VALUE."""
+    """The lines of `statistics.paired`, and where they come from: `rows`, one value each (see VALUE), `cluster`, the
+    number of each trace's prompt, `better` (higher, lower or neither) and `units` by name, and `notes`."""
 
-    rows: pd.DataFrame
-    cluster: pd.Series  # int by trace: the prompt
-    baseline: str
-    better: dict[str, str]  # by name: higher, lower or neither
-    units: dict[str, str]  # by name
-    seed: int
-    runs: list[str]
-    models: list[str]
-    synthetic: bool
-    notes: list[str]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         runs: Sequence[Run],
         baseline: str,
         policies: Sequence[str] = (),
@@ -47,27 +34,14 @@ class Comparison:
         traces: Sequence[str] = (),
         same_prompt: re.Pattern[str] | None = None,
         seed: int = 0,
-    ) -> Comparison:
+    ) -> None:
         """Names as on the command line; empty: all policies asked for, all budgets, all traces, and the headline
         metric, with skill where the baseline has it."""
-        where = ", ".join(str(run.folder) for run in runs)
-        notes = []
-        table = pd.concat([values_of(run) for run in runs], ignore_index=True)
-        table = table[table["role"] != "trace"].reset_index(drop=True)
-        if table.empty:
-            raise Error(where, "nothing to compare", "at least one cell", "none")
-        table["label"] = labels(table[CELL].assign(trace=table["trace_hash"]))  # in two runs it may have two names
-        again = table.duplicated(["trace_hash", "cell", "metric", "variant"])
-        if again.any():
-            cells = len(table[again][["trace_hash", "cell"]].drop_duplicates())
-            notes.append(f"{cells} cells are in more than one run and count once")
-            table = table[~again]
-
+        self.seed, self.runs, self.notes = seed, [str(run.folder) for run in runs], []
+        table = self._cells(runs)
         known_traces = sorted(set(table["trace"]))
         table = table[table["trace"].isin(pick("--trace", "trace", traces or known_traces, known_traces))]
 
-        known = metric_names(table)
-        table["name"] = table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else "")
         asked = sorted(set(table["label"][table["role"] != "control"]))
         every = asked + sorted(set(table["label"]) - set(asked))
         base = chosen_labels("--baseline", table, [baseline], every)
@@ -75,62 +49,73 @@ class Comparison:
             base = [baseline]
         if len(base) > 1:
             raise Error("--baseline", "several policies", "one of " + ", ".join(base), baseline, Refusal.USAGE)
-        if not metrics:
-            metrics = [default_metric(known)]
-            with_skill = set(table["label"][(table["name"] == SKILL["name"]) & table["value"].notna()])
-            if base[0] in with_skill:
-                metrics.append(SKILL["name"])
-            elif with_skill:
-                notes.append(f"{base[0]} has no random twin, so skill is not compared")
-            else:
-                notes.append("no policy has a random twin, so skill is not compared: replay --controls twins adds them")
-        names = pick("--metric", "metric", metrics, list(known))
+        [self.baseline] = base
+        known = list(metric_names(table))
+        names = pick("--metric", "metric", metrics or self._default_metrics(table, known), known)
         shown = chosen_labels("-p", table, policies, every) if policies else asked
-        others = [label for label in shown if label != base[0]]
-        if not others:
-            raise Error("--baseline", "nothing to compare it with", "another policy", base[0], Refusal.USAGE)
+        compared = [self.baseline, *(label for label in shown if label != self.baseline)]
+        if len(compared) == 1:
+            raise Error("--baseline", "nothing to compare it with", "another policy", self.baseline, Refusal.USAGE)
         sizes = table.groupby("budget")["budget_tokens"].mean().sort_values(kind="stable").index.tolist()
         literals = pick("-b", "budget", list(budgets) or sizes, sizes)
 
-        chosen = table[table["label"].isin([*base, *others]) & table["budget"].isin(literals)]
+        chosen = table[table["label"].isin(compared) & table["budget"].isin(literals)]
         every_trace = table["trace_hash"].nunique()
         for literal in literals:
             present = chosen["trace_hash"][chosen["budget"] == literal].nunique()
             if present < every_trace:
-                notes.append(f"budget {literal}: {every_trace - present} of {every_trace} traces have no cell of that "
-                             "name and are missing")  # fmt: skip
+                self.notes.append(f"budget {literal}: {every_trace - present} of {every_trace} traces have no cell of "
+                                  "that name and are missing")  # fmt: skip
         rows = chosen[chosen["name"].isin(names)]
-        for column, wanted in (("label", [*base, *others]), ("budget", literals), ("name", names)):
+        for column, wanted in (("label", compared), ("budget", literals), ("name", names)):
             rows = rows.sort_values(column, key=lambda one: one.map(wanted.index), kind="stable")  # noqa: B023
         refuse_two_values(rows)
         identities = rows[["trace_hash", "trace"]].drop_duplicates("trace_hash")
-        cluster = prompts_of(identities, runs, same_prompt)
+        self.cluster = prompts_of(identities, runs, same_prompt)
         unknown = [] if same_prompt else without_prompt_hash(identities, runs)
         if unknown:
             shown = ", ".join(unknown[:NAMED]) + (", …" if len(unknown) > NAMED else "")
-            notes.append(f"run.json has no token ids of the prompts of {len(unknown)} traces ({shown}): their names "
-                         "alone tell which are of one prompt; --same-prompt says more")  # fmt: skip
+            self.notes.append(f"run.json has no token ids of the prompts of {len(unknown)} traces ({shown}): their "
+                              "names alone tell which are of one prompt; --same-prompt says more")  # fmt: skip
         for column, what in (("eval", "eval queries"), ("seed", "seeds")):
             kinds = sorted(set(rows[column]))
             if len(kinds) > 1:
-                notes.append(f"traces with different {what} stand together: {', '.join(kinds)}")
-        better = {name: word for run in runs for name in names if (word := run.better_of(name))}
-        notes += untold_note(names, better)
+                self.notes.append(f"traces with different {what} stand together: {', '.join(kinds)}")
+        self.better = {name: word for run in runs for name in names if (word := run.better_of(name))}
+        self.units = {name: unit for run in runs for name in names if (unit := run.unit_of(name))}
+        self.notes += untold_note(names, self.better)
+        self.models = sorted(set(rows["model"]))
+        self.synthetic = rows["synthetic"].isin(["1", "true"]).any()
         rows = rows.rename(columns={"trace": "trace_name"}).rename(columns={"trace_hash": "trace"})
-        found = cls(
-            rows=rows[[*VALUE, "value", "heads", "memory", "own_memory", "role", "trace_name"]].reset_index(drop=True),
-            cluster=cluster,
-            baseline=base[0],
-            better=better,
-            units={name: unit for run in runs for name in names if (unit := run.unit_of(name))},
-            seed=seed,
-            runs=[str(run.folder) for run in runs],
-            models=sorted(set(rows["model"])),
-            synthetic=rows["synthetic"].isin(["1", "true"]).any(),
-            notes=notes,
-        )
-        found.add_notes()
-        return found
+        facts = ["value", "heads", "memory", "own_memory", "role", "trace_name"]
+        self.rows = rows[[*VALUE, *facts]].reset_index(drop=True)
+        self._add_notes()
+
+    def _cells(self, runs: Sequence[Run]) -> pd.DataFrame:
+        """The values of all cells, each once, with their `label` and `name`, NAME[:VARIANT]."""
+        table = pd.concat([values_of(run) for run in runs], ignore_index=True)
+        table = table[table["role"] != "trace"].reset_index(drop=True)
+        if table.empty:
+            raise Error(", ".join(self.runs), "nothing to compare", "at least one cell", "none")
+        table["label"] = labels(table[CELL].assign(trace=table["trace_hash"]))  # in two runs it may have two names
+        table["name"] = table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else "")
+        again = table.duplicated(["trace_hash", "cell", "metric", "variant"])
+        if again.any():
+            cells = len(table[again][["trace_hash", "cell"]].drop_duplicates())
+            self.notes.append(f"{cells} cells are in more than one run and count once")
+        return table[~again]
+
+    def _default_metrics(self, table: pd.DataFrame, known: Sequence[str]) -> list[str]:
+        with_skill = set(table["label"][(table["name"] == SKILL["name"]) & table["value"].notna()])
+        if self.baseline in with_skill:
+            return [default_metric(known), SKILL["name"]]
+        if with_skill:
+            self.notes.append(f"{self.baseline} has no random twin, so skill is not compared")
+        else:
+            self.notes.append(
+                "no policy has a random twin, so skill is not compared: replay --controls twins adds them"
+            )
+        return [default_metric(known)]
 
     @cached_property
     def lines(self) -> pd.DataFrame:
@@ -139,9 +124,8 @@ class Comparison:
         facts = self.rows.groupby("label").agg({"heads": "first", "role": "first", "memory": "max"})
         lines = lines.rename(columns={"name": "metric", "label": "policy"})
         lines.insert(1, "unit", lines["metric"].map(self.units))
-        lines.insert(4, "heads", lines["policy"].map(facts["heads"]))
-        lines.insert(5, "memory", lines["policy"].map(facts["memory"]))
-        lines.insert(6, "role", lines["policy"].map(facts["role"]))
+        for place, column in enumerate(("heads", "memory", "role"), 4):
+            lines.insert(place, column, lines["policy"].map(facts[column]))
         lines.insert(7, "better", lines["metric"].map(self.better))
         pairs = zip(lines["budget"], lines["policy"], strict=True)
         lines.insert(8, "own_memory", [pair in self.own_memory for pair in pairs])
@@ -160,7 +144,7 @@ class Comparison:
         return {(budget, label) for budget, label in every
                 if {(budget, label), (budget, self.baseline)} & self.own_memory}  # fmt: skip
 
-    def add_notes(self) -> None:
+    def _add_notes(self) -> None:
         """What the reader of the numbers should know of these."""
         own = sorted({label for _, label in self.own_memory})
         if own:

@@ -64,6 +64,11 @@ def bootstrap_intervals(sums: np.ndarray, counts: np.ndarray, seed: int) -> np.n
     return found
 
 
+def mean_intervals(values: np.ndarray, seed: int) -> np.ndarray:
+    """The same of the means of `values` [n,c], each row a cluster of its own."""
+    return bootstrap_intervals(*cluster_sums(values, np.arange(len(values))), seed)
+
+
 def sign_patterns(k: int, seed: int) -> Iterator[np.ndarray]:
     """+1 and -1, float [m,k], in pieces: all that begin with + up to EXACT clusters, else DRAWS random ones."""
     if k <= EXACT:
@@ -107,21 +112,14 @@ def joined(*names: Sequence[Hashable]) -> np.ndarray:
 
     None and the empty string are no names. Sharing is transitive.
     """
-    parent = list(range(len(names[0])))
-
-    def root(item: int) -> int:
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
-    for one in names:
-        first: dict[Hashable, int] = {}
-        for item, name in enumerate(one):
-            if name:
-                low, high = sorted((root(item), root(first.setdefault(name, item))))
-                parent[high] = low
-    return pd.factorize(np.array([root(item) for item in range(len(parent))], dtype=int))[0]
+    group = pd.Series(range(len(names[0])), dtype=int)
+    before = None
+    while not group.equals(before):
+        before = group
+        for one in names:
+            named = pd.Series([name or None for name in one], dtype=object)
+            group = group.groupby(named).transform("min").fillna(group).astype(int)
+    return pd.factorize(group)[0]
 
 
 def differences(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:

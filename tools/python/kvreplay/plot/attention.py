@@ -52,11 +52,11 @@ def draw(choice: Choice) -> Drawing:
     if not strips:
         raise Error("--layer", "nothing to draw", "a layer that a policy treats", str(number), Refusal.USAGE)
 
-    columns = Columns.of(facts.boundary)
+    columns = Columns(facts.boundary)
     edges, per_column = columns.edges, columns.per_column
     left, right = 0.62, 0.15
     width = PAGE - left - right
-    spans = SpanBrackets.of(facts, width)
+    spans = SpanBrackets(facts, width)
     name = SMALL * LINE * POINT + 0.05
     pitch = STRIP + name + 0.05
     whose = f"query head {head}" if head is not None else f"mean over {facts.query_heads} query heads"

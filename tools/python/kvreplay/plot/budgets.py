@@ -15,7 +15,7 @@ def draw(choice: Choice) -> Drawing:
     cells = choice.cells(trace)
     columns = min(len(cells), 3)
     panel = (1.85, 1.05)
-    names = PanelNames.of([(cell.label, cell.heads) for cell in cells], panel[0])
+    names = PanelNames([(cell.label, cell.heads) for cell in cells], panel[0])
     asked = choice.run.cells
     asked = asked[(asked["trace"] == trace.name) & (asked["budget"] == choice.budgets[0])]["budget_tokens"].iloc[0]
     sheet = Sheet(

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 MOST = 1000  # more than these a page cannot show
 
 
-@dataclass(frozen=True)
 class Columns:
     """At most MOST columns: a token each, or the mean of `per_column` neighbours. `edges`: int [columns + 1]."""
 
-    per_column: int
-    edges: np.ndarray
-
-    @classmethod
-    def of(cls, tokens: int) -> Columns:
+    def __init__(self, tokens: int) -> None:
         """All `tokens` of a prompt; the last column may have fewer than the others."""
-        per_column = -(-tokens // MOST)
-        return cls(per_column, np.append(np.arange(0, tokens, per_column), tokens))
+        self.per_column = -(-tokens // MOST)
+        self.edges = np.append(np.arange(0, tokens, self.per_column), tokens)
 
     def __len__(self) -> int:
         return len(self.edges) - 1

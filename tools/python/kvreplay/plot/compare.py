@@ -26,7 +26,7 @@ def draw(choice: Choice) -> Drawing:
     if not choice.baseline:
         raise Error("--baseline", "missing", "the policy that others are compared with", "", Refusal.USAGE)
     budgets = choice.budgets
-    comparison = Comparison.of(
+    comparison = Comparison(
         [choice.run], choice.baseline, choice.policies, budgets, [choice.metric_name], choice.traces_asked,
         seed=choice.seed,
     )  # fmt: skip

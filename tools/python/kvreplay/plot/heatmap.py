@@ -45,7 +45,7 @@ def draw(choice: Choice) -> Drawing:
 
     columns = columns_for(len(cells))
     side = 1.72 if columns < 4 else 1.4
-    names = PanelNames.of([(cell.label, cell.heads) for cell in cells], side + 0.1)
+    names = PanelNames([(cell.label, cell.heads) for cell in cells], side + 0.1)
     sheet = Sheet(
         len(cells), (side, side), columns, left=0.52, right=0.8, above=0.12, gap=(0.28, 0.75), below=0.62,
         headings=names.headings(columns), title=choice.title or "Jaccard similarity of the tokens that layers keep",

@@ -15,12 +15,12 @@ def draw(choice: Choice) -> Drawing:
     """One map a policy over the whole prompt, protected tokens included; the trace's spans in brackets above."""
     trace = choice.one_trace()
     cells = choice.cells(trace)
-    columns = Columns.of(trace.boundary)
+    columns = Columns(trace.boundary)
     edges, per_column = columns.edges, columns.per_column
 
     left, right = 0.52, 0.15
     width = PAGE - left - right
-    spans = SpanBrackets.of(trace, width)
+    spans = SpanBrackets(trace, width)
     tall = float(np.clip(0.03 * len(cells[0].selection.layers), 0.5, 1.2))
     name = SMALL * LINE * POINT + 0.07
     grey = "black: all heads keep the token, white: none"

@@ -90,7 +90,7 @@ def draw(choice: Choice) -> Drawing:
     columns = columns_for(len(labels))
     panel = (float(np.clip(0.34 * len(lengths), 1.1, 1.75)), max(LOWEST, ROW * len(tenths)))
     heads = rows.groupby("label")["heads"].first()
-    names = PanelNames.of([(label, heads[label]) for label in labels], panel[0])
+    names = PanelNames([(label, heads[label]) for label in labels], panel[0])
     sheet = Sheet(
         len(labels), panel, columns, left=0.62, right=0.8, above=0.1, gap=(0.2, 0.55), below=0.47,
         headings=names.headings(columns),

@@ -87,7 +87,7 @@ def draw(choice: Choice) -> Drawing:
     low = float(np.floor(beside.min(initial=0.9) * 10) / 10)
 
     side = 2.45 if len(grids) > 1 else 3.4
-    spans = SpanBrackets.of(facts, side)
+    spans = SpanBrackets(facts, side)
     per = f"; a cell is the mean over pairs of different tokens of two blocks of {per_block}" if per_block > 1 else ""
     sheet = Sheet(
         len(grids), (side, side), len(grids), left=0.68, right=0.95, above=spans.height + 0.26, gap=(GAP, 0),

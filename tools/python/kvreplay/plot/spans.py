@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
@@ -32,22 +31,16 @@ def bracket_rows(spans: Sequence[Span], inches_per_token: float, width: float) -
     return found
 
 
-@dataclass(frozen=True)
 class SpanBrackets:
     """Those that begin in the compressed prompt, cut to it, the longest first; `width` of the panel in inches."""
 
-    spans: list[Span]
-    rows: list[tuple[int, float]]
-    prompt: int
-    width: float
-
-    @classmethod
-    def of(cls, trace: TraceFacts, width: float) -> SpanBrackets:
+    def __init__(self, trace: TraceFacts, width: float) -> None:
         """Brackets of a trace over a panel that shows its whole compressed prompt."""
-        spans = [span for span in trace.spans if span.begin < trace.boundary]
-        spans = [Span(s.name, s.kind, s.begin, min(s.end, trace.boundary)) for s in spans]
-        spans.sort(key=lambda s: (s.begin - s.end, s.begin))
-        return cls(spans, bracket_rows(spans, width / trace.boundary, width), trace.boundary, width)
+        self.prompt, self.width = trace.boundary, width
+        spans = [span for span in trace.spans if span.begin < self.prompt]
+        spans = [Span(s.name, s.kind, s.begin, min(s.end, self.prompt)) for s in spans]
+        self.spans = sorted(spans, key=lambda s: (s.begin - s.end, s.begin))
+        self.rows = bracket_rows(self.spans, width / self.prompt, width)
 
     @property
     def height(self) -> float:

@@ -239,20 +239,15 @@ class Sheet:
         bar.outline.set_linewidth(0.6)
 
 
-@dataclass(frozen=True)
 class PanelNames:
     """What stands over each panel: the policy, broken where it is long, and its granularity."""
 
-    lines: list[list[tuple[str, str]]]  # (text, weight), from the top
-
-    @classmethod
-    def of(cls, policies: Sequence[tuple[str, str]], width: float) -> PanelNames:
+    def __init__(self, policies: Sequence[tuple[str, str]], width: float) -> None:
         """From (label, heads) of each panel; a label that tells the heads is enough."""
-        lines = []
+        self.lines: list[list[tuple[str, str]]] = []  # (text, weight), from the top
         for label, heads in policies:
             bold = [(line, "bold") for line in wrap(label, width, SMALL, "bold")]
-            lines.append(bold if f"heads={heads}" in label else [*bold, (f"heads={heads}", "normal")])
-        return cls(lines)
+            self.lines.append(bold if f"heads={heads}" in label else [*bold, (f"heads={heads}", "normal")])
 
     def headings(self, columns: int) -> list[float]:
         """Inches that the names of each row of panels take."""

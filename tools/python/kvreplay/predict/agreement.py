@@ -15,7 +15,11 @@ DRAWS = 400  # sets of prompts for each number of prompts
 def spearman(offline: np.ndarray, live: np.ndarray) -> float:
     """Pearson's correlation of the ranks, ties at their mean rank (Spearman 1904); NaN where one has no order."""
     a, b = ranks(offline), ranks(live)
-    a, b = a - a.mean(), b - b.mean()
+    return cosine(a - a.mean(), b - b.mean())
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """NaN where one is 0."""
     norm = math.sqrt(float(a @ a) * float(b @ b))
     return float(a @ b) / norm if norm > 0 else math.nan
 
@@ -26,17 +30,20 @@ def ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
-def order_signs(values: np.ndarray) -> np.ndarray:
-    """Of each pair of policies [n (n-1) / 2] whether the first is worse (1), equal (0) or better (-1)."""
+def pair_differences(values: np.ndarray) -> np.ndarray:
+    """Of each pair of policies [n (n-1) / 2] the first value less the second."""
     first, second = np.triu_indices(values.shape[-1], 1)
-    return np.sign(values[..., first] - values[..., second])
+    return values[..., first] - values[..., second]
+
+
+def order_signs(values: np.ndarray) -> np.ndarray:
+    """Of each pair of policies whether the first is worse (1), equal (0) or better (-1)."""
+    return np.sign(pair_differences(values))
 
 
 def kendall(offline: np.ndarray, live: np.ndarray) -> float:
     """Kendall's tau-b (1945); NaN where one has no order."""
-    a, b = order_signs(offline), order_signs(live)
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm > 0 else math.nan
+    return cosine(order_signs(offline), order_signs(live))
 
 
 def in_order(offline: np.ndarray, live: np.ndarray) -> float:
@@ -48,8 +55,7 @@ def in_order(offline: np.ndarray, live: np.ndarray) -> float:
 
 def resolved(live: np.ndarray) -> np.ndarray:
     """Of each pair of policies [n (n-1) / 2] whether the 95 % interval of its mean difference excludes 0."""
-    first, second = np.triu_indices(live.shape[-1], 1)
-    difference = live[:, first] - live[:, second]
+    difference = pair_differences(live)
     error = difference.std(axis=0, ddof=1) / math.sqrt(len(live))
     return np.abs(difference.mean(axis=0)) > 1.96 * error
 

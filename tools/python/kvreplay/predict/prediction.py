@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.compare.comparison import prompts_of
-from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums
+from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums, mean_intervals
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
@@ -186,8 +186,7 @@ class Prediction:
         rows = self.of_prompts[self.of_prompts["live"] == live]
         grid = rows.groupby(["prompt", "offline"])["spearman"].mean().unstack("offline")
         difference = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
-        sums, counts = cluster_sums(difference, np.arange(len(difference)))
-        low, high = bootstrap_intervals(sums, counts, self.seed)
+        low, high = mean_intervals(difference, self.seed)
         return float(difference.mean()), float(low[0]), float(high[0])
 
     def left_out_kinds(self, live: str = "kld") -> pd.DataFrame:
@@ -225,7 +224,7 @@ class Prediction:
         values = difference.dropna().to_numpy()[:, None]
         if len(values) < 2:
             return 0
-        low, high = bootstrap_intervals(*cluster_sums(values, np.arange(len(values))), self.seed)
+        low, high = mean_intervals(values, self.seed)
         return int(low[0] > 0) - int(high[0] < 0)
 
     def needed(self, offline: str, live: str = "kld") -> pd.DataFrame:

@@ -35,18 +35,13 @@ def report(arguments: argparse.Namespace) -> Path:
     output = arguments.output or arguments.run / "report.html"
     require_format("-o", output, ".html", ".htm")
 
-    from kvreplay.report.content import Asked, Page
+    from kvreplay.report.content import Page
     from kvreplay.report.page import written
     from kvreplay.results import Run
     from kvreplay.run_names import split_policies
 
-    asked = Asked(
-        traces=arguments.trace,
-        policies=split_policies(arguments.policies),
-        budgets=arguments.budgets,
-        text=not arguments.no_text,
-    )
-    page = Page(Run(arguments.run), asked)
+    policies = split_policies(arguments.policies)
+    page = Page(Run(arguments.run), arguments.trace, policies, arguments.budgets, text=not arguments.no_text)
     with writing(output):
         output.write_bytes(written(page))
     say_notes("report", [*page.notes, f"{output.stat().st_size:,} bytes"])

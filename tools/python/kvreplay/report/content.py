@@ -25,16 +25,6 @@ Cells = dict[tuple[str, str], dict[table.Metric, Any]]  # by (trace, cell)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What of a run the page shall show; empty: the first trace, every policy, every budget."""
-
-    traces: Sequence[str] = ()
-    policies: Sequence[str] = ()
-    budgets: Sequence[str] = ()
-    text: bool = True
-
-
-@dataclass(frozen=True)
 class Wanted:
     """A plane that a page would hold: `raw` becomes `target[key]`, in the order of `place`; before, it is None."""
 
@@ -57,8 +47,7 @@ def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
     whole: Cells = {}
     by_layer: Cells = {}
     cells = run.cells[run.cells["trace"].isin(traces)]
-    kept = zip(cells["trace"], cells["cell"], cells["kept_tokens"], strict=True)
-    for trace, cell, tokens in kept:
+    for trace, cell, tokens in zip(cells["trace"], cells["cell"], cells["kept_tokens"], strict=True):
         whole[trace, cell] = {table.KEPT: float(tokens)}
         by_layer[trace, cell] = {}
         if (trace, cell) in run.select_seconds:
@@ -77,14 +66,21 @@ def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
 class Page:
     """The content of one page: `content`, a dict that JSON can hold, and `notes`, what its reader should know."""
 
-    def __init__(self, run: Run, asked: Asked) -> None:
-        self.run = run
-        self.choice = Choice(run, policies=asked.policies, budgets_asked=asked.budgets)
-        self.text = asked.text
+    def __init__(
+        self,
+        run: Run,
+        traces: Sequence[str] = (),
+        policies: Sequence[str] = (),
+        budgets: Sequence[str] = (),
+        text: bool = True,
+    ) -> None:
+        """Empty: the first trace, every policy, every budget; `text`: whether prompts may be read in it."""
+        self.run, self.text = run, text
+        self.choice = Choice(run, policies=policies, budgets_asked=budgets)
         self.notes: list[str] = []
         known = sorted(set(run.cells["trace"]))
         self.labels = self.choice.labels(controls=True)
-        self.traces = self._traces(asked.traces, known)
+        self.traces = self._traces(traces, known)
         self.whole, self.by_layer = headline_values(run, self.traces)
         if len(self.traces) < len(known):
             self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; --trace chooses others")
