@@ -19,21 +19,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvreplay.engine import Trace as Trace
-    from kvreplay.engine import measure as measure
-    from kvreplay.engine import open as open
-    from kvreplay.engine import policy as policy
-    from kvreplay.engine import replay as replay
-    from kvreplay.errors import Error as Error
-    from kvreplay.laws import check as check
-    from kvreplay.memory import Rope as Rope
-    from kvreplay.memory import from_arrays as from_arrays
-    from kvreplay.python_policies import BlockEnd as BlockEnd
-    from kvreplay.python_policies import Policy as Policy
-    from kvreplay.python_policies import Row as Row
-    from kvreplay.python_policies import parameter as parameter
-    from kvreplay.regret_terms import regret as regret
-    from kvreplay.results import Run as Run
+    from kvreplay.engine import Trace, measure, open, policy, replay
+    from kvreplay.errors import Error
+    from kvreplay.laws import check
+    from kvreplay.memory import Rope, from_arrays
+    from kvreplay.python_policies import BlockEnd, Policy, Row, parameter
+    from kvreplay.regret_terms import regret
+    from kvreplay.results import Run
+
+__all__ = ["BlockEnd", "Error", "Policy", "Rope", "Row", "Run", "Trace", "check", "from_arrays", "measure", "open",
+           "parameter", "policy", "regret", "replay"]  # fmt: skip
 
 _PLACES = {
     "kvreplay.regret_terms": ("regret",),

@@ -34,4 +34,4 @@ class Error(Exception):
         self.found = found
         self.exit_code = int(exit_code)
         pieces = [f"{verb} {value}" for verb, value in (("expected", expected), ("found", found)) if value]
-        super().__init__(": ".join([where, what] + ([", ".join(pieces)] if pieces else [])))
+        super().__init__(": ".join(filter(None, (where, what, ", ".join(pieces)))))

@@ -234,7 +234,7 @@ def prompts_of(identities: pd.DataFrame, runs: Sequence[Run], pattern: re.Patter
     prompts = {trace: prompt for run in runs for trace, prompt in run.prompt_hashes.items()}
     return pd.Series(
         statistics.joined(
-            [prompt_name(name, pattern) for name in identities["trace"]],
+            [part_of_name(name, pattern) for name in identities["trace"]],
             [None if pattern else prompts.get(one) for one in identities["trace_hash"]],
         ),
         index=identities["trace_hash"],
@@ -260,8 +260,8 @@ def refuse_two_values(rows: pd.DataFrame) -> None:
                     "one cell, so runs of one version of each policy", found, Refusal.USAGE)  # fmt: skip
 
 
-def prompt_name(trace: str, pattern: re.Pattern[str] | None) -> str:
-    """The prompt's part of a trace's name: the first group of what the pattern finds, or all of it; else the name."""
+def part_of_name(trace: str, pattern: re.Pattern[str] | None) -> str:
+    """Of a trace's name the first group of what the pattern finds, or all of it; else the name."""
     found = pattern.search(trace) if pattern else None
     if found is None:
         return trace

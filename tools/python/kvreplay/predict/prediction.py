@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from kvreplay.compare.comparison import prompts_of
+from kvreplay.compare.comparison import part_of_name, prompts_of
 from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums, mean_intervals
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
@@ -59,11 +59,11 @@ class Measured:
             label=labels(table[CELL].assign(trace=table["trace_hash"])),
             name=table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else ""),
         )
-        is_live = table["metric"].isin(LIVE)
+        is_live, is_overall = table["metric"].isin(LIVE), table["layer"] == "all"
         cell = ["trace_hash", "trace", "cell", "label", "role", "decisions", "budget", "budget_tokens", "boundary"]
-        offline = pd.concat([overall(table[~is_live]), *over_layers(table[~is_live], cell)])
+        offline = pd.concat([table[~is_live & is_overall], *over_layers(table[~is_live], cell)])
         offline = offline[offline["name"].map(without_part) != OF_A_CONTROL]
-        live = overall(table[is_live])
+        live = table[is_live & is_overall]
         worse = {}
         for run in runs:
             for name in {*offline["name"], *live["name"]}:
@@ -99,7 +99,7 @@ class Prediction:
         hashes = found.cells[["trace_hash", "trace"]].drop_duplicates("trace_hash")
         cells = found.cells.assign(
             prompt=found.cells["trace_hash"].map(prompts_of(hashes, runs, same_prompt)),
-            kind=found.cells["trace"].map(lambda name: _first(kind or re.compile(r"[^-_0-9]+"), name)),
+            kind=found.cells["trace"].map(lambda name: part_of_name(name, kind or re.compile(r"[^-_0-9]+"))),
         )
         return cls.from_measured(replace(found, cells=cells), metrics, seed)
 
@@ -240,11 +240,6 @@ class Prediction:
         return pd.DataFrame(lines)
 
 
-def overall(rows: pd.DataFrame) -> pd.DataFrame:
-    """Over all layers."""
-    return rows[rows["layer"] == "all"]
-
-
 def over_layers(rows: pd.DataFrame, cell: list[str]) -> Iterator[pd.DataFrame]:
     """Means over parts of the treated layers, as metrics of their own: NAME:upper-half and so on. Layer l of L, from 0,
     is in the upper half from ceil(L/2) on; thirds end at floor(L/3) and floor(2L/3)."""
@@ -265,9 +260,3 @@ def without_part(name: str) -> str:
     """The metric whose values over some layers `name` stands for."""
     metric, _, part = name.rpartition(":")
     return metric if part in PARTS else name
-
-
-def _first(pattern: re.Pattern[str], name: str) -> str:
-    """The first group of the match, or all of it; the name where nothing matches."""
-    found = pattern.search(name)
-    return name if not found else found.group(1) if pattern.groups else found.group(0)

@@ -85,16 +85,8 @@ def call(words: Sequence[str]) -> str:
     answer = subprocess.run([*program(), *words], capture_output=True, text=True)
     if answer.returncode not in (DONE, SOME_FAILED):
         lines = answer.stderr.strip().split("\n")
-        raise Refused(lines[-1].removeprefix("kvreplay: "), answer.returncode)
+        raise Error(lines[-1].removeprefix("kvreplay: "), "", exit_code=answer.returncode)
     return answer.stdout
-
-
-class Refused(Error):
-    """What the program said in its own words."""
-
-    def __init__(self, line: str, code: int) -> None:
-        super().__init__(line, "", exit_code=code)
-        self.args = (line,)
 
 
 def planned(words: Sequence[str]) -> Plan:

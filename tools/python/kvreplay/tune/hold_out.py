@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvreplay.compare.comparison import prompt_name
+from kvreplay.compare.comparison import part_of_name
 from kvreplay.compare.statistics import joined
 from kvreplay.engine import Trace
 from kvreplay.errors import Error, Refusal
@@ -78,7 +78,7 @@ def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Cap
     """The traces, in the order of `paths`."""
     facts = [facts_of(Path(path)) for path in paths]
     # Equal tokens are one prompt whatever the names say: no policy is judged by what it was fitted on.
-    prompts = joined([prompt_name(name, pattern) for _, name, _, _, _ in facts], [ids for *_, ids in facts])
+    prompts = joined([part_of_name(name, pattern) for _, name, _, _, _ in facts], [ids for *_, ids in facts])
     found = [Captured(*fact[:4], int(prompt)) for fact, prompt in zip(facts, prompts, strict=True)]
     first: dict[str, Captured] = {}
     for one in found:
