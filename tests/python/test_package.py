@@ -20,9 +20,10 @@ PUBLIC = ["check", "measure", "open", "parameter", "replay"]
 
 def test_editors_read_its_types() -> None:
     assert (FOLDER / "py.typed").is_file()
-    offered = {name.asname for node in ast.walk(ast.parse((FOLDER / "__init__.py").read_text()))
-               if isinstance(node, ast.ImportFrom) for name in node.names if name.asname}  # fmt: skip
-    assert offered == set(kv._MODULES) and offered <= set(dir(kv))
+    offered = {name.name for node in ast.walk(ast.parse((FOLDER / "__init__.py").read_text()))
+               if isinstance(node, ast.ImportFrom) and node.module.startswith("kvreplay.")
+               for name in node.names}  # fmt: skip
+    assert offered == set(kv.__all__) == set(kv._MODULES) and offered <= set(dir(kv))
     for name in offered:
         assert getattr(kv, name).__doc__, name
 
