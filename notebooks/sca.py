@@ -294,8 +294,8 @@ def kept_by(name: str, trace: str) -> np.ndarray:
 
 def joined(opened: Trace, layer: int, tensor: str) -> np.ndarray:
     """Token vectors of the prompt, all KV heads joined: float32 [P, heads · d]."""
-    heads = opened[f"/layers/{layer:03}/{tensor}"].astype(np.float32)[:, : opened.prompt_tokens]
-    return heads.transpose(1, 0, 2).reshape(opened.prompt_tokens, -1)
+    heads = opened[f"/layers/{layer:03}/{tensor}"].astype(np.float32)[:, : opened.prompt]
+    return heads.transpose(1, 0, 2).reshape(opened.prompt, -1)
 
 
 lines = []
@@ -326,7 +326,7 @@ page.keep(curves(
 # %%
 def attention_map(opened: Trace, layer: int) -> np.ndarray:
     """Causal attention of the prompt to itself, mean over heads: float32 [P, P]."""
-    n = opened.prompt_tokens
+    n = opened.prompt
     queries, keys = (opened[f"/layers/{layer:03}/{name}"].astype(np.float32)[:, :n] for name in ("q", "k"))
     found = np.zeros((n, n), dtype=np.float32)
     for head, query in enumerate(queries):

@@ -190,8 +190,7 @@ Error in_file(const Error& violation, const std::string& from, const std::string
 
 std::vector<Error> convert(const std::filesystem::path& old, const std::filesystem::path& made, Existing existing,
                            const std::function<bool()>& interrupted) {
-  if (existing == Existing::refuse && std::filesystem::exists(made))
-    throw Error{Refusal::input, made.string(), "exists", "a new name, or --force to replace it", "a file"};
+  refuse_existing(made, existing);
   PartialFile partial(made);
   const auto copy = [&] {
     const hdf5::File from = hdf5::File::open_unchecked(old);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cassert>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -145,19 +144,6 @@ std::string bytes_of(const Value& value) {
   return bytes;
 }
 
-/// A header vector as the dataset it becomes: the last dimension is what is left.
-std::vector<std::uint64_t> shape_of(const SchemaEntry& entry, const Value& value, std::uint64_t rows) {
-  if (entry.shape.empty()) return {};
-  const std::uint64_t elements = std::visit(
-      [](const auto& v) -> std::uint64_t {
-        if constexpr (requires { v.size(); }) return v.size();
-        return 1;
-      },
-      value);
-  if (entry.shape.size() == 1 || rows == 0 || elements % rows != 0) return {elements};
-  return {rows, elements / rows};
-}
-
 }  // namespace
 
 bool has_group(const TraceHeader& header, std::string_view group) {
@@ -186,6 +172,20 @@ std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& 
       *member);
   if (!entry.required && is_empty(value)) return std::nullopt;
   return value;
+}
+
+std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const SchemaEntry& entry, const Value& value) {
+  if (entry.shape.empty()) return {};
+  const std::uint64_t elements = std::visit(
+      [](const auto& v) -> std::uint64_t {
+        if constexpr (requires { v.size(); }) return v.size();
+        return 1;
+      },
+      value);
+  const std::string& first = entry.shape[0];
+  const int rows = first == "T" ? header.tokens() : first == "T-P" ? header.continuation() : header.layers;
+  if (entry.shape.size() == 1 || rows <= 0 || elements % static_cast<std::uint64_t>(rows) != 0) return {elements};
+  return {static_cast<std::uint64_t>(rows), elements / static_cast<std::uint64_t>(rows)};
 }
 
 void set_header_value(TraceHeader& header, const SchemaEntry& entry, Value value) {
@@ -351,8 +351,7 @@ void Rules::check_header(const TraceHeader& header) {
     if (entry.per_layer()) continue;
     const auto value = header_value(header, entry);
     if (!value) continue;
-    const auto rows = entry.shape.empty() ? std::nullopt : known(entry.shape[0]);
-    check_shape(entry.object, entry, shape_of(entry, *value, static_cast<std::uint64_t>(rows.value_or(0))));
+    check_shape(entry.object, entry, dataset_shape(header, entry, *value));
     check_value(entry.object, entry, *value);
   }
   if (header.has_rope && size("r") != header.rope_pairs)

@@ -26,6 +26,9 @@ bool has_group(const TraceHeader& header, std::string_view group);
 /// What the object's value is in `header`; none: an optional object that is left out.
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry);
 
+/// The shape of the dataset that a value of `header` becomes; {}: a scalar.
+std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const SchemaEntry& entry, const Value& value);
+
 /// The opposite. `format`, `version` and `complete` have no place in the header and are dropped.
 void set_header_value(TraceHeader& header, const SchemaEntry& entry, Value value);
 

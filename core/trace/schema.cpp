@@ -1,12 +1,16 @@
 #include "trace/schema.h"
 
-#include <cassert>
 #include <nlohmann/json.hpp>
 
 #include "error.h"
 #include "trace/schema_text.h"
 
 namespace kvreplay {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SchemaGroup, path, required)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(SchemaEntry, type, required, hashed, ascending, equals, one_of,
+                                                dimension, at_most, below, divides, with, help)
+
 namespace {
 
 std::optional<double> number(const nlohmann::json& entry, const char* key) {
@@ -16,22 +20,10 @@ std::optional<double> number(const nlohmann::json& entry, const char* key) {
 
 /// What attributes and datasets have in common.
 SchemaEntry entry_from(const nlohmann::json& json) {
-  SchemaEntry entry;
-  entry.type = json.at("type");
-  entry.required = json.at("required");
-  entry.hashed = json.value("hashed", true);
-  entry.ascending = json.value("ascending", false);
+  SchemaEntry entry = json;
   entry.min = number(json, "min");
   entry.max = number(json, "max");
   entry.above = number(json, "above");
-  entry.equals = json.value("equals", "");
-  entry.one_of = json.value("one_of", std::vector<std::string>{});
-  entry.dimension = json.value("dimension", "");
-  entry.at_most = json.value("at_most", "");
-  entry.below = json.value("below", "");
-  entry.divides = json.value("divides", "");
-  entry.with = json.value("with", "");
-  entry.help = json.at("help");
   return entry;
 }
 
@@ -60,8 +52,7 @@ Schema parsed() {
   Schema result;
   result.format = json.at("format");
   result.version = json.at("version");
-  for (const nlohmann::json& group : json.at("groups"))
-    result.groups.push_back({group.at("path"), group.at("required")});
+  result.groups = json.at("groups");
   for (const nlohmann::json& attribute : json.at("attributes")) {
     SchemaEntry entry = attribute_from(attribute);
     const bool of_tensor = entry.group.ends_with("{tensor}");
@@ -78,6 +69,11 @@ const SchemaEntry& Schema::entry(std::string_view object) const {
     for (const SchemaEntry& entry : *list)
       if (entry.object == object) return entry;
   throw Error{Refusal::internal, std::string(object), "not in the schema"};
+}
+
+const SchemaEntry& Schema::rule(const std::string& object) const {
+  if (!object.starts_with("/layers/")) return entry(object);
+  return entry("/layers/{layer}" + object.substr(object.rfind('/')));
 }
 
 const Schema& schema() {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -49,6 +48,8 @@ struct Schema {
   std::vector<SchemaEntry> datasets;
 
   const SchemaEntry& entry(std::string_view object) const;
+  /// The same of an object of a file: "/layers/003/k" has the entry of every layer.
+  const SchemaEntry& rule(const std::string& object) const;
 };
 
 /// Parsed once. A schema that does not parse is a bug of ours: the program stops.

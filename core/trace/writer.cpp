@@ -3,16 +3,20 @@
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <ctime>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "error.h"
 #include "hash.h"
 #include "hdf5/hdf5.h"
+#include "hdf5/mapping.h"
 #include "hdf5/partial_file.h"
+#include "open_file.h"
 #include "trace/header.h"
 #include "trace/schema.h"
 
@@ -27,27 +31,17 @@ struct Growing {
   hdf5::Dataset dataset;
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
+  std::uint64_t heads = 0;
   std::uint64_t row_bytes = 0;
   std::uint64_t written = 0;
+  bool in_order = true;  // the hash is that of all that was written
   Hash hash = {};
 };
 
-void write_attributes(const TraceHeader& header, const std::string& group, hdf5::Object& object) {
-  for (const SchemaEntry& entry : schema().attributes) {
-    if (entry.group != group || entry.object == "/@complete") continue;
-    const auto value = header_value(header, entry);
-    if (!value) continue;
-    if (const auto* text = std::get_if<std::string>(&*value)) object.set_attribute(entry.name, std::string_view(*text));
-    if (const auto* integer = std::get_if<std::int64_t>(&*value)) object.set_attribute(entry.name, *integer);
-    if (const auto* number = std::get_if<double>(&*value)) object.set_attribute(entry.name, *number);
-  }
-}
-
-template <class Element>
-void write_vector(const SchemaEntry& entry, int rows, const std::vector<Element>& elements, hdf5::Group& root) {
-  hdf5::Shape shape{elements.size()};
-  if (entry.shape.size() == 2) shape = {static_cast<hsize_t>(rows), elements.size() / static_cast<std::size_t>(rows)};
-  root.write<Element>(entry.object.substr(1), elements, shape);
+void write_attribute(const SchemaEntry& entry, const Value& value, hdf5::Object& object) {
+  if (const auto* text = std::get_if<std::string>(&value)) object.set_attribute(entry.name, std::string_view(*text));
+  if (const auto* integer = std::get_if<std::int64_t>(&value)) object.set_attribute(entry.name, *integer);
+  if (const auto* number = std::get_if<double>(&value)) object.set_attribute(entry.name, *number);
 }
 
 void write_spans(const std::string& dataset, const std::vector<Span>& spans, hdf5::Group& root) {
@@ -74,41 +68,43 @@ void write_spans(const std::string& dataset, const std::vector<Span>& spans, hdf
   root.create_dataset(dataset, type, {spans.size()}).write(type, rows.data());
 }
 
-/// A dataset of a header, where it has it; its group exists.
-void write_dataset(const TraceHeader& header, const SchemaEntry& entry, hdf5::Group& root) {
-  const auto value = header_value(header, entry);
-  if (!value) return;
-  const std::string name = entry.object.substr(1);
-  const std::string first = entry.shape.empty() ? "" : entry.shape[0];
-  const int rows = first == "T" ? header.tokens() : first == "T-P" ? header.continuation() : header.layers;
-  if (const auto* text = std::get_if<std::string>(&*value)) root.write_text(name, *text);
-  if (const auto* spans = std::get_if<std::vector<Span>>(&*value)) write_spans(name, *spans, root);
-  if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&*value))
-    write_vector(entry, rows, *integers, root);
-  if (const auto* numbers = std::get_if<std::vector<double>>(&*value)) write_vector(entry, rows, *numbers, root);
+/// A dataset of any group that exists. `object`: "/tokens/ids".
+void write_dataset(const std::string& object, const Value& value, const std::vector<std::uint64_t>& size,
+                   hdf5::Group& root) {
+  const std::string name = object.substr(1);
+  const hdf5::Shape shape(size.begin(), size.end());
+  if (const auto* text = std::get_if<std::string>(&value)) root.write_text(name, *text);
+  if (const auto* spans = std::get_if<std::vector<Span>>(&value)) write_spans(name, *spans, root);
+  if (const auto* integers = std::get_if<std::vector<std::int32_t>>(&value))
+    root.write<std::int32_t>(name, *integers, shape);
+  if (const auto* numbers = std::get_if<std::vector<double>>(&value)) root.write<double>(name, *numbers, shape);
 }
 
 }  // namespace
 
 void write_tokens_and_spans(const TraceHeader& header, hdf5::Group& to) {
   hdf5::Group tokens = to.create_group("tokens");
-  write_attributes(header, "/tokens", tokens);
+  for (const SchemaEntry& entry : schema().attributes)
+    if (entry.group == "/tokens") write_attribute(entry, *header_value(header, entry), tokens);
   for (const SchemaEntry& entry : schema().datasets)
-    if (entry.group == "/tokens" || entry.group == "/") write_dataset(header, entry, to);
+    if (entry.group == "/tokens" || entry.group == "/")
+      if (const auto value = header_value(header, entry))
+        write_dataset(entry.object, *value, dataset_shape(header, entry, *value), to);
+}
+
+void refuse_existing(const std::filesystem::path& path, Existing existing) {
+  if (existing == Existing::refuse && std::filesystem::exists(path))
+    throw Error{Refusal::input, path.string(), "exists", "a new name, or --force to replace it", "a file"};
 }
 
 struct TraceWriter::State {
-  State(std::filesystem::path name, const TraceHeader& with, Existing existing)
-      : path(std::move(name)), header(with), rules(path.string()) {
-    if (header.created.empty()) header.created = now();
-    rules.check_header(header);
-    if (existing == Existing::refuse && std::filesystem::exists(path))
-      throw Error{Refusal::input, path.string(), "exists", "a new name, or --force to replace it", "a file"};
-    partial.emplace(path);
+  explicit State(const std::filesystem::path& path) : rules(path.string()), partial(path) {
+    partial.reserve(0);
+    file.emplace(hdf5::File::create(partial.path()));
+    partial.reserve_again();
   }
   ~State() {
     growing.clear();
-    layer_group.reset();
     if (file) {
       try {
         file->close();
@@ -117,145 +113,186 @@ struct TraceWriter::State {
       }
     }
   }
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
 
   void flush() {
     file->flush();
-    partial->reserve_again();
+    partial.reserve_again();
   }
 
-  std::uint64_t header_bytes() const {
-    return header.text.size() + 4 * (header.ids.size() + header.offsets.size()) + 8 * header.inv_freq.size() +
-           16 * header.sliding_window.size() + 1024 * header.spans.size();
+  /// Room for the header as it is known now, behind all that was written.
+  void reserve_header() {
+    const hdf5::Lock lock;
+    hsize_t end = 0;
+    if (H5Fget_filesize(file->id(), &end) < 0) throw hdf5::failure(file->where(), "has no length");
+    partial.reserve(end + header.text.size() + 4 * (header.ids.size() + header.offsets.size()) +
+                    8 * header.inv_freq.size() + 16 * header.sliding_window.size() + 1024 * header.spans.size() +
+                    20 * header.reference_ids.size() + 8 * header.reference_tail.size());
   }
 
-  void write_header() {
-    partial->reserve(header_bytes());
-    file.emplace(hdf5::File::create(partial->path()));
-    partial->reserve_again();
-    partial->reserve(header_bytes());
-    write_attributes(header, "/", *file);
-    for (const SchemaGroup& group : schema().groups) {
-      if (group.path.ends_with("{layer}") || !has_group(header, group.path)) continue;
-      hdf5::Group made = file->create_group(group.path.substr(1));
-      write_attributes(header, group.path, made);
-    }
-    for (const SchemaEntry& entry : schema().datasets)
-      if (!entry.per_layer()) write_dataset(header, entry, *file);
+  void write_header(const TraceHeader& all) {
+    write_entries(schema().attributes, all);
+    for (const SchemaGroup& group : schema().groups)
+      if (!group.path.ends_with("{layer}") && has_group(all, group.path)) group_at(group.path);
+    write_entries(schema().datasets, all);
     flush();
   }
 
-  void begin_layer(DType stored, std::span<const std::int32_t> positions) {
-    end_layer();
-    if (layer == header.layers)
-      throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers), "one more"};
-    layer_group.emplace(file->create_group(fmt::format("layers/{:03}", layer)));
-    rules.bind("Tq", header.tokens());
-    if (!positions.empty()) {
-      const SchemaEntry& entry = schema().entry("/layers/{layer}/q_positions");
-      const std::vector<std::int32_t> values(positions.begin(), positions.end());
-      rules.bind("Tq", static_cast<std::int64_t>(values.size()));
-      rules.check_value(object_in_layer(entry, layer), entry, values);
-      layer_group->write(entry.name, values);
+  void write_entries(const std::vector<SchemaEntry>& entries, const TraceHeader& all) {
+    for (const SchemaEntry& entry : entries) {
+      if (entry.per_layer() || entry.object == "/@complete") continue;
+      if (const auto value = header_value(all, entry)) write(entry.object, *value, dataset_shape(all, entry, *value));
     }
-    for (const char* name : {"q", "k", "v"}) begin_tensor(name, stored);
-    ++layer;
+  }
+
+  /// The group, made with those above it where it is not there yet.
+  hdf5::Group group_at(const std::string& name) {
+    if (!groups.insert(name).second) return file->group(name.substr(1));
+    const std::string above = name.substr(0, name.rfind('/'));
+    if (!above.empty()) group_at(above);
+    if (above == "/layers") {
+      rules.bind("Tq", header.tokens());
+      ++layers;
+    }
+    return file->create_group(name.substr(1));
+  }
+
+  void write(const std::string& object, Value value, const std::vector<std::uint64_t>& shape) {
+    const SchemaEntry& entry = schema().rule(object);
+    if (entry.group == "/model/rope") header.has_rope = true;
+    std::optional<hdf5::Group> group;
+    if (entry.group != "/") group.emplace(group_at(object.substr(0, object.find_last_of("/@"))));
+    if (entry.per_layer()) rules.bind("Tq", static_cast<std::int64_t>(shape.at(0)));
+    if (!entry.attribute) rules.check_shape(object, entry, shape);
+    rules.check_value(object, entry, value);
+    if (!entry.per_layer()) set_header_value(header, entry, value);
+    reserve_header();
+    if (entry.attribute)
+      write_attribute(entry, value, group ? static_cast<hdf5::Object&>(*group) : *file);
+    else
+      write_dataset(object, value, shape, *file);
+  }
+
+  void begin_layer(DType stored, std::span<const std::int32_t> positions) {
+    end_tensors();
+    if (layers == header.layers)
+      throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers), "one more"};
+    const auto object = [layer = layers](const char* name) { return fmt::format("/layers/{:03}/{}", layer, name); };
+    group_at(fmt::format("/layers/{:03}", layers));
+    if (!positions.empty())
+      write(object("q_positions"), std::vector<std::int32_t>(positions.begin(), positions.end()), {positions.size()});
+    for (const char* name : {"q", "k", "v"}) {
+      std::vector<std::uint64_t> shape;
+      for (const std::string& dimension : schema().rule(object(name)).shape)
+        shape.push_back(static_cast<std::uint64_t>(rules.size(dimension)));
+      begin_tensor(object(name), stored, shape);
+    }
   }
 
   /// The dataset is made and its place in the file reserved, so that a full disk shows here.
-  void begin_tensor(const std::string& name, DType stored) {
-    const SchemaEntry& entry = schema().entry("/layers/{layer}/" + name);
-    hdf5::Shape shape;
-    for (const std::string& dimension : entry.shape) shape.push_back(static_cast<hsize_t>(rules.size(dimension)));
-    hdf5::Dataset dataset = layer_group->create_dataset(name, hdf5::Type::of(stored), shape);
-    const std::uint64_t bytes = hdf5::bytes(shape, size_of(stored));
-    const std::uint64_t offset = place(dataset, bytes);
-    growing.push_back({.object = object_in_layer(entry, layer),
-                       .dataset = std::move(dataset),
-                       .offset = offset,
-                       .bytes = bytes,
-                       .row_bytes = shape.back() * size_of(stored)});
-  }
-
-  std::uint64_t place(const hdf5::Dataset& dataset, std::uint64_t bytes) {
+  std::uint64_t begin_tensor(const std::string& object, DType stored, const std::vector<std::uint64_t>& shape) {
+    const SchemaEntry& entry = schema().rule(object);
+    if (entry.type != "real" && entry.type != name_of(stored))
+      throw Error{Refusal::input, rules.where(object), "type", entry.type, name_of(stored)};
+    hdf5::Group group = group_at(object.substr(0, object.rfind('/')));
+    rules.check_shape(object, entry, shape);
+    hdf5::Dataset dataset = group.create_dataset(entry.name, hdf5::Type::of(stored), {shape.begin(), shape.end()});
     const auto offset = dataset.offset();
     if (!offset) throw Error{Refusal::internal, dataset.where(), "has no place in the file"};
-    partial->reserve(*offset + bytes);
+    const std::uint64_t bytes = hdf5::bytes({shape.begin(), shape.end()}, size_of(stored));
+    partial.reserve(*offset + bytes);
+    growing.push_back({.object = object,
+                       .dataset = std::move(dataset),
+                       .offset = *offset,
+                       .bytes = bytes,
+                       .heads = shape.size() == 3 ? shape[0] : 1,
+                       .row_bytes = (shape.size() > 1 ? shape.back() : 1) * size_of(stored)});
     return *offset;
+  }
+
+  void write_rows(Growing& to, std::uint64_t at, std::span<const std::byte> rows) {
+    if (rows.size() % to.row_bytes != 0 || rows.size() > to.bytes - to.written || at > to.bytes - rows.size())
+      throw Error{Refusal::input, rules.where(to.object), "rows",
+                  fmt::format("at most {} rows of {} bytes", (to.bytes - to.written) / to.row_bytes, to.row_bytes),
+                  fmt::format("{} bytes", rows.size())};
+    partial.write(to.offset + at, rows);
+    to.in_order = to.in_order && at == to.written;
+    if (to.in_order) to.hash.update(rows);
+    to.written += rows.size();
   }
 
   void append(std::size_t tensor, std::span<const std::byte> rows) {
     if (growing.empty()) throw Error{Refusal::input, rules.where("/layers"), "rows", "a layer that was begun", "none"};
-    Growing& to = growing[tensor];
-    if (rows.size() % to.row_bytes != 0 || rows.size() > to.bytes - to.written)
-      throw Error{Refusal::input, rules.where(to.object), "rows",
-                  fmt::format("at most {} rows of {} bytes", (to.bytes - to.written) / to.row_bytes, to.row_bytes),
-                  fmt::format("{} bytes", rows.size())};
-    partial->write(to.offset + to.written, rows);
-    to.hash.update(rows);
-    to.written += rows.size();
+    write_rows(growing[tensor], growing[tensor].written, rows);
   }
 
-  void write_output_projection(DType stored, int hidden, std::span<const std::byte> elements) {
-    const SchemaEntry& entry = schema().entry("/layers/{layer}/wo");
-    const std::string object = object_in_layer(entry, layer - 1);
-    if (growing.empty()) throw Error{Refusal::input, rules.where("/layers"), "rows", "a layer that was begun", "none"};
-    const std::uint64_t width =
-        static_cast<std::uint64_t>(header.query_heads) * static_cast<std::uint64_t>(header.head_dim);
-    const std::uint64_t rows = hidden > 0 ? static_cast<std::uint64_t>(hidden) : 0;
-    rules.check_shape(object, entry, {rows, width});
-    if (elements.size() != rows * width * size_of(stored))
-      throw Error{Refusal::input, rules.where(object), "length",
-                  fmt::format("{} bytes", rows * width * size_of(stored)), fmt::format("{} bytes", elements.size())};
-    hdf5::Dataset dataset = layer_group->create_dataset(entry.name, hdf5::Type::of(stored), {rows, width});
-    partial->write(place(dataset, elements.size()), elements);
-    dataset.set_attribute("xxh3", std::string_view(hash_of(elements)));
+  void write_tokens(const std::string& object, std::uint64_t begin, std::span<const std::byte> piece) {
+    const auto found = std::ranges::find(growing, object, &Growing::object);
+    if (found == growing.end())
+      throw Error{Refusal::input, rules.where(object), "rows", "a tensor that was begun", "none"};
+    Growing& to = *found;
+    const std::uint64_t in_head = piece.size() / to.heads, bytes_of_head = to.bytes / to.heads;
+    for (std::uint64_t head = 0; head < to.heads; ++head)
+      write_rows(to, head * bytes_of_head + begin * to.row_bytes, piece.subspan(head * in_head, in_head));
   }
 
-  void end_layer() {
+  std::string hash_from_file(const Growing& tensor) const {
+    std::uint64_t length = 0;
+    FileDescriptor written = open_file(partial.path().string(), length);
+    const Mapping mapping(std::move(written), length, partial.path().string());
+    const std::string hash = hash_of({mapping.at(tensor.offset), tensor.bytes});
+    mapping.require_unchanged();
+    return hash;
+  }
+
+  void end_tensors() {
     for (Growing& tensor : growing) {
       if (tensor.written != tensor.bytes)
         throw Error{Refusal::input, rules.where(tensor.object), "rows",
                     fmt::format("{}", tensor.bytes / tensor.row_bytes),
                     fmt::format("{}", tensor.written / tensor.row_bytes)};
-      tensor.dataset.set_attribute("xxh3", std::string_view(tensor.hash.digits()));
+      const std::string digits = tensor.in_order ? tensor.hash.digits() : hash_from_file(tensor);
+      tensor.dataset.set_attribute("xxh3", std::string_view(digits));
     }
     growing.clear();
-    layer_group.reset();
   }
 
   void finish() {
-    end_layer();
-    if (layer != header.layers)
+    end_tensors();
+    if (layers != header.layers)
       throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers),
-                  fmt::format("{}", layer)};
+                  fmt::format("{}", layers)};
     flush();
-    partial->sync();
+    partial.sync();
     file->set_attribute("complete", std::int64_t{1});
     file->close();
     file.reset();
-    partial->trim();
-    Trace::open(partial->path());  // what gets the name is a trace
-    partial->finish();
+    partial.trim();
+    Trace::open(partial.path());  // what gets the name is a trace
+    partial.finish();
   }
 
-  std::filesystem::path path;
-  TraceHeader header;
+  TraceHeader header;  // as far as it is written
   Rules rules;
-  std::optional<PartialFile> partial;  // made once the header has been checked
+  PartialFile partial;
   std::optional<hdf5::File> file;
-  std::optional<hdf5::Group> layer_group;
-  std::vector<Growing> growing;  // q, k, v of the layer that was begun
-  int layer = 0;                 // layers begun
+  std::set<std::string> groups;  // made so far
+  std::vector<Growing> growing;  // q, k and v of the layer that was begun, or all that begin_tensor() has begun
+  int layers = 0;                // begun
 };
 
-TraceWriter::TraceWriter(std::filesystem::path path, const TraceHeader& header, Existing existing)
-    : state_(std::make_unique<State>(std::move(path), header, existing)) {
-  state_->write_header();
+TraceWriter::TraceWriter(const std::filesystem::path& path) : state_(std::make_unique<State>(path)) {
+  TraceHeader own;
+  own.created = now();
+  for (const char* object : {"/@format", "/@version", "/@created"})
+    state_->write(object, *header_value(own, schema().entry(object)), {});
 }
-TraceWriter::TraceWriter(TraceWriter&&) noexcept = default;
-TraceWriter& TraceWriter::operator=(TraceWriter&&) noexcept = default;
+TraceWriter::TraceWriter(const std::filesystem::path& path, TraceHeader header, Existing existing) {
+  if (header.created.empty()) header.created = now();
+  Rules(path.string()).check_header(header);
+  refuse_existing(path, existing);
+  state_ = std::make_unique<State>(path);
+  state_->write_header(header);
+}
 TraceWriter::~TraceWriter() = default;
 
 void TraceWriter::begin_layer(DType stored, std::span<const std::int32_t> query_positions) {
@@ -264,8 +301,15 @@ void TraceWriter::begin_layer(DType stored, std::span<const std::int32_t> query_
 void TraceWriter::append_q(std::span<const std::byte> rows) { state_->append(0, rows); }
 void TraceWriter::append_k(std::span<const std::byte> rows) { state_->append(1, rows); }
 void TraceWriter::append_v(std::span<const std::byte> rows) { state_->append(2, rows); }
-void TraceWriter::write_output_projection(DType stored, int hidden, std::span<const std::byte> elements) {
-  state_->write_output_projection(stored, hidden, elements);
+void TraceWriter::write(const std::string& object, Value value, const std::vector<std::uint64_t>& shape) {
+  state_->write(object, std::move(value), shape);
+}
+std::uint64_t TraceWriter::begin_tensor(const std::string& object, DType stored,
+                                        const std::vector<std::uint64_t>& shape) {
+  return state_->begin_tensor(object, stored, shape);
+}
+void TraceWriter::write_tokens(const std::string& object, std::uint64_t begin, std::span<const std::byte> piece) {
+  state_->write_tokens(object, begin, piece);
 }
 void TraceWriter::finish() { state_->finish(); }
 

@@ -88,7 +88,7 @@ def test_a_trace_in_chunks_is_that_of_one_pass(name: str, chunk: int, model_fold
     assert main(words(folder, tmp_path / "chunks.h5", *common, "--chunk", str(chunk))) == 0
     whole, chunks = Trace(tmp_path / "whole.h5"), Trace(tmp_path / "chunks.h5")
     assert chunks.tokens == len(PROMPT) + 5 and chunks.tokens % 7 == 1
-    assert chunks.damaged() == []
+    assert chunks.problems() == []
     np.testing.assert_array_equal(chunks["/model/sliding_window"], whole["/model/sliding_window"])
     for layer in range(4):
         for tensor in ("q", "k", "v", "input_norm"):
@@ -104,7 +104,7 @@ def test_chunks_hold_the_queries_that_are_asked_for(model_folder: Folder, tmp_pa
     whole, chunks = Trace(tmp_path / "whole.h5"), Trace(tmp_path / "chunks.h5")
     np.testing.assert_array_equal(chunks["/tokens/ids"], whole["/tokens/ids"])
     for layer in range(2):
-        np.testing.assert_array_equal(chunks.q_positions(layer), np.arange(len(PROMPT) - 5, len(PROMPT) + 6))
+        np.testing.assert_array_equal(chunks.query_positions(layer), np.arange(len(PROMPT) - 5, len(PROMPT) + 6))
         for tensor in "qkv":
             expected, found = (trace[f"/layers/{layer:03d}/{tensor}"] for trace in (whole, chunks))
             np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())

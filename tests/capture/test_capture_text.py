@@ -160,7 +160,7 @@ def test_a_row_s_continuation_is_forced(
     assert main([*model, "--prompts", "p.jsonl", *options, "-o", "t.h5"]) == 0
     trace = Trace(Path("t.h5"))
     text = f"{ROW['context']}\n\n{ROW['input']}"
-    assert trace.prompt_tokens == len(text) and trace.tokens - trace.prompt_tokens == tokens
+    assert trace.prompt == len(text) and trace.tokens - trace.prompt == tokens
     assert trace.text.startswith(text + forced)
     if tokens > len(forced):
         greedy = [*model, "--prompt", text + forced, "--generate", str(tokens - len(forced)), "-o", "greedy.h5"]
@@ -229,7 +229,7 @@ def test_a_row_becomes_a_trace_with_its_spans(model_folder: Callable[..., Path],
         "answer": ("answer", ROW["answers"][1]),
         "more": ("context", "is"),
     }
-    prompt_end = offsets[trace.prompt_tokens - 1][1]
+    prompt_end = offsets[trace.prompt - 1][1]
     assert trace.text[:prompt_end] == f"[user] {ROW['context']}\n\n{ROW['input']}\n[reply] "
 
 
@@ -406,6 +406,6 @@ def test_one_writer_a_file(tmp_path: Path) -> None:
     first = TraceWriter(tmp_path / "t.h5")
     with pytest.raises(Error) as refusal:
         TraceWriter(tmp_path / "t.h5")
-    assert refusal.value.exit_code == 2 and "one writer" in str(refusal.value)
+    assert refusal.value.exit_code == 3 and "another program writes it" in str(refusal.value)
     first.__exit__(Error, None, None)
     TraceWriter(tmp_path / "t.h5").__exit__(Error, None, None)

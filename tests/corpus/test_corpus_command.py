@@ -220,7 +220,7 @@ def test_a_trace_without_its_row_that_does_not_hold_its_prompt_is_captured_again
     assert after["question-1.h5"] != before["question-1.h5"]
     assert after["needle-60-d50.h5"] == before["needle-60-d50.h5"]
     with Trace(left_behind) as trace:
-        assert prompts[1].question in trace.text and trace.damaged() == []
+        assert prompts[1].question in trace.text and trace.problems() == []
 
 
 def test_a_trace_that_somebody_captured_under_our_name_stays(
@@ -424,7 +424,7 @@ def test_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         spans = {span.kind: text[offsets[span.begin][0] : offsets[span.end - 1][1]] for span in trace.spans}
         template = "<|im_end|>\n<|im_start|>assistant\n"
         assert spans == {"context": f"Hello.{template}Yes?", "question": "Why?"}
-        assert (trace.layers, trace.tokens - trace.prompt_tokens) == (30, 2)
+        assert (trace.layers, trace.tokens - trace.prompt) == (30, 2)
     program = ROOT / "build" / "release" / "kvreplay"
     if program.exists():
         subprocess.run([program, "validate", path], check=True, capture_output=True)

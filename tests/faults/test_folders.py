@@ -166,6 +166,6 @@ def test_two_captures_of_one_trace(capture: Capture, tmp_path: Path) -> None:
     assert any(answer.code == 0 for answer in answers), answers
     for answer in answers:
         if answer.code != 0:
-            check_refusal(answer, USAGE)
+            check_refusal(answer, INPUT)
     (where / "out.h5.partial").unlink(missing_ok=True)
     capture.finished(where)

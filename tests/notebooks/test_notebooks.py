@@ -219,7 +219,7 @@ def test_a_kept_token_on_the_text_is_one_of_the_selection(chunkkv: Path):
 
 def best_scores(trace: Trace, count: int, window: int) -> np.ndarray:
     """How many of the `count` best window scores, summed over query heads, lie in each layer: in plain numpy."""
-    prompt, scores = trace.prompt_tokens, []
+    prompt, scores = trace.prompt, []
     rows = np.arange(prompt - window, prompt)
     for layer in range(trace.layers):
         q, k = (trace[f"/layers/{layer:03}/{name}"].astype(np.float64) for name in ("q", "k"))
@@ -264,7 +264,7 @@ def test_truncation_keeps_what_the_rule_says_of_an_answer(figures: Figures):
         shares = []
         for name in listed["name"][listed["kind"].isin(["needle", "question"])]:
             with Trace(ROOT / "build" / "corpus-small" / f"{name}.h5") as trace:
-                prompt, spans = trace.prompt_tokens, {span.kind: span for span in trace.spans}
+                prompt, spans = trace.prompt, {span.kind: span for span in trace.spans}
             question = prompt - spans["question"].begin
             free = int(budget * prompt + 0.5) - question
             kept = {*range(-(-free // 2)), *range(prompt - question - free // 2, prompt)}
@@ -283,7 +283,7 @@ def test_retrieval_keeps_whole_chunks_beside_the_question(figures: Figures):
     listed = pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv")
     for name in listed["name"][listed["kind"].isin(["needle", "question"])]:
         with Trace(ROOT / "build" / "corpus-small" / f"{name}.h5") as trace:
-            prompt, question = trace.prompt_tokens, {span.kind: span.begin for span in trace.spans}["question"]
+            prompt, question = trace.prompt, {span.kind: span.begin for span in trace.spans}["question"]
         shares.append((int(0.27 * prompt + 0.5) - (prompt - question)) / question)
     assert kept["random chunks"].loc[1 / 0.27] == pytest.approx(np.mean(shares), abs=1e-12)
     sizes = pd.read_csv(folder / "bytes.csv").set_index(["model", "kept tokens"])["mebibytes"]

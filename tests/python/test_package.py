@@ -46,7 +46,7 @@ def test_a_trace_says_what_it_has(small: Path) -> None:
     trace = kv.open(small)
     for name in set(kv.Trace.__annotations__):
         assert getattr(trace, name) is not None
-    public = {name for name in dir(trace._trace) if not name.startswith("_")} - {"tensor", "layer", "text"}
+    public = {name for name in dir(trace._trace) if not name.startswith("_")} - {"tensor", "layer", "spans", "value"}
     assert public == set(kv.Trace.__annotations__)
 
 

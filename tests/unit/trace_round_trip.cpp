@@ -94,7 +94,11 @@ class RoundTrip : public TraceFiles {
         writer.append_k(piece(w.k));
         writer.append_v(piece(w.v));
       }
-      if (wo) writer.write_output_projection(dtype, 10, w.wo);
+      if (wo) {
+        const std::string object = object_in_layer(schema().entry("/layers/{layer}/wo"), l);
+        writer.begin_tensor(object, dtype, {10, 24});
+        writer.write_tokens(object, 0, w.wo);
+      }
       all.push_back(std::move(w));
     }
     writer.finish();

@@ -194,7 +194,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     model, _ = load(ModelChoices(given.model, dtype=given.dtype))
     with Trace(given.trace) as trace:
-        prompt = trace.prompt_tokens
+        prompt = trace.prompt
         ids = torch.from_numpy(trace["/tokens/ids"][: prompt + EVAL_QUERIES].astype("int64"))[None]
     run: Run
     transformers.AttentionInterface.register("observed", lambda *inputs, **named: run.attend(*inputs, **named))

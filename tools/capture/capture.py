@@ -20,8 +20,7 @@ from kvreplay.capture.rope import Rope
 from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
 from kvreplay.capture.verify import Deviation
 from kvreplay.errors import Error, Refusal
-from kvreplay.schema import REAL_TYPES
-from kvreplay.trace import PRODUCER, TraceWriter, expected_bytes
+from kvreplay.trace import PRODUCER, REAL_TYPES, TraceWriter, expected_bytes
 
 CHECKED_QUERIES = 64  # a layer, evenly spread, in every capture
 

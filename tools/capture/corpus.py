@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import os
 import re
@@ -152,11 +153,8 @@ def written_source(path: Path) -> str | None:
 
 def file_hash(path: Path) -> str:
     """XXH3-128 of a file."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 24):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def unchanged(path: Path, row: dict[str, str]) -> bool:
@@ -178,17 +176,15 @@ def needle_depth(trace: Trace) -> str:
 
 def manifest_row(path: Path, prompt: Prompt, source: str) -> dict[str, str]:
     """One line of the list."""
-    from kvreplay.engine import Trace as Replayed
-
     with Trace(path) as trace:
         values = (
             prompt.name,
             kind(prompt),
-            trace.prompt_tokens,
-            trace.tokens - trace.prompt_tokens,
+            trace.prompt,
+            trace.tokens - trace.prompt,
             needle_depth(trace),
             source,
-            Replayed(path).hash,
+            trace.hash,
             file_hash(path),
             path.stat().st_size,
         )
@@ -231,7 +227,7 @@ class Manifest:
         if not self.unlisted(prompt.name) or written_source(path) != source:
             return
         with Trace(path) as trace:
-            if trace.damaged():
+            if trace.problems():
                 return
         self.add(prompt, source)
         say(f"{path.name} is there, whole and of its prompt: listed, not captured again")

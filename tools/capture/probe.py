@@ -14,7 +14,7 @@ from kvreplay.capture.observe import LayerCall, observed
 from kvreplay.capture.refusals import NO_INTERFACE, refused
 from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
 from kvreplay.capture.verify import unit_roundoff
-from kvreplay.schema import REAL_TYPES
+from kvreplay.trace import REAL_TYPES
 
 
 def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerCall], Rope | None]:

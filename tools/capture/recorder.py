@@ -13,8 +13,7 @@ import torch
 from kvreplay.capture.observe import LayerCall
 from kvreplay.capture.verify import Deviation, deviation
 from kvreplay.errors import Error, Refusal
-from kvreplay.schema import REAL_TYPES
-from kvreplay.trace import TraceWriter
+from kvreplay.trace import REAL_TYPES, TraceWriter
 
 
 def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
@@ -73,9 +72,6 @@ class Recorder:
             self._write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
         self.windows[number] = call.window
         self._verify(base, call, self.checked[(self.checked >= first) & (self.checked < last)])
-        if end == self.tokens:
-            for name in ("q", "k", "v", *(["input_norm"] if call.input_norm is not None else [])):
-                self.trace.end_tensor(f"{base}/{name}")
         _return_freed_memory()
         self.on_call()
 

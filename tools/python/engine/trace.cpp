@@ -4,12 +4,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <span>
 #include <string>
+#include <typeinfo>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "arrays.h"
@@ -21,6 +24,7 @@
 #include "trace/header.h"
 #include "trace/schema.h"
 #include "trace/validate.h"
+#include "trace/writer.h"
 #include "view.h"
 
 namespace kvreplay::python {
@@ -38,6 +42,25 @@ struct OpenLayer {
   std::unique_ptr<LayerView> view;
 };
 
+/// A value of a header in Python: numbers of a dataset as an array of its shape.
+struct AsPython {
+  std::vector<std::uint64_t> shape;
+
+  nb::object operator()(const std::vector<Span>& spans) const {
+    nb::list all;
+    for (const Span& span : spans) all.append(nb::make_tuple(span.name, span.kind, span.begin, span.end));
+    return all;
+  }
+  template <class Number>
+  nb::object operator()(const std::vector<Number>& numbers) const {
+    return nb::cast(shape.size() == 2 ? as_array(numbers, {shape[0], shape[1]}) : as_array(numbers, {shape.at(0)}));
+  }
+  template <class Scalar>
+  nb::object operator()(const Scalar& one) const {
+    return nb::cast(one);
+  }
+};
+
 /// Python's Trace.
 class Traced {
  public:
@@ -49,10 +72,14 @@ class Traced {
 
   std::span<const std::int32_t> query_positions(int layer) const { return trace_->query_positions(checked(layer)); }
 
-  /// The bytes of q, k or v of a stored layer, and what they are: mapped, or a copy where the file is an archive.
-  nb::tuple tensor(const std::string& name, int layer) const {
-    const LayerTensors tensors = trace_->layer(checked(layer));
-    const TensorView& tensor = name == "q" ? tensors.q : name == "k" ? tensors.k : tensors.v;
+  /// The bytes of a tensor of a stored layer, and what they are: mapped, or a copy where the file is an archive; None:
+  /// the layer has no such tensor.
+  nb::object tensor(const std::string& name, int layer) const {
+    const std::vector<StoredTensor> tensors = trace_->tensors(checked(layer));
+    const auto found =
+        std::ranges::find_if(tensors, [&](const StoredTensor& one) { return one.path.ends_with("/" + name); });
+    if (found == tensors.end()) return nb::none();
+    const TensorView& tensor = found->view;
     std::shared_ptr<const std::byte> bytes(trace_, tensor.data);
     if (trace_->archived_bytes(layer) > 0) {
       const auto copy = std::make_shared<std::vector<std::byte>>(tensor.data, tensor.data + tensor.bytes());
@@ -62,7 +89,21 @@ class Traced {
     const nb::capsule owner(held,
                             [](void* kept) noexcept { delete static_cast<std::shared_ptr<const std::byte>*>(kept); });
     const Array<const std::uint8_t> array(reinterpret_cast<const std::uint8_t*>(held->get()), {tensor.bytes()}, owner);
-    return nb::make_tuple(array, name_of(tensor.dtype), nb::make_tuple(tensor.heads, tensor.tokens, tensor.dim));
+    return nb::make_tuple(array, name_of(tensor.dtype), found->shape);
+  }
+
+  /// An attribute or dataset of the header ("/model@n_layers"); None: the trace has none.
+  nb::object value(const std::string& object) const {
+    const SchemaEntry& entry = schema().entry(object);
+    const auto found = header_value(header(), entry);
+    if (!found) return nb::none();
+    return std::visit(AsPython{dataset_shape(header(), entry, *found)}, *found);
+  }
+
+  std::vector<std::string> problems() const {
+    std::vector<std::string> found;
+    for (const Error& one : validate_deep(*trace_).problems) found.emplace_back(one.what());
+    return found;
   }
 
   View layer(int layer, const std::string& boundary_text, const std::string& eval, const std::string& device) const {
@@ -89,14 +130,18 @@ class Traced {
   SharedTrace trace_;
 };
 
+DType dtype_of(const std::string& name) {
+  for (const DType known : {DType::float16, DType::bfloat16, DType::float32})
+    if (name == name_of(known)) return known;
+  throw Error{Refusal::input, "tensor", "type", "float16, bfloat16 or float32", name};
+}
+
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 /// (bytes, type, shape) as kvreplay.memory gives it; the array lives as long as the trace.
 TensorInMemory tensor_in_memory(nb::handle given) {
   TensorInMemory tensor;
-  const auto type = nb::cast<std::string>(given[1]);
-  for (const DType known : {DType::float16, DType::bfloat16, DType::float32})
-    if (type == name_of(known)) tensor.dtype = known;
+  tensor.dtype = dtype_of(nb::cast<std::string>(given[1]));
   tensor.shape = nb::cast<std::vector<std::uint64_t>>(given[2]);
   const std::shared_ptr<Bytes> held(new Bytes(nb::cast<Bytes>(given[0])), [](Bytes* kept) {
     const Locked locked;
@@ -114,7 +159,7 @@ LayerInMemory layer_in_memory(nb::handle given) {
   return layer;
 }
 
-Value header_value(const SchemaEntry& entry, nb::handle given) {
+Value value_of(const SchemaEntry& entry, nb::handle given) {
   if (entry.type == "string") {
     const auto text = nb::cast<nb::bytes>(given);
     return std::string(text.c_str(), text.size());
@@ -130,6 +175,14 @@ Value header_value(const SchemaEntry& entry, nb::handle given) {
         {{name.c_str(), name.size()}, {kind.c_str(), kind.size()}, nb::cast<int>(span[2]), nb::cast<int>(span[3])});
   }
   return spans;
+}
+
+Value header_value(const SchemaEntry& entry, nb::handle given) {
+  try {
+    return value_of(entry, given);
+  } catch (const std::bad_cast&) {
+    throw Error{Refusal::input, entry.object, "type", entry.type, nb::cast<std::string>(nb::str(given.type()))};
+  }
 }
 
 /// Values by the objects of the schema that they are in a file.
@@ -184,35 +237,45 @@ void bind_trace(nb::module_& module) {
       .def_prop_ro("head_dim", [](const Traced& of) { return of.header().head_dim; })
       .def_prop_ro("prompt", [](const Traced& of) { return of.header().prefill; })
       .def_prop_ro("tokens", [](const Traced& of) { return of.header().tokens(); })
-      .def_prop_ro("text", [](const Traced& of) { return nb::bytes(of.header().text.data(), of.header().text.size()); })
-      .def_prop_ro(
-          "ids", [](const Traced& of) { return as_array(of.header().ids, {of.header().ids.size()}); },
-          nb::rv_policy::move)
-      .def_prop_ro(
-          "offsets",
-          [](const Traced& of) {
-            return as_array(of.header().offsets, {of.header().offsets.size() / 2, std::size_t{2}});
-          },
-          nb::rv_policy::move)
-      .def_prop_ro("spans",
-                   [](const Traced& of) {
-                     nb::list all;
-                     for (const Span& span : of.header().spans)
-                       all.append(nb::make_tuple(span.name, span.kind, span.begin, span.end));
-                     return all;
-                   })
+      .def_prop_ro("text", [](const Traced& of) { return of.header().text; })
+      .def_prop_ro("ids", [](const Traced& of) { return of.value("/tokens/ids"); })
+      .def_prop_ro("offsets",
+                   [](const Traced& of) { return AsPython{{of.header().offsets.size() / 2, 2}}(of.header().offsets); })
+      .def_prop_ro("spans", [](const Traced& of) { return AsPython{}(of.header().spans); })
       .def(
           "query_positions",
           [](const Traced& of, int layer) {
             const auto found = of.query_positions(layer);
-            return as_array(std::vector<std::int32_t>(found.begin(), found.end()), {found.size()});
+            return AsPython{{found.size()}}(std::vector<std::int32_t>(found.begin(), found.end()));
           },
           "layer"_a)
       .def(
           "treated_layers", [](const Traced& of, bool sliding) { return treated_layers(of.trace(), sliding); },
           "sliding"_a)
       .def("tensor", &Traced::tensor, "name"_a, "layer"_a)
+      .def("value", &Traced::value, "object"_a)
+      .def("problems", &Traced::problems, nb::call_guard<Unlocked>())
       .def("layer", &Traced::layer, "layer"_a, "boundary"_a, "eval"_a, "device"_a);
+  nb::class_<TraceWriter>(module, "TraceWriter")
+      .def(nb::init<const std::filesystem::path&>(), "path"_a, nb::call_guard<Unlocked>())
+      .def(
+          "write",
+          [](TraceWriter& to, const std::string& object, nb::handle value, const std::vector<std::uint64_t>& shape) {
+            to.write(object, header_value(schema().rule(object), value), shape);
+          },
+          "object"_a, "value"_a, "shape"_a)
+      .def(
+          "begin_tensor",
+          [](TraceWriter& to, const std::string& object, const std::string& type,
+             const std::vector<std::uint64_t>& shape) { return to.begin_tensor(object, dtype_of(type), shape); },
+          "object"_a, "type"_a, "shape"_a, nb::call_guard<Unlocked>())
+      .def(
+          "write_tokens",
+          [](TraceWriter& to, const std::string& object, std::uint64_t begin, const Bytes& piece) {
+            to.write_tokens(object, begin, std::as_bytes(std::span(piece.data(), piece.size())));
+          },
+          "object"_a, "begin"_a, "piece"_a, nb::call_guard<Unlocked>())
+      .def("finish", &TraceWriter::finish, nb::call_guard<Unlocked>());
   module.def(
       "trace_of_arrays", trace_of_arrays, "path"_a, "values"_a, "tensors"_a,
       "A trace of arrays in memory: values by the schema's objects; of each layer q, k, v and wo, or None, as (bytes,\n"

@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvreplay.errors import Error, Refusal
 from kvreplay.python_policies import Definition, FunctionPolicy, Policy, from_function, load, register, with_values
+from kvreplay.trace import AnyPath, Trace
 
 if TYPE_CHECKING:
-    from kvreplay._engine import View
     from kvreplay.results import Run
 
 try:
@@ -36,88 +34,6 @@ except ImportError as problem:
     ) from None
 
 _engine.read_policies_by(load)
-
-
-AnyPath = str | bytes | os.PathLike
-
-
-class Trace:
-    """An open trace. Everything was checked when it was opened; tensors are read where they lie, in the file or, after
-    `kv.from_arrays`, in memory."""
-
-    path: Path
-    in_memory: bool  # no file has this path
-    name: str
-    hash: str
-    model: str
-    synthetic: bool
-    dtype: str  # float16 | bfloat16 | float32
-    layers: int  # L
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    prompt: int  # P
-    tokens: int  # T
-    ids: np.ndarray  # int32 [T]
-    offsets: np.ndarray  # int32 [T,2]: characters of each token
-    spans: list[tuple[str, str, int, int]]  # name, kind, begin, end
-    query_positions: Callable[[int], np.ndarray]  # of a layer: int32 [Tq] where it holds only some queries
-    treated_layers: Callable[[bool], list[int]]  # stored layers that take part; whether those that slide do
-
-    def __init__(self, path: AnyPath) -> None:
-        self._trace = _engine.Trace(Path(os.fsdecode(path)))
-
-    @classmethod
-    def of(cls, opened: _engine.Trace) -> Trace:
-        """What the engine has opened."""
-        trace = cls.__new__(cls)
-        trace._trace = opened
-        return trace
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._trace, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(one for one in dir(self._trace) if not one.startswith("_"))})
-
-    def __repr__(self) -> str:
-        return (
-            f"<kvreplay trace {self.name}: P {self.prompt} + G {self.tokens - self.prompt}, {self.layers} layers, "
-            f"{self.query_heads} query / {self.kv_heads} KV heads of {self.head_dim}, {self.dtype}>"
-        )
-
-    @property
-    def text(self) -> str:
-        """The prompt and its continuation; empty: the trace has none."""
-        return self._trace.text.decode()
-
-    def q(self, layer: int) -> np.ndarray:
-        """[Hq, Tq, d] queries of a stored layer, after RoPE, as the file has them: read-only, not copied."""
-        return self._tensor("q", layer)
-
-    def k(self, layer: int) -> np.ndarray:
-        """[Hkv, T, d] keys, after RoPE."""
-        return self._tensor("k", layer)
-
-    def v(self, layer: int) -> np.ndarray:
-        """[Hkv, T, d] values."""
-        return self._tensor("v", layer)
-
-    def layer(
-        self, layer: int, boundary: int | str = "prompt", eval: str = "continuation", device: str = "cpu"
-    ) -> View:
-        """A stored layer as a policy sees it when the prompt is over: `view.window_attention(32)` and others."""
-        return self._trace.layer(layer, str(boundary), eval, device)
-
-    def _tensor(self, name: str, layer: int) -> np.ndarray:
-        data, kind, shape = self._trace.tensor(name, layer)
-        if kind == "bfloat16":
-            import ml_dtypes  # numpy itself has no such type
-
-            kind = ml_dtypes.bfloat16
-        return data.view(np.dtype(kind)).reshape(shape)
 
 
 Traces = AnyPath | Trace

@@ -17,9 +17,9 @@ import numpy as np
 from kvreplay import _engine
 from kvreplay.engine import Trace
 from kvreplay.errors import Error, Refusal
-from kvreplay.schema import INT32_MAX, REAL_TYPES
-from kvreplay.trace import BFLOAT16, storable_text
+from kvreplay.trace import REAL_TYPES, stored_text
 
+INT32_MAX = int(np.iinfo(np.int32).max)
 FOLDER = "memory:"  # of the paths by which messages and results know such traces
 
 # Arguments, and what they are in a file: for the engine on the way there, for messages on the way back.
@@ -169,8 +169,10 @@ def _tensor(where: str, one: Any) -> Tensor:
         if one.device.type != "cpu":
             raise Error(where, "device", "a tensor on the CPU, as .cpu() gives it", str(one.device))
         one = one.detach()
-        # numpy itself has no bfloat16.
-        array = one.view(torch.int16).numpy().view(BFLOAT16) if one.dtype == torch.bfloat16 else one.numpy()
+        if one.dtype == torch.bfloat16:  # numpy itself has no such type
+            array = one.view(torch.int16).numpy().view(REAL_TYPES["bfloat16"])
+        else:
+            array = one.numpy()
     else:
         array = _read(where, one)
     kind = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
@@ -259,7 +261,7 @@ def _spans(given: Iterable[tuple[str, str, int, int]]) -> list[tuple[bytes, byte
 def _text(where: str, given: Any) -> bytes:
     if not isinstance(given, str):
         raise Error(where, "type", "a text", type(given).__name__)
-    return storable_text(given).encode("utf-8", "surrogatepass")  # of which the engine says what is wrong
+    return stored_text(given)
 
 
 def _whole(where: str, given: Any) -> int:

@@ -23,9 +23,10 @@ from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
+from kvreplay.trace import Span
 
 if TYPE_CHECKING:
-    from kvreplay.engine import Trace
+    from kvreplay.trace import Trace
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -103,16 +104,6 @@ class Stored:
     def layer(self, layer: int) -> StoredLayer:
         """Of a stored layer that was treated."""
         return StoredLayer(*self._cell.layer(layer))
-
-
-@dataclass(frozen=True)
-class Span:
-    """A named range of tokens [begin, end)."""
-
-    name: str
-    kind: str
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)

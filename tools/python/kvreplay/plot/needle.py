@@ -10,7 +10,8 @@ from kvreplay.nearest import nearest
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces, prompts_of_rows
 from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet, columns_for
-from kvreplay.results import Span, TraceFacts
+from kvreplay.results import TraceFacts
+from kvreplay.trace import Span
 
 METRIC = "span_recall"
 DEPTHS = 10  # needles share a row by their depth to the nearest tenth

@@ -61,12 +61,12 @@ def check_same(trace: Trace, facts: TraceFacts, prompt_hash: str | None) -> None
 
     `prompt_hash`: XXH3-128 of these ids as little-endian int32; None: the run does not know it.
     """
-    found = (trace.attribute("/model", "name"), trace.prompt_tokens, trace.tokens, trace.layers)
+    found = (trace.model, trace.prompt, trace.tokens, trace.layers)
     wanted = (facts.model, facts.prompt, facts.tokens, facts.layers)
     if found != wanted:
         words = "{}, {} prompt of {} tokens, {} layers"
         raise Error(str(trace.path), "not the trace that was replayed", words.format(*wanted), words.format(*found))
-    ids = trace["/tokens/ids"][: trace.prompt_tokens].astype("<i4")
+    ids = trace.ids[: trace.prompt].astype("<i4")
     own_hash = xxhash.xxh3_128(ids.tobytes()).hexdigest()
     if prompt_hash not in (None, own_hash):
         wanted_ids = f"prompt ids of XXH3-128 {prompt_hash}"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from kvreplay.plot.style import LINE, POINT, SMALL, Sheet, width_of
-from kvreplay.results import Span, TraceFacts
+from kvreplay.results import TraceFacts
+from kvreplay.trace import Span
 
 SPAN_COLOURS = {"needle": "#D55E00", "question": "#0072B2", "answer": "#009E73"}
 OTHER = "#404040"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvreplay.results import Span, TraceFacts
+from kvreplay.results import TraceFacts
 from kvreplay.trace import Trace
 
 
@@ -22,7 +22,7 @@ class TraceFile:
         self.prompt_hashes: dict[str, str] = {}  # the file is its own witness
         with Trace(path) as trace:
             self._facts = facts_of(trace)
-            synthetic = str(trace.attribute("/", "synthetic"))
+            synthetic = str(int(trace.synthetic))
         self.cells = pd.DataFrame({"trace": [self._facts.name], "model": [self._facts.model], "synthetic": [synthetic]})
 
     def trace(self, name: str) -> TraceFacts:
@@ -38,18 +38,18 @@ def facts_of(trace: Trace) -> TraceFacts:
     """What a trace says of itself; the whole prompt counts as under compression."""
     return TraceFacts(
         name=trace.path.stem,
-        model=trace.attribute("/model", "name"),
-        prompt=trace.prompt_tokens,
-        boundary=trace.prompt_tokens,
+        model=trace.model,
+        prompt=trace.prompt,
+        boundary=trace.prompt,
         tokens=trace.tokens,
         layers=trace.layers,
         layer_numbers=trace["/model/layer_index"].astype(int),
         treated=np.arange(trace.layers),
         hash="",
-        dtype=trace.attribute("/model", "dtype"),
-        synthetic=bool(trace.attribute("/", "synthetic")),
-        query_heads=trace.attribute("/model", "n_query_heads"),
-        kv_heads=trace.attribute("/model", "n_kv_heads"),
-        spans=[Span(span.name, span.kind, span.begin, span.end) for span in trace.spans],
+        dtype=trace.dtype,
+        synthetic=trace.synthetic,
+        query_heads=trace.query_heads,
+        kv_heads=trace.kv_heads,
+        spans=trace.spans,
         redundancy={},
     )

@@ -171,7 +171,7 @@ class Page:
             "layers": facts.layer_numbers[facts.treated].tolist(),
             "query_heads": facts.query_heads,
             "kv_heads": facts.kv_heads,
-            "spans": [vars(span) for span in facts.spans],
+            "spans": [span._asdict() for span in facts.spans],
             "text": texts and texts[1],
             "before": texts and {i: gap for i, gap in enumerate(texts[0]) if gap},
             "attention": self._attention(facts),
