@@ -9,7 +9,7 @@ run.results                    # every number, as pandas
 run.selection("snapkv", 0.1)   # who was kept
 ```
 
-Names are looked up when they are used, so that pictures and captures work where the engine is not installed.
+Names are looked up when they are used, so that pictures work where the engine is not installed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import errno
 from enum import IntEnum
 
 DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+# Of a message that is one line whatever the text, as the engine's.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n"}
 
 
 class Refusal(IntEnum):
@@ -34,4 +36,4 @@ class Error(Exception):
         self.found = found
         self.exit_code = int(exit_code)
         pieces = [f"{verb} {value}" for verb, value in (("expected", expected), ("found", found)) if value]
-        super().__init__(": ".join(filter(None, (where, what, ", ".join(pieces)))))
+        super().__init__(": ".join(filter(None, (where, what, ", ".join(pieces)))).translate(CONTROLS))

@@ -220,7 +220,10 @@ class TraceWriter:
 
     def read_back(self, path: str) -> np.ndarray:
         """A tensor as it lies in the file, mapped; what is not written yet is any number."""
-        return np.memmap(self.partial, self._tensors[path][0], "r", *self._tensors[path][1:])
+        try:
+            return np.memmap(self.partial, self._tensors[path][0], "r", *self._tensors[path][1:])
+        except OSError as error:
+            raise Error(str(self.partial), "output", "the file that is being written", str(error)) from error
 
 
 def stored_text(text: str) -> bytes:
