@@ -588,7 +588,7 @@ def test_similarity_takes_a_trace_in_place_of_a_run(run, tmp_path, monkeypatch, 
     assert main(["similarity", str(path), "--layer", "1"]) == 0
     assert capsys.readouterr() == ("similarity.svg\n", "")
     assert "heatmap needs a run: expected a folder that replay wrote" in refused(capsys, 2, "heatmap", path)
-    assert "file: expected a trace that can be read" in refused(capsys, 3, "similarity", tmp_path / "none.h5")
+    assert "cannot be opened: No such file" in refused(capsys, 3, "similarity", tmp_path / "none.h5")
 
 
 def test_a_trace_that_moved_or_changed_is_named(broken, capsys):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -23,10 +22,7 @@ from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
 from kvreplay.parquet import write_parquet
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
-from kvreplay.trace import Span
-
-if TYPE_CHECKING:
-    from kvreplay.trace import Trace
+from kvreplay.trace import Span, Trace
 
 RUN_FILES = "results.csv, selections.h5, run.json"
 COLUMNS = (
@@ -431,11 +427,9 @@ class Run:
         `trace`: its name, or the open trace itself, which must be given where the trace is in memory or its file has
         moved; may be left out where there is one.
         """
-        from kvreplay.engine import Trace, open
-
         cell = self._cell(str(policy), str(budget), trace.name if isinstance(trace, Trace) else trace)
         name = str(cell["trace"])
-        opened = trace if isinstance(trace, Trace) else open(self.captured(name))
+        opened = trace if isinstance(trace, Trace) else Trace(self.captured(name))
         return Stored(self.folder, name, str(cell["cell"]), opened)
 
     def trace(self, name: str) -> TraceFacts:
