@@ -204,7 +204,6 @@ def words_of_a_task(words: Sequence[str]) -> list[str]:
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Everything after the options are read; the exit code."""
     import kvreplay.engine  # noqa: F401 - refuses before anything is loaded where it is not built
-
     from kvreplay.capture.prompts import Prompt, read_prompts
 
     if arguments.prompts:
