@@ -1,28 +1,27 @@
 #include "analysis/merge.h"
 
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <fstream>
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <system_error>
 #include <tuple>
 #include <utility>
 
-#include "analysis/csv.h"
+#include "analysis/compare_runs.h"
 #include "analysis/folder_lock.h"
+#include "analysis/format_1.h"
 #include "analysis/live_rows.h"
 #include "analysis/merged_json.h"
-#include "analysis/part.h"
 #include "analysis/replaced_file.h"
 #include "analysis/results.h"
 #include "analysis/results_folder.h"
-#include "hdf5/partial_file.h"
+#include "analysis/trace_cells.h"
+#include "open_file.h"
 
 namespace kvreplay {
 namespace {
@@ -34,20 +33,8 @@ bool is_same(const fs::path& a, const fs::path& b) {
   return fs::equivalent(a, b, ignored);
 }
 
-/// Files and folders, each once, whatever it is called.
-class Known {
- public:
-  /// Whether it was not known. What cannot be asked about is new: reading it says more.
-  bool add(const fs::path& path) {
-    struct stat found{};
-    return stat(path.c_str(), &found) != 0 || known_.emplace(found.st_dev, found.st_ino).second;
-  }
-
- private:
-  std::set<std::pair<dev_t, ino_t>> known_;
-};
-
-/// A link is there at once and whole. Nothing writes into a part: it is replaced. Of a symbolic link, the file counts.
+/// A link is there at once and whole. Nothing writes into a file of cells: it is replaced. Of a symbolic link, the file
+/// counts.
 void link_or_copy(const fs::path& from, const fs::path& to) {
   std::error_code problem;
   const fs::path file = fs::canonical(from, problem);
@@ -62,155 +49,95 @@ void link_or_copy(const fs::path& from, const fs::path& to) {
   copy.finish();
 }
 
-/// Which file a name leads to. A part that is replaced is another one then.
-class FileIdentity {
- public:
-  explicit FileIdentity(const fs::path& path) { known_ = stat(path.c_str(), &file_) == 0; }
-  /// A link to it is it.
-  bool operator==(const FileIdentity& other) const {
-    const auto facts = [](const struct stat& file) {
-      return std::tuple{file.st_dev, file.st_ino, file.st_size, file.st_mtim.tv_sec, file.st_mtim.tv_nsec};
-    };
-    return known_ && other.known_ && facts(file_) == facts(other.file_);
-  }
-
- private:
-  struct stat file_{};
-  bool known_;
+/// What the files of one trace hold together.
+struct JoinedCells {
+  TraceCells whole;
+  std::map<std::string, fs::path> holders;  // by cell, the file that it was first read from
 };
 
-/// Parts while they are read, once for their numbers and once for their sets: they must stay what they were.
-class SameFiles {
- public:
-  explicit SameFiles(const std::vector<fs::path>& paths) : paths_(paths) {
-    for (const fs::path& path : paths) before_.emplace_back(path);
-  }
-  void require() const {
-    for (std::size_t i = 0; i < paths_.size(); ++i) require(i, paths_[i]);
-  }
-  /// What was made of the first, be it a link.
-  void require_of_link(const fs::path& made) const {
-    if (fs::hard_link_count(made) > 1) require(0, made);
-  }
+/// Adds the metrics of another file of cells. Throws where both have different numbers.
+void add_values(const ValuesByMetric& from, const fs::path& path, ValuesByMetric& to, const fs::path& first,
+                const TraceRecord& trace, const std::string& what) {
+  std::vector<RunDifference> differences;
+  compare_values(what, trace, to, from, 0, differences);
+  for (const auto& [where, ours, theirs] : differences)
+    if (ours && theirs)
+      throw Error{Refusal::input, path.string(), where + " differs from " + first.string(), *ours, *theirs};
+  to.insert(from.begin(), from.end());
+}
 
- private:
-  void require(std::size_t i, const fs::path& path) const {
-    if (!(before_[i] == FileIdentity(path)))
-      throw Error{Refusal::usage, paths_[i].string(), "another run has replaced it meanwhile: merge again"};
-  }
-
-  const std::vector<fs::path>& paths_;
-  std::vector<FileIdentity> before_;
-};
-
-/// What the parts of one trace hold together.
-class JoinedPart {
- public:
-  explicit JoinedPart(const fs::path& path) : first_(path), whole_(read_part(path)) {
-    for (const PartCell& cell : whole_.cells) holders_[cell.id] = path;
-  }
-
-  void add(const fs::path& path) {
-    Part part = read_part(path);
-    if (const auto other = differing_condition(whole_.trace, part.trace))
-      throw Error{Refusal::usage, path.string(), other->what + " of the same trace in " + first_.string(),
+JoinedCells join(const std::vector<fs::path>& paths) {
+  JoinedCells joined{read_trace_cells(paths.front()), {}};
+  TraceRecord& trace = joined.whole.trace;
+  std::vector<CellRecord>& cells = joined.whole.cells;
+  for (const CellRecord& cell : cells) joined.holders[cell.id] = paths.front();
+  for (const fs::path& path : std::span(paths).subspan(1)) {
+    const TraceCells more = read_trace_cells(path);
+    if (const auto other = differing_condition(trace, more.trace))
+      throw Error{Refusal::usage, path.string(), other->what + " of the same trace in " + paths.front().string(),
                   other->expected, other->found};
-    add_values(part.trace.values, whole_.trace.values, path, first_, "the trace");
-    for (PartCell& cell : part.cells) {
-      const auto known = std::ranges::find(whole_.cells, cell.id, &PartCell::id);
-      if (known == whole_.cells.end()) {
-        holders_[cell.id] = path;
-        whole_.cells.push_back(std::move(cell));
-      } else {
-        add_cell(cell, *known, path);
+    add_values(more.trace.values, path, trace.values, paths.front(), trace, "the trace");
+    for (const CellRecord& cell : more.cells) {
+      const auto [holder, is_new] = joined.holders.emplace(cell.id, path);
+      if (is_new) {
+        cells.push_back(cell);
+        continue;
+      }
+      CellRecord& known = *std::ranges::find(cells, cell.id, &CellRecord::id);
+      add_values(cell.values, path, known.values, holder->second, trace, known.label + " at " + known.budget);
+      known.has_scores = known.has_scores || cell.has_scores;
+      // A budget is called as it was when it was asked for first.
+      if (known.role != "asked" && cell.role == "asked") {
+        known.role = cell.role;
+        known.budget = cell.budget;
       }
     }
   }
+  return joined;
+}
 
-  const Part& whole() const { return whole_; }
-  /// The part that a cell was first found in.
-  const fs::path& holder(const PartCell& cell) const { return holders_.at(cell.id); }
-
- private:
-  static void refuse(const fs::path& path, const fs::path& first, const std::string& what, const std::string& expected,
-                     const std::string& found) {
-    throw Error{Refusal::input, path.string(), what + " differs from " + first.string(), expected, found};
-  }
-
-  static void add_values(const ValuesByMetric& from, ValuesByMetric& to, const fs::path& path, const fs::path& first,
-                         const std::string& what) {
-    for (const auto& [name, values] : from) {
-      const auto [known, is_new] = to.emplace(name, values);
-      if (is_new) continue;
-      const std::span<const double> ours = known->second.values(), theirs = values.values();
-      if (ours.size() != theirs.size()) refuse(path, first, name.text() + " of " + what, "as many values", "others");
-      for (std::size_t i = 0; i < ours.size(); ++i)
-        if (std::memcmp(&ours[i], &theirs[i], sizeof ours[i]) != 0)
-          refuse(path, first, name.text() + " of " + what, csv_number(ours[i]), csv_number(theirs[i]));
-    }
-  }
-
-  void add_cell(const PartCell& from, PartCell& to, const fs::path& path) {
-    const fs::path& first = holders_.at(from.id);
-    const std::string what = to.label + " at " + to.budget;
-    if (from.kept_tokens != to.kept_tokens)
-      refuse(path, first, "kept tokens of " + what, csv_number(to.kept_tokens), csv_number(from.kept_tokens));
-    add_values(from.values, to.values, path, first, what);
-    to.has_scores = to.has_scores || from.has_scores;
-    // A budget is called as it was when it was asked for first.
-    if (to.role != "asked" && from.role == "asked") {
-      to.role = from.role;
-      to.budget = from.budget;
-    }
-  }
-
-  const fs::path& first_;
-  Part whole_;
-  std::map<std::string, fs::path> holders_;  // the first, by cell
-};
+/// The version of a policy's files, and a file of cells that has it. By policy and parameters.
+using Sources = std::map<std::string, std::pair<std::string, fs::path>>;
 
 /// A policy stands for one version of the files that it comes from.
-class Sources {
- public:
-  void check(const JoinedPart& part) {
-    for (const PartCell& cell : part.whole().cells) {
-      const fs::path& path = part.holder(cell);
-      const auto [known, is_new] = known_.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
-      if (!is_new && known->second.first != cell.source)
-        throw Error{Refusal::usage, path.string(),
-                    cell.policy + " is of another version of its file than in " + known->second.second.string()};
-    }
+void check_sources(const JoinedCells& joined, Sources& sources) {
+  for (const CellRecord& cell : joined.whole.cells) {
+    const fs::path& path = joined.holders.at(cell.id);
+    const auto [known, is_new] = sources.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
+    if (known->second.first != cell.source)
+      throw Error{Refusal::usage, path.string(),
+                  cell.policy + " is of another version of its file than in " + known->second.second.string()};
   }
+}
 
- private:
-  std::map<std::string, std::pair<std::string, fs::path>> known_;
-};
-
-/// Parts on their way into a folder of results: all of them get there, once each has been checked, or none.
-class StagedParts {
+/// Files on their way into a folder of results: all of them get there, once each has been checked, or none.
+class StagedFiles {
  public:
   /// What a killed merge has left is removed.
-  explicit StagedParts(const fs::path& output) : parts_(output / "parts"), staging_(output / "parts.partial") {
+  explicit StagedFiles(const fs::path& output) : cells_(output / "cells"), staging_(output / "cells.partial") {
     std::error_code problem;
     fs::remove_all(staging_, problem);
     if (!problem) fs::create_directory(staging_, problem);
     require(problem, staging_);
   }
-  StagedParts(const StagedParts&) = delete;
-  StagedParts& operator=(const StagedParts&) = delete;
-  ~StagedParts() {
+  StagedFiles(const StagedFiles&) = delete;
+  StagedFiles& operator=(const StagedFiles&) = delete;
+  ~StagedFiles() {
     std::error_code ignored;
     fs::remove_all(staging_, ignored);
   }
 
   fs::path path_of(const std::string& trace) const { return staging_ / (trace + ".h5"); }
+  /// Where files of other formats are converted: a folder for each folder of results.
+  fs::path converted() { return staging_ / "converted" / std::to_string(converted_++); }
   void arrive() const {
+    fs::remove_all(staging_ / "converted");
     std::vector<fs::path> all;
     for (const auto& entry : fs::directory_iterator(staging_)) all.push_back(entry.path());
-    for (const fs::path& part : all) {
+    for (const fs::path& file : all) {
       std::error_code problem;
-      fs::rename(part, parts_ / part.filename(), problem);
-      require(problem, parts_ / part.filename());
+      fs::rename(file, cells_ / file.filename(), problem);
+      require(problem, cells_ / file.filename());
     }
   }
 
@@ -221,14 +148,15 @@ class StagedParts {
                   "cannot be made", "room for results", problem.message()};
   }
 
-  fs::path parts_, staging_;
+  fs::path cells_, staging_;
+  int converted_ = 0;
 };
 
 /// Folders that were not there before, removed again while they are empty.
 class MadeFolders {
  public:
   explicit MadeFolders(const fs::path& output) {
-    for (const fs::path& folder : {output / "parts", output})
+    for (const fs::path& folder : {output / "cells", output})
       if (std::error_code ignored; !fs::exists(folder, ignored)) made_.push_back(folder);
   }
   MadeFolders(const MadeFolders&) = delete;
@@ -242,37 +170,38 @@ class MadeFolders {
   std::vector<fs::path> made_;
 };
 
-/// The parts of one trace, each file once, become the part `target`, unless the only one is `there` already.
-void take(const std::vector<fs::path>& parts, const fs::path& there, const fs::path& target, Sources& sources,
+/// The files of one trace, each file once, become the file `target`, unless the only one is `there` already.
+void take(const std::vector<fs::path>& paths, const fs::path& there, const fs::path& target, Sources& sources,
           MergedRun& run, Results& results) {
-  const SameFiles files(parts);
-  JoinedPart joined(parts.front());
-  const PartTrace& trace = joined.whole().trace;
+  // A run may replace a file between the reading of its numbers and that of its sets.
+  std::vector<std::optional<FileIdentity>> before;
+  for (const fs::path& path : paths) before.push_back(identity_at(path));
+  const JoinedCells joined = join(paths);
+  const TraceRecord& trace = joined.whole.trace;
   if (trace.name != target.stem().string())
-    throw Error{Refusal::input, parts.front().string(), "trace name", target.stem().string(), trace.name};
+    throw Error{Refusal::input, paths.front().string(), "trace name", target.stem().string(), trace.name};
   if (trace.numerics != numerics)
-    throw Error{Refusal::usage, parts.front().string(), "numbers of another version of kvreplay",
+    throw Error{Refusal::usage, paths.front().string(), "numbers of another version of kvreplay",
                 std::to_string(numerics), std::to_string(trace.numerics)};
-  for (std::size_t i = 1; i < parts.size(); ++i) joined.add(parts[i]);
-  sources.check(joined);
-  files.require();
-  if (parts.size() > 1) write_joined_part(target, joined.whole(), parts);
-  results.add(joined.whole(), parts.size() > 1 ? target : parts.front());
-  if (parts.size() == 1 && parts.front() != there) {
-    link_or_copy(parts.front(), target);
-    files.require_of_link(target);
-  }
-  files.require();
-  run.add(joined.whole());
+  check_sources(joined, sources);
+  if (paths.size() > 1)
+    write_joined_cells(target, joined.whole, paths);
+  else if (paths.front() != there)
+    link_or_copy(paths.front(), target);
+  for (std::size_t i = 0; i < paths.size(); ++i)
+    if (before[i] != identity_at(paths[i]))
+      throw Error{Refusal::usage, paths[i].string(), "another run has replaced it meanwhile: merge again"};
+  results.add(joined.whole);
+  run.add(joined.whole);
 }
 
 }  // namespace
 
 std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const fs::path& output) {
   std::vector<fs::path> folders;
-  Known known;
+  std::set<std::optional<FileIdentity>> known;
   const auto add = [&](const fs::path& folder) {
-    if (known.add(folder)) folders.push_back(folder);
+    if (known.insert(identity_at(folder)).second) folders.push_back(folder);
   };
   for (const fs::path& path : given) {
     if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder"};
@@ -303,34 +232,34 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   make_results_folder(output);
   lock.emplace(output);
 
+  StagedFiles staged(output);
   MergedRun run;
-  std::map<std::string, std::vector<fs::path>> parts;  // by trace; what is in `output` comes first
-  std::map<std::string, Known> known;
-  const auto find_parts = [&](const fs::path& folder) {
-    for (const fs::path& path : parts_of(folder))
-      if (const std::string trace = path.stem().string(); known[trace].add(path)) parts[trace].push_back(path);
-  };
   LiveRows live;
+  std::map<std::string, std::vector<fs::path>> files;  // by trace; what is in `output` comes first
+  std::set<std::optional<FileIdentity>> known;
+  const auto add = [&](const fs::path& folder) {
+    for (const fs::path& path :
+         is_format_1(folder) ? convert_format_1(folder, staged.converted()) : cell_files_of(folder))
+      if (known.insert(identity_at(path)).second) files[path.stem().string()].push_back(path);
+    live.add(folder);
+  };
   if (fs::exists(output / "run.json")) run.add(output);
-  find_parts(output);
-  live.add(output);
+  add(output);
   for (const fs::path& folder : folders) {
     // Not held longer: thousands of folders are more than a process may have open.
     const FolderLock reading = FolderLock::for_reading(folder);
     run.add(folder);
-    find_parts(folder);
-    live.add(folder);
+    add(folder);
   }
-  if (parts.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
+  if (files.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
-  const StagedParts staged(output);
   Results results(output, run.detail());
   Sources sources;
   double done = 0;
-  for (const auto& [trace, of_trace] : parts) {
+  for (const auto& [trace, of_trace] : files) {
     if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
-    heard(done++ / static_cast<double>(parts.size()), trace);
-    take(of_trace, output / "parts" / (trace + ".h5"), staged.path_of(trace), sources, run, results);
+    heard(done++ / static_cast<double>(files.size()), trace);
+    take(of_trace, output / "cells" / (trace + ".h5"), staged.path_of(trace), sources, run, results);
   }
   results.complete();
   ReplacedFile about(output / "run.json");
@@ -341,7 +270,7 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   about.finish();
   live.write(output);
   made.keep();
-  return {folders.size(), parts.size(), run.cells(), run.failed_cells(), run.warnings()};
+  return {folders.size(), files.size(), run.cells(), run.failed_cells(), run.warnings()};
 }
 
 }  // namespace kvreplay

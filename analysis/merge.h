@@ -23,11 +23,11 @@ struct MergeSummary {
 std::vector<std::filesystem::path> results_folders(const std::vector<std::filesystem::path>& given,
                                                    const std::filesystem::path& output);
 
-/// Parts become parts of `output`, which may hold some already; cells of one trace are joined by their ids. Its files
-/// are assembled on the way, with the coarsest detail of all. A part is linked, or copied where it cannot be. Live
-/// numbers are joined row by row.
-/// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a
-/// folder that another run writes into; Error{input} for a part that is damaged and for a cell of which two folders
+/// Files become files of `output`, which may hold some already; cells of one trace are joined by their ids. The tables
+/// are assembled on the way, with the coarsest detail of all. A file of cells that alone has its trace is linked, or
+/// copied where it cannot be; results of format 1 are converted. Live numbers are joined row by row.
+/// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a folder
+/// that another run writes into; Error{input} for a file of cells that is damaged and for a cell of which two folders
 /// have different numbers; Error{resources} for a full disk; Error{interrupted}. `output` is then as it was, unless it
 /// was a rename of complete files that failed.
 MergeSummary merge(const std::filesystem::path& output, const std::vector<std::filesystem::path>& folders,

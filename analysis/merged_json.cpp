@@ -40,17 +40,7 @@ Json shard_json(const std::string& folder, const Json& run) {
   return shard;
 }
 
-/// A policy whose folder does not say it.
-bool has_own_memory(const std::string& policy, const std::string& params, int layers) {
-  try {
-    const ConfiguredPolicy configured = ConfiguredPolicy::parse(params.empty() ? policy : policy + ":" + params);
-    return !std::ranges::all_of(configured.plans(layers), has_budget, &LayerPlan::plan);
-  } catch (const Error&) {
-    return false;  // another program's: a plug-in, or in Python
-  }
-}
-
-Json input_of(const PartTrace& trace) {
+Json input_of(const TraceRecord& trace) {
   TraceSummary summary{.name = trace.name, .hash = trace.hash, .model = trace.model, .synthetic = trace.synthetic};
   summary.prompt = trace.boundary;
   summary.continuation = trace.tokens - trace.boundary;
@@ -199,7 +189,7 @@ void MergedRun::join_cells(const Json& cells) {
   for (const Json& cell : cells) {
     const auto text = [&cell](const char* key) { return cell.value(key, std::string()); };
     const std::string policy = text("policy"), params = text("params");
-    of_policies_.emplace(std::pair(policy, params), Policy{of_policies_.size(), cell.value("own_memory", false)});
+    ranks_.emplace(std::pair(policy, params), ranks_.size());
     if (text("state") != "failed") continue;
     cells_.push_back({.trace = word(text("trace")),
                       .policy = word(policy),
@@ -207,25 +197,24 @@ void MergedRun::join_cells(const Json& cells) {
                       .budget = word(text("budget")),
                       .id = text("cell"),
                       .budget_tokens = cell.value("budget_tokens", 0),
+                      .own_memory = cell.value("own_memory", false),
                       .asked = text("role") == "asked",
                       .error = text("error")});
   }
 }
 
-void MergedRun::add(const Part& part) {
-  Json& input = inputs_[part.trace.name];
-  if (input.is_null() || input.contains("error")) input = input_of(part.trace);
-  for (const PartCell& cell : part.cells) {
-    const std::pair policy(cell.policy, cell.params);
-    if (!of_policies_.contains(policy))
-      of_policies_[policy] = {of_policies_.size(),
-                              has_own_memory(cell.policy, cell.params, static_cast<int>(part.trace.treated.size()))};
-    cells_.push_back({.trace = word(part.trace.name),
+void MergedRun::add(const TraceCells& all) {
+  Json& input = inputs_[all.trace.name];
+  if (input.is_null() || input.contains("error")) input = input_of(all.trace);
+  for (const CellRecord& cell : all.cells) {
+    ranks_.emplace(std::pair(cell.policy, cell.params), ranks_.size());
+    cells_.push_back({.trace = word(all.trace.name),
                       .policy = word(cell.policy),
                       .params = word(cell.params),
                       .budget = word(cell.budget),
                       .id = cell.id,
                       .budget_tokens = cell.budget_tokens,
+                      .own_memory = cell.own_memory,
                       .asked = cell.role == "asked"});
   }
 }
@@ -237,7 +226,7 @@ void MergedRun::sort_cells() {
   const auto place = [&](const Cell& cell) {
     const auto budget = rank_of_budget.find(*cell.budget);
     return std::tuple(std::string_view(*cell.trace), budget == rank_of_budget.end() ? budgets.size() : budget->second,
-                      std::string_view(*cell.budget), !cell.asked, of_policies_.at({*cell.policy, *cell.params}).rank,
+                      std::string_view(*cell.budget), !cell.asked, ranks_.at({*cell.policy, *cell.params}),
                       std::string_view(cell.id), !cell.error.empty());
   };
   std::ranges::sort(cells_, {}, place);
@@ -273,7 +262,7 @@ CellSummary MergedRun::summary_of(const Cell& cell) const {
                       .params = *cell.params,
                       .budget = *cell.budget,
                       .budget_tokens = cell.budget_tokens};
-  summary.own_memory = of_policies_.at({*cell.policy, *cell.params}).own_memory;
+  summary.own_memory = cell.own_memory;
   summary.state = cell.error.empty() ? CellState::done : CellState::failed;
   summary.error = cell.error;
   return summary;

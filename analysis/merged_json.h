@@ -10,20 +10,20 @@
 #include <utility>
 #include <vector>
 
-#include "analysis/part.h"
 #include "analysis/run.h"
+#include "analysis/trace_cells.h"
 
 namespace kvreplay {
 
-/// What the run.json of each folder says, and the cells of the parts, however many: of a cell some words are kept.
-/// Folders are added first, then parts.
+/// What the run.json of each folder says, and the cells of the files, however many: of a cell some words are kept.
+/// Folders are added first, then files.
 class MergedRun {
  public:
   /// A folder without run.json is that of an interrupted run; a merged folder brings those that it was merged from.
   /// Throws Error{input} for a run.json that cannot be read.
   void add(const std::filesystem::path& folder);
   /// A trace as the merged folder has it.
-  void add(const Part& part);
+  void add(const TraceCells& all);
 
   /// The coarsest of the folders': what all of them can show.
   Detail detail() const { return detail_.value_or(Detail::layer); }
@@ -46,14 +46,9 @@ class MergedRun {
     const std::string *trace, *policy, *params, *budget;
     std::string id;
     int budget_tokens = 0;
+    bool own_memory = false;
     bool asked = false;
     std::string error = {};
-  };
-
-  /// What folders say of a policy with its parameters.
-  struct Policy {
-    std::size_t rank = 0;  // in the order of the folders and their cells
-    bool own_memory = false;
   };
 
   void join(const Json& run, const std::string& folder);
@@ -74,8 +69,8 @@ class MergedRun {
   std::vector<std::string> told_warnings_, troubles_;                        // of the runs, and of merging them
   std::map<std::string, std::vector<std::pair<std::string, Texts>>> texts_;  // by entry, and by key in it
   std::optional<Detail> detail_;
-  std::map<std::string, Json> inputs_;                                 // by trace
-  std::map<std::pair<std::string, std::string>, Policy> of_policies_;  // by policy and parameters
+  std::map<std::string, Json> inputs_;                                // by trace
+  std::map<std::pair<std::string, std::string>, std::size_t> ranks_;  // of policy and parameters, as folders list them
   std::set<std::string> words_;
   std::vector<Cell> cells_;
 };

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "hdf5/partial_file.h"
+#include "open_file.h"
 
 namespace kvreplay {
 namespace {
@@ -65,6 +65,10 @@ void replace_file(const std::filesystem::path& path, std::string_view content) {
   ReplacedFile file(path);
   file.write(content);
   file.finish();
+}
+
+void replace_file(const std::filesystem::path& path, std::span<const std::byte> content) {
+  replace_file(path, std::string_view(reinterpret_cast<const char*>(content.data()), content.size()));
 }
 
 }  // namespace kvreplay

@@ -1,8 +1,10 @@
 // Files that are there whole or not at all: NAME.partial is written, brought to the disk and renamed.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
+#include <span>
 #include <string_view>
 
 #include "error.h"
@@ -36,5 +38,6 @@ class ReplacedFile {
 };
 
 void replace_file(const std::filesystem::path& path, std::string_view content);
+void replace_file(const std::filesystem::path& path, std::span<const std::byte> content);
 
 }  // namespace kvreplay

@@ -29,17 +29,17 @@ std::string place_text(int number) { return number < 0 ? "all" : std::to_string(
 class Owner {
  public:
   /// `cell` is null for the trace itself.
-  Owner(const PartTrace& trace, const PartCell* cell) : trace_(trace) {
+  Owner(const TraceRecord& trace, const CellRecord* cell) : trace_(trace) {
     const auto of_cell = [cell](auto member) { return cell != nullptr ? cell->*member : std::string(); };
     before_ = csv_fields({trace.name, trace.hash, trace.model, cell != nullptr ? cell->role : "trace",
-                          of_cell(&PartCell::policy), of_cell(&PartCell::params), of_cell(&PartCell::heads),
-                          of_cell(&PartCell::agg), of_cell(&PartCell::budget),
+                          of_cell(&CellRecord::policy), of_cell(&CellRecord::params), of_cell(&CellRecord::heads),
+                          of_cell(&CellRecord::agg), of_cell(&CellRecord::budget),
                           cell != nullptr ? std::to_string(cell->budget_tokens) : "",
                           cell != nullptr ? csv_number(cell->kept_tokens) : "", std::to_string(trace.boundary),
                           trace.eval, std::to_string(trace.n_queries)}) +
               ',';
     after_ = ',' + csv_line({"true", trace.synthetic ? "true" : "false", trace.backend,
-                             cell != nullptr ? std::to_string(cell->seed) : "", of_cell(&PartCell::id)});
+                             cell != nullptr ? std::to_string(cell->seed) : "", of_cell(&CellRecord::id)});
   }
 
   void write(ReplacedFile& file, const ValuesByMetric& all, Detail detail) const {
@@ -80,26 +80,26 @@ class Owner {
     file.write(lines);
   }
 
-  const PartTrace& trace_;
+  const TraceRecord& trace_;
   std::string before_, after_;
 };
 
-std::string seconds_line(const PartTrace& trace, const PartCell* cell, std::size_t layer, const MetricName& name,
+std::string seconds_line(const TraceRecord& trace, const CellRecord* cell, std::size_t layer, const MetricName& name,
                          double value) {
   const auto of_cell = [cell](auto member) { return cell != nullptr ? cell->*member : std::string(); };
-  return csv_line({trace.name, of_cell(&PartCell::policy), of_cell(&PartCell::params), of_cell(&PartCell::budget),
+  return csv_line({trace.name, of_cell(&CellRecord::policy), of_cell(&CellRecord::params), of_cell(&CellRecord::budget),
                    std::to_string(trace.layer_index[static_cast<std::size_t>(trace.treated[layer])]), name.metric,
-                   name.variant, csv_number(value), "s", of_cell(&PartCell::id)});
+                   name.variant, csv_number(value), "s", of_cell(&CellRecord::id)});
 }
 
-void write_seconds(ReplacedFile& file, const PartTrace& trace, const std::vector<const PartCell*>& cells) {
+void write_seconds(ReplacedFile& file, const TraceRecord& trace, const std::vector<const CellRecord*>& cells) {
   std::vector<std::pair<MetricName, OfSeconds>> kinds;
   for (const std::string& metric : metrics().names())
     for (const MetricVariant& variant : metrics().get(metric).variants)
       if (const auto* of = std::get_if<OfSeconds>(&variant.measure)) kinds.push_back({{metric, variant.name}, *of});
   for (std::size_t l = 0; l < trace.observable_seconds.size(); ++l)
     file.write(seconds_line(trace, nullptr, l, {"observable_seconds", ""}, trace.observable_seconds[l]));
-  for (const PartCell* cell : cells)
+  for (const CellRecord* cell : cells)
     for (std::size_t l = 0; l < cell->seconds.size(); ++l)
       for (const auto& [name, of] : kinds) file.write(seconds_line(trace, cell, l, name, of.measure(cell->seconds[l])));
 }
@@ -121,42 +121,36 @@ const char* word(Detail detail) {
 std::span<const std::string> result_columns() { return columns; }
 
 Results::Results(const std::filesystem::path& output, Detail detail)
-    : detail_(detail),
-      rows_(output / "results.csv"),
-      seconds_(output / "seconds.csv"),
-      selections_(output / "selections.h5") {
+    : detail_(detail), rows_(output / "results.csv"), seconds_(output / "seconds.csv") {
   rows_.write(csv_line({std::begin(columns), std::end(columns)}));
   seconds_.write("trace,policy,params,budget,layer,metric,variant,value,unit,cell\n");
 }
 
-void Results::add(const Part& part, const std::filesystem::path& path) {
-  std::vector<const PartCell*> cells;
-  for (const PartCell& cell : part.cells) cells.push_back(&cell);
-  std::ranges::sort(cells, {}, [](const PartCell* cell) {
+void Results::add(const TraceCells& all) {
+  std::vector<const CellRecord*> cells;
+  for (const CellRecord& cell : all.cells) cells.push_back(&cell);
+  std::ranges::sort(cells, {}, [](const CellRecord* cell) {
     return std::tie(cell->policy, cell->params, cell->budget_tokens, cell->budget, cell->id);
   });
-  Owner(part.trace, nullptr).write(rows_, part.trace.values, detail_);
-  for (const PartCell* cell : cells) Owner(part.trace, cell).write(rows_, cell->values, detail_);
-  write_seconds(seconds_, part.trace, cells);
-  selections_.add(path);
+  Owner(all.trace, nullptr).write(rows_, all.trace.values, detail_);
+  for (const CellRecord* cell : cells) Owner(all.trace, cell).write(rows_, cell->values, detail_);
+  write_seconds(seconds_, all.trace, cells);
 }
 
 void Results::complete() {
   rows_.complete();
   seconds_.complete();
-  selections_.complete();
 }
 
 void Results::finish() {
   rows_.finish();
   seconds_.finish();
-  selections_.finish();
 }
 
 void assemble(const std::filesystem::path& output, Detail detail) {
-  const std::vector<std::filesystem::path> parts = parts_of(output);
+  const std::vector<std::filesystem::path> files = cell_files_of(output);
   Results results(output, detail);
-  for (const std::filesystem::path& part : parts) results.add(read_part(part), part);
+  for (const std::filesystem::path& file : files) results.add(read_trace_cells(file));
   results.complete();
   results.finish();
 }

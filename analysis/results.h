@@ -1,5 +1,5 @@
-// The files of a run, assembled from its parts: results.csv, seconds.csv, selections.h5. No time and no date is in
-// results.csv or selections.h5: equal runs have equal files.
+// The tables of a run, views of its cells/: results.csv and seconds.csv. No time and no date is in results.csv: equal
+// runs have equal ones.
 #pragma once
 
 #include <filesystem>
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "analysis/part.h"
 #include "analysis/replaced_file.h"
+#include "analysis/trace_cells.h"
 
 namespace kvreplay {
 
@@ -29,8 +29,7 @@ std::span<const std::string> result_columns();
 class Results {
  public:
   Results(const std::filesystem::path& output, Detail detail);
-  /// What `part` holds lies at `path`.
-  void add(const Part& part, const std::filesystem::path& path);
+  void add(const TraceCells& all);
   /// All of it is on the disk; nothing is added any more.
   void complete();
   /// The complete files replace those that were there.
@@ -39,10 +38,9 @@ class Results {
  private:
   Detail detail_;
   ReplacedFile rows_, seconds_;
-  SelectionsFile selections_;
 };
 
-/// From output/parts/*.h5.
+/// From output/cells/*.h5.
 void assemble(const std::filesystem::path& output, Detail detail);
 
 }  // namespace kvreplay

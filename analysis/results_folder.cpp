@@ -4,8 +4,9 @@
 #include <string>
 #include <system_error>
 
+#include "analysis/format_1.h"
 #include "error.h"
-#include "hdf5/partial_file.h"
+#include "open_file.h"
 
 namespace kvreplay {
 
@@ -13,11 +14,12 @@ namespace fs = std::filesystem;
 
 bool is_results_folder(const fs::path& folder) {
   std::error_code ignored;
-  return fs::exists(folder / "parts", ignored) || fs::exists(folder / "run.json", ignored);
+  return fs::exists(folder / "cells", ignored) || fs::exists(folder / "run.json", ignored) || is_format_1(folder);
 }
 
 void check_results_folder(const fs::path& folder) {
   if (folder.empty()) throw Error{Refusal::usage, "output", "no folder for results"};
+  refuse_format_1(folder);
   std::error_code ignored;
   if (!fs::exists(folder, ignored)) return;
   if (!fs::is_directory(folder, ignored))
@@ -30,19 +32,20 @@ void check_results_folder(const fs::path& folder) {
 
 void make_results_folder(const fs::path& folder) {
   std::error_code problem;
-  fs::create_directories(folder / "parts", problem);
+  fs::create_directories(folder / "cells", problem);
   if (problem)
     throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, folder.string(),
                 "cannot be made", "a folder for results", problem.message()};
 }
 
-std::vector<fs::path> parts_of(const fs::path& folder) {
-  std::vector<fs::path> parts;
-  if (!fs::is_directory(folder / "parts")) return parts;
-  for (const auto& entry : fs::directory_iterator(folder / "parts"))
-    if (entry.path().extension() == ".h5") parts.push_back(entry.path());
-  std::ranges::sort(parts, {}, [](const fs::path& part) { return part.stem().string(); });
-  return parts;
+std::vector<fs::path> cell_files_of(const fs::path& folder) {
+  refuse_format_1(folder);
+  std::vector<fs::path> files;
+  if (!fs::is_directory(folder / "cells")) return files;
+  for (const auto& entry : fs::directory_iterator(folder / "cells"))
+    if (entry.path().extension() == ".h5") files.push_back(entry.path());
+  std::ranges::sort(files, {}, [](const fs::path& file) { return file.stem().string(); });
+  return files;
 }
 
 }  // namespace kvreplay

@@ -13,10 +13,10 @@
 
 #include "analysis/folder_lock.h"
 #include "analysis/measurement.h"
-#include "analysis/part.h"
 #include "analysis/replaced_file.h"
 #include "analysis/results_folder.h"
 #include "analysis/run_json.h"
+#include "analysis/trace_cells.h"
 #include "hash.h"
 #include "nearest.h"
 #include "parallel.h"
@@ -32,11 +32,11 @@ namespace fs = std::filesystem;
 
 /// What is to be done for one cell, and what an earlier run has left of it.
 struct CellWork {
-  PartCell facts = {};  // id to budget; after the run: all of it
+  CellRecord facts = {};  // id to budget; after the run: all of it
   ConfiguredPolicy policy;
   std::vector<MetricName> wanted;
   std::vector<MetricName> missing = {};
-  bool found = false;  // in the part, and not to be made anew
+  bool found = false;  // in the file, and not to be made anew
   bool lacks_scores = false;
   std::string error = {};
   bool computed = false;
@@ -48,24 +48,26 @@ struct CellWork {
 
 struct TraceWork {
   TraceSummary summary;
-  FileIdentity file;  // that was hashed
+  std::shared_ptr<const Trace> trace;  // null: it is not open any more, or cannot be opened
+  FileIdentity file;                   // that was hashed
   Conditions conditions;
   std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
-  PartTrace facts;
-  std::optional<Part> part;  // from an earlier run; its cells' numbers only while this trace is worked on
+  TraceRecord facts;
+  std::optional<FileIdentity> stored_file;  // of cells_path() when this was planned
+  std::optional<TraceCells> stored;  // from an earlier run; its cells' numbers only while this trace is worked on
   WantedOfTrace of_trace;
   std::vector<CellWork> cells;
   std::vector<std::string> warnings;
 
-  const PartCell* earlier(const std::string& id) const { return part ? part->find(id) : nullptr; }
-  fs::path part_path(const fs::path& output) const { return output / "parts" / (summary.name + ".h5"); }
+  const CellRecord* earlier(const std::string& id) const { return stored ? stored->find(id) : nullptr; }
+  fs::path cells_path(const fs::path& output) const { return output / "cells" / (summary.name + ".h5"); }
 };
 
 std::string numbers(const std::vector<int>& all) { return fmt::format("{}", fmt::join(all, ",")); }
 
-double share_of_seen(const PartCell& cell) { return Budget::parse(cell.budget).of_seen(); }
+double share_of_seen(const CellRecord& cell) { return Budget::parse(cell.budget).of_seen(); }
 
-std::string cell_id(const PartTrace& trace, const PartCell& cell) {
+std::string cell_id(const TraceRecord& trace, const CellRecord& cell) {
   Hash hash;
   hash.update(
       fmt::format("kvreplay cell\nnumerics={}\ntrace={}\npolicy={}\nparams={}\nbudget={}\nboundary={}\neval={}\n"
@@ -78,12 +80,12 @@ std::string cell_id(const PartTrace& trace, const PartCell& cell) {
 }
 
 /// The same policy with the same values, of another version of the files that it comes from.
-bool of_another_version(const PartCell& cell, const PartCell& other) {
+bool of_another_version(const CellRecord& cell, const CellRecord& other) {
   return cell.policy == other.policy && cell.params == other.params && cell.source != other.source;
 }
 
 /// An edited policy's numbers take the place of those that its file gave before.
-bool takes_place_of(const PartCell& now, const PartCell& earlier) {
+bool takes_place_of(const CellRecord& now, const CellRecord& earlier) {
   return of_another_version(now, earlier) && now.budget_tokens == earlier.budget_tokens && now.seed == earlier.seed &&
          share_of_seen(now) == share_of_seen(earlier);
 }
@@ -105,8 +107,9 @@ void check_request(const RunRequest& request) {
   check_results_folder(request.output);
 }
 
-/// A part that an earlier run has left belongs to the same trace under the same conditions, or it is in the way.
-void check_part(const fs::path& path, const PartTrace& found, const PartTrace& expected) {
+/// A file of cells that an earlier run has left belongs to the same trace under the same conditions, or it is in the
+/// way.
+void check_earlier(const fs::path& path, const TraceRecord& found, const TraceRecord& expected) {
   if (const auto other = differing_condition(expected, found))
     throw Error{Refusal::usage, path.string(),
                 other->what + " of the earlier results (another folder keeps both, --force replaces them)",
@@ -114,19 +117,19 @@ void check_part(const fs::path& path, const PartTrace& found, const PartTrace& e
 }
 
 /// What an earlier run has left of the trace; with `force`, nothing where it would be in the way.
-std::optional<Part> earlier_part(const fs::path& path, const PartTrace& expected, bool force) {
+std::optional<TraceCells> earlier_cells(const fs::path& path, const TraceRecord& expected, bool force) {
   if (!fs::exists(path)) return std::nullopt;
   try {
-    Part part = read_part(path);
-    check_part(path, part.trace, expected);
-    return part;
+    TraceCells stored = read_trace_cells(path);
+    check_earlier(path, stored.trace, expected);
+    return stored;
   } catch (const Error&) {
     if (!force) throw;
     return std::nullopt;
   }
 }
 
-/// A trace names its part and its group in results.
+/// A trace names its file and its group in results.
 void check_name(const Trace& trace) {
   const std::string& name = trace.name();
   const bool printable = std::ranges::none_of(name, [](unsigned char c) { return c == '/' || c < ' ' || c == 127; });
@@ -141,9 +144,9 @@ void check_name(const Trace& trace) {
                 fmt::format("{} bytes", name.size())};
 }
 
-PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditions& conditions) {
+TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Conditions& conditions) {
   const TraceHeader& header = trace.header();
-  PartTrace facts;
+  TraceRecord facts;
   facts.name = trace.name();
   facts.hash = trace.hash();
   facts.model = header.model;
@@ -165,7 +168,7 @@ PartTrace facts_of(const Trace& trace, const RunRequest& request, const Conditio
   return facts;
 }
 
-void fill_summary(TraceSummary& summary, const PartTrace& facts) {
+void fill_summary(TraceSummary& summary, const TraceRecord& facts) {
   summary.name = facts.name;
   summary.hash = facts.hash;
   summary.model = facts.model;
@@ -222,7 +225,7 @@ struct Granularity {
   int rows = 1;
 };
 
-Granularity finest(std::span<const LayerPlan> plans, const PartTrace& trace) {
+Granularity finest(std::span<const LayerPlan> plans, const TraceRecord& trace) {
   Granularity found;
   for (const LayerPlan& of_range : plans) {
     const Heads heads = of_range.plan.grouping.heads;
@@ -269,7 +272,7 @@ struct Candidate {
   }
 
   ConfiguredPolicy policy;
-  PartCell facts = {};
+  CellRecord facts = {};
 };
 
 struct Candidates {
@@ -280,9 +283,10 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
               const Budget& budget, const std::vector<MetricName>& wanted) {
   const ConfiguredPolicy& policy = candidate.policy;
   CellWork cell{.facts = candidate.facts, .policy = policy, .wanted = wanted};
-  PartCell& facts = cell.facts;
+  CellRecord& facts = cell.facts;
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
   facts.heads = word(finest(plans, work.facts).heads);
+  facts.own_memory = !std::ranges::all_of(plans, has_budget, &LayerPlan::plan);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
     return of_range.plan.allocate->keeps_everything() && of_range.plan.store->changes_tokens();
   });
@@ -298,7 +302,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
                                           facts.label));
     return;
   }
-  if (const PartCell* found = work.earlier(facts.id); found != nullptr && !request.force) {
+  if (const CellRecord* found = work.earlier(facts.id); found != nullptr && !request.force) {
     cell.found = true;
     cell.missing = without(wanted, found->values);
     cell.lacks_scores = request.save_scores && !found->has_scores && saves_scores(plans) &&
@@ -359,9 +363,9 @@ void check_cells(TraceWork& work, const Trace& trace) {
 /// At budgets that are not asked for now, numbers of an edited policy's earlier version stay: nobody should take them
 /// for its own.
 void warn_of_versions(TraceWork& work) {
-  if (!work.part) return;
-  for (const PartCell& found : work.part->cells) {
-    const auto some_cell = [&](bool (*is)(const PartCell&, const PartCell&)) {
+  if (!work.stored) return;
+  for (const CellRecord& found : work.stored->cells) {
+    const auto some_cell = [&](bool (*is)(const CellRecord&, const CellRecord&)) {
       return std::ranges::any_of(work.cells, [&](const CellWork& cell) { return is(cell.facts, found); });
     };
     if (some_cell(of_another_version) && !some_cell(takes_place_of))
@@ -370,16 +374,18 @@ void warn_of_versions(TraceWork& work) {
   }
 }
 
-/// The trace in memory, or the file, of which no more than the request's limit is mapped.
+/// A process may not have any number of files open.
+constexpr std::size_t most_open = 256;
+
+/// The trace in memory, or the file.
 std::shared_ptr<const Trace> open(const RunRequest& request, const fs::path& path) {
   if (const auto found = request.in_memory.find(path); found != request.in_memory.end()) return found->second;
-  const auto trace = std::make_shared<Trace>(Trace::open(path));
-  trace->limit_mapped(request.mapped_limit);
-  return trace;
+  return std::make_shared<const Trace>(Trace::open(path));
 }
 
-/// The trace that was read when the run began, or a file of the same hash in its place.
-std::shared_ptr<const Trace> open_again(const RunRequest& request, const TraceWork& work) {
+/// The trace that was opened when the run was planned, or a file of the same hash in its place.
+std::shared_ptr<const Trace> opened(const RunRequest& request, const TraceWork& work) {
+  if (work.trace) return work.trace;
   std::shared_ptr<const Trace> trace = open(request, work.summary.path);
   if (trace->identity() != work.file && trace->hash() != work.summary.hash)
     throw Error{Refusal::input, work.summary.path.string(), "changed since the run began", work.summary.hash,
@@ -387,16 +393,12 @@ std::shared_ptr<const Trace> open_again(const RunRequest& request, const TraceWo
   return trace;
 }
 
-/// What is done with a trace that can be replayed while it is open.
-using WhileOpen = std::function<void(const Trace&, TraceWork&)>;
-
-TraceWork prepare(const RunRequest& request, const Candidates& candidates, const fs::path& path,
-                  const WhileOpen& while_open) {
+TraceWork prepare(const RunRequest& request, const Candidates& candidates, const fs::path& path) {
   TraceWork work;
   work.summary.path = path;
   work.summary.name = trace_name(path);
-  const std::shared_ptr<const Trace> opened = open(request, path);
-  const Trace& trace = *opened;
+  work.trace = open(request, path);
+  const Trace& trace = *work.trace;
   work.file = trace.identity();
   check_name(trace);
   work.conditions.boundary = boundary(trace, request.boundary);
@@ -408,8 +410,9 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   work.summary.prompt_hash =
       hash_of(std::as_bytes(std::span(header.ids).first(static_cast<std::size_t>(header.prefill))));
 
-  work.part = earlier_part(work.part_path(request.output), work.facts, request.force);
-  if (work.part) work.facts = work.part->trace;
+  work.stored_file = identity_at(work.cells_path(request.output));
+  work.stored = earlier_cells(work.cells_path(request.output), work.facts, request.force);
+  if (work.stored) work.facts = work.stored->trace;
   const auto lacks = [&](bool there) { return request.force || !there; };
   const std::vector<MetricName> wanted =
       metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
@@ -442,9 +445,8 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   }
   check_cells(work, trace);
   warn_of_versions(work);
-  if (while_open) while_open(trace, work);
-  if (work.part)
-    for (PartCell& cell : work.part->cells) {
+  if (work.stored)
+    for (CellRecord& cell : work.stored->cells) {
       cell.values.clear();
       cell.seconds.clear();
     }
@@ -473,7 +475,7 @@ void check_spans(const RunRequest& request, const std::vector<TraceWork>& works)
   }
 }
 
-std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while_open = {}) {
+std::vector<TraceWork> prepare(const RunRequest& request) {
   check_request(request);
   const Candidates all = candidates(request);
   std::vector<TraceWork> works;
@@ -481,7 +483,8 @@ std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while
   bool served = false;
   for (const fs::path& path : request.traces) {
     try {
-      works.push_back(prepare(request, all, path, while_open));
+      works.push_back(prepare(request, all, path));
+      if (works.size() > most_open) works.back().trace = nullptr;
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;
@@ -500,7 +503,7 @@ std::vector<TraceWork> prepare(const RunRequest& request, const WhileOpen& while
     for (const TraceWork& work : works)
       for (const CellWork& cell : work.cells)
         if (!cell.error.empty())
-          check_policy(*open_again(request, work), work.conditions, cell.policy, cell.facts.budget_tokens,
+          check_policy(*opened(request, work), work.conditions, cell.policy, cell.facts.budget_tokens,
                        share_of_seen(cell.facts));
   }
   check_hashes(works);
@@ -519,20 +522,20 @@ Batch batch(TraceWork& work, const RunRequest& request) {
   Batch result;
   for (CellWork& cell : work.cells) {
     if (!cell.to_compute()) continue;
-    const PartCell* earlier = work.earlier(cell.facts.id);
+    const CellRecord* earlier = work.earlier(cell.facts.id);
     const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
     const bool scores = request.save_scores || (earlier != nullptr && earlier->has_scores);
-    Wanted wanted{cell.missing, cell.facts.budget_tokens, scores && saves_scores(plans),
-                  finest(plans, work.facts).rows};
-    if (!std::ranges::all_of(plans, has_budget, &LayerPlan::plan)) wanted.budget = 0;
+    const Wanted wanted{cell.missing, cell.facts.own_memory ? 0 : cell.facts.budget_tokens,
+                        scores && saves_scores(plans), finest(plans, work.facts).rows};
     Cell made{.policy = cell.policy,
               .budget = cell.facts.budget_tokens,
               .of_seen = share_of_seen(cell.facts),
               .measure = wanted.moments(),
               .checked_at = std::stoull(cell.facts.id, nullptr, 16)};
-    if (cell.uses_known_sets()) made.known = read_selections(work.part_path(request.output), cell.facts.id, work.facts);
+    if (cell.uses_known_sets())
+      made.known = read_selections(work.cells_path(request.output), cell.facts.id, work.facts);
     result.cells.push_back(std::move(made));
-    result.wanted.push_back(std::move(wanted));
+    result.wanted.push_back(wanted);
     result.of.push_back(&cell);
   }
   return result;
@@ -568,15 +571,15 @@ void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& 
 }
 
 /// An earlier cell as it is asked for now: its budget in the last words; what was once asked for stays so.
-PartCell asked_again(const PartCell& earlier, const PartCell& now) {
-  PartCell cell = earlier;
+CellRecord asked_again(const CellRecord& earlier, const CellRecord& now) {
+  CellRecord cell = earlier;
   cell.budget = now.budget;
   if (now.role == "asked") cell.role = now.role;
   return cell;
 }
 
 /// What the run knows of a cell after it was measured. Values that nobody has measured again stay.
-void complete(CellWork& cell, const PartCell* earlier, CellResult& result) {
+void complete(CellWork& cell, const CellRecord* earlier, CellResult& result) {
   if (cell.uses_known_sets()) {
     cell.facts = asked_again(*earlier, cell.facts);
   } else {
@@ -604,8 +607,8 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
   }
   bool changed = !cells.empty() || !trace_result.tokens.empty() || work.of_trace.eval_attention ||
                  work.of_trace.eval_attention_by_head;
-  if (work.part)
-    for (const PartCell& found : work.part->cells) {
+  if (work.stored)
+    for (const CellRecord& found : work.stored->cells) {
       if (replaced.contains(found.id)) continue;
       if (std::ranges::any_of(work.cells, [&](const CellWork& cell) { return takes_place_of(cell.facts, found); })) {
         changed = true;
@@ -618,9 +621,9 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
       changed = changed || cells.back().cell.role != found.role || cells.back().cell.budget != found.budget;
     }
   if (!changed) return;
-  const fs::path path = work.part_path(request.output);
-  write_part(path, work.facts, trace_result, cells, work.part ? std::optional(path) : std::nullopt,
-             request.no_text ? nullptr : &of.header());
+  const fs::path path = work.cells_path(request.output);
+  write_trace_cells(path, work.facts, trace_result, cells, work.stored ? std::optional(path) : std::nullopt,
+                    request.no_text ? nullptr : &of.header());
 }
 
 /// Violations by law, for the line that a run ends with.
@@ -630,10 +633,11 @@ ObservableKey observable_key(const TraceWork& work, const std::string& backend) 
   return {work.summary.hash, numerics, backend, work.conditions.boundary};
 }
 
-void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally,
+void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally, std::size_t mapped_bytes,
              const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
-  const std::shared_ptr<const Trace> opened = open_again(request, work);
-  const Trace& trace = *opened;
+  const std::shared_ptr<const Trace> of_work = opened(request, work);
+  const Trace& trace = *of_work;
+  if (!trace.is_in_memory()) trace.limit_mapped(mapped_bytes);
   Batch made = batch(work, request);
   const bool second_pass = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
   const double first_share = second_pass ? 0.5 : 1.0;
@@ -689,8 +693,8 @@ std::string twin_of(const TraceWork& work, const CellWork& twin) {
 }
 
 CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
-  const PartCell* found = work.earlier(cell.facts.id);
-  const PartCell& facts = cell.computed || found == nullptr ? cell.facts : *found;
+  const CellRecord* found = work.earlier(cell.facts.id);
+  const CellRecord& facts = cell.computed || found == nullptr ? cell.facts : *found;
   CellSummary summary{.trace = work.summary.name,
                       .id = facts.id,
                       .role = cell.facts.role,
@@ -704,9 +708,8 @@ CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
                       .budget = cell.facts.budget,
                       .budget_tokens = facts.budget_tokens,
                       .kept_tokens = facts.kept_tokens,
+                      .own_memory = facts.own_memory,
                       .error = cell.error};
-  const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
-  summary.own_memory = !std::ranges::all_of(plans, has_budget, &LayerPlan::plan);
   if (!cell.error.empty()) {
     summary.state = CellState::failed;
     return summary;
@@ -756,12 +759,13 @@ void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work,
     demand.similarity_passes += lacking(name.metric == "redundancy_key" ? "key_similarity" : "value_similarity");
 }
 
-/// Parts that this run leaves as they are will stand in its results, too.
-void check_other_parts(const fs::path& output, const std::vector<TraceWork>& works) {
-  for (const fs::path& part : parts_of(output))
-    if (std::ranges::none_of(
-            works, [&](const TraceWork& work) { return work.summary.error.empty() && work.part_path(output) == part; }))
-      check_part_format(part);
+/// Files that this run leaves as they are will stand in its results, too.
+void check_other_files(const fs::path& output, const std::vector<TraceWork>& works) {
+  for (const fs::path& file : cell_files_of(output))
+    if (std::ranges::none_of(works, [&](const TraceWork& work) {
+          return work.summary.error.empty() && work.cells_path(output) == file;
+        }))
+      check_cells_format(file);
 }
 
 }  // namespace
@@ -778,13 +782,34 @@ int RunSummary::failed() const {
   return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellSummary::state));
 }
 
-std::vector<PlannedTrace> plan_run(const RunRequest& request,
-                                   const std::function<Estimate(const Trace&, const PlannedTrace&)>& cost) {
-  check_request(request);
+struct PlannedRun::State {
+  RunRequest request;
+  std::vector<TraceWork> works;
+  std::size_t mapped_bytes = std::numeric_limits<std::size_t>::max();
+};
+
+PlannedRun::PlannedRun(RunRequest request) : state_(std::make_unique<State>(State{std::move(request), {}})) {
+  state_->works = prepare(state_->request);
+}
+PlannedRun::PlannedRun(PlannedRun&&) noexcept = default;
+PlannedRun::~PlannedRun() = default;
+
+void PlannedRun::limit(int threads, std::size_t mapped_bytes) {
+  state_->request.threads = threads;
+  state_->mapped_bytes = mapped_bytes;
+}
+
+std::vector<PlannedTrace> PlannedRun::traces() {
+  const RunRequest& request = state_->request;
   const std::string backend = make_backend(request.backend, request.threads, request.device)->description();
-  std::map<fs::path, PlannedTrace> opened;
-  const auto plan_of = [&](const Trace& trace, TraceWork& work) {
-    PlannedTrace& plan = opened[work.summary.path];
+  std::vector<PlannedTrace> plans;
+  for (TraceWork& work : state_->works) {
+    PlannedTrace& plan = plans.emplace_back();
+    plan.name = work.summary.name;
+    plan.path = work.summary.path;
+    plan.hash = work.summary.hash;
+    if (!work.summary.error.empty()) continue;
+    plan.trace = opened(request, work);
     Batch made = batch(work, request);
     plan.conditions = work.conditions;
     plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
@@ -792,19 +817,10 @@ std::vector<PlannedTrace> plan_run(const RunRequest& request,
                    .save_scores = request.save_scores,
                    .save_attention = work.of_trace.eval_attention_by_head};
     if (request.observables != ObservableUse::ignore)
-      leave_out_stored(plan.demand, trace, work, observable_key(work, backend));
+      leave_out_stored(plan.demand, *plan.trace, work, observable_key(work, backend));
     plan.skipped = static_cast<int>(
         std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
     plan.cells = std::move(made.cells);
-    if (cost) plan.cost = cost(trace, plan);
-  };
-  std::vector<PlannedTrace> plans;
-  for (TraceWork& work : prepare(request, plan_of)) {
-    PlannedTrace plan = std::move(opened[work.summary.path]);
-    plan.name = work.summary.name;
-    plan.path = work.summary.path;
-    plan.hash = work.summary.hash;
-    plans.push_back(std::move(plan));
   }
   return plans;
 }
@@ -816,18 +832,21 @@ double CellSummary::value(const MetricName& name) const {
 
 RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress,
                const std::function<bool()>& interrupted) {
+  return PlannedRun(request).run(progress, interrupted);
+}
+
+RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
+                           const std::function<bool()>& interrupted) {
   const auto start = std::chrono::system_clock::now();
-  // Locked before it is read; a folder that is not there yet is made only when there is something to compute.
-  std::optional<FolderLock> lock;
-  if (std::error_code ignored; fs::is_directory(request.output, ignored)) lock.emplace(request.output);
-  std::vector<TraceWork> works = prepare(request);
+  const RunRequest& request = state_->request;
+  std::vector<TraceWork>& works = state_->works;
   const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
-  check_other_parts(request.output, works);
+  check_other_files(request.output, works);
   make_results_folder(request.output);
-  if (!lock) {
-    lock.emplace(request.output);
-    if (!fs::is_empty(request.output / "parts")) refuse_second_run(request.output);
-  }
+  const FolderLock lock(request.output);
+  for (const TraceWork& work : works)
+    if (work.summary.error.empty() && work.stored_file != identity_at(work.cells_path(request.output)))
+      refuse_second_run(request.output);
 
   RunSummary summary{.output = request.output};
   Tally tally;
@@ -841,8 +860,8 @@ RunSummary run(const RunRequest& request, const std::function<void(const Progres
     };
     if (work.summary.error.empty()) {
       try {
-        if (work.part) work.part = read_part(work.part_path(request.output));
-        compute(request, *backend, work, tally, heard, interrupted);
+        if (work.stored) work.stored = read_trace_cells(work.cells_path(request.output));
+        compute(request, *backend, work, tally, state_->mapped_bytes, heard, interrupted);
       } catch (const Unwritable&) {
         throw;  // no fault of this trace: the results of the next could not be kept either
       } catch (const Error& error) {

@@ -1,8 +1,7 @@
 // A run: traces x policies x budgets -> a folder of results. Finished work is never done twice.
 //
-// The folder holds parts/TRACE.h5, the unit that is finished or not, and what is assembled from the parts: results.csv,
-// selections.h5, seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run at a time writes
-// into a folder.
+// The folder holds cells/TRACE.h5, the unit that is finished or not, and views of these files: results.csv,
+// seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run at a time writes into a folder.
 #pragma once
 
 #include <cstdint>
@@ -54,10 +53,9 @@ struct RunRequest {
   std::uint64_t seed = 0;
   std::string backend = "cpu";
   DeviceChoice device;
-  int threads = 0;                                                     // 0: all
-  std::size_t mapped_limit = std::numeric_limits<std::size_t>::max();  // bytes of a trace that are mapped at a time
+  int threads = 0;  // 0: all
   std::filesystem::path output;
-  bool force = false;             // what is asked is computed again; a part under other conditions is replaced
+  bool force = false;             // what is asked is computed again; a file of cells under other conditions is replaced
   bool no_text = false;           // tokens and spans are not copied into the results
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
   std::map<std::string, std::string> build;
@@ -143,33 +141,50 @@ struct RunSummary {
   int failed() const;  // cells; the program's exit code is 6 when there are any
 };
 
-/// What a run would do with one trace, for --dry-run.
+/// What a run would do with one trace.
 struct PlannedTrace {
   std::string name = {};
   std::filesystem::path path = {};
   std::string hash = {};
+  std::shared_ptr<const Trace> trace = {};  // open; null: it cannot be replayed, and the rest is empty
   Conditions conditions = {};
   std::vector<Cell> cells =
       {};           // to be computed; `known` where only metrics are missing, `measure` where moments are needed
   int skipped = 0;  // cells that are already there, whole
   Demand demand = {};
-  Estimate cost = {};
 };
 
 inline constexpr int numerics = 5;
 
-/// Throws Error{usage} for two traces of one name: it names their parts and groups in results.
+/// Throws Error{usage} for two traces of one name: it names their files and groups in results.
 void check_names(std::span<const std::filesystem::path> traces);
 
-/// Opens and checks everything, each trace once, computes nothing and writes nothing. `cost`, where it is given, is
-/// asked for each trace that can be replayed, while it is open. Throws as run() does.
-std::vector<PlannedTrace> plan_run(const RunRequest& request,
-                                   const std::function<Estimate(const Trace&, const PlannedTrace&)>& cost = {});
+/// A run that was checked: each trace was opened, hashed and planned, and stays open until it has been replayed; of a
+/// run of more than 256 traces those behind are opened again.
+class PlannedRun {
+ public:
+  /// Computes nothing and writes nothing. Throws Error{usage} for what cannot be meant, and Error{input} when no trace
+  /// can serve any policy that was asked for.
+  explicit PlannedRun(RunRequest request);
+  PlannedRun(PlannedRun&&) noexcept;
+  ~PlannedRun();
 
-/// Throws Error{usage} for what cannot be meant and for a folder that another run writes into, before anything is
-/// computed; Error{input} when no trace can serve any
-/// policy that was asked for; Error{resources} for a full disk and Error{interrupted}, both with finished parts kept.
-/// What fails later, or for some traces or policies only, is a failed cell of the summary and the run goes on.
+  /// One for each trace of the request.
+  std::vector<PlannedTrace> traces();
+  /// What it may take; results depend on neither. 0 threads: all. `mapped_bytes` of a trace at a time.
+  void limit(int threads, std::size_t mapped_bytes);
+  /// Once. Throws Error{usage} for a folder that another run writes into, before anything is computed; Error{resources}
+  /// for a full disk and Error{interrupted}, both with finished traces kept. What fails for some traces or policies
+  /// only is a failed cell of the summary and the run goes on.
+  RunSummary run(const std::function<void(const Progress&)>& progress = {},
+                 const std::function<bool()>& interrupted = {});
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// Plans and runs. Throws as these do.
 RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress = {},
                const std::function<bool()>& interrupted = {});
 

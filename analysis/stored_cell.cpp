@@ -8,8 +8,9 @@
 #include <utility>
 #include <variant>
 
+#include "analysis/format_1.h"
 #include "analysis/metrics/metric.h"
-#include "analysis/part.h"
+#include "analysis/trace_cells.h"
 #include "error.h"
 #include "float_types.h"
 
@@ -17,7 +18,7 @@ namespace kvreplay {
 namespace {
 
 /// As the cell's results were computed by it.
-ConfiguredPolicy policy_of(const std::string& where, const PartCell& cell) {
+ConfiguredPolicy policy_of(const std::string& where, const CellRecord& cell) {
   ConfiguredPolicy policy = ConfiguredPolicy::parse(cell.label, cell.seed);
   if (policy.params() != cell.params || policy.source_hash() != cell.source)
     throw Error{Refusal::input, where, "policy " + cell.label + " has changed since the run",
@@ -26,13 +27,13 @@ ConfiguredPolicy policy_of(const std::string& where, const PartCell& cell) {
   return policy;
 }
 
-Cell cell_of(const std::filesystem::path& part_path, const Part& part, const std::string& id) {
-  const PartCell* const found = part.find(id);
-  if (found == nullptr) throw Error{Refusal::input, part_path.string(), "cell", "one of the run", id};
-  return {.policy = policy_of(part_path.string(), *found),
-          .budget = found->budget_tokens,
-          .of_seen = Budget::parse(found->budget).of_seen(),
-          .known = read_selections(part_path, id, part.trace)};
+Cell cell_of(const std::filesystem::path& cells_path, const TraceCells& of_trace, const std::string& id) {
+  const CellRecord* const record = of_trace.find(id);
+  if (record == nullptr) throw Error{Refusal::input, cells_path.string(), "cell", "one of the run", id};
+  return {.policy = policy_of(cells_path.string(), *record),
+          .budget = record->budget_tokens,
+          .of_seen = Budget::parse(record->budget).of_seen(),
+          .known = read_selections(cells_path, id, of_trace.trace)};
 }
 
 double kv_bytes(const LayerFacts& facts) {
@@ -44,13 +45,15 @@ double kv_bytes(const LayerFacts& facts) {
 StoredCell::StoredCell(const std::filesystem::path& folder, const std::string& name, const std::string& id,
                        std::shared_ptr<const Trace> trace)
     : trace_(std::move(trace)), backend_(make_backend("cpu", 0, {})) {
-  const std::filesystem::path path = folder / "parts" / (name + ".h5");
+  refuse_format_1(folder);
+  const std::filesystem::path path = folder / "cells" / (name + ".h5");
   where_ = path.string();
-  const Part part = read_part(path);
-  if (part.trace.hash != trace_->hash())
-    throw Error{Refusal::input, trace_->path().string(), "not the trace of " + where_, part.trace.hash, trace_->hash()};
-  conditions_ = {part.trace.boundary, eval_queries(*trace_, part.trace.eval), part.trace.treated};
-  cell_ = cell_of(path, part, id);
+  const TraceCells of_trace = read_trace_cells(path);
+  if (of_trace.trace.hash != trace_->hash())
+    throw Error{Refusal::input, trace_->path().string(), "not the trace of " + where_, of_trace.trace.hash,
+                trace_->hash()};
+  conditions_ = {of_trace.trace.boundary, eval_queries(*trace_, of_trace.trace.eval), of_trace.trace.treated};
+  cell_ = cell_of(path, of_trace, id);
 }
 
 StoredCellLayer StoredCell::layer(int stored_layer) const {

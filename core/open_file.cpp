@@ -22,12 +22,25 @@ FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);
 }
 
+namespace {
+
+FileIdentity identity_of(const struct stat& status) {
+  return {status.st_dev, status.st_ino, static_cast<std::uint64_t>(status.st_size),
+          status.st_mtim.tv_sec * std::int64_t{1'000'000'000} + status.st_mtim.tv_nsec};
+}
+
+}  // namespace
+
+std::optional<FileIdentity> identity_at(const std::string& path) {
+  struct stat status{};
+  return ::stat(path.c_str(), &status) == 0 ? std::optional(identity_of(status)) : std::nullopt;
+}
+
 FileIdentity identity_of(const FileDescriptor& file, const std::string& where) {
   struct stat status{};
   if (::fstat(file.get(), &status) != 0)
     throw Error{Refusal::input, where, std::string("cannot be read any more: ") + std::strerror(errno)};
-  return {status.st_dev, status.st_ino, static_cast<std::uint64_t>(status.st_size),
-          status.st_mtim.tv_sec * std::int64_t{1'000'000'000} + status.st_mtim.tv_nsec};
+  return identity_of(status);
 }
 
 void require_file(const struct stat& status, const std::string& where) {

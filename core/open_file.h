@@ -3,7 +3,9 @@
 
 #include <sys/stat.h>
 
+#include <compare>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -36,10 +38,12 @@ struct FileIdentity {
   std::uint64_t length = 0;
   std::int64_t modified = 0;  // ns since 1970
 
-  friend bool operator==(const FileIdentity&, const FileIdentity&) = default;
+  friend auto operator<=>(const FileIdentity&, const FileIdentity&) = default;
 };
 
 /// Throws Error{input}.
+/// Of what stands under the name; none: nothing does, or it cannot be asked about.
+std::optional<FileIdentity> identity_at(const std::string& path);
 FileIdentity identity_of(const FileDescriptor& file, const std::string& where);
 
 /// Neither a directory nor what an open may wait for. Throws Error{input}.

@@ -603,7 +603,7 @@ CHARACTERS = 98  # in a line
 def text_map(trace: str, drawings: dict[str, tuple[Run, str]]) -> Drawing:
     """Tokens of the prompt around the needle in the order of the text, a panel a policy (run and label)."""
     some = next(iter(drawings.values()))[0]
-    facts, tokens = some.trace(trace), some.selections[f"/traces/{trace}/tokens"]
+    facts, tokens = some.trace(trace), some.cells_file(trace)[f"/traces/{trace}/tokens"]
     text, offsets = tokens["text"][()].decode(), tokens["offsets"][()]
     needle = next(span for span in facts.spans if span.kind == "needle")
     first = max(0, min((needle.begin + needle.end - TOKENS) // 2, facts.boundary - TOKENS))

@@ -314,7 +314,7 @@ CHUNK_TOKENS = (256, 64)
 
 def retrieved(trace: str, budget: str, size: int) -> np.ndarray:
     """Whether BM25 keeps a token of the context: bool [n]."""
-    facts, tokens = ratios.trace(trace), ratios.selections[f"/traces/{trace}/tokens"]
+    facts, tokens = ratios.trace(trace), ratios.cells_file(trace)[f"/traces/{trace}/tokens"]
     text, offsets = tokens["text"][()].decode(), tokens["offsets"][()]
     question = span_of(facts, "question")
     context = question.start

@@ -322,7 +322,7 @@ def replayed(case: Drawn, folder: Path) -> tuple[str, collections.Counter[Verdic
     rows = frame[frame["role"] == "asked"]
     assert rows["cell"].nunique() == 1, f"{rows['cell'].nunique()} cells were asked for"
     ours = reference_policies.select(trace, asked, case.budget, case.choice)
-    with h5py.File(run.folder / "selections.h5") as file:
+    with h5py.File(program_runs.cells_file(run.folder)) as file:
         cell = file["cells"][rows["cell"].iloc[0]]
         theirs, datasets = stored_selection(trace, ours, cell, case.budget, "soak")
     ours = reference_policies.decide(trace, asked, case.budget, case.choice, follow=theirs)

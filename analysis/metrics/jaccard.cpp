@@ -120,7 +120,7 @@ const char* const edges =
 
 const RegisteredMetric jaccard_matrix_metric{{
     .name = "jaccard_matrix",
-    .summary = "overlap of the kept sets of every two layers; in selections.h5, always computed",
+    .summary = "overlap of the kept sets of every two layers; in cells/TRACE.h5, always computed",
     .unit = "share",
     .formula = "J(l,m) = |I_l n I_m| / |I_l u I_m|, on the sets at the end of the prompt",
     .source = "ChunkKV, Table 3, Figs. 2 and 8 to 16",

@@ -10,9 +10,8 @@
 #include <cstring>
 #include <limits>
 
-#include "hdf5/mapped_image.h"
-#include "hdf5/partial_file.h"
 #include "hdf5/superblock.h"
+#include "open_file.h"
 
 namespace kvreplay::hdf5 {
 namespace {
@@ -62,15 +61,11 @@ Handle access_properties() {
   return access;
 }
 
-/// Of a file that is an image and nothing else.
-Handle in_memory(const std::string& name) {
-  constexpr std::size_t growth = std::size_t{1} << 20;
-  Handle access = access_properties();
-  require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
-  return access;
+/// Elements, or parts of them, that are of any length, or of none, are refused.
+void require_fixed_size(const Type& type, const std::string& where) {
+  if (type.has_variable_length() || type.bytes() == 0)
+    throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
 }
-
-void* resize(void* image, std::size_t bytes) { return static_cast<MappedImage*>(image)->resize(bytes); }
 
 Handle untimed(hid_t kind) {
   Handle creation = property_list(kind);
@@ -310,27 +305,20 @@ Space Space::of(const Shape& shape) {
   return {require(id, "HDF5", "cannot make a shape " + to_string(shape)), H5Sclose};
 }
 
-// The number is the object's address in the file, in 1.12 under the name of a token.
-herr_t look_up(hid_t object, Looks& found) {
+// The object's address in the file, in 1.12 under the name of a token.
+std::uint64_t Object::number() const {
   const Lock lock;
 #if H5_VERSION_GE(1, 12, 0)
   H5O_info2_t info;
-  const herr_t status = H5Oget_info3(object, &info, H5O_INFO_BASIC);
-  if (status >= 0) std::memcpy(&found.number, &info.token, sizeof found.number);
+  require(H5Oget_info3(id(), &info, H5O_INFO_BASIC), where(), "cannot be looked up");
+  std::uint64_t number = 0;
+  std::memcpy(&number, &info.token, sizeof number);
+  return number;
 #else
   H5O_info_t info;
-  const herr_t status = H5Oget_info2(object, &info, H5O_INFO_BASIC);
-  if (status >= 0) found.number = info.addr;
+  require(H5Oget_info2(id(), &info, H5O_INFO_BASIC), where(), "cannot be looked up");
+  return info.addr;
 #endif
-  if (status >= 0) found.type = info.type;
-  return status;
-}
-
-std::uint64_t Object::number() const {
-  const Lock lock;
-  Looks found;
-  require(look_up(id(), found), where(), "cannot be looked up");
-  return found.number;
 }
 
 void Object::write_attribute(const std::string& name, const Type& type, const void* value) {
@@ -480,7 +468,7 @@ Shape Dataset::chunk() const {
 void Dataset::require_written() const {
   const Lock lock;
   const Shape sizes = shape();
-  const hsize_t size = bytes(sizes, type().bytes());
+  const hsize_t size = hdf5::bytes(sizes, type().bytes());
   if (size == 0 || compact()) return;
   if (!chunked()) {
     if (!offset()) throw Error{Refusal::input, where(), "storage", fmt::format("{} bytes", size), "none allocated"};
@@ -493,11 +481,6 @@ void Dataset::require_written() const {
   require(H5Dget_num_chunks(id(), space.id(), &written), where(), "chunks cannot be counted");
   if (written < needed)
     throw Error{Refusal::input, where(), "chunks", fmt::format("{} written", needed), fmt::format("{}", written)};
-}
-
-void require_fixed_size(const Type& type, const std::string& where) {
-  if (type.has_variable_length() || type.bytes() == 0)
-    throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
 }
 
 std::size_t attribute_elements(const Handle& attribute, const std::string& where) {
@@ -536,6 +519,14 @@ void Dataset::read(const Type& type, void* elements) const {
   const Lock lock;
   require_convertible(this->type().id(), type.id(), where());
   require(H5Dread(id(), type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, elements), where(), "cannot be read");
+}
+
+std::vector<std::byte> Dataset::bytes() const {
+  const Type stored = type();
+  require_fixed_size(stored, where());
+  std::vector<std::byte> all(stored_elements() * stored.bytes());
+  if (!all.empty()) read(stored, all.data());
+  return all;
 }
 
 void Dataset::write(const Type& type, const void* elements) {
@@ -612,11 +603,6 @@ Group Group::create_group(const std::string& name) {
           at};
 }
 
-void Group::remove(const std::string& name) {
-  const Lock lock;
-  require(H5Ldelete(id(), name.c_str(), H5P_DEFAULT), where_of(name), "cannot be removed");
-}
-
 Dataset Group::create_dataset(const std::string& name, const Type& type, const Shape& shape) {
   const Lock lock;
   const std::string at = where_of(name);
@@ -624,21 +610,6 @@ Dataset Group::create_dataset(const std::string& name, const Type& type, const S
   H5Pset_layout(creation.id(), H5D_CONTIGUOUS);
   H5Pset_alloc_time(creation.id(), H5D_ALLOC_TIME_EARLY);
   H5Pset_fill_time(creation.id(), H5D_FILL_TIME_NEVER);
-  const Space space = Space::of(shape);
-  return {Handle{require(H5Dcreate2(id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, creation.id(), H5P_DEFAULT),
-                         at, "cannot be made"),
-                 H5Dclose},
-          at};
-}
-
-Dataset Group::create_deflated(const std::string& name, const Type& type, const Shape& shape, const Shape& chunk,
-                               int level) {
-  const Lock lock;
-  const std::string at = where_of(name);
-  const Handle creation = untimed(H5P_DATASET_CREATE);
-  H5Pset_chunk(creation.id(), static_cast<int>(chunk.size()), chunk.data());
-  H5Pset_shuffle(creation.id());
-  H5Pset_deflate(creation.id(), static_cast<unsigned>(level));
   const Space space = Space::of(shape);
   return {Handle{require(H5Dcreate2(id(), name.c_str(), type.id(), space.id(), H5P_DEFAULT, creation.id(), H5P_DEFAULT),
                          at, "cannot be made"),
@@ -667,29 +638,10 @@ File File::create(const std::filesystem::path& path) {
 }
 
 File File::create_in_memory(const std::string& name) {
+  constexpr std::size_t growth = std::size_t{1} << 20;
   const Lock lock;
-  return create_image(in_memory(name), name);
-}
-
-File File::create_in(MappedImage& image, const std::string& name) {
-  const Lock lock;
-  const Handle access = in_memory(name);
-  H5FD_file_image_callbacks_t callbacks{};
-  callbacks.image_malloc = [](std::size_t bytes, H5FD_file_image_op_t, void* of) { return resize(of, bytes); };
-  callbacks.image_memcpy = [](void* to, const void* from, std::size_t bytes, H5FD_file_image_op_t, void*) {
-    return std::memcpy(to, from, bytes);
-  };
-  callbacks.image_realloc = [](void*, std::size_t bytes, H5FD_file_image_op_t, void* of) { return resize(of, bytes); };
-  callbacks.image_free = [](void*, H5FD_file_image_op_t, void*) { return herr_t{0}; };
-  callbacks.udata_copy = [](void* of) { return of; };
-  callbacks.udata_free = [](void*) { return herr_t{0}; };
-  callbacks.udata = &image;
-  require(H5Pset_file_image_callbacks(access.id(), &callbacks), name, "cannot be mapped");
-  return create_image(access, name);
-}
-
-File File::create_image(const Handle& access, const std::string& name) {
-  const Lock lock;
+  const Handle access = access_properties();
+  require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
   const Handle creation = property_list(H5P_FILE_CREATE);
   H5Pset_obj_track_times(creation.id(), false);
   // HDF5 first reads whatever stands under the name.
@@ -702,6 +654,10 @@ File File::create_image(const Handle& access, const std::string& name) {
 File File::open(const std::filesystem::path& path) {
   std::uint64_t length = 0;
   const FileDescriptor file = open_file(path.string(), length);
+  return open(path, file, length);
+}
+
+File File::open(const std::filesystem::path& path, const FileDescriptor& file, std::uint64_t length) {
   check_superblock(file, length, path.string());
   return open_unchecked(path);
 }
@@ -711,14 +667,6 @@ File File::open_unchecked(const std::filesystem::path& path) {
   const Handle access = access_properties();
   return {
       Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.id()), path.string(), "cannot be opened"), H5Fclose},
-      path.string() + ":/"};
-}
-
-File File::open_writable(const std::filesystem::path& path) {
-  const Lock lock;
-  const Handle access = access_properties();
-  return {
-      Handle{require(H5Fopen(path.c_str(), H5F_ACC_RDWR, access.id()), path.string(), "cannot be opened"), H5Fclose},
       path.string() + ":/"};
 }
 

@@ -19,11 +19,8 @@
 
 #include "error.h"
 #include "hdf5/hdf5_lock.h"
+#include "open_file.h"
 #include "tensor.h"
-
-namespace kvreplay {
-class MappedImage;
-}
 
 namespace kvreplay::hdf5 {
 
@@ -126,15 +123,6 @@ class Space : public Handle {
   static Space of(const Shape& shape);  // {}: scalar
 };
 
-/// What an object is, and a number that tells it from all others of its file.
-struct Looks {
-  H5O_type_t type = H5O_TYPE_UNKNOWN;
-  std::uint64_t number = 0;
-};
-
-/// As HDF5's own, which has other names and types from 1.12 on: negative where an object cannot be looked up.
-herr_t look_up(hid_t object, Looks& found);
-
 /// Anything that has attributes. `where` is "FILE:/object/path", for messages.
 class Object {
  public:
@@ -187,6 +175,8 @@ class Dataset : public Object {
 
   /// Every element, in `type`, into memory that holds them.
   void read(const Type& type, void* elements) const;
+  /// Of every element, as they are stored; elements without a fixed size are refused.
+  std::vector<std::byte> bytes() const;
   void write(const Type& type, const void* elements);
 
   /// All elements; another element type in the file is refused.
@@ -210,9 +200,6 @@ class Dataset : public Object {
 /// The number of an open attribute's elements: of a fixed size, and no more than fit into an object's header.
 std::size_t attribute_elements(const Handle& attribute, const std::string& where);
 
-/// Error{input}: elements, or parts of them, that are of any length, or of none.
-void require_fixed_size(const Type& type, const std::string& where);
-
 /// A fixed-length string element without its padding: NULs, or blanks where the type says so.
 std::string unpadded(const Type& type, std::string_view bytes);
 
@@ -229,12 +216,8 @@ class Group : public Object {
   Dataset dataset(const std::string& name) const;
 
   Group create_group(const std::string& name);
-  /// The object goes once nothing else refers to it; its bytes stay in the file.
-  void remove(const std::string& name);
   /// Contiguous, allocated now, not filled.
   Dataset create_dataset(const std::string& name, const Type& type, const Shape& shape);
-  /// Chunked and deflated, for results of which most is regular.
-  Dataset create_deflated(const std::string& name, const Type& type, const Shape& shape, const Shape& chunk, int level);
 
   template <class Element>
   Dataset write(const std::string& name, std::span<const Element> elements, const Shape& shape) {
@@ -260,14 +243,12 @@ class File : public Group {
   /// A file that is never on a disk: `name` is for messages. Writing it cannot fail half-way, which HDF5 survives
   /// badly; its image is written by whoever made it.
   static File create_in_memory(const std::string& name);
-  /// The same in an image that lies in a file, which outlives this: closed, it is whole.
-  static File create_in(MappedImage& image, const std::string& name);
   /// For reading. Throws Error{input} for anything but a file whose metadata has checksums (superblock.h).
   static File open(const std::filesystem::path& path);
+  /// The same of a file that is open already, under its path.
+  static File open(const std::filesystem::path& path, const FileDescriptor& file, std::uint64_t length);
   /// Of any superblock version: damage to it can crash the library, so only in a child process (child_process.h).
   static File open_unchecked(const std::filesystem::path& path);
-  /// For adding to a file.
-  static File open_writable(const std::filesystem::path& path);
 
   void flush();
   /// The bytes of a file in memory, flushed; they lie in it and live as long.
@@ -277,7 +258,6 @@ class File : public Group {
 
  private:
   using Group::Group;
-  static File create_image(const Handle& access, const std::string& name);
 };
 
 }  // namespace kvreplay::hdf5

@@ -34,9 +34,7 @@ void copy_attributes(const Object& from, const Object& to) {
 void copy_dataset(const Dataset& from, const std::string& name, Group& to) {
   from.require_plain_storage();
   const Type type = from.type();
-  require_fixed_size(type, from.where());
-  std::vector<std::byte> bytes(from.stored_elements() * type.bytes());
-  if (!bytes.empty()) from.read(type, bytes.data());
+  const std::vector<std::byte> bytes = from.bytes();
   Dataset made = to.create_dataset(name, type, from.shape());
   if (!bytes.empty()) made.write(type, bytes.data());
   copy_attributes(from, made);

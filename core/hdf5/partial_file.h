@@ -23,7 +23,6 @@ class PartialFile {
 
   /// NAME.partial
   const std::filesystem::path& path() const { return partial_; }
-  int descriptor() const { return file_.get(); }
 
   /// The file's first `end` bytes and some more exist from now on.
   void reserve(std::uint64_t end);

@@ -76,7 +76,7 @@ double CallSeconds::timed(Call call, const TraceHeader& header, const LayerTenso
     return seconds_of([&] { backend_.kept_moments(sample, last, sample_tokens, kept, parts); });
   };
   // What is beyond the sums of attention, of each set and of everything, which is always among them.
-  const auto parts_of = [&](MomentParts parts, double shares) {
+  const auto cell_files_of = [&](MomentParts parts, double shares) {
     return std::max(0.0, moments_of(sample_sets, parts) - moments_of(sample_sets, {})) / (1.0 + shares * sample_sets);
   };
   switch (call) {
@@ -89,9 +89,9 @@ double CallSeconds::timed(Call call, const TraceHeader& header, const LayerTenso
     case Call::sets:
       return std::max(0.0, moments_of(sample_sets, {}) - (*this)(Call::moments, header)) / sample_sets;
     case Call::outputs:
-      return parts_of({.outputs = true}, 0.5);
+      return cell_files_of({.outputs = true}, 0.5);
     case Call::others:
-      return parts_of({.logits = true, .unaligned = true}, 1.0);
+      return cell_files_of({.logits = true, .unaligned = true}, 1.0);
     case Call::projection: {
       const std::vector<float> outputs(sample.q.bytes() / sizeof(float) / sample_tokens * sample_queries, 1.0F);
       const TensorView projection{sample.q.data, sample.q.dtype, 1, sample_tokens, sample.q.heads * sample.q.dim};

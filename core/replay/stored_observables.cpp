@@ -40,6 +40,8 @@ int integer(const hdf5::Object& object, const char* name) {
   return static_cast<int>(value);
 }
 
+constexpr const char* observables_ending = ".obs.h5";
+
 bool says_it_is_ours(const hdf5::File& file) {
   return file.has_attribute("format") && file.string_attribute("format") == file_format;
 }
@@ -112,7 +114,7 @@ Matrix read_values(const hdf5::Group& entry, const ObservableKey& key, const std
 }  // namespace
 
 std::filesystem::path observables_path(const Trace& trace) {
-  return trace.path().parent_path() / (trace.name() + ".obs.h5");
+  return trace.path().parent_path() / (trace.name() + observables_ending);
 }
 
 bool is_observables_file(const std::filesystem::path& path) noexcept {
@@ -125,7 +127,10 @@ bool is_observables_file(const std::filesystem::path& path) noexcept {
 
 std::vector<std::string> without_observables(std::vector<std::string> paths) {
   std::vector<std::string> others;
-  std::ranges::remove_copy_if(paths, std::back_inserter(others), is_observables_file);
+  // The name is asked first: a trace that was not named like them is opened once, by its reader.
+  std::ranges::remove_copy_if(paths, std::back_inserter(others), [](const std::string& path) {
+    return path.ends_with(observables_ending) && is_observables_file(path);
+  });
   return others.empty() ? paths : others;
 }
 

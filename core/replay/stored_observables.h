@@ -45,7 +45,7 @@ std::vector<StoredEntry> list_observables(const std::filesystem::path& path);
 /// what it holds may be anything. False for what cannot be read.
 bool is_observables_file(const std::filesystem::path& path) noexcept;
 
-/// What is named beside files of stored observables, as by `*.h5`; all of it where nothing else is named.
+/// What is named beside files NAME.obs.h5 of stored observables, as by `*.h5`; all of it where nothing else is named.
 std::vector<std::string> without_observables(std::vector<std::string> paths);
 
 /// Reads what fits, and with `keep` writes what had to be computed. Nothing here stops a run: a file that cannot be

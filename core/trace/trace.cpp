@@ -361,10 +361,10 @@ class Reader {
 };
 
 /// The contents of a file of this length. Throws Error{input} where HDF5 cannot or should not read it.
-Contents contents_of(std::uint64_t length, const std::filesystem::path& path) {
+Contents contents_of(const FileDescriptor& file, std::uint64_t length, const std::filesystem::path& path) {
   const auto open = [&] {
     try {
-      return hdf5::File::open(path);
+      return hdf5::File::open(path, file, length);
     } catch (const Error& error) {
       throw with_remedy(error, path.string());
     }
@@ -421,14 +421,12 @@ class Trace::State {
   explicit State(const std::filesystem::path& path) : path_(path), name_(trace_name(path)) {
     std::uint64_t length = 0;
     FileDescriptor file = open_file(path_.string(), length);
-    Contents contents = contents_of(length, path_);
+    Contents contents = contents_of(file, length, path_);
     if (!contents.violations.empty()) throw contents.violations.front();
     header_ = std::move(contents.header);
     layers_ = std::move(contents.layers);
     // HDF5 has opened the path once more.
-    std::uint64_t length_now = 0;
-    const FileDescriptor file_now = open_file(path_.string(), length_now);
-    if (identity_of(file_now, path_.string()) != identity_of(file, path_.string()))
+    if (identity_at(path_) != identity_of(file, path_.string()))
       throw Error{Refusal::input, path_.string(), "changed while it was opened", "one file", "another in its place"};
     mapping_ = Mapping(std::move(file), length, path_.string());
   }
@@ -550,7 +548,7 @@ std::vector<Error> violations(const std::filesystem::path& path) {
   std::uint64_t length = 0;
   const FileDescriptor file = open_file(path.string(), length);
   try {
-    return contents_of(length, path).violations;
+    return contents_of(file, length, path).violations;
   } catch (const Error& error) {
     if (error.refusal() != Refusal::input) throw;
     return {error};
@@ -642,7 +640,7 @@ std::size_t Trace::mapped_bytes(int l) const { return state_->bytes(l, true); }
 
 std::size_t Trace::archived_bytes(int l) const { return state_->bytes(l, false); }
 
-void Trace::limit_mapped(std::size_t bytes) { state_->limit_mapped(bytes); }
+void Trace::limit_mapped(std::size_t bytes) const { state_->limit_mapped(bytes); }
 
 std::size_t Trace::tensor_bytes() const {
   std::size_t bytes = 0;

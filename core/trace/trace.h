@@ -156,7 +156,7 @@ class Trace {
   /// From now on at most about so many bytes are mapped at a time. Nothing is read ahead that does not fit beside a
   /// layer in use; pages of a layer that does not fit itself are let go while it is in use, and come back from the
   /// system's cache or the disk when they are touched again.
-  void limit_mapped(std::size_t bytes);
+  void limit_mapped(std::size_t bytes) const;
   /// No smaller limit can be kept: pages come while others are let go.
   static constexpr std::size_t least_mapped = std::size_t{128} << 20;
 

@@ -547,7 +547,7 @@ def test_a_trace_under_two_names_is_refused(folder: Path) -> None:
 def test_a_run_is_not_compared_with_a_trace(folder: Path) -> None:
     assert run(f"{H2O} -o run", folder).returncode == 0
     answer = run("diff fixture.h5 run", folder)
-    expected = "kvreplay: run: cannot be compared with fixture.h5: expected a trace, found a run or its selections\n"
+    expected = "kvreplay: run: cannot be compared with fixture.h5: expected a trace, found a run or its cells\n"
     assert (answer.returncode, answer.stderr) == (USAGE, expected)
 
 

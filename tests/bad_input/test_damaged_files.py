@@ -52,11 +52,11 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)
-def test_a_part_of_the_oldest_format_is_refused(damaged: Path, run_folder: Path) -> None:
-    shutil.copy(damaged, run_folder / "out/parts/a.h5")
+def test_cells_of_the_oldest_format_are_refused(damaged: Path, run_folder: Path) -> None:
+    shutil.copy(damaged, run_folder / "out/cells/a.h5")
     refused = kvreplay("replay", "a.h5", "-p", "h2o", "-b", "6", "-o", "out", folder=run_folder)
     assert refused.returncode == 3
-    assert refused.stderr.endswith(f"out/parts/a.h5: {OLD}\n") and refused.stderr.count("\n") == 1
+    assert refused.stderr.endswith(f"out/cells/a.h5: {OLD}\n") and refused.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("deep", [[], ["--deep"]], ids=["", "deep"])
@@ -86,37 +86,10 @@ def test_what_a_child_cannot_do_is_said(tmp_path: Path) -> None:
 
 def test_a_part_whose_cells_hdf5_cannot_copy(tmp_path: Path) -> None:
     """Every object can be looked up, and H5Ocopy of HDF5 1.10.8 crashes."""
-    part = unpacked("part_that_crashes_copies")
-    assert kvreplay("synth", "fixture", "-o", "trace.h5", folder=tmp_path).returncode == 0
-    (tmp_path / "out/parts").mkdir(parents=True)
-    (tmp_path / "out/parts/trace.h5").write_bytes(part)
-    words = "replay trace.h5 -p h2o -b 6 --metrics attention_recall -o out".split()
-    went_on = kvreplay(*words, folder=tmp_path)
-    assert went_on.returncode in (0, 3), went_on
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "by_newer"),
-    [
-        (
-            "selections_of_sizeless_elements",
-            "type: expected elements of at least a byte, found of none",
-            "cannot be opened: invalid datatype size",
-        ),
-        (
-            "selections_of_odd_integers",
-            "type: expected integers or floats of 8 to 64 bits, found numbers of other bits",
-            "cannot be opened: precision is zero",
-        ),
-    ],
-)
-def test_selections_of_types_that_nobody_writes(
-    name: str, said: str, by_newer: str, tmp_path: Path, newer: bool
-) -> None:
-    (tmp_path / "damaged.h5").write_bytes(unpacked(name))
-    refused = kvreplay("diff", "damaged.h5", "damaged.h5", folder=tmp_path)
-    assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
-    assert refused.stderr.endswith(f": {by_newer if newer else said}\n")
+    (tmp_path / "old/parts").mkdir(parents=True)
+    (tmp_path / "old/parts/trace.h5").write_bytes(unpacked("part_that_crashes_copies"))
+    joined = kvreplay("merge", "out", "old", folder=tmp_path)
+    assert joined.returncode in (0, 3), joined
 
 
 def test_spans_whose_members_end_behind_them(tmp_path: Path, newer: bool) -> None:
@@ -148,11 +121,11 @@ def test_conversion_survives_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda path: path.stem)
 def test_damaged_selections_are_refused_by_plots_and_reports(damaged: Path, run_folder: Path) -> None:
-    shutil.copy(damaged, run_folder / "out/selections.h5")
+    shutil.copy(damaged, run_folder / "out/cells/a.h5")
     for words in (["plot", "heatmap", "out", "-o", "heatmap.png"], ["report", "out"]):
         refused = kvreplay(*words, folder=run_folder)
         assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
-        assert "out/selections.h5" in refused.stderr
+        assert "out/cells/a.h5" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -172,11 +145,11 @@ def test_damaged_selections_are_refused_by_plots_and_reports(damaged: Path, run_
     ids=["soft link", "external link", "external storage", "virtual"],
 )
 def test_selections_that_lead_elsewhere(elsewhere: Callable[[h5py.File], object], found: str, run_folder: Path) -> None:
-    with h5py.File(run_folder / "out/selections.h5", "r+") as file:
+    with h5py.File(run_folder / "out/cells/a.h5", "r+") as file:
         elsewhere(file)
     refused = kvreplay("plot", "heatmap", "out", "-o", "heatmap.png", folder=run_folder)
     assert refused.returncode == 3 and refused.stderr.count("\n") == 1, refused
-    assert re.search(f"out/selections.h5:/cells/more: {found}$", refused.stderr.strip()), refused
+    assert re.search(f"out/cells/a.h5:/cells/more: {found}$", refused.stderr.strip()), refused
 
 
 @pytest.mark.parametrize(
@@ -239,7 +212,7 @@ def test_a_trace_that_shrinks_while_it_is_replayed(tmp_path: Path) -> None:
         else:
             # 3: refused before anything began, 6: its cells failed.
             assert run.returncode in (3, 6), f"{run.returncode}: {said}"
-            assert not list((tmp_path / "out").rglob("parts/*.h5"))
+            assert not list((tmp_path / "out").rglob("cells/*.h5"))
             refusals.append(said)
         shutil.rmtree(tmp_path / "out")
     assert any(changed in said for said in refusals), refusals

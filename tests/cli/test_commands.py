@@ -71,7 +71,7 @@ def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:
     assert backends["cpu"]["runs"]
     assert "cuda" in backends
     programs = {program["name"] for program in found["programs"]}
-    assert {"capture", "compare", "plot", "regret", "report", "sweep", "tune"} <= programs
+    assert {"capture", "compare", "export", "plot", "regret", "report", "sweep", "tune"} <= programs
     reasons = ("no CUDA in this build", "does not run here: CUDA: no device")
     assert backends["cuda"]["runs"] or backends["cuda"]["description"].startswith(reasons)
     assert backends["cuda"]["description"] in done("doctor", folder=tmp_path)
@@ -321,7 +321,7 @@ def test_replay_prints_a_table_and_fills_the_folder(traces: Path, tmp_path: Path
     table = done("replay", traces / "fixture.h5", *REPLAY, folder=tmp_path)
     assert "OPEN LOOP" in table and "snapkv" in table and "(oracle)" in table and "self-check full 0" in table
     names = sorted(str(path.relative_to(tmp_path / "kvreplay-out")) for path in (tmp_path / "kvreplay-out").rglob("*"))
-    assert names == ["parts", "parts/fixture.h5", "results.csv", "run.json", "seconds.csv", "selections.h5"]
+    assert names == ["cells", "cells/fixture.h5", "results.csv", "run.json", "seconds.csv"]
     record = json.loads((tmp_path / "kvreplay-out/run.json").read_text())
     assert record["argv"][1:] == ["replay", str(traces / "fixture.h5"), *REPLAY]
     assert record["build"]["version"] and record["build"]["HDF5"]
@@ -459,7 +459,7 @@ def test_protected_tokens_of_a_run_are_those_given_to_each_policy(traces: Path, 
     given = f"snapkv:window=16,{protect},h2o:{protect},streaming-llm,layers:0-1=full,2-11=(h2o:{protect})"
     done("replay", traces / "long.h5", "-p", given, "-b", "40", "-o", "each", folder=tmp_path)
     done("diff", "run", "each", folder=tmp_path)
-    with h5py.File(tmp_path / "run/selections.h5") as file:
+    with h5py.File(tmp_path / "run/cells/long.h5") as file:
         cells = {cell.attrs["policy"].decode(): cell for cell in file["cells"].values()}
         for policy in ("snapkv", "h2o"):
             offsets, positions = cells[policy]["offsets"][:], cells[policy]["positions"][:]
@@ -556,7 +556,7 @@ def test_pages_are_kept_whole_and_for_the_layer(traces: Path, tmp_path: Path) ->
     words = ["-p", "h2o:recent=16", "-b", "100", "--structure", "page=16,heads=layer", "-o", "run"]
     [found, *_] = json.loads(done("replay", traces / "long.h5", *words, "--json", folder=tmp_path))["cells"]
     assert found["label"] == "h2o:recent=16,heads=layer,select=chunks,chunk=16,window_mode=whole"
-    with h5py.File(tmp_path / "run/selections.h5") as file:
+    with h5py.File(tmp_path / "run/cells/long.h5") as file:
         [cell] = [one for one in file["cells"].values() if one.attrs["policy"] == b"h2o"]
         assert cell.attrs["heads"] == b"layer"
         offsets, positions = cell["offsets"][:], cell["positions"][:]
@@ -595,7 +595,7 @@ def test_evictions_over_time_are_stored(traces: Path, tmp_path: Path) -> None:
     policy = "sca:schedule=threshold(8,4),recent=1"
     words = ["replay", traces / "fixture.h5", "-p", policy, "-b", "6", "-o", "out"]
     done(*words, folder=tmp_path)
-    with h5py.File(tmp_path / "out/selections.h5") as file:
+    with h5py.File(tmp_path / "out/cells/fixture.h5") as file:
         [cell] = [cell for cell in file["cells"].values() if "evicted_at" in cell]
         assert cell.attrs["policy"] == b"sca"
         assert cell["evicted_at"].shape == (4, 1, 16)
@@ -631,7 +631,7 @@ def test_diff_answers_for_traces_and_runs(traces: Path, tmp_path: Path) -> None:
     for name, budget in (("a", "6"), ("b", "6"), ("c", "5")):
         done("replay", traces / "fixture.h5", "-p", "h2o", "-b", budget, "-o", name, folder=tmp_path)
     assert done("diff", "a", "b", folder=tmp_path) == "equal\n"
-    assert done("diff", "a/selections.h5", "b/selections.h5", folder=tmp_path) == "equal\n"
+    assert done("diff", "a/cells/fixture.h5", "b/cells/fixture.h5", folder=tmp_path) == "equal\n"
     answer = kvreplay("diff", "a", "c", folder=tmp_path)
     assert answer.code == 1 and answer.out.splitlines()[-1].endswith("differences")
 
@@ -700,7 +700,7 @@ def test_paths_may_have_spaces_and_any_letters(traces: Path, tmp_path: Path) -> 
     assert json.loads(done("info", "--json", "--no-estimate", trace, folder=tmp_path))[0]["name"] == trace.stem
     table = done("replay", trace, *REPLAY, "-o", "a run äöü", folder=tmp_path)
     assert trace.stem in table
-    assert (tmp_path / "a run äöü" / "parts" / trace.name).is_file()
+    assert (tmp_path / "a run äöü" / "cells" / trace.name).is_file()
 
 
 def test_progress_is_written_only_where_it_is_wanted(traces: Path, tmp_path: Path) -> None:

@@ -134,12 +134,12 @@ def test_shards_are_the_whole_and_hold_each_trace_once(place: Path) -> None:
     sizes = []
     for number in (1, 2, 3):
         ran("@sweep.yaml", "--shard", f"{number}/3", "-o", f"shard-{number}", folder=place)
-        parts = sorted(part.stem for part in (place / f"shard-{number}/parts").glob("*.h5"))
-        assert parts == [
+        replayed = sorted(file.stem for file in (place / f"shard-{number}/cells").glob("*.h5"))
+        assert replayed == [
             trace["name"] for trace in planned("@sweep.yaml", "--shard", f"{number}/3", folder=place)["traces"]
         ]
-        held.update(parts)
-        sizes.append(sum((place / f"data/{name}.h5").stat().st_size for name in parts))
+        held.update(replayed)
+        sizes.append(sum((place / f"data/{name}.h5").stat().st_size for name in replayed))
         found += rows(place / f"shard-{number}")[1:]
     assert held == Counter(TRACES)
     assert sorted(found) == sorted(rows(place / "whole")[1:])

@@ -18,7 +18,6 @@ from program import Answer, done, kvreplay
 
 BUDGETS = ["-b", "0.25,8"]
 POLICIES = ["h2o", "knorm", "snapkv"]  # in the order of their folders
-EQUAL = ("results.csv", "selections.h5")
 
 
 def replay(folder: Path, output: str, traces: str, policies: str, *more: str) -> None:
@@ -31,7 +30,8 @@ def refused(answer: Answer, code: int, *words: str) -> bool:
 
 
 def same(one: Path, other: Path) -> bool:
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in EQUAL)
+    tables = [(run / "results.csv").read_bytes() for run in (one, other)]
+    return tables[0] == tables[1] and kvreplay("diff", one, other, folder=one).out == "equal\n"
 
 
 def about(run: Path) -> dict:
@@ -101,14 +101,14 @@ def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None
     assert not list((folder / "out").rglob("*.partial"))
 
 
-def test_parts_may_be_symbolic_links(folder: Path) -> None:
-    for part in folder.glob("by-trace/*/parts/*.h5"):
-        part.rename(folder / f"kept-{part.name}")
-        part.symlink_to(f"../../../kept-{part.name}")
+def test_files_may_be_symbolic_links(folder: Path) -> None:
+    for path in folder.glob("by-trace/*/cells/*.h5"):
+        path.rename(folder / f"kept-{path.name}")
+        path.symlink_to(f"../../../kept-{path.name}")
     assert merged(folder, "by-trace").code == 0
     shutil.rmtree(folder / "by-trace")
     assert same(folder / "out", folder / "whole")
-    assert not any(part.is_symlink() for part in (folder / "out/parts").iterdir())
+    assert not any(path.is_symlink() for path in (folder / "out/cells").iterdir())
     assert done("diff", "whole", "out", folder=folder) == "equal\n"
 
 
@@ -133,7 +133,7 @@ def test_a_merge_goes_on(folder: Path) -> None:
 
 
 def test_finished_traces_of_an_interrupted_run_are_taken(folder: Path) -> None:
-    for name in ("run.json", *EQUAL):
+    for name in ("run.json", "results.csv"):
         (folder / "by-trace/b" / name).unlink()
     answer = merged(folder, "by-trace")
     assert answer.code == 0 and "by-trace/b: an interrupted run" in answer.err and answer.err.count("\n") == 1
@@ -168,64 +168,65 @@ def test_a_trace_that_could_not_be_opened_is_whole_once_another_folder_has_it(fo
 
 
 def test_other_numbers_of_one_cell_are_refused(folder: Path) -> None:
-    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
-        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
-        part[f"values/{cell}/numbers"][-1] += 1
-    assert refused(merged(folder, "by-policy"), 3, "by-policy/snapkv/parts/b.h5", "by-policy/h2o/parts/b.h5", "random")
+    with h5py.File(folder / "by-policy/snapkv/cells/b.h5", "r+") as file:
+        cell = next(name for name, cell in file["cells"].items() if cell.attrs.get("policy") == b"random")
+        file[f"values/{cell}/numbers"][-1] += 1
+    assert refused(merged(folder, "by-policy"), 3, "by-policy/snapkv/cells/b.h5", "by-policy/h2o/cells/b.h5", "random")
     assert not (folder / "out/run.json").exists()
 
 
 def test_of_what_is_refused_nothing_is_taken(folder: Path) -> None:
-    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
-        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
-        part[f"values/{cell}/numbers"][-1] += 1
+    with h5py.File(folder / "by-policy/snapkv/cells/b.h5", "r+") as file:
+        cell = next(name for name, cell in file["cells"].items() if cell.attrs.get("policy") == b"random")
+        file[f"values/{cell}/numbers"][-1] += 1
     assert merged(folder, "by-trace/a").code == 0
     before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
     assert merged(folder, "by-policy").code == 3
     assert {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()} == before
-    (folder / "out/parts.partial").mkdir()  # of a merge that was killed
-    (folder / "out/parts.partial/c.h5").write_text("no part")
+    (folder / "out/cells.partial").mkdir()  # of a merge that was killed
+    (folder / "out/cells.partial/c.h5").write_text("no HDF5")
     assert merged(folder, "by-trace/b").code == 0
     assert same(folder / "out", folder / "whole") and not list((folder / "out").rglob("*.partial"))
 
 
 @pytest.mark.parametrize(("instead", "found"), [(os.mkfifo, "a device or pipe"), (os.mkdir, "a directory")])
-def test_what_is_no_file_is_no_part(instead: Callable[[Path], None], found: str, folder: Path) -> None:
-    part = folder / "by-trace/a/parts/a.h5"
-    part.unlink()
-    instead(part)
-    assert refused(merged(folder, "by-trace"), 3, f"by-trace/a/parts/a.h5: kind: expected a file, found {found}")
+def test_what_is_no_file_is_refused(instead: Callable[[Path], None], found: str, folder: Path) -> None:
+    path = folder / "by-trace/a/cells/a.h5"
+    path.unlink()
+    instead(path)
+    assert refused(merged(folder, "by-trace"), 3, f"by-trace/a/cells/a.h5: kind: expected a file, found {found}")
 
 
 def test_other_sets_of_one_cell_are_refused(folder: Path) -> None:
-    with h5py.File(folder / "by-policy/snapkv/parts/b.h5", "r+") as part:
-        cell = next(name for name, cell in part["values"].items() if cell.attrs.get("policy") == b"random")
-        part[f"sets/{cell}"][0, 0, 0] ^= 3
-    assert refused(merged(folder, "by-policy"), 3, "snapkv/parts/b.h5:/sets/", "h2o/parts/b.h5")
+    with h5py.File(folder / "by-policy/snapkv/cells/b.h5", "r+") as file:
+        cell = next(name for name, cell in file["cells"].items() if cell.attrs.get("policy") == b"random")
+        kept = file[f"cells/{cell}/positions"]
+        kept[0] = min(set(range(40)) - set(kept[: file[f"cells/{cell}/offsets"][1]]))
+    assert refused(merged(folder, "by-policy"), 3, "snapkv/cells/b.h5:/cells/", "h2o/cells/b.h5")
 
 
 @pytest.mark.parametrize("conditions", [["--boundary", "30"], ["--eval", "last:2"]])
 def test_other_conditions_of_one_trace_are_refused(folder: Path, conditions: list[str]) -> None:
     replay(folder, "other", "a.h5", "h2o", *conditions)
     answer = merged(folder, "by-trace", "other")
-    assert refused(answer, 2, "other/parts/a.h5", "by-trace/a/parts/a.h5", conditions[0].strip("-"))
+    assert refused(answer, 2, "other/cells/a.h5", "by-trace/a/cells/a.h5", conditions[0].strip("-"))
 
 
 def test_another_version_of_a_policy_is_refused_with_both_files(folder: Path) -> None:
     replay(folder, "other", "a.h5", "h2o", "-b", "16")
-    with h5py.File(folder / "other/parts/a.h5", "r+") as part:
-        for cell in part["values"].values():
+    with h5py.File(folder / "other/cells/a.h5", "r+") as file:
+        for cell in file["values"].values():
             if cell.attrs.get("policy") == b"h2o":
                 cell.attrs["source"] = np.bytes_("edited")
     answer = merged(folder, "by-policy", "other")
-    assert refused(answer, 2, "other/parts/a.h5: h2o is of another version", "than in by-policy/h2o/parts/a.h5")
+    assert refused(answer, 2, "other/cells/a.h5: h2o is of another version", "than in by-policy/h2o/cells/a.h5")
 
 
 def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     shutil.copy(folder / "b.h5", folder / "elsewhere/a.h5")
     replay(folder, "other", "elsewhere/a.h5", "h2o")
-    assert refused(merged(folder, "by-trace", "other"), 2, "trace hash", "other/parts/a.h5")
+    assert refused(merged(folder, "by-trace", "other"), 2, "trace hash", "other/cells/a.h5")
 
 
 def test_other_seeds_and_options_are_named(folder: Path) -> None:
@@ -255,11 +256,11 @@ def test_folders_that_a_run_writes_into_are_refused(folder: Path) -> None:
     done("merge", "by-trace/all", "by-trace", folder=folder)
 
 
-def test_damaged_parts_are_refused(folder: Path) -> None:
-    part = folder / "by-trace/b/parts/b.h5"
-    content = bytearray(part.read_bytes())
-    part.write_bytes(content[: len(content) // 2])
-    assert refused(merged(folder, "by-trace"), 3, "by-trace/b/parts/b.h5")
+def test_damaged_files_are_refused(folder: Path) -> None:
+    path = folder / "by-trace/b/cells/b.h5"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    assert refused(merged(folder, "by-trace"), 3, "by-trace/b/cells/b.h5")
 
 
 def test_run_json_that_is_none_is_refused(folder: Path) -> None:
@@ -293,7 +294,7 @@ def test_folders_that_are_named_twice_count_once(folder: Path) -> None:
 
 def test_thousands_of_folders_are_told_apart_at_once(tmp_path: Path) -> None:
     for number in range(3000):
-        (tmp_path / f"from/{number}/parts").mkdir(parents=True)
+        (tmp_path / f"from/{number}/cells").mkdir(parents=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert refused(kvreplay("merge", "out", "from", folder=tmp_path), 3, "no finished trace in any folder")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

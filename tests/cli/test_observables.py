@@ -121,7 +121,7 @@ def with_layers_exchanged(path: Path) -> None:
 def linked_elsewhere(path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["000/003"]
-        file["000/003"] = h5py.ExternalLink("first/selections.h5", "/")
+        file["000/003"] = h5py.ExternalLink("first/cells/long.h5", "/")
 
 
 def not_a_file(path: Path) -> None:

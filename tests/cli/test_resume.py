@@ -23,13 +23,13 @@ def states(output: Path) -> set[str]:
 def test_a_second_run_computes_nothing(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "long.h5", *POLICIES, "-o", "out"]
     done(*words, folder=tmp_path)
-    part = tmp_path / "out/parts/long.h5"
-    before = part.stat()
+    cells = tmp_path / "out/cells/long.h5"
+    before = cells.stat()
     results = (tmp_path / "out/results.csv").read_bytes()
     assert states(tmp_path / "out") == {"done"}
     again = json.loads(done(*words, "--json", folder=tmp_path))
     assert {cell["state"] for cell in again["cells"]} == {"skipped"}
-    assert (part.stat().st_mtime_ns, part.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert (cells.stat().st_mtime_ns, cells.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert (tmp_path / "out/results.csv").read_bytes() == results
 
 
@@ -95,21 +95,21 @@ def several(folder: Path, n: int) -> list[str]:
     return names
 
 
-def wait_for_first_part(output: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_first_trace(output: Path, process: subprocess.Popen[str]) -> None:
     """Until one trace is finished and the others are not."""
     deadline = time.monotonic() + 120
-    while not list(output.glob("parts/*.h5")):
+    while not list(output.glob("cells/*.h5")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda blow: blow.name)
-def test_a_stopped_replay_leaves_whole_parts_and_goes_on(blow: signal.Signals, tmp_path: Path) -> None:
+def test_a_stopped_replay_leaves_whole_files_and_goes_on(blow: signal.Signals, tmp_path: Path) -> None:
     names = several(tmp_path, 3)
     words = ["replay", *names, *POLICIES]
     process = start(*words, "-o", "out", folder=tmp_path)
-    wait_for_first_part(tmp_path / "out", process)
+    wait_for_first_trace(tmp_path / "out", process)
     process.send_signal(blow)
     _, err = process.communicate(timeout=120)
     if blow == signal.SIGKILL:
@@ -118,18 +118,18 @@ def test_a_stopped_replay_leaves_whole_parts_and_goes_on(blow: signal.Signals, t
         assert process.returncode == 130
         assert err.startswith("kvreplay: ") and "interrupted" in err
 
-    parts = sorted((tmp_path / "out/parts").glob("*.h5"))
-    assert 1 <= len(parts) < len(names)
-    for part in parts:
-        with h5py.File(part) as file:
+    files = sorted((tmp_path / "out/cells").glob("*.h5"))
+    assert 1 <= len(files) < len(names)
+    for path in files:
+        with h5py.File(path) as file:
             assert len(file) > 0
     if blow == signal.SIGKILL:
-        for whole in ("results.csv", "selections.h5", "run.json"):
+        for whole in ("results.csv", "run.json"):
             assert not (tmp_path / "out" / whole).exists()
 
-    finished = {part: part.stat().st_mtime_ns for part in parts}
+    finished = {path: path.stat().st_mtime_ns for path in files}
     done(*words, "-o", "out", folder=tmp_path)
-    assert {part: part.stat().st_mtime_ns for part in parts} == finished
+    assert {path: path.stat().st_mtime_ns for path in files} == finished
     assert not list((tmp_path / "out").rglob("*.partial"))
     done(*words, "-o", "fresh", folder=tmp_path)
     assert done("diff", "out", "fresh", folder=tmp_path) == "equal\n"

@@ -30,8 +30,7 @@ def write_run(
 ) -> Path:
     """`values`: numbers of all traces by policy NAME[:PARAMS], by metric NAME[:VARIANT]; no selections, so none can
     be read. `labels`: by policy NAME[:PARAMS], its label in run.json; by default run.json has none."""
-    folder.mkdir(parents=True)
-    (folder / "selections.h5").write_bytes(b"")
+    (folder / "cells").mkdir(parents=True)
     hashes = hashes or [f"{model}/{trace}" for trace in traces]
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as page:
         writer = csv.DictWriter(page, COLUMNS, restval="", lineterminator="\n")

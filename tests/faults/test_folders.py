@@ -54,20 +54,20 @@ def test_a_read_only_folder(subject: Subject, closed: Path) -> None:
     subject.finished(where)
 
 
-def test_a_part_that_is_replaced_while_it_is_merged(trace: Path, interposed: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_while_it_is_merged(trace: Path, interposed: Path, tmp_path: Path) -> None:
     """By a run of more cells: it was read before, and is linked after."""
     for output, policies in (("shard", "h2o"), ("later", "h2o,knorm")):
         done("replay", trace.name, "-p", policies, "-b", "6", "-o", output, folder=tmp_path)
-    part = f"parts/{trace.name}"
-    shutil.copy(tmp_path / "later" / part, tmp_path / "replacement.h5")
+    cells = f"cells/{trace.name}"
+    shutil.copy(tmp_path / "later" / cells, tmp_path / "replacement.h5")
     fault = {
-        "FAULT_REPLACED": str(tmp_path / "shard" / part),
+        "FAULT_REPLACED": str(tmp_path / "shard" / cells),
         "FAULT_REPLACEMENT": str(tmp_path / "replacement.h5"),
         "LD_PRELOAD": str(interposed),
     }
     answer = kvreplay("merge", "out", "shard", folder=tmp_path, env={**os.environ, **fault})
     check_refusal(answer, USAGE)
-    assert f"shard/{part}: another run has replaced it meanwhile" in answer.err and not (tmp_path / "out").exists()
+    assert f"shard/{cells}: another run has replaced it meanwhile" in answer.err and not (tmp_path / "out").exists()
     done("merge", "out", "shard", folder=tmp_path)
     assert done("diff", "out", "later", folder=tmp_path) == "equal\n"
 
@@ -87,10 +87,10 @@ def test_calls_that_fail_for_another_reason(subject: Subject, interposed: Path, 
 
 def test_a_folder_that_vanishes(replay: Replay, tmp_path: Path) -> None:
     """It is found out when the first trace is done, not after all of them."""
-    for name in ("parts", ""):
+    for name in ("cells", ""):
         where = replay.place(tmp_path / f"vanishing{name}")
         begun = replay.begun(where)
-        out = where / "out" / "parts"
+        out = where / "out" / "cells"
         while not out.is_dir():
             assert begun.poll() is None
         shutil.rmtree(where / "out" / name, ignore_errors=True)
@@ -123,12 +123,12 @@ def test_a_file_in_the_place_of_a_folder(trace: Path) -> None:
     check_refusal(kvreplay(*words, "file/out", folder=folder), USAGE, INPUT)
     assert (folder / "file").read_text() == "mine"
     (folder / "out").mkdir()
-    (folder / "out/parts").write_text("mine")
+    (folder / "out/cells").write_text("mine")
     check_refusal(kvreplay(*words, "out", folder=folder), USAGE, INPUT)
-    assert (folder / "out/parts").read_text() == "mine"
-    for taken in ("parts/fixture.h5", "results.csv", "selections.h5", "run.json", "results.csv.partial"):
+    assert (folder / "out/cells").read_text() == "mine"
+    for taken in ("cells/fixture.h5", "results.csv", "run.json", "results.csv.partial"):
         (folder / "taken" / taken).mkdir(parents=True)
-        (folder / "taken/parts").mkdir(exist_ok=True)
+        (folder / "taken/cells").mkdir(exist_ok=True)
         check_refusal(kvreplay(*words, "taken", folder=folder), USAGE, INPUT)
         shutil.rmtree(folder / "taken")
     (folder / "gone").symlink_to(folder / "nowhere")

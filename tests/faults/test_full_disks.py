@@ -17,7 +17,7 @@ from subjects import Capture, Merge, Replay, Subject
 RESOURCES = 5
 FULL = [errno.ENOSPC, errno.EDQUOT]
 SUBJECTS = ["replay", "merge", "synth", "capture"]
-RESULTS = ("results.csv", "seconds.csv", "selections.h5", "run.json")
+RESULTS = ("results.csv", "seconds.csv", "run.json")
 
 
 @pytest.fixture
@@ -119,18 +119,18 @@ def test_a_merge_that_finds_no_room_takes_nothing(merge: Merge, interposed: Path
 
 
 def test_results_are_assembled_later(replay: Replay, tmp_path: Path) -> None:
-    """Every part is there: each file that is assembled from them fails in its turn, and no cell is computed again."""
+    """Every trace is there: each table that is assembled from them fails in its turn, and no cell is computed again."""
     for name in RESULTS:
         with replay.trial(tmp_path) as where:
             shutil.copytree(replay.whole, where / "out")
-            before = {part: part.stat().st_mtime_ns for part in (where / "out/parts").iterdir()}
+            before = {path: path.stat().st_mtime_ns for path in (where / "out/cells").iterdir()}
             for later in RESULTS[RESULTS.index(name) :]:
                 (where / "out" / later).unlink()
             (where / "out" / f"{name}.partial").symlink_to("/dev/full")
             answer = replay.ended(where)
             assert answer.code != 0 and not (where / "out" / name).exists(), answer
             (where / "out" / f"{name}.partial").unlink(missing_ok=True)
-            assert {part: part.stat().st_mtime_ns for part in before} == before
+            assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_observables_that_find_no_room_are_not_kept(trace: Path, interposed: Path, some: int, tmp_path: Path) -> None:

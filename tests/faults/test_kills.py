@@ -25,7 +25,7 @@ def test_killed_at_random_moments(name: str, request: pytest.FixtureRequest, tmp
         assert len(kill(subject, tmp_path / "trial", lasts, random.Random(seed), 2)) == 2
 
 
-SIGNS = {"replay": "out/parts", "synth": "out.h5.partial", "capture": "out.h5.partial"}  # of a run that has begun
+SIGNS = {"replay": "out/cells", "synth": "out.h5.partial", "capture": "out.h5.partial"}  # of a run that has begun
 
 
 def stopped(subject: Subject, where: Path, blow: signal.Signals, sign: str) -> bool:

@@ -47,8 +47,7 @@ def check_equal(subject: Subject, where: Path, environment: dict[str, str]) -> N
     assert (answer.code, answer.err) == (0, ""), answer
     assert done("diff", subject.whole, where / subject.result, folder=where) == "equal\n"
     if (where / subject.result).is_dir():
-        for name in ("results.csv", "selections.h5"):
-            assert (where / subject.result / name).read_bytes() == (subject.whole / name).read_bytes()
+        assert (where / subject.result / "results.csv").read_bytes() == (subject.whole / "results.csv").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["replay", "synth", "capture"])
@@ -85,8 +84,7 @@ def test_names_of_folders(trace: Path) -> None:
         answer = kvreplay("replay", f"{here}/fixture.h5", *words, "-o", f"{here}/out", folder=folder, **ANY_BYTES)
         assert (answer.code, answer.err) == (0, ""), answer
         assert done("diff", "whole", f"{here}/out", folder=folder) == "equal\n"
-        for result in ("results.csv", "selections.h5"):
-            assert (odd / "out" / result).read_bytes() == (folder / "whole" / result).read_bytes()
+        assert (odd / "out/results.csv").read_bytes() == (folder / "whole/results.csv").read_bytes()
 
 
 def test_names_of_traces(trace: Path) -> None:
@@ -101,7 +99,7 @@ def test_names_of_traces(trace: Path) -> None:
         borne = "\n" not in name and len(name) <= 244
         if borne:
             assert (answer.code, answer.err) == (0, ""), answer
-            with h5py.File(folder / f"out{number}/selections.h5") as file:
+            with h5py.File(folder / f"out{number}/cells/{name}.h5") as file:
                 assert len(file["cells"]) == 4
         else:
             assert answer.code == INPUT and answer.err.count("\n") == 1, answer

@@ -7,7 +7,7 @@
 
 A mutant is a function of seed, number, and the sound files, which are made once in build/fuzz/sound. Sound files are
 traces (as kvreplay writes them, archived, by h5py in its oldest and newest form, and with contents of the oldest form
-behind a new superblock), stored observables, a part and selections. Bytes are flipped, blocks of them zeroed, copied,
+behind a new superblock), stored observables and a file of cells. Bytes are flipped, blocks of them zeroed, copied,
 removed or inserted; files are cut or extended; fields of superblock and object headers become other numbers. In half of
 the mutants that a child process reads (`validate --untrusted`, `convert`) the checksums of superblock and object
 headers are made right again, so that the damage reaches the library.
@@ -188,8 +188,7 @@ def make_sound_files(folder: Path) -> None:
     wanted = [*metrics, "--observables", "keep", "-o", "out"]
     run([PROGRAM, "replay", "trace.h5", "-p", policies, "-b", "6", *wanted])
     (folder / "trace.obs.h5").rename(folder / "observables.h5")
-    (folder / "out" / "parts" / "trace.h5").rename(folder / "part.h5")
-    (folder / "out" / "selections.h5").rename(folder / "selections.h5")
+    (folder / "out" / "cells" / "trace.h5").rename(folder / "cells.h5")
     shutil.rmtree(folder / "out")
     trace = folder / "trace.h5"
     copy_file(trace, folder / "h5py.h5", ("v108", "v110"))
@@ -239,12 +238,13 @@ TOGETHER = [
     *(Kind(name, VALIDATE) for name in ("oldest", "observables")),
 ]
 # Half of them fast: replaying measures the machine first.
+DIFF_OF_CELLS = Kind("cells", ("diff",), together=False, codes=frozenset({0, 1, 2, 3}))  # 2: no file of cells any more
 ALONE = [
-    Kind("selections", ("diff",), together=False, codes=frozenset({0, 1, 2, 3})),  # 2: it is no selections any more
-    Kind("part", REPLAY, together=False),
-    Kind("selections", ("diff",), together=False, codes=frozenset({0, 1, 2, 3})),
+    DIFF_OF_CELLS,
+    Kind("cells", REPLAY, together=False),
+    DIFF_OF_CELLS,
     Kind("observables", REPLAY, together=False),
-    Kind("selections", ("diff",), together=False, codes=frozenset({0, 1, 2, 3})),
+    DIFF_OF_CELLS,
     Kind("trace", REPLAY, together=False),
     Kind("oldest", CONVERT, together=False),
     Kind("old_contents", CONVERT, together=False),
@@ -350,13 +350,13 @@ def command_of(kind: Kind, files: list[Path], folder: Path, sounds: Path) -> lis
     (file,) = files
     if kind.command == CONVERT:
         return [*words, str(file)]
-    if kind.sound == "selections":
-        return [*words, str(file), str(sounds / "selections.h5")]
+    if kind == DIFF_OF_CELLS:
+        return [*words, str(file), str(sounds / "cells.h5")]
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     trace = folder / "trace.h5"
     trace.with_suffix(".obs.h5").unlink(missing_ok=True)
-    places = {"trace": trace, "part": out / "parts" / "trace.h5", "observables": trace.with_suffix(".obs.h5")}
+    places = {"trace": trace, "cells": out / "cells" / "trace.h5", "observables": trace.with_suffix(".obs.h5")}
     shutil.copyfile(sounds / "trace.h5", trace)
     places[kind.sound].parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(file, places[kind.sound])

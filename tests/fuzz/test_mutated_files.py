@@ -19,7 +19,7 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_checksum_is_hdf5s(sounds: Path):
-    for name in ("trace", "newest", "part"):
+    for name in ("trace", "newest", "cells"):
         blocks = checksummed((sounds / f"{name}.h5").read_bytes())
         assert blocks[0].begin == 0
         assert sum(block.is_header for block in blocks) > 10

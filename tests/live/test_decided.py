@@ -34,7 +34,7 @@ def opened(case: Case) -> tuple[object, passes.Text, Run, TraceFacts]:
     run = Run(case.run)
     trace = run.trace("t")
     model, _ = load(ModelChoices(str(case.model), dtype="float32"))
-    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    ids = [int(one) for one in run.cells_file("t")["/traces/t/tokens/ids"][()]]
     return model, passes.read(model, "m", ids, trace.boundary), run, trace
 
 

@@ -93,7 +93,7 @@ def loaded(made: Case) -> tuple[Run, TraceFacts, Any, Any, passes.Text]:
     trace = run.trace("t")
     model, _ = load(ModelChoices(str(made.model)))
     eager = transformers.AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").eval()
-    ids = [int(one) for one in run.selections["/traces/t/tokens/ids"][()]]
+    ids = [int(one) for one in run.cells_file("t")["/traces/t/tokens/ids"][()]]
     text = passes.read(model, "tiny", ids, trace.boundary)
     return run, trace, model, eager, text
 

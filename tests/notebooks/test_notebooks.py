@@ -138,18 +138,19 @@ def chunkkv(figures: Figures) -> Path:
 def sets_of(folder: Path, policy: str, params: str) -> dict[str, list[set[int]]]:
     """By trace: the tokens that the first row of each layer chose, those kept by rule left out, from the file."""
     found = {}
-    with h5py.File(folder / "selections.h5") as file:
-        for cell in file["cells"].values():
-            about = {name: cell.attrs[name].decode() for name in ("policy", "params", "trace")}
-            if about["policy"] != policy or params not in about["params"]:
-                continue
-            prompt = int(file["traces"][about["trace"]].attrs["prompt"])
-            rows, offsets = cell["budget"].shape, cell["offsets"][()]
-            first = [cell["positions"][offsets[i * rows[1]] : offsets[i * rows[1] + 1]] for i in range(rows[0])]
-            recent, sinks = cell["recent"][:, 0], cell["sinks"][:, 0]
-            found[about["trace"]] = [
-                {int(j) for j in kept if sinks[i] <= j < prompt - recent[i]} for i, kept in enumerate(first)
-            ]
+    for path in folder.glob("cells/*.h5"):
+        with h5py.File(path) as file:
+            for cell in file["cells"].values():
+                about = {name: cell.attrs[name].decode() for name in ("policy", "params", "trace")}
+                if about["policy"] != policy or params not in about["params"]:
+                    continue
+                prompt = int(file["traces"][about["trace"]].attrs["prompt"])
+                rows, offsets = cell["budget"].shape, cell["offsets"][()]
+                first = [cell["positions"][offsets[i * rows[1]] : offsets[i * rows[1] + 1]] for i in range(rows[0])]
+                recent, sinks = cell["recent"][:, 0], cell["sinks"][:, 0]
+                found[about["trace"]] = [
+                    {int(j) for j in kept if sinks[i] <= j < prompt - recent[i]} for i, kept in enumerate(first)
+                ]
     return found
 
 
@@ -207,7 +208,8 @@ def test_a_kept_token_on_the_text_is_one_of_the_selection(chunkkv: Path):
     cells = run.cells[run.cells["label"] == "chunkkv:heads=layer"]
     candidates = []
     for cell in cells.itertuples():
-        tokens, selection = run.selections[f"/traces/{cell.trace}/tokens"], run.selection_of(cell.cell, 10**6)
+        tokens = run.cells_file(cell.trace)[f"/traces/{cell.trace}/tokens"]
+        selection = run.selection_of(cell.cell, 10**6)
         text, offsets = tokens["text"][()].decode(), tokens["offsets"][()]
         if max(shown.index) < len(offsets) and all(
             text[slice(*offsets[i])].replace("\n", "⏎") == piece for i, piece in shown["token"].items()
@@ -418,7 +420,7 @@ def test_a_run_is_begun_anew_when_the_request_changes_and_only_then(tmp_path: Pa
 
     def policies(*asked: str, trace: str = "a") -> tuple[set[str], int]:
         run = page.replay("run", [tmp_path / f"{trace}.h5"], asked, ["0.5"])
-        return set(run.cells["policy"]), (run.folder / "parts" / f"{trace}.h5").stat().st_mtime_ns
+        return set(run.cells["policy"]), (run.folder / "cells" / f"{trace}.h5").stat().st_mtime_ns
 
     both, made = policies("local", "strided")
     assert sorted(path.name for path in tmp_path.glob("*.h5")) == ["a.h5", "b.h5"]

@@ -184,7 +184,7 @@ def test_sets_and_numbers_of_the_references(drawn: tuple[Content, str], data: so
             ]
             where = f"{kind} {text} at {budget}"
             ours = select(trace, Policy.parse(text), budget)
-            with h5py.File(out / "selections.h5") as file:
+            with h5py.File(program_runs.cells_file(out)) as file:
                 theirs, datasets = stored_selection(trace, ours, file["cells"][name], budget, where)
             ours = decide(trace, Policy.parse(text), budget, follow=theirs)
             theirs = dataclasses.replace(theirs, order=ours.order, stored=ours.stored)

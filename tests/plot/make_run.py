@@ -127,17 +127,18 @@ def make_run(
     kv_heads: int = 3,
     twins: dict[str, float] | None = None,
 ) -> Path:
-    """Writes results.csv, selections.h5 and run.json; `traces` are (name, prompt tokens, depth of the needle). `twins`:
-    the quality of the random twin of each policy that has one, by the policy's name."""
-    folder.mkdir(parents=True)
+    """Writes results.csv, cells and run.json; `traces` are (name, prompt tokens, depth of the needle). `twins`: the
+    quality of the random twin of each policy that has one, by the policy's name."""
+    (folder / "cells").mkdir(parents=True)
     rows: list[dict[str, object]] = []
     inputs: list[dict[str, str]] = []
     sets = {"kv": kv_heads, "query": query_heads, "layer": 1}
     controls = [*CONTROLS, *(Policy("random-twin", f"of=({name}),seed=0", quality=quality, role="control")
                              for name, quality in (twins or {}).items())]  # fmt: skip
-    with h5py.File(folder / "selections.h5", "w") as file:
-        file.attrs.update({"format": "kvselections", "version": 1})
-        for t, (trace, prompt, depth) in enumerate(traces):
+    number = 0
+    for t, (trace, prompt, depth) in enumerate(traces):
+        with h5py.File(folder / "cells" / f"{trace}.h5", "w") as file:
+            file.attrs.update({"format": "kvcells", "version": 1})
             random = np.random.default_rng(t)
             group = file.create_group(f"traces/{trace}")
             group.attrs.update({"trace_hash": f"{t:032x}", "model": "made-up-135M", "prompt": prompt, "layers": layers,
@@ -169,7 +170,6 @@ def make_run(
                 share = float(budget) if "." in budget else int(budget) / prompt
                 tokens = max(1, int(share * prompt + 0.5))
                 for policy in (*policies, *controls):
-                    number = len(file["cells"]) if "cells" in file else 0
                     heads = sets[policy.heads]
                     kept = prompt if policy.name == "full" else tokens
                     positions, granted, sinks, last = choose(policy, kept, layers, heads, prompt, random)
@@ -196,6 +196,7 @@ def make_run(
                         rows += [fact | {"layer": layer, "value": repr(float(v))} for layer, v in enumerate(by_layer)]
                         rows.append(fact | {"layer": "all", "value": repr(float(np.mean(by_layer)))})
                     rows.append(mine | {"metric": "held_tokens", "layer": "all", "head": "all", "value": ""})
+                    number += 1
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as page:
         writer = csv.DictWriter(page, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
@@ -207,7 +208,7 @@ def make_run(
 
 
 def write_cell(file, cell, policy, positions, granted, sinks, last, prompt, about):
-    """/cells/ID of selections.h5, with its Jaccard matrices counted set by set."""
+    """/cells/ID of a file, with its Jaccard matrices counted set by set."""
     group = file.create_group(f"cells/{cell}")
     layers = len(positions)
     group.attrs.update({

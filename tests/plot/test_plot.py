@@ -23,10 +23,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from kvreplay.compare.command import main as compare
+from kvreplay.errors import Error
 from kvreplay.plot import heatmap, lines, needle, redundancy, similarity, style
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.plot.figure_options import Choice
-from kvreplay.results import Run, Selection, Span
+from kvreplay.results import MOST_OPEN, Run, Selection, Span
 from kvreplay.run_names import split_policies
 
 NEEDED = {"compare": ["--baseline", "random"]}  # options that a kind cannot do without
@@ -64,7 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 
 
 def cell_of(run: Path, policy: str, budget: str, trace: str = "demo") -> h5py.Group:
-    file = h5py.File(run / "selections.h5", "r", locking=False)
+    file = h5py.File(run / f"cells/{trace}.h5", "r", locking=False)
     wanted = (policy, budget, trace)
     return next(g for g in file["cells"].values() if wanted == tuple(g.attrs[k] for k in ("policy", "budget", "trace")))
 
@@ -109,7 +110,7 @@ def test_a_figure_goes_into_the_run_when_nothing_is_said(broken, capsys):
 
 @pytest.mark.parametrize("kind", ["heatmap", "kept", "budgets"])
 def test_layers_carry_the_models_own_numbers(kind, broken, tmp_path):
-    with h5py.File(broken / "selections.h5", "a") as file:
+    with h5py.File(broken / "cells/demo.h5", "a") as file:
         [trace] = file["traces"].values()
         layers = int(trace.attrs["layers"])
         trace.attrs["layer_index"] = np.arange(layers, dtype=np.int32) * 3 + 5
@@ -190,7 +191,7 @@ def test_kept_of_a_long_prompt_is_drawn_in_means_that_lose_no_token(tmp_path):
 
 def test_a_policy_that_keeps_every_token_changed_is_drawn_whole(broken, tmp_path):
     """It stores no rows; the last layer was not treated."""
-    with h5py.File(broken / "selections.h5", "r+") as file:
+    with h5py.File(broken / "cells/demo.h5", "r+") as file:
         group = file["cells/0000000000000000"]
         group.attrs["sets"], group.attrs["layers"] = "all", np.arange(3, dtype=np.int32)
         for name, values in (("offsets", np.zeros(13, np.int64)), ("positions", np.zeros(0, np.int32))):
@@ -212,11 +213,11 @@ def test_a_schedule_tells_when_tokens_went_and_is_drawn_as_at_the_end_of_the_pro
     gone = np.where(before.mask(), -1, 479)
     gone = np.concatenate([gone, np.full((4, 3, 32), -1)], axis=2)
     gone[0, 0, before.positions[0]] = 490  # after the prompt, so held at its end
-    with h5py.File(broken / "selections.h5", "r+") as file:
+    with h5py.File(broken / "cells/demo.h5", "r+") as file:
         file["cells/0000000000000000/evicted_at"] = gone.astype(np.int32)
     np.testing.assert_array_equal(read().evicted_at, gone)
     pd.testing.assert_frame_equal(drawn("kept", broken, tmp_path), shown)
-    with h5py.File(broken / "selections.h5", "r+") as file:
+    with h5py.File(broken / "cells/demo.h5", "r+") as file:
         del file["cells/0000000000000000/evicted_at"]
         file["cells/0000000000000000/evicted_at"] = gone[:, 0].astype(np.int32)
     capsys.readouterr()
@@ -225,7 +226,7 @@ def test_a_schedule_tells_when_tokens_went_and_is_drawn_as_at_the_end_of_the_pro
 
 def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
     data = drawn("redundancy", run, tmp_path)
-    with h5py.File(run / "selections.h5", "r", locking=False) as file:
+    with h5py.File(run / "cells/demo.h5", "r", locking=False) as file:
         stored = file["traces/demo/redundancy_value"][()].astype(np.float64)
     layer = data[(data["tensor"] == "value") & (data["by"] == "layer")]
     np.testing.assert_allclose(layer["median"], np.median(stored, axis=1), atol=1e-15)
@@ -488,7 +489,7 @@ def test_compare_puts_what_no_budget_binds_last_and_does_not_judge_it(tmp_path, 
 
 
 def test_attention_shows_what_a_head_attends_to_and_its_own_set(run, tmp_path):
-    with h5py.File(run / "selections.h5", "r", locking=False) as file:
+    with h5py.File(run / "cells/demo.h5", "r", locking=False) as file:
         heads = file["traces/demo/eval_attention_heads"][()].astype(float) / 32
         mean = file["traces/demo/eval_attention"][()].astype(float) / 32
     data = drawn("attention", run, tmp_path, "--layer", "2", "--head", "5", "-b", "0.2").set_index("policy")
@@ -513,7 +514,7 @@ def test_attention_of_a_long_prompt_is_drawn_in_means_that_lose_nothing(tmp_path
 
 
 def test_attention_that_was_not_saved_or_not_measured_says_so(broken, capsys):
-    with h5py.File(broken / "selections.h5", "r+") as file:
+    with h5py.File(broken / "cells/demo.h5", "r+") as file:
         del file["traces/demo/eval_attention_heads"]
         file["traces/demo/eval_attention"][1:3] = np.nan
         treated = np.array([0, 3], dtype=np.int32)  # as of sliding windows 0, 64, 64, 0
@@ -642,7 +643,7 @@ def test_a_failed_cell_is_not_drawn(tmp_path, capsys):
 
 def test_a_boundary_before_the_end_of_the_prompt_bounds_every_map(tmp_path):
     folder = make_run(tmp_path / "run", [Policy("lean", recent=0)], budgets=["0.1"])
-    with h5py.File(folder / "selections.h5", "r+") as file:
+    with h5py.File(folder / "cells/demo.h5", "r+") as file:
         trace = file["traces/demo"]
         trace.attrs["prompt"], trace.attrs["boundary"] = 520, 480
     assert drawn("kept", folder, tmp_path)["end"].max() == 480
@@ -878,11 +879,17 @@ def test_an_empty_command_line_says_what_is_missing(capsys):
     assert "the following arguments are required: KIND, RUN" in refused(capsys, 2)
 
 
-@pytest.mark.parametrize("name", ["results.csv", "selections.h5", "run.json"])
+@pytest.mark.parametrize("name", ["results.csv", "cells", "run.json"])
 def test_a_folder_without_its_files_is_no_run(name, broken, capsys):
-    (broken / name).unlink()
+    (broken / name).rename(broken / "elsewhere")
     line = refused(capsys, 3, "heatmap", broken)
     assert line.startswith(f"kvreplay: {broken}: not a finished run: expected ") and line.endswith(f"found no {name}\n")
+
+
+def test_results_of_format_1_are_refused_with_the_remedy(broken, capsys):
+    (broken / "cells").rename(broken / "parts")
+    line = f"kvreplay: {broken}: results of format 1: kvreplay merge NEW OLD reads them\n"
+    assert refused(capsys, 3, "heatmap", broken) == line
 
 
 def test_damaged_files_are_refused_by_name(broken, capsys):
@@ -921,30 +928,43 @@ def test_damaged_selections_are_refused_by_object(broken, capsys):
         (lambda f: f["cells/0000000000000000"].attrs.__delitem__("layers"), "attribute layers"),
         (lambda f: f.__delitem__("cells/0000000000000000"), "/cells/0000000000000000: missing"),
         (lambda f: f["traces/demo"].attrs.__delitem__("prompt"), "attributes: expected model, prompt"),
-        (lambda f: f.attrs.__setitem__("version", 2), "expected kvselections version 1, found kvselections version 2"),
+        (lambda f: f.attrs.__setitem__("version", 2), "expected kvcells version 1, found kvcells version 2"),
     ):
-        with h5py.File(broken / "selections.h5", "r+") as file:
+        with h5py.File(broken / "cells/demo.h5", "r+") as file:
             change(file)
-        with h5py.File(broken / "selections.h5", "r") as file:
-            assert file.attrs["format"] == "kvselections"
+        with h5py.File(broken / "cells/demo.h5", "r") as file:
+            assert file.attrs["format"] == "kvcells"
         if words:
             assert words in refused(capsys, 3, "kept", broken)
-    (broken / "selections.h5").write_bytes(b"no HDF5")
-    assert "selections.h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "kept", broken)
+    (broken / "cells/demo.h5").write_bytes(b"no HDF5")
+    assert "cells/demo.h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "kept", broken)
+
+
+def test_a_few_files_stay_open_and_what_was_read_of_others_does(tmp_path):
+    names = [f"t{i}" for i in range(MOST_OPEN + 2)]
+    run = Run(make_run(tmp_path / "run", [H2O], 1, ["0.1"], [(name, 40, 0.5) for name in names]))
+    groups = [run.cells_file(name)[f"traces/{name}"] for name in names]
+    assert len(run._open) == MOST_OPEN and names[0] not in run._open
+    assert [int(group.attrs["prompt"]) for group in groups] == [40] * len(names)
+    kept = [run.selection_of(cell, 40) for cell in run.cells["cell"]]
+    assert len(kept) == len(names) * 4 and len(run._open) == MOST_OPEN
+    with pytest.raises(Error, match="cells/t99.h5: missing: expected a file of cells"):
+        run.trace("t99")
 
 
 def test_means_over_traces_are_drawn_of_results_csv_alone(tmp_path, capsys):
     run = make_run(tmp_path / "run", [SNAPKV, H2O, CHUNKKV], traces=NEEDLES)
     figures = {kind: drawn(kind, run, tmp_path, *NEEDED.get(kind, [])) for kind in ("curve", "layers", "compare")}
-    (run / "selections.h5").write_bytes(b"no HDF5")
+    for path in (run / "cells").iterdir():
+        path.write_bytes(b"no HDF5")
     for kind, numbers in figures.items():
         pd.testing.assert_frame_equal(drawn(kind, run, tmp_path, *NEEDED.get(kind, [])), numbers)
     capsys.readouterr()
-    assert "selections.h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "budgets", run)
+    assert ".h5: unreadable: expected an HDF5 file" in refused(capsys, 3, "budgets", run)
 
 
 def test_what_the_run_does_not_hold_cannot_be_drawn(broken, capsys):
-    with h5py.File(broken / "selections.h5", "r+") as file:
+    with h5py.File(broken / "cells/demo.h5", "r+") as file:
         del file["traces/demo/spans"], file["traces/demo/redundancy_key"], file["traces/demo/redundancy_value"]
     assert "no needle: expected traces with a span of kind needle" in refused(capsys, 3, "needle", broken)
     assert "redundancy not measured" in refused(capsys, 3, "redundancy", broken)
@@ -954,7 +974,7 @@ def test_what_the_run_does_not_hold_cannot_be_drawn(broken, capsys):
 
 def test_a_policy_without_fixed_sets_is_left_out_with_a_word(run, tmp_path, capsys):
     folder = make_run(tmp_path / "run", [SNAPKV, H2O], budgets=["0.1"])
-    with h5py.File(folder / "selections.h5", "r+") as file:
+    with h5py.File(folder / "cells/demo.h5", "r+") as file:
         del file["cells/0000000000000001/offsets"]
     assert main(["heatmap", str(folder)]) == 0
     assert capsys.readouterr().err == "kvreplay: heatmap: h2o keeps no fixed set\n"

@@ -72,7 +72,7 @@ def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: P
         assert cell["cell"] == cell_id(cell, run, source["hash"] if cell["policy"] == "mine" else "")
         assert cell["policy"] in ("mine", "snapkv") or cell["cell"] == alone[cell["policy"]]
 
-    with h5py.File(tmp_path / "out/selections.h5") as file:
+    with h5py.File(tmp_path / f"out/cells/{TRACE.stem}.h5") as file:
         kept = {cell.attrs["policy"].decode(): cell["positions"][()] for cell in file["cells"].values()}
     assert np.array_equal(kept["mine"], kept["snapkv"])
     assert not np.array_equal(kept["mine"], kept["random"])

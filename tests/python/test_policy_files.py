@@ -55,8 +55,9 @@ def told(answer: Answer) -> str:
 
 
 def positions(run: Path, policy: str) -> dict[str, list[int]]:
-    """By budget, of a policy's cells in selections.h5."""
-    with h5py.File(run / "selections.h5") as file:
+    """By budget, of a policy's cells in a run of one trace."""
+    [path] = run.glob("cells/*.h5")
+    with h5py.File(path) as file:
         cells = [one for one in file["cells"].values() if one.attrs["policy"] in (policy, policy.encode())]
         return {str(one.attrs["budget_tokens"]): one["positions"][()].tolist() for one in cells}
 

@@ -286,15 +286,15 @@ def test_ctrl_c_is_heard_and_finished_traces_are_kept(long: list[Path], tmp_path
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", CTRL_C, out, *long], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(out.glob("parts/*.h5")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(out.glob("cells/*.h5")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert (process.returncode, said) == (3, "interrupted\n")
-    kept = {part: part.stat().st_mtime_ns for part in out.glob("parts/*.h5")}
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("cells/*.h5")}
     assert 1 <= len(kept) < len(long)
     run = kv.replay(long, ["h2o", "snapkv"], [0.1, 0.2, 0.3], output=out)
-    assert {part: part.stat().st_mtime_ns for part in kept} == kept
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert len(set(run.cells["trace"])) == len(long)
 
 

@@ -429,11 +429,17 @@ class Cell:
 
 @dataclass
 class Results:
-    """What the program wrote: results.csv, whole and by cell, and where selections.h5 lies."""
+    """What the program wrote: results.csv, whole and by cell, and where the file of cells lies."""
 
     frame: pd.DataFrame
     cells: list[Cell]
-    selections: Path
+    cells_path: Path
+
+
+def cells_file(run: Path) -> Path:
+    """Of the one trace of a run."""
+    [path] = run.glob("cells/*.h5")
+    return path
 
 
 def table(trace: str, layers: int, query_heads: int, kv_heads: int, d: int) -> None:
@@ -680,7 +686,7 @@ def replayed(run: Run) -> Results | str:
         for (policy, params, budget, name), rows in frame.groupby(["policy", "params", "budget", "cell"])
         if policy
     ]
-    return Results(frame, cells, out / "selections.h5")
+    return Results(frame, cells, cells_file(out))
 
 
 def program_parameters(policy: Policy) -> dict[str, str]:

@@ -20,7 +20,7 @@ import pytest
 import random_traces
 import reference
 from comparison import compare_selections, stored_selection
-from program_runs import call, folder, read_frame
+from program_runs import call, cells_file, folder, read_frame
 from reference import Trace
 from reference_policies import DEFAULTS, POLICIES, WITHOUT_BUDGET, decide, select
 from reference_rounds import RULES, SCHEDULES
@@ -212,7 +212,7 @@ def results(setting: Setting, schedule: str) -> tuple[dict[str, str], Path, str]
         return {}, out, f"exit {finished.returncode} {finished.stderr}"
     frame = read_frame(out)
     named = frame[frame["role"] == "asked"].groupby("policy")["cell"].first()
-    return named.to_dict(), out / "selections.h5", finished.stderr
+    return named.to_dict(), cells_file(out), finished.stderr
 
 
 def test_the_reference_knows_the_registry() -> None:
@@ -308,7 +308,7 @@ def test_parameters_of_online_policies(text: str, budget: str, tmp_path: Path) -
     assert finished.returncode == 0, finished.stderr
     frame = read_frame(tmp_path / "out")
     [cell] = frame[frame["role"] == "asked"]["cell"].unique()
-    with h5py.File(tmp_path / "out/selections.h5") as file:
+    with h5py.File(cells_file(tmp_path / "out")) as file:
         ours = select(trace, Policy.parse(text), budget)
         theirs, datasets = stored_selection(trace, ours, file["cells"][cell], budget, text)
     ours = decide(trace, Policy.parse(text), budget, follow=theirs)

@@ -41,7 +41,7 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
     trace = trace_of(run.trace)
     ours = select(trace, Policy.parse(policy), budget, run.choice)
     where = f"{run.trace} {policy} {budget}"
-    with h5py.File(results(run).selections) as file:
+    with h5py.File(results(run).cells_path) as file:
         theirs, datasets = stored_selection(
             trace, ours, file["cells"][cell_of(run, policy, budget).name], budget, where
         )
@@ -117,7 +117,7 @@ def test_redundancy(run: Run) -> None:
         mean = reference_metrics.Values(None, values.mean(axis=1), float(values.mean()))
         expected |= expected_rows(trace, {(f"redundancy_{name}", ""): mean})
     compare_rows(run.trace, expected, frame)
-    with h5py.File(results(run).selections) as file:
+    with h5py.File(results(run).cells_path) as file:
         [group] = file["traces"].values()
         for name, values in tokens.items():
             np.testing.assert_allclose(group[f"redundancy_{name}"][:][trace.treated], values, rtol=0, atol=1e-6)

@@ -18,7 +18,7 @@ import reference_metrics
 import reference_twins
 import test_crossed_schedules as crossed
 from comparison import compare_metrics, compare_selections, stored_selection
-from program_runs import call, folder, metrics_of, read_frame
+from program_runs import call, cells_file, folder, metrics_of, read_frame
 from reference import Trace
 from reference_policies import decide, has_twin, select
 from reference_selection import Policy, unwrapped
@@ -212,7 +212,7 @@ def replay(situation: Situation, texts: list[str], *more: str) -> tuple[dict, di
         base = Policy.parse(unwrapped(dict(one.given)["of"])) if is_twin else one
         [text] = [text for text in texts if is_written(base, text)]
         found[is_twin][text] = rows
-    return *found, out / "selections.h5"
+    return *found, cells_file(out)
 
 
 @functools.cache

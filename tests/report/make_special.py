@@ -19,11 +19,11 @@ HOSTILE = (
 def write_largest(folder: Path, policies: int = 15, layers: int = 30, prompt: int = 4000) -> Path:
     """A run of 4,000 tokens x 30 layers x 3 KV heads x 15 policies x three budgets, sets and scores at random, which no
     compression makes smaller; a policy's scores are the same at every budget."""
-    folder.mkdir(parents=True)
+    (folder / "cells").mkdir(parents=True)
     random = np.random.default_rng(5)
     heads, rows = 3, []
-    with h5py.File(folder / "selections.h5", "w") as file:
-        file.attrs.update({"format": "kvselections", "version": 1})
+    with h5py.File(folder / "cells/large.h5", "w") as file:
+        file.attrs.update({"format": "kvcells", "version": 1})
         trace = file.create_group("traces/large")
         trace.attrs.update({"model": "made-up", "prompt": prompt, "layers": layers, "tokens": prompt, "query_heads": 9,
                             "kv_heads": heads, "trace_hash": "0" * 32})  # fmt: skip
@@ -68,7 +68,7 @@ def write_hostile(folder: Path) -> Path:
     text, ends = HOSTILE, np.cumsum([len(piece) for piece in pieces])
     offsets = np.full((512, 2), ends[-1])
     offsets[: len(ends)] = np.stack([ends - [len(piece) for piece in pieces], ends], axis=1)
-    with h5py.File(folder / "selections.h5", "a") as file:
+    with h5py.File(folder / "cells" / f"{name}.h5", "a") as file:
         trace = file[f"traces/{name}"]
         trace["tokens/text"] = np.bytes_(text.encode())
         trace["tokens/offsets"] = offsets

@@ -16,8 +16,9 @@ POLICIES = "snapkv,snapkv:heads=query,chunkkv,h2o-online,kivi,sca:schedule=thres
 
 @cache
 def opened(run: Path) -> h5py.File:
-    """The sets of a run, read as the report reads them: without a lock."""
-    return h5py.File(run / "selections.h5", locking=False)
+    """The cells of a run of one trace, read as the report reads them: without a lock."""
+    [path] = (run / "cells").iterdir()
+    return h5py.File(path, locking=False)
 
 
 def cell_of(run: Path, policy: str, heads: str, budget: str) -> h5py.Group:

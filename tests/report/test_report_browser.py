@@ -434,9 +434,9 @@ def test_a_page_without_text_shows_positions(real, look):
 def test_traces_can_be_switched(tmp_path, look):
     traces = [("short", 200, 0.4), ("long", 480, 0.4)]
     run = make_run(tmp_path / "many", [SNAPKV, H2O, CHUNKKV], traces=traces, budgets=["0.1", "0.5"])
-    with h5py.File(run / "selections.h5", "r+") as kept:
-        for trace in kept["traces"].values():
-            del trace["eval_attention"]
+    for name, _, _ in traces:
+        with h5py.File(run / f"cells/{name}.h5", "r+") as file:
+            del file[f"traces/{name}/eval_attention"]
     window = look(write_report(run, "--trace", "short", "--trace", "long"))
     assert window.locator("[role=option]").count() == 480 + 32
     choose(window, trace=1, budget=1)
@@ -465,7 +465,7 @@ def test_nothing_of_another_trace_stays_where_a_trace_has_no_budget(tmp_path, lo
 
 def test_failed_cells_and_policies_without_sets_are_said(tmp_path, look):
     run = make_run(tmp_path / "run", [SNAPKV, H2O, CHUNKKV], budgets=["0.1"])
-    with h5py.File(run / "selections.h5", "a") as file:
+    with h5py.File(run / "cells/demo.h5", "a") as file:
         cells = {cell.attrs["policy"]: (name, cell) for name, cell in file["cells"].items()}
         del cells["chunkkv"][1]["offsets"]
     failed = {"trace": "demo", "cell": cells["h2o"][0], "policy": "h2o", "params": "a=1", "budget": "0.1",

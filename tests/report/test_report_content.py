@@ -251,7 +251,7 @@ def test_gaps_and_pieces_of_a_character_are_kept_apart(tmp_path):
     run = make_run(tmp_path / "run", [SNAPKV], budgets=["0.1"])
     offsets = np.full((512, 2), 6)
     offsets[:4] = [[0, 1], [3, 4], [3, 4], [4, 5]]
-    with h5py.File(run / "selections.h5", "a") as file:
+    with h5py.File(run / "cells/demo.h5", "a") as file:
         file["traces/demo/tokens/text"] = np.bytes_("abc\u00e9ef".encode())
         file["traces/demo/tokens/offsets"] = offsets
     [trace] = read(write_report(run))["traces"]
@@ -408,8 +408,8 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
     traces = [("earlier", 200, 0.4), ("last", 480, 0.4)]
     run = make_run(tmp_path / "run", traces=traces, budgets=["0.1"])
     about = json.loads((run / "run.json").read_text())
-    groups = opened(run)["cells"].items()
-    cells = [{"trace": "last", "cell": name, "own_memory": False} for name, g in groups if g.attrs["trace"] == "last"]
+    stored = Run(run).cells_file("last")["cells"]
+    cells = [{"trace": "last", "cell": name, "own_memory": False} for name in stored]
     about |= {"argv": ["kvreplay", "replay", "last.h5"], "self_check": {"result": ["of the last"]}, "cells": cells,
               "warnings": ["of the last call"], "start": "now"}  # fmt: skip
     about["inputs"] = [{"trace": "last", "path": "/there/last.h5"}]
@@ -469,7 +469,7 @@ def test_a_folder_whose_name_is_no_utf8_is_shown_with_replacement_characters(bro
 
 
 def cut_offsets(run: Path) -> None:
-    with h5py.File(run / "selections.h5", "a") as file:
+    with h5py.File(run / "cells/demo.h5", "a") as file:
         group = next(iter(file["cells"].values()))
         offsets = group["offsets"][()][:-1]
         del group["offsets"]
@@ -477,7 +477,7 @@ def cut_offsets(run: Path) -> None:
 
 
 def write_wrong_text(run: Path) -> None:
-    with h5py.File(run / "selections.h5", "a") as file:
+    with h5py.File(run / "cells/demo.h5", "a") as file:
         file["traces/demo/tokens/text"] = np.bytes_(b"abc")
         file["traces/demo/tokens/offsets"] = np.array([[0, 4]] * 512)
 
@@ -492,7 +492,7 @@ def write_wrong_text(run: Path) -> None:
     (None, ["-o", "/proc/no/page.html"], 3, "/proc/no: cannot be written"),
     (lambda run: (run / "results.csv").unlink(), [], 3, "not a finished run"),
     (lambda run: (run / "run.json").write_text("{"), [], 3, "run.json: unreadable: expected JSON"),
-    (lambda run: (run / "selections.h5").write_text("no"), [], 3, "selections.h5: unreadable: expected an HDF5 file"),
+    (lambda run: (run / "cells/demo.h5").write_text("no"), [], 3, "demo.h5: unreadable: expected an HDF5 file"),
     (lambda run: (run / "seconds.csv").write_text("a,b\n1,2\n"), [], 3, "seconds.csv: unreadable"),
     (lambda run: write_about(run, inputs=None), [], 3, "run.json: inputs: expected a list, found null"),
     (lambda run: write_about(run, cells=[3]), [], 3, "run.json: cells[0]: expected an object, found 3"),
@@ -528,7 +528,7 @@ def test_results_are_read_without_single_heads(broken, monkeypatch):
 
 def test_more_than_a_page_holds_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "run", [SNAPKV], layers=1, budgets=["0.1"])
-    with h5py.File(run / "selections.h5", "a") as file:
+    with h5py.File(run / "cells/demo.h5", "a") as file:
         file["traces/demo/tokens/text"] = np.bytes_(b"x" * 8_000_000)
         file["traces/demo/tokens/offsets"] = np.array([[0, 8_000_000]] * 512)
     assert main([str(run)]) == 2

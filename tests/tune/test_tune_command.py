@@ -71,18 +71,18 @@ def test_the_numbers_are_those_of_the_file_replayed(traces, tune, tmp_path):
 def test_the_same_call_gives_the_same_answer_and_computes_nothing_again(traces, tune, tmp_path):
     words = [*traces, "-p", "streaming-llm", "-b", "16", "--search", "sinks=0..15", "--trials", "6", "--seed", "3"]
     first = tune(*words)
-    parts = {one: one.stat().st_mtime_ns for one in tmp_path.glob("kvreplay-tune/*/parts/*.h5")}
-    assert parts
+    files = {one: one.stat().st_mtime_ns for one in tmp_path.glob("kvreplay-tune/*/cells/*.h5")}
+    assert files
     assert tune(*words) == first
-    assert {one: one.stat().st_mtime_ns for one in tmp_path.glob("kvreplay-tune/*/parts/*.h5")} == parts
+    assert {one: one.stat().st_mtime_ns for one in tmp_path.glob("kvreplay-tune/*/cells/*.h5")} == files
     shutil.rmtree(tmp_path / "kvreplay-tune")
     assert tune(*reversed(traces), *words[len(traces) :])["held_out"] == first["held_out"]
 
 
 def test_what_is_held_out_is_never_fitted_on(traces, tune, tmp_path):
     found = tune(*traces, "-p", "snapkv", "-b", "16", "--search", "window=1..16", "--trials", "5")
-    fitting = {one.stem for one in tmp_path.glob("kvreplay-tune/fitting/parts/*.h5")}
-    held_out = {one.stem for one in tmp_path.glob("kvreplay-tune/held_out/parts/*.h5")}
+    fitting = {one.stem for one in tmp_path.glob("kvreplay-tune/fitting/cells/*.h5")}
+    held_out = {one.stem for one in tmp_path.glob("kvreplay-tune/held_out/cells/*.h5")}
     assert fitting == set(found["fitting"]["traces"]) and held_out == set(found["held_out"]["traces"])
     assert not fitting & held_out and fitting | held_out == {one.stem for one in traces}
     asked = kv.Run(tmp_path / "kvreplay-tune" / "held_out").overall
@@ -421,13 +421,13 @@ def test_an_interruption_keeps_what_is_finished(traces, tune, tmp_path, monkeypa
     assert capsys.readouterr().err == (
         "kvreplay: tune: interrupted, finished traces are kept, and the same command goes on\n"
     )
-    [part] = tmp_path.glob("kvreplay-tune/fitting/parts/*.h5")
-    with h5py.File(part) as file:
-        before = set(file["cells"]) if "cells" in file else set(file)
+    [path] = tmp_path.glob("kvreplay-tune/fitting/cells/*.h5")
+    with h5py.File(path) as file:
+        before = set(file["cells"])
     monkeypatch.setattr("kvreplay.tune.objective.replay", real)
     tune(*words)
-    with h5py.File(part) as file:
-        assert before <= (set(file["cells"]) if "cells" in file else set(file))
+    with h5py.File(path) as file:
+        assert before <= set(file["cells"])
 
 
 def test_the_table_is_for_people(traces, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "edited_file.h"
 #include "error.h"
 #include "hdf5/hdf5_copy.h"
 #include "trace_files.h"
@@ -40,7 +41,7 @@ TEST_F(Hdf5Copy, HasAllThatTheOriginalHas) {
   inner.write("numbers", std::vector<float>{1, 2, 3}).set_attribute("unit", "tokens");
   inner.write("nothing", std::vector<double>{});
   given_.write_text("text", "two\nlines");
-  given_.create_deflated("deflated", Type::int32(), {4, 2}, {2, 2}, 6).write(Type::int32(), std::vector(8, 7).data());
+  create_deflated(given_, "deflated", Type::int32(), {4, 2}, {2, 2}).write(Type::int32(), std::vector(8, 7).data());
   Type span = Type::compound(8);
   span.insert("begin", 0, Type::int32());
   span.insert("end", 4, Type::int32());

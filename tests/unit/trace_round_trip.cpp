@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "edited_file.h"
 #include "error.h"
 #include "hash.h"
 #include "hdf5/hdf5.h"
@@ -288,16 +289,16 @@ TEST_F(RoundTrip, AnArchivedTraceIsTheSameTrace) {
   const std::vector<Written> written = write("trace.h5", DType::bfloat16, {}, 3);
   std::filesystem::copy_file(file("trace.h5"), file("archive.h5"));
   {
-    hdf5::File archive = hdf5::File::open_writable(file("archive.h5"));
+    const hdf5::Group archive = open_writable(file("archive.h5"));
     for (const char* layer : {"layers/000", "layers/001"})
       for (const char* name : {"q", "k", "v"}) {
-        hdf5::Group group = archive.group(layer);
+        const hdf5::Group group = archive.group(layer);
         const hdf5::Dataset plain = group.dataset(name);
         const hdf5::Shape shape = plain.shape();
         std::vector<std::byte> elements(static_cast<std::size_t>(hdf5::elements(shape)) * 2);
         plain.read(hdf5::Type::bfloat16(), elements.data());
-        group.remove(name);
-        group.create_deflated(name, hdf5::Type::bfloat16(), shape, {1, 4, 6}, 9)
+        remove(group, name);
+        create_deflated(group, name, hdf5::Type::bfloat16(), shape, {1, 4, 6})
             .write(hdf5::Type::bfloat16(), elements.data());
       }
   }
@@ -314,7 +315,7 @@ TEST_F(RoundTrip, AnArchivedTraceIsTheSameTrace) {
 TEST_F(RoundTrip, UnknownObjectsAreIgnored) {
   write("trace.h5", DType::float16, {}, 3);
   {
-    hdf5::File more = hdf5::File::open_writable(file("trace.h5"));
+    hdf5::Group more = open_writable(file("trace.h5"));
     more.set_attribute("mood", "sunny");
     more.create_group("later").write("numbers", std::vector<double>{1, 2, 3});
     more.group("layers").create_group("002");

@@ -22,6 +22,7 @@ constexpr const Command* command_table[] = {
 constexpr Companion companion_table[] = {
     {"capture", "a real model's queries, keys and values as a trace"},
     {"compare", "policies against a baseline over traces: paired differences, intervals, tests"},
+    {"export", "the numbers of a run as Parquet, Arrow or CSV, or its kept sets as one HDF5 file"},
     {"live", "a replay's kept sets in the live model: what it then predicts, and writes"},
     {"python", "any command, with policies that are written in Python: -p FILE.py:NAME"},
     {"plot", "figures of a run: heatmaps, curves, kept positions"},

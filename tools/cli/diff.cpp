@@ -38,12 +38,9 @@ std::vector<Difference> differences_of_traces(const std::string& a, const std::s
 }
 
 std::vector<Difference> differences_of_runs(const std::string& a, const std::string& b, double tolerance) {
-  const RunDifference found = compare_runs(a, b, tolerance);
   std::vector<Difference> all;
-  for (const std::string& where : found.only_first) all.push_back({where, "there", "missing"});
-  for (const std::string& where : found.only_second) all.push_back({where, "missing", "there"});
-  for (const auto* values : {&found.values, &found.sets})
-    for (const RunDifference::Value& value : *values) all.push_back({value.where, value.first, value.second});
+  for (const auto& [where, first, second] : compare_runs(a, b, tolerance))
+    all.push_back({where, first.value_or("missing"), second.value_or("missing")});
   return all;
 }
 
@@ -56,8 +53,8 @@ int run(const Arguments& arguments) {
     if (!std::filesystem::exists(path)) throw Error{Refusal::input, path, "no such file or folder"};
   const bool runs = is_run(a);
   if (runs != is_run(b))
-    throw Error{Refusal::usage, b, "cannot be compared with " + a, runs ? "a run or its selections" : "a trace",
-                runs ? "a trace" : "a run or its selections"};
+    throw Error{Refusal::usage, b, "cannot be compared with " + a, runs ? "a run or its cells" : "a trace",
+                runs ? "a trace" : "a run or its cells"};
   const std::vector<Difference> all =
       runs ? differences_of_runs(a, b, tolerance) : differences_of_traces(a, b, tolerance);
   if (arguments.given("json")) {

@@ -19,7 +19,8 @@ constexpr Option options[] = {progress_option, json_option};
 
 std::string details() {
   return "FROM is a folder that replay has written, a folder of such folders, or @FILE with one of them a line.\n"
-         "DIR then holds what one replay of everything would; what it holds already stays.\n";
+         "DIR then holds what one replay of everything would; what it holds already stays.\n"
+         "Results of format 1 (parts/ in the place of cells/) are converted.\n";
 }
 
 /// Folders as given, and those of "@FILE".

@@ -63,7 +63,7 @@ constexpr Option options[] = {
      "repeated",
      true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: left as they are, or treated too"},
-    {"save", 0, "scores|attention,...", "", "what selections.h5 gets beside sets and matrices"},
+    {"save", 0, "scores|attention,...", "", "what cells/TRACE.h5 gets beside sets and matrices"},
     {"observables", 0, "use|keep|ignore", "use",
      "NAME.obs.h5 beside a trace: read what fits; keep also writes it, for later runs to skip the O(n²) work"},
     {"device", 0, "auto|cpu|cuda[:N]", "auto", "what computes"},
@@ -140,12 +140,14 @@ std::vector<std::string> leave_out(const Arguments& arguments, const std::vector
   return effective;
 }
 
-/// A request that fits this machine, and what it comes to.
+/// A request, the run that it becomes on this machine, and what that comes to.
 struct Prepared {
   Device device = {};
   RunRequest request = {};
   std::vector<std::string> exclusions = {};  // as users write them
-  std::vector<PlannedTrace> plan = {};
+  std::optional<PlannedRun> run = {};        // none: there are no traces in this shard
+  std::vector<PlannedTrace> traces = {};
+  std::vector<Estimate> costs = {};  // of the traces
 };
 
 Prepared requested(const Arguments& arguments) {
@@ -206,10 +208,9 @@ Prepared requested(const Arguments& arguments) {
 }
 
 /// The largest demand of a whole run.
-Estimate sum(const std::vector<PlannedTrace>& plan) {
+Estimate sum(std::span<const Estimate> costs) {
   Estimate all;
-  for (const PlannedTrace& planned : plan) {
-    const Estimate& cost = planned.cost;
+  for (const Estimate& cost : costs) {
     all.seconds += cost.seconds;
     all.disk_bytes += cost.disk_bytes;
     all.memory_bytes = std::max(all.memory_bytes, cost.memory_bytes);
@@ -218,14 +219,15 @@ Estimate sum(const std::vector<PlannedTrace>& plan) {
   return all;
 }
 
-/// With what each trace costs so many threads.
-std::vector<PlannedTrace> costed_plan(const RunRequest& request, int threads) {
-  std::unique_ptr<Backend> backend;
-  std::optional<Estimator> estimate;
-  return plan_run(request, [&](const Trace& trace, const PlannedTrace& planned) {
-    if (!estimate) estimate.emplace(*(backend = make_backend(request.backend, threads, request.device)));
-    return (*estimate)(trace, planned.conditions, planned.cells, planned.demand);
-  });
+/// What each trace costs so many threads.
+std::vector<Estimate> costs_of(const RunRequest& request, std::span<const PlannedTrace> traces, int threads) {
+  const std::unique_ptr<Backend> backend = make_backend(request.backend, threads, request.device);
+  Estimator estimate(*backend);
+  std::vector<Estimate> costs;
+  for (const PlannedTrace& planned : traces)
+    costs.push_back(planned.trace ? estimate(*planned.trace, planned.conditions, planned.cells, planned.demand)
+                                  : Estimate());
+  return costs;
 }
 
 /// The least that a run can do with: of a layer that is larger, pages are let go while it is in use.
@@ -233,27 +235,28 @@ std::size_t least_memory(const Estimate& cost) {
   return cost.memory_bytes + std::min(cost.mapped_bytes, Trace::least_mapped);
 }
 
-/// The plan with as many threads as fit into memory: each has buffers of its own, and results do not depend on their
-/// number. Sets the request's threads and what of a trace may be mapped. Throws Error{resources} when one thread does
-/// not fit.
-std::vector<PlannedTrace> fitting_plan(const Arguments& arguments, RunRequest& request) {
+/// Plans the run with as many threads as fit into memory: each has buffers of its own, and results do not depend on
+/// their number. Throws Error{resources} when one thread does not fit.
+void plan(const Arguments& arguments, Prepared& all) {
+  const RunRequest& request = all.request;
   const bool limited = arguments.given("memory");
   const std::size_t memory = limited ? arguments.bytes("memory") : free_memory();
-  int threads = request.threads > 0 ? request.threads : machine_threads();
-  std::vector<PlannedTrace> plan = costed_plan(request, threads);
-  while (least_memory(sum(plan)) > memory && threads > 1) {
-    request.threads = threads /= 2;
-    plan = costed_plan(request, threads);
+  all.run.emplace(request);
+  all.traces = all.run->traces();
+  int threads = request.threads, tried = threads > 0 ? threads : machine_threads();
+  all.costs = costs_of(request, all.traces, tried);
+  while (least_memory(sum(all.costs)) > memory && tried > 1) {
+    threads = tried /= 2;
+    all.costs = costs_of(request, all.traces, tried);
   }
-  const Estimate cost = sum(plan);
+  const Estimate cost = sum(all.costs);
   if (least_memory(cost) > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
                 "at least " + size_text(least_memory(cost)), size_text(memory)};
-  request.mapped_limit = memory - cost.memory_bytes;
+  all.run->limit(threads, memory - cost.memory_bytes);
   if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
     throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
                 "at least " + size_text(cost.disk_bytes), size_text(disk)};
-  return plan;
 }
 
 /// A command line that computes the same cells of any trace that is added to it, wherever it is started.
@@ -291,7 +294,7 @@ TableRow plan_row(const std::string& name, std::size_t to_compute, int done, con
           size_text(cost.disk_bytes)};
 }
 
-Json as_json(const PlannedTrace& planned) {
+Json as_json(const PlannedTrace& planned, const Estimate& cost) {
   Json cells = Json::array();
   for (const Cell& cell : planned.cells)
     cells.push_back({{"policy", cell.policy.label()}, {"budget_tokens", cell.budget}});
@@ -303,14 +306,14 @@ Json as_json(const PlannedTrace& planned) {
                 {"layers", planned.conditions.layers},
                 {"cells", cells},
                 {"skipped", planned.skipped}};
-  document.update(as_json(planned.cost));
+  document.update(as_json(cost));
   return document;
 }
 
 void print_plan(const Arguments& arguments, const Prepared& prepared) {
-  const auto& [device, request, exclusions, plan] = prepared;
+  const auto& [device, request, exclusions, run, traces, costs] = prepared;
   if (arguments.given("json")) {
-    Json document = as_json(sum(plan));
+    Json document = as_json(sum(costs));
     document["policies"] = Json::array();
     document["budgets"] = Json::array();
     for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
@@ -318,18 +321,18 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
     document["words"] = words_without_traces(arguments, prepared);
     if (arguments.given("output")) document["output"] = arguments.text("output");
     document["traces"] = Json::array();
-    for (const PlannedTrace& planned : plan) document["traces"].push_back(as_json(planned));
+    for (std::size_t i = 0; i < traces.size(); ++i) document["traces"].push_back(as_json(traces[i], costs[i]));
     return print_json(document);
   }
   std::vector<TableRow> rows{{"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
   std::size_t to_compute = 0;
   int done = 0;
-  for (const PlannedTrace& planned : plan) {
-    to_compute += planned.cells.size();
-    done += planned.skipped;
-    rows.push_back(plan_row(planned.name, planned.cells.size(), planned.skipped, planned.cost));
+  for (std::size_t i = 0; i < traces.size(); ++i) {
+    to_compute += traces[i].cells.size();
+    done += traces[i].skipped;
+    rows.push_back(plan_row(traces[i].name, traces[i].cells.size(), traces[i].skipped, costs[i]));
   }
-  rows.push_back(plan_row("all", to_compute, done, sum(plan)));
+  rows.push_back(plan_row("all", to_compute, done, sum(costs)));
   print_columns(rows);
 }
 
@@ -411,8 +414,8 @@ Prepared prepared(const Asked& asked, const std::vector<std::shared_ptr<const Tr
       build_facts(make_backend(all.request.backend, all.request.threads, all.request.device)->description());
   if (!all.device.reason.empty()) all.request.build["device"] = "auto: " + all.device.reason;
   if (all.request.traces.empty()) return all;
-  all.plan = fitting_plan(arguments, all.request);
-  for (std::size_t i = 0; i < all.plan.size(); ++i) check_hash(asked.traces[i], all.plan[i].hash);
+  plan(arguments, all);
+  for (std::size_t i = 0; i < all.traces.size(); ++i) check_hash(asked.traces[i], all.traces[i].hash);
   return all;
 }
 
@@ -431,12 +434,12 @@ int run_replay(const Arguments& given) {
   heed_interruptions();
   const Asked experiment = asked(given);
   const Arguments& arguments = experiment.arguments;
-  const Prepared all = prepared(experiment);
+  Prepared all = prepared(experiment);
   if (arguments.given("dry-run")) {
     print_plan(arguments, all);
     return 0;
   }
-  if (all.request.traces.empty()) {
+  if (!all.run) {
     say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
     if (arguments.given("json")) print_json(as_json({.output = all.request.output}));
     return 0;
@@ -444,11 +447,11 @@ int run_replay(const Arguments& given) {
   // For people who watch; run.json has it too. Where there is no choice there is nothing to say.
   if (!all.device.reason.empty() && backends().names().size() > 1 && isatty(STDERR_FILENO) != 0)
     say("kvreplay: device {}: {}\n", all.device.backend, all.device.reason);
+  all.traces.clear();  // the run has its own, and closes them one by one
 
   const RunSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
-    return run(
-        all.request, [&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
+    return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
   if (arguments.given("json"))
     print_json(as_json(summary));
@@ -464,7 +467,7 @@ int run_replay(const Arguments& given) {
 RunSummary replay_traces(const Arguments& arguments, const std::vector<std::shared_ptr<const Trace>>& in_memory,
                          const std::function<void(const Progress&)>& progress,
                          const std::function<bool()>& asked_to_stop) {
-  return run(prepared(asked(arguments), in_memory).request, progress, asked_to_stop);
+  return prepared(asked(arguments), in_memory).run->run(progress, asked_to_stop);
 }
 
 const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",

@@ -107,7 +107,7 @@ class LiveModel:
         if not work.cells:
             return
         results, tokens = work.results, trace.tokens - trace.boundary
-        known = run_.selections[f"/traces/{trace.name}/tokens/ids"][()]
+        known = run_.cells_file(trace.name)[f"/traces/{trace.name}/tokens/ids"][()]
         by_keys = self._check(run_, trace, known)
         self._batch = self.batch_of(trace, rows)
         if self._batch < self._most:
@@ -306,7 +306,7 @@ def _source_hash(run_: Run, trace: TraceFacts) -> str:
 
 def _answer_spans(run_: Run, trace: TraceFacts) -> list[str]:
     """The words of the spans that hold the answer."""
-    tokens = run_.selections[f"/traces/{trace.name}/tokens"]
+    tokens = run_.cells_file(trace.name)[f"/traces/{trace.name}/tokens"]
     if "text" not in tokens:
         return []
     encoded = text(tokens["text"][()])

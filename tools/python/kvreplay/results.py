@@ -1,4 +1,4 @@
-"""A finished run folder, read: `results.csv`, `selections.h5` and `run.json`.
+"""A finished run folder, read: `results.csv`, `cells/TRACE.h5` and `run.json`.
 
 L stored layers, H sets a layer (1, KV heads or query heads), P prompt tokens. Whoever shows a run reads it through
 here, so that a policy is called the same everywhere.
@@ -17,14 +17,15 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.export import write_table
 from kvreplay.hdf5_file import open_to_read
 from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
-from kvreplay.parquet import write_parquet
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
 from kvreplay.trace import Span, Trace
 
-RUN_FILES = "results.csv, selections.h5, run.json"
+RUN_FILES = "results.csv, cells, run.json"
+MOST_OPEN = 8  # files of cells/ at a time
 COLUMNS = (
     "trace trace_hash model role policy params heads agg budget budget_tokens kept_tokens boundary eval n_queries "
     "layer head metric variant value unit open_loop synthetic backend seed cell"
@@ -128,8 +129,10 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
+        self._open: dict[str, h5py.File] = {}  # by trace, the oldest first
+        check_format(self.folder)
         for name in RUN_FILES.split(", "):
-            if not (self.folder / name).is_file():
+            if not (self.folder / name).exists():
                 raise Error(str(self.folder), "not a finished run", RUN_FILES, f"no {name}")
 
     @property
@@ -334,18 +337,37 @@ class Run:
             raise Error(str(path), "unreadable", "trace, cell, metric, variant, value", str(problem)) from problem
         return {(str(trace), str(cell)): float(value) for (trace, cell), value in values.items()}
 
+    def cells_path(self, trace: str) -> Path:
+        """Where the run keeps the trace and its cells."""
+        return self.folder / "cells" / f"{trace}.h5"
+
+    @property
+    def stored_traces(self) -> list[str]:
+        """The traces of which the run has cells, or attention, or spans."""
+        return sorted(path.stem for path in (self.folder / "cells").glob("*.h5"))
+
+    def cells_file(self, trace: str) -> h5py.File:
+        """That file, open for reading: /traces/TRACE and /cells/ID. The last MOST_OPEN stay open."""
+        if trace not in self._open:
+            path = self.cells_path(trace)
+            if not path.is_file():
+                raise Error(str(path), "missing", "a file of cells", "nothing")
+            try:
+                file = open_to_read(path)
+            except OSError as problem:
+                raise Error(str(path), "unreadable", "an HDF5 file", str(problem)) from problem
+            found = (text(file.attrs.get("format", "none")), int(file.attrs.get("version", 0)))
+            if found != ("kvcells", 1):
+                raise Error(str(path), "format", "kvcells version 1", "{} version {}".format(*found))
+            if len(self._open) == MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[trace] = file
+        return self._open[trace]
+
     @cached_property
-    def selections(self) -> h5py.File:
-        """selections.h5, open for reading."""
-        path = self.folder / "selections.h5"
-        try:
-            file = open_to_read(path)
-        except OSError as problem:
-            raise Error(str(path), "unreadable", "an HDF5 file", str(problem)) from problem
-        found = (text(file.attrs.get("format", "none")), int(file.attrs.get("version", 0)))
-        if found != ("kvselections", 1):
-            raise Error(str(path), "format", "kvselections version 1", "{} version {}".format(*found))
-        return file
+    def _trace_of(self) -> dict[str, str]:
+        """By cell. Traces that share cells are equal but for their names."""
+        return dict(zip(self.cells["cell"], self.cells["trace"], strict=True))
 
     @property
     def results(self) -> pd.DataFrame:
@@ -355,7 +377,7 @@ class Run:
     def write_parquet(self, path: str | Path) -> None:
         """Every row of results.csv as Parquet, typed: numbers as numbers, null where they are undefined. Takes pyarrow,
         and the memory of some thousand rows whatever their number."""
-        write_parquet(self.folder / "results.csv", Path(path))
+        write_table(self.folder / "results.csv", Path(path))
 
     def selection(self, policy: str, budget: float | str, trace: str = "") -> Selection | None:
         """Who was kept: of a policy by its name, with the values that tell it from others of that name, at a budget as
@@ -385,12 +407,12 @@ class Run:
 
         A policy that keeps every token, changed, stores no rows and says `sets` = all: its rows are whole.
         """
-        group = self._object("/cells/" + cell)
+        group = self._cell_group(cell)
         if "offsets" not in group:
             return None
-        granted = self._array(group, "budget")
-        offsets, positions = self._array(group, "offsets"), self._array(group, "positions")
-        where = f"{self.folder / 'selections.h5'}:{group.name}"
+        granted = array(group, "budget")
+        offsets, positions = array(group, "offsets"), array(group, "positions")
+        where = place(group)
         if "layers" not in group.attrs:
             raise Error(where, "attribute layers", "the treated layers", "none")
         layers = np.asarray(group.attrs["layers"], dtype=int).ravel()
@@ -410,13 +432,13 @@ class Run:
             positions = np.tile(np.arange(boundary), offsets[-1] // boundary)
         return Selection(
             layers=layers,
-            numbers=layer_numbers(self._object("/traces/" + text(group.attrs["trace"])), len(granted))[layers],
+            numbers=layer_numbers(self._trace_group(text(group.attrs["trace"])), len(granted))[layers],
             offsets=offsets,
             positions=positions,
             granted=granted,
-            sinks=self._array(group, "sinks"),
-            recent=self._array(group, "recent"),
-            jaccard={variant: self._array(group, "jaccard_" + variant) for variant in ("first", "mean", "union")},
+            sinks=array(group, "sinks"),
+            recent=array(group, "recent"),
+            jaccard={variant: array(group, "jaccard_" + variant) for variant in ("first", "mean", "union")},
             boundary=boundary,
             evicted_at=evicted_at,
         )
@@ -434,8 +456,8 @@ class Run:
 
     def trace(self, name: str) -> TraceFacts:
         """What the run keeps of the trace `name`."""
-        group = self._object("/traces/" + name)
-        where = f"{self.folder / 'selections.h5'}:{group.name}"
+        group = self._trace_group(name)
+        where = place(group)
         missing = [key for key in "model prompt tokens layers query_heads kv_heads".split() if key not in group.attrs]
         if missing:
             raise Error(where, "attributes", "model, prompt, tokens, …", "no " + ", ".join(missing))
@@ -474,8 +496,8 @@ class Run:
 
         Of one query head, or the mean over the heads; `layer` counts stored layers. NaN where it was not treated.
         """
-        group = self._object("/traces/" + name)
-        where = f"{self.folder / 'selections.h5'}:{group.name}"
+        group = self._trace_group(name)
+        where = place(group)
         if head is not None and "eval_attention_heads" not in group:
             found = "the mean over heads alone"
             raise Error(where, "attention by head was not saved", "a run of replay --save attention", found)
@@ -489,10 +511,10 @@ class Run:
 
         Of characters that tokens share (pieces of one character) the first token has the text.
         """
-        group = self._object("/traces/" + name)
+        group = self._trace_group(name)
         if "tokens/text" not in group or "tokens/offsets" not in group:
             return None
-        where = f"{self.folder / 'selections.h5'}:{group.name}/tokens/offsets"
+        where = f"{place(group)}/tokens/offsets"
         try:
             whole = text(group["tokens/text"][()])
         except UnicodeDecodeError as problem:
@@ -512,25 +534,27 @@ class Run:
 
         float [L,boundary], NaN in layers that are not treated; None where the run does not keep it.
         """
-        group = self._object("/traces/" + name)
+        group = self._trace_group(name)
         return group["eval_attention"][()] if "eval_attention" in group else None
 
     def scores(self, cell: str) -> np.ndarray | None:
         """Scores by which a cell ranked tokens: float [L,H,boundary], NaN where a layer has none; None: not saved."""
-        group = self._object("/cells/" + cell)
+        group = self._cell_group(cell)
         return group["scores"][()] if "scores" in group else None
 
-    def _object(self, path: str) -> h5py.Group:
-        if path not in self.selections:
-            where = f"{self.folder / 'selections.h5'}:{path}"
-            raise Error(where, "missing", "a group", "nothing")
-        return self.selections[path]
+    def _trace_group(self, name: str) -> h5py.Group:
+        return self._group(name, f"/traces/{name}")
 
-    def _array(self, group: h5py.Group, name: str) -> np.ndarray:
-        if name not in group:
-            where = f"{self.folder / 'selections.h5'}:{group.name}/{name}"
-            raise Error(where, "missing", "a dataset", "nothing")
-        return group[name][()]
+    def _cell_group(self, cell: str) -> h5py.Group:
+        if cell not in self._trace_of:
+            raise Error(str(self.folder / "results.csv"), "missing", f"cell {cell}", "no row")
+        return self._group(self._trace_of[cell], f"/cells/{cell}")
+
+    def _group(self, trace: str, path: str) -> h5py.Group:
+        file = self.cells_file(trace)
+        if path not in file:
+            raise Error(f"{file.filename}:{path}", "missing", "a group", "nothing")
+        return file[path]
 
 
 OBJECTS = ("backend", "build", "options", "self_check")  # of run.json
@@ -569,6 +593,24 @@ def untold_note(metrics: Iterable[str], better: dict[str, str]) -> list[str]:
         return []
     return [f"run.json does not say what is better of {', '.join(untold)}: the same replay once more adds it and "
             "computes nothing again"]  # fmt: skip
+
+
+def check_format(folder: Path) -> None:
+    """Rejects results of format 1, whose sets are in selections.h5."""
+    if not (folder / "cells").exists() and any((folder / name).exists() for name in ("parts", "selections.h5")):
+        raise Error(str(folder), "results of format 1: kvreplay merge NEW OLD reads them", "")
+
+
+def place(group: h5py.Group) -> str:
+    """Its file and its name there, as messages have them."""
+    return f"{group.file.filename}:{group.name}"
+
+
+def array(group: h5py.Group, name: str) -> np.ndarray:
+    """A dataset of the group, whole."""
+    if name not in group:
+        raise Error(f"{place(group)}/{name}", "missing", "a dataset", "nothing")
+    return group[name][()]
 
 
 def layer_numbers(trace: h5py.Group, layers: int) -> np.ndarray:

@@ -41,7 +41,7 @@ def draw(choice: Choice) -> Drawing:
     number = facts.layer_numbers[layer]
     attention = choice.run.eval_attention(facts.name, layer, head)
     if attention.shape != (facts.boundary,):
-        where = f"{choice.run.folder / 'selections.h5'}:/traces/{facts.name}"
+        where = f"{choice.run.cells_path(facts.name)}:/traces/{facts.name}"
         raise Error(where, "eval attention", f"{facts.boundary} tokens", str(list(attention.shape)))
     if np.isnan(attention).any():
         treated = ", ".join(map(str, facts.layer_numbers[facts.treated]))

@@ -32,7 +32,7 @@ def draw(choice: Choice) -> Drawing:
     """Medians with quartiles: over tokens for each layer, over layers and neighbouring tokens for each position."""
     trace = choice.one_trace()
     if not trace.redundancy:
-        where = f"{choice.run.folder / 'selections.h5'}:/traces/{trace.name}"
+        where = f"{choice.run.cells_path(trace.name)}:/traces/{trace.name}"
         raise Error(where, "redundancy not measured", "redundancy_key, redundancy_value", "neither")
     per_bin = -(-trace.boundary // BINS)
     edges = np.append(np.arange(0, trace.boundary, per_bin), trace.boundary)

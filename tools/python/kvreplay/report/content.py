@@ -244,7 +244,7 @@ class Page:
     def _selection(self, facts: TraceFacts, cell: str) -> Selection | None:
         selection = self.run.selection_of(cell, facts.boundary)
         if selection is not None and not np.array_equal(selection.layers, facts.treated):
-            where = f"{self.run.folder / 'selections.h5'}:/cells/{cell}"
+            where = f"{self.run.cells_path(facts.name)}:/cells/{cell}"
             raise Error(where, "attribute layers", str(facts.treated.tolist()), str(selection.layers.tolist()))
         return selection
 

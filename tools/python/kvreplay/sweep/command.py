@@ -55,9 +55,9 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
     device = ("--device", "cuda") if place.gpus and "--device" not in plan.words else ()
     code = run_plan(plan, words, device, place, arguments)
     if arguments.parquet and (output / "results.csv").exists():
-        from kvreplay.parquet import write_parquet
+        from kvreplay.export import write_table
 
-        write_parquet(output / "results.csv", output / "results.parquet")
+        write_table(output / "results.csv", output / "results.parquet")
     return code
 
 

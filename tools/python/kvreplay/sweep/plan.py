@@ -69,7 +69,7 @@ class Plan:
                 file=Path(trace.path).resolve(),
                 call=Replay(
                     command, directory, str(Path(trace.path).absolute()), trace.name, str(shards),
-                    str(output / "parts" / f"{trace.name}.h5"), allowance,
+                    str(output / "cells" / f"{trace.name}.h5"), allowance,
                 ),
             )
             for trace in sorted(self.left, key=lambda trace: -trace.seconds)

@@ -68,16 +68,16 @@ class Replay:
     trace: str
     name: str  # of the trace
     shards: str
-    earlier: str  # the part with this trace's cells of earlier sweeps, which are not computed again
+    earlier: str  # the file of this trace's cells of earlier sweeps, which are not computed again
     allowance: Allowance
 
     def __call__(self) -> Outcome:
         begin = time.monotonic()
         folder = Path(self.shards) / f"{self.name}-{uuid4().hex[:12]}"
-        parts = folder / "parts"
-        parts.mkdir(parents=True)
+        cells = folder / "cells"
+        cells.mkdir(parents=True)
         if Path(self.earlier).is_file():
-            shutil.copyfile(self.earlier, parts / f"{self.name}.h5")
+            shutil.copyfile(self.earlier, cells / f"{self.name}.h5")
         words = [*self.command, self.trace, "-o", str(folder), *self.allowance.words(memory_of_worker())]
         code, said = run_program([*words, "--progress", "never"], self.directory, unwanted())
         ok = code in (DONE, SOME_FAILED)

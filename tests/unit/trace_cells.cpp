@@ -1,11 +1,14 @@
+#include "analysis/trace_cells.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 
-#include "analysis/part.h"
+#include "analysis/compare_runs.h"
 #include "analysis/run.h"
+#include "edited_file.h"
 #include "hdf5/hdf5.h"
 #include "trace/synth.h"
 #include "trace_files.h"
@@ -17,9 +20,9 @@ using hdf5::Dataset;
 using hdf5::File;
 using hdf5::Group;
 
-class DamagedPart : public TraceFiles {
+class DamagedCells : public TraceFiles {
  protected:
-  DamagedPart() {
+  DamagedCells() {
     synthesise(synth_defaults("fixture"), file("f1.h5"));
     request_.traces = {file("f1.h5")};
     request_.policies = {ConfiguredPolicy::parse("h2o:recent=3")};
@@ -30,18 +33,18 @@ class DamagedPart : public TraceFiles {
     id_ = run(request_).cells.at(0).id;
   }
 
-  std::filesystem::path part() const { return request_.output / "parts" / "f1.h5"; }
+  std::filesystem::path cells() const { return request_.output / "cells" / "f1.h5"; }
 
-  /// What reading all of the part says after an edit, without its path.
-  std::string refused(const std::function<void(File&)>& edit) {
-    std::filesystem::copy_file(part(), file("part.h5"), std::filesystem::copy_options::overwrite_existing);
+  /// What reading all of the file says after an edit, without its path.
+  std::string refused(const std::function<void(Group&)>& edit) {
+    std::filesystem::copy_file(cells(), file("edited.h5"), std::filesystem::copy_options::overwrite_existing);
     {
-      File opened = File::open_writable(file("part.h5"));
+      Group opened = open_writable(file("edited.h5"));
       edit(opened);
     }
     try {
-      const Part read = read_part(file("part.h5"));
-      for (const PartCell& cell : read.cells) read_selections(file("part.h5"), cell.id, read.trace);
+      const TraceCells read = read_trace_cells(file("edited.h5"));
+      for (const CellRecord& cell : read.cells) read_selections(file("edited.h5"), cell.id, read.trace);
     } catch (const Error& error) {
       EXPECT_EQ(error.refusal(), Refusal::input);
       EXPECT_FALSE(error.expected().empty()) << error.what();
@@ -54,7 +57,7 @@ class DamagedPart : public TraceFiles {
   /// The same after one number of a set has become another.
   template <class Element>
   std::string refused_set(const std::string& name, std::size_t at, Element number) {
-    const std::string message = refused([&](File& opened) {
+    const std::string message = refused([&](Group& opened) {
       Dataset dataset = opened.group("cells").group(id_).dataset(name);
       std::vector<Element> all = dataset.values<Element>();
       all.at(at) = number;
@@ -67,7 +70,7 @@ class DamagedPart : public TraceFiles {
   /// The same after an attribute of the trace has become another.
   template <class Value>
   std::string refused_attribute(const std::string& group, const std::string& name, const Value& value) {
-    return refused([&](File& opened) {
+    return refused([&](Group& opened) {
       Group object = opened.group(group);
       H5Adelete(object.id(), name.c_str());
       object.set_attribute(name, value);
@@ -78,22 +81,18 @@ class DamagedPart : public TraceFiles {
   std::string id_;
 };
 
-TEST_F(DamagedPart, UntouchedItIsRead) {
-  EXPECT_EQ(refused([](File&) {}), "read");
+TEST_F(DamagedCells, UntouchedItIsRead) {
+  EXPECT_EQ(refused([](Group&) {}), "read");
 }
 
-TEST_F(DamagedPart, Sets) {
-  const auto refused_bits = [&](std::size_t row, std::int64_t bits) {
-    return refused([&](File& opened) {
-      Dataset dataset = opened.group("sets").dataset(id_);
-      std::vector<std::int64_t> all = dataset.values<std::int64_t>();
-      all.at(row) = bits;
-      dataset.write(hdf5::Type::int64(), all.data());
-    });
-  };
-  EXPECT_EQ(refused_bits(0, 0xFFF), "read") << "all of the 12 tokens";
-  EXPECT_EQ(refused_bits(0, 0x1000), "/sets/" + id_ + ": kept position of layer 0");
-  EXPECT_EQ(refused_bits(7, -1), "/sets/" + id_ + ": kept position of layer 3");
+TEST_F(DamagedCells, Sets) {
+  for (const auto& [row, offset] : {std::pair{0, 1}, {0, -1}, {1, -1}, {1, 100}, {8, 47}, {8, 49}})
+    EXPECT_EQ((refused_set<std::int64_t>("offsets", static_cast<std::size_t>(row), offset)), "offsets") << offset;
+  EXPECT_EQ((refused_set<std::int64_t>("offsets", 1, 5)), "/cells/" + id_ + "/positions: kept positions of row 1");
+  EXPECT_EQ((refused_set<std::int32_t>("positions", 5, 11)), "read") << "the last of the 12 tokens";
+  EXPECT_EQ((refused_set<std::int32_t>("positions", 5, 12)), "kept positions of row 0");
+  EXPECT_EQ((refused_set<std::int32_t>("positions", 5, 10)), "kept positions of row 0") << "twice";
+  EXPECT_EQ((refused_set<std::int32_t>("positions", 42, -1)), "kept positions of row 7");
   EXPECT_EQ((refused_set<std::int32_t>("sinks", 2, -1)), "sinks of layer 1");
   EXPECT_EQ((refused_set<std::int32_t>("sinks", 2, 13)), "sinks of layer 1");
   EXPECT_EQ((refused_set<std::int32_t>("recent", 0, 13)), "recent tokens of layer 0");
@@ -103,11 +102,11 @@ TEST_F(DamagedPart, Sets) {
   EXPECT_EQ((refused_set<std::int32_t>("layer_source", 3, -1)), "source of layer 3");
 }
 
-TEST_F(DamagedPart, Shapes) {
+TEST_F(DamagedCells, Shapes) {
   const auto replaced = [&](const std::string& group, const std::string& name, const hdf5::Shape& shape) {
-    return refused([&](File& opened) {
+    return refused([&](Group& opened) {
       Group object = opened.group(group);
-      object.remove(name);
+      remove(object, name);
       const std::vector<double> zeros(hdf5::elements(shape));
       object.write(name, std::span<const double>(zeros), shape);
     });
@@ -115,11 +114,11 @@ TEST_F(DamagedPart, Shapes) {
   EXPECT_EQ(replaced("seconds", id_, {3, 2}), "/seconds/" + id_ + ": shape");
   EXPECT_EQ(replaced("seconds", "observables", {1}), "/seconds/observables: shape");
   EXPECT_EQ(replaced("cells/" + id_, "sinks", {2, 4}), "/cells/" + id_ + "/sinks: shape");
-  EXPECT_EQ(replaced("sets", id_, {4, 2, 2}), "/sets/" + id_ + ": shape");
+  EXPECT_EQ(replaced("cells/" + id_, "offsets", {8}), "/cells/" + id_ + "/offsets: shape");
   EXPECT_EQ(replaced("traces/f1", "eval_attention", {4, 11}), "/traces/f1/eval_attention: shape");
 }
 
-TEST_F(DamagedPart, FactsAndNames) {
+TEST_F(DamagedCells, FactsAndNames) {
   EXPECT_EQ(refused_attribute("traces/f1", "layers", std::int64_t{5}), "/traces/f1@layer_index: layers");
   EXPECT_EQ(refused_attribute("traces/f1", "layers", std::int64_t{1} << 40), "/traces/f1@layers: range");
   EXPECT_EQ(refused_attribute("traces/f1", "boundary", std::int64_t{1000}), "/traces/f1@boundary: range");
@@ -128,7 +127,7 @@ TEST_F(DamagedPart, FactsAndNames) {
   EXPECT_EQ(refused_attribute("cells/" + id_, "heads", std::string("both")), "/cells/" + id_ + "@heads: heads");
   EXPECT_EQ(refused_attribute("values/" + id_, "seed", std::string("1x")), "/values/" + id_ + "@seed: number");
   for (const std::vector<std::int32_t>& treated : {std::vector<std::int32_t>{0, 1, 2, 4}, {1, 1}, {-1}, {2, 0}})
-    EXPECT_EQ(refused([&](File& opened) {
+    EXPECT_EQ(refused([&](Group& opened) {
                 const Group group = opened.group("traces/f1");
                 H5Adelete(group.id(), "treated");
                 const hdf5::Space space = hdf5::Space::of({treated.size()});
@@ -139,31 +138,31 @@ TEST_F(DamagedPart, FactsAndNames) {
               "/traces/f1@treated: layers");
 }
 
-/// Parts whose cells hold more than one fixed set a row.
-class PartsOverTime : public DamagedPart {
+/// Cells that hold more than one fixed set a row.
+class CellsOverTime : public DamagedCells {
  protected:
   void asked(const std::string& policy) {
     request_.policies = {ConfiguredPolicy::parse(policy)};
     request_.output = folder() / "over_time";
     for (const CellSummary& cell : run(request_).cells)
       if (cell.role == "asked") id_ = cell.id;
-    path_ = request_.output / "parts" / "f1.h5";
+    path_ = request_.output / "cells" / "f1.h5";
   }
-  std::vector<LayerSelection> read() const { return read_selections(path_, id_, read_part(path_).trace); }
+  std::vector<LayerSelection> read() const { return read_selections(path_, id_, read_trace_cells(path_).trace); }
 
   /// What reading says after an edit of a dataset of the cell.
   template <class Element>
   std::string refused_number(const std::string& name, std::size_t at, Element number) {
     std::filesystem::copy_file(path_, file("edited.h5"), std::filesystem::copy_options::overwrite_existing);
     {
-      File opened = File::open_writable(file("edited.h5"));
+      Group opened = open_writable(file("edited.h5"));
       Dataset dataset = opened.group("cells").group(id_).dataset(name);
       std::vector<Element> all = dataset.values<Element>();
       all.at(at) = number;
       dataset.write(hdf5::type_of<Element>(), all.data());
     }
     try {
-      read_selections(file("edited.h5"), id_, read_part(file("edited.h5")).trace);
+      read_selections(file("edited.h5"), id_, read_trace_cells(file("edited.h5")).trace);
     } catch (const Error& error) {
       EXPECT_EQ(error.refusal(), Refusal::input);
       return error.what();
@@ -174,7 +173,7 @@ class PartsOverTime : public DamagedPart {
   std::filesystem::path path_;
 };
 
-TEST_F(PartsOverTime, EvictionsReadBack) {
+TEST_F(CellsOverTime, EvictionsReadBack) {
   asked("sca:schedule=threshold(8,4),recent=1");
   const std::vector<LayerSelection> layers = read();
   ASSERT_EQ(layers.size(), 4U);
@@ -190,7 +189,7 @@ TEST_F(PartsOverTime, EvictionsReadBack) {
   EXPECT_NE(refused_number<std::int32_t>("evicted_at", 9, 8), "read") << "before it came";
 }
 
-TEST_F(PartsOverTime, SlotsReadBack) {
+TEST_F(CellsOverTime, SlotsReadBack) {
   asked("finch:question=last,question_tokens=2,blocks=5,order=relevance");
   for (const LayerSelection& layer : read()) {
     std::vector<std::int32_t> ascending = layer.slots;
@@ -203,7 +202,7 @@ TEST_F(PartsOverTime, SlotsReadBack) {
   EXPECT_NE(refused_number<std::int32_t>("slots", 5, 10), "read") << "twice";
 }
 
-TEST_F(PartsOverTime, GranularitiesThatDiffer) {
+TEST_F(CellsOverTime, GranularitiesThatDiffer) {
   asked("layers:0-1=(chunkkv:chunk=3,window=2),2=(h2o:recent=3),3=(h2o:recent=3,heads=query)");
   const std::vector<LayerSelection> layers = read();
   const Heads heads[] = {Heads::layer, Heads::layer, Heads::kv, Heads::query};
@@ -217,13 +216,11 @@ TEST_F(PartsOverTime, GranularitiesThatDiffer) {
   EXPECT_EQ(layers[2].set.positions(1), (std::vector<std::int32_t>{0, 1, 4, 9, 10, 11}));
 }
 
-TEST_F(PartsOverTime, WhatKeepsAllButChangesItHasNoRows) {
+TEST_F(CellsOverTime, WhatKeepsAllButChangesItHasNoRows) {
   asked("kivi:bits=2,group=4,residual=4");
-  const Part part = read_part(path_);
-  EXPECT_TRUE(part.find(id_)->keeps_all_changed);
+  EXPECT_TRUE(read_trace_cells(path_).find(id_)->keeps_all_changed);
   {
-    const File opened = File::open(request_.output / "selections.h5");
-    const Group group = opened.group("cells").group(id_);
+    const Group group = File::open(path_).group("cells").group(id_);
     EXPECT_EQ(group.string_attribute("sets"), "all");
     EXPECT_EQ(group.dataset("positions").shape(), (hdf5::Shape{0}));
   }
@@ -231,7 +228,7 @@ TEST_F(PartsOverTime, WhatKeepsAllButChangesItHasNoRows) {
     for (int row = 0; row < layer.set.rows(); ++row) EXPECT_EQ(layer.set.count(row), 12);
 }
 
-TEST_F(PartsOverTime, AMetricThatIsAddedSeesTheStoredSets) {
+TEST_F(CellsOverTime, AMetricThatIsAddedSeesTheStoredSets) {
   for (const char* policy : {"sca:schedule=threshold(8,4),recent=1", "kivi:bits=2,group=4,residual=4",
                              "finch:question=last,question_tokens=2,blocks=5,order=relevance",
                              "layers:0-2=(chunkkv:chunk=3,window=2),3=(h2o:heads=query)"}) {
@@ -255,12 +252,12 @@ TEST_F(PartsOverTime, AMetricThatIsAddedSeesTheStoredSets) {
   }
 }
 
-TEST_F(DamagedPart, Metrics) {
+TEST_F(DamagedCells, Metrics) {
   const auto of_metrics = [&](std::string_view metrics, const hdf5::Shape& numbers) {
-    return refused([&](File& opened) {
+    return refused([&](Group& opened) {
       Group group = opened.group("values/" + id_);
-      group.remove("metrics");
-      group.remove("numbers");
+      remove(group, "metrics");
+      remove(group, "numbers");
       group.write_text("metrics", metrics);
       const std::vector<double> zeros(hdf5::elements(numbers));
       group.write("numbers", std::span<const double>(zeros), numbers);
@@ -279,9 +276,9 @@ TEST_F(DamagedPart, Metrics) {
 }
 
 /// Nothing is computed for results that could not be assembled.
-TEST_F(DamagedPart, OfAnotherVersion) {
+TEST_F(DamagedCells, OfAnotherVersion) {
   {
-    File opened = File::open_writable(part());
+    Group opened = open_writable(cells());
     H5Adelete(opened.id(), "version");
     opened.set_attribute("version", std::int64_t{3});
   }
@@ -293,41 +290,35 @@ TEST_F(DamagedPart, OfAnotherVersion) {
     }
     return std::string("none");
   };
-  EXPECT_EQ(refusal(), "part of another version of kvreplay");
-  std::filesystem::rename(part(), request_.output / "parts/other.h5");
-  EXPECT_EQ(refusal(), "part of another version of kvreplay");
-  EXPECT_FALSE(std::filesystem::exists(part()));
+  EXPECT_EQ(refusal(), "results of another version of kvreplay");
+  std::filesystem::rename(cells(), request_.output / "cells/other.h5");
+  EXPECT_EQ(refusal(), "results of another version of kvreplay");
+  EXPECT_FALSE(std::filesystem::exists(cells()));
   request_.force = true;
-  EXPECT_EQ(refusal(), "part of another version of kvreplay");
-  std::filesystem::rename(request_.output / "parts/other.h5", part());
+  EXPECT_EQ(refusal(), "results of another version of kvreplay");
+  std::filesystem::rename(request_.output / "cells/other.h5", cells());
   EXPECT_EQ(refusal(), "none");
 }
 
-TEST_F(DamagedPart, ForceReplacesIt) {
+TEST_F(DamagedCells, ForceReplacesIt) {
   {
-    File opened = File::open_writable(part());
-    opened.group("traces/f1").remove("eval_attention");
-    opened.group("values").remove(id_);
+    Group opened = open_writable(cells());
+    remove(opened, "traces/f1/eval_attention");
+    remove(opened, "values/" + id_);
   }
   EXPECT_THROW(run(request_), Error);
   request_.force = true;
   EXPECT_EQ(run(request_).failed(), 0);
-  EXPECT_EQ(read_part(part()).cells.size(), 4U);
+  EXPECT_EQ(read_trace_cells(cells()).cells.size(), 4U);
 }
 
-/// A run may replace a part between the reading of its numbers and the copying of its sets.
-TEST_F(DamagedPart, JoinedPartsHoldTheCellsThatWereReadAndNoOthers) {
-  Part joined = read_part(part());
-  const Part all = joined;
-  joined.cells.resize(1);
-  write_joined_part(file("joined.h5"), joined, {part(), part()});
-  const Part written = read_part(file("joined.h5"));
-  ASSERT_GT(all.cells.size(), 1U);
-  ASSERT_EQ(written.cells.size(), 1U);
-  EXPECT_EQ(File::open(file("joined.h5")).group("cells").names(), std::vector{joined.cells.front().id});
-  EXPECT_EQ(File::open(file("joined.h5")).group("sets").names(), std::vector{joined.cells.front().id});
-  EXPECT_THROW(write_joined_part(file("all.h5"), all, {file("joined.h5")}), Error);
-  EXPECT_FALSE(std::filesystem::exists(file("all.h5")));
+TEST_F(DamagedCells, JoinedFilesAreWhole) {
+  const TraceCells all = read_trace_cells(cells());
+  write_joined_cells(file("joined.h5"), all, {cells(), cells()});
+  EXPECT_TRUE(compare_runs(file("joined.h5"), cells()).empty());
+  remove(open_writable(cells()), "cells/" + id_);
+  EXPECT_THROW(write_joined_cells(file("less.h5"), all, {cells()}), Error);
+  EXPECT_FALSE(std::filesystem::exists(file("less.h5")));
 }
 
 }  // namespace

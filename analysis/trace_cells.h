@@ -1,0 +1,111 @@
+// cells/TRACE.h5: all that a run knows of one trace, and the only place that does: the unit that is finished or not.
+// h5py, h5ls and pandas read it without this program.
+//
+//   /traces/NAME    sizes and conditions as attributes; redundancy_key, redundancy_value, eval_attention [L, P];
+//                   eval_attention_heads [L, Hq, P]; tokens and spans
+//   /cells/ID       attributes: what the cell is. offsets int64 [L*H + 1], positions int32: row layer*H + head holds
+//                   its kept positions, ascending; layer_source int32 [L]: whose set a layer uses, -1 where it is not
+//                   treated; budget, sinks, recent int32 [L, H]; evicted_at int32 [L, H, T] where sets change with
+//                   time; slots where kept tokens stand in another order; scores float32 [L, H, P]; jaccard_* float64
+//   /values/ID      `numbers`: all its values [L+1, H+1], one metric after the other; `metrics`: lines of
+//                   metric,variant,rows,columns. /values/trace: values of the trace itself
+//   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
+//
+// H is the finest granularity of the cell's layers; attribute layer_heads where they differ. Attribute sets="all":
+// every token stays, none as it was, and there are no rows.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "analysis/measurement.h"
+#include "trace/trace.h"
+
+namespace kvreplay {
+
+/// The trace of a file of cells, and the conditions that all its cells share.
+struct TraceRecord {
+  std::string name, hash, model, dtype;
+  bool synthetic = false;
+  int prompt = 0;  // as captured; `boundary` tokens of it are under compression
+  int tokens = 0;
+  int layers = 0;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+
+  std::string eval;  // as asked for
+  int boundary = 0;
+  int n_queries = 0;
+  int numerics = 0;  // the version of our numbers
+  std::string backend;
+  std::vector<int> treated;      // stored layers
+  std::vector<int> layer_index;  // the model's own number of each stored layer: what tables show
+
+  ValuesByMetric values;
+  std::vector<double> observable_seconds;  // [treated]
+  bool has_eval_attention = false;
+  bool has_eval_attention_by_head = false;
+};
+
+struct CellRecord {
+  std::string id, role, policy, params, label, paper, heads, agg, budget;
+  int budget_tokens = 0;
+  std::uint64_t seed = 0;
+  std::string source = {};  // ConfiguredPolicy::source_hash
+  double kept_tokens = 0;
+  bool own_memory = false;  // no budget binds it
+  bool has_scores = false;
+  bool keeps_all_changed = false;  // every token stays, none as it was: there are no sets to store
+  ValuesByMetric values;
+  std::vector<CellSeconds> seconds;  // [treated]
+};
+
+struct TraceCells {
+  TraceRecord trace;
+  std::vector<CellRecord> cells;
+
+  const CellRecord* find(const std::string& id) const;
+};
+
+/// The first condition in which two files of one trace differ: their cells cannot stand in one file then.
+struct DifferingCondition {
+  std::string what, expected, found;
+};
+std::optional<DifferingCondition> differing_condition(const TraceRecord& expected, const TraceRecord& found);
+
+/// Throws Error{input} for a file that is no file of cells, or that of another version of kvreplay.
+void check_cells_format(const std::filesystem::path& path);
+
+/// Throws Error{input} for a file that is no file of cells, or a damaged one.
+TraceCells read_trace_cells(const std::filesystem::path& path);
+
+/// The sets of one cell of a file of cells: [treated]. Throws Error{input} for sets that cannot be.
+std::vector<LayerSelection> read_selections(const std::filesystem::path& path, const std::string& id,
+                                            const TraceRecord& trace);
+
+/// A cell to be written: `made` holds its sets; null: they are those of the earlier file.
+struct CellToWrite {
+  CellRecord cell;
+  const CellResult* made = nullptr;
+};
+
+/// Writes the file at `path`, or replaces it. What is not made anew, sets and arrays of the trace, is taken from
+/// `earlier`, which may be the file that is replaced; empty: there is nothing else.
+/// `tokens_and_spans`: the file gets those of this header; null: it gets none. Throws Error{resources} when the disk is
+/// full; the old file is then still there.
+void write_trace_cells(const std::filesystem::path& path, const TraceRecord& trace, const TraceResult& result,
+                       const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
+                       const TraceHeader* tokens_and_spans);
+
+/// Writes the file at `path`: what `joined` says of the trace and its cells, with the sets and arrays of `files`, of
+/// which one may be the file that is replaced. What several of them hold must be equal: Error{input} names both; it is
+/// thrown also for a cell that none of them has.
+void write_joined_cells(const std::filesystem::path& path, const TraceCells& joined,
+                        const std::vector<std::filesystem::path>& files);
+
+}  // namespace kvreplay
