@@ -75,12 +75,14 @@ void convert(const fs::path& part, const fs::path& cells_file) {
 
 bool is_format_1(const fs::path& folder) {
   std::error_code ignored;
-  return fs::is_directory(folder / "parts", ignored) && !fs::exists(folder / "cells", ignored);
+  if (!fs::is_directory(folder / "parts", ignored) || fs::exists(folder / "cells", ignored)) return false;
+  return std::ranges::any_of(fs::directory_iterator(folder / "parts"),
+                             [](const fs::directory_entry& entry) { return entry.path().extension() == ".h5"; });
 }
 
 void refuse_format_1(const fs::path& folder) {
   if (is_format_1(folder))
-    throw Error{Refusal::input, folder.string(), "results of format 1", "kvreplay merge NEW OLD to convert them"};
+    throw Error{Refusal::input, folder.string(), "results of format 1: kvreplay merge NEW OLD reads them"};
 }
 
 std::vector<fs::path> convert_format_1(const fs::path& folder, const fs::path& target) {

@@ -484,7 +484,7 @@ std::vector<TraceWork> prepare(const RunRequest& request) {
   for (const fs::path& path : request.traces) {
     try {
       works.push_back(prepare(request, all, path));
-      if (works.size() > most_open) works.back().trace = nullptr;
+      if (works.size() > most_open && !works.back().trace->is_in_memory()) works.back().trace = nullptr;
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;
@@ -759,6 +759,26 @@ void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work,
     demand.similarity_passes += lacking(name.metric == "redundancy_key" ? "key_similarity" : "value_similarity");
 }
 
+PlannedTrace planned(const RunRequest& request, TraceWork& work, const std::string& backend) {
+  PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
+  if (!work.summary.error.empty()) return plan;
+  const std::shared_ptr<const Trace> trace = opened(request, work);
+  Batch made = batch(work, request);
+  plan.trace = work.trace;
+  plan.conditions = work.conditions;
+  plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
+                 .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
+                 .save_scores = request.save_scores,
+                 .save_attention = work.of_trace.eval_attention_by_head,
+                 .earlier_bytes = work.stored_file ? work.stored_file->length : 0};
+  if (request.observables != ObservableUse::ignore)
+    leave_out_stored(plan.demand, *trace, work, observable_key(work, backend));
+  plan.skipped = static_cast<int>(
+      std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
+  plan.cells = std::move(made.cells);
+  return plan;
+}
+
 /// Files that this run leaves as they are will stand in its results, too.
 void check_other_files(const fs::path& output, const std::vector<TraceWork>& works) {
   for (const fs::path& file : cell_files_of(output))
@@ -803,25 +823,21 @@ std::vector<PlannedTrace> PlannedRun::traces() {
   const RunRequest& request = state_->request;
   const std::string backend = make_backend(request.backend, request.threads, request.device)->description();
   std::vector<PlannedTrace> plans;
+  std::optional<Error> first;
+  bool some = false;
   for (TraceWork& work : state_->works) {
-    PlannedTrace& plan = plans.emplace_back();
-    plan.name = work.summary.name;
-    plan.path = work.summary.path;
-    plan.hash = work.summary.hash;
-    if (!work.summary.error.empty()) continue;
-    plan.trace = opened(request, work);
-    Batch made = batch(work, request);
-    plan.conditions = work.conditions;
-    plan.demand = {.similarity_passes = static_cast<double>(work.of_trace.metrics.size()),
-                   .every_query = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by),
-                   .save_scores = request.save_scores,
-                   .save_attention = work.of_trace.eval_attention_by_head};
-    if (request.observables != ObservableUse::ignore)
-      leave_out_stored(plan.demand, *plan.trace, work, observable_key(work, backend));
-    plan.skipped = static_cast<int>(
-        std::ranges::count_if(work.cells, [](const CellWork& cell) { return cell.found && !cell.to_compute(); }));
-    plan.cells = std::move(made.cells);
+    try {
+      plans.push_back(planned(request, work, backend));
+      some = some || work.summary.error.empty();
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::input) throw;
+      if (!first) first = error;
+      work.summary.error = error.what();
+      work.trace = nullptr;
+      plans.push_back({.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash});
+    }
   }
+  if (!some && first) throw *first;
   return plans;
 }
 
@@ -846,7 +862,8 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   const FolderLock lock(request.output);
   for (const TraceWork& work : works)
     if (work.summary.error.empty() && work.stored_file != identity_at(work.cells_path(request.output)))
-      refuse_second_run(request.output);
+      throw Error{Refusal::usage, work.cells_path(request.output).string(), "another run has written it meanwhile",
+                  "the same command once more"};
 
   RunSummary summary{.output = request.output};
   Tally tally;

@@ -146,8 +146,8 @@ struct PlannedTrace {
   std::string name = {};
   std::filesystem::path path = {};
   std::string hash = {};
-  std::shared_ptr<const Trace> trace = {};  // open; null: it cannot be replayed, and the rest is empty
-  Conditions conditions = {};
+  std::shared_ptr<const Trace> trace = {};  // null: it is not open
+  Conditions conditions = {};               // without layers: it cannot be replayed
   std::vector<Cell> cells =
       {};           // to be computed; `known` where only metrics are missing, `measure` where moments are needed
   int skipped = 0;  // cells that are already there, whole
@@ -159,8 +159,8 @@ inline constexpr int numerics = 5;
 /// Throws Error{usage} for two traces of one name: it names their files and groups in results.
 void check_names(std::span<const std::filesystem::path> traces);
 
-/// A run that was checked: each trace was opened, hashed and planned, and stays open until it has been replayed; of a
-/// run of more than 256 traces those behind are opened again.
+/// A run that was checked: each trace was opened, hashed and planned, and stays open until it has been replayed. A
+/// process may not have any number of files open: of more than 256 traces, those behind are closed, and opened again.
 class PlannedRun {
  public:
   /// Computes nothing and writes nothing. Throws Error{usage} for what cannot be meant, and Error{input} when no trace
@@ -169,7 +169,8 @@ class PlannedRun {
   PlannedRun(PlannedRun&&) noexcept;
   ~PlannedRun();
 
-  /// One for each trace of the request.
+  /// One for each trace of the request. A trace that cannot be replayed after all fails alone; throws Error{input} when
+  /// none can.
   std::vector<PlannedTrace> traces();
   /// What it may take; results depend on neither. 0 threads: all. `mapped_bytes` of a trace at a time.
   void limit(int threads, std::size_t mapped_bytes);

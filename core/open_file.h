@@ -41,9 +41,9 @@ struct FileIdentity {
   friend auto operator<=>(const FileIdentity&, const FileIdentity&) = default;
 };
 
-/// Throws Error{input}.
 /// Of what stands under the name; none: nothing does, or it cannot be asked about.
 std::optional<FileIdentity> identity_at(const std::string& path);
+/// Throws Error{input}.
 FileIdentity identity_of(const FileDescriptor& file, const std::string& where);
 
 /// Neither a directory nor what an open may wait for. Throws Error{input}.

@@ -232,10 +232,12 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
                               (sizeof(Moments) + vector_bytes);
   const std::size_t copies_at_once = std::min(sums.copies, static_cast<std::size_t>(backend_.threads()));
   const std::size_t program = std::size_t{32} << 20;
-  // A part is made in memory and written at once, and so is the file of all selections.
+  // A trace's file is made in memory, where it is copied as it grows, with what an earlier one has, and written at
+  // once.
   total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), sums.work) + observables + moments +
                        sums.ranking_bytes + copies_at_once * sums.largest_copy + sums.stored_bytes + sums.read_bytes +
-                       sums.angle_bytes + sums.repeated_bytes + 2 * sums.set_bits + 2 * part + program;
+                       sums.angle_bytes + sums.repeated_bytes + 2 * sums.set_bits + 2 * (part + demand.earlier_bytes) +
+                       program;
   std::size_t archived_bytes = 0;
   for (const int layer : conditions.layers) {
     archived_bytes = std::max(archived_bytes, trace.archived_bytes(layer));
@@ -244,7 +246,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   // A layer, and the one that it is stored with.
   total.memory_bytes += archived_bytes * (sums.pairs ? 2 : 1);
   total.mapped_bytes *= sums.pairs ? 2 : 1;
-  total.disk_bytes = 2 * part + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
+  total.disk_bytes = part + demand.earlier_bytes + cells.size() * (layers + 1) * lines_a_layer * line_bytes;
   return total;
 }
 

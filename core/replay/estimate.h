@@ -18,11 +18,12 @@ struct Estimate {
 
 /// What a run wants beside its cells.
 struct Demand {
-  double similarity_passes = 2;  // tensors a layer whose tokens are compared with one another, a mean over layers
-  double cumulative_share = 1;   // of the layers whose cumulative attention is computed if a policy wants it
-  bool every_query = false;      // moments at all tokens of the trace too
-  bool save_scores = false;      // float32 [H, P] of each cell and layer
-  bool save_attention = false;   // float32 [Hq, P] of each layer
+  double similarity_passes = 2;   // tensors a layer whose tokens are compared with one another, a mean over layers
+  double cumulative_share = 1;    // of the layers whose cumulative attention is computed if a policy wants it
+  bool every_query = false;       // moments at all tokens of the trace too
+  bool save_scores = false;       // float32 [H, P] of each cell and layer
+  bool save_attention = false;    // float32 [Hq, P] of each layer
+  std::size_t earlier_bytes = 0;  // of the file that the results are added to
 };
 
 /// Times the kinds of backend calls that the plan needs on a small random layer, and scales by operation counts.

@@ -56,7 +56,10 @@ inline void write_small_trace(const std::filesystem::path& path, int last_querie
     writer.append_q(rows(header.query_heads * queries, header.head_dim));
     writer.append_k(rows(header.kv_heads * tokens, header.head_dim));
     writer.append_v(rows(header.kv_heads * tokens, header.head_dim));
-    if (layer == 0) writer.write_output_projection(DType::float32, 3, rows(3, header.query_heads * header.head_dim));
+    if (layer > 0) continue;
+    const int width = header.query_heads * header.head_dim;
+    writer.begin_tensor("/layers/000/wo", DType::float32, {3, static_cast<std::uint64_t>(width)});
+    writer.write_tokens("/layers/000/wo", 0, rows(3, width));
   }
   writer.finish();
 }

@@ -143,3 +143,11 @@ def test_bad_files_are_refused_as_by_the_program(small: Path, tmp_path: Path) ->
             kv.open(path)
         assert (refused.value.exit_code, f"kvreplay: {refused.value}\n") == (answer.code, answer.err), path
         assert answer.err.count("\n") == 1
+
+
+def test_objects_are_asked_for_by_their_paths(tmp_path: Path) -> None:
+    done("synth", "gaussian", "--queries", "last:6", "-o", "last.h5", folder=tmp_path)
+    with kv.open(tmp_path / "last.h5") as trace:
+        assert "/layers/000/q_positions" in trace and len(trace["/layers/000/q_positions"]) == 6
+        for nothing in ("/nonsense", "/tokens", "/layers/000", "/layers/999/k", "/layers/000/k@xxh3"):
+            assert nothing not in trace

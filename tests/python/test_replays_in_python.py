@@ -32,6 +32,11 @@ def test_the_rows_are_those_that_the_program_writes(small: Path, tmp_path: Path)
     assert done("diff", tmp_path / "told", run.folder, folder=tmp_path) == "equal\n"
 
 
+def test_a_shard_without_traces_is_an_error(small: Path) -> None:
+    with pytest.raises(kv.Error, match="replay: no trace: expected at least one"):
+        kv.replay(small, "h2o", 40, shard="2/2")
+
+
 def test_options_are_those_of_the_program(small: Path, traces: Path, tmp_path: Path) -> None:
     options = [
         "--detail",

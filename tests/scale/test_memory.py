@@ -135,3 +135,16 @@ def test_131072_tokens_replay_from_their_last_queries(longest_trace, tmp_path):
     refused = subprocess.run([*words, "-p", "h2o", "-o", tmp_path / "no"], capture_output=True, text=True)
     assert refused.returncode == 3
     assert "too few stored queries for h2o: expected queries 0..131071" in refused.stderr
+
+
+def test_many_traces_do_not_stay_open_together(tmp_path):
+    shape = "--layers 1 --query-heads 1 --kv-heads 1 --head-dim 4 --prompt 12 --continuation 4".split()
+    names = [f"t{number}.h5" for number in range(300)]
+    for number, name in enumerate(names):
+        subprocess.run(
+            [KVREPLAY, "synth", "gaussian", *shape, "--seed", str(number), "-o", name],
+            cwd=tmp_path, check=True, capture_output=True,
+        )  # fmt: skip
+    words = f"ulimit -n 290; exec {KVREPLAY} replay {' '.join(names)} -p h2o -b 8 --controls none -o out"
+    subprocess.run(["bash", "-c", words], cwd=tmp_path, check=True, capture_output=True)
+    assert len(list((tmp_path / "out/cells").glob("*.h5"))) == len(names)

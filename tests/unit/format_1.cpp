@@ -118,7 +118,7 @@ TEST_F(Format1, ItIsJoinedWithOthers) {
 }
 
 TEST_F(Format1, OtherCommandsRefuseIt) {
-  const std::string expected = old_.string() + ": results of format 1: expected kvreplay merge NEW OLD to convert them";
+  const std::string expected = old_.string() + ": results of format 1: kvreplay merge NEW OLD reads them";
   EXPECT_EQ(refusal([&] { run_into(old_, "h2o"); }), expected);
   EXPECT_EQ(refusal([&] { is_run(old_); }), expected);
   EXPECT_EQ(refusal([&] { compare_runs(old_, now_); }), expected);

@@ -224,9 +224,16 @@ std::vector<Estimate> costs_of(const RunRequest& request, std::span<const Planne
   const std::unique_ptr<Backend> backend = make_backend(request.backend, threads, request.device);
   Estimator estimate(*backend);
   std::vector<Estimate> costs;
-  for (const PlannedTrace& planned : traces)
-    costs.push_back(planned.trace ? estimate(*planned.trace, planned.conditions, planned.cells, planned.demand)
-                                  : Estimate());
+  for (const PlannedTrace& planned : traces) {
+    costs.emplace_back();
+    if (planned.conditions.layers.empty()) continue;
+    try {
+      const auto trace = planned.trace ? planned.trace : std::make_shared<const Trace>(Trace::open(planned.path));
+      costs.back() = estimate(*trace, planned.conditions, planned.cells, planned.demand);
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::input) throw;  // the run says it of this trace
+    }
+  }
   return costs;
 }
 
@@ -467,7 +474,10 @@ int run_replay(const Arguments& given) {
 RunSummary replay_traces(const Arguments& arguments, const std::vector<std::shared_ptr<const Trace>>& in_memory,
                          const std::function<void(const Progress&)>& progress,
                          const std::function<bool()>& asked_to_stop) {
-  return prepared(asked(arguments), in_memory).run->run(progress, asked_to_stop);
+  Prepared all = prepared(asked(arguments), in_memory);
+  if (!all.run) throw Error{Refusal::usage, "replay", "no trace", "at least one"};
+  all.traces.clear();  // the run has its own, and closes them one by one
+  return all.run->run(progress, asked_to_stop);
 }
 
 const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",

@@ -138,7 +138,15 @@ class Trace:
 
     def _find(self, path: str) -> Any:
         in_layer = re.fullmatch(r"/layers/(\d+)/(\w+)", path)
-        return self._tensor(in_layer[2], int(in_layer[1])) if in_layer else self._trace.value(path)
+        try:
+            if in_layer is None:
+                return self._trace.value(path)
+            if in_layer[2] == "q_positions":
+                positions = self.query_positions(int(in_layer[1]))
+                return positions if len(positions) else None
+            return self._tensor(in_layer[2], int(in_layer[1]))
+        except Error:  # neither the schema nor the trace has such an object
+            return None
 
     def _tensor(self, name: str, layer: int) -> np.ndarray | None:
         found = self._trace.tensor(name, layer)
