@@ -18,8 +18,8 @@ namespace {
 Unwritable failed(const std::filesystem::path& path) {
   const int reason = errno;
   const bool full = means_disk_full(reason);
-  return {full ? Refusal::resources : Refusal::input, path.string(), full ? "disk full" : "cannot be written", "",
-          std::strerror(reason)};
+  return {means_resources(reason) ? Refusal::resources : Refusal::input, path.string(),
+          full ? "disk full" : "cannot be written", "", std::strerror(reason)};
 }
 
 bool bring_to_disk(const std::filesystem::path& path) {

@@ -18,7 +18,7 @@ from kvreplay.engine import program
 from kvreplay.errors import Error
 from kvreplay.live_metrics import METRICS
 from kvreplay.predict.command import main as predict
-from kvreplay.report.content import Asked, Page
+from kvreplay.report.content import Page
 from kvreplay.results import COLUMNS, MEASURED, TEXT, Run
 
 Heard = Callable[[], tuple[str, str]]
@@ -86,11 +86,11 @@ def test_texts_are_kept_and_stand_in_the_report(copy: Case, tmp_path: Path) -> N
     assert set(written) == set(chosen["cell"]) and all(written.values())
     assert TEXT not in run.table and set(run.live["metric"]) >= {"same_tokens"}
     full = written[chosen["cell"][chosen["policy"] == "full"].iloc[0]]
-    [trace] = Page(run, Asked()).content["traces"]
+    [trace] = Page(run).content["traces"]
     assert trace["written"] == full
     shown = [cell["written"] for budget in trace["budgets"] for cell in budget["cells"]]
     assert sorted(filter(None, shown)) == sorted(written.values()) and None in shown
-    assert "live kld" in [Page(run, Asked()).content["columns"][i]["title"] for i in trace["columns"]]
+    assert "live kld" in [Page(run).content["columns"][i]["title"] for i in trace["columns"]]
 
     assert Case(copy.model, tmp_path / "other").live("-p", "h2o", "--generate", "5") == 0
     assert program(["merge", str(tmp_path / "both"), str(copy.run), str(tmp_path / "other")]) == 0
