@@ -52,11 +52,19 @@ Unlocked::Unlocked() {
 }
 
 Unlocked::~Unlocked() {
-  require_interpreter();
-  PyEval_RestoreThread(state_);
-  const std::scoped_lock lock(mutex);
-  --working;
-  change().notify_all();
+  const bool returns = !is_ending();
+  if (returns) {
+    require_interpreter();
+    PyEval_RestoreThread(state_);
+  }
+  {
+    const std::scoped_lock lock(mutex);
+    --working;
+    change().notify_all();
+  }
+  // Its work is done. In Python it would print, or not, that the run was interrupted, as the end of Python overtakes
+  // it.
+  while (!returns) ::pause();
 }
 
 Locked::Locked() {
