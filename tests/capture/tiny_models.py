@@ -10,6 +10,8 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+transformers.logging.disable_progress_bar()  # of saving: tests read what the programs under test say on stderr
+
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 48,
