@@ -42,11 +42,10 @@ void write_positions(Group& cell, const hdf5::Dataset& set) {
   cell.write("positions", positions);
 }
 
-/// Whether no budget binds the policy, which cells of this format do not say.
+/// Whether the policy ignores the budget; cells of format 1 do not record it.
 bool has_own_memory(const Group& facts, int layers) {
   try {
-    const auto policy = ConfiguredPolicy::parse(facts.string_attribute("label"));
-    return !std::ranges::all_of(policy.plans(layers), has_budget, &LayerPlan::plan);
+    return !have_budget(ConfiguredPolicy::parse(facts.string_attribute("label")).plans(layers));
   } catch (const Error&) {
     return false;  // another program's: a plug-in, or in Python
   }

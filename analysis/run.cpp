@@ -286,7 +286,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   CellRecord& facts = cell.facts;
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
   facts.heads = word(finest(plans, work.facts).heads);
-  facts.own_memory = !std::ranges::all_of(plans, has_budget, &LayerPlan::plan);
+  facts.own_memory = !have_budget(plans);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
     return of_range.plan.allocate->keeps_everything() && of_range.plan.store->changes_tokens();
   });
@@ -857,9 +857,9 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   const RunRequest& request = state_->request;
   std::vector<TraceWork>& works = state_->works;
   const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
-  check_other_files(request.output, works);
   make_results_folder(request.output);
   const FolderLock lock(request.output);
+  check_other_files(request.output, works);
   for (const TraceWork& work : works)
     if (work.summary.error.empty() && work.stored_file != identity_at(work.cells_path(request.output)))
       throw Error{Refusal::usage, work.cells_path(request.output).string(), "another run has written it meanwhile",

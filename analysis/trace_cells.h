@@ -12,7 +12,7 @@
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 //
 // H is the finest granularity of the cell's layers; attribute layer_heads where they differ. Attribute sets="all":
-// every token stays, none as it was, and there are no rows.
+// every token is kept, and changed; there are no rows.
 #pragma once
 
 #include <cstdint>
@@ -58,9 +58,9 @@ struct CellRecord {
   std::uint64_t seed = 0;
   std::string source = {};  // ConfiguredPolicy::source_hash
   double kept_tokens = 0;
-  bool own_memory = false;  // no budget binds it
+  bool own_memory = false;  // the policy ignores the budget
   bool has_scores = false;
-  bool keeps_all_changed = false;  // every token stays, none as it was: there are no sets to store
+  bool keeps_all_changed = false;  // every token is kept, and changed: there are no sets to store
   ValuesByMetric values;
   std::vector<CellSeconds> seconds;  // [treated]
 };

@@ -23,7 +23,7 @@ inline constexpr const char* name_rule = "lower-case letters, digits and hyphens
 struct Registration {
   std::string kind;  // of what: "policy", "selector"
   std::string name;
-  bool is_taken;  // it was registered before, and that stays
+  bool is_taken;  // another of this name was registered before, and remains
   std::function<void()> take_back;
 };
 

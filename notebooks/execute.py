@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, not_installed
+from kvreplay.program import Parser, exit_code
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -119,14 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
-
-    def work() -> None:
-        try:
-            run(parser().parse_args(argv))
-        except ModuleNotFoundError as missing:
-            raise not_installed("figures", missing) from missing
-
-    return exit_code("figures", work)
+    return exit_code("figures", lambda: run(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ constexpr int rows_at_once = 48;
 // Keys whose values are widened at a time.
 constexpr int chunk_keys = 256;
 
-std::size_t at(int a, int b = 1) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
+std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
 struct Row {
   int head = 0;
@@ -55,24 +55,24 @@ void widen(const TileKernels& kernels, ThreadScratch& mine, const TensorView& te
 void for_products(const TileKernels& kernels, ThreadScratch& mine, int dim, int rows, int keys, const auto& row_vector,
                   const auto& key_vector, const auto& out) {
   const int panels = (rows + kernels.rows - 1) / kernels.rows;
-  double* packed_rows = mine.wide_rows.at_least(at(panels * kernels.rows, dim));
-  double* vectors = mine.sums.at_least(at(std::max(kernels.rows, kernels.wide_keys), dim));
-  double* packed_keys = mine.wide_keys.at_least(at(kernels.wide_keys, dim));
-  double* products = mine.wide_products.at_least(at(kernels.rows, kernels.wide_keys));
+  double* packed_rows = mine.wide_rows.at_least(product(panels * kernels.rows, dim));
+  double* vectors = mine.sums.at_least(product(std::max(kernels.rows, kernels.wide_keys), dim));
+  double* packed_keys = mine.wide_keys.at_least(product(kernels.wide_keys, dim));
+  double* products = mine.wide_products.at_least(product(kernels.rows, kernels.wide_keys));
   for (int first = 0; first < rows; first += kernels.rows) {
     const int count = std::min(kernels.rows, rows - first);
-    for (int r = 0; r < count; ++r) row_vector(first + r, vectors + at(r, dim));
-    kernels.wide_pack(vectors, count, dim, kernels.rows, packed_rows + at(first, dim));
+    for (int r = 0; r < count; ++r) row_vector(first + r, vectors + product(r, dim));
+    kernels.wide_pack(vectors, count, dim, kernels.rows, packed_rows + product(first, dim));
   }
   for (int begin = 0; begin < keys; begin += kernels.wide_keys) {
     const int count = std::min(kernels.wide_keys, keys - begin);
-    for (int i = 0; i < count; ++i) key_vector(begin + i, vectors + at(i, dim));
+    for (int i = 0; i < count; ++i) key_vector(begin + i, vectors + product(i, dim));
     kernels.wide_pack(vectors, count, dim, kernels.wide_keys, packed_keys);
     for (int first = 0; first < rows; first += kernels.rows) {
       const int some = std::min(kernels.rows, rows - first);
-      kernels.wide_products(packed_rows + at(first, dim), packed_keys, dim, some, products);
+      kernels.wide_products(packed_rows + product(first, dim), packed_keys, dim, some, products);
       for (int r = 0; r < some; ++r)
-        for (int i = 0; i < count; ++i) out(first + r, begin + i, products[at(r, kernels.wide_keys) + at(i)]);
+        for (int i = 0; i < count; ++i) out(first + r, begin + i, products[product(r, kernels.wide_keys) + at(i)]);
     }
   }
 }
@@ -113,13 +113,13 @@ struct Block {
         end_key = std::max(end_key, place.end);
       }
     }
-    full.assign(at(row_count(), width()), -HUGE_VAL);
+    full.assign(product(row_count(), width()), -HUGE_VAL);
     stored = full;
   }
 
   int row_count() const { return static_cast<int>(rows.size()); }
   int width() const { return end_key - first_key; }
-  std::size_t column(int row, int key) const { return at(row, width()) + at(key - first_key); }
+  std::size_t column(int row, int key) const { return product(row, width()) + at(key - first_key); }
   bool sees(int row, int key) const { return key >= rows[at(row)].place.first && key < rows[at(row)].place.end; }
 
   int kv_head;
@@ -210,8 +210,8 @@ std::vector<Comparison> compare_weights(const Inputs& inputs, Block& block) {
       const auto i = at(key - place.first);
       add(comparison.logits, full[i], stored[i] == -HUGE_VAL ? 0.0 : stored[i]);
     }
-    softmax(std::span(block.full).subspan(at(row, block.width()), at(block.width())));
-    softmax(std::span(block.stored).subspan(at(row, block.width()), at(block.width())));
+    softmax(std::span(block.full).subspan(product(row, block.width()), at(block.width())));
+    softmax(std::span(block.stored).subspan(product(row, block.width()), at(block.width())));
     for (int key = place.first; key < place.end; ++key) {
       const auto i = at(key - place.first);
       add(comparison.all, full[i], stored[i]);
@@ -229,11 +229,11 @@ std::vector<double> outputs_of(const TileKernels& kernels, ThreadScratch& mine, 
                                const TensorView& values, std::span<const double> weights, int padded) {
   const int rows = block.row_count();
   const int width = block.width();
-  std::vector<double> outputs(at(rows, padded));
-  double* packed_weights = mine.wide_rows.at_least(at(kernels.rows, chunk_keys));
+  std::vector<double> outputs(product(rows, padded));
+  double* packed_weights = mine.wide_rows.at_least(product(kernels.rows, chunk_keys));
   double* vector = mine.sums.at_least(at(padded));
-  double* packed_values = mine.wide_keys.at_least(at(chunk_keys, padded));
-  double* products = mine.wide_products.at_least(at(kernels.rows, kernels.wide_keys));
+  double* packed_values = mine.wide_keys.at_least(product(chunk_keys, padded));
+  double* products = mine.wide_products.at_least(product(kernels.rows, kernels.wide_keys));
   std::fill_n(vector, padded, 0.0);
   for (int begin = 0; begin < width; begin += chunk_keys) {
     const int count = std::min(chunk_keys, width - begin);
@@ -241,18 +241,20 @@ std::vector<double> outputs_of(const TileKernels& kernels, ThreadScratch& mine, 
     for (int i = 0; i < count; ++i) {
       widen(kernels, mine, values, block.kv_head, block.first_key + begin + i, vector);
       for (int c = 0; c < padded; c += kernels.wide_keys)
-        std::copy_n(vector + c, kernels.wide_keys, packed_values + at(c, chunk_keys) + at(i, kernels.wide_keys));
+        std::copy_n(vector + c, kernels.wide_keys,
+                    packed_values + product(c, chunk_keys) + product(i, kernels.wide_keys));
     }
     for (int first = 0; first < rows; first += kernels.rows) {
       const int some = std::min(kernels.rows, rows - first);
       for (int i = 0; i < count; ++i)
         for (int r = 0; r < kernels.rows; ++r)
-          packed_weights[at(i, kernels.rows) + at(r)] = r < some ? weights[at(first + r, width) + at(begin + i)] : 0.0;
+          packed_weights[product(i, kernels.rows) + at(r)] =
+              r < some ? weights[product(first + r, width) + at(begin + i)] : 0.0;
       for (int c = 0; c < padded; c += kernels.wide_keys) {
-        kernels.wide_products(packed_weights, packed_values + at(c, chunk_keys), count, some, products);
+        kernels.wide_products(packed_weights, packed_values + product(c, chunk_keys), count, some, products);
         for (int r = 0; r < some; ++r)
           for (int i = 0; i < kernels.wide_keys; ++i)
-            outputs[at(first + r, padded) + at(c + i)] += products[at(r, kernels.wide_keys) + at(i)];
+            outputs[product(first + r, padded) + at(c + i)] += products[product(r, kernels.wide_keys) + at(i)];
       }
     }
   }
@@ -289,7 +291,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
                                                       int boundary, KeptSets kept, OutputVectors* outputs) {
   assert(kept.size() == 1 || kept.size() == queries.size());
   const int query_count = static_cast<int>(queries.size());
-  std::vector<Comparison> result(at(layer.q.heads, query_count));
+  std::vector<Comparison> result(product(layer.q.heads, query_count));
   if (outputs != nullptr) {
     outputs->full.assign(result.size() * at(layer.v.dim), 0.0F);
     outputs->errors = outputs->full;
@@ -319,9 +321,10 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
       const std::vector<double> full = outputs_of(kernels_, mine, block, layer.v, block.full, padded);
       const std::vector<double> kept_outputs = outputs_of(kernels_, mine, block, stored.v, block.stored, padded);
       for (int row = 0; row < block.row_count(); ++row) {
-        const std::size_t cell = at(block.rows[at(row)].head, query_count) + at(block.rows[at(row)].query);
-        compare_outputs(std::span(full).subspan(at(row, padded), at(dim)),
-                        std::span(kept_outputs).subspan(at(row, padded), at(dim)), compared[at(row)], outputs, cell);
+        const std::size_t cell = product(block.rows[at(row)].head, query_count) + at(block.rows[at(row)].query);
+        compare_outputs(std::span(full).subspan(product(row, padded), at(dim)),
+                        std::span(kept_outputs).subspan(product(row, padded), at(dim)), compared[at(row)], outputs,
+                        cell);
         result[cell] = compared[at(row)];
       }
     }

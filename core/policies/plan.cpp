@@ -96,6 +96,8 @@ bool has_budget(const Plan& plan) {
          plan.nesting != Nesting::prunes_next;
 }
 
+bool have_budget(std::span<const LayerPlan> plans) { return std::ranges::all_of(plans, has_budget, &LayerPlan::plan); }
+
 bool keeps_everything(const Plan& plan, int budget, int prompt) {
   return plan.allocate->keeps_everything() || (has_budget(plan) && budget >= prompt);
 }

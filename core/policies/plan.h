@@ -176,4 +176,7 @@ struct LayerPlan {
   int partner_of(int layer) const { return first + plan.store->partner(layer - first, count); }
 };
 
+/// Whether all of them hold slots against a budget.
+bool have_budget(std::span<const LayerPlan> plans);
+
 }  // namespace kvreplay

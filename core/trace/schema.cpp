@@ -64,10 +64,15 @@ Schema parsed() {
 
 }  // namespace
 
-const SchemaEntry& Schema::entry(std::string_view object) const {
+const SchemaEntry* Schema::find(std::string_view object) const {
   for (const std::vector<SchemaEntry>* list : {&attributes, &datasets})
     for (const SchemaEntry& entry : *list)
-      if (entry.object == object) return entry;
+      if (entry.object == object) return &entry;
+  return nullptr;
+}
+
+const SchemaEntry& Schema::entry(std::string_view object) const {
+  if (const SchemaEntry* found = find(object)) return *found;
   throw Error{Refusal::internal, std::string(object), "not in the schema"};
 }
 

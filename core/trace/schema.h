@@ -47,6 +47,9 @@ struct Schema {
   std::vector<SchemaEntry> tensor_attributes;
   std::vector<SchemaEntry> datasets;
 
+  /// Null: there is no such attribute or dataset.
+  const SchemaEntry* find(std::string_view object) const;
+  /// The same of one that there is.
   const SchemaEntry& entry(std::string_view object) const;
   /// The same of an object of a file: "/layers/003/k" has the entry of every layer.
   const SchemaEntry& rule(const std::string& object) const;

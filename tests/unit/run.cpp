@@ -24,11 +24,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::string content(const fs::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(stream), {}};
-}
-
 std::vector<std::map<std::string, std::string>> rows(const fs::path& path) {
   const auto lines = parse_csv(path.string(), content(path));
   std::vector<std::map<std::string, std::string>> all;

@@ -25,7 +25,7 @@ from kvreplay.capture.model_options import (
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, not_installed, size
+from kvreplay.program import Parser, exit_code, names, size
 from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def finished(options: Parser, work: Callable[[argparse.Namespace], None], words: Sequence[str], kept: str) -> int:
+def finished(options: Parser, work: Callable[[argparse.Namespace], int | None], words: Sequence[str], kept: str) -> int:
     """Reads the options and does the work; the value is the exit code. `kept`: what an interrupted program leaves."""
     return exit_code(options.command, lambda: work(options.parse_args(words)), kept)
 
@@ -279,16 +279,8 @@ def finished(options: Parser, work: Callable[[argparse.Namespace], None], words:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    codes: list[int] = []
     kept = "nothing is kept of the trace under way"
-
-    def work(arguments: argparse.Namespace) -> None:
-        try:
-            codes.append(run(arguments, words))
-        except ModuleNotFoundError as missing:
-            raise not_installed("capture", missing) from missing
-
-    return finished(parser(), work, words, kept) or codes[0]
+    return finished(parser(), lambda arguments: run(arguments, words), words, kept)
 
 
 if __name__ == "__main__":

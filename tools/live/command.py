@@ -19,7 +19,7 @@ from kvreplay.capture.model_options import (
     shows_progress,
 )
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, names, not_installed, size
+from kvreplay.program import Parser, exit_code, names, size
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,17 +64,14 @@ def live(arguments: argparse.Namespace) -> None:
     if arguments.live_decisions and arguments.generate:
         raise Error("--live-decisions", "with --generate", "one of the two", "", Refusal.USAGE)
     show = shows_progress(arguments)
-    try:
-        from kvreplay.capture.command import quiet_libraries
+    from kvreplay.capture.command import quiet_libraries
 
-        quiet_libraries(show)
-        import torch
+    quiet_libraries(show)
+    import torch
 
-        from kvreplay.capture.model import Source, load, placement
-        from kvreplay.live.measure import LiveModel, say
-        from kvreplay.live.results import Way, write_view
-    except ModuleNotFoundError as missing:
-        raise not_installed("live", missing) from missing
+    from kvreplay.capture.model import Source, load, placement
+    from kvreplay.live.measure import LiveModel, say
+    from kvreplay.live.results import Way, write_view
     from kvreplay.results import Run
 
     runs = [Run(folder) for folder in arguments.runs]

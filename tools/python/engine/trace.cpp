@@ -94,10 +94,10 @@ class Traced {
 
   /// An attribute or dataset of the header ("/model@n_layers"); None: the trace has none.
   nb::object value(const std::string& object) const {
-    const SchemaEntry& entry = schema().entry(object);
-    const auto found = header_value(header(), entry);
+    const SchemaEntry* const entry = schema().find(object);
+    const auto found = entry != nullptr ? header_value(header(), *entry) : std::nullopt;
     if (!found) return nb::none();
-    return std::visit(AsPython{dataset_shape(header(), entry, *found)}, *found);
+    return std::visit(AsPython{dataset_shape(header(), *entry, *found)}, *found);
   }
 
   std::vector<std::string> problems() const {

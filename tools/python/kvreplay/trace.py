@@ -138,15 +138,15 @@ class Trace:
 
     def _find(self, path: str) -> Any:
         in_layer = re.fullmatch(r"/layers/(\d+)/(\w+)", path)
-        try:
-            if in_layer is None:
-                return self._trace.value(path)
-            if in_layer[2] == "q_positions":
-                positions = self.query_positions(int(in_layer[1]))
-                return positions if len(positions) else None
-            return self._tensor(in_layer[2], int(in_layer[1]))
-        except Error:  # neither the schema nor the trace has such an object
+        if in_layer is None:
+            return self._trace.value(path)
+        layer, name = int(in_layer[1]), in_layer[2]
+        if layer >= self.layers:
             return None
+        if name == "q_positions":
+            positions = self.query_positions(layer)
+            return positions if len(positions) else None
+        return self._tensor(name, layer)
 
     def _tensor(self, name: str, layer: int) -> np.ndarray | None:
         found = self._trace.tensor(name, layer)
