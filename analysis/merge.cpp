@@ -170,29 +170,38 @@ class MadeFolders {
   std::vector<fs::path> made_;
 };
 
+void check_trace(const TraceRecord& trace, const fs::path& path, const std::string& name) {
+  if (trace.name != name) throw Error{Refusal::input, path.string(), "trace name", name, trace.name};
+  if (trace.numerics != numerics)
+    throw Error{Refusal::usage, path.string(), "numbers of another version of kvreplay", std::to_string(numerics),
+                std::to_string(trace.numerics)};
+}
+
 /// The files of one trace, each file once, become the file `target`, unless the only one is `there` already.
+/// `results`: null where no tables are written.
 void take(const std::vector<fs::path>& paths, const fs::path& there, const fs::path& target, Sources& sources,
-          MergedRun& run, Results& results) {
+          MergedRun& run, Results* results) {
   // A run may replace a file between the reading of its numbers and that of its sets.
   std::vector<std::optional<FileIdentity>> before;
   for (const fs::path& path : paths) before.push_back(identity_at(path));
-  const JoinedCells joined = join(paths);
-  const TraceRecord& trace = joined.whole.trace;
-  if (trace.name != target.stem().string())
-    throw Error{Refusal::input, paths.front().string(), "trace name", target.stem().string(), trace.name};
-  if (trace.numerics != numerics)
-    throw Error{Refusal::usage, paths.front().string(), "numbers of another version of kvreplay",
-                std::to_string(numerics), std::to_string(trace.numerics)};
-  check_sources(joined, sources);
+  TraceCells whole;
+  if (paths.size() == 1 && results == nullptr) {
+    whole.trace = read_trace_record(paths.front());
+  } else {
+    JoinedCells joined = join(paths);
+    check_sources(joined, sources);
+    whole = std::move(joined.whole);
+  }
+  check_trace(whole.trace, paths.front(), target.stem().string());
   if (paths.size() > 1)
-    write_joined_cells(target, joined.whole, paths);
+    write_joined_cells(target, whole, paths);
   else if (paths.front() != there)
     link_or_copy(paths.front(), target);
   for (std::size_t i = 0; i < paths.size(); ++i)
     if (before[i] != identity_at(paths[i]))
       throw Error{Refusal::usage, paths[i].string(), "another run has replaced it meanwhile: merge again"};
-  results.add(joined.whole);
-  run.add(joined.whole);
+  if (results != nullptr) results->add(whole);
+  run.add(whole);
 }
 
 }  // namespace
@@ -223,8 +232,8 @@ std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const 
   return folders;
 }
 
-MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders, const std::vector<std::string>& argv,
-                   const std::function<void(double, const std::string&)>& heard,
+MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders, Tables tables,
+                   const std::vector<std::string>& argv, const std::function<void(double, const std::string&)>& heard,
                    const std::function<bool()>& interrupted) {
   check_results_folder(output);
   std::optional<FolderLock> lock;
@@ -243,34 +252,39 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
       if (known.insert(identity_at(path)).second) files[path.stem().string()].push_back(path);
     live.add(folder);
   };
-  if (fs::exists(output / "run.json")) run.add(output);
+  if (fs::exists(output / "run.json")) run.add(output, tables == Tables::leave);
   add(output);
   for (const fs::path& folder : folders) {
     // Not held longer: thousands of folders are more than a process may have open.
     const FolderLock reading = FolderLock::for_reading(folder);
-    run.add(folder);
+    run.add(folder, tables == Tables::leave);
     add(folder);
   }
   if (files.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
-  Results results(output, run.detail());
+  std::optional<Results> results;
+  if (tables == Tables::write) results.emplace(output, run.detail());
   Sources sources;
   double done = 0;
   for (const auto& [trace, of_trace] : files) {
     if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
     heard(done++ / static_cast<double>(files.size()), trace);
-    take(of_trace, output / "cells" / (trace + ".h5"), staged.path_of(trace), sources, run, results);
+    take(of_trace, output / "cells" / (trace + ".h5"), staged.path_of(trace), sources, run,
+         results ? &*results : nullptr);
   }
-  results.complete();
+  if (results) results->complete();
   ReplacedFile about(output / "run.json");
   run.write(about, argv);
   about.complete();
   staged.arrive();
-  results.finish();
+  if (results) results->finish();
   about.finish();
   live.write(output);
   made.keep();
-  return {folders.size(), files.size(), run.cells(), run.failed_cells(), run.warnings()};
+  std::vector<CellRecord> cells = run.cells();
+  const std::size_t all = cells.size();
+  std::erase_if(cells, [](const CellRecord& cell) { return cell.state != CellState::failed; });
+  return {folders.size(), files.size(), all, std::move(cells), run.warnings()};
 }
 
 }  // namespace kvreplay

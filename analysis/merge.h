@@ -10,11 +10,14 @@
 
 namespace kvreplay {
 
+/// results.csv and seconds.csv.
+enum class Tables { write, leave };
+
 struct MergeSummary {
   std::size_t folders = 0;
   std::size_t traces = 0;
   std::size_t cells = 0;
-  std::vector<CellSummary> failed = {};
+  std::vector<CellRecord> failed = {};
   std::vector<std::string> warnings = {};
 };
 
@@ -26,12 +29,15 @@ std::vector<std::filesystem::path> results_folders(const std::vector<std::filesy
 /// Files become files of `output`, which may hold some already; cells of one trace are joined by their ids. The tables
 /// are assembled on the way, with the coarsest detail of all. A file of cells that alone has its trace is linked, or
 /// copied where it cannot be; results of format 1 are converted. Live numbers are joined row by row.
+/// Where tables are left as they are, files that need not be joined are not read: of
+/// their cells the folders' run.json are believed.
 /// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a folder
 /// that another run writes into; Error{input} for a file of cells that is damaged and for a cell of which two folders
 /// have different numbers; Error{resources} for a full disk; Error{interrupted}. `output` is then as it was, unless it
 /// was a rename of complete files that failed.
 MergeSummary merge(const std::filesystem::path& output, const std::vector<std::filesystem::path>& folders,
-                   const std::vector<std::string>& argv, const std::function<void(double, const std::string&)>& heard,
+                   Tables tables, const std::vector<std::string>& argv,
+                   const std::function<void(double, const std::string&)>& heard,
                    const std::function<bool()>& interrupted);
 
 }  // namespace kvreplay

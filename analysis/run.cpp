@@ -32,22 +32,23 @@ namespace fs = std::filesystem;
 
 /// What is to be done for one cell, and what an earlier run has left of it.
 struct CellWork {
-  CellRecord facts = {};  // id to budget; after the run: all of it
+  CellRecord facts = {};  // id to budget; after the run: all of it, once it is done
   ConfiguredPolicy policy;
   std::vector<MetricName> wanted;
   std::vector<MetricName> missing = {};
   bool found = false;  // in the file, and not to be made anew
   bool lacks_scores = false;
-  std::string error = {};
-  bool computed = false;
 
   /// Sets that are there are used again, unless scores are wanted, which only scoring makes.
   bool uses_known_sets() const { return found && !lacks_scores; }
-  bool to_compute() const { return error.empty() && (!found || lacks_scores || !missing.empty()); }
+  bool to_compute() const { return facts.error.empty() && (!found || lacks_scores || !missing.empty()); }
+  void fail(std::string error) {
+    facts.state = CellState::failed;
+    facts.error = std::move(error);
+  }
 };
 
 struct TraceWork {
-  TraceSummary summary;
   std::shared_ptr<const Trace> trace;  // null: it is not open any more, or cannot be opened
   FileIdentity file;                   // that was hashed
   Conditions conditions;
@@ -60,7 +61,7 @@ struct TraceWork {
   std::vector<std::string> warnings;
 
   const CellRecord* earlier(const std::string& id) const { return stored ? stored->find(id) : nullptr; }
-  fs::path cells_path(const fs::path& output) const { return output / "cells" / (summary.name + ".h5"); }
+  fs::path cells_path(const fs::path& output) const { return output / "cells" / (facts.name + ".h5"); }
 };
 
 std::string numbers(const std::vector<int>& all) { return fmt::format("{}", fmt::join(all, ",")); }
@@ -148,6 +149,8 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
   const TraceHeader& header = trace.header();
   TraceRecord facts;
   facts.name = trace.name();
+  facts.path = trace.path();
+  facts.prompt_hash = hash_of(std::as_bytes(std::span(header.ids).first(static_cast<std::size_t>(header.prefill))));
   facts.hash = trace.hash();
   facts.model = header.model;
   facts.dtype = name_of(header.dtype);
@@ -168,20 +171,12 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
   return facts;
 }
 
-void fill_summary(TraceSummary& summary, const TraceRecord& facts) {
-  summary.name = facts.name;
-  summary.hash = facts.hash;
-  summary.model = facts.model;
-  summary.dtype = facts.dtype;
-  summary.synthetic = facts.synthetic;
-  summary.prompt_tokens = facts.prompt;
-  summary.prompt = facts.boundary;
-  summary.continuation = facts.tokens - facts.boundary;
-  summary.layers = static_cast<int>(facts.treated.size());
-  summary.stored_layers = facts.layers;
-  summary.query_heads = facts.query_heads;
-  summary.kv_heads = facts.kv_heads;
-  summary.n_queries = facts.n_queries;
+/// What an earlier run has measured of the trace itself.
+void take_measured(const TraceRecord& earlier, TraceRecord& trace) {
+  trace.values = earlier.values;
+  trace.observable_seconds = earlier.observable_seconds;
+  trace.has_eval_attention = earlier.has_eval_attention;
+  trace.has_eval_attention_by_head = earlier.has_eval_attention_by_head;
 }
 
 template <class Of>
@@ -298,7 +293,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   if (same != work.cells.end()) {
     if (same->facts.budget != facts.budget && facts.role == "asked")
       work.warnings.push_back(fmt::format("{}: budgets {} and {} are both {} tokens: {} is replayed once",
-                                          work.summary.name, same->facts.budget, facts.budget, facts.budget_tokens,
+                                          work.facts.name, same->facts.budget, facts.budget, facts.budget_tokens,
                                           facts.label));
     return;
   }
@@ -347,15 +342,15 @@ void check_cells(TraceWork& work, const Trace& trace) {
           check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens, share_of_seen(cell.facts));
       if (cell.facts.role == "asked" &&
           protected_tokens_fill_budget(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
-        warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.summary.name,
+        warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.facts.name,
                                     cell.facts.label, cell.facts.budget));
       if (const std::string instead = without_question(trace, work.conditions, cell.policy);
           cell.facts.role == "asked" && !instead.empty())
         warn_once(work,
-                  fmt::format("{}: no question ends the prompt: {} {}", work.summary.name, cell.facts.label, instead));
+                  fmt::format("{}: no question ends the prompt: {} {}", work.facts.name, cell.facts.label, instead));
     } catch (const Error& error) {
       if (error.refusal() == Refusal::usage) throw;
-      cell.error = error.what();
+      cell.fail(error.what());
     }
   }
 }
@@ -369,7 +364,7 @@ void warn_of_versions(TraceWork& work) {
       return std::ranges::any_of(work.cells, [&](const CellWork& cell) { return is(cell.facts, found); });
     };
     if (some_cell(of_another_version) && !some_cell(takes_place_of))
-      warn_once(work, fmt::format("{}: {} at {} stays as another version of its file left it", work.summary.name,
+      warn_once(work, fmt::format("{}: {} at {} stays as another version of its file left it", work.facts.name,
                                   found.label, found.budget));
   }
 }
@@ -386,17 +381,15 @@ std::shared_ptr<const Trace> open(const RunRequest& request, const fs::path& pat
 /// The trace that was opened when the run was planned, or a file of the same hash in its place.
 std::shared_ptr<const Trace> opened(const RunRequest& request, const TraceWork& work) {
   if (work.trace) return work.trace;
-  std::shared_ptr<const Trace> trace = open(request, work.summary.path);
-  if (trace->identity() != work.file && trace->hash() != work.summary.hash)
-    throw Error{Refusal::input, work.summary.path.string(), "changed since the run began", work.summary.hash,
+  std::shared_ptr<const Trace> trace = open(request, work.facts.path);
+  if (trace->identity() != work.file && trace->hash() != work.facts.hash)
+    throw Error{Refusal::input, work.facts.path.string(), "changed since the run began", work.facts.hash,
                 trace->hash()};
   return trace;
 }
 
 TraceWork prepare(const RunRequest& request, const Candidates& candidates, const fs::path& path) {
   TraceWork work;
-  work.summary.path = path;
-  work.summary.name = trace_name(path);
   work.trace = open(request, path);
   const Trace& trace = *work.trace;
   work.file = trace.identity();
@@ -405,14 +398,10 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   work.conditions.eval_queries = eval_queries(trace, request.eval);
   work.conditions.layers = treated_layers(trace, request.treat_sliding);
   work.facts = facts_of(trace, request, work.conditions);
-  fill_summary(work.summary, work.facts);
-  const TraceHeader& header = trace.header();
-  work.summary.prompt_hash =
-      hash_of(std::as_bytes(std::span(header.ids).first(static_cast<std::size_t>(header.prefill))));
 
   work.stored_file = identity_at(work.cells_path(request.output));
   work.stored = earlier_cells(work.cells_path(request.output), work.facts, request.force);
-  if (work.stored) work.facts = work.stored->trace;
+  if (work.stored) take_measured(work.stored->trace, work.facts);
   const auto lacks = [&](bool there) { return request.force || !there; };
   const std::vector<MetricName> wanted =
       metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
@@ -428,7 +417,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
   require_projections(trace, work.conditions.layers, of_cells);
-  const std::vector<std::optional<Candidate>> twins_asked = twins(request, work.summary.layers);
+  const std::vector<std::optional<Candidate>> twins_asked = twins(request, static_cast<int>(work.facts.treated.size()));
   for (std::size_t b = 0; b < request.budgets.size(); ++b) {
     const auto add = [&](const Candidate& candidate) {
       add_cell(work, trace, request, candidate, request.budgets[b], of_cells);
@@ -456,8 +445,8 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
 void check_hashes(const std::vector<TraceWork>& works) {
   std::set<std::string> hashes;
   for (const TraceWork& work : works)
-    if (!work.summary.hash.empty() && !hashes.insert(work.summary.hash).second)
-      throw Error{Refusal::usage, work.summary.path.string(), "the same trace is given twice", "", work.summary.hash};
+    if (!work.facts.hash.empty() && !hashes.insert(work.facts.hash).second)
+      throw Error{Refusal::usage, work.facts.path.string(), "the same trace is given twice", "", work.facts.hash};
 }
 
 /// A span that was named with a metric must be in some trace.
@@ -488,21 +477,17 @@ std::vector<TraceWork> prepare(const RunRequest& request) {
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;
-      TraceWork failed;
-      failed.summary.path = path;
-      failed.summary.name = trace_name(path);
-      failed.summary.error = error.what();
-      works.push_back(std::move(failed));
+      works.emplace_back().facts = {.name = trace_name(path), .path = path, .error = error.what()};
     }
     for (const CellWork& cell : works.back().cells)
-      served = served || (cell.facts.role == "asked" && cell.error.empty());
+      served = served || (cell.facts.role == "asked" && cell.facts.error.empty());
   }
   if (!served) {
     // Asked for something, and nothing of it can be had: that is a refusal, not a run with failures.
     if (first) throw *first;
     for (const TraceWork& work : works)
       for (const CellWork& cell : work.cells)
-        if (!cell.error.empty())
+        if (!cell.facts.error.empty())
           check_policy(*opened(request, work), work.conditions, cell.policy, cell.facts.budget_tokens,
                        share_of_seen(cell.facts));
   }
@@ -592,7 +577,7 @@ void complete(CellWork& cell, const CellRecord* earlier, CellResult& result) {
     }
   }
   for (auto& [name, values] : result.values) cell.facts.values[name] = std::move(values);
-  cell.computed = true;
+  cell.facts.state = CellState::done;
 }
 
 void write(const RunRequest& request, const Trace& of, TraceWork& work, const TraceResult& trace_result,
@@ -601,7 +586,7 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
   std::set<std::string> replaced;
   for (std::size_t i = 0; i < made.of.size(); ++i) {
     CellWork& cell = *made.of[i];
-    if (!cell.computed) continue;
+    if (cell.facts.state != CellState::done) continue;
     cells.push_back({cell.facts, cell.uses_known_sets() ? nullptr : &results[i]});
     replaced.insert(cell.facts.id);
   }
@@ -630,7 +615,7 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
 using Tally = std::map<Law, int>;
 
 ObservableKey observable_key(const TraceWork& work, const std::string& backend) {
-  return {work.summary.hash, numerics, backend, work.conditions.boundary};
+  return {work.facts.hash, numerics, backend, work.conditions.boundary};
 }
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally, std::size_t mapped_bytes,
@@ -654,9 +639,9 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   replay(backend, trace, work.conditions, made.cells, measurement, interrupted, stored ? &*stored : nullptr);
   if (stored) {
     stored->finish();
-    work.summary.observables = observables_path(trace);
+    work.facts.observables = observables_path(trace);
     for (const auto& [name, layers] : stored->read())
-      work.summary.read_observables[name] = static_cast<int>(layers.size());
+      work.facts.read_observables[name] = static_cast<int>(layers.size());
     work.warnings.insert(work.warnings.end(), stored->warnings().begin(), stored->warnings().end());
   }
 
@@ -670,10 +655,10 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
     work.facts.observable_seconds = trace_result.observable_seconds;
   for (std::size_t i = 0; i < results.size(); ++i) {
     if (!results[i].error.empty()) {
-      made.of[i]->error = results[i].error;
+      made.of[i]->fail(results[i].error);
     } else if (const std::optional<Violation>& violation = results[i].violation) {
       ++tally[violation->law];
-      made.of[i]->error = violation->text();
+      made.of[i]->fail(violation->text());
     } else {
       complete(*made.of[i], work.earlier(made.of[i]->facts.id), results[i]);
     }
@@ -692,51 +677,31 @@ std::string twin_of(const TraceWork& work, const CellWork& twin) {
   return "";
 }
 
-CellSummary summary_of(const TraceWork& work, const CellWork& cell) {
+/// The cell as tables and run.json show it: of its values, those over all layers and heads.
+CellRecord summary_of(const TraceWork& work, const CellWork& cell) {
   const CellRecord* found = work.earlier(cell.facts.id);
-  const CellRecord& facts = cell.computed || found == nullptr ? cell.facts : *found;
-  CellSummary summary{.trace = work.summary.name,
-                      .id = facts.id,
-                      .role = cell.facts.role,
-                      .twin_of = twin_of(work, cell),
-                      .policy = facts.policy,
-                      .params = facts.params,
-                      .label = facts.label,
-                      .paper = facts.paper,
-                      .family = word_of(cell.policy.card().family),
-                      .heads = facts.heads,
-                      .budget = cell.facts.budget,
-                      .budget_tokens = facts.budget_tokens,
-                      .kept_tokens = facts.kept_tokens,
-                      .own_memory = facts.own_memory,
-                      .error = cell.error};
-  if (!cell.error.empty()) {
-    summary.state = CellState::failed;
-    return summary;
-  }
-  summary.state = cell.computed ? CellState::done : CellState::skipped;
-  for (const auto& [name, values] : facts.values)
-    summary.values[name] = values(values.rows() - 1, values.columns() - 1);
-  for (const CellSeconds& layer : facts.seconds) summary.select_seconds += layer.score + layer.select;
+  CellRecord summary =
+      cell.facts.state == CellState::skipped && found != nullptr ? asked_again(*found, cell.facts) : cell.facts;
+  summary.trace = work.facts.name;
+  summary.role = cell.facts.role;
+  summary.twin_of = twin_of(work, cell);
+  summary.family = word_of(cell.policy.card().family);
+  if (summary.state == CellState::failed) summary.values.clear();
+  for (auto& [name, values] : summary.values) values = Values(1, 1, values.values().back());
   return summary;
 }
 
 /// A trace that could not be opened has no cells of its own: what was asked of it has failed.
-std::vector<CellSummary> failed_cells(const RunRequest& request, const TraceSummary& trace) {
-  std::vector<CellSummary> cells;
+std::vector<CellRecord> failed_cells(const RunRequest& request, const TraceRecord& trace) {
+  std::vector<CellRecord> cells;
   for (std::size_t b = 0; b < request.budgets.size(); ++b)
     for (std::size_t p = 0; p < request.policies.size(); ++p) {
-      const ConfiguredPolicy& policy = request.policies[p];
       if (!request.asks(p, b)) continue;
-      cells.push_back({.trace = trace.name,
-                       .role = "asked",
-                       .policy = policy.name(),
-                       .params = policy.params(),
-                       .label = policy.label(),
-                       .paper = policy.card().paper,
-                       .budget = request.budgets[b].literal,
-                       .state = CellState::failed,
-                       .error = trace.error});
+      CellRecord& cell = cells.emplace_back(Candidate(request.policies[p], "asked", request.seed).facts);
+      cell.budget = request.budgets[b].literal;
+      cell.trace = trace.name;
+      cell.state = CellState::failed;
+      cell.error = trace.error;
     }
   return cells;
 }
@@ -760,8 +725,8 @@ void leave_out_stored(Demand& demand, const Trace& trace, const TraceWork& work,
 }
 
 PlannedTrace planned(const RunRequest& request, TraceWork& work, const std::string& backend) {
-  PlannedTrace plan{.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash};
-  if (!work.summary.error.empty()) return plan;
+  PlannedTrace plan{.name = work.facts.name, .path = work.facts.path, .hash = work.facts.hash};
+  if (!work.facts.error.empty()) return plan;
   const std::shared_ptr<const Trace> trace = opened(request, work);
   Batch made = batch(work, request);
   plan.trace = work.trace;
@@ -782,9 +747,8 @@ PlannedTrace planned(const RunRequest& request, TraceWork& work, const std::stri
 /// Files that this run leaves as they are will stand in its results, too.
 void check_other_files(const fs::path& output, const std::vector<TraceWork>& works) {
   for (const fs::path& file : cell_files_of(output))
-    if (std::ranges::none_of(works, [&](const TraceWork& work) {
-          return work.summary.error.empty() && work.cells_path(output) == file;
-        }))
+    if (std::ranges::none_of(
+            works, [&](const TraceWork& work) { return work.facts.error.empty() && work.cells_path(output) == file; }))
       check_cells_format(file);
 }
 
@@ -799,7 +763,7 @@ void check_names(std::span<const fs::path> traces) {
 }
 
 int RunSummary::failed() const {
-  return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellSummary::state));
+  return static_cast<int>(std::ranges::count(cells, CellState::failed, &CellRecord::state));
 }
 
 struct PlannedRun::State {
@@ -828,22 +792,17 @@ std::vector<PlannedTrace> PlannedRun::traces() {
   for (TraceWork& work : state_->works) {
     try {
       plans.push_back(planned(request, work, backend));
-      some = some || work.summary.error.empty();
+      some = some || work.facts.error.empty();
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;
       if (!first) first = error;
-      work.summary.error = error.what();
+      work.facts.error = error.what();
       work.trace = nullptr;
-      plans.push_back({.name = work.summary.name, .path = work.summary.path, .hash = work.summary.hash});
+      plans.push_back({.name = work.facts.name, .path = work.facts.path, .hash = work.facts.hash});
     }
   }
   if (!some && first) throw *first;
   return plans;
-}
-
-double CellSummary::value(const MetricName& name) const {
-  const auto found = values.find(name);
-  return found == values.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
 }
 
 RunSummary run(const RunRequest& request, const std::function<void(const Progress&)>& progress,
@@ -861,7 +820,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   const FolderLock lock(request.output);
   check_other_files(request.output, works);
   for (const TraceWork& work : works)
-    if (work.summary.error.empty() && work.stored_file != identity_at(work.cells_path(request.output)))
+    if (work.facts.error.empty() && work.stored_file != identity_at(work.cells_path(request.output)))
       throw Error{Refusal::usage, work.cells_path(request.output).string(), "another run has written it meanwhile",
                   "the same command once more"};
 
@@ -872,10 +831,11 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
     TraceWork work = std::move(works[i]);
     const auto heard = [&](double share, int layers) {
       if (progress)
-        progress({static_cast<int>(i), static_cast<int>(works.size()), work.summary.name, layers, work.summary.layers,
+        progress({static_cast<int>(i), static_cast<int>(works.size()), work.facts.name, layers,
+                  static_cast<int>(work.facts.treated.size()),
                   (static_cast<double>(i) + share) / static_cast<double>(works.size())});
     };
-    if (work.summary.error.empty()) {
+    if (work.facts.error.empty()) {
       try {
         if (work.stored) work.stored = read_trace_cells(work.cells_path(request.output));
         compute(request, *backend, work, tally, state_->mapped_bytes, heard, interrupted);
@@ -886,21 +846,17 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
         if (refusal != Refusal::input && refusal != Refusal::internal && refusal != Refusal::capability) throw;
         if (refusal == Refusal::input && !refused) refused = error;
         for (CellWork& cell : work.cells)
-          if (cell.to_compute()) {
-            cell.error = error.what();
-            cell.computed = false;
-          }
+          if (cell.to_compute()) cell.fail(error.what());
       }
       summary.warnings.insert(summary.warnings.end(), work.warnings.begin(), work.warnings.end());
-      work.summary.observable_seconds = sum(work.facts.observable_seconds);
       for (const CellWork& cell : work.cells) summary.cells.push_back(summary_of(work, cell));
     } else {
-      const std::vector<CellSummary> failed = failed_cells(request, work.summary);
+      const std::vector<CellRecord> failed = failed_cells(request, work.facts);
       summary.cells.insert(summary.cells.end(), failed.begin(), failed.end());
     }
-    summary.traces.push_back(work.summary);
+    summary.traces.push_back(std::move(work.facts));
   }
-  const auto failed = [](const CellSummary& cell) { return !cell.error.empty(); };
+  const auto failed = [](const CellRecord& cell) { return !cell.error.empty(); };
   if (refused && std::ranges::all_of(summary.cells, failed)) throw *refused;
   assemble(request.output, request.detail);
   const bool has_full = std::ranges::any_of(summary.cells, [](const auto& cell) { return cell.policy == "full"; });

@@ -18,6 +18,7 @@
 
 #include "analysis/metrics/metric.h"
 #include "analysis/results.h"
+#include "analysis/trace_cells.h"
 #include "policies/text/configured.h"
 #include "replay/estimate.h"
 #include "replay/replay.h"
@@ -73,68 +74,10 @@ struct Progress {
   double done = 0;
 };
 
-enum class CellState {
-  done,     // computed, or completed by new metrics, in this run
-  skipped,  // everything was there from an earlier run
-  failed
-};
-
-/// One cell as tables and run.json show it. A cell is a trace, a policy with all its values and a budget. Its id is the
-/// first 16 hexadecimal digits of the XXH3-128 of these lines, each ended by a newline: "kvreplay cell", then numerics,
-/// trace (its hash), policy, params, budget (tokens), boundary (tokens), eval, layers (stored numbers of the treated
-/// ones, with commas), seed and backend as KEY=VALUE, then source (ConfiguredPolicy::source_hash) where it is not empty
-/// and of_seen, the share of the tokens seen that a budget grows with, where it does.
-/// `numerics` is raised whenever a number of ours changes: the same id means the same numbers.
-struct CellSummary {
-  std::string trace = {};
-  std::string id = {};
-  std::string role = {};     // asked | control
-  std::string twin_of = {};  // the id of the cell whose random twin it is; empty: of none in this run
-  std::string policy = {};   // the name
-  std::string params = {};   // every value
-  std::string label = {};    // the name and what differs from the defaults
-  std::string paper = {};
-  std::string family = {};  // what the policy is mainly about
-  std::string heads = {};   // kv | query | layer
-  std::string budget = {};  // as asked
-  int budget_tokens = 0;
-  double kept_tokens = 0;                    // mean a layer and head
-  bool own_memory = false;                   // no budget binds it
-  std::map<MetricName, double> values = {};  // over all layers and heads; NaN: undefined
-  double select_seconds = 0;                 // scoring and selection, all layers, shared observables apart
-  CellState state = CellState::done;
-  std::string error = {};
-
-  /// NaN: undefined, or not measured.
-  double value(const MetricName& name) const;
-};
-
-struct TraceSummary {
-  std::string name = {};
-  std::filesystem::path path = {};
-  std::string hash = {};
-  std::string prompt_hash = {};  // of the token ids of the prompt: traces of one model on one prompt share it
-  std::string model = {};
-  std::string dtype = {};
-  bool synthetic = false;
-  int prompt_tokens = 0;  // as captured
-  int prompt = 0;         // tokens under compression
-  int continuation = 0;   // tokens after them
-  int layers = 0;         // treated
-  int stored_layers = 0;
-  int query_heads = 0;
-  int kv_heads = 0;
-  int n_queries = 0;                                 // eval queries
-  double observable_seconds = 0;                     // shared by all policies
-  std::filesystem::path observables = {};            // the file beside the trace
-  std::map<std::string, int> read_observables = {};  // layers by observable that were read from it
-  std::string error = {};                            // the whole trace failed
-};
-
 struct RunSummary {
   std::filesystem::path output = {};
-  std::vector<TraceSummary> traces = {};
-  std::vector<CellSummary> cells = {};       // by trace, budget as asked, then policy as asked, controls last
+  std::vector<TraceRecord> traces = {};
+  std::vector<CellRecord> cells = {};        // by trace, budget as asked, then policy as asked, controls last
   std::vector<std::string> self_check = {};  // "full 0", "budget ok", ...; what is violated says where
   std::vector<std::string> warnings = {};
 

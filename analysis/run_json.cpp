@@ -61,17 +61,17 @@ Json list(const Items& items, Convert convert) {
 
 }  // namespace
 
-Json input_json(const TraceSummary& trace) {
+Json input_json(const TraceRecord& trace) {
   Json input = {{"path", trace.path.string()}, {"trace", trace.name}};
   if (trace.error.empty())
     input.update({{"trace_hash", trace.hash},
                   {"prompt_hash", trace.prompt_hash},
                   {"model", trace.model},
                   {"synthetic", trace.synthetic},
-                  {"prompt", trace.prompt},
-                  {"continuation", trace.continuation},
-                  {"layers", trace.stored_layers},
-                  {"treated_layers", trace.layers},
+                  {"prompt", trace.boundary},
+                  {"continuation", trace.continuation()},
+                  {"layers", trace.layers},
+                  {"treated_layers", trace.treated.size()},
                   {"eval_queries", trace.n_queries},
                   {"read_observables", trace.read_observables}});
   else
@@ -79,7 +79,7 @@ Json input_json(const TraceSummary& trace) {
   return input;
 }
 
-Json cell_json(const CellSummary& cell) {
+Json cell_json(const CellRecord& cell) {
   Json result = {{"cell", cell.id},
                  {"trace", cell.trace},
                  {"role", cell.role},
@@ -91,6 +91,18 @@ Json cell_json(const CellSummary& cell) {
                  {"state", word(cell.state)}};
   if (!cell.error.empty()) result["error"] = cell.error;
   return result;
+}
+
+CellRecord cell_of(const Json& cell) {
+  const auto text = [&cell](const char* key) { return cell.value(key, std::string()); };
+  CellRecord record{.id = text("cell"), .role = text("role"), .policy = text("policy"), .params = text("params")};
+  record.trace = text("trace");
+  record.budget = text("budget");
+  record.budget_tokens = cell.value("budget_tokens", 0);
+  record.own_memory = cell.value("own_memory", false);
+  record.state = text("state") == word(CellState::failed) ? CellState::failed : CellState::done;
+  record.error = text("error");
+  return record;
 }
 
 const char* word(CellState state) {

@@ -16,8 +16,10 @@ inline constexpr const char* full_not_replayed = "full not replayed";
 const char* word(CellState state);
 
 /// Entries of the lists `inputs` and `cells` of run.json.
-nlohmann::ordered_json input_json(const TraceSummary& trace);
-nlohmann::ordered_json cell_json(const CellSummary& cell);
+nlohmann::ordered_json input_json(const TraceRecord& trace);
+nlohmann::ordered_json cell_json(const CellRecord& cell);
+/// And back.
+CellRecord cell_of(const nlohmann::ordered_json& cell);
 
 /// The text of run.json. `backend` is the backend's own description.
 std::string run_json(const RunRequest& request, const RunSummary& summary, const std::string& backend,

@@ -11,12 +11,12 @@ const MetricName recall{"attention_recall", ""}, best_recall{"attention_recall",
 
 }  // namespace
 
-std::map<std::string, double> skills(std::span<const CellSummary> cells) {
+std::map<std::string, double> skills(std::span<const CellRecord> cells) {
   std::map<std::string, std::vector<double>> twins;  // recalls, by the id of the cell whose twins they are
-  for (const CellSummary& cell : cells)
+  for (const CellRecord& cell : cells)
     if (!cell.twin_of.empty()) twins[cell.twin_of].push_back(cell.value(recall));
   std::map<std::string, double> all;
-  for (const CellSummary& cell : cells) {
+  for (const CellRecord& cell : cells) {
     const auto of_twins = twins.find(cell.id);
     if (of_twins == twins.end()) continue;
     const double twin = mean(of_twins->second);

@@ -25,7 +25,7 @@ using Skills = std::map<std::string, double>;
 
 struct Column {
   std::string title;
-  std::function<double(const CellSummary&)> value;
+  std::function<double(const CellRecord&)> value;
   std::function<std::string(double)> text;
   Better better;
   std::size_t least_width = 0;
@@ -42,13 +42,13 @@ std::string duration(double seconds) {
 
 Column metric_column(const char* title, MetricName name) {
   const Better better = better_of(name);
-  return {title, [name = std::move(name)](const CellSummary& cell) { return cell.value(name); }, three_digits, better};
+  return {title, [name = std::move(name)](const CellRecord& cell) { return cell.value(name); }, three_digits, better};
 }
 
 /// Whether bytes say more than kept tokens do: not where a kept token takes as many in every cell.
-bool bytes_differ(const std::vector<CellSummary>& cells) {
+bool bytes_differ(const std::vector<CellRecord>& cells) {
   double least = std::numeric_limits<double>::infinity(), most = 0;
-  for (const CellSummary& cell : cells) {
+  for (const CellRecord& cell : cells) {
     const double of_token = cell.value({"kv_bytes", ""}) / cell.kept_tokens;
     if (!std::isfinite(of_token)) continue;
     least = std::min(least, of_token);
@@ -57,28 +57,28 @@ bool bytes_differ(const std::vector<CellSummary>& cells) {
   return most > least * (1 + 1e-9);
 }
 
-double skill_of(const CellSummary& cell, const Skills& skills) {
+double skill_of(const CellRecord& cell, const Skills& skills) {
   const auto found = skills.find(cell.id);
   return found == skills.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
 }
 
 /// Of runs without the pooled error, which orders policies more like a live model (docs/closed-loop.md), the mean one.
-MetricName output_error(const std::vector<CellSummary>& cells) {
+MetricName output_error(const std::vector<CellRecord>& cells) {
   const MetricName pooled{"output_error", "pooled"};
   const bool has_pooled =
-      std::ranges::any_of(cells, [&](const CellSummary& cell) { return std::isfinite(cell.value(pooled)); });
+      std::ranges::any_of(cells, [&](const CellRecord& cell) { return std::isfinite(cell.value(pooled)); });
   return has_pooled ? pooled : MetricName{"output_error", ""};
 }
 
 /// The columns that some cell has a value for; that of skill where some cell has a random twin.
-std::vector<Column> columns_of(const std::vector<CellSummary>& cells, const Skills& skills) {
-  const bool has_twins = std::ranges::any_of(cells, [&](const CellSummary& cell) { return skills.contains(cell.id); });
+std::vector<Column> columns_of(const std::vector<CellRecord>& cells, const Skills& skills) {
+  const bool has_twins = std::ranges::any_of(cells, [&](const CellRecord& cell) { return skills.contains(cell.id); });
   std::vector<Column> all{
-      {"kept", [](const CellSummary& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
-      {"held", [](const CellSummary& cell) { return cell.value({"held_tokens", ""}); }, one_digit, Better::neither},
-      {"KiB", [](const CellSummary& cell) { return cell.value({"kv_bytes", ""}) / 1024; }, one_digit, Better::neither},
+      {"kept", [](const CellRecord& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
+      {"held", [](const CellRecord& cell) { return cell.value({"held_tokens", ""}); }, one_digit, Better::neither},
+      {"KiB", [](const CellRecord& cell) { return cell.value({"kv_bytes", ""}) / 1024; }, one_digit, Better::neither},
       metric_column("recall", {"attention_recall", ""}),
-      {"skill", [&skills](const CellSummary& cell) { return skill_of(cell, skills); }, three_digits, Better::higher},
+      {"skill", [&skills](const CellRecord& cell) { return skill_of(cell, skills); }, three_digits, Better::higher},
       metric_column("att.cos", {"attention_cosine", ""}),
       metric_column("att.l1", {"attention_l1", ""}),
       metric_column("out.cos", {"output_cosine", ""}),
@@ -92,9 +92,9 @@ std::vector<Column> columns_of(const std::vector<CellSummary>& cells, const Skil
   std::erase_if(all, [&](const Column& column) {
     if (column.title == "KiB" && !bytes_differ(cells)) return true;
     if (column.title == "skill") return !has_twins;
-    return std::ranges::all_of(cells, [&](const CellSummary& cell) { return !std::isfinite(column.value(cell)); });
+    return std::ranges::all_of(cells, [&](const CellRecord& cell) { return !std::isfinite(column.value(cell)); });
   });
-  all.push_back({"select", [](const CellSummary& cell) { return cell.select_seconds; }, duration,
+  all.push_back({"select", [](const CellRecord& cell) { return cell.select_seconds(); }, duration,
                  better_of(MetricName{"select_seconds", ""}), longest_duration});
   return all;
 }
@@ -126,28 +126,27 @@ std::string cut(const std::string& text, std::size_t width) {
   return text.substr(0, end) + "...";
 }
 
-std::string shown_name(const CellSummary& cell) { return cell.role == "control" ? "(" + cell.label + ")" : cell.label; }
+std::string shown_name(const CellRecord& cell) { return cell.role == "control" ? "(" + cell.label + ")" : cell.label; }
 
 /// Sets of query heads hold as many times the memory as there are query heads to a KV head.
-std::string shown_heads(const CellSummary& cell, const TraceSummary& trace) {
+std::string shown_heads(const CellRecord& cell, const TraceRecord& trace) {
   return cell.heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads)) : cell.heads;
 }
 
 /// Only equal memory is compared.
-bool is_compared(const CellSummary& cell) {
+bool is_compared(const CellRecord& cell) {
   return cell.role != "control" && cell.state != CellState::failed && !cell.own_memory;
 }
 
 /// A policy that does not beat its random twin is never marked.
-bool may_be_best(const CellSummary& cell, const Skills& skills) {
+bool may_be_best(const CellRecord& cell, const Skills& skills) {
   return is_compared(cell) && !(skill_of(cell, skills) <= 0);
 }
 
-std::optional<double> best_of(const Column& column, const std::vector<const CellSummary*>& cells,
-                              const Skills& skills) {
+std::optional<double> best_of(const Column& column, const std::vector<const CellRecord*>& cells, const Skills& skills) {
   std::optional<double> best;
   int compared = 0;
-  for (const CellSummary* cell : cells) {
+  for (const CellRecord* cell : cells) {
     const double value = column.value(*cell);
     if (!is_compared(*cell) || !std::isfinite(value)) continue;
     ++compared;
@@ -157,23 +156,21 @@ std::optional<double> best_of(const Column& column, const std::vector<const Cell
   return column.better == Better::neither || compared < 2 ? std::nullopt : best;
 }
 
-std::string trace_line(const TraceSummary& trace) {
-  const std::string left_out = trace.layers == trace.stored_layers
-                                   ? ""
-                                   : fmt::format(" ({} left as they are)", trace.stored_layers - trace.layers);
-  const std::string tokens = trace.prompt == trace.prompt_tokens
-                                 ? fmt::format("P {} + G {}", trace.prompt, trace.continuation)
-                                 : fmt::format("P {} of a prompt of {} + G {}", trace.prompt, trace.prompt_tokens,
-                                               trace.continuation - (trace.prompt_tokens - trace.prompt));
+std::string trace_line(const TraceRecord& trace) {
+  const auto treated = static_cast<int>(trace.treated.size());
+  const std::string left_out =
+      trace.layers == treated ? "" : fmt::format(" ({} left as they are)", trace.layers - treated);
+  const std::string of = trace.boundary == trace.prompt ? "" : fmt::format(" of a prompt of {}", trace.prompt);
+  const std::string tokens = fmt::format("P {}{} + G {}", trace.boundary, of, trace.tokens - trace.prompt);
   return fmt::format("trace    {}  {}   {} layers{}   {} query / {} kv heads   {}{}        OPEN LOOP\n", trace.name,
-                     tokens, trace.layers, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
+                     tokens, treated, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
                      trace.synthetic ? "   synthetic" : "");
 }
 
 /// What the budget of some cells means in tokens, and in slots where it is the same for all of them.
-std::string budget_line(const TraceSummary& trace, const std::vector<const CellSummary*>& cells) {
+std::string budget_line(const TraceRecord& trace, const std::vector<const CellRecord*>& cells) {
   const Budget budget = Budget::parse(cells.front()->budget);
-  const auto [least, most] = std::ranges::minmax(cells, {}, &CellSummary::budget_tokens);
+  const auto [least, most] = std::ranges::minmax(cells, {}, &CellRecord::budget_tokens);
   const int tokens = most->budget_tokens;
   const std::string means = budget.bytes > 0      ? budget.literal + " = "
                             : budget.fraction > 0 ? budget.literal + " of P = "
@@ -182,38 +179,38 @@ std::string budget_line(const TraceSummary& trace, const std::vector<const CellS
     return fmt::format("budget   {}{} to {} tokens a layer on average, sinks and window included\n", means,
                        least->budget_tokens, tokens);
   return fmt::format("budget   {}{} tokens a layer on average, {} slots a head, sinks and window included\n", means,
-                     tokens, grouped(static_cast<long>(tokens) * trace.layers));
+                     tokens, grouped(static_cast<long>(tokens) * std::ssize(trace.treated)));
 }
 
 /// Names those whose memory is their own.
-std::string own_memory_line(const std::vector<const CellSummary*>& cells) {
+std::string own_memory_line(const std::vector<const CellRecord*>& cells) {
   std::string names;
-  for (const CellSummary* cell : cells)
+  for (const CellRecord* cell : cells)
     if (cell->own_memory && cell->role != "control") names += (names.empty() ? "" : ", ") + cell->label;
   return names.empty() ? "" : cut("no budget binds " + names + ": not at equal memory, never marked *", widest) + '\n';
 }
 
 /// Whether protected tokens were replaced, those of the policy or of a policy in its parameters.
-bool has_replaced_protection(const CellSummary& cell) { return cell.params.find("protect=(") != std::string::npos; }
+bool has_replaced_protection(const CellRecord& cell) { return cell.params.find("protect=(") != std::string::npos; }
 
 /// Names the policies whose protected tokens were not replaced, where those of another policy were.
-std::string own_protection_line(const std::vector<const CellSummary*>& cells) {
+std::string own_protection_line(const std::vector<const CellRecord*>& cells) {
   std::string names;
-  for (const CellSummary* cell : cells)
+  for (const CellRecord* cell : cells)
     if (!has_replaced_protection(*cell)) names += (names.empty() ? "" : ", ") + shown_name(*cell);
   if (names.empty() || std::ranges::none_of(cells, [](const auto* cell) { return has_replaced_protection(*cell); }))
     return "";
   return cut("protected tokens not replaced: " + names, widest) + '\n';
 }
 
-std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*>& cells,
+std::string rows(const TraceRecord& trace, const std::vector<const CellRecord*>& cells,
                  const std::vector<Column>& columns, const Skills& skills) {
   std::vector<std::vector<std::string>> texts;
   std::vector<std::size_t> widths;
   for (const Column& column : columns) {
     const std::optional<double> best = best_of(column, cells, skills);
     std::vector<std::string> text;
-    for (const CellSummary* cell : cells) {
+    for (const CellRecord* cell : cells) {
       const double value = column.value(*cell);
       const bool is_best = best && may_be_best(*cell, skills) && value == *best;
       text.push_back((std::isfinite(value) ? column.text(value) : std::string("-")) + (is_best ? "*" : " "));
@@ -225,7 +222,7 @@ std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*
   }
   std::size_t taken = 2 + std::string("query 16x").size(), name_width = std::string("policy").size();
   for (const std::size_t width : widths) taken += width + 1;
-  for (const CellSummary* cell : cells) name_width = std::max(name_width, length(shown_name(*cell)));
+  for (const CellRecord* cell : cells) name_width = std::max(name_width, length(shown_name(*cell)));
   name_width = std::min(name_width, widest - std::min(taken, widest - 12));
 
   std::string lines = left("policy", name_width) + "  " + left("heads", 9);
@@ -252,24 +249,24 @@ std::string rows(const TraceSummary& trace, const std::vector<const CellSummary*
 
 std::string table(const RunSummary& summary) {
   const Skills skills = kvreplay::skills(summary.cells);
-  const auto is_shown = [](const CellSummary& cell) {
+  const auto is_shown = [](const CellRecord& cell) {
     return cell.role != "control" || cell.policy != random_twin_name;
   };
   std::string text;
   double observables = 0;
-  for (const TraceSummary& trace : summary.traces) {
+  for (const TraceRecord& trace : summary.traces) {
     if (!trace.error.empty()) {
       text += fmt::format("trace    {}  failed: {}\n\n", trace.name, trace.error);
       continue;
     }
-    observables += trace.observable_seconds;
+    observables += sum(trace.observable_seconds);
     text += trace_line(trace);
-    std::vector<CellSummary> of_trace;
+    std::vector<CellRecord> of_trace;
     std::ranges::copy_if(summary.cells, std::back_inserter(of_trace),
-                         [&](const CellSummary& cell) { return cell.trace == trace.name && is_shown(cell); });
+                         [&](const CellRecord& cell) { return cell.trace == trace.name && is_shown(cell); });
     const std::vector<Column> columns = columns_of(of_trace, skills);
     for (std::size_t first = 0; first < of_trace.size();) {
-      std::vector<const CellSummary*> group;
+      std::vector<const CellRecord*> group;
       while (first + group.size() < of_trace.size() && of_trace[first + group.size()].budget == of_trace[first].budget)
         group.push_back(&of_trace[first + group.size()]);
       text += budget_line(trace, group) + rows(trace, group, columns, skills) + own_memory_line(group) +

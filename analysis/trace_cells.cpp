@@ -422,6 +422,17 @@ void check_positions(const Group& group, std::span<const std::int64_t> offsets, 
 
 }  // namespace
 
+double CellRecord::value(const MetricName& name) const {
+  const auto found = values.find(name);
+  return found == values.end() ? std::numeric_limits<double>::quiet_NaN() : found->second.values().back();
+}
+
+double CellRecord::select_seconds() const {
+  double all = 0;
+  for (const CellSeconds& layer : seconds) all += layer.score + layer.select;
+  return all;
+}
+
 const CellRecord* TraceCells::find(const std::string& id) const {
   for (const CellRecord& cell : cells)
     if (cell.id == id) return &cell;
@@ -457,19 +468,25 @@ void check_format(const File& file, const std::filesystem::path& path) {
                 std::to_string(version)};
 }
 
-}  // namespace
-
-void check_cells_format(const std::filesystem::path& path) { check_format(File::open(path), path); }
-
-TraceCells read_trace_cells(const std::filesystem::path& path) {
-  const File file = File::open(path);
+TraceRecord read_trace_record(const File& file, const std::filesystem::path& path) {
   check_format(file, path);
   const Group traces = file.group("traces");
   const std::vector<std::string> names = traces.names();
   if (names.size() != 1)
     throw Error{Refusal::input, traces.where(), "traces of one file", "1", std::to_string(names.size())};
+  return read_conditions(traces.group(names.front()), names.front());
+}
+
+}  // namespace
+
+void check_cells_format(const std::filesystem::path& path) { check_format(File::open(path), path); }
+
+TraceRecord read_trace_record(const std::filesystem::path& path) { return read_trace_record(File::open(path), path); }
+
+TraceCells read_trace_cells(const std::filesystem::path& path) {
+  const File file = File::open(path);
   TraceCells all;
-  all.trace = read_conditions(traces.group(names.front()), names.front());
+  all.trace = read_trace_record(file, path);
   const Group values = file.group("values"), seconds = file.group("seconds");
   all.trace.values = read_values(values.group("trace"), all.trace);
   all.trace.observable_seconds = read_shaped<double>(seconds, "observables", {all.trace.treated.size()});

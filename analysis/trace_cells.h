@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,7 +30,7 @@ namespace kvreplay {
 
 /// The trace of a file of cells, and the conditions that all its cells share.
 struct TraceRecord {
-  std::string name, hash, model, dtype;
+  std::string name = {}, hash = {}, model = {}, dtype = {};
   bool synthetic = false;
   int prompt = 0;  // as captured; `boundary` tokens of it are under compression
   int tokens = 0;
@@ -38,31 +39,71 @@ struct TraceRecord {
   int kv_heads = 0;
   int head_dim = 0;
 
-  std::string eval;  // as asked for
+  std::string eval = {};  // as asked for
   int boundary = 0;
   int n_queries = 0;
   int numerics = 0;  // the version of our numbers
-  std::string backend;
-  std::vector<int> treated;      // stored layers
-  std::vector<int> layer_index;  // the model's own number of each stored layer: what tables show
+  std::string backend = {};
+  std::vector<int> treated = {};      // stored layers
+  std::vector<int> layer_index = {};  // the model's own number of each stored layer: what tables show
 
-  ValuesByMetric values;
-  std::vector<double> observable_seconds;  // [treated]
+  ValuesByMetric values = {};
+  std::vector<double> observable_seconds = {};  // [treated], shared by all policies
   bool has_eval_attention = false;
   bool has_eval_attention_by_head = false;
+
+  // What a run says of it beside its file.
+  std::filesystem::path path = {};
+  std::string prompt_hash = {};            // of the token ids of the prompt: traces of one model on one prompt share it
+  std::filesystem::path observables = {};  // the file beside the trace
+  std::map<std::string, int> read_observables = {};  // layers by observable that were read from it
+  std::string error = {};                            // the whole trace failed
+
+  int continuation() const { return tokens - boundary; }
 };
 
+enum class CellState {
+  done,     // computed, or completed by new metrics, in this run
+  skipped,  // everything was there from an earlier run
+  failed
+};
+
+/// A cell is a trace, a policy with all its values and a budget. Its id is the first 16 hexadecimal digits of the
+/// XXH3-128 of these lines, each ended by a newline: "kvreplay cell", then numerics, trace (its hash), policy, params,
+/// budget (tokens), boundary (tokens), eval, layers (stored numbers of the treated ones, with commas), seed and backend
+/// as KEY=VALUE, then source where it is not empty and of_seen, the share of the tokens seen that a budget grows with,
+/// where it does. `numerics` is raised whenever a number of ours changes: the same id means the same numbers.
 struct CellRecord {
-  std::string id, role, policy, params, label, paper, heads, agg, budget;
+  std::string id = {};
+  std::string role = {};    // asked | control
+  std::string policy = {};  // the name
+  std::string params = {};  // every value
+  std::string label = {};   // the name and what differs from the defaults
+  std::string paper = {};
+  std::string heads = {};  // kv | query | layer
+  std::string agg = {};
+  std::string budget = {};  // as asked
   int budget_tokens = 0;
   std::uint64_t seed = 0;
   std::string source = {};  // ConfiguredPolicy::source_hash
-  double kept_tokens = 0;
-  bool own_memory = false;  // the policy ignores the budget
+  double kept_tokens = 0;   // mean a layer and head
+  bool own_memory = false;  // no budget binds it
   bool has_scores = false;
   bool keeps_all_changed = false;  // every token is kept, and changed: there are no sets to store
-  ValuesByMetric values;
-  std::vector<CellSeconds> seconds;  // [treated]
+  ValuesByMetric values = {};
+  std::vector<CellSeconds> seconds = {};  // [treated]
+
+  // What a run says of it beside its file.
+  std::string trace = {};    // the name
+  std::string twin_of = {};  // the id of the cell whose random twin it is; empty: of none in this run
+  std::string family = {};   // what the policy is mainly about
+  CellState state = CellState::skipped;
+  std::string error = {};
+
+  /// Over all layers and heads. NaN: undefined, or not measured.
+  double value(const MetricName& name) const;
+  /// Scoring and selection, all layers, shared observables apart.
+  double select_seconds() const;
 };
 
 struct TraceCells {
@@ -80,6 +121,9 @@ std::optional<DifferingCondition> differing_condition(const TraceRecord& expecte
 
 /// Throws Error{input} for a file that is no file of cells, or that of another version of kvreplay.
 void check_cells_format(const std::filesystem::path& path);
+
+/// What a file of cells says of the trace, without its values. Throws as read_trace_cells.
+TraceRecord read_trace_record(const std::filesystem::path& path);
 
 /// Throws Error{input} for a file that is no file of cells, or a damaged one.
 TraceCells read_trace_cells(const std::filesystem::path& path);

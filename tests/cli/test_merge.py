@@ -78,7 +78,8 @@ def test_shards_with_different_controls_are_merged_with_a_warning(folder: Path) 
         answer = kvreplay("merge", f"of-{order[-1]}", *order.split(), folder=folder)
         assert answer.code == 0 and "options controls: " in answer.err, answer
         run = about(folder / f"of-{order[-1]}")
-        assert sorted(run["options"]["controls"].split("; ")) == ["none", "twins"]
+        assert "options" not in run
+        assert sorted(shard["options"]["controls"] for shard in run["shards"]) == ["none", "twins"]
         assert run["self_check"]["result"][0] == "full 0", "where it was replayed"
     replay(folder, "twins/c", "b.h5", "h2o", "--controls", "twins")
     assert kvreplay("merge", "agreed", "twins/a", "twins/c", folder=folder).err == ""
@@ -97,7 +98,7 @@ def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None
         assert told[entry] == whole[entry], entry
     shown = [shard["path"] for shard in told["shards"]]
     assert shown == sorted(f"{shards}/{path.name}" for path in (folder / shards).iterdir())
-    assert {shard["backend"] for shard in told["shards"]} == {whole["backend"]["description"]}
+    assert {shard["backend"]["description"] for shard in told["shards"]} == {whole["backend"]["description"]}
     assert not list((folder / "out").rglob("*.partial"))
 
 
@@ -110,6 +111,23 @@ def test_files_may_be_symbolic_links(folder: Path) -> None:
     assert same(folder / "out", folder / "whole")
     assert not any(path.is_symlink() for path in (folder / "out/cells").iterdir())
     assert done("diff", "whole", "out", folder=folder) == "equal\n"
+
+
+def test_tables_are_written_anew_from_cells_alone(folder: Path) -> None:
+    for path in (folder / "whole").glob("*.csv"):
+        path.write_text("lost")
+    assert done("merge", "whole", folder=folder) == "0 folders: 2 traces, 24 cells     whole\n"
+    assert merged(folder, "by-trace").code == 0 and same(folder / "out", folder / "whole")
+
+
+def test_tables_may_be_left_as_they_are(folder: Path) -> None:
+    """As a sweep wants it, whose workers write them."""
+    assert merged(folder, "by-trace", "--no-tables").code == 0
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["cells", "run.json"]
+    told = about(folder / "out")
+    assert merged(folder).code == 0 and same(folder / "out", folder / "whole")
+    for entry in ("inputs", "policies", "options", "self_check", "cells"):
+        assert about(folder / "out")[entry] == told[entry] == about(folder / "whole")[entry], entry
 
 
 def test_what_is_merged_is_replayed_no_more(folder: Path) -> None:
@@ -234,8 +252,9 @@ def test_other_seeds_and_options_are_named(folder: Path) -> None:
     answer = merged(folder, "by-trace/a", "other")
     assert answer.code == 0 and "options eval: continuation (by-trace/a), last:2 (other)" in answer.err
     assert "seed: 0 (by-trace/a), 3 (other)" in answer.err
-    assert about(folder / "out")["options"]["eval"] == "continuation; last:2"
-    assert about(folder / "out")["seed"] == "0; 3"
+    run = about(folder / "out")
+    assert "options" not in run and "seed" not in run
+    assert [(shard["options"]["eval"], shard["seed"]) for shard in run["shards"]] == [("continuation", 0), ("last:2", 3)]
 
 
 def test_the_coarsest_detail_is_shown(folder: Path) -> None:
@@ -283,7 +302,7 @@ def test_folders_that_cannot_be_meant(folder: Path) -> None:
     assert refused(merged(folder, "empty"), 3, "empty", "no results")
     assert refused(kvreplay("merge", "list", "by-trace", folder=folder.parent), 3, "by-trace")
     assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "holds other things")
-    assert kvreplay("merge", "out", folder=folder).code == 2
+    assert refused(kvreplay("merge", "new", folder=folder), 3, "new", "no finished trace in any folder")
 
 
 def test_folders_that_are_named_twice_count_once(folder: Path) -> None:

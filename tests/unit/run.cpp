@@ -119,8 +119,8 @@ class Run : public TraceFiles {
   }
 };
 
-const CellSummary& cell(const RunSummary& summary, const std::string& policy) {
-  for (const CellSummary& one : summary.cells)
+const CellRecord& cell(const RunSummary& summary, const std::string& policy) {
+  for (const CellRecord& one : summary.cells)
     if (one.policy == policy) return one;
   throw std::runtime_error("no cell of " + policy);
 }
@@ -130,24 +130,24 @@ TEST_F(Run, ControlsStandBesideWhatWasAsked) {
   ASSERT_EQ(summary.cells.size(), 4U);
   EXPECT_EQ(cell(summary, "snapkv").role, "asked");
   for (const char* control : {"full", "random", "oracle"}) EXPECT_EQ(cell(summary, control).role, "control");
-  for (const CellSummary& one : summary.cells) EXPECT_EQ(one.state, CellState::done) << one.policy << one.error;
+  for (const CellRecord& one : summary.cells) EXPECT_EQ(one.state, CellState::done) << one.policy << one.error;
   EXPECT_EQ(summary.failed(), 0);
   EXPECT_EQ(summary.self_check,
             (std::vector<std::string>{"full 0", "budget ok", "identities ok", "none above its oracle"}));
-  const auto& full = cell(summary, "full").values;
-  EXPECT_EQ(full.at({"attention_recall", ""}), 1);
-  EXPECT_EQ(full.at({"attention_l1", ""}), 0);
-  EXPECT_EQ(full.at({"output_error", ""}), 0);
-  EXPECT_EQ(full.at({"kv_l1_loss", ""}), 0);
+  const CellRecord& full = cell(summary, "full");
+  EXPECT_EQ(full.value({"attention_recall", ""}), 1);
+  EXPECT_EQ(full.value({"attention_l1", ""}), 0);
+  EXPECT_EQ(full.value({"output_error", ""}), 0);
+  EXPECT_EQ(full.value({"kv_l1_loss", ""}), 0);
   // B = 6 of 12, continuation 4: eval query t holds 6 + 1 ... 6 + 4.
-  EXPECT_EQ(cell(summary, "snapkv").values.at({"held_tokens", ""}), 8.5);
-  EXPECT_NEAR(cell(summary, "snapkv").values.at({"attention_recall", ""}), 0.588619, 1e-6);
+  EXPECT_EQ(cell(summary, "snapkv").value({"held_tokens", ""}), 8.5);
+  EXPECT_NEAR(cell(summary, "snapkv").value({"attention_recall", ""}), 0.588619, 1e-6);
 }
 
 TEST_F(Run, TheControlsThatJoinAreAskedFor) {
   const auto controls = [](const RunSummary& summary) {
     std::vector<std::string> labels;
-    for (const CellSummary& one : summary.cells)
+    for (const CellRecord& one : summary.cells)
       if (one.role == "control") labels.push_back(one.label);
     return labels;
   };
@@ -167,7 +167,7 @@ TEST_F(Run, TheControlsThatJoinAreAskedFor) {
   EXPECT_EQ(controls(all), (Labels{"full", "random", "oracle", "random-twin:of=(snapkv:window=2,kernel=3)",
                                    "random-twin:of=(h2o:recent=3)"}));
   EXPECT_EQ(all.self_check.front(), "full 0");
-  for (const CellSummary& one : all.cells) {
+  for (const CellRecord& one : all.cells) {
     const bool is_twin = one.policy == "random-twin";
     const std::string of = one.label.find("snapkv") != std::string::npos ? "snapkv" : "h2o";
     EXPECT_EQ(one.twin_of, is_twin ? cell(all, of).id : "") << one.label;
@@ -176,8 +176,8 @@ TEST_F(Run, TheControlsThatJoinAreAskedFor) {
     }
   }
   const MetricName best{"attention_recall", "oracle"};
-  EXPECT_NEAR(cell(all, "h2o").values.at(best), cell(all, "oracle").values.at({"attention_recall", ""}), 1e-6);
-  EXPECT_TRUE(std::isnan(cell(all, "h2o-online").values.at(best))) << "a dynamic set";
+  EXPECT_NEAR(cell(all, "h2o").value(best), cell(all, "oracle").value({"attention_recall", ""}), 1e-6);
+  EXPECT_TRUE(std::isnan(cell(all, "h2o-online").value(best))) << "a dynamic set";
 }
 
 TEST_F(Run, ASecondRunComputesNothingAndSaysTheSame) {
@@ -186,7 +186,7 @@ TEST_F(Run, ASecondRunComputesNothingAndSaysTheSame) {
   const std::string results = content(asked.output / "results.csv"), seconds = content(asked.output / "seconds.csv");
   const auto written = fs::last_write_time(asked.output / "cells" / "a.h5");
   const RunSummary again = run(asked);
-  for (const CellSummary& one : again.cells) EXPECT_EQ(one.state, CellState::skipped);
+  for (const CellRecord& one : again.cells) EXPECT_EQ(one.state, CellState::skipped);
   EXPECT_EQ(content(asked.output / "results.csv"), results);
   EXPECT_EQ(content(asked.output / "seconds.csv"), seconds);
   EXPECT_EQ(fs::last_write_time(asked.output / "cells" / "a.h5"), written);
@@ -223,7 +223,7 @@ TEST_F(Run, AnAddedMetricIsComputedFromTheStoredSets) {
   const RunSummary at_once = run(whole);
   EXPECT_EQ(content(asked.output / "results.csv"), content(whole.output / "results.csv"));
   EXPECT_TRUE(compare_runs(asked.output, whole.output).empty());
-  EXPECT_EQ(cell(at_once, "full").values.at({"attention_cosine", "rows"}), 1);
+  EXPECT_EQ(cell(at_once, "full").value({"attention_cosine", "rows"}), 1);
 }
 
 TEST_F(Run, RowsAreTheCosineOverEveryToken) {
@@ -233,8 +233,8 @@ TEST_F(Run, RowsAreTheCosineOverEveryToken) {
   asked.eval = "all";
   asked.metrics = parse_metrics("attention_cosine");
   const RunSummary all = run(asked);
-  EXPECT_EQ(cell(rows_of_continuation, "snapkv").values.at({"attention_cosine", "rows"}),
-            cell(all, "snapkv").values.at({"attention_cosine", ""}));
+  EXPECT_EQ(cell(rows_of_continuation, "snapkv").value({"attention_cosine", "rows"}),
+            cell(all, "snapkv").value({"attention_cosine", ""}));
 }
 
 TEST_F(Run, ResultsAreTidySortedAndComplete) {
@@ -304,13 +304,13 @@ TEST_F(Run, SlidingLayersHaveNoRows) {
   synthesise(options, path);
   const RunRequest asked = request({path}, "snapkv");
   const RunSummary summary = run(asked);
-  EXPECT_EQ(summary.traces.at(0).layers, 2);
+  EXPECT_EQ(summary.traces.at(0).treated.size(), 2U);
   for (const auto& row : rows(asked.output / "results.csv")) EXPECT_NE(row.at("layer"), "1");
   const hdf5::File made = hdf5::File::open(asked.output / "cells" / "sliding.h5");
   const hdf5::Group group = made.group("cells").group(cell(summary, "snapkv").id);
   EXPECT_EQ(group.dataset("layer_source").values<std::int32_t>(), (std::vector<std::int32_t>{0, -1, 2}));
   EXPECT_EQ(group.dataset("jaccard_mean").shape(), (hdf5::Shape{2, 2}));
-  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped);
+  for (const CellRecord& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped);
 }
 
 TEST_F(Run, EqualBudgetsAreOneCell) {
@@ -403,7 +403,7 @@ TEST_F(Run, AViolatedLawFailsTheCellAndSaysWhere) {
   asked.backend = "forgetful";
   const RunSummary summary = run(asked);
   EXPECT_EQ(summary.failed(), 1);
-  const CellSummary& failed = cell(summary, "oracle");
+  const CellRecord& failed = cell(summary, "oracle");
   EXPECT_EQ(failed.state, CellState::failed);
   // Which head and query are compared follows from the cell's id, and so from `numerics`.
   EXPECT_TRUE(failed.error.starts_with("layer 0, head ")) << failed.error;
@@ -449,7 +449,7 @@ TEST_F(Run, OtherConditionsNeedAnotherFolderOrForce) {
   asked.eval = "last:3";
   EXPECT_NE(refusal(asked).find("eval of the earlier results"), std::string::npos);
   asked.force = true;
-  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::done);
+  for (const CellRecord& one : run(asked).cells) EXPECT_EQ(one.state, CellState::done);
   for (const auto& row : rows(asked.output / "results.csv")) EXPECT_EQ(row.at("eval"), "last:3");
 }
 
@@ -464,7 +464,7 @@ TEST_F(Run, AnInterruptedRunGoesOnWhereItStopped) {
   std::ofstream(asked.output / "cells" / "b.h5.partial") << "half a file";
   std::ofstream(asked.output / "results.csv.partial") << "half a table";
   const RunSummary resumed = run(asked);
-  for (const CellSummary& one : resumed.cells)
+  for (const CellRecord& one : resumed.cells)
     EXPECT_EQ(one.state, one.trace == "a" ? CellState::skipped : CellState::done);
   EXPECT_FALSE(fs::exists(asked.output / "cells" / "b.h5.partial"));
   EXPECT_FALSE(fs::exists(asked.output / "results.csv.partial"));
@@ -500,11 +500,11 @@ TEST_F(Run, ForceMakesAnewWhatIsAskedAndKeepsTheRest) {
   forced.save_scores = forced.save_attention = false;
   forced.force = true;
   const RunSummary again = run(forced);
-  for (const CellSummary& one : again.cells) EXPECT_EQ(one.state, CellState::done);
+  for (const CellRecord& one : again.cells) EXPECT_EQ(one.state, CellState::done);
   EXPECT_EQ(content(asked.output / "results.csv"), content(before / "results.csv"));
   EXPECT_TRUE(compare_runs(before, asked.output).empty());
   asked.force = false;
-  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped) << one.policy;
+  for (const CellRecord& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped) << one.policy;
 }
 
 TEST_F(Run, ForceLosesNothingWhenItCannotWrite) {
@@ -542,13 +542,13 @@ TEST_F(Run, ABudgetIsShownAsItWasAskedLast) {
     return std::ranges::all_of(rows(asked.output / "results.csv"),
                                [](auto& row) { return row.at("role") == "trace" || row.at("budget") == "6"; });
   };
-  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped);
+  for (const CellRecord& one : run(asked).cells) EXPECT_EQ(one.state, CellState::skipped);
   EXPECT_TRUE(all_say_six());
   asked.budgets = {Budget::parse("50%")};
   run(asked);
   asked.budgets = {Budget::parse("6")};
   asked.metrics = parse_metrics("kv_l1_loss,kv_bytes");
-  for (const CellSummary& one : run(asked).cells) EXPECT_EQ(one.state, CellState::done);
+  for (const CellRecord& one : run(asked).cells) EXPECT_EQ(one.state, CellState::done);
   EXPECT_TRUE(all_say_six());
 }
 
@@ -621,20 +621,22 @@ TEST_F(Run, OfTwoSpansOfOneNameTheFirstCounts) {
   ASSERT_TRUE(renamed);
   RunRequest asked = request({path}, "random", "span_recall");
   asked.output = folder() / "twice";
-  EXPECT_EQ(cell(run(asked), "random").values.at({"span_recall", "needle.mean"}),
-            cell(before, "random").values.at({"span_recall", "needle.mean"}));
+  EXPECT_EQ(cell(run(asked), "random").value({"span_recall", "needle.mean"}),
+            cell(before, "random").value({"span_recall", "needle.mean"}));
 }
 
 TEST(Table, WhatIsNotFiniteIsADash) {
   RunSummary summary;
-  summary.traces = {{.name = "t", .layers = 1, .stored_layers = 1}};
-  for (const double error : {std::numeric_limits<double>::infinity(), 0.5, 0.25})
+  constexpr double infinite = std::numeric_limits<double>::infinity();
+  summary.traces = {{.name = "t", .layers = 1, .treated = {0}}};
+  for (const double error : {infinite, 0.5, 0.25})
     summary.cells.push_back(
-        {.trace = "t",
-         .role = "asked",
+        {.role = "asked",
          .label = "p",
          .budget = "0.5",
-         .values = {{{"output_error", ""}, error}, {{"output_cosine", ""}, -std::numeric_limits<double>::infinity()}}});
+         .values = {{{"output_error", ""}, Values(1, 1, error)}, {{"output_cosine", ""}, Values(1, 1, -infinite)}},
+         .trace = "t",
+         .state = CellState::done});
   const std::string text = table(summary);
   EXPECT_EQ(text.find("inf"), std::string::npos) << text;
   EXPECT_EQ(text.find("out.cos"), std::string::npos) << text;

@@ -11,18 +11,17 @@
 namespace kvreplay {
 namespace {
 
-CellSummary cell(const std::string& id, double recall, double oracle) {
-  return {.trace = "t",
-          .id = id,
-          .role = "asked",
-          .policy = id,
-          .label = id,
-          .budget = "0.5",
-          .values = {{{"attention_recall", ""}, recall}, {{"attention_recall", "oracle"}, oracle}}};
+CellRecord cell(const std::string& id, double recall, double oracle) {
+  CellRecord made{.id = id, .role = "asked", .policy = id, .label = id, .budget = "0.5"};
+  made.values = {{{"attention_recall", ""}, Values(1, 1, recall)},
+                 {{"attention_recall", "oracle"}, Values(1, 1, oracle)}};
+  made.trace = "t";
+  made.state = CellState::done;
+  return made;
 }
 
-CellSummary twin(const std::string& id, double recall, const std::string& seed = "0") {
-  CellSummary made = cell("twin of " + id + ", " + seed, recall, 0.9);
+CellRecord twin(const std::string& id, double recall, const std::string& seed = "0") {
+  CellRecord made = cell("twin of " + id + ", " + seed, recall, 0.9);
   made.role = "control";
   made.twin_of = id;
   made.policy = "random-twin";
@@ -31,11 +30,11 @@ CellSummary twin(const std::string& id, double recall, const std::string& seed =
 }
 
 TEST(Skill, ByHand) {
-  const std::vector<CellSummary> cells{cell("good", 0.8, 0.9),   twin("good", 0.5),       cell("worse", 0.4, 0.9),
-                                       twin("worse", 0.5),       cell("same", 0.5, 0.75), twin("same", 0.5),
-                                       cell("alone", 0.8, 0.9),  cell("bound", 0.9, 0.9), twin("bound", 0.9),
-                                       cell("two", 0.7, 0.8),    twin("two", 0.5, "0"),   twin("two", 0.7, "1"),
-                                       cell("failed", 0.7, 0.8), twin("failed", NAN)};
+  const std::vector<CellRecord> cells{cell("good", 0.8, 0.9),   twin("good", 0.5),       cell("worse", 0.4, 0.9),
+                                      twin("worse", 0.5),       cell("same", 0.5, 0.75), twin("same", 0.5),
+                                      cell("alone", 0.8, 0.9),  cell("bound", 0.9, 0.9), twin("bound", 0.9),
+                                      cell("two", 0.7, 0.8),    twin("two", 0.5, "0"),   twin("two", 0.7, "1"),
+                                      cell("failed", 0.7, 0.8), twin("failed", NAN)};
   const std::map<std::string, double> all = skills(cells);
   EXPECT_EQ(all.size(), 6U) << "one has no twin";
   EXPECT_DOUBLE_EQ(all.at("good"), 0.75);
@@ -47,9 +46,9 @@ TEST(Skill, ByHand) {
   EXPECT_TRUE(skills(std::vector{cell("alone", 0.8, 0.9)}).empty());
 }
 
-RunSummary run_of(std::vector<CellSummary> cells) {
+RunSummary run_of(std::vector<CellRecord> cells) {
   RunSummary summary;
-  summary.traces = {{.name = "t", .layers = 1, .stored_layers = 1}};
+  summary.traces = {{.name = "t", .layers = 1, .treated = {0}}};
   summary.cells = std::move(cells);
   return summary;
 }
@@ -93,7 +92,7 @@ TEST(SkillInTheTable, APolicyThatDoesNotBeatItsTwinIsNeverMarked) {
 }
 
 TEST(SkillInTheTable, ATwinThatWasAskedForIsARow) {
-  CellSummary asked = twin("good", 0.5);
+  CellRecord asked = twin("good", 0.5);
   asked.role = "asked";
   const std::string text = table(run_of({cell("good", 0.8, 0.9), asked}));
   EXPECT_NE(text.find("\nrandom-twin:of=(good) "), std::string::npos) << text;

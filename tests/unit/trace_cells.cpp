@@ -144,7 +144,7 @@ class CellsOverTime : public DamagedCells {
   void asked(const std::string& policy) {
     request_.policies = {ConfiguredPolicy::parse(policy)};
     request_.output = folder() / "over_time";
-    for (const CellSummary& cell : run(request_).cells)
+    for (const CellRecord& cell : run(request_).cells)
       if (cell.role == "asked") id_ = cell.id;
     path_ = request_.output / "cells" / "f1.h5";
   }
@@ -243,8 +243,8 @@ TEST_F(CellsOverTime, AMetricThatIsAddedSeesTheStoredSets) {
     request_.output = folder() / "whole";
     const auto whole = run(request_).cells.at(0).values;
     ASSERT_EQ(added.size(), whole.size());
-    for (const auto& [metric, value] : whole) {
-      const double other = added.at(metric);
+    for (const auto& [metric, values] : whole) {
+      const double value = values.values().back(), other = added.at(metric).values().back();
       EXPECT_TRUE(value == other || (std::isnan(value) && std::isnan(other))) << metric.text();
     }
     std::filesystem::remove_all(folder() / "added");

@@ -15,11 +15,15 @@
 namespace kvreplay {
 namespace {
 
-constexpr Option options[] = {progress_option, json_option};
+constexpr Option options[] = {
+    {"no-tables", 0, "", "", "leave results.csv and seconds.csv as they are: merge cells and run.json alone"},
+    progress_option,
+    json_option};
 
 std::string details() {
   return "FROM is a folder that replay has written, a folder of such folders, or @FILE with one of them a line.\n"
          "DIR then holds what one replay of everything would; what it holds already stays.\n"
+         "Without FROM the tables and run.json of DIR are written anew.\n"
          "Results of format 1 (parts/ in the place of cells/) are converted.\n";
 }
 
@@ -47,13 +51,13 @@ int run(const Arguments& arguments) {
   const MergeSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
     return merge(
-        output, folders, arguments.command_line(),
+        output, folders, arguments.given("no-tables") ? Tables::leave : Tables::write, arguments.command_line(),
         [&line](double done, const std::string& trace) { line.show(done, trace); }, interrupted);
   }();
   if (arguments.given("json")) {
     Json document{{"output", output.string()}, {"folders", summary.folders},   {"traces", summary.traces},
                   {"cells", summary.cells},    {"warnings", summary.warnings}, {"failed", Json::array()}};
-    for (const CellSummary& cell : summary.failed)
+    for (const CellRecord& cell : summary.failed)
       document["failed"].push_back({{"trace", cell.trace},
                                     {"id", cell.id},
                                     {"policy", cell.policy},
@@ -66,14 +70,14 @@ int run(const Arguments& arguments) {
                output.string());
   }
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
-  for (const CellSummary& cell : summary.failed)
+  for (const CellRecord& cell : summary.failed)
     say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.policy, cell.budget, cell.error);
   return summary.failed.empty() ? 0 : 6;
 }
 
 }  // namespace
 
-const Command merge_command{"merge", "results of several machines become one folder", "DIR FROM...", options, run,
+const Command merge_command{"merge", "results of several machines become one folder", "DIR [FROM...]", options, run,
                             details};
 
 }  // namespace kvreplay

@@ -14,6 +14,7 @@
 #include <set>
 
 #include "analysis/run.h"
+#include "analysis/run_json.h"
 #include "analysis/table.h"
 #include "arguments.h"
 #include "build.h"
@@ -208,7 +209,7 @@ Prepared requested(const Arguments& arguments) {
 }
 
 /// The largest demand of a whole run.
-Estimate sum(std::span<const Estimate> costs) {
+Estimate total(std::span<const Estimate> costs) {
   Estimate all;
   for (const Estimate& cost : costs) {
     all.seconds += cost.seconds;
@@ -252,11 +253,11 @@ void plan(const Arguments& arguments, Prepared& all) {
   all.traces = all.run->traces();
   int threads = request.threads, tried = threads > 0 ? threads : machine_threads();
   all.costs = costs_of(request, all.traces, tried);
-  while (least_memory(sum(all.costs)) > memory && tried > 1) {
+  while (least_memory(total(all.costs)) > memory && tried > 1) {
     threads = tried /= 2;
     all.costs = costs_of(request, all.traces, tried);
   }
-  const Estimate cost = sum(all.costs);
+  const Estimate cost = total(all.costs);
   if (least_memory(cost) > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
                 "at least " + size_text(least_memory(cost)), size_text(memory)};
@@ -320,7 +321,7 @@ Json as_json(const PlannedTrace& planned, const Estimate& cost) {
 void print_plan(const Arguments& arguments, const Prepared& prepared) {
   const auto& [device, request, exclusions, run, traces, costs] = prepared;
   if (arguments.given("json")) {
-    Json document = as_json(sum(costs));
+    Json document = as_json(total(costs));
     document["policies"] = Json::array();
     document["budgets"] = Json::array();
     for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
@@ -339,35 +340,34 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
     done += traces[i].skipped;
     rows.push_back(plan_row(traces[i].name, traces[i].cells.size(), traces[i].skipped, costs[i]));
   }
-  rows.push_back(plan_row("all", to_compute, done, sum(costs)));
+  rows.push_back(plan_row("all", to_compute, done, total(costs)));
   print_columns(rows);
-}
-
-const char* name_of(CellState state) {
-  return state == CellState::done ? "done" : state == CellState::skipped ? "skipped" : "failed";
 }
 
 Json as_json(const RunSummary& summary) {
   Json document{{"output", summary.output.string()}, {"open_loop", true},       {"self_check", summary.self_check},
                 {"warnings", summary.warnings},      {"traces", Json::array()}, {"cells", Json::array()}};
-  for (const TraceSummary& trace : summary.traces)
+  for (const TraceRecord& trace : summary.traces)
     document["traces"].push_back({{"name", trace.name},
                                   {"path", trace.path.string()},
                                   {"hash", trace.hash},
                                   {"model", trace.model},
                                   {"synthetic", trace.synthetic},
-                                  {"prompt", trace.prompt},
-                                  {"continuation", trace.continuation},
-                                  {"layers", trace.layers},
+                                  {"prompt", trace.boundary},
+                                  {"continuation", trace.continuation()},
+                                  {"layers", trace.treated.size()},
                                   {"query_heads", trace.query_heads},
                                   {"kv_heads", trace.kv_heads},
                                   {"n_queries", trace.n_queries},
-                                  {"observable_seconds", trace.observable_seconds},
+                                  {"observable_seconds", sum(trace.observable_seconds)},
                                   {"read_observables", trace.read_observables},
                                   {"error", trace.error}});
-  for (const CellSummary& cell : summary.cells) {
+  for (const CellRecord& cell : summary.cells) {
     Json values = Json::object();
-    for (const auto& [name, value] : cell.values) values[name.text()] = std::isnan(value) ? Json() : Json(value);
+    for (const auto& [name, value] : cell.values) {
+      const double overall = cell.value(name);
+      values[name.text()] = std::isnan(overall) ? Json() : Json(overall);
+    }
     document["cells"].push_back({{"trace", cell.trace},
                                  {"id", cell.id},
                                  {"role", cell.role},
@@ -378,8 +378,8 @@ Json as_json(const RunSummary& summary) {
                                  {"budget", cell.budget},
                                  {"budget_tokens", cell.budget_tokens},
                                  {"kept_tokens", cell.kept_tokens},
-                                 {"select_seconds", cell.select_seconds},
-                                 {"state", name_of(cell.state)},
+                                 {"select_seconds", cell.select_seconds()},
+                                 {"state", word(cell.state)},
                                  {"error", cell.error},
                                  {"values", values}});
   }
@@ -394,7 +394,7 @@ std::string doing(const Progress& progress) {
 
 /// What was read instead of computed, so that nobody takes its seconds for the work.
 void report_read(const RunSummary& summary) {
-  for (const TraceSummary& trace : summary.traces) {
+  for (const TraceRecord& trace : summary.traces) {
     std::string what;
     for (const auto& [observable, layers] : trace.read_observables)
       what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers);
@@ -404,7 +404,7 @@ void report_read(const RunSummary& summary) {
 
 void report_troubles(const RunSummary& summary) {
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
-  for (const CellSummary& cell : summary.cells)
+  for (const CellRecord& cell : summary.cells)
     if (cell.state == CellState::failed)
       say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }

@@ -62,7 +62,7 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
     summary = replay_traces(arguments, traces, heard, asked_to_stop);
   }
   nb::list troubles;
-  for (const CellSummary& cell : summary.cells)
+  for (const CellRecord& cell : summary.cells)
     if (cell.state == CellState::failed)
       troubles.append(cell.trace + ", " + cell.label + " at " + cell.budget + ": " + cell.error);
   nb::dict found;
