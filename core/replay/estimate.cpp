@@ -63,25 +63,15 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
 /// What the cells of a run add up to.
 class CellSums {
  public:
-  CellSums(const Trace& trace, const Conditions& on, bool saves_scores)
+  CellSums(const Trace& trace, const Conditions& on, bool saves_scores, std::span<const Cell> cells)
       : header(trace.header()),
         conditions(on),
         question(marked_question(trace, on.boundary)),
         prompt(on.boundary),
         positions(static_cast<std::size_t>(on.boundary)),
         layers(on.layers.size()),
-        save_scores(saves_scores) {}
-
-  void add(const Cell& cell) {
-    const Shape shape = shape_of(cell, header, conditions, question);
-    const double share = shape.whole || shape.own_memory ? 1.0 : cell.budget / prompt;
-    ++work.sets;
-    if (cell.known.empty()) {
-      add_selection(shape, share);
-      add_ranking(cell);
-    }
-    if (cell.measure) add_measurement(cell, shape, share);
-    add_sets(shape, share);
+        save_scores(saves_scores) {
+    for (const Cell& cell : cells) add(cell);
   }
 
   const TraceHeader& header;
@@ -103,6 +93,18 @@ class CellSums {
   std::size_t largest_copy = 0, copies = 0;  // of scores, while slots are divided
 
  private:
+  void add(const Cell& cell) {
+    const Shape shape = shape_of(cell, header, conditions, question);
+    const double share = shape.whole || shape.own_memory ? 1.0 : cell.budget / prompt;
+    ++work.sets;
+    if (cell.known.empty()) {
+      add_selection(shape, share);
+      add_ranking(cell);
+    }
+    if (cell.measure) add_measurement(cell, shape, share);
+    add_sets(shape, share);
+  }
+
   /// Of `heads` heads: a vector of float32 for each token of the trace.
   std::size_t vector_bytes(int heads) const {
     return static_cast<std::size_t>(heads) * static_cast<std::size_t>(header.tokens()) *
@@ -205,22 +207,24 @@ double layer_seconds(CallSeconds& seconds, const CellSums& cells, const Demand& 
 
 }  // namespace
 
+double Estimator::seconds(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
+                          const Demand& demand) {
+  if (cells.empty() && demand.similarity_passes == 0) return 0;
+  const CellSums sums(trace, conditions, demand.save_scores, cells);
+  // Reading from disk at 1 GB/s, slow enough for a cold cache on common drives.
+  const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (sums.second_walk ? 2.0 : 1.0);
+  return std::max(layer_seconds(seconds_, sums, demand) * static_cast<double>(sums.layers), reading) + seconds_a_trace +
+         seconds_a_cell * static_cast<double>(cells.size());
+}
+
 Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
-                               const Demand& demand) {
-  CellSums sums(trace, conditions, demand.save_scores);
-  for (const Cell& cell : cells) sums.add(cell);
+                               const Demand& demand) const {
+  const CellSums sums(trace, conditions, demand.save_scores, cells);
   const std::size_t layers = sums.layers;
   const std::size_t positions = sums.positions;
   const auto query_heads = static_cast<std::size_t>(trace.header().query_heads);
 
   Estimate total;
-  if (!cells.empty() || demand.similarity_passes > 0) {
-    // Reading from disk at 1 GB/s, slow enough for a cold cache on common drives.
-    const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (sums.second_walk ? 2.0 : 1.0);
-    total.seconds = std::max(layer_seconds(seconds_, sums, demand) * static_cast<double>(layers), reading) +
-                    seconds_a_trace + seconds_a_cell * static_cast<double>(cells.size());
-  }
-
   const std::size_t values = cells.size() * (layers + 1) * (query_heads + 1) * lines_a_layer * sizeof(double);
   const std::size_t attention = demand.save_attention ? query_heads * positions * layers * sizeof(float) : 0;
   const std::size_t maps = 3 * positions * layers * sizeof(float);

@@ -1,4 +1,4 @@
-// What a replay will cost, before it starts: short measurements on this machine, scaled to the trace.
+// What a replay will cost, before it starts.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace kvreplay {
 
 struct Estimate {
-  double seconds = 0;
+  double seconds = 0;            // Estimator::seconds, for those who ask
   std::size_t memory_bytes = 0;  // anonymous memory at its peak; the mapped trace is not counted
   std::size_t mapped_bytes = 0;  // of the largest layer, mapped while it is in use
   std::size_t disk_bytes = 0;    // results of the run
@@ -26,14 +26,17 @@ struct Demand {
   std::size_t earlier_bytes = 0;  // of the file that the results are added to
 };
 
-/// Times the kinds of backend calls that the plan needs on a small random layer, and scales by operation counts.
 class Estimator {
  public:
   /// `backend` must outlive the estimator.
   explicit Estimator(Backend& backend) : backend_(backend), seconds_(backend) {}
 
   Estimate operator()(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
-                      const Demand& demand = {});
+                      const Demand& demand = {}) const;
+  /// Times the kinds of backend calls that the plan needs on a small random layer, which takes about as long as a short
+  /// trace does, and scales by operation counts.
+  double seconds(const Trace& trace, const Conditions& conditions, std::span<const Cell> cells,
+                 const Demand& demand = {});
 
  private:
   Backend& backend_;

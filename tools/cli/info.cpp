@@ -91,7 +91,10 @@ Estimate cost_of(const Trace& trace, const Use& use) {
   for (const Service& service : use.policies)
     if (service.refused.empty()) cells.push_back({.policy = service.policy, .budget = budget});
   const std::unique_ptr<Backend> backend = make_backend(find_device("auto").backend, 0);
-  return Estimator(*backend)(trace, use.conditions, cells);
+  Estimator estimator(*backend);
+  Estimate cost = estimator(trace, use.conditions, cells);
+  cost.seconds = estimator.seconds(trace, use.conditions, cells);
+  return cost;
 }
 
 /// A line for each entry of the file of stored observables beside the trace.

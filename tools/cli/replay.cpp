@@ -220,17 +220,20 @@ Estimate total(std::span<const Estimate> costs) {
   return all;
 }
 
-/// What each trace costs so many threads.
-std::vector<Estimate> costs_of(const RunRequest& request, std::span<const PlannedTrace> traces, int threads) {
+/// What each trace costs so many threads; a dry run says also how long it takes.
+std::vector<Estimate> costs_of(const Arguments& arguments, const Prepared& all, int threads) {
+  const RunRequest& request = all.request;
   const std::unique_ptr<Backend> backend = make_backend(request.backend, threads, request.device);
   Estimator estimate(*backend);
   std::vector<Estimate> costs;
-  for (const PlannedTrace& planned : traces) {
+  for (const PlannedTrace& planned : all.traces) {
     costs.emplace_back();
     if (planned.conditions.layers.empty()) continue;
     try {
       const auto trace = planned.trace ? planned.trace : std::make_shared<const Trace>(Trace::open(planned.path));
       costs.back() = estimate(*trace, planned.conditions, planned.cells, planned.demand);
+      if (arguments.given("dry-run"))
+        costs.back().seconds = estimate.seconds(*trace, planned.conditions, planned.cells, planned.demand);
     } catch (const Error& error) {
       if (error.refusal() != Refusal::input) throw;  // the run says it of this trace
     }
@@ -252,10 +255,10 @@ void plan(const Arguments& arguments, Prepared& all) {
   all.run.emplace(request);
   all.traces = all.run->traces();
   int threads = request.threads, tried = threads > 0 ? threads : machine_threads();
-  all.costs = costs_of(request, all.traces, tried);
+  all.costs = costs_of(arguments, all, tried);
   while (least_memory(total(all.costs)) > memory && tried > 1) {
     threads = tried /= 2;
-    all.costs = costs_of(request, all.traces, tried);
+    all.costs = costs_of(arguments, all, tried);
   }
   const Estimate cost = total(all.costs);
   if (least_memory(cost) > memory)
