@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -17,72 +19,88 @@ const std::string columns[] = {
     "budget_tokens", "kept_tokens", "boundary",  "eval",      "n_queries", "layer",  "head",  "metric", "variant",
     "value",         "unit",        "open_loop", "synthetic", "backend",   "seed",   "cell"};
 
-/// Where a value stands: layer and head, -1 for all of them, which sorts behind the numbers.
-struct Place {
-  int layer;
-  int head;
-};
-
 std::string place_text(int number) { return number < 0 ? "all" : std::to_string(number); }
 
-/// What all lines of a cell, or of the trace itself, share; their own columns stand between.
-class Owner {
- public:
-  /// `cell` is null for the trace itself.
-  Owner(const TraceRecord& trace, const CellRecord* cell) : trace_(trace) {
-    const auto of_cell = [cell](auto member) { return cell != nullptr ? cell->*member : std::string(); };
-    before_ = csv_fields({trace.name, trace.hash, trace.model, cell != nullptr ? cell->role : "trace",
-                          of_cell(&CellRecord::policy), of_cell(&CellRecord::params), of_cell(&CellRecord::heads),
-                          of_cell(&CellRecord::agg), of_cell(&CellRecord::budget),
-                          cell != nullptr ? std::to_string(cell->budget_tokens) : "",
-                          cell != nullptr ? csv_number(cell->kept_tokens) : "", std::to_string(trace.boundary),
-                          trace.eval, std::to_string(trace.n_queries)}) +
-              ',';
-    after_ = ',' + csv_line({"true", trace.synthetic ? "true" : "false", trace.backend,
-                             cell != nullptr ? std::to_string(cell->seed) : "", of_cell(&CellRecord::id)});
-  }
+/// The columns that all rows of a cell share, those up to n_queries and those from open_loop; of the trace itself where
+/// `cell` is null.
+std::vector<std::string> before_place(const TraceRecord& trace, const CellRecord* cell) {
+  const CellRecord of_trace{.role = "trace"};
+  const CellRecord& of = cell != nullptr ? *cell : of_trace;
+  return {trace.name,
+          trace.hash,
+          trace.model,
+          of.role,
+          of.policy,
+          of.params,
+          of.heads,
+          of.agg,
+          of.budget,
+          cell != nullptr ? std::to_string(of.budget_tokens) : "",
+          cell != nullptr ? csv_number(of.kept_tokens) : "",
+          std::to_string(trace.boundary),
+          trace.eval,
+          std::to_string(trace.n_queries)};
+}
 
-  void write(ReplacedFile& file, const ValuesByMetric& all, Detail detail) const {
-    std::vector<Column> metrics;
-    int heads = 0;  // of the layers
+std::vector<std::string> behind_value(const TraceRecord& trace, const CellRecord* cell) {
+  return {"true", trace.synthetic ? "true" : "false", trace.backend, cell != nullptr ? std::to_string(cell->seed) : "",
+          cell != nullptr ? cell->id : ""};
+}
+
+/// Calls `visit(layer, head, metric, value)` for each row of a cell or trace in its order; -1: all layers, all heads.
+/// `metric` counts those of `all`.
+template <class Visit>
+void visit_values(const TraceRecord& trace, const ValuesByMetric& all, Detail detail, Visit visit) {
+  int heads = 0;  // of the layers
+  for (const auto& [name, values] : all)
+    if (values.rows() > 1) heads = std::max(heads, values.columns() - 1);
+  const auto visit_place = [&](int layer, int head) {
+    std::size_t metric = 0;
     for (const auto& [name, values] : all) {
-      metrics.push_back(
-          {csv_fields({name.metric, name.variant}) + ',', ',' + csv_field(unit_of(name)) + after_, values});
-      if (values.rows() > 1) heads = std::max(heads, values.columns() - 1);
-    }
-    for (const int layer : trace_.treated) {
-      if (detail == Detail::head)
-        for (int head = 0; head < heads; ++head) write_place(file, metrics, {layer, head});
-      if (detail != Detail::summary) write_place(file, metrics, {layer, -1});
-    }
-    // Head h of one layer is another head than head h of the next: means over layers are those of all heads.
-    write_place(file, metrics, {-1, -1});
-  }
-
- private:
-  /// A metric, and what stands before and behind each of its values.
-  struct Column {
-    std::string before, behind;
-    const Values& values;
-  };
-
-  void write_place(ReplacedFile& file, const std::vector<Column>& metrics, const Place& place) const {
-    const int layer = place.layer < 0 ? place.layer : trace_.layer_index[static_cast<std::size_t>(place.layer)];
-    const std::string place_before = before_ + place_text(layer) + ',' + place_text(place.head) + ',';
-    std::string lines;
-    for (const auto& [before, behind, values] : metrics) {
       const int own_heads = values.columns() - 1;
-      if ((place.layer >= 0 && values.rows() == 1) || place.head >= own_heads) continue;
-      const double value =
-          values(place.layer >= 0 ? place.layer : values.rows() - 1, place.head >= 0 ? place.head : own_heads);
-      lines.append(place_before).append(before).append(csv_number(value)).append(behind);
+      if ((layer < 0 || values.rows() > 1) && head < own_heads)
+        visit(layer < 0 ? layer : trace.layer_index[static_cast<std::size_t>(layer)], head, metric,
+              values(layer < 0 ? values.rows() - 1 : layer, head < 0 ? own_heads : head));
+      ++metric;
     }
-    file.write(lines);
+  };
+  for (const int layer : trace.treated) {
+    if (detail == Detail::head)
+      for (int head = 0; head < heads; ++head) visit_place(layer, head);
+    if (detail != Detail::summary) visit_place(layer, -1);
   }
+  // Head h of one layer is another head than head h of the next: means over layers are those of all heads.
+  visit_place(-1, -1);
+}
 
-  const TraceRecord& trace_;
-  std::string before_, after_;
-};
+void write_rows(ReplacedFile& file, const TraceRecord& trace, const CellRecord* cell, Detail detail) {
+  const ValuesByMetric& all = cell != nullptr ? cell->values : trace.values;
+  const std::string before = csv_fields(before_place(trace, cell)) + ',';
+  const std::string behind = ',' + csv_line(behind_value(trace, cell));
+  std::vector<std::pair<std::string, std::string>> around;  // each value of a metric
+  for (const auto& [name, values] : all)
+    around.emplace_back(csv_fields({name.metric, name.variant}) + ',', ',' + csv_field(unit_of(name)) + behind);
+  std::string place, lines;
+  std::optional<std::pair<int, int>> known;
+  visit_values(trace, all, detail, [&](int layer, int head, std::size_t metric, double value) {
+    if (known != std::pair(layer, head)) {
+      known = {layer, head};
+      place = before + place_text(layer) + ',' + place_text(head) + ',';
+    }
+    lines.append(place).append(around[metric].first).append(csv_number(value)).append(around[metric].second);
+  });
+  file.write(lines);
+}
+
+/// The cells in the order of results.csv.
+std::vector<const CellRecord*> sorted(std::span<const CellRecord> all) {
+  std::vector<const CellRecord*> cells;
+  for (const CellRecord& cell : all) cells.push_back(&cell);
+  std::ranges::sort(cells, {}, [](const CellRecord* cell) {
+    return std::tie(cell->policy, cell->params, cell->budget_tokens, cell->budget, cell->id);
+  });
+  return cells;
+}
 
 std::string seconds_line(const TraceRecord& trace, const CellRecord* cell, std::size_t layer, const MetricName& name,
                          double value) {
@@ -127,14 +145,33 @@ Results::Results(const std::filesystem::path& output, Detail detail)
 }
 
 void Results::add(const TraceCells& all) {
-  std::vector<const CellRecord*> cells;
-  for (const CellRecord& cell : all.cells) cells.push_back(&cell);
-  std::ranges::sort(cells, {}, [](const CellRecord* cell) {
-    return std::tie(cell->policy, cell->params, cell->budget_tokens, cell->budget, cell->id);
-  });
-  Owner(all.trace, nullptr).write(rows_, all.trace.values, detail_);
-  for (const CellRecord* cell : cells) Owner(all.trace, cell).write(rows_, cell->values, detail_);
+  const std::vector<const CellRecord*> cells = sorted(all.cells);
+  write_rows(rows_, all.trace, nullptr, detail_);
+  for (const CellRecord* cell : cells) write_rows(rows_, all.trace, cell, detail_);
   write_seconds(seconds_, all.trace, cells);
+}
+
+void ResultColumns::add(const TraceRecord& trace, std::span<const CellRecord> cells, Detail detail) {
+  const auto add_owner = [&](const CellRecord* cell) {
+    const ValuesByMetric& all = cell != nullptr ? cell->values : trace.values;
+    std::vector<std::int32_t> numbers;  // of the metrics of `all`
+    for (const auto& [name, values] : all) {
+      const auto found = std::ranges::find(metrics, name);
+      numbers.push_back(static_cast<std::int32_t>(found - metrics.begin()));
+      if (found == metrics.end()) metrics.push_back(name);
+    }
+    visit_values(trace, all, detail, [&](int at_layer, int at_head, std::size_t of, double number) {
+      owner.push_back(static_cast<std::int32_t>(owners.size()));
+      layer.push_back(at_layer);
+      head.push_back(at_head);
+      metric.push_back(numbers[of]);
+      value.push_back(number);
+    });
+    owners.push_back(before_place(trace, cell));
+    std::ranges::move(behind_value(trace, cell), std::back_inserter(owners.back()));
+  };
+  add_owner(nullptr);
+  for (const CellRecord* cell : sorted(cells)) add_owner(cell);
 }
 
 void Results::complete() {

@@ -2,6 +2,7 @@
 // runs have equal ones.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <span>
 #include <string>
@@ -38,6 +39,18 @@ class Results {
  private:
   Detail detail_;
   ReplacedFile rows_, seconds_;
+};
+
+/// The same rows in memory, one number each: `owners` have the fields of results.csv that all rows of a cell, or of a
+/// trace, share, those from trace to n_queries and those from open_loop to cell.
+struct ResultColumns {
+  std::vector<std::vector<std::string>> owners;
+  std::vector<MetricName> metrics;
+  std::vector<std::int32_t> owner, layer, head, metric;  // of each row; -1: all layers, all heads
+  std::vector<double> value;
+
+  /// Traces in the order of their names.
+  void add(const TraceRecord& trace, std::span<const CellRecord> cells, Detail detail);
 };
 
 /// From output/cells/*.h5.

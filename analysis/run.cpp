@@ -105,7 +105,7 @@ void check_request(const RunRequest& request) {
   }
   check_names(request.traces);
   backends().get(request.backend);
-  check_results_folder(request.output);
+  if (!request.output.empty()) check_results_folder(request.output);
 }
 
 /// A file of cells that an earlier run has left belongs to the same trace under the same conditions, or it is in the
@@ -399,8 +399,10 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   work.conditions.layers = treated_layers(trace, request.treat_sliding);
   work.facts = facts_of(trace, request, work.conditions);
 
-  work.stored_file = identity_at(work.cells_path(request.output));
-  work.stored = earlier_cells(work.cells_path(request.output), work.facts, request.force);
+  if (!request.output.empty()) {
+    work.stored_file = identity_at(work.cells_path(request.output));
+    work.stored = earlier_cells(work.cells_path(request.output), work.facts, request.force);
+  }
   if (work.stored) take_measured(work.stored->trace, work.facts);
   const auto lacks = [&](bool there) { return request.force || !there; };
   const std::vector<MetricName> wanted =
@@ -580,8 +582,9 @@ void complete(CellWork& cell, const CellRecord* earlier, CellResult& result) {
   cell.facts.state = CellState::done;
 }
 
+/// Into the folder of results, or into `in_memory` where there is none.
 void write(const RunRequest& request, const Trace& of, TraceWork& work, const TraceResult& trace_result,
-           const Batch& made, const std::vector<CellResult>& results) {
+           const Batch& made, const std::vector<CellResult>& results, std::map<std::string, TraceInMemory>& in_memory) {
   std::vector<CellToWrite> cells;
   std::set<std::string> replaced;
   for (std::size_t i = 0; i < made.of.size(); ++i) {
@@ -607,8 +610,14 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
     }
   if (!changed) return;
   const fs::path path = work.cells_path(request.output);
-  write_trace_cells(path, work.facts, trace_result, cells, work.stored ? std::optional(path) : std::nullopt,
-                    request.no_text ? nullptr : &of.header());
+  make_trace_cells(work.facts, trace_result, cells, work.stored ? std::optional(path) : std::nullopt,
+                   request.no_text ? nullptr : &of.header(), [&](std::span<const std::byte> file) {
+                     if (!request.output.empty()) return replace_file(path, file);
+                     TraceInMemory& kept = in_memory[work.facts.name];
+                     kept.file.assign(file.begin(), file.end());
+                     kept.all.trace = work.facts;
+                     for (const CellToWrite& cell : cells) kept.all.cells.push_back(cell.cell);
+                   });
 }
 
 /// Violations by law, for the line that a run ends with.
@@ -619,7 +628,8 @@ ObservableKey observable_key(const TraceWork& work, const std::string& backend) 
 }
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally, std::size_t mapped_bytes,
-             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
+             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted,
+             std::map<std::string, TraceInMemory>& in_memory) {
   const std::shared_ptr<const Trace> of_work = opened(request, work);
   const Trace& trace = *of_work;
   if (!trace.is_in_memory()) trace.limit_mapped(mapped_bytes);
@@ -632,7 +642,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   Measurement measurement(trace, work.conditions, made.wanted, work.of_trace, in_first);
   const bool of_trace =
       !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
-  if (made.cells.empty() && !of_trace) return write(request, trace, work, {}, made, {});
+  if (made.cells.empty() && !of_trace) return write(request, trace, work, {}, made, {}, in_memory);
   std::optional<StoredObservables> stored;
   if (request.observables != ObservableUse::ignore)
     stored.emplace(trace, observable_key(work, backend.description()), request.observables == ObservableUse::keep);
@@ -663,7 +673,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
       complete(*made.of[i], work.earlier(made.of[i]->facts.id), results[i]);
     }
   }
-  write(request, trace, work, trace_result, made, results);
+  write(request, trace, work, trace_result, made, results, in_memory);
 }
 
 /// The cell whose random twin this one is, by its id; empty: that of none.
@@ -744,8 +754,13 @@ PlannedTrace planned(const RunRequest& request, TraceWork& work, const std::stri
   return plan;
 }
 
-/// Files that this run leaves as they are will stand in its results, too.
-void check_other_files(const fs::path& output, const std::vector<TraceWork>& works) {
+/// Files that this run leaves as they are will stand in its results, too; the others are as they were when it was
+/// planned.
+void check_files(const fs::path& output, const std::vector<TraceWork>& works) {
+  for (const TraceWork& work : works)
+    if (work.facts.error.empty() && work.stored_file != identity_at(work.cells_path(output)))
+      throw Error{Refusal::usage, work.cells_path(output).string(), "another run has written it meanwhile",
+                  "the same command once more"};
   for (const fs::path& file : cell_files_of(output))
     if (std::ranges::none_of(
             works, [&](const TraceWork& work) { return work.facts.error.empty() && work.cells_path(output) == file; }))
@@ -816,14 +831,12 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   const RunRequest& request = state_->request;
   std::vector<TraceWork>& works = state_->works;
   const std::unique_ptr<Backend> backend = make_backend(request.backend, request.threads, request.device);
-  make_results_folder(request.output);
-  const FolderLock lock(request.output);
-  check_other_files(request.output, works);
-  for (const TraceWork& work : works)
-    if (work.facts.error.empty() && work.stored_file != identity_at(work.cells_path(request.output)))
-      throw Error{Refusal::usage, work.cells_path(request.output).string(), "another run has written it meanwhile",
-                  "the same command once more"};
-
+  std::optional<FolderLock> lock;
+  if (!request.output.empty()) {
+    make_results_folder(request.output);
+    lock.emplace(request.output);
+    check_files(request.output, works);
+  }
   RunSummary summary{.output = request.output};
   Tally tally;
   std::optional<Error> refused;  // the first trace whose numbers are refused
@@ -838,7 +851,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
     if (work.facts.error.empty()) {
       try {
         if (work.stored) work.stored = read_trace_cells(work.cells_path(request.output));
-        compute(request, *backend, work, tally, state_->mapped_bytes, heard, interrupted);
+        compute(request, *backend, work, tally, state_->mapped_bytes, heard, interrupted, summary.in_memory);
       } catch (const Unwritable&) {
         throw;  // no fault of this trace: the results of the next could not be kept either
       } catch (const Error& error) {
@@ -858,14 +871,16 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   }
   const auto failed = [](const CellRecord& cell) { return !cell.error.empty(); };
   if (refused && std::ranges::all_of(summary.cells, failed)) throw *refused;
-  assemble(request.output, request.detail);
   const bool has_full = std::ranges::any_of(summary.cells, [](const auto& cell) { return cell.policy == "full"; });
   summary.self_check = {verdict(tally, Law::full, has_full ? "full 0" : full_not_replayed, "full"),
                         verdict(tally, Law::budget, "budget ok", "budget"),
                         verdict(tally, Law::identity, "identities ok", "identities"),
                         verdict(tally, Law::oracle, "none above its oracle", "oracle bound")};
-  replace_file(request.output / "run.json",
-               run_json(request, summary, backend->description(), start, std::chrono::system_clock::now()));
+  summary.about = run_json(request, summary, backend->description(), start, std::chrono::system_clock::now());
+  if (!request.output.empty()) {
+    assemble(request.output, request.detail);
+    replace_file(request.output / "run.json", summary.about);
+  }
   return summary;
 }
 

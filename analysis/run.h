@@ -1,7 +1,8 @@
 // A run: traces x policies x budgets -> a folder of results. Finished work is never done twice.
 //
-// The folder holds cells/TRACE.h5, the unit that is finished or not, and views of these files: results.csv,
-// seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run at a time writes into a folder.
+// Without a folder the same stays in memory. The folder holds cells/TRACE.h5, the unit that is finished or not, and
+// views of these files: results.csv, seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run
+// at a time writes into a folder.
 #pragma once
 
 #include <cstdint>
@@ -54,8 +55,8 @@ struct RunRequest {
   std::uint64_t seed = 0;
   std::string backend = "cpu";
   DeviceChoice device;
-  int threads = 0;  // 0: all
-  std::filesystem::path output;
+  int threads = 0;                // 0: all
+  std::filesystem::path output;   // a folder; empty: results stay in memory
   bool force = false;             // what is asked is computed again; a file of cells under other conditions is replaced
   bool no_text = false;           // tokens and spans are not copied into the results
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
@@ -74,12 +75,21 @@ struct Progress {
   double done = 0;
 };
 
+/// cells/TRACE.h5 and what it says.
+struct TraceInMemory {
+  TraceCells all;
+  std::vector<std::byte> file;
+};
+
 struct RunSummary {
   std::filesystem::path output = {};
   std::vector<TraceRecord> traces = {};
   std::vector<CellRecord> cells = {};        // by trace, budget as asked, then policy as asked, controls last
   std::vector<std::string> self_check = {};  // "full 0", "budget ok", ...; what is violated says where
   std::vector<std::string> warnings = {};
+
+  std::string about = {};                               // run.json
+  std::map<std::string, TraceInMemory> in_memory = {};  // of a run without a folder, by the names of the traces
 
   int failed() const;  // cells; the program's exit code is 6 when there are any
 };

@@ -570,9 +570,9 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
   return selections;
 }
 
-void write_trace_cells(const std::filesystem::path& path, const TraceRecord& trace, const TraceResult& result,
-                       const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
-                       const TraceHeader* tokens_and_spans) {
+void make_trace_cells(const TraceRecord& trace, const TraceResult& result, const std::vector<CellToWrite>& cells,
+                      const std::optional<std::filesystem::path>& earlier, const TraceHeader* tokens_and_spans,
+                      const std::function<void(std::span<const std::byte>)>& keep) {
   NewFile made(trace);
   std::optional<File> old;
   if (earlier) old = File::open(*earlier);
@@ -586,7 +586,7 @@ void write_trace_cells(const std::filesystem::path& path, const TraceRecord& tra
       copy(old->group("cells"), cell.id, made.cells);
     made.describe(cell);
   }
-  replace_file(path, made.file.image());
+  keep(made.file.image());
 }
 
 void write_joined_cells(const std::filesystem::path& path, const TraceCells& joined,

@@ -17,9 +17,11 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -138,13 +140,12 @@ struct CellToWrite {
   const CellResult* made = nullptr;
 };
 
-/// Writes the file at `path`, or replaces it. What is not made anew, sets and arrays of the trace, is taken from
-/// `earlier`, which may be the file that is replaced; empty: there is nothing else.
-/// `tokens_and_spans`: the file gets those of this header; null: it gets none. Throws Error{resources} when the disk is
-/// full; the old file is then still there.
-void write_trace_cells(const std::filesystem::path& path, const TraceRecord& trace, const TraceResult& result,
-                       const std::vector<CellToWrite>& cells, const std::optional<std::filesystem::path>& earlier,
-                       const TraceHeader* tokens_and_spans);
+/// Calls `keep` with the bytes of a file of cells. What is not made anew, sets and arrays of the trace, is taken from
+/// the file `earlier`, which `keep` may replace; empty: there is nothing else. `tokens_and_spans`: the file gets those
+/// of this header; null: it gets none.
+void make_trace_cells(const TraceRecord& trace, const TraceResult& result, const std::vector<CellToWrite>& cells,
+                      const std::optional<std::filesystem::path>& earlier, const TraceHeader* tokens_and_spans,
+                      const std::function<void(std::span<const std::byte>)>& keep);
 
 /// Writes the file at `path`: what `joined` says of the trace and its cells, with the sets and arrays of `files`, of
 /// which one may be the file that is replaced. What several of them hold must be equal: Error{input} names both; it is

@@ -254,7 +254,8 @@ def test_other_seeds_and_options_are_named(folder: Path) -> None:
     assert "seed: 0 (by-trace/a), 3 (other)" in answer.err
     run = about(folder / "out")
     assert "options" not in run and "seed" not in run
-    assert [(shard["options"]["eval"], shard["seed"]) for shard in run["shards"]] == [("continuation", 0), ("last:2", 3)]
+    told = [(shard["options"]["eval"], shard["seed"]) for shard in run["shards"]]
+    assert told == [("continuation", 0), ("last:2", 3)]
 
 
 def test_the_coarsest_detail_is_shown(folder: Path) -> None:

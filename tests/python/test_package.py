@@ -9,13 +9,14 @@ import sys
 import typing
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import kvreplay as kv
 from kvreplay import _engine
 
 FOLDER = Path(kv.__file__).parent
-PUBLIC = ["check", "measure", "open", "parameter", "replay"]
+PUBLIC = ["check", "measure", "open", "parameter", "plan", "replay"]
 
 
 def test_editors_read_its_types() -> None:
@@ -37,7 +38,7 @@ def test_editors_read_the_engines_types() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_functions_say_their_types(name: str) -> None:
     function = getattr(kv, name)
-    assert typing.get_type_hints(function, {**vars(inspect.getmodule(function)), "Run": kv.Run}).keys() == {
+    assert typing.get_type_hints(function, {**vars(inspect.getmodule(function)), "Run": kv.Run, "pd": pd}).keys() == {
         *inspect.signature(function).parameters, "return"
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from program import done, kvreplay
 
@@ -115,15 +116,48 @@ def test_a_run_says_who_was_kept(small: Path) -> None:
         run.selection("snapvk", 0.1)
 
 
-def test_a_folder_of_its_own_goes_with_the_run(small: Path) -> None:
+@pytest.mark.parametrize("detail", ["summary", "layer", "head"])
+def test_results_in_memory_are_those_of_a_folder(small: Path, traces: Path, detail: str, tmp_path: Path) -> None:
+    """Without a file of their own, until somebody asks for the folder."""
+    given = ([traces / "sliding.h5", small], POLICIES, BUDGETS)
+    options = {"detail": detail, "save": ["scores", "attention"], "controls": "twins"}
+    kept = kv.replay(*given, **options, output=tmp_path / "kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+        run = kv.replay(*given, **options)
+        pd.testing.assert_frame_equal(run.results, kept.results)
+        pd.testing.assert_frame_equal(run.cells, kept.cells)
+        assert run.stored_traces == kept.stored_traces == ["sliding", "small"]
+        assert run.select_seconds.keys() == kept.select_seconds.keys() and sum(run.select_seconds.values()) > 0
+        for policy in ("snapkv", "h2o"):
+            ours, theirs = (one.selection(policy, 0.1, "small") for one in (run, kept))
+            assert np.array_equal(ours.mask(), theirs.mask())
+        cell = run.cells["cell"][run.cells["policy"] == "snapkv"].iloc[0]
+        assert np.array_equal(run.scores(cell), kept.scores(cell), equal_nan=True)
+        assert np.array_equal(run.eval_attention("small", 1, 2), kept.eval_attention("small", 1, 2))
+        assert run.texts("small") == kept.texts("small") and run.prompt_hashes == kept.prompt_hashes
+    assert (run.folder / "results.csv").read_bytes() == (kept.folder / "results.csv").read_bytes()
+    assert done("diff", run.folder, kept.folder, folder=tmp_path) == "equal\n"
+
+
+def test_a_folder_that_was_asked_for_goes_with_the_run(small: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = kv.replay(small, "h2o", 0.1, metrics="kv_bytes")
         folder = run.folder
-        assert (folder / "results.csv").is_file()
+        assert (folder / "results.csv").is_file() and (folder / "run.json").is_file()
         del run
         gc.collect()
     assert not folder.exists()
+
+
+def test_a_plan_says_what_a_replay_would_do(small: Path, traces: Path, tmp_path: Path) -> None:
+    plan = kv.plan([small, traces / "sliding.h5"], POLICIES, BUDGETS)
+    assert list(plan["name"]) == ["small", "sliding"] and set(plan["skipped"]) == {0}
+    assert (plan[["cells", "seconds", "memory_bytes", "disk_bytes"]] > 0).all(axis=None)
+    cells = len(kv.replay(small, POLICIES, BUDGETS, output=tmp_path / "out").cells)
+    again = kv.plan([small, traces / "sliding.h5"], POLICIES, BUDGETS, output=tmp_path / "out")
+    assert list(again["cells"]) == [0, plan["cells"][1]] and list(again["skipped"]) == [cells, 0]
 
 
 def test_a_refused_replay_leaves_no_folder(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +188,7 @@ REFUSED = [
     (["h2o"], [0.1], {"devise": "cpu"}, ["-p", "h2o", "-b", "0.1", "--devise", "cpu"]),
     (["h2o"], [0.1], {"detail": "everything"}, ["-p", "h2o", "-b", "0.1", "--detail", "everything"]),
     (["h2o"], [0.1], {"eval": "span:nothing"}, ["-p", "h2o", "-b", "0.1", "--eval", "span:nothing"]),
-    (["h2o"], [0.1], {"memory": "1K"}, ["-p", "h2o", "-b", "0.1", "--memory", "1K"]),
+    (["h2o"], [0.1], {"memory": "1K", "output": "new"}, ["-p", "h2o", "-b", "0.1", "--memory", "1K", "-o", "new"]),
     (["h2o"], [0.1], {"device": "abacus"}, ["-p", "h2o", "-b", "0.1", "--device", "abacus"]),
 ]
 

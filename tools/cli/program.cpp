@@ -16,6 +16,7 @@
 #include "error.h"
 #include "machine.h"
 #include "nearest.h"
+#include "open_file.h"
 #include "output.h"
 
 namespace kvreplay {
@@ -89,7 +90,8 @@ int run_program(const std::string& program, const std::vector<std::string>& word
   } catch (const std::bad_alloc&) {
     return refused("out of memory", Refusal::resources);
   } catch (const std::filesystem::filesystem_error& error) {
-    return refused(Error{Refusal::input, error.path1().string(), error.code().message()}.what(), Refusal::input);
+    const Refusal refusal = means_resources(error.code().value()) ? Refusal::resources : Refusal::input;
+    return refused(Error{refusal, error.path1().string(), error.code().message()}.what(), refusal);
   } catch (const std::exception& error) {
     // What is longer than the stream's buffer is written, and thrown by fmt, before it is flushed.
     if (std::ferror(stdout) != 0) return refused(cannot_be_written.what(), cannot_be_written.refusal());

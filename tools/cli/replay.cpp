@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "analysis/run.h"
 #include "analysis/run_json.h"
@@ -201,15 +202,14 @@ Prepared requested(const Arguments& arguments) {
                 "--device cpu"};
   if (arguments.given("device-memory")) request.device.memory = arguments.bytes("device-memory");
   request.threads = arguments.whole_number("threads", 0, 4096);
-  request.output = arguments.text("output");
   request.force = arguments.given("force");
   request.no_text = arguments.given("no-text");
   request.argv = arguments.command_line();
   return all;
 }
 
-/// The largest demand of a whole run.
-Estimate total(std::span<const Estimate> costs) {
+/// The largest demand of a whole run. Without a folder its results stay in memory.
+Estimate total(const RunRequest& request, std::span<const Estimate> costs) {
   Estimate all;
   for (const Estimate& cost : costs) {
     all.seconds += cost.seconds;
@@ -217,6 +217,7 @@ Estimate total(std::span<const Estimate> costs) {
     all.memory_bytes = std::max(all.memory_bytes, cost.memory_bytes);
     all.mapped_bytes = std::max(all.mapped_bytes, cost.mapped_bytes);
   }
+  if (request.output.empty()) all.memory_bytes += std::exchange(all.disk_bytes, 0);
   return all;
 }
 
@@ -256,15 +257,16 @@ void plan(const Arguments& arguments, Prepared& all) {
   all.traces = all.run->traces();
   int threads = request.threads, tried = threads > 0 ? threads : machine_threads();
   all.costs = costs_of(arguments, all, tried);
-  while (least_memory(total(all.costs)) > memory && tried > 1) {
+  while (least_memory(total(request, all.costs)) > memory && tried > 1) {
     threads = tried /= 2;
     all.costs = costs_of(arguments, all, tried);
   }
-  const Estimate cost = total(all.costs);
+  const Estimate cost = total(request, all.costs);
   if (least_memory(cost) > memory)
     throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
                 "at least " + size_text(least_memory(cost)), size_text(memory)};
   all.run->limit(threads, memory - cost.memory_bytes);
+  if (request.output.empty()) return;
   if (const std::size_t disk = free_disk(request.output); cost.disk_bytes > disk)
     throw Error{Refusal::resources, request.output.string(), "too little space on the disk for the results",
                 "at least " + size_text(cost.disk_bytes), size_text(disk)};
@@ -321,20 +323,23 @@ Json as_json(const PlannedTrace& planned, const Estimate& cost) {
   return document;
 }
 
-void print_plan(const Arguments& arguments, const Prepared& prepared) {
+Json plan_as_json(const Arguments& arguments, const Prepared& prepared) {
   const auto& [device, request, exclusions, run, traces, costs] = prepared;
-  if (arguments.given("json")) {
-    Json document = as_json(total(costs));
-    document["policies"] = Json::array();
-    document["budgets"] = Json::array();
-    for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
-    for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
-    document["words"] = words_without_traces(arguments, prepared);
-    if (arguments.given("output")) document["output"] = arguments.text("output");
-    document["traces"] = Json::array();
-    for (std::size_t i = 0; i < traces.size(); ++i) document["traces"].push_back(as_json(traces[i], costs[i]));
-    return print_json(document);
-  }
+  Json document = as_json(total(request, costs));
+  document["policies"] = Json::array();
+  document["budgets"] = Json::array();
+  for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
+  for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
+  document["words"] = words_without_traces(arguments, prepared);
+  if (arguments.given("output")) document["output"] = arguments.text("output");
+  document["traces"] = Json::array();
+  for (std::size_t i = 0; i < traces.size(); ++i) document["traces"].push_back(as_json(traces[i], costs[i]));
+  return document;
+}
+
+void print_plan(const Arguments& arguments, const Prepared& prepared) {
+  if (arguments.given("json")) return print_json(plan_as_json(arguments, prepared));
+  const auto& [device, request, exclusions, run, traces, costs] = prepared;
   std::vector<TableRow> rows{{"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
   std::size_t to_compute = 0;
   int done = 0;
@@ -343,7 +348,7 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
     done += traces[i].skipped;
     rows.push_back(plan_row(traces[i].name, traces[i].cells.size(), traces[i].skipped, costs[i]));
   }
-  rows.push_back(plan_row("all", to_compute, done, total(costs)));
+  rows.push_back(plan_row("all", to_compute, done, total(request, costs)));
   print_columns(rows);
 }
 
@@ -412,10 +417,13 @@ void report_troubles(const RunSummary& summary) {
       say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 
-Prepared prepared(const Asked& asked, const std::vector<std::shared_ptr<const Trace>>& in_memory = {}) {
+/// `output`: empty for results in memory.
+Prepared prepared(const Asked& asked, const std::string& output,
+                  const std::vector<std::shared_ptr<const Trace>>& in_memory = {}) {
   const Arguments& arguments = asked.arguments;
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Prepared all = requested(arguments);
+  all.request.output = output;
   for (const std::shared_ptr<const Trace>& trace : in_memory) all.request.in_memory.emplace(trace->path(), trace);
   if (arguments.given("memory")) arguments.bytes("memory");
   const int wanted = all.request.threads > 0 ? all.request.threads : machine_threads();
@@ -427,6 +435,11 @@ Prepared prepared(const Asked& asked, const std::vector<std::shared_ptr<const Tr
   plan(arguments, all);
   for (std::size_t i = 0; i < all.traces.size(); ++i) check_hash(asked.traces[i], all.traces[i].hash);
   return all;
+}
+
+/// Without --output results stay in memory.
+Prepared prepared_in_memory(const Asked& asked, const std::vector<std::shared_ptr<const Trace>>& in_memory) {
+  return prepared(asked, asked.arguments.given("output") ? asked.arguments.text("output") : "", in_memory);
 }
 
 [[noreturn]] void watch(const Arguments& arguments) {
@@ -444,7 +457,8 @@ int run_replay(const Arguments& given) {
   heed_interruptions();
   const Asked experiment = asked(given);
   const Arguments& arguments = experiment.arguments;
-  Prepared all = prepared(experiment);
+  if (arguments.text("output").empty()) throw Error{Refusal::usage, "--output", "no folder for results"};
+  Prepared all = prepared(experiment, arguments.text("output"));
   if (arguments.given("dry-run")) {
     print_plan(arguments, all);
     return 0;
@@ -477,10 +491,15 @@ int run_replay(const Arguments& given) {
 RunSummary replay_traces(const Arguments& arguments, const std::vector<std::shared_ptr<const Trace>>& in_memory,
                          const std::function<void(const Progress&)>& progress,
                          const std::function<bool()>& asked_to_stop) {
-  Prepared all = prepared(asked(arguments), in_memory);
+  Prepared all = prepared_in_memory(asked(arguments), in_memory);
   if (!all.run) throw Error{Refusal::usage, "replay", "no trace", "at least one"};
   all.traces.clear();  // the run has its own, and closes them one by one
   return all.run->run(progress, asked_to_stop);
+}
+
+std::string plan_json(const Arguments& arguments, const std::vector<std::shared_ptr<const Trace>>& in_memory) {
+  const Asked experiment = asked(arguments);
+  return plan_as_json(experiment.arguments, prepared_in_memory(experiment, in_memory)).dump();
 }
 
 const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",

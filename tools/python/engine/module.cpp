@@ -15,7 +15,9 @@
 #include <vector>
 
 #include "analysis/metrics/metric.h"
+#include "analysis/results.h"
 #include "analysis/table.h"
+#include "arrays.h"
 #include "errors.h"
 #include "interpreter_lock.h"
 #include "machine.h"
@@ -44,6 +46,25 @@ bool asked_to_stop() {
   return true;
 }
 
+/// Results without a folder: (files of cells by trace, (owners, metrics, [owner, layer, head, metric], value)) where
+/// the latter are ResultColumns.
+nb::object in_memory_results(const std::map<std::string, TraceInMemory>& all, Detail detail) {
+  nb::dict files;
+  ResultColumns columns;
+  for (const auto& [name, trace] : all) {
+    columns.add(trace.all.trace, trace.all.cells, detail);
+    files[name.c_str()] = nb::bytes(trace.file.data(), trace.file.size());
+  }
+  nb::list metrics, numbers;
+  for (const MetricName& name : columns.metrics)
+    metrics.append(nb::make_tuple(name.metric, name.variant, unit_of(name)));
+  const std::size_t rows = columns.value.size();
+  for (auto* column : {&columns.owner, &columns.layer, &columns.head, &columns.metric})
+    numbers.append(as_array(std::move(*column), {rows}));
+  return nb::make_tuple(
+      files, nb::make_tuple(nb::cast(columns.owners), metrics, numbers, as_array(std::move(columns.value), {rows})));
+}
+
 nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory, const nb::object& progress) {
   RunSummary summary;
   std::vector<std::shared_ptr<const Trace>> traces;
@@ -56,9 +77,9 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
       throw as_error(raised);
     }
   };
+  const Arguments arguments(replay_command, "kvreplay", words);
   {
     const Unlocked unlocked;
-    const Arguments arguments(replay_command, "kvreplay", words);
     summary = replay_traces(arguments, traces, heard, asked_to_stop);
   }
   nb::list troubles;
@@ -70,7 +91,18 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
   found["table"] = table(summary);
   found["failed"] = troubles;
   found["warnings"] = nb::cast(summary.warnings);
+  found["about"] = summary.about;
+  found["detail"] = arguments.text("detail");
+  found["in_memory"] = in_memory_results(summary.in_memory, parse_detail(arguments.text("detail")));
   return found;
+}
+
+std::string plan(const std::vector<std::string>& words, const nb::list& in_memory) {
+  std::vector<std::shared_ptr<const Trace>> traces;
+  for (const nb::handle trace : in_memory) traces.push_back(opened_trace(trace));
+  const Arguments arguments(replay_command, "kvreplay", words);
+  const Unlocked unlocked;
+  return plan_json(arguments, traces);
 }
 
 nb::list registered() {
@@ -167,10 +199,17 @@ NB_MODULE(_engine, module) {
       },
       "budget"_a, "(fraction of the prompt, tokens) that a budget says; the other one is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
+  module.def("replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
+             "Does what the command line `kvreplay replay WORDS` does, but for printing, without --output in memory;\n"
+             "in_memory: those of its traces that are in memory; progress(share, trace).");
+  module.def("plan", python::plan, "words"_a, "in_memory"_a,
+             "What `kvreplay replay WORDS --dry-run --json` prints; in_memory as in replay.");
   module.def(
-      "replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
-      "Does what the command line `kvreplay replay WORDS` does, but for printing; in_memory: those of its traces\n"
-      "that are in memory; progress(share, trace).");
+      "assemble",
+      [](const std::filesystem::path& folder, const std::string& detail) {
+        kvreplay::assemble(folder, kvreplay::parse_detail(detail));
+      },
+      "folder"_a, "detail"_a, "Writes results.csv and seconds.csv of a folder that has cells.");
   module.def(
       "program",
       [](const std::vector<std::string>& words) {

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvreplay.engine import Trace, measure, open, policy, replay
+    from kvreplay.engine import Trace, measure, open, plan, policy, replay
     from kvreplay.errors import Error
     from kvreplay.laws import check
     from kvreplay.memory import Rope, from_arrays
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from kvreplay.results import Run
 
 __all__ = ["BlockEnd", "Error", "Policy", "Rope", "Row", "Run", "Trace", "check", "from_arrays", "measure", "open",
-           "parameter", "policy", "regret", "replay"]  # fmt: skip
+           "parameter", "plan", "policy", "regret", "replay"]  # fmt: skip
 
 _PLACES = {
     "kvreplay.regret_terms": ("regret",),
-    "kvreplay.engine": ("Trace", "measure", "open", "policy", "replay"),
+    "kvreplay.engine": ("Trace", "measure", "open", "plan", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),
     "kvreplay.memory": ("Rope", "from_arrays"),

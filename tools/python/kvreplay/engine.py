@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import numbers
 import os
-import shutil
 import sys
-import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,8 @@ from kvreplay.python_policies import Definition, FunctionPolicy, Policy, from_fu
 from kvreplay.trace import AnyPath, Trace
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvreplay.results import Run
 
 try:
@@ -116,16 +116,57 @@ def replay(
     progress: bool | None = None,
     **options: Any,
 ) -> Run:
-    """Replays traces through policies at budgets; the run, as `kvreplay replay` leaves it in a folder.
+    """Replays traces through policies at budgets, and gives the results.
 
     `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
     fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
-    folder whose finished cells are kept; None: one that goes with the result. `progress`: a bar; None: where somebody
-    watches. `options`: those of the program, by their long names: device, threads, memory, seed, eval, boundary,
-    structure, protect, controls, detail, save, observables, force, no_text …
+    folder as `kvreplay replay` writes it, whose finished cells are kept; None: results stay in memory. `progress`: a
+    bar; None: where somebody watches. `options`: those of the program, by their long names: device, threads, memory,
+    seed, eval, boundary, structure, protect, controls, detail, save, observables, force, no_text …
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
     """
+    if output is not None:
+        options["output"] = os.fsdecode(output)
+    words, in_memory = _command_line(traces, policies, budgets, metrics, options)
+    with _bar(progress) as heard:
+        told = _engine.replay(words, in_memory, heard)
+    for line in told["warnings"]:
+        warnings.warn(line, stacklevel=2)
+    for line in told["failed"]:
+        warnings.warn(f"failed: {line}", stacklevel=2)
+    from kvreplay.results import MemoryRun, Run
+
+    if told["output"]:
+        run = Run(Path(told["output"]))
+    else:
+        run = MemoryRun(told["about"], told["detail"], *told["in_memory"])
+    run.printed = told["table"]
+    return run
+
+
+def plan(
+    traces: Traces | Iterable[Traces],
+    policies: Any,
+    budgets: float | str | Iterable[float | str],
+    *,
+    metrics: str | Iterable[str] = (),
+    **options: Any,
+) -> pd.DataFrame:
+    """What `kv.replay` would do: a row for each trace with the cells to compute and those that the folder `output` has,
+    seconds, and bytes of memory, of mapped pages and on the disk."""
+    import pandas as pd
+
+    words, in_memory = _command_line(traces, policies, budgets, metrics, options)
+    rows = json.loads(_engine.plan([*words, "--dry-run"], in_memory))["traces"]
+    columns = ["name", "cells", "skipped", "seconds", "memory_bytes", "mapped_bytes", "disk_bytes"]
+    return pd.DataFrame([row | {"cells": len(row["cells"])} for row in rows])[columns]
+
+
+def _command_line(
+    traces: Any, policies: Any, budgets: Any, metrics: Any, options: dict[str, Any]
+) -> tuple[list[str], list[Any]]:  # fmt: skip
+    """The words that ask the program for the same, and the traces among them that are in memory."""
     traces = _several(traces)
     words = [os.fsdecode(one.path if isinstance(one, Trace) else one) for one in traces]
     in_memory = [one._trace for one in traces if isinstance(one, Trace) and one.in_memory]
@@ -143,26 +184,7 @@ def replay(
         elif value is not False and value is not None:
             words += ["--" + option.replace("_", "-"), ",".join(map(str, _several(value)))]
     _refuse_plugins(words)
-    folder = tempfile.mkdtemp(prefix="kvreplay-") if output is None else os.fsdecode(output)
-    words += ["--output", folder]
-    try:
-        with _bar(progress) as heard:
-            told = _engine.replay(words, in_memory, heard)
-    except BaseException:
-        if output is None:
-            shutil.rmtree(folder)
-        raise
-    for line in told["warnings"]:
-        warnings.warn(line, stacklevel=2)
-    for line in told["failed"]:
-        warnings.warn(f"failed: {line}", stacklevel=2)
-    from kvreplay.results import Run
-
-    run = Run(Path(told["output"]))
-    run.printed = told["table"]
-    if output is None:
-        weakref.finalize(run, shutil.rmtree, folder)
-    return run
+    return words, in_memory
 
 
 def measure(trace: Traces, selection: Any, **options: Any) -> Run:

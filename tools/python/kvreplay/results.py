@@ -7,6 +7,9 @@ here, so that a policy is called the same everywhere.
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -174,15 +177,15 @@ class Run:
     def live(self) -> pd.DataFrame:
         """live.csv as `kvreplay live` wrote it, with numbers as numbers and how each was measured; no rows without it.
         `table` has these rows too."""
-        path = self.folder / "live.csv"
-        if not path.is_file():
+        path = self._file("live.csv")
+        if path is None:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
         return self._read_file(path, [*COLUMNS, *MEASURED], lambda rows: rows["head"] == "all")[[*COLUMNS, *MEASURED]]
 
     def written(self, trace: str) -> dict[str, str]:
         """By cell, the text that the live model wrote for this trace (`kvreplay live --generate`)."""
-        path = self.folder / "live" / f"{trace}.csv"
-        if not path.is_file():
+        path = self._file(f"live/{trace}.csv")
+        if path is None:
             return {}
         rows = pd.read_csv(path, dtype=str, keep_default_na=False)
         rows = rows[rows[TEXT] != ""]
@@ -202,8 +205,8 @@ class Run:
     ) -> pd.DataFrame:  # fmt: skip
         """The wanted rows, and behind them those of skill that are wanted. `cells` have all policies of the run; by
         default they are those that were read."""
-        table = self._read_file(self.folder / "results.csv", COLUMNS, wanted)
-        if (live := self.folder / "live.csv").is_file():
+        table = self._read_results(wanted)
+        if live := self._file("live.csv"):
             table = pd.concat([table, told_apart(self._read_file(live, [*COLUMNS, *MEASURED, TEXT], wanted))])
         failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
         if failed:
@@ -211,6 +214,14 @@ class Run:
         recalls = table[table["for_skill"]].drop(columns=["wanted", "for_skill"])
         skill = skill_rows(recalls, twins_of(recalls if cells is None else cells, self._labels))
         return pd.concat([table.loc[table["wanted"], recalls.columns], skill], ignore_index=True)
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the folder that need not be there."""
+        path = self.folder / name
+        return path if path.is_file() else None
+
+    def _read_results(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+        return self._read_file(self.folder / "results.csv", COLUMNS, wanted)
 
     def _read_file(
         self, path: Path, columns: Sequence[str], wanted: Callable[[pd.DataFrame], pd.Series]
@@ -223,9 +234,7 @@ class Run:
                 missing = [name for name in columns if name not in rows.columns]
                 if missing:
                     raise Error(str(path), "columns", ", ".join(columns), "no " + ", ".join(missing))
-                for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
-                rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
-                pieces.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(columns, str)))
+                pieces.append(chosen(rows, wanted).astype(dict.fromkeys(columns, str)))
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
         table = pd.concat(pieces)
@@ -326,8 +335,8 @@ class Run:
     @cached_property
     def select_seconds(self) -> dict[tuple[str, str], float]:
         """Seconds that choosing took, all layers of a cell together, by (trace, cell); empty without seconds.csv."""
-        path = self.folder / "seconds.csv"
-        if not path.is_file():
+        path = self._file("seconds.csv")
+        if path is None:
             return {}
         try:
             times = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
@@ -349,20 +358,24 @@ class Run:
     def cells_file(self, trace: str) -> h5py.File:
         """That file, open for reading: /traces/TRACE and /cells/ID. The last MOST_OPEN stay open."""
         if trace not in self._open:
-            path = self.cells_path(trace)
-            if not path.is_file():
-                raise Error(str(path), "missing", "a file of cells", "nothing")
-            try:
-                file = open_to_read(path)
-            except OSError as problem:
-                raise Error(str(path), "unreadable", "an HDF5 file", str(problem)) from problem
-            found = (text(file.attrs.get("format", "none")), int(file.attrs.get("version", 0)))
-            if found != ("kvcells", 1):
-                raise Error(str(path), "format", "kvcells version 1", "{} version {}".format(*found))
+            file = self._open_cells(trace)
             if len(self._open) == MOST_OPEN:
                 del self._open[next(iter(self._open))]
             self._open[trace] = file
         return self._open[trace]
+
+    def _open_cells(self, trace: str) -> h5py.File:
+        path = self.cells_path(trace)
+        if not path.is_file():
+            raise Error(str(path), "missing", "a file of cells", "nothing")
+        try:
+            file = open_to_read(path)
+        except OSError as problem:
+            raise Error(str(path), "unreadable", "an HDF5 file", str(problem)) from problem
+        found = (text(file.attrs.get("format", "none")), int(file.attrs.get("version", 0)))
+        if found != ("kvcells", 1):
+            raise Error(str(path), "format", "kvcells version 1", "{} version {}".format(*found))
+        return file
 
     @cached_property
     def _trace_of(self) -> dict[str, str]:
@@ -555,6 +568,71 @@ class Run:
         if path not in file:
             raise Error(f"{file.filename}:{path}", "missing", "a group", "nothing")
         return file[path]
+
+
+class MemoryRun(Run):
+    """Results of `kv.replay` without a folder. Who asks for `folder` gets one, which goes with them."""
+
+    def __init__(self, about: str, detail: str, files: dict[str, bytes], columns: Sequence) -> None:
+        self._open, self._files, self._columns, self._detail = {}, files, columns, detail
+        self._about = about
+        self.about = json.loads(about)
+
+    @cached_property
+    def folder(self) -> Path:
+        """What the replay would have left in a folder, in a temporary one."""
+        from kvreplay import _engine
+
+        folder = Path(tempfile.mkdtemp(prefix="kvreplay-"))
+        weakref.finalize(self, shutil.rmtree, folder)
+        (folder / "cells").mkdir()
+        for name, file in self._files.items():
+            (folder / "cells" / f"{name}.h5").write_bytes(file)
+        _engine.assemble(folder, self._detail)
+        (folder / "run.json").write_text(self._about, encoding="utf-8")
+        return folder
+
+    def _file(self, name: str) -> Path | None:
+        return super()._file(name) if "folder" in vars(self) else None
+
+    @cached_property
+    def _rows(self) -> pd.DataFrame:
+        """The rows of results.csv, numbers as numbers."""
+        owners, metrics, (owner, layer, head, metric), value = self._columns
+        shared = [name for name in COLUMNS if name not in ("layer", "head", "metric", "variant", "value", "unit")]
+        rows = pd.DataFrame(owners, columns=shared).take(owner).reset_index(drop=True)
+        for name, number in (("layer", layer), ("head", head)):
+            rows[name] = np.where(number < 0, "all", number.astype(str))
+        named = np.array(metrics, dtype=object).reshape(-1, 3)
+        rows[["metric", "variant", "unit"]] = named[metric]
+        rows["value"] = np.where(np.isfinite(value), value, np.nan)
+        for name in ("budget_tokens", "kept_tokens"):
+            rows[name] = pd.to_numeric(rows[name])
+        return rows[COLUMNS].astype({name: str for name in COLUMNS if name not in NUMBERS})
+
+    def _read_results(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+        return chosen(self._rows, wanted)
+
+    @cached_property
+    def select_seconds(self) -> dict[tuple[str, str], float]:
+        keys = zip(self.cells["trace"], self.cells["cell"], strict=True)
+        return {(trace, cell): float(self.cells_file(trace)[f"seconds/{cell}"][()].sum()) for trace, cell in keys}
+
+    @property
+    def stored_traces(self) -> list[str]:
+        return sorted(self._files)
+
+    def _open_cells(self, trace: str) -> h5py.File:
+        if trace not in self._files:
+            raise Error(f"memory:/{trace}", "missing", "a trace of this replay", ", ".join(self._files))
+        return h5py.File(h5py.h5f.open_file_image(self._files[trace]))
+
+
+def chosen(rows: pd.DataFrame, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+    """The rows that are wanted, or that skill is computed from, and in two more columns which they are."""
+    for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
+    rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
+    return rows[rows["wanted"] | for_skill]
 
 
 OBJECTS = ("backend", "build", "options", "self_check")  # of run.json
