@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/interruption.h"
 #include "attention/kept_set.h"
 #include "matrix.h"
 #include "registry.h"
@@ -183,6 +184,9 @@ class Backend {
   /// One line for people and for run.json: what computes, and at which SIMD level or on which device.
   virtual std::string description() const = 0;
 
+  /// By which a call that takes long may end early.
+  Interruption& interruption() { return interruption_; }
+
   /// Of this machine, that work between calls may take.
   virtual int threads() const { return 1; }
 
@@ -221,6 +225,9 @@ class Backend {
 
   /// Bytes that such calls on such a layer need at their peak beyond the trace and their results, for planning.
   virtual std::size_t working_set(const LayerTensors& layer, const Workload& work) const = 0;
+
+ private:
+  Interruption interruption_;
 };
 
 /// Which of several devices, and how much of its memory: 0 is what is free.

@@ -243,7 +243,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
       double* into =
           partials + static_cast<std::size_t>(head_offset) * partials_a_head + segment.first_partial * tile_columns;
       std::fill_n(into, product(segment.heads, segment.tiles) * tile_columns, 0.0);
-      for (int block = segment.begin; block < segment.end; ++block)
+      for (int block = segment.begin; block < segment.end && !interruption().ended(); ++block)
         add_block(scratch(), first_kv_head + head_offset, segment, block, into);
     }
 #pragma omp for schedule(static)
@@ -251,6 +251,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
       add_segments(segments, head % group, partials + static_cast<std::size_t>(head / group) * partials_a_head,
                    kernels_.keys, sums.row(first_kv_head * group + head));
   }
+  interruption().require_all_done();
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
   return sums;
 }

@@ -312,6 +312,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
   for (int kv_head = 0; kv_head < layer.k.heads; ++kv_head) {
     for (int number = 0; number < blocks; ++number) {
+      if (interruption().ended()) continue;
       ThreadScratch& mine = scratch();
       const int first_query = number * queries_at_once;
       Block block(inputs, kv_head, first_query, std::min(first_query + queries_at_once, query_count));
@@ -329,6 +330,7 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
       }
     }
   }
+  interruption().require_all_done();
   return result;
 }
 

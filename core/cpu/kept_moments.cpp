@@ -243,6 +243,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
   for (int kv_head = 0; kv_head < layer.k.heads; ++kv_head) {
     for (int block = 0; block < blocks; ++block) {
+      if (interruption().ended()) continue;
       ThreadScratch& mine = scratch();
       std::vector<MomentRow> block_of_rows;
       mine.rows.clear();
@@ -267,6 +268,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
         writer.write(mine.moments, static_cast<int>(row), block_of_rows[row]);
     }
   }
+  interruption().require_all_done();
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
   return result;
 }

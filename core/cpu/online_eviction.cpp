@@ -273,7 +273,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
       }
       add_recent(position, what.recent_after(what.first));
     }
-    for (int token = what.first; token < what.tokens && finite;) {
+    for (int token = what.first; token < what.tokens && finite && !interruption().ended();) {
       const int end = std::min(token + steps.at_once(), what.tokens);
       const int before = tokens.slots();
       const std::span<const QueryPlace> some{places.data() + (token - what.first),
@@ -297,6 +297,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
       tokens.close_up(before + done);
     }
   }
+  interruption().require_all_done();
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
   return evicted;
 }

@@ -98,7 +98,7 @@ class Similarities {
   int rows_at_once() const { return holds_all() ? shape_.tokens : static_cast<int>(panel_in_.size()); }
 
   /// Computes all rows once and for all, one triangle of products.
-  void compute_all() {
+  void compute_all(Interruption& interruption) {
     std::iota(panel_in_.begin(), panel_in_.end(), 0);
     std::iota(slot_of_.begin(), slot_of_.end(), 0);
     const int bands = pieces(shape_.tokens, band_rows);
@@ -114,8 +114,9 @@ class Similarities {
         for (int panel = first_panel; panel < end_panel; ++panel)
           gather(panel, packed + product((panel - first_panel) * kernels_.rows, dim_));
         for (int tile = 0; tile < shape_.tiles && tile * kernels_.wide_columns < end_panel * kernels_.rows; ++tile)
-          multiply(packed, first_panel, end_panel, tile, rows_ + product(first_panel, kernels_.rows) * shape_.stride,
-                   true, sums);
+          if (!interruption.ended())
+            multiply(packed, first_panel, end_panel, tile, rows_ + product(first_panel, kernels_.rows) * shape_.stride,
+                     true, sums);
       }
     }
   }
@@ -306,7 +307,8 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
         if (to_slots != nullptr) to_slots->apply(slot - position, part);
       }
     });
-    if (some.holds_all()) some.compute_all();
+    if (some.holds_all()) some.compute_all(interruption());
+    interruption().require_all_done();
   };
   if (what.keys) {
     std::optional<BackwardRotation> to_slots;
@@ -334,7 +336,8 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
   int next = 0;
   for (int token = 0; token < what.sinks; ++token) next = join(token);
   for (int token = tokens - what.recent; token < tokens; ++token) next = join(token);
-  while (static_cast<int>(members.size()) < what.keep) next = join(next);
+  while (static_cast<int>(members.size()) < what.keep && !interruption().ended()) next = join(next);
+  interruption().require_all_done();
   std::ranges::sort(members);
   return members;
 }

@@ -162,9 +162,11 @@ std::vector<double> CpuBackend::similarity_row_maxima(const TensorView& tensor, 
       const int first_band = first_tile * columns / band_rows;
 #pragma omp for schedule(dynamic)
       for (int number = first_band; number < bands; ++number)  // the longest first
-        compare_band(mine, highest, bands - 1 - (number - first_band), first_tile, end_tile);
+        if (!interruption().ended())
+          compare_band(mine, highest, bands - 1 - (number - first_band), first_tile, end_tile);
     }
   }
+  interruption().require_all_done();
   if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
   if (tokens < 2) return maxima;
   for (std::size_t token = 0; token < maxima.size(); ++token) {

@@ -182,6 +182,7 @@ void replay(Backend& backend, const Trace& trace, const Conditions& conditions, 
             const std::function<bool()>& interrupted, ObservableStore* store) {
   const ReplayedTrace of{
       backend, trace, conditions, sink, interrupted, store, marked_question(trace, conditions.boundary)};
+  const Interruption::Asking asking(backend.interruption(), interrupted, trace.path().string());
   Replay(of, cells).run();
 }
 

@@ -113,7 +113,7 @@ def replay(
     *,
     metrics: str | Iterable[str] = (),
     output: AnyPath | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[float, str], None] | None = None,
     **options: Any,
 ) -> Run:
     """Replays traces through policies at budgets, and gives the results.
@@ -121,7 +121,7 @@ def replay(
     `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
     fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
     folder as `kvreplay replay` writes it, whose finished cells are kept; None: results stay in memory. `progress`: a
-    bar; None: where somebody watches. `options`: those of the program, by their long names: device, threads, memory,
+    bar, None: where somebody watches; or a function of the share that is done and the trace. `options`: those of the program, by their long names: device, threads, memory,
     seed, eval, boundary, structure, protect, controls, detail, save, observables, force, no_text …
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
@@ -129,7 +129,7 @@ def replay(
     if output is not None:
         options["output"] = os.fsdecode(output)
     words, in_memory = _command_line(traces, policies, budgets, metrics, options)
-    with _bar(progress) as heard:
+    with contextlib.nullcontext(progress) if callable(progress) else _bar(progress) as heard:
         told = _engine.replay(words, in_memory, heard)
     for line in told["warnings"]:
         warnings.warn(line, stacklevel=2)
