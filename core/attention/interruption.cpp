@@ -12,6 +12,7 @@ Interruption::Asking::Asking(Interruption& interruption, const std::function<boo
     : interruption_(interruption) {
   interruption_.wanted_ = wanted;
   interruption_.where_ = std::move(where);
+  interruption_.asked_ = {};
   interruption_.ended_ = false;
 }
 

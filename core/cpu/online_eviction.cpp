@@ -248,7 +248,8 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = what.tokens});
   std::atomic<bool> finite{true};
 
-#pragma omp parallel for schedule(dynamic) num_threads(threads_)
+  // No more threads than rows: the one that called has work then, and hears of interruptions.
+#pragma omp parallel for schedule(dynamic) num_threads(std::min(threads_, rows))
   for (int row = 0; row < rows; ++row) {
     HeadRange heads{0, layer.q.heads};
     if (what.heads == Heads::kv) heads = {row * group, (row + 1) * group};
