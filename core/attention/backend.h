@@ -184,7 +184,7 @@ class Backend {
   /// One line for people and for run.json: what computes, and at which SIMD level or on which device.
   virtual std::string description() const = 0;
 
-  /// By which a call that takes long may end early.
+  /// Lets the caller end long calls early.
   Interruption& interruption() { return interruption_; }
 
   /// Of this machine, that work between calls may take.

@@ -1,4 +1,4 @@
-// A long call that ends early, because its caller wants it to.
+// Early end of long backend calls, at the caller's request.
 #pragma once
 
 #include <atomic>
@@ -8,13 +8,13 @@
 
 namespace kvreplay {
 
-/// Asks the caller while a call runs on several threads: every 20 ms, and from the thread that called.
+/// Polls the caller during calls that run on several threads: every 20 ms, from the calling thread.
 class Interruption {
  public:
-  /// While it is alive `interruption` asks `wanted`, which may be empty.
+  /// Polls `wanted` (may be empty) until its destruction.
   class Asking {
    public:
-    /// `where`: of the error.
+    /// `where`: location named in the error.
     Asking(Interruption& interruption, const std::function<bool()>& wanted, std::string where);
     Asking(const Asking&) = delete;
     Asking& operator=(const Asking&) = delete;
@@ -24,9 +24,9 @@ class Interruption {
     Interruption& interruption_;
   };
 
-  /// Of any thread, between two pieces of its work: whether the rest is to be left undone.
+  /// Called by any thread between two pieces of its work: whether to skip the rest.
   bool ended();
-  /// After such work. Throws Error{interrupted} where some of it was left undone.
+  /// Called after the work. Throws Error{interrupted} if some of it was skipped.
   void require_all_done() const;
 
  private:

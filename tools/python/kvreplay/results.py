@@ -571,7 +571,7 @@ class Run:
 
 
 class MemoryRun(Run):
-    """Results of `kv.replay` without a folder. Who asks for `folder` gets one, which goes with them."""
+    """Results of `kv.replay` in memory. `folder` writes them into a temporary folder, deleted with this object."""
 
     def __init__(self, about: str, detail: str, files: dict[str, bytes], columns: Sequence) -> None:
         self._open, self._files, self._columns, self._detail = {}, files, columns, detail
@@ -580,7 +580,7 @@ class MemoryRun(Run):
 
     @cached_property
     def folder(self) -> Path:
-        """What the replay would have left in a folder, in a temporary one."""
+        """A temporary results folder with the files that `kvreplay replay` writes."""
         from kvreplay import _engine
 
         folder = Path(tempfile.mkdtemp(prefix="kvreplay-"))
