@@ -1,7 +1,5 @@
 #include "attention/interruption.h"
 
-#include <omp.h>
-
 #include <utility>
 
 #include "error.h"
@@ -12,6 +10,7 @@ Interruption::Asking::Asking(Interruption& interruption, const std::function<boo
     : interruption_(interruption) {
   interruption_.wanted_ = wanted;
   interruption_.where_ = std::move(where);
+  interruption_.caller_ = std::this_thread::get_id();
   interruption_.asked_ = {};
   interruption_.ended_ = false;
 }
@@ -19,7 +18,7 @@ Interruption::Asking::Asking(Interruption& interruption, const std::function<boo
 Interruption::Asking::~Asking() { interruption_.wanted_ = nullptr; }
 
 bool Interruption::ended() {
-  if (omp_get_thread_num() == 0 && wanted_) {
+  if (wanted_ && std::this_thread::get_id() == caller_) {
     constexpr std::chrono::milliseconds pause(20);
     if (const auto now = std::chrono::steady_clock::now(); now - asked_ >= pause) {
       asked_ = now;

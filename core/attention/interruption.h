@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <thread>
 
 namespace kvreplay {
 
@@ -32,6 +33,7 @@ class Interruption {
  private:
   std::function<bool()> wanted_;
   std::string where_;
+  std::thread::id caller_;
   std::chrono::steady_clock::time_point asked_;
   std::atomic<bool> ended_ = false;
 };
