@@ -100,14 +100,17 @@ JoinedCells join(const std::vector<fs::path>& paths) {
 using Sources = std::map<std::string, std::pair<std::string, fs::path>>;
 
 /// A policy stands for one version of the files that it comes from.
-void check_sources(const JoinedCells& joined, Sources& sources) {
-  for (const CellRecord& cell : joined.whole.cells) {
-    const fs::path& path = joined.holders.at(cell.id);
-    const auto [known, is_new] = sources.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
-    if (known->second.first != cell.source)
-      throw Error{Refusal::usage, path.string(),
-                  cell.policy + " is of another version of its file than in " + known->second.second.string()};
-  }
+void check_source(const CellRecord& cell, const fs::path& path, Sources& sources) {
+  const auto [known, is_new] = sources.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
+  if (known->second.first != cell.source)
+    throw Error{Refusal::usage, path.string(),
+                cell.policy + " is of another version of its file than in " + known->second.second.string()};
+}
+
+/// Whether run.json of the merged folders lists the cells of a file, and no others.
+bool are_listed(const TraceCells& ids, const std::vector<const CellRecord*>& listed) {
+  return ids.cells.size() == listed.size() &&
+         std::ranges::all_of(listed, [&](const CellRecord* cell) { return ids.find(cell->id) != nullptr; });
 }
 
 /// Files on their way into a folder of results: all of them get there, once each has been checked, or none.
@@ -184,15 +187,18 @@ void take(const std::vector<fs::path>& paths, const fs::path& there, const fs::p
   // A run may replace a file between the reading of its numbers and that of its sets.
   std::vector<std::optional<FileIdentity>> before;
   for (const fs::path& path : paths) before.push_back(identity_at(path));
+  const std::string name = target.stem().string();
   TraceCells whole;
-  if (paths.size() == 1 && results == nullptr) {
-    whole.trace = read_trace_record(paths.front());
+  const std::vector<const CellRecord*> listed = run.cells_of(name);
+  if (results == nullptr && paths.size() == 1 && are_listed(whole = read_cell_ids(paths.front()), listed)) {
+    for (const CellRecord* cell : listed) check_source(*cell, paths.front(), sources);
+    whole.cells.clear();
   } else {
     JoinedCells joined = join(paths);
-    check_sources(joined, sources);
+    for (const CellRecord& cell : joined.whole.cells) check_source(cell, joined.holders.at(cell.id), sources);
     whole = std::move(joined.whole);
   }
-  check_trace(whole.trace, paths.front(), target.stem().string());
+  check_trace(whole.trace, paths.front(), name);
   if (paths.size() > 1)
     write_joined_cells(target, whole, paths);
   else if (paths.front() != there)
@@ -260,6 +266,9 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
     run.add(folder, tables == Tables::leave);
     add(folder);
   }
+  if (tables == Tables::leave && fs::exists(output / "results.csv"))
+    throw Error{Refusal::usage, "--no-tables", "results.csv would lack what is merged", "a new folder, or its tables",
+                output.string()};
   if (files.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 
   std::optional<Results> results;
@@ -281,10 +290,12 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
   about.finish();
   live.write(output);
   made.keep();
-  std::vector<CellRecord> cells = run.cells();
-  const std::size_t all = cells.size();
-  std::erase_if(cells, [](const CellRecord& cell) { return cell.state != CellState::failed; });
-  return {folders.size(), files.size(), all, std::move(cells), run.warnings()};
+  MergeSummary summary{.folders = folders.size(), .traces = files.size(), .warnings = run.warnings()};
+  for (const CellRecord* cell : run.cells()) {
+    ++summary.cells;
+    if (cell->state == CellState::failed) summary.failed.push_back(*cell);
+  }
+  return summary;
 }
 
 }  // namespace kvreplay

@@ -15,8 +15,10 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-/// What a run says of itself, whatever it replayed.
-constexpr const char* of_shard[] = {"start", "end", "host", "build", "backend", "options", "seed", "self_check"};
+/// What each shard says of itself, and what of it stands at the top where all shards agree.
+constexpr const char* shard_keys[] = {"argv",    "start",   "end",  "host",      "build",
+                                      "backend", "options", "seed", "self_check"};
+constexpr const char* shared_keys[] = {"host", "build", "backend", "options", "seed"};
 
 /// Deeper than any run.json; what is nested without end would overflow the stack.
 constexpr int most_levels = 64;
@@ -45,6 +47,18 @@ Json read_run(const fs::path& path) {
   }
 }
 
+/// What all of them say: the whole value, or of objects the entries that are equal in all. Null: nothing.
+Json agreed(const std::vector<Json>& values) {
+  if (values.empty() || std::ranges::all_of(values, [&](const Json& one) { return one == values.front(); }))
+    return values.empty() ? Json() : values.front();
+  Json common;
+  for (const auto& [key, entry] : values.front().items())
+    if (std::ranges::all_of(values,
+                            [&](const Json& one) { return one.is_object() && one.value(key, Json()) == entry; }))
+      common[key] = entry;
+  return common;
+}
+
 bool is_violation(const std::string& text) { return text.find("VIOLATED") != std::string::npos; }
 
 /// As `dump` has it inside a list of an object.
@@ -60,31 +74,39 @@ std::string indented(const Json& entry) {
 }  // namespace
 
 void MergedRun::add(const fs::path& folder, bool with_cells) {
+  ++folders_;
   const fs::path path = folder / "run.json";
   if (std::error_code ignored; !fs::exists(path, ignored)) {
     append_new(troubles_, std::vector{folder.string() + ": an interrupted run: its finished traces are taken"});
-    return add_shard({{"path", folder.string()}});
+    shards_[fs::absolute(folder).lexically_normal().string()] = Json::object();
+    return;
   }
   try {
-    join(read_run(path), folder.string(), with_cells);
+    join(read_run(path), folder, with_cells);
   } catch (const Json::exception& problem) {
     throw Error{Refusal::input, path.string(), "unreadable", "JSON as replay writes it", problem.what()};
   }
 }
 
-void MergedRun::join(const Json& run, const std::string& folder, bool with_cells) {
-  Json own = {{"path", folder}};
-  for (const char* key : of_shard)
-    if (run.contains(key)) own[key] = run[key];
-  for (const Json& shard : run.value("shards", Json::array({own}))) {
-    shard.at("path").get<std::string>();
+void MergedRun::join(const Json& run, const fs::path& folder, bool with_cells) {
+  std::map<std::string, Json> shards;
+  for (const Json& shard : run.value("shards", Json::array()))
+    if (shard.value("build", Json::object()).is_object()) shards[shard.at("path").get<std::string>()] = shard;
+  if (shards.empty()) {
+    Json& own = shards[fs::absolute(folder).lexically_normal().string()] = Json::object();
+    for (const char* key : shard_keys)
+      if (run.contains(key)) own[key] = run[key];
+  }
+  for (auto& [path, shard] : shards) {
+    if (shard.contains("self_check")) shard["self_check"].at("result").get<std::vector<std::string>>();
     if (const Json options = shard.value("options", Json::object()); options.contains("detail")) try {
         const Detail detail = parse_detail(options["detail"].get<std::string>());
         detail_ = std::min(detail_.value_or(detail), detail);
       } catch (const Error& error) {
-        throw Error{Refusal::input, folder + "/run.json", "unknown detail", error.expected(), error.found()};
+        throw Error{Refusal::input, (folder / "run.json").string(), "unknown detail", error.expected(), error.found()};
       }
-    add_shard(shard);
+    // What a folder says of itself now takes the place of what was said when it was merged earlier.
+    if (!run.contains("shards") || !shards_.contains(path)) shards_[path] = shard;
   }
   for (const Json& input : run.value("inputs", Json::array())) {
     Json& known = inputs_[input.at("trace").get<std::string>()];
@@ -97,11 +119,6 @@ void MergedRun::join(const Json& run, const std::string& folder, bool with_cells
   for (const Json& cell : run.value("cells", Json::array())) add(cell_of(cell), with_cells);
 }
 
-void MergedRun::add_shard(Json shard) {
-  const auto has_path = [&](const Json& known) { return known.at("path") == shard.at("path"); };
-  if (std::ranges::none_of(shards_, has_path)) shards_.push_back(std::move(shard));
-}
-
 void MergedRun::add(CellRecord cell, bool with_whole) {
   for (const std::string& key : {cell.budget, cell.policy + ":" + cell.params}) ranks_.emplace(key, ranks_.size());
   if (!with_whole && cell.state != CellState::failed) return;
@@ -111,9 +128,12 @@ void MergedRun::add(CellRecord cell, bool with_whole) {
   const auto [place, is_new] = all_.try_emplace({cell.trace, key}, cell);
   CellRecord& known = place->second;
   if (is_new || cell.state == CellState::failed) return;
-  if (known.state == CellState::failed)
-    known = std::move(cell);
-  else if (cell.role == "asked" && known.role != "asked")
+  if (known.state == CellState::failed) {
+    // The file of a single folder may hold what an earlier run computed before the cell failed.
+    if (folders_ != 1) known = std::move(cell);
+    return;
+  }
+  if (cell.role == "asked" && known.role != "asked")
     std::tie(known.role, known.budget) = std::tie(cell.role, cell.budget);
 }
 
@@ -131,19 +151,26 @@ void MergedRun::add(const TraceCells& all) {
   }
 }
 
-std::vector<CellRecord> MergedRun::cells() const {
+std::vector<const CellRecord*> MergedRun::cells_of(const std::string& trace) const {
+  std::vector<const CellRecord*> cells;
+  for (auto at = all_.lower_bound({trace, ""}); at != all_.end() && at->first.first == trace; ++at)
+    if (at->second.state != CellState::failed) cells.push_back(&at->second);
+  return cells;
+}
+
+std::vector<const CellRecord*> MergedRun::cells() const {
   const auto as_asked = [](const CellRecord& cell) {
     return std::tie(cell.trace, cell.policy, cell.params, cell.budget);
   };
   std::set<std::tuple<std::string, std::string, std::string, std::string>> whole;
   for (const auto& [key, cell] : all_)
     if (cell.state != CellState::failed) whole.insert(as_asked(cell));
-  std::vector<CellRecord> cells;
+  std::vector<const CellRecord*> cells;
   for (const auto& [key, cell] : all_)
-    if (cell.state != CellState::failed || !cell.id.empty() || !whole.contains(as_asked(cell))) cells.push_back(cell);
-  std::ranges::sort(cells, {}, [&](const CellRecord& cell) {
-    return std::tuple(std::string_view(cell.trace), ranks_.at(cell.budget), cell.role != "asked",
-                      ranks_.at(cell.policy + ":" + cell.params), std::string_view(cell.id));
+    if (cell.state != CellState::failed || !cell.id.empty() || !whole.contains(as_asked(cell))) cells.push_back(&cell);
+  std::ranges::sort(cells, {}, [&](const CellRecord* cell) {
+    return std::tuple(std::string_view(cell->trace), ranks_.at(cell->budget), cell->role != "asked",
+                      ranks_.at(cell->policy + ":" + cell->params), std::string_view(cell->id));
   });
   return cells;
 }
@@ -151,14 +178,14 @@ std::vector<CellRecord> MergedRun::cells() const {
 std::vector<std::string> MergedRun::warnings() const {
   std::vector<std::string> all = troubles_;
   std::map<std::string, std::map<std::string, std::string>> found;  // by entry and its text the first folder
-  for (const Json& shard : shards_)
+  for (const auto& [path, shard] : shards_)
     for (const char* entry : {"build", "backend", "options", "seed"}) {
       Json value = shard.value(entry, Json::object());
       if (!value.is_object()) value = {{"", value.dump()}};
       for (const Json::object_t::value_type& one : value.get_ref<const Json::object_t&>())
         if (one.second.is_string() && one.first != "detail")
-          found[fmt::format("{}{}{}", entry, one.first.empty() ? "" : " ", one.first)].emplace(one.second,
-                                                                                               shard["path"]);
+          found[fmt::format("{}{}{}", entry, one.first.empty() ? "" : " ", one.first)].emplace(
+              one.second, fs::proximate(path).string());
     }
   for (const auto& [entry, texts] : found) {
     if (texts.size() < 2) continue;
@@ -173,14 +200,14 @@ std::vector<std::string> MergedRun::warnings() const {
 /// By law a violation if there is one; "full not replayed" only where no run has replayed it.
 Json MergedRun::self_check() const {
   Json together;
-  for (const Json& shard : shards_) {
+  for (const auto& [path, shard] : shards_) {
     if (!shard.contains("self_check")) continue;
     const Json& theirs = shard["self_check"];
     if (together.is_null()) together = theirs;
     Json& ours = together.at("result");
     for (std::size_t law = 0; law < std::min(ours.size(), theirs.at("result").size()); ++law) {
       const auto our = ours[law].get<std::string>(), their = theirs["result"][law].get<std::string>();
-      if (our == their || (our != full_not_replayed && !is_violation(their))) continue;
+      if (!is_violation(their) && (our == their || our != full_not_replayed)) continue;
       ours[law] = is_violation(our) ? our + ", " + their : their;
     }
   }
@@ -189,14 +216,19 @@ Json MergedRun::self_check() const {
 
 void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv) const {
   Json head = {{"schema", "kvreplay-run/1"}, {"argv", argv}};
-  for (const char* key : of_shard) {
-    std::vector<Json> said;
-    for (const Json& shard : shards_)
-      if (shard.contains(key)) append_new(said, std::vector{shard[key]});
-    if (key == std::string_view("start") && !said.empty()) said = {std::ranges::min(said)};
-    if (key == std::string_view("end") && !said.empty()) said = {std::ranges::max(said)};
-    if (said.size() == 1) head[key] = said.front();
+  std::map<std::string, std::vector<Json>> said;
+  Json shards = Json::array();
+  for (const auto& [path, shard] : shards_) {
+    for (const char* key : shard_keys)
+      if (shard.contains(key)) said[key].push_back(shard[key]);
+    Json& entry = shards.emplace_back(Json{{"path", path}});
+    entry.update(shard);
   }
+  if (!said["start"].empty()) head["start"] = std::ranges::min(said["start"]);
+  if (!said["end"].empty()) head["end"] = std::ranges::max(said["end"]);
+  for (const char* key : shared_keys)
+    if (const Json common = agreed(said[key]); !common.is_null()) head[key] = common;
+  if (detail_) head["options"]["detail"] = word(*detail_);
   if (const Json check = self_check(); !check.is_null()) head["self_check"] = check;
   std::vector<std::string> warned = told_warnings_;
   append_new(warned, warnings());
@@ -208,14 +240,14 @@ void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv) 
                {"numerics", numerics_},
                {"open_loop", true},
                {"warnings", warned},
-               {"shards", shards_},
+               {"shards", shards},
                {"cells", Json::array()}});
   std::string text = head.dump(2, ' ', false, Json::error_handler_t::replace);
   text.resize(text.rfind(']'));
   file.write(text);
   const char* separator = "";
-  for (const CellRecord& cell : cells()) {
-    file.write(separator + indented(cell_json(cell)));
+  for (const CellRecord* cell : cells()) {
+    file.write(separator + indented(cell_json(*cell)));
     separator = ",";
   }
   file.write(*separator == '\0' ? "]\n}\n" : "\n  ]\n}\n");

@@ -15,8 +15,8 @@
 
 namespace kvreplay {
 
-/// What the run.json of each folder says, and the cells of the files. What all runs agree in stands once; `shards` has
-/// what each of them says of itself. Folders are added first, then files.
+/// The run.json of each folder, and the cells of the files. Entries in which all runs agree stand at the top; `shards`
+/// has those of each run. Folders are added first, then files.
 class MergedRun {
  public:
   /// A folder without run.json is that of an interrupted run; a merged folder brings those that it was merged from.
@@ -25,13 +25,15 @@ class MergedRun {
   void add(const std::filesystem::path& folder, bool with_cells);
   /// A trace as the merged folder has it.
   void add(const TraceCells& all);
+  /// Its cells that did not fail, as far as they were added.
+  std::vector<const CellRecord*> cells_of(const std::string& trace) const;
 
   /// The coarsest of the folders': what all of them can show.
   Detail detail() const { return detail_.value_or(Detail::layer); }
   /// Of merging: those of the runs stand in the file alone.
   std::vector<std::string> warnings() const;
   /// By trace, then in the order of replay. Those that failed in one folder and are whole in another are whole.
-  std::vector<CellRecord> cells() const;
+  std::vector<const CellRecord*> cells() const;
 
   /// run.json, once all has been added; inputs and cells stand by the names of their traces.
   void write(ReplacedFile& file, const std::vector<std::string>& argv) const;
@@ -39,15 +41,16 @@ class MergedRun {
  private:
   using Json = nlohmann::ordered_json;
 
-  void join(const Json& run, const std::string& folder, bool with_cells);
-  void add_shard(Json shard);
+  void join(const Json& run, const std::filesystem::path& folder, bool with_cells);
   /// Of one that did not fail, without `with_whole`, only its place in the order is noted.
   void add(CellRecord cell, bool with_whole);
   Json self_check() const;
 
-  Json policies_ = Json::array(), metrics_ = Json::array(), shards_ = Json::array(), numerics_;
+  Json policies_ = Json::array(), metrics_ = Json::array(), numerics_;
+  std::map<std::string, Json> shards_;                 // by the absolute path of their folders
   std::vector<std::string> told_warnings_, troubles_;  // of the runs, and of merging them
   std::optional<Detail> detail_;
+  int folders_ = 0;
   std::map<std::string, Json> inputs_;        // by trace
   std::map<std::string, std::size_t> ranks_;  // of budgets and of policies with parameters, as folders list them
   std::map<std::pair<std::string, std::string>, CellRecord> all_;  // by trace and id, without their values

@@ -687,7 +687,7 @@ std::string twin_of(const TraceWork& work, const CellWork& twin) {
   return "";
 }
 
-/// The cell as tables and run.json show it: of its values, those over all layers and heads.
+/// The cell as tables and run.json show it: values over all layers and heads, seconds of all layers together.
 CellRecord summary_of(const TraceWork& work, const CellWork& cell) {
   const CellRecord* found = work.earlier(cell.facts.id);
   CellRecord summary =
@@ -698,6 +698,7 @@ CellRecord summary_of(const TraceWork& work, const CellWork& cell) {
   summary.family = word_of(cell.policy.card().family);
   if (summary.state == CellState::failed) summary.values.clear();
   for (auto& [name, values] : summary.values) values = Values(1, 1, values.values().back());
+  summary.seconds = {{0, summary.select_seconds()}};
   return summary;
 }
 
@@ -837,7 +838,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
     lock.emplace(request.output);
     check_files(request.output, works);
   }
-  RunSummary summary{.output = request.output};
+  RunSummary summary{.output = request.output, .detail = request.detail};
   Tally tally;
   std::optional<Error> refused;  // the first trace whose numbers are refused
   for (std::size_t i = 0; i < works.size(); ++i) {
@@ -856,6 +857,8 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
         throw;  // no fault of this trace: the results of the next could not be kept either
       } catch (const Error& error) {
         const Refusal refusal = error.refusal();
+        if (refusal == Refusal::interrupted && !request.output.empty())
+          throw Error{refusal, error.where(), "interrupted; finished traces are kept"};
         if (refusal != Refusal::input && refusal != Refusal::internal && refusal != Refusal::capability) throw;
         if (refusal == Refusal::input && !refused) refused = error;
         for (CellWork& cell : work.cells)
@@ -868,6 +871,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
       summary.cells.insert(summary.cells.end(), failed.begin(), failed.end());
     }
     summary.traces.push_back(std::move(work.facts));
+    summary.traces.back().values.clear();
   }
   const auto failed = [](const CellRecord& cell) { return !cell.error.empty(); };
   if (refused && std::ranges::all_of(summary.cells, failed)) throw *refused;

@@ -88,7 +88,8 @@ struct RunSummary {
   std::vector<std::string> self_check = {};  // "full 0", "budget ok", ...; what is violated says where
   std::vector<std::string> warnings = {};
 
-  std::string about = {};                               // run.json
+  std::string about = {};  // run.json
+  Detail detail = Detail::layer;
   std::map<std::string, TraceInMemory> in_memory = {};  // of a run without a folder, by the names of the traces
 
   int failed() const;  // cells; the program's exit code is 6 when there are any

@@ -89,6 +89,7 @@ Json cell_json(const CellRecord& cell) {
                  {"budget_tokens", cell.budget_tokens},
                  {"own_memory", cell.own_memory},
                  {"state", word(cell.state)}};
+  if (!cell.source.empty()) result["source"] = cell.source;
   if (!cell.error.empty()) result["error"] = cell.error;
   return result;
 }
@@ -101,6 +102,7 @@ CellRecord cell_of(const Json& cell) {
   record.budget_tokens = cell.value("budget_tokens", 0);
   record.own_memory = cell.value("own_memory", false);
   record.state = text("state") == word(CellState::failed) ? CellState::failed : CellState::done;
+  record.source = text("source");
   record.error = text("error");
   return record;
 }

@@ -481,7 +481,12 @@ TraceRecord read_trace_record(const File& file, const std::filesystem::path& pat
 
 void check_cells_format(const std::filesystem::path& path) { check_format(File::open(path), path); }
 
-TraceRecord read_trace_record(const std::filesystem::path& path) { return read_trace_record(File::open(path), path); }
+TraceCells read_cell_ids(const std::filesystem::path& path) {
+  const File file = File::open(path);
+  TraceCells all{read_trace_record(file, path), {}};
+  for (const std::string& id : file.group("cells").names()) all.cells.push_back({.id = id});
+  return all;
+}
 
 TraceCells read_trace_cells(const std::filesystem::path& path) {
   const File file = File::open(path);

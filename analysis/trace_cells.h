@@ -124,8 +124,8 @@ std::optional<DifferingCondition> differing_condition(const TraceRecord& expecte
 /// Throws Error{input} for a file that is no file of cells, or that of another version of kvreplay.
 void check_cells_format(const std::filesystem::path& path);
 
-/// What a file of cells says of the trace, without its values. Throws as read_trace_cells.
-TraceRecord read_trace_record(const std::filesystem::path& path);
+/// The trace without its values, and the cells' ids alone. Throws as read_trace_cells.
+TraceCells read_cell_ids(const std::filesystem::path& path);
 
 /// Throws Error{input} for a file that is no file of cells, or a damaged one.
 TraceCells read_trace_cells(const std::filesystem::path& path);

@@ -15,7 +15,10 @@ Interruption::Asking::Asking(Interruption& interruption, const std::function<boo
   interruption_.ended_ = false;
 }
 
-Interruption::Asking::~Asking() { interruption_.wanted_ = nullptr; }
+Interruption::Asking::~Asking() {
+  interruption_.wanted_ = nullptr;
+  interruption_.ended_ = false;
+}
 
 bool Interruption::ended() {
   if (wanted_ && std::this_thread::get_id() == caller_) {
@@ -29,7 +32,7 @@ bool Interruption::ended() {
 }
 
 void Interruption::require_all_done() const {
-  if (ended_) throw Error{Refusal::interrupted, where_, "interrupted; finished traces are kept"};
+  if (ended_) throw Error{Refusal::interrupted, where_, "interrupted"};
 }
 
 }  // namespace kvreplay

@@ -24,7 +24,7 @@ const ConfiguredPolicy* policy_taken_from(const std::vector<LayerPlan>& plans) {
 
 void ReplayedTrace::poll() const {
   if (interrupted && interrupted())
-    throw Error{Refusal::interrupted, trace.path().string(), "interrupted; finished traces are kept"};
+    throw Error{Refusal::interrupted, trace.path().string(), "interrupted"};
 }
 
 bool PlannedRange::shares_later_layer() const {

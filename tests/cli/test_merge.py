@@ -78,7 +78,7 @@ def test_shards_with_different_controls_are_merged_with_a_warning(folder: Path) 
         answer = kvreplay("merge", f"of-{order[-1]}", *order.split(), folder=folder)
         assert answer.code == 0 and "options controls: " in answer.err, answer
         run = about(folder / f"of-{order[-1]}")
-        assert "options" not in run
+        assert "controls" not in run["options"] and run["options"]["eval"] == "continuation"
         assert sorted(shard["options"]["controls"] for shard in run["shards"]) == ["none", "twins"]
         assert run["self_check"]["result"][0] == "full 0", "where it was replayed"
     replay(folder, "twins/c", "b.h5", "h2o", "--controls", "twins")
@@ -97,7 +97,8 @@ def test_shards_become_the_run_of_one_machine(folder: Path, shards: str) -> None
                   "self_check", "cells"):  # fmt: skip
         assert told[entry] == whole[entry], entry
     shown = [shard["path"] for shard in told["shards"]]
-    assert shown == sorted(f"{shards}/{path.name}" for path in (folder / shards).iterdir())
+    assert shown == sorted(str(path) for path in (folder / shards).iterdir())
+    assert all("replay" in shard["argv"] for shard in told["shards"])
     assert {shard["backend"]["description"] for shard in told["shards"]} == {whole["backend"]["description"]}
     assert not list((folder / "out").rglob("*.partial"))
 
@@ -128,6 +129,56 @@ def test_tables_may_be_left_as_they_are(folder: Path) -> None:
     assert merged(folder).code == 0 and same(folder / "out", folder / "whole")
     for entry in ("inputs", "policies", "options", "self_check", "cells"):
         assert about(folder / "out")[entry] == told[entry] == about(folder / "whole")[entry], entry
+
+
+def test_tables_of_a_folder_do_not_become_outdated(folder: Path) -> None:
+    assert merged(folder, "by-trace/a").code == 0
+    assert refused(merged(folder, "by-trace/b", "--no-tables"), 2, "--no-tables", "results.csv would lack")
+    assert merged(folder, "by-trace/b").code == 0 and same(folder / "out", folder / "whole")
+
+
+def test_cells_that_run_json_does_not_list_are_merged_without_tables(folder: Path) -> None:
+    """A later call into a folder lists its own cells alone; an interrupted one has no list."""
+    replay(folder, "by-trace/a", "a.h5", "tova")
+    (folder / "by-trace/b/run.json").unlink()
+    assert merged(folder, "by-trace", "--no-tables").code == 0
+    told = {(cell["trace"], cell["policy"]) for cell in about(folder / "out")["cells"]}
+    assert {("a", "tova"), ("a", "h2o"), ("b", "h2o")} <= told
+    listed = len(about(folder / "out")["cells"])
+    assert merged(folder).code == 0 and len(about(folder / "out")["cells"]) == listed
+
+
+def test_versions_of_a_policy_are_not_mixed_without_tables(folder: Path) -> None:
+    for trace in "ab":
+        path = folder / f"by-trace/{trace}/run.json"
+        told = about(path.parent)
+        for cell in told["cells"]:
+            if cell["policy"] == "h2o":
+                cell["source"] = trace
+        path.write_text(json.dumps(told))
+    answer = merged(folder, "by-trace", "--no-tables")
+    assert refused(answer, 2, "by-trace/b/cells/b.h5", "h2o is of another version of its file than in by-trace/a")
+
+
+def test_a_failed_cell_stays_failed_in_its_own_folder(folder: Path) -> None:
+    told = about(folder / "whole")
+    told["cells"][0] |= {"state": "failed", "error": "no luck"}
+    (folder / "whole/run.json").write_text(json.dumps(told))
+    assert kvreplay("merge", "whole", folder=folder).code == 6
+    assert about(folder / "whole")["cells"][0]["state"] == "failed"
+
+
+def test_what_a_run_says_of_itself_is_renewed(folder: Path) -> None:
+    path = folder / "by-trace/b/run.json"
+    later = path.read_text()
+    path.unlink()
+    assert merged(folder, "by-trace").code == 0
+    assert about(folder / "out")["shards"][1].keys() == {"path"}
+    path.write_text(later.replace("budget ok", "budget VIOLATED in 1 cells"))
+    assert merged(folder, "by-trace").code == 0
+    run = about(folder / "out")
+    assert run["shards"][1]["options"] == json.loads(later)["options"]
+    assert "budget VIOLATED in 1 cells" in run["self_check"]["result"]
 
 
 def test_what_is_merged_is_replayed_no_more(folder: Path) -> None:
@@ -253,7 +304,7 @@ def test_other_seeds_and_options_are_named(folder: Path) -> None:
     assert answer.code == 0 and "options eval: continuation (by-trace/a), last:2 (other)" in answer.err
     assert "seed: 0 (by-trace/a), 3 (other)" in answer.err
     run = about(folder / "out")
-    assert "options" not in run and "seed" not in run
+    assert "eval" not in run["options"] and run["options"]["sliding"] == "skip" and "seed" not in run
     told = [(shard["options"]["eval"], shard["seed"]) for shard in run["shards"]]
     assert told == [("continuation", 0), ("last:2", 3)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -138,6 +139,46 @@ def test_results_in_memory_are_those_of_a_folder(small: Path, traces: Path, deta
         assert run.texts("small") == kept.texts("small") and run.prompt_hashes == kept.prompt_hashes
     assert (run.folder / "results.csv").read_bytes() == (kept.folder / "results.csv").read_bytes()
     assert done("diff", run.folder, kept.folder, folder=tmp_path) == "equal\n"
+
+
+def test_results_in_memory_have_the_detail_of_an_experiment(small: Path, tmp_path: Path) -> None:
+    experiment = tmp_path / "one.yaml"
+    experiment.write_text(f"traces: ['{small}']\npolicies: [h2o]\nbudgets: [0.1]\ndetail: summary\n")
+    run = kv.replay(f"@{experiment}", [], [])
+    assert set(run.results["layer"]) == {"all"}
+    assert set(kv.Run(run.folder).results["layer"]) == {"all"}
+
+
+def test_rows_are_chosen_by_their_texts(small: Path) -> None:
+    run = kv.replay(small, "h2o", 15)
+    chosen, kept = (one.rows(lambda rows: rows["budget_tokens"] == "15") for one in (run, kv.Run(run.folder)))
+    assert len(chosen) and chosen.equals(kept)
+
+
+def test_results_in_memory_may_be_sent_to_another_process(small: Path) -> None:
+    run = kv.replay(small, "h2o", 0.1)
+    kept, folder = run.selection("h2o", 0.1), run.folder
+    sent = pickle.loads(pickle.dumps(run))
+    del run
+    gc.collect()
+    assert not folder.exists() and sent.folder != folder
+    assert np.array_equal(sent.selection("h2o", 0.1).mask(), kept.mask()) and (sent.folder / "results.csv").exists()
+
+
+def test_progress_may_be_a_function(small: Path, traces: Path, tmp_path: Path) -> None:
+    heard: list[tuple[float, str]] = []
+    kv.replay(small, "h2o", 0.1, progress=lambda share, trace: heard.append((share, trace)))
+    assert heard == sorted(heard) and heard[-1] == (1.0, "small")
+
+    class Mine(Exception):
+        pass
+
+    def fail(share: float, trace: str) -> None:
+        raise Mine
+
+    for output in (None, tmp_path / "out"):
+        with pytest.raises(Mine):
+            kv.replay([small, traces / "sliding.h5"], "h2o", 0.1, progress=fail, output=output)
 
 
 def test_a_folder_that_was_asked_for_goes_with_the_run(small: Path) -> None:

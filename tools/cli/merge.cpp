@@ -16,7 +16,7 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"no-tables", 0, "", "", "leave results.csv and seconds.csv as they are: merge cells and run.json alone"},
+    {"no-tables", 0, "", "", "merge cells and run.json alone, into a folder without results.csv and seconds.csv"},
     progress_option,
     json_option};
 

@@ -421,6 +421,7 @@ void report_troubles(const RunSummary& summary) {
 Prepared prepared(const Asked& asked, const std::string& output,
                   const std::vector<std::shared_ptr<const Trace>>& in_memory = {}) {
   const Arguments& arguments = asked.arguments;
+  if (arguments.text("output").empty()) throw Error{Refusal::usage, "--output", "no folder for results"};
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Prepared all = requested(arguments);
   all.request.output = output;
@@ -457,7 +458,6 @@ int run_replay(const Arguments& given) {
   heed_interruptions();
   const Asked experiment = asked(given);
   const Arguments& arguments = experiment.arguments;
-  if (arguments.text("output").empty()) throw Error{Refusal::usage, "--output", "no folder for results"};
   Prepared all = prepared(experiment, arguments.text("output"));
   if (arguments.given("dry-run")) {
     print_plan(arguments, all);

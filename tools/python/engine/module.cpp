@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,19 +70,23 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
   RunSummary summary;
   std::vector<std::shared_ptr<const Trace>> traces;
   for (const nb::handle trace : in_memory) traces.push_back(opened_trace(trace));
-  const auto heard = [&progress](const Progress& now) {
+  std::optional<nb::python_error> raised;  // by `progress`: it ends the run
+  const auto heard = [&](const Progress& now) {
     const Locked locked;
     try {
-      progress(now.done, now.name);
-    } catch (nb::python_error& raised) {
-      throw as_error(raised);
+      if (!raised) progress(now.done, now.name);
+    } catch (nb::python_error& error) {
+      raised.emplace(std::move(error));
     }
   };
-  const Arguments arguments(replay_command, "kvreplay", words);
-  {
+  try {
     const Unlocked unlocked;
-    summary = replay_traces(arguments, traces, heard, asked_to_stop);
+    const Arguments arguments(replay_command, "kvreplay", words);
+    summary = replay_traces(arguments, traces, heard, [&] { return raised || asked_to_stop(); });
+  } catch (const Error&) {
+    if (!raised) throw;
   }
+  if (raised) throw *std::exchange(raised, std::nullopt);
   nb::list troubles;
   for (const CellRecord& cell : summary.cells)
     if (cell.state == CellState::failed)
@@ -92,8 +97,8 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
   found["failed"] = troubles;
   found["warnings"] = nb::cast(summary.warnings);
   found["about"] = summary.about;
-  found["detail"] = arguments.text("detail");
-  found["in_memory"] = in_memory_results(summary.in_memory, parse_detail(arguments.text("detail")));
+  found["detail"] = word(summary.detail);
+  found["in_memory"] = in_memory_results(summary.in_memory, summary.detail);
   return found;
 }
 

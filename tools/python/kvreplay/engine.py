@@ -103,7 +103,8 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-PRINTED = ("dry_run", "help", "json", "policy", "budget")  # what they would say is not printed here, or said otherwise
+# What they would print is returned here, or said otherwise.
+PRINTED = ("dry_run", "help", "json", "policy", "budget", "progress")
 
 
 def replay(
@@ -120,8 +121,9 @@ def replay(
 
     `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
     fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
-    folder as `kvreplay replay` writes it, whose finished cells are kept; None: results stay in memory. `progress`: a
-    bar, None: where somebody watches; or a function of the share that is done and the trace. `options`: those of the program, by their long names: device, threads, memory,
+    folder as `kvreplay replay` writes it, whose finished cells are kept; None: results stay in memory. `progress`: True
+    or False for a bar or none, None for a bar on terminals and in notebooks, or a function that is called with the
+    finished share and the trace's name. `options`: those of the program, by their long names: device, threads, memory,
     seed, eval, boundary, structure, protect, controls, detail, save, observables, force, no_text …
 
     Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
@@ -154,13 +156,13 @@ def plan(
     **options: Any,
 ) -> pd.DataFrame:
     """What `kv.replay` would do: a row for each trace with the cells to compute and those that the folder `output` has,
-    seconds, and bytes of memory, of mapped pages and on the disk."""
+    seconds, and bytes of memory, of mapped pages and of results. Takes its arguments, except `progress`."""
     import pandas as pd
 
     words, in_memory = _command_line(traces, policies, budgets, metrics, options)
     rows = json.loads(_engine.plan([*words, "--dry-run"], in_memory))["traces"]
     columns = ["name", "cells", "skipped", "seconds", "memory_bytes", "mapped_bytes", "disk_bytes"]
-    return pd.DataFrame([row | {"cells": len(row["cells"])} for row in rows])[columns]
+    return pd.DataFrame([row | {"cells": len(row["cells"])} for row in rows], columns=columns)
 
 
 def _command_line(

@@ -7,10 +7,11 @@ here, so that a policy is called the same everywhere.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,7 @@ COLUMNS = (
     "layer head metric variant value unit open_loop synthetic backend seed cell"
 ).split()
 NUMBERS = ["budget_tokens", "kept_tokens", "value"]
+OF_ROWS = "layer head metric variant value unit".split()  # the other columns are those of a cell, or of a trace
 MEASURED = ("decisions", "device", "dtype", "model_hash")  # further columns of live.csv: part of a row's key
 DECIDED_LIVE = "during-prefill"  # of "decisions": by the live model, which read no token that was evicted before
 TEXT = "text"  # and the last one: what the model wrote, as JSON
@@ -229,16 +231,20 @@ class Run:
         """The rows of one file that are wanted, or that skill is computed from; numbers as numbers."""
         pieces = []
         try:
-            # Objects until the choice is made: what is left out need not become a column of texts.
-            for rows in pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE):
+            for rows in self._pieces(path):
                 missing = [name for name in columns if name not in rows.columns]
                 if missing:
                     raise Error(str(path), "columns", ", ".join(columns), "no " + ", ".join(missing))
-                pieces.append(chosen(rows, wanted).astype(dict.fromkeys(columns, str)))
+                for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
+                rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
+                texts = [name for name in columns if rows[name].dtype == object]
+                pieces.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(texts, str)))
         except (OSError, ValueError) as problem:
             raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
         table = pd.concat(pieces)
         for name in NUMBERS:
+            if table[name].dtype == float:
+                continue
             number = pd.to_numeric(table[name], errors="coerce")
             wrong = table[name][number.isna() & (table[name] != "")]
             if len(wrong):
@@ -247,6 +253,10 @@ class Run:
             # pandas before 3.1 is off by one in the last place of some.
             table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
         return table
+
+    def _pieces(self, path: Path) -> Iterator[pd.DataFrame]:
+        """The rows of a file as Python objects, which are made faster than texts: most rows are left out."""
+        yield from pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE)
 
     @property
     def _labels(self) -> dict[Policy, str]:
@@ -578,13 +588,16 @@ class MemoryRun(Run):
         self._about = about
         self.about = json.loads(about)
 
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "folder"} | {"_open": {}}
+
     @cached_property
     def folder(self) -> Path:
         """A temporary results folder with the files that `kvreplay replay` writes."""
         from kvreplay import _engine
 
         folder = Path(tempfile.mkdtemp(prefix="kvreplay-"))
-        weakref.finalize(self, shutil.rmtree, folder)
+        weakref.finalize(self, delete_folder, folder, os.getpid())
         (folder / "cells").mkdir()
         for name, file in self._files.items():
             (folder / "cells" / f"{name}.h5").write_bytes(file)
@@ -595,23 +608,25 @@ class MemoryRun(Run):
     def _file(self, name: str) -> Path | None:
         return super()._file(name) if "folder" in vars(self) else None
 
-    @cached_property
-    def _rows(self) -> pd.DataFrame:
-        """The rows of results.csv, numbers as numbers."""
-        owners, metrics, (owner, layer, head, metric), value = self._columns
-        shared = [name for name in COLUMNS if name not in ("layer", "head", "metric", "variant", "value", "unit")]
-        rows = pd.DataFrame(owners, columns=shared).take(owner).reset_index(drop=True)
-        for name, number in (("layer", layer), ("head", head)):
-            rows[name] = np.where(number < 0, "all", number.astype(str))
+    def _pieces(self, path: Path) -> Iterator[pd.DataFrame]:
+        if path.name != "results.csv":
+            yield from super()._pieces(path)
+            return
+        owners, metrics, numbers, values = self._columns
+        shared = pd.DataFrame(owners, columns=[name for name in COLUMNS if name not in OF_ROWS], dtype=object)
         named = np.array(metrics, dtype=object).reshape(-1, 3)
-        rows[["metric", "variant", "unit"]] = named[metric]
-        rows["value"] = np.where(np.isfinite(value), value, np.nan)
-        for name in ("budget_tokens", "kept_tokens"):
-            rows[name] = pd.to_numeric(rows[name])
-        return rows[COLUMNS].astype({name: str for name in COLUMNS if name not in NUMBERS})
+        for begin in range(0, len(values), PIECE):
+            owner, layer, head, metric = (column[begin : begin + PIECE] for column in numbers)
+            value = values[begin : begin + PIECE]
+            rows = shared.take(owner).set_axis(range(begin, begin + len(owner)))
+            for name, number in (("layer", layer), ("head", head)):
+                rows[name] = np.where(number < 0, "all", number.astype(str))
+            rows[["metric", "variant", "unit"]] = named[metric]
+            rows["value"] = np.where(np.isfinite(value), value, np.nan)
+            yield rows[COLUMNS]
 
     def _read_results(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-        return chosen(self._rows, wanted)
+        return self._read_file(Path("results.csv"), COLUMNS, wanted)
 
     @cached_property
     def select_seconds(self) -> dict[tuple[str, str], float]:
@@ -628,11 +643,10 @@ class MemoryRun(Run):
         return h5py.File(h5py.h5f.open_file_image(self._files[trace]))
 
 
-def chosen(rows: pd.DataFrame, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-    """The rows that are wanted, or that skill is computed from, and in two more columns which they are."""
-    for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
-    rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
-    return rows[rows["wanted"] | for_skill]
+def delete_folder(folder: Path, process: int) -> None:
+    """Deletes a folder in the process that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 OBJECTS = ("backend", "build", "options", "self_check")  # of run.json
