@@ -23,6 +23,7 @@ class Submitted:
     allow_other_workers: bool
     resources: dict | None
     answer: Outcome | Exception
+    folders: tuple[str, ...]
 
     def add_done_callback(self, heard: Callable[[Submitted], None]) -> None:
         heard(self)
@@ -46,10 +47,10 @@ class Noting:
     def scheduler_info(self, n_workers: int) -> dict:
         return {"workers": self.workers}
 
-    def submit(self, call, *, key, workers, allow_other_workers, resources, pure) -> Submitted:
+    def submit(self, call, *folders: str, key, workers, allow_other_workers, resources, pure) -> Submitted:
         answers = self.ends.get(key[1], [])
         answer = answers.pop(0) if answers else Outcome(True, folder=f"{key[1]}-out", seconds=2.0)
-        self.submitted.append(Submitted(key[1], workers, allow_other_workers, resources, answer))
+        self.submitted.append(Submitted(key[1], workers, allow_other_workers, resources, answer, folders))
         return self.submitted[-1]
 
     def cancel(self, futures: list[Submitted], force: bool) -> None:
@@ -71,7 +72,7 @@ def test_all_are_done() -> None:
     schedule.run(client)
     assert max(seen) == 2  # as many as there is room for
     assert {record.state for record in schedule.records.values()} == {"done"}
-    assert schedule.folders == ["a-out", "b-out", "c-out"] and not client.cancelled
+    assert list(schedule.folders.values()) == ["a-out", "b-out", "c-out"] and not client.cancelled
     assert [one.workers for one in client.submitted] == [None] * 3
 
 
@@ -95,7 +96,7 @@ def test_what_fails_every_time_is_marked_with_the_reason() -> None:
     assert [one.name for one in client.submitted] == ["a", "b", "a", "a"]
     assert (schedule.records["a"].state, schedule.records["a"].attempts) == ("failed", 3)
     assert schedule.records["a"].reason == "the scheduler gave it up"
-    assert schedule.records["b"].state == "done" and schedule.folders == ["b-out"]
+    assert schedule.records["b"].state == "done" and schedule.folders == {"b": "b-out"}
 
 
 def test_traces_go_to_workers_that_name_their_folder() -> None:
@@ -116,6 +117,36 @@ def test_one_gpu_each() -> None:
     client = Noting(about)
     Schedule(tasks("a", "b"), 0).run(client)
     assert [one.resources for one in client.submitted] == [{"GPU": 1}] * 2
+
+
+def in_groups(folder: Path) -> tuple[list[Task], dict[str, list[Outcome | Exception]]]:
+    """A trace in two groups and what joins them; each leaves a folder."""
+    groups = tasks("a 1/2", "a 2/2")
+    left = [folder / str(i) for i in range(2)]
+    for one in left:
+        one.mkdir()
+    ends = {task.name: [Outcome(True, folder=str(one))] for task, one in zip(groups, left, strict=True)}
+    return [*groups, Task("a", 0, Path("/"), lambda *_: Outcome(True), ("a 1/2", "a 2/2")), *tasks("b")], ends
+
+
+def test_groups_are_joined_when_all_are_done(tmp_path: Path) -> None:
+    work, ends = in_groups(tmp_path)
+    client = Noting(workers(1), ends=ends)
+    schedule = Schedule(work, 0)
+    schedule.run(client)
+    assert [one.name for one in client.submitted] == ["a 1/2", "a 2/2", "a", "b"]
+    assert client.submitted[2].folders == (str(tmp_path / "0"), str(tmp_path / "1"))
+    assert schedule.folders == {"a": "a-out", "b": "b-out"} and not list(tmp_path.iterdir())
+
+
+def test_groups_are_not_joined_when_one_fails(tmp_path: Path) -> None:
+    work, ends = in_groups(tmp_path)
+    ends["a 2/2"] = [ValueError("no disk")]
+    schedule = Schedule(work, 0)
+    schedule.run(Noting(workers(1), ends=ends))
+    assert {record.name: record.state for record in schedule.records.values()} == {
+        "a 1/2": "done", "a 2/2": "failed", "a": "waiting", "b": "done"}  # fmt: skip
+    assert schedule.folders == {"a 1/2": str(tmp_path / "0"), "b": "b-out"}
 
 
 def test_stopped_early() -> None:

@@ -11,10 +11,13 @@ import pytest
 from program import done
 from trial_sweeps import CELLS, NAMES, Cluster, Sweeps, assert_equal, table, wait_for
 
+from kvreplay.sweep import tables
+from kvreplay.sweep.tables import parts
+
 
 def assert_whole(sweeps: Sweeps, single: Path) -> None:
     rows = table(sweeps.output)
-    assert list(rows) == NAMES and {row["state"] for row in rows.values()} == {"done"}
+    assert [name for name in rows if "/" not in name] == NAMES and {row["state"] for row in rows.values()} == {"done"}
     assert_equal(sweeps.output, single)
     assert not (sweeps.output / "shards").exists()
 
@@ -71,6 +74,57 @@ def test_protected_tokens_and_controls_reach_the_tasks(
     assert ",control,random-twin," in (sweeps.output / "results.csv").read_text()
 
 
+@pytest.mark.parametrize("part, count", [(tables.PART, 1), (4096, 2)])
+def test_tables_are_copied(
+    sweeps: Sweeps, single: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, part: int, count: int
+) -> None:
+    """By the client, or in parts by workers: byte for byte those that a merge writes."""
+    monkeypatch.setattr(tables, "PART", part)
+    monkeypatch.setattr(tables, "BLOCK", 512)
+    written: list[int] = []
+    monkeypatch.setattr(tables, "parts", lambda *asked: written.append(len(found := parts(*asked))) or found)
+    assert sweeps.run("--executor", f"dask:{cluster.address}").code == 0
+    assert written == [count, count]
+    done("merge", "merged", sweeps.output, folder=sweeps.folder)
+    for name in tables.TABLES:
+        assert (sweeps.output / name).read_bytes() == (sweeps.folder / "merged" / name).read_bytes()
+    assert_whole(sweeps, single)
+
+
+def one_trace(sweeps: Sweeps) -> list[str]:
+    """Fewer traces than workers; the names of what is computed."""
+    sweeps.operands = [sweeps.operands[0], *sweeps.operands[len(NAMES) :]]
+    return ["t0 1of2", "t0 2of2"]
+
+
+def test_a_trace_is_divided_among_workers(sweeps: Sweeps, cluster: Cluster) -> None:
+    groups = one_trace(sweeps)
+    done("replay", *sweeps.operands, "-o", "single", folder=sweeps.folder)
+    sweeps.fault_once(groups[1], "kill -9 $$")
+    answer = sweeps.run("--executor", f"dask:{cluster.address}")
+    assert answer.code == 0 and answer.out.startswith(f"sweep    3 of 3 tasks done   {CELLS} cells in "), answer
+    assert_equal(sweeps.output, sweeps.folder / "single")
+    rows = {name: (row["state"], row["attempts"]) for name, row in table(sweeps.output).items()}
+    assert rows == {"t0": ("done", "1"), "t0 1/2": ("done", "1"), "t0 2/2": ("done", "2")}
+    assert sorted(sweeps.calls()) == [groups[0], groups[1], groups[1]]
+
+
+def test_finished_groups_are_not_computed_again(sweeps: Sweeps, cluster: Cluster) -> None:
+    groups = one_trace(sweeps)
+    done("replay", *sweeps.operands, "-o", "single", folder=sweeps.folder)
+    sweeps.fault(f'[ "$name" = "{groups[0]}" ] || exec sleep 120')
+    words = ["--executor", f"dask:{cluster.address}"]
+    client = sweeps.start(*words)
+    wait_for(lambda: list(sweeps.output.glob("shards/*/run.json")) and groups[1] in sweeps.calls())
+    os.killpg(client.pid, signal.SIGKILL)
+    client.wait()
+    sweeps.fault("")
+    cells = CELLS - CELLS // 2 - 3  # without those of one policy and the controls
+    answer = sweeps.run(*words, "--resume")
+    assert answer.code == 0 and f" {cells} cells in " in answer.out, answer
+    assert_equal(sweeps.output, sweeps.folder / "single")
+
+
 def test_a_worker_of_it_is_killed(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
     sweeps.fault_once("t2", "kill -9 $PPID; sleep 60")
     answer = sweeps.run("--executor", f"dask:{cluster.address}", "--retries", 1)
@@ -91,7 +145,7 @@ def test_what_fails_every_time_is_marked(sweeps: Sweeps, single: Path, cluster: 
     assert (sweeps.output / "results.csv").exists()  # of the others
     sweeps.fault("")
     assert sweeps.run(*words).code == 0
-    assert sorted(sweeps.calls()) == ["t0", "t1", "t1", "t1", "t2", "t3"]  # nothing else is done again
+    assert sorted(sweeps.calls()[5:]) == ["t1 1of2", "t1 2of2"]  # by both workers, and nothing else is done again
     assert_whole(sweeps, single)
 
 

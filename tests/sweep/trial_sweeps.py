@@ -84,11 +84,11 @@ exec {PROGRAM} "$@"
 
     def fault_once(self, name: str, shell: str) -> None:
         """In the first attempt of a trace."""
-        self.fault(f'[ "$name" = {name} ] && mkdir {self.folder}/met 2>/dev/null && {{ {shell}; }}')
+        self.fault(f'[ "$name" = "{name}" ] && mkdir {self.folder}/met 2>/dev/null && {{ {shell}; }}')
 
     def calls(self) -> list[str]:
         path = self.folder / "calls"
-        return path.read_text().split() if path.exists() else []
+        return path.read_text().splitlines() if path.exists() else []
 
     def start(self, *words: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kvreplay.sweep.command", *self.operands, "-o", str(self.output)]

@@ -31,7 +31,7 @@ class Wanted:
     """A cluster as it is asked for."""
 
     executor: str  # local, dask:ADDRESS, slurm
-    workers: int
+    workers: int  # to start; of a running scheduler, the tasks at a time that it has room for
     gpus: int  # workers that have one
     allowance: Allowance  # of one task
     directives: tuple[str, ...]  # KEY=VALUE of sbatch
@@ -54,17 +54,23 @@ def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
             yield client
 
 
-@contextlib.contextmanager
-def running(wanted: Wanted, address: str, logs: Path) -> Iterator[str]:
-    """A scheduler that somebody else started; its workers are theirs."""
+def room_at(address: str) -> int:
+    """Tasks at a time of a scheduler that somebody else started."""
     from distributed import Client
 
     try:
-        Client(address, timeout=BUSY, set_as_default=False).close()
+        with Client(address, timeout=BUSY, set_as_default=False) as client:
+            return sum(client.nthreads().values())
     except (OSError, ValueError) as problem:
         text = str(problem).split("\n")[0]
         raise Error("--executor", "no scheduler answers", "dask:ADDRESS of a running one, as tcp://HOST:8786",
                     f"{address} ({text})", Refusal.CAPABILITY) from problem  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(wanted: Wanted, address: str, logs: Path) -> Iterator[str]:
+    """A scheduler that somebody else started; its workers are theirs."""
+    room_at(address)
     yield address
 
 

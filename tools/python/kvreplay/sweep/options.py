@@ -6,7 +6,7 @@ import argparse
 import re
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.sweep.executors import Wanted, cores_here, gpus_here, memory_here
+from kvreplay.sweep.executors import Wanted, cores_here, gpus_here, memory_here, room_at
 from kvreplay.sweep.work import Allowance
 
 
@@ -41,7 +41,8 @@ def wanted(arguments: argparse.Namespace) -> Wanted:
     if arguments.gpus != "auto" and not arguments.gpus.isdecimal():
         raise Error("--gpus", "number", "a whole number or auto", arguments.gpus, Refusal.USAGE)
     gpus = gpus_here() if arguments.gpus == "auto" else int(arguments.gpus)
-    workers = arguments.workers or gpus or max(1, cores_here() // 4)
+    there = room_at(executor.partition(":")[2]) if executor.startswith("dask:") else 0
+    workers = there or arguments.workers or gpus or max(1, cores_here() // 4)
     threads, memory = arguments.threads, arguments.memory
     if executor == "local":
         threads = threads or max(1, cores_here() // workers)

@@ -1,4 +1,4 @@
-"""What a sweep is to do: the dry run of `kvreplay replay`, one task for each trace that is not done."""
+"""What a sweep is to do: the dry run of `kvreplay replay`, and the tasks for each trace that is not done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvreplay.errors import Error
 from kvreplay.program import program
 from kvreplay.sweep.progress import duration
 from kvreplay.sweep.schedule import Task
-from kvreplay.sweep.work import DONE, SOME_FAILED, Allowance, Replay
+from kvreplay.sweep.work import DONE, SOME_FAILED, Allowance, Join, Replay
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,34 @@ class Plan:
         lines.append(f"{len(rows)} tasks; {workers} workers as fast as this machine: {duration(seconds / workers)}")
         return "\n".join(lines)
 
-    def tasks(self, output: Path, allowance: Allowance, device: Sequence[str]) -> list[Task]:
-        """One for each trace that is left; the longest first, so that none is left alone at the end."""
-        shards = output / "shards"
-        directory = str(Path.cwd())
-        command = (*program(), *self.words, *device)
-        return [
-            Task(
-                name=trace.name,
-                cells=trace.cells,
-                file=Path(trace.path).resolve(),
-                call=Replay(
-                    command, directory, str(Path(trace.path).absolute()), trace.name, str(shards),
-                    str(output / "cells" / f"{trace.name}.h5"), allowance,
-                ),
-            )
-            for trace in sorted(self.left, key=lambda trace: -trace.seconds)
-        ]  # fmt: skip
+    def tasks(self, output: Path, workers: int, allowance: Allowance, device: Sequence[str]) -> list[Task]:
+        """One for each trace that is left; the longest first, so that none is left alone at the end. A trace that takes
+        the time of several workers becomes as many tasks, each with some of its policies, and one that joins them."""
+        shards, directory = str(output / "shards"), str(Path.cwd())
+        all_seconds = sum(trace.seconds for trace in self.left)
+        tasks = []
+        for trace in sorted(self.left, key=lambda trace: -trace.seconds):
+            groups = self.groups(round(workers * trace.seconds / all_seconds) if all_seconds else 1)
+            names = [f"{trace.name} {i + 1}/{len(groups)}" for i in range(len(groups))] if groups[1:] else [trace.name]
+            file, path = Path(trace.path).resolve(), str(Path(trace.path).absolute())
+            for i, (name, words) in enumerate(zip(names, groups, strict=True)):
+                cells = trace.cells * (i + 1) // len(groups) - trace.cells * i // len(groups)
+                call = Replay((*program(), *words, *device), directory, path, name, shards,
+                              str(output / "cells" / f"{trace.name}.h5"), allowance)  # fmt: skip
+                tasks.append(Task(name, cells, file, call))
+            if groups[1:]:
+                tasks.append(Task(trace.name, 0, file, Join(program(), trace.name, shards), tuple(names)))
+        return tasks
+
+    def groups(self, count: int) -> list[tuple[str, ...]]:
+        """The words of at most `count` replays, each with some of the policies."""
+        policies = [i for i, word in enumerate(self.words, 1) if word == "--policy"]
+        if "--exclude" in self.words:  # an exclusion must exclude something: in a group without its policy it does not
+            return [self.words]
+        count = max(1, min(count, len(policies)))
+        taken = [{*policies[group::count]} for group in range(count)]
+        left_out = [{place for i in policies if i not in group for place in (i - 1, i)} for group in taken]
+        return [tuple(word for i, word in enumerate(self.words) if i not in places) for places in left_out]
 
 
 def mib(count: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import queue
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,8 @@ class Task:
     name: str
     cells: int  # its share of the work, as progress counts it
     file: Path  # what it reads: workers that name a folder above it come first
-    call: Callable[[], Outcome]
+    call: Callable[..., Outcome]  # with the folders of `joins`
+    joins: tuple[str, ...] = ()  # names of tasks that are done before it begins; it takes the place of their folders
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Schedule:
     retries: int
     changed: Callable[[Schedule], None] = lambda schedule: None
     records: dict[str, Record] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)  # what finished tasks left
+    folders: dict[str, str] = field(default_factory=dict)  # by name of a finished task, the folder that it left
     begun: float = field(default_factory=time.monotonic)
     seconds: float = 0.0  # until the last task ended
     workers: list[Worker] = field(default_factory=list)
@@ -84,7 +86,8 @@ class Schedule:
     def __post_init__(self) -> None:
         self.records = {task.name: Record(task.name, cells=task.cells) for task in self.tasks}
         self._failed_on: dict[str, set[str]] = {task.name: set() for task in self.tasks}
-        self._waiting = deque(self.tasks)
+        self._waiting = deque(task for task in self.tasks if not task.joins)
+        self._joins = [task for task in self.tasks if task.joins]
         self._running: dict[Future, tuple[Task, frozenset[str]]] = {}  # with the workers that have its file
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
 
@@ -145,6 +148,7 @@ class Schedule:
         wanted = near or {worker.address for worker in self._usable if failed_on and worker.address not in failed_on}
         future = client.submit(
             task.call,
+            *(self.folders[name] for name in task.joins),
             key=("kvreplay", task.name, uuid4().hex),  # never the same: an attempt that was given up may still run
             workers=sorted(wanted) or None,
             allow_other_workers=bool(wanted),
@@ -164,7 +168,12 @@ class Schedule:
         record.worker, record.seconds, record.reason = outcome.worker or where, outcome.seconds, outcome.reason
         if outcome.ok:
             record.state = "done"
-            self.folders.append(outcome.folder)
+            for name in task.joins:
+                shutil.rmtree(self.folders.pop(name), ignore_errors=True)
+            self.folders[task.name] = outcome.folder
+            for join in [join for join in self._joins if self.folders.keys() >= {*join.joins}]:
+                self._joins.remove(join)
+                self._waiting.appendleft(join)
         elif record.attempts <= self.retries:
             record.state = "waiting"
             if where:

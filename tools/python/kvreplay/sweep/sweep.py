@@ -13,15 +13,22 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.sweep.executors import Wanted, cluster
 from kvreplay.sweep.plan import Plan, call, planned
 from kvreplay.sweep.progress import Line, duration
 from kvreplay.sweep.schedule import Record, Schedule, Task, read_table, write_table
+from kvreplay.sweep.tables import write_tables
 from kvreplay.sweep.work import SOME_FAILED
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+NO_TABLES = ()  # "--no-tables", once `kvreplay merge` has it
 
 
 def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wanted, asked: argparse.Namespace) -> int:
@@ -36,14 +43,15 @@ def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wa
     except OSError as problem:
         raise Error(str(output), "cannot be made", "", str(problem.strerror)) from problem
     with alone(shards):
-        if merge(output, finished(shards)):
+        if earlier := finished(shards):
+            merge(output, earlier)
             plan = planned(words)
         for folder in shards.glob("*/"):
             shutil.rmtree(folder, ignore_errors=True)
-        tasks = plan.tasks(output.absolute(), wanted.allowance, device)
+        tasks = plan.tasks(output.absolute(), wanted.workers, wanted.allowance, device)
         done = [trace.name for trace in plan.traces if trace.done]
-        schedule = run_tasks(tasks, wanted, asked.retries, output / "tasks.csv", done, Line(asked.progress, "cells"))
-        merge(output, [Path(folder) for folder in schedule.folders])
+        schedule = run_tasks(tasks, wanted, asked.retries, output / "tasks.csv", done, Line(asked.progress, "cells"),
+                             lambda schedule, client: merge_tasks(output, schedule.folders, client))  # fmt: skip
         shutil.rmtree(shards, ignore_errors=True)
     return told(schedule, "cells", str(output))
 
@@ -65,25 +73,46 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def finished(shards: Path) -> list[Path]:
+def finished(shards: Path) -> list[str]:
     """Attempts that came to their end: run.json is written last."""
-    return sorted(path.parent for path in shards.glob("*/run.json"))
+    return sorted(str(path.parent) for path in shards.glob("*/run.json"))
 
 
-def merge(output: Path, folders: Sequence[Path]) -> bool:
-    """Into `output`; whether there was anything. A list in a file: thousands of names are no command line."""
-    if folders:
-        names = output / "shards" / "finished.txt"
-        names.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
-        call(["merge", str(output), f"@{names}", "--progress", "never"])
-    return bool(folders)
+def merge(output: Path, folders: Iterable[str], *options: str) -> None:
+    """Into `output`. A list in a file: thousands of names are no command line."""
+    names = output / "shards" / "finished.txt"
+    names.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
+    call(["merge", str(output), f"@{names}", "--progress", "never", *options])
+
+
+def merge_tasks(output: Path, folders: Mapping[str, str], client: Client) -> None:
+    """The results of finished tasks, by name. Their tables are copied into those of `output` where these have no other
+    rows: where no earlier results are there, and no trace of which a group failed."""
+    if not folders:
+        return
+    if (output / "run.json").exists() or any("/" in name for name in folders):
+        merge(output, folders.values())
+        return
+    merge(output, folders.values(), *NO_TABLES)
+    try:
+        write_tables(output, folders, client)
+    except (EOFError, OSError, ValueError):  # merging says what is wrong, if it still is
+        merge(output, folders.values())
 
 
 def run_tasks(
-    tasks: Sequence[Task], wanted: Wanted, retries: int, table: Path, done: Sequence[str], line: Line
+    tasks: Sequence[Task],
+    wanted: Wanted,
+    retries: int,
+    table: Path,
+    done: Sequence[str],
+    line: Line,
+    then: Callable[[Schedule, Client], None] = lambda schedule, client: None,
 ) -> Schedule:
-    """All of them, with a table that is kept up to date. `done`: names of tasks that earlier calls have finished."""
-    earlier = read_table(table)
+    """All of them, with a table that is kept up to date. `done`: names of tasks that earlier calls have finished;
+    `then` is called while there still is a cluster."""
+    # Of a group of policies only what is done: the next call may divide its trace otherwise.
+    earlier = {name: row for name, row in read_table(table).items() if "/" not in name or row.state == "done"}
     for name in earlier.keys() & set(done):  # an earlier client may have died before it heard of it
         earlier[name].state, earlier[name].reason = "done", ""
     written = 0.0
@@ -103,6 +132,7 @@ def run_tasks(
         with cluster(wanted, logs) as client:
             print(f"kvreplay: sweep: dashboard {client.dashboard_link}", file=sys.stderr, flush=True)
             schedule.run(client)
+            then(schedule, client)
     finally:
         line.clear()
         write_table(table, all_records(earlier, schedule))

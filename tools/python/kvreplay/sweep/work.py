@@ -58,32 +58,52 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Replay:
-    """One trace with all its policies and budgets, into a new folder below `shards`.
-
-    Every attempt has a folder of its own: one that was given up because its worker cannot be reached may still write.
-    """
+    """One trace with all or some of its policies, at all budgets, into a new folder below `shards`."""
 
     command: tuple[str, ...]  # the program, and the words of a replay
     directory: str  # in which relative paths of these words mean something
     trace: str
-    name: str  # of the trace
+    name: str  # of the task
     shards: str
     earlier: str  # the file of this trace's cells of earlier sweeps, which are not computed again
     allowance: Allowance
 
     def __call__(self) -> Outcome:
-        begin = time.monotonic()
-        folder = Path(self.shards) / f"{self.name}-{uuid4().hex[:12]}"
+        folder = new_folder(self.shards, self.name)
         cells = folder / "cells"
         cells.mkdir(parents=True)
         if Path(self.earlier).is_file():
-            shutil.copyfile(self.earlier, cells / f"{self.name}.h5")
+            shutil.copyfile(self.earlier, cells / Path(self.earlier).name)
         words = [*self.command, self.trace, "-o", str(folder), *self.allowance.words(memory_of_worker())]
-        code, said = run_program([*words, "--progress", "never"], self.directory, unwanted())
-        ok = code in (DONE, SOME_FAILED)
-        if not ok:
-            shutil.rmtree(folder, ignore_errors=True)
-        return Outcome(ok, "" if code == DONE else said, str(folder), time.monotonic() - begin, *names_of_worker())
+        return leave_results(folder, words, self.directory)
+
+
+@dataclass(frozen=True)
+class Join:
+    """The results of several tasks become those of one trace, in a new folder below `shards`."""
+
+    program: tuple[str, ...]
+    name: str  # of the trace
+    shards: str
+
+    def __call__(self, *folders: str) -> Outcome:
+        folder = new_folder(self.shards, self.name)
+        return leave_results(folder, [*self.program, "merge", str(folder), *folders], self.shards)
+
+
+def new_folder(shards: str, name: str) -> Path:
+    """A folder for one attempt: an attempt that was given up because its worker cannot be reached may still write."""
+    return Path(shards) / f"{name.replace('/', 'of')}-{uuid4().hex[:12]}"
+
+
+def leave_results(folder: Path, words: Sequence[str], directory: str) -> Outcome:
+    """Runs a program that writes results into a folder."""
+    begin = time.monotonic()
+    code, said = run_program([*words, "--progress", "never"], directory, unwanted())
+    ok = code in (DONE, SOME_FAILED)
+    if not ok:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(ok, "" if code == DONE else said, str(folder), time.monotonic() - begin, *names_of_worker())
 
 
 @dataclass(frozen=True)
