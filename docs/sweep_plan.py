@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
 """A plan of 80,000 cells on 1 to 256 workers: how much of their time they compute. Writes the table of cluster.md.
 
-    docs/sweep_plan.py TASKS.csv [--overhead SECONDS] [--hand-out SECONDS] [--join SECONDS] [--merge SECONDS] [--write]
+    docs/sweep_plan.py TASKS.csv OVERHEAD.json [--write]
 
-TASKS.csv is that of a measured sweep: task lengths are drawn from its `seconds`. A task then costs `--overhead` beside
-its work on its worker, the client hands out one task in `--hand-out` seconds, a worker takes tasks from `--join`
-seconds after the start, and when the last is done the client merges all, one in `--merge` seconds. Efficiency: seconds
-of work / (workers x seconds until all is merged).
+TASKS.csv is that of a measured sweep: lengths of traces are drawn from its `seconds`. OVERHEAD.json is what
+`tools/bench/sweep_overhead.py --json TRACE...` prints. The client hands out one task after the other, and each costs
+its worker some time beside its work. A trace that takes the time of several workers is divided among them. When the
+last task is done, the client merges all traces, and the workers copy the tables. Efficiency: seconds of work / (workers
+x seconds until the end).
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import re
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from kvreplay.sweep.progress import duration
 from kvreplay.sweep.schedule import read_table
 
 TASKS = 1000
-CELLS = 80  # a task: 20 policies at 4 budgets, the controls' apart
+POLICIES, CELLS = 20, 80  # a trace: at 4 budgets, the controls' cells apart
 PAGE = Path(__file__).with_name("cluster.md")
 MARKS = ("<!-- sweep_plan.py -->\n", "<!-- end of sweep_plan.py -->")
 
@@ -33,25 +36,40 @@ MARKS = ("<!-- sweep_plan.py -->\n", "<!-- end of sweep_plan.py -->")
 class Costs:
     """Seconds beside the work."""
 
-    overhead: float  # a task, on its worker
-    hand_out: float  # a task, at the client
-    join: float  # until workers take tasks
-    merge: float  # a task, at the client when the last is done
+    start: float = 0.0  # until workers take tasks
+    hand_out: float = 0.0  # a task, at the client
+    overhead: float = 0.0  # a task, on its worker
+    merge: float = 0.0  # a trace, at the client when the last task is done
+    copy: float = 0.0  # the tables of a trace, by one worker
+    group: float = 0.0  # each further group of a trace, as a part of its work
+    join: float = 0.0  # of the groups of a trace
 
 
 def makespan(lengths: np.ndarray, workers: int, costs: Costs) -> float:
-    """Seconds until all of these tasks are done and merged, each given in turn to the worker that is free first."""
-    free = [costs.join] * workers
-    heapq.heapify(free)
-    client = 0.0  # when it can hand out the next one
-    last = 0.0
-    for length in lengths:
-        begin = max(heapq.heappop(free), client)
-        client = begin + costs.hand_out
-        end = begin + costs.overhead + length
-        last = max(last, end)
-        heapq.heappush(free, end)
-    return last + costs.merge * len(lengths)
+    """Seconds until all traces are done and merged. As a sweep does it: see `Plan.tasks` and `Schedule.run`."""
+    waiting: deque[tuple[float, int]] = deque()  # length of a task, and its trace
+    left = {}  # of each trace that is divided, the groups to come
+    for trace, length in enumerate(lengths):
+        groups = max(1, min(POLICIES, round(workers * length / lengths.sum())))
+        waiting.extend([(length * (1 + costs.group * (groups - 1)) / groups, trace)] * groups)
+        if groups > 1:
+            left[trace] = groups
+    running: list[tuple[float, int]] = []  # end of a task, and its trace
+    client = costs.start  # when it can hand out the next task
+    now = 0.0
+    while waiting or running:
+        while waiting and len(running) < workers:
+            length, trace = waiting.popleft()
+            heapq.heappush(running, (client + costs.overhead + length, trace))
+            client += costs.hand_out
+        now, trace = heapq.heappop(running)
+        client = max(client, now)
+        if trace in left:
+            left[trace] -= 1
+            if left[trace] == 0:
+                del left[trace]
+                waiting.appendleft((costs.join, trace))
+    return now + len(lengths) * (costs.merge + costs.copy / workers)
 
 
 def drawn(seconds: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -68,13 +86,18 @@ def rows(lengths: np.ndarray, costs: Costs) -> list[tuple[int, float, float, flo
     return found
 
 
-def table(measured: np.ndarray, costs: Costs) -> str:
+def table(measured: np.ndarray, found: dict[str, float]) -> str:
+    """`found`: of tools/bench/sweep_overhead.py."""
     lengths = drawn(measured)
+    costs = Costs(found["start"], found["scheduling"], found["program"], found["merge"],
+                  found["copy"] * found["tables"], found["group"], found["join"])  # fmt: skip
     lines = [
-        f"{TASKS} tasks of {CELLS} cells, lengths drawn from {len(measured)} measured tasks of {measured.min():.1f} to "
-        f"{measured.max():.1f} s: {duration(lengths.sum())} of work;",
+        f"{TASKS} traces with {CELLS} cells, lengths drawn from {len(measured)} measured tasks of {measured.min():.1f} "
+        f"to {measured.max():.1f} s: {duration(lengths.sum())} of work;",
         f"{1000 * costs.overhead:.0f} ms beside each on its worker, {1000 * costs.hand_out:.1f} ms each at the client, "
-        f"{costs.join:.1f} s until the first, {1000 * costs.merge:.0f} ms each to merge at the end.",
+        f"{costs.start:.1f} s until the first;",
+        f"at the end {1000 * costs.merge:.1f} ms for each trace to merge, and {1000 * costs.copy:.0f} ms over the "
+        f"number of workers to copy its {found['tables']:.0f} MB of tables.",
         "",
         "| workers | time | speed-up | efficiency |",
         "| ---: | ---: | ---: | ---: |",
@@ -87,16 +110,13 @@ def table(measured: np.ndarray, costs: Costs) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("tasks", type=Path)
-    options.add_argument("--overhead", type=float, default=0.05, help="`program` of tools/bench/sweep_overhead.py")
-    options.add_argument("--hand-out", type=float, default=0.005, help="its `scheduling`")
-    options.add_argument("--join", type=float, default=3.0, help="its `join`; of Slurm: how long a job waits")
-    options.add_argument("--merge", type=float, default=0.1, help="its `merge`, or that of the measured sweep")
+    options.add_argument("overhead", type=Path)
     options.add_argument("--write", action="store_true", help="into docs/cluster.md")
     asked = options.parse_args()
     measured = np.array([record.seconds for record in read_table(asked.tasks).values() if record.state == "done"])
     if not len(measured):
         sys.exit(f"{asked.tasks}: no task that is done")
-    text = table(measured, Costs(asked.overhead, asked.hand_out, asked.join, asked.merge))
+    text = table(measured, json.loads(asked.overhead.read_text()))
     if not asked.write:
         print(text, end="")
         return

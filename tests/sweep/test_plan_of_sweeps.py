@@ -96,9 +96,11 @@ def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> Non
 
 def test_the_simulated_plan_by_hand() -> None:
     """Two workers from second 1: 3 and 2 s, then 2 s on the one that is free at 3.5; each costs half a second more."""
-    costs = Costs(overhead=0.5, hand_out=0.0, join=1.0, merge=0.0)
+    costs = Costs(start=1.0, overhead=0.5)
     assert makespan(np.array([3.0, 2.0, 2.0]), 2, costs) == 6.0
     assert makespan(np.array([3.0, 2.0, 2.0]), 1, costs) == 1.0 + 7.0 + 1.5
     # With a client that needs a second for each, the third worker begins two seconds after the first.
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(0.0, 1.0, 0.0, 0.0)) == 3.0
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(0.0, 1.0, 0.0, 0.5)) == 4.5
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(hand_out=1.0)) == 3.0
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(hand_out=1.0, merge=0.5, copy=0.25)) == 4.75
+    # Two groups of a trace, then what joins them.
+    assert makespan(np.array([4.0]), 2, Costs(group=0.5, join=0.25)) == 3.25

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What a task costs beside its work: seconds a task through Dask, of work that does nothing and of a tiny replay.
+"""What a sweep costs beside its work, in seconds: through Dask, of work that does nothing and of a tiny replay.
 
-    tools/bench/sweep_overhead.py [--tasks N] [--workers N] [--json]
+    tools/bench/sweep_overhead.py [TRACE...] [--tasks N] [--workers N] [--json]
 
-`scheduling`: tasks whose work returns at once. `program`: replays of tiny traces as tasks, less the same replays called
-one after the other, which take `replay`. `join`: seconds until a worker of this machine takes tasks. `merge`: seconds a
-task.
+`start`: until a worker of this machine takes tasks. `scheduling`: of this process, client and scheduler, for each task.
+`program`: for each task on its worker, replays of tiny traces as tasks, less the same replays called one after the
+other, which take `replay`. With traces, at twenty policies and four budgets with one thread: `merge` for each trace;
+`copy` for each MB of the tables, by one process; `group`: what a second group adds to the work of a trace, as a part of
+it; `join`: for each trace in two groups.
 """
 
 from __future__ import annotations
@@ -17,16 +19,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvreplay.program import program
 from kvreplay.sweep.executors import Wanted, cluster
+from kvreplay.sweep.plan import planned
 from kvreplay.sweep.schedule import Schedule, Task
-from kvreplay.sweep.sweep import finished, merge
+from kvreplay.sweep.sweep import NO_TABLES, merge
+from kvreplay.sweep.tables import TABLES, parts
 from kvreplay.sweep.work import Allowance, Outcome, Replay
 
 SHAPE = ["--layers", "2", "--prompt", "64", "--continuation", "8", "--head-dim", "8"]
 ASKED = ["-p", "local", "-b", "0.5"]
+POLICIES = (
+    "snapkv,h2o,chunkkv,local,streaming-llm,tova,knorm,keydiff,lagkv,expected-attention,ada-kv,pyramid-kv,vatp,"
+    "observed-attention,value-norm,strided,truncate,nacl,scissorhands,cur"
+)
+UNITS = {"tables": "MB a trace", "group": "of its work"}
+PLAN = ["-p", POLICIES, "-b", "0.05,0.1,0.2,0.4"]
 
 
 def nothing() -> Outcome:
@@ -42,15 +53,12 @@ def scheduled(client, calls: list[Callable[[], Outcome]]) -> float:
 
 
 def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
-    """Seconds by what they are for."""
+    """Seconds by what they are for, of tiny traces."""
     found: dict[str, float] = {}
-    output = folder / "out"
     names = [f"tiny-{i}" for i in range(tasks)]
     for i, name in enumerate(names):
         words = ["synth", "sinks", "-o", str(folder / f"{name}.h5"), "--seed", str(i), *SHAPE]
         subprocess.run([*program(), *words], check=True, stdout=subprocess.DEVNULL)
-    shards = output / "shards"
-    shards.mkdir(parents=True)
     command = (*program(), "replay", *ASKED)
 
     def replay(name: str, into: Path) -> Replay:
@@ -64,29 +72,66 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
     with cluster(Wanted("local", workers, 0, Allowance(1, None), ()), folder) as client:
         client.wait_for_workers(workers)
         scheduled(client, [nothing] * workers)
-        found["join"] = time.monotonic() - begin
-        found["scheduling"] = scheduled(client, [nothing] * tasks) / tasks
-        found["program"] = workers * scheduled(client, [replay(name, shards) for name in names]) / tasks - direct
+        found["start"] = time.monotonic() - begin
+        begin = time.process_time()
+        scheduled(client, [nothing] * tasks)
+        found["scheduling"] = (time.process_time() - begin) / tasks
+        replays = [replay(name, folder / "shards") for name in names]
+        found["program"] = workers * scheduled(client, replays) / tasks - direct
     found["replay"] = direct
-    begin = time.monotonic()
-    merge(output, finished(shards))
-    found["merge"] = (time.monotonic() - begin) / tasks
     return found
+
+
+def measure_results(traces: list[str], output: Path) -> dict[str, float]:
+    """Seconds by what they are for, of the results of these traces."""
+    (output / "shards").mkdir(parents=True)
+    plan = planned([*traces, *PLAN, "-o", str(output)])
+    whole: list[Outcome] = []
+    groups: list[Outcome] = []
+    joined: list[Outcome] = []
+    for trace in plan.left:
+        of_one = replace(plan, traces=(trace,))
+        [task], [*two, join] = (of_one.tasks(output, workers, Allowance(1, None), ()) for workers in (1, 2))
+        whole.append(task.call())
+        groups += (halves := [half.call() for half in two])
+        joined.append(join.call(*(half.folder for half in halves)))
+    assert all(outcome.ok for outcome in whole + groups + joined)
+    seconds = [sum(outcome.seconds for outcome in outcomes) for outcomes in (whole, groups, joined)]
+    folders = [outcome.folder for outcome in whole]
+    begin = time.monotonic()
+    merge(output, folders, *NO_TABLES)
+    found = {"merge": (time.monotonic() - begin) / len(whole)}
+    begin = time.monotonic()
+    copied = 0
+    for name in TABLES:
+        [part] = parts(output / f"{name}.partial", [Path(folder) / name for folder in folders], 1)
+        part()
+        copied += part.pieces[-1].end
+    return found | {
+        "copy": (time.monotonic() - begin) / copied * 1e6,
+        "tables": copied / len(whole) / 1e6,
+        "group": seconds[1] / seconds[0] - 1,
+        "join": seconds[2] / len(joined),
+    }
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("traces", nargs="*")
     options.add_argument("--tasks", type=int, default=200)
     options.add_argument("--workers", type=int, default=1)
     options.add_argument("--json", action="store_true")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         found = measure(asked.tasks, asked.workers, Path(folder))
+        if asked.traces:
+            found |= measure_results(asked.traces, Path(folder) / "results")
     if asked.json:
         print(json.dumps(found, indent=2))
         return
-    for name, seconds in found.items():
-        print(f"{name:12}{1000 * seconds:10.1f} ms")
+    for name, value in found.items():
+        unit = UNITS.get(name)
+        print(f"{name:12}{value:10.3f} {unit}" if unit else f"{name:12}{1000 * value:10.2f} ms")
 
 
 if __name__ == "__main__":
