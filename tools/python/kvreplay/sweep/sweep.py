@@ -48,7 +48,7 @@ def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wa
             plan = planned(words)
         for folder in shards.glob("*/"):
             shutil.rmtree(folder, ignore_errors=True)
-        tasks = plan.tasks(output.absolute(), wanted.workers, wanted.allowance, device)
+        tasks = plan.tasks(output.absolute(), wanted.gpus or wanted.workers, wanted.allowance, device)
         done = [trace.name for trace in plan.traces if trace.done]
         schedule = run_tasks(tasks, wanted, asked.retries, output / "tasks.csv", done, Line(asked.progress, "cells"),
                              lambda schedule, client: merge_tasks(output, schedule.folders, client))  # fmt: skip
