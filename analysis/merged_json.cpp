@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <set>
 #include <tuple>
 
 #include "analysis/run_json.h"
@@ -27,6 +26,13 @@ template <class List, class More>
 void append_new(List& list, const More& more) {
   for (const auto& one : more)
     if (std::ranges::find(list, one) == list.end()) list.push_back(one);
+}
+
+/// Without a copy.
+const Json& list_of(const Json& run, const char* key) {
+  static const Json none = Json::array();
+  const auto found = run.find(key);
+  return found == run.end() ? none : *found;
 }
 
 Json read_run(const fs::path& path) {
@@ -90,7 +96,7 @@ void MergedRun::add(const fs::path& folder, bool with_cells) {
 
 void MergedRun::join(const Json& run, const fs::path& folder, bool with_cells) {
   std::map<std::string, Json> shards;
-  for (const Json& shard : run.value("shards", Json::array()))
+  for (const Json& shard : list_of(run, "shards"))
     if (shard.value("build", Json::object()).is_object()) shards[shard.at("path").get<std::string>()] = shard;
   if (shards.empty()) {
     Json& own = shards[fs::absolute(folder).lexically_normal().string()] = Json::object();
@@ -108,15 +114,15 @@ void MergedRun::join(const Json& run, const fs::path& folder, bool with_cells) {
     // What a folder says of itself now takes the place of what was said when it was merged earlier.
     if (!run.contains("shards") || !shards_.contains(path)) shards_[path] = shard;
   }
-  for (const Json& input : run.value("inputs", Json::array())) {
+  for (const Json& input : list_of(run, "inputs")) {
     Json& known = inputs_[input.at("trace").get<std::string>()];
     if (known.is_null() || known.contains("error")) known = input;
   }
-  append_new(policies_, run.value("policies", Json::array()));
-  append_new(metrics_, run.value("metrics", Json::array()));
+  append_new(policies_, list_of(run, "policies"));
+  append_new(metrics_, list_of(run, "metrics"));
   append_new(told_warnings_, run.value("warnings", std::vector<std::string>()));
   if (numerics_.is_null()) numerics_ = run.value("numerics", Json());
-  for (const Json& cell : run.value("cells", Json::array())) add(cell_of(cell), with_cells);
+  for (const Json& cell : list_of(run, "cells")) add(cell_of(cell), with_cells);
 }
 
 void MergedRun::add(CellRecord cell, bool with_whole) {
@@ -162,16 +168,18 @@ std::vector<const CellRecord*> MergedRun::cells() const {
   const auto as_asked = [](const CellRecord& cell) {
     return std::tie(cell.trace, cell.policy, cell.params, cell.budget);
   };
-  std::set<std::tuple<std::string, std::string, std::string, std::string>> whole;
+  const auto is_whole = [&](const CellRecord& failed) {
+    return std::ranges::any_of(cells_of(failed.trace),
+                               [&](const auto* cell) { return as_asked(*cell) == as_asked(failed); });
+  };
+  std::vector<std::tuple<std::string_view, std::size_t, bool, std::size_t, std::string_view, const CellRecord*>> places;
   for (const auto& [key, cell] : all_)
-    if (cell.state != CellState::failed) whole.insert(as_asked(cell));
+    if (!cell.id.empty() || !is_whole(cell))
+      places.emplace_back(cell.trace, ranks_.at(cell.budget), cell.role != "asked",
+                          ranks_.at(cell.policy + ":" + cell.params), cell.id, &cell);
+  std::ranges::sort(places);
   std::vector<const CellRecord*> cells;
-  for (const auto& [key, cell] : all_)
-    if (cell.state != CellState::failed || !cell.id.empty() || !whole.contains(as_asked(cell))) cells.push_back(&cell);
-  std::ranges::sort(cells, {}, [&](const CellRecord* cell) {
-    return std::tuple(std::string_view(cell->trace), ranks_.at(cell->budget), cell->role != "asked",
-                      ranks_.at(cell->policy + ":" + cell->params), std::string_view(cell->id));
-  });
+  for (const auto& place : places) cells.push_back(std::get<const CellRecord*>(place));
   return cells;
 }
 

@@ -23,8 +23,7 @@ const ConfiguredPolicy* policy_taken_from(const std::vector<LayerPlan>& plans) {
 }  // namespace
 
 void ReplayedTrace::poll() const {
-  if (interrupted && interrupted())
-    throw Error{Refusal::interrupted, trace.path().string(), "interrupted"};
+  if (interrupted && interrupted()) throw Error{Refusal::interrupted, trace.path().string(), "interrupted"};
 }
 
 bool PlannedRange::shares_later_layer() const {

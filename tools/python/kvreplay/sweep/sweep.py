@@ -28,7 +28,7 @@ from kvreplay.sweep.work import SOME_FAILED
 if TYPE_CHECKING:
     from distributed import Client
 
-NO_TABLES = ()  # "--no-tables", once `kvreplay merge` has it
+NO_TABLES = ("--no-tables",)
 
 
 def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wanted, asked: argparse.Namespace) -> int:
