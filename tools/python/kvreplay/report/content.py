@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
             whole[trace, cell][table.SELECT] = run.select_seconds[trace, cell]
     names = ["trace", "cell", "layer", "metric", "variant", "value"]
     for trace, cell, layer, metric, variant, value in rows[names].itertuples(index=False, name=None):
-        if (metric, variant) not in metrics or (metric, variant) == table.KEPT or not table.defined(value):
+        if (metric, variant) not in metrics or (metric, variant) == table.KEPT or not math.isfinite(value):
             continue
         if layer == "all":
             whole[trace, cell][metric, variant] = value

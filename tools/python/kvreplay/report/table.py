@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,16 +10,6 @@ from kvreplay.results import TraceFacts
 from kvreplay.skill import SKILL
 
 Metric = tuple[str, str]  # name, variant
-
-
-def three_digits(value: float) -> str:
-    """For shares, cosines and distances."""
-    return f"{value:.3f}"
-
-
-def one_digit(value: float) -> str:
-    """For mean numbers of tokens."""
-    return f"{value:.1f}"
 
 
 # Units from the largest: how many make one, and the name. A drawing takes the first of which its largest value has one.
@@ -47,7 +36,7 @@ class Column:
     title: str
     metric: Metric
     meaning: str
-    write: Callable[[float], str] = three_digits
+    write: Callable[[float], str] = "{:.3f}".format
     units: Units = ()  # none: a share, a cosine or a distance
 
     def best(self, better: dict[str, str]) -> int:
@@ -55,6 +44,7 @@ class Column:
         return {"higher": 1, "lower": -1}.get(better.get(self.metric[0], ""), 0)
 
 
+TOKEN_COUNT = "{:.1f}".format
 KEPT = ("kept_tokens", "")
 MEMORY = ("kv_bytes", "")
 SELECT = ("select_seconds", "")
@@ -62,8 +52,8 @@ POOLED, PER_HEAD = ("output_error", "pooled"), ("output_error", "")
 SKILL_METRIC = (SKILL["name"], "")
 SKILL_MEANING = "0 as its random twin, 1 as the best set with its counts"
 REPLAYED = (
-    Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", one_digit, TOKENS),
-    Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", one_digit, TOKENS),
+    Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", TOKEN_COUNT, TOKENS),
+    Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", TOKEN_COUNT, TOKENS),
     Column("KiB", MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
     Column("recall", ("attention_recall", ""), "share of the attention that falls on kept tokens"),
     Column("skill", SKILL_METRIC, f"where its recall lies: {SKILL_MEANING}"),
@@ -90,7 +80,7 @@ COLUMNS = (*REPLAYED, *LIVE)
 
 @dataclass(frozen=True)
 class Line:
-    """One cell of one trace; `error` is empty unless it failed. `own_memory`: no budget binds it; `untold_memory`: none
+    """One cell of one trace that has not failed. `own_memory`: no budget binds it; `untold_memory`: none
     may bind it, the run does not say. `fails_twin`: it recalls no more than its random twin."""
 
     label: str
@@ -100,12 +90,11 @@ class Line:
     own_memory: bool = False
     untold_memory: bool = False
     fails_twin: bool = False
-    error: str = ""
 
     @property
     def compared(self) -> bool:
         """Only equal memory is compared."""
-        return self.role != "control" and not (self.error or self.own_memory or self.untold_memory)
+        return self.role != "control" and not (self.own_memory or self.untold_memory)
 
     @property
     def may_be_best(self) -> bool:
@@ -142,17 +131,15 @@ def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> fl
 
 def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, str]) -> list[list[list]]:
     """Of lines of one budget by column: value (None: undefined), text, whether it is the best."""
-    found = []
     best = [best_of(column, lines, better) for column in columns]
-    for line in lines:
-        values = [line.values.get(column.metric) for column in columns]
-        marked = [line.may_be_best and value is not None and value == top
-                  for value, top in zip(values, best, strict=True)]  # fmt: skip
-        found.append([
-            [value, "-" if value is None else column.write(value), mark]
-            for value, column, mark in zip(values, columns, marked, strict=True)
-        ])  # fmt: skip
-    return found
+
+    def texts_of(line: Line, column: Column, top: float | None) -> list:
+        value = line.values.get(column.metric)
+        if value is None:
+            return [None, "-", False]
+        return [value, column.write(value), line.may_be_best and value == top]
+
+    return [[texts_of(line, *of_column) for of_column in zip(columns, best, strict=True)] for line in lines]
 
 
 def trace_line(trace: TraceFacts, treated: int) -> str:
@@ -189,8 +176,3 @@ def skill_line(columns: Sequence[Column]) -> str:
     """What skill is, where a column has it."""
     shown = any(column.metric == SKILL_METRIC for column in columns)
     return f"skill = (recall - twin) / (oracle - twin): {SKILL_MEANING}" if shown else ""
-
-
-def defined(value: float) -> bool:
-    """Neither NaN nor infinite: what a table can show."""
-    return math.isfinite(value)
