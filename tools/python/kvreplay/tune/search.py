@@ -59,10 +59,8 @@ def halving_shares(candidates: int, traces: int) -> list[float]:
 
 
 def whole_log(number: int) -> int:
-    found = 0
-    while STEP ** (found + 1) <= number:
-        found += 1
-    return found
+    """The digits of the number to the base STEP, but one."""
+    return len(np.base_repr(number, STEP)) - 1
 
 
 def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) -> Found:
@@ -70,24 +68,24 @@ def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) 
     base = space.without_part(start, "allocate")
     uniform = space.with_values(base, {"allocate": "uniform"})
     space.with_values(base, {"allocate": "list", "shares": "1"})  # refused where its layers share sets
-    quarters, budgets = grid(objective.budget, min(one.tokens for one in traces))
-    run = objective.run("fitting", traces, [uniform], budgets, detail="layer")
+    sizes = grid(objective.budget, min(one.tokens for one in traces))
+    run = objective.run("fitting", traces, [uniform], list(sizes), detail="layer")
     rows = of_policies(objective.by_layer(run, traces), [uniform])
-    fits = sizes_that_fit(objective, run, rows, uniform, [one.name for one in traces], quarters, budgets)
-    quarters, budgets = [quarters[i] for i in fits], [budgets[i] for i in fits]
-    values = rows.pivot_table(index="layer", columns="budget", values="value", sort=True)[budgets].to_numpy()
+    sizes = sizes_that_fit(objective, run, rows, uniform, [one.name for one in traces], sizes)
+    quarters = list(sizes.values())
+    values = rows.pivot_table(index="layer", columns="budget", values="value", sort=True)[list(sizes)].to_numpy()
     chosen = exact.best_sizes(objective.sign * values, quarters, 4 * len(values))
-    shares = [quarters[i] for i in chosen]
-    best = space.with_values(base, {"allocate": "list", "shares": ",".join(f"{one / 4:g}" for one in shares)})
+    shares = ",".join(f"{quarters[i] / 4:g}" for i in chosen)
+    best = space.with_values(base, {"allocate": "list", "shares": shares})
     means = objective.means(traces, [start, best])
     better = objective.sign * (means[1] - means[0]) > 0
-    sizes = ", ".join(f"{one / 4:g}" for one in quarters)
-    return Found(start, best if better else start, f"{len(values)} layers of {sizes} times B each, {len(values)} B in "
+    tried = ", ".join(f"{one / 4:g}" for one in quarters)
+    return Found(start, best if better else start, f"{len(values)} layers of {tried} times B each, {len(values)} B in "
                  "all: exact on this grid")  # fmt: skip
 
 
-def grid(budget: str, prompt: int) -> tuple[list[int], list[str]]:
-    """The quarters of the budget that are sizes at all, and the literals that ask for them."""
+def grid(budget: str, prompt: int) -> dict[str, int]:
+    """The quarters of the budget that are sizes at all, ascending, by the literals that ask for them."""
     share, count = _engine.budget(budget)
     if budget.endswith("@seen") or not (share or count):
         raise Error("-b", "is not divided over layers", "a fraction of the prompt, or a count of tokens", budget,
@@ -100,22 +98,21 @@ def grid(budget: str, prompt: int) -> tuple[list[int], list[str]]:
             found.setdefault(str(size), quarters)
     found = {size: quarters for size, quarters in found.items() if quarters != 4 and size != str(share or count)}
     found[budget] = 4
-    ordered = sorted((quarters, size) for size, quarters in found.items())
-    return [quarters for quarters, _ in ordered], [size for _, size in ordered]
+    return dict(sorted(found.items(), key=lambda size: size[1]))
 
 
 def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: str, names: Sequence[str],
-                   quarters: list[int], budgets: list[str]) -> list[int]:  # fmt: skip
-    """Indices of the sizes at which every trace keeps by rule what it keeps at B. A list divides B after the rules have
-    had theirs: what was measured with other rules is not what the list would keep."""
-    middle = budgets[quarters.index(4)]
+                   sizes: dict[str, int]) -> dict[str, int]:  # fmt: skip
+    """The sizes at which every trace keeps by rule what it keeps at B. A list divides B after the rules have had
+    theirs: what was measured with other rules is not what the list would keep."""
+    middle = objective.budget
     tokens, by_rule = {}, {}  # by trace and size
     for one in rows[["trace", "cell", "budget", "budget_tokens"]].drop_duplicates().itertuples():
         selection = run.selection_of(one.cell, run.trace(one.trace).boundary)
         stays = 0 if selection is None else int((selection.sinks + selection.recent)[selection.layers].max())
         tokens[one.trace, one.budget], by_rule[one.trace, one.budget] = one.budget_tokens, stays
-    fits = []
-    for i, size in enumerate(budgets):
+    fits = {}
+    for size, quarters in sizes.items():
         for name in names:
             if (name, size) not in tokens and objective.failure():
                 raise Error(objective.metric, f"not defined for {policy} at {size} of {name}",
@@ -130,7 +127,7 @@ def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: s
         if any(by_rule[name, size] != by_rule[name, middle] for name in names):
             raise Error(policy, "what stays by rule grows with the budget", "a number of tokens, as in recent=64",
                         "a share of the budget", Refusal.USAGE)  # fmt: skip
-        fits.append(i)
+        fits[size] = quarters
     return fits
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,9 +154,13 @@ def candidates(start: str, space: dict[str, Domain], trials: int, seed: int) -> 
     generator = np.random.default_rng(seed)
     found, refused = {_engine.canonical(start): start}, []
     few = math.prod(one.count for one in space.values()) <= trials
-    for values in grid(space) if few else draws(space, REDRAWN * trials, generator):
+    if few:
+        draws = itertools.product(*(one.every for one in space.values()))
+    else:
+        draws = ([one.draw(generator) for one in space.values()] for _ in range(REDRAWN * trials))
+    for values in draws:
         try:
-            policy = with_values(start, values)
+            policy = with_values(start, dict(zip(space, values, strict=True)))
             found.setdefault(_engine.canonical(policy), policy)
         except Error as error:
             refused.append(error)
@@ -165,16 +169,6 @@ def candidates(start: str, space: dict[str, Domain], trials: int, seed: int) -> 
     if len(found) == 1 and refused:
         raise refused[0]
     return Candidates(list(found.values()), few, refused)
-
-
-def grid(space: dict[str, Domain]) -> Iterator[dict[str, str]]:
-    for values in itertools.product(*(one.every for one in space.values())):
-        yield dict(zip(space, values, strict=True))
-
-
-def draws(space: dict[str, Domain], count: int, generator: np.random.Generator) -> Iterator[dict[str, str]]:
-    for _ in range(count):
-        yield {name: one.draw(generator) for name, one in space.items()}
 
 
 def with_values(policy: str, values: dict[str, str]) -> str:
