@@ -6,7 +6,6 @@ P prompt tokens, T tokens in all, L layers, Hq query heads, Hkv KV heads, d comp
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import numbers
 import os
@@ -17,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.python_policies import Definition, FunctionPolicy, Policy, from_function, load, register, with_values
+from kvreplay.python_policies import FunctionPolicy, Policy, from_function, load, register, signature, with_values
 from kvreplay.trace import AnyPath, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from kvreplay.python_policies import Definition
     from kvreplay.results import Run
 
 try:
@@ -74,13 +74,7 @@ def _constructor(
     name: str, summary: str, paper: str, score: str, parameters: Sequence[tuple[str, str, str, str]]
 ) -> Callable[..., str]:
     """The function of a registered policy, with the signature and docstring that its declaration makes."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
     spelled = {one.replace(".", "_"): one for one, *_ in parameters}  # hybrid's chunkkv.chunk is no name in Python
-    declared = [
-        inspect.Parameter(one.replace(".", "_"), keyword, default=_value(standard))
-        for one, standard, _, _ in parameters
-    ]
-    more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
     lines = [summary, "", paper, score, ""] if paper or score else [summary, ""]
     lines += [f"{one}={standard}  {span}  {help}" for one, standard, span, help in parameters]
 
@@ -89,7 +83,7 @@ def _constructor(
 
     make.__name__ = make.__qualname__ = name.replace("-", "_")
     make.__doc__ = "\n".join(lines)
-    make.__signature__ = inspect.Signature([*declared, more], return_annotation="str")
+    make.__signature__ = signature((one.replace(".", "_"), _value(standard)) for one, standard, _, _ in parameters)
     return make
 
 
@@ -231,30 +225,23 @@ def _in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-class _bar:
+@contextlib.contextmanager
+def _bar(wanted: bool | None) -> Iterator[Callable[[float, str], None]]:
     """tqdm's bar, in terminals and notebooks."""
+    in_notebook = _in_notebook()
+    if in_notebook:
+        from tqdm.auto import tqdm
+    else:  # tqdm.auto would ask for widgets wherever IPython is imported
+        from tqdm import tqdm
 
-    def __init__(self, wanted: bool | None) -> None:
-        self._wanted = wanted
+    shown = wanted if wanted is not None else in_notebook or sys.stderr.isatty()
+    with tqdm(total=1.0, disable=not shown, bar_format="{desc}{percentage:3.0f} %|{bar}| {elapsed}<{remaining}") as bar:
 
-    def __enter__(self) -> Callable[[float, str], None]:
-        in_notebook = _in_notebook()
-        if in_notebook:
-            from tqdm.auto import tqdm
-        else:  # tqdm.auto would ask for widgets wherever IPython is imported
-            from tqdm import tqdm
+        def heard(share: float, trace: str) -> None:
+            bar.set_description_str(trace + " ", refresh=False)
+            bar.update(share - bar.n)
 
-        shown = self._wanted if self._wanted is not None else in_notebook or sys.stderr.isatty()
-        form = "{desc}{percentage:3.0f} %|{bar}| {elapsed}<{remaining}"
-        self._bar = tqdm(total=1.0, disable=not shown, bar_format=form)
-        return self._heard
-
-    def _heard(self, share: float, trace: str) -> None:
-        self._bar.set_description_str(trace + " ", refresh=False)
-        self._bar.update(share - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        yield heard
 
 
 def decision_and_store(policy: str, layers: int) -> tuple[str, str]:

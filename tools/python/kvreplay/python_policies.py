@@ -15,6 +15,7 @@ H rows of the policy's granularity (KV heads, query heads, or 1 for the layer), 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import linecache
 import marshal
@@ -23,7 +24,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -226,7 +227,7 @@ class Bound:
 
     def score(self, view: Any, rows: int) -> np.ndarray:
         """float64 [rows, n], or [Hq, n] where the engine makes rows of query heads."""
-        found = self._call("score", self.policy.score, view)
+        found = self.definition.call("score", self.policy.score, view)
         scores = self._numbers("scores", found, np.float64)
         kv, query, n = view.kv_heads, view.query_heads, view.tokens
         if scores.ndim == 2 and scores.shape[1] == n and scores.shape[0] in (rows, query):
@@ -238,7 +239,7 @@ class Bound:
 
     def select(self, scores: np.ndarray | None, tokens: int, budget: int, sinks: int, recent: int) -> np.ndarray:
         """int64 numbers of the tokens that stay, ascending."""
-        found = self._call("select", self.policy.select, Row(scores, tokens, budget, sinks, recent))
+        found = self.definition.call("select", self.policy.select, Row(scores, tokens, budget, sinks, recent))
         kept = np.sort(self._numbers("selected tokens", found, np.int64).ravel())
         if len(kept) > budget:
             raise self._wrong("selected tokens", f"at most {budget}", str(len(kept)))
@@ -251,7 +252,8 @@ class Bound:
     def allocate(self, division: Division, scores: Sequence[np.ndarray] | None) -> np.ndarray:
         """int64 [layers, H], or [layers] where it reads no scores."""
         rest = () if scores is None else (scores,)
-        found = self._numbers("counts", self._call("allocate", self.policy.allocate, division, *rest), np.int64)
+        given = self.definition.call("allocate", self.policy.allocate, division, *rest)
+        found = self._numbers("counts", given, np.int64)
         shape = (division.layers,) if scores is None else (division.layers, len(scores[0]))
         if found.shape != shape:
             raise self._wrong("counts", str(list(shape)), str(list(found.shape)))
@@ -261,14 +263,14 @@ class Bound:
 
     def share(self, layer: int, layers: int) -> int:
         """The layer whose set it uses."""
-        source = self._call("share", self.policy.share, layer, layers)
+        source = self.definition.call("share", self.policy.share, layer, layers)
         if not isinstance(source, int | np.integer) or not 0 <= source < layers:
             raise self._wrong("layer to share", f"0..{layers - 1}", str(source))
         return int(source)
 
     def schedule(self, budget: int, prompt: int, seen: int, held: int, block: int) -> int:
         """How many tokens each row holds from the end of a block on."""
-        found = self._call("schedule", self.policy.schedule, BlockEnd(budget, prompt, seen, held, block))
+        found = self.definition.call("schedule", self.policy.schedule, BlockEnd(budget, prompt, seen, held, block))
         if not isinstance(found, int | np.integer) or isinstance(found, bool) or not 1 <= found <= held + block:
             raise self._wrong("tokens held", f"1..{held + block}", str(found))
         if seen == prompt and found > budget:
@@ -277,7 +279,7 @@ class Bound:
 
     def store(self, view: Any, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
         """float32 keys and values [Hkv, P, d] as they are given back, and the bytes that the kept ones take."""
-        found = self._call("store", self.policy.store, view, kept.astype(bool))
+        found = self.definition.call("store", self.policy.store, view, kept.astype(bool))
         if not isinstance(found, tuple | list) or len(found) != 3:
             raise self._wrong("store", "keys, values and bytes", type(found).__name__)
         shape = (view.kv_heads, view.tokens, view.head_dim)
@@ -293,9 +295,6 @@ class Bound:
         if size.size != 1 or not 0 <= (size := size.item()) < np.inf:
             raise self._wrong("bytes", "a number, 0 or more", str(found[2]))
         return arrays[0], arrays[1], size
-
-    def _call(self, what: str, method: Callable, *arguments: Any) -> Any:
-        return self.definition.call(what, method, *arguments)
 
     def _numbers(self, what: str, found: Any, kind: type) -> np.ndarray:
         whole = kind is np.int64
@@ -322,18 +321,20 @@ class FunctionPolicy:
     def __init__(self, definition: Definition, function: Callable) -> None:
         self.definition = definition
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
-        keywords = [
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
-            for one in definition.parameters
-        ]
-        more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
-        self.__signature__ = inspect.Signature([*keywords, more], return_annotation="str")
+        self.__signature__ = signature((one.name, one.default) for one in definition.parameters)
 
     def __call__(self, **values: Standard) -> str:
         return with_values(self.definition.name, values)
 
     def __str__(self) -> str:
         return self.definition.name
+
+
+def signature(defaults: Iterable[tuple[str, Standard]]) -> inspect.Signature:
+    """Of a function that takes these parameters of a policy, and parts, and gives its text."""
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in defaults]
+    more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
+    return inspect.Signature([*keywords, more], return_annotation="str")
 
 
 def from_function(function: Callable, **options: Any) -> FunctionPolicy:
@@ -354,9 +355,8 @@ def from_function(function: Callable, **options: Any) -> FunctionPolicy:
     def make(values: Mapping[str, Standard]) -> Policy:
         made = object.__new__(Policy)
         for option, value in options.items():
-            setattr(
-                made, option, values[value] if option in ("recent", "sinks", "queries") and value in values else value
-            )
+            from_values = option in ("recent", "sinks", "queries") and value in values
+            setattr(made, option, values[value] if from_values else value)
         made.score = lambda view: function(view, **values)
         return made
 
@@ -471,7 +471,7 @@ def load(file: str, name: str) -> str:
         raise Error(file, "cannot be read", "a file with a policy in Python", "no such file", Refusal.INPUT)
     sys.path.insert(0, str(path.resolve().parent))  # its own imports
     try:
-        found = _run(str(path.resolve()))
+        found = _run(str(path.resolve()), path.read_bytes())
     except (Error, KeyboardInterrupt):
         raise
     except SyntaxError as problem:
@@ -499,12 +499,7 @@ def _is_policy(value: Any) -> bool:
     return is_class or isinstance(value, FunctionPolicy)
 
 
-_read: dict[str, dict[str, Any]] = {}
-
-
-def _run(file: str) -> dict[str, Any]:
+@functools.cache
+def _run(file: str, content: bytes) -> dict[str, Any]:
     """What the file defines; once for each content, since a command line may name several of its policies."""
-    key = f"{file}@{xxhash.xxh3_128_hexdigest(Path(file).read_bytes())}"
-    if key not in _read:
-        _read[key] = runpy.run_path(file)
-    return _read[key]
+    return runpy.run_path(file)
