@@ -105,7 +105,6 @@ def parser() -> Parser:
         prog="kvreplay export",
         description="Writes the numbers of a run as one table, or its kept sets as one HDF5 file: selections.h5 as "
         "format 1 had it, for scripts that read it.",
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote")

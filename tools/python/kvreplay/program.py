@@ -25,6 +25,9 @@ from kvreplay.errors import DISK_FULL, Error, Refusal
 class Parser(argparse.ArgumentParser):
     """A command line whose usage errors are ours; an unknown option is answered with the nearest one."""
 
+    def __init__(self, *, allow_abbrev: bool = False, **options: Any) -> None:
+        super().__init__(allow_abbrev=allow_abbrev, **options)
+
     @property
     def command(self) -> str:
         return re.split("[ /]", self.prog)[-1]
@@ -130,14 +133,6 @@ def say_notes(command: str, notes: Iterable[str]) -> None:
         print(f"kvreplay: {command}: {note}", file=sys.stderr)
 
 
-def not_installed(command: str, missing: ModuleNotFoundError) -> Error:
-    """A package that the command needs; a module of ours that is missing is a bug, and raised again."""
-    if (missing.name or "").partition(".")[0] == "kvreplay":
-        raise missing
-    need = "what tools/setup build python installs"
-    return Error(command, f"{missing.name} is not installed", need, "", Refusal.CAPABILITY)
-
-
 def _say(line: str) -> None:
     """Onto stderr. What cannot be written there is lost: there is nowhere left to say so."""
     with contextlib.suppress(OSError):
@@ -188,7 +183,8 @@ def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> i
         return int(Refusal.INTERRUPTED)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kvreplay"):
-            _say(f"kvreplay: {not_installed(command, error)}")
+            need = "what tools/setup build python installs"
+            _say(f"kvreplay: {Error(command, f'{error.name} is not installed', need)}")
             return int(Refusal.CAPABILITY)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _drop_output()

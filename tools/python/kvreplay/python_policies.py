@@ -202,24 +202,22 @@ class Bound:
 
     @property
     def sinks(self) -> int:
-        return self._amount("sinks", self.policy.sinks, "a number of tokens, 0 or more", (int,))
+        return self._amount("sinks", self.policy.sinks, 0, "a number of tokens, 0 or more", (int,))
 
     @property
     def recent(self) -> int | float:
         expected = "a number of tokens, 0 or more, or a fraction of the budget"
-        return self._amount("recent", self.policy.recent, expected, (int, float))
+        return self._amount("recent", self.policy.recent, 0, expected, (int, float))
 
-    def _amount(self, what: str, value: Any, expected: str, kinds: tuple[type, ...]) -> Any:
+    def _amount(self, what: str, value: Any, least: int, expected: str, kinds: tuple[type, ...]) -> Any:
         most = 1 if isinstance(value, float) else np.iinfo(np.int32).max
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
             raise self._wrong(what, expected, repr(value), Refusal.USAGE)
         return value
 
     @property
     def block(self) -> int:
-        if self._amount("block", self.policy.block, "a number of tokens, 1 or more", (int,)) < 1:
-            raise self._wrong("block", "a number of tokens, 1 or more", "0", Refusal.USAGE)
-        return self.policy.block
+        return self._amount("block", self.policy.block, 1, "a number of tokens, 1 or more", (int,))
 
     @property
     def allocates_by_scores(self) -> bool:
@@ -369,8 +367,7 @@ def _of_class(cls: type[Policy]) -> Definition:
     name = cls.__dict__.get("name") or cls.__name__
     found = {one: value for base in reversed(cls.__mro__) for one, value in vars(base).items()}
     parameters = [_declared(name, one, value) for one, value in found.items() if isinstance(value, Parameter)]
-    options = {one: getattr(cls, one) for one in ("paper", "formula", "heads", "agg")}
-    cls.definition = _definition(cls, name, cls.__doc__, options, parameters, lambda values: cls(**values))
+    cls.definition = _definition(cls, name, cls.__doc__, found, parameters, lambda values: cls(**values))
     return cls.definition
 
 

@@ -741,18 +741,15 @@ def labels(table: pd.DataFrame) -> pd.Series:
     distinct = table[CELL].drop_duplicates()
     same = distinct.groupby(["trace", "policy", "params", "budget"])
     beside = [name for name in ("boundary", "eval", "backend", "seed") if (same[name].nunique() > 1).any()]
-
-    def values(row: pd.Series) -> dict[str, str]:
-        return {name: row[name] for name in beside} | parameters(row["params"])
-
     names: dict[tuple[str, ...], str] = {}
     key = ["policy", "params", *beside]
     for policy, rows in distinct[key].drop_duplicates().groupby("policy"):
-        known = [values(row) for _, row in rows.iterrows()]
+        cells = rows.to_dict("records")
+        known = [{name: cell[name] for name in beside} | parameters(cell["params"]) for cell in cells]
         every = dict.fromkeys(name for one in known for name in one)
         differ = [name for name in every if len({one.get(name) for one in known}) > 1]
-        for (_, row), one in zip(rows.iterrows(), known, strict=True):
+        for cell, one in zip(cells, known, strict=True):
             suffix = ",".join(f"{name}={one[name]}" for name in differ if name in one)
-            names[tuple(row[key])] = f"{policy}:{suffix}" if suffix else str(policy)
+            names[tuple(cell.values())] = f"{policy}:{suffix}" if suffix else str(policy)
     rows = table[key].itertuples(index=False, name=None)
     return pd.Series([names[row] for row in rows], index=table.index, dtype=str)

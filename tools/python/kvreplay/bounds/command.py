@@ -19,7 +19,6 @@ def parser() -> Parser:
         "by what their scores do not know (score), by chunks (structure), and by how the slots are divided over the "
         "heads of a layer (head) and over the layers (layer). Numbers are open loop: queries as captured under the "
         "full cache.",
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("traces", metavar="TRACE", type=Path, nargs="+", help="what is replayed")

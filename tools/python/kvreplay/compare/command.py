@@ -18,7 +18,6 @@ def parser() -> Parser:
         description="Compares policies with a baseline on the same traces at the same budgets: mean paired difference, "
         "its 95 % bootstrap interval over prompts, sign-flip p, Holm-corrected over all lines printed. Numbers are "
         "open loop: queries as captured under the full cache.",
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` wrote")

@@ -82,14 +82,11 @@ def draw(choice: Choice) -> Drawing:
     data = []
     for i, (cell, share) in enumerate(strips):
         strip = sheet.place(x, y - 0.04 - (i + 1) * pitch, width, STRIP)
-        strip.imshow(columns.means(share)[None], cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
-                     extent=(0, len(columns), 0, 1))  # fmt: skip
         strip.set_yticks([])
-        strip.annotate(cell.label, (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
         held = f"heads={cell.heads}"
         if head is not None and total > 0:
             held += f": holds {100 * (attention @ share) / total:.1f} % of this head's attention to the prompt"
-        strip.annotate(held, (1, 1), (0, 3), "axes fraction", "offset points", ha="right")
+        columns.draw(strip, columns.means(share)[None], (0, 1), cell.label, held)
         pages.append(strip)
         data.append(pd.DataFrame({
             "policy": cell.label, "heads": cell.heads, "budget": choice.budgets[0], "layer": number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.axes import Axes
 
 MOST = 1000  # more than these a page cannot show
 
@@ -21,6 +22,13 @@ class Columns:
     def means(self, values: np.ndarray) -> np.ndarray:
         """Float [..., columns] of values [..., tokens]."""
         return np.add.reduceat(values, self.edges[:-1], axis=-1) / np.diff(self.edges)
+
+    def draw(self, axis: Axes, shares: np.ndarray, rows: tuple[float, float], name: str, beside: str) -> None:
+        """Shares [n, columns] in grey between the heights `rows`, with a name and other words above."""
+        axis.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+                    extent=(0, len(self), *rows))  # fmt: skip
+        axis.annotate(name, (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
+        axis.annotate(beside, (1, 1), (0, 3), "axes fraction", "offset points", ha="right")
 
     @property
     def words(self) -> str:

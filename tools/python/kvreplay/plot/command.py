@@ -50,7 +50,6 @@ def parser() -> Parser:
         prog="kvreplay plot",
         description="Draws a finished run. What a figure shows is open loop: queries as captured under the full cache.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("kind", metavar="KIND", help="what to draw, see below")
@@ -138,12 +137,7 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the files written; returns the exit code."""
-
-    def work() -> None:
-        for path in plot(parser().parse_args(argv)):
-            print(path)
-
-    return exit_code("plot", work)
+    return exit_code("plot", lambda: print(*plot(parser().parse_args(argv)), sep="\n"))
 
 
 if __name__ == "__main__":

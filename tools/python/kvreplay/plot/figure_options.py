@@ -23,7 +23,6 @@ class DrawnCell:
 
     label: str
     heads: str
-    role: str
     selection: Selection
 
 
@@ -148,7 +147,7 @@ class Choice:
             if selection is None:
                 self.notes.append(f"{label} keeps no fixed set")
             else:
-                drawn.append(DrawnCell(label, row["heads"], self.role(label), selection))
+                drawn.append(DrawnCell(label, row["heads"], selection))
         if not drawn:
             raise Error(str(self.run.folder), "nothing to draw", "a cell with a fixed set", "none")
         return drawn

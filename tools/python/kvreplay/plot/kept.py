@@ -37,10 +37,7 @@ def draw(choice: Choice) -> Drawing:
         axis, layers = sheet.axes[i], cell.selection.numbers
         share = cell.selection.mask().mean(axis=1)  # [n,P]
         drawn = columns.means(share)
-        axis.imshow(
-            drawn, cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
-            extent=(0, len(columns), len(layers) - 0.5, -0.5),
-        )  # fmt: skip
+        columns.draw(axis, drawn, (len(layers) - 0.5, -0.5), cell.label, f"heads={cell.heads}")
         axis.set_xlim(0, trace.boundary / per_column)
         position_ticks(axis.xaxis, trace.boundary, per_column)
         layer_ticks(axis.yaxis, layers, most=4)
@@ -48,8 +45,6 @@ def draw(choice: Choice) -> Drawing:
         axis.tick_params(labelbottom=i == len(cells) - 1)
         for edge, colour in spans.edges():
             axis.axvline(edge / per_column, color=colour, linewidth=0.5)
-        axis.annotate(cell.label, (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
-        axis.annotate(f"heads={cell.heads}", (1, 1), (0, 3), "axes fraction", "offset points", ha="right")
         data.append(pd.DataFrame({
             "policy": cell.label, "heads": cell.heads, "budget": choice.budgets[0],
             "layer": np.repeat(layers, len(columns)), "begin": np.tile(edges[:-1], len(layers)),

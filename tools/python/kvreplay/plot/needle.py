@@ -115,8 +115,7 @@ def draw(choice: Choice) -> Drawing:
         shown = np.arange(0, len(lengths), max(1, int(step)))
         axis.set_xticks(shown, [short(lengths.iloc[k]) for k in shown])
         axis.set_yticks(range(len(tenths)), [f"{100 * tenth // DEPTHS}" for tenth in tenths])
-        axis.tick_params(length=0)
-        axis.tick_params(labelleft=i % columns == 0)
+        axis.tick_params(length=0, labelleft=i % columns == 0)
         if i % columns == 0:
             axis.set_ylabel("depth / %")
         axis.set_xlabel("prompt tokens")

@@ -54,20 +54,21 @@ def draw(choice: Choice) -> Drawing:
         pairs = zip(edges[:-1], edges[1:], strict=True)
         positions = np.stack([quartiles(values[:, a:b].ravel(), axis=0) for a, b in pairs], axis=1)
         middle = (edges[:-1] + edges[1:] - 1) / 2
-        for axis, x, (low, median, high) in ((by_layer, layer, layers), (by_position, middle, positions)):
+        for axis, by, x, begin, end, (low, median, high) in (
+            (by_layer, "layer", layer, layer, layer + 1, layers),
+            (by_position, "position", middle, edges[:-1], edges[1:], positions),
+        ):
             if len(x) >= FEWEST_JOINED:
                 axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
                 axis.plot(x, median, color=colour)
             else:
                 axis.vlines(x, low, high, color=colour, linewidth=1)
                 axis.plot(x, median, "o", color=colour)
-        ends.append(LineEnd(kind, middle[-1], positions[1, -1], colour))
-        begins, ends_of = {"layer": layer, "position": edges[:-1]}, {"layer": layer + 1, "position": edges[1:]}
-        for by, (low, median, high) in {"layer": layers, "position": positions}.items():
             data.append(pd.DataFrame({
-                "tensor": kind, "by": by, "begin": begins[by], "end": ends_of[by],
+                "tensor": kind, "by": by, "begin": begin, "end": end,
                 "lower_quartile": low, "median": median, "upper_quartile": high,
             }))  # fmt: skip
+        ends.append(LineEnd(kind, middle[-1], positions[1, -1], colour))
     bottom = min(axis.get_ylim()[0] for axis in sheet.axes)
     top = max(axis.get_ylim()[1] for axis in sheet.axes)
     for axis in sheet.axes:

@@ -211,14 +211,10 @@ class Sheet:
             y = height - top - names[row] - (row + 1) * panel[1] - row * gap[1]
             self.axes.append(self.place(x, y, *panel))
         self.grid = (left, bottom, grid_width, height - top - names[0] - bottom)
-        y = height - margin
-        for one, size, weight, colour in heading:
-            y -= size * LINE * POINT
-            self.write(margin, y, one, size=size, weight=weight, color=colour)
-        y = bottom - below
-        for one, size, weight, colour in footing:
-            y -= size * LINE * POINT
-            self.write(margin, y, one, size=size, weight=weight, color=colour)
+        for y, lines in ((height - margin, heading), (bottom - below, footing)):
+            for one, size, weight, colour in lines:
+                y -= size * LINE * POINT
+                self.write(margin, y, one, size=size, weight=weight, color=colour)
 
     def place(self, x: float, y: float, width: float, height: float) -> Axes:
         """Axes at inches from the lower left corner."""

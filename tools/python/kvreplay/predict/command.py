@@ -27,7 +27,6 @@ def parser() -> Parser:
         prog="kvreplay predict",
         description="Rank correlation of offline metrics with live ones, over the policies of one prompt at one "
         "budget: mean over prompts and its 95 % bootstrap interval. Takes runs that `kvreplay live` has measured.",
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` and `kvreplay live` wrote")

@@ -15,7 +15,6 @@ def parser() -> Parser:
         prog="kvreplay report",
         description="Writes one HTML file of a finished run, which needs no network: table, curves, similarity of "
         "layers, budgets, and the prompt's text shaded by who kept it. Ranks need `kvreplay replay --save scores`.",
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote")

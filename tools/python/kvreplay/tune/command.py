@@ -35,7 +35,6 @@ def parser() -> Parser:
         "the paired difference. Searches parameters at random by successive halving; or divides the budget over "
         "layers (--layers), or the layers among policies (--ranges), both exactly. Numbers are open loop, queries as "
         "captured under the full cache; but those of kvreplay live, such as kld, are measured in a model (--model).",
-        allow_abbrev=False,
     )
     add = found.add_argument
     add("traces", metavar="TRACE", type=Path, nargs="+", help="traces to fit on, some of whose prompts are held out")
