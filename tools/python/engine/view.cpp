@@ -60,18 +60,20 @@ auto property(int (LayerView::*get)() const) {
   return [get](const View& view) { return ((*view).*get)(); };
 }
 
+/// What `compute` gives, without the interpreter's lock, while nobody else measures the layer.
+template <class Compute>
+decltype(auto) measured(const View& view, Compute compute) {
+  const Unlocked unlocked;
+  const std::scoped_lock alone(view.lock());
+  return compute();
+}
+
 template <class... Arguments>
 auto observable(const Matrix& (LayerView::*compute)(Arguments...) const) {
   return [compute](const View& view, Arguments... arguments) {
     (check(arguments), ...);
     const LayerView& layer = *view;
-    const Matrix* found = nullptr;
-    {
-      const Unlocked unlocked;
-      const std::scoped_lock alone(view.lock());
-      found = &(layer.*compute)(arguments...);
-    }
-    return as_array(*found);
+    return as_array(measured(view, [&]() -> const Matrix& { return (layer.*compute)(arguments...); }));
   };
 }
 
@@ -80,17 +82,11 @@ std::pair<Array<double>, Array<double>> query_moments(const View& view, int firs
   const int seen = layer.residents().seen;
   if (first < 0 || first >= seen)
     throw Error{Refusal::usage, "query_moments", "first", "0.." + std::to_string(seen - 1), std::to_string(first)};
-  const VectorMoments* found = nullptr;
-  {
-    const Unlocked unlocked;
-    const std::scoped_lock alone(view.lock());
-    found = &layer.query_moments(first);
-  }
+  const VectorMoments& found = measured(view, [&]() -> const VectorMoments& { return layer.query_moments(first); });
   const auto heads = static_cast<std::size_t>(layer.query_heads());
-  const auto dim = static_cast<std::size_t>(found->mean.columns());
-  const std::span<const double> covariance = found->covariance.values();
-  return {as_array(found->mean),
-          as_array(std::vector<double>(covariance.begin(), covariance.end()), {heads, dim, dim})};
+  const auto dim = static_cast<std::size_t>(found.mean.columns());
+  const std::span<const double> covariance = found.covariance.values();
+  return {as_array(found.mean), as_array(std::vector<double>(covariance.begin(), covariance.end()), {heads, dim, dim})};
 }
 
 Array<double> attention_of(const View& view, const Positions32& queries, const std::vector<double>& weights) {
@@ -109,13 +105,7 @@ Array<double> attention_of(const View& view, const Positions32& queries, const s
       if (std::ranges::count(layer.positions(head).numbers(), query) > 0)
         refuse("query", "a token that is not resident", std::to_string(query));
   }
-  Matrix found;
-  {
-    const Unlocked unlocked;
-    const std::scoped_lock alone(view.lock());
-    found = layer.attention_of(queries, weights);
-  }
-  return as_array(found);
+  return as_array(measured(view, [&] { return layer.attention_of(queries, weights); }));
 }
 
 }  // namespace
