@@ -118,9 +118,10 @@ class LiveModel:
         bar = tqdm(total=work.cells, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
             cells = self._decided(run_, whole, work.predict, trace) if self._decide else work.predict
-            for cell, values in self._predicted(whole, cells, trace):
-                results.add(cell, values, tokens)
-                bar.update()
+            for some in alike(cells, trace.kv_heads):
+                for cell, values in self._predicted(whole, some, trace):
+                    results.add(cell, values, tokens)
+                    bar.update()
             answers = answers or _answer_spans(run_, trace)
             for cell, values, words in self._written(whole, work.write, trace, count, answers):
                 results.add(cell, values, count, words)
@@ -173,12 +174,7 @@ class LiveModel:
     def _predicted(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
-        for some in alike(cells, trace.kv_heads):
-            yield from self._predicted_alike(whole, some, trace)
-
-    def _predicted_alike(
-        self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
-    ) -> Iterator[tuple[LiveCell, list[Value]]]:
+        """Of cells that share a reference."""
         reference: Trajectory | None = None
         following = whole.ids[whole.prompt + 1 :]
 
@@ -284,10 +280,9 @@ def alike(cells: Sequence[LiveCell], kv_heads: int) -> list[list[LiveCell]]:
 
 def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]]:
     """Rows of a pass read alike, so cells whose queries choose what they read are alone in theirs."""
-    alone = [cell for cell in cells if cell.reads]
     others = [cell for cell in cells if not cell.reads]
     yield from (others[first : first + size] for first in range(0, len(others), size))
-    yield from ([cell] for cell in alone)
+    yield from ([cell] for cell in cells if cell.reads)
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:
