@@ -27,4 +27,4 @@ def of_policy(cells: pd.DataFrame, policy: str) -> pd.Series:
     values."""
     name, _, values = policy.partition(":")
     wanted = parameters(values).items()
-    return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items())
+    return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items()).astype(bool)
