@@ -283,7 +283,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   facts.heads = word(finest(plans, work.facts).heads);
   facts.own_memory = !have_budget(plans);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
-    return of_range.plan.allocate->keeps_everything() && of_range.plan.store->changes_tokens();
+    return of_range.plan.allocate->keeps_everything && of_range.plan.store->changes_tokens();
   });
   facts.budget = budget.literal;
   facts.budget_tokens = tokens_of(budget, trace, work.conditions, policy);

@@ -44,43 +44,36 @@ using LayerCounts = std::vector<std::vector<int>>;
 /// [L] of [H, P].
 using LayerScores = std::span<const Matrix* const>;
 
+/// Of a kept set its row, changed. `layer` is the stored number of the layer that the set belongs to.
+using ChangedRow = std::function<std::vector<std::int32_t>(const Kept&, int prompt, int layer, int row)>;
+
 /// How much must be known before the counts of a layer are: the number of layers and heads, the layer's scores, or the
 /// scores of all layers.
 enum class CountsFrom { sizes, layer, all_layers };
 
 /// Every plan has one, which many plans may share.
-class Allocator {
- public:
-  virtual ~Allocator() = default;
-
-  /// In messages, as "counts from a layer's scores".
-  virtual std::string name() const = 0;
-  virtual CountsFrom from() const = 0;
-  /// What the other parts of its plan must provide.
-  virtual Requirements required() const { return {}; }
-  /// Whether every row of every layer gets B.
-  virtual bool is_uniform() const { return false; }
-  /// Whether every row keeps all of the prompt, and has no budget.
-  virtual bool keeps_everything() const { return false; }
-  /// Whether all rows of a layer get the same, known from the number of layers.
-  virtual bool is_by_layer() const { return false; }
+struct Allocator {
+  std::string name;  // in messages, as "counts from a layer's scores"
+  CountsFrom from = CountsFrom::sizes;
+  Requirements required = {};     // what the other parts of its plan must provide
+  bool is_uniform = false;        // every row of every layer gets B
+  bool keeps_everything = false;  // every row keeps all of the prompt, and has no budget
+  bool is_by_layer = false;       // all rows of a layer get the same, known from the number of layers
 
   /// From sizes. Sum at most L*H*B; empty: B each.
-  virtual LayerCounts counts(const Division&) const { return {}; }
-  /// From a layer: [H], from its scores [H, P]; empty without a score. `other`: counts that the policy other() has
+  std::function<LayerCounts(const Division&)> counts = [](const Division&) { return LayerCounts{}; };
+  /// From a layer: [H], from its scores [H, P]; empty without a score. `of_other`: counts that the policy `other` has
   /// there.
-  virtual std::vector<int> counts_of_layer(const Division&, const Matrix* scores, std::span<const int> other) const;
-  /// From all layers. `slots`: the sum of the counts of other().
-  virtual LayerCounts counts_of_layers(const Division&, LayerScores, std::int64_t slots) const;
+  std::function<std::vector<int>(const Division&, const Matrix* scores, std::span<const int> of_other)>
+      counts_of_layer = {};
+  /// From all layers. `slots`: the sum of the counts of `other`.
+  std::function<LayerCounts(const Division&, LayerScores, std::int64_t slots)> counts_of_layers = {};
 
-  /// The policy whose counts or sets it takes; null: it takes those of none.
-  virtual const ConfiguredPolicy* other() const { return nullptr; }
-  /// Whether a budget binds that policy.
-  virtual bool other_has_budget() const { return true; }
-  /// Whether it takes sets of other(), and changes each row: changed() are kept positions in the place of a row's.
-  /// `layer` is the stored number of the layer that the set belongs to.
-  virtual bool changes_sets() const { return false; }
-  virtual std::vector<std::int32_t> changed(const Kept&, int prompt, int layer, int row) const;
+  std::shared_ptr<const ConfiguredPolicy> other = {};  // whose counts or sets it takes; null: it takes those of none
+  bool other_has_budget = true;
+  ChangedRow changed = {};  // kept positions in the place of those of a row of `other`; empty: it takes no sets
+
+  bool changes_sets() const { return static_cast<bool>(changed); }
 };
 
 using AllocatorPtr = std::shared_ptr<const Allocator>;
@@ -110,7 +103,6 @@ using SlotDivision = std::function<LayerCounts(std::int64_t slots, LayerScores)>
 AllocatorPtr counts_of(std::shared_ptr<const ConfiguredPolicy> policy, bool has_budget, SlotDivision divide,
                        bool over_layers);
 /// The kept sets of another policy's selection, each row changed: as many tokens, the protected ones among them.
-AllocatorPtr sets_of(std::shared_ptr<const ConfiguredPolicy> policy,
-                     std::function<std::vector<std::int32_t>(const Kept&, int prompt, int layer, int row)> change);
+AllocatorPtr sets_of(std::shared_ptr<const ConfiguredPolicy> policy, ChangedRow change);
 
 }  // namespace kvreplay

@@ -12,7 +12,7 @@ constexpr const char* once_remedy = "schedule=once";
 /// Of what is chosen by scores, or protected.
 Requirements required_by_choice(const Plan& plan) {
   Requirements all;
-  if (plan.allocate->keeps_everything()) return all;
+  if (plan.allocate->keeps_everything) return all;
   if (plan.select.reads_scores)
     all.push_back({Property::scored, "the selector reads scores", "a score, as in score=window"});
   if (plan.protect.is_all()) {
@@ -84,22 +84,22 @@ bool Sharing::is_source(int layer, int layers) const {
 
 Needs needs_of(const Plan& plan) {
   Needs needs = plan.score.needs;
-  const Needs of_store = plan.store->needs();
+  const Needs of_store = plan.store->needs;
   needs.last_queries = std::max(needs.last_queries, of_store.last_queries);
   needs.all_queries |= of_store.all_queries;
   return needs;
 }
 
 bool has_budget(const Plan& plan) {
-  if (plan.allocate->other() != nullptr && !plan.allocate->changes_sets()) return plan.allocate->other_has_budget();
-  return !plan.own_memory && !plan.allocate->keeps_everything() && plan.schedule->has_budget() &&
+  if (plan.allocate->other != nullptr && !plan.allocate->changes_sets()) return plan.allocate->other_has_budget;
+  return !plan.own_memory && !plan.allocate->keeps_everything && plan.schedule->has_budget() &&
          plan.nesting != Nesting::prunes_next;
 }
 
 bool have_budget(std::span<const LayerPlan> plans) { return std::ranges::all_of(plans, has_budget, &LayerPlan::plan); }
 
 bool keeps_everything(const Plan& plan, int budget, int prompt) {
-  return plan.allocate->keeps_everything() || (has_budget(plan) && budget >= prompt);
+  return plan.allocate->keeps_everything || (has_budget(plan) && budget >= prompt);
 }
 
 Decision decision_of(const Plan& plan) {
@@ -107,11 +107,11 @@ Decision decision_of(const Plan& plan) {
   const Decision decided = plan.schedule->decided();
   if (decided != Decision::after_prefill) return decided;
   if (plan.nesting != Nesting::none) return Decision::during_prefill;
-  return plan.allocate->keeps_everything() ? Decision::never : Decision::after_prefill;
+  return plan.allocate->keeps_everything ? Decision::never : Decision::after_prefill;
 }
 
 std::string lacks_protection(const Plan& plan) {
-  if (plan.allocate->keeps_everything()) return "keeps every token";
+  if (plan.allocate->keeps_everything) return "keeps every token";
   if (plan.allocate->changes_sets()) return "keeps the protected tokens of another policy";
   if (plan.score.needs.future_queries) return "bounds what other policies keep";
   if (plan.protect.is_all() || (!plan.score && !plan.select.one_set)) return "keeps tokens without a score";
@@ -122,8 +122,8 @@ std::string lacks_protection(const Plan& plan) {
 std::string why_no_twin(const Plan& plan) {
   const Decision decided = plan.schedule->decided();
   if (decided == Decision::never) return "each query reads a set of its own";
-  if (plan.allocate->keeps_everything()) return "keeps every token";
-  if (plan.allocate->other() != nullptr) return "depends on the kept set of another policy";
+  if (plan.allocate->keeps_everything) return "keeps every token";
+  if (plan.allocate->other != nullptr) return "depends on the kept set of another policy";
   if (decided == Decision::during_prefill) return "its kept set is dynamic";
   if (!has_budget(plan)) return "ignores the budget";
   return "";
@@ -133,8 +133,8 @@ void check_plan(const std::string& who, const Plan& plan) {
   // The plan of the policy whose sets it takes was checked, and takes no other part.
   if (plan.allocate->changes_sets()) return;
   for (const Requirements& of_part :
-       {required_by_choice(plan), plan.allocate->required(), plan.score.required(), plan.select.required(),
-        required_by(plan.nesting), required_at_end(plan), plan.schedule->required(), plan.store->required()})
+       {required_by_choice(plan), plan.allocate->required, plan.score.required(), plan.select.required(),
+        required_by(plan.nesting), required_at_end(plan), plan.schedule->required(), plan.store->required})
     require(who, plan, of_part);
 }
 
@@ -143,7 +143,7 @@ void check_layers_apart(const std::string& who, const Plan& plan) {
   constexpr const char* reason = "its layers depend on each other";
   Requirements all{{Property::not_nested, reason, "a policy whose layers are not nested"},
                    {Property::own_set_in_each_layer, reason, "share=none"}};
-  if (plan.allocate->other() != nullptr || plan.allocate->from() != CountsFrom::layer)
+  if (plan.allocate->other != nullptr || plan.allocate->from != CountsFrom::layer)
     all.push_back({Property::uniform, reason, "allocate=uniform"});
   require(who, plan, all);
 }

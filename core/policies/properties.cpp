@@ -37,13 +37,13 @@ std::string lacks(const Plan& plan, Property property) {
     case Property::all_protected:
       return in_place_of(plan.protect.is_all(), "another policy");
     case Property::uniform:
-      return in_place_of(plan.allocate->is_uniform(), plan.allocate->name());
+      return in_place_of(plan.allocate->is_uniform, plan.allocate->name);
     case Property::every_token:
-      return in_place_of(plan.allocate->keeps_everything(), plan.allocate->name());
+      return in_place_of(plan.allocate->keeps_everything, plan.allocate->name);
     case Property::counts_from_depth:
-      return in_place_of(plan.allocate->is_by_layer(), plan.allocate->name());
+      return in_place_of(plan.allocate->is_by_layer, plan.allocate->name);
     case Property::counts_with_layer:
-      return in_place_of(plan.allocate->from() != CountsFrom::all_layers, plan.allocate->name());
+      return in_place_of(plan.allocate->from != CountsFrom::all_layers, plan.allocate->name);
     case Property::own_set_in_each_layer:
       return in_place_of(!plan.share.shares(), "layers that share a set");
     case Property::not_nested:
@@ -60,9 +60,9 @@ std::string lacks(const Plan& plan, Property property) {
     case Property::question_spared:
       return plan.schedule->spares_question() ? "" : plan.schedule->name();
     case Property::unchanged:
-      return in_place_of(!plan.store->moves_tokens() && !plan.store->changes_tokens(), "another store");
+      return in_place_of(!plan.store->moves_tokens && !plan.store->changes_tokens(), "another store");
     case Property::cache_positions:
-      return in_place_of(plan.store->moves_tokens(), "tokens that stay where they were");
+      return in_place_of(plan.store->moves_tokens, "tokens that stay where they were");
   }
   return "";
 }

@@ -1,6 +1,7 @@
 // What is kept of a kept token, and where it stands.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,37 +28,25 @@ struct Partner {
 };
 
 /// Every plan has one, which many plans may share.
-class Store {
- public:
-  virtual ~Store() = default;
-
-  /// As it is asked for: "store=quantised".
-  virtual std::string name() const = 0;
-  /// What apply() reads, whatever the scorer does.
-  virtual Needs needs() const { return {}; }
-  /// What the other parts of its plan must provide.
-  virtual Requirements required() const { return {}; }
-  /// Whether kept tokens move to their slots 0, 1, 2 ... in the cache, and the query to its own.
-  virtual bool moves_tokens() const { return false; }
-  /// Whether keys or values are other numbers: apply() makes them.
-  virtual bool changes_tokens() const { return false; }
-  /// Whether a kept token takes as many bytes as it does unchanged.
-  virtual bool has_exact_size() const { return true; }
-  /// Whether some layers are stored with another one, partner(): of layer l of L, l itself where it is stored alone.
-  virtual bool pairs_layers() const { return false; }
-  virtual int partner(int layer, int /*layers*/) const { return layer; }
-
+struct Store {
   /// What a store that changes tokens makes of a layer. `kept` is the set at the end of the prompt.
-  virtual std::unique_ptr<StoredLayer> apply(const LayerView&, const KeptSet& /*kept*/, const Partner&) const;
+  using Apply = std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet& kept, const Partner&)>;
+
+  std::string name;            // as it is asked for: "store=quantised"
+  Needs needs = {};            // what apply() reads, whatever the scorer does
+  Requirements required = {};  // what the other parts of its plan must provide
+  bool moves_tokens = false;   // kept tokens move to their slots 0, 1, 2 ... in the cache, and the query to its own
+  bool has_exact_size = true;  // a kept token takes as many bytes as it does unchanged
+  Apply apply = {};            // empty: keys and values are the same numbers
+  /// The layer that layer l of L is stored with, l itself where it is stored alone; empty: all are.
+  std::function<int(int layer, int layers)> partner = {};
+
+  bool changes_tokens() const { return static_cast<bool>(apply); }
+  bool pairs_layers() const { return static_cast<bool>(partner); }
 };
 
 /// A store that changes tokens, each once a KV head, at the end of the prompt.
-class ChangingStore : public Store {
- public:
-  Requirements required() const override;
-  bool changes_tokens() const final { return true; }
-  bool has_exact_size() const override { return false; }
-};
+Store changing_store(std::string name, Store::Apply apply);
 
 using StorePtr = std::shared_ptr<const Store>;
 

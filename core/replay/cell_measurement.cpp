@@ -68,7 +68,7 @@ CellMeasurement::Measured CellMeasurement::prepared(const Job& job, const LayerV
   const PlannedRange& range = job.range(view.layer());
   const Store& store = *range.plan.store;
   Measured measured{&job, &selection};
-  const bool moves = store.moves_tokens() && (selection.differs_by_query() || !keeps_all(selection.set));
+  const bool moves = store.moves_tokens && (selection.differs_by_query() || !keeps_all(selection.set));
   if (store.changes_tokens())
     measured.stored = store.apply(view, selection.set,
                                   store.pairs_layers() ? paired.at(range.partner_of(view.layer())).partner

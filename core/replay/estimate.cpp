@@ -39,10 +39,10 @@ Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& co
   for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
     shape.rows = std::max(shape.rows,
                           static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
-    shape.across_layers |= plan.allocate->from() == CountsFrom::all_layers;
+    shape.across_layers |= plan.allocate->from == CountsFrom::all_layers;
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.own_memory |= plan.own_memory;
-    shape.general |= plan.store->moves_tokens() || plan.store->changes_tokens();
+    shape.general |= plan.store->moves_tokens || plan.store->changes_tokens();
     shape.reads |= plan.schedule->decided() == Decision::never;
     shape.in_time |= plan.schedule->decided() == Decision::during_prefill;
     shape.pairs |= plan.store->pairs_layers();
@@ -139,7 +139,7 @@ class CellSums {
   void add_ranking(const Cell& cell) {
     std::size_t ranked = 0;
     for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
-      if (plan.allocate->from() != CountsFrom::all_layers) continue;
+      if (plan.allocate->from != CountsFrom::all_layers) continue;
       const std::size_t scores =
           static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
       ranked += scores * static_cast<std::size_t>(count);

@@ -84,7 +84,7 @@ void Eviction::decide_after_walk() {
 
 /// Whether a layer's counts are known only when all layers have been seen.
 bool Eviction::counts_come_later(const Job& job, const PlannedRange& range) const {
-  return range.plan.allocate->from() == CountsFrom::all_layers || (job.takes_counts() && jobs_.counted(job).two_walks);
+  return range.plan.allocate->from == CountsFrom::all_layers || (job.takes_counts() && jobs_.counted(job).two_walks);
 }
 
 /// Selects, or scores alone: true where the rows are to be chosen now.
@@ -163,7 +163,7 @@ std::vector<int> Eviction::counted(const Job& job, int layer) const {
 std::vector<int> Eviction::counts(const Job& job, const PlannedRange& range, int layer, const SharedScores& scores,
                                   int rows) const {
   const Allocator& allocate = *range.plan.allocate;
-  if (allocate.from() == CountsFrom::layer)
+  if (allocate.from == CountsFrom::layer)
     return allocate.counts_of_layer(division_of(of_, range, job.budget), scores.get(),
                                     job.takes_counts() ? counted(job, layer) : std::vector<int>{});
   if (!range.counts.empty()) return range.counts[static_cast<std::size_t>(layer - range.first)];
@@ -194,8 +194,8 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
   job.seconds[l].select += seconds_since(start);
   // Counts of several layers are held against their budget where they are made.
   const Allocator& allocate = *range.plan.allocate;
-  const bool of_one_layer = has_budget(range.plan) && allocate.other() == nullptr &&
-                            (allocate.is_uniform() || allocate.from() == CountsFrom::layer);
+  const bool of_one_layer = has_budget(range.plan) && allocate.other == nullptr &&
+                            (allocate.is_uniform || allocate.from == CountsFrom::layer);
   const long slots = std::accumulate(selection.granted.begin(), selection.granted.end(), 0L);
   const long allowed = static_cast<long>(selection.set.rows()) * job.budget;
   if (of_one_layer && slots > allowed) throw_overspent(job, allowed, slots);
@@ -249,7 +249,7 @@ void Eviction::allocate_across(Job& job, const PlannedRange& range) {
   const auto start = std::chrono::steady_clock::now();
   const Allocator& allocate = *range.plan.allocate;
   LayerCounts counts_of_layers;
-  if (allocate.from() == CountsFrom::all_layers) {
+  if (allocate.from == CountsFrom::all_layers) {
     std::vector<const Matrix*> scores;
     for (const SharedScores& of_layer : std::span(job.scores).subspan(first, static_cast<std::size_t>(range.count)))
       scores.push_back(of_layer.get());

@@ -16,7 +16,7 @@ namespace {
 /// The policy whose counts or sets some layers take; null: none.
 const ConfiguredPolicy* policy_taken_from(const std::vector<LayerPlan>& plans) {
   for (const LayerPlan& of_range : plans)
-    if (const ConfiguredPolicy* other = of_range.plan.allocate->other()) return other;
+    if (const auto& other = of_range.plan.allocate->other) return other.get();
   return nullptr;
 }
 
@@ -103,7 +103,7 @@ int Jobs::add(Job job, const std::vector<LayerPlan>& plans) {
         check_slots(job, of_range.plan, range.counts);
       });
     job.two_walks = job.two_walks || (!whole && (counted_later || range.shares_later_layer() ||
-                                                 of_range.plan.allocate->from() == CountsFrom::all_layers));
+                                                 of_range.plan.allocate->from == CountsFrom::all_layers));
   }
   const auto size = static_cast<std::size_t>(of_.layers());
   job.selections.resize(size);
@@ -126,7 +126,7 @@ int Jobs::known_job(const std::string& label, int budget, double of_seen) const 
 int Jobs::same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
   const auto binds = [](const LayerPlan& of_range) {
     return has_budget(of_range.plan) || of_range.plan.schedule->decided() == Decision::never ||
-           of_range.plan.allocate->from() == CountsFrom::all_layers;
+           of_range.plan.allocate->from == CountsFrom::all_layers;
   };
   if (job.is_known() || job.takes_counts() || std::ranges::any_of(plans, binds)) return no_job;
   const auto policy = [](const Job& of) { return of.cell->policy.name() + ":" + of.cell->policy.params(); };

@@ -55,7 +55,7 @@ class Replay {
     return measures || std::ranges::any_of(jobs_.all(), [](const Job& job) {
              return std::ranges::any_of(job.ranges, [&job](const PlannedRange& range) {
                const Plan& plan = range.plan;
-               return (job.is_known() ? plan.store->needs() : needs_of(plan)).all_queries;
+               return (job.is_known() ? plan.store->needs : needs_of(plan)).all_queries;
              });
            });
   }

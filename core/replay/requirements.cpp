@@ -152,7 +152,7 @@ QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuesti
   QueryRange range{prompt, prompt};
   range.add(plan.score.needs.last_queries, window_end);
   range.add(recent, window_end);
-  range.add(plan.store->needs().last_queries, prompt);
+  range.add(plan.store->needs.last_queries, prompt);
   range.add(asked, prompt);
   return range;
 }
@@ -172,7 +172,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (!keeps_everything(plan, budget, prompt)) {  // throws what replay would
     plan.allocate->counts(division_of(plan, trace.header(), of_range.count, prompt, budget, question));
   }
-  if (plan.store->moves_tokens() && !trace.header().has_rope)
+  if (plan.store->moves_tokens && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
                 "the model's RoPE", "none"};
   for (int l = of_range.first; needs_of(plan).projection && l < of_range.end(); ++l)
@@ -206,7 +206,7 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
-    if (const ConfiguredPolicy* other = of_range.plan.allocate->other())
+    if (const auto& other = of_range.plan.allocate->other)
       check_policy(trace, conditions, *other, budget, of_seen);
     check_on_trace(trace, conditions, of_range, policy.name(), {budget, of_seen});
   }
@@ -218,7 +218,7 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
   const MarkedQuestion question = marked_question(trace, prompt);
   QueryRange read{prompt, prompt};
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
-    if (const ConfiguredPolicy* other = of_range.plan.allocate->other()) {
+    if (const auto& other = of_range.plan.allocate->other) {
       const std::vector<std::int32_t> by_other = queries_read(trace, conditions, *other, budget);
       if (!by_other.empty()) read.add(by_other.back() + 1 - by_other.front(), by_other.back() + 1);
     }
@@ -233,7 +233,7 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
   double bytes = 0;
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
-    if (has_budget(plan) && !plan.store->has_exact_size())
+    if (has_budget(plan) && !plan.store->has_exact_size)
       throw Error{Refusal::usage, policy.name(), "its store changes what a token takes", "a budget in tokens", "bytes"};
     for (int l = of_range.first; l < of_range.end(); ++l) {
       const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);

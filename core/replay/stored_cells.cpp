@@ -50,8 +50,8 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
   }
   const LayerTensors tensors = trace.layer(stored);
   HeldLayer held(backend, tensors);
-  held.hold(plan.store->needs().all_queries);
-  const TensorView projection = plan.store->needs().projection ? output_projection(trace, stored) : TensorView{};
+  held.hold(plan.store->needs.all_queries);
+  const TensorView projection = plan.store->needs.projection ? output_projection(trace, stored) : TensorView{};
   const LayerView view(
       backend, tensors,
       {layer, layers, stored, conditions.boundary, marked_question(trace, conditions.boundary), projection},
@@ -61,7 +61,7 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
   std::unique_ptr<StoredLayer> changed;
   if (plan.store->changes_tokens())
     changed = plan.store->apply(view, selection.set, paired ? paired->partner : Partner{view.layer(), view.tensors()});
-  heard(view, selection, changed.get(), plan.store->moves_tokens());
+  heard(view, selection, changed.get(), plan.store->moves_tokens);
   trace.require_unchanged();
   trace.release(stored);
 }

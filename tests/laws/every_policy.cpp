@@ -264,7 +264,7 @@ const Trace& retold_from(const Trace& trace, int first) {
 bool knows_the_future(const ConfiguredPolicy& policy, int layers) {
   return std::ranges::any_of(policy.plans(layers), [](const LayerPlan& part) {
     return part.plan.score.needs.future_queries ||
-           (part.plan.allocate->other() != nullptr && !part.plan.allocate->changes_sets());
+           (part.plan.allocate->other != nullptr && !part.plan.allocate->changes_sets());
   });
 }
 
@@ -334,7 +334,7 @@ TEST_P(EveryPolicy, IsMeasuredWithWhatEachQuerySees) {
         const LayerSelection& selection = run.selections.at({0, l});
         const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
         const bool everything = !selection.differs_by_query() && selection.set == whole(selection.set);
-        const bool moves = part.plan.store->moves_tokens() && !everything;
+        const bool moves = part.plan.store->moves_tokens && !everything;
         const StoredNumbers* stored = run.stored.contains({0, l}) ? &run.stored.at({0, l}) : nullptr;
         EXPECT_EQ(run.compared_at.contains({0, l}), moves || stored != nullptr);
         const auto queries = conditions.eval_queries.size();
@@ -379,7 +379,7 @@ double best_recall(const RecordedRun& run, const LayerSelection& selection, int 
 bool has_counts_of_its_own(const std::string& policy, const Trace& trace) {
   const auto layers = static_cast<int>(default_conditions(trace).layers.size());
   return std::ranges::none_of(ConfiguredPolicy::parse(policy).plans(layers), [](const LayerPlan& part) {
-    return part.plan.allocate->keeps_everything() || part.plan.allocate->other() != nullptr;
+    return part.plan.allocate->keeps_everything || part.plan.allocate->other != nullptr;
   });
 }
 
@@ -431,7 +431,7 @@ TEST_P(EveryPolicy, RecallsNoMoreThanOraclesThatMayChooseEverMore) {
     const std::vector<LayerPlan> plans = policy.plans(layers);
     const bool bounded = std::ranges::all_of(plans, [&](const LayerPlan& part) {
       return part.plan.schedule->decided() == Decision::after_prefill && has_budget(part.plan) &&
-             part.plan.allocate->other() == nullptr && part.plan.grouping.heads == plans.front().plan.grouping.heads;
+             part.plan.allocate->other == nullptr && part.plan.grouping.heads == plans.front().plan.grouping.heads;
     });
     if (!bounded) {
       EXPECT_THROW(static_cast<void>(ConfiguredPolicy::parse(asked.back()).plans(layers)), Error);

@@ -39,7 +39,7 @@ TEST(SkippedLayers, KeepAllAndTheOthersShareWhatIsLeft) {
   EXPECT_EQ(counts("1", {.layers = 4, .prompt = 20, .budget = 8}), (std::vector<int>{4, 20, 4, 4}));
   EXPECT_EQ(counts("0", {.layers = 3, .prompt = 20, .budget = 9}), (std::vector<int>{20, 4, 3}));
   EXPECT_EQ(counts("0", {.layers = 3, .prompt = 20, .budget = 8}), (std::vector<int>{20, 2, 2}));
-  EXPECT_TRUE(plan_of("knorm").allocate->is_uniform());
+  EXPECT_TRUE(plan_of("knorm").allocate->is_uniform);
 }
 
 TEST(SkippedLayers, AreRefusedWhereTheBudgetHasNoRoomForThem) {

@@ -139,9 +139,9 @@ TEST(ConfiguredPolicy, ValueOfTheUserMustFitTheTraceAndADefaultIsClamped) {
 
 TEST(ComposedPolicy, PartsByNameFillThePlan) {
   const auto plan = [](const char* text) { return ConfiguredPolicy::parse(text).plans(4).front().plan; };
-  EXPECT_TRUE(plan("h2o").allocate->is_uniform());
-  EXPECT_TRUE(plan("h2o:allocate=pyramid").allocate->is_by_layer());
-  EXPECT_EQ(plan("h2o:allocate=dynamickv").allocate->from(), CountsFrom::all_layers);
+  EXPECT_TRUE(plan("h2o").allocate->is_uniform);
+  EXPECT_TRUE(plan("h2o:allocate=pyramid").allocate->is_by_layer);
+  EXPECT_EQ(plan("h2o:allocate=dynamickv").allocate->from, CountsFrom::all_layers);
   EXPECT_FALSE(plan("strided").score);
   EXPECT_EQ(plan("local:score=window,window=5").score.needs.last_queries, 5);
   EXPECT_TRUE(plan("h2o:score=random").score);
@@ -157,7 +157,7 @@ TEST(ComposedPolicy, PartsByNameFillThePlan) {
   EXPECT_EQ(interval("snapkv:schedule=every,interval=9"), 9);
   EXPECT_FALSE(plan("h2o:schedule=online(true)").schedule->goes_on_after_prompt());
   EXPECT_TRUE(plan("h2o:schedule=online").schedule->goes_on_after_prompt());
-  EXPECT_TRUE(plan("local:store=cache").store->moves_tokens());
+  EXPECT_TRUE(plan("local:store=cache").store->moves_tokens);
   EXPECT_TRUE(plan("snapkv:store=quantised").store->changes_tokens());
 }
 

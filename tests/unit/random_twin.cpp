@@ -131,7 +131,7 @@ TEST(RandomTwin, HasThePlanOfItsPolicyInAllButTheSets) {
   EXPECT_TRUE(has_budget(plan));
   EXPECT_FALSE(plan.score);
   ASSERT_TRUE(plan.allocate->changes_sets());
-  EXPECT_EQ(plan.allocate->other()->label_with_seeds(), "pyramid-infer:recent=3");
+  EXPECT_EQ(plan.allocate->other->label_with_seeds(), "pyramid-infer:recent=3");
   EXPECT_EQ(plan.allocate->changed(row, 19, 0, 1), random_twin(row, 19, 0, 0, 1));
 }
 

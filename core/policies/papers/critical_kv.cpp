@@ -107,7 +107,7 @@ struct CriticalKv {
     const std::vector<LayerPlan> plans = base->plans(some_layers);
     Plan plan = plans.front().plan;
     const bool scores_tokens = plan.score && plan.select.takes_best &&
-                               plan.schedule->decided() == Decision::after_prefill && plan.allocate->is_uniform() &&
+                               plan.schedule->decided() == Decision::after_prefill && plan.allocate->is_uniform &&
                                has_budget(plan) && plans.size() == 1;
     if (!scores_tokens)
       throw Error{Refusal::usage, "critical-kv:base", "no scores to begin with",

@@ -99,9 +99,9 @@ struct Oracle {
     const auto refuse_if = [this](bool unfit, const char* where, const char* what, const char* expected) {
       if (unfit) throw Error{Refusal::usage, where, what, expected, counts.text};
     };
-    refuse_if(counted.allocate->keeps_everything(), "oracle:counts", "counts of a policy that keeps everything",
+    refuse_if(counted.allocate->keeps_everything, "oracle:counts", "counts of a policy that keeps everything",
               "a policy that evicts");
-    refuse_if(counted.allocate->other() != nullptr, "oracle:counts", "counts of counts",
+    refuse_if(counted.allocate->other != nullptr, "oracle:counts", "counts of counts",
               "a policy with counts of its own");
     if (free == Free::tokens) return;
     refuse_if(counted.schedule->decided() != Decision::after_prefill, "oracle:free",

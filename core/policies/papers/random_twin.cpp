@@ -45,7 +45,7 @@ struct RandomTwin {
     std::vector<LayerPlan> all = of->plans(layers);
     for (LayerPlan& of_range : all) {
       Plan& plan = of_range.plan;
-      if (plan.allocate->keeps_everything()) continue;
+      if (plan.allocate->keeps_everything) continue;
       const Needs needs = plan.score.needs;
       plan.score = {.needs = {.last_queries = needs.last_queries, .all_queries = needs.all_queries}};
       plan.nesting = Nesting::none;

@@ -47,7 +47,7 @@ HeldTokens::HeldTokens(const ScheduledLayer& layer)
     : view_(layer.view),
       plan_(layer.plan),
       who_(layer.policy),
-      place_(plan_.store->moves_tokens() ? Positions::cache : Positions::original),
+      place_(plan_.store->moves_tokens ? Positions::cache : Positions::original),
       tokens_(view_.tensors().k.tokens),
       selection_(empty_selection(view_, plan_.grouping.heads)),
       held_(static_cast<std::size_t>(selection_.set.rows())) {

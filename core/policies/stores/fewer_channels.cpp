@@ -77,20 +77,6 @@ std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& 
   return layer;
 }
 
-class StoreOfFewerChannels final : public ChangingStore {
- public:
-  explicit StoreOfFewerChannels(const FewerChannels& part) : part_(part) {}
-
-  std::string name() const override { return "store=fewer-channels"; }
-  Needs needs() const override { return last_queries(part_.window); }
-  std::unique_ptr<StoredLayer> apply(const LayerView& view, const KeptSet& kept, const Partner&) const override {
-    return stored(part_, view, kept);
-  }
-
- private:
-  FewerChannels part_;
-};
-
 }  // namespace
 
 void FewerChannels::parameters(Parameters& p) {
@@ -100,6 +86,12 @@ void FewerChannels::parameters(Parameters& p) {
   p.add("recent", recent, IntRange{.least = 0, .up_to = UpTo::prompt}, "last tokens that keep all channels");
 }
 
-StorePtr FewerChannels::store() const { return std::make_shared<StoreOfFewerChannels>(*this); }
+StorePtr FewerChannels::store() const {
+  Store store = changing_store(
+      "store=fewer-channels",
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); });
+  store.needs = last_queries(window);
+  return std::make_shared<const Store>(std::move(store));
+}
 
 }  // namespace kvreplay

@@ -137,26 +137,6 @@ std::unique_ptr<StoredLayer> stored(const MergedLayers& part, const LayerView& v
   return layer;
 }
 
-class StoreOfMergedLayers final : public ChangingStore {
- public:
-  explicit StoreOfMergedLayers(const MergedLayers& part) : part_(part) {}
-
-  std::string name() const override { return "store=merged-layers"; }
-  Requirements required() const override {
-    Requirements all = ChangingStore::required();
-    all.push_back({Property::every_token, "layers are merged token by token", "every token in both"});
-    return all;
-  }
-  bool pairs_layers() const override { return true; }
-  int partner(int layer, int layers) const override { return partner_of(layer, layers); }
-  std::unique_ptr<StoredLayer> apply(const LayerView& view, const KeptSet&, const Partner& partner) const override {
-    return stored(part_, view, partner);
-  }
-
- private:
-  MergedLayers part_;
-};
-
 }  // namespace
 
 void MergedLayers::parameters(Parameters& p) {
@@ -167,6 +147,14 @@ void MergedLayers::parameters(Parameters& p) {
         "angles above min + gap (max - min) stay apart; with distance=code that share of them");
 }
 
-StorePtr MergedLayers::store() const { return std::make_shared<StoreOfMergedLayers>(*this); }
+StorePtr MergedLayers::store() const {
+  Store store = changing_store("store=merged-layers",
+                               [part = *this](const LayerView& view, const KeptSet&, const Partner& partner) {
+                                 return stored(part, view, partner);
+                               });
+  store.required.push_back({Property::every_token, "layers are merged token by token", "every token in both"});
+  store.partner = partner_of;
+  return std::make_shared<const Store>(std::move(store));
+}
 
 }  // namespace kvreplay

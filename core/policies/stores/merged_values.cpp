@@ -77,21 +77,6 @@ std::unique_ptr<StoredLayer> stored(const MergedValues& part, const LayerView& v
   return layer;
 }
 
-class StoreOfMergedValues final : public ChangingStore {
- public:
-  explicit StoreOfMergedValues(const MergedValues& part) : part_(part) {}
-
-  std::string name() const override { return "store=merged-values"; }
-  Needs needs() const override { return all_queries(); }
-  bool has_exact_size() const override { return true; }
-  std::unique_ptr<StoredLayer> apply(const LayerView& view, const KeptSet& kept, const Partner&) const override {
-    return stored(part_, view, kept);
-  }
-
- private:
-  MergedValues part_;
-};
-
 }  // namespace
 
 void MergedValues::parameters(Parameters& p) {
@@ -101,6 +86,13 @@ void MergedValues::parameters(Parameters& p) {
   p.add_seed("seed", seed, "of mode=sampled");
 }
 
-StorePtr MergedValues::store() const { return std::make_shared<StoreOfMergedValues>(*this); }
+StorePtr MergedValues::store() const {
+  Store store = changing_store(
+      "store=merged-values",
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); });
+  store.needs = all_queries();
+  store.has_exact_size = true;
+  return std::make_shared<const Store>(std::move(store));
+}
 
 }  // namespace kvreplay

@@ -97,19 +97,6 @@ std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view
   return layer;
 }
 
-class QuantisedStore final : public ChangingStore {
- public:
-  explicit QuantisedStore(const Quantised& part) : part_(part) {}
-
-  std::string name() const override { return "store=quantised"; }
-  std::unique_ptr<StoredLayer> apply(const LayerView& view, const KeptSet& kept, const Partner&) const override {
-    return stored(part_, view, kept);
-  }
-
- private:
-  Quantised part_;
-};
-
 }  // namespace
 
 void Quantised::parameters(Parameters& p) {
@@ -119,6 +106,10 @@ void Quantised::parameters(Parameters& p) {
   p.add("residual", residual, IntRange{.least = 0}, "last tokens that may stay exact");
 }
 
-StorePtr Quantised::store() const { return std::make_shared<QuantisedStore>(*this); }
+StorePtr Quantised::store() const {
+  return std::make_shared<const Store>(changing_store(
+      "store=quantised",
+      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); }));
+}
 
 }  // namespace kvreplay

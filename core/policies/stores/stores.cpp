@@ -11,17 +11,6 @@ namespace {
 
 constexpr Choice<Positions> positions_words[] = {{"original", Positions::original}, {"cache", Positions::cache}};
 
-class Exact final : public Store {
- public:
-  std::string name() const override { return "store=exact"; }
-};
-
-class CachePositions final : public Store {
- public:
-  std::string name() const override { return "store=cache"; }
-  bool moves_tokens() const override { return true; }
-};
-
 const RegisteredFixedPart registered_exact{PartKind::store, "exact", "kept tokens stay as they are, where they were",
                                            [](Plan& plan) { plan.store = exact(); }};
 const RegisteredFixedPart registered_cache{PartKind::store, "cache",
@@ -36,12 +25,12 @@ void add_positions(Parameters& p, Positions& positions) {
 }
 
 StorePtr exact() {
-  static const auto store = std::make_shared<const Exact>();
+  static const auto store = std::make_shared<const Store>(Store{.name = "store=exact"});
   return store;
 }
 
 StorePtr store_at(Positions positions) {
-  static const auto moved = std::make_shared<const CachePositions>();
+  static const auto moved = std::make_shared<const Store>(Store{.name = "store=cache", .moves_tokens = true});
   return positions == Positions::cache ? StorePtr(moved) : exact();
 }
 

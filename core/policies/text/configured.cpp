@@ -349,7 +349,7 @@ void ConfiguredPolicy::fill_parts(Plan& plan) const {
   for (const Placed& placed : parts_) {
     if (plan.allocate->changes_sets())
       throw Error{Refusal::usage, name_, "its plan is that of the policy whose twin it is", "the part in of=(POLICY)",
-                  fmt::format("{} beside of=({})", placed.name, plan.allocate->other()->label_with_seeds())};
+                  fmt::format("{} beside of=({})", placed.name, plan.allocate->other->label_with_seeds())};
     if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
       throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
                   "allocate=" + placed.name};
@@ -417,7 +417,7 @@ std::string ConfiguredPolicy::why_no_twin(int layers) const {
   for (const LayerPlan& of_range : plans(layers)) {
     const std::string reason = kvreplay::why_no_twin(of_range.plan);
     const bool is_whole =
-        of_range.plan.allocate->keeps_everything() && of_range.plan.schedule->decided() == Decision::after_prefill;
+        of_range.plan.allocate->keeps_everything && of_range.plan.schedule->decided() == Decision::after_prefill;
     if (!reason.empty() && !is_whole) return reason;
     if (is_whole)
       keeps_everything = reason;

@@ -88,7 +88,7 @@ class LayerRanges final : public Policy {
     for (const Range* range : ascending) {
       if (range->first != next || range->last >= layers) refuse(layers);
       for (LayerPlan& plan : range->policy->plans(range->last - range->first + 1)) {
-        if (plan.plan.allocate->other() != nullptr)
+        if (plan.plan.allocate->other != nullptr)
           throw Error{Refusal::usage, fmt::format("layers:{}", range->text), "counts or sets of another policy",
                       "a policy with counts and sets of its own", range->policy.text};
         plan.first += range->first;

@@ -143,7 +143,7 @@ std::pair<std::string, std::string> decision_and_store(const std::string& text, 
     const auto* const found = std::ranges::find(by_dependence, decision_of(of_range.plan));
     decision = std::min(decision, static_cast<std::size_t>(found - std::begin(by_dependence)));
     const Store& of_tokens = *of_range.plan.store;
-    store = std::max<std::size_t>(store, of_tokens.changes_tokens() ? 2 : of_tokens.moves_tokens() ? 1 : 0);
+    store = std::max<std::size_t>(store, of_tokens.changes_tokens() ? 2 : of_tokens.moves_tokens ? 1 : 0);
   }
   return {words[decision], stores[store]};
 }

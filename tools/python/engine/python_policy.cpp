@@ -253,13 +253,8 @@ void replace_prompt(std::vector<float>& all, const TensorView& shape, std::span<
                       row_of(all, shape, head, 0).data());
 }
 
-class PythonStore final : public ChangingStore {
- public:
-  explicit PythonStore(const Shared& bound) : bound_(bound) {}
-
-  std::string name() const override { return "a store of its own"; }
-
-  std::unique_ptr<StoredLayer> apply(const LayerView& view, const KeptSet& kept, const Partner&) const override {
+StorePtr store(const Shared& bound) {
+  const auto apply = [bound](const LayerView& view, const KeptSet& kept, const Partner&) {
     auto layer = std::make_unique<StoredLayer>();
     layer->tensors = view.tensors();
     TensorView &keys = layer->tensors.k, &values = layer->tensors.v;
@@ -272,7 +267,7 @@ class PythonStore final : public ChangingStore {
     in_python([&] {
       const ViewLoan loan(view);
       const auto heads = static_cast<std::size_t>(keys.heads), tokens = static_cast<std::size_t>(view.prompt());
-      const nb::object given = (*bound_).attr("store")(*loan, as_array(std::move(mask), {heads, tokens}));
+      const nb::object given = (*bound).attr("store")(*loan, as_array(std::move(mask), {heads, tokens}));
       const auto numbers = [&](int which) {
         const auto array = nb::cast<Floats>(given[which]);
         return std::span(array.data(), array.size());
@@ -284,11 +279,9 @@ class PythonStore final : public ChangingStore {
     keys = view_of(layer->keys, keys);
     values = view_of(layer->values, values);
     return layer;
-  }
-
- private:
-  Shared bound_;
-};
+  };
+  return std::make_shared<const Store>(changing_store("a store of its own", apply));
+}
 
 class PythonPolicy final : public Policy {
  public:
@@ -372,7 +365,7 @@ class PythonPolicy final : public Policy {
     if (methods.contains("allocate")) plan.allocate = allocator(bound, by_scores);
     if (methods.contains("share")) plan.share = sharing(bound);
     if (methods.contains("schedule")) plan.schedule = std::make_shared<PythonSchedule>(bound);
-    if (methods.contains("store")) plan.store = std::make_shared<PythonStore>(bound);
+    if (methods.contains("store")) plan.store = store(bound);
   }
 
   /// Equal names, equal scores: values and source are all that a score may depend on.
