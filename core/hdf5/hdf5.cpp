@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 
 #include "hdf5/superblock.h"
@@ -88,26 +89,16 @@ Type half_float(std::size_t exponent_bits, std::size_t mantissa_bits, std::size_
 }
 
 const char* class_name(H5T_class_t type_class) {
-  switch (type_class) {
-    case H5T_TIME:
-      return "time";
-    case H5T_BITFIELD:
-      return "bitfield";
-    case H5T_OPAQUE:
-      return "opaque";
-    case H5T_COMPOUND:
-      return "compound";
-    case H5T_REFERENCE:
-      return "reference";
-    case H5T_ENUM:
-      return "enumeration";
-    case H5T_VLEN:
-      return "variable-length sequence";
-    case H5T_ARRAY:
-      return "array";
-    default:
-      return "unknown type";
-  }
+  static constexpr std::pair<H5T_class_t, const char*> names[] = {{H5T_TIME, "time"},
+                                                                  {H5T_BITFIELD, "bitfield"},
+                                                                  {H5T_OPAQUE, "opaque"},
+                                                                  {H5T_COMPOUND, "compound"},
+                                                                  {H5T_REFERENCE, "reference"},
+                                                                  {H5T_ENUM, "enumeration"},
+                                                                  {H5T_VLEN, "variable-length sequence"},
+                                                                  {H5T_ARRAY, "array"}};
+  const auto found = std::ranges::find(names, type_class, &std::pair<H5T_class_t, const char*>::first);
+  return found == std::end(names) ? "unknown type" : found->second;
 }
 
 /// HDF5 converts numbers of its own types alone: those whose bits lie anywhere else crash 1.10.8.
@@ -131,6 +122,12 @@ void require_hard_links(hid_t group, const std::string& path, const std::string&
       throw Error{Refusal::input, where, "link", "an object of this file",
                   link.type == H5L_TYPE_SOFT ? "a soft link" : "a link out of it"};
   }
+}
+
+Handle created_file(const std::string& path, const Handle& access, const std::string& where) {
+  const Handle creation = untimed(H5P_FILE_CREATE);
+  return {require(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation.id(), access.id()), where, "cannot be made"),
+          H5Fclose};
 }
 
 herr_t add_link_name(hid_t, const char* name, const H5L_info_t*, void* names) {
@@ -628,13 +625,7 @@ Dataset Group::write_text(const std::string& name, std::string_view text) {
 
 File File::create(const std::filesystem::path& path) {
   const Lock lock;
-  const Handle access = access_properties();
-  const Handle creation = property_list(H5P_FILE_CREATE);
-  H5Pset_obj_track_times(creation.id(), false);
-  return {Handle{require(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation.id(), access.id()), path.string(),
-                         "cannot be made"),
-                 H5Fclose},
-          path.string() + ":/"};
+  return {created_file(path, access_properties(), path), path.string() + ":/"};
 }
 
 File File::create_in_memory(const std::string& name) {
@@ -642,13 +633,8 @@ File File::create_in_memory(const std::string& name) {
   const Lock lock;
   const Handle access = access_properties();
   require(H5Pset_fapl_core(access.id(), growth, false), name, "cannot be kept in memory");
-  const Handle creation = property_list(H5P_FILE_CREATE);
-  H5Pset_obj_track_times(creation.id(), false);
   // HDF5 first reads whatever stands under the name.
-  const std::string nowhere = name + " in memory";
-  return {Handle{require(H5Fcreate(nowhere.c_str(), H5F_ACC_TRUNC, creation.id(), access.id()), name, "cannot be made"),
-                 H5Fclose},
-          name + ":/"};
+  return {created_file(name + " in memory", access, name), name + ":/"};
 }
 
 File File::open(const std::filesystem::path& path) {

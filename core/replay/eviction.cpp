@@ -175,8 +175,9 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
                       const std::vector<int>& given_counts) {
   const auto l = static_cast<std::size_t>(layer);
   const auto start = std::chrono::steady_clock::now();
+  const Allocator& allocate = *range.plan.allocate;
   LayerSelection& selection = job.selections[l];
-  if (const Allocator& allocate = *range.plan.allocate; allocate.changes_sets()) {
+  if (allocate.changes_sets()) {
     const LayerSelection& taken = jobs_.counted(job).selections[l];
     selection = with_changed_rows(taken, allocate, of_.stored(layer));
     job.seconds[l].select += seconds_since(start);
@@ -193,7 +194,6 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
   }
   job.seconds[l].select += seconds_since(start);
   // Counts of several layers are held against their budget where they are made.
-  const Allocator& allocate = *range.plan.allocate;
   const bool of_one_layer = has_budget(range.plan) && allocate.other == nullptr &&
                             (allocate.is_uniform || allocate.from == CountsFrom::layer);
   const long slots = std::accumulate(selection.granted.begin(), selection.granted.end(), 0L);
@@ -205,28 +205,26 @@ void Eviction::choose(Job& job, const PlannedRange& range, int layer, const Laye
 void Eviction::select_nested(Job& job, const PlannedRange& range, const LayerView& view) {
   const auto l = static_cast<std::size_t>(view.layer());
   const std::size_t number = static_cast<std::size_t>(view.layer() - range.first);
-  const bool prunes_next = range.plan.nesting == Nesting::prunes_next;
+  const int count = range.counts[number].front();
   const std::vector<std::int32_t> before = number == 0 ? position_range(0, of_.prompt()) : job.nested;
   LayerSelection& selection = job.selections[l] = empty_selection(view, Heads::layer);
-  const auto cut = [&](int count) {
-    if (count >= static_cast<int>(before.size()))
-      return choose_row(range.plan.select, before, {}, {count, range.by_rule}, nullptr, job.name);
+  const auto cut = [&](int to) {
+    if (to >= static_cast<int>(before.size()))
+      return choose_row(range.plan.select, before, {}, {to, range.by_rule}, nullptr, job.name);
     Residents residents{.positions = before, .seen = of_.prompt()};
     const LayerView within(view, std::move(residents));
     const LayerView& seen = number == 0 ? view : within;
     const Matrix scores = scored(job, range, seen);
     report_scores(job, seen, scores);
     const auto start = std::chrono::steady_clock::now();
-    Kept kept = choose_row(range.plan.select, before, scores.row(0), {count, range.by_rule}, &within, job.name);
+    Kept kept = choose_row(range.plan.select, before, scores.row(0), {to, range.by_rule}, &within, job.name);
     job.seconds[l].select = seconds_since(start);
     return kept;
   };
-  if (prunes_next) {
-    const int count = range.counts[number].front();
+  if (range.plan.nesting == Nesting::prunes_next) {
     enter_row(selection, 0, {before, range.by_rule.sinks, range.by_rule.recent}, count);
     if (number + 1 < range.counts.size()) job.nested = cut(range.counts[number + 1].front()).positions;
   } else {
-    const int count = range.counts[number].front();
     const Kept kept = cut(count);
     enter_row(selection, 0, kept, count);
     job.nested = kept.positions;

@@ -27,23 +27,16 @@ int number_of(std::string_view text, std::string_view key) {
   return n;
 }
 
-/// First of `wanted` (ascending) that layer l does not hold a query for, or -1.
-int first_missing(const Trace& trace, int l, std::span<const std::int32_t> wanted) {
-  const std::span<const std::int32_t> stored = trace.query_positions(l);
-  if (stored.empty()) return -1;
-  std::vector<std::int32_t> missing;
-  std::ranges::set_difference(wanted, stored, std::back_inserter(missing));
-  return missing.empty() ? -1 : missing.front();
-}
-
 void require_queries(const Trace& trace, std::span<const int> layers, std::span<const std::int32_t> wanted,
                      const std::string& who) {
   for (const int l : layers) {
-    const int missing = first_missing(trace, l, wanted);
-    if (missing < 0) continue;
+    const std::span<const std::int32_t> stored = trace.query_positions(l);
+    std::vector<std::int32_t> missing;
+    if (!stored.empty()) std::ranges::set_difference(wanted, stored, std::back_inserter(missing));
+    if (missing.empty()) continue;
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/q_positions", trace.path().string(), l),
                 "too few stored queries for " + who, fmt::format("queries {}..{}", wanted.front(), wanted.back()),
-                fmt::format("no query {}", missing)};
+                fmt::format("no query {}", missing.front())};
   }
 }
 
@@ -206,8 +199,7 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
   const auto layers = static_cast<int>(conditions.layers.size());
   policy.check_limits(conditions.boundary, layers);
   for (const LayerPlan& of_range : policy.plans(layers)) {
-    if (const auto& other = of_range.plan.allocate->other)
-      check_policy(trace, conditions, *other, budget, of_seen);
+    if (const auto& other = of_range.plan.allocate->other) check_policy(trace, conditions, *other, budget, of_seen);
     check_on_trace(trace, conditions, of_range, policy.name(), {budget, of_seen});
   }
 }

@@ -32,10 +32,7 @@ std::string name_in_schema(const std::string& object) {
 }
 
 const SchemaEntry* entry_of(const std::string& object) {
-  const std::string name = name_in_schema(object);
-  for (const auto* entries : {&schema().attributes, &schema().datasets})
-    for (const SchemaEntry& entry : *entries)
-      if (entry.object == name) return &entry;
+  if (const SchemaEntry* entry = schema().find(name_in_schema(object))) return entry;
   for (const SchemaEntry& entry : schema().tensor_attributes)
     if (object.ends_with("@" + entry.name)) return &entry;
   return nullptr;

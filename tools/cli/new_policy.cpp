@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <boost/algorithm/string/replace.hpp>
 #include <cctype>
 #include <filesystem>
 #include <optional>
@@ -53,9 +54,7 @@ std::string filled(std::string_view text, const std::string& name) {
   std::string result{text};
   const std::pair<std::string_view, std::string> places[] = {
       {"@name@", name}, {"@file@", file_name(name)}, {"@Type@", type_name(name)}};
-  for (const auto& [place, value] : places)
-    for (std::size_t at = result.find(place); at != std::string::npos; at = result.find(place, at + value.size()))
-      result.replace(at, place.size(), value);
+  for (const auto& [place, value] : places) boost::replace_all(result, place, value);
   return result;
 }
 

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <boost/algorithm/string/replace.hpp>
 #include <cmath>
 #include <cstdio>
 #include <iterator>
@@ -18,16 +19,6 @@ namespace {
 std::size_t width(const std::string& text) {
   return static_cast<std::size_t>(
       std::ranges::count_if(text, [](char byte) { return (static_cast<unsigned char>(byte) & 0xC0U) != 0x80U; }));
-}
-
-/// A bar would end the cell.
-std::string markdown_cell(std::string_view text) {
-  std::string cell;
-  for (const char c : text) {
-    if (c == '|') cell += '\\';
-    cell += c;
-  }
-  return cell;
 }
 
 }  // namespace
@@ -57,9 +48,10 @@ void print_markdown_table(const TableRow& heads, const std::vector<TableRow>& ro
   fmt::print("| {} |\n|", fmt::join(heads, " | "));
   for (std::size_t i = 0; i < heads.size(); ++i) fmt::print(" --- |");
   for (const auto& row : rows) {
-    fmt::print("\n|");
+    fmt::print("\n|");  // a bar within a cell would end it
     for (std::size_t i = 0; i < row.size(); ++i)
-      fmt::print(" {0}{1}{0} |", code.contains(i) && !row[i].empty() ? "`" : "", markdown_cell(row[i]));
+      fmt::print(" {0}{1}{0} |", code.contains(i) && !row[i].empty() ? "`" : "",
+                 boost::replace_all_copy(row[i], "|", "\\|"));
   }
   fmt::print("\n");
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <numeric>
 #include <set>
@@ -89,9 +90,7 @@ std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
     std::string trace = file < columns.size() ? fields[file] : "";
     if (trace.empty() && name < columns.size() && !fields[name].empty()) trace = fields[name] + std::string(ending);
     if (trace.empty()) throw Error{Refusal::input, where, "names no trace"};
-    const bool digits = std::ranges::all_of(
-        fields[hash], [](char c) { return std::string_view("0123456789abcdef").find(c) != std::string_view::npos; });
-    if (fields[hash].size() != 32 || !digits)
+    if (fields[hash].size() != 32 || fields[hash].find_first_not_of("0123456789abcdef") != std::string::npos)
       throw Error{Refusal::input, where, "trace_hash", "32 hexadecimal digits", "\"" + fields[hash] + "\""};
     found.push_back({(path.parent_path() / trace).string(), fields[hash], where});
   }
@@ -151,8 +150,7 @@ std::vector<ListedTrace> Shard::of(const std::vector<ListedTrace>& all) const {
   }
   std::vector<std::size_t> by_size(all.size());
   std::iota(by_size.begin(), by_size.end(), std::size_t{0});
-  std::ranges::sort(by_size,
-                    [&](std::size_t a, std::size_t b) { return sizes[a] != sizes[b] ? sizes[a] > sizes[b] : a < b; });
+  std::ranges::stable_sort(by_size, std::greater{}, [&](std::size_t trace) { return sizes[trace]; });
   // Bytes, traces and number of each shard.
   std::set<std::tuple<std::uintmax_t, std::size_t, int>> shards;
   for (int i = 1; i <= count; ++i) shards.insert({0, 0, i});
