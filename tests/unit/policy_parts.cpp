@@ -372,11 +372,11 @@ TEST(Sharing, LastOfEveryNAndOneForAll) {
 
 TEST(Allocation, BestEntriesOfHeadsAndLayersTogether) {
   const Matrix first = matrix({{9, 8, 1}, {7, 0, 0}}), second = matrix({{0, 0, 0}, {2, 3, 4}});
-  EXPECT_EQ(ranked_within_layer()({.prompt = 3, .budget = 2}, first), (std::vector<int>{3, 1}));
-  EXPECT_EQ(ranked_within_layer()({.prompt = 3, .budget = 1}, matrix({{5, 5, 0}, {5, 5, 5}})), (std::vector<int>{2, 0}))
+  EXPECT_EQ(ranked_within_layer({.prompt = 3, .budget = 2}, first), (std::vector<int>{3, 1}));
+  EXPECT_EQ(ranked_within_layer({.prompt = 3, .budget = 1}, matrix({{5, 5, 0}, {5, 5, 5}})), (std::vector<int>{2, 0}))
       << "ties go to the lower head";
   const std::vector<const Matrix*> all{&first, &second};
-  EXPECT_EQ(ranked_across_layers()({.layers = 2, .prompt = 3, .budget = 1}, all),
+  EXPECT_EQ(ranked_across_layers({.layers = 2, .prompt = 3, .budget = 1}, all),
             (std::vector<std::vector<int>>{{2, 1}, {0, 1}}));
 }
 

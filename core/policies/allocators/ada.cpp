@@ -56,7 +56,7 @@ WithinLayer AdaptiveHeads::allocator() const {
     const auto equal = static_cast<std::int64_t>(std::lround(1000 * part.alpha));
     std::vector<std::int64_t> weights;
     for (const int count :
-         ranked_within_layer()(division, part.normalise ? normalised(division, scores) : Matrix(scores)))
+         ranked_within_layer(division, part.normalise ? normalised(division, scores) : Matrix(scores)))
       weights.push_back((1000 - equal) * (count - division.by_rule()) + equal * division.slots());
     std::vector<int> counts =
         apportion(std::int64_t{division.slots()} * scores.rows(), weights, 0, division.candidates());

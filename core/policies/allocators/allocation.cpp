@@ -48,10 +48,10 @@ const RegisteredFixedPart registered_uniform{PartKind::allocate, "uniform", "eve
                                              [](Plan& plan) { plan.allocate = uniform(); }};
 const RegisteredFixedPart registered_layer{PartKind::allocate, "ranked-layer",
                                            "the best entries of all heads of a layer together",
-                                           [](Plan& plan) { plan.allocate = within_layer(ranked_within_layer()); }};
+                                           [](Plan& plan) { plan.allocate = within_layer(ranked_within_layer); }};
 const RegisteredFixedPart registered_global{PartKind::allocate, "ranked-global",
                                             "the best entries of all layers and heads together",
-                                            [](Plan& plan) { plan.allocate = across_layers(ranked_across_layers()); }};
+                                            [](Plan& plan) { plan.allocate = across_layers(ranked_across_layers); }};
 
 }  // namespace
 
@@ -60,23 +60,17 @@ std::vector<int> counts_of_best(const Division& division, const Matrix& scores, 
   return counts_of_candidates(division, {&layer, 1}, slots).front();
 }
 
-WithinLayer ranked_within_layer() {
-  return [](const Division& division, const Matrix& scores) {
-    return counts_of_best(division, scores, std::int64_t{division.slots()} * scores.rows());
-  };
+std::vector<int> ranked_within_layer(const Division& division, const Matrix& scores) {
+  return counts_of_best(division, scores, std::int64_t{division.slots()} * scores.rows());
 }
 
-AcrossLayers ranked_across_layers() {
-  return [](const Division& division, std::span<const Matrix* const> scores) {
-    const std::int64_t rows = std::int64_t{scores.front()->rows()} * std::ssize(scores);
-    return counts_of_candidates(division, scores, division.slots() * rows);
-  };
+LayerCounts ranked_across_layers(const Division& division, LayerScores scores) {
+  const std::int64_t rows = std::int64_t{scores.front()->rows()} * std::ssize(scores);
+  return counts_of_candidates(division, scores, division.slots() * rows);
 }
 
-SlotDivision ranked_slots() {
-  return [](std::int64_t slots, std::span<const Matrix* const> scores) {
-    return counts_in(slots, scores, 0, scores.front()->columns());
-  };
+LayerCounts ranked_slots(std::int64_t slots, LayerScores scores) {
+  return counts_in(slots, scores, 0, scores.front()->columns());
 }
 
 }  // namespace kvreplay

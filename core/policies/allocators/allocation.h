@@ -14,12 +14,12 @@ std::vector<int> counts_of_best(const Division& division, const Matrix& scores, 
 
 /// Ranks (head, position) of a layer together: its slots go to its best entries; ties to the lower (head, position).
 /// Tokens that stay by rule stay in every row.
-WithinLayer ranked_within_layer();
+std::vector<int> ranked_within_layer(const Division& division, const Matrix& scores);
 
 /// Ranks (layer, head, position) of all layers together.
-AcrossLayers ranked_across_layers();
+LayerCounts ranked_across_layers(const Division& division, LayerScores scores);
 
 /// Ranks (matrix, row, column) of all matrices together: nothing stays by rule.
-SlotDivision ranked_slots();
+LayerCounts ranked_slots(std::int64_t slots, LayerScores scores);
 
 }  // namespace kvreplay

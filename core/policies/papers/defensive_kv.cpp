@@ -67,7 +67,7 @@ struct DefensiveKv {
                   .places_window = true,
                   .name = name_with_values("defensive-kv", *this)},
         .protect = {.recent = Amount::tokens(window)},
-        .allocate = within_layer(ranked_within_layer()),
+        .allocate = within_layer(ranked_within_layer),
     };
   }
 };

@@ -66,8 +66,8 @@ struct Oracle {
 
   std::vector<LayerPlan> plans(int layers) const {
     Plan plan{.grouping = grouping, .score = eval_score()};
-    if (scope == Scope::layer) plan.allocate = within_layer(ranked_within_layer());
-    if (scope == Scope::global) plan.allocate = across_layers(ranked_across_layers());
+    if (scope == Scope::layer) plan.allocate = within_layer(ranked_within_layer);
+    if (scope == Scope::global) plan.allocate = across_layers(ranked_across_layers);
     check();
     if (!counts) return {{0, layers, plan}};
 
@@ -80,9 +80,10 @@ struct Oracle {
       // Its own queries were asked for with the counted policy; what an oracle reads is the future.
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
-      plan.allocate = counts_of(counts.policy, has_budget(counted.plan),
-                                free == Free::heads || free == Free::layers ? ranked_slots() : SlotDivision{},
-                                free == Free::layers);
+      plan.allocate =
+          counts_of(counts.policy, has_budget(counted.plan),
+                    free == Free::heads || free == Free::layers ? SlotDivision(ranked_slots) : SlotDivision{},
+                    free == Free::layers);
       plan.protect = {};
       plan.select = top_k();
       if (free == Free::chunks && counted.plan.select.best) {
