@@ -18,8 +18,14 @@ from kvreplay.sweep.work import Allowance
 if TYPE_CHECKING:
     from distributed import Client
 
-# Of clusters that are ours: the sweep itself counts how often a task is tried, and a host that is silent is given up.
-OWN = {"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-ttl": "60s"}
+# Settings of clusters that the sweep starts: it counts the attempts at a task itself, abandons silent hosts, and does
+# not profile its workers, which wait for programs: profiles take a tenth of a core each.
+OWN = {
+    "distributed.scheduler.allowed-failures": 0,
+    "distributed.scheduler.worker-ttl": "60s",
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.system-monitor.interval": "5s",
+}
 DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # Ctrl-C is for the sweep
 WORKER_MIB = 512  # of a job, beside what its task may hold
 STARTS = 5  # of a cluster on this machine, before it is given up
