@@ -14,7 +14,7 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-/// What each shard says of itself, and what of it stands at the top where all shards agree.
+/// The entries of a shard, and those that stand at the top where all shards agree.
 constexpr const char* shard_keys[] = {"argv",    "start",   "end",  "host",      "build",
                                       "backend", "options", "seed", "self_check"};
 constexpr const char* shared_keys[] = {"host", "build", "backend", "options", "seed"};
@@ -53,7 +53,7 @@ Json read_run(const fs::path& path) {
   }
 }
 
-/// What all of them say: the whole value, or of objects the entries that are equal in all. Null: nothing.
+/// The value if all are equal; of objects the entries that are equal in all. Null: none.
 Json agreed(const std::vector<Json>& values) {
   if (values.empty() || std::ranges::all_of(values, [&](const Json& one) { return one == values.front(); }))
     return values.empty() ? Json() : values.front();
@@ -66,6 +66,14 @@ Json agreed(const std::vector<Json>& values) {
 }
 
 bool is_violation(const std::string& text) { return text.find("VIOLATED") != std::string::npos; }
+
+Detail detail_of(const fs::path& path, const Json& text) {
+  try {
+    return parse_detail(text.get<std::string>());
+  } catch (const Error& error) {
+    throw Error{Refusal::input, path.string(), "unknown detail", error.expected(), error.found()};
+  }
+}
 
 /// As `dump` has it inside a list of an object.
 std::string indented(const Json& entry) {
@@ -105,13 +113,11 @@ void MergedRun::join(const Json& run, const fs::path& folder, bool with_cells) {
   }
   for (auto& [path, shard] : shards) {
     if (shard.contains("self_check")) shard["self_check"].at("result").get<std::vector<std::string>>();
-    if (const Json options = shard.value("options", Json::object()); options.contains("detail")) try {
-        const Detail detail = parse_detail(options["detail"].get<std::string>());
-        detail_ = std::min(detail_.value_or(detail), detail);
-      } catch (const Error& error) {
-        throw Error{Refusal::input, (folder / "run.json").string(), "unknown detail", error.expected(), error.found()};
-      }
-    // What a folder says of itself now takes the place of what was said when it was merged earlier.
+    if (const Json options = shard.value("options", Json::object()); options.contains("detail")) {
+      const Detail detail = detail_of(folder / "run.json", options["detail"]);
+      detail_ = std::min(detail_.value_or(detail), detail);
+    }
+    // The folder itself is newer than an entry of an earlier merge.
     if (!run.contains("shards") || !shards_.contains(path)) shards_[path] = shard;
   }
   for (const Json& input : list_of(run, "inputs")) {
@@ -211,7 +217,10 @@ Json MergedRun::self_check() const {
   for (const auto& [path, shard] : shards_) {
     if (!shard.contains("self_check")) continue;
     const Json& theirs = shard["self_check"];
-    if (together.is_null()) together = theirs;
+    if (together.is_null()) {
+      together = theirs;
+      continue;
+    }
     Json& ours = together.at("result");
     for (std::size_t law = 0; law < std::min(ours.size(), theirs.at("result").size()); ++law) {
       const auto our = ours[law].get<std::string>(), their = theirs["result"][law].get<std::string>();
