@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
-#include <functional>
 #include <iterator>
 #include <numeric>
 #include <set>
@@ -150,7 +149,8 @@ std::vector<ListedTrace> Shard::of(const std::vector<ListedTrace>& all) const {
   }
   std::vector<std::size_t> by_size(all.size());
   std::iota(by_size.begin(), by_size.end(), std::size_t{0});
-  std::ranges::stable_sort(by_size, std::greater{}, [&](std::size_t trace) { return sizes[trace]; });
+  std::ranges::sort(by_size,
+                    [&](std::size_t a, std::size_t b) { return sizes[a] != sizes[b] ? sizes[a] > sizes[b] : a < b; });
   // Bytes, traces and number of each shard.
   std::set<std::tuple<std::uintmax_t, std::size_t, int>> shards;
   for (int i = 1; i <= count; ++i) shards.insert({0, 0, i});

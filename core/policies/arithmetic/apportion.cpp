@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <numeric>
 #include <string>
 #include <type_traits>
@@ -99,7 +98,9 @@ class Apportionment {
         set(open_[i], static_cast<int>(std::floor(numerator)));
       fractions.emplace_back(numerator - counts_[open_[i]] * due.unit, open_[i]);
     }
-    std::ranges::stable_sort(fractions, std::greater{}, &std::pair<Number, std::size_t>::first);
+    std::ranges::sort(fractions, [](const auto& a, const auto& b) {
+      return a.first != b.first ? a.first > b.first : a.second < b.second;
+    });
     for (const auto& [fraction, item] : fractions)
       if (rest_ > 0 && counts_[item] < hi_[item]) set(item, counts_[item] + 1);
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <functional>
 #include <utility>
 
 namespace kvreplay {
@@ -100,8 +99,10 @@ void HeldTokens::cut_row(const LayerView& now, const Matrix& scores, int row, Ro
   if (!by_relevance) return;
   std::vector<double> score_of(static_cast<std::size_t>(seen_));
   for (std::size_t i = 0; i < before.size(); ++i) score_of[static_cast<std::size_t>(before[i])] = of_row[i];
-  std::ranges::stable_sort(list, std::greater{},
-                           [&](std::int32_t position) { return score_of[static_cast<std::size_t>(position)]; });
+  std::ranges::sort(list, [&](std::int32_t a, std::int32_t b) {
+    const double score_a = score_of[static_cast<std::size_t>(a)], score_b = score_of[static_cast<std::size_t>(b)];
+    return score_a != score_b ? score_a > score_b : a < b;
+  });
 }
 
 /// Scores survive compression: [Hq, held] of those that are held from here on.
