@@ -91,7 +91,7 @@ void MergedRun::add(const fs::path& folder, bool with_cells) {
   ++folders_;
   const fs::path path = folder / "run.json";
   if (std::error_code ignored; !fs::exists(path, ignored)) {
-    append_new(troubles_, std::vector{folder.string() + ": an interrupted run: its finished traces are taken"});
+    append_new(merge_warnings_, std::vector{folder.string() + ": an interrupted run: its finished traces are taken"});
     shards_[fs::absolute(folder).lexically_normal().string()] = Json::object();
     return;
   }
@@ -126,18 +126,18 @@ void MergedRun::join(const Json& run, const fs::path& folder, bool with_cells) {
   }
   append_new(policies_, list_of(run, "policies"));
   append_new(metrics_, list_of(run, "metrics"));
-  append_new(told_warnings_, run.value("warnings", std::vector<std::string>()));
+  append_new(run_warnings_, run.value("warnings", std::vector<std::string>()));
   if (numerics_.is_null()) numerics_ = run.value("numerics", Json());
   for (const Json& cell : list_of(run, "cells")) add(cell_of(cell), with_cells);
 }
 
-void MergedRun::add(CellRecord cell, bool with_whole) {
+void MergedRun::add(CellRecord cell, bool with_cells) {
   for (const std::string& key : {cell.budget, cell.policy + ":" + cell.params}) ranks_.emplace(key, ranks_.size());
-  if (!with_whole && cell.state != CellState::failed) return;
+  if (!with_cells && cell.state != CellState::failed) return;
   if (cell.state != CellState::failed) cell.state = CellState::done;
   // Of a trace that could not be opened, cells have no id.
   const std::string key = cell.id.empty() ? fmt::format("{}:{} {}", cell.policy, cell.params, cell.budget) : cell.id;
-  const auto [place, is_new] = all_.try_emplace({cell.trace, key}, cell);
+  const auto [place, is_new] = cells_.try_emplace({cell.trace, key}, cell);
   CellRecord& known = place->second;
   if (is_new || cell.state == CellState::failed) return;
   if (known.state == CellState::failed) {
@@ -165,7 +165,7 @@ void MergedRun::add(const TraceCells& all) {
 
 std::vector<const CellRecord*> MergedRun::cells_of(const std::string& trace) const {
   std::vector<const CellRecord*> cells;
-  for (auto at = all_.lower_bound({trace, ""}); at != all_.end() && at->first.first == trace; ++at)
+  for (auto at = cells_.lower_bound({trace, ""}); at != cells_.end() && at->first.first == trace; ++at)
     if (at->second.state != CellState::failed) cells.push_back(&at->second);
   return cells;
 }
@@ -179,7 +179,7 @@ std::vector<const CellRecord*> MergedRun::cells() const {
                                [&](const auto* cell) { return as_asked(*cell) == as_asked(failed); });
   };
   std::vector<std::tuple<std::string_view, std::size_t, bool, std::size_t, std::string_view, const CellRecord*>> places;
-  for (const auto& [key, cell] : all_)
+  for (const auto& [key, cell] : cells_)
     if (!cell.id.empty() || !is_whole(cell))
       places.emplace_back(cell.trace, ranks_.at(cell.budget), cell.role != "asked",
                           ranks_.at(cell.policy + ":" + cell.params), cell.id, &cell);
@@ -190,7 +190,7 @@ std::vector<const CellRecord*> MergedRun::cells() const {
 }
 
 std::vector<std::string> MergedRun::warnings() const {
-  std::vector<std::string> all = troubles_;
+  std::vector<std::string> all = merge_warnings_;
   std::map<std::string, std::map<std::string, std::string>> found;  // by entry and its text the first folder
   for (const auto& [path, shard] : shards_)
     for (const char* entry : {"build", "backend", "options", "seed"}) {
@@ -247,7 +247,7 @@ void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv) 
     if (const Json common = agreed(said[key]); !common.is_null()) head[key] = common;
   if (detail_) head["options"]["detail"] = word(*detail_);
   if (const Json check = self_check(); !check.is_null()) head["self_check"] = check;
-  std::vector<std::string> warned = told_warnings_;
+  std::vector<std::string> warned = run_warnings_;
   append_new(warned, warnings());
   Json inputs = Json::array();
   for (const auto& [trace, input] : inputs_) inputs.push_back(input);

@@ -20,15 +20,15 @@ namespace kvreplay {
 class MergedRun {
  public:
   /// A folder without run.json is that of an interrupted run; a merged folder brings those that it was merged from.
-  /// `with_cells`: also the cells that it has whole, whose files are not added then. Throws Error{input} for a run.json
-  /// that cannot be read.
+  /// Failed cells are always added; `with_cells` adds the finished ones too, in the place of those of files. Throws
+  /// Error{input} for a run.json that cannot be read.
   void add(const std::filesystem::path& folder, bool with_cells);
   /// A trace as the merged folder has it.
   void add(const TraceCells& all);
-  /// Its cells that did not fail, as far as they were added.
+  /// The finished cells of a trace.
   std::vector<const CellRecord*> cells_of(const std::string& trace) const;
 
-  /// The coarsest of the folders': what all of them can show.
+  /// The coarsest detail of all folders.
   Detail detail() const { return detail_.value_or(Detail::layer); }
   /// Of merging: those of the runs stand in the file alone.
   std::vector<std::string> warnings() const;
@@ -42,18 +42,18 @@ class MergedRun {
   using Json = nlohmann::ordered_json;
 
   void join(const Json& run, const std::filesystem::path& folder, bool with_cells);
-  /// Of one that did not fail, without `with_whole`, only its place in the order is noted.
-  void add(CellRecord cell, bool with_whole);
+  /// Without `with_cells`, a finished cell only takes its place in the order of cells().
+  void add(CellRecord cell, bool with_cells);
   Json self_check() const;
 
   Json policies_ = Json::array(), metrics_ = Json::array(), numerics_;
-  std::map<std::string, Json> shards_;                 // by the absolute path of their folders
-  std::vector<std::string> told_warnings_, troubles_;  // of the runs, and of merging them
+  std::map<std::string, Json> shards_;                      // by the absolute path of their folders
+  std::vector<std::string> run_warnings_, merge_warnings_;  // of the runs, and of merging them
   std::optional<Detail> detail_;
   int folders_ = 0;
   std::map<std::string, Json> inputs_;        // by trace
   std::map<std::string, std::size_t> ranks_;  // of budgets and of policies with parameters, as folders list them
-  std::map<std::pair<std::string, std::string>, CellRecord> all_;  // by trace and id, without their values
+  std::map<std::pair<std::string, std::string>, CellRecord> cells_;  // by trace and id, without their values
 };
 
 }  // namespace kvreplay

@@ -75,7 +75,7 @@ struct Progress {
   double done = 0;
 };
 
-/// cells/TRACE.h5 and what it says.
+/// The contents of cells/TRACE.h5, as records and as bytes.
 struct TraceInMemory {
   TraceCells all;
   std::vector<std::byte> file;

@@ -54,7 +54,7 @@ struct TraceRecord {
   bool has_eval_attention = false;
   bool has_eval_attention_by_head = false;
 
-  // What a run says of it beside its file.
+  // Facts of the run, not stored in the file.
   std::filesystem::path path = {};
   std::string prompt_hash = {};            // of the token ids of the prompt: traces of one model on one prompt share it
   std::filesystem::path observables = {};  // the file beside the trace
@@ -89,16 +89,16 @@ struct CellRecord {
   std::uint64_t seed = 0;
   std::string source = {};  // ConfiguredPolicy::source_hash
   double kept_tokens = 0;   // mean a layer and head
-  bool own_memory = false;  // no budget binds it
+  bool own_memory = false;  // ignores the budget
   bool has_scores = false;
   bool keeps_all_changed = false;  // every token is kept, and changed: there are no sets to store
   ValuesByMetric values = {};
   std::vector<CellSeconds> seconds = {};  // [treated]
 
-  // What a run says of it beside its file.
+  // Facts of the run, not stored in the file.
   std::string trace = {};    // the name
-  std::string twin_of = {};  // the id of the cell whose random twin it is; empty: of none in this run
-  std::string family = {};   // what the policy is mainly about
+  std::string twin_of = {};  // id of the cell whose random twin this is; empty: none in this run
+  std::string family = {};   // of the policy
   CellState state = CellState::skipped;
   std::string error = {};
 

@@ -10,7 +10,7 @@
 namespace kvreplay {
 
 struct Estimate {
-  double seconds = 0;            // Estimator::seconds, for those who ask
+  double seconds = 0;            // 0 unless set from Estimator::seconds
   std::size_t memory_bytes = 0;  // anonymous memory at its peak; the mapped trace is not counted
   std::size_t mapped_bytes = 0;  // of the largest layer, mapped while it is in use
   std::size_t disk_bytes = 0;    // results of the run
@@ -26,6 +26,7 @@ struct Demand {
   std::size_t earlier_bytes = 0;  // of the file that the results are added to
 };
 
+/// Estimates memory, disk space and time from the plans of the cells.
 class Estimator {
  public:
   /// `backend` must outlive the estimator.
