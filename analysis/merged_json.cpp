@@ -36,21 +36,17 @@ const Json& list_of(const Json& run, const char* key) {
 }
 
 Json read_run(const fs::path& path) {
-  try {
-    std::ifstream stream(path, std::ios::binary);
-    if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
-    Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
-      if (depth > most_levels)
-        throw Error{Refusal::input, path.string(), "nested too deep", fmt::format("at most {} levels", most_levels),
-                    "more"};
-      return true;
-    });
-    if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
-      throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
-    return run;
-  } catch (const Json::exception& problem) {
-    throw Error{Refusal::input, path.string(), "unreadable", "JSON as replay writes it", problem.what()};
-  }
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
+  Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
+    if (depth > most_levels)
+      throw Error{Refusal::input, path.string(), "nested too deep", fmt::format("at most {} levels", most_levels),
+                  "more"};
+    return true;
+  });
+  if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
+    throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
+  return run;
 }
 
 /// The value if all are equal; of objects the entries that are equal in all. Null: none.

@@ -59,6 +59,7 @@ struct TraceWork {
   WantedOfTrace of_trace;
   std::vector<CellWork> cells;
   std::vector<std::string> warnings;
+  std::optional<TraceInMemory> in_memory;  // the results, of a run without a folder
 
   const CellRecord* earlier(const std::string& id) const { return stored ? stored->find(id) : nullptr; }
   fs::path cells_path(const fs::path& output) const { return output / "cells" / (facts.name + ".h5"); }
@@ -342,8 +343,8 @@ void check_cells(TraceWork& work, const Trace& trace) {
           check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens, share_of_seen(cell.facts));
       if (cell.facts.role == "asked" &&
           protected_tokens_fill_budget(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
-        warn_once(work, fmt::format("{}: {} at {}: all that fits stays by rule, nothing is chosen", work.facts.name,
-                                    cell.facts.label, cell.facts.budget));
+        warn_once(work, fmt::format("{}: {} at {}: the protected tokens fill the budget, the policy selects none",
+                                    work.facts.name, cell.facts.label, cell.facts.budget));
       if (const std::string instead = without_question(trace, work.conditions, cell.policy);
           cell.facts.role == "asked" && !instead.empty())
         warn_once(work,
@@ -364,7 +365,7 @@ void warn_of_versions(TraceWork& work) {
       return std::ranges::any_of(work.cells, [&](const CellWork& cell) { return is(cell.facts, found); });
     };
     if (some_cell(of_another_version) && !some_cell(takes_place_of))
-      warn_once(work, fmt::format("{}: {} at {} stays as another version of its file left it", work.facts.name,
+      warn_once(work, fmt::format("{}: {} at {} keeps the results of another version of its file", work.facts.name,
                                   found.label, found.budget));
   }
 }
@@ -582,9 +583,9 @@ void complete(CellWork& cell, const CellRecord* earlier, CellResult& result) {
   cell.facts.state = CellState::done;
 }
 
-/// Into the folder of results, or into `in_memory` where there is none.
+/// Into the results folder, or into work.in_memory.
 void write(const RunRequest& request, const Trace& of, TraceWork& work, const TraceResult& trace_result,
-           const Batch& made, const std::vector<CellResult>& results, std::map<std::string, TraceInMemory>& in_memory) {
+           const Batch& made, const std::vector<CellResult>& results) {
   std::vector<CellToWrite> cells;
   std::set<std::string> replaced;
   for (std::size_t i = 0; i < made.of.size(); ++i) {
@@ -613,7 +614,7 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
   make_trace_cells(work.facts, trace_result, cells, work.stored ? std::optional(path) : std::nullopt,
                    request.no_text ? nullptr : &of.header(), [&](std::span<const std::byte> file) {
                      if (!request.output.empty()) return replace_file(path, file);
-                     TraceInMemory& kept = in_memory[work.facts.name];
+                     TraceInMemory& kept = work.in_memory.emplace();
                      kept.file.assign(file.begin(), file.end());
                      kept.all.trace = work.facts;
                      for (const CellToWrite& cell : cells) kept.all.cells.push_back(cell.cell);
@@ -628,8 +629,7 @@ ObservableKey observable_key(const TraceWork& work, const std::string& backend) 
 }
 
 void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally, std::size_t mapped_bytes,
-             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted,
-             std::map<std::string, TraceInMemory>& in_memory) {
+             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
   const std::shared_ptr<const Trace> of_work = opened(request, work);
   const Trace& trace = *of_work;
   if (!trace.is_in_memory()) trace.limit_mapped(mapped_bytes);
@@ -642,7 +642,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
   Measurement measurement(trace, work.conditions, made.wanted, work.of_trace, in_first);
   const bool of_trace =
       !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
-  if (made.cells.empty() && !of_trace) return write(request, trace, work, {}, made, {}, in_memory);
+  if (made.cells.empty() && !of_trace) return write(request, trace, work, {}, made, {});
   std::optional<StoredObservables> stored;
   if (request.observables != ObservableUse::ignore)
     stored.emplace(trace, observable_key(work, backend.description()), request.observables == ObservableUse::keep);
@@ -673,7 +673,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
       complete(*made.of[i], work.earlier(made.of[i]->facts.id), results[i]);
     }
   }
-  write(request, trace, work, trace_result, made, results, in_memory);
+  write(request, trace, work, trace_result, made, results);
 }
 
 /// The cell whose random twin this one is, by its id; empty: that of none.
@@ -852,7 +852,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
     if (work.facts.error.empty()) {
       try {
         if (work.stored) work.stored = read_trace_cells(work.cells_path(request.output));
-        compute(request, *backend, work, tally, state_->mapped_bytes, heard, interrupted, summary.in_memory);
+        compute(request, *backend, work, tally, state_->mapped_bytes, heard, interrupted);
       } catch (const Unwritable&) {
         throw;  // no fault of this trace: the results of the next could not be kept either
       } catch (const Error& error) {
@@ -870,6 +870,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
       const std::vector<CellRecord> failed = failed_cells(request, work.facts);
       summary.cells.insert(summary.cells.end(), failed.begin(), failed.end());
     }
+    if (work.in_memory) summary.in_memory.emplace(work.facts.name, std::move(*work.in_memory));
     summary.traces.push_back(std::move(work.facts));
     summary.traces.back().values.clear();
   }

@@ -1,8 +1,8 @@
 // A run: traces x policies x budgets -> a folder of results. Finished work is never done twice.
 //
-// Without a folder the same stays in memory. The folder holds cells/TRACE.h5, the unit that is finished or not, and
-// views of these files: results.csv, seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run
-// at a time writes into a folder.
+// The folder contains one file cells/TRACE.h5 for each finished trace, and views of these files: results.csv,
+// seconds.csv, run.json. Every file is written as NAME.partial and renamed; one run at a time writes into a folder.
+// Without a folder, the run returns the same results in memory.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ struct RunRequest {
   std::string backend = "cpu";
   DeviceChoice device;
   int threads = 0;                // 0: all
-  std::filesystem::path output;   // a folder; empty: results stay in memory
+  std::filesystem::path output;   // results folder; empty: results are returned in memory
   bool force = false;             // what is asked is computed again; a file of cells under other conditions is replaced
   bool no_text = false;           // tokens and spans are not copied into the results
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...

@@ -31,6 +31,11 @@ bool Interruption::ended() {
   return ended_.load(std::memory_order_relaxed);
 }
 
+void Interruption::poll() {
+  if (wanted_ && wanted_()) ended_ = true;
+  require_all_done();
+}
+
 void Interruption::require_all_done() const {
   if (ended_) throw Error{Refusal::interrupted, where_, "interrupted"};
 }

@@ -29,6 +29,8 @@ class Interruption {
   bool ended();
   /// Called after the work. Throws Error{interrupted} if some of it was skipped.
   void require_all_done() const;
+  /// Between calls, from the calling thread: polls at once, and throws Error{interrupted}.
+  void poll();
 
  private:
   std::function<bool()> wanted_;

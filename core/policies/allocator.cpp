@@ -21,7 +21,7 @@ AllocatorPtr uniform() {
 }
 
 AllocatorPtr every_token() {
-  constexpr const char* reason = "every token stays";
+  constexpr const char* reason = "every token is kept";
   constexpr const char* remedy = "no score and no selector";
   static const AllocatorPtr allocator =
       shared({.name = "all tokens",

@@ -62,7 +62,7 @@ std::string lacks(const Plan& plan, Property property) {
     case Property::unchanged:
       return in_place_of(!plan.store->moves_tokens && !plan.store->changes_tokens(), "another store");
     case Property::cache_positions:
-      return in_place_of(plan.store->moves_tokens, "tokens that stay where they were");
+      return in_place_of(plan.store->moves_tokens, "tokens at their original positions");
   }
   return "";
 }

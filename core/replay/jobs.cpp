@@ -22,10 +22,6 @@ const ConfiguredPolicy* policy_taken_from(const std::vector<LayerPlan>& plans) {
 
 }  // namespace
 
-void ReplayedTrace::poll() const {
-  if (interrupted && interrupted()) throw Error{Refusal::interrupted, trace.path().string(), "interrupted"};
-}
-
 bool PlannedRange::shares_later_layer() const {
   for (int l = first; l < end(); ++l)
     if (source_of(l) > l) return true;

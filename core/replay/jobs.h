@@ -19,7 +19,6 @@ struct ReplayedTrace {
   const Trace& trace;
   const Conditions& conditions;
   Sink& sink;
-  const std::function<bool()>& interrupted;
   ObservableStore* store = nullptr;  // null: none
   MarkedQuestion question = {};
 
@@ -27,8 +26,8 @@ struct ReplayedTrace {
   int prompt() const { return conditions.boundary; }
   /// The stored number of a treated layer.
   int stored(int layer) const { return conditions.layers[static_cast<std::size_t>(layer)]; }
-  /// Throws Error{interrupted} where the caller wants an end.
-  void poll() const;
+  /// Throws Error{interrupted} if the caller requests the end.
+  void poll() const { backend.interruption().poll(); }
 };
 
 /// [H, P] of one layer, shared by the jobs whose scores they are; null: none.

@@ -180,8 +180,7 @@ ScoreKey score_key(const Plan& plan, const Scoring& how) {
 
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
             const std::function<bool()>& interrupted, ObservableStore* store) {
-  const ReplayedTrace of{
-      backend, trace, conditions, sink, interrupted, store, marked_question(trace, conditions.boundary)};
+  const ReplayedTrace of{backend, trace, conditions, sink, store, marked_question(trace, conditions.boundary)};
   const Interruption::Asking asking(backend.interruption(), interrupted, trace.path().string());
   Replay(of, cells).run();
 }

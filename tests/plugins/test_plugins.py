@@ -150,7 +150,7 @@ def test_an_edited_plugin_is_replayed_again_and_nothing_else(plugins: Path, tmp_
 
     copied(plugins / "mine.so", tmp_path, "edited.so", lambda data: data + b"\0")
     again = kvreplay("replay", TRACE, *words[:-1], "0.2", *FEW, "-o", "out", "--json", folder=tmp_path)
-    stays = "kvreplay: warning: smollm2-135m-needle: mine at 0.1 stays as another version of its file left it\n"
+    stays = "kvreplay: warning: smollm2-135m-needle: mine at 0.1 keeps the results of another version of its file\n"
     assert (again.code, again.err) == (0, stays)
     assert {cell for cell, state in states(json.loads(again.out)).items() if state == "done"} == {("mine", "0.2")}
     found = states(replay(tmp_path, *words))

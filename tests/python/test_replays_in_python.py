@@ -306,7 +306,7 @@ def test_failed_cells_are_warned_of_and_left_out(traces: Path) -> None:
 
 
 def test_warnings_of_the_program_are_warnings(small: Path) -> None:
-    with pytest.warns(UserWarning, match="snapkv at 4: all that fits stays by rule"):
+    with pytest.warns(UserWarning, match="snapkv at 4: the protected tokens fill the budget"):
         kv.replay(small, "snapkv", 4, metrics="kv_bytes")
 
 

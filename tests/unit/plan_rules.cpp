@@ -83,7 +83,7 @@ const Refused refused[] = {
      "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found no score"},
     {"snapkv:schedule=question-blocks(9,relevance)",
      "snapkv: slots in the order of scores are positions in the cache: expected store=cache (positions=cache), or "
-     "order=position, found tokens that stay where they were"},
+     "order=position, found tokens at their original positions"},
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
      "none"},

@@ -382,7 +382,7 @@ TEST(Structure, RefusesWhatHasNoPages) {
   EXPECT_EQ(refusal("page=16", "strided"),
             "strided: the selector reads scores: expected a score, as in score=window, found none");
   EXPECT_EQ(refusal("page=16", "full"),
-            "full: every token stays: expected no score and no selector, found another selector");
+            "full: every token is kept: expected no score and no selector, found another selector");
   EXPECT_TRUE(refusal("page=16", "layers:0-14=h2o,15-29=snapkv")
                   .starts_with("layers: its layers have plans of their own: expected parts in the policies"));
   EXPECT_EQ(refusal("page=16", "h2o:heads=kv"), "h2o: given twice: found heads");

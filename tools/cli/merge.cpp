@@ -16,14 +16,14 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"no-tables", 0, "", "", "merge cells and run.json alone, into a folder without results.csv and seconds.csv"},
+    {"no-tables", 0, "", "", "merge only cells and run.json, into a folder without tables"},
     progress_option,
     json_option};
 
 std::string details() {
   return "FROM is a folder that replay has written, a folder of such folders, or @FILE with one of them a line.\n"
-         "DIR then holds what one replay of everything would; what it holds already stays.\n"
-         "Without FROM the tables and run.json of DIR are written anew.\n"
+         "DIR then has the results of one replay of everything; its earlier results are kept.\n"
+         "Without FROM, rewrites the tables and run.json of DIR.\n"
          "Results of format 1 (parts/ in the place of cells/) are converted.\n";
 }
 

@@ -47,13 +47,19 @@ bool asked_to_stop() {
   return true;
 }
 
-/// Results without a folder: (files of cells by trace, (owners, metrics, [owner, layer, head, metric], value)) where
-/// the latter are ResultColumns.
-nb::object in_memory_results(const std::map<std::string, TraceInMemory>& all, Detail detail) {
+std::vector<std::shared_ptr<const Trace>> opened_traces(const nb::list& traces) {
+  std::vector<std::shared_ptr<const Trace>> opened;
+  for (const nb::handle trace : traces) opened.push_back(opened_trace(trace));
+  return opened;
+}
+
+/// run.json, detail, the bytes of the files of cells by trace, and ResultColumns as (owners, metrics, [owner, layer,
+/// head, metric], value).
+nb::tuple in_memory_results(const RunSummary& summary) {
   nb::dict files;
   ResultColumns columns;
-  for (const auto& [name, trace] : all) {
-    columns.add(trace.all.trace, trace.all.cells, detail);
+  for (const auto& [name, trace] : summary.in_memory) {
+    columns.add(trace.all.trace, trace.all.cells, summary.detail);
     files[name.c_str()] = nb::bytes(trace.file.data(), trace.file.size());
   }
   nb::list metrics, numbers;
@@ -63,13 +69,13 @@ nb::object in_memory_results(const std::map<std::string, TraceInMemory>& all, De
   for (auto* column : {&columns.owner, &columns.layer, &columns.head, &columns.metric})
     numbers.append(as_array(std::move(*column), {rows}));
   return nb::make_tuple(
-      files, nb::make_tuple(nb::cast(columns.owners), metrics, numbers, as_array(std::move(columns.value), {rows})));
+      summary.about, word(summary.detail), files,
+      nb::make_tuple(nb::cast(columns.owners), metrics, numbers, as_array(std::move(columns.value), {rows})));
 }
 
 nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory, const nb::object& progress) {
   RunSummary summary;
-  std::vector<std::shared_ptr<const Trace>> traces;
-  for (const nb::handle trace : in_memory) traces.push_back(opened_trace(trace));
+  const auto traces = opened_traces(in_memory);
   std::optional<nb::python_error> raised;  // by `progress`: it ends the run
   const auto heard = [&](const Progress& now) {
     const Locked locked;
@@ -96,18 +102,14 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
   found["table"] = table(summary);
   found["failed"] = troubles;
   found["warnings"] = nb::cast(summary.warnings);
-  found["about"] = summary.about;
-  found["detail"] = word(summary.detail);
-  found["in_memory"] = in_memory_results(summary.in_memory, summary.detail);
+  if (summary.output.empty()) found["in_memory"] = in_memory_results(summary);
   return found;
 }
 
 std::string plan(const std::vector<std::string>& words, const nb::list& in_memory) {
-  std::vector<std::shared_ptr<const Trace>> traces;
-  for (const nb::handle trace : in_memory) traces.push_back(opened_trace(trace));
-  const Arguments arguments(replay_command, "kvreplay", words);
+  const auto traces = opened_traces(in_memory);
   const Unlocked unlocked;
-  return plan_json(arguments, traces);
+  return plan_json(Arguments(replay_command, "kvreplay", words), traces);
 }
 
 nb::list registered() {

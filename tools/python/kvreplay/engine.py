@@ -133,10 +133,7 @@ def replay(
         warnings.warn(f"failed: {line}", stacklevel=2)
     from kvreplay.results import MemoryRun, Run
 
-    if told["output"]:
-        run = Run(Path(told["output"]))
-    else:
-        run = MemoryRun(told["about"], told["detail"], *told["in_memory"])
+    run = Run(Path(told["output"])) if told["output"] else MemoryRun(*told["in_memory"])
     run.printed = told["table"]
     return run
 

@@ -182,7 +182,8 @@ class Run:
         path = self._file("live.csv")
         if path is None:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
-        return self._read_file(path, [*COLUMNS, *MEASURED], lambda rows: rows["head"] == "all")[[*COLUMNS, *MEASURED]]
+        columns = [*COLUMNS, *MEASURED]
+        return chosen(path, rows_of(path), columns, lambda rows: rows["head"] == "all")[columns]
 
     def written(self, trace: str) -> dict[str, str]:
         """By cell, the text that the live model wrote for this trace (`kvreplay live --generate`)."""
@@ -207,9 +208,10 @@ class Run:
     ) -> pd.DataFrame:  # fmt: skip
         """The wanted rows, and behind them those of skill that are wanted. `cells` have all policies of the run; by
         default they are those that were read."""
-        table = self._read_results(wanted)
+        table = chosen(*self._result_rows(), COLUMNS, wanted)
         if live := self._file("live.csv"):
-            table = pd.concat([table, told_apart(self._read_file(live, [*COLUMNS, *MEASURED, TEXT], wanted))])
+            measured = chosen(live, rows_of(live), [*COLUMNS, *MEASURED, TEXT], wanted)
+            table = pd.concat([table, told_apart(measured)])
         failed = [(cell.get("trace"), cell.get("cell")) for cell in self.failed]
         if failed:
             table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
@@ -222,41 +224,10 @@ class Run:
         path = self.folder / name
         return path if path.is_file() else None
 
-    def _read_results(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-        return self._read_file(self.folder / "results.csv", COLUMNS, wanted)
-
-    def _read_file(
-        self, path: Path, columns: Sequence[str], wanted: Callable[[pd.DataFrame], pd.Series]
-    ) -> pd.DataFrame:  # fmt: skip
-        """The rows of one file that are wanted, or that skill is computed from; numbers as numbers."""
-        pieces = []
-        try:
-            for rows in self._pieces(path):
-                missing = [name for name in columns if name not in rows.columns]
-                if missing:
-                    raise Error(str(path), "columns", ", ".join(columns), "no " + ", ".join(missing))
-                for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
-                rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
-                texts = [name for name in columns if rows[name].dtype == object]
-                pieces.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(texts, str)))
-        except (OSError, ValueError) as problem:
-            raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
-        table = pd.concat(pieces)
-        for name in NUMBERS:
-            if table[name].dtype == float:
-                continue
-            number = pd.to_numeric(table[name], errors="coerce")
-            wrong = table[name][number.isna() & (table[name] != "")]
-            if len(wrong):
-                where = f"{path}:{wrong.index[0] + 2}"
-                raise Error(where, name, "a number or nothing", wrong.iloc[0])
-            # pandas before 3.1 is off by one in the last place of some.
-            table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
-        return table
-
-    def _pieces(self, path: Path) -> Iterator[pd.DataFrame]:
-        """The rows of a file as Python objects, which are made faster than texts: most rows are left out."""
-        yield from pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE)
+    def _result_rows(self) -> tuple[Path, Iterator[pd.DataFrame]]:
+        """The rows of results.csv in pieces, and their place for messages."""
+        path = self.folder / "results.csv"
+        return path, rows_of(path)
 
     @property
     def _labels(self) -> dict[Policy, str]:
@@ -608,10 +579,10 @@ class MemoryRun(Run):
     def _file(self, name: str) -> Path | None:
         return super()._file(name) if "folder" in vars(self) else None
 
-    def _pieces(self, path: Path) -> Iterator[pd.DataFrame]:
-        if path.name != "results.csv":
-            yield from super()._pieces(path)
-            return
+    def _result_rows(self) -> tuple[Path, Iterator[pd.DataFrame]]:
+        return Path("results.csv"), self._rows()
+
+    def _rows(self) -> Iterator[pd.DataFrame]:
         owners, metrics, numbers, values = self._columns
         shared = pd.DataFrame(owners, columns=[name for name in COLUMNS if name not in OF_ROWS], dtype=object)
         named = np.array(metrics, dtype=object).reshape(-1, 3)
@@ -624,9 +595,6 @@ class MemoryRun(Run):
             rows[["metric", "variant", "unit"]] = named[metric]
             rows["value"] = np.where(np.isfinite(value), value, np.nan)
             yield rows[COLUMNS]
-
-    def _read_results(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-        return self._read_file(Path("results.csv"), COLUMNS, wanted)
 
     @cached_property
     def select_seconds(self) -> dict[tuple[str, str], float]:
@@ -641,6 +609,45 @@ class MemoryRun(Run):
         if trace not in self._files:
             raise Error(f"memory:/{trace}", "missing", "a trace of this replay", ", ".join(self._files))
         return h5py.File(h5py.h5f.open_file_image(self._files[trace]))
+
+
+def rows_of(path: Path) -> Iterator[pd.DataFrame]:
+    """The rows of a CSV file in pieces, as Python objects: these are made faster than texts, and few rows are used."""
+    yield from pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE)
+
+
+def chosen(
+    path: Path,
+    pieces: Iterable[pd.DataFrame],
+    columns: Sequence[str],
+    wanted: Callable[[pd.DataFrame], pd.Series],
+) -> pd.DataFrame:
+    """The rows that are `wanted`, or that skill is computed from, with two more columns which say so; numbers as
+    numbers. `path` is named in errors."""
+    found = []
+    try:
+        for rows in pieces:
+            missing = [name for name in columns if name not in rows.columns]
+            if missing:
+                raise Error(str(path), "columns", ", ".join(columns), "no " + ", ".join(missing))
+            for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
+            rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
+            texts = [name for name in columns if rows[name].dtype == object]
+            found.append(rows[rows["wanted"] | for_skill].astype(dict.fromkeys(texts, str)))
+    except (OSError, ValueError) as problem:
+        raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
+    table = pd.concat(found)
+    for name in NUMBERS:
+        if table[name].dtype == float:
+            continue
+        number = pd.to_numeric(table[name], errors="coerce")
+        wrong = table[name][number.isna() & (table[name] != "")]
+        if len(wrong):
+            where = f"{path}:{wrong.index[0] + 2}"
+            raise Error(where, name, "a number or nothing", wrong.iloc[0])
+        # pandas before 3.1 is off by one in the last place of some.
+        table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
+    return table
 
 
 def delete_folder(folder: Path, process: int) -> None:
