@@ -267,7 +267,7 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
     add(folder);
   }
   if (tables == Tables::leave && fs::exists(output / "results.csv"))
-    throw Error{Refusal::usage, "--no-tables", "results.csv would lack what is merged", "a new folder, or its tables",
+    throw Error{Refusal::usage, "--no-tables", "results.csv would lack the merged cells", "a folder without tables",
                 output.string()};
   if (files.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
 

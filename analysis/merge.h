@@ -29,8 +29,8 @@ std::vector<std::filesystem::path> results_folders(const std::vector<std::filesy
 /// Files become files of `output`, which may hold some already; cells of one trace are joined by their ids. The tables
 /// are assembled on the way, with the coarsest detail of all. A file of cells that alone has its trace is linked, or
 /// copied where it cannot be; results of format 1 are converted. Live numbers are joined row by row.
-/// Tables::leave: the folder must have no tables. The cells of a file that is not joined are then taken from run.json,
-/// if that lists all of them.
+/// Tables::leave: `output` must have no tables. For a file that is not joined, the cells are then read from run.json
+/// if it lists exactly these.
 /// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a folder
 /// that another run writes into; Error{input} for a file of cells that is damaged and for a cell of which two folders
 /// have different numbers; Error{resources} for a full disk; Error{interrupted}. `output` is then as it was, unless it

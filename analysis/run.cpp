@@ -755,8 +755,7 @@ PlannedTrace planned(const RunRequest& request, TraceWork& work, const std::stri
   return plan;
 }
 
-/// Files that this run leaves as they are will stand in its results, too; the others are as they were when it was
-/// planned.
+/// Checks the format of files that this run keeps in its results, and that the others are unchanged since planning.
 void check_files(const fs::path& output, const std::vector<TraceWork>& works) {
   for (const TraceWork& work : works)
     if (work.facts.error.empty() && work.stored_file != identity_at(work.cells_path(output)))

@@ -140,9 +140,9 @@ struct CellToWrite {
   const CellResult* made = nullptr;
 };
 
-/// Calls `keep` with the bytes of a file of cells. What is not made anew, sets and arrays of the trace, is taken from
-/// the file `earlier`, which `keep` may replace; empty: there is nothing else. `tokens_and_spans`: the file gets those
-/// of this header; null: it gets none.
+/// Calls `keep` with the bytes of a file of cells. Sets and arrays of the trace that are not recomputed are copied from
+/// the file `earlier`, which `keep` may replace; empty: no such file. `tokens_and_spans`: header whose tokens and spans
+/// are written; null: neither is.
 void make_trace_cells(const TraceRecord& trace, const TraceResult& result, const std::vector<CellToWrite>& cells,
                       const std::optional<std::filesystem::path>& earlier, const TraceHeader* tokens_and_spans,
                       const std::function<void(std::span<const std::byte>)>& keep);

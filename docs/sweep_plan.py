@@ -94,7 +94,7 @@ def table(measured: np.ndarray, found: dict[str, float]) -> str:
     lines = [
         f"{TASKS} traces with {CELLS} cells, lengths drawn from {len(measured)} measured tasks of {measured.min():.1f} "
         f"to {measured.max():.1f} s: {duration(lengths.sum())} of work;",
-        f"{1000 * costs.overhead:.0f} ms beside each on its worker, {1000 * costs.hand_out:.1f} ms each at the client, "
+        f"{1000 * costs.overhead:.0f} ms extra each on its worker, {1000 * costs.hand_out:.1f} ms each at the client, "
         f"{costs.start:.1f} s until the first;",
         f"at the end {1000 * costs.merge:.1f} ms for each trace to merge, and {1000 * costs.copy:.0f} ms over the "
         f"number of workers to copy its {found['tables']:.0f} MB of tables.",

@@ -44,7 +44,7 @@ using LayerCounts = std::vector<std::vector<int>>;
 /// [L] of [H, P].
 using LayerScores = std::span<const Matrix* const>;
 
-/// Of a kept set its row, changed. `layer` is the stored number of the layer that the set belongs to.
+/// The changed row of a kept set. `layer`: stored number of the layer that the set belongs to.
 using ChangedRow = std::function<std::vector<std::int32_t>(const Kept&, int prompt, int layer, int row)>;
 
 /// How much must be known before the counts of a layer are: the number of layers and heads, the layer's scores, or the

@@ -133,7 +133,8 @@ def test_tables_may_be_left_as_they_are(folder: Path) -> None:
 
 def test_tables_of_a_folder_do_not_become_outdated(folder: Path) -> None:
     assert merged(folder, "by-trace/a").code == 0
-    assert refused(merged(folder, "by-trace/b", "--no-tables"), 2, "--no-tables", "results.csv would lack")
+    answer = merged(folder, "by-trace/b", "--no-tables")
+    assert refused(answer, 2, "--no-tables", "results.csv would lack the merged cells")
     assert merged(folder, "by-trace/b").code == 0 and same(folder / "out", folder / "whole")
 
 

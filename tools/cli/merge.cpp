@@ -15,10 +15,9 @@
 namespace kvreplay {
 namespace {
 
-constexpr Option options[] = {
-    {"no-tables", 0, "", "", "merge only cells and run.json, into a folder without tables"},
-    progress_option,
-    json_option};
+constexpr Option options[] = {{"no-tables", 0, "", "", "merge only cells and run.json, into a folder without tables"},
+                              progress_option,
+                              json_option};
 
 std::string details() {
   return "FROM is a folder that replay has written, a folder of such folders, or @FILE with one of them a line.\n"

@@ -97,7 +97,7 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-# What they would print is returned here, or said otherwise.
+# Options of the program that have another form in Python.
 PRINTED = ("dry_run", "help", "json", "policy", "budget", "progress")
 
 
@@ -111,7 +111,7 @@ def replay(
     progress: bool | Callable[[float, str], None] | None = None,
     **options: Any,
 ) -> Run:
-    """Replays traces through policies at budgets, and gives the results.
+    """Replays traces with policies at budgets and returns the results.
 
     `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
     fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
@@ -146,8 +146,8 @@ def plan(
     metrics: str | Iterable[str] = (),
     **options: Any,
 ) -> pd.DataFrame:
-    """What `kv.replay` would do: a row for each trace with the cells to compute and those that the folder `output` has,
-    seconds, and bytes of memory, of mapped pages and of results. Takes its arguments, except `progress`."""
+    """Returns the plan of `kv.replay`, a row for each trace: cells to compute, cells already in the folder `output`,
+    seconds, and bytes of memory, mapped pages and results. Arguments as for `kv.replay`, except `progress`."""
     import pandas as pd
 
     words, in_memory = _command_line(traces, policies, budgets, metrics, options)
@@ -159,7 +159,7 @@ def plan(
 def _command_line(
     traces: Any, policies: Any, budgets: Any, metrics: Any, options: dict[str, Any]
 ) -> tuple[list[str], list[Any]]:  # fmt: skip
-    """The words that ask the program for the same, and the traces among them that are in memory."""
+    """The equivalent arguments of the program, and those traces that are in memory."""
     traces = _several(traces)
     words = [os.fsdecode(one.path if isinstance(one, Trace) else one) for one in traces]
     in_memory = [one._trace for one in traces if isinstance(one, Trace) and one.in_memory]

@@ -612,7 +612,7 @@ class MemoryRun(Run):
 
 
 def rows_of(path: Path) -> Iterator[pd.DataFrame]:
-    """The rows of a CSV file in pieces, as Python objects: these are made faster than texts, and few rows are used."""
+    """Yields the rows of a CSV file in pieces, as Python objects: faster to create than strings; few rows are used."""
     yield from pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE)
 
 

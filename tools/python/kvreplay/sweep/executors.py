@@ -61,7 +61,7 @@ def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
 
 
 def room_at(address: str) -> int:
-    """Tasks at a time of a scheduler that somebody else started."""
+    """Tasks that an existing scheduler runs at a time."""
     from distributed import Client
 
     try:
@@ -75,7 +75,7 @@ def room_at(address: str) -> int:
 
 @contextlib.contextmanager
 def running(wanted: Wanted, address: str, logs: Path) -> Iterator[str]:
-    """A scheduler that somebody else started; its workers are theirs."""
+    """An existing scheduler; the sweep does not stop its workers."""
     yield address
 
 

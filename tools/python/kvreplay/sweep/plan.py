@@ -58,8 +58,8 @@ class Plan:
         return "\n".join(lines)
 
     def tasks(self, output: Path, workers: int, allowance: Allowance, device: Sequence[str]) -> list[Task]:
-        """One for each trace that is left; the longest first, so that none is left alone at the end. A trace that takes
-        the time of several workers becomes as many tasks, each with some of its policies, and one that joins them."""
+        """One for each unfinished trace; the longest first, so that the sweep does not end with one long task. A trace
+        with the work of k workers becomes k tasks, each with some of its policies, and one that joins them."""
         shards, directory = str(output / "shards"), str(Path.cwd())
         all_seconds = sum(trace.seconds for trace in self.left)
         tasks = []
@@ -79,7 +79,7 @@ class Plan:
     def groups(self, count: int) -> list[tuple[str, ...]]:
         """The words of at most `count` replays, each with some of the policies."""
         policies = [i for i, word in enumerate(self.words, 1) if word == "--policy"]
-        if "--exclude" in self.words:  # an exclusion must exclude something: in a group without its policy it does not
+        if "--exclude" in self.words:  # an exclusion without effect is an error, as in a group without its policy
             return [self.words]
         count = max(1, min(count, len(policies)))
         taken = [{*policies[group::count]} for group in range(count)]

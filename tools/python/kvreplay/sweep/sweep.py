@@ -79,15 +79,15 @@ def finished(shards: Path) -> list[str]:
 
 
 def merge(output: Path, folders: Iterable[str], *options: str) -> None:
-    """Into `output`. A list in a file: thousands of names are no command line."""
+    """Merges into `output`. The list is a file: too long for a command line."""
     names = output / "shards" / "finished.txt"
     names.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
     call(["merge", str(output), f"@{names}", "--progress", "never", *options])
 
 
 def merge_tasks(output: Path, folders: Mapping[str, str], client: Client) -> None:
-    """The results of finished tasks, by name. Their tables are copied into those of `output` where these have no other
-    rows: where no earlier results are there, and no trace of which a group failed."""
+    """Merges the results of finished tasks, by name. Their tables are copied if they contain all rows of `output`: it
+    has no earlier results, and no task of a divided trace failed."""
     if not folders:
         return
     if (output / "run.json").exists() or any("/" in name for name in folders):
@@ -111,7 +111,7 @@ def run_tasks(
 ) -> Schedule:
     """All of them, with a table that is kept up to date. `done`: names of tasks that earlier calls have finished;
     `then` is called while there still is a cluster."""
-    # Of a group of policies only what is done: the next call may divide its trace otherwise.
+    # Of divided traces only finished tasks are listed: the next call may divide differently.
     earlier = {name: row for name, row in read_table(table).items() if "/" not in name or row.state == "done"}
     for name in earlier.keys() & set(done):  # an earlier client may have died before it heard of it
         earlier[name].state, earlier[name].reason = "done", ""

@@ -80,7 +80,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Join:
-    """The results of several tasks become those of one trace, in a new folder below `shards`."""
+    """Joins the results of several tasks of one trace in a new folder below `shards`."""
 
     program: tuple[str, ...]
     name: str  # of the trace
