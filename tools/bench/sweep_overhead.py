@@ -5,9 +5,9 @@
 
 `start`: until a worker of this machine takes tasks. `scheduling`: of this process, client and scheduler, for each task.
 `program`: for each task on its worker, replays of tiny traces as tasks, less the same replays called one after the
-other, which take `replay`. With traces, at twenty policies and four budgets with one thread: `merge` for each trace;
-`copy` for each MB of the tables, by one process; `group`: what a second group adds to the work of a trace, as a part of
-it; `join`: for each trace in two groups.
+other, which take `replay`; `merge`: for each of their folders. With traces: `copy` for each MB of the tables, by one
+process; `group`: the work that a second group adds, as a share of a trace's work; `join`: for each trace in two groups.
+All replays have twenty policies at four budgets and one thread.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from kvreplay.program import program
 from kvreplay.sweep.executors import Wanted, cluster
 from kvreplay.sweep.plan import planned
 from kvreplay.sweep.schedule import Schedule, Task
-from kvreplay.sweep.sweep import NO_TABLES, merge
+from kvreplay.sweep.sweep import NO_TABLES, finished, merge
 from kvreplay.sweep.tables import TABLES, parts
 from kvreplay.sweep.work import Allowance, Outcome, Replay
 
-SHAPE = ["--layers", "2", "--prompt", "64", "--continuation", "8", "--head-dim", "8"]
-ASKED = ["-p", "local", "-b", "0.5"]
+SHAPE = ["--layers", "2", "--prompt", "640", "--continuation", "8", "--head-dim", "8"]
 POLICIES = (
     "snapkv,h2o,chunkkv,local,streaming-llm,tova,knorm,keydiff,lagkv,expected-attention,ada-kv,pyramid-kv,vatp,"
     "observed-attention,value-norm,strided,truncate,nacl,scissorhands,cur"
@@ -59,7 +58,8 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
     for i, name in enumerate(names):
         words = ["synth", "sinks", "-o", str(folder / f"{name}.h5"), "--seed", str(i), *SHAPE]
         subprocess.run([*program(), *words], check=True, stdout=subprocess.DEVNULL)
-    command = (*program(), "replay", *ASKED)
+    output = folder / "out"
+    command = (*program(), "replay", *PLAN)
 
     def replay(name: str, into: Path) -> Replay:
         return Replay(command, "/", str(folder / f"{name}.h5"), name, str(into), "", Allowance(1, None))
@@ -76,9 +76,12 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
         begin = time.process_time()
         scheduled(client, [nothing] * tasks)
         found["scheduling"] = (time.process_time() - begin) / tasks
-        replays = [replay(name, folder / "shards") for name in names]
+        replays = [replay(name, output / "shards") for name in names]
         found["program"] = workers * scheduled(client, replays) / tasks - direct
     found["replay"] = direct
+    begin = time.monotonic()
+    merge(output, finished(output / "shards"), *NO_TABLES)
+    found["merge"] = (time.monotonic() - begin) / tasks
     return found
 
 
@@ -99,15 +102,12 @@ def measure_results(traces: list[str], output: Path) -> dict[str, float]:
     seconds = [sum(outcome.seconds for outcome in outcomes) for outcomes in (whole, groups, joined)]
     folders = [outcome.folder for outcome in whole]
     begin = time.monotonic()
-    merge(output, folders, *NO_TABLES)
-    found = {"merge": (time.monotonic() - begin) / len(whole)}
-    begin = time.monotonic()
     copied = 0
     for name in TABLES:
         [part] = parts(output / f"{name}.partial", [Path(folder) / name for folder in folders], 1)
         part()
         copied += Path(part.table).stat().st_size
-    return found | {
+    return {
         "copy": (time.monotonic() - begin) / copied * 1e6,
         "tables": copied / len(whole) / 1e6,
         "group": seconds[1] / seconds[0] - 1,
