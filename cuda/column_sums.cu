@@ -26,6 +26,31 @@ Segments segments_of(const AttentionTask& task, int columns) {
   return {key_tiles, (pieces + pieces_a_segment - 1) / pieces_a_segment, pieces_a_segment * segment_queries};
 }
 
+/// Adds the attention of a tile's queries to their keys, or with `counts` 1 where it is above 1. `sees(i, j)`: whether
+/// a product counts. Where it always does, no branch stands between the exponentials, which wait for each other else.
+template <class Tiles, class Sees>
+__device__ __forceinline__ void add_received(typename Tiles::Sums& sums, float scale, const RowState* states, Sees sees,
+                                             FoldedSums<Tiles::row_count>& received, bool counts = false) {
+  const RowState* mine = states + Tiles::column(0);
+#pragma unroll
+  for (int j = 0; j < Tiles::column_count; j += 2) {
+    const float4 two = *reinterpret_cast<const float4*>(mine + (Tiles::column(j) - Tiles::column(0)));
+    const RowState state[2] = {{two.x, two.y}, {two.z, two.w}};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < Tiles::row_count; ++i) {
+        const float p = exp2_fast(__fmaf_rn(Tiles::at(sums, i, j + k), scale, -state[k].reference));
+        if (!sees(i, j + k)) continue;
+        if (counts)
+          received.sum[i] += p * state[k].factor > 1.0F ? 1.0F : 0.0F;
+        else
+          received.sum[i] = __fmaf_rn(p, state[k].factor, received.sum[i]);
+      }
+    }
+  }
+}
+
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
     column_sums(AttentionTask task, const RowState* states, bool with_own, bool counts, int segment_query_count,
@@ -78,26 +103,17 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
           const bool all_seen = first_key >= range.highest_first && end_key <= range.lowest_end;
           const bool own_among = first_key <= range.highest_own && end_key > range.lowest_own;
           const bool whole = all_seen && (with_own || !own_among);
-#pragma unroll
-          for (int j = 0; j < Tiles::column_count; j += 2) {
-            const float4 two = *reinterpret_cast<const float4*>(of_head + query + Tiles::column(j));
-            const RowState state[2] = {{two.x, two.y}, {two.z, two.w}};
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-              const int at = query + Tiles::column(j + k);
-              const int2 sees = whole ? make_int2(0, 0) : visible[at];
-              const int own_key = whole || with_own ? -1 : own[at];
-#pragma unroll
-              for (int i = 0; i < Tiles::row_count; ++i) {
-                const int key = first_key + Tiles::row(i);
-                const float p = exp2_fast(__fmaf_rn(Tiles::at(sums, i, j + k), scale, -state[k].reference));
-                if (!whole && (key < sees.x || key >= sees.y || key == own_key)) continue;
-                if (counts)
-                  received.sum[i] += p * state[k].factor > 1.0F ? 1.0F : 0.0F;
-                else
-                  received.sum[i] = __fmaf_rn(p, state[k].factor, received.sum[i]);
-              }
-            }
+          if (whole && !counts) {
+            add_received<Tiles>(sums, scale, of_head + query, [](int, int) { return true; }, received);
+          } else {
+            add_received<Tiles>(
+                sums, scale, of_head + query,
+                [&](int i, int j) {
+                  const int key = first_key + Tiles::row(i);
+                  const int at = query + Tiles::column(j);
+                  return whole || (key >= visible[at].x && key < visible[at].y && (with_own || key != own[at]));
+                },
+                received, counts);
           }
           received.end_tile();
         });

@@ -30,6 +30,53 @@ __device__ __forceinline__ float power_of_two(float n) {
   return n < -126.0F ? 0.0F : __uint_as_float(static_cast<unsigned>(static_cast<int>(n) + 127) << 23);
 }
 
+/// What a thread knows of its rows.
+template <class Tiles>
+struct RowStatistics {
+  float reference[Tiles::row_count];
+  float check[Tiles::row_count];  // NaN once a product was not finite
+  FoldedSums<Tiles::row_count> sums;
+
+  __device__ __forceinline__ RowStatistics() {
+#pragma unroll
+    for (int i = 0; i < Tiles::row_count; ++i) {
+      reference[i] = -INFINITY;
+      check[i] = 0.0F;
+    }
+  }
+
+  /// `sees(i, j)`: whether a product counts.
+  template <class Sees>
+  __device__ __forceinline__ void add_tile(typename Tiles::Sums& products, float scale, Sees sees) {
+#pragma unroll
+    for (int i = 0; i < Tiles::row_count; ++i) {
+      float highest = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < Tiles::column_count; ++j) {
+        float& x = Tiles::at(products, i, j);
+        if (sees(i, j)) {
+          check[i] = __fmaf_rn(x, 0.0F, check[i]);
+          highest = fmaxf(highest, x);
+        } else {
+          x = -INFINITY;
+        }
+      }
+      if (highest * scale > reference[i]) {
+        const float raised = ceilf(highest * scale);
+        const float factor = power_of_two(reference[i] - raised);
+        sums.sum[i] *= factor;
+        sums.folded[i] *= static_cast<double>(factor);
+        reference[i] = raised;
+      }
+      const float base = reference[i] == -INFINITY ? 0.0F : reference[i];
+#pragma unroll
+      for (int j = 0; j < Tiles::column_count; ++j)
+        sums.sum[i] += exp2_fast(__fmaf_rn(Tiles::at(products, i, j), scale, -base));
+    }
+    sums.end_tile();
+  }
+};
+
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
     row_statistics(AttentionTask task, int split_key_count, RowPartial* partials, int* bad) {
@@ -38,8 +85,7 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
   const int list = task.lists == 1 ? 0 : kv_head;
   const int rows = task.query_count * task.group;
 
-  float reference[Tiles::row_count], check[Tiles::row_count];
-  FoldedSums<Tiles::row_count> sums_of_rows;
+  RowStatistics<Tiles> statistics;
   int2 visible[Tiles::row_count];
   int highest_first = 0;
   int lowest_end = task.key_count;
@@ -49,8 +95,6 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
     visible[i] = row < rows ? task.visible[list * task.padded_queries + row / task.group] : make_int2(0, 0);
     highest_first = max(highest_first, visible[i].x);
     lowest_end = min(lowest_end, visible[i].y);
-    reference[i] = -INFINITY;
-    check[i] = 0.0F;
   }
 
   const int split_tiles = split_key_count / Tiles::columns;
@@ -58,42 +102,22 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
   stream_keys<Tiles>(task, kv_head, first_row, first_tile, first_tile + split_tiles,
                      [&](int key, typename Tiles::Sums& sums) {
                        const float scale = apply_cap<Tiles>(task, sums);
-                       const bool whole = key >= highest_first && key + Tiles::columns <= lowest_end;
-#pragma unroll
-                       for (int i = 0; i < Tiles::row_count; ++i) {
-                         float highest = -INFINITY;
-#pragma unroll
-                         for (int j = 0; j < Tiles::column_count; ++j) {
-                           float& x = Tiles::at(sums, i, j);
+                       // Two ways apart, for sums to stay in their registers and exponentials without branches.
+                       if (key >= highest_first && key + Tiles::columns <= lowest_end)
+                         statistics.add_tile(sums, scale, [](int, int) { return true; });
+                       else
+                         statistics.add_tile(sums, scale, [&](int i, int j) {
                            const int at = key + Tiles::column(j);
-                           if (whole || (at >= visible[i].x && at < visible[i].y)) {
-                             check[i] = __fmaf_rn(x, 0.0F, check[i]);  // NaN from then on, unless x is finite
-                             highest = fmaxf(highest, x);
-                           } else {
-                             x = -INFINITY;
-                           }
-                         }
-                         if (highest * scale > reference[i]) {
-                           const float raised = ceilf(highest * scale);
-                           const float factor = power_of_two(reference[i] - raised);
-                           sums_of_rows.sum[i] *= factor;
-                           sums_of_rows.folded[i] *= static_cast<double>(factor);
-                           reference[i] = raised;
-                         }
-                         const float base = reference[i] == -INFINITY ? 0.0F : reference[i];
-#pragma unroll
-                         for (int j = 0; j < Tiles::column_count; ++j)
-                           sums_of_rows.sum[i] += exp2_fast(__fmaf_rn(Tiles::at(sums, i, j), scale, -base));
-                       }
-                       sums_of_rows.end_tile();
+                           return at >= visible[i].x && at < visible[i].y;
+                         });
                      });
 
   // The threads that share a row, one after the other.
   auto* shared = dynamic_shared<RowPartial>();  // [rows, slots]
 #pragma unroll
   for (int i = 0; i < Tiles::row_count; ++i) {
-    shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = {sums_of_rows.total(i), reference[i]};
-    if (!(check[i] == 0.0F)) *bad = 1;
+    shared[Tiles::row(i) * Tiles::slots + Tiles::slot()] = {statistics.sums.total(i), statistics.reference[i]};
+    if (!(statistics.check[i] == 0.0F)) *bad = 1;
   }
   __syncthreads();
   const int row = first_row + static_cast<int>(threadIdx.x);

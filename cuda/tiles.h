@@ -21,18 +21,20 @@ namespace kvreplay {
 /// 16-bit rows in shared memory: panels of 64 numbers, [depth / 64][rows][64], whose 16-byte pieces are exchanged for
 /// those that are read together to lie in different banks. What matrix_descriptor describes.
 template <int rows>
-__device__ __forceinline__ int piece_offset(int row, int piece) {
+__device__ __forceinline__ unsigned piece_offset(unsigned row, unsigned piece) {
   return (piece / 8 * rows + row) * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
+/// A thread copies one piece of every so many rows, so that only `row_at` is left to compute.
 template <int rows, int depth, int threads, class RowAt>
 __device__ __forceinline__ void copy_rows(unsigned char* to, const void* somewhere, RowAt row_at) {
-  constexpr int pieces = depth / 8;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < rows * pieces; i += threads) {
-    const int row = i / pieces;
-    const int piece = i % pieces;
-    const auto* from = static_cast<const unsigned char*>(row_at(row));
+  constexpr unsigned pieces = depth / 8, rows_at_once = threads / pieces;
+  static_assert(threads % pieces == 0 && rows % rows_at_once == 0);
+  const unsigned piece = threadIdx.x % pieces;
+#pragma unroll
+  for (unsigned first = 0; first < rows; first += rows_at_once) {
+    const unsigned row = first + threadIdx.x / pieces;
+    const auto* from = static_cast<const unsigned char*>(row_at(static_cast<int>(row)));
     copy_async(to + piece_offset<rows>(row, piece), from != nullptr ? from + piece * 16 : somewhere, from != nullptr);
   }
 }

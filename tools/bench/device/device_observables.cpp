@@ -34,8 +34,8 @@ constexpr int window = 32;
 
 /// Numbers of one kind, which are compared with each other's size in view.
 using Answer = std::vector<std::vector<double>>;
-/// What will be called again and again; its question is made beforehand.
-using Call = std::function<Answer(Backend&, const LayerTensors&)>;
+/// Called again and again; its question is made beforehand, and its answer is converted when that is asked for.
+using Call = std::function<std::function<Answer()>(Backend&, const LayerTensors&)>;
 
 struct Observable {
   std::string name;
@@ -64,8 +64,10 @@ Observable attention_of(const std::string& name, std::function<int(const RandomS
           .tolerance = 1e-5,
           .ask = [queries](const RandomShape& shape) -> Call {
             return [asked = position_range(shape.tokens - queries(shape), shape.tokens), columns = shape.tokens](
-                       Backend& backend, const LayerTensors& layer) -> Answer {
-              return {plain(backend.attention_sums(layer, {.queries = asked, .columns = columns}).values())};
+                       Backend& backend, const LayerTensors& layer) {
+              return [sums = backend.attention_sums(layer, {.queries = asked, .columns = columns})]() -> Answer {
+                return {plain(sums.values())};
+              };
             };
           },
           // Each product twice: once for the sum of its row, once for that of its column.
@@ -80,24 +82,24 @@ Observable kept_moments_of(const std::string& name, MomentParts parts) {
       .tolerance = 2e-5,
       .ask = [parts](const RandomShape& shape) -> Call {
         const int boundary = shape.tokens - window;
-        return
-            [parts, boundary, sets = random_sets(shape.kv_heads, boundary),
-             queries = position_range(boundary, shape.tokens)](Backend& backend, const LayerTensors& layer) -> Answer {
-              std::vector<KeptSets> kept;
-              for (const KeptSet& set : sets) kept.push_back({&set, 1});
-              const KeptMoments found = backend.kept_moments(layer, queries, boundary, kept, parts);
-              Answer answer(7);
-              for (const Moments& moments : found.kept) {
-                answer[0].push_back(moments.mass);
-                answer[1].push_back(moments.square);
-                answer[2].push_back(moments.prompt_mass);
-                answer[3].push_back(moments.output_square);
-                answer[4].push_back(std::sqrt(moments.error_square));
-                answer[5].push_back(moments.logit_square);
-                answer[6].push_back(moments.unaligned_dot);
-              }
-              return answer;
-            };
+        return [parts, boundary, sets = random_sets(shape.kv_heads, boundary),
+                queries = position_range(boundary, shape.tokens)](Backend& backend, const LayerTensors& layer) {
+          std::vector<KeptSets> kept;
+          for (const KeptSet& set : sets) kept.push_back({&set, 1});
+          return [found = backend.kept_moments(layer, queries, boundary, kept, parts)] {
+            Answer answer(7);
+            for (const Moments& moments : found.kept) {
+              answer[0].push_back(moments.mass);
+              answer[1].push_back(moments.square);
+              answer[2].push_back(moments.prompt_mass);
+              answer[3].push_back(moments.output_square);
+              answer[4].push_back(std::sqrt(moments.error_square));
+              answer[5].push_back(moments.logit_square);
+              answer[6].push_back(moments.unaligned_dot);
+            }
+            return answer;
+          };
+        };
       },
       .operations = none,
       .bytes = [parts](const RandomShape& shape) { return bytes_of(shape.kv_heads, shape) * (parts.outputs ? 2 : 1); }};
@@ -113,8 +115,8 @@ const std::vector<Observable>& observables() {
       {.name = "similarity_row_maxima",
        .tolerance = 2e-6,
        .ask = [](const RandomShape& shape) -> Call {
-         return [tokens = shape.tokens](Backend& backend, const LayerTensors& layer) -> Answer {
-           return {backend.similarity_row_maxima(layer.k, tokens)};
+         return [tokens = shape.tokens](Backend& backend, const LayerTensors& layer) {
+           return [maxima = backend.similarity_row_maxima(layer.k, tokens)]() -> Answer { return {maxima}; };
          };
        },
        // One triangle.
@@ -123,9 +125,10 @@ const std::vector<Observable>& observables() {
        .bytes = none},
       {.name = "least_redundant",
        .ask = [](const RandomShape& shape) -> Call {
-         return [resident = position_range(0, shape.tokens)](Backend& backend, const LayerTensors& layer) -> Answer {
-           const auto tokens = static_cast<int>(resident.size());
-           return {plain(backend.least_redundant(layer, {.resident = resident, .recent = 128, .keep = tokens / 2}))};
+         return [resident = position_range(0, shape.tokens)](Backend& backend, const LayerTensors& layer) {
+           const RedundancyElimination what{
+               .resident = resident, .recent = 128, .keep = static_cast<int>(resident.size()) / 2};
+           return [kept = backend.least_redundant(layer, what)]() -> Answer { return {plain(kept)}; };
          };
        },
        .operations =
@@ -133,9 +136,9 @@ const std::vector<Observable>& observables() {
        .bytes = none},
       {.name = "online_eviction",
        .ask = [](const RandomShape& shape) -> Call {
-         return [tokens = shape.tokens](Backend& backend, const LayerTensors& layer) -> Answer {
-           const int budget = tokens / 2;
-           return {plain(backend.online_eviction(layer, {.tokens = tokens, .budget = budget, .recent = budget / 2}))};
+         return [tokens = shape.tokens](Backend& backend, const LayerTensors& layer) {
+           const OnlineEviction what{.tokens = tokens, .budget = tokens / 2, .recent = tokens / 4};
+           return [evicted = backend.online_eviction(layer, what)]() -> Answer { return {plain(evicted)}; };
          };
        },
        .operations =
@@ -259,7 +262,7 @@ std::string observable_fields(Backend& device, const Case& wanted) {
     const auto data = random_layer(shorter).load();
     const LayerTensors& layer = data->tensors;
     const Call call = wanted.observable->ask(shorter);
-    error = difference(call(device, layer), call(*make_backend("cpu", 0), layer));
+    error = difference(call(device, layer)(), call(*make_backend("cpu", 0), layer)());
   }
   const bool wrong = !(error <= wanted.observable->tolerance);
   const auto data = random_layer(shape).load();
