@@ -46,7 +46,8 @@ WANTED = [
 ]
 
 GOAL_COLUMNS = ("case", "goal", "measured")
-PARITY_COLUMNS = ("what", "on", "checked", "differences", "two runs")
+PARITY_COLUMNS = ("trace", "checked", "differences, CUDA and CPU", "two runs on CUDA")
+SUITE_COLUMNS = ("products of", "tests", "failed")
 SANITIZER_COLUMNS = ("tool", "tests", "what it says", "time")
 RATE_COLUMNS = ("what", "rate")
 OBSERVABLE_COLUMNS = ("case", "goal", "share", "rate", "held", "with copies", "largest error")
@@ -97,22 +98,27 @@ def parity_rows(parts: Parts) -> list[tuple[str, ...]]:
     rows = []
     for line in parts.get("parity", [])[1:]:
         problem = f"**{line['problem'].splitlines()[0]}**" if line.get("problem") else ""
-        if "suites" in line:
-            checked = f"{line['tests']} tests in {seconds(line['seconds'])}" if "tests" in line else ""
-            found = line.get("skipped") or problem or "none"
-            if line.get("left_out"):
-                checked += f" without {line['left_out']}"
-            rows.append(("suites of backends", line["suites"], checked, found, ""))
-        elif "trace" in line:
+        if "trace" in line:
             checked = f"{len(line['policies'])} policies at {line['budgets'].replace(',', ' and ')}"
             found, again = problem, ""
             if "differences" in line:
                 by_policy = ", ".join(f"{policy} {count}" for policy, count in line["differing"].items())
                 found = f"**{line['differences']}**: {by_policy}" if line["differences"] else "none"
                 again = f"**{line['of_two_runs']} differences**" if line["of_two_runs"] else "the same bits"
-            rows.append(("CUDA = CPU", line["trace"], checked, found, again))
+            rows.append((line["trace"], checked, found, again))
         else:
-            rows.append(("", "", "", problem, ""))
+            rows.append(("", "", problem, ""))
+    return rows
+
+
+def suite_rows(parts: Parts) -> list[tuple[str, ...]]:
+    rows = []
+    for line in lines_of(parts, "suites", "suites"):
+        tests = f"{line['tests']} in {seconds(line['seconds'])}" if "tests" in line else ""
+        if line.get("left_out"):
+            tests += f" without {line['left_out']}"
+        problem = f"**{line['problem'].splitlines()[0]}**" if line.get("problem") else ""
+        rows.append((line["suites"], tests, line.get("skipped") or problem or "none"))
     return rows
 
 
@@ -261,6 +267,7 @@ def page(parts: Parts) -> str:
 
     text += "\n" + table(GOAL_COLUMNS, goal_rows(parts))
     text += section("Parity", "parity", PARITY_COLUMNS, parity_rows(parts))
+    text += section("Test suites", "suites", SUITE_COLUMNS, suite_rows(parts))
     text += section("Sanitizers", "sanitizer", SANITIZER_COLUMNS, sanitizer_rows(parts))
     text += section("The device", "observables", RATE_COLUMNS, rate_rows(parts))
     text += section("Observables", "observables", OBSERVABLE_COLUMNS, observable_rows(parts))
