@@ -194,14 +194,13 @@ std::vector<std::string> MergedRun::warnings() const {
       if (!value.is_object()) value = {{"", value.dump()}};
       for (const Json::object_t::value_type& one : value.get_ref<const Json::object_t&>())
         if (one.second.is_string() && one.first != "detail")
-          found[fmt::format("{}{}{}", entry, one.first.empty() ? "" : " ", one.first)].emplace(
-              one.second, fs::proximate(path).string());
+          found[fmt::format("{}{}{}", entry, one.first.empty() ? "" : " ", one.first)].emplace(one.second, path);
     }
   for (const auto& [entry, texts] : found) {
     if (texts.size() < 2) continue;
     std::string listed;
     for (const auto& [text, folder] : texts)
-      listed += fmt::format("{}{} ({})", listed.empty() ? "" : ", ", text, folder);
+      listed += fmt::format("{}{} ({})", listed.empty() ? "" : ", ", text, fs::proximate(folder).string());
     all.push_back(fmt::format("runs of several kinds are merged: {}: {}", entry, listed));
   }
   return all;
