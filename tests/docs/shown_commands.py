@@ -1,14 +1,15 @@
-"""Commands that a page shows with their output: run, compared, or written anew.
+"""Commands and code that a page shows: run, compared, or updated.
 
 A page holds blocks of the form
 
     ```console
     $ command
-    what it prints
+    output of the command
     ```
 
-and, between `<!-- COMMAND -->` and `<!-- end -->`, text that COMMAND prints. Run as a program with page names, this
-file replaces both by what the commands print now.
+and, between `<!-- COMMAND -->` and `<!-- end -->`, text that COMMAND prints. A block of C++ that begins with `struct
+NAME` shows this type of core/policies. A block of Python (`py`) shows docs/value_attention.py. Run as a program with
+names of pages, this file updates all of them.
 """
 
 import re
@@ -20,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 GENERATED = re.compile(r"(<!-- (kvreplay [^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+CODE = re.compile(r"```cpp\n(struct (\w+) \{\n.*?)```", re.DOTALL)
+POLICY_IN_PYTHON = re.compile(r"```py\n(.*?)```", re.DOTALL)
 PROGRAM_FOLDER = ROOT / "build" / "release"
 
 
@@ -44,20 +47,33 @@ def commands(block: str) -> list[str]:
 
 
 def replayed(block: str) -> str:
-    """The block with what its commands print now, in folders that are not there yet: a folder keeps its older rows."""
+    """The block with the present output of its commands. Output folders are deleted before: they keep older rows."""
     for folder in re.findall(r" -o (out/\S+)", block):
         shutil.rmtree(ROOT / folder, ignore_errors=True)
     return "".join(f"$ {command}\n{run(command)}" for command in commands(block))
 
 
 def without_times(text: str) -> str:
-    """Durations differ from run to run, and the columns that hold them; nothing else may."""
+    """Durations, and the widths of their columns, differ between runs. Other text must not."""
     text = re.sub(r"\d+(\.\d+)?(e-?\d+)? ?(us|ms|s|min)\b\*?", "TIME", text)
     return re.sub(r"[ \t]+", " ", text)
 
 
+def code_of_the_tree(struct: str) -> str:
+    """The definition of a type in core/policies."""
+    definition = re.compile(rf"^struct {struct} \{{\n.*?^\}};\n", re.DOTALL | re.MULTILINE)
+    for source in sorted((ROOT / "core" / "policies").rglob("*.cpp")):
+        found = definition.search(source.read_text())
+        if found:
+            return found[0]
+    raise LookupError(f"core/policies: {struct}: expected a definition, found none")
+
+
 def refresh(page: Path) -> None:
     text = page.read_text()
+    text = CODE.sub(lambda found: f"```cpp\n{code_of_the_tree(found[2])}```", text)
+    python = (ROOT / "docs" / "value_attention.py").read_text()
+    text = POLICY_IN_PYTHON.sub(lambda _: f"```py\n{python}```", text)
     text = CONSOLE.sub(lambda found: f"```console\n{replayed(found[1])}```", text)
     text = GENERATED.sub(lambda found: f"{found[1]}{run(found[2])}{found[4]}", text)
     page.write_text(text)
