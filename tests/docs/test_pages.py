@@ -47,6 +47,20 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= README_LINES
 
 
+def test_the_readme_lists_every_policy():
+    """In rows of families, and with the right number in the first sentence."""
+    text = README.read_text()
+    cards = json.loads(run("kvreplay policies --json"))
+    names = {card["name"] for card in cards}
+    families: dict[str, set[str]] = {}
+    for card in cards:
+        families.setdefault(card["family"], set()).add(card["name"])
+    rows = re.findall(r"^\| [a-z ]+ \| (`.*) \|$", text.partition("## Policies")[2], re.MULTILINE)
+    listed = [set(re.findall(r"`([^`]+)`", row)) & names for row in rows]
+    assert sorted(map(sorted, listed)) == sorted(map(sorted, families.values()))
+    assert f"{len(names) - len(families['controls'])} KV-cache policies" in text.replace("\n", " ")
+
+
 def test_shown_policies_are_understood(tmp_path):
     text = WRITING_POLICIES.read_text()
     [file] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
