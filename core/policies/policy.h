@@ -28,24 +28,24 @@ struct Source {
 /// Of what registers itself now: the plug-in that is being loaded, or the program itself.
 const Source& current_source();
 
-/// What a policy is mainly about: the order in which all of them are listed.
+/// The main subject of a policy: policies are listed in this order.
 enum class Family { control, rule, attention, geometry, budget, chunk, store, reading, own };
 
 inline constexpr Choice<Family> families[] = {
     {"controls", Family::control},
-    {"a rule", Family::rule},                       // positions alone
-    {"attention", Family::attention},               // what queries attend to
-    {"keys and values", Family::geometry},          // without any query
-    {"layers and heads", Family::budget},           // how a budget is divided
-    {"chunks", Family::chunk},                      // of neighbouring tokens
-    {"everything, in less memory", Family::store},  // tokens changed, not only dropped
-    {"everything, read in part", Family::reading},  // a set for each query
-    {"of your own", Family::own},
+    {"positions", Family::rule},                    // token positions alone
+    {"attention", Family::attention},               // attention of queries
+    {"keys and values", Family::geometry},          // no queries, or only statistics of them
+    {"budget allocation", Family::budget},          // budgets of layers and heads
+    {"chunks", Family::chunk},                      // chunks of consecutive tokens
+    {"quantised or merged caches", Family::store},  // keys or values change
+    {"sparse reads", Family::reading},              // a set for each query
+    {"user-defined", Family::own},
 };
 
 inline const char* word_of(Family family) { return std::ranges::find(families, family, &Choice<Family>::value)->word; }
 
-/// What a policy says of itself.
+/// The description of a policy.
 struct Card {
   const char* name;
   const char* summary;

@@ -271,6 +271,15 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
     window = next(parameter for parameter in snapkv["parameters"] if parameter["name"] == "window")
     assert window["default"] == "8"
     text = done("policies", "snapkv", folder=tmp_path)
+    assert all(policy[fact] for policy in policies for fact in ("granularity", "needs", "class", "cost"))
+    facts = {policy["name"]: policy for policy in policies}
+    assert facts["chunkkv"]["granularity"] == "chunk, per layer"
+    assert facts["sca"]["granularity"] == "token, one set for all layers"
+    assert facts["critical-kv"]["needs"] == "all prompt queries, RoPE, W_o"
+    assert facts["head-kv"]["needs"] == "last 8 queries, file (table=)"
+    assert facts["h2o-online"]["class"] == "online" and facts["quest"]["class"].startswith("sparse reads")
+    assert facts["simlayerkv"]["class"] == "one-shot, after prefill; budget-free"
+    assert (facts["h2o"]["cost"], facts["snapkv"]["cost"], facts["knorm"]["cost"]) == ("O(n^2)", "O(w n)", "O(n)")
     assert "window=8" in text and "arXiv:2404.14469" in text and "preset=kvpress" in text
 
     names = {metric["name"] for metric in json.loads(done("metrics", "--json", folder=tmp_path))}
@@ -545,7 +554,7 @@ def test_a_random_twin_names_what_it_lacks(traces: Path, tmp_path: Path) -> None
         return answer.err
 
     assert refused("random-twin").startswith("kvreplay: random-twin:of: no policy: expected (POLICY)")
-    assert "random-twin:of: its kept set is dynamic: expected a policy with a static" in refused(
+    assert "random-twin:of: its kept set is dynamic: expected a one-shot policy (a static set)" in refused(
         "random-twin:of=(h2o-online)"
     )
     described = done("policies", "random-twin", folder=tmp_path)

@@ -16,6 +16,7 @@
 #include "policies/policy.h"
 #include "policies/text/configured.h"
 #include "policies/text/plugin.h"
+#include "policy_facts.h"
 
 namespace kvreplay {
 namespace {
@@ -27,6 +28,12 @@ constexpr Option options[] = {
     plugin_option,
     json_option,
 };
+
+std::string capitalised(std::string text) {
+  if (!text.empty() && text.front() >= 'a' && text.front() <= 'z')
+    text.front() = static_cast<char>(text.front() - 'a' + 'A');
+  return text;
+}
 
 std::string assignments(const Preset& preset) {
   std::string text;
@@ -40,6 +47,11 @@ Json as_json(const ConfiguredPolicy& policy) {
   document["family"] = word_of(card.family);
   document["parameters"] = Json::array();
   document["presets"] = Json::array();
+  const PolicyFacts facts = facts_of(policy);
+  document["granularity"] = facts.granularity;
+  document["needs"] = facts.needs;
+  document["class"] = facts.type;
+  document["cost"] = facts.cost;
   const Parameters parameters = policy.parameters();
   for (const Parameter& parameter : parameters.all())
     document["parameters"].push_back({{"name", parameter.name},
@@ -54,9 +66,12 @@ Json as_json(const ConfiguredPolicy& policy) {
 void print_text(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   print_columns({{card.name, card.summary, card.paper}});
-  if (*card.score != '\0') fmt::print("  {}\n", card.score);
+  const auto& [granularity, needs, type, cost] = facts_of(policy);
+  std::vector<TableRow> rows{{"granularity", granularity}, {"needs", needs}, {"class", type}, {"cost", cost}};
+  if (*card.score != '\0') rows.insert(rows.begin(), {"score", card.score});
+  print_columns(rows, 2);
   const Parameters parameters = policy.parameters();
-  std::vector<TableRow> rows;
+  rows.clear();
   for (const Parameter& parameter : parameters.all())
     rows.push_back({parameter.name + "=" + parameter.default_text, parameter.range, parameter.help});
   print_columns(rows, 2);
@@ -84,7 +99,7 @@ void print_markdown(const ConfiguredPolicy& policy) {
     rows.push_back({parameter.name, parameter.default_text, parameter.range, parameter.help});
   for (const Preset& preset : parameters.presets()) presets.push_back({preset.name, assignments(preset), preset.who});
   print_section({"parameter", "default", "range", "meaning"}, rows, {0});
-  print_section({"preset", "sets", "who"}, presets, {0, 1});
+  print_section({"preset", "values", "source"}, presets, {0, 1});
 }
 
 /// Whether some policy accepts both parts, KIND=NAME each.
@@ -168,17 +183,36 @@ int list_names() {
   return 0;
 }
 
+/// A table for each family, under a heading.
+void print_markdown(const std::vector<ConfiguredPolicy>& all) {
+  for (auto next = all.begin(); next != all.end();) {
+    const Family family = next->card().family;
+    fmt::print("{}### {}\n\n", next == all.begin() ? "" : "\n", capitalised(word_of(family)));
+    std::vector<TableRow> rows;
+    for (; next != all.end() && next->card().family == family; ++next) {
+      const auto& [granularity, needs, type, cost] = facts_of(*next);
+      rows.push_back({next->card().name, next->card().summary, next->card().paper, granularity, needs, type, cost});
+    }
+    print_markdown_table({"policy", "description", "paper", "granularity", "needs", "class", "cost"}, rows);
+  }
+}
+
 int list_policies(const Arguments& arguments) {
+  const std::vector<ConfiguredPolicy> all = by_family();
+  if (arguments.given("markdown")) {
+    print_markdown(all);
+    return 0;
+  }
   Json document = Json::array();
   std::vector<TableRow> rows;
   std::string family;
-  for (const ConfiguredPolicy& policy : by_family()) {
+  for (const ConfiguredPolicy& policy : all) {
     document.push_back(as_json(policy));
     const Card& card = policy.card();
     rows.push_back({family == word_of(card.family) ? "" : word_of(card.family), card.name, card.summary, card.paper});
     family = word_of(card.family);
   }
-  print_list(arguments, document, {"by", "policy", "what stays", "paper"}, rows, {1});
+  print_list(arguments, document, {"family", "policy", "description", "paper"}, rows, {1});
   return 0;
 }
 
