@@ -1,4 +1,4 @@
-// What eviction does to the attention of an eval query: recall, cosine and L1.
+// Effect of eviction on the attention of an eval query: recall, cosine similarity and L1 distance.
 //
 // With ã the softmax over the visible kept keys K' and m the mass of the full attention a on them, ã = a/m on K', so
 // all three follow from sums of a and a² over K'. The general comparison builds ã instead.
@@ -29,8 +29,8 @@ double nosink_recall(const Moments& kept, const Moments& full) {
 
 double least(std::span<double> values) { return percentile(values, 0.05); }
 
-/// The sums of the eval queries' attention: a mean of quotients would weigh queries that see next to nothing but
-/// protected tokens as much as others.
+/// A quotient of sums over the eval queries. A mean of quotients would give full weight to queries whose attention is
+/// almost entirely on protected tokens.
 std::vector<double> unprotected_recall(const LayerFacts& facts) {
   const LayerView& view = facts.view;
   std::vector<double> heads(static_cast<std::size_t>(view.query_heads()), std::numeric_limits<double>::quiet_NaN());
@@ -48,7 +48,7 @@ std::vector<double> unprotected_recall(const LayerFacts& facts) {
   return heads;
 }
 
-/// Never negative where the two sums differ by rounding alone.
+/// Clamped to 0, because the two sums may differ by rounding.
 double sink_mass(const Moments& kept, const Moments&) { return std::max(0.0, kept.prompt_mass - kept.nosink_mass); }
 
 double attention_cosine(const Moments& kept, const Moments& full) {
@@ -72,68 +72,70 @@ double l1(const Comparison& compared) { return compared.l1; }
 
 const RegisteredMetric attention_recall_metric{{
     .name = "attention_recall",
-    .summary = "share of the attention that falls on kept keys",
+    .summary = "share of the full attention that the kept keys receive",
     .unit = "share",
     .better = Better::higher,
-    .formula =
-        "m = sum over K' of a(t,j); K' = visible kept keys below the boundary, all visible ones from it on, and t",
+    .formula = "m = sum over K' of a(t,j); K' = visible kept keys before the boundary, all visible keys from the "
+               "boundary on, and t itself",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
-    .edges = "exactly 1 when everything is kept; 0/0 -> 1 in :prompt, :nosink and :unprotected; undefined for dynamic "
-             "sets in "
-             ":oracle and :unprotected; :worst of one query is its own",
-    .variants =
-        {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
-         {"oracle", "of the best static set with the same counts: no such set exceeds it", OfBestSet{}, true},
-         {"prompt", "over the keys below the boundary: kept mass / all mass", OfMoments{{prompt_recall}}},
-         {"nosink", "the same without the first 4 tokens", OfMoments{{nosink_recall}}},
-         {"unprotected",
-          "over the keys below the boundary that the policy does not protect: kept mass / all mass, each summed "
-          "over the eval queries other than the key's own",
-          OfEvalAttention{unprotected_recall}},
-         {"worst", "5th percentile over eval queries in place of their mean", OfMoments{{recall, recall, {}, least}}}},
+    .edges = "exactly 1 when every token is kept; 0/0 -> 1 in :prompt, :nosink and :unprotected; :oracle and "
+             ":unprotected are undefined for dynamic sets; :worst of a single query is the value of that query",
+    .variants = {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
+                 {"oracle",
+                  "attention recall of the best static set with the same token counts: an upper bound for static sets",
+                  OfBestSet{}, true},
+                 {"prompt", "over the keys before the boundary: kept attention mass / total mass",
+                  OfMoments{{prompt_recall}}},
+                 {"nosink", "as :prompt, without the first 4 tokens", OfMoments{{nosink_recall}}},
+                 {"unprotected",
+                  "over the unprotected keys before the boundary: kept attention mass / total mass, both summed over "
+                  "the eval queries, without a key's own query",
+                  OfEvalAttention{unprotected_recall}},
+                 {"worst", "5th percentile over eval queries instead of their mean",
+                  OfMoments{{recall, recall, {}, least}}}},
 }};
 
 const RegisteredMetric sink_mass_metric{{
     .name = "sink_mass",
-    .summary = "share of the attention that falls on those of the first 4 tokens that are kept",
+    .summary = "share of the full attention that kept attention sinks (the first 4 tokens) receive",
     .unit = "share",
     .better = Better::higher,
-    .formula = "sum over K', j < 4 and below the boundary, of a(t,j)",
+    .formula = "sum of a(t,j) over the j in K' with j < 4 and j before the boundary",
     .source = "kvreplay; attention sinks after StreamingLLM, arXiv:2309.17453",
-    .edges = "0 when none of them is kept or visible; 1 where the boundary is 1 to 4 and nothing else is visible",
+    .edges = "0 when no sink is kept or visible; 1 when the boundary is 1 to 4 and no other token is visible",
     .variants = {{"", "per query head", OfMoments{{sink_mass}}}},
 }};
 
 const RegisteredMetric attention_cosine_metric{{
     .name = "attention_cosine",
-    .summary = "cosine between the full attention and the attention over kept keys",
+    .summary = "cosine similarity of the full attention and the attention over kept keys",
     .unit = "cosine",
     .better = Better::higher,
-    .formula = "<a,ã> / (|a| |ã|) = sqrt(sum over K' of a² / sum of a²) when kept keys stay as they were",
+    .formula = "<a,ã> / (|a| |ã|) = sqrt(sum over K' of a² / sum of a²) when kept keys are unchanged",
     .source = "ChunkKV, Table 8 and Fig. 7; the identity is kvreplay's",
-    .edges = "exactly 1 when everything is kept; a zero norm -> 0",
+    .edges = "exactly 1 when every token is kept; 0 when a norm is zero",
     .variants = {{"", "over all visible keys", OfMoments{{attention_cosine, aligned_cosine<&Comparison::all>}}, true},
-                 {"prompt", "both vectors cut to the keys below the boundary",
+                 {"prompt", "both vectors restricted to the keys before the boundary",
                   OfMoments{{prompt_cosine, aligned_cosine<&Comparison::prompt>}}},
-                 {"nosink", "the same without the first 4 tokens",
+                 {"nosink", "as :prompt, without the first 4 tokens",
                   OfMoments{{nosink_cosine, aligned_cosine<&Comparison::nosink>}}},
-                 {"logits", "logits z below the boundary, 0 where evicted",
+                 {"logits", "on the logits of the keys before the boundary, 0 for evicted keys",
                   OfMoments{{logit_cosine, aligned_cosine<&Comparison::logits>, {.logits = true}}}},
                  {"unaligned",
-                  "the part of a below the boundary against its kept entries written one after another from index 0",
+                  "the entries of a before the boundary, compared with its kept entries packed from index 0 on",
                   OfMoments{{unaligned_cosine, nullptr, {.unaligned = true}}}},
-                 {"rows", "every token of the trace as eval query: a pass of its own",
+                 {"rows", "with every token of the trace as eval query; needs a separate pass",
                   OfAllQueries{{attention_cosine, aligned_cosine<&Comparison::all>}}}},
 }};
 
 const RegisteredMetric attention_l1_metric{{
     .name = "attention_l1",
-    .summary = "L1 distance between the full attention and the attention over kept keys",
+    .summary = "L1 distance between the full attention and the attention over kept keys (0 to 2)",
     .unit = "L1 norm",
     .better = Better::lower,
-    .formula = "|a - ã|_1 = 2 (1 - m) when kept keys stay as they were, m the attention recall",
+    .formula = "|a - ã|_1 = 2 (1 - m) when kept keys are unchanged, m the attention recall",
     .source = "ChunkKV, Table 8; the identity is kvreplay's",
-    .edges = "exactly 0 when everything is kept",
+    .edges = "exactly 0 when every token is kept",
     .variants = {{"", "over all visible keys", OfMoments{{l1, l1}}, true}},
 }};
 

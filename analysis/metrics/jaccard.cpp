@@ -1,4 +1,4 @@
-// How similar the sets of different layers, or of the heads of one layer, are: |A ∩ B| / |A ∪ B|.
+// Jaccard similarity |A ∩ B| / |A ∪ B| of the kept sets of two layers, or of two heads of a layer.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -11,13 +11,13 @@
 namespace kvreplay {
 namespace {
 
-/// The sets of one layer that are compared, and how many tokens each keeps.
+/// The sets of one layer that are compared, and the number of tokens in each.
 struct Compared {
   KeptSet set;
   std::vector<int> counts;
 };
 
-/// Of two rows: 1 for two empty sets, 0 for one.
+/// Jaccard similarity of two rows: 1 for two empty sets, 0 for one empty set.
 double jaccard(const Compared& ours, int our_row, const Compared& theirs, int their_row) {
   const int common = count_common(ours.set.row_bits(our_row), theirs.set.row_bits(their_row));
   const int either =
@@ -25,7 +25,7 @@ double jaccard(const Compared& ours, int our_row, const Compared& theirs, int th
   return either == 0 ? 1.0 : static_cast<double>(common) / either;
 }
 
-/// Row by row, then the mean.
+/// Mean over rows.
 double jaccard(const Compared& ours, const Compared& theirs) {
   double total = 0;
   for (int row = 0; row < ours.set.rows(); ++row) total += jaccard(ours, row, theirs, row);
@@ -45,7 +45,7 @@ KeptSet first_of(const KeptSet& set) { return set.only(0); }
 KeptSet each_of(const KeptSet& set) { return set; }
 KeptSet union_of(const KeptSet& set) { return set.union_of_rows(); }
 
-/// All in the finest granularity that a layer has.
+/// All sets in the finest granularity of the layers.
 template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 std::vector<Compared> compared(std::span<const LayerSelection> layers) {
   const KeptSet& finest =
@@ -76,7 +76,7 @@ double adjacent(std::span<const LayerSelection> layers) {
   return total / static_cast<double>(sets.size() - 1);
 }
 
-/// Over the pairs of rows of a layer.
+/// Mean over the pairs of rows of a layer.
 template <KeptSet (*set_of)(const LayerSelection&)>
 LayerValues consensus(const LayerFacts& facts) {
   const Compared heads = with_counts(set_of(facts.selection));
@@ -89,9 +89,9 @@ LayerValues consensus(const LayerFacts& facts) {
   return values;
 }
 
-const char* const first_row = "row 0 of the policy's granularity, as the paper plots it";
-const char* const each_row = "row by row, then the mean over rows";
-const char* const union_first = "the union over rows first";
+const char* const first_row = "head 0 of the policy's granularity alone, as plotted in the paper";
+const char* const each_row = "for each head, then the mean over heads";
+const char* const union_first = "on the union of the sets of all heads";
 
 template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 struct Pairs {
@@ -103,10 +103,10 @@ struct Neighbours {
   static double of(std::span<const LayerSelection> layers) { return adjacent<set_of, rows_of>(layers); }
 };
 
-/// The same six readings of the matrix and of the mean over neighbours.
+/// The six variants of the matrix and of the mean over adjacent layers.
 template <class Of, template <KeptSet (*)(const LayerSelection&), KeptSet (*)(const KeptSet&)> class Measured>
 std::vector<MetricVariant> readings() {
-  const std::string with = "; sinks and recent tokens included";
+  const std::string with = "; protected tokens included";
   return {{"first", first_row, Of{Measured<scored, first_of>::of}, true},
           {"mean", each_row, Of{Measured<scored, each_of>::of}, true},
           {"union", union_first, Of{Measured<scored, union_of>::of}, true},
@@ -116,11 +116,11 @@ std::vector<MetricVariant> readings() {
 }
 
 const char* const edges =
-    "two empty sets -> 1, one empty -> 0; sinks and recent tokens are removed first except in +protected";
+    "two empty sets -> 1, one empty set -> 0; protected tokens are removed first, except in +protected";
 
 const RegisteredMetric jaccard_matrix_metric{{
     .name = "jaccard_matrix",
-    .summary = "overlap of the kept sets of every two layers; in cells/TRACE.h5, always computed",
+    .summary = "Jaccard similarity of the kept sets of all pairs of layers; in cells/TRACE.h5, always computed",
     .unit = "share",
     .formula = "J(l,m) = |I_l n I_m| / |I_l u I_m|, on the sets at the end of the prompt",
     .source = "ChunkKV, Table 3, Figs. 2 and 8 to 16",
@@ -130,9 +130,9 @@ const RegisteredMetric jaccard_matrix_metric{{
 
 const RegisteredMetric jaccard_adjacent_metric{{
     .name = "jaccard_adjacent",
-    .summary = "overlap of the kept sets of neighbouring layers; always computed",
+    .summary = "Jaccard similarity of the kept sets of adjacent layers; always computed",
     .unit = "share",
-    .formula = "mean over l of J(l,l+1); independent uniform sets of a share f give f / (2 - f)",
+    .formula = "mean over l of J(l,l+1); independent uniformly random sets with a kept share f give f / (2 - f)",
     .source = "ChunkKV, Table 3",
     .edges = std::string(edges) + "; undefined with a single layer",
     .variants = readings<OfCell, Neighbours>(),
@@ -140,14 +140,14 @@ const RegisteredMetric jaccard_adjacent_metric{{
 
 const RegisteredMetric head_consensus_metric{{
     .name = "head_consensus",
-    .summary = "overlap of the kept sets of the heads of a layer",
+    .summary = "Jaccard similarity of the kept sets of the heads of a layer",
     .unit = "share",
     .formula =
         "mean over the pairs of rows g < h of |I_g n I_h| / |I_g u I_h|, on the sets at the end of the prompt; the "
         "mean over layers",
     .source = "kvreplay",
-    .edges =
-        "rows are the policy's: KV heads, query heads, or one for the layer -> 1; two empty sets -> 1, one empty -> 0",
+    .edges = "rows are those of the policy's granularity: KV heads or query heads; a set per layer -> 1; two empty "
+             "sets -> 1, one empty set -> 0",
     .variants = {{"", "without protected tokens", OfLayer{consensus<scored>}},
                  {"protected", "with protected tokens", OfLayer{consensus<whole>}}},
 }};

@@ -1,4 +1,4 @@
-// How much of the cache, by the size of its numbers, is evicted.
+// Share of the L1 norm of the cache that is lost by eviction or change.
 #include <Eigen/Core>
 #include <array>
 #include <cstddef>
@@ -12,7 +12,7 @@
 namespace kvreplay {
 namespace {
 
-/// Sums over the tokens of some rows: how many there are, the L1 norms of what they hold, and of what became of it.
+/// Sums over the tokens of some rows: their number, their L1 norms, and the L1 norms that are lost.
 struct Sizes {
   double tokens = 0;
   double kept_tokens = 0;
@@ -31,7 +31,7 @@ struct Sizes {
   }
 };
 
-/// Which of a token's vectors count.
+/// The vectors of a token that are included.
 enum class Part { both, key, value };
 
 Eigen::ArrayXd vector_of(const TensorView& tensor, int head, int token) {
@@ -44,7 +44,7 @@ double distance(const TensorView& a, const TensorView& b, int head, int token) {
   return (vector_of(a, head, token) - vector_of(b, head, token)).abs().sum();
 }
 
-/// What a store changed of a kept token.
+/// L1 norm of the change that a store makes to a kept token.
 template <Part part>
 double changed(const LayerFacts& facts, int kv_head, int token) {
   const LayerTensors& before = facts.view.tensors();
@@ -53,11 +53,11 @@ double changed(const LayerFacts& facts, int kv_head, int token) {
          (part == Part::key ? 0.0 : distance(before.v, after.v, kv_head, token));
 }
 
-/// Norms of as many tokens as are added at once, in several sums, because each waits for the one before.
+/// Number of norms added at once, in independent sums: additions to a single sum depend on each other.
 using Norms = Eigen::Array4d;
 constexpr std::size_t at_once = Norms::SizeAtCompileTime;
 
-/// Of the bits of so many tokens: 1 or 0 for each. No machine foresees a branch on them.
+/// Weights 1 or 0 from the bits of the tokens, because a branch on them is unpredictable.
 const auto shares_of_bits = [] {
   std::array<Norms, std::size_t{1} << at_once> shares;
   for (std::size_t bits = 0; bits < shares.size(); ++bits)
@@ -66,7 +66,7 @@ const auto shares_of_bits = [] {
   return shares;
 }();
 
-/// What one row of the selection keeps of one KV head.
+/// Sums over one KV head for one row of the selection.
 template <Part part>
 Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   const std::span<const double> keys = facts.view.key_norms(1).row(kv_head);
@@ -97,7 +97,7 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
     }
   result.tokens = static_cast<double>(keys.size());
   result.kept_tokens = facts.selection.set.count(row);
-  // In this order on all machines.
+  // The order of the additions is the same on all machines.
   const double lost = sum(std::span(lost_norms.data(), at_once));
   result.kept_norms = sum(std::span(kept_norms.data(), at_once));
   result.norms = result.kept_norms + lost;
@@ -106,8 +106,8 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   return result;
 }
 
-/// `ratio` of each row's sums and of the layer's. A row of one set for the layer is the sum over its KV heads; a row of
-/// a query head holds a copy of its KV head.
+/// `ratio` of the sums of each row and of the layer. The row of a per-layer set is the sum over the KV heads; the row
+/// of a query head has a copy of its KV head.
 template <Part part, double (*ratio)(const LayerFacts&, const Sizes&)>
 LayerValues of_rows(const LayerFacts& facts) {
   LayerValues result;
@@ -141,26 +141,27 @@ double kept_norm(const LayerFacts&, const Sizes& sizes) {
 
 const RegisteredMetric kv_l1_loss_metric{{
     .name = "kv_l1_loss",
-    .summary = "share of the L1 norm of keys and values that is evicted or changed",
+    .summary = "share of the L1 norm of keys and values lost by eviction or change",
     .unit = "share",
     .better = Better::lower,
-    .formula =
-        "sum of |x - x̂|_1 / sum of |x|_1 over keys and values, x̂ = 0 where evicted; a ratio of sums over rows and "
-        "prompt tokens; moved keys are compared unmoved",
+    .formula = "sum of |x - x̂|_1 / sum of |x|_1 over keys and values, x̂ = 0 for evicted tokens; a ratio of sums over "
+               "rows and prompt tokens; moved keys are compared at their original positions",
     .source = "ChunkKV, Table 8; = 1 - f rho, f the kept share of tokens",
-    .edges =
-        "rows are the policy's: KV heads, query heads with keys and values repeated, or one for the layer; 0/0 -> 0",
-    .variants = {{"", "keys and values", OfLayer{of_rows<Part::both, lost_share>}, true},
-                 {"key", "keys alone", OfLayer{of_rows<Part::key, lost_share>}},
-                 {"value", "values alone", OfLayer{of_rows<Part::value, lost_share>}},
-                 {"rho", "mean norm of kept tokens / mean norm of all; undefined when nothing is kept or all is zero",
-                  OfLayer{of_rows<Part::both, kept_norm>}, false, Better::higher, "ratio"},
-                 {.name = "absolute",
-                  .summary = "mean over numbers of |x - x̂|, x̂ = 0 where evicted",
-                  .measure = OfLayer{of_rows<Part::both, lost_per_number>},
-                  .unit = "L1 norm per number"},
-                 {"token", "mean over tokens of the relative error: the evicted share of tokens, 1 - f",
-                  OfLayer{of_rows<Part::both, lost_of_tokens>}, false, Better::neither}},
+    .edges = "rows are those of the policy's granularity: KV heads, query heads (keys and values repeated), or the "
+             "layer; 0/0 -> 0",
+    .variants =
+        {{"", "keys and values", OfLayer{of_rows<Part::both, lost_share>}, true},
+         {"key", "keys alone", OfLayer{of_rows<Part::key, lost_share>}},
+         {"value", "values alone", OfLayer{of_rows<Part::value, lost_share>}},
+         {"rho",
+          "mean norm of kept tokens / mean norm of all tokens; undefined when no token is kept or all norms are zero",
+          OfLayer{of_rows<Part::both, kept_norm>}, false, Better::higher, "ratio"},
+         {.name = "absolute",
+          .summary = "mean of |x - x̂| over all numbers, x̂ = 0 for evicted tokens",
+          .measure = OfLayer{of_rows<Part::both, lost_per_number>},
+          .unit = "L1 norm per number"},
+         {"token", "mean relative error over tokens: the evicted share of tokens, 1 - f",
+          OfLayer{of_rows<Part::both, lost_of_tokens>}, false, Better::neither}},
 }};
 
 }  // namespace

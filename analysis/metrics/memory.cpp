@@ -1,4 +1,4 @@
-// What a selection costs: tokens, bytes, and what an eval query finds in the cache.
+// Size of a selection: kept tokens, bytes, and the tokens in the cache at an eval query.
 #include <algorithm>
 #include <limits>
 
@@ -28,7 +28,7 @@ LayerValues compression(const LayerFacts& facts) {
   return {{}, facts.view.prompt() / mean(counts(facts.selection.set))};
 }
 
-/// Of what is not kept by rule.
+/// Without protected tokens.
 LayerValues scored_compression(const LayerFacts& facts) {
   double candidates = 0;
   const LayerSelection& selection = facts.selection;
@@ -43,7 +43,7 @@ double token_bytes(const LayerFacts& facts) {
   return static_cast<double>(tensors.k.row_bytes() + tensors.v.row_bytes());
 }
 
-/// Bytes of so many tokens a row.
+/// Bytes of the given number of tokens per row.
 double bytes_of(const LayerFacts& facts, std::span<const double> tokens) {
   const double heads_a_row = facts.selection.set.heads() == Heads::layer ? facts.view.kv_heads() : 1;
   return token_bytes(facts) * heads_a_row * sum(tokens) + facts.selection.reads.bytes;
@@ -74,8 +74,8 @@ LayerValues bytes_of_attention_heads(const LayerFacts& facts) {
               facts.selection.reads.bytes * facts.view.group()};
 }
 
-/// [T], mean over rows: tokens that are resident when query t attends, t included. Until the prompt has been seen, a
-/// policy that decides once holds all of it.
+/// [T], mean over rows: tokens that are resident when query t attends, t included. A one-shot
+/// policy holds the whole prompt up to its end.
 std::vector<double> residents(const LayerFacts& facts) {
   const LayerSelection& selection = facts.selection;
   const int tokens = facts.view.tensors().k.tokens;
@@ -86,7 +86,7 @@ std::vector<double> residents(const LayerFacts& facts) {
     for (int t = 0; t < tokens; ++t) held[static_cast<std::size_t>(t)] = t < prompt ? t + 1 : kept + t + 1 - prompt;
     return held;
   }
-  // Token j is there from query j to the query after which it went.
+  // Token j is resident from query j up to the query after which it is evicted.
   std::vector<long> change(static_cast<std::size_t>(tokens) + 1);
   for (std::size_t i = 0; i < selection.evicted_at.size(); ++i) {
     ++change[i % static_cast<std::size_t>(tokens)];
@@ -100,7 +100,7 @@ std::vector<double> residents(const LayerFacts& facts) {
 LayerValues peak_residents(const LayerFacts& facts) { return {{}, std::ranges::max(residents(facts))}; }
 LayerValues mean_residents(const LayerFacts& facts) { return {{}, mean(residents(facts))}; }
 
-/// What a store makes of the tokens, it makes at the end of the prompt: bytes over time are not defined then.
+/// A store changes tokens at the end of the prompt, so that bytes over time are undefined.
 double bytes_over_time(const LayerFacts& facts, const LayerValues& tokens) {
   if (facts.stored != nullptr) return std::numeric_limits<double>::quiet_NaN();
   return bytes_of(facts, std::vector<double>(static_cast<std::size_t>(facts.selection.set.rows()), tokens.layer));
@@ -131,13 +131,13 @@ LayerValues held_tokens(const LayerFacts& facts) {
 
 const RegisteredMetric layer_budget_metric{{
     .name = "layer_budget",
-    .summary = "kept tokens of each layer and row",
+    .summary = "kept tokens per layer and row",
     .unit = "tokens",
-    .formula = "number of kept prompt tokens; a layer is the mean over the rows of the policy's granularity",
+    .formula = "number of kept prompt tokens; for a layer, the mean over the rows of the policy's granularity",
     .source = "DynamicKV, Fig. 2; PyramidKV",
     .edges = "none",
-    .variants = {{"", "sinks and window included", OfLayer{layer_budget}, true},
-                 {"unprotected", "without tokens kept by rule", OfLayer{unprotected_budget}}},
+    .variants = {{"", "protected tokens included", OfLayer{layer_budget}, true},
+                 {"unprotected", "without protected tokens", OfLayer{unprotected_budget}}},
 }};
 
 const RegisteredMetric kept_tokens_metric{{
@@ -147,15 +147,15 @@ const RegisteredMetric kept_tokens_metric{{
     .formula = "mean over rows, then layers, of the number of kept tokens",
     .source = "kvreplay",
     .edges = "none",
-    .variants = {{"", "sinks and window included", OfLayer{kept_tokens}, true}},
+    .variants = {{"", "protected tokens included", OfLayer{kept_tokens}, true}},
 }};
 
 const RegisteredMetric held_tokens_metric{{
     .name = "held_tokens",
-    .summary = "tokens that an eval query finds in the cache, itself included",
+    .summary = "tokens in the cache at an eval query, the query's own token included",
     .unit = "tokens",
-    .formula =
-        "mean over eval queries and rows of |K'|: visible kept tokens, visible tokens from the boundary on, and t",
+    .formula = "mean of |K'| over eval queries and rows; K' = visible kept tokens, visible tokens from the boundary "
+               "on, and t itself",
     .source = "kvreplay",
     .edges = "none",
     .variants = {{"", "mean over rows, then layers", OfLayer{held_tokens}, true}},
@@ -163,44 +163,44 @@ const RegisteredMetric held_tokens_metric{{
 
 const RegisteredMetric kv_bytes_metric{{
     .name = "kv_bytes",
-    .summary = "bytes of the kept keys and values at the end of the prompt",
+    .summary = "memory of the kept keys and values at the end of the prompt",
     .unit = "bytes",
-    .formula = "2 Hkv d bytes sum over layers of n_l; with a set for each query head its rows count, Hq instead of Hkv",
+    .formula = "2 Hkv d (bytes per number) sum over layers of n_l, n_l the mean kept tokens of a row; with a set per "
+               "query head, Hq replaces Hkv",
     .source = "kvreplay; ChunkKV, eq. 1 counts attention heads",
-    .edges = "layers that are left as they are do not count; a quantised cache counts bits, and 16 of each number that "
-             "stays; peak and mean are undefined there",
-    .variants = {{"", "as many rows as the policy's granularity needs", OfLayer{kv_bytes, sum}, true},
-                 {"union", "a token that several query heads of a group keep counts once", OfLayer{shared_bytes, sum}},
-                 {"attention-heads", "Hq instead of Hkv whatever the granularity, as ChunkKV's eq. 1 reads",
+    .edges = "untreated layers are not counted; a quantised cache counts its bits, and 16 bits for each number kept in "
+             "full precision; there :peak and :mean are undefined",
+    .variants = {{"", "with the rows of the policy's granularity", OfLayer{kv_bytes, sum}, true},
+                 {"union", "counts a token once if several query heads of a group keep it", OfLayer{shared_bytes, sum}},
+                 {"attention-heads", "with Hq instead of Hkv for every granularity, as in ChunkKV's eq. 1",
                   OfLayer{bytes_of_attention_heads, sum}},
-                 {"peak", "of the most tokens that are resident at any query", OfLayer{peak_bytes, sum}},
-                 {"mean", "of the mean number of tokens that are resident at a query", OfLayer{mean_bytes, sum}}},
+                 {"peak", "at the maximum number of resident tokens over all queries", OfLayer{peak_bytes, sum}},
+                 {"mean", "at the mean number of resident tokens over all queries", OfLayer{mean_bytes, sum}}},
 }};
 
 const RegisteredMetric compression_metric{{
     .name = "compression",
-    .summary = "how many times smaller the compressed prompt is",
+    .summary = "compression ratio of the prompt",
     .unit = "ratio",
     .formula = "sigma = P / mean kept tokens",
     .source = "FINCH, section 3",
-    .edges = "undefined for a layer that keeps nothing",
+    .edges = "undefined for a layer that keeps no token",
     .variants = {{"", "over all layers: P / mean over layers", OfLayer{compression, harmonic_mean}, true},
-                 {"context", "of the tokens that are not kept by rule: with FINCH n / k, the context alone",
+                 {"context", "without protected tokens; for FINCH this is n / k of the context",
                   OfLayer{scored_compression, harmonic_mean}}},
 }};
 
 const RegisteredMetric resident_tokens_metric{{
     .name = "resident_tokens",
-    .summary = "tokens in the cache while the trace's tokens come, one after the other",
+    .summary = "resident tokens in the cache while the trace is processed token by token",
     .unit = "tokens",
-    .formula = "|R(t)|, t included, over all tokens t of the trace; a policy that decides once holds t + 1 until the "
-               "prompt ends, "
-               "one that evicts after each token B + 1 while it attends",
-    .source = "kvreplay; SCA, section 4, holds up to its threshold",
+    .formula = "|R(t)|, t included, over all tokens t of the trace; t + 1 up to the end of the prompt for a one-shot "
+               "policy; at most B + 1 for an online policy, which evicts after each query attends",
+    .source = "kvreplay; SCA, section 4, up to its threshold",
     .edges = "none",
-    .variants = {{"peak", "the most at any t of the mean over rows; then the mean over layers", OfLayer{peak_residents},
+    .variants = {{"peak", "maximum over t of the mean over rows; then the mean over layers", OfLayer{peak_residents},
                   true},
-                 {"mean", "the mean over t, rows and layers", OfLayer{mean_residents}, true}},
+                 {"mean", "mean over t, rows and layers", OfLayer{mean_residents}, true}},
 }};
 
 }  // namespace

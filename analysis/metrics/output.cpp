@@ -1,4 +1,4 @@
-// What eviction does to the output of attention at an eval query: o = Σ a v against õ = Σ ã v.
+// Effect of eviction on the attention output of an eval query: o = Σ a v compared with õ = Σ ã v.
 #include <cmath>
 
 #include "analysis/metrics/metric.h"
@@ -35,34 +35,36 @@ constexpr MomentParts outputs{.outputs = true};
 
 const RegisteredMetric output_cosine_metric{{
     .name = "output_cosine",
-    .summary = "cosine between the attention output with the full and with the kept cache",
+    .summary = "cosine similarity of the attention outputs with the full and with the kept cache",
     .unit = "cosine",
     .better = Better::higher,
     .formula = "<o,õ> / (|o| |õ|), o = sum of a v, õ = sum over K' of a v / sum over K' of a",
     .source = "kvreplay",
-    .edges = "exactly 1 when everything is kept; both outputs zero -> 1, one zero -> 0",
+    .edges = "exactly 1 when every token is kept; both outputs zero -> 1, one output zero -> 0",
     .variants = {{"", "per query head", OfMoments{{output_cosine, output_cosine, outputs}}, true}},
 }};
 
 const RegisteredMetric output_error_metric{{
     .name = "output_error",
-    .summary = "distance between the two attention outputs, relative to the full one",
+    .summary =
+        "L2 distance between the attention outputs with the full and with the kept cache, relative to the full output",
     .unit = "relative L2 norm",
     .better = Better::lower,
     .formula = "|o - õ|_2 / |o|_2",
     .source = "kvreplay",
-    .edges =
-        "exactly 0 when everything is kept; 0/0 -> 0; undefined when only o is zero; :worst of one query is its own",
-    .variants = {{"", "per query head", OfMoments{{output_error, output_error, outputs}}, true},
-                 {"pooled", "sqrt(sum of |o - õ|² / sum of |o|²) over the eval queries and query heads of a layer",
-                  OfPooledMoments{{error_square, error_square, outputs}, {full_square, full_square, outputs}}, true},
-                 {"worst", "95th percentile over eval queries in place of their mean, per query head",
-                  OfMoments{{output_error, output_error, outputs, greatest}}},
-                 {"projected", "|W_o (õ - o)| / |W_o o| of all heads together; needs a trace captured --with-wo",
-                  OfProjectedOutput{projected}},
-                 {"residual",
-                  "|W_o (õ - o)| / |x|, x the hidden state at the layer's input; needs a trace captured --with-wo",
-                  OfProjectedOutput{beside_residual, true}}},
+    .edges = "exactly 0 when every token is kept; 0/0 -> 0; undefined when only o is zero; :worst of a single query is "
+             "the value of that query",
+    .variants =
+        {{"", "per query head", OfMoments{{output_error, output_error, outputs}}, true},
+         {"pooled", "sqrt(sum of |o - õ|² / sum of |o|²) over the eval queries and query heads of a layer",
+          OfPooledMoments{{error_square, error_square, outputs}, {full_square, full_square, outputs}}, true},
+         {"worst", "95th percentile over eval queries instead of their mean, per query head",
+          OfMoments{{output_error, output_error, outputs, greatest}}},
+         {"projected", "|W_o (õ - o)| / |W_o o|, all heads together; requires a trace captured with --with-wo",
+          OfProjectedOutput{projected}},
+         {"residual",
+          "|W_o (õ - o)| / |x|, x the hidden state at the layer's input; requires a trace captured with --with-wo",
+          OfProjectedOutput{beside_residual, true}}},
 }};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// How alike the tokens of a prompt are, whatever is kept.
+// Similarity of the tokens of a prompt, independent of the policy.
 #include "analysis/metrics/metric.h"
 
 namespace kvreplay {
@@ -13,12 +13,13 @@ std::vector<double> of_values(const LayerView& view, Backend&) { return tokens_o
 MetricCard card(const char* name, const char* what, std::vector<double> (*measure)(const LayerView&, Backend&)) {
   return {
       .name = name,
-      .summary = std::string("how near each token's ") + what + " is to another token's",
+      .summary = std::string("cosine similarity of each token's ") + what + " to that of the most similar other token",
       .unit = "cosine",
       .formula =
           "mean over i of the maximum over j != i of cos(w_i, w_j), w = the vectors of all KV heads, concatenated",
       .source = "SCA, Table 1, Figs. 2 and 7",
-      .edges = "prompt tokens only, both directions in time; one token alone -> 0, a zero vector -> cosine 0",
+      .edges =
+          "prompt tokens only, compared with earlier and later ones; a single token -> 0, a zero vector -> cosine 0",
       .variants = {{"", "mean over tokens, then over layers", OfTrace{measure}, true}},
   };
 }

@@ -1,4 +1,4 @@
-// Whether a named span of the prompt survives: a needle, an answer, a question.
+// Kept share of a named span of the prompt: a needle, an answer, a question.
 #include <algorithm>
 
 #include "analysis/metrics/metric.h"
@@ -52,28 +52,28 @@ double erased_of_all_layers(std::span<const LayerSelection> layers, const Span& 
 
 const RegisteredMetric span_recall_metric{{
     .name = "span_recall",
-    .summary = "how much of a named span of the prompt is kept",
+    .summary = "kept share of a named span of the prompt",
     .unit = "share",
     .better = Better::higher,
-    .formula = "per layer, over the rows of the policy's granularity; the mean over layers",
+    .formula = "per layer, over the rows of the policy's granularity; then the mean over layers",
     .source = "kvreplay; after needle and passkey retrieval",
-    .edges = "spans that end after the boundary have no rows; a trace cannot hold an empty span",
-    .variants = {{"any", "SPAN.any: share of its tokens that at least one head keeps", OfSpan{any}, true},
-                 {"mean", "SPAN.mean: mean over heads of the share kept", OfSpan{mean_share}, true},
-                 {"full", "SPAN.full: 1 when one head keeps all of it", OfSpan{full}, true}},
+    .edges = "no value for spans that end after the boundary; empty spans do not occur in traces",
+    .variants = {{"any", "SPAN.any: share of the span's tokens that at least one head keeps", OfSpan{any}, true},
+                 {"mean", "SPAN.mean: kept share, mean over heads", OfSpan{mean_share}, true},
+                 {"full", "SPAN.full: 1 if at least one head keeps the whole span, else 0", OfSpan{full}, true}},
 }};
 
 const RegisteredMetric span_erased_metric{{
     .name = "span_erased",
-    .summary = "how much of a named span of the prompt no head keeps",
+    .summary = "share of a named span of the prompt that no head keeps",
     .unit = "share",
     .better = Better::lower,
-    .formula = "tokens of the span in no row's kept set at the end of the prompt / tokens of the span",
+    .formula = "span tokens that are in no row's kept set at the end of the prompt / span tokens",
     .source = "kvreplay; after arXiv:2603.01426, which relates it to hallucination",
-    .edges = "spans that end after the boundary have no rows; with one treated layer both variants are equal",
-    .variants = {{"all", "SPAN.all: of the tokens that no head of any treated layer keeps",
+    .edges = "no value for spans that end after the boundary; both variants are equal with one treated layer",
+    .variants = {{"all", "SPAN.all: share of the span that no head of any treated layer keeps",
                   OfSpanInAllLayers{erased_of_all_layers}},
-                 {"layer", "SPAN.layer: of those that no head of the same layer keeps, the mean over layers",
+                 {"layer", "SPAN.layer: share of the span that no head of a layer keeps, mean over layers",
                   OfSpan{erased_of_layer}}},
 }};
 
