@@ -29,12 +29,12 @@ Matrix sum_over_rows(const Matrix& rows) {
 }
 
 void add_heads(Parameters& p, Heads& heads) {
-  p.add<Heads>("heads", heads, heads_words, "one set per KV head, per query head, or one for the layer");
+  p.add<Heads>("heads", heads, heads_words, "granularity: a kept set per KV head, per query head, or per layer");
 }
 
 void Grouping::parameters(Parameters& p) {
   add_heads(p, heads);
-  p.add<Aggregate>("agg", aggregate, aggregate_words, "how a group's query heads become one row (heads=kv)");
+  p.add<Aggregate>("agg", aggregate, aggregate_words, "how the query heads of a group are combined (heads=kv)");
 }
 
 Matrix Grouping::operator()(const Matrix& per_query_head, int group) const {

@@ -27,7 +27,7 @@ void fill(Plan& plan) {
 }
 
 const RegisteredFixedPart registered{PartKind::heads, "layer",
-                                     "one set for the layer, by the sum of the scores of its rows", fill};
+                                     "one kept set per layer, by the scores summed over its heads", fill};
 
 }  // namespace
 }  // namespace kvreplay

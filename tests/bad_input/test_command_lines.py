@@ -198,7 +198,8 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p oracle:counts=(oracle:counts=(h2o)) -b 0.5",
-        "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=h2o",
+        "oracle:counts: the policy takes its own counts from another policy: "
+        "expected a policy that does not use another policy's counts, found oracle:counts=h2o",
     ),
     # policies put together
     (USAGE, f"{REPLAY} -p h2o:select=chunk -b 0.5", "chunk: unknown selector: expected chunks, found chunk"),
@@ -243,7 +244,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p oracle:counts=(kivi) -b 0.5",
-        "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found kivi",
+        "oracle:counts: the policy keeps every token: expected a policy that evicts, found kivi",
     ),
     (USAGE, f"{REPLAY} -p layers -b 0.5", f"{COVER} no range"),
     (USAGE, f"{REPLAY} -p layers:0-1=snapkv -b 0.5", f"{COVER} 0-1"),

@@ -180,7 +180,7 @@ TEST(RandomTwins, OfTheOtherPoliciesAreRejectedWithTheReason) {
   EXPECT_GT(others.size(), 30U);
   for (const std::string& policy : others)
     EXPECT_EQ(refusal_of(twin_of(policy)), "random-twin:of: " + reason(policy) +
-                                               ": expected a policy with a static set, decided once, found " +
+                                               ": expected a one-shot policy (a static set), found " +
                                                ConfiguredPolicy::parse(policy).label_with_seeds());
 }
 

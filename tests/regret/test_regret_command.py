@@ -122,19 +122,19 @@ def test_what_fails_is_left_out(tiny: list[Path], said, tmp_path: Path) -> None:
         kv.regret(tiny[0], broken, 3)
 
 
-IN_TIME = "oracle:free: its sets change with time, and no fixed set bounds them: expected a policy that decides once"
+IN_TIME = "oracle:free: the policy's sets are dynamic; a static set is no bound for them: expected a one-shot policy"
 
 
 @pytest.mark.parametrize("policy, why", [
     ("h2o-online", f"{IN_TIME}, found h2o-online"),
     ("snapkv:schedule=every(4)", f"{IN_TIME}, found snapkv:schedule=every,interval=4"),
-    ("pyramid-infer:lengths=natural", "oracle:free: no budget binds it: expected a policy that one binds, found "
-                                      "pyramid-infer:lengths=natural"),
-    ("full", "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found full"),
-    ("hybrid", "oracle:free: a token of one layer takes more slots than one of another: expected a policy of one "
-               "granularity in all layers, found hybrid"),
-    ("oracle:counts=(snapkv)", "oracle:counts: counts of counts: expected a policy with counts of its own, found "
-                               "oracle:counts=snapkv"),
+    ("pyramid-infer:lengths=natural", "oracle:free: the policy ignores the budget: expected a policy with a budget, "
+                                      "found pyramid-infer:lengths=natural"),
+    ("full", "oracle:counts: the policy keeps every token: expected a policy that evicts, found full"),
+    ("hybrid", "oracle:free: layers differ in granularity: expected a policy with one granularity in all layers, "
+               "found hybrid"),
+    ("oracle:counts=(snapkv)", "oracle:counts: the policy takes its own counts from another policy: expected a policy "
+                               "that does not use another policy's counts, found oracle:counts=snapkv"),
     ("snapvk", "snapvk: unknown policy: expected snapkv, found snapvk"),
 ])  # fmt: skip
 def test_policies_without_bounds_are_refused(policy: str, why: str, tiny: list[Path], said) -> None:

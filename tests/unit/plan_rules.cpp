@@ -121,8 +121,8 @@ TEST(PlanRules, AScheduleIsCalledWhatItWasAskedAs) {
 
 TEST(PlanRules, PartsShareNoParameterByAccident) {
   EXPECT_EQ(refusal_of("dynamickv:score=question,schedule=question-blocks"),
-            "dynamickv:norm: means two things in these parts: expected how counts become weights, found rows are "
-            "weighted by the share of keys that they see, or are not");
+            "dynamickv:norm: means two things in these parts: expected normalisation of counts to weights, found "
+            "weight of a query: the share of keys that it sees, or 1");
   EXPECT_TRUE(
       refusal_of("cur:select=redundancy,heads=layer").starts_with("cur:use: means two things in these parts: "));
   const auto text_of = [](const char* policy, const char* name) {
@@ -150,10 +150,9 @@ TEST(PlanRules, OneNameWithOneRangeMayStillMeanTwoThings) {
   pending_registrations = &registrations;
   const RegisteredPart<InBlocks> registered;
   pending_registrations = nullptr;
-  EXPECT_EQ(
-      refusal_of("cur:schedule=in-blocks(9)"),
-      "cur:block: means two things in these parts: expected neighbours that a token is held against, found tokens "
-      "of the prompt between cuts");
+  EXPECT_EQ(refusal_of("cur:schedule=in-blocks(9)"),
+            "cur:block: means two things in these parts: expected tokens per block; a token is compared with its "
+            "block, found tokens of the prompt between cuts");
   EXPECT_EQ(refusal_of("knorm:schedule=in-blocks(9)"), "accepted");
   for (const Registration& each : registrations) each.take_back();
 }

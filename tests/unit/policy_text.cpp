@@ -115,16 +115,16 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("random:heads=query"),
             "random:heads: unknown value: expected one of kv, layer, found \"query\"");
   EXPECT_EQ(refusal_of_policy("oracle:counts=(oracle:counts=h2o)"),
-            "oracle:counts: counts of counts: expected a policy with counts of its own, found oracle:counts=h2o");
+            "oracle:counts: the policy takes its own counts from another policy: expected a policy that does not use "
+            "another policy's counts, found oracle:counts=h2o");
 }
 
 TEST(ConfiguredPolicy, OracleTakesCountsFromAPolicyThatHasSome) {
   EXPECT_EQ(refusal_of_policy("oracle:counts=(full)"),
-            "oracle:counts: counts of a policy that keeps everything: expected a policy that evicts, found full");
-  EXPECT_EQ(
-      refusal_of_policy("oracle:scope=global,counts=(h2o)"),
-      "oracle: heads and scope come from the counted policy: expected counts without heads and scope, found heads "
-      "or scope beside counts=(h2o)");
+            "oracle:counts: the policy keeps every token: expected a policy that evicts, found full");
+  EXPECT_EQ(refusal_of_policy("oracle:scope=global,counts=(h2o)"),
+            "oracle: heads and scope are those of the policy in counts: expected counts without heads and scope, found "
+            "heads or scope beside counts=(h2o)");
 }
 
 TEST(ConfiguredPolicy, ValueOfTheUserMustFitTheTraceAndADefaultIsClamped) {

@@ -99,17 +99,16 @@ std::string refusal_of(const std::string& text, int layers = 4) {
 TEST(RandomTwin, NamesWhatItsPolicyLacks) {
   EXPECT_EQ(refusal_of("random-twin"), "random-twin:of: no policy: expected (POLICY), as in of=(snapkv), found none");
   EXPECT_EQ(refusal_of("random-twin:of=(h2o-online)"),
-            "random-twin:of: its kept set is dynamic: expected a policy with a static set, decided once, found "
-            "h2o-online");
+            "random-twin:of: its kept set is dynamic: expected a one-shot policy (a static set), found h2o-online");
   EXPECT_EQ(refusal_of("random-twin:of=(h2o),select=chunks"),
             "random-twin: its plan is that of the policy whose twin it is: expected the part in of=(POLICY), found "
             "chunks beside of=(h2o)");
   EXPECT_EQ(refusal_of("layers:0-1=(random-twin:of=(h2o)),2-3=h2o"),
             "layers:0-1: counts or sets of another policy: expected a policy with counts and sets of its own, found "
             "random-twin:of=h2o,seed=0");
-  EXPECT_EQ(
-      refusal_of("oracle:counts=(random-twin:of=(h2o))"),
-      "oracle:counts: counts of counts: expected a policy with counts of its own, found random-twin:of=h2o,seed=0");
+  EXPECT_EQ(refusal_of("oracle:counts=(random-twin:of=(h2o))"),
+            "oracle:counts: the policy takes its own counts from another policy: expected a policy that does not use "
+            "another policy's counts, found random-twin:of=h2o,seed=0");
 }
 
 TEST(RandomTwin, HasTheSeedsOfItsPolicyInItsLabel) {

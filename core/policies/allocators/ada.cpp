@@ -18,15 +18,16 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 struct AdaPart : AdaptiveHeads {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "ada";
-  static constexpr const char* summary = "by how many of a layer's best entries a head has, and a floor for every head";
+  static constexpr const char* summary =
+      "per-head budgets by the number of the layer's highest scores in each head, with a minimum for every head";
 
   void fill(Plan& plan) const { plan.allocate = within_layer(allocator()); }
 };
 
 const RegisteredPart<AdaPart> registered;
 
-/// Each head's scores times the share that its best candidates have of all its candidates. Infinite scores stay what
-/// they are: in the limit positive ones have the whole sum, and negative ones nothing of it.
+/// Multiplies the scores of each head by the share of its highest candidates in the sum of its candidates. Infinite
+/// scores are unchanged: in the limit, positive ones make up the whole sum, and negative ones nothing of it.
 Matrix normalised(const Division& division, Matrix scores) {
   for (int head = 0; head < scores.rows(); ++head) {
     const std::span<const double> candidates = scores.row(head).subspan(
@@ -47,8 +48,9 @@ Matrix normalised(const Division& division, Matrix scores) {
 
 void AdaptiveHeads::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
-  p.add("alpha", alpha, RealRange{0.0, 1.0}, "share of the slots that are divided equally, in thousandths");
-  p.add("normalise", normalise, "before heads are compared, scores are weighted by how much the best have of all");
+  p.add("alpha", alpha, RealRange{0.0, 1.0}, "share of the slots allocated equally to all heads (resolution: 0.001)");
+  p.add("normalise", normalise,
+        "weights the scores of a head by the share of its highest scores in its total before heads are compared");
 }
 
 WithinLayer AdaptiveHeads::allocator() const {

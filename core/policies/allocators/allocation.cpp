@@ -8,8 +8,7 @@
 namespace kvreplay {
 namespace {
 
-/// How many of the best `slots` entries of the columns [first, first + columns) lie in each row, for matrices one after
-/// another.
+/// Number of the `slots` highest entries of the columns [first, first + columns) in each row, over a list of matrices.
 std::vector<std::vector<int>> counts_in(std::int64_t slots, std::span<const Matrix* const> scores, int first,
                                         int columns) {
   std::vector<std::span<const double>> rows;
@@ -44,13 +43,13 @@ std::vector<std::vector<int>> counts_of_candidates(const Division& division, std
   return counts;
 }
 
-const RegisteredFixedPart registered_uniform{PartKind::allocate, "uniform", "every layer and head gets B",
+const RegisteredFixedPart registered_uniform{PartKind::allocate, "uniform", "budget B for every layer and head",
                                              [](Plan& plan) { plan.allocate = uniform(); }};
 const RegisteredFixedPart registered_layer{PartKind::allocate, "ranked-layer",
-                                           "the best entries of all heads of a layer together",
+                                           "highest scores of all heads of a layer together",
                                            [](Plan& plan) { plan.allocate = within_layer(ranked_within_layer); }};
 const RegisteredFixedPart registered_global{PartKind::allocate, "ranked-global",
-                                            "the best entries of all layers and heads together",
+                                            "highest scores of all layers and heads together",
                                             [](Plan& plan) { plan.allocate = across_layers(ranked_across_layers); }};
 
 }  // namespace

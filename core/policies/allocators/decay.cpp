@@ -19,7 +19,7 @@ constexpr int too_few = 64;  // to prune down to, in PyramidInfer's code
 struct DecayPart : Decay {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "decay";
-  static constexpr const char* summary = "each layer keeps a part of what the layer before it keeps";
+  static constexpr const char* summary = "per-layer budgets that shrink by a factor from layer to layer";
 
   void fill(Plan& plan) const { plan.allocate = by_layer(scaled()); }
 };
@@ -30,8 +30,9 @@ const RegisteredPart<DecayPart> registered;
 
 void Decay::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
-  p.add("r", r, RealRange{1e-6, 1.0}, "the part that is kept from layer to layer, or what it falls or rises from");
-  p.add<DecayCurve>("decay", curve, curve_words, "how that part changes with depth");
+  p.add("r", r, RealRange{1e-6, 1.0},
+        "parameter of that factor: the constant factor, the limit of the cosine curve, or the start of the linear one");
+  p.add<DecayCurve>("decay", curve, curve_words, "dependence of the factor on depth");
 }
 
 double Decay::factor(int layer, int layers) const {

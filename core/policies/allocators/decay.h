@@ -1,4 +1,4 @@
-// Layers that keep a part of what the layer before them keeps (Yang et al. 2024, PyramidInfer, arXiv:2405.12532).
+// Per-layer budgets that shrink by a factor from layer to layer (Yang et al. 2024, PyramidInfer, arXiv:2405.12532).
 #pragma once
 
 #include "policies/policy.h"
@@ -22,9 +22,9 @@ struct Decay {
   /// The budget, divided in proportion to u_0 = 1, u_{l+1} = u_l rho_l: sizes never grow with depth.
   ByLayer scaled() const;
 
-  /// The sizes of PyramidInfer's code, whatever the budget. What layer l prunes is gone from layer l+1 on, so the first
-  /// layer holds the whole prompt. The candidates shrink to floor(rho_l of them) after layer l, unless 64 or fewer
-  /// would remain.
+  /// The sizes of PyramidInfer's code, which ignore the budget. Tokens pruned by layer l are missing from layer l+1 on,
+  /// so the first layer holds the whole prompt. The candidates shrink to floor(rho_l of them) after layer l,
+  /// unless 64 or fewer would remain.
   ByLayer natural() const;
 };
 

@@ -19,15 +19,16 @@ constexpr Choice<CountNormalisation> norm_words[] = {{"sum", CountNormalisation:
 struct DynamicPart : DynamicAllocation {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "dynamickv";
-  static constexpr const char* summary = "by how many of the best entries a layer has, layer by layer";
+  static constexpr const char* summary =
+      "per-layer budgets by the number of highest scores in each layer, updated progressively";
 
   void fill(Plan& plan) const { plan.allocate = across_layers(allocator()); }
 };
 
 const RegisteredPart<DynamicPart> registered;
 
-/// The candidates of layers that come one after another, and how the best of them lie in the layers. Their leading bits
-/// are counted as they come, so that only the few with those of the cut are looked at again.
+/// The candidates of layers added one after another, and the distribution of the highest ones over the layers. A
+/// histogram of leading bits is updated with each layer, so that only candidates near the cut are read again.
 class BestEntries {
  public:
   explicit BestEntries(const Division& division)
@@ -41,7 +42,7 @@ class BestEntries {
       for (const double score : candidates(layer, head)) ++of_leading_[leading(score)];
   }
 
-  /// How many of the `wanted` best lie in each layer.
+  /// Number of the `wanted` highest candidates in each layer.
   std::vector<std::int64_t> counts(std::int64_t wanted) const {
     std::vector<std::int64_t> best(layers_.size());
     if (wanted == 0) return best;
@@ -86,12 +87,13 @@ class BestEntries {
 
 void DynamicAllocation::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
-  p.add("r_max", r_max, RealRange{1.0, 1e9}, "how many times the mean a layer may hold before the first update");
-  p.add("update", update, IntRange{.least = 1}, "layers between two updates");
+  p.add("r_max", r_max, RealRange{1.0, 1e9},
+        "limit of a layer's budget before the first update, as a multiple of the mean");
+  p.add("update", update, IntRange{.least = 1}, "number of layers between two updates");
   p.add<MidTotal>("mid_total", mid_total, mid_total_words,
-                  "what the layers so far share at an update: the slots of all layers, or their own");
-  p.add<CountNormalisation>("norm", norm, norm_words, "how counts become weights");
-  p.add("progressive", progressive, "update while layers are still to come, and not only after the last one");
+                  "slots that an update allocates to the layers so far: those of all layers, or of these layers alone");
+  p.add<CountNormalisation>("norm", norm, norm_words, "normalisation of counts to weights");
+  p.add("progressive", progressive, "updates while layers are processed, not only after the last one");
 }
 
 AcrossLayers DynamicAllocation::allocator() const {

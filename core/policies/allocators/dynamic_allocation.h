@@ -1,21 +1,21 @@
-// Layers that share the slots by how many of the best entries they have, while the prompt runs through them (Zhou et
-// al. 2024, DynamicKV, eqs. 1-8 and Algorithm 1).
+// Per-layer budgets by the number of highest scores in each layer, updated while layers are processed (Zhou et al.
+// 2024, DynamicKV, eqs. 1-8 and Algorithm 1).
 #pragma once
 
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// What N of L layers share at an update between the layers. The equations and the code: what all L have.
+/// Slots that N of L layers share at an update between layers. In the equations and the code: those of all L.
 enum class MidTotal { full, proportional };
-/// What becomes of the counts before they are weights: divided by their sum, or moved to [0, 1], which starves the
-/// smallest.
+/// Normalisation of counts to weights: divided by their sum, or scaled to [0, 1], which gives the smallest count the
+/// weight 0.
 enum class CountNormalisation { sum, minmax };
 
-/// Every row of a layer begins with min(b r_max, M) slots beside what stays by rule, b being their mean and M the
+/// Every row of a layer begins with min(b r_max, M) slots beside protected tokens, b their mean and M the
 /// candidates. After each `update` layers, and after the last one, the layers so far share b L slots in proportion to
-/// how many of the best b H N entries of all candidates each of N layers has (ties to the lower layer, head, position);
-/// none gets more than it had. The sum is exactly L*b a row.
+/// the number of the best b H N entries of all candidates in each of N layers (ties to the lower layer, head,
+/// position); no layer gets more than it had. The sum is exactly L*b a row.
 struct DynamicAllocation {
   double r_max = 10;
   int update = 4;

@@ -28,7 +28,7 @@ double normalised_entropy(const Division& division, const Matrix& scores) {
     }
   const double count = static_cast<double>(scores.rows()) * division.candidates();
   if (sum == 0 || count < 2) return 0;
-  // In the limit infinite scores have equal shares, and the others none.
+  // In the limit, infinite scores have equal shares, and finite ones the share 0.
   if (infinite > 0) return std::log(static_cast<double>(infinite)) / std::log(count);
   for (int row = 0; row < scores.rows(); ++row)
     for (const double score : candidates(row))
@@ -39,7 +39,8 @@ double normalised_entropy(const Division& division, const Matrix& scores) {
 struct EntropyPart : EntropyAllocation {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "entropy";
-  static constexpr const char* summary = "layers by the entropy of their scores, heads by their layer's best entries";
+  static constexpr const char* summary =
+      "per-layer budgets by the entropy of the scores, per-head budgets by the layer's highest scores";
 
   void fill(Plan& plan) const { plan.allocate = across_layers(allocator()); }
 };
@@ -50,7 +51,7 @@ const RegisteredPart<EntropyPart> registered;
 
 void EntropyAllocation::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
-  p.add("floor", floor, RealRange{0.0, 1.0}, "share of the slots divided equally among all heads (resolution: 0.001)");
+  p.add("floor", floor, RealRange{0.0, 1.0}, "share of the slots allocated equally to all heads (resolution: 0.001)");
 }
 
 AcrossLayers EntropyAllocation::allocator() const {

@@ -1,4 +1,4 @@
-// More slots for layers whose scores are spread over more tokens.
+// Per-layer budgets by the entropy of the scores: more slots for layers with spread-out scores.
 #pragma once
 
 #include "policies/policy.h"

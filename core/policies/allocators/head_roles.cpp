@@ -11,8 +11,8 @@
 namespace kvreplay {
 namespace {
 
-/// The area under the cumulated attention of a query at position 499, all queries being the mean one and all keys the
-/// mean one, each turned to its place: near 1 where attention lies on the first tokens, near 0 where on the last ones.
+/// The area under the cumulative attention of the mean query at position 499 to copies of the mean key, each rotated by
+/// RoPE to its position: near 1 for attention on the first tokens, near 0 for attention on the last ones.
 double cumulated_attention(const LayerView& view, std::span<const double> query, std::span<const double> key) {
   constexpr int positions = 500;
   const LayerTensors& tensors = view.tensors();

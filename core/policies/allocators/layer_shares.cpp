@@ -29,14 +29,14 @@ std::vector<double> numbers_of(std::string_view text) {
 struct ListPart {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "list";
-  static constexpr const char* summary = "each layer's share of the budget, by a list";
+  static constexpr const char* summary = "per-layer budgets in proportions from a list";
 
   std::string shares = "1";
 
   void parameters(Parameters& p) {
     const auto read = p.of_part("allocate");
     const auto normal = [](std::string_view text) { return fmt::format("{}", fmt::join(numbers_of(text), ",")); };
-    p.add("shares", shares, "(NUMBER,...)", normal, "one for each treated layer: relative sizes, as in (4,2,1,1)");
+    p.add("shares", shares, "(NUMBER,...)", normal, "relative budgets, one per treated layer, as in (4,2,1,1)");
   }
   void fill(Plan& plan) const { plan.allocate = by_layer(by_shares(numbers_of(shares))); }
 };

@@ -11,7 +11,7 @@ namespace {
 struct PyramidPart : Pyramid {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "pyramid";
-  static constexpr const char* summary = "an arithmetic sequence, from much in the first layer to little in the last";
+  static constexpr const char* summary = "per-layer budgets in arithmetic progression, decreasing with depth";
 
   void fill(Plan& plan) const { plan.allocate = by_layer(allocator()); }
 };
@@ -37,8 +37,9 @@ std::vector<std::int64_t> weights(const Pyramid& pyramid, const Division& divisi
 void Pyramid::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
   p.add("beta", beta, IntRange{.least = 1},
-        "the last layer gets 1/beta of the mean, the first one the rest of twice it");
-  p.add("short_uniform", short_uniform, "every layer gets the same where P is less than two means (PyramidKV's code)");
+        "the last layer gets 1/beta of the mean budget, the first layer 2 - 1/beta times the mean");
+  p.add("short_uniform", short_uniform,
+        "uses equal budgets if P is less than twice the mean budget, as PyramidKV's code does");
 }
 
 ByLayer Pyramid::allocator() const {

@@ -39,14 +39,14 @@ std::vector<int> counts(const std::vector<int>& skipped, const Division& divisio
     throw Error{Refusal::usage, where, "no room for layers that keep everything beside the others",
                 fmt::format("a budget of at least {} tokens a layer", (needed + division.layers - 1) / division.layers),
                 std::to_string(division.budget)};
-  // Those at their bound take no part: what is left is divided evenly.
+  // Layers at their bound are excluded; the remaining slots are divided equally.
   return apportion(slots, std::vector<std::int64_t>(layers, 1), least, division.prompt);
 }
 
 struct SkipPart : SkippedLayers {
   static constexpr PartKind kind = PartKind::allocate;
   static constexpr const char* name = "skip";
-  static constexpr const char* summary = "some layers keep everything, the others share what is left evenly";
+  static constexpr const char* summary = "some layers keep every token, the others share the remaining budget equally";
 
   void fill(Plan& plan) const { plan.allocate = allocator(); }
 };
@@ -60,7 +60,7 @@ void SkippedLayers::parameters(Parameters& p) {
   const auto normal = [](std::string_view text) {
     return text == "none" ? std::string(text) : fmt::format("{}", fmt::join(numbers_of(text), ","));
   };
-  p.add(where, layers, "none, or (LAYER,...)", normal, "treated layers, from 0, that keep all of the prompt");
+  p.add(where, layers, "none, or (LAYER,...)", normal, "treated layers, numbered from 0, that keep the whole prompt");
 }
 
 AllocatorPtr SkippedLayers::allocator() const {

@@ -1,4 +1,4 @@
-// How the budget is divided where some layers keep all of the prompt.
+// Budget allocation with layers that keep the whole prompt.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace kvreplay {
 
-/// Treated layers that keep every token (KVCache-Factory's L2Norm); what they leave of L * B is divided evenly, between
-/// what stays by rule (one token at least) and P. The counts throw Error{usage} for a layer that does not exist, and
-/// where L * B has no room for that.
+/// Treated layers that keep every token (KVCache-Factory's L2Norm); the rest of L * B is divided equally among the
+/// others, with at least the protected tokens (or one token) and at most P each. The counts throw Error{usage} for a
+/// layer that does not exist, and for an L * B that is too small.
 struct SkippedLayers {
   std::string layers = "none";  // "none", or numbers with commas between them
 
   void parameters(Parameters& p);
-  /// Uniform where none is skipped.
+  /// Uniform if no layer is skipped.
   AllocatorPtr allocator() const;
 };
 

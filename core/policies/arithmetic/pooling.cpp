@@ -69,8 +69,8 @@ Matrix pooled(Matrix scores, Pool pool, int kernel, Candidates candidates) {
 }
 
 void add_pooling(Parameters& p, Pool& pool, int& kernel) {
-  p.add("kernel", kernel, IntRange{.least = 1, .odd = true}, "tokens pooled around each one");
-  p.add<Pool>("pool", pool, words, "what pooling takes of the neighbours");
+  p.add("kernel", kernel, IntRange{.least = 1, .odd = true}, "width of the pooling window, in tokens");
+  p.add<Pool>("pool", pool, words, "pooling operation: none, maximum or average");
 }
 
 }  // namespace kvreplay

@@ -8,10 +8,11 @@ namespace {
 struct AdaKv : WindowFamily {
   static constexpr Card card{
       .name = "ada-kv",
-      .summary = "SnapKV with more slots for the heads that a layer's best entries lie in",
+      .summary = "SnapKV scores with per-head budgets by the number of the layer's highest scores in each head",
       .paper = "Feng et al. 2024, Ada-KV, arXiv:2407.11550, algorithm 1",
       .score =
-          "as snapkv; head h gets slots in proportion to (1 - alpha) c[h] + alpha b, c of a layer's best b H entries",
+          "as snapkv; slots of head h in proportion to (1 - alpha) c[h] + alpha b, c[h] the number of the layer's b H "
+          "highest scores in head h",
       .family = Family::budget,
   };
 

@@ -9,12 +9,12 @@ struct CamOneShot {
   static constexpr Card card{
       .name = "cam-one-shot",
       .summary =
-          "H2O with the values of evicted tokens merged into kept ones, once after the prompt; not the authors' CaM, "
-          "which evicts one token per step and merges by the current row's attention",
+          "H2O with the values of evicted tokens merged into kept ones, one-shot; the authors' CaM evicts one token "
+          "per step and merges by the attention of the current query",
       .paper = "after Zhang et al. 2024, CaM, ICML (PMLR 235:58840-58850)",
       .score =
-          "as h2o; v_i / m is added to the next m kept tokens with probability clamp(A_i / mean of their A), A the "
-          "attention of all prompt queries",
+          "as h2o; v_i / m is added to the values of the next m kept tokens with probability clamp(A_i / mean of their "
+          "A), A the accumulated attention of all prompt queries",
       .family = Family::store,
   };
 

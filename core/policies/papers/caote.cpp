@@ -15,8 +15,8 @@ struct Caote {
   static constexpr Card card{
       .name = "caote",
       .summary =
-          "change of the attention output without a token, one-shot: all tokens are scored once, where the paper "
-          "evicts one by one and renormalises",
+          "Change of the attention output when a token is evicted; one-shot, whereas the paper evicts one token at a "
+          "time and renormalises",
       .paper = "Goel et al. 2025, CAOTE, arXiv:2504.14051",
       .score = "s[h,j] = a_j / (1 - a_j) |sum_i a_i v_i - v_j|, a the attention of the base, normalised to sum 1",
       .family = Family::attention,
@@ -45,7 +45,7 @@ struct Caote {
         view.in_this_layer([&] { return distances_from_mean(view.stored_values(), change, view.backend().threads()); });
     for (std::size_t i = 0; i < change.values().size(); ++i) {
       const double a = change.values()[i];
-      // A token with all of the attention is all of the output.
+      // A token that receives all of the attention determines the whole output.
       change.values()[i] =
           a < 1 ? a / (1 - a) * distance.values()[i] : std::numeric_limits<double>::max() / change.rows();
     }

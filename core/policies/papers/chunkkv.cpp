@@ -10,14 +10,14 @@ struct ChunkKv {
   static constexpr Card card{
       .name = "chunkkv",
       .summary =
-          "whole chunks of tokens by the attention of the observation window, one set per layer as we read the paper; "
-          "layers may reuse a set",
+          "Chunks of consecutive tokens by the attention of the observation window; one set per layer (our reading of "
+          "the paper), which adjacent layers may reuse",
       .paper = "Liu et al. 2025, ChunkKV, arXiv:2502.00299, algorithms 1 and 2",
       .score = "s[chunk] = sum over its tokens j and the last `window` queries t of softmax_j(q_t k_j)",
       .family = Family::chunk,
   };
 
-  // Algorithm 1 is written for one head. One set per layer is a reading: kvpress sums scores over heads, ports of
+  // Algorithm 1 is written for one head. One set per layer is our reading: kvpress sums scores over heads; ports of
   // KVCache-Factory keep a set per head.
   Grouping grouping{.heads = Heads::layer};
   Chunks chunks = {};
@@ -31,7 +31,7 @@ struct ChunkKv {
     grouping.parameters(p);
     const auto read = p.of_part("share");
     p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers},
-          "adjacent layers that share the set of the first");
+          "number of adjacent layers that use the set of the first of them");
   }
 
   Plan plan() const {

@@ -10,7 +10,7 @@
 namespace kvreplay {
 namespace {
 
-/// 1 - B/P, or a number that the user gave.
+/// The value `auto` stands for 1 - B/P.
 const std::string automatic = "auto";
 
 std::string normal_mix(std::string_view text) {
@@ -28,8 +28,8 @@ struct Compactor {
       .summary = "Non-causal attention within chunks blended with approximate leverage scores of the keys",
       .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
       .score =
-          "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)), n_j = group mean of the column sums of the unscaled "
-          "softmax_j(q_t k_j) inside j's block; all of the tokens that are not protected",
+          "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)) over the unprotected tokens, n_j = group mean of the "
+          "column sums of the unscaled softmax_j(q_t k_j) within the chunk of j",
       .family = Family::geometry,
   };
 
@@ -44,7 +44,7 @@ struct Compactor {
     leverage.parameters(p);
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept and not scored");
     p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens, always kept and not scored");
-    p.add("block", block, IntRange{.least = 1}, "tokens of a chunk, which attend to each other");
+    p.add("block", block, IntRange{.least = 1}, "tokens per chunk; they attend to each other");
   }
 
   Matrix scores(const LayerView& view, const Scoring& how) const {
@@ -64,7 +64,7 @@ struct Compactor {
     for (int row = 0; row < blended.rows(); ++row)
       for (int j = 0; j < blended.columns(); ++j) blended(row, j) += weight * of_keys(row, j);
 
-    // Tokens that are not scored have the largest score of the layer, as in kvpress.
+    // Protected tokens get the largest score of the layer, as in kvpress.
     std::ranges::fill(scores.values(), std::ranges::max(blended.values()));
     for (int row = 0; row < blended.rows(); ++row) std::ranges::copy(blended.row(row), scores.row(row).begin() + first);
     return scores;

@@ -22,7 +22,7 @@ enum class Projection { trace, none };
 
 constexpr Choice<Projection> projection_words[] = {{"trace", Projection::trace}, {"none", Projection::none}};
 
-/// [Hq, P]: of W_o v, or of v.
+/// [Hq, P]: L1 norms of W_o v, or of v.
 Matrix value_norms(const LayerView& view, Projection projection) {
   if (projection == Projection::trace)
     return view.remember("projected_value_norms", {}, [&] {
@@ -40,11 +40,12 @@ struct CriticalKv {
   static constexpr Card card{
       .name = "critical-kv",
       .summary =
-          "half of the budget by a base policy's scores, the rest by these times the L1 norm of the projected values",
+          "Two stages: half of the budget by the scores of a base policy, the rest by these scores times the L1 norm "
+          "of the projected values",
       .paper = "Feng et al. 2025, CriticalKV, arXiv:2502.03805",
       .score =
-          "the best floor(first B) by s of the base, its protected tokens among them; then the best by "
-          "(s + 1e-4) |W_o v_j|_1, group mean, s a mean over queries where the base has their sum",
+          "first the floor(first B) highest s of the base, protected tokens included; then the highest (s + 1e-4) |W_o "
+          "v_j|_1, group mean; s is a mean over queries where the base has a sum",
       .family = Family::attention,
   };
 
@@ -55,20 +56,21 @@ struct CriticalKv {
 
   void parameters(Parameters& p) {
     const auto set = [this](std::string_view text) {
-      // Without its own factor |v|, which would count twice.
+      // Without its own factor |v|: the value norm would count twice.
       if (text == "expected-attention") text = "expected-attention:vnorm=false";
       return base.set(text, seed);
     };
     p.add("base", base.text, "(POLICY)", set, "policy whose scores and protected tokens are used");
-    p.add<Projection>("wo", projection, projection_words, "values after the trace's output projection, or before it");
-    p.add("first", first, RealRange{}, "share of the budget for the best tokens by the scores of the base");
+    p.add<Projection>("wo", projection, projection_words,
+                      "value norms after the output projection W_o of the trace, or before it");
+    p.add("first", first, RealRange{}, "share of the budget for the highest-scored tokens of the base");
   }
 
   void set_seed(std::uint64_t given) { seed = given; }
 
   std::vector<Source> sources() const { return base.sources(); }
 
-  /// Tokens of the first stage have infinite scores.
+  /// Tokens selected in the first stage get infinite scores.
   Scorer two_stages(const Plan& of_base) const {
     const auto score = [projection = projection, first = first, scored = of_base.score](const LayerView& view,
                                                                                         const Scoring& how) {
@@ -110,8 +112,8 @@ struct CriticalKv {
                                plan.schedule->decided() == Decision::after_prefill && plan.allocate->is_uniform &&
                                has_budget(plan) && plans.size() == 1;
     if (!scores_tokens)
-      throw Error{Refusal::usage, "critical-kv:base", "no scores to begin with",
-                  "a policy that keeps the best tokens of every head once", base.text};
+      throw Error{Refusal::usage, "critical-kv:base", "the base policy does not rank tokens within equal budgets",
+                  "a one-shot policy that keeps the highest-scored tokens of every head", base.text};
     plan.score = two_stages(plan);
     return plan;
   }

@@ -11,7 +11,8 @@ enum class Use { product, key, value, average };
 constexpr Choice<Use> use_words[] = {
     {"product", Use::product}, {"key", Use::key}, {"value", Use::value}, {"avg", Use::average}};
 
-/// [Hkv, n]: ‖k‖₂² and ‖v‖₂², without error where the numbers have few digits: squares of norms are rounded twice.
+/// [Hkv, n]: ‖k‖₂² and ‖v‖₂². Squares of stored norms would be rounded twice; these sums are exact for numbers with
+/// few digits.
 const Matrix& squared_key_norms(const LayerView& view) {
   return view.remember("squared_key_norms", {},
                        [&] { return squared_lengths(view.stored_keys(), view.backend().threads()); });
@@ -44,9 +45,11 @@ Matrix shares_of_blocks(const Matrix& squares, int block) {
 struct Cur {
   static constexpr Card card{
       .name = "cur",
-      .summary = "tokens whose keys and values are long among their neighbours, and the first ones",
+      .summary =
+          "CUR decomposition: combined leverage scores of keys and values, approximated by squared norms relative to "
+          "neighbouring tokens",
       .paper = "Sengupta et al. 2025, CurDKV, arXiv:2509.15038",
-      .score = "s[h,j] = |k_j|^2 |v_j|^2 / (sum of |k|^2 in j's block * sum of |v|^2 in it)",
+      .score = "s[h,j] = |k_j|^2 |v_j|^2 / (sum of |k|^2 * sum of |v|^2), sums over the block of j",
       .family = Family::geometry,
   };
 
@@ -55,12 +58,12 @@ struct Cur {
   int sinks = 4;
 
   void parameters(Parameters& p) {
-    p.add<Use>("use", use, use_words, "the product of the shares of key and value, one of them, or their mean");
-    p.add("block", block, IntRange{.least = 1}, "neighbours that a token is held against");
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
+    p.add<Use>("use", use, use_words, "combination of key and value scores: their product, one of them, or their mean");
+    p.add("block", block, IntRange{.least = 1}, "tokens per block; a token is compared with its block");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
   }
 
-  /// Of what may be whole numbers one quotient, rounded once: equal scores are equal in their last bit.
+  /// A single quotient of sums, rounded once, so that mathematically equal scores have equal bits.
   Matrix scores(const LayerView& view) const {
     if (use == Use::key) return shares_of_blocks(squared_key_norms(view), block);
     if (use == Use::value) return shares_of_blocks(squared_value_norms(view), block);

@@ -15,7 +15,9 @@ double sum_of(std::span<const double> numbers) { return std::accumulate(numbers.
 struct DefensiveKv {
   static constexpr Card card{
       .name = "defensive-kv",
-      .summary = "the most that any of the last queries attends to a token, never less than the head's mean of it",
+      .summary =
+          "Defensive aggregation: maximum attention over the queries of the observation window, with the head's mean "
+          "as lower bound",
       .paper = "Feng et al. 2025, DefensiveKV, arXiv:2510.13334",
       .score = "s[h,j] = max(m[h,j], mean over j of m), m the maximum over queries and group of pooled attention",
       .family = Family::attention,
@@ -27,7 +29,8 @@ struct DefensiveKv {
   Grouping grouping = {.aggregate = Aggregate::max};
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+    p.add("window", window, IntRange{.least = 1},
+          "observation window: its queries score the prompt, its tokens are always kept");
     add_pooling(p, pool, kernel);
     grouping.parameters(p);
   }
@@ -38,7 +41,7 @@ struct DefensiveKv {
     const auto weigh = [&](const Matrix& row) {
       Matrix smooth = pooled(row, pool, kernel, candidates);
       for (int head = 0; head < row.rows(); ++head) {
-        // Pooling leaves a query's attention to the candidates what it was in all.
+        // Pooling does not change the sum of a query's attention over the candidates.
         const std::span<const double> smooth_row = candidates.of(smooth.row(head));
         const double before = sum_of(candidates.of(row.row(head))), after = sum_of(smooth_row);
         const std::span<double> worst = candidates.of(most.row(head));
@@ -46,7 +49,7 @@ struct DefensiveKv {
           worst[j] = std::max(worst[j], smooth_row[j] / after * before);
       }
     };
-    // One query at a time: of all together there would be `window` times as much as of scores.
+    // One query at a time: all queries at once would take `window` times the memory of the scores.
     for (const std::int32_t query : view.last_queries(window, how.window_end)) weigh(view.attention({&query, 1}));
     Matrix risk = how.grouping(most, view.group());
     for (int head = 0; head < risk.rows() && candidates.count > 0; ++head) {

@@ -16,11 +16,11 @@ namespace {
 struct DuoAttention {
   static constexpr Card card{
       .name = "duo-attention",
-      .summary = "retrieval heads keep every token, the others the first and the last ones; no budget binds it",
+      .summary = "Retrieval heads keep the full cache, streaming heads keep sinks and a recent window",
       .paper = "Xiao et al. 2024, DuoAttention, arXiv:2410.10819; kvpress for scores without a table",
       .score =
-          "of a KV head: from a table, or the area under the cumulated attention of its mean query over 500 copies "
-          "of its mean key",
+          "of a KV head: from a table, or the area under the cumulative attention of its mean query to 500 copies of "
+          "its mean key",
       .family = Family::budget,
   };
 
@@ -30,15 +30,16 @@ struct DuoAttention {
   int recent = 256;
 
   void parameters(Parameters& p) {
-    table.parameter(p, "table", "scores [L, Hkv] of the treated layers' KV heads, or kvpress' from this prompt");
-    p.add("full_heads", full_heads, RealRange{}, "share of the KV heads of all layers that keep every token");
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that the other heads keep");
-    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "last tokens that the other heads keep");
+    table.parameter(p, "table",
+                    "head scores [L, Hkv] of the treated layers, or the scores of kvpress computed from this prompt");
+    p.add("full_heads", full_heads, RealRange{}, "share of the KV heads of all layers that are retrieval heads");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens that streaming heads keep");
+    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens that streaming heads keep");
   }
 
   std::vector<Source> sources() const { return table.sources(); }
 
-  /// Of heads with these scores, layer by layer.
+  /// Token counts of the heads, layer by layer, from their scores.
   std::vector<std::vector<int>> counts(const Division& division, std::span<const double> scores) const {
     const auto full = static_cast<std::int64_t>(std::floor(full_heads * static_cast<double>(scores.size()) + 0.5));
     std::vector<std::vector<int>> all(static_cast<std::size_t>(division.layers),

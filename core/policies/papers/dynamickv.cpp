@@ -10,9 +10,12 @@ namespace {
 struct DynamicKv : WindowFamily {
   static constexpr Card card{
       .name = "dynamickv",
-      .summary = "SnapKV's scores; each layer's budget by how many of the best entries it has",
+      .summary =
+          "SnapKV scores with per-layer budgets by the number of highest scores in each layer, updated progressively",
       .paper = "Zhou et al. 2024, DynamicKV, arXiv:2412.14838, eqs. 1 to 8 and algorithm 1",
-      .score = "as snapkv; layer sizes by the number c_l of the best b H N entries of the first N layers in layer l",
+      .score =
+          "as snapkv; layer sizes by c_l, the number of the b H N highest scores of the first N layers that are in "
+          "layer l",
       .family = Family::budget,
   };
 

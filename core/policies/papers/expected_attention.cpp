@@ -8,7 +8,9 @@ namespace {
 struct ExpectedAttentionPolicy {
   static constexpr Card card{
       .name = "expected-attention",
-      .summary = "what queries still to come can be expected to attend to, times the lengths of the values",
+      .summary =
+          "Expected attention of future queries (Gaussian model of the prompt's queries) times the L2 norm of the "
+          "value",
       .paper = "Devoto et al. 2025, Expected Attention, arXiv:2510.00636",
       .score =
           "s[h,j] = mean over the group of softmax_j(<m, k_j> + k_j' C k_j / 2) |v_j|_2, m and C mean and "

@@ -11,11 +11,13 @@ constexpr Choice<Heads> heads_words[] = {{"layer", Heads::layer}, {"kv", Heads::
 struct Finch {
   static constexpr Card card{
       .name = "finch",
-      .summary = "the context block by block, by the attention of the question at its end; kept keys move together",
+      .summary =
+          "Prompt-guided compression: the context is processed in blocks and scored by the attention of the question; "
+          "kept tokens move to contiguous cache positions",
       .paper = "Corallo and Papotti 2024, FINCH, arXiv:2408.00167, section 5",
       .score =
-          "s[x] = sum over heads and question rows p of nu_p softmax_x(q_p k_x) over what is held, the block, and "
-          "the question",
+          "s[x] = sum over heads and question queries p of nu_p softmax_x(q_p k_x), the softmax over resident tokens, "
+          "the block, and the question",
       .family = Family::attention,
   };
 
@@ -28,7 +30,7 @@ struct Finch {
     blocks.parameters(p);
     score.parameters(p);
     add_positions(p, positions);
-    p.add<Heads>("heads", heads, heads_words, "one set for the layer, or one per KV head");
+    p.add<Heads>("heads", heads, heads_words, "granularity: a kept set per layer, or per KV head");
   }
 
   Plan plan() const {

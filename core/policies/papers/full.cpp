@@ -6,7 +6,7 @@ namespace {
 struct Full {
   static constexpr Card card{
       .name = "full",
-      .summary = "keeps every token: the control, with all errors exactly 0",
+      .summary = "Full cache: keeps every token, so that all errors are exactly 0",
       .paper = "",
       .score = "none",
       .family = Family::control,

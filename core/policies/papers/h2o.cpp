@@ -8,7 +8,8 @@ namespace {
 struct H2o {
   static constexpr Card card{
       .name = "h2o",
-      .summary = "heavy hitters, by the attention of all prompt queries, and recent tokens; decided once",
+      .summary =
+          "Heavy hitters (accumulated attention of all prompt queries) and a recent window; one-shot, after the prompt",
       .paper = "Zhang et al. 2023, H2O, arXiv:2306.14048",
       .score = "s[h,j] = sum over prompt queries t of softmax_j(q_t k_j)",
       .family = Family::attention,
@@ -19,11 +20,11 @@ struct H2o {
   bool overlap = false;
 
   void parameters(Parameters& p) {
-    p.add("recent", recent, "last tokens that always stay");
+    p.add("recent", recent, "recent window: last tokens, always kept");
     grouping.parameters(p);
     const auto read = p.of_part("select");
     p.add("overlap", overlap,
-          "heavy hitters may lie in the recent part too, which keeps fewer than B (H2O's lm-eval mask)");
+          "heavy hitters may lie in the recent window; fewer than B tokens are kept then (as in H2O's lm-eval mask)");
     p.preset({"sca", "SCA, section 5.1", {{"recent", "0.25"}}});
     p.preset({"sca-threshold", "SCA, section 5.1, with schedule=threshold(4000,2000)", {{"recent", "128"}}});
     p.preset({"factory", "the LongBench harness of the PyramidKV code", {{"recent", "8"}}});

@@ -8,9 +8,9 @@ namespace {
 struct H2oOnline {
   static constexpr Card card{
       .name = "h2o-online",
-      .summary = "H2O's algorithm: after each token the one with the least attention so far goes",
+      .summary = "H2O's online algorithm: evicts the token with the least accumulated attention after each new token",
       .paper = "Zhang et al. 2023, H2O, arXiv:2306.14048, algorithm 1",
-      .score = "acc[h,j] = sum over queries t >= j of softmax_j(q_t k_j) over what is held at t",
+      .score = "acc[h,j] = sum over queries t >= j of softmax_j(q_t k_j) over the tokens resident at t",
       .family = Family::attention,
   };
 
@@ -19,7 +19,7 @@ struct H2oOnline {
   OnlineEvictions evictions = {};
 
   void parameters(Parameters& p) {
-    p.add("recent", recent, "last tokens that never go, the newest included");
+    p.add("recent", recent, "recent window: last tokens, never evicted, the newest included");
     add_heads(p, heads);
     evictions.parameters(p);
   }

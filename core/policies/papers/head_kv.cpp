@@ -15,11 +15,11 @@ namespace {
 struct HeadKv : WindowFamily {
   static constexpr Card card{
       .name = "head-kv",
-      .summary = "SnapKV's scores with budgets by the importance of each head, from a table",
+      .summary = "SnapKV scores with per-head budgets by head importances from a table",
       .paper = "Fu et al. 2024, HeadKV, arXiv:2410.19258",
       .score =
-          "as snapkv; head sizes beside the window as p b/beta L Hq + (b - b/beta), p the head's share of all "
-          "importance",
+          "as snapkv; head sizes beside the window in proportion to p b/beta L Hq + (b - b/beta), p the head's share "
+          "of the total importance",
       .family = Family::budget,
   };
 
@@ -29,13 +29,13 @@ struct HeadKv : WindowFamily {
   void parameters(Parameters& p) {
     WindowFamily::parameters(p);
     const auto read = p.of_part("allocate");
-    table.parameter(p, "table", "importances [L, Hq] of the treated layers' query heads, 0 or more; needed");
-    p.add("beta", beta, RealRange{1, 1e6}, "1/beta of the budget is divided by importance, the rest equally");
+    table.parameter(p, "table", "required: importances [L, Hq] of the query heads of the treated layers, 0 or more");
+    p.add("beta", beta, RealRange{1, 1e6}, "1/beta of the budget is allocated by importance, the rest equally");
   }
 
   std::vector<Source> sources() const { return table.sources(); }
 
-  /// Importances of the rows, means over their query heads, as shares of L * Hq.
+  /// Importances of the rows (sums over their query heads), normalised so that their mean over all rows is 1.
   std::vector<double> shares(const Division& division) const {
     const Array& importance =
         table.of_shape("head-kv:table", {division.layers, division.query_heads}, "[treated layers, query heads]");
@@ -47,9 +47,9 @@ struct HeadKv : WindowFamily {
       sum += number;
     }
     if (sum == 0)
-      throw Error{Refusal::input, importance.source.path, "no head has any importance", "a number above 0", "zeros"};
+      throw Error{Refusal::input, importance.source.path, "all importances are 0", "a number above 0", "zeros"};
     std::vector<double> of_rows(static_cast<std::size_t>(division.layers) * static_cast<std::size_t>(division.rows));
-    // Rows of a layer stand side by side, and so do their query heads.
+    // Rows of a layer are adjacent, and so are the query heads of a row.
     for (std::size_t head = 0; head < importance.numbers.size(); ++head)
       of_rows[head * of_rows.size() / importance.numbers.size()] +=
           importance.numbers[head] / sum * static_cast<double>(of_rows.size());

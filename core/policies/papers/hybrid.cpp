@@ -8,7 +8,7 @@ namespace {
 struct Hybrid {
   static constexpr Card card{
       .name = "hybrid",
-      .summary = "chunkkv in the lower half of the layers, snapkv above",
+      .summary = "ChunkKV in the lower half of the layers, SnapKV in the upper half",
       .paper = "ChunkKV (NeurIPS version), section 4.6",
       .score = "chunkkv for l < floor(L/2), snapkv from there on",
       .family = Family::chunk,

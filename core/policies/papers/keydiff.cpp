@@ -6,15 +6,18 @@ namespace {
 struct KeyDiff {
   static constexpr Card card{
       .name = "keydiff",
-      .summary = "the keys least like the mean direction of all; with schedule=every(128) of those that are held",
+      .summary =
+          "Keys with the lowest cosine similarity to the mean direction of the resident keys; one-shot, or in blocks "
+          "with schedule=every(128)",
       .paper = "Park et al. 2025, KeyDiff, arXiv:2504.15364",
-      .score = "s[h,j] = -cos(k_j, mean over held i of k_i / |k_i|)",
+      .score = "s[h,j] = -cos(k_j, mean over resident i of k_i / |k_i|)",
       .family = Family::geometry,
   };
 
   void parameters(Parameters&) {}
 
-  /// [Hkv, n]: cosines of the keys, where they stand, with the mean of k / ‖k‖; 0 where either is zero.
+  /// [Hkv, n]: cosine similarity of each key, at its position in the cache, and the mean of k / ‖k‖; 0 if either is
+  /// zero.
   static const Matrix& anchor_cosines(const LayerView& view) {
     const int threads = view.backend().threads();
     const Matrix& anchor = view.remember("key_anchor", {}, [&] { return mean_direction(view.keys(), threads); });

@@ -7,9 +7,9 @@ namespace {
 struct Kivi {
   static constexpr Card card{
       .name = "kivi",
-      .summary = "every token, with keys quantised per channel and values per token",
+      .summary = "Quantised cache: keys per channel, values per token; nothing is evicted",
       .paper = "Liu et al. 2024, KIVI, arXiv:2402.02750; ChunkKV, section 4.5",
-      .score = "none; x is given back as q s + m, q of `bits` bits, s and m of each group in half precision",
+      .score = "none; x is stored as q s + m, with q of `bits` bits, and s and m in half precision for each group",
       .family = Family::store,
   };
 
@@ -17,8 +17,8 @@ struct Kivi {
 
   void parameters(Parameters& p) {
     quantised.parameters(p);
-    p.preset({"kivi", "KIVI's own settings", {{"group", "32"}, {"residual", "128"}}});
-    p.preset({"table11", "the sizes in ChunkKV's Table 11", {{"group", "64"}, {"residual", "0"}}});
+    p.preset({"kivi", "settings of KIVI", {{"group", "32"}, {"residual", "128"}}});
+    p.preset({"table11", "sizes of ChunkKV, Table 11", {{"group", "64"}, {"residual", "0"}}});
   }
 
   Plan plan() const { return {.allocate = every_token(), .store = quantised.store()}; }

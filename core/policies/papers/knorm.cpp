@@ -7,7 +7,7 @@ namespace {
 struct Knorm {
   static constexpr Card card{
       .name = "knorm",
-      .summary = "the shortest keys, which are attended to most",
+      .summary = "Keys with the smallest L2 norm, which tend to receive the most attention",
       .paper = "Devoto et al. 2024, L2 norm-based strategy, arXiv:2406.11430",
       .score = "s[h,j] = -|k_j|_2",
       .family = Family::geometry,

@@ -22,11 +22,13 @@ std::vector<double> softmax(std::span<const double> logits) {
 struct LagKv {
   static constexpr Card card{
       .name = "lagkv",
-      .summary = "in each partition the tokens whose keys and values vary most on the scale of the partition after it",
+      .summary =
+          "Standard deviation of keys and values over the channels, each partition normalised by the minima and maxima "
+          "of the next one",
       .paper = "Liang et al. 2025, LagKV, arXiv:2504.04704",
       .score =
           "s[h,j] = rank in its partition of the mean over K and V of softmax_j(std_c((x_jc - min_c) / (max_c - "
-          "min_c))), over `lag`; extremes of the next partition",
+          "min_c))), divided by `lag`; min and max over the next partition",
       .family = Family::geometry,
   };
 
@@ -34,11 +36,13 @@ struct LagKv {
   int lag = 128;
 
   void parameters(Parameters& p) {
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay, before all partitions");
-    p.add("lag", lag, IntRange{.least = 1}, "tokens of a partition");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt},
+          "attention sinks: first tokens, always kept, outside all partitions");
+    p.add("lag", lag, IntRange{.least = 1}, "tokens per partition");
   }
 
-  /// 1 for what no whole partition follows. Of tokens too few to compare partitions the most recent stay.
+  /// Tokens that no whole partition follows get the score 1. With fewer than two partitions, scores grow with the
+  /// position, so that the most recent tokens are kept.
   Matrix scores(const LayerView& view, int before) const {
     const int partitions = (view.tokens() - before) / lag;
     Matrix scores(view.kv_heads(), view.tokens(), 1.0);

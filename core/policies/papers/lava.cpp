@@ -11,11 +11,14 @@ namespace {
 struct Lava {
   static constexpr Card card{
       .name = "lava",
-      .summary = "SnapKV's attention times the head's largest value norm; layer budgets by the entropy of their scores",
+      .summary =
+          "Attention of the observation window times the head's largest value norm; per-layer budgets by the entropy "
+          "of the scores",
       .paper = "Shen et al. 2025, LAVa, arXiv:2509.09754",
       .score =
           "s[h,j] = max_k |v_k|_1 sum over the last `window` queries t of softmax_j(q_t k_j), pooled over j; head "
-          "budgets (1 - floor) c + floor b, c of its layer's best entries, b the mean",
+          "budgets in proportion to (1 - floor) c + floor b, c the head's number of the layer's highest scores, b the "
+          "mean",
       .family = Family::budget,
   };
 

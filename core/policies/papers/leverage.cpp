@@ -9,9 +9,9 @@ namespace {
 struct LeverageScores {
   static constexpr Card card{
       .name = "leverage",
-      .summary = "the keys that others say least about, before they were rotated",
-      .paper = "the leverage scores of Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
-      .score = "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the un-rotated keys less their mean",
+      .summary = "Leverage scores of the keys before RoPE",
+      .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143 (the leverage scores alone)",
+      .score = "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the keys before RoPE minus their mean",
       .family = Family::geometry,
   };
 
@@ -19,7 +19,7 @@ struct LeverageScores {
 
   void parameters(Parameters& p) {
     leverage.parameters(p);
-    p.add("ridge", leverage.ridge, RealRange{1e-6, 1e6}, "what is added to the diagonal of X'X");
+    p.add("ridge", leverage.ridge, RealRange{1e-6, 1e6}, "number added to the diagonal of X'X");
   }
 
   Plan plan() const {

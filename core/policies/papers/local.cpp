@@ -6,7 +6,7 @@ namespace {
 struct Local {
   static constexpr Card card{
       .name = "local",
-      .summary = "the most recent tokens",
+      .summary = "Sliding window: the most recent tokens",
       .paper = "SCA, Table 3",
       .score = "none: the last B tokens",
       .family = Family::rule,

@@ -7,11 +7,13 @@ namespace {
 struct MiniCache {
   static constexpr Card card{
       .name = "minicache",
-      .summary = "every token; in the upper half of the layers two neighbours share a direction for each key and value",
+      .summary =
+          "Cross-layer merging: pairs of adjacent layers in the upper half share interpolated directions of keys and "
+          "values; nothing is evicted",
       .paper = "Liu et al. 2024, MiniCache, arXiv:2405.14366",
       .score =
-          "none; of layers l-1 and l: e = (sin((1-t) w) x(l-1)/|x(l-1)| + sin(t w) x(l)/|x(l)|) / sin w, w the angle "
-          "between them, is given back as |x| e",
+          "none; for layers l-1 and l, x is stored as |x| e, e = (sin((1-t) w) x(l-1)/|x(l-1)| + sin(t w) x(l)/|x(l)|) "
+          "/ sin w, w the angle between the two",
       .family = Family::store,
   };
 

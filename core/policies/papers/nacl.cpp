@@ -9,7 +9,9 @@ namespace {
 struct Nacl {
   static constexpr Card card{
       .name = "nacl",
-      .summary = "what the question at the prompt's end attends to, the question itself, and other tokens by chance",
+      .summary =
+          "Proxy-token eviction by the attention of the question that ends the prompt, combined with random eviction; "
+          "the question is protected",
       .paper = "Chen et al. 2024, NACL, arXiv:2408.03675",
       .score = "s[h,j] = sum over the question's queries t of softmax_j(q_t k_j)",
       .family = Family::attention,

@@ -8,7 +8,8 @@ struct ObservedAttention {
   static constexpr Card card{
       .name = "observed-attention",
       .summary =
-          "the mean attention of the queries that could see a token: H2O's scores without its favour for early ones",
+          "Mean attention over the queries that see a token: H2O's accumulated attention without its bias towards "
+          "early tokens",
       .paper = "kvpress, ObservedAttentionPress; after Zhang et al. 2023, H2O, arXiv:2306.14048",
       .score = "s[h,j] = 1/(P-j) sum over prompt queries t of softmax_j(q_t k_j)",
       .family = Family::attention,

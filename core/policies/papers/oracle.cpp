@@ -17,8 +17,9 @@ enum class Scope { head, layer, global };
 
 constexpr Choice<Scope> scope_words[] = {{"head", Scope::head}, {"layer", Scope::layer}, {"global", Scope::global}};
 
-/// What an oracle with another policy's counts may choose, each more than the one before: whole chunks where that
-/// policy keeps such, with what it keeps by rule; any tokens; also the counts of a layer's heads; also those of layers.
+/// The free choices of an oracle with another policy's counts, each including the ones before: whole chunks (if that
+/// policy keeps chunks) beside its protected tokens; any tokens; also the counts of a layer's heads; also the counts of
+/// the layers.
 enum class Free { chunks, tokens, heads, layers };
 
 constexpr Choice<Free> free_words[] = {
@@ -27,7 +28,9 @@ constexpr Choice<Free> free_words[] = {
 struct Oracle {
   static constexpr Card card{
       .name = "oracle",
-      .summary = "what the eval queries will attend to: the most recall that any fixed set with its counts can have",
+      .summary =
+          "Oracle bound: attention of the eval queries themselves; no static set with the same token counts has a "
+          "higher attention recall",
       .paper = "",
       .score = "s[h,j] = sum over eval queries t != j of softmax_j(q_t k_j)",
       .family = Family::control,
@@ -42,14 +45,14 @@ struct Oracle {
   void parameters(Parameters& p) {
     grouping.parameters(p);
     const auto read = p.of_part("allocate");
-    p.add<Scope>("scope", scope, scope_words, "whether heads, or layers and heads, compete for the slots");
+    p.add<Scope>("scope", scope, scope_words,
+                 "competition for slots: within each head, among the heads of a layer, or among all layers and heads");
     const auto set = [this](std::string_view text) { return counts.set(text, seed); };
     p.add("counts", counts.text, "none | (POLICY)", set,
-          "take granularity and counts, layer by layer and head by head, from this policy's selection");
-    p.add<Free>(
-        "free", free, free_words,
-        "with counts: which whole chunks stay, if the policy keeps such; or any tokens; also how many of each head "
-        "of a layer; also of each layer");
+          "policy whose granularity and token counts per layer and head are used");
+    p.add<Free>("free", free, free_words,
+                "with counts, free choice of: chunks (if the policy keeps chunks), tokens, tokens and counts of the "
+                "heads of a layer, or these and counts of layers");
   }
 
   void set_seed(std::uint64_t given) { seed = given; }
@@ -58,10 +61,10 @@ struct Oracle {
 
   void check() const {
     if (counts && (grouping.heads != Heads::kv || scope != Scope::head))
-      throw Error{Refusal::usage, "oracle", "heads and scope come from the counted policy",
+      throw Error{Refusal::usage, "oracle", "heads and scope are those of the policy in counts",
                   "counts without heads and scope", "heads or scope beside counts=(" + counts.text + ")"};
     if (!counts && free != Free::tokens)
-      throw Error{Refusal::usage, "oracle:free", "no counts to be free of", "counts=(POLICY)", "counts=none"};
+      throw Error{Refusal::usage, "oracle:free", "free requires counts", "counts=(POLICY)", "counts=none"};
   }
 
   std::vector<LayerPlan> plans(int layers) const {
@@ -77,7 +80,7 @@ struct Oracle {
       check_counted(counted.plan);
       plan.grouping.heads = counted.plan.grouping.heads;
       plan.score.needs = counted.plan.score.needs;
-      // Its own queries were asked for with the counted policy; what an oracle reads is the future.
+      // The needs of the counted policy already include its own queries; the oracle reads future queries besides.
       plan.score.needs.question = plan.score.needs.recent_queries = false;
       plan.score.needs.future_queries = true;
       plan.allocate =
@@ -100,23 +103,24 @@ struct Oracle {
     const auto refuse_if = [this](bool unfit, const char* where, const char* what, const char* expected) {
       if (unfit) throw Error{Refusal::usage, where, what, expected, counts.text};
     };
-    refuse_if(counted.allocate->keeps_everything, "oracle:counts", "counts of a policy that keeps everything",
+    refuse_if(counted.allocate->keeps_everything, "oracle:counts", "the policy keeps every token",
               "a policy that evicts");
-    refuse_if(counted.allocate->other != nullptr, "oracle:counts", "counts of counts",
-              "a policy with counts of its own");
+    refuse_if(counted.allocate->other != nullptr, "oracle:counts",
+              "the policy takes its own counts from another policy",
+              "a policy that does not use another policy's counts");
     if (free == Free::tokens) return;
     refuse_if(counted.schedule->decided() != Decision::after_prefill, "oracle:free",
-              "its sets change with time, and no fixed set bounds them", "a policy that decides once");
-    refuse_if(!has_budget(counted), "oracle:free", "no budget binds it", "a policy that one binds");
+              "the policy's sets are dynamic; a static set is no bound for them", "a one-shot policy");
+    refuse_if(!has_budget(counted), "oracle:free", "the policy ignores the budget", "a policy with a budget");
   }
 
-  /// One plan for all layers: their rows are ranked as one.
+  /// One plan for all layers, so that the rows of all layers are ranked together.
   std::vector<LayerPlan> together(std::vector<LayerPlan> all, int layers) const {
     LayerPlan whole{0, layers, std::move(all.front().plan)};
     for (const LayerPlan& one : std::span(all).subspan(1)) {
       if (one.plan.grouping.heads != whole.plan.grouping.heads)
-        throw Error{Refusal::usage, "oracle:free", "a token of one layer takes more slots than one of another",
-                    "a policy of one granularity in all layers", counts.text};
+        throw Error{Refusal::usage, "oracle:free", "layers differ in granularity",
+                    "a policy with one granularity in all layers", counts.text};
       Needs& needs = whole.plan.score.needs;
       needs.last_queries = std::max(needs.last_queries, one.plan.score.needs.last_queries);
       needs.all_queries = needs.all_queries || one.plan.score.needs.all_queries;

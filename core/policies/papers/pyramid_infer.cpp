@@ -15,7 +15,7 @@ constexpr Choice<Lengths> lengths_words[] = {{"scaled", Lengths::scaled}, {"natu
 struct PyramidInfer {
   static constexpr Card card{
       .name = "pyramid-infer",
-      .summary = "each layer keeps fewer of the tokens that the layer before it kept",
+      .summary = "Layer-wise pruning: each layer keeps a subset of the tokens kept by the previous layer",
       .paper = "Yang et al. 2024, PyramidInfer, arXiv:2405.12532",
       .score = "s[j] = sum over heads and recent queries i of rho_i softmax_j(q_i k_j) over the previous layer's set",
       .family = Family::budget,
@@ -28,12 +28,12 @@ struct PyramidInfer {
   Lengths lengths = Lengths::scaled;
 
   void parameters(Parameters& p) {
-    p.add("recent", recent, "last tokens, whose queries vote and which stay");
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
+    p.add("recent", recent, "recent window: its queries score the prompt, its tokens are always kept");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
     decay.parameters(p);
     score.parameters(p);
     p.add<Lengths>("lengths", lengths, lengths_words,
-                   "layer sizes scaled to the budget, or the original's own, which no budget binds");
+                   "layer sizes scaled to the budget, or those of the original, which ignore the budget");
   }
 
   Plan plan() const {

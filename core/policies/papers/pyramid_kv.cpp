@@ -8,7 +8,7 @@ namespace {
 struct PyramidKv : WindowFamily {
   static constexpr Card card{
       .name = "pyramid-kv",
-      .summary = "SnapKV's scores with budgets that shrink from layer to layer",
+      .summary = "SnapKV scores with per-layer budgets that decrease with depth",
       .paper = "Cai et al. 2024, PyramidKV, arXiv:2406.02069",
       .score = "as snapkv; layer sizes in arithmetic progression from 2b - b/beta to b/beta beside the window",
       .family = Family::budget,

@@ -11,8 +11,8 @@
 namespace kvreplay {
 namespace {
 
-/// [Hq, d]: first right singular vector of the queries that have come, as they are stored, of the sign that makes their
-/// mean project positively on it.
+/// [Hq, d]: first right singular vector of the queries so far, as they are stored; its sign is chosen so that the mean
+/// query has a positive projection.
 const Matrix& query_directions(const LayerView& view) {
   return view.remember("query_directions", {}, [&] {
     return principal_directions(view.tensors(), position_range(0, view.residents().seen), view.backend().threads());
@@ -23,8 +23,8 @@ struct QFilter {
   static constexpr Card card{
       .name = "q-filter",
       .summary =
-          "keys that point where queries do: by one direction for each KV head, from this prompt's queries or a "
-          "file",
+          "Projection of the keys on the principal query direction of each KV head, computed from the prompt or read "
+          "from a file",
       .paper = "Godey et al. 2025, Q-Filters, arXiv:2503.02812",
       .score = "s[h,j] = <k_j, u>, u the group mean of the queries' first right singular vectors, signed by their mean",
       .family = Family::geometry,
@@ -34,13 +34,13 @@ struct QFilter {
 
   void parameters(Parameters& p) {
     filters.parameter(p, "filters",
-                      "directions [L, Hkv, d] of the treated layers, keys along them stay (published filters point the "
-                      "other way), or those of this prompt's own queries");
+                      "directions [L, Hkv, d] of the treated layers, or those of this prompt's queries; keys along "
+                      "them are kept (published filters have the opposite sign)");
   }
 
   std::vector<Source> sources() const { return filters.sources(); }
 
-  /// [Hkv, d].
+  /// [Hkv, d]: one direction per KV head.
   Matrix directions(const LayerView& view) const {
     Matrix result(view.kv_heads(), view.tensors().k.dim);
     if (!filters.is_file()) return Grouping{}(query_directions(view), view.group());

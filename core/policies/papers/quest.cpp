@@ -10,9 +10,11 @@ namespace {
 struct Quest {
   static constexpr Card card{
       .name = "quest",
-      .summary = "every token is held; each query of each head reads the pages that may matter most to it",
+      .summary =
+          "Sparse reads: all tokens are kept; each query of each head reads the pages with the largest upper bounds on "
+          "its logits",
       .paper = "Tang et al. 2024, Quest, arXiv:2406.10774",
-      .score = "of a page: sum over channels c of max(q_c min_c, q_c max_c), min and max over the keys of the page",
+      .score = "of a page: sum over channels c of max(q_c min_c, q_c max_c), min_c and max_c over the keys of the page",
       .family = Family::reading,
   };
 
@@ -21,7 +23,8 @@ struct Quest {
 
   void parameters(Parameters& p) {
     pages.parameters(p);
-    p.add("dense_layers", dense_layers, IntRange{.up_to = UpTo::layers}, "first layers, in which a query reads all");
+    p.add("dense_layers", dense_layers, IntRange{.up_to = UpTo::layers},
+          "first layers, in which each query reads all tokens");
   }
 
   std::vector<LayerPlan> plans(int layers) const {

@@ -10,7 +10,8 @@
 namespace kvreplay {
 namespace {
 
-/// Minus the rank of chain(seed, stored layer, head, position): exact where a double could not tell two numbers apart.
+/// Minus the rank of chain(seed, stored layer, head, position). Ranks are exact; as doubles, two numbers of the chain
+/// could be equal.
 Matrix negated_ranks(const LayerView& view, Heads heads, std::uint64_t seed) {
   Matrix scores(view.rows(heads), view.tokens());
   std::vector<std::uint64_t> drawn(static_cast<std::size_t>(view.tokens()));
@@ -35,9 +36,9 @@ constexpr Choice<Heads> heads_words[] = {{"kv", Heads::kv}, {"layer", Heads::lay
 struct Random {
   static constexpr Card card{
       .name = "random",
-      .summary = "tokens drawn by a counter-based generator: what chance alone keeps",
+      .summary = "Uniformly random tokens, drawn by a counter-based generator",
       .paper = "",
-      .score = "the smallest chain(seed, layer, head, position) stay",
+      .score = "keeps the tokens with the smallest chain(seed, layer, head, position)",
       .family = Family::control,
   };
 
@@ -47,10 +48,10 @@ struct Random {
   Heads heads = Heads::kv;
 
   void parameters(Parameters& p) {
-    p.add_seed("seed", seed, "first number of the chain");
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
-    p.add("window", window, IntRange{.up_to = UpTo::prompt}, "last tokens that always stay");
-    p.add<Heads>("heads", heads, heads_words, "one set per KV head, or one for the layer");
+    p.add_seed("seed", seed, "random seed");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
+    p.add("window", window, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens, always kept");
+    p.add<Heads>("heads", heads, heads_words, "granularity: a kept set per KV head, or per layer");
   }
 
   Plan plan() const {
@@ -65,11 +66,11 @@ struct Random {
 struct RandomPart {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "random";
-  static constexpr const char* summary = "a random order of the tokens";
+  static constexpr const char* summary = "random order of the tokens";
 
   std::uint64_t seed = 0;
 
-  void parameters(Parameters& p) { p.add_seed("seed", seed, "first number of the chain"); }
+  void parameters(Parameters& p) { p.add_seed("seed", seed, "random seed"); }
   void fill(Plan& plan) const { plan.score = random_score(seed); }
 };
 

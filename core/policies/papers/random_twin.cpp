@@ -15,7 +15,8 @@ struct RandomTwin {
   static constexpr Card card{
       .name = random_twin_name,
       .summary =
-          "another policy's kept set with its unprotected runs and gaps permuted: the same counts by chance alone",
+          "Another policy's kept set with its unprotected runs and gaps permuted: the same token counts at random "
+          "positions",
       .paper = "",
       .score = "runs in the order of chain(seed, layer, head, i), gaps in that of chain(seed, layer, head, i, 1)",
       .family = Family::control,
@@ -27,21 +28,22 @@ struct RandomTwin {
 
   void parameters(Parameters& p) {
     const auto set = [this](std::string_view text) { return of.set(text, seed_of_policy); };
-    p.add("of", of.text, "(POLICY)", set, "the policy whose kept set is permuted: a static set, decided once; needed");
-    p.add_seed("seed", seed, "first number of the chain");
+    p.add("of", of.text, "(POLICY)", set,
+          "required: the policy whose kept set is permuted; it must be one-shot (a static set)");
+    p.add_seed("seed", seed, "random seed");
   }
 
   void set_seed(std::uint64_t given) { seed_of_policy = given; }
 
   std::vector<Source> sources() const { return of.sources(); }
 
-  /// Whether the policy has a twin depends on the number of layers: its plans say so.
+  /// plans() checks whether the policy has a twin, because this depends on the number of layers.
   void check() const {}
 
   std::vector<LayerPlan> plans(int layers) const {
     if (!of) throw Error{Refusal::usage, "random-twin:of", "no policy", "(POLICY), as in of=(snapkv)", "none"};
     if (const std::string reason = of->why_no_twin(layers); !reason.empty())
-      throw Error{Refusal::usage, "random-twin:of", reason, "a policy with a static set, decided once", of.text};
+      throw Error{Refusal::usage, "random-twin:of", reason, "a one-shot policy (a static set)", of.text};
     std::vector<LayerPlan> all = of->plans(layers);
     for (LayerPlan& of_range : all) {
       Plan& plan = of_range.plan;

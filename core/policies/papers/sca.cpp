@@ -10,13 +10,13 @@
 namespace kvreplay {
 namespace {
 
-/// Where kept tokens stand.
+/// Positions of kept tokens.
 enum class Place { automatic, original, cache };
 
 constexpr Choice<Place> place_words[] = {
     {"auto", Place::automatic}, {"original", Place::original}, {"cache", Place::cache}};
 
-/// "auto", or a value that the user gave.
+/// The value of parameters whose default depends on other parameters.
 const std::string automatic = "auto";
 
 std::string normal_schedule(std::string_view text) {
@@ -45,9 +45,9 @@ struct Sca {
   static constexpr Card card{
       .name = "sca",
       .summary =
-          "the tokens least like those that stay: similarity of keys and values of the last layer, for all layers",
+          "Greedy redundancy elimination by cosine similarity of keys and values (last layer; one set for all layers)",
       .paper = "SCA, eq. 1, section 4 and algorithm 1",
-      .score = "none: while fewer than B stay, the token least similar to those that do joins them, eq. 1",
+      .score = "none: while fewer than B tokens are kept, adds the token least similar to the kept ones, eq. 1",
       .family = Family::geometry,
   };
 
@@ -61,18 +61,19 @@ struct Sca {
 
   void parameters(Parameters& p) {
     p.add("schedule", schedule, "once | threshold(PEAK,KEEP)", normal_schedule,
-          "at the end of the prompt, or whenever PEAK tokens are held, down to KEEP; no budget binds that");
+          "once after the prompt, or down to KEEP tokens whenever PEAK are resident, which ignores the budget");
     p.add("recent", recent, "auto, tokens 0..P, or a fraction 0.0..1.0 of the budget", normal_recent,
-          "last tokens that always stay; auto: 0.25, at least 1, or at a threshold 128", UpTo::prompt);
-    p.add<Place>("positions", positions, place_words,
-                 "where kept tokens stand; auto: original, or at a threshold cache");
-    redundancy.parameters(p);
-    p.add("sinks", sinks, "auto, or 0..P", normal_sinks, "first tokens that always stay; auto: 0, with objective=max 4",
+          "recent window: last tokens, always kept; auto: 0.25 (at least 1 token), or 128 with schedule=threshold",
           UpTo::prompt);
+    p.add<Place>("positions", positions, place_words,
+                 "positions of kept tokens; auto: original, or cache with schedule=threshold");
+    redundancy.parameters(p);
+    p.add("sinks", sinks, "auto, or 0..P", normal_sinks,
+          "attention sinks: first tokens, always kept; auto: 0, or 4 with objective=max", UpTo::prompt);
     const auto read = p.of_part("share");
-    p.add("layer", layer, any_layer, "the layer whose set all layers use (share=all); -1 is the last one");
+    p.add("layer", layer, any_layer, "layer whose set all layers use (share=all); -1 is the last layer");
     p.add("share", share, "all, or 1..L", normal_share,
-          "of so many neighbouring layers the last one selects for all of them", UpTo::layers);
+          "number of adjacent layers that use the set of the last of them", UpTo::layers);
     p.preset({"sca", "SCA, section 5.1", {{"schedule", "threshold(4000,2000)"}}});
     p.preset({"l-eval", "SCA on L-Eval", {{"schedule", "threshold(4000,3000)"}}});
   }
@@ -93,8 +94,7 @@ struct Sca {
                                                                                                 : Positions::original),
     };
     if (plan.protect.sinks == 0 && plan.protect.recent.count == 0)
-      throw Error{Refusal::usage, "sca", "nothing stays that others could be like", "recent or sinks of 1 or more",
-                  "0"};
+      throw Error{Refusal::usage, "sca", "no protected tokens to compare with", "recent or sinks of 1 or more", "0"};
     make_part(PartKind::schedule, schedule)->fill(plan);
     return plan;
   }

@@ -7,9 +7,9 @@ namespace {
 struct Scissorhands {
   static constexpr Card card{
       .name = "scissorhands",
-      .summary = "how often a token had more than its share of a recent query's attention, and recent tokens",
+      .summary = "Number of recent queries that give a token more than the average attention, and a recent window",
       .paper = "Liu et al. 2023, Scissorhands, arXiv:2305.17118",
-      .score = "s[h,j] = how many of the last `history` queries t have softmax_j(q_t k_j) > 1/(t+1); ties by its sum",
+      .score = "s[h,j] = number of the last `history` queries t with softmax_j(q_t k_j) > 1/(t+1); ties by its sum",
       .family = Family::attention,
   };
 
@@ -19,7 +19,7 @@ struct Scissorhands {
 
   void parameters(Parameters& p) {
     counts.parameters(p);
-    p.add("recent", recent, "last tokens that always stay");
+    p.add("recent", recent, "recent window: last tokens, always kept");
     grouping.parameters(p);
   }
 

@@ -6,7 +6,7 @@
 namespace kvreplay {
 namespace {
 
-/// [1, n]: the mean attention of the last queries, over them and all query heads.
+/// [1, n]: mean attention over the last queries and all query heads.
 Scorer mean_of_last_rows(int rows) {
   const auto score = [rows](const LayerView& view, const Scoring& how) {
     Matrix scores = how.grouping(view.window_attention(rows, how.window_end), view.group());
@@ -20,7 +20,7 @@ Scorer mean_of_last_rows(int rows) {
           .name = "mean-of-last-rows(" + std::to_string(rows) + ")"};
 }
 
-/// What stays by rule, where that has more than `threshold` of the attention; else everything.
+/// Protected tokens in layers where they receive more than `threshold` of the attention; all tokens in other layers.
 WithinLayer by_rule_where_lazy(double threshold) {
   return [threshold](const Division& division, const Matrix& scores) {
     const std::span<const double> row = scores.row(0);
@@ -34,11 +34,13 @@ WithinLayer by_rule_where_lazy(double threshold) {
 struct SimLayerKv {
   static constexpr Card card{
       .name = "simlayerkv",
-      .summary = "first and recent tokens in layers that attend to little else, all tokens in the others; no budget",
+      .summary =
+          "Detects lazy layers (attention on sinks and recent tokens) and applies StreamingLLM to them; other layers "
+          "keep everything",
       .paper = "Zhang et al. 2024, SimLayerKV, arXiv:2410.13846",
       .score =
-          "s[j] = mean over query heads and the last `rows` queries t of softmax_j(q_t k_j); lazy: its sum over the "
-          "tokens that stay by rule > threshold",
+          "s[j] = mean over query heads and the last `rows` queries t of softmax_j(q_t k_j); a layer is lazy if the "
+          "sum of s over sinks and recent tokens > threshold",
       .family = Family::budget,
   };
 
@@ -48,14 +50,15 @@ struct SimLayerKv {
   double threshold = 0.9;
 
   void parameters(Parameters& p) {
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that a lazy layer keeps");
-    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "last tokens that a lazy layer keeps");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens that a lazy layer keeps");
+    p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens that a lazy layer keeps");
     {
       const auto read = p.of_part("score");
-      p.add("rows", rows, IntRange{.least = 1}, "last queries whose attention says whether a layer is lazy");
+      p.add("rows", rows, IntRange{.least = 1}, "number of last queries whose attention detects lazy layers");
     }
     const auto read = p.of_part("allocate");
-    p.add("threshold", threshold, RealRange{0.0, 1.0}, "a layer is lazy with more of its attention on these tokens");
+    p.add("threshold", threshold, RealRange{0.0, 1.0},
+          "a layer is lazy if its attention on sinks and recent tokens exceeds this share");
     p.preset({"llama-3", "SimLayerKV with Llama 3", {{"threshold", "0.9"}}});
     p.preset({"llama-2", "SimLayerKV with Llama 2", {{"threshold", "0.65"}}});
     p.preset({"mistral", "SimLayerKV with Mistral", {{"threshold", "0.8"}}});

@@ -7,7 +7,7 @@ namespace {
 struct SnapKv : WindowFamily {
   static constexpr Card card{
       .name = "snapkv",
-      .summary = "what the last prompt queries attend to, pooled over neighbours, and those queries' own tokens",
+      .summary = "Attention of the observation window, pooled over neighbouring tokens",
       .paper = "Li et al. 2024, SnapKV, arXiv:2404.14469",
       .score =
           "s[h,j] = pool over j of the group mean of the sum over the last `window` queries t of softmax_j(q_t k_j)",

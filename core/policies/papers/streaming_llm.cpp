@@ -8,7 +8,7 @@ namespace {
 struct StreamingLlm {
   static constexpr Card card{
       .name = "streaming-llm",
-      .summary = "the first tokens, which attract attention whatever they say, and the most recent ones",
+      .summary = "Attention sinks (the first tokens) and a recent window",
       .paper = "Xiao et al. 2023, StreamingLLM, arXiv:2309.17453",
       .score = "none: the first `sinks` and the last B - sinks tokens",
       .family = Family::rule,
@@ -19,9 +19,9 @@ struct StreamingLlm {
   bool rolls = false;
 
   void parameters(Parameters& p) {
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
     add_positions(p, positions);
-    p.add("rolling", rolls, "the last tokens are those before each query, which takes a slot itself");
+    p.add("rolling", rolls, "moves the recent window with each query, which occupies a slot itself");
   }
 
   Plan plan() const {

@@ -7,7 +7,7 @@ namespace {
 struct Strided {
   static constexpr Card card{
       .name = "strided",
-      .summary = "tokens at equal distances: sparse attention's stride",
+      .summary = "Tokens at equal distances, as in strided sparse attention",
       .paper = "Child et al. 2019, arXiv:1904.10509; SCA, section 5",
       .score = "none: tokens floor(i P / B), i = 0 ... B-1",
       .family = Family::rule,

@@ -7,7 +7,7 @@ namespace {
 struct Think {
   static constexpr Card card{
       .name = "think",
-      .summary = "every token, its key without the channels that matter least to the last queries",
+      .summary = "Query-driven pruning of key channels; nothing is evicted",
       .paper = "Xu et al. 2024, ThinK, arXiv:2407.21018",
       .score =
           "of channel c of a KV head: group mean of (mean over the last `window` queries of q_c^2) * mean over keys "

@@ -7,16 +7,16 @@ namespace {
 struct Tova {
   static constexpr Card card{
       .name = "tova",
-      .summary = "what the newest query attends to, all heads of a layer together",
+      .summary = "Attention weights of the last query, averaged over the heads of a layer",
       .paper = "Oren et al. 2024, Transformers are Multi-State RNNs (TOVA), arXiv:2401.06104",
-      .score = "s[j] = sum over query heads of softmax_j(q k_j), q the newest query",
+      .score = "s[j] = sum over query heads of softmax_j(q k_j), q the last query (the same order as their mean)",
       .family = Family::attention,
   };
 
   bool protect_last = false;
 
   void parameters(Parameters& p) {
-    p.add("protect_last", protect_last, "the newest token stays, as in kvpress; in the authors' code it may go");
+    p.add("protect_last", protect_last, "protects the newest token, as kvpress does; the authors' code may evict it");
   }
 
   Plan plan() const {

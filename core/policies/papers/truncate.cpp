@@ -8,9 +8,12 @@ struct Truncate {
   static constexpr Card card{
       .name = "truncate",
       .summary =
-          "the head and the tail of the prompt (their keys have seen the middle, which a cut text would not have)",
+          "Head and tail of the prompt, half of the budget each; unlike the keys of a truncated text, theirs were "
+          "computed with the middle in context",
       .paper = "FINCH, section 6",
-      .score = "none: the first ceil(B/2) and the last floor(B/2) tokens, beside a marked question",
+      .score =
+          "none: a marked question of q tokens (q = 0 without one), and of the tokens before it the first "
+          "ceil((B-q)/2) and the last floor((B-q)/2)",
       .family = Family::rule,
   };
 
@@ -18,7 +21,7 @@ struct Truncate {
 
   void parameters(Parameters& p) {
     const auto read = p.of_part("select");
-    p.add("keep_question", keep_question, "a marked question that ends the prompt stays whole, beside the two halves");
+    p.add("keep_question", keep_question, "keeps a marked question that ends the prompt whole, beside the two halves");
   }
 
   Plan plan() const { return {.select = head_and_tail(keep_question)}; }

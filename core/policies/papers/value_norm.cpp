@@ -7,8 +7,8 @@ namespace {
 struct ValueNorm {
   static constexpr Card card{
       .name = "value-norm",
-      .summary = "the longest values, beside the first and the last tokens",
-      .paper = "the value norm of Guo et al. 2024, VATP, arXiv:2406.12335, by itself",
+      .summary = "Values with the largest Lp norm, beside sinks and a recent window",
+      .paper = "Guo et al. 2024, VATP, arXiv:2406.12335 (the value norm alone)",
       .score = "s[h,j] = |v_j|_p",
       .family = Family::geometry,
   };
@@ -18,9 +18,9 @@ struct ValueNorm {
   int window = 8;
 
   void parameters(Parameters& p) {
-    p.add("p", order, RealRange{1.0, 16.0}, "order of the norm");
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
-    p.add("window", window, IntRange{.up_to = UpTo::prompt}, "last tokens that always stay");
+    p.add("p", order, RealRange{1.0, 16.0}, "order p of the norm");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
+    p.add("window", window, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens, always kept");
   }
 
   Plan plan() const {

@@ -17,7 +17,7 @@ std::string normal_recent(std::string_view text) {
   return text == automatic ? automatic : Amount::parse("vatp:recent", text).text();
 }
 
-/// Of KV heads: s[h,j] ||v_j||_1.
+/// Scores per KV head: s[h,j] ||v_j||_1.
 Scorer times_value_norm(Scorer base) {
   Scorer product = base;
   product.score = [score = base.score](const LayerView& view, const Scoring& how) {
@@ -35,7 +35,7 @@ Scorer times_value_norm(Scorer base) {
 struct Vatp {
   static constexpr Card card{
       .name = "vatp",
-      .summary = "attention times the size of the value that it would fetch; the first tokens and recent ones stay",
+      .summary = "Accumulated attention times the L1 norm of the value; sinks and recent tokens are protected",
       .paper = "Guo et al. 2024, VATP, arXiv:2406.12335",
       .score = "s[h,j] = ||v_j||_1 times the score of h2o, or the attention of the last `history` queries",
       .family = Family::attention,
@@ -47,12 +47,14 @@ struct Vatp {
   int history = 400;
 
   void parameters(Parameters& p) {
-    p.add<Base>("base", base, base_words, "whose attention it is: of all queries, or of the last `history`");
-    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens that always stay");
+    p.add<Base>(
+        "base", base, base_words,
+        "attention that is accumulated: of all prompt queries (h2o), or of the last `history` queries (scissorhands)");
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
     p.add("recent", recent, "auto, tokens 0..P, or a fraction 0.0..1.0 of the budget", normal_recent,
-          "last tokens that always stay; auto: 0.5, or with base=scissorhands 10", UpTo::prompt);
+          "recent window: last tokens, always kept; auto: 0.5, or 10 with base=scissorhands", UpTo::prompt);
     const auto read = p.of_part("score");
-    p.add("history", history, IntRange{.least = 1}, "last queries, which base=scissorhands reads");
+    p.add("history", history, IntRange{.least = 1}, "number of last queries that base=scissorhands reads");
   }
 
   Plan plan() const {

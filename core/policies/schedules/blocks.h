@@ -6,7 +6,7 @@
 
 namespace kvreplay {
 
-/// What is known at the end of a block of the context.
+/// State at the end of a block of the context.
 struct BlockEnd {
   int budget = 0;   // B less the spared tokens
   int allowed = 0;  // the same where B is a share of the tokens seen so far; else `budget`
@@ -16,8 +16,8 @@ struct BlockEnd {
   int block = 0;    // tokens of this block
 };
 
-/// A block attends to what is held and to itself, then what is held is cut. The spared tokens come after all blocks and
-/// stay, and so do tokens after the prompt.
+/// A block attends to the resident tokens and to itself; then tokens are evicted. The spared tokens follow after all
+/// blocks and are kept, like tokens after the prompt.
 class BlockSchedule : public CuttingSchedule {
  public:
   enum class Slots { by_position, by_relevance };  // the latter in the order of the scores
@@ -32,7 +32,7 @@ class BlockSchedule : public CuttingSchedule {
   int block() const { return block_; }
 
  protected:
-  /// How many tokens of the context are held from here on, and the budget that their protected tokens are a share of.
+  /// Number of context tokens that are resident from here on, and the budget of which protected tokens are a share.
   struct Cut {
     int keep = 0;
     int budget = 0;

@@ -1,4 +1,4 @@
-// After every so many tokens of the prompt, down to B.
+// Evicts down to B after every `interval` prompt tokens.
 #include "policies/plan_part.h"
 #include "policies/schedules/blocks.h"
 #include "policies/schedules/schedules.h"
@@ -19,12 +19,12 @@ class Every final : public BlockSchedule {
 struct EveryPart {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "every";
-  static constexpr const char* summary = "after every `interval` tokens of the prompt, down to B";
+  static constexpr const char* summary = "evicts down to B after every `interval` prompt tokens";
 
   int interval = 512;
 
   void parameters(Parameters& p) {
-    p.add("interval", interval, IntRange{.least = 1}, "tokens of the prompt between cuts");
+    p.add("interval", interval, IntRange{.least = 1}, "prompt tokens between evictions");
   }
   void fill(Plan& plan) const { plan.schedule = after_every(interval); }
 };

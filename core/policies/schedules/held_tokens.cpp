@@ -105,7 +105,7 @@ void HeldTokens::cut_row(const LayerView& now, const Matrix& scores, int row, Ro
   });
 }
 
-/// Scores survive compression: [Hq, held] of those that are held from here on.
+/// Scores persist across evictions: [Hq, held] of the tokens that are resident from here on.
 void HeldTokens::carry_attention(const LayerView& now) {
   const Matrix& all = now.cumulative_attention();
   attention_ = Matrix(all.rows(), held());

@@ -1,4 +1,4 @@
-// What is held of a layer while its tokens come.
+// The resident tokens of a layer while its tokens are processed.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@
 
 namespace kvreplay {
 
-/// Row by row, with the attention that the held tokens have received.
+/// Resident tokens of each row, with the attention that they have received.
 class HeldTokens {
  public:
   explicit HeldTokens(const ScheduledLayer& layer);
 
   int tokens() const { return tokens_; }
-  /// Of each row: all rows hold equally many.
+  /// Number of resident tokens of a row, the same for all rows.
   int held() const { return static_cast<int>(held_.front().size()); }
 
-  /// Tokens [seen, end) come; then the rows are cut to `keep`. Sinks and recent tokens are protected within `budget`
-  /// and `keep`: a sink that was evicted while fewer were kept is no sink any more, and recent tokens may take its
+  /// Adds the tokens [seen, end), then evicts down to `keep`. Sinks and recent tokens are protected within `budget`
+  /// and `keep`: a sink that was evicted at a smaller budget is no longer protected; recent tokens may take its
   /// slot. With `by_relevance` the kept tokens are in the order of their scores.
   void append_and_cut(int end, int keep, int budget, bool by_relevance = false);
 
-  /// The rest of the tokens comes, and nothing goes.
+  /// Adds the remaining tokens without eviction.
   LayerSelection finish();
 
   /// Tokens that the latest eviction protected at the end.
@@ -50,7 +50,7 @@ class HeldTokens {
   Matrix attention_;
 };
 
-/// A schedule that cuts what is held, in all rows at once.
+/// A schedule that evicts resident tokens, in all rows at once.
 class CuttingSchedule : public Schedule {
  public:
   bool repeats(Heads heads) const final { return heads == Heads::query; }

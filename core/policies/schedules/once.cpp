@@ -1,4 +1,4 @@
-// When the prompt has been seen, down to B.
+// One-shot: evicts down to B once, after the prompt.
 #include "policies/plan_part.h"
 #include "policies/schedules/schedules.h"
 
@@ -11,7 +11,7 @@ class Once final : public Schedule {
   Decision decided() const override { return Decision::after_prefill; }
 };
 
-const RegisteredFixedPart registered{PartKind::schedule, "once", "when the prompt has been seen",
+const RegisteredFixedPart registered{PartKind::schedule, "once", "one-shot: evicts down to B once, after the prompt",
                                      [](Plan& plan) { plan.schedule = once(); }};
 
 }  // namespace

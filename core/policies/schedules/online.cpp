@@ -1,4 +1,4 @@
-// After each token the lowest score goes while more than B are held, also after the prompt.
+// Evicts the token with the lowest score after each token while more than B are resident, also after the prompt.
 #include <algorithm>
 
 #include "attention/backend.h"
@@ -9,7 +9,7 @@
 namespace kvreplay {
 namespace {
 
-/// [H, n] scores and positions of what is kept of the prompt, for going on token by token.
+/// [H, n] scores and positions of the kept prompt tokens, with which online eviction starts.
 struct Prefilled {
   std::vector<std::int32_t> positions;
   std::vector<double> scores;
@@ -55,8 +55,8 @@ class Online final : public Schedule {
     const int tokens = view.tensors().k.tokens;
     const int prompt = view.prompt();
     const bool accumulate = plan.score.online == OnlineScore::sum;
-    // No other query has added to the newest token's sum: it is kept where the sinks leave room. Scores of one query
-    // compare all tokens.
+    // The sum of the newest token has one term, so it is protected if the sinks leave room. Scores of a single query
+    // are comparable for all tokens.
     const auto protected_within = [&](int room, int sinks) {
       Protection protect = plan.protect;
       protect.sinks = sinks;
@@ -73,7 +73,7 @@ class Online final : public Schedule {
                         .sinks = plan.protect.sinks};
     std::vector<std::int32_t> budgets, recents;
     if (budget.of_seen > 0) {
-      // A sink that was evicted while fewer tokens were kept is no sink any more.
+      // A sink that was evicted at a smaller budget is no longer protected.
       int resident = prefill_once_ ? by_rule.sinks : 0;
       for (int t = 0; t < what.tokens; ++t) {
         budgets.push_back(budget.after(t + 1));
@@ -125,7 +125,8 @@ constexpr Choice<Prefill> prefill_words[] = {{"online", Prefill::online}, {"once
 struct OnlinePart : OnlineEvictions {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "online";
-  static constexpr const char* summary = "after every token the lowest score goes, by its attention so far or now";
+  static constexpr const char* summary =
+      "evicts after every token: the least accumulated (score=cumulative) or current attention (score=newest)";
 
   void fill(Plan& plan) const { plan.schedule = schedule(); }
 };
@@ -136,8 +137,8 @@ const RegisteredPart<OnlinePart> registered;
 
 void OnlineEvictions::parameters(Parameters& p) {
   const auto read = p.of_part("schedule");
-  p.add("grow", grow, "after the prompt nothing goes: B and the continuation are held");
-  p.add<Prefill>("prefill", prefill, prefill_words, "the prompt token by token, or cut once when it has been seen");
+  p.add("grow", grow, "evicts nothing after the prompt: the cache grows by the continuation");
+  p.add<Prefill>("prefill", prefill, prefill_words, "evicts token by token in the prompt, or once after it");
 }
 
 SchedulePtr OnlineEvictions::schedule() const { return std::make_shared<Online>(grow, prefill == Prefill::once); }

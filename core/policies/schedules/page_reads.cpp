@@ -57,8 +57,9 @@ class PageReadSchedule final : public Schedule {
 }  // namespace
 
 void PageReads::parameters(Parameters& p) {
-  p.add("page", page, IntRange{.least = 1}, "tokens of a page");
-  p.add("least_pages", least_pages, IntRange{.least = 1}, "pages that a query reads at any budget");
+  p.add("page", page, IntRange{.least = 1}, "tokens per page");
+  p.add("least_pages", least_pages, IntRange{.least = 1},
+        "minimum number of pages that a query reads, whatever the budget");
 }
 
 SchedulePtr PageReads::schedule() const { return std::make_shared<PageReadSchedule>(*this); }

@@ -40,7 +40,8 @@ class QuestionBlockSchedule final : public BlockSchedule {
 struct QuestionBlocksPart {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "question-blocks";
-  static constexpr const char* summary = "the context block by block, the question at its end spared";
+  static constexpr const char* summary =
+      "evicts block by block in the context; the question that ends the prompt is protected";
 
   QuestionBlocks blocks = {};
   Question question = {};
@@ -58,9 +59,10 @@ const RegisteredPart<QuestionBlocksPart> registered;
 
 void QuestionBlocks::parameters(Parameters& p) {
   const auto read = p.of_part("schedule");
-  p.add("blocks", blocks, IntRange{.least = 1}, "tokens of the context in a block");
-  p.add<Order>("order", order, order_words, "slots in the order of positions, or of scores");
-  p.add<Rate>("rate", rate, rate_words, "held after each block: floor(k seen / n), or as the authors' code rounds");
+  p.add("blocks", blocks, IntRange{.least = 1}, "context tokens per block");
+  p.add<Order>("order", order, order_words, "order of the cache slots: by position, or by score");
+  p.add<Rate>("rate", rate, rate_words,
+              "resident tokens after each block: floor(k seen / n), or rounded as in the authors' code");
 }
 
 SchedulePtr QuestionBlocks::schedule(const Question& question) const {

@@ -1,4 +1,4 @@
-// The context in blocks, the question at its end spared (FINCH, section 5).
+// Evicts block by block in the context and protects the question at its end (FINCH, section 5).
 #pragma once
 
 #include "policies/policy.h"
@@ -7,7 +7,7 @@
 namespace kvreplay {
 
 enum class Rate {
-  exact,  // floor(k seen / n) tokens are held after each block: k in the end
+  exact,  // floor(k seen / n) resident tokens after each block: k in the end
   code    // floor(block / sigma) more, sigma = ceil(n / k), as the authors' code: below k in the end
 };
 enum class Order { position, relevance };

@@ -1,4 +1,5 @@
-// The first and the last tokens by rule: query t sees the sinks and the last B - sinks tokens, itself included.
+// Sinks and a recent window that moves with the query: query t sees the sinks and the last B - sinks tokens, itself
+// included.
 #include <fmt/format.h>
 
 #include "error.h"
@@ -40,7 +41,7 @@ class Rolling final : public Schedule {
         const int last_query = recent > 0 ? j + recent - 1 : j;
         selection.evicted_at.push_back(j < sinks || last_query >= tokens - 1 ? -1 : last_query);
       }
-      // The set that the last prompt query saw.
+      // The set that the last prompt query sees.
       for (const std::int32_t position : position_range(0, sinks)) selection.set.keep(row, position);
       for (const std::int32_t position : position_range(layer.view.prompt() - recent, layer.view.prompt()))
         selection.set.keep(row, position);

@@ -1,28 +1,28 @@
-// Schedules as policies name them in their plans.
+// Schedules for the plans of policies.
 #pragma once
 
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// When the prompt has been seen, down to B.
+/// One-shot: evicts down to B once, after the prompt.
 SchedulePtr once();
 
-/// After every `interval` tokens of the prompt, down to B.
+/// Evicts down to B after every `interval` prompt tokens.
 SchedulePtr after_every(int interval);
 
-/// Whenever `peak` tokens are held, down to `keep`; also after the prompt. Fractions are read as those of a budget are.
-/// There is no other budget.
+/// Evicts down to `keep` tokens whenever `peak` are resident, also after the prompt. Fractions are those of a budget.
+/// Ignores the budget.
 SchedulePtr threshold(Amount peak, Amount keep);
 
-/// The first and the last tokens by rule: query t sees the sinks and the last B - sinks tokens, itself included.
+/// Sinks and a moving recent window: query t sees the sinks and the last B - sinks tokens, itself included.
 SchedulePtr rolling();
 
 enum class Prefill { online, once };
 
-/// After each token the lowest score goes while more than B are held.
+/// Evicts the token with the lowest score after each token while more than B are resident.
 struct OnlineEvictions {
-  bool grow = false;  // after the prompt nothing goes
+  bool grow = false;  // evicts nothing after the prompt
   Prefill prefill = Prefill::online;
 
   void parameters(Parameters& p);

@@ -1,4 +1,4 @@
-// When `peak` tokens are held, they are cut to `keep`; also after the prompt. There is no other budget.
+// Evicts down to `keep` tokens whenever `peak` are resident, also after the prompt. Ignores the budget.
 #include <fmt/format.h>
 
 #include "error.h"
@@ -52,14 +52,15 @@ class ThresholdSchedule final : public CuttingSchedule {
 struct ThresholdPart {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "threshold";
-  static constexpr const char* summary = "whenever `peak` tokens are resident, down to `keep`; ignores the budget";
+  static constexpr const char* summary =
+      "evicts down to `keep` tokens whenever `peak` are resident; ignores the budget";
 
   Amount peak = Amount::tokens(4000);
   Amount keep = Amount::tokens(2000);
 
   void parameters(Parameters& p) {
-    p.add("peak", peak, "tokens held before a compression", UpTo::any, "P");
-    p.add("keep", keep, "tokens held after it", UpTo::any, "P");
+    p.add("peak", peak, "resident tokens that trigger an eviction", UpTo::any, "P");
+    p.add("keep", keep, "resident tokens after an eviction", UpTo::any, "P");
   }
   void fill(Plan& plan) const { plan.schedule = threshold(peak, keep); }
 };

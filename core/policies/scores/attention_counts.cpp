@@ -14,14 +14,15 @@ namespace {
 struct CountsPart : AttentionCounts {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "counts";
-  static constexpr const char* summary = "how many of the last queries give a token more than its share";
+  static constexpr const char* summary = "number of the last queries that give a token more than the average attention";
 
   void fill(Plan& plan) const { plan.score = scorer(); }
 };
 
 const RegisteredPart<CountsPart> registered;
 
-/// [Hq, n]: how many of the last `window` queries give a token more than its share. A row of equal logits gives none.
+/// [Hq, n]: number of the last `window` queries that give a token more than the average attention. A row of equal
+/// logits counts for no token.
 const Matrix& window_counts(const LayerView& view, int window, int end) {
   constexpr double above_uniform = 1.0 + 1e-6;
   const double queries = view.queries_before(window, end), last = view.queries_before(LayerView::newest, end);
@@ -41,14 +42,14 @@ void break_ties(std::span<double> counts, std::span<const double> by) {
 
 void AttentionCounts::parameters(Parameters& p) {
   const auto read = p.of_part("score");
-  p.add("history", history, IntRange{.least = 1}, "last queries, which vote");
-  p.add("binary", binary, "each votes for a token or does not; else it gives its attention");
+  p.add("history", history, IntRange{.least = 1}, "number of last queries that score the prompt");
+  p.add("binary", binary, "true: counts the queries above the average; false: sums their attention");
 }
 
 Scorer AttentionCounts::scorer() const {
   const auto score = [*this](const LayerView& view, const Scoring& how) {
     Grouping grouping = how.grouping;
-    // Votes are whole numbers: their sum orders tokens as their mean does.
+    // Counts are whole numbers: their sum orders tokens as their mean does.
     if (grouping.aggregate == Aggregate::mean) grouping.aggregate = Aggregate::sum;
     Matrix sums = grouping(view.window_attention(history, how.window_end), view.group());
     if (!binary) return sums;

@@ -7,15 +7,17 @@
 namespace kvreplay {
 namespace {
 
-const RegisteredFixedPart registered_cumulative{PartKind::score, "cumulative", "attention of all queries so far",
+const RegisteredFixedPart registered_cumulative{PartKind::score, "cumulative",
+                                                "accumulated attention of all queries so far",
                                                 [](Plan& plan) { plan.score = cumulative_score(); }};
-const RegisteredFixedPart registered_observed{PartKind::score, "observed",
-                                              "attention of all queries so far, divided by how many saw the token",
-                                              [](Plan& plan) { plan.score = observed_score(); }};
-const RegisteredFixedPart registered_newest{PartKind::score, "newest", "attention of the newest query alone",
+const RegisteredFixedPart registered_observed{
+    PartKind::score, "observed",
+    "accumulated attention of all queries so far, divided by the number of queries that see the token",
+    [](Plan& plan) { plan.score = observed_score(); }};
+const RegisteredFixedPart registered_newest{PartKind::score, "newest", "attention of the last query",
                                             [](Plan& plan) { plan.score = newest_score(); }};
 const RegisteredFixedPart registered_eval{PartKind::score, "eval",
-                                          "attention of the eval queries themselves, which no policy can know",
+                                          "attention of the eval queries (oracle: unknown to any real policy)",
                                           [](Plan& plan) { plan.score = eval_score(); }};
 
 }  // namespace

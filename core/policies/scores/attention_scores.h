@@ -1,20 +1,20 @@
-// Scores that are sums of attention as they stand.
+// Scores that are sums of attention.
 #pragma once
 
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// [H, n]: attention received from all queries that have come (H2O).
+/// [H, n]: accumulated attention of all queries so far (H2O).
 Scorer cumulative_score();
 
-/// [H, n]: the same divided by how many of those queries could see the token: a mean, which does not favour early ones.
+/// [H, n]: the same divided by the number of those queries that see the token: a mean without bias to early tokens.
 Scorer observed_score();
 
-/// [H, n]: attention of the newest query alone (TOVA).
+/// [H, n]: attention of the last query (TOVA).
 Scorer newest_score();
 
-/// [H, P]: attention that the eval queries will pay: what oracles see.
+/// [H, P]: attention of the eval queries, for oracles.
 Scorer eval_score();
 
 }  // namespace kvreplay

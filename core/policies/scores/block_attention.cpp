@@ -11,7 +11,7 @@
 namespace kvreplay {
 namespace {
 
-/// The rows that row_of(head, i) names for i < count, as a tensor of their own.
+/// Copies the rows row_of(head, i), i < count, to a new tensor.
 template <class RowOf>
 TensorView gathered(const TensorView& tensor, int count, RowOf row_of, std::vector<std::byte>& rows) {
   rows.clear();

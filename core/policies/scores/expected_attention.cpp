@@ -14,7 +14,7 @@ namespace {
 struct ExpectedPart : ExpectedAttention {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "expected";
-  static constexpr const char* summary = "attention that queries still to come can be expected to pay";
+  static constexpr const char* summary = "expected attention of future queries";
 
   void fill(Plan& plan) const { plan.score = expected_attention_score(*this); }
 };
@@ -25,7 +25,7 @@ const RegisteredPart<ExpectedPart> registered;
 QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView& view) {
   const VectorMoments& queries = view.query_moments(values.sinks);
   const LayerTensors& tensors = view.tensors();
-  // The next query stands after all that have come, or in the slot after all that are held.
+  // Position of the next query: after all tokens so far, or in the cache slot after all resident tokens.
   const int next = view.residents().place == Positions::cache ? view.tokens() : view.residents().seen;
   const MeanRotation turned(tensors.rope, next, values.future);
   const double scale = tensors.softmax_scale * tensors.rope.attention_scaling;
@@ -50,7 +50,7 @@ QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView&
   return logits;
 }
 
-/// Logits become their softmax.
+/// Replaces logits by their softmax.
 void exponentiate(std::span<double> logits) {
   if (logits.empty()) return;
   const double most = std::ranges::max(logits);
@@ -79,12 +79,14 @@ Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scor
 }  // namespace
 
 void ExpectedAttention::parameters(Parameters& p) {
-  p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "first tokens, which stay, and whose queries do not count");
+  p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt},
+        "attention sinks: first tokens, always kept; their queries are left out of the statistics");
   const auto read = p.of_part("score");
-  p.add("future", future, IntRange{.least = 1}, "next positions at which queries are expected");
-  p.add("epsilon", epsilon, RealRange{0.0, 1.0}, "added to expected attention before values count");
-  p.add("covariance", covariance, "how queries vary counts, or their mean alone");
-  p.add("vnorm", vnorm, "expected attention is multiplied by the length of the value");
+  p.add("future", future, IntRange{.least = 1}, "number of future positions to average over");
+  p.add("epsilon", epsilon, RealRange{0.0, 1.0},
+        "number added to the expected attention before it is multiplied by the value norm");
+  p.add("covariance", covariance, "uses the covariance of the queries as well as their mean");
+  p.add("vnorm", vnorm, "multiplies the expected attention by the L2 norm of the value");
 }
 
 Scorer expected_attention_score(const ExpectedAttention& values) {

@@ -1,4 +1,4 @@
-// Attention that queries still to come can be expected to pay (Devoto et al. 2025, Expected Attention,
+// Expected attention of future queries (Devoto et al. 2025, Expected Attention,
 // arXiv:2510.00636).
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace kvreplay {
 
-/// Queries are taken as Gaussian: mean mu and covariance Sigma are those of the un-rotated queries that have come, but
-/// for the first `sinks`. They are turned by R, the mean of attention_scaling rot(., p) over the next `future`
+/// Queries are taken as Gaussian: mean mu and covariance Sigma are those of the queries so far before RoPE, without
+/// the first `sinks`. They are rotated by R, the mean of attention_scaling rot(., p) over the next `future`
 /// positions p, so that a key expects the logarithm of
 ///   z_j = scale <R mu, k_j> + scale^2 / 2 k_j' R Sigma R' k_j
 /// (the mean of exp of a Gaussian; without `covariance` the first term alone).

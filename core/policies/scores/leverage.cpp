@@ -41,7 +41,7 @@ Matrix transposed(const Matrix& a) {
   return b;
 }
 
-/// (X'X + ridge I)^-1, of `products` = X'X.
+/// (X'X + ridge I)^-1 from `products` = X'X.
 Matrix inverse_of(Matrix products, double ridge, int layer) {
   for (int i = 0; i < products.rows(); ++i) products(i, i) += ridge;
   std::optional<Matrix> inverse = inverse_of_positive(products);
@@ -67,8 +67,8 @@ Matrix z_scores(Matrix scores) {
 
 void Leverage::parameters(Parameters& p) {
   p.add("sketch", sketch, IntRange{.least = 0, .most = 4096},
-        "random combinations of channels in place of the channels; 0: the channels themselves");
-  p.add_seed("seed", seed, "first number of the chain that draws them");
+        "number of random combinations of channels (sketch); 0: uses the channels themselves");
+  p.add_seed("seed", seed, "random seed of the sketch");
 }
 
 Matrix Leverage::operator()(const LayerView& view) const {

@@ -1,4 +1,4 @@
-// Which keys no others stand in for: statistical leverage (Chari and Van Durme 2025, Compactor, arXiv:2507.08143).
+// Leverage scores of the keys (Chari and Van Durme 2025, Compactor, arXiv:2507.08143).
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace kvreplay {
 
-/// In standard deviations from the mean, over all rows and columns together; 0 where all are equal.
+/// z-scores: standard deviations from the mean, over all rows and columns together; 0 if all numbers are equal.
 Matrix z_scores(Matrix scores);
 
-/// z-scores [Hkv, n] of x_j' (X'X + ridge I)^-1 x_j, X the un-rotated keys that are held less their mean: all of their
+/// z-scores [Hkv, n] of x_j' (X'X + ridge I)^-1 x_j, X the resident keys before RoPE minus their mean: all of their
 /// channels, or `sketch` random combinations, X Phi with Phi Gaussian / sqrt(sketch).
 struct Leverage {
   int sketch = 0;

@@ -30,7 +30,7 @@ void add_columns(Matrix& sums, const Matrix& more, int columns) {
 struct QuestionPart : QuestionScore {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "question";
-  static constexpr const char* summary = "attention of the question that ends the prompt, to what stands before it";
+  static constexpr const char* summary = "attention of the question that ends the prompt to the tokens before it";
 
   void fill(Plan& plan) const { plan.score = scorer(); }
 };
@@ -41,9 +41,10 @@ const RegisteredPart<QuestionPart> registered;
 
 void Question::parameters(Parameters& p) {
   p.add<QuestionFrom>("question", from, question_words,
-                      "the marked question that ends the prompt, else its last tokens; or always the last tokens");
+                      "auto: the marked question that ends the prompt, or the last tokens if none is marked; last: "
+                      "always the last tokens");
   p.add("question_tokens", last_tokens, IntRange{.least = 1, .up_to = UpTo::prompt},
-        "how many last tokens are the question where none is marked");
+        "number of last tokens that form the question if none is marked");
 }
 
 EndQuestion Question::ending() const { return {last_tokens, from == QuestionFrom::marked}; }
@@ -51,9 +52,9 @@ EndQuestion Question::ending() const { return {last_tokens, from == QuestionFrom
 void QuestionScore::parameters(Parameters& p) {
   question.parameters(p);
   const auto read = p.of_part("score");
-  p.add<RowWeight>("norm", norm, norm_words, "rows are weighted by the share of keys that they see, or are not");
+  p.add<RowWeight>("norm", norm, norm_words, "weight of a query: the share of keys that it sees, or 1");
   p.add<Condition>("condition", condition, condition_words,
-                   "whose rows vote: the question's, the new tokens', or both");
+                   "queries that score: those of the question, of the new tokens, or both");
 }
 
 Scorer QuestionScore::scorer() const {

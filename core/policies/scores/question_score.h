@@ -1,4 +1,4 @@
-// Attention that a question at the end of the prompt pays to what stands before it: prompt-guided eviction (FINCH,
+// Attention of a question at the end of the prompt to the tokens before it: prompt-guided eviction (FINCH,
 // section 5).
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace kvreplay {
 
-/// Which tokens make up the question.
+/// The tokens that form the question.
 enum class QuestionFrom {
   marked,  // the marked question that ends the prompt; without one, the last tokens
   last     // the last tokens
@@ -21,12 +21,12 @@ struct Question {
   EndQuestion ending() const;
 };
 
-/// How a row of attention is weighted by how many keys it sees.
+/// Weight of a row of attention, by the number of keys that it sees.
 enum class RowWeight {
   visible,  // visible keys / all keys
   none
 };
-/// Whose rows vote.
+/// The queries that score.
 enum class Condition { question, context, all };
 
 /// [H, n], s_j = sum over rows p of nu_p a_p(j), a over the resident tokens X and the question behind them. With rows

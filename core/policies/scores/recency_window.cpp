@@ -16,7 +16,7 @@ std::vector<double> weights(int window, double last) {
   return all;
 }
 
-/// Of each row the columns of the positions that it holds.
+/// For each row, the columns of its resident positions.
 Matrix resident_columns(const Matrix& all, const LayerView& view) {
   Matrix some(all.rows(), view.tokens());
   for (int row = 0; row < all.rows(); ++row)
@@ -36,7 +36,7 @@ Matrix attention_over_all(const LayerView& view, std::span<const double> weights
 struct RecencyPart : RecencyWindow {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "recency-window";
-  static constexpr const char* summary = "attention of the recent tokens' queries, later ones counting more";
+  static constexpr const char* summary = "attention of the recent window, with larger weights for later queries";
 
   void fill(Plan& plan) const { plan.score = scorer(); }
 };
@@ -48,8 +48,8 @@ const RegisteredPart<RecencyPart> registered;
 void RecencyWindow::parameters(Parameters& p) {
   const auto read = p.of_part("score");
   p.add("distance_weight", distance_weight, RealRange{.least = 1e-6, .most = 1e6},
-        "weight of the newest query, that of the first recent one being 1");
-  p.add<Over>("over", over, over_words, "the softmax runs over the tokens held, or over all that were visible");
+        "weight of the newest query, relative to the first query of the window");
+  p.add<Over>("over", over, over_words, "softmax over the resident tokens, or over all tokens that were visible");
 }
 
 Scorer RecencyWindow::scorer() const {

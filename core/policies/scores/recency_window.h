@@ -1,11 +1,11 @@
-// Attention of the recent tokens' queries, later ones counting more (PyramidInfer, section 3.2).
+// Attention of the recent window, with larger weights for later queries (PyramidInfer, section 3.2).
 #pragma once
 
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// Over which keys the softmax runs.
+/// The keys of the softmax.
 enum class Over { resident, all };
 
 /// [H, n]: sum over the recent queries i = 0 ... w-1 of rho_i a(i, j); rho grows linearly from 1 to `distance_weight`

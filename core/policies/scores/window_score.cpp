@@ -13,7 +13,7 @@ constexpr Choice<PoolOrder> order_words[] = {{"group-first", PoolOrder::group_fi
 struct WindowPart : WindowScore {
   static constexpr PartKind kind = PartKind::score;
   static constexpr const char* name = "window";
-  static constexpr const char* summary = "attention of the last queries, pooled over neighbours";
+  static constexpr const char* summary = "attention of the observation window, pooled over neighbouring tokens";
 
   void fill(Plan& plan) const { plan.score = scorer(); }
 };
@@ -23,18 +23,17 @@ const RegisteredPart<WindowPart> registered;
 }  // namespace
 
 void WindowScore::parameters(Parameters& p) {
-  p.add("window", window, IntRange{.least = 1}, "last queries: they vote, and they stay");
+  p.add("window", window, IntRange{.least = 1},
+        "observation window: its queries score the prompt, its tokens are always kept");
   const auto read = p.of_part("score");
   add_pooling(p, pool, kernel);
-  p.add<PoolOrder>("pool_order", order, order_words, "whether heads are reduced before pooling, or after");
-  // The window family's settings in published code and papers; factory is what the tables of ChunkKV and DynamicKV rest
-  // on in all likelihood, which do not state theirs.
+  p.add<PoolOrder>("pool_order", order, order_words, "combines the heads of a group before pooling, or after");
+  // Settings of the window family in published code and papers. The tables of ChunkKV and DynamicKV do not state
+  // theirs; factory is the likely one.
   p.preset(
       {"factory", "the LongBench harness of the PyramidKV code", {{"window", "8"}, {"kernel", "7"}, {"pool", "max"}}});
   p.preset({"snapkv-paper", "SnapKV's LongBench configurations", {{"window", "32"}, {"kernel", "7"}, {"pool", "max"}}});
-  p.preset({"snapkv-code",
-            "SnapKV's code when nothing is configured",
-            {{"window", "32"}, {"kernel", "5"}, {"pool", "avg"}}});
+  p.preset({"snapkv-code", "defaults of SnapKV's code", {{"window", "32"}, {"kernel", "5"}, {"pool", "avg"}}});
   p.preset({"kvpress", "kvpress", {{"window", "64"}, {"kernel", "5"}, {"pool", "avg"}}});
 }
 

@@ -1,4 +1,4 @@
-// Attention that the last queries pay to the tokens before them: the score of SnapKV and its relatives.
+// Attention of the observation window: the score of SnapKV and related policies.
 #pragma once
 
 #include "policies/arithmetic/pooling.h"
@@ -8,20 +8,20 @@ namespace kvreplay {
 
 enum class PoolOrder { group_first, pool_first };
 
-/// [H, n]: window attention, its query heads reduced by the plan's grouping, pooled over neighbours before the recent
-/// tokens that stay by rule.
+/// [H, n]: window attention, its query heads reduced by the plan's grouping, pooled over neighbouring tokens before
+/// the protected recent tokens.
 struct WindowScore {
   int window = 8;
   int kernel = 7;
   Pool pool = Pool::max;
   PoolOrder order = PoolOrder::group_first;
 
-  /// With the presets of published code, in which the window stays, too.
+  /// With the presets of published code, which also keeps the window's own tokens.
   void parameters(Parameters& p);
   Scorer scorer() const;
 };
 
-/// What the window family shares: SnapKV and the policies that differ from it in how they divide the budget.
+/// The common part of the window family: SnapKV, and policies that differ from it in budget allocation.
 struct WindowFamily {
   WindowScore score = {};
   Grouping grouping = {};

@@ -64,11 +64,11 @@ void fill_with_tokens(std::vector<std::int32_t>& taken, std::span<const double> 
 struct ChunksPart : Chunks {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "chunks";
-  static constexpr const char* summary = "whole chunks of neighbouring tokens, best first";
+  static constexpr const char* summary = "chunks of consecutive tokens, highest scores first";
 
   void fill(Plan& plan) const {
     plan.select = selector();
-    // All that B has beside the sinks may be recent tokens: these leave no room to make the sinks' chunk whole.
+    // Recent tokens may take the whole budget beside the sinks. Sinks are rounded up to whole chunks first.
     if (window_mode == WindowMode::whole) plan.protect.sinks = (plan.protect.sinks + chunk - 1) / chunk * chunk;
   }
 };
@@ -79,13 +79,13 @@ const RegisteredPart<ChunksPart> registered;
 
 void Chunks::parameters(Parameters& p) {
   const auto read = p.of_part("select");
-  p.add("chunk", chunk, IntRange{.least = 1}, "tokens in a chunk; the last one may be short");
+  p.add("chunk", chunk, IntRange{.least = 1}, "tokens per chunk; the last chunk may be shorter");
   p.add<Fill>("fill", fill, fill_words,
-              "what becomes of slots that no whole chunk fits into (not with window_mode=replace)");
-  p.add<ChunkScore>("chunk_score", score, score_words, "a chunk's score from its tokens' scores");
-  p.add<WindowMode>(
-      "window_mode", window_mode, window_words,
-      "the window has slots of its own, replaces the last of the chosen positions, or makes its chunk stay");
+              "slots left over by whole chunks: filled by part of the next chunk, left empty, or filled by single "
+              "tokens (not with window_mode=replace)");
+  p.add<ChunkScore>("chunk_score", score, score_words, "score of a chunk: sum or mean of its tokens' scores");
+  p.add<WindowMode>("window_mode", window_mode, window_words,
+                    "recent window: has its own slots, replaces the last selected positions, or keeps its whole chunk");
 }
 
 Selector Chunks::selector() const {
@@ -122,7 +122,7 @@ Selector Chunks::selector() const {
     std::ranges::set_union(taken, recent, std::back_inserter(kept.positions));
     return kept;
   };
-  // Chunks of all tokens, cut by the window, are those before it: the window's mode makes no other sets.
+  // Chunks of all tokens, cut by the window, are the chunks before it: the window mode does not change these sets.
   const auto best = [part = *this](const Row& row) {
     const int slots = row.budget - row.sinks - row.recent, end = row.tokens - row.recent;
     const std::span<const double> scores =

@@ -5,17 +5,17 @@
 
 namespace kvreplay {
 
-/// What becomes of slots that no whole chunk fits into, where the window has its own.
+/// Use of the slots left over by whole chunks, if the window has its own slots.
 enum class Fill {
   cut,    // the next best chunk is cut to what is left
-  none,   // they stay empty: the best floor((B - window) / chunk) chunks, literally
+  none,   // left empty: the best floor((B - window) / chunk) chunks, literally
   tokens  // the best single tokens outside the chosen chunks
 };
 enum class ChunkScore { sum, mean };
 enum class WindowMode {
   reserve,  // chunks cover the tokens before the window, which has its own slots
   replace,  // chunks cover all tokens; the chosen ones, in order, are cut to B - window positions, the window appended
-  whole     // chunks cover all tokens; those of the sinks and of the window stay, before any other
+  whole     // chunks cover all tokens; those of the sinks and of the window are kept first
 };
 
 struct Chunks {

@@ -14,7 +14,8 @@ constexpr Choice<Objective> objective_words[] = {{"min", Objective::least}, {"ma
 struct RedundancyPart : Redundancy {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "redundancy";
-  static constexpr const char* summary = "greedily the tokens least similar to the kept tokens, without scores";
+  static constexpr const char* summary =
+      "greedy selection of the tokens least similar to the kept tokens; reads no scores";
 
   void fill(Plan& plan) const { plan.select = selector(); }
 };
@@ -25,8 +26,9 @@ const RegisteredPart<RedundancyPart> registered;
 
 void Redundancy::parameters(Parameters& p) {
   const auto read = p.of_part("select");
-  p.add<Similarity>("use", use, use_words, "whose similarities count: keys and values, or one of them");
-  p.add<Objective>("objective", objective, objective_words, "the least redundant token joins, or the most redundant");
+  p.add<Similarity>("use", use, use_words, "similarity of keys and values, or of one of them");
+  p.add<Objective>("objective", objective, objective_words,
+                   "adds the least redundant token at each step, or the most redundant");
 }
 
 Selector Redundancy::selector() const {

@@ -1,4 +1,4 @@
-// Which tokens say least that others do not say: SCA's greedy elimination (SCA, eq. 1 and algorithm 1).
+// Greedy elimination of redundant tokens (SCA, eq. 1 and algorithm 1).
 #pragma once
 
 #include "policies/policy.h"

@@ -25,17 +25,17 @@ Kept first_and_last(const Row& row) {
 struct HeadAndTail {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "head-and-tail";
-  static constexpr const char* summary = "the first and the last tokens, half each, without scores";
+  static constexpr const char* summary = "first and last tokens, half of the budget each; reads no scores";
 
   bool keep_question = true;
 
   void parameters(Parameters& p) {
-    p.add("keep_question", keep_question, "a question that ends the prompt stays whole, beside the two halves");
+    p.add("keep_question", keep_question, "keeps a question that ends the prompt whole, beside the two halves");
   }
   void fill(Plan& plan) const { plan.select = head_and_tail(keep_question); }
 };
 
-const RegisteredFixedPart registered_stride{PartKind::select, "stride", "every n/B-th token, without scores",
+const RegisteredFixedPart registered_stride{PartKind::select, "stride", "every (n/B)-th token; reads no scores",
                                             [](Plan& plan) { plan.select = stride(); }};
 const RegisteredPart<HeadAndTail> registered_head_and_tail;
 
@@ -52,7 +52,7 @@ Selector head_and_tail(bool keep_question) {
     const int halves = row.budget - question;
     Kept kept{position_range(0, halves - halves / 2), halves - halves / 2, halves / 2 + question};
     std::ranges::copy(position_range(row.tokens - kept.recent, row.tokens), std::back_inserter(kept.positions));
-    // Before the question stand the last tokens of the context: both are one range, for the question ends the prompt.
+    // The question ends the prompt, so it forms one range with the last tokens of the context.
     return kept;
   };
   return {.select = select, .reads_scores = false, .reads_layer = true, .of_prompt = true};

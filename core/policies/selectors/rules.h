@@ -1,4 +1,4 @@
-// Selections by rule alone: no token is scored.
+// Selections by position alone: no token is scored.
 #pragma once
 
 #include "policies/policy.h"
@@ -8,11 +8,11 @@ namespace kvreplay {
 /// Tokens floor(i n / B), i = 0 ... B-1, of n resident ones.
 Selector stride();
 
-/// The first ceil(B/2) and the last floor(B/2) tokens; with `keep_question` and a question that ends the prompt, that
-/// rule for what stands before it, and the question whole.
+/// The first ceil(B/2) and the last floor(B/2) tokens; with `keep_question` and a question that ends the prompt, the
+/// same for the tokens before it, and the whole question.
 Selector head_and_tail(bool keep_question);
 
-/// The first and the last tokens that stay by rule, and no other: no budget is filled.
+/// The protected tokens alone; they do not fill a budget.
 Selector by_rule_alone();
 
 }  // namespace kvreplay

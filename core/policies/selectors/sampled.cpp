@@ -16,7 +16,7 @@ namespace {
 struct SampledPart : Sampled {
   static constexpr PartKind kind = PartKind::select;
   static constexpr const char* name = "sampled";
-  static constexpr const char* summary = "the best tokens, and others by chance, better ones more often";
+  static constexpr const char* summary = "highest-scored tokens, and tokens sampled by the softmax of the scores";
 
   void fill(Plan& plan) const { plan.select = selector(); }
 };
@@ -55,9 +55,9 @@ Kept sampled(const Sampled& part, const Row& row) {
 
 void Sampled::parameters(Parameters& p) {
   const auto read = p.of_part("select");
-  p.add("random", share, RealRange{0.0, 1.0}, "share of the slots that chance fills");
-  p.add("temperature", temperature, RealRange{1e-6, 1e6}, "the higher, the less the scores decide what is drawn");
-  p.add_seed("seed", seed, "first number of the chain");
+  p.add("random", share, RealRange{0.0, 1.0}, "share of the slots filled by sampling");
+  p.add("temperature", temperature, RealRange{1e-6, 1e6}, "sampling temperature: higher values are closer to uniform");
+  p.add_seed("seed", seed, "random seed");
 }
 
 Selector Sampled::selector() const {

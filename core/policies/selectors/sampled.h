@@ -1,5 +1,5 @@
-// Some slots for the best tokens, the others by chance: what every score overlooks has a chance, too (Chen et al. 2024,
-// NACL, arXiv:2408.03675).
+// The highest-scored tokens for some slots, sampled tokens for the others (Chen et al. 2024, NACL,
+// arXiv:2408.03675).
 #pragma once
 
 #include <cstdint>

@@ -28,10 +28,12 @@ Kept best_anywhere(const Row& row) {
   return kept;
 }
 
-const RegisteredFixedPart registered_top_k{PartKind::select, "top-k", "the best tokens between sinks and recent window",
+const RegisteredFixedPart registered_top_k{PartKind::select, "top-k",
+                                           "highest-scored tokens between sinks and recent window",
                                            [](Plan& plan) { plan.select = top_k(); }};
 const RegisteredFixedPart registered_anywhere{
-    PartKind::select, "top-k-anywhere", "the best tokens anywhere and the protected tokens; overlap is not refilled",
+    PartKind::select, "top-k-anywhere",
+    "highest-scored tokens anywhere, and the protected tokens; overlapping slots are not refilled",
     [](Plan& plan) { plan.select = top_k_anywhere(); }};
 
 }  // namespace

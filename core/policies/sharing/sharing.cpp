@@ -10,12 +10,12 @@ namespace {
 struct Every {
   static constexpr PartKind kind = PartKind::share;
   static constexpr const char* name = "every";
-  static constexpr const char* summary = "the first of every `reuse` layers selects for all of them";
+  static constexpr const char* summary = "groups of `reuse` adjacent layers use the set of their first layer";
 
   int reuse = 2;
 
   void parameters(Parameters& p) {
-    p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "layers that share the first one's set");
+    p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers}, "number of adjacent layers that share a set");
   }
   void fill(Plan& plan) const { plan.share = every(reuse); }
 };
@@ -23,17 +23,17 @@ struct Every {
 struct OneLayer {
   static constexpr PartKind kind = PartKind::share;
   static constexpr const char* name = "one";
-  static constexpr const char* summary = "one layer selects for all";
+  static constexpr const char* summary = "all layers use the set of one layer";
 
   int layer = -1;
 
   void parameters(Parameters& p) {
-    p.add("layer", layer, any_layer, "the layer whose set all use; -1 is the last one");
+    p.add("layer", layer, any_layer, "layer whose set all layers use; -1 is the last layer");
   }
   void fill(Plan& plan) const { plan.share = one_layer(layer); }
 };
 
-const RegisteredFixedPart registered_none{PartKind::share, "none", "every layer selects for itself",
+const RegisteredFixedPart registered_none{PartKind::share, "none", "every layer has its own set",
                                           [](Plan& plan) { plan.share = {}; }};
 const RegisteredPart<Every> registered_every;
 const RegisteredPart<OneLayer> registered_one;

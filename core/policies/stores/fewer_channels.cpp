@@ -14,15 +14,16 @@ namespace {
 struct FewerChannelsPart : FewerChannels {
   static constexpr PartKind kind = PartKind::store;
   static constexpr const char* name = "fewer-channels";
-  static constexpr const char* summary = "keys without the channels that matter least to the last queries";
+  static constexpr const char* summary =
+      "prunes the key channels that contribute least to the logits of the last queries";
 
   void fill(Plan& plan) const { plan.store = store(); }
 };
 
 const RegisteredPart<FewerChannelsPart> registered;
 
-/// [Hq, d]: sum over the last `window` queries that have come of the square of each channel; a window longer than what
-/// has come is all of it. Host code: it reads a few rows of each head.
+/// [Hq, d]: sum of the squares of each channel over the last `window` queries, or over all queries so far if there are
+/// fewer. Host code: it reads a few rows of each head.
 const Matrix& query_squares(const LayerView& view, int window) {
   const int seen = view.residents().seen, count = view.queries_before(window);
   return view.remember("query_squares", {static_cast<double>(count)}, [&] {
@@ -40,8 +41,8 @@ const Matrix& query_squares(const LayerView& view, int window) {
   });
 }
 
-/// [d]: what each channel of a KV head adds to the logits, squared and up to a factor: sums where means are meant, so
-/// that equal scores of whole numbers are equal in their last bit.
+/// [d]: squared contribution of each channel of a KV head to the logits, up to a factor: sums instead of means, so that
+/// equal scores of whole numbers have equal bits.
 std::vector<double> channel_scores(const LayerView& view, const Matrix& queries, std::vector<float>& keys, int head,
                                    std::span<const std::int32_t> held) {
   const TensorView& shape = view.tensors().k;
@@ -81,9 +82,10 @@ std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& 
 
 void FewerChannels::parameters(Parameters& p) {
   const auto read = p.of_part("store");
-  p.add("window", window, IntRange{.least = 1}, "last queries that the channels are held against");
-  p.add("ratio", ratio, RealRange{}, "share of the channels that is dropped");
-  p.add("recent", recent, IntRange{.least = 0, .up_to = UpTo::prompt}, "last tokens that keep all channels");
+  p.add("window", window, IntRange{.least = 1}, "number of last queries that score the channels");
+  p.add("ratio", ratio, RealRange{}, "share of the key channels that is pruned");
+  p.add("recent", recent, IntRange{.least = 0, .up_to = UpTo::prompt},
+        "recent window: last tokens that keep all channels");
 }
 
 StorePtr FewerChannels::store() const {

@@ -1,4 +1,4 @@
-// Keys without the channels that matter least to the last queries (Xu et al. 2024, ThinK, arXiv:2407.21018).
+// Prunes key channels with the smallest contribution to the logits (Xu et al. 2024, ThinK, arXiv:2407.21018).
 #pragma once
 
 #include "policies/policy.h"
@@ -7,9 +7,9 @@ namespace kvreplay {
 
 /// Of each KV head the floor(d * ratio) channels c of the least
 ///   mean over its query heads of (mean_{last `window` queries} q_c^2) * mean_{held keys} k_c^2
-/// are dropped from its keys, that is read as 0; of equal ones the lower channel stays. The last `recent` held tokens
-/// keep all channels, and so do tokens after the prompt. The product is the squared Frobenius norm of what the channel
-/// adds to the logits.
+/// are dropped from its keys, that is read as 0; of equal ones the lower channel is kept. The last `recent` held tokens
+/// keep all channels, and so do tokens after the prompt. The product is the squared Frobenius norm of the
+/// channel's contribution to the logits.
 struct FewerChannels {
   int window = 32;
   double ratio = 0.4;

@@ -24,9 +24,9 @@ double product(std::span<const double> x, std::span<const double> y) {
   return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
 }
 
-/// Between two vectors other than 0, of |a|^2 and <a, b>: by the part of b that stands upright on a, times |a|^2, for
-/// near 0 and pi an arc cosine has lost half its digits; and by one quotient, so that equal angles of whole numbers are
-/// equal in their last bit.
+/// Angle between two non-zero vectors, from |a|^2 and <a, b>. It uses the component of b orthogonal to a, times |a|^2,
+/// because an arc cosine loses half of its digits near 0 and pi. A single quotient makes equal angles of whole numbers
+/// have equal bits.
 double angle_between(std::span<const double> a, std::span<const double> b, double square, double along) {
   double upright = 0;
   for (std::size_t c = 0; c < a.size(); ++c) {
@@ -57,11 +57,11 @@ struct Pair {
   }
 
   bool has_directions() const { return lower_length > 0 && upper_length > 0; }
-  /// Opposite vectors have no direction between them, and a zero one has none at all.
+  /// False for opposite vectors, which have no interpolated direction, and for zero vectors.
   bool can_merge() const { return has_directions() && angle < std::numbers::pi - 1e-6; }
 };
 
-/// The layers from L/2 on two by two; one that is left over is stored alone.
+/// Pairs the layers from L/2 on; a layer without a partner is stored alone.
 int partner_of(int layer, int layers) {
   const int first = (layers + 1) / 2;
   if (layer < first) return layer;
@@ -69,8 +69,7 @@ int partner_of(int layer, int layers) {
   return other < layers ? other : layer;
 }
 
-/// Which tokens keep both vectors. `directed`: the angles of those that have directions, which alone say how far angles
-/// reach.
+/// The tokens that are not merged. `directed`: angles between non-zero vectors, which alone define the range of angles.
 std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& angles,
                         const std::vector<double>& directed) {
   std::vector<bool> result(angles.size());
@@ -85,7 +84,7 @@ std::vector<bool> apart(const MergedLayers& part, const std::vector<double>& ang
   return result;
 }
 
-/// One KV head of keys or values in one of two layers; the numbers that both take.
+/// Merges one KV head of keys or values in one of two layers. Returns the count of numbers stored for both layers.
 double merge(const MergedLayers& part, const TensorView& below, const TensorView& above, bool is_upper, int head,
              int prompt, std::vector<float>& out) {
   std::vector<double> angles, directed;
@@ -140,11 +139,12 @@ std::unique_ptr<StoredLayer> stored(const MergedLayers& part, const LayerView& v
 }  // namespace
 
 void MergedLayers::parameters(Parameters& p) {
-  p.add("t", t, RealRange{}, "where the shared direction lies: 0 the lower layer's, 1 the upper one's");
+  p.add("t", t, RealRange{},
+        "interpolation parameter of the shared direction: 0 is that of the lower layer, 1 that of the upper layer");
   p.add<Distance>("distance", distance, distance_words,
-                  "tokens stay apart by how far their angle reaches from the least to the greatest, or by their rank");
+                  "criterion for tokens that are not merged: their angle relative to the range of angles, or its rank");
   p.add("gap", gap, RealRange{},
-        "angles above min + gap (max - min) stay apart; with distance=code that share of them");
+        "tokens with angles above min + gap (max - min) are not merged; with distance=code, this share of the tokens");
 }
 
 StorePtr MergedLayers::store() const {

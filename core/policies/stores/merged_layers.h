@@ -1,16 +1,16 @@
-// Two neighbouring layers that share a direction for each key and value (Liu et al. 2024, MiniCache, arXiv:2405.14366).
+// Two adjacent layers that share a direction for each key and value (Liu et al. 2024, MiniCache, arXiv:2405.14366).
 #pragma once
 
 #include "policies/policy.h"
 
 namespace kvreplay {
 
-/// Of L layers those from ceil(L/2) on are paired from below; one that is left over is stored alone. A token's vectors
-/// x in layers l-1 and l, keys and values each for themselves in each KV head, are given back as |x| e, with
+/// Of L layers those from ceil(L/2) on are paired from below; a layer without a partner is stored alone. A token's
+/// vectors x in layers l-1 and l, keys and values separately in each KV head, are stored as |x| e, with
 ///   e = (sin((1-t) w) x(l-1)/|x(l-1)| + sin(t w) x(l)/|x(l)|) / sin w,  w the angle between them
-/// Tokens stay apart, as they were, whose angle is above min + `gap` (max - min) over the head's tokens (`paper`), or
-/// the floor(`gap` P) of the largest angles, of equal ones the lower position (`code`); and so do zero and opposite
-/// vectors, which have no direction between them. In float64, rounded once.
+/// Unmerged tokens: those with an angle above min + `gap` (max - min) over the head's tokens (`paper`), or with the
+/// floor(`gap` P) largest angles, of equal ones the lower position (`code`); and zero and opposite vectors, which have
+/// no interpolated direction. In float64, rounded once.
 struct MergedLayers {
   enum class Distance { paper, code };
 
@@ -19,7 +19,7 @@ struct MergedLayers {
   double gap = 0.05;
 
   void parameters(Parameters& p);
-  /// Its bytes, half of a pair's in each layer: d + 2 numbers for two merged vectors, 2d for two that stay apart, in
+  /// Its bytes, half of a pair's in each layer: d + 2 numbers for two merged vectors, 2d for two unmerged ones, in
   /// the trace's type.
   StorePtr store() const;
 };

@@ -20,14 +20,14 @@ constexpr Choice<Mode> mode_words[] = {{"expected", Mode::expected}, {"sampled",
 struct MergedValuesPart : MergedValues {
   static constexpr PartKind kind = PartKind::store;
   static constexpr const char* name = "merged-values";
-  static constexpr const char* summary = "values of evicted tokens, merged into the next ones that stay";
+  static constexpr const char* summary = "merges the values of evicted tokens into the next kept tokens";
 
   void fill(Plan& plan) const { plan.store = store(); }
 };
 
 const RegisteredPart<MergedValuesPart> registered;
 
-/// The share of v_i that each of some tokens takes, apart from their number: 0 ... 1.
+/// The share of v_i, 0 to 1, that the receiving tokens take together.
 double taken(double own, std::span<const double> of_takers, Mode mode, std::uint64_t draw) {
   const double sum = std::accumulate(of_takers.begin(), of_takers.end(), 0.0);
   const double mean = sum / static_cast<double>(of_takers.size());
@@ -81,9 +81,9 @@ std::unique_ptr<StoredLayer> stored(const MergedValues& part, const LayerView& v
 
 void MergedValues::parameters(Parameters& p) {
   const auto read = p.of_part("store");
-  p.add("merge", merge, IntRange{.least = 1}, "tokens that stay which take the value of one that goes");
-  p.add<Mode>("mode", mode, mode_words, "the probability of a merge as its weight, or drawn");
-  p.add_seed("seed", seed, "of mode=sampled");
+  p.add("merge", merge, IntRange{.least = 1}, "number of kept tokens that receive the value of an evicted one");
+  p.add<Mode>("mode", mode, mode_words, "uses the probability of a merge as its weight, or samples merges");
+  p.add_seed("seed", seed, "random seed of mode=sampled");
 }
 
 StorePtr MergedValues::store() const {

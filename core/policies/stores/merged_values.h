@@ -1,4 +1,4 @@
-// Values of evicted tokens, merged into those of tokens that stay (Zhang et al. 2024, CaM, PMLR 235:58840-58850).
+// Merges the values of evicted tokens into those of kept tokens (Zhang et al. 2024, CaM, PMLR 235:58840-58850).
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace kvreplay {
 
-/// Each evicted token i of a KV head, the newest first, adds v_i / m to the values of the next `merge` tokens that stay
-/// (m of them: fewer where fewer stand behind it, none where none does) with probability
+/// Each evicted token i of a KV head, the newest first, adds v_i / m to the values of the next `merge` kept tokens
+/// (m of them, fewer at the end of the prompt, possibly none) with probability
 ///   clamp(A_i / mean of A over these, 0, 1)
 /// A: the attention that a token has received from all prompt queries, mean over the head's query heads; 0/0 is 0.
 /// `expected` takes v_i / m times the probability, `sampled` all of it where uniform(chain(seed, layer, head, i)) is
@@ -21,7 +21,7 @@ struct MergedValues {
   std::uint64_t seed = 0;
 
   void parameters(Parameters& p);
-  /// Its bytes are those of the tokens that stay.
+  /// Its bytes are those of the kept tokens.
   StorePtr store() const;
 };
 

@@ -18,7 +18,7 @@ namespace {
 struct QuantisedPart : Quantised {
   static constexpr PartKind kind = PartKind::store;
   static constexpr const char* name = "quantised";
-  static constexpr const char* summary = "keys and values in a few bits: keys by channel, values by token";
+  static constexpr const char* summary = "quantises keys per channel and values per token";
 
   void fill(Plan& plan) const { plan.store = store(); }
 };
@@ -101,9 +101,9 @@ std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view
 
 void Quantised::parameters(Parameters& p) {
   const auto read = p.of_part("store");
-  p.add("bits", bits, IntRange{.least = 1, .most = 8}, "bits of a quantised number");
+  p.add("bits", bits, IntRange{.least = 1, .most = 8}, "bits per quantised number");
   p.add("group", group, IntRange{.least = 1}, "numbers that share a scale and a zero point");
-  p.add("residual", residual, IntRange{.least = 0}, "last tokens that may stay exact");
+  p.add("residual", residual, IntRange{.least = 0}, "maximum number of last tokens in full precision");
 }
 
 StorePtr Quantised::store() const {

@@ -1,4 +1,4 @@
-// Keys and values in a few bits, a scale and a zero point for each group (Liu et al. 2024, KIVI, arXiv:2402.02750).
+// Quantised keys and values, with a scale and a zero point for each group (Liu et al. 2024, KIVI, arXiv:2402.02750).
 #pragma once
 
 #include "policies/policy.h"
@@ -10,7 +10,7 @@ namespace kvreplay {
 /// quantised values: a group is `group` channels of a token. The last group may be short. In float32, with levels =
 /// 2^bits - 1:
 ///   mn = fp16(min),  s = fp16((max - mn) / levels),  q = rint(clamp((x - mn) / s, 0, levels)),  x~ = q s + mn
-/// Everything else stays as it was captured, tokens after the prompt included. The sets are one for each KV head, or
+/// All other numbers are unchanged, tokens after the prompt included. The sets are one for each KV head, or
 /// one for the layer.
 struct Quantised {
   int bits = 2;

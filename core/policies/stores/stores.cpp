@@ -1,4 +1,4 @@
-// Stores by name that change no number of a kept token; those that do have files of their own.
+// Stores that do not change the numbers of a kept token. The others have their own files.
 #include "policies/stores/stores.h"
 
 #include <algorithm>
@@ -11,17 +11,19 @@ namespace {
 
 constexpr Choice<Positions> positions_words[] = {{"original", Positions::original}, {"cache", Positions::cache}};
 
-const RegisteredFixedPart registered_exact{PartKind::store, "exact", "kept tokens stay as they are, where they were",
+const RegisteredFixedPart registered_exact{PartKind::store, "exact",
+                                           "keys and values are unchanged, at their original positions",
                                            [](Plan& plan) { plan.store = exact(); }};
-const RegisteredFixedPart registered_cache{PartKind::store, "cache",
-                                           "kept tokens move to their slots in the cache, and so does the query",
-                                           [](Plan& plan) { plan.store = store_at(Positions::cache); }};
+const RegisteredFixedPart registered_cache{
+    PartKind::store, "cache", "kept tokens move to contiguous cache positions, and the query moves with them",
+    [](Plan& plan) { plan.store = store_at(Positions::cache); }};
 
 }  // namespace
 
 void add_positions(Parameters& p, Positions& positions) {
-  p.add<Positions>("positions", positions, positions_words,
-                   "kept tokens stay where they were, or move to their slots 0, 1, 2 ...");
+  p.add<Positions>(
+      "positions", positions, positions_words,
+      "kept tokens keep their original positions, or move to the contiguous positions 0, 1, 2 ... in the cache");
 }
 
 StorePtr exact() {

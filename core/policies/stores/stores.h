@@ -1,4 +1,4 @@
-// Where kept tokens stand, as a parameter; and what stores that change tokens begin with.
+// Positions of kept tokens as a parameter, and helpers of stores that change tokens.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace kvreplay {
 
 void add_positions(Parameters& p, Positions& positions);
 
-/// The store that leaves tokens where they were, or moves them to their slots.
+/// The store that keeps original positions, or moves tokens to contiguous cache positions.
 StorePtr store_at(Positions positions);
 
 /// The layer's own keys and values, to be changed; its bytes are not counted yet.

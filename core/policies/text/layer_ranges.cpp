@@ -14,9 +14,9 @@ namespace {
 
 constexpr Card card{
     .name = layer_ranges_name,
-    .summary = "ranges of layers replayed by policies of their own",
+    .summary = "Ranges of layers, each with a policy of its own",
     .paper = "",
-    .score = "that of each range's policy",
+    .score = "that of the policy of each range",
 };
 
 /// "0-14" or "15".

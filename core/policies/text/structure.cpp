@@ -20,8 +20,9 @@ Pages pages_of(Heads heads) {
 }  // namespace
 
 void Structure::parameters(Parameters& p) {
-  p.add("page", page, IntRange{.least = 1}, "tokens in a page");
-  p.add<Pages>("heads", heads, pages_words, "who has pages of its own");
+  p.add("page", page, IntRange{.least = 1}, "tokens per page");
+  p.add<Pages>("heads", heads, pages_words,
+               "page tables: one per layer, per KV head, per query head, or with the policy's own granularity");
 }
 
 Structure Structure::parse(std::string_view text) {
