@@ -33,21 +33,22 @@ bool has_one_source(const LayerPlan& range) {
   return range.count > 1;
 }
 
+bool reuses_sets(const LayerPlan& range) {
+  for (int layer = range.first; layer < range.end(); ++layer)
+    if (range.source_of(layer) != layer) return true;
+  return false;
+}
+
 std::string granularity_of(const LayerPlan& range) {
   const Plan& plan = range.plan;
   if (reads_sparsely(plan)) return "page, per query and query head";
   if (plan.allocate->keeps_everything) return "all tokens";
   const std::string unit = plan.select.best ? "chunk" : "token";
   if (has_one_source(range)) return unit + ", one set for all layers";
-  switch (plan.grouping.heads) {
-    case Heads::kv:
-      return unit + ", per KV head";
-    case Heads::query:
-      return unit + ", per query head";
-    case Heads::layer:
-      return unit + ", per layer";
-  }
-  return unit;
+  const char* const rows = plan.grouping.heads == Heads::kv      ? ", per KV head"
+                           : plan.grouping.heads == Heads::query ? ", per query head"
+                                                                 : ", per layer";
+  return unit + rows + (reuses_sets(range) ? ", shared by adjacent layers" : "");
 }
 
 void add_needs(Texts& texts, const ConfiguredPolicy& policy, const Plan& plan) {
@@ -133,17 +134,19 @@ PolicyFacts facts_of(const ConfiguredPolicy& policy) {
   }
   Texts granularities, needs, types, costs;
   for (const LayerPlan& range : plans) {
-    // Layers of a sparse policy that read everything say nothing of it.
+    // The dense layers of a policy with sparse reads add no fact.
     if (plans.size() > 1 && range.plan.allocate->keeps_everything && !reads_sparsely(range.plan)) continue;
     add_once(granularities, granularity_of(range));
     add_needs(needs, policy, range.plan);
     add_types(types, range.plan);
     add_once(costs, cost_of(range));
   }
+  // The plans of user-defined policies need not declare the queries that they read.
+  const bool is_declared = policy.card().family != Family::own;
   return {.granularity = joined(granularities, "; ", "-"),
-          .needs = joined(needs, ", ", "none"),
+          .needs = joined(needs, ", ", is_declared ? "none" : "not declared"),
           .type = joined(types, "; ", "-"),
-          .cost = joined(costs, "; ", "none")};
+          .cost = is_declared ? joined(costs, "; ", "none") : "not declared"};
 }
 
 }  // namespace kvreplay
