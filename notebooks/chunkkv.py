@@ -1,16 +1,16 @@
 # %% [markdown]
-# # ChunkKV: what whole chunks change
+# # ChunkKV: the effect of keeping whole chunks
 #
 # Liu et al. 2025, *ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference*,
-# arXiv:2502.00299. Two versions number their tables differently: "draft" is the ICLR 2025 submission with its appendix,
-# "NeurIPS" the published version.
+# arXiv:2502.00299. Its two versions number their tables differently: "draft" is the ICLR 2025 submission with its
+# appendix, "NeurIPS" is the published version.
 #
 # ChunkKV scores tokens as SnapKV does, by the attention of the last prompt queries, but keeps whole chunks of ten
-# neighbours. The paper compares it with SnapKV and H2O on models of 7B and 8B parameters; here the model is
-# SmolLM2-135M-Instruct, with 30 layers, 9 query and 3 KV heads, so orders and shapes can be compared and levels need
-# not agree. Numbers are open loop, with queries as captured under the full cache, but for findings that begin "closed
-# loop": those are of needle prompts that the model answers with its full cache, answered again under each policy
-# (`tools/study papers`).
+# neighbours. The paper compares it with SnapKV and H2O on models of 7B and 8B parameters. Here the model is
+# SmolLM2-135M-Instruct, with 30 layers, 9 query heads and 3 KV heads. Orders and shapes can therefore be compared;
+# absolute levels need not agree. Numbers are open loop, with queries as captured under the full cache, except for
+# findings that begin with "closed loop". For these, the model answers needle prompts again under each policy; the
+# prompts are those that it answers with its full cache (`tools/study papers`).
 
 # %%
 from itertools import pairwise
@@ -60,10 +60,10 @@ def of(name: str, rows: pd.DataFrame, digits: int = 3) -> str:
 # ## Which tokens do layers share?
 #
 # The paper logs the kept positions of the first head in each layer and draws the Jaccard similarity of every two layers
-# (draft, Figs. 2 and 8 to 16, Tables 3 and 10; NeurIPS, Table 2): neighbouring layers of ChunkKV share far more than
-# those of SnapKV and H2O. The first figure repeats that with SnapKV and H2O keeping a set for each query head, as the
-# code behind the paper's tables does, and ChunkKV one for the layer, as its first author's code does. In the second all
-# three keep one set a layer, so that only chunks differ.
+# (draft, Figs. 2 and 8 to 16, Tables 3 and 10; NeurIPS, Table 2). Neighbouring layers of ChunkKV share far more tokens
+# than those of SnapKV and H2O. The first figure repeats this measurement. SnapKV and H2O keep a set for each query
+# head, as in the code behind the paper's tables; ChunkKV keeps one set per layer, as in its first author's code. In the
+# second figure all three policies keep one set per layer, so only the chunks differ.
 
 # %%
 PUBLISHED = {"H2O": "h2o:heads=query", "SnapKV": "snapkv:heads=query", "ChunkKV": "chunkkv:heads=layer"}
@@ -88,8 +88,8 @@ for (name, title), policies in zip(titles.items(), (PUBLISHED, SHARED), strict=T
               traces_asked=[shown], title=title)  # fmt: skip
 
 # %% [markdown]
-# The table and the figure below average over all traces. *First head*: the sets of the paper's figures. SnapKV pools
-# its scores over seven neighbours, which is a chunk of a kind; without pooling it shares less.
+# The table and the figure below average over all traces. *First head* means the sets that the paper's figures use.
+# SnapKV pools its scores over seven neighbours, which acts like a soft chunk; without pooling its layers share less.
 
 # %%
 unpooled = page.replay("unpooled", every, ["snapkv:pool=none,heads=query", "snapkv:pool=none,heads=layer"], ["0.1"],
@@ -113,10 +113,10 @@ numbers = pd.concat([means(adjacent), means(bare).rename(lambda label: label.rep
 page.table("adjacent-layers", numbers.reset_index(names="policy"), pd.DataFrame(lines))
 
 # %% [markdown]
-# Layers also share tokens because a policy prefers the same positions in all of them. *By chance* is the similarity
-# that two layers would have if each drew its set independently, every position with the share of layers in which the
-# policy keeps it in this prompt: expected intersection over expected union, in closed form. Protected tokens, which all
-# layers keep, are left out on both sides. What lies above chance is what adjacent layers have in common beyond that.
+# Layers also share tokens because a policy prefers the same positions in all of them. *By chance* is the similarity of
+# two layers that draw their sets independently. Each position is drawn with a probability equal to the share of layers
+# that keep it in this prompt. The value is expected intersection over expected union, in closed form. Protected tokens,
+# which all layers keep, are excluded from both numbers. A similarity above chance is specific to adjacent layers.
 
 
 # %%
@@ -214,7 +214,8 @@ published, shared, single = ([jaccard[one] for one in sets.values()] for sets in
 ratio, ratio_shared, ratio_single = (sets[2] / sets[1] for sets in (published, shared, single))
 paper_ratio = PAPER_ADJACENT.loc["ChunkKV"] / PAPER_ADJACENT.loc["SnapKV"]
 page.find(
-    "Draft Tables 3 and 10, NeurIPS Table 2, Fig. 2", "adjacent layers share most in ChunkKV, then SnapKV, then H2O",
+    "Draft Tables 3 and 10, NeurIPS Table 2, Fig. 2",
+    "adjacent layers share the most tokens under ChunkKV, then SnapKV, then H2O",
     " > ".join(f"{value:.2f}" for value in published[::-1]),
     [less(adjacent, h2o, snapkv), less(adjacent, snapkv, chunkkv)],
 )  # fmt: skip
@@ -224,9 +225,9 @@ page.find(
     [bool(paper_ratio.min() <= ratio <= paper_ratio.max())], "SnapKV without pooling shares less",
 )  # fmt: skip
 page.find(
-    "Draft section 3.2.2, NeurIPS section 3.3", "chunks are what makes layers alike",
+    "Draft section 3.2.2, NeurIPS section 3.3", "chunks make the kept sets of layers similar",
     f"at equal granularity ChunkKV / SnapKV is {ratio_single:.2f} (a set for each query head) and {ratio_shared:.2f} "
-    f"(one a layer)",
+    f"(one set a layer)",
     [*(less(adjacent, sets["SnapKV"], sets["ChunkKV"]) for sets in (SINGLE, SHARED)),
      bool(np.log(ratio_shared) > np.log(ratio) / 2)],
     "more than half of the logarithm of the ratio comes from one set for all heads, from which SnapKV gains as well",
@@ -236,18 +237,20 @@ near_far = {
 }
 page.find(
     "Draft Figs. 8 to 16", "one pattern in all heatmaps: near layers share more than distant ones",
-    "nearest three less those half the depth apart: " + ", ".join(f"{m} {gap:+.2f}" for m, gap in near_far.items()),
+    "mean of the nearest three minus mean beyond half the depth: "
+    + ", ".join(f"{m} {gap:+.2f}" for m, gap in near_far.items()),
     [bool(gap > 0) for gap in near_far.values()],
 )  # fmt: skip
 page.find(
-    "Draft Tables 3 and 10, by kind", "adjacent layers share most in ChunkKV, then SnapKV, then H2O",
+    "Draft Tables 3 and 10, by kind", "adjacent layers share the most tokens under ChunkKV, then SnapKV, then H2O",
     "; ".join(f"{kind} " + " > ".join(f"{one:.2f}" for one in by_series.loc[kind].iloc[::-1]) for kind in kinds),
     [*(less(ordered[ordered["kind"] == kind], one, other, kind) for kind in kinds if kind not in few
        for one, other in pairwise(PUBLISHED.values())), *([None] if few else [])],
     f"{', '.join(few)}: fewer than {FEWEST} prompts each" if few else "",
 )  # fmt: skip
 page.find(
-    "(chance)", "adjacent layers share more than two layers that draw from the policy's own positions",
+    "(chance)",
+    "adjacent layers share more than layers that draw independently with the policy's own position frequencies",
     ", ".join(f"{name} {level.loc[name, 'measured']:.2f} (chance {level.loc[name, 'chance']:.2f})" for name in pairs),
     [more(rows, "measured", "chance", name) for name, rows in pairs.items() if name != "random"],
 )  # fmt: skip
@@ -255,8 +258,9 @@ page.find(
 # %% [markdown]
 # ## Window and pooling
 #
-# The paper's code scores by the last 8 queries, SnapKV's own configurations by the last 32. Below, both windows with
-# one set a layer, SnapKV and PyramidKV with and without pooling. ChunkKV does not pool: it sums the scores of a chunk.
+# The paper's code scores by the last 8 queries, SnapKV's own configurations by the last 32. The figure has both windows
+# with one set per layer, and SnapKV and PyramidKV with and without pooling. ChunkKV does not pool: it sums the scores
+# of a chunk.
 
 # %%
 windows = window_settings(page, every, {
@@ -273,10 +277,10 @@ page.kinds("windows-kinds", windows.assign(series=windows["policy"] + ", " + win
 # ## Loss of keys and values, cosine of attention
 #
 # The draft's Table 8 and Fig. 7 give two numbers at 10 %: the L1 loss of the KV cache (0.87 to 0.89, ChunkKV lowest by
-# 0.02) and the cosine similarity of attention (0.35 to 0.43, ChunkKV highest by 0.006), without formulas. As anybody
-# would define them they cannot come out like that. An eviction's L1 loss is 1 − f·ρ, with f = 0.1 the kept share and
-# ρ the mean norm of the kept tokens over that of all, and its cosine is ‖a_kept‖/‖a‖, which a kept attention sink alone
-# lifts above 0.7. The table holds the obvious definitions and their variants beside the paper's.
+# 0.02) and the cosine similarity of attention (0.35 to 0.43, ChunkKV highest by 0.006), without formulas. The obvious
+# definitions cannot give these values. The L1 loss of an eviction is 1 − f·ρ, with f = 0.1 the kept share and ρ the
+# mean norm of kept tokens divided by that of all tokens. The cosine is ‖a_kept‖/‖a‖, which one kept attention sink
+# raises above 0.7. The table compares these definitions and their variants with the paper's values.
 
 # %%
 PAPER_LOSS = pd.DataFrame(
@@ -334,8 +338,8 @@ page.table(
 )
 
 # %% [markdown]
-# Fig. 7 draws both by layer for questions on one document (ours have several): ChunkKV's loss below the others' in
-# layers 5 to 25, its cosine above theirs in layers 0 to 5 and 20 to 30.
+# Fig. 7 draws both by layer for questions on one document (ours have several). ChunkKV's loss is below the others' in
+# layers 5 to 25, and its cosine is above theirs in layers 0 to 5 and 20 to 30.
 
 # %%
 questions = [path.stem for path in traces("question")]
@@ -375,7 +379,7 @@ page.find(
     ", ".join(f"{method} {value:.4f}" for method, value in mean_loss.items()),
     [less(losses, chunkkv, snapkv), less(losses, chunkkv, h2o),
      bool(mean_loss["ChunkKV"] < mean_loss[["H2O", "SnapKV"]].min() - 0.004)],
-    "the distance is smaller: at one budget the loss can only differ by ρ",
+    "the difference is smaller: at equal budget the loss differs by ρ only",
 )  # fmt: skip
 page.find(
     "Draft Table 8, cosine", "level 0.349 to 0.433", f"{mean_cosine.min():.3f} to {mean_cosine.max():.3f}",
@@ -402,11 +406,11 @@ page.find(
 # %% [markdown]
 # ## Chunk size
 #
-# The draft's Tables 14 and 15 and the NeurIPS version's Table 10 vary the chunk: LongBench scores change by less than
-# a point, needle retrieval peaks at ten tokens. Here the first figure puts LongBench's scores beside the attention
-# that is recalled, the error of the attention output, and the similarity of adjacent layers, over all traces; the
-# second, needle retrieval beside the share of the needle that is kept. A chunk of one token is SnapKV without pooling,
-# with one set a layer; in Table 15 its column repeats H2O's row of Table 13, digit by digit.
+# The draft's Tables 14 and 15 and the NeurIPS version's Table 10 vary the chunk: LongBench scores change by less than a
+# point, needle retrieval peaks at ten tokens. The first figure here compares LongBench's scores with attention recall,
+# output error and the similarity of adjacent layers, over all traces. The second figure compares needle retrieval with
+# the share of the needle that is kept. A chunk of one token is SnapKV without pooling, with one set per layer. In Table
+# 15 its column repeats H2O's row of Table 13, digit by digit.
 
 # %%
 SIZES = [1, 3, 5, 10, 15, 20, 30]
@@ -468,7 +472,8 @@ middle = grid.loc[[5, 10, 15, 20]]
 varies = np.ptp(middle, axis=0) / middle.mean()
 best = ", ".join(f"{size} ({budget})" for budget, size in grid.idxmin().items())
 page.not_tested(
-    "Draft Table 14, NeurIPS Table 10, LongBench", "sizes from 5 to 20 are about equal; ten is best at every ratio",
+    "Draft Table 14, NeurIPS Table 10, LongBench",
+    "chunk sizes from 5 to 20 are about equal; ten is best at every ratio",
     f"output error between 5 and 20 varies by up to {100 * varies.max():.0f} % of itself; least at {best}",
 )  # fmt: skip
 page.answered(
@@ -482,12 +487,12 @@ page.answered(
 #
 # With index reuse, groups of N layers take the set of their first layer (draft, section 3.2.2). Fig. 4 shows the
 # relative time of compression falling with N, Table 11 the scores on arithmetic problems: flat up to 2 or 3, then
-# falling, steeply for LLaMA-3. Below, time is scoring and selecting, summed over layers and divided by the time
-# without reuse: one thread, the quickest of three runs, a trace of each kind. The attention of the window, which any
-# policy needs, is apart.
+# falling, steeply for LLaMA-3. Here, time is the time of scoring and selecting, summed over layers and divided by the
+# time without reuse. It is measured on one thread, on one trace of each kind, as the fastest of three runs. The
+# attention of the observation window, which every policy needs, is not included.
 #
-# A layer that takes the set of another loses the first token where that other layer does not attend to it. So each N is
-# replayed twice: without protected sinks, as in the paper, and with four.
+# A layer that reuses another layer's set evicts the first token if that other layer does not attend to it. Each N is
+# therefore replayed twice: without protected sinks, as in the paper, and with four.
 
 # %%
 REUSE = sorted({1, 2, 3, 5, 8, 10, 20, layers})
@@ -569,7 +574,7 @@ page.find(
 for sinks, suffix in SINKS.items():
     page.answered(
         "Draft Table 7 and Fig. 5, NeurIPS Table 9",
-        f"two layers with one set cost next to nothing, all layers more{suffix}",
+        f"one set for two layers costs almost nothing, one set for all layers more{suffix}",
         {f"N = {number}": f"chunkkv:chunk=10,reuse={number},sinks={sinks if number > 1 else 0}"
          for number in (1, 2, 30)},
         [("N = 1", "N = 30")], [("N = 2", "N = 1")],
@@ -583,7 +588,7 @@ if "arithmetic" in growth and "others" in growth:
     compared = (f"{cell(ours, 1)} against {cell(others, 1)} (N = {number}, {n or 'no'} sinks)"
                 for (number, n), (ours, others) in pairs.items())  # fmt: skip
     page.not_tested(
-        "Draft Table 11, Fig. 17", "arithmetic suffers more from reuse than LongBench does",
+        "Draft Table 11, Fig. 17", "index reuse harms arithmetic more than LongBench",
         f"mean over prompts of the output error relative to that without reuse, {pairs[5, 0][0]['traces']:.0f} "
         f"arithmetic prompts against the other kinds: {', '.join(compared)}",
     )  # fmt: skip
@@ -591,9 +596,10 @@ if "arithmetic" in growth and "others" in growth:
 # %% [markdown]
 # ## Kept tokens on the text
 #
-# The paper's Fig. 1 and appendix A.2 argue with text: single tokens keep the words of the question and lose what is
-# said about them, chunks keep phrases. Below, some 200 tokens of a prompt around the needle, each shaded by the share
-# of layers that keep it, with one set a layer; the table counts how long the kept runs of neighbours are.
+# The paper's Fig. 1 and appendix A.2 argue with text: selecting single tokens keeps the words of the question and
+# evicts the words about them, while chunks keep phrases. The figure shows some 200 tokens of a prompt around the
+# needle. Each token is shaded by the share of layers that keep it, with one set per layer. The table gives the mean
+# length of runs of neighbouring kept tokens.
 
 # %%
 TOKENS = 200
@@ -682,17 +688,19 @@ page.kinds("runs-kinds", by_prompt.assign(kind=by_prompt["trace"].map(prompts.se
            "tokens in a run", 1)  # fmt: skip
 lengths = lengths[lengths["quantity"] == "length"].set_index("label")["mean"].astype(float)
 page.find(
-    "NeurIPS Fig. 1, draft appendix A.2", "token policies keep single words, ChunkKV whole phrases",
+    "NeurIPS Fig. 1, draft appendix A.2", "token-level policies keep single words, ChunkKV keeps whole phrases",
     ", ".join(f"{name} {length:.1f}" for name, length in lengths.items()) + " tokens in a run",
-    [bool(lengths["ChunkKV"] >= 10), bool(lengths["SnapKV"] < 3)], "SnapKV's pooled scores keep phrases too",
+    [bool(lengths["ChunkKV"] >= 10), bool(lengths["SnapKV"] < 3)],
+    "SnapKV keeps phrases too, because its scores are pooled",
 )  # fmt: skip
 
 # %% [markdown]
 # ## Needles
 #
-# The draft's Tables 5 and 13 and the NeurIPS version's Table 7 retrieve needles at 96 to 512 tokens kept: ChunkKV,
-# PyramidKV, SnapKV, H2O, StreamingLLM in that order at every size, ChunkKV nearly unharmed. Scores need generation;
-# what can be counted here is how much of the needle's tokens is kept, mean over layers, with one set a layer for all.
+# The draft's Tables 5 and 13 and the NeurIPS version's Table 7 retrieve needles at 96 to 512 tokens kept. The order is
+# ChunkKV, PyramidKV, SnapKV, H2O, StreamingLLM at every size, and ChunkKV loses little. Scores need generation. The
+# figure here gives the share of the needle's tokens that is kept, as the mean over layers, with one set per layer for
+# all policies.
 
 # %%
 NEEDLE = {
@@ -731,11 +739,12 @@ page.answered(
 )  # fmt: skip
 
 # %% [markdown]
-# ## Chunks below, tokens above
+# ## The hybrid: ChunkKV in the lower layers, SnapKV in the upper layers
 #
 # The hybrid of the NeurIPS version's section 4.6 uses ChunkKV in the lower half of the layers and SnapKV in the upper
-# half. In Table 12 plain ChunkKV has the best average, the hybrid the worst. In open loop a layer does not feel the
-# others' evictions, so below the hybrid is exactly ChunkKV in the lower half and SnapKV above.
+# half. In Table 12 plain ChunkKV has the best average, the hybrid the worst. In open loop an eviction in one layer does
+# not change the other layers. In this figure the hybrid therefore equals ChunkKV in the lower half and SnapKV in the
+# upper half.
 
 # %%
 halves = page.replay("hybrid", every, ["snapkv:heads=layer", "hybrid:snapkv.heads=layer", "chunkkv"], ["0.1"],
@@ -775,7 +784,7 @@ lower, upper = by_depth[: layers // 2].mean(), by_depth[layers // 2 :].mean()
 page.not_tested(
     "NeurIPS Table 12", "over all tasks ChunkKV is best, the hybrid worst",
     "output error: " + ", ".join(f"{method} {value:.3f}" for method, value in average.items())
-    + f"; ChunkKV less SnapKV {lower:+.3f} in the lower half, {upper:+.3f} above",
+    + f"; ChunkKV minus SnapKV {lower:+.3f} in the lower half, {upper:+.3f} in the upper half",
 )  # fmt: skip
 if "summary" in grid:
     page.not_tested(
@@ -786,9 +795,9 @@ if "summary" in grid:
 # %% [markdown]
 # ## KIVI at equal bytes
 #
-# The NeurIPS version's Table 11 sets ChunkKV at 10 % against KIVI, which keeps all tokens and quantises them, by time
-# and size. The sizes, 0.1563 and 0.2813 of the cache, are those of 2 and 4 bits with groups of 64 and nothing left
-# exact. Time of generation cannot be measured here; what a byte buys can: both at the same bytes.
+# The NeurIPS version's Table 11 compares ChunkKV at 10 % with KIVI, which keeps all tokens and quantises them, by time
+# and size. The sizes, 0.1563 and 0.2813 of the cache, are those of 2 and 4 bits with groups of 64 and no exact tokens.
+# Time of generation cannot be measured here. The output error of both methods at equal bytes can.
 
 # %%
 BITS = {"0.1563": "2", "0.2813": "4"}
@@ -841,11 +850,11 @@ page.by_construction(
 )  # fmt: skip
 
 # %% [markdown]
-# ## What the scores are worth
+# ## Skill: the contribution of the scores
 #
-# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
-# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
-# (1), by attention recall.
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and places runs of
+# kept tokens of the same lengths at random. *Skill* is the position of the policy between its twin (0) and the best set
+# with its token counts (1), measured by attention recall.
 
 # %%
 page.skill(tenth)
@@ -853,7 +862,7 @@ page.skill(tenth)
 # %% [markdown]
 # ## Findings
 #
-# docs/papers.md says when a statement *holds*, *holds in part*, *does not hold*, or is *not resolved*.
+# docs/papers.md defines the verdicts *holds*, *holds in part*, *does not hold* and *not resolved*.
 
 # %%
 page.findings()

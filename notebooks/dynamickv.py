@@ -1,14 +1,14 @@
 # %% [markdown]
-# # DynamicKV: layers that get what they need
+# # DynamicKV: budgets that depend on layer and task
 #
 # Zhou et al. 2024, *DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs*, arXiv:2412.14838.
 #
 # DynamicKV scores tokens as SnapKV does and then divides the budget over layers by how many of the best scores each
-# layer has. The paper finds that tasks differ in what layers need, and compares with even budgets (SnapKV) and budgets
-# that fall with depth (PyramidKV) on models of 7B and 8B parameters; here the model is SmolLM2-135M-Instruct, with 30
-# layers. Numbers are open loop, with queries as captured under the full cache, but for findings that begin "closed
-# loop": those are of needle prompts that the model answers with its full cache, answered again under each policy
-# (`tools/study papers`).
+# layer has. The paper finds that tasks differ in how many tokens each layer needs. It compares with even budgets
+# (SnapKV) and budgets that fall with depth (PyramidKV) on models of 7B and 8B parameters. Here the model is
+# SmolLM2-135M-Instruct, with 30 layers. Numbers are open loop, with queries as captured under the full cache, except
+# for findings that begin with "closed loop". For these, the model answers needle prompts again under each policy; the
+# prompts are those that it answers with its full cache (`tools/study papers`).
 
 # %%
 from itertools import combinations
@@ -51,9 +51,9 @@ prompts.groupby("kind")["prompt_tokens"].agg(traces="count", least="min", most="
 #
 # Fig. 2 counts, for four kinds of task, in which layers the best 128·L of all attention scores lie (L layers; scores
 # are those of the last queries, mean over heads): a sharp fall after the first layer, peaks around layer 15 of 32 and
-# towards the last, and larger numbers in upper layers for code. Below the same count for each kind of prompt, beside
-# what DynamicKV itself gives each layer (sets for each KV head, pooled scores, updates every four layers), what
-# PyramidKV gives, and even budgets.
+# towards the last, and larger numbers in upper layers for code. The figure has the same count for each kind of prompt.
+# It is compared with the budgets of DynamicKV itself (sets for each KV head, pooled scores, updates every four layers),
+# with PyramidKV's budgets, and with even budgets.
 
 # %%
 BEST, WINDOW = 128, 8
@@ -112,7 +112,7 @@ facts = facts.set_index("kind")
 # %%
 fell = facts["layer 1"] < facts["layer 0"] * 2 / 3
 page.find(
-    "Fig. 2, section 3", "a sharp fall after the first layer, in every task",
+    "Fig. 2, section 3", "the share falls sharply after the first layer, in every task",
     "shares of layers 0 and 1: "
     + ", ".join(f"{kind} {line['layer 0']:.3f}, {line['layer 1']:.3f}" for kind, line in facts.iterrows()),
     [bool(one) for one in fell], "the fall is less than a third in " + ", ".join(fell.index[~fell]),
@@ -132,21 +132,21 @@ page.find(
 )  # fmt: skip
 rising = facts["upper trend"].astype(float)
 page.find(
-    "Section 3", "upper layers need more and more",
+    "Section 3", "upper layers need increasingly many tokens",
     "rank correlation with depth in the upper half: " + ", ".join(f"{kind} {one:+.2f}" for kind, one in rising.items()),
     [bool(one > 0.3) for one in rising],
 )  # fmt: skip
 upper = facts["upper half"].astype(float)
 if {"code", "summary"} <= set(kinds):
     page.find(
-        "Section 1, section 3", "code needs most in upper layers, summaries little",
+        "Section 1, section 3", "code needs the most tokens in upper layers, summaries few",
         "share of the upper half: "
         + ", ".join(f"{kind} {one:.3f}" for kind, one in upper.sort_values(ascending=False).items()),
-        [upper.idxmax() == "code", upper["summary"] < upper.median()], "the order of kinds is another",
+        [upper.idxmax() == "code", upper["summary"] < upper.median()], "the order of kinds differs",
     )  # fmt: skip
 falls = facts["trend"].astype(float) < -0.5
 page.find(
-    "Section 6", "a pyramid in synthetic tasks and summaries, a wave in code",
+    "Section 6", "budgets form a pyramid in synthetic tasks and summaries, a wave in code",
     "rank correlation with depth: " + ", ".join(f"{k} {f['trend']:+.2f}" for k, f in facts.iterrows()),
     [bool(falls[kind] == (kind != "code")) for kind in ("needle", "summary", "code") if kind in kinds],
     "no kind of prompt has budgets that fall with depth" if not falls.any() else "",
@@ -154,14 +154,14 @@ page.find(
 
 first = {name: shares(name)[0].mean() for name in ("best scores", "DynamicKV", "DynamicKV, not pooled")}
 page.find(
-    "Eqs. 1 and 5 to 8", "DynamicKV divides as the best scores are divided",
+    "Eqs. 1 and 5 to 8", "DynamicKV allocates the budget as the best scores are distributed",
     "share of layer 0: " + ", ".join(f"{name} {one:.3f}" for name, one in first.items()),
     [bool(abs(first[one] / first["best scores"] - 1) < 0.25) for one in ("DynamicKV", "DynamicKV, not pooled")],
-    "with pooled scores layer 0 has another share",
+    "with pooled scores the share of layer 0 differs",
 )  # fmt: skip
 
 # %% [markdown]
-# Do kinds of task differ more than prompts of one kind? The distance of two divisions is the share of the budget that
+# Do kinds of task differ more than prompts of one kind? The distance of two allocations is the share of the budget that
 # would have to move to make them equal (total variation).
 
 # %%
@@ -189,8 +189,8 @@ if len(distance) == 2:
 # %% [markdown]
 # ## At equal memory
 #
-# Table 1 compares five policies at 128 and 512 tokens on LongBench, Table 2 DynamicKV from 64 to 1024. Below are the
-# attention that falls on kept tokens and the error of the attention output, for all prompts, one set for each KV head.
+# Table 1 compares five policies at 128 and 512 tokens on LongBench, Table 2 DynamicKV from 64 to 1024. The figure has
+# attention recall and output error, for all prompts, with one set for each KV head.
 
 # %%
 METHODS = {"streaming-llm": "StreamingLLM", "h2o": "H2O", "snapkv": "SnapKV", "pyramid-kv": "PyramidKV",
@@ -237,15 +237,16 @@ given = answers().pivot(index=["trace", "budget"], columns="label", values="valu
 gain = (given["dynamickv"] - given["snapkv:heads=kv"]).rename("value").reset_index().rename(columns={"budget": "label"})
 least, *_, most = STUDIES["papers"].budgets
 page.find(
-    "Sections 5.2 and 6", "the smaller the cache, the more dynamic budgets bring",
-    "closed loop, needles; DynamicKV's share of answers less SnapKV's: "
+    "Sections 5.2 and 6", "dynamic budgets gain more in smaller caches",
+    "closed loop, needles; DynamicKV's share of answers minus SnapKV's: "
     + ", ".join(f"{value:+.2f} (at {budget})" for budget, value in means(gain)["mean"].items()),
     [more(gain, least, most)],
 )  # fmt: skip
 
 # %% [markdown]
-# By kind at 128 tokens, beside LongBench's categories with LLaMA-3-8B: questions on one and several documents,
-# synthetic tasks for our needles, few-shot learning for our arithmetic. Our conversations have no counterpart.
+# The table has the output error by kind of prompt at 128 tokens, with the scores of LongBench's categories for
+# LLaMA-3-8B: questions on one and several documents, synthetic tasks for our needles, few-shot learning for our
+# arithmetic. Our conversations have no counterpart.
 
 # %%
 PAPER_128 = pd.DataFrame(  # means over the data sets of Table 1
@@ -278,7 +279,7 @@ if "code" in kinds:
 #
 # All three policies score by an observation window and pool the scores. The figures above use the window of 8 queries
 # and the maximum over 7 neighbours that the code behind the paper's tables uses; SnapKV's own configurations have a
-# window of 32. Below, both windows, with and without pooling.
+# window of 32. The figure has both windows, with and without pooling.
 
 # %%
 window_settings(page, every, {
@@ -287,10 +288,10 @@ window_settings(page, every, {
 }, str(at))  # fmt: skip
 
 # %% [markdown]
-# ## Is it the division?
+# ## The allocation alone
 #
-# The best that any fixed set can do with a policy's own numbers of tokens in each layer and head is an oracle that sees
-# the later queries. With the three divisions of the same budget it shows what a division is worth apart from scores.
+# An oracle that sees the later queries gives the best static set with a policy's token counts in each layer and head.
+# With the three allocations of the same budget it shows the effect of an allocation apart from the scores.
 
 # %%
 BOUNDS = {"even": "snapkv", "PyramidKV": "pyramid-kv", "DynamicKV": "dynamickv"}
@@ -306,13 +307,13 @@ cells = division.set_index(["metric", "label"])
 label = {policy: Choice(worth, policies=[policy]).labels(True)[0] for policy in compared}
 
 for name, policy in BOUNDS.items():
-    line = {"division": name}
+    line = {"allocation": name}
     for metric, words in (("attention_recall", "recall"), ("output_error", "output error")):
         line[words] = cell(cells.loc[(metric, label[policy])])
         line[f"{words} of the oracle"] = cell(cells.loc[(metric, label[f"oracle:counts={policy}"])])
     lines.append(line)
 for name, policy in FREE.items():
-    line = {"division": name}
+    line = {"allocation": name}
     for metric, words in (("attention_recall", "recall"), ("output_error", "output error")):
         line[f"{words} of the oracle"] = cell(cells.loc[(metric, label[policy])])
     lines.append(line)
@@ -326,8 +327,9 @@ named_divisions = named_divisions[named_divisions["label"].isin(bounds)].assign(
     label=lambda one: one["label"].map(bounds)
 )
 page.find(
-    "Section 4", "budgets by counted scores divide memory better than even or falling ones",
-    "recall of the best sets with these numbers: " + ", ".join(f"{name} {one:.3f}" for name, one in best.items()),
+    "Section 4", "budgets by counts of the best scores use memory better than even or falling budgets",
+    "recall of the best sets with each allocation's token counts: "
+    + ", ".join(f"{name} {one:.3f}" for name, one in best.items()),
     [more(named_divisions, "DynamicKV", name) for name in ("even", "PyramidKV")],
 )  # fmt: skip
 
@@ -335,8 +337,8 @@ page.find(
 # ## Needles
 #
 # Fig. 4 retrieves needles at 64 tokens kept with Mistral-7B: DynamicKV keeps 90 % of the full cache's score, 57, 37, 41
-# and 11 points more than StreamingLLM, H2O, SnapKV and PyramidKV. Retrieval needs generation; what can be counted is
-# the share of the needle's tokens that is kept, mean over layers and heads.
+# and 11 points more than StreamingLLM, H2O, SnapKV and PyramidKV. Retrieval needs generation. The table here gives the
+# share of the needle's tokens that is kept, as the mean over layers and heads.
 
 # %%
 PAPER_NEEDLE = {"StreamingLLM": 33, "H2O": 53, "SnapKV": 49, "PyramidKV": 79, "DynamicKV": 90}
@@ -360,17 +362,17 @@ page.answered(
 )  # fmt: skip
 
 # %% [markdown]
-# ## What the scores are worth
+# ## Skill: the contribution of the scores
 #
-# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
-# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
-# (1), by attention recall.
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and places runs of
+# kept tokens of the same lengths at random. *Skill* is the position of the policy between its twin (0) and the best set
+# with its token counts (1), measured by attention recall.
 
 # %%
 page.skill(equal)
 
 # %% [markdown]
-# ## What holds
+# ## Findings
 
 # %%
 page.findings()

@@ -1,15 +1,16 @@
 # %% [markdown]
-# # FINCH: what the question asks for
+# # FINCH: compression by the question
 #
 # Corallo and Papotti 2024, *FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models*,
 # arXiv:2408.00167.
 #
-# FINCH reads a context in chunks beside the question, keeps what the question's tokens attend to, and moves the kept
-# tokens together. The paper compares it with cutting the middle out of the text, on Llama2-7B-Chat and Mistral-7B; here
-# the model is SmolLM2-135M-Instruct. Numbers are open loop, with queries as captured under the full cache, but for
-# findings that begin "closed loop": those are of needle prompts that the model answers with its full cache, answered
-# again under each policy (`tools/study papers`). In open loop queries, keys and values are of one pass, so a later
-# chunk has seen what FINCH would have dropped before it, and in the cut text kept tokens have seen the middle.
+# FINCH reads a context in chunks together with the question, keeps the tokens to which the question attends, and moves
+# the kept tokens to adjacent positions. The paper compares it with truncation, which cuts the middle out of the text,
+# on Llama2-7B-Chat and Mistral-7B. Here the model is SmolLM2-135M-Instruct. Numbers are open loop, with queries as
+# captured under the full cache, except for findings that begin with "closed loop". For these, the model answers needle
+# prompts again under each policy; the prompts are those that it answers with its full cache (`tools/study papers`). In
+# open loop, queries, keys and values come from one pass. A later chunk has therefore attended to tokens that FINCH
+# would have evicted before, and in the truncated text the kept tokens have attended to the middle.
 
 # %%
 import numpy as np
@@ -70,10 +71,11 @@ def table(found: pd.DataFrame, order: list[str], heading: str) -> pd.DataFrame:
 # %% [markdown]
 # ## Compression
 #
-# Fig. 4 and Tables 4 and 5 compare FINCH with truncation (the first and the last half of what may stay) at compression
-# ratios σ from 1.1 to 93: FINCH is nearly always ahead, and as good as the whole text at 2.35. Below, σ is prompt over
-# kept tokens, question included; SnapKV, here with one set a layer as FINCH has, is guided by the last 8 or 32 queries
-# and knows no question. The third panel counts the answer's tokens in prompts whose context holds the answer.
+# Fig. 4 and Tables 4 and 5 compare FINCH with truncation at compression ratios σ from 1.1 to 93. Truncation splits the
+# budget between the beginning and the end of the text. FINCH is nearly always better, and as good as the whole text at
+# 2.35. Here σ is the number of prompt tokens divided by the number of kept tokens, question included. SnapKV has one
+# set per layer, like FINCH, and scores with the last 8 or 32 queries instead of the question. The third panel gives the
+# share of the answer's tokens that is kept, for prompts whose context contains the answer.
 
 # %%
 # No more than 8: the longest question is an eighth of its prompt, and it is kept whole.
@@ -114,16 +116,18 @@ alike = dict(list(compared.assign(label=compared["series"]).groupby(["panel", "b
 LIVE = {"FINCH": "finch", "truncate": "truncate", "full": "full"}
 for budget in STUDIES["papers"].budgets[::-1]:
     page.answered(
-        "Fig. 4", f"FINCH ahead of truncation at σ {1 / float(budget):.2g}", LIVE,
+        "Fig. 4", f"FINCH is better than truncation at σ {1 / float(budget):.2g}", LIVE,
         [("FINCH", "truncate")], budgets=[budget],
     )  # fmt: skip
-page.answered("Fig. 4", "as good as the full context at 2.35", LIVE, [], [("FINCH", "full")], ["0.5"],
+page.answered("Fig. 4", "FINCH is as good as the full context at σ 2.35", LIVE, [], [("FINCH", "full")], ["0.5"],
               "here at σ 2")  # fmt: skip
-page.answered("Fig. 4", "below the full context from 3.7", LIVE, [("full", "FINCH")], budgets=["0.2"])
+page.answered(
+    "Fig. 4", "FINCH is worse than the full context from σ 3.7 on", LIVE, [("full", "FINCH")], budgets=["0.2"]
+)
 
 # %% [markdown]
-# By kind, beside the scores of Table 5 (Llama2, 1,000 tokens kept; ratios 4 to 40 by data set). Few-shot learning
-# stands beside our arithmetic, the synthetic task beside our needles.
+# By kind of prompt, with the scores of Table 5 (Llama2, 1,000 tokens kept; ratios 4 to 40 by data set). Few-shot
+# learning is compared with our arithmetic, the synthetic task with our needles.
 
 # %%
 QUARTER = "0.27"
@@ -147,13 +151,13 @@ page.table("kinds", found, pd.DataFrame(lines))
 recall = cells["mean"]["attention"].unstack("series")
 page.not_tested(
     "Table 5, 1,000 tokens",
-    "FINCH ahead of truncation on questions, summaries, few-shot and code, behind on the synthetic task",
+    "FINCH is better than truncation on questions, summaries, few-shot and code, worse on the synthetic task",
     ", ".join(f"{kind} {recall.loc[kind, 'FINCH']:.2f} and {recall.loc[kind, 'truncate']:.2f}" for kind in kinds)
     + " (recall, FINCH and truncate)",
 )  # fmt: skip
 answer = mean.unstack("budget").loc[(slice(None), "answer"), BUDGETS].droplevel("panel")
 page.find(
-    "Section 5.1, section 7", "the cache keeps what the question asks for",
+    "Section 5.1, section 7", "the cache keeps the tokens that answer the question",
     "; ".join(f"σ {RATIOS[budget]:g}: " + ", ".join(f"{name} {answer.loc[name, budget]:.2f}" for name in order)
               for budget in (QUARTER, BUDGETS[-1])) + " (share of the answer kept)",
     [more(alike[("answer", budget)], "FINCH", name, f"σ {RATIOS[budget]:g}")
@@ -164,10 +168,10 @@ page.find(
 # ## Block by block
 #
 # Fig. 3 shows the attention of the question in the last layer of Llama2 as the context is read block by block: the best
-# tokens are circled, carried along, and measured again beside the next block, until the model answers "Paris" from what
-# is left. Below, the same for a needle, keys at their captured positions: the score of each token that the cache and
-# the block hold, those that are kept in blue. The table counts the answer's tokens that are held when its own block has
-# been read and at the end. *Chance* is the share of the context read so far that is held.
+# tokens are circled, kept, and scored again together with the next block, until the model answers "Paris" from the kept
+# tokens. The figure has the same for a needle, with keys at their captured positions. It shows the score of each token
+# in the cache and the block, kept tokens in blue. The table gives the share of the answer's tokens that is kept after
+# its own block and at the end. *Chance* is the kept share of the context read so far.
 
 # %%
 STEP = 128 if shortest >= 1000 else 32  # tokens in a block
@@ -282,31 +286,32 @@ rows = pd.DataFrame(lines)
 found = mean_over_traces(rows, ["label", "when"])
 cells = found.set_index(["label", "when"])
 page.table("answer-steps", found, pd.DataFrame([
-    {"answer held": name} | {when: cell(cells.loc[(name, when)]) for when in rows["when"].unique()} for name in SHARES
+    {"answer kept": name} | {when: cell(cells.loc[(name, when)]) for when in rows["when"].unique()} for name in SHARES
 ]))  # fmt: skip
 ends = rows[rows["when"] == "at the end"]
 page.find(
     "Fig. 3", "the tokens that the question attends to are carried to the end, and the answer is among them",
     "; ".join(f"{when}: " + ", ".join(f"{name} {cells.loc[(name, when), 'mean']:.2f}" for name in SHARES)
-              for when in rows["when"].unique()) + " (share of the answer held)",
+              for when in rows["when"].unique()) + " (share of the answer kept)",
     [more(ends, name, "chance") for name in ("last layer", "all layers")],
 )  # fmt: skip
 ranked = steps.sort_values("score", ascending=False).groupby("step")
 best = sum(mine["kept"].head(mine["kept"].sum()).sum() for _, mine in ranked)
 page.by_construction(
     "Fig. 3, section 5.1", "the best r tokens of the cache and the block are kept",
-    f"{best} of {steps['kept'].sum()} tokens that are kept in the last layer are the best by scores computed again, in "
+    f"{best} of {steps['kept'].sum()} tokens that are kept in the last layer are the best by recomputed scores, in "
     f"{steps['step'].max()} steps",
 )  # fmt: skip
 
 # %% [markdown]
 # ## Retrieval
 #
-# Fig. 7 compares FINCH with retrieval: the text in chunks of 256 tokens, those nearest to the question by an embedding.
-# Here the chunks are ranked by [BM25](retrieval.py) over their words (Robertson and Zaragoza 2009; k1 = 1.2, b = 0.75).
-# The question is kept whole, then chunks in the order of their scores until the budget is spent, the last one cut. Our
-# prompts are shorter, so chunks of 64 tokens are shown too. *Random chunks* is what chunks in a random order keep on
-# average: the free budget over the context. Retrieval keeps the same tokens in all layers.
+# Fig. 7 compares FINCH with retrieval, which keeps the chunks of 256 tokens that are nearest to the question by an
+# embedding. Here the chunks are ranked by [BM25](retrieval.py) over their words (Robertson and Zaragoza 2009; k1 = 1.2,
+# b = 0.75). The question is kept completely, then chunks in the order of their scores until the budget is spent; the
+# last chunk is cut. Our prompts are shorter, so chunks of 64 tokens are shown too. *Random chunks* is the average for
+# chunks in random order: the remaining budget divided by the length of the context. Retrieval keeps the same tokens in
+# all layers.
 
 # %%
 CHUNK_TOKENS = (256, 64)
@@ -351,13 +356,13 @@ page.keep(curves(
 page.kinds("retrieval-kinds", rows[rows["budget"] == QUARTER], f"answer kept, σ {RATIOS[QUARTER]:g}")
 mean = rows.groupby(["budget", "series"])["value"].mean()
 page.not_tested(
-    "Fig. 7", "FINCH ahead of retrieval in 10 of 12 experiments on questions",
+    "Fig. 7", "FINCH is better than retrieval in 10 of 12 experiments on questions",
     "; ".join(f"σ {RATIOS[budget]:g}: " + ", ".join(f"{name} {one:.2f}" for name, one in mean[budget].items())
               for budget in (QUARTER, BUDGETS[-1])) + " (share of the answer kept)",
 )  # fmt: skip
 page.find(
     "Fig. 7, by kept tokens", "FINCH keeps more of the answer than retrieval of chunks does",
-    "the line above",
+    "as in the row above",
     [more(rows[rows["budget"] == budget], "FINCH", f"BM25, {size} tokens", f"σ {RATIOS[budget]:g}")
      for budget in (QUARTER, BUDGETS[-1]) for size in CHUNK_TOKENS],
 )  # fmt: skip
@@ -389,16 +394,16 @@ counted = values(ratios, "kv_bytes").pivot(index=["trace", "budget"], columns="l
 [finch_label] = called(ratios, {"finch:positions=cache": "FINCH"})
 saved = (counted["full"] / counted[finch_label]).groupby("budget").mean()
 page.by_construction(
-    "Table 6", "memory falls with σ: n/σ tokens are held",
+    "Table 6", "memory falls with σ: n/σ tokens are resident",
     "bytes of the full cache over FINCH's: "
     + ", ".join(f"{saved[budget]:.2f} (σ {1 / float(budget):.2f})" for budget in BUDGETS),
 )  # fmt: skip
 
 # %% [markdown]
-# ## Whose attention?
+# ## Scoring queries
 #
-# Fig. 6 lets the question's tokens vote, the context's, or both, in all six LongBench tasks with Mistral: the question
-# is best in each.
+# Fig. 6 scores tokens with the queries of the question, of the context, or of both, in all six LongBench tasks with
+# Mistral. The question is best in each.
 
 # %%
 VOTERS = {"finch:condition=question": "question", "finch:condition=context": "context", "finch:condition=all": "both"}
@@ -407,24 +412,24 @@ voted = page.replay("condition", every, list(VOTERS), FEW, "--metrics", "attenti
                     "--detail", "summary")  # fmt: skip
 rows = three(voted, called(voted, VOTERS))
 found = mean_over_traces(rows, ["series", "panel", "budget"])
-page.table("condition", found, table(found, list(VOTERS.values()), "who votes"))
+page.table("condition", found, table(found, list(VOTERS.values()), "scoring queries"))
 by_kind = rows[rows["budget"] == FEW[-1]]
 found = mean_over_traces(by_kind, ["panel", "series", "kind"])
 cells = found.set_index(["panel", "series", "kind"])
 page.table("condition-kinds", found, pd.DataFrame([
-    {f"who votes, σ {RATIOS[FEW[-1]]:g}": f"{name}, {PANELS[panel]}"}
+    {f"scoring queries, σ {RATIOS[FEW[-1]]:g}": f"{name}, {PANELS[panel]}"}
     | {kind: cell(cells.loc[(panel, name, kind)]) for kind in kinds}
     for panel in ("attention", "attention output") for name in VOTERS.values()
 ]))  # fmt: skip
 recall = cells["mean"]["attention"].unstack("series").loc[kinds]
 error = cells["mean"]["attention output"].unstack("series").loc[kinds]
 page.not_tested(
-    "Fig. 6", "guided by the question is best in every task",
+    "Fig. 6", "scoring by the question's queries is best in every task",
     "; ".join(f"{kind} " + ", ".join(f"{error.loc[kind, name]:.2f}" for name in VOTERS.values()) for kind in kinds)
     + f" (output error by question, context, both; σ {RATIOS[FEW[-1]]:g})",
 )  # fmt: skip
 page.not_tested(
-    "Fig. 6", "the same by the attention that is recalled",
+    "Fig. 6", "the same, measured by attention recall",
     "; ".join(f"{kind} " + ", ".join(f"{recall.loc[kind, name]:.2f}" for name in VOTERS.values()) for kind in kinds),
 )  # fmt: skip
 
@@ -433,7 +438,7 @@ page.not_tested(
 #
 # Fig. 8 varies the chunk with Llama2 and 512 tokens kept: 1,024 is best for questions on one document, 256 for several,
 # and larger chunks are faster. Our questions have several documents. A chunk as long as the context leaves one step, so
-# lines end where the shortest prompt does.
+# the lines end at the length of the shortest prompt.
 
 # %%
 CHUNKS = [size for size in (32, 64, 128, 256, 512, 1024) if size < shortest]
@@ -467,11 +472,11 @@ page.by_construction(
 )  # fmt: skip
 
 # %% [markdown]
-# ## What is not said
+# ## Details that the paper leaves open
 #
 # The paper's text, figure and two published codes differ in details: whether kept keys move to their slots, in which
-# order, whether rows of the question are weighted by what they see, how the number kept is rounded. None is ablated in
-# the paper. Moving keys changes the attention of all later queries, so it costs most.
+# order, whether rows of the question are weighted by what they see, how the number kept is rounded. The paper has no
+# ablation of these details. Moving keys changes the attention of all later queries, so it raises the error most.
 
 # %%
 READINGS = {"finch:positions=cache,order=position,norm=visible,rate=exact,heads=layer": "as replayed here",
@@ -493,7 +498,7 @@ page.not_tested(
 # ## Lost in the middle
 #
 # Table 3 puts the answer's document at five places of 20 (Llama2, σ = 4): FINCH's accuracy varies by 9.8 points, the
-# full context's by 15.3. Here the needle lies at three depths; counted is the share of it that is kept.
+# full context's by 15.3. Here the needle is at three depths, and the table has the share of it that is kept.
 
 # %%
 lost = page.replay("needle", traces("needle"), ["finch", "snapkv:heads=layer", "truncate"], [QUARTER],
@@ -519,18 +524,18 @@ page.not_tested(
 )  # fmt: skip
 
 # %% [markdown]
-# ## What the scores are worth
+# ## Skill: the contribution of the scores
 #
-# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
-# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
-# (1), by attention recall. FINCH itself has none, because its sets change block by block; `truncate` keeps
-# protected tokens alone.
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and places runs of
+# kept tokens of the same lengths at random. *Skill* is the position of the policy between its twin (0) and the best set
+# with its token counts (1), measured by attention recall. FINCH itself has no twin, because its sets change block by
+# block; `truncate` keeps protected tokens only.
 
 # %%
 page.skill(ratios)
 
 # %% [markdown]
-# ## What holds
+# ## Findings
 
 # %%
 page.findings()

@@ -403,7 +403,7 @@ class Page:
         pairs = [more(rows["contains"], one, other, "answers") for one, other in better]
         pairs += [less(rows["nll_increase"], one, other, "NLL") for one, other in better]
         apart = [less(rows["contains"], one, other) for one, other in alike]
-        here += [f"{one.one} less {one.other} {one.mean:+.2f} [{one.low:+.2f}, {one.high:+.2f}]" for one in apart]
+        here += [f"{one.one} minus {one.other} {one.mean:+.2f} [{one.low:+.2f}, {one.high:+.2f}]" for one in apart]
         given = mean["contains"]
         within = [
             None if max(given[one.one], given[one.other]) < FLOOR
@@ -413,7 +413,7 @@ class Page:
             for one in apart
         ]  # fmt: skip
         if alike and given[[name for pair in alike for name in pair]].max() < FLOOR:
-            reasons = ["hardly a prompt is answered, so nothing can differ"]
+            reasons = ["almost no prompt is answered, so no difference can show"]
         else:
             reasons = [f"{one.one} within {ALIKE} of {one.other}: {'no' if is_true is False else 'not resolved'}"
                        for one, is_true in zip(apart, within, strict=True) if not is_true]  # fmt: skip
@@ -452,7 +452,7 @@ class Page:
             "skill " + ", ".join(
                 f"{label} {' '.join(f'{one:.2f}' for one in means)}" for label, means in skills.items()
             ) + (f" (at {', '.join(budgets)})" if len(budgets) > 1 else "")
-            + (f"; {', '.join(protected)}: 0, protected tokens are all that is kept" if protected else ""),
+            + (f"; {', '.join(protected)}: 0, only protected tokens are kept" if protected else ""),
             [bool(low > 0) for low in moves["low"]],
             f"the interval reaches 0 for {', '.join(behind)}" if behind else "",
         )  # fmt: skip

@@ -1,11 +1,11 @@
 # %% [markdown]
-# # Overview: the papers' policies, side by side
+# # Overview: the papers' policies compared
 #
-# With their defaults at the same budgets, between two bounds: *random* keeps tokens by chance, *oracle* those that the
-# later queries will look at, as many in each layer and KV head. Prompts have at most 2,100 tokens here, so that all
-# policies take minutes. Numbers are open loop, with queries as captured under the full cache, but for findings that
-# begin "closed loop": those are of needle prompts that the model answers with its full cache, answered again under each
-# policy (`tools/study papers`).
+# All policies run with their defaults at the same budgets, between two bounds. *Random* keeps random tokens; *oracle*
+# keeps the tokens to which the later queries attend most, the same number in each layer and KV head. Prompts have at
+# most 2,100 tokens here, so that all policies take minutes. Numbers are open loop, with queries as captured under the
+# full cache, except for findings that begin with "closed loop". For these, the model answers needle prompts again under
+# each policy; the prompts are those that it answers with its full cache (`tools/study papers`).
 
 # %%
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ prompts.groupby("kind")["prompt_tokens"].agg(traces="count", least="min", most="
 # %% [markdown]
 # ## At one budget
 #
-# *Of the way* is where a policy lies between random (0) and oracle (1) by attention recall. *Skill* is the same between
-# bounds of the policy's own: its random twin, which keeps the same protected tokens and puts runs of the same lengths
-# at random places, and the best set with its counts. So skill says what the scores of a policy are worth. `kivi` holds
-# every token in fewer bits, so no budget binds it; `chunkkv`, `finch`, `pyramid-infer` and `sca` have one set for a
-# whole layer, where the oracle has one for each KV head. `h2o-online` and `finch`, whose sets change with time, and
-# `kivi` have no twin.
+# *Of the way* is the position of a policy between random (0) and oracle (1), measured by attention recall. *Skill* is
+# the same position between bounds that depend on the policy. The lower bound is its random twin, which keeps the same
+# protected tokens and places runs of the same lengths at random. The upper bound is the best set with the policy's
+# token counts. Skill therefore measures the contribution of a policy's scores. `kivi` keeps every token in fewer bits
+# and ignores the budget. `chunkkv`, `finch`, `pyramid-infer` and `sca` have one set for a whole layer, while the oracle
+# has one for each KV head. `h2o-online` and `finch`, which have dynamic sets, and `kivi` have no twin.
 
 # %%
 BUDGETS = ["0.125", "0.2", "0.3", "0.5"]
@@ -74,9 +74,9 @@ page.table("policies", found, pd.DataFrame([
 # %% [markdown]
 # ## Over budgets
 #
-# Policies that score by the attention of the last queries, those that look elsewhere, and those that go by position
-# alone; on one scale each for recall and for error, with the bounds in grey. `h2o-online` decides after every token and
-# is at one budget only.
+# The figure has three families: policies that score by the attention of the last queries, policies that select by
+# position, and all others. Recall has one scale and error another, and the bounds are grey. `h2o-online` evicts after
+# every token and was run at one budget only.
 
 # %%
 FAMILIES = {
@@ -107,8 +107,8 @@ page.keep(curves(
 # %% [markdown]
 # ## Window and pooling
 #
-# The policies that score by an observation window have a window of 8 queries by default, as in KVCache-Factory. Below,
-# also with 32, and with and without pooling; ChunkKV does not pool.
+# The policies that score by an observation window have a window of 8 queries by default, as in KVCache-Factory. The
+# figure also has a window of 32, with and without pooling; ChunkKV does not pool.
 
 # %%
 window_settings(page, every, {
@@ -153,9 +153,9 @@ page.keep(by_kind(error, "Output error", "least"), "kinds-error")
 # %% [markdown]
 # ## Time
 #
-# Scoring and selecting on one thread, summed over layers, the quickest of three times, for prompts of different length
-# with a needle in the middle. The attention of the prompt, which policies share, is apart: the line for each length.
-# `h2o-online` decides at every token, `finch` block by block.
+# The figure has the time of scoring and selecting on one thread, summed over layers, as the fastest of three runs, for
+# prompts of different length with a needle in the middle. The attention of the prompt, which policies share, is not
+# included; a vertical line gives it for each length. `h2o-online` decides at every token, `finch` block by block.
 
 # %%
 middle = corpus()
@@ -208,7 +208,7 @@ page.table("seconds", alone.reset_index(), pd.DataFrame([
 ]))  # fmt: skip
 
 # %% [markdown]
-# ## What holds
+# ## Findings
 
 # %%
 mean = cells["mean"].unstack("quantity")
@@ -239,7 +239,7 @@ compared("StreamingLLM; SCA section 3.2", "without the first tokens a model coll
 least = error[error["role"] == "asked"].groupby(["kind", "label"])["value"].mean().drop(index="kivi", level="label")
 best = least.groupby("kind").idxmin().map(lambda pair: pair[1])
 page.not_tested(
-    "DynamicKV section 3", "which policy suits depends on the task",
+    "DynamicKV section 3", "the best policy depends on the task",
     "least output error: " + ", ".join(f"{best[kind]} ({kind})" for kind in kinds),
 )  # fmt: skip
 most = mean["attention recall"].drop(index=["kivi", *CONTROLS])  # kivi holds every token

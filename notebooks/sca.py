@@ -1,14 +1,15 @@
 # %% [markdown]
-# # SCA: keeping the tokens least like the others
+# # SCA: keeping the least redundant tokens
 #
 # Anonymous 2024, *SCA: Selective Compression Attention for Efficiently Extending the Context Window of Large Language
 # Models*, submission to the ACL.
 #
-# SCA looks at keys and values alone: many tokens have a near twin, so a greedy algorithm keeps those that are least
-# like the ones already kept. The paper measures that redundancy on Llama2-7B and compares with H2O, StreamingLLM and a
-# fixed stride; here the model is SmolLM2-135M-Instruct, with 30 layers and 3 KV heads. Numbers are open loop, with
-# queries as captured under the full cache, but for findings that begin "closed loop": those are of needle prompts that
-# the model answers with its full cache, answered again under each policy (`tools/study papers`).
+# SCA uses keys and values only. Many tokens have a near duplicate, so a greedy algorithm keeps the tokens that are
+# least similar to those already kept. The paper measures this redundancy on Llama2-7B and compares with H2O,
+# StreamingLLM and a fixed stride. Here the model is SmolLM2-135M-Instruct, with 30 layers and 3 KV heads. Numbers are
+# open loop, with queries as captured under the full cache, except for findings that begin with "closed loop". For
+# these, the model answers needle prompts again under each policy; the prompts are those that it answers with its full
+# cache (`tools/study papers`).
 
 # %%
 import re
@@ -50,10 +51,10 @@ prompts.groupby("kind")["prompt_tokens"].agg(traces="count", least="min", most="
 # %% [markdown]
 # ## Redundancy and length
 #
-# A token's redundancy is the largest cosine between its vector and another token's (eq. 1), vectors of all KV heads
-# joined, keys after RoPE. Table 1 averages it over tokens and layers of the first n tokens: keys 0.88 to 0.89 at every
-# length, values rising from 0.64 or 0.67 at 200 tokens to 0.69 or 0.72 at 3,200. Below, the same for those of our
-# prompts that are long enough for the longest n.
+# A token's redundancy is the largest cosine similarity between its vector and another token's (eq. 1). Vectors of all
+# KV heads are concatenated, keys after RoPE. Table 1 averages it over layers and the first n tokens: keys 0.88 to 0.89
+# at every length, values rising from 0.64 or 0.67 at 200 tokens to 0.69 or 0.72 at 3,200. The figure has the same
+# average for those of our prompts that are long enough for the longest n.
 
 # %%
 PAPER_LENGTH = pd.DataFrame(
@@ -108,8 +109,8 @@ page.find(
 # ## Redundancy by token and layer
 #
 # Fig. 2 shows the redundancy of each of the first 400 tokens in some layers as a square of 20 × 20: most are high, and
-# the first token stands alone in the first and the last layer. Fig. 7 averages 3,200 tokens layer by layer: keys about
-# equal in all layers, values very high in layer 0, falling, and steady from layer 6 of 32 on.
+# the first token is unlike all others in the first and the last layer. Fig. 7 averages 3,200 tokens layer by layer:
+# keys about equal in all layers, values very high in layer 0, falling, and steady from layer 6 of 32 on.
 
 # %%
 SIDE = 20
@@ -161,14 +162,14 @@ page.table("tokens", tokens, tokens.round(3))
 tokens = tokens.set_index(["tensor", "layer"])
 alone = {(t, layer): tokens.loc[(t, layer), "rank of the first"] for t in BOTH.values() for layer in (0, last)}
 page.find(
-    "Fig. 2", "the first token has no like in the first and in the last layer",
+    "Fig. 2", "the first token is unlike all others in the first and in the last layer",
     "its mean rank among 400, 1 the least redundant: "
     + ", ".join(f"{rank:.0f} ({tensor}, layer {layer})" for (tensor, layer), rank in alone.items()),
     [bool(rank < 5) for rank in alone.values()],
     "in layer 0 a value depends on its token alone, and the first token, the chat template's, occurs again",
 )  # fmt: skip
 page.find(
-    "Fig. 2, section 3.2", "most tokens have a near twin",
+    "Fig. 2, section 3.2", "most tokens have a near duplicate",
     ", ".join(f"{100 * tokens.loc[(t, layer), 'above 0.8']:.0f} % of {t} above 0.8 (layer {layer})"
               for t in BOTH.values() for layer in (0, last // 2, last)),
     [bool(tokens.loc[(t, layer), "above 0.8"] > 0.5) for t in BOTH.values() for layer in (0, last // 2, last)],
@@ -193,7 +194,7 @@ key, value = by_layer["key"], by_layer["value"]
 page.find(
     "Fig. 7", "keys differ little between layers",
     f"{key.min():.2f} to {key.max():.2f}, standard deviation {key.std():.3f}",
-    [bool(key.std() < value.std()), bool(np.ptp(key) < 0.1)], "some layers have keys far apart",
+    [bool(key.std() < value.std()), bool(np.ptp(key) < 0.1)], "the range over layers exceeds 0.1",
 )  # fmt: skip
 page.find(
     "Fig. 7", "values: very redundant in layer 0, then falling, steady after the first fifth of the layers",
@@ -201,15 +202,15 @@ page.find(
     f"{value[steady:].min():.2f} to {value[steady:].max():.2f}",
     [bool(value.idxmax() == 0), bool(value[1:steady].mean() > value[steady:].mean()),
      bool(np.ptp(value[steady:]) < 0.1)],
-    "above that they still vary from layer to layer",
+    "in later layers the values still vary from layer to layer",
 )  # fmt: skip
 
 # %% [markdown]
-# ## Half of the cache, and less
+# ## Keeping half of the cache and less
 #
 # Table 2 keeps half of short prompts: SCA 59.0 of the full cache's 59.6, H2O 57.5, StreamingLLM 53.3, a stride of two
-# 39.6; Fig. 5 goes down to 30 %. Below all four at the same shares; SCA and H2O keep a quarter of them as recent
-# tokens, as the paper has it. SCA has one set for all layers, H2O one for each KV head.
+# 39.6; Fig. 5 goes down to 30 %. The figure has all four policies at the same shares. SCA and H2O spend a quarter of
+# the share on recent tokens, as in the paper. SCA has one set for all layers, H2O one for each KV head.
 
 # %%
 METHODS = {"sca": "SCA", "h2o": "H2O", "streaming-llm": "StreamingLLM", "strided": "stride", "random": "random"}
@@ -262,7 +263,7 @@ page.answered(
     budgets=["0.5"],
 )  # fmt: skip
 page.not_tested(
-    "Fig. 5", "SCA keeping 30 % beats StreamingLLM keeping 60 % on two of four tasks, and H2O competes",
+    "Fig. 5", "SCA at 30 % is better than StreamingLLM at 60 % on two of four tasks, and H2O is comparable",
     f"output error: SCA {error.loc['SCA', 0.3]:.3f} at 30 %, StreamingLLM {error.loc['StreamingLLM', 0.6]:.3f} at 60 % "
     f"and {error.loc['StreamingLLM', 0.3]:.3f} at 30 %",
 )  # fmt: skip
@@ -271,12 +272,12 @@ page.not_tested(
 # ## Retained vectors
 #
 # Fig. 1 shows attention maps under several methods, and t-SNE projections of the vectors that each retains: SCA's are
-# distributed more like the original ones than StreamingLLM's, "so it can keep more information". Below, half of the
-# prompt is kept with one set a layer; the lower plots are the two first principal components, which need no random
-# start. Distances in a projection say little, so the distributions are compared in full: by the energy distance between
-# kept and all vectors (0: the same distribution), and by the cosine between an evicted vector and the nearest kept one.
-# Vectors are those of redundancy, all KV heads joined, keys after RoPE. The random twin of SCA keeps its protected
-# tokens and others at random.
+# distributed more like the original ones than StreamingLLM's, "so it can keep more information". Here half of the
+# prompt is kept with one set per layer. The lower plots show the first two principal components, which need no random
+# start. Distances in a projection say little, so the full distributions are compared. The first number is the energy
+# distance between kept vectors and all vectors (0: the same distribution); the second is the cosine similarity between
+# an evicted vector and the nearest kept one. Vectors are defined as for redundancy: all KV heads concatenated, keys
+# after RoPE. The random twin of SCA keeps its protected tokens and random other tokens.
 
 # %%
 ONE_SET = {"SCA": half.cells["policy"] == "sca", "StreamingLLM": half.cells["policy"] == "streaming-llm",
@@ -391,10 +392,10 @@ page.find(
 )  # fmt: skip
 page.find(
     "(random twins)", "SCA's retained vectors are distributed more like all vectors than those of its random twin",
-    "the line above", [less(alike[panel], "SCA", "random twin", panel) for panel in energy],
+    "as in the row above", [less(alike[panel], "SCA", "random twin", panel) for panel in energy],
 )  # fmt: skip
 page.find(
-    "Fig. 1, section 3.2", "a vector that SCA evicts has a kept one like it, more than under StreamingLLM",
+    "Fig. 1, section 3.2", "a vector that SCA evicts has a more similar kept vector than under StreamingLLM",
     "cosine to the nearest kept vector: " + "; ".join(f"{panel[:panel.index(':')]} {measured[panel]}"
                                                     for panel in nearest),
     [more(alike[panel], "SCA", other, panel) for panel in nearest for other in ("StreamingLLM", "random twin")],
@@ -404,12 +405,12 @@ page.find(
 # ## Ablations
 #
 # Table 6 selects by keys or values alone, by the largest instead of the least redundancy (sinks kept), and by another
-# layer's tokens; Fig. 4 shares a set between N neighbouring layers. Layers 12 and 24 of the paper's 32 are the nearest
-# of ours; all at half of the prompt, as in the paper's short tasks, and at a fifth.
+# layer's tokens; Fig. 4 shares a set between N neighbouring layers. For layers 12 and 24 of the paper's 32 the nearest
+# of our 30 layers are used. All variants keep half of the prompt, as in the paper's short tasks, and a fifth.
 #
-# SCA protects no sinks, except "the initial tokens" beside the most redundant ones, here four. A set that one layer
-# selects for others loses the first token where that layer does not attend to it, and this loss would hide the effect
-# of the layer. So every variant is replayed twice: without protected sinks and with four.
+# SCA protects no sinks, with one exception: "the initial tokens", here four, beside the most redundant tokens. A set
+# that one layer selects for others lacks the first token if that layer does not attend to it, and this would hide the
+# effect of the layer. Every variant is therefore replayed twice: without protected sinks and with four.
 
 # %%
 scaled = {n: round(n / 31 * last) for n in (12, 24)}
@@ -481,7 +482,7 @@ for n, suffix in SINKS.items():
         own | {"most redundant": live(objective="max", sinks=n)}, [("SCA", "most redundant")],
     )  # fmt: skip
 page.answered(
-    "Table 6", f"whose layer selects matters little{SINKS[4]}",
+    "Table 6", f"the choice of the selecting layer matters little{SINKS[4]}",
     {"SCA": live(sinks=4)} | {name: live(f"{layer}", sinks=4)
                               for name, layer in zip(OTHERS, (0, *scaled.values()), strict=True)},
     [], [("SCA", name) for name in OTHERS],
@@ -501,7 +502,7 @@ page.keep(curves(
 ), "sharing")  # fmt: skip
 for n, suffix in SINKS.items():
     page.answered(
-        "Fig. 4", f"sharing between 1 to 32 layers has little effect{suffix}",
+        "Fig. 4", f"sharing one set between 1 to 32 layers has little effect{suffix}",
         {f"N = {size}": live(share=f"{size}", sinks=n) for size in (1, 5, 15)} | {"N = 30": live(sinks=n)},
         [], [(f"N = {size}", "N = 1") for size in (5, 15, 30)],
     )  # fmt: skip
@@ -509,10 +510,10 @@ for n, suffix in SINKS.items():
 # %% [markdown]
 # ## The threshold
 #
-# The paper's use: whenever 4,000 tokens are held, they are compressed to 2,000, again and again, and tokens move
-# together. Our prompts are shorter, so thresholds are shares of them: full at 60 %, 30 % or 15 % of the prompt and then
-# cut to half of that, which is 2, 5 and 12 compressions. The figure counts the tokens held as a prompt comes in; the
-# table has peak and mean, and what the later queries find.
+# In the paper, 4,000 resident tokens are compressed to 2,000 whenever that threshold is reached, and kept tokens move
+# to adjacent positions. Our prompts are shorter, so the thresholds are shares of the prompt. At 60 %, 30 % or 15 % of
+# the prompt the cache is compressed to half of that, which gives 2, 5 and 12 compressions. The figure counts the
+# resident tokens while a prompt is read. The table has their peak and mean, and the metrics of the later queries.
 
 # %%
 THRESHOLDS = {"0.6": "0.3", "0.3": "0.15", "0.15": "0.075"}
@@ -595,7 +596,7 @@ found.insert(0, "threshold", found["label"].map(lambda label: heading[label][1])
 found.insert(0, "policy", found["label"].map(lambda label: heading[label][0]))
 cells = found.set_index(["quantity", "policy", "threshold"])
 lines = [
-    {"policy": name, "full at, of the prompt": f"{100 * float(peak):.0f} %"}
+    {"policy": name, "threshold, of the prompt": f"{100 * float(peak):.0f} %"}
     | {words: cell(cells.loc[(words, name, peak)]) for words in [*metrics.values(), "needle kept"]}
     for peak in THRESHOLDS for name in RULES
 ]  # fmt: skip
@@ -608,32 +609,32 @@ page.by_construction(
     + "; mean " + ", ".join(f"{100 * mean[('mean', 'SCA', peak)]:.1f} %" for peak in THRESHOLDS),
 )  # fmt: skip
 page.not_tested(
-    "Table 3", "under repeated compression SCA has the lowest perplexity of the four, or as low",
+    "Table 3", "under repeated compression no other method of the four has a lower perplexity than SCA",
     "; ".join(
-        f"full at {peak}: " + ", ".join(f"{name} {mean[('output error', name, peak)]:.3f}" for name in RULES)
+        f"threshold {peak}: " + ", ".join(f"{name} {mean[('output error', name, peak)]:.3f}" for name in RULES)
         for peak in THRESHOLDS
     ) + " (output error)", "the perplexity of a text read through a compressed cache",
 )  # fmt: skip
 kept = mean["needle kept"].unstack("threshold")
 page.not_tested(
-    "Fig. 3", "SCA keeps the passkey through many compressions, the others lose it",
+    "Fig. 3", "SCA keeps the passkey through many compressions, the others evict it",
     "; ".join(
-        f"full at {peak}: " + ", ".join(f"{name} {kept.loc[name, peak]:.2f}" for name in RULES) for peak in THRESHOLDS
+        f"threshold {peak}: " + ", ".join(f"{name} {kept.loc[name, peak]:.2f}" for name in RULES) for peak in THRESHOLDS
     ) + " (share of the needle kept)",
 )  # fmt: skip
 
 # %% [markdown]
-# ## What the scores are worth
+# ## Skill: the contribution of the scores
 #
-# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and puts runs of the
-# same lengths at random places. *Skill* is where the policy lies between its twin (0) and the best set with its counts
-# (1), by attention recall.
+# A [random twin](../docs/conventions.md#random-twins-and-skill) keeps a policy's protected tokens and places runs of
+# kept tokens of the same lengths at random. *Skill* is the position of the policy between its twin (0) and the best set
+# with its token counts (1), measured by attention recall.
 
 # %%
 page.skill(half)
 
 # %% [markdown]
-# ## What holds
+# ## Findings
 
 # %%
 page.findings()

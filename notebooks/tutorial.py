@@ -1,11 +1,11 @@
 # %% [markdown]
 # # A policy of your own: from idea to table row
 #
-# *Idea.* SnapKV asks whom the last queries look at; H2O, whom all queries looked at, which favours old tokens, since
-# more queries could see them. A token that is looked at *now* may be looked at by chance; one that was looked at for
-# its whole *lifetime* may be of no use to the question. So take both, as means over the queries that could see the
-# token, and multiply: a token must be worth something on either horizon. The policy is a function of ten lines,
-# [two_horizons.py](two_horizons.py):
+# *Idea.* SnapKV scores a token by the attention of the last queries. H2O scores it by the attention of all queries,
+# which favours old tokens because more queries can see them. The attention of the last queries may be high by chance;
+# attention over the whole *lifetime* of a token may be irrelevant to the question. The policy therefore takes both,
+# each as a mean over the queries that can see the token, and uses their geometric mean. A token needs attention on both
+# horizons. The policy is a function of ten lines, [two_horizons.py](two_horizons.py):
 
 # %%
 import inspect
@@ -22,9 +22,9 @@ page = Page("tutorial")
 print(inspect.getsource(two_horizons.__wrapped__))
 
 # %% [markdown]
-# ## See it on one layer
+# ## Scores on one layer
 #
-# A layer of a trace is a view; what the policy reads is there as numpy arrays.
+# A layer of a trace is a view that gives the policy its inputs as numpy arrays.
 
 # %%
 prompts = corpus()
@@ -36,18 +36,20 @@ print(trace)
 print("scores", scores.shape, "best tokens of query head 0:", sorted((-scores[0]).argsort()[:8].tolist()))
 
 # %% [markdown]
-# ## Does it obey the laws?
+# ## Check the policy
 #
-# Budget, order, the same bits again and on two threads, never above the oracle: silent, or an error that names the law.
+# `kv.check` tests that the policy keeps to its budget, gives the same bits again and on two threads, and never exceeds
+# the oracle. It prints nothing if all tests pass; otherwise the error names the property that fails.
 
 # %%
 kv.check(two_horizons)
 
 # %% [markdown]
-# ## Does it beat its random twin?
+# ## Compare it with its random twin
 #
-# The twin keeps the same recent tokens, and runs of the same lengths at random places. *Skill* is 0 for a policy that
-# recalls no more than its twin, and 1 for the best set with its counts: it says what the scores are worth.
+# The twin keeps the same recent tokens, and runs of the same lengths at random positions. *Skill* is 0 for a policy
+# that recalls no more than its twin, and 1 for the best set with the same token counts. It measures the contribution of
+# the scores.
 
 # %%
 twins = page.replay("twins", every, ["two_horizons.py:two_horizons"], ["0.1"], "--controls", "twins",
@@ -56,12 +58,12 @@ skill = means(values(twins, "skill"))
 page.table("skill", skill.reset_index(), pd.DataFrame([{"policy": "two horizons", "skill": cell(skill.iloc[0], 2)}]))
 
 # %% [markdown]
-# ## Replay it beside others
+# ## Compare it with other policies
 #
-# On every prompt of the corpus, at four budgets. The other policies protect the same eight recent tokens, so that only
-# the score differs; SnapKV with a window of 32 shows the effect of a longer window. On the command line:
-# `kvreplay replay TRACE... -p two_horizons.py:two_horizons,snapkv:pool=none -b 0.1`, and with `--watch` again whenever
-# the file was saved.
+# The replay runs on every prompt of the corpus, at four budgets. The other policies protect the same eight recent
+# tokens, so that only the score differs. SnapKV with a window of 32 shows the effect of a longer window. The command is
+# `kvreplay replay TRACE... -p two_horizons.py:two_horizons,snapkv:pool=none -b 0.1`; with `--watch` it replays again
+# whenever the file is saved.
 
 # %%
 NAMES = {
@@ -100,10 +102,9 @@ page.table("beside", found, pd.DataFrame([
 # %% [markdown]
 # ## Is it better?
 #
-# A policy counts as better where the 95 % bootstrap interval of the difference, paired by trace, leaves out 0. Two
-# other ways to put the horizons together were tried before this one and are no better than SnapKV without pooling: the
-# better of a token's two ranks, and the sum of the two means. A choice among three is fitted to this corpus a little,
-# and a longer window helps SnapKV at least as much (`kvreplay tune` finds it).
+# The verdicts compare output errors paired by prompt. Two other ways to combine the horizons were tried before and are
+# no better than SnapKV without pooling: the better of a token's two ranks, and the sum of the two means. A choice among
+# three is slightly fitted to this corpus. A longer window improves SnapKV at least as much (`kvreplay tune` finds it).
 
 
 # %%
@@ -127,8 +128,8 @@ page.findings()
 # %% [markdown]
 # ## The same in C++
 #
-# `kvreplay new-policy two-horizons` writes a policy that works into `core/policies/papers/`; with `--plugin` it is a
-# project of its own, for a kvreplay that is installed. The file becomes this, and its sets are those of the Python
+# `kvreplay new-policy two-horizons` writes a working policy into `core/policies/papers/`. With `--plugin` it writes a
+# separate project for an installed kvreplay. Edit the file to the following code. Its sets are those of the Python
 # policy, bit by bit:
 #
 # ```cpp
@@ -172,7 +173,7 @@ page.findings()
 # ```
 
 # %% [markdown]
-# What to read on: [the Python page](../docs/python.md), [writing a policy](../core/policies/README.md), [tuning
+# Further reading: [the Python page](../docs/python.md), [writing a policy](../core/policies/README.md), [tuning
 # one](../docs/tune.md).
 
 # %%

@@ -503,11 +503,11 @@ def test_answers_decide_by_share_and_likelihood(tmp_path: Path, monkeypatch: pyt
     found = pd.read_csv(tmp_path / "page" / "findings.csv").set_index("says")
     assert "12 needles" in found["here"]["A over B"]
     assert "answers given: A 1.00, B 0.00, whole 1.00; NLL increase: A 0.11, B 0.71" in found["here"]["A over B"]
-    assert "B less whole -1.00 [-1.00, -1.00]" in found["here"]["B as whole"]
+    assert "B minus whole -1.00 [-1.00, -1.00]" in found["here"]["B as whole"]
     verdicts = list(found["verdict"].str.partition(":")[0])
     assert verdicts == ["holds", "does not hold", "holds", "does not hold", "not resolved"]
     assert found["verdict"]["B as whole"] == "does not hold: B within 0.05 of whole: no"
-    assert found["verdict"]["B as B"] == "not resolved: hardly a prompt is answered, so nothing can differ"
+    assert found["verdict"]["B as B"] == "not resolved: almost no prompt is answered, so no difference can show"
     assert "(answers, n = 12" in found["verdict"]["B over A"] and "(NLL, n = 12" in found["verdict"]["B over A"]
 
 
