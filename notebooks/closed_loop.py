@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Closed loop: which offline metric predicts what a live model does
 #
-# The numbers of `tools/study`: kept sets that a replay found, and the same sets in the live model. Offline numbers have
-# queries as captured under the full cache; live ones are of a model that reads only what is kept. All is compared
-# within a prompt, at equal budget.
+# This notebook evaluates the numbers of `tools/study`: the kept sets of a replay, and the same sets in the live model.
+# Offline numbers use queries as captured under the full cache. Live numbers come from a model that attends only to the
+# kept tokens. All comparisons are within a prompt, at equal budget.
 
 # %%
 import re
@@ -13,6 +13,7 @@ import pandas as pd
 from frame import Page, answers, cell, curves, interval, less, more
 from layer_weights import EQUAL, LAYER_WEIGHTS, left_out_weights, with_weights
 from study import BASES, STUDIES, file_of, read
+from study import EQUAL as EQUAL_PROTECTION
 
 from kvreplay.plot.lines import INTERVAL, mean_over_traces
 from kvreplay.plot.style import COLOURS, Drawing, Sheet, width_of
@@ -27,7 +28,7 @@ measured = {name: read(file_of(name)) for name in WEIGHTS if file_of(name).exist
 titles = {name: STUDIES[name].title for name in measured}
 policies = {name: cells[cells["role"] == "asked"] for name, (cells, _) in measured.items()}
 offline = {one for _, about in measured.values() for one in about["offline"]}
-# Those of single layers, so also of their upper half; of spans those of the answer.
+# Metrics that also exist for the upper half of the layers; of the span metrics only those of the answer.
 of_layers = re.compile(r"(?!span_)|.*:answer\.(mean|layer)$")
 metrics = sorted(one for one in offline if one + UPPER in offline and of_layers.match(one))
 
@@ -41,16 +42,16 @@ def predicted(name: str, chosen: list[str]) -> Prediction:
 predictions = {name: predicted(name, [*metrics, *(one + UPPER for one in metrics)]) for name in measured}
 
 # %% [markdown]
-# ## What was run
+# ## Measured policies and prompts
 
 # %%
 OTHERS = {"papers": "the papers' policies", "layers": "one layer alone"}
 parts = policies | {part: read(file_of(part))[0].query("role == 'asked'") for part in OTHERS if file_of(part).exists()}
 run = pd.DataFrame([
     {"part": OTHERS.get(name, "policies"), "model": STUDIES[name].title,
-     "weights": WEIGHTS.get(name, WEIGHTS["smollm2-135m"]), "computed in": STUDIES[name].dtype,
+     "weights": WEIGHTS.get(name, WEIGHTS["smollm2-135m"]), "data type": STUDIES[name].dtype,
      "prompts": cells["prompt"].nunique(), "kinds": cells["kind"].nunique(),
-     "tokens of a prompt": f"{cells['tokens'].min()} to {cells['tokens'].max()}",
+     "tokens per prompt": f"{cells['tokens'].min()} to {cells['tokens'].max()}",
      "policies": cells["label"].nunique(), "budgets": ", ".join(sorted(cells["budget"].dropna().unique(), key=float)),
      "cells": len(cells)}
     for name, cells in parts.items()
@@ -60,8 +61,8 @@ page.table("run", run)
 # %% [markdown]
 # ## Which offline metric orders policies as the live model does
 #
-# Spearman's rank correlation over the policies of one prompt at one budget, mean over budgets, then prompts. `kld` is
-# the KL divergence of the next token's distribution from that of the full cache.
+# The number is Spearman's rank correlation over the policies of one prompt at one budget, averaged over budgets, then
+# over prompts. `kld` is the KL divergence between the next-token distributions with the full and the evicted cache.
 
 # %%
 grids = {
@@ -101,9 +102,9 @@ def shown_of(name: str, metric: str, column: str, after: str = "") -> str:
 whole_metrics = list(dict.fromkeys(lines["metric"].str.removesuffix(UPPER)))
 page.table("headline", lines, pd.DataFrame([
     {"offline metric": metric}
-    | {f"{titles[name].partition('-')[0]}{words}": shown_of(name, metric + part, column, after) for name in predictions
+    | {f"{titles[name]}{words}": shown_of(name, metric + part, column, after) for name in predictions
        for words, part, column, after in ((", all layers", "", "kld", "_mean"), (", upper half", UPPER, "kld", "_mean"),
-                                          (", all layers, less output_error", "", "ahead", ""))}
+                                          (", all layers, minus output_error", "", "ahead", ""))}
     for metric in whole_metrics
 ]))  # fmt: skip
 
@@ -142,7 +143,7 @@ def predictors() -> Drawing:
 page.keep(predictors(), "predictors")
 
 # %% [markdown]
-# ## The hypothesis that was fixed before
+# ## The hypothesis fixed before the study
 
 # %%
 for name, grid in grids.items():
@@ -155,9 +156,9 @@ for name, grid in grids.items():
     )  # fmt: skip
 
 # %% [markdown]
-# ## By budget, and on kinds of prompts that had no say
+# ## By budget, and on held-out kinds of prompts
 #
-# *Chosen* is the offline metric that is best on all other kinds of prompts.
+# *Chosen metric* is the offline metric with the highest rank correlation on all other kinds of prompts.
 
 # %%
 best = [lines[lines["model"] == name].iloc[0]["metric"] for name in measured]
@@ -174,16 +175,17 @@ page.table("budgets", by_budget, pd.DataFrame([
 ]).fillna(""))  # fmt: skip
 kinds = pd.concat([found.left_out_kinds().assign(model=name) for name, found in predictions.items()])
 page.table("kinds", kinds, pd.DataFrame([
-    {"model": titles[one["model"]], "kind left out": one["kind"], "chosen": one["chosen"],
-     "here": f"{one['spearman']:.2f}", "best here": one["best here"], "its": f"{one['its spearman']:.2f}"}
+    {"model": titles[one["model"]], "kind left out": one["kind"], "chosen metric": one["chosen"],
+     "rank correlation": f"{one['spearman']:.2f}", "best metric of this kind": one["best here"],
+     "best rank correlation": f"{one['its spearman']:.2f}"}
     for _, one in kinds.iterrows()
 ]))  # fmt: skip
 
 # %% [markdown]
 # ## Weights of layers
 #
-# The mean of an offline metric over the lower, middle and upper third of the layers, with weights in sixths that are
-# best for the other kinds of prompts; for a further model, those that are best for the first.
+# Weighted mean of an offline metric over the lower, middle and upper third of the layers. The weights, in sixths, are
+# those that are best on the other kinds of prompts; for the second model, those that are best on the first model.
 
 # %%
 WEIGHTED = (HEADLINE, HYPOTHESIS.removesuffix(UPPER))
@@ -204,16 +206,18 @@ learnt = pd.concat(learnt, ignore_index=True)
 learnt["weights"] = [" ".join(f"{6 * one:.0f}" for one in weights) for weights in learnt["weights"]]
 page.table("layer-weights", learnt, pd.DataFrame([
     {"model": titles[one["model"]], "offline metric": one["metric"], "kind left out": one["kind"],
-     "prompts": one["prompts"], "weights of thirds, in sixths": one["weights"], "here": f"{one['spearman']:.2f}",
-     "equal weights": f"{one['equal']:.2f}", "best weights here": f"{one['best']:.2f}"}
+     "prompts": one["prompts"], "weights of thirds, in sixths": one["weights"],
+     "rank correlation": f"{one['spearman']:.2f}", "with equal weights": f"{one['equal']:.2f}",
+     "best rank correlation": f"{one['best']:.2f}"}
     for _, one in learnt.iterrows()
 ]))  # fmt: skip
 
 # %% [markdown]
 # ## One layer alone
 #
-# SnapKV evicts in one layer, all others hold everything: what that layer's loss costs, and which offline metric says
-# so. Over all layers an offline metric is then that layer's share of the mean.
+# SnapKV evicts in one layer, and all other layers keep everything. This measures the effect of evicting in that layer,
+# and which offline metric predicts it. The mean of an offline metric over all layers is then that layer's value divided
+# by the number of layers.
 
 # %%
 OF_LAYERS = [HEADLINE, "output_error:residual", "output_error:projected", "output_error:pooled", "attention_recall"]
@@ -242,10 +246,10 @@ if file_of("layers").exists():
     ), "layers")  # fmt: skip
 
 # %% [markdown]
-# ## How many prompts order two policies
+# ## Number of prompts needed
 #
-# The number of prompts, drawn at random, whose offline means put two policies in the order of the live means over all
-# prompts, with probability 0.95 over pairs of policies.
+# The number of randomly drawn prompts whose offline means order two policies as the live means over all prompts do,
+# with probability 0.95 over pairs of policies.
 
 # %%
 needed = pd.concat([
@@ -263,8 +267,9 @@ page.table("needed", needed, pd.DataFrame([
 # %% [markdown]
 # ## Policies in the live model
 #
-# `kld` in nats, mean over prompts. A random twin keeps the protected tokens of its policy and puts runs of the same
-# lengths at random places: a policy whose `kld` is not below its twin's has no use for its scores.
+# The table has the mean of `kld` over prompts, in nats. A random twin keeps the protected tokens of its policy and
+# places runs of kept tokens of the same lengths at random. If the `kld` of a policy is not below its twin's, its scores
+# do not contribute. Policies are written with the parameters that differ from their defaults.
 
 # %%
 every = pd.concat([cells.assign(model=name, trace=cells["prompt"]) for name, (cells, _) in measured.items()])
@@ -274,6 +279,20 @@ found = mean_over_traces(live, ["model", "label", "budget"])
 cells = found.set_index(["model", "label", "budget"])
 budgets = sorted(set(live["budget"]), key=float)
 MIDDLE = "0.1"
+DEFAULTS = {
+    "snapkv": {"window=8", "pool=max", "heads=kv"}, "pyramid-kv": {"pool=max"}, "dynamickv": {"pool=max"},
+    "chunkkv": {"chunk=10", "reuse=1", "sinks=0"},
+    "sca": {"sinks=auto", "use=kv", "objective=min", "layer=-1", "share=all"},
+}  # fmt: skip
+
+
+def plain(label: str) -> str:
+    """The label of a policy without parameters that have their default, so that all tables name it alike."""
+    policy, _, parameters = label.partition(":")
+    others = [one for one in re.split(r",(?![^(]*\))", parameters) if one not in DEFAULTS.get(policy, ())]
+    return ":".join([policy, *([",".join(others)] if any(others) else [])])
+
+
 ranked = {
     name: [label for _, label in sorted(
         (cells.loc[(name, label, MIDDLE), "mean"], label) for label in set(live["label"][live["model"] == name])
@@ -281,56 +300,41 @@ ranked = {
     )] for name in measured
 }  # fmt: skip
 page.table("policies", found, pd.DataFrame([
-    {"model": titles[name], "policy": label}
+    {"model": titles[name], "policy": plain(label)}
     | {budget: cell(cells.loc[(name, label, budget)]) if (name, label, budget) in cells.index else ""
        for budget in budgets}
     for name in measured for label in ranked[name]
 ]))  # fmt: skip
 
-USUAL = {"window": "8", "pool": "max", "heads": "kv", "chunk": "10", "reuse": "1", "sinks": "0"}
-
-
-def called(name: str, policy: str, protected: bool = False, **changed: str) -> str:
-    """The label of a policy in a model's run, which has the parameters in which its policies differ; "": none."""
-    wanted = USUAL | changed
-    for label in ranked[name]:
-        parameters = dict(re.findall(r"(\w+)=(\w+)", label.partition("protect=")[0].partition(":")[2]))
-        if label.partition(":")[0] == policy and ("protect=" in label) == protected and all(
-                wanted.get(key, value) == value for key, value in parameters.items()):  # fmt: skip
-            return label
-    return ""
-
-
 for name in measured:
-    usual = {base: called(name, base) for base in (*BASES, "chunkkv", "pyramid-kv", "dynamickv")}
+    evaluated = {plain(label) for label in ranked[name]}
     statements = {
-        "policies have a smaller kld than their random twins":
-            [(usual[base], f"random-twin:of={base}") for base in BASES],
-        "pooled scores have a smaller kld than single ones":
-            [(usual[one], called(name, one, pool="none")) for one in ("snapkv", "pyramid-kv", "dynamickv")],
-        "ChunkKV has a smaller kld than SnapKV": [(usual["chunkkv"], usual["snapkv"])],
-        "ChunkKV has a smaller kld than SnapKV with one set for all heads of a layer":
-            [(usual["chunkkv"], one) for one in ranked[name] if "heads=layer" in one],
-        "PyramidKV's budgets of layers have a smaller kld than equal ones": [(usual["pyramid-kv"], usual["snapkv"])],
-        "DynamicKV's budgets of layers have a smaller kld than equal ones": [(usual["dynamickv"], usual["snapkv"])],
-        "4 sinks and 8 recent tokens lower kld": [(called(name, base, protected=True), usual[base]) for base in BASES],
+        "policies have a lower kld than their random twins": [(base, f"random-twin:of={base}") for base in BASES],
+        "policies have a lower kld with pooled scores than without pooling":
+            [(base, f"{base}:pool=none") for base in ("snapkv", "pyramid-kv", "dynamickv")],
+        "ChunkKV has a lower kld than SnapKV": [("chunkkv", "snapkv")],
+        "ChunkKV has a lower kld than SnapKV with one set per layer": [("chunkkv", "snapkv:heads=layer")],
+        "PyramidKV's per-layer budgets have a lower kld than equal budgets": [("pyramid-kv", "snapkv")],
+        "DynamicKV's per-layer budgets have a lower kld than equal budgets": [("dynamickv", "snapkv")],
+        "protecting 4 sinks and 8 recent tokens lowers kld": [(f"{base}:{EQUAL_PROTECTION}", base) for base in BASES],
     }  # fmt: skip
     at_middle = live[(live["model"] == name) & (live["budget"] == MIDDLE)]
+    at_middle = at_middle.assign(label=at_middle["label"].map(plain))
+    kld = {plain(label): cells.loc[(name, label, MIDDLE), "mean"] for label in ranked[name]}
     for says, pairs in statements.items():
-        # A part of the study with one variant of a policy has one label for all.
-        pairs = [(one, other) for one, other in pairs if one != other and {one, other} <= set(ranked[name])]
+        # Some parts of the study have fewer variants of a policy.
+        pairs = [pair for pair in pairs if evaluated.issuperset(pair)]
         if pairs:
             page.find(
                 "(study)", f"{says}, {titles[name]} at {MIDDLE}",
-                ", ".join(f"{one} {cells.loc[(name, one, MIDDLE), 'mean']:.3f}, "
-                          f"{other} {cells.loc[(name, other, MIDDLE), 'mean']:.3f}" for one, other in pairs),
+                ", ".join(f"{one} {kld[one]:.3f}, {other} {kld[other]:.3f}" for one, other in pairs),
                 [less(at_middle, one, other) for one, other in pairs],
             )  # fmt: skip
 
 # %% [markdown]
 # ## Answers
 #
-# Share of the answers that the text contains, greedy, over the prompts that the full cache answers.
+# Share of the answers that the greedy text contains, over the prompts that the model answers with the full cache.
 
 # %%
 ANSWERED_AT = ("0.1", "0.2", "0.5")
@@ -340,7 +344,8 @@ if len(answered):
     means = mean_over_traces(answered, ["model", "label", "budget"])
     at = means.set_index(["model", "label", "budget"])
     page.table("answers", means, pd.DataFrame([
-        {"model": titles[name], "prompts": answered["trace"][answered["model"] == name].nunique(), "policy": label}
+        {"model": titles[name], "prompts": answered["trace"][answered["model"] == name].nunique(),
+         "policy": plain(label)}
         | {budget: cell(at.loc[(name, label, budget)], 2) if (name, label, budget) in at.index else ""
            for budget in ANSWERED_AT}
         for name in measured for label in ranked[name] if label in set(answered["label"][answered["model"] == name])
@@ -349,7 +354,8 @@ if len(answered):
 # %% [markdown]
 # ## Answers under the papers' policies
 #
-# Needle prompts that the full cache answers, under what the papers' tables compare; docs/papers.md has the verdicts.
+# The table has the needle prompts that the model answers with the full cache, under the policies that the papers'
+# tables compare. docs/papers.md has the verdicts.
 
 # %%
 if file_of("papers").exists():
@@ -359,10 +365,10 @@ if file_of("papers").exists():
     ])  # fmt: skip
     at = numbers.set_index(["metric", "label", "budget"])
     page.table("papers", numbers, pd.DataFrame([
-        {"policy": label}
+        {"policy": plain(label)}
         | {budget: cell(at.loc[("contains", label, budget)], 2) for budget in STUDIES["papers"].budgets}
-        for label in sorted(set(numbers["label"]))
+        for label in sorted(set(numbers["label"]), key=plain)
     ]))  # fmt: skip
 
 # %%
-page.findings()
+page.findings(with_differences=True)

@@ -205,6 +205,11 @@ class Difference:
     higher: bool = False
 
     @property
+    def in_words(self) -> str:
+        """The difference with its interval."""
+        return f"{self.one} minus {self.other} {self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+    @property
     def described(self) -> str:
         """The statement with its numbers."""
         sign, where = ">" if self.higher else "<", f"{self.where}, " if self.where else ""
@@ -457,8 +462,11 @@ class Page:
             f"the interval reaches 0 for {', '.join(behind)}" if behind else "",
         )  # fmt: skip
 
-    def findings(self) -> None:
-        """All findings as a table, with verdicts: p by Holm's correction over all tests of the page."""
+    def findings(self, with_differences: bool = False) -> None:
+        """All findings as a table, with verdicts: p by Holm's correction over all tests of the page.
+
+        `with_differences` shows the difference of every two policies that a finding compares in a column.
+        """
         tests = [part for one in self.found for part in one.get("parts", ()) if isinstance(part, Difference)]
         corrected = dict(zip(map(id, tests), holm(np.array([one.p for one in tests])), strict=True))
         rows = [
@@ -467,7 +475,17 @@ class Page:
                 one["parts"], [corrected.get(id(part), math.nan) for part in one["parts"]], one["because"])}
             for one in self.found
         ]  # fmt: skip
-        self.table("findings", pd.DataFrame(rows))
+        findings = pd.DataFrame(rows)
+        if not with_differences:
+            self.table("findings", findings)
+            return
+        shown = findings.rename(columns={"paper": "source", "says": "statement", "here": "measured"})
+        differences = [
+            "; ".join(part.in_words for part in one.get("parts", ()) if isinstance(part, Difference))
+            for one in self.found
+        ]
+        shown.insert(3, "difference", differences)
+        self.table("findings", findings, shown)
 
     def _numbers(self, data: pd.DataFrame, name: str, kind: str) -> None:
         if self.kept.setdefault(name, kind) != kind:
