@@ -189,7 +189,7 @@ def test_what_a_missed_goal_would_take():
         for row in page.pytorch_rows(parts["pytorch"], 100.0)
         if row[1:3] == (naive["shape"], "naive, all heads at once")
     ]
-    assert shown == ["**10 x**, 15 x is 1.45 of sgemm"]
+    assert shown == ["**10 x**, 15 x would need 1.45 of sgemm"]
     assert page.operations("redundancy row maxima", "n 16,384, D 192") == 16384**2 * 192
     cases = [{"name": f"a/threads:{n}/iterations:1", "GF/s": 90.0 * n, "of_sgemm": 0.9} for n in (1, 2)]
     assert page.sgemm_rate(cases) == 200.0

@@ -12,10 +12,10 @@ from replay_times import ALL, ALONE, MEMORY, Replay
 
 BEGIN, END = "<!-- tools/bench/run -->\n", "<!-- end -->"
 BACKEND_COLUMNS = ("case", "goal", "measured", "rate", "extra memory", "largest error", "spread")
-PYTORCH_COLUMNS = ("what", "on", "in PyTorch", "PyTorch", "kvreplay", "goal", "measured")
+PYTORCH_COLUMNS = ("computation", "shape", "form in PyTorch", "PyTorch", "kvreplay", "goal", "measured")
 REPLAY_COLUMNS = ("replay", "command", "goal", "measured", "of h2o alone", "adds", "selecting")
-MEMORY_COLUMNS = ("trace", "command", "without a limit", "with it", "goal", "measured", "peak resident")
-LIVE_COLUMNS = ("policy", "live, one budget", "live, five budgets, extrapolated", "recall live", "recall replayed")
+MEMORY_COLUMNS = ("trace", "command", "without a limit", "with the limit", "goal", "measured", "peak resident")
+LIVE_COLUMNS = ("policy", "live, one budget", "live, five budgets, extrapolated", "recall, live", "recall, replayed")
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -125,12 +125,13 @@ def pytorch_rows(comparisons: list[dict[str, Any]], sgemm: float) -> list[tuple[
         exact = [form for form in forms if "bfloat16" not in form[0]]
         if len(exact) > 2:
             name, seconds, _ = min(exact, key=lambda form: form[1])
-            forms.append((f"the best of these: {name}", seconds, pytorch_goal(subject, shape, "best")))
+            forms.append((f"the fastest of these: {name}", seconds, pytorch_goal(subject, shape, "best")))
         for name, seconds, goal in forms:
             times = (number(seconds, " s"), number(ours, " s"))
             found = verdict(goal, seconds / ours, " x")
             if not goal.met(seconds / ours) and (work := operations(subject, shape)):
-                found += f", {number(goal.least, ' x')} is {work / (seconds / goal.least) * 1e-9 / sgemm:.2f} of sgemm"
+                needed = work / (seconds / goal.least) * 1e-9 / sgemm
+                found += f", {number(goal.least, ' x')} would need {needed:.2f} of sgemm"
             lines.append((subject, shape, name, *times, goal.text(" x"), found))
     return lines
 
@@ -200,9 +201,9 @@ def live_sentence(live: dict[str, Any]) -> str:
     return (
         f"P = {live['prompt']:,}: {number(whole, ' s')} live (`full` once, nine policies at five budgets, "
         f"extrapolated from one), {number(replay, ' s')} "
-        f"for one `kvreplay replay` of the same, **{number(whole / replay, ' x')}**. "
-        f"Capturing the trace, once for all replays, took {number(capture, ' s')}; with it, "
-        f"{number(whole / (replay + capture))} x."
+        f"for one `kvreplay replay` of the same policies and budgets: **{number(whole / replay, ' x')}** faster. "
+        f"Capturing the trace, once for all replays, took {number(capture, ' s')}; including it, "
+        f"the replay is {number(whole / (replay + capture))} x faster."
     )
 
 
@@ -214,7 +215,7 @@ def page(parts: dict[str, Any]) -> str:
     text = (
         f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory']}; "
         f"{machine['compiler']}, Release; {machine['blas']}; PyTorch {machine['torch']}; SIMD levels "
-        f"{', '.join(machine['levels'])}. Figures in bold miss their goal.\n"
+        f"{', '.join(machine['levels'])}. Numbers in bold miss their goal.\n"
     )
 
     def section(part: str, title: str, command: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

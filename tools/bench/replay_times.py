@@ -30,7 +30,7 @@ class Replay:
         return f"kvreplay replay {trace} {asked} --observables ignore"
 
 
-ALONE = Replay("h2o alone at one budget (full, random and oracle beside it, as always)", "h2o", "0.1")
+ALONE = Replay("h2o alone at one budget (with full, random and oracle, as in every run)", "h2o", "0.1")
 ALL = Replay("thirteen policies at five budgets")
 ADDITIONS = [
     Replay("... and output metrics", metrics=f"{METRICS},output_cosine,output_error"),
