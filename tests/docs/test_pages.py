@@ -92,7 +92,7 @@ def test_python_of_its_page_runs():
     shown = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     policy = (ROOT / "docs" / "value_attention.py").read_text()
     assert policy in shown and f"```py\n{policy}```" in README.read_text()
-    checks = "assert votes.shape == (9, 480) and keys.shape == (3, 512, 64) and kept.mask().shape == (30, 3, 480)\n"
+    checks = "assert attention.shape == (9, 480) and keys.shape == (3, 512, 64) and kept.mask().shape == (30, 3, 480)\n"
     checks += "assert set(measured.cells.policy) >= {'given'} and set(other.cells.policy) >= {'Sloped', 'snapkv'}\n"
     subprocess.run([sys.executable, "-W", "error", "-c", shown + checks], cwd=ROOT, check=True)
 

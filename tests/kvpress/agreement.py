@@ -98,8 +98,8 @@ def test_every_press_is_named(folder: Path, arrays: dict[str, np.ndarray]) -> No
 
 
 def test_the_page_names_them(table: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The table of docs/conventions.md: presses and policies; the overlaps are those of some day."""
-    page = (ROOT / "docs" / "conventions.md").read_text()
+    """The table of docs/kvpress.md: presses and policies; the overlaps are those of some day."""
+    page = (ROOT / "docs" / "kvpress.md").read_text()
     with capsys.disabled():
         print("", *table, sep="\n")
     for case in (*CASES, THINK):

@@ -1,4 +1,4 @@
-"""CAOTE, LAVa and DefensiveKV, from the papers' equations and what docs/conventions.md decides."""
+"""CAOTE, LAVa and DefensiveKV, from the papers' equations and the choices in docs/readings.md."""
 
 from __future__ import annotations
 
