@@ -1,7 +1,7 @@
-"""Draws which folder includes which, from the sources: .venv/bin/python docs/include_graph.py
+"""Draws the includes between folders, from the sources: .venv/bin/python docs/include_graph.py
 
-Each folder stands above all that it includes; the script stops where a cycle makes that impossible. Arrows that follow
-from others are left out. Writes docs/figures/includes.svg.
+Each folder is drawn above all folders that it includes; a cycle is an error. Arrows that follow from others are left
+out. Writes docs/figures/includes.svg.
 """
 
 import re

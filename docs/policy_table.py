@@ -1,4 +1,4 @@
-"""Prints what a run measured of its policies, one row a policy and budget: python docs/policy_table.py RUN."""
+"""Prints the metrics of a run, one row for each policy and budget: python docs/policy_table.py RUN."""
 
 import math
 import sys

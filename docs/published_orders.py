@@ -53,7 +53,7 @@ def lines(run: Run, better: str, worse: str) -> pd.DataFrame:
 
 
 def label_of(run: Run, policy: str) -> str:
-    """What the run calls a policy that is written with the values that tell it from others."""
+    """The label in the run of a policy that is written with its distinguishing parameters."""
     asked = run.cells[run.cells["role"] == "asked"]
     (label,) = set(asked["label"][of_policy(asked, policy)])
     return label

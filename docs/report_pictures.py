@@ -11,7 +11,7 @@ from playwright.sync_api import Page, sync_playwright
 
 FIGURES = Path(__file__).parent / "figures"
 SIZE = {"width": 1180, "height": 760}
-# Name, window, colour scheme, what is on top, the policy beside the first, the layer.
+# Name, window, colour scheme, the uppermost element, the second policy, the layer.
 PICTURES = [
     ("report-light", SIZE, "light", "text", "h2o", "12"),
     ("report-dark", SIZE, "dark", "similarity", "", "-1"),
@@ -20,7 +20,7 @@ PICTURES = [
 
 
 def show(window: Page, top: str, beside: str, layer: str) -> None:
-    """SnapKV's choice, a token of the needle held, `top` at the upper edge."""
+    """SnapKV's kept set with a token of the needle selected, scrolled to `top`."""
     window.select_option("#first", "snapkv")
     window.select_option("#second", beside)
     window.select_option("#layer", layer)

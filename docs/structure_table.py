@@ -1,4 +1,4 @@
-"""Prints what pages cost every policy that can have them, in attention recall: python docs/structure_table.py TRACE."""
+"""Prints the attention recall of every policy with and without pages: python docs/structure_table.py TRACE."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 from kvreplay.results import Run
 
 BUDGETS = ("0.1", "0.3")
-# What stands around a policy, by the heading of its column. Pages of one token are tokens.
+# Values of --structure by column. Pages of one token are single tokens.
 STRUCTURES = {"plain": (), "one set": ("page=1,heads=layer",), "pages": ("page=16,heads=layer",)}
 
 
@@ -41,7 +41,7 @@ def main(trace: str) -> None:
     for name in names:
         if name not in served:
             reason = tried[name].stderr.strip().removeprefix("kvreplay: ").removeprefix(f"{name}: ")
-            print(f"not {name}: {reason}")
+            print(f"not supported: {name}: {reason}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A plan of 80,000 cells on 1 to 256 workers: how much of their time they compute. Writes the table of cluster.md.
+"""Simulates a sweep of 80,000 cells on 1 to 256 workers, with its efficiency. Writes the table of cluster.md.
 
     docs/sweep_plan.py TASKS.csv OVERHEAD.json [--write]
 
@@ -93,11 +93,14 @@ def table(measured: np.ndarray, found: dict[str, float]) -> str:
                   found["copy"] * found["tables"], found["group"], found["join"])  # fmt: skip
     lines = [
         f"{TASKS} traces with {CELLS} cells, lengths drawn from {len(measured)} measured tasks of {measured.min():.1f} "
-        f"to {measured.max():.1f} s: {duration(lengths.sum())} of work;",
-        f"{1000 * costs.overhead:.0f} ms extra each on its worker, {1000 * costs.hand_out:.1f} ms each at the client, "
-        f"{costs.start:.1f} s until the first;",
-        f"at the end {1000 * costs.merge:.1f} ms for each trace to merge, and {1000 * costs.copy:.0f} ms over the "
-        f"number of workers to copy its {found['tables']:.0f} MB of tables.",
+        f"to {measured.max():.1f} s: {duration(lengths.sum())} of work.",
+        "",
+        f"- Start until the first task: {costs.start:.1f} s.",
+        f"- Overhead for each task: {1000 * costs.overhead:.0f} ms on its worker and {1000 * costs.hand_out:.1f} ms at "
+        "the client.",
+        f"- Merge: {1000 * costs.merge:.1f} ms for each trace.",
+        f"- Copy of the {found['tables']:.0f} MB of tables of a trace: {1000 * costs.copy:.0f} ms, divided among the "
+        "workers.",
         "",
         "| workers | time | speed-up | efficiency |",
         "| ---: | ---: | ---: | ---: |",

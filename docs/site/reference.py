@@ -155,7 +155,7 @@ def document(name: str, thing: object, level: int) -> list[str]:
         signature = ""
     lines = ["", f"{'#' * level} {name}", ""]
     if signature:
-        lines += ["```python", f"{name}{signature}", "```", ""]
+        lines += ["```python", wrapped(f"{name}{signature}"), "```", ""]
     text = inspect.getdoc(thing) or ""
     if text:
         lines += ["```text", text, "```"] if is_preformatted(text) else [escape_markdown(text)]
@@ -172,12 +172,28 @@ def document(name: str, thing: object, level: int) -> list[str]:
     return lines
 
 
+def wrapped(call: str) -> str:
+    """A long signature, with a line for each parameter."""
+    if len(call) <= 100:
+        return call
+    name, _, rest = call.partition("(")
+    parameters, _, result = rest.rpartition(")")
+    pieces, depth = [""], 0
+    for character in parameters:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return "\n".join([f"{name}(", *(f"    {piece.strip()}," for piece in pieces), f"){result}"])
+
+
 def is_preformatted(text: str) -> bool:
     return any(line.startswith("  ") for line in text.splitlines())
 
 
 def escape_markdown(text: str) -> str:
-    """Escapes what Markdown would read as a mark-up, except in code spans."""
+    """Escapes Markdown syntax outside code spans."""
     pieces = text.split("`")
     for index in range(0, len(pieces), 2):
         plain = escape(pieces[index], quote=False)

@@ -31,7 +31,7 @@ BOUND = Goal(most=2)
 PYTORCH = Goal(least=10)
 EAGER, HEAD_BY_HEAD, SNAPKV = "H2O, all heads at once", "H2O, head by head", "SnapKV"
 
-# What is wanted of which case, as a share of what.
+# The goal of each case, and the rate of which it is a share.
 WANTED = [
     *(
         (f"cumulative_attention/{shape}/n:{tokens}/{dtype}", PRODUCTS[int(shape.rpartition("-")[2])], "products")
@@ -48,11 +48,11 @@ WANTED = [
 GOAL_COLUMNS = ("case", "goal", "measured")
 PARITY_COLUMNS = ("trace", "checked", "differences, CUDA and CPU", "two runs on CUDA")
 SUITE_COLUMNS = ("products of", "tests", "failed")
-SANITIZER_COLUMNS = ("tool", "tests", "what it says", "time")
-RATE_COLUMNS = ("what", "rate")
-OBSERVABLE_COLUMNS = ("case", "goal", "share", "rate", "held", "with copies", "largest error")
+SANITIZER_COLUMNS = ("tool", "tests", "result", "time")
+RATE_COLUMNS = ("operation", "rate")
+OBSERVABLE_COLUMNS = ("case", "goal", "share", "rate", "time on the device", "time with copies", "largest error")
 REPLAY_COLUMNS = ("replay", "trace", "CUDA", "bound", "goal", "measured", "CPU", "CPU / CUDA")
-PYTORCH_COLUMNS = ("of one layer", "PyTorch", "memory")
+PYTORCH_COLUMNS = ("one layer", "PyTorch", "memory")
 
 
 def read(folder: Path) -> Parts:
@@ -71,7 +71,7 @@ def seconds(value: float | None) -> str:
 
 
 def share(goal: Goal, value: float | None, of: str) -> tuple[str, str]:
-    """What is wanted, in percent, and the figure."""
+    """The goal and the measured share, in percent."""
     wanted = Goal(*(None if bound is None else 100 * bound for bound in (goal.least, goal.most)))
     unit = f" % of {of}"
     return wanted.text(unit), MISSING if value is None else verdict(wanted, 100 * value, unit)
@@ -82,7 +82,7 @@ def lines_of(parts: Parts, part: str, key: str) -> list[Line]:
 
 
 def rates(parts: Parts) -> dict[str, float]:
-    """Operations or bytes a second by name; what was computed wrongly has none."""
+    """Operations or bytes a second by name, without cases whose results were wrong."""
     ours = {line["case"]: line["rate"] for line in lines_of(parts, "observables", "rate") if not line["problem"]}
     return ours | {line["product"]: line["rate"] for line in lines_of(parts, "pytorch", "product")}
 
@@ -175,7 +175,7 @@ def observable_rows(parts: Parts) -> list[tuple[str, ...]]:
 
 
 def goal_rows(parts: Parts) -> list[tuple[str, ...]]:
-    """What is wanted, and the figure of each, measured or not."""
+    """The goals and the measured figures; a missing figure is named as such."""
     measured = {row[0]: row for row in observable_rows(parts)}
     rows = []
     for case, goal, of in WANTED:
@@ -189,7 +189,7 @@ def goal_rows(parts: Parts) -> list[tuple[str, ...]]:
 
 
 def bound(parts: Parts, line: Line) -> float | None:
-    """The larger of what copying the trace to the device and its products take."""
+    """The larger of two times: the copy of the trace to the device, and its products."""
     copies, products = rates(parts).get("copies/to_device"), peak(parts, "bfloat16")
     if copies is None or products is None:
         return None
@@ -237,7 +237,7 @@ def pytorch_rows(parts: Parts) -> list[tuple[str, ...]]:
 
 
 def pytorch_ratio(parts: Parts) -> tuple[str, str]:
-    """PyTorch's two policies over all layers against the whole replay, and in words what that is."""
+    """PyTorch's time for its two policies over all layers divided by the replay's, and a sentence about it."""
     forms = {line["form"]: line for line in lines_of(parts, "pytorch", "form") if "seconds" in line}
     replays = [one for one in lines_of(parts, "replay", "replay") if one["device_used"] == "cuda" and "seconds" in one]
     h2o = EAGER if EAGER in forms else HEAD_BY_HEAD
@@ -253,7 +253,7 @@ def pytorch_ratio(parts: Parts) -> tuple[str, str]:
 
 
 def page(parts: Parts) -> str:
-    """All tables; those of parts that nobody ran say so."""
+    """All tables; a part without results has a line that names it."""
     text = "Figures in bold miss their goal or are wrong.\n"
 
     def section(title: str, part: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
