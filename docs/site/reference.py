@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+ANNOTATION = re.compile(r"(: |-> )'([^']*)'")  # in signatures of modules with postponed annotations
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("KVREPLAY", ROOT / "build" / "release" / "kvreplay"))
 
@@ -148,7 +150,7 @@ def command_line_page() -> list[str]:
 def document(name: str, thing: object, level: int) -> list[str]:
     """The signature and the docstring of a function, a class or a method; of a class also its public members."""
     try:
-        signature = str(inspect.signature(thing)).replace("'", "")
+        signature = ANNOTATION.sub(r"\1\2", str(inspect.signature(thing)))
     except (TypeError, ValueError):
         signature = ""
     if inspect.isclass(thing) and (issubclass(thing, BaseException) or signature in ("(*args, **kwargs)", "()")):
@@ -216,7 +218,23 @@ def python_page() -> list[str]:
             lines += ["", f"## kv.{name}", "", escape_markdown(inspect.getdoc(thing) or "")]
         else:
             lines += document(f"kv.{name}", thing, 2)
-    return lines
+    return lines + view_section()
+
+
+def view_section() -> list[str]:
+    """The view that policies receive: its properties and methods in one table."""
+    from kvreplay._engine import View
+
+    rows = []
+    for name, member in vars(View).items():
+        if name.startswith("_"):
+            continue
+        text = inspect.getdoc(member) or ""
+        if not isinstance(member, property):  # the first paragraph is the signature
+            call, _, text = text.partition("\n\n")
+            name = call.partition(" -> ")[0].replace("self, ", "").replace("self", "")
+        rows.append([code(name), cell(" ".join(text.split()))])
+    return ["", "## View", "", escape_markdown(inspect.getdoc(View) or ""), *table(("member", "value"), rows)]
 
 
 def write(folder: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from shown_commands import ROOT, run
 
+import kvreplay
+
 BUILD = ROOT / "docs" / "site" / "build.py"
 
 
@@ -36,6 +38,16 @@ def test_the_reference_has_every_policy(site):
     names = run("kvreplay policies --names").split()
     assert names
     assert not [name for name in names if f'id="{name}"' not in reference]
+
+
+def test_the_reference_has_every_command_and_every_public_name(site):
+    commands = (site / "reference" / "command-line.html").read_text()
+    assert not [
+        name for name in ("replay", "merge", "capture", "live", "tune") if f'id="kvreplay-{name}"' not in commands
+    ]
+    api = (site / "reference" / "python.html").read_text()
+    assert not [name for name in kvreplay.__all__ if f'id="kv{name.lower()}' not in api]
+    assert "window_attention(" in api
 
 
 @pytest.mark.parametrize(
