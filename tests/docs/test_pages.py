@@ -14,6 +14,7 @@ README_LINES = 150
 DOCS = [
     "docs/policies.md",
     "docs/budgets.md",
+    "docs/compare.md",
     "docs/experiments.md",
     "docs/cluster.md",
     "docs/report.md",
