@@ -98,7 +98,7 @@ def test_every_press_is_named(folder: Path, arrays: dict[str, np.ndarray]) -> No
 
 
 def test_the_page_names_them(table: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The table of docs/kvpress.md: presses and policies; the overlaps are those of some day."""
+    """docs/kvpress.md lists all presses and policies. Its overlaps are of one measurement and are not compared."""
     page = (ROOT / "docs" / "kvpress.md").read_text()
     with capsys.disabled():
         print("", *table, sep="\n")

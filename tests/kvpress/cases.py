@@ -78,21 +78,21 @@ LIVE_CASES = tuple(case for case in CASES if case.press in LIVE_PRESSES)
 # Keeps all tokens; the removed channels of the keys are compared.
 THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
 
-WHILE_DECODING = "evicts while the model decodes, so that its later keys are not those of the full cache"
-FURTHER_PASSES = "scores by queries of further passes over the prompt, which a trace does not hold"
+WHILE_DECODING = "evicts during decoding, so its later keys are not those of the full cache"
+FURTHER_PASSES = "scores by queries of further passes over the prompt, which are not in a trace"
 
 NOT_COMPARED = {
     "BasePress": "abstract",
     "CAMPress": WHILE_DECODING,
-    "CapPress": "no policy has its scores",
+    "CapPress": "no policy computes its scores",
     "ChunkPress": "no policy has a budget for each chunk of the prompt",
     "ComposedPress": "no policy evicts twice",
     "CompressionRatioDecodingPress": WHILE_DECODING,
-    "CriticalAdaKVPress": "divides a layer's budget by the scores of the press inside it; with allocate=ranked-layer, "
-    "critical-kv divides it by its own",
+    "CriticalAdaKVPress": "allocates a layer's budget by the scores of its inner press; critical-kv with "
+    "allocate=ranked-layer uses its own scores",
     "DecodingPress": WHILE_DECODING,
     "DMSPress": "no policy has a threshold of scores",
-    "EntropyGatedChunkKVPress": "no policy has its rule",
+    "EntropyGatedChunkKVPress": "no policy implements its rule",
     "ExpectedAttentionStatsPress": "reads query statistics of another text, published for some models",
     "FastKVzipPress": "scores by a trained network",
     "KVComposePress": FURTHER_PASSES,
@@ -100,13 +100,13 @@ NOT_COMPARED = {
     "KVzapPress": "scores by a trained network",
     "KVzipPress": FURTHER_PASSES,
     "LUKVPress": "reads budgets of heads from a curve that is published for one model",
-    "MergingPress": "keeps what the press inside it keeps; no store merges values as it does",
-    "PrefillDecodingPress": "runs one press on the prompt and another while the model decodes",
+    "MergingPress": "keeps the tokens of its inner press; no store merges values in this way",
+    "PrefillDecodingPress": "runs one press on the prompt and another during decoding",
     "RandomPress": "draws random numbers of PyTorch",
-    "RestoreKVPress": "adds tokens by a trained adapter",
+    "RestoreKVPress": "adds tokens with a trained adapter",
     "ScorerPress": "abstract",
-    "SimLayerKVPress": "tests lazy layers without the attention of the newest token to itself, and keeps one recent "
-    "token fewer; simlayerkv counts it, as the authors' code does",
+    "SimLayerKVPress": "detects lazy layers without the attention of the newest token to itself, and keeps one recent "
+    "token fewer; simlayerkv includes it, as the authors' code does",
 }
 
 
