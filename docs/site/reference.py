@@ -232,7 +232,7 @@ def view_section() -> list[str]:
         text = inspect.getdoc(member) or ""
         if not isinstance(member, property):  # the first paragraph is the signature
             call, _, text = text.partition("\n\n")
-            name = call.partition(" -> ")[0].replace("self, ", "").replace("self", "")
+            name = re.sub(r": [\w.\[\]]+", "", call.partition(" -> ")[0].replace("self, ", "").replace("self", ""))
         rows.append([code(name), cell(" ".join(text.split()))])
     return ["", "## View", "", escape_markdown(inspect.getdoc(View) or ""), *table(("member", "value"), rows)]
 
