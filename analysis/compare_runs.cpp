@@ -223,10 +223,10 @@ std::vector<RunDifference> compare_runs(const fs::path& first, const fs::path& s
   const auto kind = [](const fs::path& path) { return fs::is_directory(path) ? "a run's folder" : "a file of cells"; };
   for (const fs::path& path : {first, second})
     if (!is_run(path))
-      throw Error{Refusal::input, path.string(), "not results", "a run's folder or a file of its cells",
+      throw Error{Refusal::input, path.string(), "not results of a run", "a folder of results or a file cells/TRACE.h5",
                   fs::exists(path) ? "something else" : "nothing"};
   if (fs::is_directory(first) != fs::is_directory(second))
-    throw Error{Refusal::input, second.string(), "another kind of results", kind(first), kind(second)};
+    throw Error{Refusal::input, second.string(), "results of different kinds", kind(first), kind(second)};
   Differences differences;
   compare_maps(
       files_of(first), files_of(second), [](const std::string& name) { return name; }, differences,

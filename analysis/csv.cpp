@@ -50,7 +50,7 @@ std::vector<std::vector<std::string>> parse_csv(const std::string& where, std::s
       fields.back() += c;
     }
   }
-  if (quoted) throw Error{Refusal::input, where, "a quotation never ends"};
+  if (quoted) throw Error{Refusal::input, where, "unterminated quotation"};
   if (fields.size() > 1 || !fields.front().empty()) lines.push_back(std::move(fields));
   return lines;
 }

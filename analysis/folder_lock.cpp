@@ -26,7 +26,8 @@ FolderLock::~FolderLock() {
 }
 
 void refuse_second_run(const std::filesystem::path& folder) {
-  throw Error{Refusal::usage, folder.string(), "another run writes here (wait for it, or use another folder)"};
+  throw Error{Refusal::usage, folder.string(),
+              "another run is writing to this folder; wait for it, or use another folder"};
 }
 
 }  // namespace kvreplay

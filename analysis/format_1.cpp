@@ -55,7 +55,7 @@ void convert(const fs::path& part, const fs::path& cells_file) {
   const File from = File::open(part);
   if (!from.has_attribute("format") || from.string_attribute("format") != "kvpart" ||
       from.integer_attribute("version") != 4)
-    throw Error{Refusal::input, part.string(), "format", "kvpart, version 4", "another file"};
+    throw Error{Refusal::input, part.string(), "format", "kvpart, version 4", "another format"};
   File to = File::create_in_memory(cells_file.string());
   to.set_attribute("format", "kvcells");
   to.set_attribute("version", std::int64_t{1});
@@ -81,7 +81,7 @@ bool is_format_1(const fs::path& folder) {
 
 void refuse_format_1(const fs::path& folder) {
   if (is_format_1(folder))
-    throw Error{Refusal::input, folder.string(), "results of format 1: kvreplay merge NEW OLD reads them"};
+    throw Error{Refusal::input, folder.string(), "results of format 1; convert them with kvreplay merge NEW OLD"};
 }
 
 std::vector<fs::path> convert_format_1(const fs::path& folder, const fs::path& target) {

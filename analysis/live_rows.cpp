@@ -27,14 +27,14 @@ void LiveRows::add(const fs::path& folder) {
     if (!stream || lines.empty()) throw Error{Refusal::input, path.string(), "cannot be read", "a header"};
     const std::string header = csv_line(lines.front());
     if (header_.empty()) header_ = header;
-    if (header != header_) throw Error{Refusal::input, path.string(), "another header", header_, header};
+    if (header != header_) throw Error{Refusal::input, path.string(), "different header", header_, header};
     const auto value = std::ranges::find(lines.front(), "value") - lines.front().begin();
     for (std::vector<std::string>& fields : std::span(lines).subspan(1)) {
       const std::string line = csv_line(fields);
       if (std::ssize(fields) > value) fields.erase(fields.begin() + value);
       const auto [known, added] = rows_[path.stem().string()].try_emplace(csv_line(fields), Row{line, path});
       if (!added && known->second.line != line)
-        throw Error{Refusal::input, path.string(), "a number differs from that of " + known->second.file.string(),
+        throw Error{Refusal::input, path.string(), "a number differs from " + known->second.file.string(),
                     known->second.line, line};
     }
   }

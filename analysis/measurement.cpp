@@ -325,8 +325,8 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
   // All that is shown is relative to the full attention: without it there is nothing to say of any cell.
   if (!std::ranges::all_of(moments.full, is_finite))
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
-                "attention is not a number (kvreplay validate --deep says where)", "finite queries, keys and values",
-                "others"};
+                "attention is NaN (run kvreplay validate --deep to find the tensor)", "finite queries, keys and values",
+                "NaN or Inf"};
   add_block(means_, view, cells, count, moments, comparisons_);
   add_block(recall_, view, cells, count, moments, comparisons_);
   add_projected(view, cells, first, count, moments.outputs);

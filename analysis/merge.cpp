@@ -104,7 +104,7 @@ void check_source(const CellRecord& cell, const fs::path& path, Sources& sources
   const auto [known, is_new] = sources.try_emplace(cell.policy + ":" + cell.params, cell.source, path);
   if (known->second.first != cell.source)
     throw Error{Refusal::usage, path.string(),
-                cell.policy + " is of another version of its file than in " + known->second.second.string()};
+                cell.policy + " comes from another version of its file than in " + known->second.second.string()};
 }
 
 /// Whether run.json of the merged folders lists the cells of a file, and no others.
@@ -148,7 +148,7 @@ class StagedFiles {
   static void require(const std::error_code& problem, const fs::path& path) {
     if (problem)
       throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, path.string(),
-                  "cannot be made", "room for results", problem.message()};
+                  "cannot be created", "a writable folder", problem.message()};
   }
 
   fs::path cells_, staging_;
@@ -176,7 +176,7 @@ class MadeFolders {
 void check_trace(const TraceRecord& trace, const fs::path& path, const std::string& name) {
   if (trace.name != name) throw Error{Refusal::input, path.string(), "trace name", name, trace.name};
   if (trace.numerics != numerics)
-    throw Error{Refusal::usage, path.string(), "numbers of another version of kvreplay", std::to_string(numerics),
+    throw Error{Refusal::usage, path.string(), "results of another numerics version", std::to_string(numerics),
                 std::to_string(trace.numerics)};
 }
 
@@ -205,7 +205,7 @@ void take(const std::vector<fs::path>& paths, const fs::path& there, const fs::p
     link_or_copy(paths.front(), target);
   for (std::size_t i = 0; i < paths.size(); ++i)
     if (before[i] != identity_at(paths[i]))
-      throw Error{Refusal::usage, paths[i].string(), "another run has replaced it meanwhile: merge again"};
+      throw Error{Refusal::usage, paths[i].string(), "replaced by another run during the merge; merge again"};
   if (results != nullptr) results->add(whole);
   run.add(whole);
 }
@@ -219,9 +219,9 @@ std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const 
     if (known.insert(identity_at(folder)).second) folders.push_back(folder);
   };
   for (const fs::path& path : given) {
-    if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder"};
+    if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder", "a folder of results"};
     if (is_same(path, output))
-      throw Error{Refusal::usage, path.string(), "is the merged folder itself", "folders to merge into it"};
+      throw Error{Refusal::usage, path.string(), "is the output folder", "other folders to merge"};
     if (is_results_folder(path)) {
       add(path);
       continue;
@@ -267,16 +267,17 @@ MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders,
     add(folder);
   }
   if (tables == Tables::leave && fs::exists(output / "results.csv"))
-    throw Error{Refusal::usage, "--no-tables", "results.csv would lack the merged cells", "a folder without tables",
-                output.string()};
-  if (files.empty()) throw Error{Refusal::input, output.string(), "no finished trace in any folder"};
+    throw Error{Refusal::usage, "--no-tables", "the existing results.csv would not contain the merged cells",
+                "a folder without tables", output.string()};
+  if (files.empty())
+    throw Error{Refusal::input, output.string(), "no finished trace in any folder", "one trace or more"};
 
   std::optional<Results> results;
   if (tables == Tables::write) results.emplace(output, run.detail());
   Sources sources;
   double done = 0;
   for (const auto& [trace, of_trace] : files) {
-    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing is merged"};
+    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing was merged"};
     heard(done++ / static_cast<double>(files.size()), trace);
     take(of_trace, output / "cells" / (trace + ".h5"), staged.path_of(trace), sources, run,
          results ? &*results : nullptr);

@@ -40,7 +40,7 @@ Json read_run(const fs::path& path) {
   if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
   Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
     if (depth > most_levels)
-      throw Error{Refusal::input, path.string(), "nested too deep", fmt::format("at most {} levels", most_levels),
+      throw Error{Refusal::input, path.string(), "too deeply nested", fmt::format("at most {} levels", most_levels),
                   "more"};
     return true;
   });
@@ -87,14 +87,15 @@ void MergedRun::add(const fs::path& folder, bool with_cells) {
   ++folders_;
   const fs::path path = folder / "run.json";
   if (std::error_code ignored; !fs::exists(path, ignored)) {
-    append_new(merge_warnings_, std::vector{folder.string() + ": an interrupted run: its finished traces are taken"});
+    append_new(merge_warnings_,
+               std::vector{folder.string() + ": interrupted run; only its finished traces are merged"});
     shards_[fs::absolute(folder).lexically_normal().string()] = Json::object();
     return;
   }
   try {
     join(read_run(path), folder, with_cells);
   } catch (const Json::exception& problem) {
-    throw Error{Refusal::input, path.string(), "unreadable", "JSON as replay writes it", problem.what()};
+    throw Error{Refusal::input, path.string(), "invalid run.json", "JSON written by kvreplay replay", problem.what()};
   }
 }
 

@@ -18,7 +18,7 @@ bool is_results_folder(const fs::path& folder) {
 }
 
 void check_results_folder(const fs::path& folder) {
-  if (folder.empty()) throw Error{Refusal::usage, "output", "no folder for results"};
+  if (folder.empty()) throw Error{Refusal::usage, "output", "empty", "a folder for results"};
   refuse_format_1(folder);
   std::error_code ignored;
   if (!fs::exists(folder, ignored)) return;
@@ -26,7 +26,7 @@ void check_results_folder(const fs::path& folder) {
     throw Error{Refusal::usage, folder.string(), "not a folder", "a folder for results", "a file"};
   const bool of_shards = fs::is_directory(folder / "shards", ignored);  // nothing of which is merged yet
   if (!is_results_folder(folder) && !of_shards && !fs::is_empty(folder))
-    throw Error{Refusal::usage, folder.string(), "holds other things", "an empty folder, or one of results",
+    throw Error{Refusal::usage, folder.string(), "contains other files", "an empty folder, or a folder of results",
                 fs::directory_iterator(folder)->path().filename().string()};
 }
 
@@ -35,7 +35,7 @@ void make_results_folder(const fs::path& folder) {
   fs::create_directories(folder / "cells", problem);
   if (problem)
     throw Error{means_disk_full(problem.value()) ? Refusal::resources : Refusal::usage, folder.string(),
-                "cannot be made", "a folder for results", problem.message()};
+                "cannot be created", "a folder for results", problem.message()};
 }
 
 std::vector<fs::path> cell_files_of(const fs::path& folder) {

@@ -101,8 +101,7 @@ void check_request(const RunRequest& request) {
   for (const ConfiguredPolicy& policy : request.policies) {
     const std::string source = policy.source_hash();
     if (sources.emplace(policy.name() + ":" + policy.params(), source).first->second != source)
-      throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files",
-                  "names that differ"};
+      throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files", "different names"};
   }
   check_names(request.traces);
   backends().get(request.backend);
@@ -114,8 +113,8 @@ void check_request(const RunRequest& request) {
 void check_earlier(const fs::path& path, const TraceRecord& found, const TraceRecord& expected) {
   if (const auto other = differing_condition(expected, found))
     throw Error{Refusal::usage, path.string(),
-                other->what + " of the earlier results (another folder keeps both, --force replaces them)",
-                other->expected, other->found};
+                other->what + " of the earlier results (use another folder, or --force to overwrite)", other->expected,
+                other->found};
 }
 
 /// What an earlier run has left of the trace; with `force`, nothing where it would be in the way.
@@ -136,7 +135,7 @@ void check_name(const Trace& trace) {
   const std::string& name = trace.name();
   const bool printable = std::ranges::none_of(name, [](unsigned char c) { return c == '/' || c < ' ' || c == 127; });
   if (name.empty() || name == "." || name == ".." || !printable)
-    throw Error{Refusal::input, trace.path().string(), "name", "one that results can bear",
+    throw Error{Refusal::input, trace.path().string(), "name", "a valid file name",
                 name.empty() ? "none"
                 : printable  ? name
                              : "control characters"};
@@ -247,8 +246,8 @@ int tokens_of(const Budget& budget, const Trace& trace, const Conditions& condit
   const double slice = slice_bytes(trace, conditions, policy);
   if (budget.bytes < slice)
     throw Error{Refusal::usage, "budget " + budget.literal,
-                "holds no token of " + policy.label() + " in " + trace.name(),
-                fmt::format("{:g} KiB or more, a token in each head of each layer", std::ceil(slice / 1.024) / 1000),
+                "too small for one token of " + policy.label() + " in " + trace.name(),
+                fmt::format("at least {:g} KiB, one token in each head of each layer", std::ceil(slice / 1.024) / 1000),
                 budget.literal};
   return budget.tokens(conditions.boundary, slice);
 }
@@ -293,7 +292,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   const auto same = std::ranges::find(work.cells, facts.id, [](const CellWork& other) { return other.facts.id; });
   if (same != work.cells.end()) {
     if (same->facts.budget != facts.budget && facts.role == "asked")
-      work.warnings.push_back(fmt::format("{}: budgets {} and {} are both {} tokens: {} is replayed once",
+      work.warnings.push_back(fmt::format("{}: budgets {} and {} are both {} tokens; {} is replayed once",
                                           work.facts.name, same->facts.budget, facts.budget, facts.budget_tokens,
                                           facts.label));
     return;
@@ -343,12 +342,13 @@ void check_cells(TraceWork& work, const Trace& trace) {
           check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens, share_of_seen(cell.facts));
       if (cell.facts.role == "asked" &&
           protected_tokens_fill_budget(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
-        warn_once(work, fmt::format("{}: {} at {}: the protected tokens fill the budget, the policy selects none",
-                                    work.facts.name, cell.facts.label, cell.facts.budget));
+        warn_once(work, fmt::format(
+                            "{}: {} at budget {}: protected tokens fill the budget, the policy selects no other token",
+                            work.facts.name, cell.facts.label, cell.facts.budget));
       if (const std::string instead = without_question(trace, work.conditions, cell.policy);
           cell.facts.role == "asked" && !instead.empty())
-        warn_once(work,
-                  fmt::format("{}: no question ends the prompt: {} {}", work.facts.name, cell.facts.label, instead));
+        warn_once(work, fmt::format("{}: the prompt does not end with a question span: {} {}", work.facts.name,
+                                    cell.facts.label, instead));
     } catch (const Error& error) {
       if (error.refusal() == Refusal::usage) throw;
       cell.fail(error.what());
@@ -356,8 +356,8 @@ void check_cells(TraceWork& work, const Trace& trace) {
   }
 }
 
-/// At budgets that are not asked for now, numbers of an edited policy's earlier version stay: nobody should take them
-/// for its own.
+/// Results of an earlier version of an edited policy remain at budgets that are not part of this run. The warning tells
+/// them from results of the present version.
 void warn_of_versions(TraceWork& work) {
   if (!work.stored) return;
   for (const CellRecord& found : work.stored->cells) {
@@ -365,8 +365,8 @@ void warn_of_versions(TraceWork& work) {
       return std::ranges::any_of(work.cells, [&](const CellWork& cell) { return is(cell.facts, found); });
     };
     if (some_cell(of_another_version) && !some_cell(takes_place_of))
-      warn_once(work, fmt::format("{}: {} at {} keeps the results of another version of its file", work.facts.name,
-                                  found.label, found.budget));
+      warn_once(work, fmt::format("{}: {} at budget {} has results of an earlier version of its policy file",
+                                  work.facts.name, found.label, found.budget));
   }
 }
 
@@ -449,7 +449,7 @@ void check_hashes(const std::vector<TraceWork>& works) {
   std::set<std::string> hashes;
   for (const TraceWork& work : works)
     if (!work.facts.hash.empty() && !hashes.insert(work.facts.hash).second)
-      throw Error{Refusal::usage, work.facts.path.string(), "the same trace is given twice", "", work.facts.hash};
+      throw Error{Refusal::usage, work.facts.path.string(), "trace listed more than once", "", work.facts.hash};
 }
 
 /// A span that was named with a metric must be in some trace.
@@ -462,7 +462,7 @@ void check_spans(const RunRequest& request, const std::vector<TraceWork>& works)
           work.cells, [&](const CellWork& cell) { return std::ranges::find(cell.wanted, name) != cell.wanted.end(); });
     };
     if (std::ranges::none_of(works, has))
-      throw Error{Refusal::usage, name.text(), "no trace has such a span below the boundary", "",
+      throw Error{Refusal::usage, name.text(), "no trace has this span before the boundary", "",
                   name.variant.substr(0, dot)};
   }
 }
@@ -759,8 +759,8 @@ PlannedTrace planned(const RunRequest& request, TraceWork& work, const std::stri
 void check_files(const fs::path& output, const std::vector<TraceWork>& works) {
   for (const TraceWork& work : works)
     if (work.facts.error.empty() && work.stored_file != identity_at(work.cells_path(output)))
-      throw Error{Refusal::usage, work.cells_path(output).string(), "another run has written it meanwhile",
-                  "the same command once more"};
+      throw Error{Refusal::usage, work.cells_path(output).string(),
+                  "written by another run in the meantime; run the same command again"};
   for (const fs::path& file : cell_files_of(output))
     if (std::ranges::none_of(
             works, [&](const TraceWork& work) { return work.facts.error.empty() && work.cells_path(output) == file; }))
@@ -773,7 +773,7 @@ void check_names(std::span<const fs::path> traces) {
   std::set<std::string> names;
   for (const fs::path& trace : traces)
     if (!names.insert(trace_name(trace)).second)
-      throw Error{Refusal::usage, trace.string(), "another trace has the same name", "names that tell results apart",
+      throw Error{Refusal::usage, trace.string(), "another trace has the same name", "unique trace names",
                   trace_name(trace)};
 }
 
@@ -876,10 +876,10 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   const auto failed = [](const CellRecord& cell) { return !cell.error.empty(); };
   if (refused && std::ranges::all_of(summary.cells, failed)) throw *refused;
   const bool has_full = std::ranges::any_of(summary.cells, [](const auto& cell) { return cell.policy == "full"; });
-  summary.self_check = {verdict(tally, Law::full, has_full ? "full 0" : full_not_replayed, "full"),
+  summary.self_check = {verdict(tally, Law::full, has_full ? "full error 0" : full_not_replayed, "full"),
                         verdict(tally, Law::budget, "budget ok", "budget"),
                         verdict(tally, Law::identity, "identities ok", "identities"),
-                        verdict(tally, Law::oracle, "none above its oracle", "oracle bound")};
+                        verdict(tally, Law::oracle, "oracle bound ok", "oracle bound")};
   summary.about = run_json(request, summary, backend->description(), start, std::chrono::system_clock::now());
   if (!request.output.empty()) {
     assemble(request.output, request.detail);

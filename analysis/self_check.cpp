@@ -87,7 +87,7 @@ std::optional<Violation> check_moments(const Moments& kept, const Moments& full,
     for (const TwoPaths& metric : metrics_of_two_paths())
       if (const double found = metric.measure.from_moments(kept, full);
           metric.is_base && !(found == metric.when_all_is_kept))
-        return broken(Law::full, metric.name + " of a set that keeps everything", metric.when_all_is_kept, found);
+        return broken(Law::full, metric.name + " of the full cache", metric.when_all_is_kept, found);
     return std::nullopt;
   }
   const struct {
@@ -108,7 +108,7 @@ std::optional<Violation> check_moments(const Moments& kept, const Moments& full,
     return Violation{.law = Law::identity,
                      .what = "attention over kept keys and its output",
                      .expected = "finite numbers",
-                     .found = "others"};
+                     .found = "NaN or Inf"};
   return std::nullopt;
 }
 
@@ -139,7 +139,7 @@ const std::vector<RecallByAttention::Row>& RecallByAttention::rows(const KeptSet
     for (std::size_t j = 0; j < prompt; ++j) row.column[j] += sums(head, static_cast<int>(j));
   }
   for (Row& row : rows) {
-    // What does not fall on prompt tokens other than the query itself falls on keys that nobody can evict.
+    // The rest of the attention is on keys that no policy can evict.
     row.always_kept = row.pairs - sum(row.column);
     row.greatest.reserve(prompt + 1);
     row.greatest.push_back(0.0);
@@ -180,10 +180,11 @@ std::vector<double> RecallByAttention::of_best_set(const KeptSet& set) {
 
 std::optional<Violation> check_recall(const ExpectedRecall& expected, double recall, double largest_logit) {
   if (!agree(expected.of_set, recall, tolerance_at(path_tolerance, largest_logit)))
-    return broken(Law::identity, "attention_recall by eval attention and by moments", expected.of_set, recall);
+    return broken(Law::identity, "attention_recall by attention of evaluation queries and by moments", expected.of_set,
+                  recall);
   if (!(recall <= expected.of_oracle + tolerance_at(oracle_tolerance, largest_logit)))
     return Violation{.law = Law::oracle,
-                     .what = "attention_recall above the oracle with the same counts",
+                     .what = "attention_recall above the oracle bound (same token counts)",
                      .expected = "at most " + number(expected.of_oracle),
                      .found = number(recall)};
   return std::nullopt;

@@ -29,7 +29,8 @@ ConfiguredPolicy policy_of(const std::string& where, const CellRecord& cell) {
 
 Cell cell_of(const std::filesystem::path& cells_path, const TraceCells& of_trace, const std::string& id) {
   const CellRecord* const record = of_trace.find(id);
-  if (record == nullptr) throw Error{Refusal::input, cells_path.string(), "cell", "one of the run", id};
+  if (record == nullptr)
+    throw Error{Refusal::input, cells_path.string(), "unknown cell", "the id of a cell of the run", id};
   return {.policy = policy_of(cells_path.string(), *record),
           .budget = record->budget_tokens,
           .of_seen = Budget::parse(record->budget).of_seen(),
@@ -60,7 +61,7 @@ StoredCellLayer StoredCell::layer(int stored_layer) const {
   const std::vector<int>& treated = conditions_.layers;
   const auto place = std::ranges::find(treated, stored_layer);
   if (place == treated.end())
-    throw Error{Refusal::usage, where_, "layer", fmt::format("a treated one: {}", fmt::join(treated, ", ")),
+    throw Error{Refusal::usage, where_, "layer", fmt::format("a treated layer: {}", fmt::join(treated, ", ")),
                 std::to_string(stored_layer)};
   StoredCellLayer found;
   const auto heard = [&](const LayerView& view, const LayerSelection& selection, const StoredLayer* changed,

@@ -159,10 +159,11 @@ std::optional<double> best_of(const Column& column, const std::vector<const Cell
 std::string trace_line(const TraceRecord& trace) {
   const auto treated = static_cast<int>(trace.treated.size());
   const std::string left_out =
-      trace.layers == treated ? "" : fmt::format(" ({} left as they are)", trace.layers - treated);
-  const std::string of = trace.boundary == trace.prompt ? "" : fmt::format(" of a prompt of {}", trace.prompt);
-  const std::string tokens = fmt::format("P {}{} + G {}", trace.boundary, of, trace.tokens - trace.prompt);
-  return fmt::format("trace    {}  {}   {} layers{}   {} query / {} kv heads   {}{}        OPEN LOOP\n", trace.name,
+      trace.layers == treated ? "" : fmt::format(" ({} not compressed)", trace.layers - treated);
+  const std::string first = trace.boundary == trace.prompt ? "" : fmt::format(" (first {} compressed)", trace.boundary);
+  const std::string tokens =
+      fmt::format("prompt {}{} + continuation {}", trace.prompt, first, trace.tokens - trace.prompt);
+  return fmt::format("trace    {}  {} tokens   {} layers{}   {} query / {} KV heads   {}{}        OPEN LOOP\n", trace.name,
                      tokens, treated, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
                      trace.synthetic ? "   synthetic" : "");
 }
@@ -173,13 +174,14 @@ std::string budget_line(const TraceRecord& trace, const std::vector<const CellRe
   const auto [least, most] = std::ranges::minmax(cells, {}, &CellRecord::budget_tokens);
   const int tokens = most->budget_tokens;
   const std::string means = budget.bytes > 0      ? budget.literal + " = "
-                            : budget.fraction > 0 ? budget.literal + " of P = "
+                            : budget.fraction > 0 ? fmt::format("{} of {} = ", budget.literal, trace.boundary)
                                                   : "";
   if (least->budget_tokens < tokens)
-    return fmt::format("budget   {}{} to {} tokens a layer on average, sinks and window included\n", means,
+    return fmt::format("budget   {}{} to {} tokens per layer and head on average, protected tokens included\n", means,
                        least->budget_tokens, tokens);
-  return fmt::format("budget   {}{} tokens a layer on average, {} slots a head, sinks and window included\n", means,
-                     tokens, grouped(static_cast<long>(tokens) * std::ssize(trace.treated)));
+  return fmt::format(
+      "budget   {}{} tokens per layer and head on average ({} over all layers), protected tokens included\n", means,
+      tokens, grouped(static_cast<long>(tokens) * std::ssize(trace.treated)));
 }
 
 /// Names those whose memory is their own.
@@ -187,7 +189,7 @@ std::string own_memory_line(const std::vector<const CellRecord*>& cells) {
   std::string names;
   for (const CellRecord* cell : cells)
     if (cell->own_memory && cell->role != "control") names += (names.empty() ? "" : ", ") + cell->label;
-  return names.empty() ? "" : cut("no budget binds " + names + ": not at equal memory, never marked *", widest) + '\n';
+  return names.empty() ? "" : cut("ignores the budget, so never marked *: " + names, widest) + '\n';
 }
 
 /// Whether protected tokens were replaced, those of the policy or of a policy in its parameters.
@@ -200,7 +202,7 @@ std::string own_protection_line(const std::vector<const CellRecord*>& cells) {
     if (!has_replaced_protection(*cell)) names += (names.empty() ? "" : ", ") + shown_name(*cell);
   if (names.empty() || std::ranges::none_of(cells, [](const auto* cell) { return has_replaced_protection(*cell); }))
     return "";
-  return cut("protected tokens not replaced: " + names, widest) + '\n';
+  return cut("keeps its own protected tokens: " + names, widest) + '\n';
 }
 
 std::string rows(const TraceRecord& trace, const std::vector<const CellRecord*>& cells,
@@ -275,10 +277,11 @@ std::string table(const RunSummary& summary) {
     }
   }
   if (!skills.empty())
-    text += "skill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set with its counts\n\n";
+    text +=
+        "skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = random, 1 = best\n\n";
   text += "self-check";
   for (std::size_t i = 0; i < summary.self_check.size(); ++i) text += (i == 0 ? " " : " | ") + summary.self_check[i];
-  return text + fmt::format("     observables {} shared     {}\n", duration(observables), summary.output.string());
+  return text + fmt::format("     shared observables {}     {}\n", duration(observables), summary.output.string());
 }
 
 }  // namespace kvreplay

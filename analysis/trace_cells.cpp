@@ -110,7 +110,7 @@ std::vector<MetricExtent> read_metrics(const hdf5::Dataset& metrics, const Trace
                   fmt::format("{} fields", fields.size())};
     const MetricName name{fields[0], fields[1]};
     if (find_variant(name) == nullptr || std::ranges::find(all, name, &MetricExtent::name) != all.end())
-      throw Error{Refusal::input, metrics.where(), "metric", "one that there is, once", name.text()};
+      throw Error{Refusal::input, metrics.where(), "metric", "a known metric, once", name.text()};
     const int rows = extent_of(metrics, fields[2], std::int64_t{trace.layers} + 1);
     if (rows != 1 && rows != trace.layers + 1)
       throw Error{Refusal::input, metrics.where(), "shape", fmt::format("1 or {} rows", trace.layers + 1), fields[2]};
@@ -462,9 +462,9 @@ namespace {
 
 void check_format(const File& file, const std::filesystem::path& path) {
   if (!file.has_attribute("format") || file.string_attribute("format") != cells_format)
-    throw Error{Refusal::input, path.string(), "format", cells_format, "another file"};
+    throw Error{Refusal::input, path.string(), "format", cells_format, "another format"};
   if (const auto version = file.integer_attribute("version"); version != cells_version)
-    throw Error{Refusal::input, path.string(), "results of another version of kvreplay", std::to_string(cells_version),
+    throw Error{Refusal::input, path.string(), "results of another format version", std::to_string(cells_version),
                 std::to_string(version)};
 }
 
@@ -473,7 +473,7 @@ TraceRecord read_trace_record(const File& file, const std::filesystem::path& pat
   const Group traces = file.group("traces");
   const std::vector<std::string> names = traces.names();
   if (names.size() != 1)
-    throw Error{Refusal::input, traces.where(), "traces of one file", "1", std::to_string(names.size())};
+    throw Error{Refusal::input, traces.where(), "number of traces in one file", "1", std::to_string(names.size())};
   return read_conditions(traces.group(names.front()), names.front());
 }
 

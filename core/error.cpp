@@ -1,9 +1,13 @@
 #include "error.h"
 
+#include <string_view>
 #include <utility>
 
 namespace kvreplay {
 namespace {
+
+/// `expected` of an unknown name for which a near one is known.
+constexpr std::string_view suggestion = "did you mean ";
 
 /// One line whatever the text: '\n' as \n, any other control character as \xNN.
 std::string without_controls(const std::string& text) {
@@ -30,6 +34,11 @@ Error::Error(Refusal refusal, std::string where, std::string what, std::string e
       expected_(std::move(expected)),
       found_(std::move(found)) {
   line_ = where_ + ": " + problem_;
+  if (expected_.starts_with(suggestion)) {
+    if (!found_.empty() && !where_.ends_with(found_)) line_ += " " + found_;
+    line_ = without_controls(line_ + ": " + expected_);
+    return;
+  }
   if (!expected_.empty()) line_ += ": expected " + expected_;
   if (!found_.empty()) line_ += (expected_.empty() ? ": found " : ", found ") + found_;
   line_ = without_controls(line_);

@@ -16,8 +16,8 @@ enum class Refusal : int {
   interrupted = 130  // the user stopped the run
 };
 
-/// `what()` is one line: "WHERE: WHAT: expected EXPECTED, found FOUND"; empty pieces are left out, control characters
-/// escaped.
+/// `what()` is one line: "WHERE: WHAT: expected EXPECTED, found FOUND", or "WHERE: WHAT FOUND: did you mean NAME?" with
+/// an `expected` from nearest(). Empty pieces are left out, control characters escaped.
 class Error : public std::exception {
  public:
   Error(Refusal refusal, std::string where, std::string what, std::string expected = {}, std::string found = {});

@@ -7,8 +7,8 @@
 
 namespace kvreplay {
 
-/// For Error's `expected`: "one of A, B, C" where at most four names are `known` or nothing is near, else the nearest
-/// by edit distance.
+/// For Error's `expected`: "one of A, B, C" where at most four names are `known` or none is near, else "did you mean
+/// A?" with the nearest name by edit distance.
 std::string nearest(std::string_view name, std::span<const std::string> known);
 
 }  // namespace kvreplay

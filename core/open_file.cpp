@@ -39,7 +39,7 @@ std::optional<FileIdentity> identity_at(const std::string& path) {
 FileIdentity identity_of(const FileDescriptor& file, const std::string& where) {
   struct stat status{};
   if (::fstat(file.get(), &status) != 0)
-    throw Error{Refusal::input, where, std::string("cannot be read any more: ") + std::strerror(errno)};
+    throw Error{Refusal::input, where, std::string("can no longer be read: ") + std::strerror(errno)};
   return identity_of(status);
 }
 

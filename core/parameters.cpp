@@ -68,10 +68,11 @@ std::vector<std::string_view> split_list(const std::string& where, std::string_v
     }
   }
   if (depth > deepest)
-    throw Error{Refusal::usage, where, "parentheses in parentheses", fmt::format("at most {}", deepest), "more"};
-  if (depth != 0) throw Error{Refusal::usage, where, "parentheses do not match", "", quoted(text)};
+    throw Error{Refusal::usage, where, "too many nested parentheses", fmt::format("at most {} levels", deepest),
+                "more"};
+  if (depth != 0) throw Error{Refusal::usage, where, "unbalanced parentheses", "", quoted(text)};
   for (const std::string_view piece : pieces)
-    if (piece.empty()) throw Error{Refusal::usage, where, "empty piece of a list", "", quoted(text)};
+    if (piece.empty()) throw Error{Refusal::usage, where, "empty list element", "", quoted(text)};
   return pieces;
 }
 
@@ -81,7 +82,8 @@ Amount Amount::parse(std::string_view where_text, std::string_view text) {
   if (percent || text.find_first_of(".eE") != std::string_view::npos) {
     const double share = percent ? parse_real(where, text.substr(0, text.size() - 1)) / 100.0 : parse_real(where, text);
     if (share < 0.0 || share > 1.0)
-      throw Error{Refusal::usage, where, "out of range", "tokens, or a fraction 0.0..1.0", std::string(text)};
+      throw Error{Refusal::usage, where, "out of range", "a number of tokens, or a fraction 0.0..1.0",
+                  std::string(text)};
     return fraction(share);
   }
   const int n = parse_int(where, text);
@@ -185,7 +187,7 @@ void Parameters::add(std::string name, bool& value, std::string help) {
                                  [&value] { return std::string(value ? "true" : "false"); });
   parameter.set = [&value, where = where(parameter.name)](std::string_view text) {
     if (text != "true" && text != "false")
-      throw Error{Refusal::usage, where, "not a truth value", "false or true", quoted(text)};
+      throw Error{Refusal::usage, where, "not a Boolean", "false or true", quoted(text)};
     value = text == "true";
   };
 }
@@ -258,9 +260,10 @@ void Parameters::set_list(std::string_view text, const char* example) {
   for (const std::string_view piece : split_list(owner_, text)) {
     const std::size_t equals = piece.find('=');
     if (equals == std::string_view::npos)
-      throw Error{Refusal::usage, owner_, "not a value", example, std::string(piece)};
+      throw Error{Refusal::usage, owner_, "not an assignment", example, std::string(piece)};
     const std::string_view name = piece.substr(0, equals);
-    if (!given.insert(name).second) throw Error{Refusal::usage, owner_, "given twice", "", std::string(name)};
+    if (!given.insert(name).second)
+      throw Error{Refusal::usage, owner_, "given more than once", "one value", std::string(name)};
     set(name, piece.substr(equals + 1));
   }
 }

@@ -48,7 +48,7 @@ Matrix CudaBackend::attention_sums(const LayerTensors& layer, const AttentionSum
                sums.values().subspan(static_cast<std::size_t>(first * task.group) * static_cast<std::size_t>(columns),
                                      query_heads * static_cast<std::size_t>(columns)));
   }
-  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
   return sums;
 }
 

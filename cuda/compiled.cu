@@ -17,8 +17,8 @@ bool compiled_for_warp_groups(DeviceMemory& memory, cudaStream_t stream) {
   const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(say_whether_warp_groups));
   if (status != cudaSuccess) {
     cudaGetLastError();
-    throw Error{Refusal::capability, "CUDA", "no code for this device in this build",
-                "its architecture in CMAKE_CUDA_ARCHITECTURES", cudaGetErrorName(status)};
+    throw Error{Refusal::capability, "CUDA", "this build has no code for the device",
+                "a build with its architecture in CMAKE_CUDA_ARCHITECTURES", cudaGetErrorName(status)};
   }
   DeviceBuffer<int> answer(memory);
   PinnedMemory pinned;

@@ -24,7 +24,7 @@ constexpr int least_major = 8;
 cudaDeviceProp choose(int number) {
   const auto refuse = [](cudaError_t status) {
     cudaGetLastError();
-    throw Error{Refusal::capability, "CUDA", "no device", "",
+    throw Error{Refusal::capability, "CUDA", "no usable device", "",
                 std::string(cudaGetErrorName(status)) + ", " + cudaGetErrorString(status)};
   };
   int count = 0;
@@ -35,8 +35,8 @@ cudaDeviceProp choose(int number) {
   cudaDeviceProp facts{};
   if (const cudaError_t status = cudaGetDeviceProperties(&facts, number); status != cudaSuccess) refuse(status);
   if (facts.major < least_major)
-    throw Error{Refusal::capability, "CUDA", "device " + std::to_string(number) + " is too old",
-                "compute capability 8.0", std::to_string(facts.major) + "." + std::to_string(facts.minor)};
+    throw Error{Refusal::capability, "CUDA", "device " + std::to_string(number) + " is not supported",
+                "compute capability 8.0 or higher", std::to_string(facts.major) + "." + std::to_string(facts.minor)};
   if (const cudaError_t status = cudaSetDevice(number); status != cudaSuccess) refuse(status);
   std::size_t free = 0, total = 0;  // the first call that needs the device itself
   if (const cudaError_t status = cudaMemGetInfo(&free, &total); status != cudaSuccess) refuse(status);
@@ -50,10 +50,12 @@ bool choose_warp_groups(const cudaDeviceProp& facts, bool compiled) {
   const std::string wanted = forced != nullptr ? forced : there ? "warp-groups" : "warps";
   if (wanted == "warps") return false;
   if (wanted != "warp-groups")
-    throw Error{Refusal::usage, "KVREPLAY_CUDA", "unknown way to multiply", "warps or warp-groups", wanted};
+    throw Error{Refusal::usage, "KVREPLAY_CUDA", "unknown value", "warps or warp-groups", wanted};
   if (!there)
-    throw Error{Refusal::capability, "KVREPLAY_CUDA", "no warp-groups", "compute capability 9, and code for 90a",
-                std::to_string(facts.major) + "." + std::to_string(facts.minor) + (compiled ? "" : ", other code")};
+    throw Error{
+        Refusal::capability, "KVREPLAY_CUDA", "warp-groups are not supported",
+        "compute capability 9, and a build for 90a",
+        std::to_string(facts.major) + "." + std::to_string(facts.minor) + (compiled ? "" : ", without that code")};
   return true;
 }
 

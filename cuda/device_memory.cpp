@@ -38,7 +38,8 @@ void* DeviceMemory::take(std::size_t bytes) {
   while (!free_.empty() && allocated_ + size > limit_) return_largest();
   const auto refuse = [&](const std::string& why) {
     throw Error{Refusal::resources, "device memory", "out of memory" + why,
-                megabytes(size) + " beside " + megabytes(allocated_) + " in use", "a limit of " + megabytes(limit_)};
+                megabytes(size) + " in addition to " + megabytes(allocated_) + " in use",
+                "a limit of " + megabytes(limit_)};
   };
   if (allocated_ + size > limit_) refuse("");
   void* block = nullptr;

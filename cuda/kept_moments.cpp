@@ -143,7 +143,7 @@ KeptMoments CudaBackend::kept_moments(const LayerTensors& layer, std::span<const
   call.fetch(static_cast<const Moments*>(made), std::span(moments));
   std::vector<float> vectors(parts.vectors ? sets * numbers : 0);
   call.fetch(static_cast<const float*>(outputs.vectors), std::span(vectors));
-  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
   std::copy_n(moments.begin(), cells, result.full.begin());
   std::copy_n(vectors.begin(), result.outputs.full.size(), result.outputs.full.begin());
   for (std::size_t i = 0; i < kept.size(); ++i) {

@@ -66,7 +66,7 @@ Matrix CudaBackend::norms(const TensorView& tensor, int tokens, double p) {
     call.fetch(static_cast<const double*>(made),
                norms.values().subspan(static_cast<std::size_t>(first) * row, static_cast<std::size_t>(count) * row));
   }
-  if (call.found_bad()) throw Error{Refusal::input, "norms", "vectors", "finite numbers", "others"};
+  if (call.found_bad()) throw Error{Refusal::input, "norms", "vectors", "finite numbers", "NaN or Inf"};
   return norms;
 }
 

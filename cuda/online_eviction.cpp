@@ -89,7 +89,7 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
     }
     some.fetch(static_cast<const std::int32_t*>(held_rows.evicted), result);
   }
-  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  if (call.found_bad()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
   return evicted;
 }
 

@@ -445,7 +445,7 @@ std::vector<std::int32_t> CudaBackend::least_redundant(const LayerTensors& layer
   if (what.keys && what.positions == Positions::cache) add_turned();
   if (what.keys && what.positions != Positions::cache) add_stored(layer.k);
   if (what.values) add_stored(layer.v);
-  if (call.found_bad()) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
+  if (call.found_bad()) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "NaN or Inf"};
 
   launch(begin_choice, dim3(blocks_for(count, scale_threads)), scale_threads, 0, call.stream(), choice);
   const int threads = std::min(most_threads, (tokens + 32 * tokens_at_once - 1) / (32 * tokens_at_once) * 32);

@@ -261,7 +261,7 @@ std::vector<double> CudaBackend::similarity_row_maxima(const TensorView& tensor,
       compare(rows, pack(first_column, of_columns));
   }
 
-  if (call.found_bad()) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
+  if (call.found_bad()) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "NaN or Inf"};
   if (tokens < 2) return maxima;
   std::vector<float> found(maxima.size());
   call.fetch(static_cast<const float*>(highest), std::span(found));

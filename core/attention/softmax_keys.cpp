@@ -28,7 +28,8 @@ void find_visible(const SoftmaxKeys& softmax_keys, int position, int window, Que
   }
   if (place.end - place.first != seen) {
     throw Error{Refusal::usage, "resident", "order",
-                "keys that query " + std::to_string(position) + " sees side by side", "others among them"};
+                "the keys visible to query " + std::to_string(position) + " in one contiguous range",
+                "other keys among them"};
   }
 }
 
@@ -40,7 +41,7 @@ int stored_query(const LayerTensors& layer, std::int32_t position) {
   const bool is_stored =
       stored.empty() ? position >= 0 && position < layer.q.tokens : found != stored.end() && *found == position;
   if (!is_stored) {
-    throw Error{Refusal::input, "q", "stored queries", "position " + std::to_string(position), "none"};
+    throw Error{Refusal::input, "q", "stored queries", "a query at position " + std::to_string(position), "none"};
   }
   return stored.empty() ? position : static_cast<int>(found - stored.begin());
 }
@@ -55,8 +56,8 @@ std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const 
     find_visible(softmax_keys, position, layer.sliding_window, place);
     if (softmax_keys.positions == Positions::cache) {
       if (place.own < 0) {
-        throw Error{Refusal::usage, "resident", "cache positions", "query " + std::to_string(position) + " is resident",
-                    "it is not"};
+        throw Error{Refusal::usage, "resident", "cache positions", "the key of query " + std::to_string(position),
+                    "an evicted key"};
       }
       place.moved = softmax_keys.moved(place.own);
     }

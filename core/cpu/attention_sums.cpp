@@ -252,7 +252,7 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
                    kernels_.keys, sums.row(first_kv_head * group + head));
   }
   interruption().require_all_done();
-  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
   return sums;
 }
 

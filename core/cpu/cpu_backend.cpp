@@ -28,8 +28,8 @@ const RegisteredBackend registered{
 int allowed(int threads) {
   if (!has_lost_threads()) return threads > 0 ? threads : omp_get_max_threads();
   if (threads > 1)
-    throw Error{Refusal::capability, "--threads", "threads of a forked process",
-                "threads=1, or a process that multiprocessing starts by spawn", std::to_string(threads)};
+    throw Error{Refusal::capability, "--threads", "a forked process cannot start more threads",
+                "threads=1, or multiprocessing with the spawn method", std::to_string(threads)};
   return 1;
 }
 
@@ -85,7 +85,7 @@ Matrix CpuBackend::norms(const TensorView& tensor, int tokens, double p) {
       }
     }
   }
-  if (!finite) throw Error{Refusal::input, "norms", "vectors", "finite numbers", "others"};
+  if (!finite) throw Error{Refusal::input, "norms", "vectors", "finite numbers", "NaN or Inf"};
   return norms;
 }
 

@@ -269,7 +269,7 @@ KeptMoments CpuBackend::kept_moments(const LayerTensors& layer, std::span<const 
     }
   }
   interruption().require_all_done();
-  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
   return result;
 }
 

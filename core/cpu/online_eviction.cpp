@@ -299,7 +299,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     }
   }
   interruption().require_all_done();
-  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "others"};
+  if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
   return evicted;
 }
 

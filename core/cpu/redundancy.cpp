@@ -91,7 +91,7 @@ class Similarities {
         kernels_.pack_wide(vectors.data(), count, dim_, width, tile_at(tile), scales_.data() + tile * width);
       }
     }
-    if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
+    if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "NaN or Inf"};
   }
 
   bool holds_all() const { return panel_in_.size() == slot_of_.size(); }

@@ -167,7 +167,7 @@ std::vector<double> CpuBackend::similarity_row_maxima(const TensorView& tensor, 
     }
   }
   interruption().require_all_done();
-  if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "others"};
+  if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "NaN or Inf"};
   if (tokens < 2) return maxima;
   for (std::size_t token = 0; token < maxima.size(); ++token) {
     float highest = below_any_cosine;

@@ -141,7 +141,7 @@ std::string run_in_child(const std::filesystem::path& path, const std::function<
   const std::uint64_t seconds = 60 + length / mib, memory = 1024 * mib + length;
   std::array<int, 2> ends{-1, -1};
   const auto lacking = [&] {
-    return Error{Refusal::resources, where, std::string("no child process: ") + std::strerror(errno)};
+    return Error{Refusal::resources, where, std::string("cannot start a child process: ") + std::strerror(errno)};
   };
   if (::pipe2(ends.data(), O_CLOEXEC) < 0) throw lacking();
   const FileDescriptor from{ends[0]};

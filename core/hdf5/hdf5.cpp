@@ -65,7 +65,7 @@ Handle access_properties() {
 /// Elements, or parts of them, that are of any length, or of none, are refused.
 void require_fixed_size(const Type& type, const std::string& where) {
   if (type.has_variable_length() || type.bytes() == 0)
-    throw Error{Refusal::input, where, "type", "elements of one size", type.name()};
+    throw Error{Refusal::input, where, "type", "elements of fixed size", type.name()};
 }
 
 Handle untimed(hid_t kind) {
@@ -109,7 +109,7 @@ void require_convertible(hid_t from, hid_t to, const std::string& where) {
                        H5T_STD_U64BE, H5T_IEEE_F32LE, H5T_IEEE_F32BE, H5T_IEEE_F64LE, H5T_IEEE_F64BE};
   const auto is = [from](hid_t type) { return H5Tequal(from, type) > 0; };
   if (!is(to) && !is(Type::float16().id()) && !is(Type::bfloat16().id()) && std::ranges::none_of(own, is))
-    throw Error{Refusal::input, where, "type", "integers or floats of 8 to 64 bits", "numbers of other bits"};
+    throw Error{Refusal::input, where, "type", "integers or floats of 8 to 64 bits", "another number of bits"};
 }
 
 /// No step of a path is followed out of the file, or to where another name leads.
@@ -120,7 +120,7 @@ void require_hard_links(hid_t group, const std::string& path, const std::string&
     require(H5Lget_info(group, path.substr(0, end).c_str(), &link, H5P_DEFAULT), where, "cannot be looked up");
     if (link.type != H5L_TYPE_HARD)
       throw Error{Refusal::input, where, "link", "an object of this file",
-                  link.type == H5L_TYPE_SOFT ? "a soft link" : "a link out of it"};
+                  link.type == H5L_TYPE_SOFT ? "a soft link" : "an external link"};
   }
 }
 
@@ -440,7 +440,7 @@ std::size_t Dataset::stored_elements() const {
   require(H5Fget_filesize(file.id(), &length), where(), "file has no length");
   const Shape sizes = shape();
   const std::size_t bytes = type().bytes();
-  if (bytes == 0) throw Error{Refusal::input, where(), "type", "elements of at least a byte", "of none"};
+  if (bytes == 0) throw Error{Refusal::input, where(), "type", "elements of 1 byte or more", "elements of 0 bytes"};
   const hsize_t most = length * (chunked() ? largest_inflation : 1) / bytes;
   hsize_t count = std::ranges::count(sizes, hsize_t{0}) > 0 ? 0 : 1;
   const auto bound = [&](hsize_t next) {

@@ -44,7 +44,7 @@ void copy_member(const Group& from, const std::string& name, Group& to, Met& met
 
 void copy_group(const Group& from, const std::string& name, Group& to, Met& met) {
   if (!met.insert(from.number()).second)
-    throw Error{Refusal::input, from.where(), "link", "a group of one name", "one that has another"};
+    throw Error{Refusal::input, from.where(), "link", "a group with one hard link", "a group with several"};
   Group made = to.create_group(name);
   copy_attributes(from, made);
   for (const std::string& member : from.names()) copy_member(from, member, made, met);

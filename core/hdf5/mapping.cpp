@@ -138,9 +138,8 @@ void Mapping::require_unchanged() const {
     throw Error{Refusal::input, where_, "changed while it was read", fmt::format("{} bytes", length_),
                 fmt::format("{} bytes", now.length)};
   if (now.modified != identity_.modified)
-    throw Error{Refusal::input, where_, "changed while it was read", "no writing to it",
-                "a later time of modification"};
-  if (watched_->lost.load()) throw Error{Refusal::input, where_, "bytes of it could not be read"};
+    throw Error{Refusal::input, where_, "changed while it was read", "an unchanged file", "a later modification time"};
+  if (watched_->lost.load()) throw Error{Refusal::input, where_, "a part of the file could not be read"};
 }
 
 void Mapping::read_ahead(std::uint64_t offset, std::uint64_t bytes) const {

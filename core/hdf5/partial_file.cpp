@@ -43,7 +43,7 @@ FileDescriptor open_locked(const std::filesystem::path& path) {
     FileDescriptor file{::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)};
     if (file.get() < 0) throw system_failure(errno, path.string(), "cannot be made");
     if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-      throw Error{Refusal::input, path.string(), "another program writes it"};
+      throw Error{Refusal::input, path.string(), "another program is writing this file"};
     if (names(path, file)) return file;
   }
 }

@@ -19,7 +19,7 @@ void check_superblock(const FileDescriptor& file, std::uint64_t length, const st
   if (got < 0) throw Error{Refusal::input, where, std::string("cannot be read: ") + std::strerror(errno)};
   if (length == 0) throw Error{Refusal::input, where, "length", "an HDF5 file", "0 bytes"};
   if (std::memcmp(bytes.data(), signature.data(), signature.size()) != 0)
-    throw Error{Refusal::input, where, "signature", "an HDF5 file", "other bytes"};
+    throw Error{Refusal::input, where, "signature", "an HDF5 file", "another file format"};
   if (static_cast<std::size_t>(got) < bytes.size())
     throw Error{Refusal::input, where, "length", fmt::format("at least {} bytes", bytes.size()),
                 fmt::format("{} bytes", length)};

@@ -22,7 +22,7 @@ Residents all_of(int prompt) {
 void read_finite_row(const TensorView& tensor, int head, int row, std::span<double> vector) {
   read_row(tensor, head, row, vector);
   if (!std::ranges::all_of(vector, [](double number) { return std::isfinite(number); }))
-    throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "others"};
+    throw Error{Refusal::input, "statistics", "vectors", "finite numbers", "NaN or Inf"};
 }
 
 }  // namespace
@@ -76,7 +76,7 @@ auto LayerView::placed(Compute compute) const {
   } catch (const Error& error) {
     if (error.refusal() != Refusal::input) throw;
     throw Error{Refusal::input, fmt::format("/layers/{:03}", stored_layer()),
-                fmt::format("{}: {} (kvreplay validate --deep says more)", error.where(), error.problem()),
+                fmt::format("{}: {} (run kvreplay validate --deep for details)", error.where(), error.problem()),
                 error.expected(), error.found()};
   }
 }
@@ -220,7 +220,8 @@ Vectors LayerView::as_stored(const TensorView& tensor) const {
 
 const BackwardRotation& LayerView::backward_rotation() const {
   if (tensors_.rope.inv_freq.empty())
-    throw Error{Refusal::input, "rope", "keys and queries cannot be un-rotated", "the model's RoPE", "none"};
+    throw Error{Refusal::input, "rope", "RoPE of keys and queries cannot be undone",
+                "the RoPE frequencies of the model", "none"};
   std::optional<BackwardRotation>& made = whole().backward_rotation_;
   if (!made) made.emplace(tensors_.rope, tensors_.k.tokens - 1);
   return *made;

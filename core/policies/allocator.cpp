@@ -6,9 +6,9 @@
 namespace kvreplay {
 namespace {
 
-const Requirement divides_scores{Property::has_score, "the allocator divides what is scored",
-                                 "a score, or allocate=uniform"};
-const Requirement has_count_of_each_layer{Property::own_set_in_each_layer, "layers that share a set have one count",
+const Requirement divides_scores{Property::has_score, "the allocator needs scores", "a score, or allocate=uniform"};
+const Requirement has_count_of_each_layer{Property::own_set_in_each_layer,
+                                          "layers that share a set cannot have different budgets",
                                           "share=none, or allocate=uniform"};
 
 AllocatorPtr shared(Allocator allocator) { return std::make_shared<const Allocator>(std::move(allocator)); }

@@ -16,7 +16,7 @@ Requirements required_by_choice(const Plan& plan) {
   if (plan.select.reads_scores)
     all.push_back({Property::scored, "the selector reads scores", "a score, as in score=window"});
   if (plan.protect.is_all()) {
-    constexpr const char* reason = "all of the budget stays by rule";
+    constexpr const char* reason = "protected tokens fill the whole budget";
     constexpr const char* remedy = "another policy for this part";
     all.push_back({Property::reads_scores, reason, remedy});
     if (!plan.score) all.push_back({Property::uniform, reason, remedy});
@@ -26,12 +26,12 @@ Requirements required_by_choice(const Plan& plan) {
 
 Requirements required_by(Nesting nesting) {
   if (nesting == Nesting::none) return {};
-  return {{Property::counts_from_depth, "nested sets need counts that are known beforehand",
+  return {{Property::counts_from_depth, "nested sets need token counts that do not depend on scores",
            "allocate=decay or allocate=pyramid"},
-          {Property::one_set_a_layer, "nested sets are one a layer", "heads=layer"},
-          {Property::scores_what_is_held, "nested sets are scored over what the layer before kept",
+          {Property::one_set_a_layer, "nested sets need one set per layer", "heads=layer"},
+          {Property::scores_what_is_held, "nested sets need a score over the tokens kept by the previous layer",
            "score=recency-window, window or random"},
-          {Property::decided_once, "nested sets are made at the end of the prompt", once_remedy}};
+          {Property::decided_once, "nested sets are selected at the end of the prompt", once_remedy}};
 }
 
 /// Where the observation window ends, and which tokens are protected.
@@ -40,8 +40,7 @@ Requirements required_at_end(const Plan& plan) {
   if (plan.window_at == WindowAt::question)
     all.push_back({Property::decided_once, "window_at=question needs the whole prompt", once_remedy});
   if (plan.protect.question.last_tokens > 0)
-    all.push_back(
-        {Property::decided_once, "the question that stays is known when the prompt has been seen", once_remedy});
+    all.push_back({Property::decided_once, "a protected question is known only after the whole prompt", once_remedy});
   return all;
 }
 
@@ -50,26 +49,28 @@ Requirements required_at_end(const Plan& plan) {
 Requirements Scorer::required() const {
   Requirements all;
   if (!score) return all;
-  all.push_back({Property::reads_scores, "nothing reads the score", "select=top-k or select=chunks"});
-  if (of_prompt) all.push_back({Property::decided_once, "the score is one of the whole prompt", once_remedy});
+  all.push_back({Property::reads_scores, "unused score: the selector reads none", "select=top-k or select=chunks"});
+  if (of_prompt)
+    all.push_back({Property::decided_once, "the score is computed once over the whole prompt", once_remedy});
   if (needs.future_queries)
-    all.push_back({Property::decided_once, "future queries are known for one moment", once_remedy});
+    all.push_back({Property::decided_once, "a score from future queries is available only at the end of the prompt",
+                   once_remedy});
   if (needs.question)
     all.push_back(
-        {Property::question_spared, "score=question asks a question that must stay whole", "schedule=question-blocks"});
+        {Property::question_spared, "score=question needs a question that is not evicted", "schedule=question-blocks"});
   return all;
 }
 
 Requirements Selector::required() const {
   Requirements all;
   if (one_set)
-    all.push_back({Property::one_set_a_layer, "similarity is that of all heads of a token together", "heads=layer"});
+    all.push_back({Property::one_set_a_layer, "the similarity of tokens covers all heads together", "heads=layer"});
   if (reads_layer)
     all.push_back({Property::counts_with_layer,
-                   "the selector reads the layer, and the allocator decides when all layers have been seen",
-                   "an allocator of one layer"});
+                   "the selector runs layer by layer, but the allocator needs the scores of all layers",
+                   "an allocator that works layer by layer"});
   if (of_prompt) {
-    constexpr const char* reason = "the selector chooses from the whole prompt";
+    constexpr const char* reason = "the selector reads the whole prompt";
     all.push_back({Property::decided_once, reason, once_remedy});
     all.push_back({Property::not_nested, reason, "a policy whose layers are not nested"});
   }
@@ -113,7 +114,7 @@ Decision decision_of(const Plan& plan) {
 std::string lacks_protection(const Plan& plan) {
   if (plan.allocate->keeps_everything) return "keeps every token";
   if (plan.allocate->changes_sets()) return "keeps the protected tokens of another policy";
-  if (plan.score.needs.future_queries) return "bounds what other policies keep";
+  if (plan.score.needs.future_queries) return "is a bound for other policies";
   if (plan.protect.is_all() || (!plan.score && !plan.select.one_set)) return "keeps tokens without a score";
   if (plan.own_memory || plan.nesting == Nesting::prunes_next) return "ignores the budget";
   return "";
@@ -121,10 +122,10 @@ std::string lacks_protection(const Plan& plan) {
 
 std::string why_no_twin(const Plan& plan) {
   const Decision decided = plan.schedule->decided();
-  if (decided == Decision::never) return "each query reads a set of its own";
+  if (decided == Decision::never) return "reads a different set for each query";
   if (plan.allocate->keeps_everything) return "keeps every token";
   if (plan.allocate->other != nullptr) return "depends on the kept set of another policy";
-  if (decided == Decision::during_prefill) return "its kept set is dynamic";
+  if (decided == Decision::during_prefill) return "has a dynamic kept set";
   if (!has_budget(plan)) return "ignores the budget";
   return "";
 }
@@ -139,7 +140,7 @@ void check_plan(const std::string& who, const Plan& plan) {
 }
 
 void check_layers_apart(const std::string& who, const Plan& plan) {
-  if (!has_budget(plan)) throw Error{Refusal::usage, who, "no budget binds it", "a policy that one binds"};
+  if (!has_budget(plan)) throw Error{Refusal::usage, who, "the policy ignores the budget", "a policy with a budget"};
   constexpr const char* reason = "its layers depend on each other";
   Requirements all{{Property::not_nested, reason, "a policy whose layers are not nested"},
                    {Property::own_set_in_each_layer, reason, "share=none"}};

@@ -25,15 +25,15 @@ std::string lacks(const Plan& plan, Property property) {
     case Property::unscored:
       return in_place_of(!plan.score, "a score");
     case Property::scores_what_is_held:
-      return in_place_of(scores_what_is_held(plan.score), "a score of all tokens");
+      return in_place_of(scores_what_is_held(plan.score), "a score over all tokens");
     case Property::attention_by_query:
-      return in_place_of(plan.score.online != OnlineScore::none, plan.score ? "another score" : "none");
+      return in_place_of(plan.score.online != OnlineScore::none, plan.score ? "another score" : "no score");
     case Property::reads_scores:
       return in_place_of(plan.select.reads_scores, "a selector without scores");
     case Property::best_tokens:
       return in_place_of(plan.select.takes_best, "another selector");
     case Property::fills_budget:
-      return in_place_of(plan.select.fills, "one that may keep fewer");
+      return in_place_of(plan.select.fills, "a selector that may keep fewer tokens");
     case Property::all_protected:
       return in_place_of(plan.protect.is_all(), "another policy");
     case Property::uniform:
@@ -47,7 +47,7 @@ std::string lacks(const Plan& plan, Property property) {
     case Property::own_set_in_each_layer:
       return in_place_of(!plan.share.shares(), "layers that share a set");
     case Property::not_nested:
-      return in_place_of(plan.nesting == Nesting::none, "one whose layers are");
+      return in_place_of(plan.nesting == Nesting::none, "a policy with nested layers");
     case Property::one_set_a_layer:
       return in_place_of(plan.grouping.heads == Heads::layer, "a set for each head");
     case Property::sets_of_kv_heads:

@@ -7,9 +7,10 @@ namespace kvreplay {
 
 Requirements Schedule::required() const {
   if (decided() != Decision::during_prefill) return {};
-  return {{Property::fills_budget, "a schedule holds equally many tokens in every head",
-           "a selector that fills its budget"},
-          {Property::uniform, "a schedule holds equally many tokens in every layer and head", "allocate=uniform"}};
+  return {
+      {Property::fills_budget, "a schedule needs the same number of tokens in every head",
+       "a selector that fills its budget"},
+      {Property::uniform, "a schedule needs the same number of tokens in every layer and head", "allocate=uniform"}};
 }
 
 LayerSelection Schedule::run(const ScheduledLayer& layer) const {

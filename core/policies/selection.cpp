@@ -166,7 +166,7 @@ Matrix score_tokens(const LayerView& view, const Plan& plan, const Scoring& how,
   bool numbers = true;
   for (const double score : scores.values()) numbers &= score == score;
   if (!numbers)
-    throw Error{Refusal::input, fmt::format("layer {}", view.stored_layer()), "score of " + who + " is not a number"};
+    throw Error{Refusal::input, fmt::format("layer {}", view.stored_layer()), "score of " + who + " is NaN"};
   return scores;
 }
 

@@ -15,8 +15,8 @@ const Span& find_span(const Trace& trace, std::string_view name) {
   if (const Span* found = find_span(trace.header().spans, name)) return *found;
   std::vector<std::string> known;
   for (const Span& span : trace.header().spans) known.push_back(span.name);
-  if (known.empty()) throw Error{Refusal::input, trace.path().string(), "has no spans", "span " + std::string(name)};
-  throw Error{Refusal::input, trace.path().string(), "no such span", nearest(name, known), std::string(name)};
+  if (known.empty()) throw Error{Refusal::input, trace.path().string(), "trace without spans", "a span " + std::string(name)};
+  throw Error{Refusal::input, trace.path().string(), "unknown span", nearest(name, known), std::string(name)};
 }
 
 /// The number behind "KEY:", at least 1.
@@ -35,7 +35,7 @@ void require_queries(const Trace& trace, std::span<const int> layers, std::span<
     if (!stored.empty()) std::ranges::set_difference(wanted, stored, std::back_inserter(missing));
     if (missing.empty()) continue;
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/q_positions", trace.path().string(), l),
-                "too few stored queries for " + who, fmt::format("queries {}..{}", wanted.front(), wanted.back()),
+                "missing stored queries for " + who, fmt::format("queries {}..{}", wanted.front(), wanted.back()),
                 fmt::format("no query {}", missing.front())};
   }
 }
@@ -47,7 +47,7 @@ void check_eval(std::string_view text) {
   for (const std::string_view key : {"last:", "stride:"})
     if (text.starts_with(key)) return static_cast<void>(number_of(text, key));
   const std::vector<std::string> known{"continuation", "last:N", "span:NAME", "all", "stride:K"};
-  throw Error{Refusal::usage, "eval", "unknown choice of queries", nearest(text, known), std::string(text)};
+  throw Error{Refusal::usage, "eval", "unknown value", nearest(text, known), std::string(text)};
 }
 
 std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text) {
@@ -57,7 +57,7 @@ std::vector<std::int32_t> eval_queries(const Trace& trace, std::string_view text
   if (text == "continuation") {
     queries = position_range(header.prefill, header.tokens());
     if (queries.empty())
-      throw Error{Refusal::input, trace.path().string(), "no continuation to measure at",
+      throw Error{Refusal::input, trace.path().string(), "no continuation, so no evaluation queries",
                   "tokens after the prompt, or another --eval such as last:32", "0 tokens"};
   } else if (text == "all") {
     queries = position_range(0, header.tokens());
@@ -93,8 +93,8 @@ int boundary(const Trace& trace, std::string_view text) {
   if (text.starts_with("span:")) {
     const Span& span = find_span(trace, text.substr(5));
     if (span.end > prefill)
-      throw Error{Refusal::input, trace.path().string(), "no boundary: span " + span.name + " ends behind the prompt",
-                  fmt::format("an end at {} or before", prefill), std::to_string(span.end)};
+      throw Error{Refusal::input, trace.path().string(), "span " + span.name + " ends after the prompt",
+                  fmt::format("an end at {} or earlier", prefill), std::to_string(span.end)};
     return span.end;
   }
   const std::string where = "boundary " + std::string(text);
@@ -166,15 +166,15 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
     plan.allocate->counts(division_of(plan, trace.header(), of_range.count, prompt, budget, question));
   }
   if (plan.store->moves_tokens && !trace.header().has_rope)
-    throw Error{Refusal::input, trace.path().string() + ":/model/rope", "keys cannot be moved for " + who,
-                "the model's RoPE", "none"};
+    throw Error{Refusal::input, trace.path().string() + ":/model/rope",
+                "keys cannot be moved to cache positions for " + who, "the RoPE frequencies of the model", "none"};
   for (int l = of_range.first; needs_of(plan).projection && l < of_range.end(); ++l)
     if (const int stored = conditions.layers[static_cast<std::size_t>(l)]; !output_projection(trace, stored).data)
       throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/wo", trace.path().string(), stored),
-                  "no output projection for " + who, "one, as capture --with-wo stores it, or wo=none", "none"};
+                  "no output projection for " + who, "a trace captured with --with-wo, or wo=none", "none"};
   if (plan.score.needs.rope && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
-                "keys and queries cannot be un-rotated for " + who, "the model's RoPE", "none"};
+                "RoPE of keys and queries cannot be undone for " + who, "the RoPE frequencies of the model", "none"};
   const auto [first, end] = prompt_queries(plan, budget, prompt, question);
   const bool goes_on = first < prompt && plan.schedule->goes_on_after_prompt();
   const std::vector<std::int32_t> wanted = position_range(first, goes_on ? trace.header().tokens() : end);
@@ -226,7 +226,8 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
     if (has_budget(plan) && !plan.store->has_exact_size)
-      throw Error{Refusal::usage, policy.name(), "its store changes what a token takes", "a budget in tokens", "bytes"};
+      throw Error{Refusal::usage, policy.name(), "its store changes the size of a token", "a budget in tokens",
+                  "a budget in bytes"};
     for (int l = of_range.first; l < of_range.end(); ++l) {
       const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
       const int heads = plan.grouping.heads == Heads::query ? tensors.q.heads : tensors.k.heads;

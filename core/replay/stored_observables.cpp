@@ -59,7 +59,7 @@ void require_own(const std::filesystem::path& path) {
   std::error_code ignored;
   if (std::filesystem::symlink_status(path, ignored).type() == std::filesystem::file_type::not_found) return;
   if (!is_observables_file(path))
-    throw Error{Refusal::input, path.string(), "is another file, or damaged beyond recognition; remove it first"};
+    throw Error{Refusal::input, path.string(), "not a file of stored observables, or damaged; remove it first"};
 }
 
 /// Links that lead elsewhere are refused.
@@ -104,8 +104,8 @@ Matrix read_values(const hdf5::Group& entry, const ObservableKey& key, const std
                 hdf5::to_string(shape)};
   const std::vector<double> values = dataset.values<double>();
   if (dataset.string_attribute("xxh3") != content_hash(key, observable, layer, values))
-    throw Error{Refusal::input, dataset.where(), "xxh3", "that of its numbers and of what they depend on", "another"};
-  if (!all_finite(values)) throw Error{Refusal::input, dataset.where(), "number", "finite numbers", "others"};
+    throw Error{Refusal::input, dataset.where(), "xxh3", "the hash of its numbers and of their inputs", "another hash"};
+  if (!all_finite(values)) throw Error{Refusal::input, dataset.where(), "number", "finite numbers", "NaN or Inf"};
   Matrix matrix(static_cast<int>(shape[0]), static_cast<int>(shape[1]));
   std::ranges::copy(values, matrix.values().begin());
   return matrix;

@@ -60,7 +60,7 @@ Elements fixed_members(const Type& type, const std::byte* first, std::size_t str
     const Type member{H5Tget_member_type(type.id(), index), H5Tclose};
     const std::size_t offset = H5Tget_member_offset(type.id(), index);
     if (offset > type.bytes() || member.bytes() > type.bytes() - offset)
-      throw Error{Refusal::input, where, "type", "members within their compound", member_name + " ends behind it"};
+      throw Error{Refusal::input, where, "type", "members within their compound", member_name + " ends outside it"};
     members.emplace_back(member_name, fixed_length(member, first + offset, stride, count, where));
     size += members.back().second.size;
   }
@@ -132,7 +132,7 @@ class Copy {
 
   void copy_group(const hdf5::Group& from, const std::string& name, hdf5::Group& to) {
     if (!met_.insert(from.number()).second)
-      throw Error{Refusal::input, from.where(), "link", "a group of one name", "one that has another"};
+      throw Error{Refusal::input, from.where(), "link", "a group with one hard link", "a group with several"};
     reserve(0);
     hdf5::Group made = to.create_group(name);
     copy_members(from, made);

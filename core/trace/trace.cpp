@@ -162,8 +162,8 @@ class Reader {
     if (entry.object == "/@format") has_other_rules_ = std::get<std::string>(value) != schema().format;
     if (entry.object == "/@version") has_other_rules_ = std::get<std::int64_t>(value) > schema().version;
     if (entry.object == "/@version" && has_other_rules_)
-      refuse(entry.object, "newer than this program reads", fmt::format("at most {}", schema().version),
-             fmt::format("{}", std::get<std::int64_t>(value)));
+      refuse(entry.object, "format version is newer than this program supports",
+             fmt::format("at most {}", schema().version), fmt::format("{}", std::get<std::int64_t>(value)));
     rules_.check_value(entry.object, entry, value);
     set_header_value(contents_.header, entry, std::move(value));
   }
@@ -427,7 +427,7 @@ class Trace::State {
     layers_ = std::move(contents.layers);
     // HDF5 has opened the path once more.
     if (identity_at(path_) != identity_of(file, path_.string()))
-      throw Error{Refusal::input, path_.string(), "changed while it was opened", "one file", "another in its place"};
+      throw Error{Refusal::input, path_.string(), "replaced while it was opened", "the same file", "another file"};
     mapping_ = Mapping(std::move(file), length, path_.string());
   }
 

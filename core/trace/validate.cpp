@@ -106,8 +106,8 @@ void check_missing_rope(const std::string& file, const std::string& path, const 
     if (coherence.turned_back <= high_coherence || coherence.turned_back <= clear_ratio * coherence.stored) continue;
     report.problems.emplace_back(
         Refusal::input, file + ":" + path, "RoPE",
-        "keys that line up as stored, because inv_freq says that this layer has no RoPE",
-        fmt::format("keys that line up when turned back by the frequencies of layer {} ({:.2f}) "
+        "stored keys that are aligned, since inv_freq gives this layer no RoPE",
+        fmt::format("keys aligned only after undoing RoPE with the frequencies of layer {} ({:.2f}), "
                     "and not as stored ({:.2f})",
                     header.layer_index[static_cast<std::size_t>(l)], coherence.turned_back, coherence.stored));
     break;
@@ -128,8 +128,8 @@ void check_rope(const std::string& file, const std::string& path, const LayerTen
   ++report.rope_layers;
   if (coherence.stored > high_coherence && coherence.stored > clear_ratio * coherence.turned_back)
     report.problems.emplace_back(Refusal::input, file + ":" + path, "RoPE",
-                                 "keys after RoPE, which line up once they are turned back",
-                                 fmt::format("keys that line up as stored ({:.2f}) and not turned back ({:.2f})",
+                                 "keys after RoPE, aligned once RoPE is undone",
+                                 fmt::format("keys aligned as stored ({:.2f}), not once RoPE is undone ({:.2f})",
                                              coherence.stored, coherence.turned_back));
 }
 

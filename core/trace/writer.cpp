@@ -94,7 +94,7 @@ void write_tokens_and_spans(const TraceHeader& header, hdf5::Group& to) {
 
 void refuse_existing(const std::filesystem::path& path, Existing existing) {
   if (existing == Existing::refuse && std::filesystem::exists(path))
-    throw Error{Refusal::input, path.string(), "exists", "a new name, or --force to replace it", "a file"};
+    throw Error{Refusal::input, path.string(), "exists", "another name, or --force to overwrite", "a file"};
 }
 
 struct TraceWriter::State {
@@ -175,7 +175,7 @@ struct TraceWriter::State {
   void begin_layer(DType stored, std::span<const std::int32_t> positions) {
     end_tensors();
     if (layers == header.layers)
-      throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers), "one more"};
+      throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers), "more"};
     const auto object = [layer = layers](const char* name) { return fmt::format("/layers/{:03}/{}", layer, name); };
     group_at(fmt::format("/layers/{:03}", layers));
     if (!positions.empty())

@@ -24,13 +24,13 @@ QUESTION = "question=last,question_tokens=6"
 COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
 
-NO_HDF5 = "expected an HDF5 file, found other bytes; write or copy the file again"
+NO_HDF5 = "expected an HDF5 file, found another file format; write or copy the file again"
 LINES: list[tuple[int, str, str]] = [
     # the program
-    (USAGE, "snyth", "snyth: unknown command: expected synth, found snyth"),
-    (USAGE, "help replya", "replya: unknown command: expected replay, found replya"),
+    (USAGE, "snyth", "snyth: unknown command: did you mean synth?"),
+    (USAGE, "help replya", "replya: unknown command: did you mean replay?"),
     (USAGE, "--versoin", "kvreplay: unknown option: expected one of --help, --version, found --versoin"),
-    (USAGE, "doctor now", "doctor: superfluous argument: found now"),
+    (USAGE, "doctor now", "doctor: unexpected argument: found now"),
     (USAGE, "completion tosh", "completion: unknown shell: expected one of bash, zsh, fish, found tosh"),
     (USAGE, "completion", "completion: missing argument: expected bash|zsh|fish"),
     (
@@ -46,15 +46,15 @@ LINES: list[tuple[int, str, str]] = [
         "and .venv/bin on PATH",
     ),
     # lists
-    (USAGE, "policies snapkw", "snapkw: unknown policy: expected snapkv, found snapkw"),
-    (USAGE, "policies h2o full", "policies: superfluous argument: found full"),
-    (USAGE, "policies h2o --parts", "--parts: lists all parts: expected no policy, found h2o"),
-    (USAGE, "metrics kv_byte", "kv_byte: unknown metric: expected kv_bytes, found kv_byte"),
+    (USAGE, "policies snapkw", "snapkw: unknown policy: did you mean snapkv?"),
+    (USAGE, "policies h2o full", "policies: unexpected argument: found full"),
+    (USAGE, "policies h2o --parts", "--parts: lists all parts; it takes no policy: expected no argument, found h2o"),
+    (USAGE, "metrics kv_byte", "kv_byte: unknown metric: did you mean kv_bytes?"),
     # synth
     (USAGE, "synth", "synth: missing argument: expected KIND"),
-    (USAGE, "synth gausian -o new.h5", "gausian: unknown kind of synthetic trace: expected gaussian, found gausian"),
-    (USAGE, "synth fixture", "synth: no file to write: expected -o FILE"),
-    (USAGE, "synth sinks needle -o new.h5", "synth: superfluous argument: found needle"),
+    (USAGE, "synth gausian -o new.h5", "gausian: unknown kind of synthetic trace: did you mean gaussian?"),
+    (USAGE, "synth fixture", "synth: no output file: expected -o FILE"),
+    (USAGE, "synth sinks needle -o new.h5", "synth: unexpected argument: found needle"),
     (USAGE, "synth sinks -o new.h5 --layers 0", "--layers: out of range: expected 1..2147483647, found 0"),
     (USAGE, "synth sinks -o new.h5 --kv-heads 3", "kv_heads: value: expected a divisor of 8, found 3"),
     (
@@ -65,7 +65,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         "synth sinks -o new.h5 --queries first:3",
-        "--queries: unknown choice: expected all or last:N, found first:3",
+        "--queries: unknown value: expected all or last:N, found first:3",
     ),
     (
         USAGE,
@@ -75,7 +75,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         "synth sinks -o new.h5 --sliding-window 4,,8",
-        '--sliding-window: empty piece of a list: found "4,,8"',
+        '--sliding-window: empty list element: found "4,,8"',
     ),
     (
         USAGE,
@@ -86,7 +86,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         INPUT,
         "synth sinks -o fixture.h5",
-        "fixture.h5: exists: expected a new name, or --force to replace it, found a file",
+        "fixture.h5: exists: expected another name, or --force to overwrite, found a file",
     ),
     (INPUT, "synth sinks -o none/new.h5", "none/new.h5.partial: cannot be made: No such file or directory"),
     # reading
@@ -105,27 +105,27 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{REPLAY} -b 0.5", "replay: no policy to replay: expected -p POLICY,..."),
     (USAGE, f"{REPLAY} -p h2o", "replay: no budget: expected -b BUDGET,..."),
     (INPUT, "replay none.h5 -p h2o -b 0.5", "none.h5: cannot be opened: No such file or directory"),
-    (INPUT, "replay foreign -p h2o -b 0.5", "foreign: a folder without traces: expected *.h5 in it"),
+    (INPUT, "replay foreign -p h2o -b 0.5", "foreign: no trace in this folder: expected files *.h5"),
     (
         USAGE,
         f"{H2O} fixture.h5",
-        "fixture.h5: another trace has the same name: expected names that tell results apart, found fixture",
+        "fixture.h5: another trace has the same name: expected unique trace names, found fixture",
     ),
     (
         INPUT,
         "replay prompt.h5 -p h2o -b 0.5",
-        "prompt.h5: no continuation to measure at: expected tokens after the "
+        "prompt.h5: no continuation, so no evaluation queries: expected tokens after the "
         "prompt, or another --eval such as last:32, found 0 tokens",
     ),
     (
         INPUT,
         "replay late.h5 -p h2o -b 0.5",
-        "late.h5:/layers/000/q_positions: too few stored queries for h2o: expected queries 0..31, found no query 0",
+        "late.h5:/layers/000/q_positions: missing stored queries for h2o: expected queries 0..31, found no query 0",
     ),
     (
         INPUT,
         "replay late.h5 -p local -b 0.5 --eval all",
-        "late.h5:/layers/000/q_positions: too few stored queries for "
+        "late.h5:/layers/000/q_positions: missing stored queries for "
         "--eval all: expected queries 0..35, found no query 0",
     ),
     (
@@ -134,21 +134,25 @@ LINES: list[tuple[int, str, str]] = [
         "window.h5: every layer has a sliding window: expected a layer without one, or --sliding treat",
     ),
     # policies
-    (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),
     (USAGE, f"{REPLAY} -p zzzzzzzz -b 0.5", f"zzzzzzzz: unknown policy: expected {POLICIES}, found zzzzzzzz"),
-    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty piece of a list: found "h2o,,full"'),
-    (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty piece of a list: found "h2o,"'),
-    (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty piece of a list: found ""'),
+    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty list element: found "h2o,,full"'),
+    (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty list element: found "h2o,"'),
+    (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty list element: found ""'),
     (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}"),
     (
         USAGE,
         f"{REPLAY} -p window=3 -b 0.5",
-        "policy: value without a policy: expected NAME[:KEY=VALUE,...], found window=3",
+        "policy: parameter before the first policy: expected NAME[:KEY=VALUE,...], found window=3",
     ),
-    (USAGE, f"{REPLAY} -p snapkv:windwo=3 -b 0.5", "snapkv: unknown parameter: expected window, found windwo"),
+    (USAGE, f"{REPLAY} -p snapkv:windwo=3 -b 0.5", "snapkv: unknown parameter windwo: did you mean window?"),
     (USAGE, f"{REPLAY} -p full:x=1 -b 0.5", "full: takes no parameters: expected a part, as in select=chunks, found x"),
-    (USAGE, f"{REPLAY} -p snapkv:window -b 0.5", 'snapkv: not a parameter: expected KEY=VALUE, found "window"'),
-    (USAGE, f"{REPLAY} -p snapkv:window=3,window=4 -b 0.5", "snapkv: given twice: found window"),
+    (USAGE, f"{REPLAY} -p snapkv:window -b 0.5", 'snapkv: not an assignment: expected KEY=VALUE, found "window"'),
+    (
+        USAGE,
+        f"{REPLAY} -p snapkv:window=3,window=4 -b 0.5",
+        "snapkv: given more than once: expected one value, found window",
+    ),
     (USAGE, f"{REPLAY} -p snapkv:window=x -b 0.5", 'snapkv:window: not a number: expected a whole number, found "x"'),
     (USAGE, f"{REPLAY} -p snapkv:window=0 -b 0.5", "snapkv:window: out of range: expected 1.., found 0"),
     (USAGE, f"{REPLAY} -p snapkv:kernel=4 -b 0.5", "snapkv:kernel: out of range: expected 1.., odd, found 4"),
@@ -166,13 +170,13 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p h2o:recent=1.5 -b 0.5",
-        "h2o:recent: out of range: expected tokens, or a fraction 0.0..1.0, found 1.5",
+        "h2o:recent: out of range: expected a number of tokens, or a fraction 0.0..1.0, found 1.5",
     ),
     (USAGE, f"{REPLAY} -p h2o:recent=-1 -b 0.5", "h2o:recent: out of range: expected 0 or more, found -1"),
     (
         USAGE,
         f"{REPLAY} -p h2o:overlap=maybe -b 0.5",
-        'h2o:overlap: not a truth value: expected false or true, found "maybe"',
+        'h2o:overlap: not a Boolean: expected false or true, found "maybe"',
     ),
     (
         USAGE,
@@ -182,19 +186,19 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p streaming-llm:sinks=13 -b 0.5",
-        "streaming-llm:sinks: larger than the trace: expected at most 12 tokens, found 13",
+        "streaming-llm:sinks: exceeds the trace: expected at most 12 tokens, found 13",
     ),
     (
         USAGE,
         f"{REPLAY} -p chunkkv:reuse=5 -b 0.5",
-        "chunkkv:reuse: larger than the trace: expected at most 4 layers, found 5",
+        "chunkkv:reuse: exceeds the trace: expected at most 4 layers, found 5",
     ),
     (
         USAGE,
         f"{REPLAY} -p oracle:counts=(snapkv -b 0.5",
-        '--policy: parentheses do not match: found "oracle:counts=(snapkv"',
+        '--policy: unbalanced parentheses: found "oracle:counts=(snapkv"',
     ),
-    (USAGE, f"{REPLAY} -p oracle:counts=(snapkw) -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (USAGE, f"{REPLAY} -p oracle:counts=(snapkw) -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),
     (
         USAGE,
         f"{REPLAY} -p oracle:counts=(oracle:counts=(h2o)) -b 0.5",
@@ -202,18 +206,18 @@ LINES: list[tuple[int, str, str]] = [
         "expected a policy that does not use another policy's counts, found oracle:counts=h2o",
     ),
     # policies put together
-    (USAGE, f"{REPLAY} -p h2o:select=chunk -b 0.5", "chunk: unknown selector: expected chunks, found chunk"),
-    (USAGE, f"{REPLAY} -p h2o:score=windw -b 0.5", "windw: unknown scorer: expected window, found windw"),
+    (USAGE, f"{REPLAY} -p h2o:select=chunk -b 0.5", "chunk: unknown selector: did you mean chunks?"),
+    (USAGE, f"{REPLAY} -p h2o:score=windw -b 0.5", "windw: unknown scorer: did you mean window?"),
     (USAGE, f"{REPLAY} -p h2o:select=chunks,chunk=0 -b 6", "chunks:chunk: out of range: expected 1.., found 0"),
     (
         USAGE,
         f"{REPLAY} -p hybrid:chunkkv.chnk=3 -b 0.5",
-        "hybrid: unknown parameter: expected chunkkv.chunk, found chunkkv.chnk",
+        "hybrid: unknown parameter chunkkv.chnk: did you mean chunkkv.chunk?",
     ),
     (
         USAGE,
         f"{REPLAY} -p strided:select=redundancy -b 0.5",
-        "strided: similarity is that of all heads of a token together: expected heads=layer, found a set for each head",
+        "strided: the similarity of tokens covers all heads together: expected heads=layer, found a set for each head",
     ),
     (
         USAGE,
@@ -256,17 +260,18 @@ LINES: list[tuple[int, str, str]] = [
         f"{REPLAY} -p layers:3-1=snapkv -b 0.5",
         "layers:3-1: ends before it begins: expected FIRST-LAST, found 3-1",
     ),
-    (USAGE, f"{REPLAY} -p layers:0-3=(snapkw) -b 0.5", "snapkw: unknown policy: expected snapkv, found snapkw"),
+    (USAGE, f"{REPLAY} -p layers:0-3=(snapkw) -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),
     (
         INPUT,
         f"{REPLAY} -p finch:{QUESTION} -b 6",
-        "finch: no room beside the 6 tokens of the question: expected a budget of at least 7 tokens, found 6",
+        "finch: the 6 tokens of the question fill the budget: expected a budget of at least 7 tokens, found 6",
     ),
     *(
         (
             INPUT,
             f"replay norope.h5 -p {policy} -b 6",
-            f"norope.h5:/model/rope: keys cannot be moved for {policy.split(':')[0]}: expected the model's RoPE, found "
+            f"norope.h5:/model/rope: keys cannot be moved to cache positions for {policy.split(':')[0]}: expected "
+            "the RoPE frequencies of the model, found "
             "none",
         )
         for policy in ("streaming-llm:positions=cache", "finch:question_tokens=2", "snapkv:store=cache")
@@ -275,7 +280,8 @@ LINES: list[tuple[int, str, str]] = [
         (
             INPUT,
             f"replay norope.h5 -p {policy} -b 6",
-            f"norope.h5:/model/rope: keys and queries cannot be un-rotated for {policy}: expected the model's RoPE, "
+            f"norope.h5:/model/rope: RoPE of keys and queries cannot be undone for {policy}: expected the RoPE "
+            "frequencies of the model, "
             "found none",
         )
         for policy in ("leverage", "compactor", "expected-attention")
@@ -300,17 +306,18 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p @listed.yaml -b 0.5",
-        "listed.yaml:3: value of window: expected one word, number or text, or a list of them, found a mapping",
+        "listed.yaml:3: value of window: expected a scalar, or a list of scalars, found a mapping",
     ),
     (
         USAGE,
         f"{REPLAY} -p @nameless.yaml -b 0.5",
-        "nameless.yaml:2: not a policy: expected a text, or a mapping with the key policy, found a mapping without it",
+        "nameless.yaml:2: not a policy: expected a string, or a mapping with the key policy, found a mapping without "
+        "the key",
     ),
     (
         USAGE,
         f"{REPLAY} -p @empty.yaml -b 0.5",
-        "empty.yaml: holds no policy: expected one policy, or a list of them",
+        "empty.yaml: contains no policy: expected one policy, or a list of them",
     ),
     # budgets
     (USAGE, f"{REPLAY} -p h2o -b 0", "budget 0: out of range: expected 1..2147483647, found 0"),
@@ -324,35 +331,35 @@ LINES: list[tuple[int, str, str]] = [
         f"{REPLAY} -p h2o -b 99999999999",
         "budget 99999999999: out of range: expected 1..2147483647, found 99999999999",
     ),
-    (USAGE, f"{REPLAY} -p h2o -b ,", '--budget: empty piece of a list: found ","'),
-    (USAGE, f"{REPLAY} -p h2o -b 6,,6", '--budget: empty piece of a list: found "6,,6"'),
-    (USAGE, f"{REPLAY} -p h2o -b 6,", '--budget: empty piece of a list: found "6,"'),
+    (USAGE, f"{REPLAY} -p h2o -b ,", '--budget: empty list element: found ","'),
+    (USAGE, f"{REPLAY} -p h2o -b 6,,6", '--budget: empty list element: found "6,,6"'),
+    (USAGE, f"{REPLAY} -p h2o -b 6,", '--budget: empty list element: found "6,"'),
     # options
-    (USAGE, f"{H2O} --budgte 3", "replay: unknown option: expected --budget, found --budgte"),
+    (USAGE, f"{H2O} --budgte 3", "replay: unknown option --budgte: did you mean --budget?"),
     (USAGE, f"{REPLAY} -p", "--policy: needs a value: expected POLICY,..."),
     (USAGE, f"{REPLAY} -p h2o -b", "--budget: needs a value: expected BUDGET,..."),
     (USAGE, f"{H2O} --output=", "--output: needs a value: expected DIR"),
     (USAGE, f"{H2O} --force=yes", "--force: takes no value"),
-    (USAGE, f"{H2O} --device cpu --device cpu", "--device: given twice"),
+    (USAGE, f"{H2O} --device cpu --device cpu", "--device: given more than once: expected one value"),
     (USAGE, f"{H2O} --device gpu", "--device: unknown device: expected auto, cpu or cuda[:N], found gpu"),
     (
         USAGE,
         f"{H2O} --device cpu --device-memory 1G",
-        "--device-memory: says what a GPU's memory may hold: expected --device cuda or auto, found --device cpu",
+        "--device-memory: limits GPU memory only: expected --device cuda or auto, found --device cpu",
     ),
     (USAGE, f"{H2O} --device cuda:x", '--device: not a number: expected a whole number, found "x"'),
     (
         USAGE,
         f"{H2O} --metrics atention_recall",
-        "atention_recall: unknown metric: expected attention_recall, found atention_recall",
+        "atention_recall: unknown metric: did you mean attention_recall?",
     ),
     (
         USAGE,
         f"{H2O} --metrics attention_recall:promt",
-        "attention_recall: unknown variant: expected prompt, found promt",
+        "attention_recall: unknown variant promt: did you mean prompt?",
     ),
-    (USAGE, f"{H2O} --metrics ,", '--metrics: empty piece of a list: found ","'),
-    (USAGE, f"{H2O} --metrics kv_bytes,", '--metrics: empty piece of a list: found "kv_bytes,"'),
+    (USAGE, f"{H2O} --metrics ,", '--metrics: empty list element: found ","'),
+    (USAGE, f"{H2O} --metrics kv_bytes,", '--metrics: empty list element: found "kv_bytes,"'),
     (
         INPUT,
         f"{H2O} --metrics output_error:residual -o out",
@@ -361,7 +368,7 @@ LINES: list[tuple[int, str, str]] = [
     ),
     (USAGE, f"{H2O} --detail heads", "--detail: unknown value: expected one of summary, layer, head, found heads"),
     (USAGE, f"{H2O} --save scores,score", "--save: unknown value: expected one of scores, attention, found score"),
-    (USAGE, f"{H2O} --save scores,", '--save: empty piece of a list: found "scores,"'),
+    (USAGE, f"{H2O} --save scores,", '--save: empty list element: found "scores,"'),
     (USAGE, f"{H2O} --sliding maybe", "--sliding: unknown value: expected one of skip, treat, found maybe"),
     (
         USAGE,
@@ -371,52 +378,52 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{H2O} --threads -1", "--threads: out of range: expected 0..4096, found -1"),
     (USAGE, f"{H2O} --threads 99999999999", "--threads: out of range: expected 0..4096, found 99999999999"),
     (USAGE, f"{H2O} --threads two", '--threads: not a number: expected a whole number, found "two"'),
-    (USAGE, f"{H2O} --seed -1", '--seed: not a seed: expected 0..2^64-1, found "-1"'),
+    (USAGE, f"{H2O} --seed -1", '--seed: not a random seed: expected 0..2^64-1, found "-1"'),
     (
         USAGE,
         f"{H2O} --memory lots",
-        '--memory: not a size: expected a number of bytes, or of k, M, G or T, found "lots"',
+        '--memory: not a size: expected a number of bytes, as 4096, 512M or 1.5G, found "lots"',
     ),
     (
         USAGE,
         f"{H2O} --eval tomorrow",
-        "eval: unknown choice of queries: expected one of continuation, last:N, span:NAME, "
-        "all, stride:K, found tomorrow",
+        "eval: unknown value: expected one of continuation, last:N, span:NAME, all, stride:K, found tomorrow",
     ),
     (USAGE, f"{H2O} --eval last:0", "eval last:0: out of range: expected 1 or more, found 0"),
     (USAGE, f"{H2O} --eval last:13", "eval last:13: longer than the prompt: expected at most 12, found 13"),
     (USAGE, f"{H2O} --eval stride:0", "eval stride:0: out of range: expected 1 or more, found 0"),
-    (INPUT, f"{H2O} --eval span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
+    (INPUT, f"{H2O} --eval span:nothing", f"fixture.h5: unknown span: expected {SPANS}, found nothing"),
     (USAGE, f"{H2O} --boundary 0", "boundary 0: outside the prompt: expected 1 or more, found 0"),
     (USAGE, f"{H2O} --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
     (USAGE, f"{H2O} --boundary half", 'boundary half: not a number: expected a whole number, found "half"'),
-    (INPUT, f"{H2O} --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
-    (INPUT, "info fixture.h5 --boundary span:nothing", f"fixture.h5: no such span: expected {SPANS}, found nothing"),
+    (INPUT, f"{H2O} --boundary span:nothing", f"fixture.h5: unknown span: expected {SPANS}, found nothing"),
+    (INPUT, "info fixture.h5 --boundary span:nothing", f"fixture.h5: unknown span: expected {SPANS}, found nothing"),
     (USAGE, "info fixture.h5 --boundary 13", "boundary 13: outside the prompt: expected 1..12, found 13"),
     # budgets that grow, budgets of memory, and pages
     (
         USAGE,
         f"{REPLAY} -p h2o -b 12@seen",
-        "budget 12@seen: a count does not grow: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
+        "budget 12@seen: @seen needs a fraction: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
         "found 12",
     ),
     (
         USAGE,
         f"{REPLAY} -p streaming-llm:rolling=true -b 0.5@seen",
-        "streaming-llm: its window has one size: a first token that was let go is gone: expected a budget without "
+        "streaming-llm: a rolling window cannot grow: evicted tokens are lost: expected a budget without "
         "@seen, or schedule=once, found 0.5@seen",
     ),
     (USAGE, f"{REPLAY} -p h2o -b 1MB", "budget 1MB: unknown unit of memory: expected KiB, MiB or GiB, found 1MB"),
     (
         USAGE,
         f"{REPLAY} -p h2o -b 0.1KiB",
-        "budget 0.1KiB: holds no token of h2o in fixture: expected 0.125 KiB or more, a token in each head of each "
+        "budget 0.1KiB: too small for one token of h2o in fixture: expected at least 0.125 KiB, one token in each head "
+        "of each "
         "layer, found 0.1KiB",
     ),
     (
         USAGE,
         f"{REPLAY} -p snapkv:window=2,store=quantised -b 1KiB",
-        "snapkv: its store changes what a token takes: expected a budget in tokens, found bytes",
+        "snapkv: its store changes the size of a token: expected a budget in tokens, found a budget in bytes",
     ),
     (
         USAGE,
@@ -428,7 +435,7 @@ LINES: list[tuple[int, str, str]] = [
         f"{H2O} --structure heads=rows",
         '--structure:heads: unknown value: expected one of layer, kv, query, own, found "rows"',
     ),
-    (USAGE, f"{H2O} --structure 16", "--structure: not a value: expected page=16,heads=layer, found 16"),
+    (USAGE, f"{H2O} --structure 16", "--structure: not an assignment: expected page=16,heads=layer, found 16"),
     (
         USAGE,
         f"{REPLAY} -p sca -b 0.5 --structure page=4",
@@ -437,10 +444,19 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p hybrid -b 0.5 --structure page=4",
-        "hybrid: its layers have plans of their own: expected layers:0-14=(A:...),15-29=(B:...), found chunks",
+        "hybrid: has a separate plan for each range of layers: expected layers:0-14=(A:...),15-29=(B:...), found "
+        "chunks",
     ),
-    (USAGE, f"{REPLAY} -p h2o:heads=kv -b 0.5 --structure page=4", "h2o: given twice: found heads"),
-    (USAGE, f"{H2O} -o foreign", "foreign: holds other things: expected an empty folder, or one of results, found x"),
+    (
+        USAGE,
+        f"{REPLAY} -p h2o:heads=kv -b 0.5 --structure page=4",
+        "h2o: given more than once: expected one value, found heads",
+    ),
+    (
+        USAGE,
+        f"{H2O} -o foreign",
+        "foreign: contains other files: expected an empty folder, or a folder of results, found x",
+    ),
     (USAGE, f"{H2O} -o note.txt", "note.txt: not a folder: expected a folder for results, found a file"),
 ]
 
@@ -501,13 +517,13 @@ def test_a_missing_device_is_a_missing_capability(device: str, folder: Path) -> 
     if "no CUDA in this build" in backends["cuda"]["description"]:
         assert answer.stderr == f"kvreplay: --device {device}: no CUDA in this build: expected --device cpu\n"
     else:
-        assert answer.stderr.startswith(f"kvreplay: --device {device}: CUDA: no device: found cudaError")
+        assert answer.stderr.startswith(f"kvreplay: --device {device}: CUDA: no usable device: found cudaError")
 
 
 def test_a_plan_that_does_not_fit_is_refused(folder: Path) -> None:
     answer = run(f"{H2O} --memory 1k -o new", folder)
     assert answer.returncode == RESOURCES
-    assert answer.stderr.startswith("kvreplay: --memory: too small for the plan: expected at least ")
+    assert answer.stderr.startswith("kvreplay: --memory: too little memory for the plan: expected at least ")
     assert answer.stderr.endswith(" MiB, found 1.0 KiB\n")
     assert not (folder / "new").exists()
 
@@ -516,7 +532,7 @@ def test_an_empty_policy_is_refused(folder: Path) -> None:
     words = [PROGRAM, "replay", "fixture.h5", "-p", "", "-b", "0.5"]
     answer = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (USAGE, "")
-    assert answer.stderr == 'kvreplay: --policy: empty piece of a list: found ""\n'
+    assert answer.stderr == 'kvreplay: --policy: empty list element: found ""\n'
 
 
 def test_a_trace_larger_than_the_disk_is_refused_before_it_is_written(folder: Path) -> None:
@@ -541,7 +557,7 @@ def test_a_trace_under_two_names_is_refused(folder: Path) -> None:
     shutil.copy(folder / "fixture.h5", folder / "copy.h5")
     [trace] = json.loads(run("info --json --no-estimate copy.h5", folder).stdout)
     answer = run("replay fixture.h5 copy.h5 -p h2o -b 0.5", folder)
-    expected = f"kvreplay: copy.h5: the same trace is given twice: found {trace['hash']}\n"
+    expected = f"kvreplay: copy.h5: trace listed more than once: found {trace['hash']}\n"
     assert (answer.returncode, answer.stdout, answer.stderr) == (USAGE, "", expected)
 
 
@@ -556,7 +572,8 @@ def test_a_run_with_failed_cells_lists_them(folder: Path) -> None:
     answer = run("replay late.h5 -p h2o,local -b 0.5 -o partly", folder)
     assert answer.returncode == 6
     assert answer.stderr == (
-        "kvreplay: failed: late, h2o at 0.5: late.h5:/layers/000/q_positions: too few stored queries for h2o: expected "
+        "kvreplay: failed: late, h2o at budget 0.5: late.h5:/layers/000/q_positions: missing stored queries for h2o: "
+        "expected "
         "queries 0..31, found no query 0\n"
     )
     assert "local" in answer.stdout
@@ -566,8 +583,8 @@ def test_a_question_without_room_fails_alone(folder: Path) -> None:
     answer = run(f"replay fixture.h5 -p finch:{QUESTION},local -b 6 -o no_room", folder)
     assert answer.returncode == 6
     assert answer.stderr == (
-        f"kvreplay: failed: fixture, finch:{QUESTION} at 6: finch: no room beside the 6 tokens of the question: "
-        "expected a budget of at least 7 tokens, found 6\n"
+        f"kvreplay: failed: fixture, finch:{QUESTION} at budget 6: finch: the 6 tokens of the question fill the "
+        "budget: expected a budget of at least 7 tokens, found 6\n"
     )
     cells = json.loads((folder / "no_room/run.json").read_text())["cells"]
     states = {cell["policy"]: cell["state"] for cell in cells}

@@ -119,7 +119,13 @@ def _(file: h5py.File) -> None:
     file.attrs["format"] = "kvtrace"
 
 
-set_attribute("newer version", "/", "version", 2, "newer than this program reads: expected at most 1, found 2")
+set_attribute(
+    "newer version",
+    "/",
+    "version",
+    2,
+    "format version is newer than this program supports: expected at most 1, found 2",
+)
 set_attribute("version 0", "/", "version", 0, "value: expected 1, found 0")
 set_attribute("version as text", "/", "version", np.bytes_("1"), "type: expected integer, found string of 1 bytes")
 set_attribute("version as a list", "/", "version", np.array([1]), "shape: expected scalar, found [1]")
@@ -406,7 +412,7 @@ def _(file: h5py.File) -> None:
     file.create_virtual_dataset("layers/000/k", layout)
 
 
-@broken("link to another file", ":/layers/000/k: link: expected an object of this file, found a link out of it")
+@broken("link to another file", ":/layers/000/k: link: expected an object of this file, found an external link")
 def _(file: h5py.File) -> None:
     del file["layers/000/k"]
     file["layers/000/k"] = h5py.ExternalLink("other.h5", "/k")
@@ -458,8 +464,10 @@ def _(file: h5py.File) -> None:
 
 # The file itself.
 broken_bytes("empty file", ": length: expected an HDF5 file, found 0 bytes")(lambda data: b"")
-broken_bytes("text file", ": signature: expected an HDF5 file, found other bytes")(lambda data: b"not a trace\n" * 100)
-broken_bytes("signature damaged by text mode", ": signature: expected an HDF5 file, found other bytes")(
+broken_bytes("text file", ": signature: expected an HDF5 file, found another file format")(
+    lambda data: b"not a trace\n" * 100
+)
+broken_bytes("signature damaged by text mode", ": signature: expected an HDF5 file, found another file format")(
     lambda data: data.replace(b"\r\n", b"\n")
 )
 broken_bytes("only the signature", ": length: expected at least 36 bytes, found 8 bytes")(lambda data: data[:8])

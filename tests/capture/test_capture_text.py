@@ -370,11 +370,11 @@ def test_conversations_of_parquet(tmp_path: Path) -> None:
         ([{"role": "user", "content": 5}], "chat.jsonl:1: messages[0]: content: expected a text, found 5"),
         (
             [{"role": "user", "content": ""}],
-            "chat.jsonl:1: messages[0]: content: expected a text in the last message, found ''",
+            "chat.jsonl:1: messages[0]: content: expected a non-empty text in the last message, found ''",
         ),
         (
             [*CONVERSATION[:3], {"role": "user", "content": " \n"}],
-            "chat.jsonl:1: messages[3]: content: expected a text in the last message, found ' \\n'",
+            "chat.jsonl:1: messages[3]: content: expected a non-empty text in the last message, found ' \\n'",
         ),
     ],
 )
@@ -397,7 +397,9 @@ def test_conversations_that_a_model_cannot_take() -> None:
         encode(tokenizer, prompt, chat=False)
     assert refusal.value.exit_code == 3
     tokenizer.chat_template = None
-    with pytest.raises(Error, match="chat-000: messages: chat template: expected a tokenizer with one") as refusal:
+    with pytest.raises(
+        Error, match="chat-000: messages: chat template: expected a tokenizer with a chat template"
+    ) as refusal:
         encode(tokenizer, prompt, chat=False)
     assert refusal.value.exit_code == 3
 
@@ -406,6 +408,6 @@ def test_one_writer_a_file(tmp_path: Path) -> None:
     first = TraceWriter(tmp_path / "t.h5")
     with pytest.raises(Error) as refusal:
         TraceWriter(tmp_path / "t.h5")
-    assert refusal.value.exit_code == 3 and "another program writes it" in str(refusal.value)
+    assert refusal.value.exit_code == 3 and "another program is writing this file" in str(refusal.value)
     first.__exit__(Error, None, None)
     TraceWriter(tmp_path / "t.h5").__exit__(Error, None, None)

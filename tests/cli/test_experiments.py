@@ -120,10 +120,10 @@ def test_protected_tokens_of_all_policies_and_of_one(place: Path) -> None:
     words = planned("@lists.yaml", folder=place)["words"]
     assert {"h2o:protect=(sinks=1)", "h2o:protect=(recent=2)"} <= set(words), words
     mapping = "traces: data\npolicies: h2o\nbudgets: 5\nprotect: {sinks: 1}\n"
-    assert wrong(place, mapping).err == "kvreplay: wrong.yaml:4: protect: expected one text, found a mapping\n"
+    assert wrong(place, mapping).err == "kvreplay: wrong.yaml:4: protect: expected one value, found a mapping\n"
     assert (
         wrong(place, mapping.replace("{sinks: 1}", "sinks=1,sinks=2")).err
-        == "kvreplay: wrong.yaml:4: --protect: given twice: found sinks\n"
+        == "kvreplay: wrong.yaml:4: --protect: given more than once: expected one value, found sinks\n"
     )
 
 
@@ -222,8 +222,8 @@ def test_a_manifest_holds_traces_to_their_hashes(place: Path) -> None:
     [
         ("file\ndata/a.h5\n", "list.csv: not a manifest: expected columns trace_hash, and file or name, found file"),
         ("name,trace_hash\na,abc\n", 'list.csv:2: trace_hash: expected 32 hexadecimal digits, found "abc"'),
-        ("name,trace_hash\na\n", "list.csv:2: fields: expected 2, found 1"),
-        ("name,trace_hash\n", "list.csv: lists no trace"),
+        ("name,trace_hash\na\n", "list.csv:2: number of fields: expected 2, found 1"),
+        ("name,trace_hash\n", "list.csv: no trace: expected one row for each trace"),
         ("", "list.csv: not a manifest: expected columns trace_hash, and file or name, found nothing"),
     ],
 )
@@ -236,29 +236,33 @@ def test_a_wrong_manifest_is_refused_at_its_line(place: Path, text: str, expecte
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("policys: h2o", "wrong.yaml:1: unknown key: expected policies, found policys"),
+        ("policys: h2o", "wrong.yaml:1: unknown key policys: did you mean policies?"),
         ("force: true", "wrong.yaml:1: unknown key: expected one of traces, "),
         (
             "policies: {policy: snapkv, windw: [3, 4]}",
-            "wrong.yaml:1: snapkv: unknown parameter: expected window, found",
+            "wrong.yaml:1: snapkv: unknown parameter windw: did you mean window?",
         ),
-        ("policies: [h2o, snapkw]", "wrong.yaml:1: snapkw: unknown policy: expected snapkv, found snapkw"),
+        ("policies: [h2o, snapkw]", "wrong.yaml:1: snapkw: unknown policy: did you mean snapkv?"),
         ("budgets: [0.1, 2.5]", "wrong.yaml:1: budget 2.5: "),
         ("detail: fine", "wrong.yaml:1: detail: unknown value: expected one of summary, layer, head, found fine"),
         ("save: [scores, colours]", "wrong.yaml:1: save: unknown value: expected one of scores, attention"),
-        ("seed: [1, 2]", "wrong.yaml:1: seed: expected one text, found a list"),
+        ("seed: [1, 2]", "wrong.yaml:1: seed: expected one value, found a list"),
         ("no-text: yes", "wrong.yaml:1: no-text: expected true or false, found yes"),
-        ("seed: -1", 'wrong.yaml:1: seed: not a seed: expected 0..2^64-1, found "-1"'),
-        ("metrics: attention_recal", "wrong.yaml:1: attention_recal: unknown metric: expected attention_recall"),
-        ("eval: sometimes", "wrong.yaml:1: eval: unknown choice of queries: expected one of continuation, "),
+        ("seed: -1", 'wrong.yaml:1: seed: not a random seed: expected 0..2^64-1, found "-1"'),
+        ("metrics: attention_recal", "wrong.yaml:1: attention_recal: unknown metric: did you mean attention_recall?"),
+        ("eval: sometimes", "wrong.yaml:1: eval: unknown value: expected one of continuation, "),
         ("eval: last:0", "wrong.yaml:1: eval last:0: out of range: expected 1 or more, found 0"),
         ("boundary: 0", "wrong.yaml:1: boundary 0: outside the prompt: expected 1 or more, found 0"),
         ("boundary: 1.5", 'wrong.yaml:1: boundary 1.5: not a number: expected a whole number, found "1.5"'),
-        ("traces: nowhere/*.h5", "wrong.yaml:1: traces: no such trace: expected *.h5, found nowhere/*.h5"),
-        ("exclude: {policy: h3o}", "wrong.yaml:1: exclude: no such policy is asked for: expected h2o, found h3o"),
-        ("exclude: {policy: h2o, budget: 7}", "wrong.yaml:1: exclude: leaves nothing out: "),
-        ("exclude: {policy: h2o, recnt: 7}", "wrong.yaml:1: exclude: unknown key: expected recent, found recnt"),
-        ("exclude: {policy: h2o}", "wrong.yaml:1: exclude: leaves out everything"),
+        ("traces: nowhere/*.h5", "wrong.yaml:1: traces: no such trace: expected files *.h5, found nowhere/*.h5"),
+        ("exclude: {policy: h3o}", "wrong.yaml:1: exclude: unknown policy: expected h2o, found h3o"),
+        (
+            "exclude: {policy: h2o, budget: 7}",
+            "wrong.yaml:1: exclude: excludes no cell: expected values that some policy and budget have, found "
+            "h2o:budget=7",
+        ),
+        ("exclude: {policy: h2o, recnt: 7}", "wrong.yaml:1: exclude: unknown key recnt: did you mean recent?"),
+        ("exclude: {policy: h2o}", "wrong.yaml:1: exclude: every cell is excluded: expected at least one cell"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(place: Path, line: str, expected: str) -> None:

@@ -80,7 +80,7 @@ def test_shards_with_different_controls_are_merged_with_a_warning(folder: Path) 
         run = about(folder / f"of-{order[-1]}")
         assert "controls" not in run["options"] and run["options"]["eval"] == "continuation"
         assert sorted(shard["options"]["controls"] for shard in run["shards"]) == ["none", "twins"]
-        assert run["self_check"]["result"][0] == "full 0", "where it was replayed"
+        assert run["self_check"]["result"][0] == "full error 0", "where it was replayed"
     replay(folder, "twins/c", "b.h5", "h2o", "--controls", "twins")
     assert kvreplay("merge", "agreed", "twins/a", "twins/c", folder=folder).err == ""
 
@@ -134,7 +134,7 @@ def test_tables_may_be_left_as_they_are(folder: Path) -> None:
 def test_tables_of_a_folder_do_not_become_outdated(folder: Path) -> None:
     assert merged(folder, "by-trace/a").code == 0
     answer = merged(folder, "by-trace/b", "--no-tables")
-    assert refused(answer, 2, "--no-tables", "results.csv would lack the merged cells")
+    assert refused(answer, 2, "--no-tables", "the existing results.csv would not contain the merged cells")
     assert merged(folder, "by-trace/b").code == 0 and same(folder / "out", folder / "whole")
 
 
@@ -158,7 +158,7 @@ def test_versions_of_a_policy_are_not_mixed_without_tables(folder: Path) -> None
                 cell["source"] = trace
         path.write_text(json.dumps(told))
     answer = merged(folder, "by-trace", "--no-tables")
-    assert refused(answer, 2, "by-trace/b/cells/b.h5", "h2o is of another version of its file than in by-trace/a")
+    assert refused(answer, 2, "by-trace/b/cells/b.h5", "h2o comes from another version of its file than in by-trace/a")
 
 
 def test_a_failed_cell_stays_failed_in_its_own_folder(folder: Path) -> None:
@@ -206,7 +206,7 @@ def test_finished_traces_of_an_interrupted_run_are_taken(folder: Path) -> None:
     for name in ("run.json", "results.csv"):
         (folder / "by-trace/b" / name).unlink()
     answer = merged(folder, "by-trace")
-    assert answer.code == 0 and "by-trace/b: an interrupted run" in answer.err and answer.err.count("\n") == 1
+    assert answer.code == 0 and "by-trace/b: interrupted run" in answer.err and answer.err.count("\n") == 1
     assert same(folder / "out", folder / "whole")
     told, whole = about(folder / "out"), about(folder / "whole")
     assert told["cells"] == whole["cells"]
@@ -219,7 +219,7 @@ def test_cells_that_failed_stay_failed_until_they_are_there(folder: Path) -> Non
     lost = told["cells"][0] | {"state": "failed", "error": "no luck", "cell": "0" * 16}
     path.write_text(json.dumps(told | {"cells": [*told["cells"], lost, told["cells"][1] | {"state": "failed"}]}))
     answer = merged(folder, "by-trace")
-    assert answer.code == 6 and answer.err == "kvreplay: failed: b, h2o at 0.25: no luck\n"
+    assert answer.code == 6 and answer.err == "kvreplay: failed: b, h2o at budget 0.25: no luck\n"
     assert sum(cell["state"] == "failed" for cell in about(folder / "out")["cells"]) == 1
 
 
@@ -289,7 +289,7 @@ def test_another_version_of_a_policy_is_refused_with_both_files(folder: Path) ->
             if cell.attrs.get("policy") == b"h2o":
                 cell.attrs["source"] = np.bytes_("edited")
     answer = merged(folder, "by-policy", "other")
-    assert refused(answer, 2, "other/cells/a.h5: h2o is of another version", "than in by-policy/h2o/cells/a.h5")
+    assert refused(answer, 2, "other/cells/a.h5: h2o comes from another version", "than in by-policy/h2o/cells/a.h5")
 
 
 def test_another_trace_of_the_same_name_is_refused(folder: Path) -> None:
@@ -324,7 +324,7 @@ def test_folders_that_a_run_writes_into_are_refused(folder: Path) -> None:
             fcntl.flock(descriptor, operation)
             answer = kvreplay("merge", "by-trace/all", "by-trace", folder=folder)
         assert answer.code == code, answer
-        assert code == 0 or refused(answer, 2, f"by-trace/{busy}: another run writes here")
+        assert code == 0 or refused(answer, 2, f"by-trace/{busy}: another run is writing to this folder")
     done("merge", "by-trace/all", "by-trace", folder=folder)
 
 
@@ -344,17 +344,17 @@ def test_run_json_that_is_none_is_refused(folder: Path) -> None:
     assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json: unknown detail", "fine")
     for deep in ("[" * 200_000, "[" * 200_000 + "]" * 200_000, '{"schema": ' * 200_000):
         path.write_text(deep)
-        assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json", "nested too deep"), deep[:20]
+        assert refused(merged(folder, "by-trace"), 3, "by-trace/b/run.json", "too deeply nested"), deep[:20]
 
 
 def test_folders_that_cannot_be_meant(folder: Path) -> None:
     assert merged(folder, "by-trace").code == 0
-    assert refused(merged(folder, "by-policy", "out"), 2, "out", "merged folder itself")
+    assert refused(merged(folder, "by-policy", "out"), 2, "out", "is the output folder")
     assert refused(merged(folder, "nowhere"), 3, "nowhere")
     (folder / "empty").mkdir()
     assert refused(merged(folder, "empty"), 3, "empty", "no results")
     assert refused(kvreplay("merge", "list", "by-trace", folder=folder.parent), 3, "by-trace")
-    assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "holds other things")
+    assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "contains other files")
     assert refused(kvreplay("merge", "new", folder=folder), 3, "new", "no finished trace in any folder")
 
 

@@ -11,7 +11,7 @@ import pytest
 from program import done, kvreplay
 
 H2O = ["-p", "h2o,snapkv:window=4", "-b", "0.1", "--threads", "1"]
-READ = "kvreplay: read from long.obs.h5: " + ", ".join(
+READ = "kvreplay: stored observables read from long.obs.h5: " + ", ".join(
     f"{name} of 12 layers" for name in ("cumulative_attention", "key_similarity", "value_similarity")
 )
 NOT_USED = "(stored observables are not used)"
@@ -63,7 +63,7 @@ def test_info_and_plan_mention_it(folder: Path) -> None:
     stored = json.loads(done("info", "long.h5", "--json", folder=folder))[0]["stored_observables"]
     assert len(stored) == 1
     assert stored[0].startswith("long.obs.h5: cumulative_attention of 12 layers, key_similarity of 12 layers, ")
-    assert " at P 512 by cpu " in stored[0]
+    assert " for boundary 512, computed by cpu " in stored[0]
     assert stored[0] in done("info", "long.h5", "--no-estimate", folder=folder)
     (folder / "long.obs.h5").write_bytes(b"nothing")
     assert "long.obs.h5: signature: expected an HDF5 file" in done("info", "long.h5", "--no-estimate", folder=folder)
@@ -143,7 +143,9 @@ def not_a_file(path: Path) -> None:
 )
 def test_what_is_damaged_is_one_warning_and_never_used(folder: Path, damage, named: str) -> None:
     damage(folder / "long.obs.h5")
-    warnings = [line for line in replay(folder).splitlines() if not line.startswith("kvreplay: read from ")]
+    warnings = [
+        line for line in replay(folder).splitlines() if not line.startswith("kvreplay: stored observables read from ")
+    ]
     assert len(warnings) == 1
     assert warnings[0].startswith("kvreplay: warning: ")
     assert named in warnings[0]
@@ -164,7 +166,7 @@ def test_keep_leaves_another_file_alone(folder: Path, damage) -> None:
     damage(beside)
     before = beside.read_bytes() if beside.is_file() else None
     assert replay(folder, "--observables", "keep") == (
-        "kvreplay: warning: long.obs.h5: is another file, or damaged beyond recognition; remove it first "
+        "kvreplay: warning: long.obs.h5: not a file of stored observables, or damaged; remove it first "
         "(observables are not kept)\n"
     )
     assert (beside.read_bytes() if beside.is_file() else None) == before
@@ -182,7 +184,7 @@ def test_observables_of_another_trace_are_passed_over(folder: Path) -> None:
     done("synth", "sinks", "-o", "other.h5", *shape, folder=folder)
     (folder / "long.obs.h5").rename(folder / "other.obs.h5")
     assert done("replay", "other.h5", *H2O, "-o", "other", folder=folder)
-    assert "other.obs.h5: of another trace" in done("info", "other.h5", "--no-estimate", folder=folder)
+    assert "other.obs.h5: belongs to another trace" in done("info", "other.h5", "--no-estimate", folder=folder)
 
 
 def test_a_name_that_cannot_be_written_is_one_warning(folder: Path) -> None:

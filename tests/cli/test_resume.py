@@ -141,5 +141,5 @@ def test_a_folder_that_cannot_be_written_is_refused(traces: Path, tmp_path: Path
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     answer = kvreplay("replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "-o", closed / "out", folder=tmp_path)
-    told = f"kvreplay: {closed}/out: cannot be made: expected a folder for results, found Permission denied\n"
+    told = f"kvreplay: {closed}/out: cannot be created: expected a folder for results, found Permission denied\n"
     assert (answer.code, answer.err) == (2, told)

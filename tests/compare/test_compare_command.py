@@ -96,7 +96,7 @@ def test_the_table_is_aligned_and_says_open_loop(run, capsys):
     assert page[5].split()[3] == "(random)" and page[5].endswith("0/0/6")
     assert len(page[4]) == len(page[5]) == len(page[2])
     assert captured.err.splitlines() == [
-        "kvreplay: compare: no policy has a random twin, so skill is not compared: replay --controls twins adds them",
+        "kvreplay: compare: no policy has a random twin: skill is not compared (use replay --controls twins)",
         "kvreplay: compare: few prompts (6): intervals are too narrow, and no p is below 0.0312",
     ]
 
@@ -335,8 +335,8 @@ def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, cap
     [
         ([], "compare: the following arguments are required: --baseline: expected kvreplay compare --help"),
         (["--baseline", "bas"], "--baseline: no such policy in this run: expected base, found bas"),
-        (["--baseline", "b"], "--baseline: several policies: expected one of b:chunk=10, b:chunk=20, found b"),
-        (["--baseline", "base", "-p", "base"], "--baseline: nothing to compare it with"),
+        (["--baseline", "b"], "--baseline: ambiguous policy: expected one of b:chunk=10, b:chunk=20, found b"),
+        (["--baseline", "base", "-p", "base"], "--baseline: no policy to compare with the baseline"),
         (["--baseline", "base", "-p", "c"], "-p: no such policy in this run"),
         (["--baseline", "base", "-b", "0.2"], "-b: no such budget in this run: expected 0.1, found 0.2"),
         (["--baseline", "base", "--metric", "atention_recall"], "--metric: no such metric in this run: expected att"),
@@ -360,7 +360,7 @@ def test_what_cannot_be_read_is_refused_by_name(run, tmp_path, capsys):
     (run / "results.csv").write_text(table.splitlines()[0] + "\n")
     assert "nothing to compare: expected at least one cell, found none" in refused(capsys, 3, run, "--baseline", "a")
     (run / "results.csv").write_text(table.replace(",0.6,", ",six,"))
-    assert "value: expected a number or nothing, found six" in refused(capsys, 3, run, "--baseline", "base")
+    assert "value: expected a number, or empty, found six" in refused(capsys, 3, run, "--baseline", "base")
 
 
 @pytest.mark.parametrize("option, unbuffered", [("--json", ""), ("--json", "1"), ("--help", "")])

@@ -314,7 +314,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_captured(
             "corpus: argument --tokens: expected numbers of tokens like 1000,2000, found '1000,x': "
             "expected tools/corpus --help",
         ),
-        ("-o note.txt", "-o: note.txt: expected a folder that can be made, found [Errno 17] File exists: 'note.txt'"),
+        ("-o note.txt", "-o: note.txt: expected a writable folder, found [Errno 17] File exists: 'note.txt'"),
     ],
 )
 def test_bad_words(
@@ -370,7 +370,7 @@ def test_answers_that_this_program_did_not_write_stay(
     own = tmp_path / "answers.jsonl"
     own.write_text(content)
     assert corpus.main(["--ruler", "--tokens", "1500", "vt", "-o", str(tmp_path)]) == 2
-    expected = "no such file, or one that this program wrote"
+    expected = "no file of this name, or a file written by this program"
     assert capsys.readouterr().err == f"kvreplay: {own}: output: expected {expected}, found another file\n"
     assert own.read_text() == content and list(tmp_path.iterdir()) == [own]
 

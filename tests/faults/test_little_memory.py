@@ -19,7 +19,7 @@ def test_a_budget_that_the_least_plan_exceeds(replay: Replay, tmp_path: Path) ->
     for size in ("1", "64KiB", "1MiB"):
         answer = kvreplay(*replay.words, "--memory", size, folder=where)
         assert answer.code == RESOURCES, answer
-        assert answer.err.startswith("kvreplay: --memory: too small for the plan: expected at least "), answer
+        assert answer.err.startswith("kvreplay: --memory: too little memory for the plan: expected at least "), answer
         assert not (where / "out").exists()
     replay.finished(where)
 

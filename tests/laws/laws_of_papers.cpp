@@ -301,10 +301,9 @@ TEST_F(LawsOfPapers, ARollingWindowHasOneSize) {
     record_cells(trace(), rolling, 2);
     FAIL() << "accepted";
   } catch (const Error& error) {
-    EXPECT_EQ(
-        std::string(error.what()),
-        "streaming-llm: its window has one size: a first token that was let go is gone: expected a budget without "
-        "@seen, or schedule=once, found 0.3@seen");
+    EXPECT_EQ(std::string(error.what()),
+              "streaming-llm: a rolling window cannot grow: evicted tokens are lost: expected a budget without "
+              "@seen, or schedule=once, found 0.3@seen");
   }
 }
 
@@ -687,7 +686,7 @@ TEST_F(LawsOfPapers, CriticalKvAsksForTheOutputProjection) {
     FAIL() << "these traces have none";
   } catch (const Error& error) {
     EXPECT_EQ(error.refusal(), Refusal::input);
-    EXPECT_EQ(error.expected(), "one, as capture --with-wo stores it, or wo=none");
+    EXPECT_EQ(error.expected(), "a trace captured with --with-wo, or wo=none");
   }
 }
 

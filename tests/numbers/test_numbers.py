@@ -158,7 +158,7 @@ def test_every_number_is_defined_or_refused_by_name(drawn: tuple[Content, str]) 
         assert lines and finished.returncode in ((2, 3, 6) if overflows else (6,)), f"{kind}: {finished.stderr}"
         for line in lines:  # what the trace is too short for, or has no float32 for
             assert line.startswith("kvreplay: ") and ": expected " in line, line
-            assert overflows or "larger than the trace" in line or "no room" in line, f"{kind}: {line}"
+            assert overflows or "exceeds the trace" in line or "no room" in line, f"{kind}: {line}"
 
 
 @given(contents(sorted(EXACT)), some.data())

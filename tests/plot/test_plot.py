@@ -524,7 +524,7 @@ def test_attention_that_was_not_saved_or_not_measured_says_so(broken, capsys):
     assert main(["attention", str(broken)]) == 0
     capsys.readouterr()
     line = refused(capsys, 3, "attention", broken, "--head", "0")
-    assert "attention by head was not saved: expected a run of replay --save attention" in line
+    assert "attention by head was not saved: expected a run with replay --save attention" in line
     line = refused(capsys, 2, "attention", broken, "--layer", "1")
     assert "--layer: not treated in this run: expected one of 0, 3, found 1" in line
 
@@ -588,7 +588,7 @@ def test_similarity_takes_a_trace_in_place_of_a_run(run, tmp_path, monkeypatch, 
     capsys.readouterr()
     assert main(["similarity", str(path), "--layer", "1"]) == 0
     assert capsys.readouterr() == ("similarity.svg\n", "")
-    assert "heatmap needs a run: expected a folder that replay wrote" in refused(capsys, 2, "heatmap", path)
+    assert "heatmap needs a run: expected a folder of results of kvreplay replay" in refused(capsys, 2, "heatmap", path)
     assert "cannot be opened: No such file" in refused(capsys, 3, "similarity", tmp_path / "none.h5")
 
 
@@ -596,7 +596,9 @@ def test_a_trace_that_moved_or_changed_is_named(broken, capsys):
     path = broken / "traces" / "demo.h5"
     path.rename(broken / "other.h5")
     line = refused(capsys, 3, "similarity", broken)
-    assert f"trace demo has moved: expected its file here, or TRACE.h5 in place of the run, found {path}" in line
+    assert (
+        f"trace demo has moved: expected its file at this path, or TRACE.h5 in place of the run, found {path}" in line
+    )
     write_trace(path, 470, 4, 9, 3, [("needle", "needle", 3, 5)])
     line = refused(capsys, 3, "similarity", broken)
     assert "not the trace that was replayed: expected made-up-135M, 480 prompt of 512 tokens, 4 layers, found" in line
@@ -807,7 +809,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["heatmaps"], "plot: no such figure: expected heatmap, found heatmaps"),
+        (["heatmaps"], "plot: unknown kind of figure: expected heatmap, found heatmaps"),
         (["curve", "--metric", "atention_recall"], "--metric: no such metric in this run: expected attention_recall,"),
         (["curve", "--metric", "span_recall"], "expected span_recall:code word.mean, found span_recall"),
         (["heatmap", "-p", "snapvk"], "-p: no such policy in this run: expected snapkv, found snapvk"),
@@ -818,9 +820,9 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["needle", "--metric", "span_recall:men"], "expected mean, found men"),
         (
             ["needle", "--metric", "kv_bytes"],
-            "--metric: not what this figure shows: expected span_recall:any|mean|full, found kv_bytes",
+            "--metric: not a metric of this figure: expected span_recall:any|mean|full, found kv_bytes",
         ),
-        (["compare"], "--baseline: missing: expected the policy that others are compared with"),
+        (["compare"], "--baseline: missing: expected a policy to compare with"),
         (["compare", "--baseline", "h20"], "--baseline: no such policy in this run: expected h2o, found h20"),
         (["compare", "--baseline", "h2o", "--seed", "-2"], "--seed: out of range: expected 0 or more, found -2"),
         (["attention", "--layer", "9"], "--layer: no such layer in this trace: expected 0 to 3, found 9"),
@@ -849,7 +851,7 @@ def test_an_option_that_a_kind_does_not_read_is_refused_with_those_that_do(kind,
         if kind in readers:
             continue
         expected = ", ".join(readers) if len(readers) == 1 else "one of " + ", ".join(readers)
-        line = f"kvreplay: {flag}: not read by this figure: expected {expected}, found {kind}\n"
+        line = f"kvreplay: {flag}: not an option of this figure: expected {expected}, found {kind}\n"
         assert refused(capsys, 2, kind, "no-run", flag, VALUES[flag]) == line  # before anything is read
 
 
@@ -888,7 +890,7 @@ def test_a_folder_without_its_files_is_no_run(name, broken, capsys):
 
 def test_results_of_format_1_are_refused_with_the_remedy(broken, capsys):
     (broken / "cells").rename(broken / "parts")
-    line = f"kvreplay: {broken}: results of format 1: kvreplay merge NEW OLD reads them\n"
+    line = f"kvreplay: {broken}: results of format 1; convert them with kvreplay merge NEW OLD\n"
     assert refused(capsys, 3, "heatmap", broken) == line
 
 
@@ -898,7 +900,7 @@ def test_damaged_files_are_refused_by_name(broken, capsys):
     assert "results.csv: columns: expected trace, " in refused(capsys, 3, "curve", broken)
     number = table.splitlines()[3].split(",")[-7]
     (broken / "results.csv").write_text(table.replace(f",{number},", ",nan?,"))
-    assert "results.csv:4: value: expected a number or nothing, found nan?" in refused(capsys, 3, "layers", broken)
+    assert "results.csv:4: value: expected a number, or empty, found nan?" in refused(capsys, 3, "layers", broken)
     (broken / "results.csv").write_text(table)
     (broken / "run.json").write_text(json.dumps({"schema": "kvreplay-run/2"}))
     assert "schema: expected kvreplay-run/1, found kvreplay-run/2" in refused(capsys, 3, "curve", broken)
@@ -967,7 +969,7 @@ def test_what_the_run_does_not_hold_cannot_be_drawn(broken, capsys):
     with h5py.File(broken / "cells/demo.h5", "r+") as file:
         del file["traces/demo/spans"], file["traces/demo/redundancy_key"], file["traces/demo/redundancy_value"]
     assert "no needle: expected traces with a span of kind needle" in refused(capsys, 3, "needle", broken)
-    assert "redundancy not measured" in refused(capsys, 3, "redundancy", broken)
+    assert "redundancy was not measured" in refused(capsys, 3, "redundancy", broken)
     wanted = "expected values by layer (replay --detail layer), found none of held_tokens"
     assert wanted in refused(capsys, 3, "layers", broken, "--metric", "held_tokens")
 
@@ -977,8 +979,8 @@ def test_a_policy_without_fixed_sets_is_left_out_with_a_word(run, tmp_path, caps
     with h5py.File(folder / "cells/demo.h5", "r+") as file:
         del file["cells/0000000000000001/offsets"]
     assert main(["heatmap", str(folder)]) == 0
-    assert capsys.readouterr().err == "kvreplay: heatmap: h2o keeps no fixed set\n"
-    assert "expected a cell with a fixed set" in refused(capsys, 3, "heatmap", folder, "-p", "h2o")
+    assert capsys.readouterr().err == "kvreplay: heatmap: h2o no static set\n"
+    assert "expected a cell with a static set" in refused(capsys, 3, "heatmap", folder, "-p", "h2o")
 
 
 def test_without_matplotlib_it_says_what_to_install(run):

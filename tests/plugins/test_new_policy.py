@@ -107,7 +107,7 @@ def test_files_alone_in_the_folder_are_policies(compiler: str, tmp_path: Path) -
     words = ["-p", "my-policy,large-values", "-b", "0.1", "--metrics", "attention_recall", "-o", "out"]
     table = ran(program, "replay", TRACE, *words, folder=tmp_path)
     assert {"my-policy", "large-values"} < {line.split()[0] for line in table.splitlines() if line}
-    assert "self-check full 0 | budget ok | identities ok | none above its oracle" in table
+    assert "self-check full 0 | budget ok | identities ok | oracle bound ok" in table
     assert report([str(tmp_path / "out"), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "my-policy" in page and "large-values" in page
@@ -143,18 +143,18 @@ def test_a_plugins_project_is_written_anywhere(tmp_path: Path) -> None:
         ("2nd", 'new-policy: not a policy\'s name: expected RULE, found "2nd"'),
         ("mine-", 'new-policy: not a policy\'s name: expected RULE, found "mine-"'),
         ("../mine", 'new-policy: not a policy\'s name: expected RULE, found "../mine"'),
-        ("snapkv", "new-policy: there is a policy of this name: expected another name, found snapkv"),
-        ("layers", "new-policy: there is a policy of this name: expected another name, found layers"),
-        ("there", "core/policies/papers/there.cpp: is there already: expected another name"),
-        ("tested", "tests/unit/tested_policy.cpp: is there already: expected another name"),
-        ("project --plugin", "project/CMakeLists.txt: is there already: expected another name"),
+        ("snapkv", "new-policy: a policy with this name exists: expected another name, found snapkv"),
+        ("layers", "new-policy: a policy with this name exists: expected another name, found layers"),
+        ("there", "core/policies/papers/there.cpp: exists: expected another name"),
+        ("tested", "tests/unit/tested_policy.cpp: exists: expected another name"),
+        ("project --plugin", "project/CMakeLists.txt: exists: expected another name"),
         (
             "mine --source tests",
             "--source: not kvreplay's source folder: expected one with core/policies/papers, found tests",
         ),
         (
             "mine --source . --plugin",
-            "new-policy: a plug-in has no place in kvreplay's sources: expected --source or --plugin",
+            "new-policy: --source and --plugin are contradictory: expected one of the two",
         ),
     ],
 )

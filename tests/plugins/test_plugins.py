@@ -63,7 +63,7 @@ def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: P
     table = done("replay", TRACE, *words, *FEW, "-o", "out", folder=tmp_path)
     [row] = [line.split() for line in table.splitlines() if line.startswith("mine ")]
     assert row[:3] == ["mine", "kv", "48.0"]
-    assert "self-check full 0 | budget ok | identities ok | none above its oracle" in table
+    assert "self-check full 0 | budget ok | identities ok | oracle bound ok" in table
 
     run = about(tmp_path)
     source = {"path": str(mine), "hash": xxhash.xxh3_128_hexdigest(mine.read_bytes())}
@@ -195,25 +195,25 @@ def truncated(size: int) -> Callable[[bytes], bytes]:
             "machine.so",
             lambda data: data[:18] + struct.pack("<H", 8) + data[20:],
             CAPABILITY,
-            "made for another machine: expected ELF machine ",
+            "built for another processor: expected ELF machine ",
         ),
         (
             "unstamped.so",
             lambda data: data.replace(b"kvreplay-plugin:", b"kvreplay-plugon:"),
             INPUT,
-            f"not a kvreplay plug-in: {BUILD} a library without its stamp",
+            f"not a kvreplay plug-in: {BUILD} a library without version stamp",
         ),
         (
             "version.so",
             lambda data: data.replace(b"kvreplay-plugin:0.", b"kvreplay-plugin:9."),
             CAPABILITY,
-            "made for another kvreplay: build it again with this one's kit: expected 0.",
+            "built for another version of kvreplay; rebuild it with the kit of this version: expected 0.",
         ),
         (
             "headers.so",
             lambda data: data.replace(b", headers ", b", headers:"),
             CAPABILITY,
-            "made for another kvreplay: build it again with this one's kit: expected 0.",
+            "built for another version of kvreplay; rebuild it with the kit of this version: expected 0.",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".so") else "",
@@ -232,11 +232,11 @@ def test_a_file_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("taken", INPUT, 'policy "snapkv" is there already: expected a name of its own\n'),
-        ("ranges", INPUT, 'policy "layers" is there already: expected a name of its own\n'),
-        ("nothing", INPUT, "registers nothing: expected a policy or a part, found none\n"),
+        ("taken", INPUT, 'policy "snapkv" exists: expected another name\n'),
+        ("ranges", INPUT, 'policy "layers" exists: expected another name\n'),
+        ("nothing", INPUT, "registers no policy and no part: expected a policy or a part, found none\n"),
         ("unresolved", INPUT, "cannot be loaded: found undefined symbol: "),
-        ("foreign", INPUT, f"not a kvreplay plug-in: {BUILD} a library without its stamp\n"),
+        ("foreign", INPUT, f"not a kvreplay plug-in: {BUILD} a library without version stamp\n"),
         ("missing", INPUT, "cannot be opened: No such file or directory\n"),
     ],
 )

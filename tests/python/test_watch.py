@@ -82,7 +82,7 @@ def test_only_the_edited_policy_is_computed_again(folder, watched):
             ["-p", "snapkv", "--watch"],
             "--watch: no policy in a file: expected -p FILE.py:NAME",
         ),
-        (["-p", "snapkv", "--figure", "curve=c.svg"], "--figure: is drawn while policies are watched"),
+        (["-p", "snapkv", "--figure", "curve=c.svg"], "--figure: needs --watch"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(folder, words, line):

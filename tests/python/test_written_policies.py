@@ -334,7 +334,7 @@ def test_values_of_parameters_arrive_with_their_types(small: Path) -> None:
         ("tuned:p=nan", "tuned:p: not finite: expected a number, found nan"),
         ("tuned:last=0", "tuned:last: out of range: expected 1..9, found 0"),
         ("tuned:last=1.5", 'tuned:last: not a number: expected a whole number, found "1.5"'),
-        ("tuned:turned=maybe", 'tuned:turned: not a truth value: expected false or true, found "maybe"'),
+        ("tuned:turned=maybe", 'tuned:turned: not a Boolean: expected false or true, found "maybe"'),
         ("tuned:of=queries", "tuned:of: unknown word: expected keys | values, found queries"),
         ("tuned:q=1", "tuned: unknown parameter: expected p, found q"),
         ("tuned:select=chunkz", "chunkz: unknown selector: expected chunks, found chunkz"),
@@ -352,8 +352,8 @@ BEYOND, NO_WORD = kv.parameter(9, 1, 4), kv.parameter("c", choices=("a", "b"))
 @pytest.mark.parametrize(
     ("declare", "words"),
     [
-        (lambda view, p: p, "mine:p: default: expected a number, a truth value or a word, found no default"),
-        (lambda view, p=None: p, "mine:p: default: expected a number, a truth value or a word, found NoneType"),
+        (lambda view, p: p, "mine:p: default: expected a number, a Boolean or a string, found no default"),
+        (lambda view, p=None: p, "mine:p: default: expected a number, a Boolean or a string, found NoneType"),
         (lambda view, p=BEYOND: p, "mine:p: default: expected 1..4, found 9"),
         (lambda view, p=2**40: p, "mine:p: default: expected -2147483648..2147483647, found 1099511627776"),
         (lambda view, p=NO_WORD: p, "mine:p: default: expected a | b, found c"),
@@ -394,13 +394,13 @@ def test_options_that_cannot_be_are_refused(options: dict, words: str, small: Pa
 
 
 def test_the_name_of_a_built_in_is_taken() -> None:
-    with pytest.raises(kv.Error, match="snapkv: another policy has that name: expected a name of its own"):
+    with pytest.raises(kv.Error, match="snapkv: another policy has that name: expected another name"):
         kv.policy(ones, name="snapkv")
 
 
 @pytest.mark.parametrize("name", ["a,b", "a:b", "@a", "a=b", "a(b)", " ", "a.py", "β", "a\nb", ""])
 def test_names_that_a_command_line_could_not_say_are_refused(name: str) -> None:
-    with pytest.raises(kv.Error, match="policy: name: expected letters and digits of ASCII, - and _, ") as refused:
+    with pytest.raises(kv.Error, match="policy: name: expected ASCII letters, digits, - and _, ") as refused:
         kv.policy(lambda view: view.key_norms(), name=name)  # without a name it is <lambda>
     assert "\n" not in str(refused.value)
 
@@ -408,9 +408,9 @@ def test_names_that_a_command_line_could_not_say_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda view, heads="kv": view, "mine:heads: every policy has that already: expected another name"),
-        (lambda view, select=3: view, "mine:select: every policy has that already: expected another name"),
-        (lambda view, β=3: view, "mine:β: name: expected letters of ASCII, found β"),
+        (lambda view, heads="kv": view, "mine:heads: reserved parameter name: expected another name"),
+        (lambda view, select=3: view, "mine:select: reserved parameter name: expected another name"),
+        (lambda view, β=3: view, "mine:β: name: expected ASCII letters, found β"),
         (lambda: 3, "mine: arguments: expected a view, and parameters with defaults, found none"),
         (3, "policy: not a function: expected def NAME(view, …), or a class of Policy, found 3"),
         (Uniform, "policy: not a function: expected def NAME(view, …), or a class of Policy, found <class "),
@@ -452,7 +452,7 @@ BROKEN = [
     (lambda view: "abc", {}, "scores: expected an array of numbers, found <U3"),
     (lambda view: [[1], [1, 2]], {}, "scores: expected an array of numbers, found "),
     (lambda view: np.ones((2, 150)) * 1j, {}, "scores: expected an array of numbers, found complex128"),
-    (lambda view: np.full((2, 150), np.nan), {}, "layer 0: score of broken is not a number"),
+    (lambda view: np.full((2, 150), np.nan), {}, "layer 0: score of broken is NaN"),
     (ones, {"select": lambda row: range(row.tokens)}, "selected tokens: expected at most 15, found 150"),
     (ones, {"select": lambda row: [-1]}, "selected tokens: expected 0..149, found -1"),
     (ones, {"select": lambda row: [150]}, "selected tokens: expected 0..149, found 150"),
@@ -548,7 +548,9 @@ def test_a_new_definition_takes_effect(small: Path) -> None:
 def test_a_definition_is_itself_whatever_came_after_it(small: Path) -> None:
     first, second = changing(False), changing(True)
     assert sets(replay(small, first, 0.1)) != sets(replay(small, second, 0.1)) == sets(replay(small, "changing", 0.1))
-    with pytest.raises(kv.Error, match="replay: two policies of one name: expected a name for each, found changing"):
+    with pytest.raises(
+        kv.Error, match="replay: two policies with the same name: expected different names, found changing"
+    ):
         replay(small, [first, second], 0.1)
 
 

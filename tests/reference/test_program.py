@@ -205,7 +205,7 @@ def test_queries_of_a_question_that_are_not_stored_are_refused(tmp_path: Path) -
                 continue
             assert finished.returncode == 3, f"{text}: exit {finished.returncode} {finished.stderr}"
             assert finished.stderr == (
-                f"kvreplay: {tmp_path}/asked.h5:/layers/000/q_positions: too few stored queries for {policy}: "
+                f"kvreplay: {tmp_path}/asked.h5:/layers/000/q_positions: missing stored queries for {policy}: "
                 "expected queries 36..41, found no query 36\n"
             )
 

@@ -146,7 +146,7 @@ def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> Non
     assert said(*words, "-o", "terms.txt", code=2) == "-o: format: expected a name ending in .csv, found terms.txt"
     assert said(*words, "--evl", "all", code=2) == "regret: option: expected --eval, found --evl"
     assert "required" in said(tiny[0], "-p", "snapkv", code=2)
-    with pytest.raises(Error, match="regret: not an option here: expected seed=N of a policy, found seed"):
+    with pytest.raises(Error, match="regret: unknown option: expected seed=N of a policy, found seed"):
         kv.regret(tiny[0], "random", 4, seed=3)
 
 

@@ -442,7 +442,7 @@ def test_traces_can_be_switched(tmp_path, look):
     choose(window, trace=1, budget=1)
     assert window.locator("[role=option]").count() == 200 + 32
     assert "short" in window.text_content("#line") and "100 tokens" in window.text_content("#budget-line")
-    assert window.text_content("#shade") == "who keeps it"  # no scores, no later attention in this run
+    assert window.text_content("#shade") == "share of sets"  # no scores, no later attention in this run
 
 
 def test_nothing_of_another_trace_stays_where_a_trace_has_no_budget(tmp_path, look):
@@ -475,8 +475,8 @@ def test_failed_cells_and_policies_without_sets_are_said(tmp_path, look):
     assert "h2o:a=1" in window.inner_text("#headline .failed") and "not a number" in window.inner_text(".failed")
     assert "1 failed cells, see the table" in window.inner_text("#notes").splitlines()
     choose(window, first="chunkkv")
-    assert "keeps no fixed set" in window.inner_text(".pane h3") and set(shades(window)) == {0}
-    assert "No fixed sets: chunkkv." in window.inner_text("#unlike")
+    assert "no static set" in window.inner_text(".pane h3") and set(shades(window)) == {0}
+    assert "No static set: chunkkv." in window.inner_text("#unlike")
     choose(window, first="snapkv", second="chunkkv")
     assert set(shades(window)) > {0} and window.locator(".more").count() == 0
     assert "no ranks in this run: kvreplay replay --save scores" in window.inner_text("#legend")
@@ -487,6 +487,6 @@ def test_what_a_policy_lacks_is_said(page, look):
     choose(window, first="h2o-online", shade="rank")
     assert "--save scores" in window.inner_text(".pane h3")
     choose(window, shade="kept")
-    assert "held when the prompt has been seen" in window.inner_text(".pane h3")
+    assert "tokens resident at the end of the prompt" in window.inner_text(".pane h3")
     choose(window, first="kivi")
     assert set(shades(window)) == {16}

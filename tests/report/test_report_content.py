@@ -182,9 +182,7 @@ def test_skill_stands_beside_recall_and_what_does_not_beat_its_twin_is_never_bes
     [trace] = content["traces"]
     titles = [content["columns"][i]["title"] for i in trace["columns"]]
     assert titles.index("skill") == titles.index("recall") + 1
-    assert trace["skill"] == (
-        "skill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set with its counts"
-    )
+    assert trace["skill"] == ("skill = (recall - twin) / (oracle - twin): 0 = random, 1 = best")
     cells = {cell["label"]: dict(zip(titles, cell["values"], strict=True)) for _, _, cell in cells_of(content)}
     assert set(cells) == {"snapkv", "chunkkv", "h2o", "full", "random", "oracle"}
     skill = {label: values["skill"][0] for label, values in cells.items()}
@@ -315,7 +313,7 @@ def test_a_cell_is_named_once_for_each_kind_that_has_no_room(tmp_path):
     kinds = [re.fullmatch(pattern, note) for note in page.notes if note.startswith("no room")]
     assert len(kinds) == 4
     assert {match[1]: match[2] for match in kinds} == {
-        "later attention": "demo", "kept tokens": "snapkv at 0.1", "what a rule keeps": "snapkv at 0.1",
+        "later attention": "demo", "kept tokens": "snapkv at 0.1", "protected tokens": "snapkv at 0.1",
         "similarity": "snapkv at 0.1",
     }  # fmt: skip
 
@@ -395,7 +393,7 @@ def test_a_trace_without_a_cell_at_the_chosen_budgets_is_left_out(tmp_path, caps
     table[(table["trace"] == "short") | (table["budget"] != "100")].to_csv(run / "results.csv", index=False)
     content = read(write_report(run, "-b", "100", "--trace", "a-long", "--trace", "short"))
     assert [(t["name"], len(t["budgets"])) for t in content["traces"]] == [("short", 1)]
-    note = "a-long is left out: no cell of these policies at these budgets"
+    note = "a-long is omitted: no cell of these policies at these budgets"
     assert content["notes"][0] == note and note in capsys.readouterr().err
     assert [t["name"] for t in read(write_report(run, "-b", "100"))["traces"]] == ["short"]
     capsys.readouterr()
@@ -414,7 +412,7 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
               "warnings": ["of the last call"], "start": "now"}  # fmt: skip
     about["inputs"] = [{"trace": "last", "path": "/there/last.h5"}]
     (run / "run.json").write_text(json.dumps(about))
-    not_kept = ["trace earlier", "replayed earlier into this folder: its command and self-check are not kept"]
+    not_kept = ["trace earlier", "replayed earlier into this folder; its command and self-check are not recorded"]
     note = "run.json does not say which policies a budget binds on earlier: at equal memory or not, none of them is"
 
     def stars(content: dict) -> dict[str, int]:
@@ -533,7 +531,7 @@ def test_more_than_a_page_holds_is_refused(tmp_path, capsys):
         file["traces/demo/tokens/offsets"] = np.array([[0, 8_000_000]] * 512)
     assert main([str(run)]) == 2
     assert (
-        "report: more than a page holds: expected fewer traces, policies or budgets, found 8,"
+        "report: results too large for a page: expected fewer traces, policies or budgets, found 8,"
         in capsys.readouterr().err
     )
 

@@ -134,7 +134,7 @@ def test_131072_tokens_replay_from_their_last_queries(longest_trace, tmp_path):
     assert peak_of(command) < planned["memory_bytes"] + planned["mapped_bytes"]
     refused = subprocess.run([*words, "-p", "h2o", "-o", tmp_path / "no"], capture_output=True, text=True)
     assert refused.returncode == 3
-    assert "too few stored queries for h2o: expected queries 0..131071" in refused.stderr
+    assert "missing stored queries for h2o: expected queries 0..131071" in refused.stderr
 
 
 def test_many_traces_do_not_stay_open_together(tmp_path):

@@ -28,7 +28,7 @@ def test_they_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "DEAF", "import os\nos._exit(1)\n")
-    with pytest.raises(Error, match="--workers: they die while they start: expected 1 processes") as refused:
+    with pytest.raises(Error, match="--workers: workers failed to start: expected 1 processes") as refused:
         with cluster(WANTED, tmp_path):
             pass
     assert refused.value.exit_code == Refusal.RESOURCES

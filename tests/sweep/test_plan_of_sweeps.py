@@ -39,14 +39,17 @@ def test_dry_run(capsys, operands: list[str], tmp_path: Path) -> None:
     "words, line",
     [
         (["--executor", "pbs"], "--executor: unknown: expected local, dask:ADDRESS or slurm, found pbs"),
-        (["--gpus", "many"], "--gpus: number: expected a whole number or auto, found many"),
-        (["--slurm", "no/name=1"], "--slurm: directive: expected KEY=VALUE as sbatch has it, found no/name=1"),
+        (["--gpus", "many"], "--gpus: number: expected a whole number, or auto, found many"),
+        (
+            ["--slurm", "no/name=1"],
+            "--slurm: directive: expected KEY=VALUE, with a long option name of sbatch, found no/name=1",
+        ),
         (
             ["--memory", "much"],
             "sweep: argument --memory: expected a number of bytes, or of k, M",
         ),
-        (["--executor", "slurm"], "--memory: Slurm wants to know it: expected what a task may hold, as 8GiB"),
-        (["--force"], "--force: a sweep computes what its folder lacks: expected another folder"),
+        (["--executor", "slurm"], "--memory: required with --executor slurm: expected memory per task, as 8GiB"),
+        (["--force"], "--force: a sweep cannot overwrite results: expected another folder"),
         (["--protect", "sinks=4,recant=9"], "--protect: unknown parameter: expected one of sinks, recent, found"),
         (["-p", "snapvk"], "snapvk: unknown policy: expected snapkv, found snapvk"),
     ],
@@ -59,7 +62,7 @@ def test_refused(capsys, operands: list[str], tmp_path: Path, words: list[str], 
 
 def test_nobody_answers(capsys, operands: list[str], tmp_path: Path) -> None:
     words = ["-o", tmp_path / "out", "--executor", "dask:tcp://127.0.0.1:9"]
-    assert "--executor: no scheduler answers: expected dask:ADDRESS" in said(capsys, 4, *operands, *words)
+    assert "--executor: no scheduler at this address: expected dask:ADDRESS" in said(capsys, 4, *operands, *words)
 
 
 def test_the_script_for_slurm(capsys, operands: list[str], tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_what_fails_every_time_is_marked_with_the_reason() -> None:
     schedule.run(client)
     assert [one.name for one in client.submitted] == ["a", "b", "a", "a"]
     assert (schedule.records["a"].state, schedule.records["a"].attempts) == ("failed", 3)
-    assert schedule.records["a"].reason == "the scheduler gave it up"
+    assert schedule.records["a"].reason == "the scheduler gave up on the task"
     assert schedule.records["b"].state == "done" and schedule.folders == {"b": "b-out"}
 
 
@@ -161,7 +161,7 @@ def test_stopped_early() -> None:
 
 
 def test_a_scheduler_that_is_gone() -> None:
-    with pytest.raises(Error, match="--executor: the scheduler does not answer any more: expected --resume"):
+    with pytest.raises(Error, match="--executor: lost the connection to the scheduler: expected --resume"):
         Schedule(tasks("a"), 3).run(Noting(workers(1), status="closed"))
 
 

@@ -16,7 +16,7 @@ def there_is_slurm() -> bool:
     return subprocess.run(["sinfo", "--noheader"], capture_output=True).returncode == 0
 
 
-pytestmark = pytest.mark.skipif(not there_is_slurm(), reason="no Slurm here: tests/run slurm starts one")
+pytestmark = pytest.mark.skipif(not there_is_slurm(), reason="Slurm is not available: tests/run slurm starts one")
 
 
 def test_workers_are_jobs(sweeps: Sweeps, single: Path) -> None:

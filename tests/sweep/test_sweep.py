@@ -183,7 +183,7 @@ def test_the_client_is_killed_and_comes_back(sweeps: Sweeps, single: Path, clust
     assert code == -signal.SIGKILL
     words = ["--executor", f"dask:{cluster.address}"]
     refused = sweeps.run(*words)
-    assert refused.code == 2 and "an unfinished sweep: expected --resume" in refused.err, refused
+    assert refused.code == 2 and "contains an unfinished sweep: expected --resume" in refused.err, refused
     goes_on(sweeps, single, *words)
 
 
@@ -197,7 +197,10 @@ def test_the_client_of_a_running_cluster_is_killed(sweeps: Sweeps, single: Path,
 def test_interrupted(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
     code, said = interrupted(sweeps, signal.SIGINT, "--workers", 1)
     assert code == 130
-    assert said.split("\n")[1:] == ["kvreplay: sweep: interrupted, finished tasks are kept, and --resume goes on", ""]
+    assert said.split("\n")[1:] == [
+        "kvreplay: sweep: interrupted, finished tasks are kept; use --resume to continue",
+        "",
+    ]
     goes_on(sweeps, single, "--executor", f"dask:{cluster.address}")
 
 
@@ -207,6 +210,8 @@ def test_two_sweeps_in_one_folder(sweeps: Sweeps, cluster: Cluster) -> None:
     first = sweeps.start(*words)
     wait_for(sweeps.calls)
     second = sweeps.run(*words, "--resume")
-    assert second.code == 2 and "another sweep writes here" in second.err
+    assert (
+        second.code == 2 and "another sweep is writing to this folder; wait for it, or use another folder" in second.err
+    )
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()

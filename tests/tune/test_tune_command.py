@@ -128,7 +128,7 @@ def test_protected_tokens_stay_with_every_candidate(traces, tune, tmp_path):
 def test_parts_are_parameters_too():
     drawn = space.candidates("h2o", space.asked_space(["select=top-k|chunks,chunk=5|10"]), 64, 0)
     assert drawn.policies == ["h2o", "h2o:select=chunks,chunk=5", "h2o:select=chunks"]
-    assert len(drawn.refused) == 2 and "chunk" in str(drawn.refused[0])  # of top-k, nothing reads it
+    assert len(drawn.refused) == 2 and "chunk" in str(drawn.refused[0])  # of top-k, unused parameter
     assert {"norm", "progressive"} <= set(space.declared_space("h2o:allocate=dynamickv"))
 
 
@@ -246,7 +246,7 @@ def test_equal_tokens_stay_on_one_side_whatever_the_names_say(traces, refused, t
     copy = shutil.copy(traces[0], tmp_path / "copy.h5")
     said = refused(2, *traces[:3], "--held-out", copy, traces[4], "--same-prompt", "zzz", "-p", "random", "-b", "12",
                    "--search", "sinks=0|4")  # fmt: skip
-    assert said.startswith("--held-out: prompt on both sides")
+    assert said.startswith("--held-out: prompt both fitted and held out")
 
 
 def test_what_changes_how_much_is_held_is_searched_only_when_named():
@@ -292,11 +292,11 @@ def by_layer(run: kv.Run, metric: str = "attention_recall"):
 
 def test_layers_that_cannot_be_sized(traces, refused):
     for policy, reason in (
-        ("h2o", "what stays by rule grows with the budget: expected a number of tokens"),
-        ("chunkkv:reuse=2", "layers that share a set have one count"),
-        ("pyramid-infer", "nested sets need counts that are known beforehand"),
-        ("local", "all of the budget stays by rule"),
-        ("hybrid", "its layers have plans of their own"),
+        ("h2o", "the number of protected tokens depends on the budget: expected a number of tokens"),
+        ("chunkkv:reuse=2", "layers that share a set cannot have different budgets"),
+        ("pyramid-infer", "nested sets need token counts that do not depend on scores"),
+        ("local", "protected tokens fill the whole budget"),
+        ("hybrid", "has a separate plan for each range of layers"),
     ):
         assert reason in refused(2, *traces, "-p", policy, "-b", "16", "--layers")
 
@@ -326,7 +326,7 @@ def test_layers_that_cannot_be_parted(traces, refused):
         ("pyramid-kv", "its layers depend on each other: expected allocate=uniform"),
         ("chunkkv:reuse=2", "its layers depend on each other: expected share=none"),
         ("pyramid-infer", "its layers depend on each other: expected a policy whose layers are not nested"),
-        ("full", "no budget binds it"),
+        ("full", "the policy ignores the budget"),
     ):
         said = refused(2, *traces, "-p", "snapkv", "-p", policy, "-b", "16", "--ranges")
         assert said.startswith(policy.partition(":")[0]) and reason in said
@@ -349,7 +349,7 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
         held_out = {one.prompt for one in divided.held_out}
         assert not fitting & held_out and len(held_out) == 2
         assert len(divided.fitting) + len(divided.held_out) == 7
-    with pytest.raises(Error, match="prompt on both sides"):
+    with pytest.raises(Error, match="prompt both fitted and held out"):
         split_prompts(traces[:3], [again, *traces[4:]], 0.3, None, 0)
     kinds = split_prompts([*traces, again], [], 0.3, re.compile("-(.)"), 0)  # 0 to 5, and n, of the tokens of 0
     assert len({one.prompt for one in [*kinds.fitting, *kinds.held_out]}) == 6
@@ -362,7 +362,7 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
 
 REFUSALS = [
     (["-p", "snapkv", "-b", "16", "--search", "windwo=8..16"], 2, "snapkv: unknown parameter: expected window"),
-    (["-p", "snapkv", "-b", "16", "--search", "window"], 2, "--search: not a parameter: expected NAME=LOW..HIGH"),
+    (["-p", "snapkv", "-b", "16", "--search", "window"], 2, "--search: not an assignment: expected NAME=LOW..HIGH"),
     (["-p", "snapkv", "-b", "16", "--search", "window=16..8"], 2, "--search window: range: expected a lower number"),
     (["-p", "snapkv", "-b", "16", "--search", "window=a..b"], 2, "--search window: range: expected two numbers"),
     (["-p", "snapkv", "-b", "16", "--search", "window=8,window=9"], 2, "--search: given twice"),
@@ -371,7 +371,7 @@ REFUSALS = [
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
     (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
     (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),
-    (["-p", "snapkv", "-b", "1", "--layers"], 2, "-b: all of it stays by rule: expected a larger"),
+    (["-p", "snapkv", "-b", "1", "--layers"], 2, "-b: protected tokens fill the budget: expected a larger"),
     (["-p", "snapkv", "-b", "16", "--metric", "attention_recal"], 2, "metric"),
     (["-p", "snapkv", "-b", "16", "--metric", "layer_budget"], 2, "--metric: no value of layer_budget is better"),
     (["-p", "snapkv", "-b", "16", "--metric", "kld"], 2, "--metric: kld is measured in the live model: expected"),
@@ -386,8 +386,9 @@ REFUSALS = [
     (["-p", "snapkv", "-p", "h2o", "-b", "16"], 2, "-p: policies to tune: expected one policy, or --ranges, found 2"),
     (["-p", "full", "-b", "16", "--search", "store=exact|quantised"], 2, "full: "),
     (["-p", "snapkv", "-b", "16", "--protect", "sinks=4"], 2, "tune: option: expected one that --help lists, found"),
-    (["-p", "h2o:protect=sinks=4,recent=4", "-b", "16"], 2, "h2o:protect: without parentheses: expected (sinks=4,rec"),
-    (["-p", "h2o:protect=(recent=10%)", "-b", "16", "--layers"], 2, "what stays by rule grows with the budget"),
+    (["-p", "h2o:protect=sinks=4,recent=4", "-b", "16"], 2, "h2o:protect: missing parentheses: expected (sinks=4,rec"),
+    (["-p", "h2o:protect=(recent=10%)", "-b", "16", "--layers"], 2, "the number of protected tokens depends on the "
+                                                                    "budget"),
     (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: option: expected --trials"),
 ]  # fmt: skip
 
@@ -399,7 +400,9 @@ def test_what_cannot_be_meant_is_one_line(words, code, said, traces, refused):
 
 def test_too_few_prompts(traces, refused, tmp_path):
     words = ["-p", "snapkv", "-b", "16"]
-    expected = "traces: too few prompts to hold some out: expected traces of 3 prompts, or --held-out TRACE for others"
+    expected = (
+        "traces: too few prompts for a held-out set: expected traces of 3 prompts, or --held-out TRACE for others"
+    )
     assert refused(2, traces[0], *words) == f"{expected}, found 1"
     assert refused(2, *traces[:2], *words) == f"{expected}, found 2"
     said = refused(2, *traces[:2], *words, "--held-out", traces[3])
@@ -419,7 +422,7 @@ def test_an_interruption_keeps_what_is_finished(traces, tune, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(words) == 130
     assert capsys.readouterr().err == (
-        "kvreplay: tune: interrupted, finished traces are kept, and the same command goes on\n"
+        "kvreplay: tune: interrupted, finished traces are kept; run the same command to continue\n"
     )
     [path] = tmp_path.glob("kvreplay-tune/fitting/cells/*.h5")
     with h5py.File(path) as file:

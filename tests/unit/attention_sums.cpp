@@ -208,7 +208,7 @@ TEST(AttentionSumsWith, KeysSeenBesideOthersInAListAreRefused) {
     FAIL() << "query 10 sees 3 and 7 but not 15";
   } catch (const Error& error) {
     EXPECT_EQ(error.refusal(), Refusal::usage);
-    EXPECT_EQ(error.expected(), "keys that query 10 sees side by side");
+    EXPECT_EQ(error.expected(), "the keys visible to query 10 in one contiguous range");
   }
 }
 
@@ -247,7 +247,7 @@ TEST(AttentionSumsWith, PartialQueriesReadTheStoredOnes) {
     FAIL() << "query 12 is not stored";
   } catch (const Error& error) {
     EXPECT_EQ(error.refusal(), Refusal::input);
-    EXPECT_STREQ(error.what(), "q: stored queries: expected position 12, found none");
+    EXPECT_STREQ(error.what(), "q: stored queries: expected a query at position 12, found none");
   }
 }
 

@@ -85,7 +85,7 @@ TEST_F(Experiments, TracesOfOneNameAreRefusedInEveryShard) {
   const std::string text = "traces: [a.h5, b.h5, x/a.h5]\npolicies: h2o\nbudgets: 4\n";
   for (const char* shard : {"1/3", "2/3", "3/3"})
     EXPECT_EQ(refusal_of([&] { asked_by(text, {"--shard", shard}); }),
-              "x/a.h5: another trace has the same name: expected names that tell results apart, found a");
+              "x/a.h5: another trace has the same name: expected unique trace names, found a");
   EXPECT_EQ(asked_by("traces: [a.h5, b.h5, c.h5]\n", {"--shard", "1/3"}).traces.size(), 1U);
 }
 
@@ -100,7 +100,7 @@ TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
   EXPECT_EQ(refusal("traces: a.h5\npolicies:\n  - '@in/none.yaml'\n"),
             "sweep.yaml:3: in/none.yaml: cannot be read: expected a file of policies");
   EXPECT_EQ(refusal("traces: a.h5\npolicies: 'h2o,,local'\n"),
-            "sweep.yaml:2: policies: empty piece of a list: found \"h2o,,local\"");
+            "sweep.yaml:2: policies: empty list element: found \"h2o,,local\"");
 }
 
 TEST_F(Experiments, AFolderWhoseNameWouldEndAFilesIsRefused) {
@@ -113,7 +113,7 @@ TEST_F(Experiments, AFolderWhoseNameWouldEndAFilesIsRefused) {
     written("h2o\n", std::string(name) + "/mine.yaml");
     EXPECT_EQ(refusal_of([&] { asked_there("q-filter:filters=f.npy"); }),
               std::string(name) + "/e.yaml:2: " + name +
-                  ": files in this folder cannot be named in a policy: expected a folder without any of ,=():, found "
+                  ": the name of this folder cannot be part of a policy: expected a name without any of ,=():, found "
                   "f.npy");
     EXPECT_EQ(asked_there("local,q-filter:filters=/f.npy"), Texts{"local,q-filter:filters=/f.npy"});
     EXPECT_EQ(asked_there("@mine.yaml"), Texts{"h2o"}) << "its content is what counts";
@@ -121,33 +121,36 @@ TEST_F(Experiments, AFolderWhoseNameWouldEndAFilesIsRefused) {
 }
 
 TEST_F(Experiments, EveryWrongKeyIsNamedWithTheNearest) {
-  EXPECT_EQ(refusal("trases: a.h5\n"), "sweep.yaml:1: unknown key: expected traces, found trases");
+  EXPECT_EQ(refusal("trases: a.h5\n"), "sweep.yaml:1: unknown key trases: did you mean traces?");
   EXPECT_EQ(refusal("traces: a.h5\nbudgts: 3\npolices: h2o\n"),
-            "sweep.yaml:2: unknown key: expected budgets; policies, found budgts; polices at sweep.yaml:3");
-  EXPECT_EQ(refusal("budget: 3\n"), "sweep.yaml:1: unknown key: expected budgets, found budget");
+            "sweep.yaml:2: unknown key budgts; polices at sweep.yaml:3: did you mean budgets? did you mean policies?");
+  EXPECT_EQ(refusal("budget: 3\n"), "sweep.yaml:1: unknown key budget: did you mean budgets?");
   for (const char* key : {"force", "watch", "shard", "dry-run", "json", "progress", "figure", "help", "policy"})
-    EXPECT_TRUE(refusal(std::string(key) + ": 1\n").starts_with("sweep.yaml:1: unknown key: ")) << key;
+    EXPECT_TRUE(refusal(std::string(key) + ": 1\n").starts_with("sweep.yaml:1: unknown key")) << key;
 }
 
 TEST_F(Experiments, WrongTypesAreRefusedAtTheirLine) {
-  EXPECT_EQ(refusal(""), "sweep.yaml: not an experiment: expected keys traces, policies, budgets ..., found nothing");
-  EXPECT_EQ(refusal("- h2o\n"),
-            "sweep.yaml:1: not an experiment: expected keys traces, policies, budgets ..., found a list");
+  EXPECT_EQ(refusal(""),
+            "sweep.yaml: not an experiment: expected a mapping with the keys traces, policies, budgets, found nothing");
+  EXPECT_EQ(
+      refusal("- h2o\n"),
+      "sweep.yaml:1: not an experiment: expected a mapping with the keys traces, policies, budgets, found a list");
   EXPECT_EQ(refusal("traces:\n  - a.h5\n  - {a: b}\n"),
-            "sweep.yaml:3: traces: expected a text, or a list of them, found a mapping");
-  EXPECT_EQ(refusal("budgets: []\n"), "sweep.yaml:1: budgets: expected a text, or a list of them, found an empty list");
+            "sweep.yaml:3: traces: expected one value, or a list of values, found a mapping");
+  EXPECT_EQ(refusal("budgets: []\n"),
+            "sweep.yaml:1: budgets: expected one value, or a list of values, found an empty list");
   EXPECT_EQ(refusal("budgets:\npolicies: h2o\n"),
-            "sweep.yaml:1: budgets: expected a text, or a list of them, found nothing");
-  EXPECT_EQ(refusal("detail: [head]\n"), "sweep.yaml:1: detail: expected one text, found a list");
+            "sweep.yaml:1: budgets: expected one value, or a list of values, found nothing");
+  EXPECT_EQ(refusal("detail: [head]\n"), "sweep.yaml:1: detail: expected one value, found a list");
   EXPECT_EQ(refusal("no-text:\n"), "sweep.yaml:1: no-text: expected true or false, found nothing");
   EXPECT_EQ(refusal("sliding: teat\n"),
             "sweep.yaml:1: sliding: unknown value: expected one of skip, treat, found teat");
   EXPECT_EQ(refusal("exclude: {}\n"),
-            "sweep.yaml:1: leaves nothing out: expected a policy, a budget or a parameter, found an empty mapping");
+            "sweep.yaml:1: empty exclusion: expected a policy, a budget or a parameter, found an empty mapping");
   EXPECT_EQ(refusal("output: ''\n"), "sweep.yaml:1: output: expected a folder, found \"\"");
-  EXPECT_EQ(refusal("exclude: 3\nexclude: 4\n"), "sweep.yaml:2: given twice: found exclude");
+  EXPECT_EQ(refusal("exclude: 3\nexclude: 4\n"), "sweep.yaml:2: duplicate key: expected one value, found exclude");
   EXPECT_EQ(refusal("exclude:\n"),
-            "sweep.yaml:1: leaves nothing out: expected a policy, a budget or a parameter, found nothing");
+            "sweep.yaml:1: empty exclusion: expected a policy, a budget or a parameter, found nothing");
 }
 
 TEST_F(Experiments, HostileFilesEndInOneLine) {
@@ -156,17 +159,18 @@ TEST_F(Experiments, HostileFilesEndInOneLine) {
     bomb += "a" + std::to_string(i) + ": &a" + std::to_string(i) + " [*a" + std::to_string(i - 1) + ", *a" +
             std::to_string(i - 1) + "]\n";
   EXPECT_TRUE(refusal(bomb).find("too") != std::string::npos) << refusal(bomb);
-  EXPECT_EQ(refusal("policies: &a [*a]\n"), "sweep.yaml:1: too deep: expected at most 32 levels, found more");
+  EXPECT_EQ(refusal("policies: &a [*a]\n"), "sweep.yaml:1: too deeply nested: expected at most 32 levels, found more");
   EXPECT_TRUE(refusal(std::string(100'000, '[')).starts_with("sweep.yaml:1: not YAML: ")) << refusal("[[[");
   EXPECT_TRUE(refusal("policies: *nothing\n").starts_with("sweep.yaml:1: not YAML: "));
-  EXPECT_EQ(refusal("{[a]: b}\n"), "sweep.yaml:1: not a key: expected one word, found something else");
+  EXPECT_EQ(refusal("{[a]: b}\n"), "sweep.yaml:1: invalid key: expected a scalar, found a list or mapping");
   std::string lists = "policies:\n  policy: snapkv\n";
   for (char key = 'a'; key < 'h'; ++key) lists += std::string("  ") + key + ": [1, 2, 3, 4, 5, 6, 7, 8, 9]\n";
   EXPECT_EQ(refusal("traces: a\n" + lists),
             "sweep.yaml:3: too many combinations: expected at most 10000 policies, found more");
   EXPECT_EQ(refusal(std::string(17 << 20, ' ')), "sweep.yaml: too large: expected at most 16 MiB, found more");
-  EXPECT_EQ(refusal("!!python/object/apply:os.system ['touch x']\n"),
-            "sweep.yaml:1: not an experiment: expected keys traces, policies, budgets ..., found a list");
+  EXPECT_EQ(
+      refusal("!!python/object/apply:os.system ['touch x']\n"),
+      "sweep.yaml:1: not an experiment: expected a mapping with the keys traces, policies, budgets, found a list");
 }
 
 std::vector<ConfiguredPolicy> some_policies() {
@@ -217,11 +221,11 @@ TEST(Exclusions, OfNothingSayWhatIsKnown) {
   const auto why = [](const std::string& text) {
     return std::string(Exclusion({text, "--exclude"}).covers_nothing(some_policies()).what());
   };
-  EXPECT_EQ(why("snapkw"), "--exclude: no such policy is asked for: expected one of h2o, snapkv, found snapkw");
-  EXPECT_EQ(why("snapkv:windw=3"), "--exclude: unknown key: expected window, found windw");
-  EXPECT_EQ(why("snapkv:bugdet=3"), "--exclude: unknown key: expected budget, found bugdet");
+  EXPECT_EQ(why("snapkw"), "--exclude: unknown policy: expected one of h2o, snapkv, found snapkw");
+  EXPECT_EQ(why("snapkv:windw=3"), "--exclude: unknown key windw: did you mean window?");
+  EXPECT_EQ(why("snapkv:bugdet=3"), "--exclude: unknown key bugdet: did you mean budget?");
   EXPECT_EQ(why("snapkv:window=3"),
-            "--exclude: leaves nothing out: expected values that some policy and budget have, found snapkv:window=3");
+            "--exclude: excludes no cell: expected values that some policy and budget have, found snapkv:window=3");
   for (const char* text : {"", "snapkv:", "snapkv:window", "=3", "window=", "budget=1,budget=2", "budget=x"})
     EXPECT_THROW(Exclusion({text, "--exclude"}), Error) << text;
 }
@@ -256,13 +260,13 @@ TEST_F(Lists, FoldersAndGlobsAreSorted) {
     make(name);
   EXPECT_EQ(listed({"in"}), (Texts{"in/a.h5", "in/b.h5"}));
   EXPECT_EQ(listed({"*"}), (Texts{"[x].h5", "in/a.h5", "in/b.h5", "x.h5"}));
-  EXPECT_EQ(refusal_of([&] { listed({"in/*.txt"}); }), "in/*.txt: no such trace: expected *.h5");
+  EXPECT_EQ(refusal_of([&] { listed({"in/*.txt"}); }), "in/*.txt: no such trace: expected files *.h5");
   EXPECT_EQ(listed({"in/[b-z].h5", "in/a.h5"}), (Texts{"in/b.h5", "in/a.h5"}));
   EXPECT_EQ(listed({"[x].h5"}), Texts{"[x].h5"}) << "a file that is there is no glob";
   EXPECT_EQ(listed({"not-there.h5"}), Texts{"not-there.h5"}) << "opening it says what is wrong";
-  EXPECT_EQ(refusal_of([&] { listed({"in/*.hdf5"}); }), "in/*.hdf5: no such trace: expected *.h5");
+  EXPECT_EQ(refusal_of([&] { listed({"in/*.hdf5"}); }), "in/*.hdf5: no such trace: expected files *.h5");
   std::filesystem::create_directory(file("empty"));
-  EXPECT_EQ(refusal_of([&] { listed({"empty"}); }), "empty: a folder without traces: expected *.h5 in it");
+  EXPECT_EQ(refusal_of([&] { listed({"empty"}); }), "empty: no trace in this folder: expected files *.h5");
 }
 
 TEST_F(Lists, AManifestNamesItsTracesFromItsOwnFolder) {
@@ -285,7 +289,7 @@ TEST_F(Lists, ManifestsAreReadAsProgramsWriteThem) {
   EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }),
             "list.csv:7: trace_hash: expected 32 hexadecimal digits, found \"1\"");
   written("trace_hash,name,file\n" + hash + ",,\n", "list.csv");
-  EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }), "list.csv:2: names no trace");
+  EXPECT_EQ(refusal_of([&] { listed({"list.csv"}); }), "list.csv:2: no trace: expected a value in column file or name");
 }
 
 TEST_F(Lists, EveryTraceIsInOneShardAndShardsAreEven) {

@@ -113,7 +113,7 @@ TEST_F(Format1, ItIsJoinedWithOthers) {
 }
 
 TEST_F(Format1, OtherCommandsRefuseIt) {
-  const std::string expected = old_.string() + ": results of format 1: kvreplay merge NEW OLD reads them";
+  const std::string expected = old_.string() + ": results of format 1; convert them with kvreplay merge NEW OLD";
   EXPECT_EQ(refusal([&] { run_into(old_, "h2o"); }), expected);
   EXPECT_EQ(refusal([&] { is_run(old_); }), expected);
   EXPECT_EQ(refusal([&] { compare_runs(old_, now_); }), expected);

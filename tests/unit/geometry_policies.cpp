@@ -44,8 +44,8 @@ TEST(SkippedLayers, KeepAllAndTheOthersShareWhatIsLeft) {
 
 TEST(SkippedLayers, AreRefusedWhereTheBudgetHasNoRoomForThem) {
   EXPECT_EQ(refusal_of([] { counts("0", {.layers = 3, .prompt = 20, .budget = 7}); }),
-            "skip_layers: no room for layers that keep everything beside the others: expected a budget of at least 8 "
-            "tokens a layer, found 7");
+            "skip_layers: budget too small for the layers that keep everything: expected a budget of at least 8 tokens "
+            "per layer, found 7");
   EXPECT_EQ(counts("0", {.layers = 2, .prompt = 21, .budget = 11}), (std::vector<int>{21, 1}));
   EXPECT_NE(refusal_of([] { counts("0", {.layers = 2, .prompt = 21, .budget = 11, .sinks = 1, .recent = 1}); }),
             "accepted")

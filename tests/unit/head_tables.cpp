@@ -43,23 +43,23 @@ TEST(ArrayFiles, AreReadInBothWidthsAndAllVersions) {
 TEST(ArrayFiles, SayWhatIsWrongWithThem) {
   const std::string six = numbers<float>({1, 2, 3, 4, 5, 6});
   const std::string good = npy(dictionary("<f4", "(2, 3)"), six);
-  EXPECT_EQ(refusal_of(""), "not an array that is read: an .npy file of version 1 to 3, another file");
+  EXPECT_EQ(refusal_of(""), "not an .npy file: an .npy file of version 1 to 3, another file format");
   EXPECT_EQ(refusal_of("PK\x03\x04 an archive of arrays"),
-            "not an array that is read: an .npy file of version 1 to 3, another file");
+            "not an .npy file: an .npy file of version 1 to 3, another file format");
   EXPECT_EQ(refusal_of(npy(dictionary("<f4", "(2, 3)"), six, 4)),
-            "not an array that is read: an .npy file of version 1 to 3, another file");
+            "not an .npy file: an .npy file of version 1 to 3, another file format");
   EXPECT_EQ(refusal_of(good.substr(0, good.size() - 1)),
-            "size: the numbers of shape [2, 3], 23 bytes behind the header");
-  EXPECT_EQ(refusal_of(good + "x"), "size: the numbers of shape [2, 3], 25 bytes behind the header");
-  EXPECT_EQ(refusal_of(good.substr(0, 40)).substr(0, 8), "cut off:");
+            "size: the numbers of shape [2, 3], 23 bytes after the header");
+  EXPECT_EQ(refusal_of(good + "x"), "size: the numbers of shape [2, 3], 25 bytes after the header");
+  EXPECT_EQ(refusal_of(good.substr(0, 40)).substr(0, 8), "truncate");
   EXPECT_EQ(refusal_of(npy(dictionary("<i8", "(2, 3)"), six)),
-            "not an array that is read: numbers of type '<f4' or '<f8', "
+            "unsupported array: numbers of type '<f4' or '<f8', "
             "{'descr': '<i8', 'fortran_order': False, 'shape': (2, 3), }");
   EXPECT_EQ(refusal_of(npy(dictionary(">f4", "(2, 3)"), six)).substr(0, 57),
-            "not an array that is read: numbers of type '<f4' or '<f8'");
+            "unsupported array: numbers of type '<f4' or '<f8', {'desc");
   EXPECT_EQ(refusal_of(npy(dictionary("<f4", "(2, 3)", "True"), six)).substr(0, 58),
-            "not an array that is read: C order, fortran_order False, {");
-  const std::string no_shape = "not an array that is read: a shape of at most 8 sizes below 1000000000, ";
+            "unsupported array: C order, fortran_order False, {'descr':");
+  const std::string no_shape = "unsupported array: a shape of at most 8 sizes below 1000000000, ";
   for (const char* shape : {"(-2, 3)", "(1000000000,)", "(12345678901234567890,)", "(1,1,1,1,1,1,1,1,1)", "(2 3)", "2"})
     EXPECT_EQ(refusal_of(npy(dictionary("<f4", shape), six)).substr(0, no_shape.size()), no_shape) << shape;
   EXPECT_EQ(refusal_of(npy(dictionary("<f4", "(999999999, 999999999, 999999999, 3)"), six)).substr(0, 5), "size:");
@@ -127,9 +127,9 @@ TEST(HeadKv, RefusesTablesThatDoNotFit) {
     return "taken";
   };
   const Division division{.layers = 2, .prompt = 100, .budget = 12, .recent = 2, .rows = 4, .query_heads = 4};
-  EXPECT_EQ(
-      refusal("head-kv", division),
-      "head-kv:table: no table: expected an .npy file of shape [treated layers, query heads] = [2, 4], found none");
+  EXPECT_EQ(refusal("head-kv", division),
+            "head-kv:table: missing table: expected an .npy file of shape [treated layers, query heads] = [2, 4], "
+            "found none");
   const TemporaryFile narrow(npy(dictionary("<f8", "(2, 2)"), numbers<double>({1, 1, 1, 1})));
   EXPECT_EQ(refusal("head-kv:table=" + narrow.path(), division),
             narrow.path() +

@@ -490,9 +490,8 @@ TEST(MetricNames, UnknownOnesAreAnsweredWithTheNearest) {
     }
     return std::string("accepted");
   };
-  EXPECT_EQ(refusal("attention_recal"),
-            "attention_recal: unknown metric: expected attention_recall, found attention_recal");
-  EXPECT_EQ(refusal("attention_cosine:logit"), "attention_cosine: unknown variant: expected logits, found logit");
+  EXPECT_EQ(refusal("attention_recal"), "attention_recal: unknown metric: did you mean attention_recall?");
+  EXPECT_EQ(refusal("attention_cosine:logit"), "attention_cosine: unknown variant logit: did you mean logits?");
   EXPECT_NE(refusal("span_recall:needle.most"), "accepted");
   EXPECT_NE(refusal("kv_bytes:needle.any"), "accepted");
   EXPECT_NE(refusal("kv_bytes,"), "accepted");

@@ -29,43 +29,47 @@ const Refused refused[] = {
     {"strided:select=top-k", "strided: the selector reads scores: expected a score, as in score=window, found none"},
     {"strided:select=chunks", "strided: the selector reads scores: expected a score, as in score=window, found none"},
     {"local:allocate=pyramid",
-     "local: all of the budget stays by rule: expected another policy for this part, found counts from the number of "
+     "local: protected tokens fill the whole budget: expected another policy for this part, found counts from the "
+     "number of "
      "layers"},
     {"strided:allocate=dynamickv",
-     "strided: the allocator divides what is scored: expected a score, or allocate=uniform, found no score"},
+     "strided: the allocator needs scores: expected a score, or allocate=uniform, found no score"},
     {"local:select=redundancy",
-     "local: all of the budget stays by rule: expected another policy for this part, found a selector without scores"},
+     "local: protected tokens fill the whole budget: expected another policy for this part, found a selector without "
+     "scores"},
     {"strided:select=redundancy",
-     "strided: similarity is that of all heads of a token together: expected heads=layer, found a set for each head"},
+     "strided: the similarity of tokens covers all heads together: expected heads=layer, found a set for each head"},
     {"pyramid-infer:allocate=uniform",
-     "pyramid-infer: nested sets need counts that are known beforehand: expected allocate=decay or allocate=pyramid, "
+     "pyramid-infer: nested sets need token counts that do not depend on scores: expected allocate=decay or "
+     "allocate=pyramid, "
      "found uniform"},
     {"pyramid-infer:schedule=every",
-     "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found "
+     "pyramid-infer: nested sets are selected at the end of the prompt: expected schedule=once, found "
      "schedule=every"},
     {"pyramid-kv:schedule=every",
-     "pyramid-kv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
+     "pyramid-kv: a schedule needs the same number of tokens in every layer and head: expected allocate=uniform, found "
      "counts from the number of layers"},
     {"oracle:schedule=threshold(4,2)",
-     "oracle: future queries are known for one moment: expected schedule=once, found schedule=threshold"},
+     "oracle: a score from future queries is available only at the end of the prompt: expected schedule=once, found "
+     "schedule=threshold"},
     {"h2o:score=question,schedule=threshold(8,4)",
-     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found "
+     "h2o: score=question needs a question that is not evicted: expected schedule=question-blocks, found "
      "schedule=threshold"},
     {"h2o:score=question",
-     "h2o: score=question asks a question that must stay whole: expected schedule=question-blocks, found "
+     "h2o: score=question needs a question that is not evicted: expected schedule=question-blocks, found "
      "schedule=once"},
     {"truncate:schedule=every",
-     "truncate: the selector chooses from the whole prompt: expected schedule=once, found schedule=every"},
+     "truncate: the selector reads the whole prompt: expected schedule=once, found schedule=every"},
     {"compactor:schedule=every",
-     "compactor: the score is one of the whole prompt: expected schedule=once, found schedule=every"},
+     "compactor: the score is computed once over the whole prompt: expected schedule=once, found schedule=every"},
     {"pyramid-infer:select=head-and-tail",
-     "pyramid-infer: the selector chooses from the whole prompt: expected a policy whose layers are not nested, found "
-     "one whose layers are"},
+     "pyramid-infer: the selector reads the whole prompt: expected a policy whose layers are not nested, found "
+     "a policy with nested layers"},
     {"streaming-llm:positions=cache,store=quantised",
-     "streaming-llm: positions says where its tokens stand: expected positions=original or cache, found "
+     "streaming-llm: the policy sets the store by its parameter positions: expected positions=original or cache, found "
      "store=quantised"},
     {"h2o:schedule=online,agg=max",
-     "h2o: schedule=online takes the mean over a group of query heads: expected agg=mean, "
+     "h2o: schedule=online averages over the query heads of a group: expected agg=mean, "
      "found agg=sum or max"},
     {"snapkv:schedule=online",
      "snapkv: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
@@ -74,30 +78,31 @@ const Refused refused[] = {
      "observed-attention: schedule=online evicts by attention, query by query: expected score=cumulative or "
      "score=newest, found another score"},
     {"nacl:schedule=every",
-     "nacl: the question that stays is known when the prompt has been seen: expected schedule=once, found "
+     "nacl: a protected question is known only after the whole prompt: expected schedule=once, found "
      "schedule=every"},
     {"simlayerkv:schedule=every",
-     "simlayerkv: a schedule holds equally many tokens in every layer and head: expected allocate=uniform, found "
+     "simlayerkv: a schedule needs the same number of tokens in every layer and head: expected allocate=uniform, found "
      "counts from a layer's scores"},
     {"simlayerkv:select=stride",
-     "simlayerkv: the allocator divides what is scored: expected a score, or allocate=uniform, found no score"},
+     "simlayerkv: the allocator needs scores: expected a score, or allocate=uniform, found no score"},
     {"snapkv:schedule=question-blocks(9,relevance)",
-     "snapkv: slots in the order of scores are positions in the cache: expected store=cache (positions=cache), or "
+     "snapkv: order=relevance needs cache positions: expected store=cache (positions=cache), or "
      "order=position, found tokens at their original positions"},
     {"local:schedule=online",
-     "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found "
-     "none"},
+     "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found no "
+     "score"},
     {"tova:schedule=online,window_at=question",
      "tova: window_at=question needs the whole prompt: expected schedule=once, found schedule=online"},
     {"h2o:schedule=rolling",
-     "h2o: schedule=rolling keeps the first and the last tokens by rule: expected streaming-llm or local, found "
+     "h2o: schedule=rolling keeps only attention sinks and a recent window: expected streaming-llm or local, found "
      "another policy"},
     {"strided:schedule=rolling",
-     "strided: the schedule itself says which token goes: expected select=top-k, found another selector"},
+     "strided: schedule=rolling selects the evicted token itself: expected select=top-k, found another selector"},
     {"snapkv:store=quantised,schedule=every",
      "snapkv: a store changes tokens at the end of the prompt: expected schedule=once, found schedule=every"},
     {"snapkv:store=quantised,heads=query",
-     "snapkv: a store that changes tokens holds each once a KV head: expected heads=kv or heads=layer, found "
+     "snapkv: a store that changes tokens needs one copy of a token per KV head: expected heads=kv or heads=layer, "
+     "found "
      "heads=query"},
 };
 
@@ -112,19 +117,20 @@ TEST(PlanRules, SlotsInTheOrderOfScoresAreThoseOfTheCache) {
 
 TEST(PlanRules, AScheduleIsCalledWhatItWasAskedAs) {
   EXPECT_EQ(refusal_of("pyramid-infer:schedule=every(5)"),
-            "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found "
+            "pyramid-infer: nested sets are selected at the end of the prompt: expected schedule=once, found "
             "schedule=every");
   EXPECT_EQ(refusal_of("pyramid-infer:schedule=question-blocks(5)"),
-            "pyramid-infer: nested sets are made at the end of the prompt: expected schedule=once, found "
+            "pyramid-infer: nested sets are selected at the end of the prompt: expected schedule=once, found "
             "schedule=question-blocks");
 }
 
 TEST(PlanRules, PartsShareNoParameterByAccident) {
   EXPECT_EQ(refusal_of("dynamickv:score=question,schedule=question-blocks"),
-            "dynamickv:norm: means two things in these parts: expected normalisation of counts to weights, found "
+            "dynamickv:norm: ambiguous: two parts use this parameter differently: expected normalisation of counts to "
+            "weights, found "
             "weight of a query: the share of keys that it sees, or 1");
-  EXPECT_TRUE(
-      refusal_of("cur:select=redundancy,heads=layer").starts_with("cur:use: means two things in these parts: "));
+  EXPECT_TRUE(refusal_of("cur:select=redundancy,heads=layer")
+                  .starts_with("cur:use: ambiguous: two parts use this parameter differently: "));
   const auto text_of = [](const char* policy, const char* name) {
     return ConfiguredPolicy::parse(policy).parameters().find(name)->text();
   };
@@ -151,7 +157,8 @@ TEST(PlanRules, OneNameWithOneRangeMayStillMeanTwoThings) {
   const RegisteredPart<InBlocks> registered;
   pending_registrations = nullptr;
   EXPECT_EQ(refusal_of("cur:schedule=in-blocks(9)"),
-            "cur:block: means two things in these parts: expected tokens per block; a token is compared with its "
+            "cur:block: ambiguous: two parts use this parameter differently: expected tokens per block; a token is "
+            "compared with its "
             "block, found tokens of the prompt between cuts");
   EXPECT_EQ(refusal_of("knorm:schedule=in-blocks(9)"), "accepted");
   for (const Registration& each : registrations) each.take_back();

@@ -37,15 +37,15 @@ TEST(SplitPolicies, PieceWithValueBelongsToThePolicyBeforeIt) {
   EXPECT_EQ(split_policies("oracle:counts=(snapkv:window=2,kernel=3),local"),
             (Pieces{"oracle:counts=(snapkv:window=2,kernel=3)", "local"}));
   EXPECT_EQ(refusal_of([] { split_policies("window=3"); }),
-            "policy: value without a policy: expected NAME[:KEY=VALUE,...], found window=3");
-  EXPECT_EQ(refusal_of([] { split_policies("h2o,,local"); }), "policy: empty piece of a list: found \"h2o,,local\"");
-  EXPECT_EQ(refusal_of([] { split_policies(""); }), "policy: empty piece of a list: found \"\"");
+            "policy: parameter before the first policy: expected NAME[:KEY=VALUE,...], found window=3");
+  EXPECT_EQ(refusal_of([] { split_policies("h2o,,local"); }), "policy: empty list element: found \"h2o,,local\"");
+  EXPECT_EQ(refusal_of([] { split_policies(""); }), "policy: empty list element: found \"\"");
   EXPECT_EQ(refusal_of([] { split_policies("oracle:counts=(h2o"); }),
-            "policy: parentheses do not match: found \"oracle:counts=(h2o\"");
-  EXPECT_EQ(refusal_of([] { split_policies("h2o)"); }), "policy: parentheses do not match: found \"h2o)\"");
+            "policy: unbalanced parentheses: found \"oracle:counts=(h2o\"");
+  EXPECT_EQ(refusal_of([] { split_policies("h2o)"); }), "policy: unbalanced parentheses: found \"h2o)\"");
   const std::string deep = std::string(100000, '(') + "h2o" + std::string(100000, ')');
   EXPECT_EQ(refusal_of([&] { split_policies("oracle:counts=" + deep); }),
-            "policy: parentheses in parentheses: expected at most 16, found more");
+            "policy: too many nested parentheses: expected at most 16 levels, found more");
 }
 
 TEST(ConfiguredPolicy, LabelNamesWhatDiffersAndParamsNameAll) {
@@ -87,14 +87,15 @@ TEST(ConfiguredPolicy, SeedIsTheDefaultOfSeedParameters) {
 }
 
 TEST(ConfiguredPolicy, RefusesInOneLine) {
-  EXPECT_EQ(refusal_of_policy("cam"), "cam: unknown policy: expected cam-one-shot, found cam");
-  EXPECT_EQ(refusal_of_policy("snapvk"), "snapvk: unknown policy: expected snapkv, found snapvk");
-  EXPECT_EQ(refusal_of_policy("snapkv:windw=3"), "snapkv: unknown parameter: expected window, found windw");
-  EXPECT_EQ(refusal_of_policy("snapkv:protekt=3"), "snapkv: unknown parameter: expected protect, found protekt");
+  EXPECT_EQ(refusal_of_policy("cam"), "cam: unknown policy: did you mean cam-one-shot?");
+  EXPECT_EQ(refusal_of_policy("snapvk"), "snapvk: unknown policy: did you mean snapkv?");
+  EXPECT_EQ(refusal_of_policy("snapkv:windw=3"), "snapkv: unknown parameter windw: did you mean window?");
+  EXPECT_EQ(refusal_of_policy("snapkv:protekt=3"), "snapkv: unknown parameter protekt: did you mean protect?");
   EXPECT_EQ(refusal_of_policy("streaming-llm:preset=x").find("protect"), std::string::npos) << "it would be refused";
   EXPECT_EQ(refusal_of_policy("streaming-llm:window_ad=x").find("window_at"), std::string::npos) << "so would this";
-  EXPECT_EQ(refusal_of_policy("snapkv:window"), "snapkv: not a parameter: expected KEY=VALUE, found \"window\"");
-  EXPECT_EQ(refusal_of_policy("snapkv:window=3,window=4"), "snapkv: given twice: found window");
+  EXPECT_EQ(refusal_of_policy("snapkv:window"), "snapkv: not an assignment: expected KEY=VALUE, found \"window\"");
+  EXPECT_EQ(refusal_of_policy("snapkv:window=3,window=4"),
+            "snapkv: given more than once: expected one value, found window");
   EXPECT_EQ(refusal_of_policy("snapkv:window=0"), "snapkv:window: out of range: expected 1.., found 0");
   EXPECT_EQ(refusal_of_policy("snapkv:kernel=4"), "snapkv:kernel: out of range: expected 1.., odd, found 4");
   EXPECT_EQ(refusal_of_policy("snapkv:window=3x"),
@@ -103,13 +104,12 @@ TEST(ConfiguredPolicy, RefusesInOneLine) {
   EXPECT_EQ(refusal_of_policy("snapkv:pool=mx"),
             "snapkv:pool: unknown value: expected one of none, max, avg, found \"mx\"");
   EXPECT_EQ(refusal_of_policy("snapkv:preset=factry"),
-            "snapkv:preset: unknown value: expected factory, found \"factry\"");
-  EXPECT_EQ(refusal_of_policy("snapkv:windw=3,"), "snapkv: empty piece of a list: found \"windw=3,\"");
+            "snapkv:preset: unknown value \"factry\": did you mean factory?");
+  EXPECT_EQ(refusal_of_policy("snapkv:windw=3,"), "snapkv: empty list element: found \"windw=3,\"");
   EXPECT_EQ(refusal_of_policy("h2o:recent=1.5"),
-            "h2o:recent: out of range: expected tokens, or a fraction 0.0..1.0, found 1.5");
+            "h2o:recent: out of range: expected a number of tokens, or a fraction 0.0..1.0, found 1.5");
   EXPECT_EQ(refusal_of_policy("h2o:recent=-3"), "h2o:recent: out of range: expected 0 or more, found -3");
-  EXPECT_EQ(refusal_of_policy("h2o:overlap=yes"),
-            "h2o:overlap: not a truth value: expected false or true, found \"yes\"");
+  EXPECT_EQ(refusal_of_policy("h2o:overlap=yes"), "h2o:overlap: not a Boolean: expected false or true, found \"yes\"");
   EXPECT_EQ(refusal_of_policy("local:recent=3"),
             "local: takes no parameters: expected a part, as in select=chunks, found recent");
   EXPECT_EQ(refusal_of_policy("random:heads=query"),
@@ -129,11 +129,11 @@ TEST(ConfiguredPolicy, OracleTakesCountsFromAPolicyThatHasSome) {
 
 TEST(ConfiguredPolicy, ValueOfTheUserMustFitTheTraceAndADefaultIsClamped) {
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("streaming-llm:sinks=9").check_limits(8, 2); }),
-            "streaming-llm:sinks: larger than the trace: expected at most 8 tokens, found 9");
+            "streaming-llm:sinks: exceeds the trace: expected at most 8 tokens, found 9");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("chunkkv:reuse=3").check_limits(8, 2); }),
-            "chunkkv:reuse: larger than the trace: expected at most 2 layers, found 3");
+            "chunkkv:reuse: exceeds the trace: expected at most 2 layers, found 3");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("h2o:recent=9").check_limits(8, 2); }),
-            "h2o:recent: larger than the trace: expected at most 8 tokens, found 9");
+            "h2o:recent: exceeds the trace: expected at most 8 tokens, found 9");
   EXPECT_NO_THROW(ConfiguredPolicy::parse("streaming-llm").check_limits(2, 1));
 }
 
@@ -199,15 +199,15 @@ TEST(ComposedPolicy, AParameterThatBothHaveIsOne) {
 
 TEST(ComposedPolicy, AValueThatNothingReadsIsRefused) {
   EXPECT_EQ(refusal_of_policy("pyramid-kv:beta=3,allocate=uniform"),
-            "pyramid-kv:beta: nothing reads it: expected the allocate of pyramid-kv itself, found allocate=uniform");
+            "pyramid-kv:beta: unused parameter: expected the allocate of pyramid-kv itself, found allocate=uniform");
   EXPECT_EQ(refusal_of_policy("h2o:overlap=true,select=chunks"),
-            "h2o:overlap: nothing reads it: expected the select of h2o itself, found select=chunks");
+            "h2o:overlap: unused parameter: expected the select of h2o itself, found select=chunks");
   EXPECT_EQ(refusal_of_policy("snapkv:kernel=9,score=cumulative"),
-            "snapkv:kernel: nothing reads it: expected the score of snapkv itself, found score=cumulative");
+            "snapkv:kernel: unused parameter: expected the score of snapkv itself, found score=cumulative");
   EXPECT_EQ(refusal_of_policy("snapkv:kernel=9,select=stride"),
-            "snapkv:kernel: nothing reads it: expected the score of snapkv itself, found a selector without scores");
+            "snapkv:kernel: unused parameter: expected the score of snapkv itself, found a selector without scores");
   EXPECT_EQ(refusal_of_policy("chunkkv:reuse=2,share=none"),
-            "chunkkv:reuse: nothing reads it: expected the share of chunkkv itself, found share=none");
+            "chunkkv:reuse: unused parameter: expected the share of chunkkv itself, found share=none");
   // What the part that takes the place reads too, what others read as well, and what was not changed.
   for (const char* text : {"pyramid-kv:beta=3,allocate=pyramid", "chunkkv:window=3,score=cumulative",
                            "pyramid-kv:beta=20,allocate=uniform", "chunkkv:chunk=3,allocate=pyramid,beta=3"})
@@ -240,7 +240,7 @@ TEST(LayerRanges, MustCoverEachLayerOnce) {
   EXPECT_EQ(refusal("layers", 4), cover + "no range");
   EXPECT_EQ(refusal("layers:3=local,0-2=h2o", 4), "accepted");
   EXPECT_EQ(refusal("layers:2-1=h2o", 4), "layers:2-1: ends before it begins: expected FIRST-LAST, found 2-1");
-  EXPECT_EQ(refusal("layers:00-3=h2o", 4), "layers:00-3: not as ranges are written: expected 0-3, found 00-3");
+  EXPECT_EQ(refusal("layers:00-3=h2o", 4), "layers:00-3: not in canonical form: expected 0-3, found 00-3");
   EXPECT_EQ(refusal("layers:0-3=(sca:layer=4)", 4), "accepted") << "how many layers there are, the trace says";
   EXPECT_NE(refusal("layers:0-x=h2o", 4), "accepted");
   EXPECT_NE(refusal("layers:-1=h2o", 4), "accepted");
@@ -291,27 +291,31 @@ TEST_F(PolicyFile, ListsMultiply) {
 
 TEST_F(PolicyFile, WhatIsWrongIsSaidWithItsLine) {
   EXPECT_EQ(refusal("- h2o\n- window: 3\n"),
-            "mine.yaml:2: not a policy: expected a text, or a mapping with the key policy, found a mapping without it");
+            "mine.yaml:2: not a policy: expected a string, or a mapping with the key policy, found a mapping without "
+            "the key");
   EXPECT_EQ(refusal("- h2o\n-\n  - snapkv\n"),
-            "mine.yaml:3: not a policy: expected a text, or a mapping with the key policy, found a list");
+            "mine.yaml:3: not a policy: expected a string, or a mapping with the key policy, found a list");
   EXPECT_EQ(refusal("policy: snapkv\nwindow:\n  a: 3\n"),
-            "mine.yaml:3: value of window: expected one word, number or text, or a list of them, found a mapping");
+            "mine.yaml:3: value of window: expected a scalar, or a list of scalars, found a mapping");
   EXPECT_EQ(refusal("policy: snapkv\nwindow: []\n"),
-            "mine.yaml:2: value of window: expected one or more, found an empty list");
+            "mine.yaml:2: value of window: expected one value or more, found an empty list");
   EXPECT_EQ(refusal("policy:\n"),
-            "mine.yaml:1: value of policy: expected one word, number or text, or a list of them, found nothing");
-  EXPECT_EQ(refusal("policy: h2o\nrecent: 3\nrecent: 4\n"), "mine.yaml:3: given twice: found recent");
-  EXPECT_EQ(refusal("- h2o\n---\n- local\n"), "mine.yaml:2: another document begins: expected one of policies");
-  EXPECT_EQ(refusal("# one\n--- \n- h2o\n---\n"), "mine.yaml:4: another document begins: expected one of policies");
-  EXPECT_EQ(refusal("- h2o\n---\t- local\n"), "mine.yaml:2: another document begins: expected one of policies");
-  EXPECT_EQ(refusal("- h2o\n...\n\n- local\n"), "mine.yaml:4: another document begins: expected one of policies");
-  EXPECT_EQ(refusal("- h2o\n... - local\n"), "mine.yaml:2: another document begins: expected one of policies");
+            "mine.yaml:1: value of policy: expected a scalar, or a list of scalars, found nothing");
+  EXPECT_EQ(refusal("policy: h2o\nrecent: 3\nrecent: 4\n"),
+            "mine.yaml:3: duplicate key: expected one value, found recent");
+  EXPECT_EQ(refusal("- h2o\n---\n- local\n"), "mine.yaml:2: second YAML document: expected one document with policies");
+  EXPECT_EQ(refusal("# one\n--- \n- h2o\n---\n"),
+            "mine.yaml:4: second YAML document: expected one document with policies");
+  EXPECT_EQ(refusal("- h2o\n---\t- local\n"), "mine.yaml:2: second YAML document: expected one document with policies");
+  EXPECT_EQ(refusal("- h2o\n...\n\n- local\n"),
+            "mine.yaml:4: second YAML document: expected one document with policies");
+  EXPECT_EQ(refusal("- h2o\n... - local\n"), "mine.yaml:2: second YAML document: expected one document with policies");
   EXPECT_EQ(policies_of_file(written("- h2o\n- ...x\n...\n# the end\n...\n")),
             (std::vector<std::string>{"h2o", "...x"}));
   EXPECT_EQ(policies_of_file(written("%YAML 1.2\n---\n- h2o\n- ---x\n")), (std::vector<std::string>{"h2o", "---x"}));
-  EXPECT_EQ(refusal(",,\"x\n"), "mine.yaml: holds no policy: expected one policy, or a list of them") << "0.7 hung";
-  EXPECT_EQ(refusal(""), "mine.yaml: holds no policy: expected one policy, or a list of them");
-  EXPECT_EQ(refusal("[]\n"), "mine.yaml: holds no policy: expected one policy, or a list of them");
+  EXPECT_EQ(refusal(",,\"x\n"), "mine.yaml: contains no policy: expected one policy, or a list of them") << "0.7 hung";
+  EXPECT_EQ(refusal(""), "mine.yaml: contains no policy: expected one policy, or a list of them");
+  EXPECT_EQ(refusal("[]\n"), "mine.yaml: contains no policy: expected one policy, or a list of them");
   EXPECT_TRUE(refusal("- h2o\n- [snapkv\n").starts_with("mine.yaml:3: not YAML: expected policies, found "))
       << refusal("- h2o\n- [snapkv\n");
   try {
@@ -384,13 +388,13 @@ TEST(Structure, RefusesWhatHasNoPages) {
   EXPECT_EQ(refusal("page=16", "full"),
             "full: every token is kept: expected no score and no selector, found another selector");
   EXPECT_TRUE(refusal("page=16", "layers:0-14=h2o,15-29=snapkv")
-                  .starts_with("layers: its layers have plans of their own: expected parts in the policies"));
-  EXPECT_EQ(refusal("page=16", "h2o:heads=kv"), "h2o: given twice: found heads");
+                  .starts_with("layers: has a separate plan for each range of layers: expected parts in the policies"));
+  EXPECT_EQ(refusal("page=16", "h2o:heads=kv"), "h2o: given more than once: expected one value, found heads");
   EXPECT_EQ(refusal("heads=query", "local"), "query: unknown heads: expected layer, found query");
   EXPECT_EQ(refusal("page=0", "h2o"), "--structure:page: out of range: expected 1.., found 0");
   EXPECT_EQ(refusal("pages=16", "h2o"), "--structure: unknown parameter: expected one of page, heads, found pages");
-  EXPECT_EQ(refusal("16", "h2o"), "--structure: not a value: expected page=16,heads=layer, found 16");
-  EXPECT_EQ(refusal("page=16,page=8", "h2o"), "--structure: given twice: found page");
+  EXPECT_EQ(refusal("16", "h2o"), "--structure: not an assignment: expected page=16,heads=layer, found 16");
+  EXPECT_EQ(refusal("page=16,page=8", "h2o"), "--structure: given more than once: expected one value, found page");
 }
 
 Plan plan_of(const std::string& policy) { return ConfiguredPolicy::parse(policy).plans(2).front().plan; }
@@ -432,26 +436,29 @@ TEST(CommonParameters, AreRefusedWhereTheyMeanNothing) {
                   .find("keeps tokens without a score" + expected),
               std::string::npos)
         << policy;
-  EXPECT_EQ(refusal("oracle:sinks=4"), "oracle:sinks: oracle bounds what other policies keep" + expected);
+  EXPECT_EQ(refusal("oracle:sinks=4"), "oracle:sinks: oracle is a bound for other policies" + expected);
   EXPECT_EQ(refusal("simlayerkv:protect=(sinks=1)"),
             "simlayerkv:protect: simlayerkv ignores the budget: expected a policy that selects by score within a "
             "budget, found sinks=1");
-  EXPECT_EQ(refusal("h2o:window_at=question"),
-            "h2o:window_at: h2o does not score by an observation window: expected a policy that does, such as snapkv, "
-            "found question");
+  EXPECT_EQ(
+      refusal("h2o:window_at=question"),
+      "h2o:window_at: h2o has no observation window: expected a policy with an observation window, such as snapkv, "
+      "found question");
   EXPECT_EQ(refusal("layers:0=h2o,1=snapkv,sinks=4"),
-            "layers: its layers have plans of their own: expected sinks= in the policies of the ranges, found sinks");
-  EXPECT_EQ(refusal("snapkv:protect=(4)"), "snapkv:protect: not a value: expected sinks=4,recent=10%, found 4");
-  EXPECT_EQ(refusal("snapkv:protect=(sinks=4,recent=2,sinks=5)"), "snapkv:protect: given twice: found sinks");
+            "layers: has a separate plan for each range of layers: expected sinks= in the policies of the ranges, "
+            "found sinks");
+  EXPECT_EQ(refusal("snapkv:protect=(4)"), "snapkv:protect: not an assignment: expected sinks=4,recent=10%, found 4");
+  EXPECT_EQ(refusal("snapkv:protect=(sinks=4,recent=2,sinks=5)"),
+            "snapkv:protect: given more than once: expected one value, found sinks");
   EXPECT_EQ(refusal("h2o:protect=sinks=4,recent=3"),
-            "h2o:protect: without parentheses: expected (sinks=4,recent=10%), found sinks=4")
+            "h2o:protect: missing parentheses: expected (sinks=4,recent=10%), found sinks=4")
       << "recent is a parameter of h2o";
   EXPECT_EQ(refusal_of_policy("h2o:sinks=4,protect=(recent=2)"),
-            "h2o:sinks: protect replaces it: expected one of the two, found sinks=4");
+            "h2o:sinks: contradicts protect: expected sinks or protect, not both, found sinks=4");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:protect=(sinks=9)").check_limits(8, 2); }),
-            "snapkv:protect: larger than the trace: expected at most 8 tokens, found 9");
+            "snapkv:protect: exceeds the trace: expected at most 8 tokens, found 9");
   EXPECT_EQ(refusal_of([] { ConfiguredPolicy::parse("snapkv:sinks=9").check_limits(8, 2); }),
-            "snapkv:sinks: larger than the trace: expected at most 8 tokens, found 9");
+            "snapkv:sinks: exceeds the trace: expected at most 8 tokens, found 9");
 }
 
 TEST(ProtectedTokens, TakeThePlaceOfAPolicysOwn) {
@@ -469,7 +476,8 @@ TEST(ProtectedTokens, TakeThePlaceOfAPolicysOwn) {
     EXPECT_EQ(replaced(policy), policy) << "without protected tokens to replace";
   EXPECT_EQ(replaced("layers:0=full,1=(snapkv:window=2)"), "layers:0=full,1=(snapkv:window=2," + protect + ")");
   EXPECT_EQ(replaced("oracle:counts=snapkv"), "oracle:counts=(snapkv:" + protect + ")");
-  EXPECT_EQ(refusal_of([&] { replaced("snapkv:protect=(sinks=1)"); }), "snapkv:protect: given twice: found --protect");
+  EXPECT_EQ(refusal_of([&] { replaced("snapkv:protect=(sinks=1)"); }),
+            "snapkv:protect: given more than once: expected one of protect=(...) and --protect, found --protect");
 
   const Plan plan = plan_of("pyramid-infer:protect=(sinks=2,recent=0.5)");
   EXPECT_EQ(plan.protect.within(20, 40, {}).recent, 10);
@@ -488,14 +496,15 @@ TEST(Budget, RefusesInOneLine) {
   EXPECT_EQ(refusal("200%"), "budget 200%: out of range: expected a fraction in (0, 1], found 200%");
   EXPECT_EQ(refusal("99999999999"), "budget 99999999999: out of range: expected 1..2147483647, found 99999999999");
   EXPECT_EQ(refusal("12@seen"),
-            "budget 12@seen: a count does not grow: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
+            "budget 12@seen: @seen needs a fraction: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
             "found 12");
   EXPECT_EQ(refusal("@seen"), "budget: empty: expected a fraction in (0, 1] or a count of tokens, found @seen");
-  EXPECT_EQ(refusal("1MiB@seen"),
-            "budget 1MiB@seen: memory does not grow: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
-            "found 1MiB");
+  EXPECT_EQ(
+      refusal("1MiB@seen"),
+      "budget 1MiB@seen: @seen needs a fraction: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
+      "found 1MiB");
   EXPECT_EQ(refusal("1MB"), "budget 1MB: unknown unit of memory: expected KiB, MiB or GiB, found 1MB");
-  EXPECT_EQ(refusal("0KiB"), "budget 0KiB: out of range: expected a byte or more, found 0KiB");
+  EXPECT_EQ(refusal("0KiB"), "budget 0KiB: out of range: expected 1 byte or more, found 0KiB");
   EXPECT_EQ(refusal("manyKiB"), "budget manyKiB: not a number: expected a number, found \"many\"");
   EXPECT_EQ(refusal("abc"), "budget abc: not a number: expected a whole number, found \"abc\"");
   EXPECT_EQ(refusal(""), "budget: empty: expected a fraction in (0, 1] or a count of tokens");

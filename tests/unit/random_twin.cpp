@@ -77,11 +77,11 @@ TEST(RandomTwin, IsRejectedWithItsReason) {
     EXPECT_EQ(reason(policy), "is a control itself") << policy;
   EXPECT_EQ(reason("kivi"), "keeps every token");
   EXPECT_EQ(reason("layers:0-1=full,2-3=(minicache)"), "keeps every token");
-  EXPECT_EQ(reason("quest"), "each query reads a set of its own");
-  EXPECT_EQ(reason("layers:0-1=(h2o),2-3=(quest:dense_layers=0)"), "each query reads a set of its own");
+  EXPECT_EQ(reason("quest"), "reads a different set for each query");
+  EXPECT_EQ(reason("layers:0-1=(h2o),2-3=(quest:dense_layers=0)"), "reads a different set for each query");
   for (const char* policy : {"h2o-online", "snapkv:schedule=every(16)", "h2o:schedule=threshold(0.5,0.3)", "finch",
                              "streaming-llm:rolling=true"})
-    EXPECT_EQ(reason(policy), "its kept set is dynamic") << policy;
+    EXPECT_EQ(reason(policy), "has a dynamic kept set") << policy;
   for (const char* policy : {"duo-attention", "simlayerkv", "pyramid-infer:lengths=natural"})
     EXPECT_EQ(reason(policy), "ignores the budget") << policy;
 }
@@ -101,10 +101,11 @@ TEST(RandomTwin, NamesWhatItsPolicyLacks) {
   EXPECT_EQ(refusal_of("random-twin:of=(h2o-online)"),
             "random-twin:of: its kept set is dynamic: expected a one-shot policy (a static set), found h2o-online");
   EXPECT_EQ(refusal_of("random-twin:of=(h2o),select=chunks"),
-            "random-twin: its plan is that of the policy whose twin it is: expected the part in of=(POLICY), found "
-            "chunks beside of=(h2o)");
+            "random-twin: takes its plan from of=(POLICY): expected the part inside of=(POLICY), found chunks outside "
+            "of=(h2o)");
   EXPECT_EQ(refusal_of("layers:0-1=(random-twin:of=(h2o)),2-3=h2o"),
-            "layers:0-1: counts or sets of another policy: expected a policy with counts and sets of its own, found "
+            "layers:0-1: the policy copies counts or sets of another policy: expected a policy with counts and sets of "
+            "its own, found "
             "random-twin:of=h2o,seed=0");
   EXPECT_EQ(refusal_of("oracle:counts=(random-twin:of=(h2o))"),
             "oracle:counts: the policy takes its own counts from another policy: expected a policy that does not use "

@@ -57,9 +57,9 @@ TEST_F(Boundary, IsTheEndOfASpan) {
     FAIL() << "it ends after the prompt";
   } catch (const Error& error) {
     EXPECT_EQ(error.refusal(), Refusal::input);
-    EXPECT_NE(std::string(error.what())
-                  .find("no boundary: span late ends behind the prompt: expected an end at 36 or before, found 38"),
-              std::string::npos)
+    EXPECT_NE(
+        std::string(error.what()).find("span late ends after the prompt: expected an end at 36 or earlier, found 38"),
+        std::string::npos)
         << error.what();
   }
 }
@@ -149,8 +149,8 @@ TEST_F(WithoutRope, WhatUnrotatesIsRefusedInFront) {
   };
   for (const std::string policy : {"leverage", "compactor", "expected-attention"})
     EXPECT_EQ(refusal_of(policy), file("norope.h5").string() +
-                                      ":/model/rope: keys and queries cannot be un-rotated for " + policy +
-                                      ": expected the model's RoPE, found none");
+                                      ":/model/rope: RoPE of keys and queries cannot be undone for " + policy +
+                                      ": expected the RoPE frequencies of the model, found none");
   for (const char* policy : {"knorm", "value-norm", "keydiff", "cur", "lagkv"})
     EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }

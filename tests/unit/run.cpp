@@ -133,7 +133,7 @@ TEST_F(Run, ControlsStandBesideWhatWasAsked) {
   for (const CellRecord& one : summary.cells) EXPECT_EQ(one.state, CellState::done) << one.policy << one.error;
   EXPECT_EQ(summary.failed(), 0);
   EXPECT_EQ(summary.self_check,
-            (std::vector<std::string>{"full 0", "budget ok", "identities ok", "none above its oracle"}));
+            (std::vector<std::string>{"full error 0", "budget ok", "identities ok", "oracle bound ok"}));
   const CellRecord& full = cell(summary, "full");
   EXPECT_EQ(full.value({"attention_recall", ""}), 1);
   EXPECT_EQ(full.value({"attention_l1", ""}), 0);
@@ -166,7 +166,7 @@ TEST_F(Run, TheControlsThatJoinAreAskedFor) {
   const RunSummary all = run(asked);
   EXPECT_EQ(controls(all), (Labels{"full", "random", "oracle", "random-twin:of=(snapkv:window=2,kernel=3)",
                                    "random-twin:of=(h2o:recent=3)"}));
-  EXPECT_EQ(all.self_check.front(), "full 0");
+  EXPECT_EQ(all.self_check.front(), "full error 0");
   for (const CellRecord& one : all.cells) {
     const bool is_twin = one.policy == "random-twin";
     const std::string of = one.label.find("snapkv") != std::string::npos ? "snapkv" : "h2o";
@@ -421,16 +421,16 @@ TEST_F(Run, WhatCannotBeMeantStopsBeforeAnythingIsWritten) {
   const fs::path broken = file("broken.h5");
   std::ofstream(broken) << "no trace";
   EXPECT_TRUE(refusal(request({broken})).starts_with("3 "));
-  EXPECT_TRUE(refusal(request({trace}, "streaming-llm:sinks=4000"))
-                  .starts_with("2 streaming-llm:sinks: larger than the trace"));
+  EXPECT_TRUE(
+      refusal(request({trace}, "streaming-llm:sinks=4000")).starts_with("2 streaming-llm:sinks: exceeds the trace"));
   EXPECT_TRUE(refusal(request({trace}, "snapkv", "span_recall:needle.any"))
-                  .starts_with("2 span_recall:needle.any: no trace has such a span"));
+                  .starts_with("2 span_recall:needle.any: no trace has this span"));
   fs::create_directory(folder() / "other");
   fs::copy_file(trace, folder() / "other" / "f1.h5");
   EXPECT_NE(refusal(request({trace, folder() / "other" / "f1.h5"})).find("another trace has the same name"),
             std::string::npos);
   fs::copy_file(trace, file("copy.h5"));
-  EXPECT_NE(refusal(request({trace, file("copy.h5")})).find("the same trace is given twice"), std::string::npos);
+  EXPECT_NE(refusal(request({trace, file("copy.h5")})).find("trace listed more than once"), std::string::npos);
   EXPECT_FALSE(fs::exists(folder() / "out"));
 }
 
@@ -438,7 +438,7 @@ TEST_F(Run, FoldersOfOthersAreLeftAlone) {
   const RunRequest asked = request({synth("fixture", "f1")});
   fs::create_directory(asked.output);
   std::ofstream(asked.output / "thesis.tex") << "precious";
-  EXPECT_NE(refusal(asked).find("holds other things"), std::string::npos);
+  EXPECT_NE(refusal(asked).find("contains other files"), std::string::npos);
   EXPECT_EQ(content(asked.output / "thesis.tex"), "precious");
   EXPECT_FALSE(fs::exists(asked.output / "cells"));
 }
@@ -593,7 +593,7 @@ TEST_F(Run, OneRunAtATimeWritesIntoAFolder) {
   std::string second;
   run(asked, [&](const Progress&) { second = refusal(asked); });
   EXPECT_TRUE(second.starts_with("2 ")) << second;
-  EXPECT_NE(second.find("another run writes here"), std::string::npos) << second;
+  EXPECT_NE(second.find("another run is writing to this folder"), std::string::npos) << second;
   EXPECT_EQ(refusal(asked), "no refusal");
 }
 
@@ -656,8 +656,9 @@ TEST_F(Run, TheTableIsNarrowAndSaysOpenLoop) {
     begin = end + 1;
   }
   EXPECT_LE(widest, 150U);
-  for (const char* part : {"OPEN LOOP", "(full)", "(oracle)", "query 2x", "needle", "self-check full 0 | budget ok",
-                           "budget   6 tokens a layer on average, 12 slots a head"})
+  for (const char* part :
+       {"OPEN LOOP", "(full)", "(oracle)", "query 2x", "needle", "self-check full error 0 | budget ok",
+        "budget   6 tokens per layer and head on average (12 over all layers)"})
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
 }
 

@@ -23,7 +23,7 @@ TEST(SelfCheck, ASetThatKeepsEverythingIsExact) {
   off = all;
   off.error_square = 1e-30;
   ASSERT_TRUE(check_moments(off, all, true));
-  EXPECT_EQ(check_moments(off, all, true)->what, "output_error of a set that keeps everything");
+  EXPECT_EQ(check_moments(off, all, true)->what, "output_error of the full cache");
 }
 
 TEST(SelfCheck, PartsDoNotExceedTheWhole) {

@@ -63,7 +63,7 @@ Words words_of(const std::string& text, const std::string& policy) {
 }
 
 const char* const footnote =
-    "\nskill = (recall - twin) / (oracle - twin): 0 as its random twin, 1 as the best set with its counts\n";
+    "\nskill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = random, 1 = best\n";
 
 TEST(SkillInTheTable, StandsBehindRecallAndTwinsAreNotPrinted) {
   const std::string text = table(run_of({cell("good", 0.8, 0.9), cell("alone", 0.7, 0.9), twin("good", 0.5)}));

@@ -133,7 +133,7 @@ TEST_F(StoredObservablesOf, OneRunWritesAtATime) {
   second.keep(cumulative, 1, numbers(2));
   ASSERT_EQ(second.warnings().size(), 1U);
   EXPECT_EQ(second.warnings().front(),
-            path.string() + ".partial: another program writes it (observables are not kept)");
+            path.string() + ".partial: another program is writing this file (observables are not kept)");
   first.finish();
   second.finish();
   EXPECT_TRUE(found(key, 2));
@@ -181,7 +181,7 @@ TEST_F(StoredObservablesOf, EveryChangedByteOfTheNumbersIsFound) {
   };
   for (const std::uint64_t at : {std::uint64_t{0}, std::uint64_t{100}, std::uint64_t{4 * 12 * 8 - 1}}) {
     flip(at);
-    EXPECT_NE(refusal().find(": xxh3: expected that of its numbers"), std::string::npos) << refusal();
+    EXPECT_NE(refusal().find(": xxh3: expected the hash of its numbers"), std::string::npos) << refusal();
     flip(at);
   }
   EXPECT_TRUE(found(key, 2));
@@ -241,7 +241,7 @@ TEST_F(StoredObservablesOf, AnotherFileIsNeverReplaced) {
     store.finish();
     ASSERT_EQ(store.warnings().size(), 1U) << what;
     EXPECT_EQ(store.warnings().front(), path.string() +
-                                            ": is another file, or damaged beyond recognition; remove it first"
+                                            ": not a file of stored observables, or damaged; remove it first"
                                             " (observables are not kept)");
     EXPECT_EQ(fs::is_regular_file(there), file) << what;
     EXPECT_EQ(file ? fs::file_size(there) : 0, length) << what;

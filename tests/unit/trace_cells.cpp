@@ -290,12 +290,12 @@ TEST_F(DamagedCells, OfAnotherVersion) {
     }
     return std::string("none");
   };
-  EXPECT_EQ(refusal(), "results of another version of kvreplay");
+  EXPECT_EQ(refusal(), "results of another format version");
   std::filesystem::rename(cells(), request_.output / "cells/other.h5");
-  EXPECT_EQ(refusal(), "results of another version of kvreplay");
+  EXPECT_EQ(refusal(), "results of another format version");
   EXPECT_FALSE(std::filesystem::exists(cells()));
   request_.force = true;
-  EXPECT_EQ(refusal(), "results of another version of kvreplay");
+  EXPECT_EQ(refusal(), "results of another format version");
   std::filesystem::rename(request_.output / "cells/other.h5", cells());
   EXPECT_EQ(refusal(), "none");
 }

@@ -183,7 +183,7 @@ TEST_F(TwoTraces, LayersStoredWithoutTheirRopeAreFound) {
     if (turned) {
       const std::string message = report.problems[0].what();
       EXPECT_NE(message.find("keys.h5:/layers/001/k: RoPE: "), std::string::npos) << message;
-      EXPECT_NE(message.find("turned back by the frequencies of layer 3"), std::string::npos) << message;
+      EXPECT_NE(message.find("undoing RoPE with the frequencies of layer 3"), std::string::npos) << message;
     }
   }
 }

@@ -378,7 +378,7 @@ TEST_F(RoundTrip, TheWriterCountsRowsAndLayers) {
 TEST_F(RoundTrip, AnExistingFileIsLeftAloneUnlessAsked) {
   std::ofstream(file("x.h5")) << "precious";
   EXPECT_EQ(refusal([&] { TraceWriter(file("x.h5"), full_header()); }),
-            file("x.h5").string() + ": exists: expected a new name, or --force to replace it, found a file");
+            file("x.h5").string() + ": exists: expected another name, or --force to overwrite, found a file");
   EXPECT_EQ(std::filesystem::file_size(file("x.h5")), 8U);
   write("x.h5", DType::float16, {}, 3);
   EXPECT_EQ(Trace::open(file("x.h5")).header().layers, 2);

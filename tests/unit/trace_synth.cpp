@@ -213,7 +213,7 @@ TEST_F(Synth, RefusesWhatCannotBeMeant) {
   EXPECT_EQ(refusal([](SynthOptions& o) { o.last_queries = 289; }),
             "last_queries: value: expected 0 to 288, found 289");
   EXPECT_EQ(refusal([](SynthOptions& o) { o.kind = "gausian"; }),
-            "gausian: unknown kind of synthetic trace: expected gaussian, found gausian");
+            "gausian: unknown kind of synthetic trace: did you mean gaussian?");
   EXPECT_FALSE(std::filesystem::exists(file("refused.h5")));
   EXPECT_FALSE(std::filesystem::exists(file("refused.h5.partial")));
 }

@@ -323,7 +323,8 @@ TEST(VectorStatistics, WhatIsNotFiniteIsRefused) {
     return "accepted";
   };
   const std::string words =
-      "/layers/005: statistics: vectors (kvreplay validate --deep says more): expected finite numbers, found others";
+      "/layers/005: statistics: vectors (run kvreplay validate --deep for details): expected finite numbers, found NaN "
+      "or Inf";
   EXPECT_EQ(refusal([&] { view.in_this_layer([&] { return mean_direction(view.keys(), 2); }); }), words);
   EXPECT_EQ(refusal([&] { view.key_moments(); }), words);
   EXPECT_EQ(refusal([&] { view.query_moments(0); }), words);

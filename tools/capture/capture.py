@@ -72,11 +72,13 @@ def _checked(queries: int, verify_all: bool) -> np.ndarray:
 def _refuse_full_disk(path: Path, size: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if size > free:
-        raise Error(str(path), "disk", f"{size / 1e6:.1f} MB free", f"{free / 1e6:.1f} MB", Refusal.RESOURCES)
+        raise Error(
+            str(path), "too little disk space", f"{size / 1e6:.1f} MB", f"{free / 1e6:.1f} MB", Refusal.RESOURCES
+        )
 
 
 def _refuse_long_text(model: Any, tokens: int) -> None:
-    """A model knows positions up to some number; what it makes of later ones is no trace of it."""
+    """A model supports positions up to a limit; a trace with later positions would not represent it."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and tokens > most:
         raise Error("prompt", "too long for the model", f"at most {most} tokens (--max-tokens)", f"{tokens} tokens")
@@ -109,7 +111,7 @@ def capture(
     chunk = min(choices.chunk or tokens, tokens)
     if choices.save_reference and tokens == prompt_tokens:
         expected = "a continuation (--generate N or --continuation FILE)"
-        raise Error("--save-reference", "continuation", expected, "none", Refusal.USAGE)
+        raise Error("--save-reference", "no continuation", expected, "", Refusal.USAGE)
     _refuse_long_text(model, tokens)
 
     def decode(some: Sequence[int]) -> str:
@@ -124,7 +126,7 @@ def capture(
     missing = sorted((choices.layers or frozenset()) - {call.layer for call in calls})
     if missing:
         have = f"layers of this model, {calls[0].layer} to {calls[-1].layer}"
-        raise Error("--layers", "value", have, ", ".join(map(str, missing)), Refusal.USAGE)
+        raise Error("--layers", "no such layer", have, ", ".join(map(str, missing)), Refusal.USAGE)
     compute = str(shape.k.dtype).removeprefix("torch.")
     store = choices.store_dtype or compute
     first_query = 0 if choices.queries is None else max(0, prompt_tokens - choices.queries)

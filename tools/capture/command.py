@@ -33,9 +33,13 @@ if TYPE_CHECKING:
     from kvreplay.capture.rope import Rope
 
 MOST_LAYERS = 65535  # of a trace
-DESCRIPTION = """Captures queries, keys and values of a language model as a trace: the continuation first (generated
-or given), then one pass over all tokens, each layer written as it is computed and checked against the model's own
-attention output."""
+DESCRIPTION = """Captures queries, keys and values of a language model as a trace. The continuation is generated or
+given; then one pass over all tokens computes the layers. Each layer is written as soon as it is computed and checked
+against the attention output of the model."""
+EXAMPLES = (
+    "kvreplay capture --model ./model --prompts prompt.txt --generate 32 -o trace.h5",
+    "kvreplay capture --model ./model --prompts longbench.jsonl -n 20 --device cuda -o traces/",
+)
 
 
 def _queries(text: str) -> int | None:
@@ -60,13 +64,13 @@ def _layers(text: str) -> frozenset[int]:
 
 def parser() -> Parser:
     """The options; every one has its help."""
-    build = Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False)
+    build = Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False, examples=EXAMPLES)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
     add_model_options(build)
     add_device_options(build)
-    add("--name", help="the model's name in the trace (default: that on the hub, or of its folder or file)")
-    source = build.add_mutually_exclusive_group(required=True)
+    texts = build.add_argument_group("prompts and continuation")
+    source = texts.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--prompts",
         type=Path,
@@ -75,66 +79,76 @@ def parser() -> Parser:
         "or messages, a conversation; each also needle and continuation)",
     )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add("-n", type=count, metavar="N", help="the first N prompts of the file (default: 1)")
-    add("--only", type=names, action="extend", metavar="NAME,...", help="these prompts of the file: STEM-000, ...")
-    add("--max-tokens", type=count, metavar="N", help="a longer prompt loses the middle of its context")
-    continuation = build.add_mutually_exclusive_group()
+    add = texts.add_argument
+    add("--chat", action="store_true", help="apply the chat template of the model")
+    add("-n", type=count, metavar="N", help="number of prompts to capture, from the first (default: 1)")
+    add("--only", type=names, action="extend", metavar="NAME,...", help="prompts to capture, by name: STEM-000, ...")
+    add(
+        "--max-tokens",
+        type=count,
+        metavar="N",
+        help="limit on prompt tokens; cuts the middle of the context (default: none)",
+    )
+    continuation = texts.add_mutually_exclusive_group()
     continuation.add_argument(
         "--generate",
         type=natural,
         default=0,
         metavar="N",
-        help="continue by N tokens: the row's continuation if it has one, cut after N, then greedy text without "
-        "end of text (default: 0, the whole continuation of a row)",
+        help="continue by N tokens: the continuation of the row up to N tokens, then greedy decoding that ignores the "
+        "end of text (default: 0, the whole continuation of the row)",
     )
     continuation.add_argument(
         "--continuation",
         type=Path,
         metavar="FILE",
-        help="continue by this text (teacher forced) instead of the row's continuation",
+        help="continue by this text (teacher forcing), in place of the continuation of the row",
     )
+    stored = build.add_argument_group("contents of the trace")
+    add = stored.add_argument
+    add("--name", help="name of the model in the trace (default: that of the hub, folder or file)")
     add(
         "--queries",
         type=_queries,
         default="all",
         metavar="all|last:N",
-        help="store all queries, or the prompt's last N and the continuation's",
+        help="queries to store: all, or the last N of the prompt and those of the continuation (default: all)",
     )
-    add("--layers", type=_layers, metavar="0,3-5", help="store these layers only")
+    add("--layers", type=_layers, metavar="0,3-5", help="layers to store (default: all)")
     add(
         "--span",
         action="append",
         default=[],
         metavar="NAME[:KIND]=TEXT|/REGEX/",
-        help="name the tokens of a text; may be repeated",
+        help="mark the tokens of a text as a span; repeatable",
     )
     add(
         "--chunk",
         type=count,
         metavar="N",
-        help="run N tokens at once, with the model's own cache, for prompts that do not fit (default: all at once)",
+        help="process N tokens at a time, with the KV cache of the model, for long prompts (default: all at once)",
     )
     add(
         "--save-reference",
         action="store_true",
-        help="store the 64 most probable tokens of every continuation token, and the probability of all others",
+        help="store the 64 most probable tokens at each continuation token, and the total probability of the others",
     )
-    add("--with-wo", action="store_true", help="store each layer's output projection too")
-    add("--store-dtype", choices=DTYPES, help="the type to store (default: the type the model computed in)")
-    add("--verify", action="store_true", help="recompute every attention output from the trace, not 64 queries a layer")
+    add("--with-wo", action="store_true", help="also store the output projection of each layer")
+    add("--store-dtype", choices=DTYPES, help="type of the stored tensors (default: that of the computation)")
+    add("--verify", action="store_true", help="check the attention output of all queries, not only of 64 per layer")
     add(
         "-o",
         dest="output",
         type=Path,
         required=True,
         metavar="FILE|DIR",
-        help="the trace; a folder for several prompts",
+        help="trace to write, or a folder for several prompts",
     )
-    add("--force", action="store_true", help="replace an existing trace")
-    add("--seed", type=natural, default=0, metavar="N", help="seed of every random choice (default: 0)")
-    add_executor(build.add_argument, None)
-    add("--memory", type=size, metavar="SIZE", help="what a job of --executor slurm may hold")
+    add("--force", action="store_true", help="overwrite an existing trace")
+    add("--seed", type=natural, default=0, metavar="N", help="random seed (default: 0)")
+    add = build.add_argument_group("cluster").add_argument
+    add_executor(add, None)
+    add("--memory", type=size, metavar="SIZE", help="memory of a job with --executor slurm, as 8GiB")
     return build
 
 
@@ -151,7 +165,7 @@ def _outputs(output: Path, names: Sequence[str], several: bool, force: bool) -> 
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Error("-o", str(output), "a folder that can be made", str(error), Refusal.USAGE) from error
+        raise Error("-o", str(output), "a writable folder", str(error), Refusal.USAGE) from error
     return paths
 
 
@@ -162,10 +176,10 @@ def _peak_mib() -> float:
 def _rotation(rope: Rope | None) -> str:
     """How many layers rotate, and how clearly the keys show it."""
     if rope is None:
-        return "no layer rotates its keys"
+        return "no layer has RoPE"
     rotating, layers = int(rope.inv_freq.any(axis=1).sum()), len(rope.inv_freq)
     return (
-        f"{rotating} of {layers} layers rotate their keys; smallest margin in layer {rope.closest.layer}: "
+        f"{rotating} of {layers} layers have RoPE; smallest margin in layer {rope.closest.layer}: "
         f"error {rope.closest.error:.2e}, next best {rope.closest.next_best:.2e}"
     )
 
@@ -188,7 +202,7 @@ def _asked(prompts: list[Prompt], only: Sequence[str] | None) -> list[Prompt]:
     known = [prompt.name for prompt in prompts]
     for name in only or ():
         if name not in known:
-            raise Error("--only", "no such prompt", nearest(name, known), name, Refusal.USAGE)
+            raise Error("--only", "unknown prompt", nearest(name, known), name, Refusal.USAGE)
     return [prompt for prompt in prompts if only is None or prompt.name in only]
 
 
@@ -216,14 +230,14 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 
         return capture_prompts(arguments, words_of_a_task(words), [prompt.name for prompt in prompts])
     if arguments.with_wo and arguments.load:
-        expected = "weights as stored (quantised output projections are not)"
-        raise Error("--with-wo", "--load", expected, arguments.load, Refusal.USAGE)
+        expected = "unquantised weights"
+        raise Error("--with-wo", "cannot be combined with --load", expected, arguments.load, Refusal.USAGE)
     several = (arguments.n or 1) > 1 or len(prompts) > 1
     paths = _outputs(arguments.output, [prompt.name for prompt in prompts], several, arguments.force)
     try:
         continuation = arguments.continuation.read_text("utf-8") if arguments.continuation else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise Error(str(arguments.continuation), "continuation", "a text that can be read", str(error)) from error
+        raise Error(str(arguments.continuation), "continuation", "a readable text file", str(error)) from error
     if arguments.continuation and not continuation:
         raise Error(str(arguments.continuation), "continuation", "at least one token", "an empty file")
     show = shows_progress(arguments)
@@ -258,11 +272,12 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         captured = capture(model, tokenizer, prompt, path, choices, progress)
         worst = captured.worst
         print(
-            f"trace    {path}  P {captured.prompt_tokens} + G {captured.tokens - captured.prompt_tokens}   "
-            f"{captured.layers} layers   {captured.query_heads} query / {captured.kv_heads} kv heads   "
+            f"trace    {path}  prompt {captured.prompt_tokens} + continuation "
+            f"{captured.tokens - captured.prompt_tokens} tokens   "
+            f"{captured.layers} layers   {captured.query_heads} query / {captured.kv_heads} KV heads   "
             f"{captured.dtype}   {path.stat().st_size / 1e6:.1f} MB\n"
             f"rope     {_rotation(captured.rope)}\n"
-            f"verify   {captured.checked_queries} queries a layer recomputed from the trace: largest deviation "
+            f"verify   {captured.checked_queries} queries per layer recomputed from the trace: largest deviation "
             f"{worst.found:.2e} of sum a|v|, rounding allows {worst.allowed:.2e} "
             f"(layer {worst.layer}, head {worst.head}, query {worst.position})\n"
             f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
@@ -279,7 +294,7 @@ def finished(options: Parser, work: Callable[[argparse.Namespace], int | None], 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    kept = "nothing is kept of the trace under way"
+    kept = "the unfinished trace was discarded"
     return finished(parser(), lambda arguments: run(arguments, words), words, kept)
 
 

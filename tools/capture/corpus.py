@@ -218,7 +218,7 @@ class Manifest:
     def refuse_foreign(self, name: str) -> None:
         """What is not listed and not written by this program is somebody else's."""
         if self.unlisted(name) and written_source(self.path(name)) is None:
-            expected = f"no such file, or one that {self.place} lists or this program wrote"
+            expected = f"no file of this name, or a file listed in {self.place} or written by this program"
             raise Error(str(self.path(name)), "output", expected, "another file", Refusal.USAGE)
 
     def adopt(self, prompt: Prompt, source: str) -> None:
@@ -230,7 +230,7 @@ class Manifest:
             if trace.problems():
                 return
         self.add(prompt, source)
-        say(f"{path.name} is there, whole and of its prompt: listed, not captured again")
+        say(f"{path.name} exists, is complete and matches its prompt: listed, not captured again")
 
     def drop(self, name: str) -> None:
         """The trace, and its row first."""
@@ -280,7 +280,7 @@ def write_answers(folder: Path, prompts: Sequence[Prompt]) -> None:
         before = place.read_text("utf-8") if place.exists() else ""
         answers = {row["name"]: row["answers"] for row in map(json.loads, before.splitlines())}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        expected = "no such file, or one that this program wrote"
+        expected = "no file of this name, or a file written by this program"
         raise Error(str(place), "output", expected, "another file", Refusal.USAGE) from error
     answers |= {prompt.name: list(prompt.answers) for prompt in prompts}
     names = sorted(answers, key=ruler.place)
@@ -309,7 +309,7 @@ def capture_all(
     size, free = expected_size(model.config, tokens), shutil.disk_usage(manifest.folder).free
     if size > free:
         found = f"{free / 1e6:,.0f} MB"
-        raise Error(str(manifest.folder), "disk", f"{size / 1e6:,.0f} MB free", found, Refusal.RESOURCES)
+        raise Error(str(manifest.folder), "too little disk space", f"{size / 1e6:,.0f} MB", found, Refusal.RESOURCES)
     say(f"{len(prompts)} traces to capture: {tokens:,} tokens, {size / 1e6:,.0f} MB of {free / 1e6:,.0f} MB free")
     choices = Choices(MODEL_NAME, settings.chat, generate=settings.generated, store_dtype=STORED_IN,
                       source_hash=model_source.hash())  # fmt: skip
@@ -319,7 +319,7 @@ def capture_all(
 
     for prompt in prompts:
         if manifest.path(prompt.name).exists():
-            say(f"{prompt.name}.h5 is not whole, or of another prompt, model or setting: captured again")
+            say(f"{prompt.name}.h5 is incomplete, or has another prompt, model or setting: captured again")
             manifest.drop(prompt.name)
     for number, prompt in enumerate(prompts, start=1):
         path = manifest.path(prompt.name)
@@ -348,7 +348,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Error("-o", str(folder), "a folder that can be made", str(error), Refusal.USAGE) from error
+        raise Error("-o", str(folder), "a writable folder", str(error), Refusal.USAGE) from error
     from kvreplay.capture.model import Source
 
     model_source = Source.parse(str(MODEL))

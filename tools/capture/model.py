@@ -42,7 +42,7 @@ class Source:
         if path.is_dir():
             return cls(model, path.resolve().name, model, {})
         if path.exists():
-            raise Error("--model", model, "a hub name, a folder or a .gguf file", "another kind of file")
+            raise Error("--model", model, "a hub name, a folder or a .gguf file", "another file")
         return cls(model, model, model, {"revision": revision} if revision else {})
 
     def _file(self, name: str) -> Path | None:
@@ -78,14 +78,16 @@ def _loading(source: Source, load: Any, **options: Any) -> Any:
     try:
         return load(source.location, **source.options, **options)
     except ImportError as error:
-        expected = "what tools/setup build python installs"
-        raise Error(source.name, "package", expected, str(error).splitlines()[0], Refusal.CAPABILITY) from error
+        expected = "the packages of tools/setup build python"
+        raise Error(source.name, "missing package", expected, str(error).splitlines()[0], Refusal.CAPABILITY) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if "trust_remote_code" in str(error):
-            expected = "one that transformers ships (--trust-remote-code runs the repository's code)"
-            raise Error(source.name, "model", expected, "a model with code of its own") from error
-        raise Error(source.name, "model", "one that transformers can load", reason, Refusal.INPUT) from error
+            expected = "a model of transformers; use --trust-remote-code to run code of the repository"
+            raise Error(source.name, "model", expected, "a model with custom code") from error
+        raise Error(
+            source.name, "model cannot be loaded", "a model that transformers supports", reason, Refusal.INPUT
+        ) from error
 
 
 def _device(wanted: str) -> str:
@@ -95,7 +97,9 @@ def _device(wanted: str) -> str:
     kind, _, number = wanted.partition(":")
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
     if int(number or 0) >= count:
-        raise Error("--device", wanted, "a device that PyTorch finds", f"{count} of kind {kind}", Refusal.CAPABILITY)
+        raise Error(
+            "--device", wanted, "a device that PyTorch detects", f"{count} devices of kind {kind}", Refusal.CAPABILITY
+        )
     return wanted
 
 
@@ -116,13 +120,13 @@ def _quantisation(source: Source, choices: ModelChoices, config: Any) -> Any:
     """What --load asks of bitsandbytes; None: weights as stored."""
     if "gguf_file" in source.options:
         if choices.load:
-            raise Error("--load", "model", "one that is no GGUF file", source.name, Refusal.USAGE)
+            raise Error("--load", "not supported for GGUF files", "another model format", source.name, Refusal.USAGE)
         # Plain weights: packed ones would be computed in float32 whatever `dtype` says.
         return transformers.GgufConfig(dequantize=True) if hasattr(transformers, "GgufConfig") else None
     if not choices.load:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise Error("--load", "package", "bitsandbytes (pip installs it)", "no such package", Refusal.CAPABILITY)
+        raise Error("--load", "missing package", "pip install bitsandbytes", "", Refusal.CAPABILITY)
     if choices.load == "8bit":
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
     computed = config.get_text_config().dtype if choices.dtype == "auto" else getattr(torch, choices.dtype)

@@ -56,39 +56,45 @@ class ModelChoices:
 
 def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> None:
     """Adds what says which model it is, and how it is loaded: members of ModelChoices."""
-    add: Callable[..., Any] = build.add_argument
-    add("--model", required=required, metavar="NAME|DIR|FILE.gguf", help="a model on the hub, a folder, or a GGUF file")
-    add("--revision", metavar="NAME", help="branch, tag or commit of a model on the hub (default: its main branch)")
+    add: Callable[..., Any] = build.add_argument_group("model").add_argument
+    add("--model", required=required, metavar="NAME|DIR|FILE.gguf", help="model on the hub, folder, or GGUF file")
+    add("--revision", metavar="NAME", help="branch, tag or commit on the hub (default: the main branch)")
     add(
         "--trust-remote-code",
         action="store_true",
-        help="run Python code from the model's repository, for models that transformers does not ship (default: off)",
+        help="run Python code of the model's repository, for models that are not part of transformers (default: off)",
     )
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="the type to compute in (default: the model's own)")
-    add("--load", choices=LOADS, help="quantise the weights while loading (needs bitsandbytes; default: as stored)")
+    add(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="type of the computation (default: auto, that of the model)",
+    )
+    add("--load", choices=LOADS, help="quantise the weights on loading (default: none; needs bitsandbytes)")
 
 
 def add_device_options(build: argparse.ArgumentParser) -> None:
     """Adds what says where it runs: the other members of ModelChoices, threads, and a bar."""
-    place = build.add_mutually_exclusive_group()
+    execution = build.add_argument_group("execution")
+    place = execution.add_mutually_exclusive_group()
     place.add_argument(
         "--device",
         type=_device,
         metavar="auto|cpu|cuda[:N]|mps",
-        help="the device that runs the model; auto: cuda, else mps, else cpu (default: cpu)",
+        help="device of the model; auto: cuda, else mps, else cpu (default: cpu)",
     )
     place.add_argument(
         "--device-map",
         metavar="auto|FILE",
-        help="spread the model over several devices; auto: GPUs, then memory, then disk; FILE: JSON that maps modules "
+        help="distribute the model over devices; auto: GPUs, then memory, then disk; FILE: JSON that maps modules "
         'to devices, as {"model.embed_tokens": 0, "model.layers.0": "cpu", "model.layers.1": "disk", ...}',
     )
-    build.add_argument("--threads", type=count, metavar="N", help="CPU threads to compute with (default: all cores)")
-    build.add_argument(
+    execution.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all cores)")
+    execution.add_argument(
         "--progress",
         choices=("auto", "always", "never"),
         default="auto",
-        help="a bar on stderr (default: on a terminal)",
+        help="progress bar on stderr (default: auto, only on a terminal)",
     )
 
 

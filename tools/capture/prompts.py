@@ -81,7 +81,7 @@ def _json_lines(path: Path) -> Iterator[Prompt]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise Error(where, "prompt", "one JSON object a line", str(error)) from error
+            raise Error(where, "prompt", "one JSON object per line", str(error)) from error
         if not isinstance(row, dict):
             raise Error(where, "prompt", "a JSON object", type(row).__name__)
         yield _from_row(row, where, f"{path.stem}-{number - 1:03d}")
@@ -91,8 +91,8 @@ def _parquet(path: Path) -> Iterator[Prompt]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        expected = "pyarrow (tools/setup build python installs it)"
-        raise Error(str(path), "parquet", expected, "no such package", Refusal.CAPABILITY) from error
+        expected = "pyarrow (run tools/setup build python)"
+        raise Error(str(path), "missing package", expected, "", Refusal.CAPABILITY) from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
@@ -128,7 +128,7 @@ def _messages(value: Any, where: str) -> list[Message]:
         raise Error(f"{where}: messages[{len(value) - 1}]", "role", "user in the last message", value[-1]["role"])
     if not value[-1]["content"].strip():
         place = f"{where}: messages[{len(value) - 1}]"
-        raise Error(place, "content", "a text in the last message", repr(value[-1]["content"]))
+        raise Error(place, "content", "a non-empty text in the last message", repr(value[-1]["content"]))
     return [Message(turn["role"], turn["content"]) for turn in value]
 
 
@@ -169,9 +169,9 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
                 break
             prompts.append(prompt)
     except (OSError, UnicodeDecodeError) as error:
-        raise Error(str(path), "prompts", "a file that can be read", str(error)) from error
+        raise Error(str(path), "prompts", "a readable file", str(error)) from error
     if not prompts:
-        raise Error(str(path), "prompts", "at least one", "none")
+        raise Error(str(path), "no prompt", "at least one", "")
     return prompts
 
 
@@ -181,12 +181,12 @@ def render(tokenizer: Any, prompt: Prompt, chat: bool) -> str:
         return prompt.text
     if not getattr(tokenizer, "chat_template", None):
         where = f"{prompt.name}: messages" if prompt.messages else "--chat"
-        raise Error(where, "chat template", "a tokenizer with one", "none in this model", Refusal.INPUT)
+        raise Error(where, "chat template", "a tokenizer with a chat template", "none", Refusal.INPUT)
     messages = [asdict(message) for message in prompt.messages or (Message("user", prompt.text),)]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        expected = "messages that the model's chat template takes"
+        expected = "messages that the chat template of the model accepts"
         raise Error(prompt.name, "messages", expected, str(error), Refusal.INPUT) from error
 
 
@@ -200,7 +200,8 @@ def fit(tokenizer: Any, prompt: Prompt, chat: bool, max_tokens: int | None) -> t
     """A prompt and its token ids; one that is too long loses the middle of its context, as LongBench's do."""
     ids = encode(tokenizer, prompt, chat)
     if prompt.messages and max_tokens is not None and len(ids) > max_tokens:
-        raise Error("--max-tokens", f"{prompt.name}: messages are not cut", f"at least {len(ids)}", str(max_tokens),
+        raise Error("--max-tokens", f"{prompt.name}: messages cannot be "
+                                    "shortened", f"at least {len(ids)}", str(max_tokens),
                     Refusal.USAGE)  # fmt: skip
     context = tokenizer(prompt.context, add_special_tokens=False).input_ids
     kept = len(context)

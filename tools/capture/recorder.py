@@ -96,8 +96,8 @@ class Recorder:
 
     def _require_finite(self, path: str, tensor: np.ndarray) -> None:
         if not _is_finite(tensor):
-            expected = f"finite in {tensor.dtype} (or --store-dtype float32)"
-            raise Error(f"{self.trace.path}:{path}", "value", expected, "infinite or not a number")
+            expected = f"finite numbers in {tensor.dtype}, or --store-dtype float32"
+            raise Error(f"{self.trace.path}:{path}", "value", expected, "NaN or Inf")
 
     def _verify(self, base: str, call: LayerCall, checked: np.ndarray) -> None:
         if not len(checked):

@@ -62,7 +62,7 @@ def _varying_heads(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What stands in the way, and what a trace would need instead."""
+    """A property of a model that a trace cannot represent, and the expected one."""
 
     name: str
     expected: str
@@ -70,12 +70,12 @@ class Obstacle:
 
 
 OBSTACLES = (
-    Obstacle("encoder-decoder", "a decoder alone", _encoder_decoder),
-    Obstacle("multi-head latent attention (MLA)", "keys and values of their own for every head", _latent_attention),
-    Obstacle("ALiBi or other additive bias", "logits of queries and keys alone", _additive_bias),
+    Obstacle("encoder-decoder", "a decoder-only model", _encoder_decoder),
+    Obstacle("multi-head latent attention (MLA)", "separate keys and values for every KV head", _latent_attention),
+    Obstacle("ALiBi or other additive bias", "attention logits without additive bias", _additive_bias),
     Obstacle("chunked attention", "full attention or a sliding window", _chunked),
-    Obstacle("keys and values shared between layers", "a cache of its own for every layer", _shared_keys),
-    Obstacle("multimodal RoPE", "one position a token", _multimodal_rope),
+    Obstacle("keys and values shared between layers", "a separate KV cache for every layer", _shared_keys),
+    Obstacle("multimodal RoPE", "one position per token", _multimodal_rope),
     Obstacle("head counts that differ by layer", "the same heads in every layer", _varying_heads),
 )
 

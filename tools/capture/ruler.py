@@ -243,7 +243,7 @@ def longest(
         else:
             found, low = larger, middle
     if make(low + 1) is None:
-        expected = f"at most {count_tokens(found.text)} tokens, all that the essays have"
+        expected = f"at most {count_tokens(found.text)} tokens, the length of all essays"
         raise Error(found.name, "length", expected, str(tokens), Refusal.USAGE)
     return low, found
 

@@ -163,6 +163,8 @@ def find_spans(
     for name, kind, begin, end in found:
         first, last = token_range(offsets, begin, end)
         if first == last:
-            raise Error("--span", name, "at least one token", f"characters [{begin}, {end}) hold none", Refusal.USAGE)
+            raise Error(
+                "--span", name, "at least one token", f"characters [{begin}, {end}) contain no token", Refusal.USAGE
+            )
         spans.append(Span(name, kind, first, last))
     return spans

@@ -92,7 +92,7 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
   const OperandCount count = operand_count(command.operands);
   const int n = static_cast<int>(operands_.size());
   if (count.most >= 0 && n > count.most)
-    throw Error{Refusal::usage, command.name, "superfluous argument", "",
+    throw Error{Refusal::usage, command.name, "unexpected argument", "",
                 operands_[static_cast<std::size_t>(count.most)]};
   if (n < count.least) throw Error{Refusal::usage, command.name, "missing argument", command.operands};
 }
@@ -100,7 +100,8 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
 void Arguments::add(std::string_view option, GivenValue value) {
   const Option& declared = declaration(command_, option);
   std::vector<GivenValue>& values = values_[std::string(option)];
-  if (!values.empty() && !declared.repeatable) throw Error{Refusal::usage, value.where, "given twice"};
+  if (!values.empty() && !declared.repeatable)
+    throw Error{Refusal::usage, value.where, "given more than once", "one value"};
   values.push_back(std::move(value));
   const std::string &text = values.back().text, &where = values.back().where;
   const auto pieces = is_list(declared.value) ? split_list(where, text) : std::vector{std::string_view(text)};
@@ -162,13 +163,13 @@ std::uint64_t Arguments::seed(std::string_view option) const {
   std::uint64_t number = 0;
   const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);
   if (problem != std::errc{} || end != value.data() + value.size())
-    throw Error{Refusal::usage, where(option), "not a seed", "0..2^64-1", "\"" + value + "\""};
+    throw Error{Refusal::usage, where(option), "not a random seed", "0..2^64-1", "\"" + value + "\""};
   return number;
 }
 
 std::size_t Arguments::bytes(std::string_view option) const {
   const std::string value = text(option);
-  const Error refused{Refusal::usage, where(option), "not a size", "a number of bytes, or of k, M, G or T",
+  const Error refused{Refusal::usage, where(option), "not a size", "a number of bytes, as 4096, 512M or 1.5G",
                       "\"" + value + "\""};
   double number = 0;
   const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);

@@ -19,7 +19,14 @@ struct Option {
   const char* standard;  // the value when none is given; empty: none
   const char* help;
   bool repeatable = false;
+  const char* group = nullptr;  // heading of the group that begins with this option
 };
+
+/// The first option of a group.
+constexpr Option in_group(const char* group, Option option) {
+  option.group = group;
+  return option;
+}
 
 struct Command {
   const char* name;
@@ -28,19 +35,20 @@ struct Command {
   std::span<const Option> options;
   int (*run)(const Arguments&);  // returns the program's exit code
   std::string (*details)() = nullptr;
+  const char* examples = "";  // one command a line
 };
 
 /// Options that several commands have.
-inline constexpr Option json_option{"json", 0, "", "", "the same as JSON"};
+inline constexpr Option json_option{"json", 0, "", "", "print JSON"};
 inline constexpr Option progress_option{"progress", 0, "auto|always|never", "auto",
-                                        "a line on stderr that tells how far the work is; auto: on a terminal"};
-inline constexpr Option plugin_option{"plugin", 0, "FILE", "", "policies that are compiled apart; may be repeated",
-                                      true};
+                                        "progress line on stderr; auto: only on a terminal"};
+inline constexpr Option plugin_option{"plugin", 0, "FILE", "", "shared library with more policies; repeatable", true};
 inline constexpr Option boundary_option{"boundary", 0, "prompt|TOKENS|span:NAME", "prompt",
-                                        "tokens under compression: the prompt, so many, or those up to a span's end; "
-                                        "what follows stays, and policies choose without its queries"};
+                                        "tokens under compression: the prompt, the first TOKENS tokens, or all up to "
+                                        "the end of a span; later tokens are kept, and policies do not see their "
+                                        "queries"};
 /// Every command has it; the program itself answers it.
-inline constexpr Option help_option{"help", 'h', "", "", "this help"};
+inline constexpr Option help_option{"help", 'h', "", "", "show this help"};
 
 /// Those of the command, and help.
 std::vector<Option> all_options(const Command& command);

@@ -20,17 +20,17 @@ constexpr const Command* command_table[] = {
     &metrics_command, &completion_command, &help_command};
 
 constexpr Companion companion_table[] = {
-    {"capture", "a real model's queries, keys and values as a trace"},
-    {"compare", "policies against a baseline over traces: paired differences, intervals, tests"},
-    {"export", "the numbers of a run as Parquet, Arrow or CSV, or its kept sets as one HDF5 file"},
-    {"live", "a replay's kept sets in the live model: what it then predicts, and writes"},
-    {"python", "any command, with policies that are written in Python: -p FILE.py:NAME"},
-    {"plot", "figures of a run: heatmaps, curves, kept positions"},
-    {"predict", "which offline metric has policies in the order of the live model"},
-    {"regret", "how far policies stay below the best that could be kept: by scores, chunks, heads, layers"},
-    {"report", "one offline page of a run: table, curves, and who keeps which token"},
-    {"sweep", "a replay as tasks on many workers: this machine's, a Dask cluster's, Slurm's"},
-    {"tune", "parameters, layer budgets or layer ranges fitted on some traces, reported on others"},
+    {"capture", "captures queries, keys and values of a language model as a trace"},
+    {"compare", "compares policies with a baseline over many traces: paired differences, intervals, tests"},
+    {"export", "writes the numbers of a run as Parquet, Arrow or CSV, or its kept sets as HDF5"},
+    {"live", "applies the kept sets of a replay in the live model and measures its predictions and answers"},
+    {"python", "runs any command with policies written in Python: -p FILE.py:NAME"},
+    {"plot", "draws figures of a run: heatmaps, curves, kept positions"},
+    {"predict", "correlates the ranking of policies by offline metrics with that of the live model"},
+    {"regret", "splits the gap to the best kept set into scores, chunks, heads and layers"},
+    {"report", "writes one offline HTML page of a run: table, curves, kept tokens"},
+    {"sweep", "runs a replay as tasks on many workers: local processes, Dask or Slurm"},
+    {"tune", "fits parameters or layer budgets on some traces and reports them on held-out traces"},
 };
 
 }  // namespace
@@ -76,7 +76,7 @@ void run_companion(const std::string& name, const std::vector<std::string>& argu
   for (std::string& word : words) raw.push_back(word.data());
   raw.push_back(nullptr);
   execv(program->c_str(), raw.data());
-  throw Error{Refusal::capability, program->string(), std::strerror(errno)};
+  throw Error{Refusal::capability, program->string(), std::string("cannot be started: ") + std::strerror(errno)};
 }
 
 }  // namespace kvreplay

@@ -104,10 +104,9 @@ int run(const Arguments& arguments) {
   return 0;
 }
 
-std::string use() {
-  return "source <(kvreplay completion bash)        in ~/.bashrc, or the same with zsh in ~/.zshrc\n"
-         "kvreplay completion fish | source         in ~/.config/fish/config.fish\n";
-}
+constexpr const char* use_examples =
+    "source <(kvreplay completion bash)   # in ~/.bashrc; with zsh in ~/.zshrc\n"
+    "kvreplay completion fish | source    # in ~/.config/fish/config.fish\n";
 
 }  // namespace
 
@@ -128,7 +127,12 @@ void print_candidates(std::span<const std::string> words) {
   print_words(words_for(command->operands), typed, is_list(command->operands));
 }
 
-const Command completion_command{
-    "completion", "lets a shell complete commands, options and names", "bash|zsh|fish", {}, run, use};
+const Command completion_command{"completion",
+                                 "prints a script that completes commands, options and names in a shell",
+                                 "bash|zsh|fish",
+                                 {},
+                                 run,
+                                 nullptr,
+                                 use_examples};
 
 }  // namespace kvreplay

@@ -15,12 +15,12 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"output", 'o', "FILE", "", "the trace to write"},
-    {"force", 0, "", "", "replace an existing file"},
+    {"output", 'o', "FILE", "", "trace to write"},
+    {"force", 0, "", "", "overwrite an existing file"},
 };
 
 int run(const Arguments& arguments) {
-  if (!arguments.given("output")) throw Error{Refusal::usage, "convert", "no file to write", "-o FILE"};
+  if (!arguments.given("output")) throw Error{Refusal::usage, "convert", "no output file", "-o FILE"};
   const std::string path = arguments.text("output");
   const Existing existing = arguments.given("force") ? Existing::replace : Existing::refuse;
   heed_interruptions();
@@ -32,17 +32,20 @@ int run(const Arguments& arguments) {
 }
 
 std::string details() {
-  return "Rewrites a trace with an old superblock or strings of variable length, which HDF5 and h5py write by "
-         "default:\n"
-         "superblock 2, strings of fixed length, contiguous datasets. Numbers keep their types and bits. Nothing is\n"
-         "written where the new file would still break a rule of the format; all violations are listed (exit code "
-         "3).\n";
+  return "HDF5 and h5py write old superblocks and strings of variable length by default. The new file has\n"
+         "superblock 2, strings of fixed length and contiguous datasets. Numbers keep their types and bits.\n"
+         "If the new file would still violate the trace format, convert lists all violations, writes nothing and\n"
+         "ends with exit code 3.\n";
 }
 
 }  // namespace
 
-const Command convert_command{"convert", "rewrites a trace that h5py wrote with its defaults in the form of the format",
-                              "TRACE",   options,
-                              run,       details};
+const Command convert_command{"convert",
+                              "rewrites a trace written by h5py in the layout of the trace format",
+                              "TRACE",
+                              options,
+                              run,
+                              details,
+                              "kvreplay convert h5py.h5 -o trace.h5\nkvreplay convert h5py.h5 -o trace.h5 --force\n"};
 
 }  // namespace kvreplay

@@ -14,8 +14,8 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"tolerance", 0, "X", "0", "numbers may differ by so much"},
-    {"lines", 0, "N", "20", "how many differences are listed; all are counted"},
+    {"tolerance", 0, "X", "0", "largest difference between equal numbers"},
+    {"lines", 0, "N", "20", "number of differences to list; all are counted"},
     json_option,
 };
 
@@ -81,7 +81,12 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command diff_command{"diff", "whether two traces or two runs are equal, and where they are not",
-                           "TRACE|RUN TRACE|RUN", options, run};
+const Command diff_command{"diff",
+                           "compares two traces or two runs and lists their differences",
+                           "TRACE|RUN TRACE|RUN",
+                           options,
+                           run,
+                           nullptr,
+                           "kvreplay diff first.h5 second.h5\nkvreplay diff out/cpu out/cuda --tolerance 1e-6\n"};
 
 }  // namespace kvreplay

@@ -28,9 +28,9 @@ std::vector<Fact> backend_facts() {
   };
   for (const std::string& name : backends().names()) {
     const std::string reason = why_not(name);
-    add(name, reason.empty(), reason.empty() ? make_backend(name, 0)->description() : "does not run here: " + reason);
+    add(name, reason.empty(), reason.empty() ? make_backend(name, 0)->description() : "not usable: " + reason);
   }
-  if (backends().find("cuda") == nullptr) add("cuda", false, "no CUDA in this build");
+  if (backends().find("cuda") == nullptr) add("cuda", false, "not in this build");
   return facts;
 }
 
@@ -85,6 +85,12 @@ int doctor(const Arguments& arguments) {
 
 }  // namespace
 
-const Command doctor_command{"doctor", "what this build and this machine can do", "", options, doctor};
+const Command doctor_command{"doctor",
+                             "reports the capabilities of this build and this machine",
+                             "",
+                             options,
+                             doctor,
+                             nullptr,
+                             "kvreplay doctor\nkvreplay doctor --json\n"};
 
 }  // namespace kvreplay

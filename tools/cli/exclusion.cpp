@@ -33,7 +33,7 @@ Exclusion::Exclusion(GivenValue given) : given_(std::move(given)) {
   if (named) policy_ = read_at(given_.where, [&] { return registered_policy(std::string_view(text).substr(0, end)); });
   const std::string_view rest = std::string_view(text).substr(named && end < text.size() ? end + 1 : end);
   const auto refused = [&](std::string found) {
-    return Error{Refusal::usage, given_.where, "leaves nothing out", "[POLICY:]KEY=VALUE,...", "\"" + found + "\""};
+    return Error{Refusal::usage, given_.where, "not an exclusion", "[POLICY:]KEY=VALUE,...", "\"" + found + "\""};
   };
   if (text.empty() || (named && end < text.size() && rest.empty())) throw refused(text);
   if (rest.empty()) return;
@@ -43,7 +43,7 @@ Exclusion::Exclusion(GivenValue given) : given_(std::move(given)) {
     std::string value(piece.substr(at + 1));
     if (value.starts_with('(') && value.ends_with(')')) value = value.substr(1, value.size() - 2);
     const std::string key(piece.substr(0, at));
-    if (key == budget_key && budget_) throw Error{Refusal::usage, given_.where, "given twice", "", key};
+    if (key == budget_key && budget_) throw Error{Refusal::usage, given_.where, "given more than once", "", key};
     if (key == budget_key)
       budget_ = read_at(given_.where, [&] { return Budget::parse(value); });
     else
@@ -82,10 +82,10 @@ Error Exclusion::covers_nothing(const std::vector<ConfiguredPolicy>& policies) c
   keys.insert({std::string(budget_key), "policy"});
   const auto known = [](const std::set<std::string>& all) { return std::vector(all.begin(), all.end()); };
   if (!policy_.empty() && !names.contains(policy_))
-    return {Refusal::usage, given_.where, "no such policy is asked for", nearest(policy_, known(names)), policy_};
+    return {Refusal::usage, given_.where, "unknown policy", nearest(policy_, known(names)), policy_};
   for (const auto& [key, value] : values_)
     if (!keys.contains(key)) return {Refusal::usage, given_.where, "unknown key", nearest(key, known(keys)), key};
-  return {Refusal::usage, given_.where, "leaves nothing out", "values that some policy and budget have", given_.text};
+  return {Refusal::usage, given_.where, "excludes no cell", "values that some policy and budget have", given_.text};
 }
 
 }  // namespace kvreplay

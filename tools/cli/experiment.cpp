@@ -52,7 +52,7 @@ void check_keys(const YamlNode& root, const std::map<std::string, const Option*>
     if (std::ranges::find(known, key) != known.end()) continue;
     const bool first = where.empty();
     if (first) where = value.where;
-    expected += (first ? "" : "; ") + nearest(key, known);
+    expected += (first ? "" : " ") + nearest(key, known);
     found += first ? key : fmt::format("; {} at {}", key, value.where);
   }
   if (!where.empty()) throw Error{Refusal::usage, where, "unknown key", expected, found};
@@ -65,7 +65,7 @@ std::string one_text(const YamlNode& node, const std::string& key, const std::st
 
 /// A text, or each of a list of them.
 std::vector<YamlNode> texts(const YamlNode& node, const std::string& key) {
-  const std::string expected = "a text, or a list of them";
+  const std::string expected = "one value, or a list of values";
   const std::vector<YamlNode> all = node.is(Kind::list) ? node.items : std::vector{node};
   if (all.empty()) throw Error{Refusal::usage, node.where, key, expected, "an empty list"};
   for (const YamlNode& one : all) one_text(one, key, expected);
@@ -77,7 +77,7 @@ class File {
   File(const std::string& path, const Command& command)
       : path_(path), folder_(fs::path(path).parent_path()), root_(read_yaml(path, "an experiment")) {
     if (!root_.is(Kind::mapping))
-      throw Error{Refusal::usage, root_.where, "not an experiment", "keys traces, policies, budgets ...",
+      throw Error{Refusal::usage, root_.where, "not an experiment", "a mapping with the keys traces, policies, budgets",
                   name_of(root_.kind)};
     options_ = options_of(command);
     check_keys(root_, options_);
@@ -85,7 +85,8 @@ class File {
 
   std::vector<ListedTrace> traces() const {
     const YamlNode* node = root_.find(traces_key);
-    if (node == nullptr) throw Error{Refusal::usage, path_, "no trace", "the key traces, or traces beside @" + path_};
+    if (node == nullptr)
+      throw Error{Refusal::usage, path_, "no trace", "the key traces, or traces on the command line beside @" + path_};
     std::vector<GivenValue> names;
     for (const YamlNode& name : texts(*node, std::string(traces_key)))
       names.push_back({name.text, name.where + ": " + std::string(traces_key), name.where});
@@ -126,7 +127,7 @@ class File {
       for (const YamlNode& one : texts(node, key)) all += (all.empty() ? "" : ",") + one.text;
       give(std::move(all), node.where);
     } else {
-      const std::string text = one_text(node, key, "one text");
+      const std::string text = one_text(node, key, "one value");
       if (name == "output" && text.empty()) throw Error{Refusal::usage, node.where, key, "a folder", "\"\""};
       give(name == "output" ? in_folder(text) : text, node.where);
     }
@@ -163,14 +164,14 @@ Asked asked(const Arguments& arguments) {
     if (!is_experiment(operand)) {
       traces.push_back({operand, operand});
     } else if (file) {
-      throw Error{Refusal::usage, operand, "another experiment", "one"};
+      throw Error{Refusal::usage, operand, "second experiment file", "at most one"};
     } else {
       file.emplace(operand.substr(1), arguments.command());
     }
   }
   if (file) file->add_to(all.arguments);
   all.traces = file && traces.empty() ? file->traces() : list_traces(traces);
-  // Each shard says what is wrong with the whole.
+  // Every shard reports an error in the names of all traces.
   std::vector<fs::path> named;
   for (const ListedTrace& trace : all.traces) named.emplace_back(trace.path);
   check_names(named);

@@ -1,6 +1,9 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -10,6 +13,35 @@
 
 namespace kvreplay {
 namespace {
+
+constexpr std::size_t widest = 118;
+constexpr std::size_t least_width = 40;  // of the texts beside long options
+
+/// Words in lines of at most `width` characters.
+std::vector<std::string> wrapped(std::string_view text, std::size_t width) {
+  std::vector<std::string> lines;
+  for (const std::string& word : split(text, ' ')) {
+    if (lines.empty() || lines.back().size() + 1 + word.size() > width)
+      lines.push_back(word);
+    else
+      lines.back() += ' ' + word;
+  }
+  return lines;
+}
+
+/// Names of options and their texts in two columns.
+void print_options(const std::vector<std::pair<std::string, std::string>>& options) {
+  std::size_t names = 0;
+  for (const auto& [name, help] : options) names = std::max(names, name.size());
+  const std::size_t width = std::max(least_width, widest - std::min(widest, names + 4));
+  std::vector<TableRow> rows;
+  for (const auto& [name, help] : options) {
+    const std::size_t first = rows.size();
+    for (std::string& line : wrapped(help, width)) rows.push_back({"", std::move(line)});
+    rows[first].front() = name;
+  }
+  print_columns(rows, 2);
+}
 
 std::string with_space(std::string_view text) { return fmt::format("{}{}", text.empty() ? "" : " ", text); }
 
@@ -39,17 +71,17 @@ void print_overview() {
                     fmt::format("{}{}", companion.summary, find_companion(companion.name) ? "" : "  (not installed)")});
   print_columns(rows, 2);
   fmt::print(
-      "\nkvreplay help COMMAND says more; kvreplay --version prints the version.\n\n"
+      "\nkvreplay help COMMAND prints the options of a command; kvreplay --version prints the version.\n\n"
       "exit codes\n");
-  print_columns({{"0", "done; yes, valid or equal where there is an answer"},
-                 {"1", "done, and the answer is no: an invalid trace, different runs"},
-                 {"2", "usage: an unknown name, a bad value, contradictory options"},
-                 {"3", "input refused: an unreadable file, a trace that lacks what is needed"},
-                 {"4", "this build or machine cannot do it, or a program is not installed"},
-                 {"5", "memory or disk would not suffice"},
-                 {"6", "finished, but some cells failed; they are listed"},
-                 {"70", "a bug of kvreplay"},
-                 {"130", "interrupted; finished work is kept"}},
+  print_columns({{"0", "success; the files are valid or equal"},
+                 {"1", "finished, with a negative answer: an invalid trace, different runs"},
+                 {"2", "usage error: an unknown name, an invalid value, contradictory options"},
+                 {"3", "input rejected: an unreadable file, a trace without the required data"},
+                 {"4", "not supported by this build or machine, or a program is not installed"},
+                 {"5", "too little memory or disk space"},
+                 {"6", "finished, but some cells failed (they are listed)"},
+                 {"70", "internal error: a bug of kvreplay"},
+                 {"130", "interrupted; finished cells are kept"}},
                 2);
 }
 
@@ -57,18 +89,27 @@ void print_help(const Command& command) {
   fmt::print("kvreplay {}{}{}\n  {}\n", command.name, with_space(command.operands),
              command.options.empty() ? "" : " [options]", command.summary);
   if (!command.options.empty()) {
-    fmt::print("\noptions\n");
-    std::vector<TableRow> rows;
+    std::vector<std::pair<std::string, std::string>> rows;
+    const auto print_group = [&rows](const char* group) {
+      fmt::print("\n{}\n", group);
+      print_options(std::exchange(rows, {}));
+    };
+    const char* group = command.options.front().group == nullptr ? "options" : command.options.front().group;
     for (const Option& option : command.options) {
+      if (option.group != nullptr && !rows.empty()) print_group(std::exchange(group, option.group));
       const std::string letter = option.letter == 0 ? "    " : fmt::format("-{}, ", option.letter);
-      const std::string standard = *option.standard == '\0' ? "" : fmt::format(" (default {})", option.standard);
-      rows.push_back({fmt::format("{}--{}{}", letter, option.name, with_space(option.value)), option.help + standard});
+      const std::string standard = *option.standard == '\0' ? "" : fmt::format(" (default: {})", option.standard);
+      rows.emplace_back(fmt::format("{}--{}{}", letter, option.name, with_space(option.value)), option.help + standard);
     }
-    print_columns(rows, 2);
+    print_group(group);
   }
   if (command.details != nullptr) fmt::print("\n{}", command.details());
+  if (*command.examples != '\0') {
+    fmt::print("\nexamples\n");
+    for (const std::string& example : split(command.examples, '\n')) fmt::print("  {}\n", example);
+  }
 }
 
-const Command help_command{"help", "this overview, or one command with its options", "[COMMAND]", {}, help};
+const Command help_command{"help", "prints this overview, or the options of one command", "[COMMAND]", {}, help};
 
 }  // namespace kvreplay

@@ -20,7 +20,7 @@ namespace {
 
 constexpr Option options[] = {
     boundary_option,
-    {"no-estimate", 0, "", "", "without time and memory, which are measured on this machine"},
+    {"no-estimate", 0, "", "", "omit the estimates of time and memory"},
     plugin_option,
     json_option,
 };
@@ -76,7 +76,7 @@ Use use_of(const Trace& trace, const std::string& boundary_text) {
       check_at_some_budget(trace, use.conditions, service.policy);
       const std::vector<LayerPlan> plans = service.policy.plans(static_cast<int>(use.conditions.layers.size()));
       if (plans.front().plan.score.needs.future_queries && use.conditions.eval_queries.empty())
-        service.refused = "reads the eval queries, and there are none by default";
+        service.refused = "needs evaluation queries, and the trace has no continuation";
     } catch (const Error& error) {
       service.refused = error.what();
     }
@@ -107,10 +107,11 @@ std::vector<std::string> stored_observables(const Trace& trace) {
       std::string what;
       for (const auto& [observable, layers] : entry.layers)
         what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers.size());
-      lines.push_back(fmt::format("{}: {}", path.filename().string(),
-                                  entry.key.trace_hash == trace.hash()
-                                      ? fmt::format("{} at P {} by {}", what, entry.key.boundary, entry.key.backend)
-                                      : "of another trace"));
+      lines.push_back(fmt::format(
+          "{}: {}", path.filename().string(),
+          entry.key.trace_hash == trace.hash()
+              ? fmt::format("{} for boundary {}, computed by {}", what, entry.key.boundary, entry.key.backend)
+              : "belongs to another trace"));
     }
   } catch (const Error& error) {
     if (error.refusal() != Refusal::input) throw;
@@ -189,35 +190,35 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
   for (const Service& service : use.policies)
     if (service.refused.empty()) served += (served.empty() ? "" : ", ") + service.policy.name();
   std::vector<TableRow> rows{
-      {"trace", fmt::format("{}  {} of tensors in {}", trace.path().string(), size_text(trace.tensor_bytes()),
+      {"trace", fmt::format("{}  {} of {} tensors", trace.path().string(), size_text(trace.tensor_bytes()),
                             name_of(trace.layer(0).k.dtype))},
       {"hash", trace.hash()},
       {"written", fmt::format("{} by {}", header.created, header.producer)},
       {"model", fmt::format("{}  {}  computed in {}{}", header.model, header.architecture, name_of(header.dtype),
                             header.synthetic ? "  synthetic" : "")},
-      {"tokens", fmt::format("P {} + G {}", header.prefill, header.continuation())},
-      {"shape", fmt::format("{} layers  {} query / {} kv heads  d {}", header.layers, header.query_heads,
+      {"tokens", fmt::format("prompt {} + continuation {}", header.prefill, header.continuation())},
+      {"shape", fmt::format("{} layers  {} query / {} KV heads  head dimension {}", header.layers, header.query_heads,
                             header.kv_heads, header.head_dim)},
       {"queries", stored_queries(trace)},
       {"window", windows(header)},
       {"scale", header.logit_softcap > 0.0 ? fmt::format("{}  softcap {}", header.softmax_scale, header.logit_softcap)
                                            : fmt::format("{}", header.softmax_scale)},
-      {"rope", header.has_rope
-                   ? fmt::format("{} pairs of {}", header.rope_pairs, header.rope_interleaved ? "neighbours" : "halves")
-                   : "none"}};
+      {"rope", header.has_rope ? fmt::format("{} pairs, {}", header.rope_pairs,
+                                             header.rope_interleaved ? "interleaved" : "half-split")
+                               : "none"}};
   for (const Span& span : header.spans)
     rows.push_back({"span", fmt::format("{}  {}  [{}, {})", span.name, span.kind, span.begin, span.end)});
   if (const int tokens = use.conditions.boundary; tokens < header.prefill)
-    rows.push_back({"boundary", fmt::format("{} tokens under compression, {} of the prompt after them", tokens,
+    rows.push_back({"boundary", fmt::format("{} tokens under compression, then {} other tokens of the prompt", tokens,
                                             header.prefill - tokens)});
-  rows.push_back({"serves", served.empty() ? "no policy" : served});
+  rows.push_back({"policies", served.empty() ? "none" : served});
   for (const Service& service : use.policies)
-    if (!service.refused.empty()) rows.push_back({"not", service.policy.name() + ": " + service.refused});
+    if (!service.refused.empty()) rows.push_back({"rejected", service.policy.name() + ": " + service.refused});
   for (const std::string& line : stored_observables(trace)) rows.push_back({"stored", line});
   for (const std::string& note : use.notes) rows.push_back({"note", note});
   if (cost)
-    rows.push_back({"replay", fmt::format("all of these at {}: about {}, {} of memory, {} of results", estimated_budget,
-                                          duration_text(cost->seconds), size_text(cost->memory_bytes),
+    rows.push_back({"replay", fmt::format("all these policies at budget {}: about {}, {} of memory, {} of results",
+                                          estimated_budget, duration_text(cost->seconds), size_text(cost->memory_bytes),
                                           size_text(cost->disk_bytes))});
   print_columns(rows);
 }
@@ -250,7 +251,8 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command info_command{"info", "what is in a trace, which policies it can serve, and what that would cost",
-                           "TRACE...", options, run};
+const Command info_command{
+    "info",  "describes a trace: contents, replayable policies, estimated cost", "TRACE...", options, run,
+    nullptr, "kvreplay info trace.h5\nkvreplay info *.h5 --no-estimate --json\n"};
 
 }  // namespace kvreplay

@@ -91,15 +91,15 @@ Device find_device(const std::string& text) {
   const bool built = backends().find("cuda") != nullptr;
   if (text == "cpu") return {text, 0, ""};
   if (text == "auto") {
-    if (!built) return {"cpu", 0, "no CUDA in this build"};
+    if (!built) return {"cpu", 0, "CUDA is not in this build"};
     const std::string reason = why_not("cuda");
-    return reason.empty() ? Device{"cuda", 0, "a CUDA device is there"} : Device{"cpu", 0, reason};
+    return reason.empty() ? Device{"cuda", 0, "a CUDA device is available"} : Device{"cpu", 0, reason};
   }
   const std::string kind = text.substr(0, text.find(':'));
   if (kind != "cuda") throw Error{Refusal::usage, "--device", "unknown device", "auto, cpu or cuda[:N]", text};
   const int number = kind == text ? 0 : parse_int("--device", text.substr(kind.size() + 1));
-  if (number < 0) throw Error{Refusal::usage, "--device", "out of range", "cuda:0 or higher", text};
-  if (!built) throw Error{Refusal::capability, "--device " + text, "no CUDA in this build", "--device cpu"};
+  if (number < 0) throw Error{Refusal::usage, "--device", "out of range", "cuda:0 or a higher number", text};
+  if (!built) throw Error{Refusal::capability, "--device " + text, "CUDA is not in this build", "--device cpu"};
   if (const std::string reason = why_not(kind, number); !reason.empty())
     throw Error{Refusal::capability, "--device " + text, reason};
   return {kind, number, ""};

@@ -15,15 +15,14 @@
 namespace kvreplay {
 namespace {
 
-constexpr Option options[] = {{"no-tables", 0, "", "", "merge only cells and run.json, into a folder without tables"},
-                              progress_option,
-                              json_option};
+constexpr Option options[] = {
+    {"no-tables", 0, "", "", "merge only cells and run.json, without tables"}, progress_option, json_option};
 
 std::string details() {
-  return "FROM is a folder that replay has written, a folder of such folders, or @FILE with one of them a line.\n"
-         "DIR then has the results of one replay of everything; its earlier results are kept.\n"
+  return "FROM is a folder of results, a folder of such folders, or @FILE with one folder a line.\n"
+         "Earlier results in DIR are kept. DIR then equals the results of a single replay.\n"
          "Without FROM, rewrites the tables and run.json of DIR.\n"
-         "Results of format 1 (parts/ in the place of cells/) are converted.\n";
+         "Converts results of format 1 (parts/ in place of cells/).\n";
 }
 
 /// Folders as given, and those of "@FILE".
@@ -35,7 +34,7 @@ std::vector<std::filesystem::path> given_folders(std::span<const std::string> op
       continue;
     }
     std::ifstream list(operand.substr(1));
-    if (!list) throw Error{Refusal::input, operand.substr(1), "cannot be read", "a folder a line"};
+    if (!list) throw Error{Refusal::input, operand.substr(1), "cannot be read", "a text file with one folder a line"};
     for (std::string line; std::getline(list, line);)
       if (!line.empty()) folders.emplace_back(line);
   }
@@ -70,13 +69,18 @@ int run(const Arguments& arguments) {
   }
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellRecord& cell : summary.failed)
-    say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.policy, cell.budget, cell.error);
+    say("kvreplay: failed: {}, {} at budget {}: {}\n", cell.trace, cell.policy, cell.budget, cell.error);
   return summary.failed.empty() ? 0 : 6;
 }
 
 }  // namespace
 
-const Command merge_command{"merge", "results of several machines become one folder", "DIR [FROM...]", options, run,
-                            details};
+const Command merge_command{"merge",
+                            "merges results of several runs or machines into one folder",
+                            "DIR [FROM...]",
+                            options,
+                            run,
+                            details,
+                            "kvreplay merge out shard-1 shard-2\nkvreplay merge out @folders.txt --no-tables\n"};
 
 }  // namespace kvreplay

@@ -11,7 +11,7 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"markdown", 0, "", "", "as Markdown"},
+    {"markdown", 0, "", "", "print Markdown"},
     json_option,
 };
 
@@ -88,6 +88,12 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command metrics_command{"metrics", "what is measured, with formulas and sources", "[METRIC]", options, run};
+const Command metrics_command{"metrics",
+                              "lists metrics, or prints the definition, formula and source of one",
+                              "[METRIC]",
+                              options,
+                              run,
+                              nullptr,
+                              "kvreplay metrics\nkvreplay metrics attention_recall\n"};
 
 }  // namespace kvreplay

@@ -59,9 +59,9 @@ std::string filled(std::string_view text, const std::string& name) {
 }
 
 void check_name(const std::string& name) {
-  if (!is_name(name)) throw Error{Refusal::usage, "new-policy", "not a policy's name", name_rule, "\"" + name + "\""};
+  if (!is_name(name)) throw Error{Refusal::usage, "new-policy", "invalid policy name", name_rule, "\"" + name + "\""};
   if (policies().find(name) != nullptr || name == layer_ranges_name)
-    throw Error{Refusal::usage, "new-policy", "there is a policy of this name", "another name", name};
+    throw Error{Refusal::usage, "new-policy", "a policy with this name exists", "another name", name};
 }
 
 const fs::path papers = fs::path("core") / "policies" / "papers";
@@ -70,7 +70,7 @@ fs::path source_folder(const Arguments& arguments) {
   if (arguments.given("source")) {
     const fs::path folder = arguments.text("source");
     if (!fs::is_directory(folder / papers))
-      throw Error{Refusal::usage, "--source", "not kvreplay's source folder", "one with " + papers.string(),
+      throw Error{Refusal::usage, "--source", "not kvreplay's source folder", "a folder with " + papers.string(),
                   folder.string()};
     return folder;
   }
@@ -86,11 +86,12 @@ fs::path source_folder(const Arguments& arguments) {
 void write(const std::vector<File>& files) {
   for (const File& file : files)
     if (fs::exists(fs::symlink_status(file.path)))
-      throw Error{Refusal::usage, file.path.string(), "is there already", "another name"};
+      throw Error{Refusal::usage, file.path.string(), "exists", "another name"};
   for (const File& file : files) {
     std::error_code problem;
     fs::create_directories(file.path.parent_path(), problem);
-    if (problem) throw Error{Refusal::usage, file.path.parent_path().string(), "cannot be made", "", problem.message()};
+    if (problem)
+      throw Error{Refusal::usage, file.path.parent_path().string(), "cannot be created", "", problem.message()};
     replace_file(file.path, file.text);
     fmt::print("{}\n", file.path.string());
   }
@@ -108,7 +109,7 @@ std::optional<fs::path> kit_folder() {
 void write_plugin(const std::string& name) {
   constexpr std::string_view targets[] = {"all", "clean", "help", "install", "preinstall"};
   if (std::ranges::find(targets, name) != std::end(targets))
-    throw Error{Refusal::usage, "new-policy", "a target of CMake's own", "another name", name};
+    throw Error{Refusal::usage, "new-policy", "reserved for a target of CMake", "another name", name};
   const fs::path folder = name;
   write({{folder / (file_name(name) + ".cpp"), filled(policy_text, name)},
          {folder / "CMakeLists.txt", filled(plugin_project_text, name)}});
@@ -136,7 +137,7 @@ int run(const Arguments& arguments) {
   const std::string& name = arguments.operands().front();
   check_name(name);
   if (arguments.given("plugin") && arguments.given("source"))
-    throw Error{Refusal::usage, "new-policy", "a plug-in has no place in kvreplay's sources", "--source or --plugin"};
+    throw Error{Refusal::usage, "new-policy", "--source and --plugin are contradictory", "one of the two"};
   if (arguments.given("plugin"))
     write_plugin(name);
   else
@@ -146,7 +147,8 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command new_policy_command{"new-policy", "writes a policy that works, to be changed, with its test", "NAME",
-                                 options, run};
+const Command new_policy_command{
+    "new-policy", "writes the source of a working policy, with its test, to start from",    "NAME", options, run,
+    nullptr,      "kvreplay new-policy my-policy\nkvreplay new-policy my-policy --plugin\n"};
 
 }  // namespace kvreplay

@@ -22,9 +22,9 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"parts", 0, "", "", "the parts that can be put into policies, and the parts that no policy accepts beside each"},
-    {"names", 0, "", "", "names alone, one a line"},
-    {"markdown", 0, "", "", "as Markdown"},
+    {"parts", 0, "", "", "list parts of policies, and the parts that cannot be combined"},
+    {"names", 0, "", "", "print only the names, one a line"},
+    {"markdown", 0, "", "", "print Markdown"},
     plugin_option,
     json_option,
 };
@@ -156,13 +156,13 @@ int list_parts(const Arguments& arguments) {
     print_json(document);
   } else if (arguments.given("markdown")) {
     for (TableRow& row : rows) row.front() += "=";
-    print_markdown_table({"place", "part", "what it does", "parameters", "not with"}, rows, {0, 1, 3, 4});
+    print_markdown_table({"kind", "part", "function", "parameters", "not combined with"}, rows, {0, 1, 3, 4});
   } else {
     std::vector<TableRow> apart;
     for (TableRow& row : rows) row.pop_back();
     for (const auto& [part, others] : not_with) apart.push_back({part, fmt::format("{}", fmt::join(others, " "))});
     print_columns(rows);
-    fmt::print("\nParts that no policy accepts beside each other:\n");
+    fmt::print("\nParts that cannot be combined:\n");
     print_columns(apart, 2);
   }
   return 0;
@@ -220,7 +220,8 @@ int run(const Arguments& arguments) {
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   if (arguments.given("parts")) {
     if (!arguments.operands().empty())
-      throw Error{Refusal::usage, "--parts", "lists all parts", "no policy", arguments.operands().front()};
+      throw Error{Refusal::usage, "--parts", "lists all parts; it takes no policy", "no argument",
+                  arguments.operands().front()};
     return list_parts(arguments);
   }
   if (arguments.given("names")) return list_names();
@@ -238,7 +239,12 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command policies_command{"policies", "what can be replayed, with papers and parameters", "[POLICY]", options,
-                               run};
+const Command policies_command{"policies",
+                               "lists policies, or prints the card of one: paper, score, parameters",
+                               "[POLICY]",
+                               options,
+                               run,
+                               nullptr,
+                               "kvreplay policies\nkvreplay policies snapkv\n"};
 
 }  // namespace kvreplay

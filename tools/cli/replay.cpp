@@ -37,54 +37,59 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"policy", 'p', "POLICY,...", "",
-     "NAME[:KEY=VALUE,...], also score= select= allocate= share= schedule= store= protect=; layers:0-14=(A),15-29=B; "
-     "@FILE; may be repeated",
+    in_group("policies and budgets",
+             {"policy", 'p', "POLICY,...", "",
+              "policies to replay: NAME[:KEY=VALUE,...], with parts score= select= allocate= share= schedule= store= "
+              "protect=; layers:0-14=(A),15-29=B; @FILE; repeatable",
+              true}),
+    {"budget", 'b', "BUDGET,...", "",
+     "tokens to keep per layer and head: 0.1 or 10% of the prompt, 512 tokens, 0.1@seen of the tokens seen so far; or "
+     "memory: 64KiB, 1MiB, 1GiB; repeatable",
      true},
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
-     "pages as inference engines hold them, around every policy that is asked for; page=16,heads=layer is the default "
-     "of both"},
+     "evict whole pages, as paged inference engines do, with every policy (default: page=16,heads=layer)"},
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
-     "attention sinks and recent window of every policy, in place of its own protected tokens; fractions are of the "
-     "budget (default of each: 0)"},
-    {"budget", 'b', "BUDGET,...", "",
-     "tokens kept a layer and head: 0.1 or 10% of the prompt, 512, 0.1@seen of all tokens seen so far; or as many as "
-     "take "
-     "64KiB, 1MiB, 1GiB; may be repeated",
+     "protected tokens of every policy, in place of its own: attention sinks and recent window, in tokens or as a "
+     "fraction of the budget (default of each: 0)"},
+    {"controls", 0, "none|random|twins", "random",
+     "reference cells at the same budgets: none; full, random and oracle; or also the random twin of each policy with "
+     "a static set"},
+    {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
+     "cells to leave out: those whose policy parameters and budget have all these values (budget=BUDGET); repeatable",
      true},
     plugin_option,
-    {"metrics", 0, "METRIC,...", "", "NAME or NAME:VARIANT; default: all in their base variants", true},
-    {"detail", 0, "summary|layer|head", "layer", "how much of the values results.csv shows"},
-    {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "the queries at which metrics are taken"},
-    boundary_option,
-    {"controls", 0, "none|random|twins", "random",
-     "control cells at the same budgets: none; full, random and oracle; or these and the random twin of each policy "
-     "with a static set"},
-    {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
-     "cells that are left out: those of the policy that have all these values, budget=BUDGET among them; may be "
-     "repeated",
-     true},
-    {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: left as they are, or treated too"},
-    {"save", 0, "scores|attention,...", "", "what cells/TRACE.h5 gets beside sets and matrices"},
+    in_group("measurement", boundary_option),
+    {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "queries at which metrics are measured"},
+    {"metrics", 0, "METRIC,...", "", "metrics: NAME or NAME:VARIANT (default: all, base variants)", true},
+    {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: skip them, or evict from them too"},
+    {"seed", 0, "N", "0", "random seed of every policy that takes one"},
+    in_group("results", {"output", 'o', "DIR", "kvreplay-out", "folder of results; finished cells in it are reused"}),
+    {"force", 0, "", "", "recompute cells that the folder already holds"},
+    {"detail", 0, "summary|layer|head", "layer", "granularity of the rows of results.csv"},
+    {"save", 0, "scores|attention,...", "", "extra data to store in cells/TRACE.h5"},
+    {"no-text", 0, "", "", "omit the text of the trace from the results"},
     {"observables", 0, "use|keep|ignore", "use",
-     "NAME.obs.h5 beside a trace: read what fits; keep also writes it, for later runs to skip the O(n²) work"},
-    {"device", 0, "auto|cpu|cuda[:N]", "auto", "what computes"},
-    {"device-memory", 0, "SIZE", "", "what the run may hold of a GPU's memory; default: nine tenths of what is free"},
-    {"threads", 0, "N", "0", "threads; 0: all"},
-    {"memory", 0, "SIZE", "",
-     "what the run may hold, mapped pages of the trace included; refuse a plan that needs more; default: what is free"},
-    {"seed", 0, "N", "0", "the default of every seed parameter"},
-    {"output", 'o', "DIR", "kvreplay-out", "the folder of results; what it holds is not computed again"},
-    {"shard", 0, "I/N", "", "the I-th of N parts of the traces: every trace is in one of them, dealt out by size"},
-    {"force", 0, "", "", "compute again what the folder holds"},
-    {"no-text", 0, "", "", "results without the trace's text"},
-    {"watch", 0, "", "", "replay again whenever the file of a policy was saved, until Ctrl-C"},
-    {"figure", 0, "KIND=FILE", "",
-     "with --watch: what kvreplay plot KIND draws of the run, drawn each time; may be repeated", true},
-    {"dry-run", 0, "", "", "only say what would be computed, and what it would cost"},
-    progress_option,
+     "stored observables NAME.obs.h5 beside a trace: use them; keep: also write them, so that later runs skip the "
+     "O(n²) "
+     "work; or ignore them"},
     json_option,
+    in_group("execution", {"device", 0, "auto|cpu|cuda[:N]", "auto", "device that computes"}),
+    {"device-memory", 0, "SIZE", "", "limit on GPU memory, as 40G (default: nine tenths of the free memory)"},
+    {"threads", 0, "N", "0", "CPU threads; 0: all cores"},
+    {"memory", 0, "SIZE", "",
+     "limit on memory, as 8G, mapped pages of the trace included; a plan that needs more is rejected (default: the "
+     "free memory)"},
+    {"shard", 0, "I/N", "", "replay only shard I of N: the traces are divided into N shards of similar size"},
+    {"dry-run", 0, "", "", "print the cells to compute and their estimated cost, then exit"},
+    {"watch", 0, "", "", "replay again whenever a policy file is saved, until Ctrl-C"},
+    {"figure", 0, "KIND=FILE", "", "with --watch: figure of kvreplay plot KIND to redraw after each replay; repeatable",
+     true},
+    progress_option,
 };
+
+constexpr const char* examples =
+    "kvreplay replay TRACE.h5 -p snapkv,h2o,streaming-llm -b 0.1,0.25 -o out\n"
+    "kvreplay replay traces/*.h5 -p snapkv:window=64 -b 512 --controls twins --dry-run\n";
 
 std::map<std::string, std::string> build_facts(const std::string& backend_description) {
   std::map<std::string, std::string> facts{{"version", build_version},
@@ -138,7 +143,8 @@ std::vector<std::string> leave_out(const Arguments& arguments, const std::vector
       throw exclusions[e].covers_nothing(policies);
   }
   if (request.policies.empty())
-    throw Error{Refusal::usage, arguments.values("exclude").front().where, "leaves out everything"};
+    throw Error{Refusal::usage, arguments.values("exclude").front().where, "every cell is excluded",
+                "at least one cell"};
   return effective;
 }
 
@@ -198,8 +204,7 @@ Prepared requested(const Arguments& arguments) {
   request.backend = all.device.backend;
   request.device.number = all.device.number;
   if (arguments.given("device-memory") && arguments.text("device") == "cpu")
-    throw Error{Refusal::usage, "--device-memory", "says what a GPU's memory may hold", "--device cuda or auto",
-                "--device cpu"};
+    throw Error{Refusal::usage, "--device-memory", "limits GPU memory only", "--device cuda or auto", "--device cpu"};
   if (arguments.given("device-memory")) request.device.memory = arguments.bytes("device-memory");
   request.threads = arguments.whole_number("threads", 0, 4096);
   request.force = arguments.given("force");
@@ -263,7 +268,7 @@ void plan(const Arguments& arguments, Prepared& all) {
   }
   const Estimate cost = total(request, all.costs);
   if (least_memory(cost) > memory)
-    throw Error{Refusal::resources, limited ? "--memory" : "memory", "too small for the plan",
+    throw Error{Refusal::resources, limited ? "--memory" : "memory", "too little memory for the plan",
                 "at least " + size_text(least_memory(cost)), size_text(memory)};
   all.run->limit(threads, memory - cost.memory_bytes);
   if (request.output.empty()) return;
@@ -340,7 +345,7 @@ Json plan_as_json(const Arguments& arguments, const Prepared& prepared) {
 void print_plan(const Arguments& arguments, const Prepared& prepared) {
   if (arguments.given("json")) return print_json(plan_as_json(arguments, prepared));
   const auto& [device, request, exclusions, run, traces, costs] = prepared;
-  std::vector<TableRow> rows{{"trace", "to compute", "already done", "time", "memory", "mapped", "results"}};
+  std::vector<TableRow> rows{{"trace", "to compute", "finished", "time", "memory", "mapped", "results"}};
   std::size_t to_compute = 0;
   int done = 0;
   for (std::size_t i = 0; i < traces.size(); ++i) {
@@ -348,7 +353,7 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
     done += traces[i].skipped;
     rows.push_back(plan_row(traces[i].name, traces[i].cells.size(), traces[i].skipped, costs[i]));
   }
-  rows.push_back(plan_row("all", to_compute, done, total(request, costs)));
+  rows.push_back(plan_row("total", to_compute, done, total(request, costs)));
   print_columns(rows);
 }
 
@@ -400,13 +405,13 @@ std::string doing(const Progress& progress) {
   return fmt::format("{}{}, layer {} of {}", which, progress.name, progress.layer, progress.layers);
 }
 
-/// What was read instead of computed, so that nobody takes its seconds for the work.
+/// Names the observables that were read, because their seconds are not those of the computation.
 void report_read(const RunSummary& summary) {
   for (const TraceRecord& trace : summary.traces) {
     std::string what;
     for (const auto& [observable, layers] : trace.read_observables)
       what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers);
-    if (!what.empty()) say("kvreplay: read from {}: {}\n", trace.observables.string(), what);
+    if (!what.empty()) say("kvreplay: stored observables read from {}: {}\n", trace.observables.string(), what);
   }
 }
 
@@ -414,14 +419,14 @@ void report_troubles(const RunSummary& summary) {
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellRecord& cell : summary.cells)
     if (cell.state == CellState::failed)
-      say("kvreplay: failed: {}, {} at {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
+      say("kvreplay: failed: {}, {} at budget {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 
 /// `output`: empty for results in memory.
 Prepared prepared(const Asked& asked, const std::string& output,
                   const std::vector<std::shared_ptr<const Trace>>& in_memory = {}) {
   const Arguments& arguments = asked.arguments;
-  if (arguments.text("output").empty()) throw Error{Refusal::usage, "--output", "no folder for results"};
+  if (arguments.text("output").empty()) throw Error{Refusal::usage, "--output", "empty", "a folder for results"};
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Prepared all = requested(arguments);
   all.request.output = output;
@@ -453,8 +458,7 @@ Prepared prepared_in_memory(const Asked& asked, const std::vector<std::shared_pt
 
 int run_replay(const Arguments& given) {
   if (given.given("watch")) watch(asked(given).arguments);
-  if (given.given("figure"))
-    throw Error{Refusal::usage, "--figure", "is drawn while policies are watched", "--watch, or kvreplay plot"};
+  if (given.given("figure")) throw Error{Refusal::usage, "--figure", "needs --watch", "--watch, or kvreplay plot"};
   heed_interruptions();
   const Asked experiment = asked(given);
   const Arguments& arguments = experiment.arguments;
@@ -502,7 +506,10 @@ std::string plan_json(const Arguments& arguments, const std::vector<std::shared_
   return plan_as_json(experiment.arguments, prepared_in_memory(experiment, in_memory)).dump();
 }
 
-const Command replay_command{"replay", "traces x policies x budgets -> one table, and a folder of results", "TRACE...",
-                             options, run_replay};
+const Command replay_command{
+    "replay",   "replays policies at budgets on traces; prints a table and writes a folder of results",
+    "TRACE...", options,
+    run_replay, nullptr,
+    examples};
 
 }  // namespace kvreplay

@@ -15,21 +15,22 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"output", 'o', "FILE", "", "the trace to write"},
-    {"layers", 0, "N", "", "L"},
-    {"query-heads", 0, "N", "", "Hq"},
-    {"kv-heads", 0, "N", "", "Hkv; divides the query heads"},
-    {"head-dim", 0, "N", "", "d"},
-    {"prompt", 0, "N", "", "P, prompt tokens"},
-    {"continuation", 0, "N", "", "G, tokens after the prompt"},
-    {"dtype", 0, "float16|bfloat16|float32", "", "the stored type"},
-    {"seed", 0, "N", "", "other numbers, same shape"},
-    {"queries", 0, "all|last:N", "all", "which queries are stored"},
-    {"sliding-window", 0, "W,...", "", "windows of layers 0, 1 and so on, repeated as often as needed; 0: none"},
-    {"softcap", 0, "C", "", "logits become C tanh(z/C); 0: none"},
-    {"rope-base", 0, "X", "", "inv_freq[i] = X^(-2i/d); 0: no RoPE"},
-    {"rope-interleaved", 0, "", "", "pairs (2i, 2i+1) instead of (i, i+d/2)"},
-    {"force", 0, "", "", "replace an existing file"},
+    {"output", 'o', "FILE", "", "trace to write"},
+    {"layers", 0, "N", "", "layers (default: see kinds)"},
+    {"query-heads", 0, "N", "", "query heads"},
+    {"kv-heads", 0, "N", "", "KV heads; a divisor of the query heads"},
+    {"head-dim", 0, "N", "", "head dimension"},
+    {"prompt", 0, "N", "", "prompt tokens"},
+    {"continuation", 0, "N", "", "tokens after the prompt"},
+    {"dtype", 0, "float16|bfloat16|float32", "", "stored type"},
+    {"seed", 0, "N", "", "random seed (default: 0)"},
+    {"queries", 0, "all|last:N", "all", "queries to store"},
+    {"sliding-window", 0, "W,...", "",
+     "sliding windows of layers 0, 1, ..., in tokens, repeated over all layers; 0: none"},
+    {"softcap", 0, "C", "", "soft cap of logits, C tanh(z/C); 0: none"},
+    {"rope-base", 0, "X", "", "base of RoPE, inv_freq[i] = X^(-2i/d); 0: no RoPE"},
+    {"rope-interleaved", 0, "", "", "RoPE pairs (2i, 2i+1) in place of (i, i+d/2)"},
+    {"force", 0, "", "", "overwrite an existing file"},
 };
 
 constexpr int many = std::numeric_limits<int>::max();
@@ -40,7 +41,7 @@ DType dtype_of(const std::string& word) {
 
 int last_queries(const std::string& text) {
   if (text == "all") return 0;
-  if (!text.starts_with("last:")) throw Error{Refusal::usage, "--queries", "unknown choice", "all or last:N", text};
+  if (!text.starts_with("last:")) throw Error{Refusal::usage, "--queries", "unknown value", "all or last:N", text};
   const int n = parse_int("--queries", text.substr(5));
   if (n < 1) throw Error{Refusal::usage, "--queries", "out of range", "last:1 or more", text};
   return n;
@@ -81,18 +82,18 @@ SynthOptions requested(const Arguments& arguments) {
 
 int run(const Arguments& arguments) {
   const SynthOptions wanted = requested(arguments);
-  if (!arguments.given("output")) throw Error{Refusal::usage, "synth", "no file to write", "-o FILE"};
+  if (!arguments.given("output")) throw Error{Refusal::usage, "synth", "no output file", "-o FILE"};
   const std::string path = arguments.text("output");
   heed_interruptions();
   synthesise(wanted, path, interrupted);
-  fmt::print("{}  {}  P {} + G {}  {} layers  {} query / {} kv heads  {}\n", path, wanted.kind, wanted.prefill,
-             wanted.continuation, wanted.layers, wanted.query_heads, wanted.kv_heads,
+  fmt::print("{}  {}  prompt {} + continuation {} tokens  {} layers  {} query / {} KV heads  {}\n", path, wanted.kind,
+             wanted.prefill, wanted.continuation, wanted.layers, wanted.query_heads, wanted.kv_heads,
              size_text(std::filesystem::file_size(path)));
   return 0;
 }
 
 std::string kinds() {
-  std::string text = "kinds, and what the options are without being given\n";
+  std::string text = "kinds, and their default shapes\n";
   for (const SynthKind& kind : synth_kinds()) {
     const SynthOptions& d = kind.defaults;
     text += fmt::format(
@@ -105,6 +106,10 @@ std::string kinds() {
 
 }  // namespace
 
-const Command synth_command{"synth", "writes a synthetic trace of any shape", "KIND", options, run, kinds};
+constexpr const char* examples =
+    "kvreplay synth needle -o needle.h5\n"
+    "kvreplay synth gaussian --layers 8 --prompt 4096 --dtype bfloat16 --seed 1 -o gaussian.h5\n";
+
+const Command synth_command{"synth", "writes a synthetic trace of any shape", "KIND", options, run, kinds, examples};
 
 }  // namespace kvreplay

@@ -64,7 +64,7 @@ std::vector<std::string> matches(const fs::path& folder, const std::string& patt
 std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
   const std::string place = path.string();
   std::ifstream stream(path, std::ios::binary);
-  if (!stream) throw Error{Refusal::input, place, "cannot be read", "a manifest"};
+  if (!stream) throw Error{Refusal::input, place, "cannot be read", "a manifest (.csv)"};
   std::string text{std::istreambuf_iterator<char>(stream), {}};
   constexpr std::string_view byte_order_mark = "\xEF\xBB\xBF";  // as Excel begins its files
   if (text.starts_with(byte_order_mark)) text.erase(0, byte_order_mark.size());
@@ -85,15 +85,16 @@ std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
     const bool blank = fields.size() == 1 && fields.front().empty();
     if (blank || &fields == &lines.front()) continue;
     if (fields.size() != columns.size())
-      throw Error{Refusal::input, where, "fields", std::to_string(columns.size()), std::to_string(fields.size())};
+      throw Error{Refusal::input, where, "number of fields", std::to_string(columns.size()),
+                  std::to_string(fields.size())};
     std::string trace = file < columns.size() ? fields[file] : "";
     if (trace.empty() && name < columns.size() && !fields[name].empty()) trace = fields[name] + std::string(ending);
-    if (trace.empty()) throw Error{Refusal::input, where, "names no trace"};
+    if (trace.empty()) throw Error{Refusal::input, where, "no trace", "a value in column file or name"};
     if (fields[hash].size() != 32 || fields[hash].find_first_not_of("0123456789abcdef") != std::string::npos)
       throw Error{Refusal::input, where, "trace_hash", "32 hexadecimal digits", "\"" + fields[hash] + "\""};
     found.push_back({(path.parent_path() / trace).string(), fields[hash], where});
   }
-  if (found.empty()) throw Error{Refusal::input, place, "lists no trace"};
+  if (found.empty()) throw Error{Refusal::input, place, "no trace", "one row for each trace"};
   return found;
 }
 
@@ -107,8 +108,8 @@ std::vector<ListedTrace> traces_of(const GivenValue& name, const fs::path& folde
   std::vector<ListedTrace> found;
   for (std::string& one : in_folder ? traces_in(path) : matches(folder, name.text)) found.push_back({std::move(one)});
   if (found.empty())
-    throw Error{Refusal::input, name.where, in_folder ? "a folder without traces" : "no such trace",
-                in_folder ? "*.h5 in it" : "*.h5", name.where == name.text ? "" : name.text};
+    throw Error{Refusal::input, name.where, in_folder ? "no trace in this folder" : "no such trace",
+                in_folder ? "files *.h5" : "files *.h5", name.where == name.text ? "" : name.text};
   return found;
 }
 

@@ -20,8 +20,9 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"deep", 0, "", "", "read every number: finite, equal to the stored hashes, keys after RoPE"},
-    {"untrusted", 0, "", "", "for a file of unknown origin: read it in a child process with limits on time and memory"},
+    {"deep", 0, "", "", "also check every number: finite, equal to the stored hash, keys rotated by RoPE"},
+    {"untrusted", 0, "", "",
+     "read the file in a child process with limits on time and memory, for files of unknown origin"},
     progress_option,
     json_option,
 };
@@ -69,7 +70,7 @@ Json verdict_of_child(const std::string& path, bool deep, ProgressLine& line) {
 }
 
 std::string looked_at(const Json& deep) {
-  return fmt::format("; {} numbers are finite, {} of {} tensors equal their hashes, RoPE was checked in {} layers",
+  return fmt::format("; {} finite numbers, {} of {} tensors match their hashes, RoPE checked in {} layers",
                      deep["numbers"].get<std::int64_t>(), deep["hashes"].get<int>(), deep["tensors"].get<int>(),
                      deep["rope_layers"].get<int>());
 }
@@ -102,7 +103,12 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command validate_command{"validate", "lists every violation of the trace format, each with its remedy",
-                               "TRACE...", options, run};
+const Command validate_command{"validate",
+                               "checks traces and lists every violation of the trace format",
+                               "TRACE...",
+                               options,
+                               run,
+                               nullptr,
+                               "kvreplay validate trace.h5\nkvreplay validate --deep --untrusted *.h5\n"};
 
 }  // namespace kvreplay

@@ -1,4 +1,4 @@
-"""`kvreplay live RUN... --model M`: what the model predicts when it sees only what the policies keep."""
+"""`kvreplay live RUN... --model M`: measures the live model with the kept sets of policies."""
 
 from __future__ import annotations
 
@@ -27,35 +27,48 @@ if TYPE_CHECKING:
     from kvreplay.live.results import Way
     from kvreplay.results import Run, TraceFacts
 
-DESCRIPTION = """Holds the kept sets of a finished replay in the live model: one pass over the text by the model itself,
-then one short pass over the continuation for each cell, with every token masked that the cell has evicted. The numbers
-go to RUN/live.csv."""
+DESCRIPTION = """Applies the kept sets of a finished replay in the live model: one pass of the unchanged model over the
+text, then one pass over the continuation for each cell, with its evicted tokens masked. Writes the numbers to
+RUN/live.csv."""
+EXAMPLES = (
+    "kvreplay live out --model ./model",
+    "kvreplay live out --model ./model -p snapkv,h2o -b 0.1 --generate 32 --device cuda",
+)
 
 
 def parser() -> Parser:
     """The options; every one has its help."""
-    build = Parser(prog="kvreplay live", description=DESCRIPTION, allow_abbrev=False)
+    build = Parser(prog="kvreplay live", description=DESCRIPTION, allow_abbrev=False, examples=EXAMPLES)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
-    add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` wrote")
+    add("runs", metavar="RUN", type=Path, nargs="+", help="folders of results of kvreplay replay")
     add_model_options(build)
     add_device_options(build)
-    add("-p", "--policies", metavar="POLICY,...", action="append", default=[], help="these policies (default: all)")
+    add = build.add_argument_group("cells to measure").add_argument
+    add("-p", "--policies", metavar="POLICY,...", action="append", default=[], help="policies (default: all)")
     add("-b", "--budgets", metavar="BUDGET,...", action="extend", type=names, default=[],
-        help="these budgets, as they were asked for (default: all)")  # fmt: skip
-    add("--trace", metavar="NAME,...", action="extend", type=names, default=[], help="these traces (default: all)")
-    add("--generate", metavar="N", type=natural, default=0, help="also write N tokens by greedy search (default: 0)")
+        help="budgets, as given to replay (default: all)")  # fmt: skip
+    add("--trace", metavar="NAME,...", action="extend", type=names, default=[], help="traces (default: all)")
+    add = build.add_argument_group("measurement").add_argument
+    add(
+        "--generate",
+        metavar="N",
+        type=natural,
+        default=0,
+        help="also generate N tokens by greedy decoding (default: 0)",
+    )
     add(
         "--live-decisions",
         action="store_true",
-        help="instead: policies that evict while the prompt is read decide from "
-        "what the live model computes; the prompt is read in blocks, and replayed after each",
+        help="recompute the sets of policies that evict during prefill from the tensors of the live model, block by "
+        "block (default: the sets of the replay)",
     )
-    add("--answers", metavar="FILE.jsonl", type=Path, help="lines with name (of a trace) and answers, for the text "
-        "metrics (default: the text of the trace's answer spans)")  # fmt: skip
-    add("--batch", metavar="N", type=count, help="cells in one pass (default: 1; on a GPU 8)")
-    add("--memory", metavar="SIZE", type=size, help="bytes that weights and a pass may take on the device that runs "
-        "them, as 512MiB or 4G: passes of fewer cells where --batch does not fit (default: what is free)")  # fmt: skip
+    add("--answers", metavar="FILE.jsonl", type=Path, help="reference answers for the text metrics, lines with name "
+                                                           "(of a "
+        "trace) and answers (default: the answer spans of the trace)")  # fmt: skip
+    add("--batch", metavar="N", type=count, help="cells per pass (default: 1; on a GPU 8)")
+    add("--memory", metavar="SIZE", type=size, help="limit on device memory for weights and a pass, as "
+        "512MiB or 4G; reduces --batch where needed (default: the free memory)")  # fmt: skip
     return build
 
 
@@ -78,7 +91,7 @@ def live(arguments: argparse.Namespace) -> None:
     wanted = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
     for run, trace in wanted:
         if trace.tokens <= trace.boundary:
-            raise Error(str(run.folder), f"trace {trace.name}", "tokens behind the prompt", "no continuation (G = 0)")
+            raise Error(str(run.folder), f"trace {trace.name}", "a continuation after the prompt", "none")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     choices = ModelChoices.of(arguments)
@@ -88,7 +101,7 @@ def live(arguments: argparse.Namespace) -> None:
     if (place := placement(choices)) and _is_done(wanted, Way(*place, model_hash), arguments):
         for run in runs:
             write_view(run.folder)
-        say("nothing to do: every cell has its numbers")
+        say("all cells are measured already")
         return
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
@@ -106,11 +119,11 @@ def live(arguments: argparse.Namespace) -> None:
         )
         write_view(run.folder)
         if (floor := machine.floors.pop(trace.name, None)) is not None:
-            say(f"{trace.name}: noise floor {floor:.3g} nats: KLD of these passes, nothing evicted, from the model's "
-                "own attention")  # fmt: skip
+            say(f"{trace.name}: noise floor {floor:.3g} nats (KLD between these passes without eviction and the "
+                "unchanged model)")  # fmt: skip
     if machine.failed:
-        raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv, and the "
-                    "same command measures the failed ones again", exit_code=Refusal.SOME_FAILED)  # fmt: skip
+        raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv. Run the "
+                    "same command again to measure the failed cells", exit_code=Refusal.SOME_FAILED)  # fmt: skip
 
 
 def _is_done(wanted: Sequence[tuple[Run, TraceFacts]], way: Way, arguments: argparse.Namespace) -> bool:
@@ -164,7 +177,7 @@ def _answers(path: Path | None) -> dict[str, list[str]]:
                 raise Error(f"{path}:{number}", "line", '{"name": TRACE, "answers": [TEXT, ...]}', line[:60])
             found[row["name"]] = answers
     except (OSError, ValueError) as problem:
-        raise Error("--answers", str(path), "a JSONL file that can be read", str(problem)) from problem
+        raise Error("--answers", str(path), "a readable JSONL file", str(problem)) from problem
     return found
 
 

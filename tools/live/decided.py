@@ -35,15 +35,15 @@ def decided_live(cells: Sequence[LiveCell]) -> tuple[list[LiveCell], list[str]]:
     for cell in during:
         policy = f"{cell.facts['policy']}:{cell.facts['params']}"
         if cell.facts["policy"] == "finch" or "question-blocks" in policy:
-            left_out.append(f"{cell.label}: its question is read anew behind each block")
+            left_out.append(f"{cell.label}: the policy recomputes the question after each block")
         elif cell.stored is not None:
-            left_out.append(f"{cell.label}: its store moves or changes keys while the prompt is read")
+            left_out.append(f"{cell.label}: its store moves or changes keys during prefill")
         elif cell.leaves is None:
-            left_out.append(f"{cell.label}: its layers decide within one pass")
+            left_out.append(f"{cell.label}: its sets change within one pass over the layers")
         else:
             found.append(replace(cell, decisions=DECIDED_LIVE))
     if not during:
-        left_out.append("no policy of the run evicts while the prompt is read")
+        left_out.append("no policy of the run evicts during prefill")
     return found, left_out
 
 
@@ -84,7 +84,12 @@ def decide(model: Any, whole: Text, cell: LiveCell, trace: TraceFacts, again: Ca
                           for number, gone in again(attention.tensors).items()}  # fmt: skip
                 for number, gone in leaves.items():
                     if not torch.equal(torch.where(gone < end - 1, gone, NEVER), decided.leaves[number]):
-                        raise Error(cell.label, "decides", "where the replay decided", f"elsewhere before token {end}")
+                        raise Error(
+                            cell.label,
+                            "eviction steps differ",
+                            "those of the replay",
+                            f"another step before token {end}",
+                        )
                 decided = replace(decided, leaves=leaves)
             begin = end
     return decided

@@ -56,7 +56,7 @@ class Work:
         tokens = trace.tokens - trace.boundary
         predict = [cell for cell in cells if not results.has(cell, "kld", tokens)]
         write = [cell for cell in cells if count and not results.has(cell, "same_tokens", count)]
-        left_out = [f"{trace.name}: left out: {reason}" for reason in left_out]
+        left_out = [f"{trace.name}: omitted: {reason}" for reason in left_out]
         return cls(results, predict, write, left_out, [f"{trace.name}: failed: {reason}" for reason in failed])
 
     @property
@@ -111,7 +111,7 @@ class LiveModel:
         by_keys = self._check(run_, trace, known)
         self._batch = self.batch_of(trace, rows)
         if self._batch < self._most:
-            self._say(f"{trace.name}: batch of {self._batch} in place of {self._most}: more does not fit into --memory")
+            self._say(f"{trace.name}: batch of {self._batch} cells in place of {self._most}, limited by --memory")
         whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
         if by_keys:
             self._compare_keys(run_, trace, whole)
@@ -127,7 +127,7 @@ class LiveModel:
                 results.add(cell, values, count, words)
                 bar.update()
         except torch.OutOfMemoryError as error:
-            raise Error("live", "memory of the device", "a smaller --batch", str(error).splitlines()[0],
+            raise Error("live", "too little device memory", "a smaller --batch", str(error).splitlines()[0],
                         Refusal.RESOURCES) from error  # fmt: skip
         finally:
             bar.close()
@@ -153,12 +153,13 @@ class LiveModel:
         if self._memory is None:
             free = torch.cuda.mem_get_info()[0] if self._device == "cuda" else psutil.virtual_memory().available
             if (needed := of_trace + self._most * of_row) > free:
-                raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB beside the model (a smaller --batch)",
+                raise Error(trace.name, "memory", f"{needed / 2**30:.1f} GiB in addition to the model; use a smaller "
+                                                  "--batch",
                             f"{free / 2**30:.1f} GiB", Refusal.RESOURCES)  # fmt: skip
             return self._most
         of_trace += self._model.get_memory_footprint()
         if of_trace + of_row > self._memory:
-            raise Error("--memory", f"too small for trace {trace.name} with one batch row",
+            raise Error("--memory", f"too small for one cell of trace {trace.name}",
                         f"at least {(of_trace + of_row) / 2**20:.1f} MiB", f"{self._memory / 2**20:.1f} MiB",
                         Refusal.RESOURCES)  # fmt: skip
         return min(self._most, (self._memory - of_trace) // of_row)
@@ -189,7 +190,7 @@ class LiveModel:
                 self.floors[trace.name] = max(floor, self.floors.get(trace.name, 0.0))
             found = run(self._model, whole, of_cells)
             if found.log_probabilities.isnan().any():
-                raise Error("logits", "NaN", "finite numbers (another --dtype)")
+                raise Error("logits are NaN", "", "finite numbers; use another --dtype")
             return [
                 (cell, [*predicted(reference, found, row, following), *drifted(reference, found, row)])
                 for row, cell in enumerate(some)
@@ -241,7 +242,7 @@ class LiveModel:
         config = self._model.config.get_text_config()
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         if ids.max() >= vocabulary:
-            raise Error(trace.name, "token ids", f"below {vocabulary}, as this model has them", str(ids.max()))
+            raise Error(trace.name, "token ids", f"ids below the vocabulary size {vocabulary}", str(ids.max()))
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
         if heads != (trace.query_heads, trace.kv_heads):
             raise Error(trace.name, "another model", f"{trace.query_heads} query and {trace.kv_heads} KV heads",
@@ -253,7 +254,9 @@ class LiveModel:
 
     def _compare_keys(self, run_: Run, trace: TraceFacts, whole: Text) -> None:
         """The keys of the first tokens in the first layer, where the trace's file is still there."""
-        self._say(f"{trace.name}: no hash of the weights: the model is compared by its shapes and first keys")
+        self._say(
+            f"{trace.name}: no hash of the weights; the model is checked by its shapes and the keys of the first tokens"
+        )
         try:
             with h5py.File(run_.captured(trace.name)) as file:
                 stored = np.asarray(file["/layers/000/k"][:, :COMPARED_TOKENS], dtype=np.float32)
@@ -263,7 +266,10 @@ class LiveModel:
         found = whole.layers[number].k[:, :COMPARED_TOKENS].float().cpu().numpy()
         if found.shape != stored.shape or np.abs(found - stored).max() > KEY_TOLERANCE * np.abs(stored).max():
             raise Error(
-                trace.name, "another model", f"the trace's keys of the first tokens in layer {number}", "others"
+                trace.name,
+                "another model",
+                f"the keys of the first tokens in layer {number} of the trace",
+                "other keys",
             )
 
 

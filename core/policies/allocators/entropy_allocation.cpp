@@ -21,8 +21,8 @@ double normalised_entropy(const Division& division, const Matrix& scores) {
   for (int row = 0; row < scores.rows(); ++row)
     for (const double score : candidates(row)) {
       if (score < 0)
-        throw Error{Refusal::input, "allocate=entropy", "a negative score", "scores of 0 or more, as attention has",
-                    std::to_string(score)};
+        throw Error{Refusal::input, "allocate=entropy", "negative score",
+                    "scores of 0 or more, such as attention weights", std::to_string(score)};
       sum += score;
       infinite += std::isinf(score) ? 1 : 0;
     }

@@ -22,7 +22,7 @@ std::vector<double> numbers_of(std::string_view text) {
     if (number < 0) throw Error{Refusal::usage, where, "out of range", "numbers of 0 or more", std::string(piece)};
   }
   if (std::ranges::max(numbers) == 0)
-    throw Error{Refusal::usage, where, "no layer has any", "a number above 0", std::string(text)};
+    throw Error{Refusal::usage, where, "all shares are 0", "a number above 0", std::string(text)};
   return numbers;
 }
 
@@ -49,8 +49,8 @@ ByLayer by_shares(std::vector<double> shares) {
   return [shares = std::move(shares)](const Division& division) {
     const auto layers = static_cast<std::size_t>(division.layers);
     if (shares.size() != layers)
-      throw Error{Refusal::usage, "shares", "one for each treated layer", fmt::format("{} numbers", layers),
-                  std::to_string(shares.size())};
+      throw Error{Refusal::usage, "shares", "wrong number of shares",
+                  fmt::format("{}, one for each treated layer", layers), std::to_string(shares.size())};
     return apportion(std::int64_t{division.layers} * division.budget, shares, division.by_rule(), division.prompt);
   };
 }

@@ -14,8 +14,8 @@ namespace kvreplay {
 Requirements BlockSchedule::required() const {
   Requirements all = Schedule::required();
   if (slots_ == Slots::by_relevance) {
-    all.push_back({Property::has_score, "slots are in the order of scores", "order=position, or a score"});
-    all.push_back({Property::cache_positions, "slots in the order of scores are positions in the cache",
+    all.push_back({Property::has_score, "order=relevance needs a score", "order=position, or a score"});
+    all.push_back({Property::cache_positions, "order=relevance needs cache positions",
                    "store=cache (positions=cache), or order=position"});
   }
   return all;
@@ -24,10 +24,10 @@ Requirements BlockSchedule::required() const {
 void BlockSchedule::check(const ScheduledPrompt& prompt) const {
   if (!prompt.evicts) return;
   if (const int question = spared(prompt.tokens, prompt.question); prompt.budget.tokens <= question)
-    throw Error{Refusal::input, prompt.policy, fmt::format("no room beside the {} tokens of the question", question),
+    throw Error{Refusal::input, prompt.policy, fmt::format("the {} tokens of the question fill the budget", question),
                 fmt::format("a budget of at least {} tokens", question + 1), std::to_string(prompt.budget.tokens)};
   if (slots_ == Slots::by_relevance && prompt.first_query >= 0 && prompt.first_query < prompt.tokens)
-    throw Error{Refusal::input, prompt.policy, "slots by relevance are measured after the prompt",
+    throw Error{Refusal::input, prompt.policy, "order=relevance can only be measured after the prompt",
                 "--eval continuation, and no attention_cosine:rows", fmt::format("query {}", prompt.first_query)};
 }
 

@@ -42,9 +42,9 @@ class Online final : public Schedule {
 
   Requirements required() const override {
     Requirements all = Schedule::required();
-    all.push_back({Property::best_tokens, "the schedule itself says which token goes", "select=top-k"});
-    all.push_back({Property::unchanged, "schedule=online scores tokens where they were", "store=exact"});
-    all.push_back({Property::group_mean, "schedule=online takes the mean over a group of query heads", "agg=mean"});
+    all.push_back({Property::best_tokens, "schedule=online selects the evicted token itself", "select=top-k"});
+    all.push_back({Property::unchanged, "schedule=online needs tokens at their original positions", "store=exact"});
+    all.push_back({Property::group_mean, "schedule=online averages over the query heads of a group", "agg=mean"});
     all.push_back({Property::attention_by_query, "schedule=online evicts by attention, query by query",
                    "score=cumulative or score=newest"});
     return all;

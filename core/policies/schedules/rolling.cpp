@@ -16,10 +16,10 @@ class Rolling final : public Schedule {
   std::string name() const override { return "schedule=rolling"; }
 
   Requirements required() const override {
-    constexpr const char* reason = "schedule=rolling keeps the first and the last tokens by rule";
+    constexpr const char* reason = "schedule=rolling keeps only attention sinks and a recent window";
     constexpr const char* remedy = "streaming-llm or local";
     Requirements all = Schedule::required();
-    all.push_back({Property::best_tokens, "the schedule itself says which token goes", "select=top-k"});
+    all.push_back({Property::best_tokens, "schedule=rolling selects the evicted token itself", "select=top-k"});
     all.push_back({Property::all_protected, reason, remedy});
     all.push_back({Property::unscored, reason, remedy});
     return all;
@@ -27,7 +27,7 @@ class Rolling final : public Schedule {
 
   void check(const ScheduledPrompt& prompt) const override {
     if (prompt.budget.of_seen > 0)
-      throw Error{Refusal::usage, prompt.policy, "its window has one size: a first token that was let go is gone",
+      throw Error{Refusal::usage, prompt.policy, "a rolling window cannot grow: evicted tokens are lost",
                   "a budget without @seen, or schedule=once", fmt::format("{}@seen", prompt.budget.of_seen)};
   }
 

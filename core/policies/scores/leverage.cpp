@@ -46,7 +46,7 @@ Matrix inverse_of(Matrix products, double ridge, int layer) {
   for (int i = 0; i < products.rows(); ++i) products(i, i) += ridge;
   std::optional<Matrix> inverse = inverse_of_positive(products);
   if (!inverse)
-    throw Error{Refusal::input, "layer " + std::to_string(layer), "keys span too few directions", "a larger ridge",
+    throw Error{Refusal::input, "layer " + std::to_string(layer), "the key covariance is singular", "a larger ridge",
                 std::to_string(ridge)};
   return *std::move(inverse);
 }

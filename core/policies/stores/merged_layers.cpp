@@ -152,7 +152,8 @@ StorePtr MergedLayers::store() const {
                                [part = *this](const LayerView& view, const KeptSet&, const Partner& partner) {
                                  return stored(part, view, partner);
                                });
-  store.required.push_back({Property::every_token, "layers are merged token by token", "every token in both"});
+  store.required.push_back(
+      {Property::every_token, "merged layers must hold the same tokens", "a policy that keeps every token"});
   store.partner = partner_of;
   return std::make_shared<const Store>(std::move(store));
 }

@@ -85,7 +85,7 @@ std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view
         !quantise(Rows(values).first(static_cast<std::size_t>(quantised_values)), exact.v.dim, 1, part.group,
                   part.bits))
       throw Error{Refusal::input, fmt::format("/layers/{:03}", view.stored_layer()), "quantised keys or values",
-                  "zero points and scales within float16", "a larger one in KV head " + std::to_string(head)};
+                  "zero points and scales within float16", "a larger value in KV head " + std::to_string(head)};
 
     const double quantised_bits = part.bits + 32.0 / part.group;
     const auto bits_of = [&](int quantised, int dim) {

@@ -36,7 +36,7 @@ std::vector<std::byte> bytes_of(const std::string& path) {
   std::vector<std::byte> bytes(static_cast<std::size_t>(size));
   std::ifstream file(path, std::ios::binary);
   if (!file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size())))
-    throw Error{Refusal::input, path, "cannot be read", fmt::format("{} bytes", size), "fewer"};
+    throw Error{Refusal::input, path, "truncated", fmt::format("{} bytes", size), "fewer"};
   return bytes;
 }
 
@@ -46,7 +46,7 @@ std::string value_in(const std::string& path, const std::string& header, const c
                      const std::string& expected) {
   std::smatch match;
   if (!std::regex_search(header, match, std::regex(pattern)))
-    throw Error{Refusal::input, path, "not an array that is read", expected,
+    throw Error{Refusal::input, path, "unsupported array", expected,
                 header.substr(0, header.find_last_not_of(" \n") + 1)};
   return match[1];
 }
@@ -70,12 +70,12 @@ std::vector<int> shape_in(const std::string& path, const std::string& header) {
 std::pair<std::string, std::size_t> header_of(const std::string& path, std::span<const std::byte> bytes) {
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   if (!text.starts_with("\x93NUMPY") || text.size() < 12 || text[6] < 1 || text[6] > 3)
-    throw Error{Refusal::input, path, "not an array that is read", "an .npy file of version 1 to 3", "another file"};
+    throw Error{Refusal::input, path, "not an .npy file", "an .npy file of version 1 to 3", "another file format"};
   const std::size_t width = text[6] == 1 ? 2 : 4, begin = 8 + width;
   std::size_t length = 0;
   for (std::size_t i = 0; i < width; ++i) length |= std::to_integer<std::size_t>(bytes[8 + i]) << (8 * i);
   if (length > text.size() - begin)
-    throw Error{Refusal::input, path, "cut off", fmt::format("a header of {} bytes", length),
+    throw Error{Refusal::input, path, "truncated", fmt::format("a header of {} bytes", length),
                 fmt::format("{} bytes", text.size() - begin)};
   if (length > most_header_bytes)
     throw Error{Refusal::input, path, "size of the header", fmt::format("at most {} bytes", most_header_bytes),
@@ -101,7 +101,7 @@ Array read_array(const std::string& path) {
   for (const int size : array.shape) count *= size;
   if (count * static_cast<double>(width) != static_cast<double>(held))
     throw Error{Refusal::input, path, "size", "the numbers of shape " + shape_text(array.shape),
-                fmt::format("{} bytes behind the header", held)};
+                fmt::format("{} bytes after the header", held)};
   for (std::size_t i = 0; i < held / width; ++i) {
     const double number = array.numbers.emplace_back(number_at(bytes.data() + begin + i * width, width));
     if (!std::isfinite(number))
@@ -124,7 +124,7 @@ std::vector<Source> ArrayFile::sources() const {
 
 const Array& ArrayFile::of_shape(const std::string& who, const std::vector<int>& sizes, std::string_view shape) const {
   const std::string expected = fmt::format("an .npy file of shape {} = {}", shape, shape_text(sizes));
-  if (!array_) throw Error{Refusal::input, who, "no table", expected, text_};
+  if (!array_) throw Error{Refusal::input, who, "missing table", expected, text_};
   if (array_->shape != sizes)
     throw Error{Refusal::input, array_->source.path, "shape for " + who, expected, shape_text(array_->shape)};
   return *array_;

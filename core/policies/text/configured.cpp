@@ -55,7 +55,8 @@ std::vector<std::string> split_policies(std::string_view text) {
       for (std::string& policy : policies_of_file(std::string(piece.substr(1)))) found.push_back(std::move(policy));
     } else if (is_assignment(piece)) {
       if (found.empty())
-        throw Error{Refusal::usage, "policy", "value without a policy", "NAME[:KEY=VALUE,...]", std::string(piece)};
+        throw Error{Refusal::usage, "policy", "parameter before the first policy", "NAME[:KEY=VALUE,...]",
+                    std::string(piece)};
       found.back() += (end_of_policy_name(found.back()) == found.back().size() ? ":" : ",") + std::string(piece);
     } else {
       found.emplace_back(piece);
@@ -87,18 +88,20 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
     for (const std::string_view piece : split_list(configured.name_, text.substr(name + 1))) {
       const std::size_t equals = piece.find('=');
       if (equals == std::string_view::npos || equals == 0)
-        throw Error{Refusal::usage, configured.name_, "not a parameter", "KEY=VALUE", "\"" + std::string(piece) + "\""};
+        throw Error{Refusal::usage, configured.name_, "not an assignment", "KEY=VALUE",
+                    "\"" + std::string(piece) + "\""};
       const std::string_view key = piece.substr(0, equals), value = piece.substr(equals + 1);
       // The comma in protect=sinks=4,recent=3 would end the value, and `recent` may be a parameter of the policy.
       if (key == "protect" && !value.starts_with('(') && configured.policy_->parameters().find(key) == nullptr)
-        throw Error{Refusal::usage, configured.name_ + ":protect", "without parentheses", "(sinks=4,recent=10%)",
+        throw Error{Refusal::usage, configured.name_ + ":protect", "missing parentheses", "(sinks=4,recent=10%)",
                     std::string(value)};
       values.emplace_back(key, without_parentheses(value));
     }
   }
   configured.place_parts(values);
   for (const auto& [key, value] : values)
-    if (!configured.given_.insert(key).second) throw Error{Refusal::usage, configured.name_, "given twice", "", key};
+    if (!configured.given_.insert(key).second)
+      throw Error{Refusal::usage, configured.name_, "given more than once", "one value", key};
   const Parameters parameters = configured.parameters();
   for (const Parameter& parameter : parameters.all())
     if (parameter.is_seed) configured.set(parameter.name, std::to_string(seed));
@@ -115,7 +118,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
     if (is_common(key)) configured.set_common(key, value);
   if (configured.common_->protect && configured.common_->has_sinks && configured.given_.contains("sinks") &&
       configured.common_->sinks != configured.common_->own_sinks)
-    throw Error{Refusal::usage, configured.name_ + ":sinks", "protect replaces it", "one of the two",
+    throw Error{Refusal::usage, configured.name_ + ":sinks", "contradicts protect", "sinks or protect, not both",
                 fmt::format("sinks={}", configured.common_->sinks)};
   if (configured.name_ != layer_ranges_name && !configured.parts_.empty()) configured.check_given();
   return configured;
@@ -132,10 +135,10 @@ void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::strin
       continue;
     }
     if (kind->value == PartKind::store && own.find("positions") != nullptr)
-      throw Error{Refusal::usage, name_, "positions says where its tokens stand", "positions=original or cache",
-                  "store=" + value};
+      throw Error{Refusal::usage, name_, "the policy sets the store by its parameter positions",
+                  "positions=original or cache", "store=" + value};
     if (std::ranges::find(parts_, kind->value, &Placed::kind) != parts_.end())
-      throw Error{Refusal::usage, name_, "given twice", "", key};
+      throw Error{Refusal::usage, name_, "given more than once", "one value", key};
     std::vector<std::pair<std::string, std::string>> of_part;
     std::shared_ptr<PlanPart> part = parse_part(kind->value, value, of_part);
     parts_.push_back({kind->value, value.substr(0, value.find('(')), std::move(part)});
@@ -157,8 +160,8 @@ void ConfiguredPolicy::share_parameters() {
           std::ranges::find(names_of_one_meaning, parameter.name) != std::end(names_of_one_meaning);
       const bool same_place = !same->part.empty() && kind_of(same->part)->value == placed.kind;
       if (same->range != parameter.range || !(one_meaning || same_place))
-        throw Error{Refusal::usage, name_ + ":" + parameter.name, "means two things in these parts", same->help,
-                    parameter.help};
+        throw Error{Refusal::usage, name_ + ":" + parameter.name, "ambiguous: two parts use this parameter differently",
+                    same->help, parameter.help};
       parameter.set(same->text());
     }
     for (const Parameter& parameter : of_part.all())
@@ -184,7 +187,7 @@ void ConfiguredPolicy::find_common() {
   } catch (const Error&) {
     // An oracle over ranges of layers has plans for its number of layers alone, and a broken policy in Python has none.
     // plans() reports the reason.
-    common_->lacks_protection = "has no plans for some other number of layers";
+    common_->lacks_protection = "has plans for one number of layers only";
     return;
   }
   bool protects = false;
@@ -206,11 +209,11 @@ void ConfiguredPolicy::find_common() {
 void ConfiguredPolicy::set_common(const std::string& name, const std::string& text) {
   const std::string where = name_ + ":" + name;
   if (name_ == layer_ranges_name)
-    throw Error{Refusal::usage, name_, "its layers have plans of their own", name + "= in the policies of the ranges",
-                name};
+    throw Error{Refusal::usage, name_, "has a separate plan for each range of layers",
+                name + "= in the policies of the ranges", name};
   if (name == "window_at" && !common_->has_window_at)
-    throw Error{Refusal::usage, where, name_ + " does not score by an observation window",
-                "a policy that does, such as snapkv", text};
+    throw Error{Refusal::usage, where, name_ + " has no observation window",
+                "a policy with an observation window, such as snapkv", text};
   if (name != "window_at" && !common_->lacks_protection.empty())
     throw Error{Refusal::usage, where, name_ + " " + common_->lacks_protection,
                 "a policy that selects by score within a budget", text};
@@ -222,7 +225,9 @@ void ConfiguredPolicy::set_common(const std::string& name, const std::string& te
 
 void ConfiguredPolicy::replace_protected(const ProtectedTokens& tokens) {
   if (name_ != layer_ranges_name && common_->lacks_protection.empty()) {
-    if (common_->protect) throw Error{Refusal::usage, name_ + ":protect", "given twice", "", "--protect"};
+    if (common_->protect)
+      throw Error{Refusal::usage, name_ + ":protect", "given more than once", "one of protect=(...) and --protect",
+                  "--protect"};
     common_->sinks = common_->own_sinks;
     common_->protect = tokens;
     return;
@@ -331,8 +336,8 @@ std::vector<LayerPlan> ConfiguredPolicy::plans(int layers) const {
   std::vector<LayerPlan> all;
   append_plans(all, *policy_, layers);
   if (!parts_.empty() && all.size() > 1)
-    throw Error{Refusal::usage, name_, "its layers have plans of their own", "layers:0-14=(A:...),15-29=(B:...)",
-                parts_.front().name};
+    throw Error{Refusal::usage, name_, "has a separate plan for each range of layers",
+                "layers:0-14=(A:...),15-29=(B:...)", parts_.front().name};
   for (LayerPlan& of_range : all) {
     Plan& plan = of_range.plan;
     Plan filled = plan;
@@ -348,14 +353,14 @@ void ConfiguredPolicy::fill_parts(Plan& plan) const {
   bool scores = false;
   for (const Placed& placed : parts_) {
     if (plan.allocate->changes_sets())
-      throw Error{Refusal::usage, name_, "its plan is that of the policy whose twin it is", "the part in of=(POLICY)",
-                  fmt::format("{} beside of=({})", placed.name, plan.allocate->other->label_with_seeds())};
+      throw Error{Refusal::usage, name_, "takes its plan from of=(POLICY)", "the part inside of=(POLICY)",
+                  fmt::format("{} outside of=({})", placed.name, plan.allocate->other->label_with_seeds())};
     if (placed.kind == PartKind::allocate && plan.nesting == Nesting::prunes_next)
-      throw Error{Refusal::usage, name_, "its layers have sizes of their own", "lengths=scaled",
+      throw Error{Refusal::usage, name_, "sets the budgets of its layers itself", "lengths=scaled",
                   "allocate=" + placed.name};
     if (placed.kind == PartKind::allocate && plan.own_memory)
-      throw Error{Refusal::usage, name_, "its layers and heads have sizes of their own", "another policy for this part",
-                  "allocate=" + placed.name};
+      throw Error{Refusal::usage, name_, "sets the budgets of its layers and heads itself",
+                  "another policy for this part", "allocate=" + placed.name};
     placed.part->fill(plan);
     scores = scores || placed.kind == PartKind::score;
   }
@@ -383,7 +388,7 @@ void ConfiguredPolicy::check_given() const {
     if (placed == parts_.end() && (scores || parameter->part != "score")) continue;
     if (std::ranges::any_of(parts_, [&](const Placed& part) { return part.part->parameters().find(name) != nullptr; }))
       continue;
-    throw Error{Refusal::usage, name_ + ":" + name, "nothing reads it",
+    throw Error{Refusal::usage, name_ + ":" + name, "unused parameter",
                 "the " + parameter->part + " of " + name_ + " itself",
                 placed == parts_.end() ? "a selector without scores" : parameter->part + "=" + placed->name};
   }
@@ -394,8 +399,8 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
   if (const auto& protect = common_->protect)
     for (const int tokens : {protect->sinks, protect->recent.count})
       if (tokens > prompt)
-        throw Error{Refusal::usage, name_ + ":protect", "larger than the trace",
-                    fmt::format("at most {} tokens", prompt), std::to_string(tokens)};
+        throw Error{Refusal::usage, name_ + ":protect", "exceeds the trace", fmt::format("at most {} tokens", prompt),
+                    std::to_string(tokens)};
   const Parameters own = parameters();
   for (const Parameter& parameter : own.all()) {
     if (parameter.up_to == UpTo::any || !given_.contains(parameter.name)) continue;
@@ -404,7 +409,7 @@ void ConfiguredPolicy::check_limits(int prompt, int layers) const {
     if (counts_layers(parameter))
       throw Error{Refusal::usage, name_ + ":" + parameter.name, "no such layer",
                   "-" + std::to_string(most) + ".." + std::to_string(most - 1), parameter.text()};
-    throw Error{Refusal::usage, name_ + ":" + parameter.name, "larger than the trace",
+    throw Error{Refusal::usage, name_ + ":" + parameter.name, "exceeds the trace",
                 "at most " + std::to_string(most) + (parameter.up_to == UpTo::prompt ? " tokens" : " layers"),
                 parameter.text()};
   }
@@ -428,11 +433,13 @@ std::string ConfiguredPolicy::why_no_twin(int layers) const {
 }
 
 void ConfiguredPolicy::check_layers_apart() const {
-  if (name_ == layer_ranges_name) throw Error{Refusal::usage, name_, "ranges of layers", "one policy for all layers"};
+  if (name_ == layer_ranges_name)
+    throw Error{Refusal::usage, name_, "is a policy per range of layers", "one policy for all layers"};
   constexpr int some_layers = 64;
   const std::vector<LayerPlan> all = plans(some_layers);
   if (all.size() > 1)
-    throw Error{Refusal::usage, name_, "its layers have plans of their own", "one policy for all layers", name_};
+    throw Error{Refusal::usage, name_, "has a separate plan for each range of layers", "one policy for all layers",
+                name_};
   kvreplay::check_layers_apart(name_, all.front().plan);
 }
 
@@ -451,9 +458,9 @@ Budget Budget::parse(std::string_view text) {
     if (!text.ends_with(unit)) continue;
     budget.bytes = std::floor(parse_real(where, text.substr(0, text.size() - unit.size())) * size);
     if (budget.at_seen)
-      throw Error{Refusal::usage, where, "memory does not grow",
+      throw Error{Refusal::usage, where, "@seen needs a fraction",
                   "a fraction in (0, 1] of the tokens seen, as in 0.1@seen", std::string(text)};
-    if (budget.bytes < 1) throw Error{Refusal::usage, where, "out of range", "a byte or more", std::string(text)};
+    if (budget.bytes < 1) throw Error{Refusal::usage, where, "out of range", "1 byte or more", std::string(text)};
     return budget;
   }
   if (text.ends_with('B'))
@@ -464,7 +471,7 @@ Budget Budget::parse(std::string_view text) {
     if (!(budget.fraction > 0.0 && budget.fraction <= 1.0))
       throw Error{Refusal::usage, where, "out of range", "a fraction in (0, 1]", std::string(text)};
   } else if (budget.at_seen) {
-    throw Error{Refusal::usage, where, "a count does not grow",
+    throw Error{Refusal::usage, where, "@seen needs a fraction",
                 "a fraction in (0, 1] of the tokens seen, as in 0.1@seen", std::string(text)};
   } else {
     budget.count = parse_int(where, text, 1);

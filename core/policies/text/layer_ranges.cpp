@@ -39,7 +39,7 @@ Range range_of(std::string_view text) {
   if (const std::string plain =
           range.first == range.last ? std::to_string(range.first) : fmt::format("{}-{}", range.first, range.last);
       range.last >= range.first && plain != text)
-    throw Error{Refusal::usage, where, "not as ranges are written", plain, std::string(text)};
+    throw Error{Refusal::usage, where, "not in canonical form", plain, std::string(text)};
   if (range.last < range.first)
     throw Error{Refusal::usage, where, "ends before it begins", "FIRST-LAST", std::string(text)};
   return range;
@@ -89,8 +89,9 @@ class LayerRanges final : public Policy {
       if (range->first != next || range->last >= layers) refuse(layers);
       for (LayerPlan& plan : range->policy->plans(range->last - range->first + 1)) {
         if (plan.plan.allocate->other != nullptr)
-          throw Error{Refusal::usage, fmt::format("layers:{}", range->text), "counts or sets of another policy",
-                      "a policy with counts and sets of its own", range->policy.text};
+          throw Error{Refusal::usage, fmt::format("layers:{}", range->text),
+                      "the policy copies counts or sets of another policy", "a policy with counts and sets of its own",
+                      range->policy.text};
         plan.first += range->first;
         all.push_back(std::move(plan));
       }

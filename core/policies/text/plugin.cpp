@@ -53,14 +53,14 @@ void check_library(const std::string& where, std::string_view bytes) {
   if (!bytes.starts_with(ELFMAG)) throw Error{Refusal::input, where, "not a plug-in", how_to_build, "another file"};
   const auto require = [&](std::uint64_t size) {
     if (size > bytes.size())
-      throw Error{Refusal::input, where, "cut off", fmt::format("at least {} bytes", size),
+      throw Error{Refusal::input, where, "truncated", fmt::format("at least {} bytes", size),
                   std::to_string(bytes.size())};
   };
   ElfW(Ehdr) header;
   require(sizeof header);
   std::memcpy(&header, bytes.data(), sizeof header);
   if (header.e_machine != __ehdr_start.e_machine)
-    throw Error{Refusal::capability, where, "made for another machine",
+    throw Error{Refusal::capability, where, "built for another processor",
                 fmt::format("ELF machine {}", __ehdr_start.e_machine), std::to_string(header.e_machine)};
   require(header.e_shoff + std::uint64_t{header.e_shnum} * header.e_shentsize);
 }
@@ -80,10 +80,11 @@ void check_stamp(const std::string& where, std::string_view bytes) {
   constexpr std::string_view expected = KVREPLAY_VERSION " (" KVREPLAY_ABI ")";
   const std::string_view stamp = stamp_in(bytes);
   if (stamp.empty())
-    throw Error{Refusal::input, where, "not a kvreplay plug-in", how_to_build, "a library without its stamp"};
+    throw Error{Refusal::input, where, "not a kvreplay plug-in", how_to_build, "a library without version stamp"};
   if (stamp != expected)
-    throw Error{Refusal::capability, where, "made for another kvreplay: build it again with this one's kit",
-                std::string(expected), std::string(stamp)};
+    throw Error{Refusal::capability, where,
+                "built for another version of kvreplay; rebuild it with the kit of this version", std::string(expected),
+                std::string(stamp)};
 }
 
 /// What the system's loader says, without the path that it may begin with.
@@ -95,12 +96,13 @@ std::string loader_error(const std::string& path) {
 }
 
 void check_names(const std::string& where, const std::vector<Registration>& registrations) {
-  if (registrations.empty()) throw Error{Refusal::input, where, "registers nothing", "a policy or a part", "none"};
+  if (registrations.empty())
+    throw Error{Refusal::input, where, "registers no policy and no part", "a policy or a part", "none"};
   for (const Registration& each : registrations) {
     if (each.is_taken || (each.kind == "policy" && each.name == layer_ranges_name))
-      throw Error{Refusal::input, where, each.kind + " \"" + each.name + "\" is there already", "a name of its own"};
+      throw Error{Refusal::input, where, each.kind + " \"" + each.name + "\" exists", "another name"};
     if (!is_name(each.name))
-      throw Error{Refusal::input, where, each.kind + " \"" + each.name + "\" cannot be asked for", name_rule};
+      throw Error{Refusal::input, where, each.kind + " \"" + each.name + "\" is not a valid name", name_rule};
   }
 }
 
@@ -119,7 +121,7 @@ void load_plugin(const fs::path& path) {
   static std::map<std::string, std::string> loaded;  // hashes by file
   if (const auto found = loaded.find(file); found != loaded.end()) {
     if (found->second == source.hash) return;
-    throw Error{Refusal::input, where, "changed since it was loaded", "a new start of the program"};
+    throw Error{Refusal::input, where, "changed since it was loaded; restart the program"};
   }
 
   std::vector<Registration> registrations;

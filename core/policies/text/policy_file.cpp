@@ -15,7 +15,7 @@ namespace {
 using Kind = YamlNode::Kind;
 
 constexpr std::string_view name_key = "policy";
-constexpr const char* a_policy = "a text, or a mapping with the key policy";
+constexpr const char* a_policy = "a string, or a mapping with the key policy";
 
 constexpr std::size_t most_policies = 10'000;
 
@@ -24,7 +24,7 @@ std::vector<std::string> values_of(const std::string& key, const YamlNode& node)
   std::vector<std::string> values;
   const auto add = [&](const YamlNode& value) {
     if (!value.is(Kind::text))
-      throw Error{Refusal::usage, value.where, "value of " + key, "one word, number or text, or a list of them",
+      throw Error{Refusal::usage, value.where, "value of " + key, "a scalar, or a list of scalars",
                   name_of(value.kind)};
     values.push_back(value.text);
   };
@@ -32,7 +32,7 @@ std::vector<std::string> values_of(const std::string& key, const YamlNode& node)
     for (const YamlNode& item : node.items) add(item);
   else
     add(node);
-  if (values.empty()) throw Error{Refusal::usage, node.where, "value of " + key, "one or more", "an empty list"};
+  if (values.empty()) throw Error{Refusal::usage, node.where, "value of " + key, "one value or more", "an empty list"};
   return values;
 }
 
@@ -88,7 +88,7 @@ std::vector<PolicyText> policies_of(const YamlNode& node) {
     const YamlNode* name = mapping.find(name_key);
     if (name == nullptr)
       throw Error{Refusal::usage, mapping.where, "not a policy", a_policy,
-                  mapping.is(Kind::mapping) ? "a mapping without it" : name_of(mapping.kind)};
+                  mapping.is(Kind::mapping) ? "a mapping without the key" : name_of(mapping.kind)};
     return values_of(std::string(name_key), *name);
   });
   return all;
@@ -98,7 +98,7 @@ std::vector<PolicyText> exclusions_of(const YamlNode& node) {
   std::vector<PolicyText> all;
   append(node, all, [](const YamlNode& mapping) {
     if (!mapping.is(Kind::mapping) || mapping.entries.empty())
-      throw Error{Refusal::usage, mapping.where, "leaves nothing out", "a policy, a budget or a parameter",
+      throw Error{Refusal::usage, mapping.where, "empty exclusion", "a policy, a budget or a parameter",
                   mapping.is(Kind::mapping) ? "an empty mapping" : name_of(mapping.kind)};
     const YamlNode* name = mapping.find(name_key);
     return name == nullptr ? std::vector<std::string>{""} : values_of(std::string(name_key), *name);
@@ -109,7 +109,7 @@ std::vector<PolicyText> exclusions_of(const YamlNode& node) {
 std::vector<std::string> policies_of_file(const std::filesystem::path& path) {
   std::vector<std::string> all;
   for (PolicyText& policy : policies_of(read_yaml(path, "policies"))) all.push_back(std::move(policy.text));
-  if (all.empty()) throw Error{Refusal::usage, path.string(), "holds no policy", "one policy, or a list of them"};
+  if (all.empty()) throw Error{Refusal::usage, path.string(), "contains no policy", "one policy, or a list of them"};
   return all;
 }
 

@@ -49,8 +49,8 @@ std::string with_files_in(const std::filesystem::path& folder, std::string_view 
     if (is_file(word, end < policies.size() ? policies[end] : '\0')) {
       const bool relative = std::filesystem::path(word).is_relative();
       if (relative && folder.string().find_first_of(separators) != std::string::npos)
-        throw Error{Refusal::usage, folder.string(), "files in this folder cannot be named in a policy",
-                    std::string("a folder without any of ") + separators, std::string(word)};
+        throw Error{Refusal::usage, folder.string(), "the name of this folder cannot be part of a policy",
+                    std::string("a name without any of ") + separators, std::string(word)};
       all += (folder / word).string();
     } else {
       all += word;

@@ -36,7 +36,7 @@ Structure Structure::parse(std::string_view text) {
 std::string Structure::around(const std::string& policy) const {
   const ConfiguredPolicy plain = ConfiguredPolicy::parse(policy);
   if (plain.name() == layer_ranges_name)
-    throw Error{Refusal::usage, plain.name(), "its layers have plans of their own",
+    throw Error{Refusal::usage, plain.name(), "has a separate plan for each range of layers",
                 "parts in the policies of the ranges, as in layers:0-14=(h2o:select=chunks),15-29=snapkv",
                 "--structure"};
   std::string text = policy + (plain.name() == policy ? ":" : ",") + "select=chunks,chunk=" + std::to_string(page) +

@@ -33,9 +33,10 @@ class Copy {
   YamlNode operator()(const YAML::Node& node, int level = 1) {
     YamlNode copy{.where = where(node.Mark())};
     if (level > most_levels)
-      throw Error{Refusal::usage, copy.where, "too deep", fmt::format("at most {} levels", most_levels), "more"};
+      throw Error{Refusal::usage, copy.where, "too deeply nested", fmt::format("at most {} levels", most_levels),
+                  "more"};
     if (++nodes_ > most_nodes)
-      throw Error{Refusal::usage, copy.where, "too much", fmt::format("at most {} values", most_nodes), "more"};
+      throw Error{Refusal::usage, copy.where, "too many values", fmt::format("at most {} values", most_nodes), "more"};
     if (node.IsScalar()) {
       copy.kind = Kind::text;
       copy.text = node.Scalar();
@@ -47,9 +48,10 @@ class Copy {
       std::set<std::string> keys;
       for (const auto& entry : node) {
         if (!entry.first.IsScalar())
-          throw Error{Refusal::usage, where(entry.first.Mark()), "not a key", "one word", "something else"};
+          throw Error{Refusal::usage, where(entry.first.Mark()), "invalid key", "a scalar", "a list or mapping"};
         const std::string& key = entry.first.Scalar();
-        if (!keys.insert(key).second) throw Error{Refusal::usage, where(entry.first.Mark()), "given twice", "", key};
+        if (!keys.insert(key).second)
+          throw Error{Refusal::usage, where(entry.first.Mark()), "duplicate key", "one value", key};
         YamlNode value = (*this)(entry.second, level + 1);
         // A value that is not there has no place of its own.
         if (value.is(Kind::nothing)) value.where = where(entry.first.Mark());
@@ -120,8 +122,8 @@ YamlNode read_yaml(const std::filesystem::path& path, const std::string& holding
   const std::string text = content_of(path, holding);
   Copy copy(path.string());
   if (const int line = second_document(text); line > 0)
-    throw Error{Refusal::usage, fmt::format("{}:{}", path.string(), line), "another document begins",
-                "one of " + holding};
+    throw Error{Refusal::usage, fmt::format("{}:{}", path.string(), line), "second YAML document",
+                "one document with " + holding};
   try {
     return copy(YAML::Load(text));
   } catch (const YAML::Exception& problem) {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.nearest import nearest
 from kvreplay.python_policies import FunctionPolicy, Policy, from_function, load, register, signature, with_values
 from kvreplay.trace import AnyPath, Trace
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 try:
     from kvreplay import _engine
 except ImportError as problem:
-    need = "pip install . in kvreplay's source folder, or cmake --build --preset release there"
+    need = "pip install ., or cmake --build --preset release, in the source folder of kvreplay"
     raise Error(
         "kvreplay", "the engine is not installed for this Python", need, str(problem), Refusal.CAPABILITY
     ) from None
@@ -64,7 +65,7 @@ class _Policies:
         for known in (name, *(one for one in every if one.replace("-", "_") == name)):
             if known in every:
                 return _constructor(known, *every[known])
-        raise AttributeError(f"no policy {name}: {', '.join(dir(self))}")
+        raise AttributeError(f"unknown policy {name}: {nearest(name, dir(self))}")
 
 
 policy = _Policies()
@@ -120,7 +121,7 @@ def replay(
     finished share and the trace's name. `options`: those of the program, by their long names: device, threads, memory,
     seed, eval, boundary, structure, protect, controls, detail, save, observables, force, no_text …
 
-    Raises Error for what cannot be meant, as the program does; a cell that fails is warned of and left out.
+    Raises Error for invalid arguments, as the program does; a failed cell is reported in a warning and omitted.
     """
     if output is not None:
         options["output"] = os.fsdecode(output)
@@ -171,7 +172,7 @@ def _command_line(
         words += ["--metrics", ",".join(_several(metrics))]
     for option, value in options.items():
         if option in PRINTED:
-            raise Error("replay", "not an option in Python", "", option, Refusal.USAGE)
+            raise Error("replay", "not an option in Python", "an option of kvreplay replay", option, Refusal.USAGE)
         if value is True:
             words.append("--" + option.replace("_", "-"))
         elif value is not False and value is not None:
@@ -207,10 +208,10 @@ def policy_texts(policies: Any) -> list[str]:
         if isinstance(one, str):
             continue
         if not hasattr(one, "definition"):  # as policies in Python have, but for the class Policy itself
-            raise Error("replay", "not a policy", "a text, or a policy in Python", type(one).__name__, Refusal.USAGE)
+            raise Error("replay", "not a policy", "a string, or a policy in Python", type(one).__name__, Refusal.USAGE)
         known = definitions.setdefault(one.definition.name, one.definition)
         if known.source_hash != one.definition.source_hash:
-            raise Error("replay", "two policies of one name", "a name for each", known.name, Refusal.USAGE)
+            raise Error("replay", "two policies with the same name", "different names", known.name, Refusal.USAGE)
     for definition in definitions.values():
         register(definition)
     return [one.definition.name if isinstance(one, type) else str(one) for one in policies]
@@ -256,5 +257,5 @@ def program(words: Sequence[str]) -> int:
 def _refuse_plugins(words: Sequence[str]) -> None:
     """A plug-in calls the program that loads it; what it could call here is beside the HDF5 that h5py brings along."""
     if any(word.startswith("--plugin") for word in words):
-        what, expected = "beside a policy in Python", "two command lines with one output folder"
+        what, expected = "cannot be combined with a policy in Python", "two command lines with one output folder"
         raise Error("--plugin", what, expected, "", Refusal.CAPABILITY)

@@ -25,7 +25,8 @@ class Refusal(IntEnum):
 
 
 class Error(Exception):
-    """One line, `WHERE: WHAT: expected EXPECTED, found FOUND`; empty pieces are left out."""
+    """One line, `WHERE: WHAT: expected EXPECTED, found FOUND`, or `WHERE: WHAT FOUND: did you mean NAME?` with an
+    `expected` of `nearest`. Empty pieces are left out."""
 
     def __init__(
         self, where: str, what: str, expected: str = "", found: str = "", exit_code: int = Refusal.INPUT
@@ -35,5 +36,9 @@ class Error(Exception):
         self.expected = expected
         self.found = found
         self.exit_code = int(exit_code)
+        if expected.startswith("did you mean "):
+            named = "" if where.endswith(found) else f" {found}".rstrip()
+            super().__init__(f"{where}: {what}{named}: {expected}".translate(CONTROLS))
+            return
         pieces = [f"{verb} {value}" for verb, value in (("expected", expected), ("found", found)) if value]
         super().__init__(": ".join(filter(None, (where, what, ", ".join(pieces)))).translate(CONTROLS))

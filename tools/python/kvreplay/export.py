@@ -67,7 +67,7 @@ def write_table(results: Path, path: Path) -> None:
                 for batch in rows:
                     writer.write_batch(batch)
     except pa.ArrowInvalid as problem:
-        raise Error(str(results), "unreadable", "CSV as replay writes it", str(problem)) from problem
+        raise Error(str(results), "unreadable", "CSV written by kvreplay replay", str(problem)) from problem
 
 
 def write_selections(run: Run, path: Path) -> None:
@@ -103,13 +103,14 @@ def parser() -> Parser:
     """The command line, said once."""
     found = Parser(
         prog="kvreplay export",
-        description="Writes the numbers of a run as one table, or its kept sets as one HDF5 file: selections.h5 as "
-        "format 1 had it, for scripts that read it.",
+        description="Writes the numbers of a run as one table, or its kept sets as one HDF5 file (selections.h5 of "
+        "format 1).",
+        examples=("kvreplay export out -o results.parquet", "kvreplay export out -o selections.h5"),
     )
     add = found.add_argument
-    add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote")
+    add("run", metavar="RUN", type=Path, help="folder of results of kvreplay replay")
     add("-o", "--output", metavar="FILE", type=Path, required=True,
-        help="file to write: .parquet and .arrow (results.csv with types; need pyarrow), .csv, or .h5")  # fmt: skip
+        help="file to write: .parquet or .arrow (typed columns; needs pyarrow), .csv, or .h5 (kept sets)")  # fmt: skip
     return found
 
 

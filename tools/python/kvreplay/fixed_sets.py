@@ -20,7 +20,7 @@ def fixed_set_policy(trace: Trace, selection: Any, sliding: str) -> tuple[str, i
     rows = [_rows(trace, layer, one) for layer, one in enumerate(_layers(trace, selection))]
     if len({len(layer) for layer in rows}) > 1:
         found = ", ".join(str(len(layer)) for layer in rows)
-        raise Error("selection", "rows", "as many in every layer", found, Refusal.USAGE)
+        raise Error("selection", "rows", "the same number in every layer", found, Refusal.USAGE)
     treated = trace.treated_layers(sliding == "treat")
     counts = np.array([[len(row) for row in rows[layer]] for layer in treated], dtype=np.int64)
     heads = dict(zip((1, trace.query_heads, trace.kv_heads), ("layer", "query", "kv"), strict=True))[len(rows[0])]
@@ -76,5 +76,5 @@ def _rows(trace: Trace, layer: int, one: Any) -> list[np.ndarray]:
         if len(outside):
             raise Error(place, "position", f"0..{trace.prompt - 1}", str(outside[0]), Refusal.USAGE)
         if len(np.unique(row)) != len(row):
-            raise Error(place, "positions", "each once", "some twice", Refusal.USAGE)
+            raise Error(place, "positions", "unique positions", "duplicates", Refusal.USAGE)
     return [row.astype(np.int32) for row in rows]

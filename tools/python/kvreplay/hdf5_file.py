@@ -25,7 +25,7 @@ def _require_self_contained(file: h5py.File, path: Path) -> None:
     def way_out(name: bytes, link: Any) -> Error | None:
         where = f"{path}:/{name.decode(errors='backslashreplace')}"
         if link.type != h5py.h5l.TYPE_HARD:
-            found = "a soft link" if link.type == h5py.h5l.TYPE_SOFT else "a link out of it"
+            found = "a soft link" if link.type == h5py.h5l.TYPE_SOFT else "an external link"
             return Error(where, "link", "an object of this file", found)
         item = h5py.h5o.open(file.id, name)
         if isinstance(item, h5py.h5d.DatasetID):

@@ -1,4 +1,4 @@
-"""What the programs in Python share: refusals in the words of every other error, and exit codes."""
+"""Shared by the programs in Python: command lines, error lines and exit codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ from kvreplay.errors import DISK_FULL, Error, Refusal
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose usage errors are ours; an unknown option is answered with the nearest one."""
+    """A command line with our usage errors: an unknown option is answered with the nearest one. The help ends with
+    `examples`."""
 
-    def __init__(self, *, allow_abbrev: bool = False, **options: Any) -> None:
+    def __init__(self, *, allow_abbrev: bool = False, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=allow_abbrev, **options)
+        self._examples = examples
+        self._optionals.title = "other options"
+
+    def format_help(self) -> str:
+        examples = "".join(f"  {example}\n" for example in self._examples)
+        return super().format_help() + (f"\nexamples:\n{examples}" if examples else "")
 
     @property
     def command(self) -> str:
@@ -55,8 +62,8 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if word.startswith("--") and name not in known and previous not in takes_value:
                 near = difflib.get_close_matches(name, known, 1)
-                expected = near[0] if near else "one that --help lists"
-                raise Error(self.command, "option", expected, name, Refusal.USAGE)
+                expected = f"did you mean {near[0]}?" if near else "an option of --help"
+                raise Error(self.command, "unknown option", expected, name, Refusal.USAGE)
             previous = word
 
 
@@ -71,7 +78,7 @@ def size(text: str) -> int:
     """Bytes, as every size of the program is written: 4G, 512MiB ..."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]?)(?:iB|B)?", text)
     if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a number of bytes, or of k, M, G or T, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, as 4096, 512M or 1.5G, found {text!r}")
     return int(float(match[1]) * 1024 ** " kMGT".index(match[2].replace("K", "k") or " "))
 
 
@@ -91,15 +98,16 @@ def pattern(flag: str, text: str) -> re.Pattern[str] | None:
 def add_same_prompt(add_argument: Callable[..., Any]) -> None:
     """--same-prompt, a pattern or None."""
     add_argument("--same-prompt", metavar="REGEX", type=partial(pattern, "--same-prompt"),
-        help="traces in whose names the first group (or all that matches) is equal have the same prompt (default: "
-        "equal names, or equal token ids)")  # fmt: skip
+        help="traces whose names have the same first group (or the same match) share a prompt (default: equal names, "
+             "or "
+        "equal token ids)")  # fmt: skip
 
 
-def add_replay_options(add_argument: Callable[..., Any], device: str = "as in kvreplay replay") -> None:
+def add_replay_options(add_argument: Callable[..., Any], device: str = "device that computes (default: auto)") -> None:
     """--device, --threads and --memory of the replays that a command calls; `device`: help of the first."""
     add_argument("--device", metavar="auto|cpu|cuda[:N]", help=device)
-    add_argument("--threads", metavar="N", help="as in kvreplay replay")
-    add_argument("--memory", metavar="SIZE", help="as in kvreplay replay")
+    add_argument("--threads", metavar="N", help="CPU threads (default: all cores)")
+    add_argument("--memory", metavar="SIZE", help="limit on memory, as 8G (default: the free memory)")
 
 
 def require_least(arguments: argparse.Namespace, **least: int) -> None:
@@ -128,19 +136,19 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def say_notes(command: str, notes: Iterable[str]) -> None:
-    """What the reader of the results should know, on stderr."""
+    """Prints notes for the reader of the results on stderr."""
     for note in notes:
         print(f"kvreplay: {command}: {note}", file=sys.stderr)
 
 
 def _say(line: str) -> None:
-    """Onto stderr. What cannot be written there is lost: there is nowhere left to say so."""
+    """Prints on stderr. A line that cannot be written is lost."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:
-    """What is left in stdout's buffer has nowhere to go: without this the interpreter's own flush would complain."""
+    """Discards the buffer of stdout, whose reader has gone: the interpreter's own flush would report an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -179,17 +187,17 @@ def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> i
         return int(Refusal.RESOURCES)
     except KeyboardInterrupt:
         if kept:
-            _say(f"kvreplay: {command}: interrupted, {kept}")
+            _say(f"kvreplay: {command}: interrupted; {kept}")
         return int(Refusal.INTERRUPTED)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kvreplay"):
-            need = "what tools/setup build python installs"
-            _say(f"kvreplay: {Error(command, f'{error.name} is not installed', need)}")
+            remedy = "run tools/setup build python"
+            _say(f"kvreplay: {Error(command, f'{error.name} is not installed; {remedy}')}")
             return int(Refusal.CAPABILITY)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _drop_output()
             _say(f"kvreplay: {command}: disk full: {error.filename or 'standard output'}")
             return int(Refusal.RESOURCES)
         _say(traceback.format_exc().rstrip())
-        _say(f"kvreplay: {command}: a bug of kvreplay {__version__}: please report the lines above")
+        _say(f"kvreplay: {command}: internal error, a bug of kvreplay {__version__}; please report the lines above")
         return int(Refusal.INTERNAL)

@@ -34,6 +34,7 @@ import numpy as np
 import xxhash
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.nearest import nearest
 
 PLACES = ("score", "select", "allocate", "share", "schedule", "store")
 TAKEN = (*PLACES, "heads", "agg", "preset")  # what a command line says of any policy
@@ -127,7 +128,8 @@ class Policy:
         known = {one.name: one for one in cls.definition.parameters}
         for name in values:
             if name not in known:
-                raise Error(cls.definition.name, "unknown parameter", ", ".join(known) or "none", name, Refusal.USAGE)
+                expected = nearest(name, known) if known else "no parameters"
+                raise Error(cls.definition.name, "unknown parameter", expected, name, Refusal.USAGE)
         self._given = values
         for name, one in known.items():
             setattr(self, name, values.get(name, one.default))
@@ -154,7 +156,7 @@ class Definition:
 
     def bind(self, values: Mapping[str, Standard]) -> Bound:
         """The policy with these values."""
-        return Bound(self, self.call("its making", self.make, values))
+        return Bound(self, self.call("the constructor", self.make, values))
 
     def call(self, what: str, function: Callable, *arguments: Any) -> Any:
         """What a function of the policy's author gives; what it raises is an Error that says in which line."""
@@ -375,12 +377,12 @@ def _declared(policy: str, name: str, default: Any) -> Parameter:
     known = default if isinstance(default, Parameter) else Parameter(default)
     standard, where = known.default, f"{policy}:{name}"
     if name in TAKEN:
-        raise Error(where, "every policy has that already", "another name", name, Refusal.USAGE)
+        raise Error(where, "reserved parameter name", "another name", name, Refusal.USAGE)
     if not name.isascii():
-        raise Error(where, "name", "letters of ASCII", name, Refusal.USAGE)
+        raise Error(where, "name", "ASCII letters", name, Refusal.USAGE)
     if not isinstance(standard, Standard):
         found = "no default" if standard is inspect.Parameter.empty else type(standard).__name__
-        raise Error(where, "default", "a number, a truth value or a word", found, Refusal.USAGE)
+        raise Error(where, "default", "a number, a Boolean or a string", found, Refusal.USAGE)
     if known.choices and standard not in known.choices:
         raise Error(where, "default", " | ".join(known.choices), str(standard), Refusal.USAGE)
     if not isinstance(standard, str | bool):
@@ -398,11 +400,11 @@ def _definition(
     summary = " ".join((inspect.cleandoc(doc or "").split("\n\n")[0] or name).split())
     file, content = _written(source)
     if not NAME.fullmatch(name):
-        raise Error("policy", "name", "letters and digits of ASCII, - and _", repr(name), Refusal.USAGE)
+        raise Error("policy", "name", "ASCII letters, digits, - and _", repr(name), Refusal.USAGE)
     texts = {one: options.get(one, getattr(Policy, one)) for one in ("paper", "formula", "heads", "agg")}
     for one, value in texts.items():
         if not isinstance(value, str):
-            raise Error(name, one, "a word", repr(value), Refusal.USAGE)
+            raise Error(name, one, "a string", repr(value), Refusal.USAGE)
     digest = xxhash.xxh3_128_hexdigest(content)
     return Definition(name, summary, make, **texts, parameters=parameters, source=source, file=file, source_hash=digest)
 
@@ -472,7 +474,7 @@ def load(file: str, name: str) -> str:
     except (Error, KeyboardInterrupt):
         raise
     except SyntaxError as problem:
-        raise Error(f"{file}:{problem.lineno}", "not Python", found=problem.msg, exit_code=Refusal.INPUT) from problem
+        raise Error(f"{file}:{problem.lineno}", "syntax error", found=problem.msg, exit_code=Refusal.INPUT) from problem
     except Exception as problem:
         inside = [
             one.lineno for one in traceback.extract_tb(problem.__traceback__) if Path(one.filename) == path.resolve()
@@ -485,8 +487,8 @@ def load(file: str, name: str) -> str:
     policies = {one.name: one for one in defined.values()}
     chosen = policies.get(name, defined.get(name))  # by its own name, or by the name of its class
     if chosen is None:
-        known = ", ".join(policies) or "a function under @kv.policy"
-        raise Error(f"{file}:{name}", "no such policy", known, name, Refusal.USAGE)
+        known = nearest(name, policies) if policies else "a function under @kv.policy"
+        raise Error(file, "unknown policy", known, name, Refusal.USAGE)
     register(chosen)  # another file may have taken the name since
     return chosen.name
 

@@ -41,14 +41,14 @@ def regret(
     """
     for option in OWN:
         if option in options:
-            raise Error("regret", "not an option here", "seed=N of a policy" if option == "seed" else "", option,
+            raise Error("regret", "unknown option", "seed=N of a policy" if option == "seed" else "", option,
                         Refusal.USAGE)  # fmt: skip
     texts = [one for text in engine.policy_texts(policies) for one in _engine.split_policies(text)]
     meant: dict[str, tuple[str, str]] = {}
     for text in texts:
         policy, canonical = _engine.label(text), _engine.canonical(text)
         if meant.setdefault(policy, canonical) != canonical:  # a bound could not say whose counts it takes
-            raise Error(policy, "two policies of this name, from different files", "names that differ", "",
+            raise Error(policy, "two policies of this name, from different files", "different names", "",
                         Refusal.USAGE)  # fmt: skip
     family = {policy: [policy, *(bound_of(policy, free) for free in FREE)] for policy in meant}
     bounds = [bound for of_policy in family.values() for bound in of_policy[1:]]
@@ -68,7 +68,7 @@ def regret(
                               *terms(f"{policy} at {budget} of {trace}", recalls), recalls[-1]))  # fmt: skip
     if not found:
         why = next((cell["error"] for cell in run.failed if "error" in cell), "none")
-        raise Error("regret", "every policy failed", "one that does not", why)
+        raise Error("regret", "every policy failed", "a policy without error", why)
     return pd.DataFrame(found, columns=COLUMNS).astype({"budget_tokens": int})
 
 

@@ -413,7 +413,7 @@ class Run:
         if granted.ndim != 2 or offsets.shape != (granted.size + 1,) or (np.diff(offsets) < 0).any():
             raise Error(where, "offsets", f"{granted.size + 1} ascending", str(list(offsets.shape)))
         if len(positions) != offsets[-1]:
-            raise Error(where, "positions", f"{offsets[-1]} of them", str(len(positions)))
+            raise Error(where, "positions", f"{offsets[-1]} positions", str(len(positions)))
         if ((positions < 0) | (positions >= boundary)).any():
             raise Error(where, "positions", f"0 to {boundary - 1}", f"{positions.min()} to {positions.max()}")
         evicted_at = group["evicted_at"][()] if "evicted_at" in group else None
@@ -480,9 +480,11 @@ class Run:
             raise Error(where, f"path of trace {name}", "an entry of inputs", "none")
         path = Path(paths[0])
         if path.parts[0] == "memory:":
-            raise Error(where, f"trace {name} was in memory", "the trace itself", "its name", Refusal.USAGE)
+            raise Error(where, f"trace {name} was in memory", "the Trace object", "its name", Refusal.USAGE)
         if not path.is_file():
-            raise Error(where, f"trace {name} has moved", "its file here, or TRACE.h5 in place of the run", str(path))
+            raise Error(
+                where, f"trace {name} not found", "its file at this path, or TRACE.h5 in place of the run", str(path)
+            )
         return path
 
     def eval_attention(self, name: str, layer: int, head: int | None = None) -> np.ndarray:
@@ -494,9 +496,11 @@ class Run:
         where = place(group)
         if head is not None and "eval_attention_heads" not in group:
             found = "the mean over heads alone"
-            raise Error(where, "attention by head was not saved", "a run of replay --save attention", found)
+            raise Error(where, "attention by head was not saved", "a run with replay --save attention", found)
         if "eval_attention" not in group or "n_queries" not in group.attrs:
-            raise Error(where, "eval attention not measured", "eval_attention, n_queries", "not both")
+            raise Error(
+                where, "attention of evaluation queries was not measured", "eval_attention and n_queries", "not both"
+            )
         sums = group["eval_attention"][layer] if head is None else group["eval_attention_heads"][layer, head]
         return np.asarray(sums, dtype=float) / int(group.attrs["n_queries"])
 
@@ -644,7 +648,7 @@ def chosen(
         wrong = table[name][number.isna() & (table[name] != "")]
         if len(wrong):
             where = f"{path}:{wrong.index[0] + 2}"
-            raise Error(where, name, "a number or nothing", wrong.iloc[0])
+            raise Error(where, name, "a number, or empty", wrong.iloc[0])
         # pandas before 3.1 is off by one in the last place of some.
         table[name] = table[name].where(number.notna(), "nan").to_numpy(object).astype(float)
     return table
@@ -686,18 +690,18 @@ def check_about(path: Path, about: dict) -> None:
 
 
 def untold_note(metrics: Iterable[str], better: dict[str, str]) -> list[str]:
-    """What to say where a run does not tell what is better of some of these metrics."""
+    """A note on metrics whose direction (higher or lower is better) is missing in a run."""
     untold = sorted(set(metrics) - set(better))
     if not untold:
         return []
-    return [f"run.json does not say what is better of {', '.join(untold)}: the same replay once more adds it and "
-            "computes nothing again"]  # fmt: skip
+    return [f"run.json does not say whether higher or lower is better for {', '.join(untold)}; run the same replay "
+            "again to record it (finished cells are reused)"]  # fmt: skip
 
 
 def check_format(folder: Path) -> None:
     """Rejects results of format 1, whose sets are in selections.h5."""
     if not (folder / "cells").exists() and any((folder / name).exists() for name in ("parts", "selections.h5")):
-        raise Error(str(folder), "results of format 1: kvreplay merge NEW OLD reads them", "")
+        raise Error(str(folder), "results of format 1; convert them with kvreplay merge NEW OLD", "")
 
 
 def place(group: h5py.Group) -> str:

@@ -15,7 +15,7 @@ def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> li
     """`asked` in the order of `known`; a name that is not known is refused with the nearest."""
     for name in asked:
         if name not in known:
-            raise Error(flag, f"no such {what} in this run", nearest(name, known), name, Refusal.USAGE)
+            raise Error(flag, f"unknown {what}", nearest(name, known), name, Refusal.USAGE)
     return [name for name in known if name in asked]
 
 

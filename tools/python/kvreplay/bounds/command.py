@@ -1,4 +1,4 @@
-"""`kvreplay regret TRACE... -p POLICY,… -b BUDGET,…`: what keeps policies from the best that could be kept."""
+"""`kvreplay regret TRACE... -p POLICY,… -b BUDGET,…`: the gap of policies to the best kept set, by cause."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ def parser() -> Parser:
     """The command line, said once."""
     found = Parser(
         prog="kvreplay regret",
-        description="How far the attention recall of policies stays below the best that could be kept, and why: "
-        "by what their scores do not know (score), by chunks (structure), and by how the slots are divided over the "
-        "heads of a layer (head) and over the layers (layer). Numbers are open loop: queries as captured under the "
-        "full cache.",
+        description="Splits the gap in attention recall between policies and the best kept set into four terms: the "
+        "scores (score), whole chunks (structure), the allocation over the heads of a layer (head) and over the layers "
+        "(layer). Numbers are open loop: queries as captured under the full cache.",
+        examples=(
+            "kvreplay regret trace.h5 -p snapkv,chunkkv -b 0.1",
+            "kvreplay regret traces/*.h5 -p h2o -b 0.05,0.2 -o regret.csv",
+        ),
     )
     add = found.add_argument
-    add("traces", metavar="TRACE", type=Path, nargs="+", help="what is replayed")
-    add("-p", "--policy", metavar="POLICY,…", action="append", required=True, help="as in kvreplay replay")
+    add("traces", metavar="TRACE", type=Path, nargs="+", help="traces to replay")
+    add = found.add_argument_group("policies and budgets").add_argument
+    add("-p", "--policy", metavar="POLICY,…", action="append", required=True,
+        help="policies, as in kvreplay replay; repeatable")  # fmt: skip
     add("-b", "--budget", metavar="BUDGET,…", action="extend", type=names, required=True,
-        help="fractions of the prompt, or counts of tokens")  # fmt: skip
-    add("--eval", metavar="QUERIES", help="as in kvreplay replay")
-    add("-o", "--output", metavar="FILE.csv", type=Path, help="one line a trace in full precision, as CSV")
-    add_replay_options(add)
-    add("--json", action="store_true", help="one JSON document in place of the table")
+        help="fractions of the prompt, or numbers of tokens; repeatable")  # fmt: skip
+    add("--eval", metavar="QUERIES", help="queries at which recall is measured (default: continuation)")
+    add = found.add_argument_group("results").add_argument
+    add("-o", "--output", metavar="FILE.csv", type=Path, help="CSV file to write, one row per trace, full precision")
+    add("--json", action="store_true", help="print JSON in place of the table")
+    add_replay_options(found.add_argument_group("execution").add_argument)
     return found
 
 

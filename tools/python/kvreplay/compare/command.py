@@ -18,20 +18,26 @@ def parser() -> Parser:
         description="Compares policies with a baseline on the same traces at the same budgets: mean paired difference, "
         "its 95 % bootstrap interval over prompts, sign-flip p, Holm-corrected over all lines printed. Numbers are "
         "open loop: queries as captured under the full cache.",
+        examples=(
+            "kvreplay compare out --baseline snapkv",
+            "kvreplay compare out-1 out-2 --baseline h2o --metric attention_recall -b 0.1 --data compare.csv",
+        ),
     )
     add = found.add_argument
-    add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` wrote")
-    add("--baseline", metavar="POLICY", required=True, help="what the others are compared with, as tables call it")
+    add("runs", metavar="RUN", type=Path, nargs="+", help="folders of results of kvreplay replay")
+    add = found.add_argument_group("comparison").add_argument
+    add("--baseline", metavar="POLICY", required=True, help="policy to compare with, as the tables name it")
     add("--metric", metavar="NAME[:VARIANT],…", action="extend", type=names, default=[],
         help=f"metrics to compare (default: {HEADLINE}, and skill after replay --controls twins)")  # fmt: skip
     add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
-        help="policies to compare (default: all that were asked for)")  # fmt: skip
+        help="policies to compare (default: all but the controls)")  # fmt: skip
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
-        help="budgets as they were asked for (default: all)")  # fmt: skip
+        help="budgets, as given to replay (default: all)")  # fmt: skip
     add_same_prompt(add)
-    add("--seed", metavar="N", type=int, default=0, help="of all random draws (default: 0)")
-    add("--json", action="store_true", help="one JSON document in place of the table")
-    add("--data", metavar="FILE.csv", type=Path, help="the table in full precision, as CSV")
+    add("--seed", metavar="N", type=int, default=0, help="random seed of bootstrap and sign flips (default: 0)")
+    add = found.add_argument_group("results").add_argument
+    add("--json", action="store_true", help="print JSON in place of the table")
+    add("--data", metavar="FILE.csv", type=Path, help="CSV file of the table in full precision")
     return found
 
 
@@ -58,7 +64,7 @@ def compare(arguments: argparse.Namespace) -> None:
     if arguments.data:
         write_csv(comparison.lines, arguments.data)
     print(json.dumps(comparison.document(), indent=2, allow_nan=False) if arguments.json else comparison.table())
-    failed = [f"{run.folder}: {len(run.failed)} failed cells are left out" for run in runs if run.failed]
+    failed = [f"{run.folder}: {len(run.failed)} failed cells are omitted" for run in runs if run.failed]
     say_notes("compare", [*failed, *comparison.notes])
 
 

@@ -48,14 +48,16 @@ class Comparison:
         if baseline in base:  # the label of one, and the name of others that have a parameter more, as protect=
             base = [baseline]
         if len(base) > 1:
-            raise Error("--baseline", "several policies", "one of " + ", ".join(base), baseline, Refusal.USAGE)
+            raise Error("--baseline", "ambiguous policy", "one of " + ", ".join(base), baseline, Refusal.USAGE)
         [self.baseline] = base
         known = list(metric_names(table))
         names = pick("--metric", "metric", metrics or self._default_metrics(table, known), known)
         shown = chosen_labels("-p", table, policies, every) if policies else asked
         compared = [self.baseline, *(label for label in shown if label != self.baseline)]
         if len(compared) == 1:
-            raise Error("--baseline", "nothing to compare it with", "another policy", self.baseline, Refusal.USAGE)
+            raise Error(
+                "--baseline", "no policy to compare with the baseline", "another policy", self.baseline, Refusal.USAGE
+            )
         sizes = table.groupby("budget")["budget_tokens"].mean().sort_values(kind="stable").index.tolist()
         literals = pick("-b", "budget", list(budgets) or sizes, sizes)
 
@@ -64,8 +66,8 @@ class Comparison:
         for literal in literals:
             present = chosen["trace_hash"][chosen["budget"] == literal].nunique()
             if present < every_trace:
-                self.notes.append(f"budget {literal}: {every_trace - present} of {every_trace} traces have no cell of "
-                                  "that name and are missing")  # fmt: skip
+                self.notes.append(f"budget {literal}: {every_trace - present} of {every_trace} traces have no cell at "
+                                  "this budget and are omitted")  # fmt: skip
         rows = chosen[chosen["name"].isin(names)]
         for column, wanted in (("label", compared), ("budget", literals), ("name", names)):
             rows = rows.sort_values(column, key=lambda one: one.map(wanted.index), kind="stable")  # noqa: B023
@@ -75,12 +77,12 @@ class Comparison:
         unknown = [] if same_prompt else without_prompt_hash(identities, runs)
         if unknown:
             shown = ", ".join(unknown[:NAMED]) + (", …" if len(unknown) > NAMED else "")
-            self.notes.append(f"run.json has no token ids of the prompts of {len(unknown)} traces ({shown}): their "
-                              "names alone tell which are of one prompt; --same-prompt says more")  # fmt: skip
-        for column, what in (("eval", "eval queries"), ("seed", "seeds")):
+            self.notes.append(f"run.json has no prompt hashes of {len(unknown)} traces ({shown}): traces are grouped "
+                              "into prompts by name; use --same-prompt to group them")  # fmt: skip
+        for column, what in (("eval", "evaluation queries"), ("seed", "seeds")):
             kinds = sorted(set(rows[column]))
             if len(kinds) > 1:
-                self.notes.append(f"traces with different {what} stand together: {', '.join(kinds)}")
+                self.notes.append(f"traces with different {what} are pooled: {', '.join(kinds)}")
         self.better = {name: word for run in runs for name in names if (word := run.better_of(name))}
         self.units = {name: unit for run in runs for name in names if (unit := run.unit_of(name))}
         self.notes += untold_note(names, self.better)
@@ -102,7 +104,7 @@ class Comparison:
         again = table.duplicated(["trace_hash", "cell", "metric", "variant"])
         if again.any():
             cells = len(table[again][["trace_hash", "cell"]].drop_duplicates())
-            self.notes.append(f"{cells} cells are in more than one run and count once")
+            self.notes.append(f"{cells} cells occur in several runs and are counted once")
         return table[~again]
 
     def _default_metrics(self, table: pd.DataFrame, known: Sequence[str]) -> list[str]:
@@ -110,11 +112,9 @@ class Comparison:
         if self.baseline in with_skill:
             return [default_metric(known), SKILL["name"]]
         if with_skill:
-            self.notes.append(f"{self.baseline} has no random twin, so skill is not compared")
+            self.notes.append(f"{self.baseline} has no random twin: skill is not compared")
         else:
-            self.notes.append(
-                "no policy has a random twin, so skill is not compared: replay --controls twins adds them"
-            )
+            self.notes.append("no policy has a random twin: skill is not compared (use replay --controls twins)")
         return [default_metric(known)]
 
     @cached_property
@@ -148,15 +148,17 @@ class Comparison:
         """What the reader of the numbers should know of these."""
         own = sorted({label for _, label in self.own_memory})
         if own:
-            self.notes.append(f"no budget binds {', '.join(own)}: not at equal memory, no p and no verdict")
+            self.notes.append(f"ignores the budget, so no p and no verdict: {', '.join(own)}")
         compared = self.lines[self.lines["policy"] != self.baseline]
         for line in compared[compared["pairs"] == 0].itertuples():
             place = f"{line.metric} of {line.policy} at budget {line.budget}"
-            self.notes.append(f"{place}: in no trace beside the baseline's")
+            self.notes.append(f"{place}: in no trace together with the baseline")
         fewest = int(compared["paired_prompts"][compared["pairs"] > 0].min()) if (compared["pairs"] > 0).any() else 0
         if 0 < fewest < statistics.FEW:
             smallest = 2.0 ** (1 - fewest)
-            self.notes.append(f"few prompts ({fewest}): intervals are too narrow, and no p is below {smallest:.3g}")
+            self.notes.append(
+                f"few prompts ({fewest}): intervals are too narrow, and the smallest possible p is {smallest:.3g}"
+            )
 
     def document(self) -> dict:
         """The comparison for JSON."""
@@ -183,7 +185,8 @@ class Comparison:
         texts = [("metric", "unit", "budget", "policy", "heads", "traces", "mean", "95 % interval",
                   "difference", "95 % interval", "p", "p Holm", "better/same/worse")]  # fmt: skip
         texts += [self.line_texts(line) for line in self.lines.itertuples()]
-        foot = [f"difference: policy less ({self.baseline}), mean over traces; intervals: bootstrap over prompts, "
+        foot = [f"difference: policy minus baseline ({self.baseline}), mean over traces; intervals: bootstrap over "
+                "prompts, "
                 f"seed {self.seed}; p: sign flips of prompts;",
                 f"* Holm-corrected p below 0.05, over all comparisons of this table: {count}"]  # fmt: skip
         body = aligned(texts, words=5)
@@ -257,7 +260,7 @@ def refuse_two_values(rows: pd.DataFrame) -> None:
         where = ", ".join(dict.fromkeys(same["run"]))
         found = "cells " + ", ".join(dict.fromkeys(same["cell"]))
         raise Error(where, f"two results of {one['label']} at budget {one['budget']} for trace {one['trace']}",
-                    "one cell, so runs of one version of each policy", found, Refusal.USAGE)  # fmt: skip
+                    "one cell, from runs with the same version of each policy", found, Refusal.USAGE)  # fmt: skip
 
 
 def part_of_name(trace: str, pattern: re.Pattern[str] | None) -> str:

@@ -63,9 +63,9 @@ def draw(choice: Choice) -> Drawing:
     grey = "black: kept" if head is not None else "black: kept by all sets of the layer, white: by none"
     sheet = Sheet(
         1, (width, PANEL), 1, left, right, above=spans.height + 0.1, below=len(strips) * pitch + 0.48,
-        title=choice.title or f"Eval attention and the tokens kept: layer {number}, {whose}",
+        title=choice.title or f"Attention of evaluation queries and kept tokens: layer {number}, {whose}",
         subtitle=f"{choice.budget_line()}; {grey}{columns.words}",
-        caption=choice.caption(f"Mean over {queries(choice, facts)} eval queries"),
+        caption=choice.caption(f"Mean over {queries(choice, facts)} evaluation queries"),
     )  # fmt: skip
     axis = sheet.axes[0]
     shown = columns.means(attention)

@@ -20,8 +20,8 @@ def draw(choice: Choice) -> Drawing:
     asked = asked[(asked["trace"] == trace.name) & (asked["budget"] == choice.budgets[0])]["budget_tokens"].iloc[0]
     sheet = Sheet(
         len(cells), panel, columns, left=0.65, right=0.12, above=0.1, gap=(0.18, 0.35), below=0.42,
-        headings=names.headings(columns), title=choice.title or "Kept tokens by layer",
-        subtitle=f"{choice.budget_line()} (dashed); bars: mean over heads; thin lines: least to most of them",
+        headings=names.headings(columns), title=choice.title or "Kept tokens per layer",
+        subtitle=f"{choice.budget_line()} (dashed); bars: mean over heads; thin lines: range over heads",
         caption=choice.caption(),
     )  # fmt: skip
     top = max(cell.selection.kept.max() for cell in cells)

@@ -25,19 +25,20 @@ class Kind:
 
 OF_SETS = ("policies", "budgets_asked", "traces_asked")
 KINDS = {
-    "heatmap": Kind("layer × layer Jaccard similarity of the kept tokens, beside chance", (*OF_SETS, "variant")),
-    "kept": Kind("which tokens are kept: layer × position, with the trace's spans", OF_SETS),
-    "redundancy": Kind("similarity of keys and of values to their most similar other, by layer and position",
+    "heatmap": Kind("layer × layer Jaccard similarity of the kept tokens, with the value expected by "
+                    "chance", (*OF_SETS, "variant")),
+    "kept": Kind("kept tokens, layer × position, with the spans of the trace", OF_SETS),
+    "redundancy": Kind("highest cosine similarity of each key and value to another token, by layer and position",
                        ("traces_asked",)),
-    "budgets": Kind("kept tokens by layer", OF_SETS),
-    "curve": Kind("a metric over the budget, a line a policy", (*OF_SETS, "metric_asked")),
-    "layers": Kind("a metric by layer, a line a policy", (*OF_SETS, "metric_asked")),
+    "budgets": Kind("kept tokens per layer", OF_SETS),
+    "curve": Kind("a metric over the budget, one line per policy", (*OF_SETS, "metric_asked")),
+    "layers": Kind("a metric by layer, one line per policy", (*OF_SETS, "metric_asked")),
     "needle": Kind("span recall of needles by prompt length and depth, over many traces", (*OF_SETS, "metric_asked")),
-    "compare": Kind("paired differences of policies against a --baseline, over many traces",
+    "compare": Kind("paired differences between policies and a --baseline, over many traces",
                     (*OF_SETS, "metric_asked", "baseline", "seed")),
-    "attention": Kind("attention of later queries over the prompt, and the tokens kept",
+    "attention": Kind("attention of evaluation queries to the prompt, and the kept tokens",
                       (*OF_SETS, "layer", "head")),
-    "similarity": Kind("token × token cosine of keys and of values in a layer; of a run or a TRACE.h5",
+    "similarity": Kind("token × token cosine similarity of keys and values in a layer; of a run or a TRACE.h5",
                        ("traces_asked", "layer", "of")),
 }  # fmt: skip
 OF_TRACES = ("similarity",)  # kinds that need no run
@@ -48,34 +49,39 @@ def parser() -> Parser:
     """The command line, said once. An option that only some kinds read sets a field of `Choice`, if it is given."""
     found = Parser(
         prog="kvreplay plot",
-        description="Draws a finished run. What a figure shows is open loop: queries as captured under the full cache.",
+        description="Draws figures of a finished run. Numbers are open loop: queries as captured under the full cache.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "kvreplay plot curve out --metric attention_recall",
+            "kvreplay plot heatmap out -p snapkv -b 0.1 -o heatmap.pdf --data heatmap.csv",
+        ),
     )
     add = found.add_argument
-    add("kind", metavar="KIND", help="what to draw, see below")
-    add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote; for similarity also a TRACE.h5")
+    add("kind", metavar="KIND", help="kind of figure, see below")
+    add("run", metavar="RUN", type=Path, help="folder of results of kvreplay replay; for similarity also a TRACE.h5")
+    add = found.add_argument_group("results").add_argument
     add("-o", "--output", metavar="FIG.svg|pdf|png", type=Path, action="append", default=[],
-        help="file to write, format by suffix; several: repeat (default: RUN/figures/KIND.svg)")  # fmt: skip
-    add("--data", metavar="FILE.csv", type=Path, help="the numbers drawn, as CSV")
-    add("--title", metavar="TEXT", default="", help="replaces the figure's first line")
+        help="file to write, in the format of its suffix; repeatable (default: RUN/figures/KIND.svg)")  # fmt: skip
+    add("--data", metavar="FILE.csv", type=Path, help="CSV file of the numbers in the figure")
+    add("--title", metavar="TEXT", default="", help="title (default: that of the kind)")
 
-    of_kinds = partial(add, default=argparse.SUPPRESS)
+    of_kinds = partial(found.add_argument_group("selection").add_argument, default=argparse.SUPPRESS)
     of_kinds("-p", "--policies", metavar="POLICY,…", action="append",
-             help="policies to draw, in this order, as tables call them (default: all of the run, sorted)")  # fmt: skip
+             help="policies to draw, in this order, as the tables name them (default: all, sorted)")  # fmt: skip
     of_kinds("-b", "--budgets", dest="budgets_asked", metavar="BUDGET,…", action="extend", type=names,
-             help="budgets as they were asked for (default: all; where a figure shows one, the smallest)")  # fmt: skip
+             help="budgets, as given to replay (default: all; in a figure of one budget, the smallest)")  # fmt: skip
     of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",
-             help="traces to draw, repeat for several (default: all; where a figure shows one, the first)")  # fmt: skip
-    of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]", help="what to draw (default: "
-             "attention_recall; of needle span_recall:mean, and else any or full)")  # fmt: skip
+             help="trace to draw; repeatable (default: all; in a figure of one trace, the first)")  # fmt: skip
+    of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]", help="metric to draw (default: "
+             "attention_recall; in needle span_recall:mean, or :any or :full)")  # fmt: skip
     of_kinds("--variant", choices=("first", "mean", "union"),
-             help="sets of the first head, head by head, or their union (default: mean)")  # fmt: skip
-    of_kinds("--baseline", metavar="POLICY", help="what the other policies are compared with")
-    of_kinds("--seed", metavar="N", type=int, help="of the bootstrap's draws (default: 0)")
-    of_kinds("--layer", metavar="N", type=int, help="the model's own number of the layer (default: the middle one)")
-    of_kinds("--head", metavar="N", type=int, help="the query head (default: the mean over heads)")
-    of_kinds("--of", choices=("keys", "values"), help="what is compared (default: both)")
-    found.epilog = "kinds, and which of the options from -p on they read:\n" + "\n".join(
+             help="sets of the first head, mean over heads, or union of heads (default: mean)")  # fmt: skip
+    of_kinds("--baseline", metavar="POLICY", help="policy to compare with")
+    of_kinds("--seed", metavar="N", type=int, help="random seed of the bootstrap (default: 0)")
+    of_kinds("--layer", metavar="N", type=int, help="layer number in the model (default: the middle layer)")
+    of_kinds("--head", metavar="N", type=int, help="query head (default: the mean over heads)")
+    of_kinds("--of", choices=("keys", "values"), help="vectors to compare (default: both)")
+    found.epilog = "kinds of figure, with the selection options that they accept:\n" + "\n".join(
         f"  {name:<11}{kind.summary}\n{'':13}{' '.join(map(found.flag, kind.reads))}" for name, kind in KINDS.items()
     )
     return found
@@ -90,16 +96,17 @@ def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
 def check_names(arguments: argparse.Namespace) -> None:
     """What can be refused before anything is read."""
     if arguments.kind not in KINDS:
-        raise Error("plot", "no such figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
+        raise Error("plot", "unknown kind of figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
     for field in asked_of_kinds(arguments):
         readers = [name for name, kind in KINDS.items() if field in kind.reads]
         if arguments.kind not in readers:
             wanted = ("one of " if len(readers) > 1 else "") + ", ".join(readers)
-            raise Error(parser().flag(field), "not read by this figure", wanted, arguments.kind, Refusal.USAGE)
+            raise Error(parser().flag(field), "not an option of this figure", wanted, arguments.kind, Refusal.USAGE)
     for path in arguments.output:
         require_format("-o", path, *FORMATS)
     if arguments.run.suffix == ".h5" and arguments.kind not in OF_TRACES:
-        raise Error("plot", f"{arguments.kind} needs a run", "a folder that replay wrote", str(arguments.run),
+        raise Error("plot", f"{arguments.kind} needs a run", "a folder of results of kvreplay "
+                                                             "replay", str(arguments.run),
                     Refusal.USAGE)  # fmt: skip
     require_least(arguments, seed=0)
     require_format("--data", arguments.data, ".csv")

@@ -24,7 +24,7 @@ def draw(choice: Choice) -> Drawing:
     Where rows are sorted, policies that are not at equal memory with the baseline are last: they have no rank.
     """
     if not choice.baseline:
-        raise Error("--baseline", "missing", "the policy that others are compared with", "", Refusal.USAGE)
+        raise Error("--baseline", "missing", "a policy to compare with", "", Refusal.USAGE)
     budgets = choice.budgets
     comparison = Comparison(
         [choice.run], choice.baseline, choice.policies, budgets, [choice.metric_name], choice.traces_asked,
@@ -65,7 +65,7 @@ def draw(choice: Choice) -> Drawing:
         len(budgets), (float(np.clip(room, NARROWEST, WIDEST)), row_height * len(order) + 0.1), columns, left, right,
         above=0.1, gap=(gap, 0.72), below=0.58,
         headings=[SMALL * LINE * POINT] * -(-len(budgets) // columns),
-        title=choice.title or f"{choice.metric_words} against {comparison.baseline}, trace by trace",
+        title=choice.title or f"{choice.metric_words} compared with {comparison.baseline}, trace by trace",
         subtitle=f"traces {traces}, prompts {prompts}; dot: mean paired difference, bar: 95\u00a0% bootstrap "
         "interval over prompts, small marks: traces" + ("; right: traces better/same/worse" if TOWARDS[better] else ""),
         caption=open_loop(

@@ -22,7 +22,7 @@ def draw(choice: Choice) -> Drawing:
     )  # fmt: skip
     sizes = [choice.budget_sizes[budget] for budget in choice.budgets]
     if len(set(sizes)) < len(sizes):
-        raise Error("-b", "budgets of as many tokens have one place on the axis", "one of them",
+        raise Error("-b", "several budgets have the same number of tokens", "one of them",
                     ", ".join(choice.budgets), Refusal.USAGE)  # fmt: skip
     low, high = min(sizes), max(sizes)
     if high >= LOGARITHMIC * low:

@@ -85,13 +85,13 @@ class Choice:
         models = sorted(set(self.run.cells["model"][self.run.cells["trace"].isin(chosen)]))
         if len(models) > 1:
             found = f"{len(chosen)} traces of " + ", ".join(models)
-            raise Error("--trace", "choose traces of one model", "--trace NAME", found, Refusal.USAGE)
+            raise Error("--trace", "traces of several models", "--trace NAME", found, Refusal.USAGE)
         return chosen
 
     def one_trace(self) -> TraceFacts:
         """The trace of a figure that shows one: the first. What is said of traces from here on is said of it alone."""
         if len(self.traces) > 1:
-            self.notes.append(f"one trace is drawn, {self.traces[0]}; --trace chooses another of {len(self.traces)}")
+            self.notes.append(f"draws trace {self.traces[0]}; use --trace for another of {len(self.traces)}")
             self.traces = self.traces[:1]
         return self.run.trace(self.traces[0])
 
@@ -101,7 +101,7 @@ class Choice:
         if self.layer is None:
             middle = int(trace.treated[len(trace.treated) // 2])
             if len(numbers) > 1:
-                self.notes.append(f"one layer is drawn, {numbers[middle]}; --layer chooses another of {len(numbers)}")
+                self.notes.append(f"draws layer {numbers[middle]}; use --layer for another of {len(numbers)}")
             return middle
         if self.layer not in numbers:
             raise Error("--layer", "no such layer in this trace", f"{numbers[0]} to {numbers[-1]}", str(self.layer),
@@ -145,11 +145,11 @@ class Choice:
             row = table.loc[[label]].iloc[0]
             selection = self.run.selection_of(row["cell"], trace.boundary)
             if selection is None:
-                self.notes.append(f"{label} keeps no fixed set")
+                self.notes.append(f"{label} has no static set")
             else:
                 drawn.append(DrawnCell(label, row["heads"], selection))
         if not drawn:
-            raise Error(str(self.run.folder), "nothing to draw", "a cell with a fixed set", "none")
+            raise Error(str(self.run.folder), "nothing to draw", "a cell with a static set", "none")
         return drawn
 
     @cached_property
@@ -217,5 +217,5 @@ class Choice:
 
 def open_loop(line: str, synthetic: bool, *more: str) -> str:
     """A caption: where the numbers come from, what else is to be said, and what every number of a replay is."""
-    pieces = [line, "Synthetic numbers: no model made them" if synthetic else "", *more]
+    pieces = [line, "Synthetic trace, not from a model" if synthetic else "", *more]
     return ". ".join(piece for piece in pieces if piece) + ". Open loop: queries as captured under the full cache."

@@ -48,9 +48,10 @@ def draw(choice: Choice) -> Drawing:
     names = PanelNames([(cell.label, cell.heads) for cell in cells], side + 0.1)
     sheet = Sheet(
         len(cells), (side, side), columns, left=0.52, right=0.8, above=0.12, gap=(0.28, 0.75), below=0.62,
-        headings=names.headings(columns), title=choice.title or "Jaccard similarity of the tokens that layers keep",
-        subtitle=f"{choice.budget_line()}; {VARIANTS[choice.variant]}; sinks and recent tokens kept by rule left out",
-        caption=choice.caption("Chance: layers that draw as many tokens independently", stops),
+        headings=names.headings(columns), title=choice.title or "Jaccard similarity of the kept tokens of two layers",
+        subtitle=f"{choice.budget_line()}; {VARIANTS[choice.variant]}; protected tokens (sinks and recent window) "
+                 "excluded",
+        caption=choice.caption("Chance: expected value of independent random sets of the same size", stops),
     )  # fmt: skip
     data = []
     for i, (cell, matrix) in enumerate(zip(cells, matrices, strict=True)):

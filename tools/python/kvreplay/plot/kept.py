@@ -26,7 +26,7 @@ def draw(choice: Choice) -> Drawing:
     grey = "black: all heads keep the token, white: none"
     sheet = Sheet(
         len(cells), (width, tall), 1, left, right, above=spans.height + name + 0.08, gap=(0, name + 0.09), below=0.42,
-        title=choice.title or "Tokens kept, by layer and position",
+        title=choice.title or "Kept tokens, by layer and position",
         subtitle=f"{choice.budget_line()}; {grey}{columns.words}",
         caption=choice.caption(),
     )  # fmt: skip

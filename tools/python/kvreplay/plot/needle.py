@@ -57,9 +57,9 @@ def draw(choice: Choice) -> Drawing:
     name, _, measure = (choice.metric_asked or METRIC).partition(":")
     measure = measure or "mean"
     if name != METRIC:
-        raise Error("--metric", "not what this figure shows", f"{METRIC}:{'|'.join(VARIANTS)}", name, Refusal.USAGE)
+        raise Error("--metric", "not a metric of this figure", f"{METRIC}:{'|'.join(VARIANTS)}", name, Refusal.USAGE)
     if measure not in VARIANTS:
-        raise Error("--metric", f"no such variant of {METRIC}", nearest(measure, VARIANTS), measure, Refusal.USAGE)
+        raise Error("--metric", f"unknown variant of {METRIC}", nearest(measure, VARIANTS), measure, Refusal.USAGE)
     facts = {name: choice.run.trace(name) for name in choice.traces}
     needles = pd.DataFrame(
         [
@@ -97,7 +97,7 @@ def draw(choice: Choice) -> Drawing:
         headings=names.headings(columns),
         title=choice.title or "Share of the needle kept, by depth and prompt length",
         subtitle=f"{choice.budget_line()}; span recall, {VARIANTS[measure]}, mean over layers; depth in the {place}",
-        caption=choice.caption("Colour: mean over the needles of a cell; number: how many; ×: none"),
+        caption=choice.caption("Colour: mean over the needles of a cell; number: count of needles; ×: none"),
     )  # fmt: skip
     data = []
     for i, label in enumerate(labels):

@@ -33,16 +33,16 @@ def draw(choice: Choice) -> Drawing:
     trace = choice.one_trace()
     if not trace.redundancy:
         where = f"{choice.run.cells_path(trace.name)}:/traces/{trace.name}"
-        raise Error(where, "redundancy not measured", "redundancy_key, redundancy_value", "neither")
+        raise Error(where, "redundancy was not measured", "metrics redundancy_key and redundancy_value", "neither")
     per_bin = -(-trace.boundary // BINS)
     edges = np.append(np.arange(0, trace.boundary, per_bin), trace.boundary)
     panel = (2.45, 1.9)
     sheet = Sheet(
         2, panel, 2, left=0.58, right=label_room(list(KINDS)), above=0.12, gap=(0.25, 0), below=0.42,
         title=choice.title or "Redundancy: cosine similarity to the most similar other token of the prompt",
-        subtitle="line: median; band: quartiles; left over tokens, right over layers"
+        subtitle="line: median; band: quartiles; left: over tokens, right: over layers"
         + (f" and {per_bin} neighbouring tokens" if per_bin > 1 else ""),
-        caption=choice.caption("Token vectors: all KV heads of a layer together"),
+        caption=choice.caption("Token vectors: all KV heads of a layer concatenated"),
     )  # fmt: skip
     by_layer, by_position = sheet.axes
     ends, data = [], []

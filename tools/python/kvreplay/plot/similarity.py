@@ -24,7 +24,7 @@ TENSORS = {"keys": "k", "values": "v"}
 def directions(tensor: np.ndarray, prompt: int) -> Iterator[tuple[int, np.ndarray]]:
     """First token and unit vectors [b, Hkv*d] of the prompt's tokens, in pieces, from a tensor [Hkv,T,d].
 
-    A token's vector is that of all KV heads side by side, as the redundancy metrics take it; a zero vector stays zero,
+    A token's vector is that of all KV heads concatenated, as the redundancy metrics take it; a zero vector stays zero,
     so its cosines are 0.
     """
     for begin in range(0, prompt, READ_AT_ONCE):
@@ -93,7 +93,7 @@ def draw(choice: Choice) -> Drawing:
         len(grids), (side, side), len(grids), left=0.68, right=0.95, above=spans.height + 0.26, gap=(GAP, 0),
         below=0.42,
         title=choice.title or f"Cosine similarity of tokens in layer {facts.layer_numbers[layer]}",
-        subtitle=f"token vectors: all {facts.kv_heads} KV heads side by side{per}", caption=choice.caption(),
+        subtitle=f"token vectors: all {facts.kv_heads} KV heads concatenated{per}", caption=choice.caption(),
     )  # fmt: skip
     x, y, _, height = sheet.grid
     size = len(next(iter(grids.values())))

@@ -1,4 +1,4 @@
-"""`kvreplay predict RUN...`: which offline metric has policies in the order that the live model has them."""
+"""`kvreplay predict RUN...`: rank correlation of offline metrics with the live model."""
 
 from __future__ import annotations
 
@@ -26,20 +26,26 @@ def parser() -> Parser:
     found = Parser(
         prog="kvreplay predict",
         description="Rank correlation of offline metrics with live ones, over the policies of one prompt at one "
-        "budget: mean over prompts and its 95 % bootstrap interval. Takes runs that `kvreplay live` has measured.",
+        "budget: mean over prompts and its 95 % bootstrap interval. Needs runs measured by kvreplay live.",
+        examples=(
+            "kvreplay predict out",
+            "kvreplay predict out --live nll_increase --data predict.csv -o predict.svg",
+        ),
     )
     add = found.add_argument
-    add("runs", metavar="RUN", type=Path, nargs="+", help="folders that `kvreplay replay` and `kvreplay live` wrote")
+    add("runs", metavar="RUN", type=Path, nargs="+", help="folders of results of kvreplay replay and kvreplay live")
+    add = found.add_argument_group("correlation").add_argument
     add("--metric", metavar="NAME[:VARIANT],…", action="extend", type=names, default=[],
         help="offline metrics (default: all that the runs have)")  # fmt: skip
-    add("--live", metavar="NAME[:VARIANT]", default="kld", help="the live metric of tables and figure (default: kld)")
+    add("--live", metavar="NAME[:VARIANT]", default="kld", help="live metric of tables and figure (default: kld)")
     add_same_prompt(add)
-    add("--kind", metavar="REGEX", type=partial(pattern, "--kind"), help="what of a trace's name is the kind of its "
-        "prompt (default: what comes before the first digit, hyphen or underscore)")  # fmt: skip
-    add("--seed", metavar="N", type=int, default=0, help="of all random draws (default: 0)")
-    add("--json", action="store_true", help="one JSON document in place of the tables")
-    add("--data", metavar="FILE.csv", type=Path, help="the headline of all live metrics in full precision, as CSV")
-    add("-o", "--output", metavar="FIGURE", type=Path, help="the figure: .svg, .pdf or .png (default: none)")
+    add("--kind", metavar="REGEX", type=partial(pattern, "--kind"), help="part of a trace's name that is the kind of "
+        "its prompt (default: the name up to the first digit, hyphen or underscore)")  # fmt: skip
+    add("--seed", metavar="N", type=int, default=0, help="random seed of the bootstrap (default: 0)")
+    add = found.add_argument_group("results").add_argument
+    add("--json", action="store_true", help="print JSON in place of the tables")
+    add("--data", metavar="FILE.csv", type=Path, help="CSV file of the rank correlations with all live metrics")
+    add("-o", "--output", metavar="FIGURE", type=Path, help="figure to write: .svg, .pdf or .png (default: none)")
     return found
 
 

@@ -54,7 +54,7 @@ class Measured:
         table = table.drop_duplicates(["trace_hash", "cell", "layer", "metric", "variant"])
         if table.empty:
             where = ", ".join(str(run.folder) for run in runs)
-            raise Error(where, "nothing to predict", "live numbers, as kvreplay live adds them", "none")
+            raise Error(where, "nothing to predict", "results of kvreplay live", "none")
         table = table.assign(
             label=labels(table[CELL].assign(trace=table["trace_hash"])),
             name=table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else ""),
@@ -119,7 +119,7 @@ class Prediction:
         counts = wide.groupby(["prompt", "budget"])["label"].nunique()
         if (counts < FEWEST).any():
             few = int((counts < FEWEST).sum())
-            notes.append(f"fewer than {FEWEST} policies: {few} of {len(counts)} prompts at a budget are left out")
+            notes.append(f"fewer than {FEWEST} policies: {few} of {len(counts)} prompts at a budget are omitted")
         return cls(wide, offline, found.live, seed, notes)
 
     @cached_property

@@ -39,15 +39,15 @@ class Presentation:
         return str(self.lines["offline"].iloc[0])
 
     def sentence(self) -> str:
-        """Which offline metric to trust, and how far."""
+        """The offline metric with the highest rank correlation, and its lead over the headline metric."""
         first = self.lines.iloc[0]
         text = (
-            f"{self.best} has the policies most nearly in the order of {self._live}: rank correlation "
+            f"{self.best} orders the policies most like {self._live}: rank correlation "
             f"{interval(first, 'spearman')}, {100 * first['in_order']:.0f} % of pairs in order"
         )
         if self._headline in set(self.lines["offline"]) and self.best != self._headline:
             difference, low, high = self._found.better_than(self.best, self._headline, self._live)
-            word = "more than" if low > 0 else "not resolved from"
+            word = "better than" if low > 0 else "not significantly better than"
             gap = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}], {first['prompts']} prompts"
             text += f"; {word} {self._headline} ({gap})"
         return text + "."
@@ -67,7 +67,7 @@ class Presentation:
             f"prompts   {cells['prompt'].nunique()} of {cells['kind'].nunique()} kinds   policies "
             f"{cells['label'].nunique()}   budgets {', '.join(sorted(set(cells['budget'])))}   live {self._live}\n\n"
         )
-        table = [("offline metric", "rank correlation", "tau", "pairs in order", "over budgets too")] + [
+        table = [("offline metric", "rank correlation", "tau", "pairs in order", "across budgets")] + [
             (line["offline"], interval(line, "spearman"), f"{line['kendall']:.2f}", f"{100 * line['in_order']:.0f} %",
              f"{over.get(line['offline'], math.nan):.2f}") for _, line in self.lines.iterrows()
         ]  # fmt: skip
@@ -82,14 +82,14 @@ class Presentation:
         found = []
         kinds = self._found.left_out_kinds(self._live)
         if len(kinds) > 1:
-            rows = [("kind left out", "best on the others", "here", "best here", "")] + [
+            rows = [("held-out kind", "best on the others", "here", "best here", "")] + [
                 (one["kind"], one["chosen"], f"{one['spearman']:.2f}", one["best here"], f"{one['its spearman']:.2f}")
                 for _, one in kinds.iterrows()
             ]
             found.append(text_of(rows))
         needed = self._found.needed(self.best, self._live)
         if len(needed):
-            rows = [("budget", "prompts", f"needed for {100 * SHARE:.0f} % of pairs", "reached")] + [
+            rows = [("budget", "prompts", f"prompts to resolve {100 * SHARE:.0f} % of pairs", "resolved")] + [
                 (one["budget"], str(one["prompts"]), "no pair resolved" if pd.isna(one["reached"])
                  else f"more than {one['prompts']}" if pd.isna(one["needed"])
                  else f"{one['needed']:.0f}", f"{100 * one['reached']:.0f} %") for _, one in needed.iterrows()
@@ -101,7 +101,7 @@ class Presentation:
                 tuple(map(str, one)) for one in flipped.head(MOST).itertuples(index=False)
             ]
             more = len(flipped) - MOST
-            found.append(text_of(rows) + (f"\nand {more} further pairs" if more > 0 else ""))
+            found.append(text_of(rows) + (f"\nand {more} more pairs" if more > 0 else ""))
         return found
 
     def document(self) -> dict[str, Any]:
@@ -127,8 +127,8 @@ class Presentation:
         budgets = cells.groupby("budget")["share"].mean().sort_values().index
         sheet = Sheet(
             len(wanted), (2.3, 2.0), len(wanted), left=0.75, right=1.0, above=0.25, gap=(0.75, 0.5), below=0.45,
-            title="Offline against live", subtitle="one point a prompt, policy and budget",
-            caption=f"Prompts: {cells['prompt'].nunique()}. ρ: rank correlation within a prompt at equal budget, mean",
+            title="Offline metrics against the live model", subtitle="one point per prompt, policy and budget",
+            caption=f"Prompts: {cells['prompt'].nunique()}. ρ: mean rank correlation within a prompt at equal budget",
         )  # fmt: skip
         of_metric = self.lines.set_index("offline")["spearman"]
         for axis, name in zip(sheet.axes, wanted, strict=True):

@@ -13,19 +13,20 @@ def parser() -> Parser:
     """The command line, said once."""
     found = Parser(
         prog="kvreplay report",
-        description="Writes one HTML file of a finished run, which needs no network: table, curves, similarity of "
-        "layers, budgets, and the prompt's text shaded by who kept it. Ranks need `kvreplay replay --save scores`.",
+        description="Writes one offline HTML file of a finished run: table, curves, similarity of layers, budgets, and "
+        "the text of the prompt shaded by the share of sets that keep a token. Ranks need replay --save scores.",
+        examples=("kvreplay report out", "kvreplay report out -p snapkv,h2o -b 0.1 --no-text -o report.html"),
     )
     add = found.add_argument
-    add("run", metavar="RUN", type=Path, help="folder that `kvreplay replay` wrote")
+    add("run", metavar="RUN", type=Path, help="folder of results of kvreplay replay")
     add("-o", "--output", metavar="REPORT.html", type=Path, help="file to write (default: RUN/report.html)")
     add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
-        help="policies to show, as tables call them (default: all)")  # fmt: skip
+        help="policies to show, as the tables name them (default: all)")  # fmt: skip
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
-        help="budgets as they were asked for (default: all)")  # fmt: skip
+        help="budgets to show, as given to replay (default: all)")  # fmt: skip
     add("--trace", metavar="NAME", action="append", default=[],
-        help="traces to show, repeat for several (default: the first)")  # fmt: skip
-    add("--no-text", action="store_true", help="for private prompts: no text of the prompt, tokens as positions")
+        help="trace to show; repeatable (default: the first)")  # fmt: skip
+    add("--no-text", action="store_true", help="show positions in place of the text of the prompt")
     return found
 
 

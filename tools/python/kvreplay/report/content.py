@@ -84,15 +84,15 @@ class Page:
         self.traces = self._traces(traces, known)
         self.whole, self.by_layer = headline_values(run, self.traces)
         if len(self.traces) < len(known):
-            self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; --trace chooses others")
+            self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; use --trace for others")
         untold = {trace for trace, _ in run.untold_memory}
         untold = [name for name in self.traces if name in untold]
         if untold:
-            self.notes.append(f"run.json does not say which policies a budget binds on {', '.join(untold)}: at equal "
-                              "memory or not, none of them is marked *; the same replay once more tells")  # fmt: skip
+            self.notes.append(f"run.json does not say which policies ignore the budget on {', '.join(untold)}: "
+                              "none of them is marked *; run the same replay again to record it")  # fmt: skip
         failed = [cell for cell in run.failed if cell.get("trace") in self.traces]
         if failed:
-            self.notes.append(f"{len(failed)} failed cells, see the table")
+            self.notes.append(f"{len(failed)} failed cells, listed in the table")
         self.order = {(cell.get("trace"), cell.get("cell")): i for i, cell in enumerate(run.about.get("cells", []))}
         self.wanted: list[Wanted] = []
         self.content = {
@@ -128,7 +128,7 @@ class Page:
         self.content["planes"] = list(stock.places)
         for what, of in left_out.items():
             names = ", ".join(list(of)[:6]) + (f" and {len(of) - 6} more" if len(of) > 6 else "")
-            self.notes.append(f"no room for {what} of {names}; --trace, -p and -b choose less")
+            self.notes.append(f"page too large: without {what} of {names}; use --trace, -p or -b to show less")
         self.content["notes"] = self.notes
 
     def _traces(self, asked: Sequence[str], known: list[str]) -> list[str]:
@@ -142,7 +142,7 @@ class Page:
             raise Error("report", "nothing to show", "a trace with a cell of these policies at these budgets",
                         ", ".join(wanted), Refusal.USAGE)  # fmt: skip
         if asked:
-            self.notes += [f"{name} is left out: no cell of these policies at these budgets"
+            self.notes += [f"{name} is omitted: no cell of these policies at these budgets"
                            for name in wanted if name not in found]  # fmt: skip
         return found if asked else found[:1]
 
@@ -236,7 +236,7 @@ class Page:
                     matrices[variant].append(matrix)
         return {
             "tokens": max(tokens),
-            "line": table.budget_line(rows[0]["budget"], tokens, len(facts.treated)),
+            "line": table.budget_line(rows[0]["budget"], tokens, len(facts.treated), facts.boundary),
             "own_memory": table.own_memory_line(lines),
             "scale": {variant: scale_end(found) if found else 1.0 for variant, found in matrices.items()},
             "cells": cells,
@@ -270,7 +270,7 @@ class Page:
         shape = (len(selection.layers) * rows, selection.boundary)
         want(1, "kept tokens", cell, "sets", lambda: bit_planes.bits(selection.mask().reshape(shape)))
         by_rule = np.stack([selection.sinks, selection.recent])[:, selection.layers].astype("<i4")
-        want(1, "what a rule keeps", cell, "by_rule", by_rule.tobytes)
+        want(1, "protected tokens", cell, "by_rule", by_rule.tobytes)
         for variant, matrix in selection.jaccard.items():
             want(2, "similarity", cell["jaccard"], variant, lambda matrix=matrix: bit_planes.triangle(matrix))
         scores = self.run.scores(row["cell"])
@@ -287,7 +287,7 @@ class Page:
             return None
         levels, most = bit_planes.attention_levels(attention[facts.treated])
         found: dict[str, Any] = {"most": most}
-        self.wanted.append(Wanted((0,), "later attention", facts.name, found, "levels", levels.tobytes))
+        self.wanted.append(Wanted((0,), "attention of evaluation queries", facts.name, found, "levels", levels.tobytes))
         return found
 
 
@@ -310,7 +310,7 @@ def provenance(run: Run, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
     inputs = {one.get("trace"): one for one in run.replayed_last}
     for name in traces:
         if name not in inputs:
-            yield f"trace {name}", "replayed earlier into this folder: its command and self-check are not kept"
+            yield f"trace {name}", "replayed earlier into this folder; its command and self-check are not recorded"
     of_call = [inputs[name] for name in traces if name in inputs]
     if of_call:
         yield from provenance_of_call(run.about, of_call)
@@ -323,7 +323,7 @@ def provenance_of_call(about: dict, inputs: Sequence[dict]) -> Iterator[tuple[st
     if check:
         yield "self-check", " | ".join(check.get("result", []))
     if "path_tolerance" in check:
-        words = "two ways to compute a metric agree within {}, no recall is more than {} above its oracle"
+        words = "two computations of a metric agree within {}; recall exceeds the oracle bound by at most {}"
         yield "tolerances", words.format(check["path_tolerance"], check.get("oracle_tolerance"))
     if "argv" in about:
         yield "command", shlex.join(map(str, about["argv"]))

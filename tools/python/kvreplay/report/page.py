@@ -54,6 +54,6 @@ def written(page: Page) -> bytes:
     room = MOST_BYTES - len(filled(as_json(page.content)))
     if room < LEAST_ROOM:
         found = f"{MOST_BYTES - room:,} of {MOST_BYTES:,} bytes without any sets"
-        raise Error("report", "more than a page holds", "fewer traces, policies or budgets", found, Refusal.USAGE)
+        raise Error("report", "results too large for a page", "fewer traces, policies or budgets", found, Refusal.USAGE)
     page.fill(room - 10_000)  # for the notes on what is left out
     return filled(as_json(page.content))

@@ -50,13 +50,19 @@ MEMORY = ("kv_bytes", "")
 SELECT = ("select_seconds", "")
 POOLED, PER_HEAD = ("output_error", "pooled"), ("output_error", "")
 SKILL_METRIC = (SKILL["name"], "")
-SKILL_MEANING = "0 as its random twin, 1 as the best set with its counts"
+SKILL_MEANING = "0 = random, 1 = best"
 REPLAYED = (
     Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", TOKEN_COUNT, TOKENS),
-    Column("held", ("held_tokens", ""), "tokens an eval query sees, mean over layers and heads", TOKEN_COUNT, TOKENS),
+    Column(
+        "held",
+        ("held_tokens", ""),
+        "resident tokens at an evaluation query, mean over layers and heads",
+        TOKEN_COUNT,
+        TOKENS,
+    ),
     Column("KiB", MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
     Column("recall", ("attention_recall", ""), "share of the attention that falls on kept tokens"),
-    Column("skill", SKILL_METRIC, f"where its recall lies: {SKILL_MEANING}"),
+    Column("skill", SKILL_METRIC, f"recall between random twin and oracle, at the same token counts: {SKILL_MEANING}"),
     Column("att.cos", ("attention_cosine", ""), "cosine of the attention before and after"),
     Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
     Column("out.cos", ("output_cosine", ""), "cosine of the attention output before and after"),
@@ -67,13 +73,17 @@ REPLAYED = (
     Column("needle", ("span_recall", "needle.mean"), "share of the needle's tokens kept"),
     Column("answer", ("span_recall", "answer.mean"), "share of the answer's tokens kept"),
     Column("question", ("span_recall", "question.mean"), "share of the question's tokens kept"),
-    Column("select", SELECT, "time to choose the tokens, all layers", duration, SECONDS),
+    Column("select", SELECT, "time to select the tokens, all layers", duration, SECONDS),
 )
 LIVE = (
-    Column("live kld", ("kld", ""), "the live model's distribution against that of the full cache, in nats"),
-    Column("live top 1", ("same_top_p", ""), "share of live tokens with the most probable token of the full cache"),
-    Column("live nll", ("nll_increase", ""), "what the live model loses at the true next token, in nats"),
-    Column("live contains", ("contains", ""), "share of what should be in it that the live text has, as RULER counts"),
+    Column("live kld", ("kld", ""), "KL divergence of the live model from its full cache, in nats"),
+    Column("live top 1", ("same_top_p", ""), "share of positions with the most probable token of the full cache"),
+    Column("live nll", ("nll_increase", ""), "increase of the negative log-likelihood of the true next token, in nats"),
+    Column(
+        "live contains",
+        ("contains", ""),
+        "share of the reference answers that the generated text contains, as in RULER",
+    ),
 )
 COLUMNS = (*REPLAYED, *LIVE)
 
@@ -144,35 +154,42 @@ def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, st
 
 def trace_line(trace: TraceFacts, treated: int) -> str:
     """The trace in one line."""
-    left_out = f" ({trace.layers - treated} left as they are)" if treated < trace.layers else ""
+    left_out = f" ({trace.layers - treated} not compressed)" if treated < trace.layers else ""
+    first = f" (first {trace.boundary} compressed)" if trace.boundary < trace.prompt else ""
     pieces = [
-        (f"P {trace.boundary} of a prompt of {trace.prompt}" if trace.boundary < trace.prompt else f"P {trace.prompt}")
-        + f" + G {trace.tokens - trace.prompt}",
+        f"prompt {trace.prompt}{first} + continuation {trace.tokens - trace.prompt} tokens",
         f"{treated} layers{left_out}",
-        f"{trace.query_heads} query / {trace.kv_heads} kv heads",
+        f"{trace.query_heads} query / {trace.kv_heads} KV heads",
         trace.dtype,
         "synthetic" if trace.synthetic else "",
     ]
     return "   ".join(filter(None, pieces))
 
 
-def budget_line(budget: str, tokens: Sequence[int], treated: int) -> str:
-    """What a budget means in the tokens of its lines, and in slots where these have the same."""
+def budget_line(budget: str, tokens: Sequence[int], treated: int, boundary: int) -> str:
+    """A budget in tokens, also over all layers where its lines have the same number."""
     share = any(letter in budget for letter in ".%eE")
-    meaning = f"{budget} = " if budget.endswith("B") else f"{budget} of P = " if share else ""
+    meaning = f"{budget} = " if budget.endswith("B") else f"{budget} of {boundary} = " if share else ""
     if min(tokens) < max(tokens):
-        return f"{meaning}{min(tokens)} to {max(tokens)} tokens a layer on average, sinks and window included"
+        return (
+            f"{meaning}{min(tokens)} to {max(tokens)} tokens per layer and head on average, protected tokens included"
+        )
     slots = f"{tokens[0] * treated:,}".replace(",", " ")
-    return f"{meaning}{tokens[0]} tokens a layer on average, {slots} slots a head, sinks and window included"
+    mean = f"{tokens[0]} tokens per layer and head on average"
+    return f"{meaning}{mean} ({slots} over all layers), protected tokens included"
 
 
 def own_memory_line(lines: Sequence[Line]) -> str:
     """Names those whose memory is their own."""
     names = [line.label for line in lines if line.own_memory and line.role != "control"]
-    return f"no budget binds {', '.join(names)}: not at equal memory, never marked *" if names else ""
+    return f"ignores the budget, so never marked *: {', '.join(names)}" if names else ""
 
 
 def skill_line(columns: Sequence[Column]) -> str:
     """What skill is, where a column has it."""
     shown = any(column.metric == SKILL_METRIC for column in columns)
-    return f"skill = (recall - twin) / (oracle - twin): {SKILL_MEANING}" if shown else ""
+    return (
+        f"skill = (recall - random twin) / (oracle - random twin), at the same token counts: {SKILL_MEANING}"
+        if shown
+        else ""
+    )

@@ -13,35 +13,40 @@ from kvreplay.sweep.plan import planned
 from kvreplay.sweep.script import array_script
 from kvreplay.sweep.sweep import run_plan
 
-DESCRIPTION = """A replay whose traces are tasks of dask.distributed, on this machine or on many. All options of
-`kvreplay replay` and its @EXPERIMENT.yaml are understood; those below say where and how it runs. The folder of results
-is then what one replay leaves there, bit by bit. A worker that is lost costs its running tasks only: they are tried
-again elsewhere."""
+DESCRIPTION = """Runs a replay as tasks of dask.distributed, one per trace, on one machine or many. Accepts all options
+of kvreplay replay and its @EXPERIMENT.yaml; the options below set where and how the tasks run. The results are
+bit-identical to those of a single replay. If a worker is lost, its running tasks are retried on other workers."""
+EXAMPLES = (
+    "kvreplay sweep traces/*.h5 -p snapkv,h2o -b 0.1,0.2 -o out --workers 4",
+    "kvreplay sweep @experiment.yaml --executor slurm --workers 20 --memory 8GiB --slurm partition=gpu",
+)
 
 
 def parser() -> Parser:
     """The options of the sweep; every other word is the replay's."""
     made = Parser(prog="kvreplay sweep", usage="kvreplay sweep @EXPERIMENT.yaml | TRACE... -p POLICY,... -b BUDGET,... "
-                  "[options]", description=DESCRIPTION, allow_abbrev=False)  # fmt: skip
+                  "[options]", description=DESCRIPTION, allow_abbrev=False,
+                  examples=EXAMPLES)  # fmt: skip
     add = made.add_argument
-    add("-o", "--output", metavar="DIR", type=Path, help="the folder of results, on a disk that all workers see")
+    add("-o", "--output", metavar="DIR", type=Path, help="folder of results, on a disk shared by all workers")
     add_executor(add, "local")
     add("--threads", metavar="T", type=whole,
-        help="of each task (default: this machine's cores over its workers; elsewhere 1)")  # fmt: skip
+        help="CPU threads per task (default: local: cores divided by workers; else: 1)")  # fmt: skip
     add("--memory", metavar="SIZE", type=size,
-        help="what each task may hold (default: its worker's limit; here, what is free over the workers)")  # fmt: skip
-    add("--parquet", action="store_true", help="results.parquet beside results.csv")
-    add("--emit", choices=("slurm",), help="only print a script for sbatch that does the same without Dask")
-    add("--dry-run", action="store_true", help="only say what would be computed, and what it would cost")
+        help="limit on memory per task, as 8GiB (default: local: free memory divided by workers; else: the worker's "
+             "limit)")  # fmt: skip
+    add("--parquet", action="store_true", help="also write results.parquet")
+    add("--emit", choices=("slurm",), help="print an sbatch script that runs the same replay without Dask, then exit")
+    add("--dry-run", action="store_true", help="print the tasks and their estimated cost, then exit")
     add("--progress", choices=("auto", "always", "never"), default="auto",
-        help="a line on stderr (default: on a terminal)")  # fmt: skip
+        help="progress line on stderr (default: auto, only on a terminal)")  # fmt: skip
     return made
 
 
 def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The exit code."""
     if "--force" in rest:
-        raise Error("--force", "a sweep computes what its folder lacks", "another folder", "", Refusal.USAGE)
+        raise Error("--force", "a sweep cannot overwrite results", "another folder", "", Refusal.USAGE)
     place = wanted(arguments)
     words = [*rest, *(["-o", str(arguments.output)] if arguments.output else []), *place.allowance.words(0)]
     plan = planned(words)
@@ -63,7 +68,7 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs it; the value is the exit code."""
-    kept = "finished tasks are kept, and --resume goes on"
+    kept = "finished tasks are kept; use --resume to continue"
     return exit_code("sweep", lambda: sweep(*parser().parse_known_args(argv)), kept)
 
 

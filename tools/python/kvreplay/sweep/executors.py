@@ -69,7 +69,7 @@ def room_at(address: str) -> int:
             return sum(client.nthreads().values())
     except (OSError, ValueError) as problem:
         text = str(problem).split("\n")[0]
-        raise Error("--executor", "no scheduler answers", "dask:ADDRESS of a running one, as tcp://HOST:8786",
+        raise Error("--executor", "no scheduler at this address", "dask:ADDRESS of a running scheduler, as dask:tcp://HOST:8786",
                     f"{address} ({text})", Refusal.CAPABILITY) from problem  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
                 return SpecCluster(scheduler=scheduler, workers=workers, silence_logs=logging.CRITICAL)
             except RuntimeError as problem:
                 reason = problem
-        raise Error("--workers", "they die while they start", f"{wanted.workers} processes", str(reason),
+        raise Error("--workers", "workers failed to start", f"{wanted.workers} processes", str(reason),
                     Refusal.RESOURCES)  # fmt: skip
 
     with started() as place:
@@ -114,7 +114,7 @@ def slurm(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
     from dask_jobqueue import SLURMCluster
 
     if shutil.which("sbatch") is None:
-        raise Error("--executor", "no Slurm here", "sbatch on PATH", "", Refusal.CAPABILITY)
+        raise Error("--executor", "Slurm is not available", "sbatch on PATH", "", Refusal.CAPABILITY)
     logs.mkdir(parents=True, exist_ok=True)
     with SLURMCluster(
         cores=1,  # tasks at a time; the program of a task has threads of its own

@@ -13,15 +13,15 @@ from kvreplay.sweep.work import Allowance
 def add_executor(add_argument, executor: str | None) -> None:
     """`executor`: the default."""
     add_argument("--executor", metavar="local|dask:ADDRESS|slurm", default=executor,
-        help="processes here; a running scheduler's workers, as dask:tcp://HOST:8786; jobs of Slurm")  # fmt: skip
+        help="local processes; workers of a running scheduler, as dask:tcp://HOST:8786; or Slurm jobs")  # fmt: skip
     add_argument("--workers", metavar="N", type=whole,
-        help="workers to start (default: one for each GPU, else one for every four cores)")  # fmt: skip
-    add_argument("--gpus", metavar="N|auto", default="0", help="workers that get a GPU each (default: 0)")
+        help="workers to start (default: one per GPU, else one per four cores)")  # fmt: skip
+    add_argument("--gpus", metavar="N|auto", default="0", help="workers with one GPU each (default: 0)")
     add_argument("--retries", metavar="K", type=whole, default=3,
-        help="how often a task is tried again elsewhere before it is marked failed (default: 3)")  # fmt: skip
+        help="retries of a failed task on other workers (default: 3)")  # fmt: skip
     add_argument("--slurm", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
-        help="directives of sbatch by their long names: partition=gpu account=mine time=8:00:00")  # fmt: skip
-    add_argument("--resume", action="store_true", help="go on with a sweep that was stopped, in the same folder")
+        help="sbatch directives by their long names: partition=gpu account=mine time=8:00:00")  # fmt: skip
+    add_argument("--resume", action="store_true", help="continue an interrupted sweep in the same folder")
 
 
 def whole(text: str) -> int:
@@ -34,12 +34,14 @@ def wanted(arguments: argparse.Namespace) -> Wanted:
     """The cluster that the options describe; raises Error for what cannot be meant."""
     executor = arguments.executor
     if executor not in ("local", "slurm") and not re.fullmatch(r"dask:\S+", executor):
-        raise Error("--executor", "unknown", "local, dask:ADDRESS or slurm", executor, Refusal.USAGE)
+        raise Error("--executor", "unknown value", "local, dask:ADDRESS or slurm", executor, Refusal.USAGE)
     for directive in arguments.slurm:
         if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", directive):
-            raise Error("--slurm", "directive", "KEY=VALUE as sbatch has it", directive, Refusal.USAGE)
+            raise Error(
+                "--slurm", "not a directive", "KEY=VALUE, with a long option name of sbatch", directive, Refusal.USAGE
+            )
     if arguments.gpus != "auto" and not arguments.gpus.isdecimal():
-        raise Error("--gpus", "number", "a whole number or auto", arguments.gpus, Refusal.USAGE)
+        raise Error("--gpus", "not a number", "a whole number, or auto", arguments.gpus, Refusal.USAGE)
     gpus = gpus_here() if arguments.gpus == "auto" else int(arguments.gpus)
     there = room_at(executor.partition(":")[2]) if executor.startswith("dask:") else 0
     workers = there or arguments.workers or gpus or max(1, cores_here() // 4)
@@ -48,5 +50,5 @@ def wanted(arguments: argparse.Namespace) -> Wanted:
         threads = threads or max(1, cores_here() // workers)
         memory = memory or memory_here() // workers
     elif executor == "slurm" and memory is None:
-        raise Error("--memory", "Slurm wants to know it", "what a task may hold, as 8GiB", "", Refusal.USAGE)
+        raise Error("--memory", "required with --executor slurm", "memory per task, as 8GiB", "", Refusal.USAGE)
     return Wanted(executor, workers, gpus, Allowance(threads, memory), tuple(arguments.slurm))

@@ -54,7 +54,9 @@ class Plan:
         lines = [f"{'task':{width}}  {'cells':>7}  {'time':>12}  {'memory':>10}  {'results':>10}"]
         for name, count, time, held, left in [*rows, ("all", cells, seconds, memory, disk)]:
             lines.append(f"{name:{width}}  {count:7}  {duration(time):>12}  {mib(held):>10}  {mib(left):>10}")
-        lines.append(f"{len(rows)} tasks; {workers} workers as fast as this machine: {duration(seconds / workers)}")
+        lines.append(
+            f"{len(rows)} tasks on {workers} workers, each as fast as this machine: {duration(seconds / workers)}"
+        )
         return "\n".join(lines)
 
     def tasks(self, output: Path, workers: int, allowance: Allowance, device: Sequence[str]) -> list[Task]:

@@ -28,7 +28,9 @@ class Line:
         if self._bar.disable:
             return
         done, running, failed = (schedule.of_state(name) for name in ("done", "running", "failed"))
-        places = f"{len(running)} running on {len(schedule.workers)} workers" if schedule.workers else "no worker yet"
+        places = (
+            f"{len(running)} running on {len(schedule.workers)} workers" if schedule.workers else "waiting for workers"
+        )
         pieces = [f"{len(done)} of {len(schedule.records)} tasks", places]
         if failed:
             pieces.append(f"{len(failed)} failed")

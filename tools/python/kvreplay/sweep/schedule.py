@@ -190,7 +190,7 @@ def workers_of(client: Client) -> list[Worker]:
     """Those that the scheduler knows now; none while it does not answer."""
     about = client.scheduler_info(n_workers=-1).get("workers", {})
     if client.status in ("closing", "closed"):  # Dask has waited for it in vain
-        raise Error("--executor", "the scheduler does not answer any more", "--resume when one runs", "",
+        raise Error("--executor", "lost the connection to the scheduler", "--resume once it runs again", "",
                     Refusal.RESOURCES)  # fmt: skip
     return [Worker.of(address, one) for address, one in about.items()]
 
@@ -205,9 +205,9 @@ def outcome_of(future: Future) -> tuple[Outcome, str]:
         return outcome, outcome.address
     except KilledWorker as lost:
         where = lost.last_worker.address
-        return Outcome(False, "its worker died or could not be reached", worker=where), where
+        return Outcome(False, "the worker died or could not be reached", worker=where), where
     except CancelledError:
-        return Outcome(False, "the scheduler gave it up"), ""
+        return Outcome(False, "the scheduler gave up on the task"), ""
     except Exception as problem:  # of the worker's own Python, of its disk ...
         return Outcome(False, f"{type(problem).__name__}: {problem}".split("\n")[0]), ""
 

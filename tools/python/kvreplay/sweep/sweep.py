@@ -37,11 +37,11 @@ def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wa
     output = Path(plan.output)
     shards = output / "shards"
     if shards.is_dir() and not asked.resume:
-        raise Error(str(output), "an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
+        raise Error(str(output), "contains an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
     try:
         shards.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise Error(str(output), "cannot be made", "", str(problem.strerror)) from problem
+        raise Error(str(output), "cannot be created", "", str(problem.strerror)) from problem
     with alone(shards):
         if earlier := finished(shards):
             merge(output, earlier)
@@ -64,7 +64,8 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as problem:
-            raise Error(str(folder), "another sweep writes here", "wait for it, or use another folder", "",
+            raise Error(str(folder), "another sweep is writing to this folder; wait for it, or use another "
+                                     "folder", "", "",
                         Refusal.USAGE) from problem  # fmt: skip
         except OSError:  # a file system without locks is used without
             pass

@@ -1,4 +1,4 @@
-"""`kvreplay tune TRACE... -p POLICY -b BUDGET`: a better policy for some traces, and whether it is for others."""
+"""`kvreplay tune TRACE... -p POLICY -b BUDGET`: fits a policy on some traces and reports it on others."""
 
 from __future__ import annotations
 
@@ -31,40 +31,51 @@ def parser() -> Parser:
     """The command line, said once."""
     found = Parser(
         prog="kvreplay tune",
-        description="Fits a policy on some traces and reports it on traces that are held out, with the interval of "
-        "the paired difference. Searches parameters at random by successive halving; or divides the budget over "
-        "layers (--layers), or the layers among policies (--ranges), both exactly. Numbers are open loop, queries as "
-        "captured under the full cache; but those of kvreplay live, such as kld, are measured in a model (--model).",
+        description="Fits a policy on some traces and reports it on held-out traces, with the interval of the paired "
+        "difference. Searches parameters by random search with successive halving; or allocates the budget over layers "
+        "(--layers), or assigns policies to ranges of layers (--ranges), both exactly. Numbers are open loop: queries "
+        "as captured under the full cache. Metrics of kvreplay live, such as kld, are measured in a model (--model).",
+        examples=(
+            "kvreplay tune traces/*.h5 -p snapkv -b 0.1 --search window=8..64,pool=none|max",
+            "kvreplay tune traces/*.h5 -p h2o -b 0.2 --layers -o layers.yaml",
+        ),
     )
     add = found.add_argument
-    add("traces", metavar="TRACE", type=Path, nargs="+", help="traces to fit on, some of whose prompts are held out")
+    add("traces", metavar="TRACE", type=Path, nargs="+", help="traces; some of their prompts are held out")
+    tuned = found.add_argument_group("policy and search")
+    add = tuned.add_argument
     add("-p", "--policy", metavar="POLICY", action="append", required=True,
-        help="the start, as in kvreplay replay; with --ranges two or more")  # fmt: skip
-    add("-b", "--budget", metavar="BUDGET", required=True, help="a fraction of the prompt, or a count of tokens")
-    way = found.add_mutually_exclusive_group()
+        help="policy to start from, as in kvreplay replay; two or more with --ranges")  # fmt: skip
+    add("-b", "--budget", metavar="BUDGET", required=True, help="a fraction of the prompt, or a number of tokens")
+    way = tuned.add_mutually_exclusive_group()
     way.add_argument("--search", metavar="NAME=VALUES,…", action="append", default=[],
-        help="parameters to search, LOW..HIGH or A|B|C (default: all that have a short range, but heads "
+        help="parameters to search, LOW..HIGH or A|B|C; repeatable (default: all with a short range, except heads "
         "and agg)")  # fmt: skip
-    way.add_argument("--layers", action="store_true", help="one size for each layer, L times B in all")
+    way.add_argument("--layers", action="store_true", help="fit a budget per layer, L times B in total")
     way.add_argument("--ranges", metavar="R", type=int, nargs="?", const=3,
-        help="which policy each layer takes, in at most R ranges of layers (default: 3)")  # fmt: skip
+        help="fit a policy per layer, in at most R ranges of layers (default: 3)")  # fmt: skip
     add("--metric", metavar="NAME[:VARIANT]", default=HEADLINE,
-        help=f"the objective, with --model also one of kvreplay live (default: {HEADLINE})")  # fmt: skip
-    apart = found.add_mutually_exclusive_group()
+        help=f"objective; with --model also a metric of kvreplay live (default: {HEADLINE})")  # fmt: skip
+    add("--trials", metavar="N", type=int, default=64,
+        help="candidates of the search, besides the start (default: 64)")  # fmt: skip
+    add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
+    judged = found.add_argument_group("held-out traces")
+    apart = judged.add_mutually_exclusive_group()
     apart.add_argument("--hold-out", metavar="SHARE", type=float, default=0.3,
-        help="share of the prompts that are held out, at least two (default: 0.3)")  # fmt: skip
+        help="share of the prompts to hold out, at least two prompts (default: 0.3)")  # fmt: skip
     apart.add_argument("--held-out", metavar="TRACE", type=Path, nargs="+", default=[],
-        help="traces that are held out, in place of a share")  # fmt: skip
-    add_same_prompt(add)
-    add("--trials", metavar="N", type=int, default=64, help="candidates of a search beside the start (default: 64)")
-    add("--seed", metavar="N", type=int, default=0, help="of all random draws (default: 0)")
+        help="held-out traces, in place of a share")  # fmt: skip
+    add_same_prompt(judged.add_argument)
+    add = found.add_argument_group("results").add_argument
     add("-o", "--output", metavar="BEST.yaml", type=Path, default=Path("best.yaml"),
         help="policy file to write (default: best.yaml)")  # fmt: skip
     add("--work", metavar="DIR", type=Path, default=Path("kvreplay-tune"),
-        help="runs; what they hold is not computed again (default: kvreplay-tune)")  # fmt: skip
+        help="folder of the runs; finished cells in it are reused (default: kvreplay-tune)")  # fmt: skip
+    add("--json", action="store_true", help="print JSON in place of the table")
     add_model_options(found, required=False)
-    add_replay_options(add, "as in kvreplay replay, and of the model")
-    add("--json", action="store_true", help="one JSON document in place of the table")
+    add_replay_options(
+        found.add_argument_group("execution").add_argument, "device that computes, also of the model (default: auto)"
+    )
     return found
 
 
@@ -79,13 +90,13 @@ def check_options(arguments: argparse.Namespace) -> None:
 def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
     """A model is named if the metric needs one; what a live metric cannot say is refused."""
     if is_live and arguments.model is None:
-        raise Error("--metric", f"{arguments.metric} is measured in the live model", "--model as well", "none",
+        raise Error("--metric", f"{arguments.metric} is measured in the live model", "--model NAME", "none",
                     Refusal.USAGE)  # fmt: skip
     if arguments.model is not None and not is_live:
         raise Error("--model", f"{arguments.metric} needs no model", "a metric of kvreplay live, such as kld", "",
                     Refusal.USAGE)  # fmt: skip
     if is_live and (arguments.layers or arguments.ranges is not None):
-        raise Error("--metric", f"{arguments.metric} does not add up over layers: what a layer holds changes the next",
+        raise Error("--metric", f"{arguments.metric} is not additive over layers",
                     f"a mean over layers, such as {HEADLINE}", "", Refusal.USAGE)  # fmt: skip
 
 
@@ -118,7 +129,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
         raise Error("-p", "policies to tune", expected, str(len(policies)), Refusal.USAGE)
     policies = [space.with_values(policy, {}) for policy in policies]  # refused here if they cannot be meant
     if len(set(policies)) < len(policies):
-        raise Error("-p", "policies to tune", "different ones", ", ".join(policies), Refusal.USAGE)
+        raise Error("-p", "policies to tune", "different policies", ", ".join(policies), Refusal.USAGE)
     _engine.budget(arguments.budget)  # so is the budget
     objective = Objective(
         arguments.metric, arguments.budget, arguments.work,
@@ -147,7 +158,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
         print(json.dumps(result.document(str(arguments.output)), indent=2, allow_nan=False))
     else:
         print(result.table())
-        print(f"replay it  -p @{arguments.output}")
+        print(f"replay     -p @{arguments.output}")
     say_notes("tune", objective.notes)
 
 
@@ -155,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints what was found; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     return exit_code("tune", lambda: tune(parser().parse_args(words), words),
-                     "finished traces are kept, and the same command goes on")  # fmt: skip
+                     "finished traces are kept; run the same command to continue")  # fmt: skip
 
 
 if __name__ == "__main__":

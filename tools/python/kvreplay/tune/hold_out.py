@@ -48,7 +48,8 @@ def split_prompts(
         for one in apart:
             if one.prompt in known:
                 found = f"{one.name}, of the prompt of {known[one.prompt]}"
-                raise Error("--held-out", "prompt on both sides", "prompts that are not fitted on", found,
+                raise Error("--held-out", "prompt both fitted and held out", "prompts that are not used for "
+                                                                             "fitting", found,
                             Refusal.USAGE)  # fmt: skip
         found = len({one.prompt for one in apart})
         if found < LEAST_HELD_OUT:
@@ -60,7 +61,7 @@ def split_prompts(
     every.sort(key=lambda one: (one.name, str(one.path)))
     prompts = list(dict.fromkeys(one.prompt for one in every))
     if len(prompts) < LEAST_HELD_OUT + 1:
-        raise Error("traces", "too few prompts to hold some out",
+        raise Error("traces", "too few prompts for a held-out set",
                     f"traces of {LEAST_HELD_OUT + 1} prompts, or --held-out TRACE for others", str(len(prompts)),
                     Refusal.USAGE)  # fmt: skip
     order = [prompts[i] for i in generator.permutation(len(prompts))]
@@ -83,7 +84,7 @@ def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Cap
     first: dict[str, Captured] = {}
     for one in found:
         if one.name in first:
-            raise Error(str(one.path), "a trace of that name is given already", "traces of different names",
+            raise Error(str(one.path), "duplicate trace name", "traces with different names",
                         str(first[one.name].path), Refusal.USAGE)  # fmt: skip
         first[one.name] = one
     return found
@@ -98,5 +99,5 @@ def facts_of(path: Path) -> tuple[Path, str, str, int, bytes]:
                     Refusal.INPUT) from problem  # fmt: skip
     trace = Trace(path)
     if trace.prompt == trace.tokens:
-        raise Error(str(path), "no continuation to measure on", "tokens after the prompt", "none")
+        raise Error(str(path), "no continuation, so no evaluation queries", "tokens after the prompt", "none")
     return path, trace.name, trace.hash, trace.prompt, bytes(trace.ids[: trace.prompt])

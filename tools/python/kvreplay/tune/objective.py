@@ -44,14 +44,14 @@ class Objective:
     def __post_init__(self) -> None:
         metric, _, variant = self.metric.partition(":")
         if metric in {one.name for one in TEXT_METRICS}:
-            raise Error("--metric", f"{metric} is of a text that the model writes",
+            raise Error("--metric", f"{metric} needs generated text",
                         "a number of the continuation, such as kld", "", Refusal.USAGE)  # fmt: skip
         if self.is_live and variant not in LIVE[metric].variants:
             expected = " or ".join(f"{metric}:{one}".rstrip(":") for one in LIVE[metric].variants)
             raise Error("--metric", "unknown variant", expected, self.metric, Refusal.USAGE)
         self.better = LIVE[metric].better if self.is_live else _engine.better(self.metric)
         if self.better == "neither":
-            raise Error("--metric", f"no value of {self.metric} is better than another",
+            raise Error("--metric", f"{self.metric} has no direction",
                         "a metric with a direction, as kvreplay metrics lists them", "", Refusal.USAGE)  # fmt: skip
 
     @property
@@ -117,8 +117,8 @@ class Objective:
         found = defined.mean(axis=0, skipna=False).to_numpy(float, copy=True)
         own = set(rows["asked"][rows["own_memory"]])
         if 0 in own:
-            raise Error(policies[0], "no budget binds it", "a policy that one binds",
-                        "it holds what its own rule says", Refusal.USAGE)  # fmt: skip
+            raise Error(policies[0], "the policy ignores the budget", "a policy with a budget",
+                        "a budget-free policy", Refusal.USAGE)  # fmt: skip
         found[list(own)] = np.nan
         return found
 
@@ -130,7 +130,7 @@ class Objective:
         means = layers.groupby(["trace", "cell"])["value"].agg(lambda values: values.mean(skipna=False))
         apart = (means.reindex(whole.index) - whole).abs()
         if layers.empty or not (apart <= ADDS_UP * whole.abs().clip(lower=1)).all():
-            raise Error("--metric", f"{self.metric} does not add up over layers",
+            raise Error("--metric", f"{self.metric} is not additive over layers",
                         f"a mean over layers, such as {HEADLINE}", "", Refusal.USAGE)  # fmt: skip
         return layers
 

@@ -43,7 +43,7 @@ def difference(objective: Objective, side: str, traces: Sequence[Captured], foun
     memory = rows.groupby("asked")["memory"].max()
     defined = rows.pivot(index="trace_hash", columns="asked", values="value").dropna()
     if len(defined.columns) < 2 or defined.empty:
-        what = f"not defined for start and best on any {side.replace('_', '-')} trace"
+        what = f"not defined for both start and best on any {side.replace('_', '-')} trace"
         raise Error(objective.metric, what, "a value of both", objective.failure())
     rows = rows[rows["trace_hash"].isin(defined.index)]
     labels = rows["asked"].map({0: "start", 1: "best"})
@@ -76,16 +76,16 @@ class Outcome:
     @property
     def verdict(self) -> str:
         if self.found.best == self.found.start:
-            return "not better on held-out traces: nothing that was tried beats the start on the fitting traces"
+            return "not better on held-out traces: no candidate beats the start on the fitting traces"
         one = self.held_out
         change = f"{number(one.difference, sign=True)} [{number(one.low, True)}, {number(one.high, True)}]"
         if one.undefined:
             every = one.undefined + one.traces
-            return f"no verdict, start or best is undefined on {one.undefined} of {every} held-out traces"
+            return f"no verdict: start or best is undefined on {one.undefined} of {every} held-out traces"
         if one.memory != 1:
-            return f"no verdict, not at equal memory: the best holds {one.memory:g} times as much; difference {change}"
+            return f"no verdict, unequal memory: the best uses {one.memory:g} times as much; difference {change}"
         answer = "better" if self.better else "not better"
-        few = ", too few to trust that interval" if one.prompts < statistics.FEW else ""
+        few = " (too few for a reliable interval)" if one.prompts < statistics.FEW else ""
         return f"{answer} on held-out traces: {change} over {one.prompts} prompts{few}"
 
     def table(self) -> str:

@@ -33,7 +33,7 @@ def halving(objective: Objective, traces: Sequence[Captured], start: str, asked:
     traces, the best third on three times as many, until the last ones and the start are on all."""
     drawn = space.candidates(start, asked, trials, seed)
     if drawn.refused:
-        objective.notes.append(f"{len(drawn.refused)} draws do not fit, such as {drawn.refused[0]}")
+        objective.notes.append(f"{len(drawn.refused)} random candidates are invalid, for example {drawn.refused[0]}")
     running, told = drawn.policies, []
     for share in halving_shares(len(running), len(traces)):
         some = traces[: math.ceil(len(traces) * share)]
@@ -42,7 +42,7 @@ def halving(objective: Objective, traces: Sequence[Captured], start: str, asked:
         order = np.argsort(-np.where(np.isnan(means), -np.inf, means), kind="stable")
         left_out = int(np.isnan(means).sum())
         if left_out:
-            objective.notes.append(f"{left_out} candidates are left out: undefined on a trace, or bound by no budget")
+            objective.notes.append(f"{left_out} candidates are omitted: undefined on a trace, or budget-free")
         keep = max(1, math.ceil(len(running) / STEP))
         best = running[order[0]]
         defined = [i for i in order[:keep] if not np.isnan(means[i])]
@@ -88,7 +88,7 @@ def grid(budget: str, prompt: int) -> dict[str, int]:
     """The quarters of the budget that are sizes at all, ascending, by the literals that ask for them."""
     share, count = _engine.budget(budget)
     if budget.endswith("@seen") or not (share or count):
-        raise Error("-b", "is not divided over layers", "a fraction of the prompt, or a count of tokens", budget,
+        raise Error("-b", "cannot be allocated over layers", "a fraction of the prompt, or a count of tokens", budget,
                     Refusal.USAGE)  # fmt: skip
     most = 1.0 if share else prompt
     found = {}
@@ -116,16 +116,19 @@ def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: s
         for name in names:
             if (name, size) not in tokens and objective.failure():
                 raise Error(objective.metric, f"not defined for {policy} at {size} of {name}",
-                            "a value of each size on every fitting trace", objective.failure())  # fmt: skip
+                            "a value for each size on every fitting trace", objective.failure())  # fmt: skip
             if (name, size) not in tokens:
-                raise Error("-b", "sizes of the grid are the same number of tokens", "a larger budget", name,
+                raise Error("-b", "several sizes of the grid are the same number of tokens", "a larger budget", name,
                             Refusal.USAGE)  # fmt: skip
             if by_rule[name, middle] >= tokens[name, middle]:
-                raise Error("-b", "all of it stays by rule", "a larger budget", f"{middle} of {name}", Refusal.USAGE)
+                raise Error(
+                    "-b", "protected tokens fill the budget", "a larger budget", f"{middle} of {name}", Refusal.USAGE
+                )
         if any(tokens[name, size] < by_rule[name, middle] for name in names):
             continue  # no room for what stays by rule
         if any(by_rule[name, size] != by_rule[name, middle] for name in names):
-            raise Error(policy, "what stays by rule grows with the budget", "a number of tokens, as in recent=64",
+            raise Error(policy, "the number of protected tokens depends on the budget", "a number of tokens, as in "
+                                                                                        "recent=64",
                         "a share of the budget", Refusal.USAGE)  # fmt: skip
         fits[size] = quarters
     return fits
@@ -144,10 +147,10 @@ def layer_ranges(objective: Objective, traces: Sequence[Captured], policies: Seq
     whole = by_trace.notna().sum() == len(traces) * rows["layer"].nunique()
     left_out = [policy for policy, defined in zip(policies, whole, strict=True) if not defined]
     if left_out:
-        objective.notes.append(f"left out, undefined on a fitting trace: {', '.join(left_out)}")
+        objective.notes.append(f"omitted, undefined on a fitting trace: {', '.join(left_out)}")
     policies = [policy for policy in policies if policy not in left_out]
     if not policies:
-        raise Error(objective.metric, "not defined for any policy", "one with a value on every fitting trace",
+        raise Error(objective.metric, "not defined for any policy", "a policy with a value on every fitting trace",
                     objective.failure())  # fmt: skip
     values = by_trace.loc[:, whole].groupby("layer").mean().to_numpy()
     alone = objective.means(traces, policies)

@@ -89,7 +89,7 @@ def domain(where: str, text: str) -> Domain:
     if ".." not in text:
         words = tuple(text.split("|"))
         if not all(words) or len(set(words)) < len(words):
-            raise Error(where, "words", "different ones, as in A|B|C", text or "nothing", Refusal.USAGE)
+            raise Error(where, "words", "different values, as in A|B|C", text or "nothing", Refusal.USAGE)
         return Words(words)
     low, _, high = text.partition("..")
     for kind, number in ((Whole, int), (Real, float)):
@@ -102,7 +102,7 @@ def domain(where: str, text: str) -> Domain:
         except OverflowError:  # a whole number beyond any float
             in_order = False
         if not in_order:
-            raise Error(where, "range", "a lower number before a higher one", text, Refusal.USAGE)
+            raise Error(where, "range", "LOW..HIGH with LOW below HIGH", text, Refusal.USAGE)
         return found
     raise Error(where, "range", "two numbers, as in 8..64", text, Refusal.USAGE)
 
@@ -113,10 +113,10 @@ def asked_space(texts: Sequence[str]) -> dict[str, Domain]:
     for piece in [piece for text in texts for piece in split_outside_parentheses(text)]:
         name, equals, values = piece.partition("=")
         if not name or not equals:
-            raise Error("--search", "not a parameter", "NAME=LOW..HIGH or NAME=A|B|C", piece or "nothing",
+            raise Error("--search", "not an assignment", "NAME=LOW..HIGH or NAME=A|B|C", piece or "nothing",
                         Refusal.USAGE)  # fmt: skip
         if name in space:
-            raise Error("--search", "given twice", "", name, Refusal.USAGE)
+            raise Error("--search", "given more than once", "one range", name, Refusal.USAGE)
         space[name] = domain(f"--search {name}", values)
     return space
 
@@ -136,7 +136,7 @@ def declared_space(policy: str) -> dict[str, Domain]:
                 space[name] = found
     if not space:
         named = ", ".join(name for name, *_ in declared)
-        raise Error("--search", f"no parameter of {policy} has a short range of its own",
+        raise Error("--search", f"no parameter of {policy} has a short range",
                     f"NAME=LOW..HIGH or NAME=A|B|C of {named}" if named else "a policy with parameters", "",
                     Refusal.USAGE)  # fmt: skip
     return space

@@ -64,7 +64,7 @@ function drawLines(box, series, axis) {
   const y = (value) => height - bottom - ((value - least) / (most - least)) * (height - top - bottom);
 
   const drawing = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
-    "aria-label": `${axis.y} over ${axis.x}, a line a policy` });
+    "aria-label": `${axis.y} over ${axis.x}, one line per policy` });
   for (const tick of ticks(least, most, 5)) {
     drawing.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
       make("text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, String(tick)));
@@ -94,7 +94,7 @@ function drawLines(box, series, axis) {
     }
     drawing.append(group);
   }
-  const legend = make("ul", { class: "series-legend", "aria-label": "Policies; a button hides and shows its line" });
+  const legend = make("ul", { class: "series-legend", "aria-label": "Policies; a button hides or shows its line" });
   for (const one of series) {
     const { label } = one, look = policyOf.get(label);
     const toggle = () => {
@@ -116,7 +116,7 @@ function drawLines(box, series, axis) {
   box.append(make("p", { class: "axis" }, axis.y + (unit && ` (${unit})`)), drawing, legend);
   const free = series.filter((one) => one.free).map(({ label }) => named(policyOf.get(label)));
   if (free.length) {
-    box.append(make("p", { class: "quiet free" }, `Dash and dot: no budget binds ${free.join(", ")}: not at equal memory.`));
+    box.append(make("p", { class: "quiet free" }, `Dash and dot: ignores the budget (unequal memory): ${free.join(", ")}.`));
   }
 }
 
@@ -149,8 +149,8 @@ function drawLayers(box, trace, budget, column) {
   });
   drawLines(box, series, {
     x: "layer",
-    y: column === 0 ? "tokens kept in each layer, mean over heads, where a budget binds" : page.columns[column].meaning,
+    y: column === 0 ? "tokens kept in each layer, mean over heads" : page.columns[column].meaning,
     units: page.columns[column].units, name: (layer) => `layer ${layer}`,
-    nothing: "No cell has this metric by layer: kvreplay replay --detail layer writes it.",
+    nothing: "No cell has this metric by layer; use kvreplay replay --detail layer.",
   });
 }

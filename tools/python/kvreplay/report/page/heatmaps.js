@@ -39,7 +39,7 @@ async function drawHeatmaps(trace, budget, variant) {
     const below = n < 2 ? "one layer"
       : `adjacent ${cell.adjacent[variant].toFixed(3)}, chance ${cell.chance[variant].toFixed(3)}`;
     const caption = make("figcaption", {}, make("b", {}, named(cell)), make("span", {}, below));
-    if (!planes[c]) return make("figure", {}, make("p", { class: "quiet" }, "no room in this page"), caption);
+    if (!planes[c]) return make("figure", {}, make("p", { class: "quiet" }, "omitted: page too large"), caption);
     const matrix = squareOf(planes[c], n);
     const canvas = make("canvas", { role: "img", "aria-label": `${cell.label}: similarity of ${n} layers, ${below}` });
     paint(canvas, n, (i) => matrix[i] / end);
@@ -52,8 +52,8 @@ async function drawHeatmaps(trace, budget, variant) {
     });
     return make("figure", {}, canvas, caption);
   });
-  const rest = [[(cell) => !cell.rows, "No fixed sets"],
-    [(cell) => cell.rows && !cell.choice, "Everything, or only what a rule keeps"]];
+  const rest = [[(cell) => !cell.rows, "No static set"],
+    [(cell) => cell.rows && !cell.choice, "Keeps everything, or only protected tokens"]];
   document.getElementById("unlike").textContent = plain(
     rest.map(([is, words]) => [words, budget.cells.filter(is).map(named)])
       .filter(([, labels]) => labels.length).map(([words, labels]) => `${words}: ${labels.join(", ")}.`).join(" "));

@@ -65,9 +65,9 @@ function drawReading() {
   const finest = fillHeads(), { trace, budget } = shown;
   const labels = [$("first").value, $("second").value].filter(Boolean);
   const cells = labels.map(cellOf);
-  const shades = [["kept", "who keeps it"]];
+  const shades = [["kept", "share of sets"]];
   if (budget.cells.some((cell) => cell.rankLevels)) shades.push(["rank", "rank"]);
-  if (trace.attention?.bytes) shades.push(["attention", "later attention"]);
+  if (trace.attention?.bytes) shades.push(["attention", "attention of evaluation queries"]);
   fill($("shade"), shades);
   const [layer, head] = [Number($("layer").value), Number($("head").value)];
   drawText({ trace, budget, labels, cells, layer, head, finest, shade: $("shade").value });

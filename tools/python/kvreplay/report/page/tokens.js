@@ -148,12 +148,12 @@ function ranksAreSaved(view) {
 /** Why a policy's pane has no shades. */
 function whyPlain(view, cell) {
   if (!cell) return "failed at this budget, or was not replayed";
-  if (!cell.rows) return "keeps no fixed set";
-  if (!cell.bits) return "no room in this page for its sets: kvreplay report -p and -b choose less";
+  if (!cell.rows) return "no static set";
+  if (!cell.bits) return "sets omitted, page too large; use kvreplay report -p or -b to show less";
   if (view.shade === "rank" && !shadesOf(view, cell)) {
     return cell.ranks === undefined
-      ? "no ranks: kvreplay replay --save scores writes them, for policies that rank a whole prompt once"
-      : cell.rankLevels ? "this layer has no ranks of its own" : "no room in this page for its ranks";
+      ? "no ranks; use kvreplay replay --save scores, with policies that rank the whole prompt once"
+      : cell.rankLevels ? "this layer has no separate ranks" : "ranks omitted, page too large";
   }
   return "";
 }
@@ -169,7 +169,7 @@ function drawText(view) {
   cells.forEach((cell, number) => {
     const pane = reading.panes[number], shades = cell?.bits ? shadesOf(view, cell) : null;
     const why = whyPlain(view, cell);
-    const schedule = cell?.schedule ? "held when the prompt has been seen" : "";
+    const schedule = cell?.schedule ? "tokens resident at the end of the prompt" : "";
     const note = [cell ? `heads=${cell.heads}` : "", schedule, why].filter(Boolean).join("; ");
     pane.heading.replaceChildren(view.labels[number], make("span", { class: "quiet" }, ` ${note}`));
     pane.list.setAttribute("aria-label", `Tokens, shaded for ${view.labels[number]}`);
@@ -187,7 +187,7 @@ function drawText(view) {
   });
   const [a, b] = view.labels;
   document.getElementById("difference").textContent = !compared ? ""
-    : plain("Underlined: kept here and not there (a quarter of the sets or more): "
+    : plain("Underlined: kept by this policy and not by the other, in a quarter of the sets or more: "
       + `${more[0]} tokens by ${a}, ${more[1]} by ${b}.`);
   drawLegend(view);
   drawToken();
@@ -197,7 +197,7 @@ function drawLegend(view) {
   const [words, least, most] = {
     kept: ["share of sets that keep a token", "none", "all"],
     rank: ["rank in its layer", "last", "first"],
-    attention: ["later attention received, logarithmic", "1/10,000 of the most", "the most"],
+    attention: ["attention of evaluation queries, logarithmic", "1/10,000 of the maximum", "maximum"],
   }[view.shade];
   const steps = Array.from({ length: SHADES / 2 + 1 }, (_, i) => make("span", { class: `swatch k${2 * i}` }));
   const kinds = OUTLINED.filter((kind) => view.trace.spans.some((span) => span.kind === kind));
@@ -206,9 +206,9 @@ function drawLegend(view) {
   const parts = [make("span", {}, `${words}: ${least} `, make("span", { class: "swatches" }, ...steps), ` ${most}`),
     ...kinds.map((kind) => make("span", {}, make("span", { class: `swatch outer-${kind} begin end` }), ` ${kind}`))];
   const say = (...words) => parts.push(make("span", { class: "quiet" }, ...words));
-  if (view.trace.tokens > view.trace.boundary) say(make("i", {}, "italic"), ": comes later, never evicted");
+  if (view.trace.tokens > view.trace.boundary) say(make("i", {}, "italic"), ": after the compressed tokens, never evicted");
   if (others.length) say(`not outlined: ${others.join(", ")}`);
-  if (!ranksAreSaved(view)) say("no ranks in this run: kvreplay replay --save scores writes them");
+  if (!ranksAreSaved(view)) say("no ranks in this run; use kvreplay replay --save scores");
   document.getElementById("legend").replaceChildren(...parts);
 }
 
@@ -226,13 +226,13 @@ function drawToken() {
   if (spans.length) add("in", spans.join(", "));
   const bars = [];
   if (i >= trace.boundary) {
-    add("kept", "not compressed: it comes after the tokens under compression");
+    add("kept", "not compressed: after the tokens under compression");
   } else {
     view.cells.forEach((cell, number) => add(view.labels[number], ...wordsOn(view, cell, i)));
     if (trace.attention?.bytes) {
       const value = attentionOf(trace, layer, trace.boundary)[i];
-      const size = value ? brief(value) : "less than 10⁻⁶ of the most";
-      add("later attention", `${size}${meanOver(layer < 0, true)}, summed over eval queries`);
+      const size = value ? brief(value) : "less than 10⁻⁶ of the maximum";
+      add("attention", `${size}${meanOver(layer < 0, true)}, summed over evaluation queries`);
     }
     for (const cell of view.budget.cells) {
       if (!cell.bits) continue;
@@ -246,9 +246,9 @@ function drawToken() {
   const of = layer < 0 && head < 0 ? "all layers and heads" : "this layer or head";
   box.replaceChildren(
     make("h3", {}, `Token ${i}`, ...(trace.text ? [" ", make("code", {}, visible(trace.text[i]))] : []),
-      make("span", { class: "quiet" }, reading.held ? " held" : "")),
+      make("span", { class: "quiet" }, reading.held ? " selected" : "")),
     make("dl", {}, ...facts),
-    ...(bars.length ? [make("p", { class: "quiet" }, `Sets that keep it, of ${of}:`),
+    ...(bars.length ? [make("p", { class: "quiet" }, `Sets that keep it (${of}):`),
       make("ul", { class: "bars" }, ...bars)] : []));
 }
 
@@ -270,9 +270,9 @@ function wordsOn(view, cell, i) {
   const [first, recent] = [(set) => cell.rule[set], (set) => cell.rule[cell.rule.length / 2 + set]];
   const byRule = (set) => i < first(set) || i >= trace.boundary - recent(set);
   const ruled = cell.rule ? sets.filter(byRule).length : 0;
-  if (ruled) words.push(ruled === sets.length ? "by rule (first or recent)" : `${ruled} by rule (first or recent)`);
+  if (ruled) words.push(ruled === sets.length ? "protected (sink or recent)" : `${ruled} protected (sink or recent)`);
   const ranks = ranksOf(cell, layer, trace.boundary);
-  if (!ranks) words.push(`no rank${ranksAreSaved(view) ? " of its own" : ""}`);
+  if (!ranks) words.push(`no ${ranksAreSaved(view) ? "separate " : ""}rank`);
   else words.push(`rank: top ${percent(ranks[i])}${meanOver(layer < 0, cell.rows > 1)}`);
   return [words.join("; ")];
 }
