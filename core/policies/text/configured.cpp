@@ -265,7 +265,7 @@ Parameters ConfiguredPolicy::parameters() const {
     const Choice<PartKind>* kind = std::ranges::find(part_kinds, placed.kind, &Choice<PartKind>::value);
     Parameter choice;
     choice.name = kind->word;
-    choice.help = "the part that takes this place in the plan";
+    choice.help = "part that replaces the policy's own";
     choice.text = [name = placed.name] { return name; };
     all.adopt("", choice);
     const Parameters of_part = placed.part->parameters();
@@ -275,7 +275,7 @@ Parameters ConfiguredPolicy::parameters() const {
   if (common_->has_window_at)
     all.add<WindowAt>(
         "window_at", common_->window_at, window_at_words,
-        "where the observation window ends: with the prompt, or with the marked question; tokens behind it "
+        "end of the observation window: the end of the prompt, or of the marked question; tokens after it "
         "are kept and score nothing");
   if (common_->has_sinks)
     all.add("sinks", common_->sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
