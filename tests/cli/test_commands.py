@@ -557,7 +557,7 @@ def test_a_random_twin_names_what_it_lacks(traces: Path, tmp_path: Path) -> None
         return answer.err
 
     assert refused("random-twin").startswith("kvreplay: random-twin:of: no policy: expected (POLICY)")
-    assert "random-twin:of: its kept set is dynamic: expected a one-shot policy (a static set)" in refused(
+    assert "random-twin:of: has a dynamic kept set: expected a one-shot policy (a static set)" in refused(
         "random-twin:of=(h2o-online)"
     )
     described = done("policies", "random-twin", folder=tmp_path)

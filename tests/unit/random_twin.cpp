@@ -99,7 +99,7 @@ std::string refusal_of(const std::string& text, int layers = 4) {
 TEST(RandomTwin, NamesWhatItsPolicyLacks) {
   EXPECT_EQ(refusal_of("random-twin"), "random-twin:of: no policy: expected (POLICY), as in of=(snapkv), found none");
   EXPECT_EQ(refusal_of("random-twin:of=(h2o-online)"),
-            "random-twin:of: its kept set is dynamic: expected a one-shot policy (a static set), found h2o-online");
+            "random-twin:of: has a dynamic kept set: expected a one-shot policy (a static set), found h2o-online");
   EXPECT_EQ(refusal_of("random-twin:of=(h2o),select=chunks"),
             "random-twin: takes its plan from of=(POLICY): expected the part inside of=(POLICY), found chunks outside "
             "of=(h2o)");

@@ -36,9 +36,10 @@ std::vector<int> counts(const std::vector<int>& skipped, const Division& divisio
   std::int64_t needed = 0;
   for (const int count : least) needed += count;
   if (slots < needed)
-    throw Error{Refusal::usage, where, "no room for layers that keep everything beside the others",
-                fmt::format("a budget of at least {} tokens a layer", (needed + division.layers - 1) / division.layers),
-                std::to_string(division.budget)};
+    throw Error{
+        Refusal::usage, where, "budget too small for the layers that keep everything",
+        fmt::format("a budget of at least {} tokens per layer", (needed + division.layers - 1) / division.layers),
+        std::to_string(division.budget)};
   // Layers at their bound are excluded; the remaining slots are divided equally.
   return apportion(slots, std::vector<std::int64_t>(layers, 1), least, division.prompt);
 }
