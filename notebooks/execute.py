@@ -1,8 +1,7 @@
-"""Executes notebooks over the corpus, or over the numbers of the study: tools/figures once everything is installed and
-built.
+"""Executes notebooks on the corpus or on the numbers of the study. `tools/figures` installs and builds all of it first.
 
-A notebook is a file of this folder that begins with a percent cell (https://jupytext.readthedocs.io). Each leaves its
-figures, tables and itself, executed, as HTML in OUTPUT/NAME.
+A notebook is a file of this folder that begins with a percent cell (https://jupytext.readthedocs.io). Each notebook
+writes its figures, its tables and its executed page (HTML) into OUTPUT/NAME.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def notebooks() -> dict[str, Path]:
 
 
 def execute(notebook: Path, folder: Path) -> None:
-    """Runs all cells in a fresh process; a cell that fails is named."""
+    """Runs all cells in a new process. The error of a failed cell names the cell."""
     import jupytext
     import nbconvert
     from nbclient import NotebookClient
@@ -59,7 +58,7 @@ def execute(notebook: Path, folder: Path) -> None:
 
 
 def refresh(figures: Path, names: list[str]) -> None:
-    """Tables and pictures of these notebooks in the documentation."""
+    """Updates the tables and pictures of these notebooks in the documentation."""
     from PIL import Image
 
     def table(found: re.Match[str]) -> str:
@@ -82,11 +81,11 @@ def parser() -> Parser:
     """The command line, said once."""
     found = Parser(prog="tools/figures", description=__doc__, allow_abbrev=False)
     add = found.add_argument
-    add("names", metavar="NAME", nargs="*", help=f"notebooks (default: all): {', '.join(notebooks())}")
-    add("--small", action="store_true", help="the small corpus, into out/figures-small: a test of all in minutes")
-    add("--corpus", metavar="DIR", type=Path, help="traces and corpus.csv as tools/corpus writes them, instead of it")
-    add("-o", "--output", metavar="DIR", type=Path, help="where everything goes (default: out/figures)")
-    add("--docs", action="store_true", help="then bring tables and pictures of docs/ up to date")
+    add("names", metavar="NAME", nargs="*", help=f"notebooks to execute (default: all): {', '.join(notebooks())}")
+    add("--small", action="store_true", help="use the small corpus and write into out/figures-small (minutes)")
+    add("--corpus", metavar="DIR", type=Path, help="read traces and corpus.csv, as tools/corpus writes them, from DIR")
+    add("-o", "--output", metavar="DIR", type=Path, help="output folder (default: out/figures)")
+    add("--docs", action="store_true", help="also update tables and pictures of docs/")
     return found
 
 

@@ -467,7 +467,7 @@ peak["bound"] = peak["budget_tokens"] + peak["size"]
 over = (peak["value"] - peak["bound"]).max()
 smallest = peak[peak["budget"] == FEW[-1]].groupby("size")["value"].mean()
 page.by_construction(
-    "Tables 1 and 2, section 5.1", "the cache holds no more than the target and a chunk, whatever the context",
+    "Tables 1 and 2, section 5.1", "the cache has at most the target plus one chunk, for every context",
     "peak, mean over prompts: " + ", ".join(f"{tokens:.0f} tokens ({size})" for size, tokens in smallest.items()),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What the notebooks share: the corpus, replays of it, and what a notebook leaves behind.
+"""Common functions of the notebooks: the corpus, its replays, and the output of a notebook.
 
-A notebook begins with `page = Page("NAME")` and leaves in out/figures/NAME each figure as SVG and PNG with its numbers
-as CSV, each table as CSV and Markdown, and its findings: the paper's statements, each with a verdict.
+A notebook begins with `page = Page("NAME")` and writes into out/figures/NAME each figure as SVG and PNG with its
+numbers as CSV, each table as CSV and Markdown, and its findings: the paper's statements, each with a verdict.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def traces(*kinds: str) -> list[Path]:
 
 
 def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
-    """What a run has of NAME[:VARIANT] over heads: trace, kind, prompt_tokens, label, budget, layer, value.
+    """Values of NAME[:VARIANT] over heads in a run: trace, kind, prompt_tokens, label, budget, layer, value.
 
-    `layer` is all (over layers) or each (the rows of single layers). Random twins are left out: `twins` has them.
+    `layer` is all (over layers) or each (the rows of single layers). Random twins are excluded; use `twins`.
     """
     return _with_kinds(run, run.table[run.table["policy"] != TWIN], metric, layer)
 
@@ -189,7 +189,7 @@ def cell(row: pd.Series, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Policy `one` less policy `other`, paired by prompt: mean, 95 % bootstrap interval, sign-flip p, and `prompts`.
+    """Policy `one` minus policy `other`, paired by prompt: mean, 95 % bootstrap interval, sign-flip p, and `prompts`.
 
     As a part of a finding it states that the difference is below 0, or above 0 if `higher`.
     """
@@ -302,7 +302,7 @@ class Page:
         return FIGURES / self.name
 
     def linked(self, path: Path) -> Path:
-        """A trace under the folder of runs: what is kept beside it for the next run stays here, with the runs."""
+        """A link to the trace in the folder of runs, so that files next to the trace are written there."""
         if not path.is_file():
             return path
         link = self.folder / "runs" / "traces" / path.name
@@ -314,9 +314,9 @@ class Page:
     def replay(
         self, name: str, paths: Sequence[Path], policies: Sequence[str], budgets: Sequence[str], *options: str
     ) -> Run:
-        """`kvreplay replay` into the folder runs/NAME; what that holds of the same request is not computed again.
+        """Runs `kvreplay replay` into the folder runs/NAME; finished cells of the same request are not recomputed.
 
-        A run shows all that its folder holds, so one of another request, or older than a trace, is begun anew.
+        A run shows all cells of its folder, so a folder of another request, or older than a trace, is deleted first.
         """
         folder = self.folder / "runs" / name
         asked = [word for policy in policies for word in ("-p", policy)] + ["-b", ",".join(budgets), *options]
@@ -332,10 +332,10 @@ class Page:
         try:
             done = subprocess.run(["kvreplay", *command, "-o", str(folder)], capture_output=True, text=True)
         except FileNotFoundError as missing:
-            need = "what tools/figures builds"
+            need = "the program that tools/figures builds"
             raise Error("kvreplay", "not found on PATH", need, "", Refusal.CAPABILITY) from missing
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix("kvreplay: ")
+            said = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("kvreplay: ")
             raise Error(f"replay {name}", said, exit_code=done.returncode)
         return Run(folder)
 
@@ -371,7 +371,7 @@ class Page:
     def find(
         self, where: str, says: str, ours: str, parts: Sequence[bool | None | Difference], because: str = ""
     ) -> None:
-        """One finding: `where` in the paper, what it `says`, what is measured here, and whether that agrees.
+        """One finding: `where` in the paper, its statement (`says`), the measurement here, and the verdict.
 
         The verdict is given by `findings`, when the number of tests is known.
         """
@@ -427,16 +427,16 @@ class Page:
                   [*pairs, *within], because)  # fmt: skip
 
     def by_construction(self, where: str, says: str, ours: str) -> None:
-        """A statement that follows from how the policy is defined; `ours` is what was counted."""
+        """A statement that follows from the definition of the policy; `ours` is the counted number."""
         self.found.append({"paper": where, "says": says, "here": ours, "verdict": "by construction"})
 
     def not_tested(self, where: str, says: str, ours: str, needs: str = TASKS) -> None:
-        """A statement that open loop cannot decide; `ours` is what open loop shows of it."""
+        """A statement that open loop cannot decide; `ours` is the closest open-loop measurement."""
         self.found.append({"paper": where, "says": says, "here": ours, "verdict": f"not tested: needs {needs}"})
 
     def skill(self, run: Run) -> None:
-        """Table `skill` of a run with twins, and whether each policy is ahead of its own: what its scores add to its
-        protected tokens, its counts and the lengths of its runs (docs/conventions.md)."""
+        """Table `skill` of a run with twins, and a finding whether each policy recalls more than its twin, which has
+        the same protected tokens, counts and lengths of runs (docs/conventions.md)."""
         found = mean_over_traces(values(run, "skill"), ["label", "budget"])
         cells = found.set_index(["label", "budget"])
         labels = list(dict.fromkeys(found["label"]))
@@ -509,7 +509,7 @@ def curves(
     grey: Sequence[str] = (),
     errors: Sequence[str] = ("output error",),
 ) -> Drawing:
-    """Lines of means over traces, a panel for each of `panels` (name: what its y axis says, with unit).
+    """Lines of means over traces, a panel for each of `panels` (name: label of its y axis, with unit).
 
     `points` has the columns panel, series, trace, value and the column `x`; bands are 95 % bootstrap intervals. A
     series has one colour in all panels, that of its policy where it is one; of more series than colours, panels that
@@ -570,8 +570,8 @@ SETTINGS = {(8, "max"): "window 8, pooled", (8, "none"): "window 8, not pooled",
 def window_settings(
     page: Page, paths: Sequence[Path], policies: dict[str, str], budget: str, metrics: dict[str, str] | None = None
 ) -> pd.DataFrame:
-    """Figure and table `windows`, and a finding: what the observation window and pooling change at one budget. Gives
-    the values back: trace, kind, quantity, policy, setting, value.
+    """Figure and table `windows`, and a finding on the effect of observation window and pooling at one budget.
+    Returns the values: trace, kind, quantity, policy, setting, value.
 
     `policies`: by the name shown, the policy with `{window}` and, where it pools, `{pool}` in place of these values.
     `metrics`: what the table and the panels call a metric; their order by output error is the finding's.
@@ -658,7 +658,7 @@ def dots(found: pd.DataFrame, quantities: Sequence[str], policies: Sequence[str]
 
 
 def number(tick: float, _: int) -> str:
-    """What a tick says."""
+    """The label of a tick."""
     return f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}"
 
 

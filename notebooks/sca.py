@@ -534,9 +534,9 @@ for row in schedule.itertuples():
 
 
 def residents(trace: str, label: str) -> np.ndarray:
-    """Tokens held after each token of the prompt, itself included, in the first row of the first layer: int [P].
+    """Resident tokens after each token of the prompt, itself included, in the first row of the first layer: int [P].
 
-    A token counts until the query after which it went.
+    A token counts until the query after which it is evicted.
     """
     about = flow.trace(trace)
     row = flow.cells[(flow.cells["trace"] == trace) & (flow.cells["label"] == label)].iloc[0]
@@ -549,7 +549,7 @@ def residents(trace: str, label: str) -> np.ndarray:
 
 
 def sawtooth() -> Drawing:
-    """Tokens held as a prompt comes in, by threshold."""
+    """Resident tokens while a prompt is read, by threshold."""
     trace = flow.cells["trace"].iloc[0]
     about = flow.trace(trace)
     sheet = Sheet(

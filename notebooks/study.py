@@ -1,7 +1,7 @@
-"""`tools/study`: the closed-loop study. Captures a prompt, replays and measures it live, keeps its numbers, goes on.
+"""`tools/study`: the closed-loop study. Captures each prompt, replays it, measures it live, and stores the numbers.
 
-docs/closed-loop/STUDY.parquet has a row for each cell of the prompts that are finished; their traces and runs are
-deleted. A call goes on where an earlier one ended, on any machine that has this file.
+docs/closed-loop/STUDY.parquet has a row for each cell of the finished prompts; their traces and runs are deleted. The
+program continues after an interruption, on any machine that has this file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvreplay.capture.prompts import Prompt
     from kvreplay.results import Run, TraceFacts
 
-DESCRIPTION = """Measures which offline metric orders policies as the live model does, one prompt after another, into
+DESCRIPTION = """Measures offline and live metrics of many policies, one prompt after another, and writes them into
 docs/closed-loop. Finished prompts are not measured again."""
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "study"
@@ -46,8 +46,8 @@ FEW_POLICIES = (
     "snapkv", "snapkv:pool=none", "pyramid-kv", "dynamickv", "chunkkv", "ada-kv", "h2o", "tova", "expected-attention",
     "keydiff", "knorm", "streaming-llm", f"snapkv:{EQUAL}", f"h2o:{EQUAL}",
 )  # fmt: skip
-# What the papers' tables of answers compare: chunk sizes, layers that share sets, keys and values, truncation. Sets of
-# other layers lose the first tokens, so those policies are here with sinks too.
+# Policies of the papers' tables of answers: chunk sizes, layers that share sets, keys and values, truncation. A shared
+# set may lack the first tokens, so policies that share sets also run with protected sinks.
 OF_PAPERS = (
     "local", "streaming-llm", "strided", "h2o", "snapkv", "snapkv:heads=layer", "pyramid-kv", "dynamickv", "hybrid",
     *(f"chunkkv:chunk={size}" for size in (1, 3, 5, 10, 20, 30)),
@@ -79,7 +79,7 @@ MEMORY = 11 << 29  # bytes that a pass may take beside the weights: fewer cells 
 
 @dataclass(frozen=True)
 class Studied:
-    """A part of the study: a model, and how much of the study it takes part in."""
+    """A part of the study: a model with its policies, budgets and prompts."""
 
     file: str  # in build/model, or an absolute path
     title: str
@@ -113,7 +113,7 @@ STUDIES = {
 
 
 def say(line: str) -> None:
-    """On stderr and, with the time, into the log."""
+    """Prints a line on stderr and writes it with the time into the log."""
     print(f"study: {line}", file=sys.stderr, flush=True)
     WORK.mkdir(parents=True, exist_ok=True)
     with open(WORK / "log", "a", encoding="utf-8") as log:
@@ -167,7 +167,7 @@ class Study:
         self.prompts = list(chosen(prompts, self.studied, count_tokens))
 
     def measure(self, prompt: Prompt) -> tuple[pd.DataFrame, dict[str, Any]]:
-        """All numbers of one prompt: a row a cell, and what its columns are."""
+        """All numbers of one prompt: one row per cell, and the kinds of its columns."""
         from kvreplay.predict.prediction import Measured
         from kvreplay.results import Run
 
@@ -208,7 +208,7 @@ class Study:
             raise Error(path.stem, "replay failed", "", done.stderr.strip().splitlines()[-1], exit_code=done.returncode)
 
     def _measure_live(self, run: Run, trace: TraceFacts, rows: pd.DataFrame, answers: Sequence[str] = ()) -> None:
-        """With answers, the text that the model writes, cells that hold about as much side by side."""
+        """With answers, the generated text, in batches of cells of similar size."""
         from kvreplay.live.results import write_view
 
         if answers:
@@ -243,7 +243,7 @@ def write(path: Path, cells: pd.DataFrame, about: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """What `write` wrote."""
+    """Reads a file of `write`."""
     from pyarrow import parquet
 
     table = parquet.read_table(path)
@@ -264,7 +264,7 @@ def finished(name: str) -> set[str]:
     wanted = len(STUDIES[name].policies), set(STUDIES[name].budgets)
     if measured != wanted:
         expected, found = (f"{count} policies at {', '.join(sorted(budgets))}" for count, budgets in (wanted, measured))
-        raise Error(str(file_of(name)), "other cells (without this file all are measured anew)", expected, found)
+        raise Error(str(file_of(name)), "other cells; remove the file to measure all cells again", expected, found)
     return set(cells["prompt"])
 
 
@@ -288,13 +288,13 @@ def parser() -> Parser:
     build = Parser(prog="tools/study", description=DESCRIPTION, allow_abbrev=False)
     add = build.add_argument
     add("studies", metavar="STUDY", nargs="*", help=f"parts of the study (default: all): {', '.join(STUDIES)}")
-    add("--minutes", metavar="N", type=float, help="begin no prompt after N minutes (default: no limit)")
-    add("--prompts", metavar="N", type=int, help="the first N prompts of each part (default: all)")
+    add("--minutes", metavar="N", type=float, help="start no new prompt after N minutes (default: no limit)")
+    add("--prompts", metavar="N", type=int, help="measure the first N prompts of each part (default: all)")
     return build
 
 
 def study(arguments: argparse.Namespace) -> None:
-    """Prompt by prompt until the time is over."""
+    """Measures prompt by prompt until the time limit."""
     for name in arguments.studies:
         if name not in STUDIES:
             raise Error("study", "part", " or ".join(STUDIES), name, Refusal.USAGE)
@@ -307,7 +307,7 @@ def study(arguments: argparse.Namespace) -> None:
             if prompt.name in done:
                 continue
             if arguments.minutes and time.monotonic() - begin > 60 * arguments.minutes:
-                say("the time is over; the same command goes on from here")
+                say("time limit reached; repeat the command to continue")
                 break
             started = time.monotonic()
             add(name, *one.measure(prompt))
@@ -319,7 +319,7 @@ def study(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
 
-    kept = "finished prompts are kept, and the same command goes on from there"
+    kept = "finished prompts are kept; repeat the command to continue"
     return exit_code("study", lambda: study(parser().parse_args(argv)), kept)
 
 

@@ -142,13 +142,13 @@ page.findings()
 #
 # struct TwoHorizons {
 #   static constexpr Card card{.name = "two-horizons",
-#                              .summary = "what is looked at now, and was by the queries of its lifetime",
+#                              .summary = "Geometric mean of the attention of the last and of all later queries",
 #                              .paper = "",
-#                              .score = "sqrt(mean over the last `window` queries * mean over all that could see it)"};
+#                              .score = "sqrt(mean over the last `window` queries * mean over all that can see it)"};
 #
 #   int window = 8;
 #
-#   void parameters(Parameters& p) { p.add("window", window, IntRange{.least = 1}, "last queries, and they stay"); }
+#   void parameters(Parameters& p) { p.add("window", window, IntRange{.least = 1}, "observation window"); }
 #
 #   Plan plan() const {
 #     const auto score = [last = window](const LayerView& view, const Scoring& how) {
