@@ -476,15 +476,13 @@ class Page:
             for one in self.found
         ]  # fmt: skip
         findings = pd.DataFrame(rows)
-        if not with_differences:
-            self.table("findings", findings)
-            return
-        shown = findings.rename(columns={"paper": "source", "says": "statement", "here": "measured"})
-        differences = [
-            "; ".join(part.in_words for part in one.get("parts", ()) if isinstance(part, Difference))
-            for one in self.found
-        ]
-        shown.insert(3, "difference", differences)
+        shown = findings.rename(columns={"says": "statement", "here": "measured"})
+        if with_differences:
+            shown = shown.rename(columns={"paper": "source"})
+            shown.insert(3, "difference", [
+                "; ".join(part.in_words for part in one.get("parts", ()) if isinstance(part, Difference))
+                for one in self.found
+            ])  # fmt: skip
         self.table("findings", findings, shown)
 
     def _numbers(self, data: pd.DataFrame, name: str, kind: str) -> None:
