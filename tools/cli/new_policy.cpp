@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
 
 constexpr Option options[] = {
     {"source", 0, "DIR", "", "kvreplay's source folder; default: the current folder, or one above it"},
-    {"plugin", 0, "", "", "a project of its own in the folder NAME, to be compiled without kvreplay's sources"},
+    {"plugin", 0, "", "", "a separate project in the folder NAME, to be compiled without kvreplay's sources"},
 };
 
 struct File {

@@ -49,7 +49,7 @@ constexpr Option options[] = {
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
      "evict whole pages, as paged inference engines do, with every policy (default: page=16,heads=layer)"},
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
-     "protected tokens of every policy, in place of its own: attention sinks and recent window, in tokens or as a "
+     "protected tokens of every policy, in place of its default: attention sinks and recent window, in tokens or as a "
      "fraction of the budget (default of each: 0)"},
     {"controls", 0, "none|random|twins", "random",
      "reference cells at the same budgets: none; full, random and oracle; or also the random twin of each policy with "

@@ -14,7 +14,7 @@ namespace {
 
 constexpr Card card{
     .name = layer_ranges_name,
-    .summary = "Ranges of layers, each with a policy of its own",
+    .summary = "Ranges of layers, each with its own policy",
     .paper = "",
     .score = "that of the policy of each range",
 };
@@ -90,7 +90,7 @@ class LayerRanges final : public Policy {
       for (LayerPlan& plan : range->policy->plans(range->last - range->first + 1)) {
         if (plan.plan.allocate->other != nullptr)
           throw Error{Refusal::usage, fmt::format("layers:{}", range->text),
-                      "the policy copies counts or sets of another policy", "a policy with counts and sets of its own",
+                      "the policy copies counts or sets of another policy", "a policy that does not use another policy's counts or sets",
                       range->policy.text};
         plan.first += range->first;
         all.push_back(std::move(plan));
