@@ -154,7 +154,7 @@ def test_numbers_that_a_type_cannot_hold(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--laiers", "0"], "capture: option: expected --layers, found --laiers"),
+        (["--laiers", "0"], "capture: unknown option --laiers: did you mean --layers?"),
         (["--layers", "0,9"], "--layers: value: expected layers of this model, 0 to 3, found 9"),
         (["--layers", "3-1"], "expected numbers and ranges like 0,3-5, found '3-1'"),
         (["--queries", "first:3"], "expected all or last:N, found 'first:3'"),
@@ -197,5 +197,5 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, *words(tmp_path, tmp_path / "t.h5")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 4
-    said = "kvreplay: capture: torch is not installed: expected what tools/setup build python installs\n"
+    said = "kvreplay: capture: torch is not installed; run tools/setup build python\n"
     assert done.stderr == said

@@ -302,7 +302,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_captured(
             "questions",
             "corpus: kind: expected one of needle, question, arithmetic, summary, code, chat, found questions",
         ),
-        ("--smal", "corpus: option: expected --small, found --smal"),
+        ("--smal", "corpus: unknown option --smal: did you mean --small?"),
         (
             "--ruler needle",
             "corpus: task: expected one of niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, "
@@ -312,7 +312,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_captured(
         (
             "--ruler --tokens 1000,x",
             "corpus: argument --tokens: expected numbers of tokens like 1000,2000, found '1000,x': "
-            "expected tools/corpus --help",
+            "(see tools/corpus --help)",
         ),
         ("-o note.txt", "-o: note.txt: expected a writable folder, found [Errno 17] File exists: 'note.txt'"),
     ],

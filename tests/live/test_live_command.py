@@ -293,7 +293,7 @@ def test_what_reads_the_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> 
     assert "kld" in capsys.readouterr().out
     assert predict([str(copy.run)]) == 0
     said = capsys.readouterr().out
-    assert "output_error" in said and "has the policies most nearly in the order of kld" in said
+    assert "output_error" in said and "orders the policies most like kld" in said
 
 
 def test_two_ways_are_told_apart(copy: Case) -> None:

@@ -434,7 +434,7 @@ def test_a_run_is_begun_anew_when_the_request_changes_and_only_then(tmp_path: Pa
     with pytest.raises(Error) as refused:
         policies("stride")
     assert (str(refused.value), refused.value.exit_code) == (
-        "replay run: stride: unknown policy: expected strided, found stride", 2,
+        "replay run: stride: unknown policy: did you mean strided?", 2,
     )  # fmt: skip
 
 

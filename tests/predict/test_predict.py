@@ -115,8 +115,8 @@ def test_tables_and_sentence() -> None:
     found = prediction(5)
     shown = Presentation(found, "kld")
     assert shown.best == "exact"
-    assert "exact has the policies most nearly in the order of kld: rank correlation 1.00" in shown.sentence()
-    assert "more than output_error" in shown.sentence()
+    assert "exact orders the policies most like kld: rank correlation 1.00" in shown.sentence()
+    assert "better than output_error" in shown.sentence()
     difference, low, high = found.better_than("exact", "output_error")
     assert low > 0.5 and low < difference < high
     assert found.flipped("exact").empty
@@ -126,7 +126,7 @@ def test_tables_and_sentence() -> None:
     document = json.loads(json.dumps(shown.document(), allow_nan=False))
     assert document["headline"][0]["offline"] == "exact" and document["prompts"] == PROMPTS
     text = shown.text()
-    for piece in ("prompts   24 of 3 kinds", "held-out kind", "needed for 95 % of pairs", "across budgets"):
+    for piece in ("prompts   24 of 3 kinds", "held-out kind", "prompts to resolve 95 % of pairs", "across budgets"):
         assert piece in text
     assert len(shown.figure().axes) == 2
 

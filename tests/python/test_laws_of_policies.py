@@ -40,7 +40,9 @@ def test_registered_policies_obey(name: str) -> None:
 
 
 def test_finch_has_no_room_where_the_question_takes_all() -> None:
-    with pytest.raises(kv.Error, match='breaks the law "every trace is replayed": found finch: no room beside'):
+    with pytest.raises(
+        kv.Error, match='breaks the law "every trace is replayed": found finch: the 10 tokens of the question fill'
+    ):
         kv.check("finch")
 
 

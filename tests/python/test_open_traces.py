@@ -141,7 +141,10 @@ def test_bad_files_are_refused_as_by_the_program(small: Path, tmp_path: Path) ->
         answer = kvreplay("info", path, folder=tmp_path)
         with pytest.raises(kv.Error) as refused:
             kv.open(path)
-        assert (refused.value.exit_code, f"kvreplay: {refused.value}\n") == (answer.code, answer.err), path
+        assert (
+            refused.value.exit_code,
+            f"kvreplay: {refused.value}\n",
+        ) == (answer.code, answer.err), path
         assert answer.err.count("\n") == 1
 
 

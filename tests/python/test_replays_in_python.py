@@ -246,7 +246,9 @@ def test_refused_as_by_the_program(policies, budgets, options, words, small: Pat
 
 @pytest.mark.parametrize("option", ["dry_run", "json", "help", "policy"])
 def test_what_only_prints_is_no_option(option: str, small: Path) -> None:
-    with pytest.raises(kv.Error, match=f"replay: not an option in Python: found {option}") as refused:
+    with pytest.raises(
+        kv.Error, match=f"replay: not an option in Python: expected an option of kvreplay replay, found {option}"
+    ) as refused:
         kv.replay(small, "h2o", 0.1, **{option: True})
     assert refused.value.exit_code == 2
 
@@ -293,7 +295,7 @@ def test_a_function_gives_the_policy_as_users_write_it() -> None:
     assert kv.policy.hybrid(chunkkv_chunk=5) == "hybrid:chunkkv.chunk=5"
     with pytest.raises(kv.Error, match="snapkv:window: out of range"):
         kv.policy.snapkv(window=0)
-    with pytest.raises(AttributeError, match=r"no policy snapvk: .*\bsnapkv, "):
+    with pytest.raises(AttributeError, match=r"unknown policy snapvk: did you mean snapkv"):
         kv.policy.snapvk  # noqa: B018
 
 
@@ -306,7 +308,7 @@ def test_failed_cells_are_warned_of_and_left_out(traces: Path) -> None:
 
 
 def test_warnings_of_the_program_are_warnings(small: Path) -> None:
-    with pytest.warns(UserWarning, match="snapkv at 4: the protected tokens fill the budget"):
+    with pytest.warns(UserWarning, match="snapkv at budget 4: protected tokens fill the budget"):
         kv.replay(small, "snapkv", 4, metrics="kv_bytes")
 
 
@@ -415,7 +417,7 @@ def test_measure_takes_a_set_for_all_heads_or_one_for_each(traces: Path) -> None
         ([[0]] * 2, "selection: layers: expected 3, found 2"),
         ([[0], [150], [0]], "selection, layer 1, row 0: position: expected 0..149, found 150"),
         ([[0], [0], [-1]], "selection, layer 2, row 0: position: expected 0..149, found -1"),
-        ([[0, 0]] * 3, "selection, layer 0, row 0: positions: expected each once, found some twice"),
+        ([[0, 0]] * 3, "selection, layer 0, row 0: positions: expected unique positions, found duplicates"),
         ([[[0], [1], [2]]] * 3, "selection, layer 0: rows: expected 1, 2 or 6, found 3"),
         ([[0], [[0], [1]], [0]], "selection: rows: expected the same number in every layer, found 1, 2, 1"),
         ([[0.5]] * 3, "selection, layer 0, row 0: positions: expected whole numbers, found float64"),

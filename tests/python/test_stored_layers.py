@@ -219,8 +219,8 @@ def test_what_cannot_be_asked_is_refused(run: kv.Run, path: Path, traces: Path, 
     with pytest.raises(kv.Error, match="not the trace of .*stored.h5"):
         run.stored("snapkv", BUDGET, kv.open(other))
     for layer in (-1, 4):
-        with pytest.raises(kv.Error, match=f"layer: expected a treated one: 0, 1, 2, 3, found {layer}"):
+        with pytest.raises(kv.Error, match=f"layer: expected a treated layer: 0, 1, 2, 3, found {layer}"):
             run.stored("snapkv", BUDGET).layer(layer)
     sliding = kv.replay(traces / "sliding.h5", "local", BUDGET, metrics="kv_bytes", progress=False)
-    with pytest.raises(kv.Error, match="layer: expected a treated one: 0, 2, found 1"):
+    with pytest.raises(kv.Error, match="layer: expected a treated layer: 0, 2, found 1"):
         sliding.stored("local", BUDGET).layer(1)

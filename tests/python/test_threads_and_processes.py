@@ -66,9 +66,8 @@ def test_a_forked_process_replays_on_one_thread(small: Path) -> None:
 def test_more_threads_in_a_forked_process_are_refused(small: Path) -> None:
     run = python(FORKED, small, "fork", "{'threads': 2}", seconds=60)
     assert run.stdout == (
-        "--threads: a forked process cannot start more threads: expected threads=1, or a process that "
-        "multiprocessing starts by "
-        "spawn, found 2\n"
+        "--threads: a forked process cannot start more threads: expected threads=1, or multiprocessing with the "
+        "spawn method, found 2\n"
     )
 
 

@@ -135,7 +135,7 @@ IN_TIME = "oracle:free: the policy's sets are dynamic; a static set is no bound 
                "found hybrid"),
     ("oracle:counts=(snapkv)", "oracle:counts: the policy takes its own counts from another policy: expected a policy "
                                "that does not use another policy's counts, found oracle:counts=snapkv"),
-    ("snapvk", "snapvk: unknown policy: expected snapkv, found snapvk"),
+    ("snapvk", "snapvk: unknown policy: did you mean snapkv?"),
 ])  # fmt: skip
 def test_policies_without_bounds_are_refused(policy: str, why: str, tiny: list[Path], said) -> None:
     assert said(tiny[0], "-p", policy, "-b", "4", code=2) == why
@@ -144,7 +144,7 @@ def test_policies_without_bounds_are_refused(policy: str, why: str, tiny: list[P
 def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> None:
     words = [tiny[0], "-p", "snapkv", "-b", "4"]
     assert said(*words, "-o", "terms.txt", code=2) == "-o: format: expected a name ending in .csv, found terms.txt"
-    assert said(*words, "--evl", "all", code=2) == "regret: option: expected --eval, found --evl"
+    assert said(*words, "--evl", "all", code=2) == "regret: unknown option --evl: did you mean --eval?"
     assert "required" in said(tiny[0], "-p", "snapkv", code=2)
     with pytest.raises(Error, match="regret: unknown option: expected seed=N of a policy, found seed"):
         kv.regret(tiny[0], "random", 4, seed=3)

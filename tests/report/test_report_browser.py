@@ -145,7 +145,7 @@ def test_a_token_tells_who_kept_it_its_rank_and_its_later_attention(page, real, 
     rank = np.mean([np.sum((row > row[token]) | ((row == row[token]) & (np.arange(480) < token))) for row in scores])
     shown = float(re.search(r"top ([\d.]+)\s%", said)[1])
     assert shown == pytest.approx(100 * rank / 480, abs=0.8)
-    attention = float(re.search(r"later attention\s+([\d.]+)", said)[1])
+    attention = float(re.search(r"\nattention\s+([\d.]+)", said)[1])
     assert attention == pytest.approx(file[f"traces/{TRACE}/eval_attention"][12, token], rel=0.035)
     bars = dict(re.findall(r"^(\S+)\n(\d+/\d+)$", said, re.MULTILINE))
     assert bars["snapkv:heads=kv"] == "2/3"
@@ -180,7 +180,9 @@ def test_the_table_sorts_and_marks_the_best(page, real, look):
     best = [value for value in column("recall") if value.endswith("*")]
     compared = rows[(rows["role"] == "asked") & ~rows["policy"].isin(["kivi", "sca"])]
     assert best == [f"{compared['value'].astype(float).max():.3f}*"]
-    assert column("skill").count("-") == 6 and window.inner_text("#skill").startswith("skill = (recall - twin)")
+    assert column("skill").count("-") == 6 and window.inner_text("#skill").startswith(
+        "skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = random, 1 = best"
+    )
     assert {"(full)", "(random)", "(oracle)"} <= set(column("policy")) and "kivi" in column("policy")
     assert "OPEN LOOP" in window.inner_text("header")
 
@@ -232,8 +234,17 @@ def test_a_curve_has_units_and_says_whom_no_budget_binds(page, real, look):
         if chart == "layer-chart":
             choose(window, layer_metric=titles.index("recall"))
         said = window.inner_text(f"#{chart} .free")
-        assert said.startswith("Dash and dot: no budget binds ") and said.endswith(": not at equal memory.")
-        assert sorted(said.removeprefix("Dash and dot: no budget binds ").split(":")[0].split(", ")) == free
+        assert said.startswith(
+            "Dash and dot: ignores the budget (unequal memory): kivi, sca, (full)."
+        ) and said.endswith(": not at equal memory.")
+        assert (
+            sorted(
+                said.removeprefix("Dash and dot: ignores the budget (unequal memory): kivi, sca, (full).")
+                .split(":")[0]
+                .split(", ")
+            )
+            == free
+        )
         lines = f"#{chart} button:has([stroke-dasharray='9 3 2 3'])"
         dashed = window.eval_on_selector_all(lines, "all => all.map((one) => one.dataset.label)")
         assert sorted(dashed) == ["full", "kivi", "sca"]
@@ -287,9 +298,9 @@ def test_every_control_is_reached_by_keyboard_and_arrows_walk_the_text(page, loo
     assert window.locator("[aria-selected=true]").count() == 1
     assert window.evaluate("getComputedStyle(document.querySelector('[aria-selected=true]')).outlineStyle") == "solid"
     window.keyboard.press("Escape")
-    assert "held" not in window.inner_text("#token")
+    assert "selected" not in window.inner_text("#token")
     window.keyboard.press("Enter")
-    assert "held" in window.inner_text("#token")
+    assert "selected" in window.inner_text("#token")
     names = window.eval_on_selector_all(
         "select, [role=listbox], canvas, svg[role], button, aside",
         "all => all.filter((one) => !(one.getAttribute('aria-label') || one.innerText || one.closest('label'))).length",
@@ -473,7 +484,7 @@ def test_failed_cells_and_policies_without_sets_are_said(tmp_path, look):
     (run / "run.json").write_text(json.dumps({"schema": "kvreplay-run/1", "cells": [failed]}))
     window = look(write_report(run))
     assert "h2o:a=1" in window.inner_text("#headline .failed") and "not a number" in window.inner_text(".failed")
-    assert "1 failed cells, see the table" in window.inner_text("#notes").splitlines()
+    assert "1 failed cells, listed in the table" in window.inner_text("#notes").splitlines()
     choose(window, first="chunkkv")
     assert "no static set" in window.inner_text(".pane h3") and set(shades(window)) == {0}
     assert "No static set: chunkkv." in window.inner_text("#unlike")

@@ -122,7 +122,7 @@ def printed_table(printed: str) -> tuple[str, list[dict], str]:
         elif line.startswith("policy "):
             ends = [found.end() for found in re.finditer(r"\S+", line)]
             budgets[-1] |= {"titles": line.split(), "ends": ends, "heads": line.index("heads")}
-        elif line.startswith("no budget binds "):
+        elif line.startswith("ignores the budget"):
             budgets[-1]["own_memory"] = line
         elif line.startswith("skill = "):
             skill = line
@@ -182,7 +182,9 @@ def test_skill_stands_beside_recall_and_what_does_not_beat_its_twin_is_never_bes
     [trace] = content["traces"]
     titles = [content["columns"][i]["title"] for i in trace["columns"]]
     assert titles.index("skill") == titles.index("recall") + 1
-    assert trace["skill"] == ("skill = (recall - twin) / (oracle - twin): 0 = random, 1 = best")
+    assert trace["skill"] == (
+        "skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = random, 1 = best"
+    )
     cells = {cell["label"]: dict(zip(titles, cell["values"], strict=True)) for _, _, cell in cells_of(content)}
     assert set(cells) == {"snapkv", "chunkkv", "h2o", "full", "random", "oracle"}
     skill = {label: values["skill"][0] for label, values in cells.items()}
@@ -301,7 +303,10 @@ def test_what_has_no_room_is_named(real):
     left_out = [f"{cell['label']} at {budget['budget']}" for _, budget, cell in cells if cell.get("ranks", 0) is None]
     assert len(left_out) > 3
     [note] = [note for note in page.notes if "ranks" in note]
-    assert note.startswith("no room for ranks of ") and note.endswith("; --trace, -p and -b choose less")
+    assert note.startswith(
+        "page too large: without ranks of snapkv:heads=query at 0.1, chunkkv at 0.1, random at 0.1, oracle at 0.1, "
+        "snapkv:heads=query at 160, chunkkv at 160 and 2 more; use --trace, -p or -b to show less"
+    ) and note.endswith("; use --trace, -p or -b to show less")
     assert set(re.findall(r"\S+ at \S+?(?=,| and|;)", note)) <= set(left_out)
 
 
@@ -309,11 +314,11 @@ def test_a_cell_is_named_once_for_each_kind_that_has_no_room(tmp_path):
     run = make_run(tmp_path / "run", [SNAPKV], budgets=["0.1"])
     page = Page(Run(run), policies=["snapkv"])
     page.fill(0)
-    pattern = r"no room for (.*) of (.*); --trace, -p and -b choose less"
-    kinds = [re.fullmatch(pattern, note) for note in page.notes if note.startswith("no room")]
+    pattern = r"page too large: without (.*) of (.*); use --trace, -p or -b to show less"
+    kinds = [re.fullmatch(pattern, note) for note in page.notes if note.startswith("page too large")]
     assert len(kinds) == 4
     assert {match[1]: match[2] for match in kinds} == {
-        "later attention": "demo", "kept tokens": "snapkv at 0.1", "protected tokens": "snapkv at 0.1",
+        "attention of evaluation queries": "demo", "kept tokens": "snapkv at 0.1", "protected tokens": "snapkv at 0.1",
         "similarity": "snapkv at 0.1",
     }  # fmt: skip
 
@@ -368,7 +373,7 @@ def test_layers_left_as_they_are_have_no_sets(tmp_path):
     done("replay", "sliding.h5", "-p", "snapkv", "-b", "0.5", "-o", "run", folder=tmp_path)
     content = read(write_report(tmp_path / "run"))
     [trace] = content["traces"]
-    assert trace["layers"] == [1, 3, 5] and "3 layers (3 left as they are)" in trace["line"]
+    assert trace["layers"] == [1, 3, 5] and "3 layers (3 not compressed)" in trace["line"]
     for _, budget, cell in cells_of(content):
         kept = kept_by(tmp_path / "run", *facts_of(cell, budget), tokens=64)[1::2]
         raw = np.frombuffer(plane(content, cell["sets"]), dtype=np.uint8)
@@ -379,7 +384,7 @@ def test_policies_budgets_and_traces_can_be_chosen(tmp_path, capsys):
     many = make_run(tmp_path / "many", traces=[(f"trace-{i}", 200, 0.4) for i in range(3)])
     first = read(write_report(many))
     assert [t["name"] for t in first["traces"]] == ["trace-0"]
-    assert "1 of 3 traces shown; --trace chooses others" in capsys.readouterr().err
+    assert "1 of 3 traces shown; use --trace for others" in capsys.readouterr().err
     two = read(write_report(many, "--trace", "trace-2", "--trace", "trace-1", "-p", "snapkv,random", "-b", "0.2"))
     assert [t["name"] for t in two["traces"]] == ["trace-1", "trace-2"]
     assert {(budget["budget"], cell["label"]) for _, budget, cell in cells_of(two)} == {
@@ -413,7 +418,7 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
     about["inputs"] = [{"trace": "last", "path": "/there/last.h5"}]
     (run / "run.json").write_text(json.dumps(about))
     not_kept = ["trace earlier", "replayed earlier into this folder; its command and self-check are not recorded"]
-    note = "run.json does not say which policies a budget binds on earlier: at equal memory or not, none of them is"
+    note = "run.json does not say which policies ignore the budget on earlier: none of them is"
 
     def stars(content: dict) -> dict[str, int]:
         found = {trace["name"]: 0 for trace in content["traces"]}
@@ -435,9 +440,12 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
 
 
 def test_a_run_that_does_not_say_what_is_better_is_said_as_compare_says_it(broken, capsys):
-    note = "run.json does not say what is better of {}: the same replay once more adds it and computes nothing again"
+    note = (
+        "run.json does not say whether higher or lower is better for {}; run the same replay again to record it "
+        "(finished cells are reused)"
+    )
     metrics = json.loads((broken / "run.json").read_text())["metrics"]
-    assert not any("what is better" in one for one in read(write_report(broken))["notes"])
+    assert not any("is better for" in one for one in read(write_report(broken))["notes"])
     write_about(broken, metrics=metrics[1:])
     content = read(write_report(broken))
     assert note.format("attention_recall") in content["notes"]
@@ -482,11 +490,11 @@ def write_wrong_text(run: Path) -> None:
 
 @pytest.mark.parametrize("damage, options, code, words", [
     (None, ["-o", "page.pdf"], 2, "-o: format: expected a name ending in .html or .htm, found page.pdf"),
-    (None, ["--trace", "dem"], 2, "--trace: no such trace in this run: expected demo, found dem"),
-    (None, ["-p", "snapvk"], 2, "-p: no such policy in this run: expected snapkv, found snapvk"),
-    (None, ["-b", "0.4"], 2, "-b: no such budget in this run: expected 0.1, found 0.4"),
-    (None, ["--text"], 2, "report: option: expected --no-text, found --text"),
-    (None, ["--trase", "demo"], 2, "report: option: expected --trace, found --trase"),
+    (None, ["--trace", "dem"], 2, "--trace: unknown trace dem: did you mean demo?"),
+    (None, ["-p", "snapvk"], 2, "-p: unknown policy snapvk: did you mean snapkv?"),
+    (None, ["-b", "0.4"], 2, "-b: unknown budget 0.4: did you mean 0.1?"),
+    (None, ["--text"], 2, "report: unknown option --text: did you mean --no-text?"),
+    (None, ["--trase", "demo"], 2, "report: unknown option --trase: did you mean --trace?"),
     (None, ["-o", "/proc/no/page.html"], 3, "/proc/no: cannot be written"),
     (lambda run: (run / "results.csv").unlink(), [], 3, "not a finished run"),
     (lambda run: (run / "run.json").write_text("{"), [], 3, "run.json: unreadable: expected JSON"),

@@ -31,27 +31,28 @@ def test_dry_run(capsys, operands: list[str], tmp_path: Path) -> None:
     lines = said(capsys, 0, *operands, "-o", tmp_path / "out", "--dry-run", "--workers", 2).splitlines()
     assert lines[0].split() == ["task", "cells", "time", "memory", "results"]
     assert [line.split()[:2] for line in lines[1:6]] == [*([name, str(CELLS)] for name in NAMES), ["all", "40"]]
-    assert lines[6].startswith("4 tasks; 2 workers as fast as this machine: ")
+    assert lines[6].startswith("4 tasks on 2 workers, each as fast as this machine: ")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["--executor", "pbs"], "--executor: unknown: expected local, dask:ADDRESS or slurm, found pbs"),
-        (["--gpus", "many"], "--gpus: number: expected a whole number, or auto, found many"),
+        (["--executor", "pbs"], "--executor: unknown value: expected local, dask:ADDRESS or slurm, found pbs"),
+        (["--gpus", "many"], "--gpus: not a number: expected a whole number, or auto, found many"),
         (
             ["--slurm", "no/name=1"],
-            "--slurm: directive: expected KEY=VALUE, with a long option name of sbatch, found no/name=1",
+            "--slurm: not a directive: expected KEY=VALUE, with a long option name of sbatch, found no/name=1",
         ),
         (
             ["--memory", "much"],
-            "sweep: argument --memory: expected a number of bytes, or of k, M",
+            "sweep: argument --memory: expected a number of bytes, as 4096, 512M or 1.5G, found 'much' (see kvreplay "
+            "sweep --help)",
         ),
         (["--executor", "slurm"], "--memory: required with --executor slurm: expected memory per task, as 8GiB"),
         (["--force"], "--force: a sweep cannot overwrite results: expected another folder"),
         (["--protect", "sinks=4,recant=9"], "--protect: unknown parameter: expected one of sinks, recent, found"),
-        (["-p", "snapvk"], "snapvk: unknown policy: expected snapkv, found snapvk"),
+        (["-p", "snapvk"], "snapvk: unknown policy: did you mean snapkv?"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -92,9 +93,7 @@ def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> Non
     words = [*operands, "-o", str(tmp_path / "out"), "--workers", "1"]
     answer = subprocess.run([sys.executable, "-c", run, *words], capture_output=True, text=True)
     assert answer.returncode == 4, answer
-    assert answer.stderr == (
-        "kvreplay: sweep: distributed is not installed: expected what tools/setup build python installs\n"
-    )
+    assert answer.stderr == ("kvreplay: sweep: distributed is not installed; run tools/setup build python\n")
 
 
 def test_the_simulated_plan_by_hand() -> None:

@@ -93,7 +93,9 @@ def test_what_is_held_out_is_never_fitted_on(traces, tune, tmp_path):
 def test_nothing_better_is_said_plainly(traces, tune, tmp_path):
     found = tune(*traces, "-p", "oracle", "-b", "16", "--search", "heads=kv|layer", "--metric", "attention_recall")
     assert found["best"] == found["start"] == "oracle"
-    assert not found["better"] and found["verdict"].startswith("not better on held-out traces: nothing that was tried")
+    assert not found["better"] and found["verdict"].startswith(
+        "not better on held-out traces: no candidate beats the start on the fitting traces"
+    )
     assert (tmp_path / "best.yaml").read_text().endswith("'oracle'\n")
 
 
@@ -104,7 +106,7 @@ def test_more_memory_is_no_verdict(traces, tune):
                  "--search", "heads=query", "--metric", "attention_recall")  # fmt: skip
     assert found["best"] == "oracle:heads=query" and found["held_out"]["memory"] == 4
     assert found["held_out"]["low"] > 0 and not found["better"]
-    assert found["verdict"].startswith("no verdict, not at equal memory: the best holds 4 times as much")
+    assert found["verdict"].startswith("no verdict, unequal memory: the best uses 4 times as much")
 
 
 def test_a_loss_is_better_when_lower(traces, tune):
@@ -204,7 +206,7 @@ def test_what_is_undefined_on_a_held_out_trace_has_no_verdict(traces, short, tun
     assert one["difference"] == pytest.approx(one["best"] - one["start"], abs=1e-12)
     if found["best"] != found["start"]:
         assert not found["better"]
-        assert found["verdict"] == "no verdict, start or best is undefined on 1 of 3 held-out traces"
+        assert found["verdict"] == "no verdict: start or best is undefined on 1 of 3 held-out traces"
 
 
 @pytest.mark.filterwarnings("ignore:failed")
@@ -214,7 +216,7 @@ def test_what_is_undefined_on_every_held_out_trace_is_refused(traces, short, ref
     assert _engine.program(["synth", "gaussian", "-o", str(other), *words]) == 0
     said = refused(3, *traces[:3], "--held-out", short, other, "-p", "sometimes.py:sometimes", "-b", "12",
                    "--search", "first=1|60")  # fmt: skip
-    assert "not defined for start and best on any held-out trace" in said and "a short prompt" in said
+    assert "not defined for both start and best on any held-out trace" in said and "a short prompt" in said
 
 
 @pytest.mark.filterwarnings("ignore:failed")
@@ -223,7 +225,7 @@ def test_a_policy_that_fails_on_a_fitting_trace_takes_no_layer(traces, short, tu
     others = ["-p", "random", "-p", "snapkv:window=8"]
     found = tune(*sides, "-p", "sometimes.py:sometimes:first=1", *others)
     assert "sometimes" not in found["best"] and "sometimes" not in found["tried"] and "nan" not in found["tried"]
-    assert "left out, undefined on a fitting trace: sometimes.py:sometimes:first=1" in found["notes"]
+    assert "omitted, undefined on a fitting trace: sometimes.py:sometimes:first=1" in found["notes"]
     assert found["best"] == tune(*sides, *others)["best"]
 
 
@@ -361,35 +363,37 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
 
 
 REFUSALS = [
-    (["-p", "snapkv", "-b", "16", "--search", "windwo=8..16"], 2, "snapkv: unknown parameter: expected window"),
+    (["-p", "snapkv", "-b", "16", "--search", "windwo=8..16"], 2, "snapkv: unknown parameter windwo: did you"),
     (["-p", "snapkv", "-b", "16", "--search", "window"], 2, "--search: not an assignment: expected NAME=LOW..HIGH"),
-    (["-p", "snapkv", "-b", "16", "--search", "window=16..8"], 2, "--search window: range: expected a lower number"),
+    (["-p", "snapkv", "-b", "16", "--search", "window=16..8"], 2, "--search window: range: expected LOW..HIGH"),
     (["-p", "snapkv", "-b", "16", "--search", "window=a..b"], 2, "--search window: range: expected two numbers"),
-    (["-p", "snapkv", "-b", "16", "--search", "window=8,window=9"], 2, "--search: given twice"),
+    (["-p", "snapkv", "-b", "16", "--search", "window=8,window=9"], 2, "--search: given more than once"),
     (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has a short range"),
-    (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: expected snapkv"),
+    (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: did you mean"),
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
     (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
     (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),
     (["-p", "snapkv", "-b", "1", "--layers"], 2, "-b: protected tokens fill the budget: expected a larger"),
     (["-p", "snapkv", "-b", "16", "--metric", "attention_recal"], 2, "metric"),
-    (["-p", "snapkv", "-b", "16", "--metric", "layer_budget"], 2, "--metric: no value of layer_budget is better"),
+    (["-p", "snapkv", "-b", "16", "--metric", "layer_budget"], 2, "--metric: layer_budget has no direction"),
     (["-p", "snapkv", "-b", "16", "--metric", "kld"], 2, "--metric: kld is measured in the live model: expected"),
     (["-p", "snapkv", "-b", "16", "--metric", "kld:mean"], 2, "--metric: unknown variant: expected kld or kld:med"),
-    (["-p", "snapkv", "-b", "16", "--metric", "f1", "--model", "m"], 2, "--metric: f1 is of a text that the model wr"),
-    (["-p", "snapkv", "-b", "16", "--metric", "error_growth:steps"], 2, "--metric: no value of error_growth:steps is"),
+    (["-p", "snapkv", "-b", "16", "--metric", "f1", "--model", "m"], 2, "--metric: f1 needs generated text"),
+    (["-p", "snapkv", "-b", "16", "--metric", "error_growth:steps"], 2, "--metric: error_growth:steps has no "
+                                                                        "direction"),
     (["-p", "snapkv", "-b", "16", "--model", "m"], 2, "--model: output_error:pooled needs no model: expected a metr"),
-    (["-p", "snapkv", "-b", "16", "--metric", "kld", "--model", "m", "--layers"], 2, "--metric: kld does not add up o"),
+    (["-p", "snapkv", "-b", "16", "--metric", "kld", "--model", "m", "--layers"], 2, "--metric: kld is not additive o"),
     (["-p", "snapkv", "-b", "16", "--hold-out", "1"], 2, "--hold-out: out of range"),
     (["-p", "snapkv", "-b", "16", "-o", "best.txt"], 2, "-o: format: expected a name ending in .yaml"),
     (["-p", "snapkv", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected two or more policies, found 1"),
     (["-p", "snapkv", "-p", "h2o", "-b", "16"], 2, "-p: policies to tune: expected one policy, or --ranges, found 2"),
     (["-p", "full", "-b", "16", "--search", "store=exact|quantised"], 2, "full: "),
-    (["-p", "snapkv", "-b", "16", "--protect", "sinks=4"], 2, "tune: option: expected one that --help lists, found"),
+    (["-p", "snapkv", "-b", "16", "--protect", "sinks=4"], 2, "tune: unknown option: expected an option of --help, "
+                                                              "found"),
     (["-p", "h2o:protect=sinks=4,recent=4", "-b", "16"], 2, "h2o:protect: missing parentheses: expected (sinks=4,rec"),
     (["-p", "h2o:protect=(recent=10%)", "-b", "16", "--layers"], 2, "the number of protected tokens depends on the "
                                                                     "budget"),
-    (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: option: expected --trials"),
+    (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: unknown option"),
 ]  # fmt: skip
 
 
@@ -422,7 +426,7 @@ def test_an_interruption_keeps_what_is_finished(traces, tune, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(words) == 130
     assert capsys.readouterr().err == (
-        "kvreplay: tune: interrupted, finished traces are kept; run the same command to continue\n"
+        "kvreplay: tune: interrupted; finished traces are kept; run the same command to continue\n"
     )
     [path] = tmp_path.glob("kvreplay-tune/fitting/cells/*.h5")
     with h5py.File(path) as file:
@@ -438,5 +442,5 @@ def test_the_table_is_for_people(traces, tmp_path, monkeypatch, capsys):
     words = [*map(str, traces), "-p", "snapkv", "-b", "16", "--search", "window=2|4|16", "-o", "out/mine.yaml"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "OPEN LOOP" in said and "on held-out traces" in said and "too few to trust that interval" in said
-    assert said.endswith("replay it  -p @out/mine.yaml\n") and Path("out/mine.yaml").is_file()
+    assert "OPEN LOOP" in said and "on held-out traces" in said and "too few for a reliable interval" in said
+    assert said.endswith("replay     -p @out/mine.yaml\n") and Path("out/mine.yaml").is_file()

@@ -390,7 +390,7 @@ void bind_python_policies(nb::module_& module) {
         static std::set<std::string> names;  // that are Python's
         const bool taken = made->name == layer_ranges_name || policies().find(made->name) != nullptr;
         if (taken && !names.contains(made->name))
-          throw Error{Refusal::usage, made->name, "another policy has that name", "a name of its own"};
+          throw Error{Refusal::usage, made->name, "another policy has that name", "another name"};
         names.insert(made->name);
         policies().replace({made->name, [made] { return std::make_unique<PythonPolicy>(*made); }, made->source});
       },

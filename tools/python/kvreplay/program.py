@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         return next(action.option_strings[0] for action in self._actions if action.dest == field)
 
     def error(self, message: str) -> NoReturn:
-        raise Error(self.command, message, f"{self.prog} --help", "", Refusal.USAGE)
+        raise Error(self.command, f"{message} (see {self.prog} --help)", exit_code=Refusal.USAGE)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args

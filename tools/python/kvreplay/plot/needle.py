@@ -59,7 +59,7 @@ def draw(choice: Choice) -> Drawing:
     if name != METRIC:
         raise Error("--metric", "not a metric of this figure", f"{METRIC}:{'|'.join(VARIANTS)}", name, Refusal.USAGE)
     if measure not in VARIANTS:
-        raise Error("--metric", f"unknown variant of {METRIC}", nearest(measure, VARIANTS), measure, Refusal.USAGE)
+        raise Error("--metric", "unknown variant", nearest(measure, VARIANTS), measure, Refusal.USAGE)
     facts = {name: choice.run.trace(name) for name in choice.traces}
     needles = pd.DataFrame(
         [

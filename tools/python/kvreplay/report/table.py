@@ -82,7 +82,7 @@ LIVE = (
     Column(
         "live contains",
         ("contains", ""),
-        "share of the reference answers that the generated text contains, as in RULER",
+        "share of the reference strings that the generated text contains, as in RULER",
     ),
 )
 COLUMNS = (*REPLAYED, *LIVE)
