@@ -91,7 +91,7 @@ def test_code_of_a_repository_runs_only_on_request(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     refused = in_a_child(tmp_path / "home", *words(folder, tmp_path / "t.h5"))
     assert refused.returncode == 3
-    assert "--trust-remote-code runs the repository's code" in refused.stderr and refused.stderr.count("\n") == 1
+    assert "use --trust-remote-code to run code of the repository" in refused.stderr and refused.stderr.count("\n") == 1
     done = in_a_child(tmp_path / "home", *words(folder, tmp_path / "t.h5", "--trust-remote-code"))
     assert done.returncode == 0, done.stderr
     assert Trace(tmp_path / "t.h5").attribute("/model", "architecture") == "RemoteForCausalLM"
@@ -105,9 +105,9 @@ def test_code_of_a_repository_runs_only_on_request(tmp_path: Path) -> None:
         (["--device", "cpu", "--device-map", "auto"], 2, "not allowed with argument"),
         (["--device-map", "missing.json"], 3, "--device-map: missing.json: expected auto, or a JSON file"),
         (["--device-map", "list.json"], 3, '--device-map: list.json: expected an object as {"model.layers.0": "disk"}'),
-        (["--device-map", "nowhere.json"], 3, "model: expected a model that transformers supports"),
-        (["--load", "4bit"], 4, "--load: package: expected pip install bitsandbytes, found no such package"),
-        (["--load", "8bit", "--with-wo"], 2, "--with-wo: --load: expected weights as stored"),
+        (["--device-map", "nowhere.json"], 3, "model cannot be loaded: expected a model that transformers supports"),
+        (["--load", "4bit"], 4, "--load: missing package: expected pip install bitsandbytes"),
+        (["--load", "8bit", "--with-wo"], 2, "--with-wo: cannot be combined with --load: expected unquantised"),
         (["--load", "3bit"], 2, "invalid choice: '3bit'"),
     ],
 )

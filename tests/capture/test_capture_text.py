@@ -389,7 +389,9 @@ def test_conversations_that_a_model_cannot_take() -> None:
     [prompt] = [Prompt.conversation("chat-000", [Message(**message) for message in CONVERSATION])]
     tokenizer = character_tokenizer()
     length = len(encode(tokenizer, prompt, chat=False))
-    with pytest.raises(Error, match=f"chat-000: messages are not cut: expected at least {length}, found 20") as refusal:
+    with pytest.raises(
+        Error, match=f"chat-000: messages cannot be shortened: expected at least {length}, found 20"
+    ) as refusal:
         fit(tokenizer, prompt, False, 20)
     assert refusal.value.exit_code == 2
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"

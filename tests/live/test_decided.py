@@ -131,4 +131,4 @@ def test_rows_stand_beside_those_of_the_replay(case: Callable[..., Case], capsys
     assert made.live("--live-decisions", "--generate", "4") == 2
     capsys.readouterr()
     assert made.live("--live-decisions", "-p", "snapkv") == 0
-    assert "t: left out: no policy of the run evicts during prefill" in capsys.readouterr().err
+    assert "t: omitted: no policy of the run evicts during prefill" in capsys.readouterr().err

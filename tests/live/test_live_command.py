@@ -134,9 +134,9 @@ def test_an_interrupted_run_goes_on(copy: Case, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["-p", "nosuch"], 2, "no such policy"),
-        (["-b", "0.9"], 2, "no such budget"),
-        (["--trace", "u"], 2, "no such trace"),
+        (["-p", "nosuch"], 2, "unknown policy"),
+        (["-b", "0.9"], 2, "unknown budget"),
+        (["--trace", "u"], 2, "unknown trace"),
         (["--batch", "0"], 2, "--batch: expected a whole number of at least 1, found '0'"),
         (["--generate", "-1"], 2, "--generate: expected a whole number of at least 0, found '-1'"),
         (["--answers", "missing.jsonl"], 3, "--answers"),
@@ -191,7 +191,7 @@ def test_a_model_is_compared_by_keys_where_no_hash_says(
     about = (copy.run / "run.json").read_text()
     (copy.run / "run.json").write_text(about.replace(str(path), str(tmp_path / "t.h5")))
     assert copy.live("-p", "full") == 0
-    assert "compared by its shapes and first keys" in capsys.readouterr().err
+    assert "checked by its shapes and the keys of the first tokens" in capsys.readouterr().err
     assert Case(case("qwen3").model, copy.run).live("-p", "snapkv") == 3
     assert "another model: expected the trace's keys" in capsys.readouterr().err
 
@@ -236,7 +236,7 @@ def test_nan_in_the_logits_fails_the_cell(
 
     monkeypatch.setattr(measure, "run", overflows)
     assert copy.live("-b", "24", "-p", "snapkv:heads=kv") == 6
-    assert "failed: logits: NaN: expected finite numbers; use another --dtype" in capsys.readouterr().err
+    assert "failed: logits are NaN: expected finite numbers; use another --dtype" in capsys.readouterr().err
 
 
 def test_the_model_is_not_loaded_where_nothing_is_to_do(
@@ -267,14 +267,14 @@ def test_memory_bounds_the_batch(copy: Case, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert copy.live("--memory", "1k") == 5
     [said] = capsys.readouterr().err.splitlines()
-    words = "kvreplay: --memory: too small for trace t with one batch row: expected at least (.*) MiB, found 0.0 MiB"
+    words = "kvreplay: --memory: too small for one cell of trace t: expected at least (.*) MiB, found 0.0 MiB"
     least = float(re.fullmatch(words, said)[1])
     assert not (copy.run / "live").exists()
     assert copy.live("--memory", f"{least - 0.1}M") == 5
     capsys.readouterr()
     assert copy.live("--memory", f"{least + 0.1}M", "--batch", "64", "-p", "full") == 0
     said = capsys.readouterr().err
-    batch = int(re.search(r"t: batch of (\d+) in place of 64: more does not fit into --memory", said)[1])
+    batch = int(re.search(r"t: batch of (\d+) cells in place of 64, limited by --memory", said)[1])
     assert 1 <= batch < 64
     shutil.rmtree(copy.run / "live")
     assert copy.live("--memory", "4GiB", "--batch", "3") == 0

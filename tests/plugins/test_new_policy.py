@@ -107,7 +107,7 @@ def test_files_alone_in_the_folder_are_policies(compiler: str, tmp_path: Path) -
     words = ["-p", "my-policy,large-values", "-b", "0.1", "--metrics", "attention_recall", "-o", "out"]
     table = ran(program, "replay", TRACE, *words, folder=tmp_path)
     assert {"my-policy", "large-values"} < {line.split()[0] for line in table.splitlines() if line}
-    assert "self-check full 0 | budget ok | identities ok | oracle bound ok" in table
+    assert "self-check full error 0 | budget ok | identities ok | oracle bound ok" in table
     assert report([str(tmp_path / "out"), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "my-policy" in page and "large-values" in page

@@ -63,7 +63,7 @@ def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: P
     table = done("replay", TRACE, *words, *FEW, "-o", "out", folder=tmp_path)
     [row] = [line.split() for line in table.splitlines() if line.startswith("mine ")]
     assert row[:3] == ["mine", "kv", "48.0"]
-    assert "self-check full 0 | budget ok | identities ok | oracle bound ok" in table
+    assert "self-check full error 0 | budget ok | identities ok | oracle bound ok" in table
 
     run = about(tmp_path)
     source = {"path": str(mine), "hash": xxhash.xxh3_128_hexdigest(mine.read_bytes())}
@@ -150,7 +150,7 @@ def test_an_edited_plugin_is_replayed_again_and_nothing_else(plugins: Path, tmp_
 
     copied(plugins / "mine.so", tmp_path, "edited.so", lambda data: data + b"\0")
     again = kvreplay("replay", TRACE, *words[:-1], "0.2", *FEW, "-o", "out", "--json", folder=tmp_path)
-    stays = "kvreplay: warning: smollm2-135m-needle: mine at 0.1 keeps the results of another version of its file\n"
+    stays = "kvreplay: warning: smollm2-135m-needle: mine at budget 0.1 has results of an earlier version of its policy file\n"
     assert (again.code, again.err) == (0, stays)
     assert {cell for cell, state in states(json.loads(again.out)).items() if state == "done"} == {("mine", "0.2")}
     found = states(replay(tmp_path, *words))

@@ -130,8 +130,7 @@ def test_what_cannot_be_read_is_one_line(content, policy, code, line, words, sma
     (tmp_path / "mine.py").write_text(content)
     answer = kvreplay("replay", small, "-p", policy, "-b", "0.1", folder=tmp_path, env=words)
     assert (answer.code, answer.out) == (code, "")
-    assert answer.err.startswith("kvreplay: ") and line in answer.err and answer.err.count("
-") == 1
+    assert answer.err.startswith("kvreplay: ") and line in answer.err and answer.err.count("\n") == 1
 
 
 def test_what_it_raises_fails_its_cells_alone(words, small: Path, tmp_path: Path) -> None:
