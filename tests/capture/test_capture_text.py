@@ -395,7 +395,7 @@ def test_conversations_that_a_model_cannot_take() -> None:
         fit(tokenizer, prompt, False, 20)
     assert refusal.value.exit_code == 2
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(Error, match="chat-000: messages: .* takes, found System role not supported") as refusal:
+    with pytest.raises(Error, match="chat-000: messages: .* accepts, found System role not supported") as refusal:
         encode(tokenizer, prompt, chat=False)
     assert refusal.value.exit_code == 3
     tokenizer.chat_template = None

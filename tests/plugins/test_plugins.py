@@ -150,7 +150,8 @@ def test_an_edited_plugin_is_replayed_again_and_nothing_else(plugins: Path, tmp_
 
     copied(plugins / "mine.so", tmp_path, "edited.so", lambda data: data + b"\0")
     again = kvreplay("replay", TRACE, *words[:-1], "0.2", *FEW, "-o", "out", "--json", folder=tmp_path)
-    stays = "kvreplay: warning: smollm2-135m-needle: mine at budget 0.1 has results of an earlier version of its policy file\n"
+    warning = "mine at budget 0.1 has results of an earlier version of its policy file"
+    stays = f"kvreplay: warning: smollm2-135m-needle: {warning}\n"
     assert (again.code, again.err) == (0, stays)
     assert {cell for cell, state in states(json.loads(again.out)).items() if state == "done"} == {("mine", "0.2")}
     found = states(replay(tmp_path, *words))
@@ -188,9 +189,9 @@ def truncated(size: int) -> Callable[[bytes], bytes]:
     [
         ("note.so", lambda data: b"a note\n", INPUT, f"not a plug-in: {BUILD} another file"),
         ("empty.so", lambda data: b"", INPUT, f"not a plug-in: {BUILD} another file"),
-        ("head.so", truncated(40), INPUT, "cut off: expected at least 64 bytes, found 40"),
-        ("half.so", lambda data: data[: len(data) // 2], INPUT, "cut off: expected at least "),
-        ("last.so", lambda data: data[:-1], INPUT, "cut off: expected at least "),
+        ("head.so", truncated(40), INPUT, "truncated: expected at least 64 bytes, found 40"),
+        ("half.so", lambda data: data[: len(data) // 2], INPUT, "truncated: expected at least "),
+        ("last.so", lambda data: data[:-1], INPUT, "truncated: expected at least "),
         (
             "machine.so",
             lambda data: data[:18] + struct.pack("<H", 8) + data[20:],
