@@ -163,8 +163,8 @@ std::string trace_line(const TraceRecord& trace) {
   const std::string first = trace.boundary == trace.prompt ? "" : fmt::format(" (first {} compressed)", trace.boundary);
   const std::string tokens =
       fmt::format("prompt {}{} + continuation {}", trace.prompt, first, trace.tokens - trace.prompt);
-  return fmt::format("trace    {}  {} tokens   {} layers{}   {} query / {} KV heads   {}{}        OPEN LOOP\n", trace.name,
-                     tokens, treated, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
+  return fmt::format("trace    {}  {} tokens   {} layers{}   {} query / {} KV heads   {}{}        OPEN LOOP\n",
+                     trace.name, tokens, treated, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
                      trace.synthetic ? "   synthetic" : "");
 }
 
