@@ -15,7 +15,8 @@ const Span& find_span(const Trace& trace, std::string_view name) {
   if (const Span* found = find_span(trace.header().spans, name)) return *found;
   std::vector<std::string> known;
   for (const Span& span : trace.header().spans) known.push_back(span.name);
-  if (known.empty()) throw Error{Refusal::input, trace.path().string(), "trace without spans", "a span " + std::string(name)};
+  if (known.empty())
+    throw Error{Refusal::input, trace.path().string(), "trace without spans", "a span " + std::string(name)};
   throw Error{Refusal::input, trace.path().string(), "unknown span", nearest(name, known), std::string(name)};
 }
 
