@@ -62,12 +62,13 @@ double skill_of(const CellRecord& cell, const Skills& skills) {
   return found == skills.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
 }
 
-/// Of runs without the pooled error, which orders policies more like a live model (docs/closed-loop.md), the mean one.
-MetricName output_error(const std::vector<CellRecord>& cells) {
+/// The pooled error, which orders policies more like a live model (docs/closed-loop.md); in runs without it, the mean
+/// over heads, under another title.
+Column output_error(const std::vector<CellRecord>& cells) {
   const MetricName pooled{"output_error", "pooled"};
   const bool has_pooled =
       std::ranges::any_of(cells, [&](const CellRecord& cell) { return std::isfinite(cell.value(pooled)); });
-  return has_pooled ? pooled : MetricName{"output_error", ""};
+  return has_pooled ? metric_column("out.err", pooled) : metric_column("head.err", {"output_error", ""});
 }
 
 /// The columns that some cell has a value for; that of skill where some cell has a random twin.
@@ -82,7 +83,7 @@ std::vector<Column> columns_of(const std::vector<CellRecord>& cells, const Skill
       metric_column("att.cos", {"attention_cosine", ""}),
       metric_column("att.l1", {"attention_l1", ""}),
       metric_column("out.cos", {"output_cosine", ""}),
-      metric_column("out.err", output_error(cells)),
+      output_error(cells),
       metric_column("kv.l1", {"kv_l1_loss", ""}),
       metric_column("jaccard", {"jaccard_adjacent", "mean"}),
       metric_column("needle", {"span_recall", "needle.mean"}),

@@ -510,6 +510,25 @@ def test_without_controls_the_self_check_says_that_full_was_not_replayed(traces:
     assert "self-check full error 0 | budget ok" in done(*words, "-p", "h2o,full", "-o", "asked", folder=tmp_path)
 
 
+def test_a_table_names_the_error_that_it_shows(traces: Path, tmp_path: Path) -> None:
+    """The error pooled over heads and the mean of the heads' errors are different numbers."""
+    words = ["replay", traces / "fixture.h5", "-p", "h2o", "-b", "6"]
+    for metrics, title, name in (
+        ("output_error:pooled", "out.err", "output_error:pooled"),
+        ("output_error", "head.err", "output_error"),
+        ("output_error,output_error:pooled", "out.err", "output_error:pooled"),
+    ):
+        asked = [*words, "--metrics", metrics, "-o", title + str(len(metrics))]
+        table = [line.split() for line in done(*asked, folder=tmp_path).splitlines()]
+        titles = next(line for line in table if line[:1] == ["policy"])
+        assert {"out.err", "head.err"} & set(titles) == {title}
+        row = next(line for line in table if line[:1] == ["h2o"])
+        [cell] = [
+            cell for cell in json.loads(done(*asked, "--json", folder=tmp_path))["cells"] if cell["label"] == "h2o"
+        ]
+        assert row[titles.index(title)].rstrip("*") == f"{cell['values'][name]:.3f}"
+
+
 def test_skill_is_the_way_from_the_twin_to_the_best_set(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "long.h5", "-p", "h2o,streaming-llm,h2o-online", "-b", "0.1", "--controls", "twins"]
     found = json.loads(done(*words, "--json", folder=tmp_path))

@@ -103,10 +103,10 @@ TEST(RandomTwin, NamesWhatItsPolicyLacks) {
   EXPECT_EQ(refusal_of("random-twin:of=(h2o),select=chunks"),
             "random-twin: takes its plan from of=(POLICY): expected the part inside of=(POLICY), found chunks outside "
             "of=(h2o)");
-  EXPECT_EQ(refusal_of("layers:0-1=(random-twin:of=(h2o)),2-3=h2o"),
-            "layers:0-1: the policy copies counts or sets of another policy: expected a policy with counts and sets of "
-            "its own, found "
-            "random-twin:of=h2o,seed=0");
+  EXPECT_EQ(
+      refusal_of("layers:0-1=(random-twin:of=(h2o)),2-3=h2o"),
+      "layers:0-1: the policy copies counts or sets of another policy: expected a policy that does not use another "
+      "policy's counts or sets, found random-twin:of=h2o,seed=0");
   EXPECT_EQ(refusal_of("oracle:counts=(random-twin:of=(h2o))"),
             "oracle:counts: the policy takes its own counts from another policy: expected a policy that does not use "
             "another policy's counts, found random-twin:of=h2o,seed=0");

@@ -67,7 +67,7 @@ REPLAYED = (
     Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
     Column("out.cos", ("output_cosine", ""), "cosine of the attention output before and after"),
     Column("out.err", POOLED, "relative error of the attention output, pooled over the heads and queries of a layer"),
-    Column("out.err", PER_HEAD, "relative error of the attention output, mean over heads and queries"),
+    Column("head.err", PER_HEAD, "relative error of the attention output, mean over heads and queries"),
     Column("kv.l1", ("kv_l1_loss", ""), "share of the L1 norm of keys and values evicted or changed"),
     Column("jaccard", ("jaccard_adjacent", "mean"), "Jaccard similarity of the sets of adjacent layers"),
     Column("needle", ("span_recall", "needle.mean"), "share of the needle's tokens kept"),
