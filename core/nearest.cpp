@@ -29,11 +29,11 @@ std::size_t distance(std::string_view a, std::string_view b) {
 std::string nearest(std::string_view name, std::span<const std::string> known) {
   constexpr std::size_t few = 4;  // read at a glance
   std::string best, all;
-  std::size_t best_distance = name.size() / 3 + 2;
+  std::size_t best_distance = name.size() / 3 + 1;
   for (const std::string& candidate : known) {
     all += (all.empty() ? "" : ", ") + candidate;
-    const bool begins = !name.empty() && candidate.starts_with(name);
-    const std::size_t d = begins ? 1 : distance(name, candidate);
+    const bool is_part = name.size() > 2 && candidate.find(name) != std::string::npos;
+    const std::size_t d = is_part ? 1 : distance(name, candidate);
     if (d < best_distance) {
       best_distance = d;
       best = candidate;

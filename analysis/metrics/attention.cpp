@@ -89,7 +89,7 @@ const RegisteredMetric attention_recall_metric{{
                  {"nosink", "as :prompt, without the first 4 tokens", OfMoments{{nosink_recall}}},
                  {"unprotected",
                   "over the unprotected keys before the boundary: kept attention mass / total mass, both summed over "
-                  "the eval queries, without a key's own query",
+                  "the eval queries other than the key's own",
                   OfEvalAttention{unprotected_recall}},
                  {"worst", "5th percentile over eval queries instead of their mean",
                   OfMoments{{recall, recall, {}, least}}}},

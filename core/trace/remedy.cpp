@@ -15,6 +15,7 @@ namespace {
 /// Problems of storage, which no rule of the schema is about.
 constexpr std::pair<std::string_view, std::string_view> remedies[] = {
     {"newer than this program reads", "use a newer kvreplay"},
+    {"signature", "give a trace (.h5); copy it again if it is damaged"},
     {"superblock version", "write it with HDF5's version bounds 1.8 to 1.10 (h5py: libver=(\"v108\", \"v110\"))"},
     {"filter", "write it without filters, or with shuffle and deflate (gzip) only"},
     {"layout", "write it contiguous or chunked into this file"},

@@ -98,7 +98,7 @@ TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
                                                 "q-filter:filters=" + file("f.npy").string(), "/all/f.npy"}))
       << "files in a list of policies, too";
   EXPECT_EQ(refusal("traces: a.h5\npolicies:\n  - '@in/none.yaml'\n"),
-            "sweep.yaml:3: in/none.yaml: cannot be read: expected a file of policies");
+            "sweep.yaml:3: in/none.yaml: cannot be read: expected a YAML file with policies");
   EXPECT_EQ(refusal("traces: a.h5\npolicies: 'h2o,,local'\n"),
             "sweep.yaml:2: policies: empty list element: found \"h2o,,local\"");
 }

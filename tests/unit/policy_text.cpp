@@ -498,7 +498,7 @@ TEST(Budget, RefusesInOneLine) {
   EXPECT_EQ(refusal("12@seen"),
             "budget 12@seen: @seen needs a fraction: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
             "found 12");
-  EXPECT_EQ(refusal("@seen"), "budget: empty: expected a fraction in (0, 1] or a count of tokens, found @seen");
+  EXPECT_EQ(refusal("@seen"), "budget: empty: expected a fraction in (0, 1] or a number of tokens, found @seen");
   EXPECT_EQ(
       refusal("1MiB@seen"),
       "budget 1MiB@seen: @seen needs a fraction: expected a fraction in (0, 1] of the tokens seen, as in 0.1@seen, "
@@ -507,7 +507,7 @@ TEST(Budget, RefusesInOneLine) {
   EXPECT_EQ(refusal("0KiB"), "budget 0KiB: out of range: expected 1 byte or more, found 0KiB");
   EXPECT_EQ(refusal("manyKiB"), "budget manyKiB: not a number: expected a number, found \"many\"");
   EXPECT_EQ(refusal("abc"), "budget abc: not a number: expected a whole number, found \"abc\"");
-  EXPECT_EQ(refusal(""), "budget: empty: expected a fraction in (0, 1] or a count of tokens");
+  EXPECT_EQ(refusal(""), "budget: empty: expected a fraction in (0, 1] or a number of tokens");
 }
 
 TEST(Registry, DuplicateNameStopsTheProgram) {

@@ -76,18 +76,24 @@ def parser() -> Parser:
         type=Path,
         metavar="FILE",
         help=".txt (one prompt), .jsonl or .parquet (columns context, input, answers as LongBench; or prompt; or text; "
-        "or messages, a conversation; each also needle and continuation)",
+        "or messages, a conversation; optional: needle, continuation)",
     )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     add = texts.add_argument
     add("--chat", action="store_true", help="apply the chat template of the model")
     add("-n", type=count, metavar="N", help="number of prompts to capture, from the first (default: 1)")
-    add("--only", type=names, action="extend", metavar="NAME,...", help="prompts to capture, by name: STEM-000, ...")
+    add(
+        "--only",
+        type=names,
+        action="extend",
+        metavar="NAME,...",
+        help="prompts to capture, by name: STEM-000, ..., STEM that of FILE",
+    )
     add(
         "--max-tokens",
         type=count,
         metavar="N",
-        help="limit on prompt tokens; cuts the middle of the context (default: none)",
+        help="limit on prompt tokens; truncates the context in the middle (default: none)",
     )
     continuation = texts.add_mutually_exclusive_group()
     continuation.add_argument(
@@ -95,8 +101,8 @@ def parser() -> Parser:
         type=natural,
         default=0,
         metavar="N",
-        help="continue by N tokens: the continuation of the row up to N tokens, then greedy decoding that ignores the "
-        "end of text (default: 0, the whole continuation of the row)",
+        help="continue by N tokens: the row's continuation, cut to N tokens, then greedy decoding that ignores the "
+        "end-of-text token (default: 0: the whole continuation of the row)",
     )
     continuation.add_argument(
         "--continuation",
@@ -120,21 +126,21 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME[:KIND]=TEXT|/REGEX/",
-        help="mark the tokens of a text as a span; repeatable",
+        help="mark the tokens of a text as a span of KIND, as needle or question (default: NAME); repeatable",
     )
     add(
         "--chunk",
         type=count,
         metavar="N",
-        help="process N tokens at a time, with the KV cache of the model, for long prompts (default: all at once)",
+        help="chunked prefill: N tokens per forward pass, with the KV cache, for long prompts (default: all at once)",
     )
     add(
         "--save-reference",
         action="store_true",
         help="store the 64 most probable tokens at each continuation token, and the total probability of the others",
     )
-    add("--with-wo", action="store_true", help="also store the output projection of each layer")
-    add("--store-dtype", choices=DTYPES, help="type of the stored tensors (default: that of the computation)")
+    add("--with-wo", action="store_true", help="also store the output projection W_o of each layer")
+    add("--store-dtype", choices=DTYPES, help="data type of the stored tensors (default: that of the computation)")
     add("--verify", action="store_true", help="check the attention output of all queries, not only of 64 per layer")
     add(
         "-o",

@@ -86,7 +86,11 @@ def _loading(source: Source, load: Any, **options: Any) -> Any:
             expected = "a model of transformers; use --trust-remote-code to run code of the repository"
             raise Error(source.name, "model", expected, "a model with custom code") from error
         raise Error(
-            source.name, "model cannot be loaded", "a model that transformers supports", reason, Refusal.INPUT
+            source.name,
+            "model cannot be loaded",
+            "a hub name or folder of a model that transformers supports",
+            reason,
+            Refusal.INPUT,
         ) from error
 
 

@@ -57,7 +57,12 @@ class ModelChoices:
 def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> None:
     """Adds what says which model it is, and how it is loaded: members of ModelChoices."""
     add: Callable[..., Any] = build.add_argument_group("model").add_argument
-    add("--model", required=required, metavar="NAME|DIR|FILE.gguf", help="model on the hub, folder, or GGUF file")
+    add(
+        "--model",
+        required=required,
+        metavar="NAME|DIR|FILE.gguf",
+        help="name on the Hugging Face hub, folder, or GGUF file of the model",
+    )
     add("--revision", metavar="NAME", help="branch, tag or commit on the hub (default: the main branch)")
     add(
         "--trust-remote-code",
@@ -68,7 +73,7 @@ def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> 
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="type of the computation (default: auto, that of the model)",
+        help="data type of the computation (default: auto, that of the model)",
     )
     add("--load", choices=LOADS, help="quantise the weights on loading (default: none; needs bitsandbytes)")
 

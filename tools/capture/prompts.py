@@ -160,7 +160,11 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
     """The first `count` prompts of a file (all: None)."""
     if path.suffix not in READERS:
         raise Error(
-            str(path), "prompts", "a file ending in " + ", ".join(READERS), path.suffix or "no ending", Refusal.USAGE
+            str(path),
+            "unknown file format",
+            "a file ending in " + ", ".join(READERS),
+            path.suffix or "no ending",
+            Refusal.USAGE,
         )
     try:
         prompts = []
@@ -169,7 +173,7 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
                 break
             prompts.append(prompt)
     except (OSError, UnicodeDecodeError) as error:
-        raise Error(str(path), "prompts", "a readable file", str(error)) from error
+        raise Error(str(path), "cannot be read", "", getattr(error, "strerror", None) or str(error)) from error
     if not prompts:
         raise Error(str(path), "no prompt", "at least one", "")
     return prompts

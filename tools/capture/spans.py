@@ -56,12 +56,12 @@ class SpanRequest:
         label, separator, wanted = argument.partition("=")
         name, _, kind = label.partition(":")
         if not (separator and name and wanted):
-            raise Error("--span", "value", "NAME[:KIND]=TEXT or NAME[:KIND]=/REGEX/", argument, Refusal.USAGE)
+            raise Error("--span", "not a span", "NAME[:KIND]=TEXT or NAME[:KIND]=/REGEX/", argument, Refusal.USAGE)
         is_regex = len(wanted) > 2 and wanted.startswith("/") and wanted.endswith("/")
         try:
             pattern = re.compile(wanted[1:-1] if is_regex else re.escape(wanted), re.DOTALL)
         except re.error as error:
-            raise Error("--span", f"regular expression {wanted}", "a valid one", str(error), Refusal.USAGE) from error
+            raise Error("--span", f"not a regular expression: {error}", "", wanted, Refusal.USAGE) from error
         return cls(name, kind or name, pattern)
 
     def find(self, text: str) -> tuple[int, int]:

@@ -44,7 +44,7 @@ struct Companion {
 };
 
 inline constexpr const char* how_to_install_companions =
-    "tools/setup build python in kvreplay's source folder, and .venv/bin on PATH";
+    "tools/setup build python, run in kvreplay's source folder, and .venv/bin on PATH";
 
 std::span<const Companion> companions();
 

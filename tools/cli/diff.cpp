@@ -14,7 +14,7 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"tolerance", 0, "X", "0", "largest difference between equal numbers"},
+    {"tolerance", 0, "X", "0", "largest absolute difference at which numbers count as equal"},
     {"lines", 0, "N", "20", "number of differences to list; all are counted"},
     json_option,
 };
@@ -54,7 +54,7 @@ int run(const Arguments& arguments) {
   const bool runs = is_run(a);
   if (runs != is_run(b))
     throw Error{Refusal::usage, b, "cannot be compared with " + a, runs ? "a run or its cells" : "a trace",
-                runs ? "a trace" : "a run or its cells"};
+                runs ? "neither" : "a run or its cells"};
   const std::vector<Difference> all =
       runs ? differences_of_runs(a, b, tolerance) : differences_of_traces(a, b, tolerance);
   if (arguments.given("json")) {

@@ -19,7 +19,7 @@ constexpr Option options[] = {
     {"no-tables", 0, "", "", "merge only cells and run.json, without tables"}, progress_option, json_option};
 
 std::string details() {
-  return "FROM is a folder of results, a folder of such folders, or @FILE with one folder a line.\n"
+  return "FROM is a folder of results, a folder of such folders, or @FILE with one folder per line.\n"
          "Earlier results in DIR are kept. DIR then equals the results of a single replay.\n"
          "Without FROM, rewrites the tables and run.json of DIR.\n"
          "Converts results of format 1 (parts/ in place of cells/).\n";
@@ -34,7 +34,7 @@ std::vector<std::filesystem::path> given_folders(std::span<const std::string> op
       continue;
     }
     std::ifstream list(operand.substr(1));
-    if (!list) throw Error{Refusal::input, operand.substr(1), "cannot be read", "a text file with one folder a line"};
+    if (!list) throw Error{Refusal::input, operand.substr(1), "cannot be read", "a text file with one folder per line"};
     for (std::string line; std::getline(list, line);)
       if (!line.empty()) folders.emplace_back(line);
   }

@@ -39,8 +39,9 @@ namespace {
 constexpr Option options[] = {
     in_group("policies and budgets",
              {"policy", 'p', "POLICY,...", "",
-              "policies to replay: NAME[:KEY=VALUE,...], with parts score= select= allocate= share= schedule= store= "
-              "protect=; layers:0-14=(A),15-29=B; @FILE; repeatable",
+              "policies to replay: NAME[:KEY=VALUE,...]; KEY: a parameter or a part (score, select, allocate, share, "
+              "schedule, store, "
+              "protect); layers:0-14=(A),15-29=B: a policy per layer range; @FILE: policies of a YAML file; repeatable",
               true}),
     {"budget", 'b', "BUDGET,...", "",
      "tokens to keep per layer and head: 0.1 or 10% of the prompt, 512 tokens, 0.1@seen of the tokens seen so far; or "
@@ -52,14 +53,15 @@ constexpr Option options[] = {
      "protected tokens of every policy, in place of its default: attention sinks and recent window, in tokens or as a "
      "fraction of the budget (default of each: 0)"},
     {"controls", 0, "none|random|twins", "random",
-     "reference cells at the same budgets: none; full, random and oracle; or also the random twin of each policy with "
+     "reference policies at the same budgets; random: full, random, oracle; twins: also the random twin of each policy "
+     "with "
      "a static set"},
     {"exclude", 0, "[POLICY:]KEY=VALUE,...", "",
-     "cells to leave out: those whose policy parameters and budget have all these values (budget=BUDGET); repeatable",
-     true},
+     "cells to omit: those that match all KEY=VALUE; KEY: a policy parameter, or budget; repeatable", true},
     plugin_option,
     in_group("measurement", boundary_option),
-    {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation", "queries at which metrics are measured"},
+    {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation",
+     "queries at which metrics are measured; last:N: the last N of the prompt; stride:K: every K-th of the trace"},
     {"metrics", 0, "METRIC,...", "", "metrics: NAME or NAME:VARIANT (default: all, base variants)", true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: skip them, or evict from them too"},
     {"seed", 0, "N", "0", "random seed of every policy that takes one"},
@@ -490,6 +492,12 @@ int run_replay(const Arguments& given) {
   return summary.failed() > 0 ? 6 : 0;
 }
 
+std::string details() {
+  return "TRACE is a trace (.h5), a folder of traces, a quoted pattern such as 'traces/*.h5', a list of traces in a "
+         "CSV file,\n"
+         "or @EXPERIMENT.yaml, a file with traces and options.\n";
+}
+
 }  // namespace
 
 RunSummary replay_traces(const Arguments& arguments, const std::vector<std::shared_ptr<const Trace>>& in_memory,
@@ -509,7 +517,7 @@ std::string plan_json(const Arguments& arguments, const std::vector<std::shared_
 const Command replay_command{
     "replay",   "replays policies at budgets on traces; prints a table and writes a folder of results",
     "TRACE...", options,
-    run_replay, nullptr,
+    run_replay, details,
     examples};
 
 }  // namespace kvreplay

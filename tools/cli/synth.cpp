@@ -22,7 +22,7 @@ constexpr Option options[] = {
     {"head-dim", 0, "N", "", "head dimension"},
     {"prompt", 0, "N", "", "prompt tokens"},
     {"continuation", 0, "N", "", "tokens after the prompt"},
-    {"dtype", 0, "float16|bfloat16|float32", "", "stored type"},
+    {"dtype", 0, "float16|bfloat16|float32", "", "data type of the stored tensors (default: float16)"},
     {"seed", 0, "N", "", "random seed (default: 0)"},
     {"queries", 0, "all|last:N", "all", "queries to store"},
     {"sliding-window", 0, "W,...", "",

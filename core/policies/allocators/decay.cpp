@@ -31,8 +31,9 @@ const RegisteredPart<DecayPart> registered;
 void Decay::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
   p.add("r", r, RealRange{1e-6, 1.0},
-        "parameter of that factor: the constant factor, the limit of the cosine curve, or the start of the linear one");
-  p.add<DecayCurve>("decay", curve, curve_words, "dependence of the factor on depth");
+        "ratio of a layer's budget to the previous layer's: constant r, from 1 down to r (cosine), or from r up to 1 "
+        "(linear)");
+  p.add<DecayCurve>("decay", curve, curve_words, "curve of this ratio over depth");
 }
 
 double Decay::factor(int layer, int layers) const {

@@ -27,8 +27,9 @@ struct Caote {
   Grouping grouping = {};
 
   void parameters(Parameters& p) {
-    p.add<Base>("base", base, base_words,
-                "attention of the observation window (tova: window=1, snapkv), or of all prompt queries (h2o)");
+    p.add<Base>(
+        "base", base, base_words,
+        "attention of the observation window (as snapkv; with window=1 as tova), or of all prompt queries (as h2o)");
     p.add("window", window, IntRange{.least = 1},
           "observation window of base=window: its queries score the prompt, its tokens are always kept");
     grouping.parameters(p);

@@ -17,7 +17,7 @@ struct Finch {
       .paper = "Corallo and Papotti 2024, FINCH, arXiv:2408.00167, section 5",
       .score =
           "s[x] = sum over heads and question queries p of nu_p softmax_x(q_p k_x), the softmax over resident tokens, "
-          "the block, and the question",
+          "the block, and the question; nu_p the weight of query p (norm)",
       .family = Family::attention,
   };
 

@@ -27,7 +27,7 @@ struct H2o {
           "heavy hitters may lie in the recent window; fewer than B tokens are kept then (as in H2O's lm-eval mask)");
     p.preset({"sca", "SCA, section 5.1", {{"recent", "0.25"}}});
     p.preset({"sca-threshold", "SCA, section 5.1, with schedule=threshold(4000,2000)", {{"recent", "128"}}});
-    p.preset({"factory", "the LongBench harness of the PyramidKV code", {{"recent", "8"}}});
+    p.preset({"factory", "the LongBench harness of KVCache-Factory (PyramidKV's code)", {{"recent", "8"}}});
     p.preset({"factory-needle", "the needle harness of KVCache-Factory", {{"recent", "32"}}});
     p.preset({"dynamickv", "H2O in the tables of DynamicKV", {{"recent", "32"}}});
   }

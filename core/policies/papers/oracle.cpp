@@ -50,9 +50,10 @@ struct Oracle {
     const auto set = [this](std::string_view text) { return counts.set(text, seed); };
     p.add("counts", counts.text, "none | (POLICY)", set,
           "policy whose granularity and token counts per layer and head are used");
-    p.add<Free>("free", free, free_words,
-                "with counts, free choice of: chunks (if the policy keeps chunks), tokens, tokens and counts of the "
-                "heads of a layer, or these and counts of layers");
+    p.add<Free>(
+        "free", free, free_words,
+        "with counts, what the oracle chooses: chunks (if the policy keeps chunks); tokens; also the counts of the "
+        "heads of a layer; or also the counts of the layers");
   }
 
   void set_seed(std::uint64_t given) { seed = given; }

@@ -17,7 +17,9 @@ struct PyramidInfer {
       .name = "pyramid-infer",
       .summary = "Layer-wise pruning: each layer keeps a subset of the tokens kept by the previous layer",
       .paper = "Yang et al. 2024, PyramidInfer, arXiv:2405.12532",
-      .score = "s[j] = sum over heads and recent queries i of rho_i softmax_j(q_i k_j) over the previous layer's set",
+      .score =
+          "s[j] = sum over heads and recent queries i of rho_i softmax_j(q_i k_j) over the previous layer's set, rho_i "
+          "the weight of query i",
       .family = Family::budget,
   };
 

@@ -38,7 +38,7 @@ struct Random {
       .name = "random",
       .summary = "Uniformly random tokens, drawn by a counter-based generator",
       .paper = "",
-      .score = "keeps the tokens with the smallest chain(seed, layer, head, position)",
+      .score = "keeps the tokens with the smallest hash chain(seed, layer, head, position)",
       .family = Family::control,
   };
 

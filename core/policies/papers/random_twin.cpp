@@ -18,7 +18,7 @@ struct RandomTwin {
           "Another policy's kept set with its unprotected runs and gaps permuted: the same token counts at random "
           "positions",
       .paper = "",
-      .score = "runs in the order of chain(seed, layer, head, i), gaps in that of chain(seed, layer, head, i, 1)",
+      .score = "runs ordered by the hash chain(seed, layer, head, i), gaps by chain(seed, layer, head, i, 1)",
       .family = Family::control,
   };
 

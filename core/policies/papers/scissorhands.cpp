@@ -9,7 +9,9 @@ struct Scissorhands {
       .name = "scissorhands",
       .summary = "Number of recent queries that give a token more than the average attention, and a recent window",
       .paper = "Liu et al. 2023, Scissorhands, arXiv:2305.17118",
-      .score = "s[h,j] = number of the last `history` queries t with softmax_j(q_t k_j) > 1/(t+1); ties by its sum",
+      .score =
+          "s[h,j] = number of the last `history` queries t with softmax_j(q_t k_j) > 1/(t+1); ties broken by the "
+          "summed attention",
       .family = Family::attention,
   };
 

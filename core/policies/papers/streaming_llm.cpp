@@ -21,7 +21,7 @@ struct StreamingLlm {
   void parameters(Parameters& p) {
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
     add_positions(p, positions);
-    p.add("rolling", rolls, "moves the recent window with each query, which occupies a slot itself");
+    p.add("rolling", rolls, "moves the recent window with each query; the query's own token takes a slot");
   }
 
   Plan plan() const {

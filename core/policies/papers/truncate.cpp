@@ -8,7 +8,8 @@ struct Truncate {
   static constexpr Card card{
       .name = "truncate",
       .summary =
-          "Head and tail of the prompt, half of the budget each; unlike the keys of a truncated text, theirs were "
+          "Head and tail of the prompt, half of the budget each; unlike with a truncated text, their keys and values "
+          "were "
           "computed with the middle in context",
       .paper = "FINCH, section 6",
       .score =

@@ -126,7 +126,8 @@ struct OnlinePart : OnlineEvictions {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "online";
   static constexpr const char* summary =
-      "evicts after every token: the least accumulated (score=cumulative) or current attention (score=newest)";
+      "evicts, after every token, the one with the least accumulated (score=cumulative) or current (score=newest) "
+      "attention";
 
   void fill(Plan& plan) const { plan.schedule = schedule(); }
 };

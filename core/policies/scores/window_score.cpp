@@ -30,11 +30,12 @@ void WindowScore::parameters(Parameters& p) {
   p.add<PoolOrder>("pool_order", order, order_words, "combines the heads of a group before pooling, or after");
   // Settings of the window family in published code and papers. The tables of ChunkKV and DynamicKV do not state
   // theirs; factory is the likely one.
-  p.preset(
-      {"factory", "the LongBench harness of the PyramidKV code", {{"window", "8"}, {"kernel", "7"}, {"pool", "max"}}});
+  p.preset({"factory",
+            "the LongBench harness of KVCache-Factory (PyramidKV's code)",
+            {{"window", "8"}, {"kernel", "7"}, {"pool", "max"}}});
   p.preset({"snapkv-paper", "SnapKV's LongBench configurations", {{"window", "32"}, {"kernel", "7"}, {"pool", "max"}}});
   p.preset({"snapkv-code", "defaults of SnapKV's code", {{"window", "32"}, {"kernel", "5"}, {"pool", "avg"}}});
-  p.preset({"kvpress", "kvpress", {{"window", "64"}, {"kernel", "5"}, {"pool", "avg"}}});
+  p.preset({"kvpress", "defaults of kvpress", {{"window", "64"}, {"kernel", "5"}, {"pool", "avg"}}});
 }
 
 Scorer WindowScore::scorer() const {

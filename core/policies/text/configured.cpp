@@ -452,7 +452,7 @@ Budget Budget::parse(std::string_view text) {
     text.remove_suffix(seen.size());
   }
   if (text.empty())
-    throw Error{Refusal::usage, "budget", "empty", "a fraction in (0, 1] or a count of tokens", budget.literal};
+    throw Error{Refusal::usage, "budget", "empty", "a fraction in (0, 1] or a number of tokens", budget.literal};
   constexpr std::pair<std::string_view, double> units[] = {{"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}};
   for (const auto& [unit, size] : units) {
     if (!text.ends_with(unit)) continue;
@@ -463,7 +463,7 @@ Budget Budget::parse(std::string_view text) {
     if (budget.bytes < 1) throw Error{Refusal::usage, where, "out of range", "1 byte or more", std::string(text)};
     return budget;
   }
-  if (text.ends_with('B'))
+  if (text.ends_with('B') || text.ends_with('b'))
     throw Error{Refusal::usage, where, "unknown unit of memory", "KiB, MiB or GiB", std::string(text)};
   const bool percent = text.ends_with('%');
   if (percent || text.find_first_of(".eE") != std::string_view::npos) {

@@ -71,7 +71,8 @@ std::string content_of(const std::filesystem::path& path, const std::string& hol
   const bool folder = std::filesystem::is_directory(path, ignored);
   std::ifstream stream(path, std::ios::binary);
   if (folder || !stream)
-    throw Error{Refusal::input, path.string(), "cannot be read", "a file of " + holding, folder ? "a folder" : ""};
+    throw Error{Refusal::input, path.string(), "cannot be read", "a YAML file with " + holding,
+                folder ? "a folder" : ""};
   std::string text(most_bytes + 1, '\0');
   stream.read(text.data(), std::ssize(text));
   text.resize(static_cast<std::size_t>(stream.gcount()));

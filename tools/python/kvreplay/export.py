@@ -35,7 +35,9 @@ def replacing(path: Path) -> Iterator[Path]:
     except (OSError, RuntimeError) as problem:  # h5py raises the latter where it closes a file
         full = getattr(problem, "errno", None) in DISK_FULL or "errno = 28" in str(problem)
         code = Refusal.RESOURCES if full else Refusal.INPUT
-        raise Error(str(path), "cannot be written", "", str(problem), code) from problem
+        raise Error(
+            str(path), "cannot be written", "", getattr(problem, "strerror", None) or str(problem), code
+        ) from problem
     finally:
         partial.unlink(missing_ok=True)
 

@@ -9,5 +9,5 @@ from collections.abc import Iterable
 def nearest(name: str, known: Iterable[str]) -> str:
     """For the `expected` of an error: "did you mean NAME?" with the closest known name, or all known names."""
     names = sorted(set(known))
-    close = [one for one in names if name and one.startswith(name)] or difflib.get_close_matches(name, names, n=1)
+    close = [one for one in names if len(name) > 2 and name in one] or difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else "one of " + ", ".join(names)

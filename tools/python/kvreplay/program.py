@@ -92,15 +92,14 @@ def pattern(flag: str, text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
     except re.error as problem:
-        raise Error(flag, "not a regular expression", str(problem), text, Refusal.USAGE) from problem
+        raise Error(flag, f"not a regular expression: {problem}", "", text, Refusal.USAGE) from problem
 
 
 def add_same_prompt(add_argument: Callable[..., Any]) -> None:
     """--same-prompt, a pattern or None."""
     add_argument("--same-prompt", metavar="REGEX", type=partial(pattern, "--same-prompt"),
-        help="traces whose names have the same first group (or the same match) share a prompt (default: equal names, "
-             "or "
-        "equal token ids)")  # fmt: skip
+        help="traces with an equal match of REGEX in their names (or of its first group) share a prompt "
+             "(default: equal names, or equal token ids)")  # fmt: skip
 
 
 def add_replay_options(add_argument: Callable[..., Any], device: str = "device that computes (default: auto)") -> None:
@@ -122,7 +121,7 @@ def require_format(flag: str, path: Path | None, *suffixes: str) -> None:
     """Refuses a file of another format, as its name says it."""
     if path and path.suffix.lower() not in suffixes:
         expected = "a name ending in " + " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-        raise Error(flag, "format", expected, str(path), Refusal.USAGE)
+        raise Error(flag, "unknown file format", expected, str(path), Refusal.USAGE)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,11 @@ def parser() -> Parser:
         help="policies, as in kvreplay replay; repeatable")  # fmt: skip
     add("-b", "--budget", metavar="BUDGET,…", action="extend", type=names, required=True,
         help="fractions of the prompt, or numbers of tokens; repeatable")  # fmt: skip
-    add("--eval", metavar="QUERIES", help="queries at which recall is measured (default: continuation)")
+    add(
+        "--eval",
+        metavar="QUERIES",
+        help="queries at which recall is measured, as in kvreplay replay (default: continuation)",
+    )
     add = found.add_argument_group("results").add_argument
     add("-o", "--output", metavar="FILE.csv", type=Path, help="CSV file to write, one row per trace, full precision")
     add("--json", action="store_true", help="print JSON in place of the table")

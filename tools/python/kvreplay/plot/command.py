@@ -73,7 +73,7 @@ def parser() -> Parser:
     of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",
              help="trace to draw; repeatable (default: all; in a figure of one trace, the first)")  # fmt: skip
     of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]", help="metric to draw (default: "
-             "attention_recall; in needle span_recall:mean, or :any or :full)")  # fmt: skip
+             "attention_recall; needle: span_recall:mean, also :any and :full)")  # fmt: skip
     of_kinds("--variant", choices=("first", "mean", "union"),
              help="sets of the first head, mean over heads, or union of heads (default: mean)")  # fmt: skip
     of_kinds("--baseline", metavar="POLICY", help="policy to compare with")
@@ -100,7 +100,7 @@ def check_names(arguments: argparse.Namespace) -> None:
     for field in asked_of_kinds(arguments):
         readers = [name for name, kind in KINDS.items() if field in kind.reads]
         if arguments.kind not in readers:
-            wanted = ("one of " if len(readers) > 1 else "") + ", ".join(readers)
+            wanted = "kind " + " or ".join(readers)
             raise Error(parser().flag(field), "not an option of this figure", wanted, arguments.kind, Refusal.USAGE)
     for path in arguments.output:
         require_format("-o", path, *FORMATS)

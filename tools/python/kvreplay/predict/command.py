@@ -40,7 +40,7 @@ def parser() -> Parser:
     add("--live", metavar="NAME[:VARIANT]", default="kld", help="live metric of tables and figure (default: kld)")
     add_same_prompt(add)
     add("--kind", metavar="REGEX", type=partial(pattern, "--kind"), help="part of a trace's name that is the kind of "
-        "its prompt (default: the name up to the first digit, hyphen or underscore)")  # fmt: skip
+        "its prompt, such as the task (default: the name up to the first digit, hyphen or underscore)")  # fmt: skip
     add("--seed", metavar="N", type=int, default=0, help="random seed of the bootstrap (default: 0)")
     add = found.add_argument_group("results").add_argument
     add("--json", action="store_true", help="print JSON in place of the tables")

@@ -14,7 +14,8 @@ def parser() -> Parser:
     found = Parser(
         prog="kvreplay report",
         description="Writes one offline HTML file of a finished run: table, curves, similarity of layers, budgets, and "
-        "the text of the prompt shaded by the share of sets that keep a token. Ranks need replay --save scores.",
+        "the text of the prompt shaded by the share of sets that keep a token. Token ranks need "
+        "kvreplay replay --save scores.",
         examples=("kvreplay report out", "kvreplay report out -p snapkv,h2o -b 0.1 --no-text -o report.html"),
     )
     add = found.add_argument

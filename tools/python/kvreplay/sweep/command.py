@@ -28,7 +28,13 @@ def parser() -> Parser:
                   "[options]", description=DESCRIPTION, allow_abbrev=False,
                   examples=EXAMPLES)  # fmt: skip
     add = made.add_argument
-    add("-o", "--output", metavar="DIR", type=Path, help="folder of results, on a disk shared by all workers")
+    add(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="folder of results, on a disk shared by all workers (default: kvreplay-out)",
+    )
     add_executor(add, "local")
     add("--threads", metavar="T", type=whole,
         help="CPU threads per task (default: local: cores divided by workers; else: 1)")  # fmt: skip

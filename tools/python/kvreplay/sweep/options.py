@@ -13,15 +13,21 @@ from kvreplay.sweep.work import Allowance
 def add_executor(add_argument, executor: str | None) -> None:
     """`executor`: the default."""
     add_argument("--executor", metavar="local|dask:ADDRESS|slurm", default=executor,
-        help="local processes; workers of a running scheduler, as dask:tcp://HOST:8786; or Slurm jobs")  # fmt: skip
+        help="local: processes here; dask: workers of a running scheduler, as dask:tcp://HOST:8786; "
+             "slurm: Slurm jobs")  # fmt: skip
     add_argument("--workers", metavar="N", type=whole,
         help="workers to start (default: one per GPU, else one per four cores)")  # fmt: skip
-    add_argument("--gpus", metavar="N|auto", default="0", help="workers with one GPU each (default: 0)")
+    add_argument(
+        "--gpus",
+        metavar="N|auto",
+        default="0",
+        help="workers with one GPU each; auto: one per GPU of this machine (default: 0)",
+    )
     add_argument("--retries", metavar="K", type=whole, default=3,
         help="retries of a failed task on other workers (default: 3)")  # fmt: skip
     add_argument("--slurm", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
         help="sbatch directives by their long names: partition=gpu account=mine time=8:00:00")  # fmt: skip
-    add_argument("--resume", action="store_true", help="continue an interrupted sweep in the same folder")
+    add_argument("--resume", action="store_true", help="continue an interrupted run in the same folder")
 
 
 def whole(text: str) -> int:

@@ -49,15 +49,15 @@ def parser() -> Parser:
     add("-b", "--budget", metavar="BUDGET", required=True, help="a fraction of the prompt, or a number of tokens")
     way = tuned.add_mutually_exclusive_group()
     way.add_argument("--search", metavar="NAME=VALUES,…", action="append", default=[],
-        help="parameters to search, LOW..HIGH or A|B|C; repeatable (default: all with a short range, except heads "
-        "and agg)")  # fmt: skip
+        help="parameters to search, as LOW..HIGH or A|B|C; repeatable (default: all with choices or a range up to "
+             "4096 wide, except heads, agg and grow)")  # fmt: skip
     way.add_argument("--layers", action="store_true", help="fit a budget per layer, L times B in total")
     way.add_argument("--ranges", metavar="R", type=int, nargs="?", const=3,
         help="fit a policy per layer, in at most R ranges of layers (default: 3)")  # fmt: skip
     add("--metric", metavar="NAME[:VARIANT]", default=HEADLINE,
         help=f"objective; with --model also a metric of kvreplay live (default: {HEADLINE})")  # fmt: skip
     add("--trials", metavar="N", type=int, default=64,
-        help="candidates of the search, besides the start (default: 64)")  # fmt: skip
+        help="number of candidates, besides the given policy (default: 64)")  # fmt: skip
     add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
     judged = found.add_argument_group("held-out traces")
     apart = judged.add_mutually_exclusive_group()

@@ -62,7 +62,7 @@ def split_prompts(
     prompts = list(dict.fromkeys(one.prompt for one in every))
     if len(prompts) < LEAST_HELD_OUT + 1:
         raise Error("traces", "too few prompts for a held-out set",
-                    f"traces of {LEAST_HELD_OUT + 1} prompts, or --held-out TRACE for others", str(len(prompts)),
+                    f"traces of at least {LEAST_HELD_OUT + 1} prompts, or --held-out TRACE", str(len(prompts)),
                     Refusal.USAGE)  # fmt: skip
     order = [prompts[i] for i in generator.permutation(len(prompts))]
     count = min(max(LEAST_HELD_OUT, round(share * len(prompts))), len(prompts) - 1)

@@ -136,7 +136,7 @@ def declared_space(policy: str) -> dict[str, Domain]:
                 space[name] = found
     if not space:
         named = ", ".join(name for name, *_ in declared)
-        raise Error("--search", f"no parameter of {policy} has a short range",
+        raise Error("--search", f"no parameter of {policy} has choices or a range up to {WIDEST} wide",
                     f"NAME=LOW..HIGH or NAME=A|B|C of {named}" if named else "a policy with parameters", "",
                     Refusal.USAGE)  # fmt: skip
     return space
