@@ -162,7 +162,7 @@ def interrupted_at_question_1() -> Iterator[None]:
 def test_an_interrupted_call_goes_on(prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with interrupted_at_question_1():
         assert corpus.main(["-o", str(tmp_path)]) == 130
-    expected = "kvreplay: corpus: interrupted, finished traces stay, and the same command goes on from there"
+    expected = "kvreplay: corpus: interrupted; finished traces are kept; run the same command to continue"
     assert capsys.readouterr().err.splitlines()[-1] == expected
     before = times(tmp_path)
     assert sorted(before) == ["corpus.csv", "needle-60-d50.h5"]

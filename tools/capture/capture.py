@@ -27,7 +27,7 @@ CHECKED_QUERIES = 64  # a layer, evenly spread, in every capture
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user asked for, beyond model and prompt; names are those of options."""
+    """The user's choices apart from model and prompt; the fields are named after the options."""
 
     name: str
     chat: bool = False
@@ -50,7 +50,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Captured:
-    """What a capture says of itself."""
+    """Facts about a finished capture."""
 
     prompt_tokens: int
     tokens: int

@@ -213,7 +213,7 @@ def _asked(prompts: list[Prompt], only: Sequence[str] | None) -> list[Prompt]:
 
 
 def words_of_a_task(words: Sequence[str]) -> list[str]:
-    """What of a command line is said of one prompt as of all: a sweep appends its name and a folder."""
+    """The options of a command line that hold for every prompt. A sweep appends the prompt's name and a folder."""
     of_the_sweep = Parser(add_help=False, allow_abbrev=False)
     add_executor(of_the_sweep.add_argument, None)
     for option in ("-n", "-o", "--only", "--memory", "--progress", "--threads"):

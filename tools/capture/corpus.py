@@ -137,7 +137,7 @@ def source_digest(prompt: Prompt, model_hash: str, settings: Settings) -> str:
 
 
 def producer(source: str) -> str:
-    """What a trace says of who wrote it: with its source, so that it tells what it holds where no list does."""
+    """The producer attribute of a trace. It contains the trace's source, which identifies a trace that no list has."""
     return f"{PRODUCER}, tools/corpus {source}"
 
 
@@ -216,7 +216,7 @@ class Manifest:
         return name not in self.listed and self.path(name).exists()
 
     def refuse_foreign(self, name: str) -> None:
-        """What is not listed and not written by this program is somebody else's."""
+        """Rejects a file that is neither listed nor written by this program: another program's file."""
         if self.unlisted(name) and written_source(self.path(name)) is None:
             expected = f"no file of this name, or a file listed in {self.place} or written by this program"
             raise Error(str(self.path(name)), "output", expected, "another file", Refusal.USAGE)
@@ -266,7 +266,7 @@ class Manifest:
 
 
 def expected_size(config: Any, tokens: int) -> int:
-    """Bytes of q, k and v of so many tokens in 16 bits."""
+    """Bytes of q, k and v of `tokens` tokens in 16 bits."""
     from kvreplay.capture.model import head_dim
 
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
@@ -375,7 +375,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; the value is its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return finished(parser(), run, words, "finished traces stay, and the same command goes on from there")
+    return finished(parser(), run, words, "finished traces are kept; run the same command to continue")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The prompts of the corpus, put together from the texts in traces/corpus: six kinds, the same in every call.
+"""The prompts of the corpus, assembled from the texts in traces/corpus: six kinds, the same in every call.
 
 A prompt's name begins with its kind and a hyphen. Lengths are chosen in words, paragraphs and pieces, so that no
-tokenizer is needed; traces/corpus/README.md says how many tokens of SmolLM2 they are.
+tokenizer is needed; traces/corpus/README.md lists their lengths in tokens of SmolLM2.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def essay_names(first: int) -> list[str]:
 
 
 def haystack(first: int, words: int, needle: str, depth: float) -> str:
-    """Essays one after another from number `first` on, some `words` long; the needle is a sentence of its own.
+    """Essays one after another from number `first` on, some `words` long; the needle is a separate sentence.
 
     Cut after a sentence. The needle stands before the sentence whose beginning is nearest to `depth` of all words, and
     never before a title.
@@ -69,7 +69,7 @@ def haystack(first: int, words: int, needle: str, depth: float) -> str:
 
 
 def needle_prompt(number: int, tokens: int, depth: int) -> Prompt:
-    """Each prompt has a needle of its own, and its haystack begins with another essay."""
+    """Each prompt has another needle, and its haystack begins with another essay."""
     row = rows("needles")[number]
     context = haystack(number, HAYSTACK_WORDS[tokens], row["needle"], depth / 100)
     return Prompt(f"needle-{tokens}-d{depth}", context, row["question"], (row["answer"],), row["needle"])
@@ -132,7 +132,7 @@ def full_prompts() -> list[Prompt]:
 
 
 def small_prompts() -> list[Prompt]:
-    """Some 250 to 500 tokens each, of names of their own."""
+    """Some 250 to 500 tokens each; each has other names."""
     return [
         needle_prompt(9, 300, 25),
         needle_prompt(10, 450, 75),

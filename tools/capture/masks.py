@@ -1,4 +1,4 @@
-"""What queries may see: the rule behind transformers' mask, evaluated in blocks of rows and never as a whole [T,T]."""
+"""The keys that queries may see: the rule behind transformers' mask, evaluated in blocks of rows, never as [T,T]."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def causal(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tens
 
 @dataclass(frozen=True)
 class Visibility:
-    """What n queries see of m keys, both at the end of the same tokens. A mask of None: causal."""
+    """The keys that each query sees: n queries and m keys, both at the end of the same tokens. Mask None: causal."""
 
     mask: MaskRule | torch.Tensor | None
     queries: int

@@ -121,7 +121,7 @@ def _device_map(wanted: str) -> str | dict[str, Any]:
 
 
 def _quantisation(source: Source, choices: ModelChoices, config: Any) -> Any:
-    """What --load asks of bitsandbytes; None: weights as stored."""
+    """The configuration of --load for bitsandbytes; None: weights as stored."""
     if "gguf_file" in source.options:
         if choices.load:
             raise Error("--load", "not supported for GGUF files", "another model format", source.name, Refusal.USAGE)

@@ -55,7 +55,7 @@ class ModelChoices:
 
 
 def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> None:
-    """Adds what says which model it is, and how it is loaded: members of ModelChoices."""
+    """Adds the options for the model and its loading: members of ModelChoices."""
     add: Callable[..., Any] = build.add_argument_group("model").add_argument
     add(
         "--model",
@@ -79,7 +79,7 @@ def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> 
 
 
 def add_device_options(build: argparse.ArgumentParser) -> None:
-    """Adds what says where it runs: the other members of ModelChoices, threads, and a bar."""
+    """Adds the options for the device (the other members of ModelChoices), the threads and the progress bar."""
     execution = build.add_argument_group("execution")
     place = execution.add_mutually_exclusive_group()
     place.add_argument(
@@ -104,5 +104,5 @@ def add_device_options(build: argparse.ArgumentParser) -> None:
 
 
 def shows_progress(arguments: argparse.Namespace) -> bool:
-    """What --progress says."""
+    """Whether --progress, or the terminal, enables the progress bar."""
     return arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())

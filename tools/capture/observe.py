@@ -1,8 +1,8 @@
-"""What a model's attention sees and gives, layer by layer, while the model runs as it always does.
+"""Inputs and outputs of a model's attention, layer by layer, while the model runs unchanged.
 
 One function, registered with transformers' AttentionInterface, calls the attention that the model would use anyway
 and hands queries, keys, values and output to an observer. The same name is registered with AttentionMaskInterface:
-without it masks would be None and sliding windows would vanish without a word.
+without it masks would be None and sliding windows would silently be ignored.
 """
 
 from __future__ import annotations

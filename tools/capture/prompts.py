@@ -26,7 +26,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: a context (or the whole text), a question after it, and what is known about the answer.
+    """One prompt: a context (or the whole text), a question after it, and the known facts about the answer.
 
     A conversation has `messages` in place of a context: the last is the question, those before it are the context.
     `continuation` is the true text after the prompt, with the space or line feed that it begins with.

@@ -1,4 +1,4 @@
-"""The recorded pass over prompt and continuation, whole or in chunks, and what the model predicts on the way."""
+"""The recorded pass over prompt and continuation, whole or in chunks, and the model's predictions during it."""
 
 from __future__ import annotations
 

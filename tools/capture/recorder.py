@@ -30,7 +30,7 @@ def _return_freed_memory() -> None:
 
 
 def _is_finite(tensor: np.ndarray) -> bool:
-    """By heads: the largest magnitude is finite only if all are; 16-bit types have no fast test of their own."""
+    """By heads: the largest magnitude is finite only if all are; there is no fast test for 16-bit types."""
     heads = tensor if tensor.ndim == 3 else tensor[None]
     return all(np.isfinite(np.max(np.abs(head.astype(np.float32, copy=False)))) for head in heads)
 

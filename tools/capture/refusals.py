@@ -1,4 +1,4 @@
-"""Models whose attention a trace cannot describe: each refused by name, before its weights are read."""
+"""Models whose attention a trace cannot describe. Each is rejected with the reason before its weights are read."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def same(one: Frequencies, other: Frequencies) -> bool:
 
 
 def rotate(x: np.ndarray, angles: np.ndarray, style: str) -> np.ndarray:
-    """Rotates component pairs of x [..., d] by angles [r]; components from 2r on stay."""
+    """Rotates component pairs of x [..., d] by angles [r]; components from 2r on are unchanged."""
     r = len(angles)
     first, second = (slice(0, r), slice(r, 2 * r)) if style == "halves" else (slice(0, 2 * r, 2), slice(1, 2 * r, 2))
     turned = x.copy()

@@ -15,7 +15,7 @@ Differences to RULER:
   and draws a line for the other haystacks.
 - Keys and values of one prompt are distinct, so an answer occurs as often as its task says. RULER may draw one twice.
 - vt has no worked example before the task.
-- The length that is asked for is the prompt's. RULER's includes the tokens to generate.
+- The requested length is the prompt's. RULER's includes the tokens to generate.
 - An empty line is before the question, and the answer prefix ends without a space; the continuation begins with it.
 """
 
@@ -88,7 +88,7 @@ def _draw(chance: random.Random, kind: str) -> str:
 
 
 def _distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """What `draw` returns, without repetitions."""
+    """Yields the values of `draw`, without repetitions."""
     seen: set[str] = set()
     while True:
         value = draw()
@@ -198,7 +198,7 @@ def vt(name: str, size: int, number: int) -> Prompt:
 
 
 def fwe(name: str, size: int, number: int, tokens: int) -> Prompt:
-    """Coded words with Zipf's frequencies, `size` before rounding down; the three most frequent are asked for."""
+    """Coded words with Zipf's frequencies, `size` before rounding down; the question is for the three most frequent."""
     chance = random.Random(SEED + number)
     letters = string.ascii_lowercase
     vocabulary = max(8, tokens // TOKENS_OF_A_WORD)
@@ -284,7 +284,7 @@ def place(name: str) -> tuple[int, int, str]:
 
 
 def ruler_prompts(lengths: Sequence[int], tasks: Sequence[str], count_tokens: Callable[[str], int]) -> list[Prompt]:
-    """Each task at each length. A prompt is the same whatever other tasks and lengths are asked for."""
+    """Each task at each length. A prompt does not depend on the other requested tasks and lengths."""
     return [
         ruler_prompt(task, tokens, tokens * len(TASKS) + TASKS.index(task), count_tokens)
         for task in sorted(tasks, key=TASKS.index)

@@ -74,7 +74,7 @@ class SpanRequest:
 
 
 def _spaced(frame: str) -> re.Pattern[str]:
-    """What a template writes; a tokenizer may give it back with other white space, at special tokens above all."""
+    """Matches text of a template. A tokenizer may return it with other white space, above all at special tokens."""
     return re.compile(r"\s*".join(map(re.escape, "".join(frame.split()))))
 
 
@@ -121,8 +121,8 @@ def piece_places(prompt: Prompt, marked: str, text: str, prompt_end: int) -> dic
 def prompt_spans(prompt: Prompt, marked: str, text: str, prompt_end: int) -> list[tuple[str, int, int]]:
     """Where a prompt's own pieces are in the decoded text, in characters: context, needle, question, answer.
 
-    `prompt_end` is where the continuation begins. A piece that the tokenizer did not give back as written is left
-    out. The answer is sought in the needle, else in the context.
+    `prompt_end` is where the continuation begins. A piece that the tokenizer did not return as written is
+    omitted. The answer is searched for in the needle, else in the context.
     """
     places = piece_places(prompt, marked, text, prompt_end) if prompt.question else {}
 
@@ -147,7 +147,7 @@ def find_spans(
     offsets: Sequence[tuple[int, int]],
     prompt_tokens: int,
 ) -> list[Span]:
-    """All spans as token ranges; one asked for by name replaces the prompt's own of that name.
+    """All spans as token ranges; a span of the command line replaces the prompt's span of the same name.
 
     `marked` is the rendered `prompt.marked()`.
     """

@@ -23,7 +23,7 @@ NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Layer:
-    """What a pass of the model shows of one layer: its rule, and keys and values of the prompt's tokens."""
+    """One layer as a pass of the model observed it: its attention rule, and keys and values of the prompt's tokens."""
 
     scale: float
     softcap: float  # 0: none
@@ -34,8 +34,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Held:
-    """Given tokens of one layer: of one cell [H,n,...], or of the batch rows [B,H,n,...]. H is Hkv, or Hq where query
-    heads have sets of their own."""
+    """Tokens of one layer that queries attend to: of one cell [H,n,...], or of the batch rows [B,H,n,...]. H is Hkv, or
+    Hq where each query head has a separate set."""
 
     k: torch.Tensor  # [...,H,n,d]
     v: torch.Tensor  # [...,H,n,d]
@@ -44,7 +44,7 @@ class Held:
 
 
 def kept_tokens(layer: Layer, kept: torch.Tensor) -> Held:
-    """What a cell holds as it was: of a boolean [1 | Hkv | Hq, P]. A set for the layer is one for each KV head."""
+    """The kept tokens of a cell, unchanged, from a boolean [1 | Hkv | Hq, P]. A layer's set applies to each KV head."""
     kv_heads = layer.k.shape[0]
     kept = kept.to(layer.k.device).expand(max(kv_heads, kept.shape[0]), -1)
     # Kept positions ascending, then others: a stable sort of "is not kept".
@@ -106,7 +106,7 @@ class Growing:
         self._both, self._count = (k, v), k.shape[2]
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Behind those that are there, of as many heads."""
+        """Appends keys and values of new tokens to the existing ones; the number of heads is the same."""
         end = self._count + k.shape[2]
         if end > self._both[0].shape[2]:
             # With room for later steps: a copy at each would cost more than the step.

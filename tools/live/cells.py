@@ -29,7 +29,7 @@ CHOSEN_LIVE = "live"  # all tokens are held, and each live query chooses which i
 
 @dataclass(frozen=True)
 class LiveCell:
-    """What one cell of a trace holds, by the model's own number of each layer; other layers hold all."""
+    """The kept tokens of one cell of a trace, by the model's own number of each layer; other layers keep all tokens."""
 
     facts: dict[str, str]  # columns of results.csv that all its rows share
     label: str
@@ -40,7 +40,7 @@ class LiveCell:
     reads: dict[int, PageReads] = field(default_factory=dict)  # where each query reads a part of what is held
 
     def row(self, text: Text, trace: TraceFacts) -> Row:
-        """What a pass behind the prompt finds."""
+        """The prompt's keys and values that a pass over the continuation attends to, by layer."""
         every = torch.ones(1, text.prompt, dtype=torch.bool)
         row = {number: kept_tokens(layer, self.kept.get(number, every)) for number, layer in text.layers.items()}
         if self.stored is not None:
@@ -51,7 +51,7 @@ class LiveCell:
 
 
 def given_back(layer: Layer, stored: StoredLayer) -> Held:
-    """What a store gives back of a layer."""
+    """Keys and values of a layer as the store returns them."""
     kv_heads = len(stored.values)
     heads = max(kv_heads, len(stored.positions), len(stored.keys))
     most = max(1, *(len(row) for row in stored.positions))

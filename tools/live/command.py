@@ -127,7 +127,7 @@ def live(arguments: argparse.Namespace) -> None:
 
 
 def _is_done(wanted: Sequence[tuple[Run, TraceFacts]], way: Way, arguments: argparse.Namespace) -> bool:
-    """Whether all cells were measured this way before; then it says which cells can never be."""
+    """Whether all cells were measured this way before. If so, it prints the cells that cannot be measured."""
     from kvreplay.live.measure import Work, say
 
     left_out = []

@@ -2,7 +2,7 @@
 
 The text is read in blocks that end where the policy evicts. After each block the engine replays the policy over what
 the model has computed so far, zeros behind it: a decision reads no later token, and those made before come out as they
-were. What it evicts is hidden from the next block.
+were. Tokens that it evicts are hidden from the next block.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """What is left to measure of a trace's cells."""
+    """The cells of a trace that are still to be measured."""
 
     results: LiveResults
     predict: list[LiveCell]
@@ -134,7 +134,7 @@ class LiveModel:
             results.write()
 
     def batch_of(self, trace: TraceFacts, rows: pd.DataFrame) -> int:
-        """How many of these rows of run.cells a pass measures: with a limit of memory as many as fit.
+        """How many of these rows of run.cells a pass measures: at most the number that fits into the memory limit.
 
         A trace takes the prompt's keys and values and the reference's distributions; a batch row takes kept keys and
         values, activations and the mask of a block of queries, and, once more for the reference, hidden states,
@@ -201,7 +201,7 @@ class LiveModel:
     def _each(
         self, cells: Sequence[LiveCell], trace: TraceFacts, work: Callable[[Sequence[LiveCell]], Sequence[Any]]
     ) -> Iterator[Any]:
-        """What `work` gives for batches of cells. The cells of a batch that fails are tried one by one."""
+        """Yields the results of `work` on batches of cells. The cells of a batch that fails are tried one by one."""
         for some in _groups(cells, self._batch):
             try:
                 yield from work(some)

@@ -28,7 +28,7 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def predicted(reference: Trajectory, cell: Trajectory, row: int, following: torch.Tensor) -> Iterator[Value]:
-    """What the model predicts; `following` [G-1] are the true next tokens of all but the last."""
+    """Metrics of the model's predictions; `following` [G-1] are the true next tokens of all but the last."""
     p, q = (one.log_probabilities[row] for one in (reference, cell))
     kld = divergence(p, q).cpu().numpy()
     yield Value("kld", "", None, float(kld.mean()))

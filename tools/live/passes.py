@@ -16,7 +16,7 @@ from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, PageRea
 
 @dataclass
 class Trajectory:
-    """What a pass leaves of the continuation's G tokens, for B batch rows."""
+    """The recorded values of a pass over the continuation's G tokens, for B batch rows."""
 
     hidden: list[torch.Tensor] = field(default_factory=list)  # of each layer, in order: its output [B,G,D]
     attention: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: before the projection [B,G,Hq,d]
@@ -65,8 +65,8 @@ Row = dict[int, Held]  # what a batch row holds of the prompt, by layer
 
 @dataclass(frozen=True)
 class Evicted:
-    """How the batch rows of a pass differ from the text as it is. The pass begins behind the prompt, of which `held`
-    has what is held; or it begins at 0, and tokens leave (`leaves`) as it goes."""
+    """The tokens that are evicted in the batch rows of a pass. Either the pass begins behind the prompt, and `held` has
+    the prompt's resident tokens; or it begins at position 0, and tokens are evicted during the pass (`leaves`)."""
 
     rows: int
     begin: int
@@ -76,13 +76,13 @@ class Evicted:
 
     @classmethod
     def behind_prompt(cls, text: Text, rows: Sequence[Row], reads: dict[int, PageReads] | None = None) -> Evicted:
-        """What each row holds of the prompt."""
+        """A pass behind the prompt, with the resident tokens of each row."""
         held = {number: together([row[number] for row in rows]) for number in text.layers}
         return cls(len(rows), text.prompt, held, reads=reads or {})
 
     @classmethod
     def over_time(cls, text: Text, leaves: Sequence[dict[int, torch.Tensor]]) -> Evicted:
-        """`leaves`: for each row and layer int64 [H,T], the query after which a token goes (NEVER: it is kept)."""
+        """`leaves`: for each row and layer int64 [H,T], the query after which a token is evicted (NEVER: kept)."""
         stacked = {
             number: torch.stack([row[number] for row in leaves]).to(layer.k.device)
             for number, layer in text.layers.items()
@@ -130,8 +130,8 @@ def generate(
 ) -> list[list[int]]:
     """Greedy text of `count` tokens, a list a row; `reads` as of Evicted.
 
-    The last prompt token is run again and sees what is kept, so that also the first token comes from that; its copy in
-    the cache is hidden.
+    The last prompt token is run a second time and attends to the kept tokens, so that the first generated token depends
+    on these as well. Its copy in the cache is hidden.
     """
     last = text.prompt - 1
     held = {number: together([_without(row[number], last) for row in rows]) for number in text.layers}

@@ -36,7 +36,7 @@ class Way:
 
 
 class LiveResults:
-    """The rows of one trace. Those of an earlier call stay; a cell measured the same way is not measured again."""
+    """The rows of one trace. Rows of an earlier call are kept; a cell that was measured the same way is skipped."""
 
     def __init__(self, folder: Path, trace: str, way: Way) -> None:
         self.path = folder / "live" / f"{trace}.csv"
@@ -50,12 +50,12 @@ class LiveResults:
         return _key({**self._measured, "cell": cell.facts["cell"], "decisions": cell.decisions, "metric": metric})
 
     def has(self, cell: LiveCell, metric: str, tokens: int) -> bool:
-        """Whether this metric of the cell, over so many tokens, is there already."""
+        """Whether this metric of the cell, over `tokens` queries, exists."""
         return any(row["n_queries"] == str(tokens) for row in self._rows.get(self._of(cell, metric), ()))
 
     def add(self, cell: LiveCell, values: Sequence[Value], tokens: int, words: str = "") -> None:
-        """The numbers of a cell, measured over `tokens` queries, in the place of those over more or fewer; `words` is
-        the text that was written."""
+        """Adds the numbers of a cell, measured over `tokens` queries; they replace those over more or fewer queries.
+        `words` is the generated text."""
         for metric in {one.metric for one in values}:
             self._rows[self._of(cell, metric)] = []
         for one in values:

@@ -54,6 +54,6 @@ def answered(text: str, answers: Sequence[str]) -> Iterator[Value]:
 
 
 def written(tokens: Sequence[int], reference: Sequence[int]) -> Iterator[Value]:
-    """How the text goes on, whatever it says."""
+    """Metrics of a continuation that hold for any text: repetition, and tokens equal to the reference's."""
     yield Value("repetition", "", None, repetition(tokens))
     yield Value("same_tokens", "", None, float(same_tokens(tokens, reference)))
