@@ -190,7 +190,7 @@ def test_a_view_that_a_policy_kept_says_that_it_is_over(small: Path) -> None:
     assert held
     for view in held:
         for ask in (lambda v: v.tokens, lambda v: v.keys(), lambda v: v.window_attention(4), lambda v: v.positions(0)):
-            with pytest.raises(kv.Error, match="its layer has been let go"):
+            with pytest.raises(kv.Error, match="its layer is closed"):
                 ask(view)
 
 

@@ -204,13 +204,13 @@ NB_MODULE(_engine, module) {
         const kvreplay::Budget budget = kvreplay::Budget::parse(text);
         return std::make_pair(budget.fraction, budget.count);
       },
-      "budget"_a, "(fraction of the prompt, tokens) that a budget says; the other one is 0.");
+      "budget"_a, "(fraction of the prompt, tokens) of a budget's text: one of the two is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def("replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
-             "Does what the command line `kvreplay replay WORDS` does, but for printing, without --output in memory;\n"
-             "in_memory: those of its traces that are in memory; progress(share, trace).");
+             "Runs the command line `kvreplay replay WORDS` without printing. Without --output results are in memory.\n"
+             "in_memory: those of its traces that are in memory; progress(share, trace): a callback.");
   module.def("plan", python::plan, "words"_a, "in_memory"_a,
-             "What `kvreplay replay WORDS --dry-run --json` prints; in_memory as in replay.");
+             "The output of `kvreplay replay WORDS --dry-run --json`; in_memory as in replay.");
   module.def(
       "assemble",
       [](const std::filesystem::path& folder, const std::string& detail) {

@@ -232,7 +232,7 @@ class PythonSchedule final : public BlockSchedule {
   explicit PythonSchedule(const Shared& bound)
       : BlockSchedule(in_python([&] { return get<int>(*bound, "block"); })), bound_(bound) {}
 
-  std::string name() const override { return "schedule of its own"; }
+  std::string name() const override { return "schedule in Python"; }
 
  private:
   Cut cut_at(const BlockEnd& end) const override {
@@ -280,7 +280,7 @@ StorePtr store(const Shared& bound) {
     values = view_of(layer->values, values);
     return layer;
   };
-  return std::make_shared<const Store>(changing_store("a store of its own", apply));
+  return std::make_shared<const Store>(changing_store("store in Python", apply));
 }
 
 class PythonPolicy final : public Policy {
@@ -394,7 +394,7 @@ void bind_python_policies(nb::module_& module) {
         names.insert(made->name);
         policies().replace({made->name, [made] { return std::make_unique<PythonPolicy>(*made); }, made->source});
       },
-      "definition"_a, "Enters a policy, in the place of one of Python's that had its name.");
+      "definition"_a, "Registers a policy. It replaces a policy in Python of the same name.");
   module.def(
       "read_policies_by",
       [](nb::object load) {

@@ -112,14 +112,14 @@ Array<double> attention_of(const View& view, const Positions32& queries, const s
 
 const LayerView& View::operator*() const {
   if (view_ == nullptr)
-    throw Error{Refusal::usage, "view", "its layer has been let go", "what is read inside the call that was given it"};
+    throw Error{Refusal::usage, "view", "its layer is closed", "a view that is read inside the call that received it"};
   return *view_;
 }
 
 void bind_view(nb::module_& module) {
   using namespace nb::literals;
   nb::class_<View>(module, "View",
-                   "One layer as a policy sees it: n tokens that are resident, and what can be measured on them,\n"
+                   "One layer as a policy sees it: its n resident tokens, and observables of them. Each observable is\n"
                    "computed once and shared by all policies. Hq query heads, Hkv KV heads, P prompt tokens.")
       .def_prop_ro("layer", property(&LayerView::layer), "number among the treated layers")
       .def_prop_ro("layers", property(&LayerView::layers), "treated layers")
@@ -127,17 +127,18 @@ void bind_view(nb::module_& module) {
       .def_prop_ro("prompt", property(&LayerView::prompt), "P: tokens under compression")
       .def_prop_ro(
           "question", [](const View& view) { return view->question().begin; },
-          "begin of the question that ends them; -1: none is marked")
+          "position of the first token of the question at the end of the prompt; -1: no question is marked")
       .def_prop_ro(
-          "question_end", [](const View& view) { return view->question().end; }, "position behind it, or -1")
+          "question_end", [](const View& view) { return view->question().end; },
+          "position behind the last token of the question; -1: no question is marked")
       .def_prop_ro("tokens", property(&LayerView::tokens), "n: resident tokens")
       .def_prop_ro(
-          "seen", [](const View& view) { return view->residents().seen; }, "tokens that have come")
+          "seen", [](const View& view) { return view->residents().seen; }, "number of tokens so far")
       .def_prop_ro("query_heads", property(&LayerView::query_heads), "Hq")
       .def_prop_ro("kv_heads", property(&LayerView::kv_heads), "Hkv")
       .def_prop_ro(
           "head_dim", [](const View& view) { return view->tensors().k.dim; }, "d")
-      .def_prop_ro("group", property(&LayerView::group), "query heads to a KV head")
+      .def_prop_ro("group", property(&LayerView::group), "query heads for each KV head")
       .def(
           "positions",
           [](const View& view, int row) {
@@ -154,25 +155,26 @@ void bind_view(nb::module_& module) {
       .def(
           "values", [](const View& view) { return resident(view, view->tensors().v); },
           "float32 [Hkv, n, d]: values of the resident tokens")
-      .def("queries", last_queries, "last"_a, "float32 [Hq, last, d]: the last queries that have come, after RoPE")
+      .def("queries", last_queries, "last"_a, "float32 [Hq, last, d]: the newest `last` queries, after RoPE")
       .def("window_attention", observable(&LayerView::window_attention), "window"_a, "end"_a = LayerView::newest,
-           "float64 [Hq, n]: attention that the last `window` queries pay to each token, summed over them; with `end`\n"
-           "the last of the queries before this position")
+           "float64 [Hq, n]: attention of the newest `window` queries to each token, summed over them; with `end`\n"
+           "the last `window` queries before this position")
       .def("cumulative_attention", observable(&LayerView::cumulative_attention),
            "float64 [Hq, n]: attention of all queries so far, summed (H2O: arXiv:2306.14048, eq. 2)")
       .def("eval_attention", observable(&LayerView::eval_attention),
-           "float64 [Hq, P]: attention of the eval queries, which no policy can know: for oracles")
-      .def("attention_of", attention_of, "queries"_a, "weights"_a = std::vector<double>(),
-           "float64 [Hq, n + len(queries)]: attention of the queries at these positions, none of them resident, over\n"
-           "what is resident and themselves; weights: one a query, by default 1")
+           "float64 [Hq, P]: attention of the eval queries, which are unknown to a real policy: for oracles")
+      .def(
+          "attention_of", attention_of, "queries"_a, "weights"_a = std::vector<double>(),
+          "float64 [Hq, n + len(queries)]: attention of the queries at these positions, none of them resident, summed\n"
+          "over the queries: to the resident tokens, then to these positions; weights: one for each query (default: 1)")
       .def("key_norms", observable(&LayerView::key_norms), "p"_a = 2.0, "float64 [Hkv, n]: p-norms of the keys")
       .def("value_norms", observable(&LayerView::value_norms), "p"_a = 2.0, "float64 [Hkv, n]: p-norms of the values")
       .def("query_moments", query_moments, "first"_a = 0,
-           "float64 [Hq, d] and [Hq, d, d]: mean and covariance of the queries at positions from `first` on that have\n"
-           "come, before RoPE")
+           "float64 [Hq, d] and [Hq, d, d]: mean and covariance, before RoPE, of the queries so far from position "
+           "`first` on")
       .def("key_similarity", observable(&LayerView::key_similarity),
-           "float64 [1, P]: cosine of each token's keys, all heads side by side, with the token most like it")
-      .def("value_similarity", observable(&LayerView::value_similarity), "float64 [1, P]: the same of values");
+           "float64 [1, P]: highest cosine of each token's keys, all heads concatenated, with those of another token")
+      .def("value_similarity", observable(&LayerView::value_similarity), "float64 [1, P]: the same for values");
 }
 
 }  // namespace kvreplay::python

@@ -22,7 +22,7 @@ class View {
 
   /// Observables are remembered in the layer: its user holds this lock, and not the interpreter's.
   std::mutex& lock() const { return *lock_; }
-  /// Throws Error{usage} when the layer has been let go.
+  /// Throws Error{usage} when the layer is closed.
   const LayerView& operator*() const;
   const LayerView* operator->() const { return &**this; }
   void let_go() { view_ = nullptr; }
