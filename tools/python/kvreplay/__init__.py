@@ -1,4 +1,4 @@
-"""kvreplay in Python: traces, replays, policies of your own, measurements, captures from language models, pictures.
+"""kvreplay in Python: traces, replays, policies in Python, measurements, captures from language models, figures.
 
 ```python
 import kvreplay as kv
@@ -6,10 +6,10 @@ import kvreplay as kv
 trace = kv.open("trace.h5")
 run = kv.replay(trace, ["snapkv", kv.policy.h2o()], [0.1, 512])
 run.results                    # every number, as pandas
-run.selection("snapkv", 0.1)   # who was kept
+run.selection("snapkv", 0.1)   # the kept tokens
 ```
 
-Names are looked up when they are used, so that pictures work where the engine is not installed.
+A name is imported at its first use, so that figures work without the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 def _load_engine() -> Any:
     """OpenMP reads the environment when it is loaded. Its threads sleep while they wait, unless the user's environment
-    says how they should wait."""
+    contains a setting of this."""
     import os
     from importlib import import_module
 

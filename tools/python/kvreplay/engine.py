@@ -1,4 +1,4 @@
-"""The engine from Python: traces, replays and measurements, in this process and with the program's own words.
+"""The engine from Python: traces, replays and measurements in this process, with the options of the program.
 
 P prompt tokens, T tokens in all, L layers, Hq query heads, Hkv KV heads, d components of a head.
 """
@@ -41,15 +41,18 @@ Traces = AnyPath | Trace
 
 
 def open(path: AnyPath) -> Trace:
-    """Opens a trace. Raises Error that names the object, what was expected and what was found."""
+    """Opens a trace. Raises Error with the object, the expected value and the found value if the trace is invalid."""
     return Trace(path)
 
 
 class _Policies:
-    """Every registered policy as a function of its parameters; called itself, it is the decorator of new ones."""
+    """Registered policies as functions of their parameters: `kv.policy.snapkv(window=16)` returns the policy's text.
+
+    `kv.policy` is also the decorator that registers a function `view -> scores` as a policy.
+    """
 
     def __call__(self, function: Callable | None = None, **options: Any) -> Any:
-        """`@kv.policy` or `@kv.policy(heads="layer", …)` over `view -> scores`; options are attributes of Policy."""
+        """Decorator `@kv.policy`, or `@kv.policy(heads="layer", …)` with attributes of `kv.Policy`."""
         if function is None:
             return lambda later: from_function(later, **options)
         return from_function(function, **options)
@@ -74,7 +77,7 @@ policy = _Policies()
 def _constructor(
     name: str, summary: str, paper: str, score: str, parameters: Sequence[tuple[str, str, str, str]]
 ) -> Callable[..., str]:
-    """The function of a registered policy, with the signature and docstring that its declaration makes."""
+    """The function of a registered policy, with a signature and a docstring from its declaration."""
     spelled = {one.replace(".", "_"): one for one, *_ in parameters}  # hybrid's chunkkv.chunk is no name in Python
     lines = [summary, "", paper, score, ""] if paper or score else [summary, ""]
     lines += [f"{one}={standard}  {span}  {help}" for one, standard, span, help in parameters]
@@ -114,14 +117,16 @@ def replay(
 ) -> Run:
     """Replays traces with policies at budgets and returns the results.
 
-    `policies`: texts as on the command line, what `kv.policy.NAME(…)` gives, or policies in Python. `budgets`: a
-    fraction of the prompt (0.1), a count of tokens (512), or as on the command line ("0.1@seen", "1MiB"). `output`: a
-    folder as `kvreplay replay` writes it, whose finished cells are kept; None: results stay in memory. `progress`: True
-    or False for a bar or none, None for a bar on terminals and in notebooks, or a function that is called with the
-    finished share and the trace's name. `options`: those of the program, by their long names: device, threads, memory,
-    seed, eval, boundary, structure, protect, controls, detail, save, observables, force, no_text …
+    `traces`: one or several paths or `Trace` objects. `policies`: texts as on the command line, results of
+    `kv.policy.NAME(…)`, or policies in Python. `budgets`: a fraction of the prompt (0.1), a number of tokens (512), or
+    a text as on the command line ("0.1@seen", "1MiB"). `metrics`: names (default: as `kvreplay replay`).
 
-    Raises Error for invalid arguments, as the program does; a failed cell is reported in a warning and omitted.
+    `output`: the folder of results, in which finished cells are reused; None: results are kept in memory. `progress`:
+    True or False shows or hides a bar; None shows it on terminals and in notebooks; a function is called with the
+    finished share and the trace's name. `options`: long names of the program's options: device, threads, memory, seed,
+    eval, boundary, structure, protect, controls, detail, save, observables, force, no_text …
+
+    Raises Error for invalid arguments, as the program does. A failed cell is omitted, with a warning.
     """
     if output is not None:
         options["output"] = os.fsdecode(output)
@@ -147,8 +152,11 @@ def plan(
     metrics: str | Iterable[str] = (),
     **options: Any,
 ) -> pd.DataFrame:
-    """Returns the plan of `kv.replay`, a row for each trace: cells to compute, cells already in the folder `output`,
-    seconds, and bytes of memory, mapped pages and results. Arguments as for `kv.replay`, except `progress`."""
+    """Returns the plan of a replay without running it, one row for each trace.
+
+    Columns: cells to compute, finished cells in the folder `output`, seconds, and bytes of memory, of mapped pages and
+    of results. The arguments are those of `kv.replay` without `progress`.
+    """
     import pandas as pd
 
     words, in_memory = _command_line(traces, policies, budgets, metrics, options)
@@ -182,10 +190,11 @@ def _command_line(
 
 
 def measure(trace: Traces, selection: Any, **options: Any) -> Run:
-    """Measures sets that come from elsewhere: what `kv.replay` says of a policy that keeps exactly these tokens.
+    """Replays a policy that keeps exactly the given tokens, for example kept sets of another program.
 
-    `selection`: for each layer a list of positions below P, or such a list for each KV head (or each query head);
-    bool masks [P] in the place of lists, as `mask()` gives them; or what `Run.selection` gives.
+    `selection`: for each layer a list of positions below P, or a list of positions for each KV head (or each query
+    head). A bool mask [P], as from `Selection.mask()`, may replace a list of positions. A `Selection`, the result of
+    `Run.selection`, is accepted as well. `options`: those of `kv.replay`.
     """
     from kvreplay.fixed_sets import fixed_set_policy
 
@@ -200,8 +209,8 @@ def _several(one: Any) -> list[Any]:
 
 
 def policy_texts(policies: Any) -> list[str]:
-    """One policy or several as a command line names them. Those in Python are entered anew: a name means the last one
-    entered."""
+    """The texts of one or several policies for the command line. Registers policies in Python, so that each name
+    refers to the given policy."""
     definitions: dict[str, Definition] = {}
     policies = _several(policies)
     for one in policies:
@@ -243,19 +252,19 @@ def _bar(wanted: bool | None) -> Iterator[Callable[[float, str], None]]:
 
 
 def decision_and_store(policy: str, layers: int) -> tuple[str, str]:
-    """When a policy decides its sets over so many layers: after-prefill, during-prefill, future or never; and how it
-    stores kept tokens: exact, cache-positions or changed."""
+    """When a policy decides its sets, for a model of `layers` layers: after-prefill, during-prefill, future or never;
+    and how it stores kept tokens: exact, cache-positions or changed."""
     return _engine.decision_and_store(policy, layers)
 
 
 def program(words: Sequence[str]) -> int:
-    """The program `kvreplay` in this process: prints, and gives its exit code."""
+    """Runs the program `kvreplay` in this process; returns its exit code."""
     _refuse_plugins(words)
     return _engine.program(list(words))
 
 
 def _refuse_plugins(words: Sequence[str]) -> None:
-    """A plug-in calls the program that loads it; what it could call here is beside the HDF5 that h5py brings along."""
+    """Rejects plug-ins: a plug-in calls functions of the program that loads it, and Python has h5py's HDF5 instead."""
     if any(word.startswith("--plugin") for word in words):
         what, expected = "cannot be combined with a policy in Python", "two command lines with one output folder"
         raise Error("--plugin", what, expected, "", Refusal.CAPABILITY)

@@ -43,9 +43,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_table(results: Path, path: Path) -> None:
-    """`path`, whose name ends in .parquet or .arrow, becomes what results.csv holds: int64, float64 and bool where it
-    has numbers and truths, uint64 seeds, and text elsewhere. What is empty there is null in columns of numbers. Every
-    float is the one that its digits mean. Takes the memory of some thousand rows whatever their number."""
+    """Writes the rows of results.csv to `path`, whose name ends in .parquet or .arrow. Numbers are int64 or float64,
+    truth values bool, seeds uint64, and everything else text. Empty numbers are null. Every float is the one that its
+    digits denote. The memory is that of some thousand rows, whatever their number."""
     try:
         import pyarrow as pa
         from pyarrow import csv, ipc, parquet
@@ -102,7 +102,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> Parser:
-    """The command line, said once."""
+    """The parser of the command line."""
     found = Parser(
         prog="kvreplay export",
         description="Writes the numbers of a run as one table, or its kept sets as one HDF5 file (selections.h5 of "

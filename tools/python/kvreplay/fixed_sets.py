@@ -1,4 +1,4 @@
-"""Sets of tokens that somebody else chose, as a policy."""
+"""Given sets of tokens as a policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreplay.results import Selection
 
 def fixed_set_policy(trace: Trace, selection: Any, sliding: str) -> tuple[str, int]:
     """The policy `given`, which keeps exactly these positions, and the budget that it needs: tokens a row on average,
-    rounded up. `sliding`: skip or treat, as in `kv.replay`. The name is taken anew by each call."""
+    rounded up. `sliding`: skip or treat, as in `kv.replay`. Each call replaces the policy of this name."""
     rows = [_rows(trace, layer, one) for layer, one in enumerate(_layers(trace, selection))]
     if len({len(layer) for layer in rows}) > 1:
         found = ", ".join(str(len(layer)) for layer in rows)
@@ -43,7 +43,7 @@ def fixed_set_policy(trace: Trace, selection: Any, sliding: str) -> tuple[str, i
 
 
 def _layers(trace: Trace, selection: Any) -> list[Any]:
-    """What each stored layer keeps."""
+    """The selection of each stored layer."""
     if isinstance(selection, Selection):
         rows = np.split(selection.positions, selection.offsets[1:-1])
         heads = selection.granted.shape[1]

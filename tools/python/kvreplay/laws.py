@@ -42,9 +42,10 @@ SYNTH = "import json, sys; from kvreplay import _engine\nfor words in json.loads
 
 
 def check(policy: Any) -> None:
-    """Replays a policy, as `kv.replay` takes it, on small traces; raises Error for the first law that it breaks.
+    """Replays a policy, given as for `kv.replay`, on small traces; raises Error for the first law that it violates.
 
-    Every run checks itself: a cell whose recall exceeds its oracle's, or whose metrics contradict each other, fails.
+    Every run checks itself as well: a cell fails if its recall exceeds its oracle bound or its metrics contradict each
+    other.
     """
     first = _replayed(policy, threads=1)
     name = first.asked
@@ -60,7 +61,7 @@ def check(policy: Any) -> None:
 
 
 def check_sets(policy: str, place: str, selection: Selection, budget: int | None) -> None:
-    """The laws of what one cell keeps, `budget` tokens a row on average; None: no budget binds it."""
+    """Checks the laws of one cell's kept sets, `budget` tokens a row on average; None: it ignores the budget."""
     prompt = selection.boundary
     kept = np.diff(selection.offsets)
     for row, positions in enumerate(np.split(selection.positions, selection.offsets[1:-1])):
@@ -101,7 +102,7 @@ def _replayed(policy: Any, threads: int) -> _Replay:
 
 
 def _check_equal(law: str, first: _Replay, other: _Replay) -> None:
-    """Bit by bit: sets, when their tokens went, and every number."""
+    """Compares two replays bit by bit: sets, times of eviction, and every number."""
     for cell in first.cells:
         one, same = (of.selections.get((cell["cell"], cell["trace"])) for of in (first, other))
         differ = [name for name in SETS if not np.array_equal(getattr(one, name, None), getattr(same, name, None))]

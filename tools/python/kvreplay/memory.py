@@ -1,4 +1,4 @@
-"""Traces of arrays in memory: what a model has just computed goes to the engine without a file.
+"""Traces of arrays in memory: the engine reads tensors of a model without a file.
 
 L layers, Hq query heads, Hkv KV heads, T tokens, Tq stored queries of a layer, d components of a head.
 """
@@ -50,8 +50,8 @@ IN_LAYER = {"q": "q", "k": "k", "v": "v", "wo": "wo", "q_positions": "query_posi
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding of `kv.from_arrays`: pair i of a head's components turns by position * inv_freq[i]
-    radians."""
+    """Rotary position embedding for `kv.from_arrays`: pair i of a head's components is rotated by position *
+    inv_freq[i] radians."""
 
     inv_freq: Any  # [r], or [L, r]; a row of zeros: that layer has no RoPE
     attention_scaling: Any = 1.0  # a number, or [L]: factor on cosine and sine, contained in queries and keys
@@ -82,7 +82,7 @@ def from_arrays(
     synthetic: bool = False,
     name: str = "arrays",
 ) -> Trace:
-    """A trace of arrays in memory, which everything accepts that accepts a trace.
+    """Returns a trace of arrays in memory. Every function that accepts a trace accepts it.
 
     `q`, `k` and `v` are lists over layers of arrays [Hq, Tq, d], [Hkv, T, d] and [Hkv, T, d] in float16, bfloat16
     (ml_dtypes) or float32: numpy arrays, CPU tensors of PyTorch, or other objects that numpy reads. Queries and keys
@@ -95,7 +95,7 @@ def from_arrays(
     layers or a list over layers (default: all T). `wo`: output projections [hidden, Hq*d]. `dtype`: the type that the
     model computed in (default: that of the keys). `name`: what results call the trace.
 
-    Raises Error, with the name of the argument, for what `kvreplay validate` finds wrong with a file of such a trace.
+    Raises Error, with the name of the argument, if `kvreplay validate` would reject a file of such a trace.
     """
     arrays = {"q": list(q), "k": list(k), "v": list(v)}
     layers = len(arrays["k"])
@@ -151,7 +151,7 @@ def from_arrays(
 
 
 def _at_argument(problem: Error, path: str) -> Error:
-    """A message of the engine with the names of arguments in the place of a file's objects."""
+    """A message of the engine with the names of arguments instead of a file's objects."""
     where = problem.where.removeprefix(path + ":")
     in_layer = re.fullmatch(r"/layers/(\d+)/(\w+)", where)
     where = f"{IN_LAYER[in_layer[2]]}[{int(in_layer[1])}]" if in_layer else ARGUMENTS.get(where, where)

@@ -165,8 +165,8 @@ def _orderly_end() -> Iterator[None]:
 
 
 def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> int:
-    """Does the work; its code, or 0. What is refused is one line on stderr, and so are a package that is missing and,
-    if `kept` says it, what an interruption left."""
+    """Does the work and returns its exit code, or 0. An Error or a missing package is reported as one line on stderr.
+    After an interruption, `kept` is printed: what the program has left, and how to continue."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is printed in its own bytes, UTF-8 or not
     try:

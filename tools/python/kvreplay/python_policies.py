@@ -45,7 +45,7 @@ PLAIN = Standard | bytes | tuple | list | dict | np.ndarray | np.generic
 
 @dataclass(frozen=True)
 class Parameter:
-    """One value that a user may set: its default, whose type it has, its range or its words, and what it is."""
+    """One value that a user may set: its default, which determines the type, its range or choices, and its help."""
 
     default: Standard
     least: float | None = None
@@ -58,49 +58,49 @@ class Parameter:
 def parameter(
     default: Any, least: float | None = None, most: float | None = None, help: str = "", *, choices: Sequence[str] = ()
 ) -> Any:
-    """The default of an argument or of a class's attribute, with its range or its words."""
+    """The default of an argument or of a class's attribute, with its range (least to most) or its choices."""
     return Parameter(default, least, most, help, tuple(choices))
 
 
 @dataclass(frozen=True)
 class Division:
-    """What `allocate` divides over layers and rows: see core/policies/policy.h."""
+    """The budget that `allocate` divides over layers and rows: see core/policies/policy.h."""
 
     layers: int  # L
     prompt: int  # P
     budget: int  # B, tokens a layer and row on average
-    sinks: int  # tokens that stay by rule at B
-    recent: int
+    sinks: int  # first tokens that are protected at B
+    recent: int  # last tokens that are protected at B
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row to select from: n tokens, numbered as they are resident."""
+    """One row of resident tokens to select from, numbered 0 to n - 1."""
 
     scores: np.ndarray | None  # float64 [n]; None without a scorer
     tokens: int  # n
     budget: int  # tokens that this row may keep
-    sinks: int  # of the budget: first tokens that stay by rule
-    recent: int  # and last ones
+    sinks: int  # first tokens that are protected; they count towards the budget
+    recent: int  # last tokens that are protected; they count as well
 
 
 @dataclass(frozen=True)
 class BlockEnd:
-    """What `schedule` is told at the end of a block of the prompt."""
+    """The state at the end of a block of the prompt, the argument of `schedule`."""
 
     budget: int  # B
     prompt: int  # P
-    seen: int  # tokens that have come
+    seen: int  # tokens so far
     held: int  # tokens of a row before this block
     block: int  # tokens of this block
 
 
 class Policy:
-    """The base of policies that are classes. What a class does not say is as in core/policies/policy.h.
+    """The base class of policies that are classes. Defaults are those of core/policies/policy.h.
 
-    Its docstring is its summary; an attribute `window: int = kv.parameter(32, 1, 4096, "help")` is a parameter, which
-    instances have as `self.window`. Each of `score`, `select`, `allocate`, `share`, `schedule` and `store` is a method,
-    or the name of a registered part, such as `select = "chunks(10)"`.
+    The docstring of a class is the policy's summary. An attribute `window: int = kv.parameter(32, 1, 4096, "help")` is
+    a parameter; methods read its value as `self.window`. Each of `score`, `select`, `allocate`, `share`, `schedule` and
+    `store` is a method, or the name of a registered part, such as `select = "chunks(10)"`.
     """
 
     name: str = ""  # empty: the class's own
@@ -108,14 +108,14 @@ class Policy:
     formula: str = ""
     heads: str = "kv"  # kv | query | layer
     agg: str = "mean"  # how a group of query heads becomes one: mean | sum | max
-    sinks: int = 0  # first tokens that stay by rule
-    recent: int | float = 0  # last ones; a float is a fraction of the budget
-    queries: str | int | None = None  # which the trace must have: all, future (oracles), the last so many
-    score: Any = None  # (self, view) -> [H, n] or [Hq, n], larger stays
-    select: Any = None  # (self, row: Row) -> numbers of the tokens that stay, at most row.budget
+    sinks: int = 0  # first tokens that are protected
+    recent: int | float = 0  # last tokens that are protected; a float is a fraction of the budget
+    queries: str | int | None = None  # that the trace must contain: all, future (oracles), or a number of last ones
+    score: Any = None  # (self, view) -> [H, n] or [Hq, n]; tokens with larger scores are kept
+    select: Any = None  # (self, row: Row) -> numbers of the kept tokens, at most row.budget
     allocate: Any = None  # (self, division) -> [layers], or (self, division, scores) -> [layers, H]
     share: Any = None  # (self, layer, layers) -> the layer whose set it uses
-    block: int = 512  # tokens of the prompt that come before `schedule` is asked
+    block: int = 512  # tokens of the prompt between two calls of `schedule`
     schedule: Any = None  # (self, end: BlockEnd) -> how many tokens each row holds from here on
     store: Any = None  # (self, view, kept: bool [Hkv, P]) -> keys [Hkv, P, d], values [Hkv, P, d], bytes of the kept
 
@@ -159,7 +159,7 @@ class Definition:
         return Bound(self, self.call("the constructor", self.make, values))
 
     def call(self, what: str, function: Callable, *arguments: Any) -> Any:
-        """What a function of the policy's author gives; what it raises is an Error that says in which line."""
+        """Calls a function of the policy's author. Its exceptions become an Error with the line of the code."""
         try:
             return function(*arguments)
         except Exception as problem:
@@ -176,7 +176,7 @@ class Definition:
 
 @dataclass
 class Bound:
-    """A policy with values, as the engine asks it; what is wrong with an answer says where it was written."""
+    """A policy with values, as the engine calls it. The Error of an invalid result contains the policy's file."""
 
     definition: Definition
     policy: Policy
@@ -238,7 +238,7 @@ class Bound:
         raise self._wrong("scores", expected, str(list(scores.shape)))
 
     def select(self, scores: np.ndarray | None, tokens: int, budget: int, sinks: int, recent: int) -> np.ndarray:
-        """int64 numbers of the tokens that stay, ascending."""
+        """int64 numbers of the kept tokens, ascending."""
         found = self.definition.call("select", self.policy.select, Row(scores, tokens, budget, sinks, recent))
         kept = np.sort(self._numbers("selected tokens", found, np.int64).ravel())
         if len(kept) > budget:
@@ -278,7 +278,7 @@ class Bound:
         return int(found)
 
     def store(self, view: Any, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        """float32 keys and values [Hkv, P, d] as they are given back, and the bytes that the kept ones take."""
+        """float32 keys and values [Hkv, P, d] as the store returns them, and the bytes that the kept ones take."""
         found = self.definition.call("store", self.policy.store, view, kept.astype(bool))
         if not isinstance(found, tuple | list) or len(found) != 3:
             raise self._wrong("store", "keys, values and bytes", type(found).__name__)
@@ -315,8 +315,8 @@ class Bound:
 
 
 class FunctionPolicy:
-    """What the decorator makes of a function: call it with values and parts, as in `kv.policy.NAME(…)`, or give it to
-    `kv.replay` as it is."""
+    """A function that `@kv.policy` has registered. Call it with values and parts, as `kv.policy.NAME(…)`, or pass it to
+    `kv.replay` unchanged."""
 
     def __init__(self, definition: Definition, function: Callable) -> None:
         self.definition = definition
@@ -455,7 +455,7 @@ _entered: dict[str, Definition] = {}
 
 
 def register(definition: Definition) -> None:
-    """Enters it beside all other policies, in the place of an earlier one of Python's with its name."""
+    """Registers a policy. It replaces an earlier policy in Python of the same name."""
     from kvreplay import _engine
 
     if _entered.get(definition.name) is not definition:
@@ -464,7 +464,7 @@ def register(definition: Definition) -> None:
 
 
 def load(file: str, name: str) -> str:
-    """Enters the policy of a file that a command line names, FILE.py:NAME; the name that it is registered by."""
+    """Registers the policy FILE.py:NAME of a command line; returns the name of the registered policy."""
     path = Path(file)
     if not path.is_file():
         raise Error(file, "cannot be read", "a file with a policy in Python", "no such file", Refusal.INPUT)
@@ -500,5 +500,5 @@ def _is_policy(value: Any) -> bool:
 
 @functools.cache
 def _run(file: str, content: bytes) -> dict[str, Any]:
-    """What the file defines; once for each content, since a command line may name several of its policies."""
+    """The definitions of the file. It runs once for each content, since a command line may name several policies."""
     return runpy.run_path(file)

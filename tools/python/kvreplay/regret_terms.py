@@ -1,8 +1,8 @@
-"""The gap between a policy and the best that could be kept, in mean attention recall, as a sum of terms.
+"""The gap in mean attention recall between a policy and the best kept sets, as a sum of terms.
 
-R0 is the policy's recall, R1 that of the best sets with its structure and its counts, R2 that of the best with its
-counts, R3 with its counts free among the heads of a layer, R4 free among all layers. Each allows what the one before
-does, so no term is negative, but for the rounding of recalls that were summed in different orders.
+R0 is the recall of the policy. R1 is the recall of the best sets with the policy's structure and token counts, and R2
+with its counts alone. In R3 the counts may change among the heads of a layer, in R4 among all layers as well. Each
+choice contains the one before it. So no term is negative, except for the rounding of different orders of summation.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ def regret(
     progress: bool | None = None,
     **options: Any,
 ) -> pd.DataFrame:
-    """One row a budget, policy and trace: `recall` R0, the terms `score`, `structure`, `head` and `layer`, and `bound`
-    R4, their sum. What failed is warned of and left out; NaN where a bound failed.
+    """Splits the gap in attention recall between policies and the best kept sets into terms.
 
-    Arguments are those of `kv.replay`, but for metrics, detail, seed and output. Raises Error for policies without such
-    bounds: those that no budget binds, whose sets change with time, or whose layers differ in granularity.
+    Returns one row for each budget, policy and trace: `recall` R0, the terms `score`, `structure`, `head` and `layer`,
+    and `bound` R4, the sum of the recall and the terms. A failed cell is omitted, with a warning. Values that
+    depend on a failed bound are NaN.
+
+    The arguments are those of `kv.replay` without metrics, detail, seed and output. Raises Error for policies without
+    such bounds: budget-free policies, dynamic sets, and layers that differ in granularity.
     """
     for option in OWN:
         if option in options:
@@ -87,8 +90,8 @@ def terms(place: str, recalls: np.ndarray) -> np.ndarray:
 
 
 def means(found: pd.DataFrame) -> pd.DataFrame:
-    """One row a budget and policy, in the order asked for: means over the traces on which all of it is defined, and how
-    many these are."""
+    """One row a budget and policy, in the order of the command line: means over the traces on which all numbers are
+    defined, and the number of these traces."""
     key = ["budget", "policy", "heads"]
     defined = found.dropna(subset=NUMBERS)
     groups = defined.groupby(key, sort=False)

@@ -1,7 +1,7 @@
-"""A finished run folder, read: `results.csv`, `cells/TRACE.h5` and `run.json`.
+"""Reads a finished run folder: `results.csv`, `cells/TRACE.h5` and `run.json`.
 
-L stored layers, H sets a layer (1, KV heads or query heads), P prompt tokens. Whoever shows a run reads it through
-here, so that a policy is called the same everywhere.
+L stored layers, H sets a layer (1, KV heads or query heads), P prompt tokens. All commands that show a run read it with
+this module, so that a policy has the same label everywhere.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CELL = (
 class Selection:
     """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated.
 
-    Of a schedule they are what is held when the prompt has been seen and its last eviction is done.
+    With a schedule they are the resident tokens after the last eviction of the prompt.
     """
 
     layers: np.ndarray  # int [n], ascending
@@ -57,11 +57,11 @@ class Selection:
     offsets: np.ndarray  # int [L*H+1]
     positions: np.ndarray  # int [offsets[-1]]
     granted: np.ndarray  # int [L,H], tokens
-    sinks: np.ndarray  # int [L,H], first tokens that a rule kept
-    recent: np.ndarray  # int [L,H], last tokens that a rule kept
+    sinks: np.ndarray  # int [L,H], first tokens that are protected
+    recent: np.ndarray  # int [L,H], last tokens that are protected
     jaccard: dict[str, np.ndarray]  # first, mean, union: float [n,n]
     boundary: int  # P where the whole prompt is compressed
-    # int [L,H,T] of schedules: position of the query after which a token went; -1 never, and where a layer decides once
+    # int [L,H,T] of schedules: position of the query after which a token was evicted; -1: never, or a one-shot layer
     evicted_at: np.ndarray | None = None
 
     @property
@@ -76,7 +76,7 @@ class Selection:
         return rows.reshape(*self.granted.shape, self.boundary)[self.layers]
 
     def unprotected(self) -> np.ndarray:
-        """Whether a token was left to the policy, neither sink nor recent by rule: bool [n,H,boundary]."""
+        """Whether a token is neither a protected sink nor a protected recent token: bool [n,H,boundary]."""
         position = np.arange(self.boundary)
         first = self.sinks[self.layers][..., None]
         last = self.boundary - self.recent[self.layers][..., None]
@@ -85,10 +85,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """Keys and values of a layer as queries after the prompt find them: Hkv KV heads, T tokens, d components, H rows as
-    the policy has sets. Tokens that are not kept, and those after the prompt, are as captured."""
+    """Keys and values of a layer to which queries after the prompt attend: Hkv KV heads, T tokens, d components, and H
+    rows, one for each set of the policy. Evicted tokens, and those after the prompt, are as captured."""
 
-    keys: np.ndarray  # float32 [Hkv,T,d]; [Hq,T,d] where kept keys move and each query head has a set of its own
+    keys: np.ndarray  # float32 [Hkv,T,d]; [Hq,T,d] where kept keys move and each query head has a separate set
     values: np.ndarray  # float32 [Hkv,T,d]
     positions: list[np.ndarray]  # H of int32 [n]: kept positions in the order of their slots 0 ... n-1
     stands_at: list[np.ndarray]  # H of int32 [n]: where their keys stand by RoPE; P-n ... P-1 where they move to slots
@@ -96,7 +96,7 @@ class StoredLayer:
 
 
 class Stored:
-    """What the store of one cell gives back, computed layer by layer on the CPU."""
+    """Keys and values from the store of one cell, computed layer by layer on the CPU."""
 
     def __init__(self, folder: Path, name: str, cell: str, trace: Trace) -> None:
         from kvreplay import _engine
@@ -104,13 +104,13 @@ class Stored:
         self._cell = _engine.StoredCell(folder, name, cell, trace._trace)
 
     def layer(self, layer: int) -> StoredLayer:
-        """Of a stored layer that was treated."""
+        """Keys and values of a stored layer, which must be treated."""
         return StoredLayer(*self._cell.layer(layer))
 
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What a run keeps of a trace."""
+    """Facts about a trace that a run contains."""
 
     name: str
     model: str
@@ -130,7 +130,8 @@ class TraceFacts:
 
 
 class Run:
-    """One run folder. Everything is checked where it is first read; what is refused says which file and object."""
+    """The results of a replay, read from its folder. Files are checked when they are first read; an Error names the
+    invalid file and object."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -142,7 +143,7 @@ class Run:
 
     @property
     def figures(self) -> Path:
-        """Where its figures go when nothing is said."""
+        """The default folder of its figures."""
         return self.folder / "figures"
 
     @cached_property
@@ -161,15 +162,15 @@ class Run:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """results.csv over heads (`head` = all), with the column `label`; numbers as numbers (undefined: NaN),
-        everything else as written. Rows of single heads, most of a run that has them, stay in the file."""
+        """The rows of results.csv over all heads (`head` = all), with the column `label`. Numbers are floats, NaN where
+        undefined; other columns are texts as in the file. Rows of single heads, often most of the file, are omitted."""
         table = self._read(lambda rows: rows["head"] == "all")
         return table.assign(label=labels(table))
 
     @cached_property
     def overall(self) -> pd.DataFrame:
-        """The rows of `table` over all layers. Without `table`, of which a run of many traces has much, the file is
-        read for these alone; after it, it is not read again."""
+        """The rows of `table` over all layers (`layer` = all). Uses `table` if it was read before; else the other rows
+        are not kept in memory, which matters in a run of many traces."""
         if "table" in vars(self):
             return self.table[self.table["layer"] == "all"].reset_index(drop=True)
         rows = self._read(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
@@ -177,8 +178,8 @@ class Run:
 
     @cached_property
     def live(self) -> pd.DataFrame:
-        """live.csv as `kvreplay live` wrote it, with numbers as numbers and how each was measured; no rows without it.
-        `table` has these rows too."""
+        """The rows of live.csv, as `kvreplay live` wrote it, with numbers as floats and columns for the way of
+        measuring; no rows without this file. `table` contains these rows as well."""
         path = self._file("live.csv")
         if path is None:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
@@ -186,7 +187,7 @@ class Run:
         return chosen(path, rows_of(path), columns, lambda rows: rows["head"] == "all")[columns]
 
     def written(self, trace: str) -> dict[str, str]:
-        """By cell, the text that the live model wrote for this trace (`kvreplay live --generate`)."""
+        """By cell, the text that the live model generated for this trace (`kvreplay live --generate`)."""
         path = self._file(f"live/{trace}.csv")
         if path is None:
             return {}
@@ -195,7 +196,8 @@ class Run:
         return dict(zip(rows["cell"], map(json.loads, rows[TEXT]), strict=True))
 
     def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-        """The rows of cells in `table` that are `wanted`, without the others in memory; `wanted` is asked of texts."""
+        """The rows of cells in `table` for which `wanted` is true; `wanted` receives columns of texts. Other rows are
+        not kept in memory."""
         found = self._read(
             lambda rows: (rows["head"] == "all") & (rows["role"] != "trace") & wanted(rows), self.cells
         )  # fmt: skip
@@ -206,8 +208,8 @@ class Run:
     def _read(
         self, wanted: Callable[[pd.DataFrame], pd.Series], cells: pd.DataFrame | None = None
     ) -> pd.DataFrame:  # fmt: skip
-        """The wanted rows, and behind them those of skill that are wanted. `cells` have all policies of the run; by
-        default they are those that were read."""
+        """The wanted rows, followed by the wanted rows of skill. `cells` must contain all policies of the run (default:
+        the cells that were read)."""
         table = chosen(*self._result_rows(), COLUMNS, wanted)
         if live := self._file("live.csv"):
             measured = chosen(live, rows_of(live), [*COLUMNS, *MEASURED, TEXT], wanted)
@@ -220,7 +222,7 @@ class Run:
         return pd.concat([table.loc[table["wanted"], recalls.columns], skill], ignore_index=True)
 
     def _file(self, name: str) -> Path | None:
-        """A file of the folder that need not be there."""
+        """An optional file of the folder; None: it does not exist."""
         path = self.folder / name
         return path if path.is_file() else None
 
@@ -231,45 +233,45 @@ class Run:
 
     @property
     def _labels(self) -> dict[Policy, str]:
-        """The labels of the policies that the last call was asked for."""
+        """The labels of the policies on the last call's command line."""
         listed = [one for one in self.about.get("policies", []) if isinstance(one.get("parameters"), dict)]
         params = [",".join(f"{name}={value}" for name, value in one["parameters"].items()) for one in listed]
         return {(one.get("name"), values): str(one.get("label")) for one, values in zip(listed, params, strict=True)}
 
     @property
     def better(self) -> dict[str, str]:
-        """By metric and by METRIC:VARIANT, which of two values the program calls better: higher, lower or neither."""
+        """By metric and by METRIC:VARIANT, which values are better: higher, lower or neither."""
         return {one["name"]: one["better"] for one in self._declared}
 
     def better_of(self, name: str) -> str | None:
-        """The same of NAME[:VARIANT]; a variant that is not listed, as of a span, has its metric's direction."""
+        """The same for NAME[:VARIANT]; a variant that is not listed, such as a span's, has its metric's direction."""
         return self.better.get(name, self.better.get(name.partition(":")[0]))
 
     @property
     def units(self) -> dict[str, str]:
-        """By metric and by METRIC:VARIANT, where the run says it."""
+        """The unit by metric and by METRIC:VARIANT, if the run records it."""
         return {one["name"]: one["unit"] for one in self._declared if "unit" in one}
 
     def unit_of(self, name: str) -> str | None:
-        """The same of NAME[:VARIANT]; a variant that is not listed has its metric's unit."""
+        """The same for NAME[:VARIANT]; a variant that is not listed has its metric's unit."""
         return self.units.get(name, self.units.get(name.partition(":")[0]))
 
     @property
     def _declared(self) -> list[dict]:
-        """What run.json says of variants and of metrics; a variant without a name of its own is its metric."""
+        """The entries of run.json for variants and metrics; a variant without a name has the name of its metric."""
         metrics = self.about.get("metrics", [])
         live = [{"name": one.name, "unit": one.unit, "better": one.better} for one in LIVE_METRICS]
         return [*(variant for metric in metrics for variant in metric.get("variants", [])), *metrics, SKILL, *live]
 
     @property
     def prompt_hashes(self) -> dict[str, str]:
-        """By the hash of a trace, that of its prompt's token ids."""
+        """The hash of the prompt's token ids, by the hash of the trace."""
         inputs = self.about.get("inputs", [])
         return {one["trace_hash"]: one["prompt_hash"] for one in inputs if {"trace_hash", "prompt_hash"} <= set(one)}
 
     @property
     def failed(self) -> list[dict[str, str]]:
-        """The cells that run.json calls failed: none of their numbers are read."""
+        """The failed cells of run.json. Their numbers are not read."""
         return [cell for cell in self.about.get("cells", []) if cell.get("state") == "failed"]
 
     @cached_property
@@ -280,20 +282,20 @@ class Run:
 
     @property
     def replayed_last(self) -> list[dict]:
-        """The inputs of the call that run.json describes; other traces are of earlier calls into the same folder."""
+        """The inputs of the last call, which run.json describes; other traces are from earlier calls."""
         return self.about.get("inputs", [])
 
     @cached_property
     def _told_memory(self) -> dict[tuple[str, str], bool]:
-        """By (trace, cell), whether its memory is its own, as run.json says: of the last call's cells."""
+        """By (trace, cell), whether the cell ignores the budget; run.json records this for the last call's cells."""
         listed = [cell for cell in self.about.get("cells", []) if "own_memory" in cell]
         return {(cell.get("trace"), cell.get("cell")): cell["own_memory"] for cell in listed}
 
     @cached_property
     def own_memory(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that no budget binds: they hold what their own rule says.
+        """(trace, cell) of the cells that ignore the budget.
 
-        Of what run.json has no word on, a cell that holds more than its budget is one.
+        If run.json has no entry for a cell, the cell is one of these if it keeps more tokens than its budget.
         """
         cells = self.cells
         over = cells["kept_tokens"] > cells["budget_tokens"] + 1e-9
@@ -302,20 +304,20 @@ class Run:
 
     @cached_property
     def untold_memory(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that hold no more than their budget, but may do so by a rule of their own: of
-        which run.json does not say whether a budget binds them."""
+        """(trace, cell) of the cells that may ignore the budget: they keep at most their budget, and run.json does not
+        record whether the budget limits them."""
         every = set(zip(self.cells["trace"], self.cells["cell"], strict=True))
         return every - self.own_memory - set(self._told_memory)
 
     @cached_property
     def fails_twin(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that recall no more than their random twin: their skill is 0 or less."""
+        """(trace, cell) of the cells whose recall is at most that of their random twin: their skill is 0 or less."""
         rows = self.overall[(self.overall["metric"] == SKILL["name"]) & (self.overall["value"] <= 0)]
         return set(zip(rows["trace"], rows["cell"], strict=True))
 
     @cached_property
     def select_seconds(self) -> dict[tuple[str, str], float]:
-        """Seconds that choosing took, all layers of a cell together, by (trace, cell); empty without seconds.csv."""
+        """Seconds of selection, summed over the layers of a cell, by (trace, cell); empty without seconds.csv."""
         path = self._file("seconds.csv")
         if path is None:
             return {}
@@ -328,16 +330,16 @@ class Run:
         return {(str(trace), str(cell)): float(value) for (trace, cell), value in values.items()}
 
     def cells_path(self, trace: str) -> Path:
-        """Where the run keeps the trace and its cells."""
+        """The file that contains the trace's facts and its cells."""
         return self.folder / "cells" / f"{trace}.h5"
 
     @property
     def stored_traces(self) -> list[str]:
-        """The traces of which the run has cells, or attention, or spans."""
+        """The traces for which the run contains cells, attention or spans."""
         return sorted(path.stem for path in (self.folder / "cells").glob("*.h5"))
 
     def cells_file(self, trace: str) -> h5py.File:
-        """That file, open for reading: /traces/TRACE and /cells/ID. The last MOST_OPEN stay open."""
+        """This file, open for reading: /traces/TRACE and /cells/ID. The last MOST_OPEN files remain open."""
         if trace not in self._open:
             file = self._open_cells(trace)
             if len(self._open) == MOST_OPEN:
@@ -360,28 +362,30 @@ class Run:
 
     @cached_property
     def _trace_of(self) -> dict[str, str]:
-        """By cell. Traces that share cells are equal but for their names."""
+        """The trace of each cell. Traces that share cells differ in their names only."""
         return dict(zip(self.cells["cell"], self.cells["trace"], strict=True))
 
     @property
     def results(self) -> pd.DataFrame:
-        """Every number: `table` with the role, the policy, the budget, the layer, the head, the metric … of each."""
+        """All numbers: `table`, one row for each, with trace, policy, role, budget, layer, head, metric and more."""
         return self.table
 
     def write_parquet(self, path: str | Path) -> None:
-        """Every row of results.csv as Parquet, typed: numbers as numbers, null where they are undefined. Takes pyarrow,
-        and the memory of some thousand rows whatever their number."""
+        """Writes every row of results.csv as Parquet, with typed columns; undefined numbers are null. Requires pyarrow,
+        and the memory of some thousand rows, whatever their number."""
         write_table(self.folder / "results.csv", Path(path))
 
     def selection(self, policy: str, budget: float | str, trace: str = "") -> Selection | None:
-        """Who was kept: of a policy by its name, with the values that tell it from others of that name, at a budget as
-        it was asked for or in tokens. `trace` may be left out where there is one. None where a policy has no fixed set.
+        """Returns the kept tokens of a policy at a budget; None if the policy has no kept set.
+
+        `policy`: its name, with the parameters that distinguish it from others of this name. `budget`: as on the
+        command line, or in tokens. `trace`: its name; optional if the run has a single trace.
         """
         found = self._cell(str(policy), str(budget), trace)
         return self.selection_of(found["cell"], self.trace(found["trace"]).boundary)
 
     def _cell(self, policy: str, budget: str, trace: str) -> pd.Series:
-        """The one cell that is meant; raises Error with those that could be."""
+        """The cell that matches the arguments; raises Error with similar cells if there is none, or several."""
         rows = self.cells[self.cells["trace"] == trace] if trace else self.cells
         meant = of_policy(rows, policy)
         of_budget = (rows["budget"] == budget) | (rows["budget_tokens"].map("{:.0f}".format) == budget)
@@ -397,9 +401,9 @@ class Run:
         raise Error(str(self.folder), what, "; ".join(known), asked, Refusal.USAGE)
 
     def selection_of(self, cell: str, boundary: int) -> Selection | None:
-        """The kept tokens of a cell that compresses `boundary` tokens; None where a policy has no fixed set.
+        """The kept tokens of a cell that compresses `boundary` tokens; None if the policy has no kept set.
 
-        A policy that keeps every token, changed, stores no rows and says `sets` = all: its rows are whole.
+        A policy that keeps every token in changed form stores no rows, but `sets` = all: each row has all tokens.
         """
         group = self._cell_group(cell)
         if "offsets" not in group:
@@ -438,10 +442,10 @@ class Run:
         )
 
     def stored(self, policy: str, budget: float | str, trace: str | Trace = "") -> Stored:
-        """What the store of a policy gives back at a budget, both as in `selection`: keys and values layer by layer.
+        """Returns the keys and values from the store of a policy at a budget, layer by layer.
 
-        `trace`: its name, or the open trace itself, which must be given where the trace is in memory or its file has
-        moved; may be left out where there is one.
+        `policy` and `budget`: as for `selection`. `trace`: its name, or the open `Trace`, which is required if the
+        trace is in memory or its file was moved; optional if the run has a single trace.
         """
         cell = self._cell(str(policy), str(budget), trace.name if isinstance(trace, Trace) else trace)
         name = str(cell["trace"])
@@ -449,7 +453,7 @@ class Run:
         return Stored(self.folder, name, str(cell["cell"]), opened)
 
     def trace(self, name: str) -> TraceFacts:
-        """What the run keeps of the trace `name`."""
+        """Facts about the trace `name` that the run contains."""
         group = self._trace_group(name)
         where = place(group)
         missing = [key for key in "model prompt tokens layers query_heads kv_heads".split() if key not in group.attrs]
@@ -473,7 +477,7 @@ class Run:
         )
 
     def captured(self, name: str) -> Path:
-        """The file of the trace `name`, where replay found it."""
+        """The file of the trace `name`, at the path that the replay read."""
         where = str(self.folder / "run.json")
         paths = [one["path"] for one in self.about.get("inputs", []) if one.get("trace") == name and "path" in one]
         if not paths:
@@ -488,9 +492,10 @@ class Run:
         return path
 
     def eval_attention(self, name: str, layer: int, head: int | None = None) -> np.ndarray:
-        """Attention that each prompt token gets from an eval query, mean over these: float [boundary].
+        """Attention to each prompt token, mean over the eval queries: float [boundary].
 
-        Of one query head, or the mean over the heads; `layer` counts stored layers. NaN where it was not treated.
+        `layer` counts stored layers. `head`: a query head; None: the mean over the heads. NaN if the layer was not
+        treated.
         """
         group = self._trace_group(name)
         where = place(group)
@@ -505,9 +510,9 @@ class Run:
         return np.asarray(sums, dtype=float) / int(group.attrs["n_queries"])
 
     def texts(self, name: str) -> tuple[list[str], list[str]] | None:
-        """Of each of the T tokens of a trace the text before it that is no token's, and its own; None without text.
+        """Two texts for each of the T tokens of a trace: the text before it that belongs to no token, and its own text.
 
-        Of characters that tokens share (pieces of one character) the first token has the text.
+        None without text. If tokens share characters (pieces of one character), the first token has them.
         """
         group = self._trace_group(name)
         if "tokens/text" not in group or "tokens/offsets" not in group:
@@ -528,15 +533,15 @@ class Run:
         return before, own
 
     def eval_attention_sums(self, name: str) -> np.ndarray | None:
-        """Attention that the eval queries pay to each prompt token, summed over them, mean over query heads.
+        """Attention to each prompt token, summed over the eval queries, mean over query heads.
 
-        float [L,boundary], NaN in layers that are not treated; None where the run does not keep it.
+        float [L,boundary], NaN in layers that are not treated; None if the run does not contain it.
         """
         group = self._trace_group(name)
         return group["eval_attention"][()] if "eval_attention" in group else None
 
     def scores(self, cell: str) -> np.ndarray | None:
-        """Scores by which a cell ranked tokens: float [L,H,boundary], NaN where a layer has none; None: not saved."""
+        """Scores by which a cell ranked tokens: float [L,H,boundary], NaN in layers without scores; None: not saved."""
         group = self._cell_group(cell)
         return group["scores"][()] if "scores" in group else None
 
@@ -626,8 +631,8 @@ def chosen(
     columns: Sequence[str],
     wanted: Callable[[pd.DataFrame], pd.Series],
 ) -> pd.DataFrame:
-    """The rows that are `wanted`, or that skill is computed from, with two more columns which say so; numbers as
-    numbers. `path` is named in errors."""
+    """The rows that are `wanted` or required for skill, with the boolean columns `wanted` and `for_skill`; numbers are
+    floats. Errors name `path`."""
     found = []
     try:
         for rows in pieces:
@@ -669,7 +674,7 @@ ENTRIES = {  # texts that an entry of a list must have
 
 
 def check_about(path: Path, about: dict) -> None:
-    """What run.json has, it has in the shape that its readers count on."""
+    """Checks the types of the entries of run.json that its readers require."""
 
     def refuse(what: str, expected: str, found: object) -> None:
         raise Error(str(path), what, expected, json.dumps(found)[:60])
@@ -705,7 +710,7 @@ def check_format(folder: Path) -> None:
 
 
 def place(group: h5py.Group) -> str:
-    """Its file and its name there, as messages have them."""
+    """The file and the name of a group, as in messages."""
     return f"{group.file.filename}:{group.name}"
 
 
@@ -727,8 +732,8 @@ def text(value: object) -> str:
 
 
 def told_apart(live: pd.DataFrame) -> pd.DataFrame:
-    """Rows of live.csv as rows of results.csv: numbers of sets that were decided live have DECIDED_LIVE in the variant,
-    and numbers that were measured in several ways, as on two devices, the ways."""
+    """Rows of live.csv as rows of results.csv. The variant of sets that were decided live contains DECIDED_LIVE. If a
+    number was measured in several ways, for example on two devices, the variant contains the way."""
     if live.empty:
         return live.drop(columns=[*MEASURED, TEXT])
     decided = live["decisions"] == DECIDED_LIVE
@@ -744,10 +749,10 @@ def told_apart(live: pd.DataFrame) -> pd.DataFrame:
 
 
 def labels(table: pd.DataFrame) -> pd.Series:
-    """What a policy is called in this run: its name, and behind it the parameters in which cells of that name differ.
+    """The label of each row's policy: its name, followed by the parameters in which cells of this name differ.
 
-    Boundary, eval queries, backend and seed count as parameters where two cells differ in nothing else. A row of a
-    trace alone has no label.
+    Boundary, eval queries, backend and seed count as parameters where two cells differ in nothing else. Rows of a
+    trace without a policy have no label.
     """
     distinct = table[CELL].drop_duplicates()
     same = distinct.groupby(["trace", "policy", "params", "budget"])

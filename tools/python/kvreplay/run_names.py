@@ -1,4 +1,4 @@
-"""What of a run is asked for by name: policies, budgets, traces and metrics, as command lines write them."""
+"""Names of a run's policies, budgets, traces and metrics, as on command lines."""
 
 from __future__ import annotations
 

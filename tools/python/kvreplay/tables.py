@@ -11,7 +11,7 @@ from kvreplay.program import writing
 
 
 def aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
-    """A line a row: the first columns, as many as `words`, start below each other, the others end so."""
+    """One line for each row. The first `words` columns are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -23,7 +23,7 @@ def aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
 
 
 def records(table: pd.DataFrame) -> list[dict]:
-    """The rows for JSON; what is not defined is null."""
+    """The rows for JSON; undefined values are null."""
     return table.astype(object).where(table.notna(), None).to_dict("records")
 
 

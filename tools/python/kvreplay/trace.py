@@ -1,4 +1,4 @@
-"""Traces from Python: the engine's reader, and its writer for models that show their layers one by one.
+"""Traces from Python: the engine's reader, and its writer for models that compute one layer after another.
 
 P prompt tokens, T tokens in all, L layers, Hq query heads, Hkv KV heads, d components of a head. Tensors are float16,
 bfloat16 (ml_dtypes) or float32.
@@ -43,14 +43,14 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """An open trace. Everything was checked when it was opened; tensors are read where they lie, in the file or, after
-    `kv.from_arrays`, in memory.
+    """An open trace, checked when it was opened. Tensors are not copied: they are views of the mapped file or, after
+    `kv.from_arrays`, of the arrays in memory.
 
-    `trace["/layers/000/k"]`, `trace["/tokens/ids"]` and the like are the objects of the file.
+    `trace["/layers/000/k"]`, `trace["/tokens/ids"]` and other paths return the objects of the file.
     """
 
     path: Path
-    in_memory: bool  # no file has this path
+    in_memory: bool  # made by kv.from_arrays: `path` is not the path of a file
     name: str
     hash: str
     model: str
@@ -65,9 +65,9 @@ class Trace:
     text: str  # the prompt and its continuation; empty: the trace has none
     ids: np.ndarray  # int32 [T]
     offsets: np.ndarray  # int32 [T,2]: characters of each token
-    query_positions: Callable[[int], np.ndarray]  # of a layer: int32 [Tq] where it holds only some queries
-    treated_layers: Callable[[bool], list[int]]  # stored layers that take part; whether those that slide do
-    problems: Callable[[], list[str]]  # what `kvreplay validate --deep` finds; reads all of it
+    query_positions: Callable[[int], np.ndarray]  # of a layer: int32 [Tq] if the file contains only some queries
+    treated_layers: Callable[[bool], list[int]]  # stored layers that policies treat; argument: also sliding-window ones
+    problems: Callable[[], list[str]]  # findings of `kvreplay validate --deep`; reads the whole trace
 
     def __init__(self, path: AnyPath) -> None:
         from kvreplay.engine import _engine
@@ -76,7 +76,7 @@ class Trace:
 
     @classmethod
     def of(cls, opened: _engine.Trace) -> Trace:
-        """What the engine has opened."""
+        """The trace of an object of the engine."""
         trace = cls.__new__(cls)
         trace._trace = opened
         return trace
@@ -106,7 +106,7 @@ class Trace:
         return [Span(*one) for one in self._trace.spans]
 
     def q(self, layer: int) -> np.ndarray:
-        """[Hq, Tq, d] queries of a stored layer, after RoPE, as the file has them: read-only, not copied."""
+        """[Hq, Tq, d] queries of a stored layer, after RoPE, in the type of the file: read-only, not copied."""
         return self._tensor("q", layer)
 
     def k(self, layer: int) -> np.ndarray:
@@ -120,7 +120,7 @@ class Trace:
     def layer(
         self, layer: int, boundary: int | str = "prompt", eval: str = "continuation", device: str = "cpu"
     ) -> View:
-        """A stored layer as a policy sees it when the prompt is over: `view.window_attention(32)` and others."""
+        """A stored layer as a policy sees it at the end of the prompt: `view.window_attention(32)` and others."""
         return self._trace.layer(layer, str(boundary), eval, device)
 
     def attribute(self, path: str, name: str) -> Any:
@@ -163,9 +163,9 @@ def refuse_existing(path: Path, force: bool) -> None:
 
 
 class TraceWriter:
-    """Writes PATH.partial, and renames it to PATH when all is there; on any exception the partial file goes.
+    """Writes PATH.partial and renames it to PATH when the trace is complete; an exception deletes the partial file.
 
-    `producer`: the program, with its version, that the trace names as its own.
+    `producer`: name and version of the writing program, an attribute of the trace.
 
     with TraceWriter(path) as trace:
         trace.attributes("/model", n_layers=2, ...)
@@ -227,7 +227,7 @@ class TraceWriter:
                 self.dataset(f"/layers/{number:03d}/{name}", array)
 
     def read_back(self, path: str) -> np.ndarray:
-        """A tensor as it lies in the file, mapped; what is not written yet is any number."""
+        """A tensor of the file, mapped; elements that are not written yet have arbitrary values."""
         try:
             return np.memmap(self.partial, self._tensors[path][0], "r", *self._tensors[path][1:])
         except OSError as error:
@@ -235,8 +235,7 @@ class TraceWriter:
 
 
 def stored_text(text: str) -> bytes:
-    """As a trace has it: strings are padded with nulls, and a null inside would end one. What is no UTF-8 the engine
-    refuses."""
+    """A text as bytes of a trace. A null would end a string, so it is replaced. The engine rejects invalid UTF-8."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "surrogatepass")
 
 

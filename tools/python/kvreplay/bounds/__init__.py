@@ -1,1 +1,1 @@
-"""`kvreplay regret`: how far policies stay below the best that could be kept, and why."""
+"""`kvreplay regret`: the gap in attention recall between policies and the best kept sets, as a sum of terms."""

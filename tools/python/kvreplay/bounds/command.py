@@ -12,7 +12,7 @@ from kvreplay.program import Parser, add_replay_options, exit_code, names, requi
 
 
 def parser() -> Parser:
-    """The command line, said once."""
+    """The parser of the command line."""
     found = Parser(
         prog="kvreplay regret",
         description="Splits the gap in attention recall between policies and the best kept set into four terms: the "

@@ -1,8 +1,8 @@
-"""`kvreplay replay … --watch`: the same command line again whenever the file of one of its policies was saved.
+"""`kvreplay replay … --watch`: repeats the command line whenever the file of one of its policies is saved.
 
-Each replay is a process of its own, forked from one in which everything heavy is imported already: an edited file is
-read anew, and what a policy breaks is broken for one replay. Figures are drawn by the process that stays, whose fonts
-and imports are there. Cells that nobody edited are in the folder of results.
+Each replay is a separate process, forked from a parent that has imported all large packages. So each replay reads the
+edited file, and a policy that crashes ends one replay only. The parent draws the figures, since it has the fonts and
+the imports. Cells of unchanged policies are reused from the folder of results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DRAWN_AFTER = (0, 6)  # exit codes that leave a run: all done, or some cells fai
 
 
 def watch(program: str, words: Sequence[str]) -> int:
-    """Replays until Ctrl-C; the exit code. `program` is what was called, and `words` its command line, spelled out:
-    long names, each value a word of its own, and no --watch."""
+    """Replays until Ctrl-C; returns the exit code. `program` is the path of the program, `words` its command line with
+    long names of options, each value as a separate word, without --watch."""
     rest, figures = _without_figures(words)
     files = policy_files(rest)
     if not files:
@@ -93,7 +93,7 @@ def _stamps(files: Sequence[str]) -> list[tuple[int, int] | None]:
 
 
 def _forked(words: Sequence[str], program: str) -> int:
-    """In this process, where policies in Python are, or by a program of its own."""
+    """Replays in a fork of this process, or, if `program` is not empty, by this program; returns the exit code."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

@@ -12,7 +12,7 @@ from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_
 
 
 def parser() -> Parser:
-    """The command line, said once."""
+    """The parser of the command line."""
     found = Parser(
         prog="kvreplay compare",
         description="Compares policies with a baseline on the same traces at the same budgets: mean paired difference, "

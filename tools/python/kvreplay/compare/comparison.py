@@ -1,4 +1,4 @@
-"""What of some runs is compared, and how it is shown."""
+"""The comparison of policies of some runs with a baseline, and its table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Comparison:
         same_prompt: re.Pattern[str] | None = None,
         seed: int = 0,
     ) -> None:
-        """Names as on the command line; empty: all policies asked for, all budgets, all traces, and the headline
+        """Names as on the command line; empty: all policies but controls, all budgets, all traces, and the headline
         metric, with skill where the baseline has it."""
         self.seed, self.runs, self.notes = seed, [str(run.folder) for run in runs], []
         table = self._cells(runs)
@@ -119,7 +119,7 @@ class Comparison:
 
     @cached_property
     def lines(self) -> pd.DataFrame:
-        """Columns of `statistics.paired` with `heads` and `role` of each policy, and what is better of each metric."""
+        """Columns of `statistics.paired` with `heads` and `role` of each policy, and the direction of each metric."""
         lines = statistics.paired(self.rows, self.cluster, self.baseline, self.better, self.seed, self.unequal_memory)
         facts = self.rows.groupby("label").agg({"heads": "first", "role": "first", "memory": "max"})
         lines = lines.rename(columns={"name": "metric", "label": "policy"})
@@ -133,7 +133,7 @@ class Comparison:
 
     @cached_property
     def own_memory(self) -> set[tuple[str, str]]:
-        """(budget, policy) that hold in some trace what their own rule says: no budget binds them."""
+        """(budget, policy) of the policies that ignore the budget in some trace."""
         own = self.rows[self.rows["own_memory"]]
         return set(zip(own["budget"], own["label"], strict=True))
 
@@ -145,7 +145,7 @@ class Comparison:
                 if {(budget, label), (budget, self.baseline)} & self.own_memory}  # fmt: skip
 
     def _add_notes(self) -> None:
-        """What the reader of the numbers should know of these."""
+        """Adds notes for the reader of the numbers."""
         own = sorted({label for _, label in self.own_memory})
         if own:
             self.notes.append(f"ignores the budget, so no p and no verdict: {', '.join(own)}")
@@ -193,7 +193,7 @@ class Comparison:
         return "\n".join([f"{head}        OPEN LOOP", f"baseline  {self.baseline}", *body, "", *foot])
 
     def line_texts(self, line) -> tuple[str, ...]:
-        """The texts of one line; what is undefined is a dash."""
+        """The texts of one line; undefined values are dashes."""
         own = line.policy == self.baseline
         policy = f"({line.policy})" if line.role == "control" else line.policy
         unit = "-" if pd.isna(line.unit) else line.unit
@@ -209,9 +209,9 @@ class Comparison:
 
 
 def values_of(run: Run) -> pd.DataFrame:
-    """What is compared of `Run.overall`, with `run`, `own_memory` as `Run.own_memory`, and `memory`: how many times as
-    much a policy's cache holds as one set for each KV head does; sets of query heads hold a copy for each query head of
-    a group."""
+    """The compared rows of `Run.overall`, with `run`, `own_memory` as `Run.own_memory`, and `memory`: the size of a
+    policy's cache, relative to that with one set for each KV head. Sets of query heads need one copy for each query
+    head of a group."""
     rows = run.overall[[*CELL, "trace_hash", "metric", "variant", "value"]]
     facts = {name: run.trace(name) for name in sorted(set(rows["trace"][rows["heads"] == "query"]))}
     group = {name: fact.query_heads // fact.kv_heads for name, fact in facts.items()}
@@ -264,7 +264,7 @@ def refuse_two_values(rows: pd.DataFrame) -> None:
 
 
 def part_of_name(trace: str, pattern: re.Pattern[str] | None) -> str:
-    """Of a trace's name the first group of what the pattern finds, or all of it; else the name."""
+    """The first group of the pattern's match in a trace's name, or the whole match; without a match, the name."""
     found = pattern.search(trace) if pattern else None
     if found is None:
         return trace

@@ -1,10 +1,10 @@
 """Paired statistics over traces: each policy against a baseline, on the same trace at the same budget.
 
-Traces of one prompt, by several models or with several continuations, are no independent evidence. They stand together
-in a **cluster**: all traces of one prompt. Two traces have the same prompt when their names are equal (capture names a
+Traces of one prompt, by several models or with several continuations, are not independent. They form one **cluster**:
+all traces of one prompt. Two traces have the same prompt when their names are equal (capture names a
 trace after its prompt, so two models on one file of prompts, in two runs, give equal names) or when the token ids of
 their prompts are equal (the hash of run.json: one model, several continuations). Where names carry more than the
-prompt, a regular expression says which part of a name is the prompt's.
+prompt, a regular expression selects the part of a name that identifies the prompt.
 
 With D_c the sum of the differences over the traces of cluster c, n_c their number, k clusters:
 
@@ -65,7 +65,7 @@ def bootstrap_intervals(sums: np.ndarray, counts: np.ndarray, seed: int) -> np.n
 
 
 def mean_intervals(values: np.ndarray, seed: int) -> np.ndarray:
-    """The same of the means of `values` [n,c], each row a cluster of its own."""
+    """The same of the means of `values` [n,c], each row a separate cluster."""
     return bootstrap_intervals(*cluster_sums(values, np.arange(len(values))), seed)
 
 
@@ -99,7 +99,7 @@ def sign_flip_p(sums: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
 
 def holm(p: np.ndarray) -> np.ndarray:
     """Holm's step-down adjusted p of m hypotheses, float [m]: the i-th smallest times m - i, i from 0, never falling,
-    at most 1. Undefined ones stay undefined and are no hypotheses."""
+    at most 1. Undefined p remain undefined and do not count as hypotheses."""
     found = np.full(p.shape, np.nan)
     order = np.argsort(p, kind="stable")[: int((~np.isnan(p)).sum())]
     m = len(order)

@@ -32,5 +32,5 @@ class Columns:
 
     @property
     def words(self) -> str:
-        """What a subtitle adds where a column is more than a token."""
+        """The addition to a subtitle if a column is more than one token."""
         return f"; a column is the mean of {self.per_column} tokens" if self.per_column > 1 else ""

@@ -17,7 +17,7 @@ from kvreplay.program import Parser, exit_code, names, require_format, require_l
 
 @dataclass(frozen=True)
 class Kind:
-    """What a figure shows, and the options that it reads beside those of every figure: fields of `Choice`."""
+    """The content of a figure, and the options that it reads beside those of every figure: fields of `Choice`."""
 
     summary: str
     reads: tuple[str, ...]
@@ -46,7 +46,7 @@ FORMATS = (".svg", ".pdf", ".png")
 
 
 def parser() -> Parser:
-    """The command line, said once. An option that only some kinds read sets a field of `Choice`, if it is given."""
+    """The parser of the command line. An option that only some kinds read sets a field of `Choice` if it is given."""
     found = Parser(
         prog="kvreplay plot",
         description="Draws figures of a finished run. Numbers are open loop: queries as captured under the full cache.",
@@ -94,7 +94,7 @@ def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_names(arguments: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Rejects invalid options before any file is read."""
     if arguments.kind not in KINDS:
         raise Error("plot", "unknown kind of figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
     for field in asked_of_kinds(arguments):

@@ -14,7 +14,7 @@ LOGARITHMIC = 4  # the largest budget over the smallest from which the axis is l
 
 
 def draw(choice: Choice) -> Drawing:
-    """Budgets on the axis by their mean tokens, named as they were asked for."""
+    """Budgets on the axis by their mean tokens, with the names of the command line."""
     rows = rows_to_draw(choice, by_layer=False)
     drawing, axis, ends = draw_lines(
         choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
@@ -44,7 +44,7 @@ def draw(choice: Choice) -> Drawing:
 
 
 def budget_axis(budgets: list[str]) -> str:
-    """What the names on the axis are: a budget in B is a size, one with a point or % a share, any other a count."""
+    """The axis label for these budgets: a budget in B is a size, one with a point or % a share, any other a count."""
     if any(budget.endswith("B") for budget in budgets):
         return "budget (memory of the kept keys and values)"
     shares = ["." in budget or "%" in budget for budget in budgets]

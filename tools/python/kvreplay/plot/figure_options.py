@@ -1,4 +1,4 @@
-"""What of a run is drawn: policies, budget, traces and metric as asked on the command line, or what suits most."""
+"""The drawn part of a run: policies, budget, traces and metric of the command line, or defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DrawnCell:
 
 @dataclass
 class Choice:
-    """A run and what was asked for; empty means: not asked. `notes` collects what the reader of stderr should know."""
+    """A run and the options of the command line; empty: not given. `notes` collects notes for stderr."""
 
     run: Run
     policies: Sequence[str] = ()
@@ -59,8 +59,8 @@ class Choice:
         return "asked" if label in self.asked_labels else "control"
 
     def labels(self, controls: bool) -> list[str]:
-        """Labels to draw: those of -p in its order, else all that the run was asked for, and controls if wanted.
-        Random twins are controls that are drawn only where -p names them: skill says what they are for."""
+        """Labels to draw: those of -p in its order, else all policies of the run's command line, and controls if
+        wanted. Random twins are controls that are drawn only where -p names them: they are the reference of skill."""
         cells = self.run.cells
         rest = sorted(set(cells["label"]) - set(self.asked_labels))
         known = self.asked_labels + rest
@@ -89,14 +89,14 @@ class Choice:
         return chosen
 
     def one_trace(self) -> TraceFacts:
-        """The trace of a figure that shows one: the first. What is said of traces from here on is said of it alone."""
+        """The trace of a figure that shows one: the first. From here on `traces` contains this trace only."""
         if len(self.traces) > 1:
             self.notes.append(f"draws trace {self.traces[0]}; use --trace for another of {len(self.traces)}")
             self.traces = self.traces[:1]
         return self.run.trace(self.traces[0])
 
     def one_layer(self, trace: TraceFacts) -> int:
-        """The stored layer of a figure that shows one, asked for by the model's own number: the middle treated one."""
+        """The stored layer of a figure that shows one, by the model's own number (default: the middle treated)."""
         numbers = list(trace.layer_numbers)
         if self.layer is None:
             middle = int(trace.treated[len(trace.treated) // 2])
@@ -115,7 +115,7 @@ class Choice:
 
     @cached_property
     def known_budgets(self) -> list[str]:
-        """Budgets that the run was asked for, as asked, in ascending order."""
+        """Budgets of the run's command line, as written there, in ascending order."""
         asked = set(self.run.cells["budget"][self.run.cells["role"] != "control"])
         return [budget for budget in self.budget_sizes if budget in asked or not asked]
 
@@ -196,7 +196,7 @@ class Choice:
         ))  # fmt: skip
 
     def values(self, by_layer: bool) -> pd.DataFrame:
-        """Rows of the chosen metric, policies with controls, and budgets; a control may have budgets of its own."""
+        """Rows of the chosen metric, policies with controls, and budgets; a control may have other budgets."""
         name, variant = self.metric
         rows = self.rows_by_layer(name) if by_layer else self.rows(name)
         hidden = set(self.known_budgets) - set(self.budgets)

@@ -68,7 +68,7 @@ def draw(choice: Choice) -> Drawing:
         if np.isnan(adjacent):
             below = "one layer"
         elif not (cell.selection.mask() & cell.selection.unprotected()).any():
-            below = "all kept by rule: no choice"
+            below = "only protected tokens"
         else:
             below = f"adjacent {adjacent:.3f}, chance {expected:.3f}"
         axis.annotate(below, (0.5, 0), (0, -34), "axes fraction", "offset points", ha="center")

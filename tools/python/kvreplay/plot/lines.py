@@ -31,10 +31,10 @@ MOST_MARKERS = 8  # a line of more points has no markers
 def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | None = None) -> pd.DataFrame:
     """Columns `by`, `traces` (count), `mean`, `low`, `high`: the interval is NaN for a single prompt.
 
-    Every trace counts once in the mean. Traces of one prompt are no independent evidence: `low` and `high` are the
+    Every trace counts once in the mean. Traces of one prompt are not independent: `low` and `high` are the
     bootstrap interval over prompts of `kvreplay compare`, which never leaves the range of the values.
 
-    `prompts`: int by trace_hash as `prompts_of` gives it; None: each row of a group is of a prompt of its own.
+    `prompts`: int by trace_hash as `prompts_of` gives it; None: each row of a group is of another prompt.
     """
     groups = rows.groupby(by, sort=True)
     found = groups["value"].agg(traces="count", mean="mean").reset_index()

@@ -46,7 +46,7 @@ def depth_of(needle: Span, trace: TraceFacts) -> float:
 
 
 def places_of(traces: list[TraceFacts]) -> str:
-    """What the depths are fractions of: context, prompt, or both."""
+    """The range of which depths are fractions: context, prompt, or both."""
     needles = [(span, trace) for trace in traces for span in trace.spans if span.kind == "needle"]
     return " or ".join(sorted({"context" if context_of(*one) else "prompt" for one in needles}))
 

@@ -24,8 +24,8 @@ TENSORS = {"keys": "k", "values": "v"}
 def directions(tensor: np.ndarray, prompt: int) -> Iterator[tuple[int, np.ndarray]]:
     """First token and unit vectors [b, Hkv*d] of the prompt's tokens, in pieces, from a tensor [Hkv,T,d].
 
-    A token's vector is that of all KV heads concatenated, as the redundancy metrics take it; a zero vector stays zero,
-    so its cosines are 0.
+    A token's vector is that of all KV heads concatenated, as the redundancy metrics take it; a zero vector remains
+    zero, so its cosines are 0.
     """
     for begin in range(0, prompt, READ_AT_ONCE):
         piece = tensor[:, begin : min(begin + READ_AT_ONCE, prompt)].astype(np.float64)
@@ -74,7 +74,7 @@ def check_same(trace: Trace, facts: TraceFacts, prompt_hash: str | None) -> None
 
 
 def draw(choice: Choice) -> Drawing:
-    """Keys and values side by side on one scale; the trace's spans above, and on both axes."""
+    """Keys and values next to each other on one scale; the trace's spans above, and on both axes."""
     facts = choice.one_trace()
     layer = choice.one_layer(facts)
     shown = {name: part for name, part in TENSORS.items() if choice.of in ("", name)}

@@ -236,7 +236,7 @@ class Sheet:
 
 
 class PanelNames:
-    """What stands over each panel: the policy, broken where it is long, and its granularity."""
+    """The heading of each panel: the policy, wrapped to the panel's width, and its granularity."""
 
     def __init__(self, policies: Sequence[tuple[str, str]], width: float) -> None:
         """From (label, heads) of each panel; a label that tells the heads is enough."""
@@ -258,7 +258,7 @@ class PanelNames:
 
 
 def columns_for(count: int) -> int:
-    """Columns of a grid of small squares that stays readable on a page."""
+    """Columns of a grid of small squares that is readable on a page."""
     return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
 
 

@@ -35,7 +35,7 @@ class TraceFile:
 
 
 def facts_of(trace: Trace) -> TraceFacts:
-    """What a trace says of itself; the whole prompt counts as under compression."""
+    """The facts of a trace file; the whole prompt counts as under compression."""
     return TraceFacts(
         name=trace.path.stem,
         model=trace.model,

@@ -22,7 +22,7 @@ from kvreplay.program import (
 
 
 def parser() -> Parser:
-    """The command line, said once."""
+    """The parser of the command line."""
     found = Parser(
         prog="kvreplay predict",
         description="Rank correlation of offline metrics with live ones, over the policies of one prompt at one "
@@ -75,7 +75,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found; the value is the exit code."""
+    """Prints the results; returns the exit code."""
     return exit_code("predict", lambda: predict(parser().parse_args(argv)))
 
 

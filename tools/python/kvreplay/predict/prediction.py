@@ -93,7 +93,7 @@ class Prediction:
         kind: re.Pattern[str] | None = None,
         seed: int = 0,
     ) -> Prediction:
-        """All policies that were asked for, but those that keep every token and those that read later queries;
+        """All policies of the runs' command lines, except those that keep every token or read later queries;
         `metrics`: offline ones (default: all that the runs have)."""
         found = Measured.of(runs)
         hashes = found.cells[["trace_hash", "trace"]].drop_duplicates("trace_hash")
@@ -241,7 +241,7 @@ class Prediction:
 
 
 def over_layers(rows: pd.DataFrame, cell: list[str]) -> Iterator[pd.DataFrame]:
-    """Means over parts of the treated layers, as metrics of their own: NAME:upper-half and so on. Layer l of L, from 0,
+    """Means over parts of the treated layers, as separate metrics: NAME:upper-half and so on. Layer l of L, from 0,
     is in the upper half from ceil(L/2) on; thirds end at floor(L/3) and floor(2L/3)."""
     single = rows[rows["layer"] != "all"]
     if single.empty:

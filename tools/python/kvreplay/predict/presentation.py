@@ -105,7 +105,7 @@ class Presentation:
         return found
 
     def document(self) -> dict[str, Any]:
-        """For JSON; what is not defined is null."""
+        """A value for JSON; undefined values are null."""
         return {
             "live": self._live,
             "prompts": int(self._found.cells["prompt"].nunique()),

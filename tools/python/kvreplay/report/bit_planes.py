@@ -29,7 +29,7 @@ def triangle(matrix: np.ndarray) -> bytes:
 def rank_levels(scores: np.ndarray) -> np.ndarray:
     """Of scores [n,H,P] the rank of each token in its layer, mean over heads, as uint8 [n,P]: 0 is the best 1/256.
 
-    Larger scores come first, of equal ones the lower position: the order in which tokens stay.
+    Larger scores come first, of equal ones the lower position: the order in which tokens are kept.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     ranks = np.empty(scores.shape, dtype=np.int32)

@@ -10,7 +10,7 @@ from kvreplay.program import Parser, exit_code, names, require_format, say_notes
 
 
 def parser() -> Parser:
-    """The command line, said once."""
+    """The parser of the command line."""
     found = Parser(
         prog="kvreplay report",
         description="Writes one offline HTML file of a finished run: table, curves, similarity of layers, budgets, and "

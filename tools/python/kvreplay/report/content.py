@@ -1,4 +1,4 @@
-"""What goes into the page: numbers as they stand in the run, large arrays as planes, and a word on what had no room."""
+"""The content of the page: numbers as in the run, large arrays as planes, and notes on omitted planes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Page:
         self.notes += untold_note((name for name, _ in shown - {table.KEPT}), run.better)
 
     def fill(self, room: int) -> None:
-        """Puts the planes in, as many as `room` bytes hold, and says which did not fit."""
+        """Adds the planes that fit into `room` bytes, and a note that lists the others."""
         stock = bit_planes.Planes(room)
         left_out: dict[str, dict[str, None]] = {}  # names of each kind, once each, in their order
         for one in sorted(self.wanted, key=lambda one: one.place):
@@ -132,7 +132,7 @@ class Page:
         self.content["notes"] = self.notes
 
     def _traces(self, asked: Sequence[str], known: list[str]) -> list[str]:
-        """Of the traces asked for those with a cell to show, else the first that has one."""
+        """The requested traces that have a cell to show; without a request, the first trace that has one."""
         cells = self.run.cells
         cells = cells[cells["label"].isin(self.labels) & cells["budget"].isin(self.choice.budgets)]
         wanted = pick("--trace", "trace", asked, known) if asked else known
@@ -250,7 +250,7 @@ class Page:
         return selection
 
     def _add_sets(self, cell: dict[str, Any], selection: Selection, row: Any, place: tuple[int, ...]) -> None:
-        """What a fixed set adds to a cell; planes of a later `place` are left out first."""
+        """Adds a static set to a cell; planes of a later `place` are omitted first."""
         rows = selection.granted.shape[1]
         beside = {variant: np.diagonal(matrix, 1) for variant, matrix in selection.jaccard.items()}
         cell |= {
@@ -303,9 +303,9 @@ def rounded(value: float | None) -> float | None:
 
 
 def provenance(run: Run, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What made the numbers of these traces, from run.json, as names and words.
+    """The origin of these traces' numbers, from run.json, as pairs of a name and a text.
 
-    run.json describes the last call alone; what it says of other traces is none of theirs.
+    run.json describes only the last call, so traces of earlier calls have no command and no self-check.
     """
     inputs = {one.get("trace"): one for one in run.replayed_last}
     for name in traces:
@@ -318,7 +318,7 @@ def provenance(run: Run, traces: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def provenance_of_call(about: dict, inputs: Sequence[dict]) -> Iterator[tuple[str, str]]:
-    """What run.json says of its call, and of these of its inputs."""
+    """The facts of run.json about its call, and about these of its inputs."""
     check = about.get("self_check", {})
     if check:
         yield "self-check", " | ".join(check.get("result", []))

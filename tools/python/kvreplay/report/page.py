@@ -24,7 +24,7 @@ def part(name: str) -> str:
 
 
 def source(text: str) -> str:
-    """What a Content-Security-Policy calls an inline style or script (CSP level 3, section 2.3.1)."""
+    """The source expression of an inline style or script in a Content-Security-Policy (CSP level 3, section 2.3.1)."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"
 
 
@@ -35,7 +35,7 @@ def as_json(content: dict[str, Any]) -> str:
 
 
 def written(page: Page) -> bytes:
-    """The file, of at most `MOST_BYTES`: planes that have no room are left out, and the page says which."""
+    """The file, of at most `MOST_BYTES`: planes that do not fit are omitted, and a note on the page lists them."""
     style, script = part("page.css"), "\n".join(part(name) for name in SCRIPTS)
     pieces = {
         "title": html.escape(f"{page.content['title']} · kvreplay"),

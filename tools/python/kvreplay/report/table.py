@@ -90,8 +90,8 @@ COLUMNS = (*REPLAYED, *LIVE)
 
 @dataclass(frozen=True)
 class Line:
-    """One cell of one trace that has not failed. `own_memory`: no budget binds it; `untold_memory`: none
-    may bind it, the run does not say. `fails_twin`: it recalls no more than its random twin."""
+    """One cell of one trace that has not failed. `own_memory`: it ignores the budget; `untold_memory`: it may ignore
+    the budget, but the run does not record this. `fails_twin`: its recall is at most that of its random twin."""
 
     label: str
     role: str
@@ -186,7 +186,7 @@ def own_memory_line(lines: Sequence[Line]) -> str:
 
 
 def skill_line(columns: Sequence[Column]) -> str:
-    """What skill is, where a column has it."""
+    """The definition of skill, if a column has it."""
     shown = any(column.metric == SKILL_METRIC for column in columns)
     return (
         f"skill = (recall - random twin) / (oracle - random twin), at the same token counts: {SKILL_MEANING}"

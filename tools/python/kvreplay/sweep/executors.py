@@ -34,7 +34,7 @@ BUSY = 3  # seconds after which a scheduler that answers nobody is not there
 
 @dataclass(frozen=True)
 class Wanted:
-    """A cluster as it is asked for."""
+    """The requested cluster."""
 
     executor: str  # local, dask:ADDRESS, slurm
     workers: int  # to start; of a running scheduler, the tasks at a time that it has room for
@@ -110,7 +110,7 @@ def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
 
 @contextlib.contextmanager
 def slurm(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
-    """Jobs, each a worker; one that ends before the sweep does is asked for anew."""
+    """Slurm jobs, each a worker; a job that ends before the sweep is replaced by another."""
     from dask_jobqueue import SLURMCluster
 
     if shutil.which("sbatch") is None:
@@ -133,7 +133,7 @@ def slurm(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
 
 
 def directives(wanted: Wanted) -> list[str]:
-    """What sbatch is told of one job: a task's threads and memory, and what the user says."""
+    """The sbatch directives of one job: threads and memory of a task, and the user's directives."""
     asked = [f"--cpus-per-task={wanted.allowance.threads or 1}"]
     if wanted.allowance.memory:
         asked.append(f"--mem={wanted.allowance.memory // 2**20 + WORKER_MIB}M")

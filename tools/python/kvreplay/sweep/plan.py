@@ -1,4 +1,4 @@
-"""What a sweep is to do: the dry run of `kvreplay replay`, and the tasks for each trace that is not done."""
+"""The plan of a sweep: the dry run of `kvreplay replay`, and the tasks for each unfinished trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlannedTrace:
 
     @property
     def done(self) -> bool:
-        """A trace without any cell cannot be read, or serves no policy; the replay says which."""
+        """Whether all cells are finished. A trace without any cell is not done: the replay prints the reason."""
         return self.cells == 0 and self.skipped > 0
 
 
@@ -46,7 +46,7 @@ class Plan:
         return [trace for trace in self.traces if not trace.done]
 
     def table(self, workers: int) -> str:
-        """What is left to do, of each trace and of all."""
+        """The remaining work of each trace, and of all."""
         rows = [(trace.name, trace.cells, trace.seconds, trace.memory_bytes, trace.disk_bytes) for trace in self.left]
         cells, seconds, disk = (sum(row[i] for row in rows) for i in (1, 2, 4))
         memory = max((row[3] for row in rows), default=0)
@@ -94,7 +94,7 @@ def mib(count: int) -> str:
 
 
 def call(words: Sequence[str]) -> str:
-    """What the program prints; its refusal is ours. Cells that failed are no refusal: run.json lists them."""
+    """Runs the program and returns its output. Its error is raised as Error; failed cells are listed in run.json."""
     answer = subprocess.run([*program(), *words], capture_output=True, text=True)
     if answer.returncode not in (DONE, SOME_FAILED):
         lines = answer.stderr.strip().split("\n")

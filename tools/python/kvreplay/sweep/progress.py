@@ -18,7 +18,8 @@ def duration(seconds: float) -> str:
 
 
 class Line:
-    """Cells and tasks done, on stderr: on a terminal, or where it is asked for; drawn anew every second at most."""
+    """A progress line on stderr with the finished cells and tasks, updated at most once a second. `when` = auto shows
+    it on terminals only."""
 
     def __init__(self, when: str, unit: str) -> None:
         hidden = {"auto": None, "always": False, "never": True}[when]  # None: tqdm looks for a terminal

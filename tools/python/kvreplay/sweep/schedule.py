@@ -1,6 +1,6 @@
-"""Tasks handed to a Dask cluster, as many at a time as it has room for; what fails is tried again elsewhere.
+"""Runs tasks on a Dask cluster, at most as many at a time as it has room for. A failed task is retried elsewhere.
 
-Dask places and runs the tasks. What is ours: how many are under way, how often each is tried, and what is told of it.
+Dask places and runs the tasks. This module decides how many run at a time and how often each is tried, and reports it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass
 class Record:
-    """What became of a task: a row of tasks.csv."""
+    """The state of a task: a row of tasks.csv."""
 
     name: str
     state: str = "waiting"  # waiting, running, done, failed
@@ -92,7 +92,7 @@ class Schedule:
         self._ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
 
     def run(self, client: Client) -> None:
-        """Until every task is done or has failed for good. What is under way is taken back where this is left early."""
+        """Runs until every task is done or has failed finally. On an exception the running tasks are cancelled."""
         looked = 0.0
         self.begun = time.monotonic()
         try:
@@ -196,7 +196,7 @@ def workers_of(client: Client) -> list[Worker]:
 
 
 def outcome_of(future: Future) -> tuple[Outcome, str]:
-    """How an attempt ended, and the address of its worker where that is known."""
+    """The outcome of an attempt, and the address of its worker if it is known."""
     from distributed import CancelledError
     from distributed.scheduler import KilledWorker
 

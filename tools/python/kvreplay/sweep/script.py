@@ -12,7 +12,7 @@ from kvreplay.sweep.executors import Wanted, directives
 SCRIPT = """#!/bin/bash
 # Shards of a replay as an array of jobs, and their merge after them:
 #   job=$(sbatch --parsable THIS_FILE) && sbatch --dependency=afterok:"$job" --wrap {merge}
-# A job that did not end well goes on where it stopped: sbatch --array=NUMBER THIS_FILE, then the merge.
+# To continue a failed job: sbatch --array=NUMBER THIS_FILE, then the merge.
 #SBATCH --job-name=kvreplay-sweep
 #SBATCH --array=1-{shards}
 {directives}

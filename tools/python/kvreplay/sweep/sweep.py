@@ -1,7 +1,7 @@
-"""A sweep: plan, run on a cluster, merge. OUT is then what one replay of everything leaves there.
+"""A sweep: plan, run on a cluster, merge. Afterwards OUT contains the same files as after a single replay.
 
-While it runs OUT/shards holds a folder of results for each attempt: those with run.json are whole, and stay whatever
-becomes of the sweep. OUT/tasks.csv says what became of each task.
+During the run OUT/shards contains a folder of results for each attempt. Folders with run.json are complete; they are
+kept even if the sweep fails. OUT/tasks.csv lists the state of each task.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def run_tasks(
 
 
 def all_records(earlier: dict[str, Record], schedule: Schedule) -> list[Record]:
-    """Those of earlier calls whose tasks are none of this one's stay, in the order of their names."""
+    """The records of all tasks, by name: those of earlier calls remain unless this call has a task of the same name."""
     rows = earlier | schedule.records
     return [rows[name] for name in sorted(rows)]
 

@@ -1,4 +1,4 @@
-"""What a worker does for one task: it runs a program in a folder of its own, and says how that ended.
+"""The work for one task: a worker runs a program in a separate folder and reports the outcome.
 
 A worker imports this module, so it needs kvreplay and dask, and no other package of ours.
 """
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What the program of one task may use; None: as its worker was started."""
+    """Limits of the program of one task; None: those of its worker."""
 
     threads: int | None = None
     memory: int | None = None  # bytes
@@ -131,7 +131,7 @@ class Capture:
 
 
 def run_program(words: Sequence[str], directory: str, stop: Callable[[], bool]) -> tuple[int, str]:
-    """The exit code, and the last thing said on stderr. The program dies with this process, and when `stop` says so."""
+    """The exit code, and the last line of stderr. The program is killed when this process ends or `stop` is true."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             words, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
@@ -156,7 +156,7 @@ def _dies_with(parent: int) -> Callable[[], None]:
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> None:
-    """Until the program ends, or nobody wants its results any more."""
+    """Waits until the program ends or `stop` is true: its results are no longer needed."""
     ended = os.pidfd_open(process.pid)
     try:
         while not select.select([ended], [], [], LOOK)[0]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> Parser:
-    """The command line, said once."""
+    """The parser of the command line."""
     found = Parser(
         prog="kvreplay tune",
         description="Fits a policy on some traces and reports it on held-out traces, with the interval of the paired "
@@ -80,7 +80,7 @@ def parser() -> Parser:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Rejects invalid options before any file is read."""
     require_format("-o", arguments.output, ".yaml", ".yml")
     if not 0 < arguments.hold_out < 1:
         raise Error("--hold-out", "out of range", "a share between 0 and 1", str(arguments.hold_out), Refusal.USAGE)
@@ -163,7 +163,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what was found; returns the exit code."""
+    """Prints the result; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     return exit_code("tune", lambda: tune(parser().parse_args(words), words),
                      "finished traces are kept; run the same command to continue")  # fmt: skip

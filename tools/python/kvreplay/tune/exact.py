@@ -1,7 +1,7 @@
-"""The best division of layers, by dynamic programming: exact, since a mean over layers adds up layer by layer.
+"""The best per-layer budget allocation by dynamic programming: exact, since a mean over layers is a sum over layers.
 
 In open loop a layer's value depends on its own tokens alone. So the best choice for the first l layers extends the best
-one for the first l-1 layers with what is left, and nothing else needs to be tried.
+choice for the first l-1 layers at the remaining budget, and no other choice needs to be tried.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def best_sizes(values: np.ndarray, sizes: Sequence[int], total: int) -> list[int]:
-    """For each layer an index into `sizes` [K] such that these sum to `total` and the `values` [L,K] to the most.
+    """For each layer an index into `sizes` [K]: the sizes sum to `total`, and the sum of the `values` [L,K] is largest.
 
-    Of equal sums the one whose last layers have the earlier sizes of the list. Requires that some choice sums to
-    `total`, as where it is L times one of the sizes.
+    Among equal sums the last layers have the earlier sizes of the list. Requires that some choice sums to `total`, for
+    example L times one of the sizes.
     """
     most = np.full(total + 1, -np.inf)  # by what the layers so far take
     most[0] = 0.0

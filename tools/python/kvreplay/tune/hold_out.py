@@ -91,7 +91,7 @@ def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Cap
 
 
 def facts_of(path: Path) -> tuple[Path, str, str, int, bytes]:
-    """What `Captured` holds of a trace but for its prompt's number, and the prompt's token ids."""
+    """The fields of `Captured` without the number of the prompt, and the prompt's token ids."""
     try:
         path.name.encode()
     except UnicodeEncodeError as problem:

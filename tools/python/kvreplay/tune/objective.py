@@ -1,4 +1,4 @@
-"""What is fitted: one metric of one policy after the other, on some traces, at one budget."""
+"""The objective of a search: one metric of a policy, on some traces, at one budget."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Objective:
 
     @property
     def loop(self) -> str:
-        """Whose queries the numbers are of."""
+        """closed loop: queries of the live model; open loop: queries as captured."""
         return "closed loop" if self.is_live else "open loop"
 
     @property
@@ -84,7 +84,7 @@ class Objective:
         return self._measured(run, traces) if self.live else run
 
     def _measured(self, run: Run, traces: Sequence[Captured]) -> Run:
-        """With the live numbers of all cells that were asked for on these traces."""
+        """The run with live numbers of all cells on these traces except controls."""
         from kvreplay.live.results import write_view
 
         asked = run.cells[run.cells["role"] == "asked"]
@@ -106,8 +106,8 @@ class Objective:
         return of_policies(rows[rows["budget"] == self.budget], policies)
 
     def means(self, traces: Sequence[Captured], policies: Sequence[str]) -> np.ndarray:
-        """Of each policy, the mean over the fitting traces on which the start, the first, is defined: float [n], NaN
-        for a policy that is undefined on one of them, or that no budget binds."""
+        """For each policy, the mean over the fitting traces on which the start, the first policy, is defined: float
+        [n]. NaN for a policy that is undefined on one of them, or that ignores the budget."""
         rows = self.measure("fitting", traces, policies)
         table = rows.pivot(index="trace_hash", columns="asked", values="value").reindex(columns=range(len(policies)))
         defined = table[table[0].notna()]

@@ -1,4 +1,4 @@
-"""What came of it: the start and the best on both sides, and whether the difference holds where nobody looked."""
+"""The outcome of a search: start and best policy on both sides, and a test of the difference on held-out traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three ways to a better policy. Each gives what it tried, and its finalist; none sees a trace that is held out."""
+"""Three searches for a better policy. Each returns its trials and its best policy; none reads a held-out trace."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Found:
 
 def halving(objective: Objective, traces: Sequence[Captured], start: str, asked: dict[str, space.Domain], trials: int,
             seed: int) -> Found:  # fmt: skip
-    """Random search by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): all candidates on few
-    traces, the best third on three times as many, until the last ones and the start are on all."""
+    """Random search by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943). All candidates are measured
+    on few traces, the best third on three times as many, until the last ones and the start are measured on all."""
     drawn = space.candidates(start, asked, trials, seed)
     if drawn.refused:
         objective.notes.append(f"{len(drawn.refused)} random candidates are invalid, for example {drawn.refused[0]}")
@@ -59,12 +59,12 @@ def halving_shares(candidates: int, traces: int) -> list[float]:
 
 
 def whole_log(number: int) -> int:
-    """The digits of the number to the base STEP, but one."""
+    """The number of digits to the base STEP, minus 1."""
     return len(np.base_repr(number, STEP)) - 1
 
 
 def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) -> Found:
-    """Sizes from the grid, one a layer, with the sum L*B and the most of the mean over layers: `allocate=list`."""
+    """Sizes from the grid, one a layer, with the sum L*B and the best mean over layers: `allocate=list`."""
     base = space.without_part(start, "allocate")
     uniform = space.with_values(base, {"allocate": "uniform"})
     space.with_values(base, {"allocate": "list", "shares": "1"})  # refused where its layers share sets
@@ -85,7 +85,7 @@ def layer_budgets(objective: Objective, traces: Sequence[Captured], start: str) 
 
 
 def grid(budget: str, prompt: int) -> dict[str, int]:
-    """The quarters of the budget that are sizes at all, ascending, by the literals that ask for them."""
+    """The quarters of the budget that are valid sizes, ascending, by their texts as budgets."""
     share, count = _engine.budget(budget)
     if budget.endswith("@seen") or not (share or count):
         raise Error("-b", "cannot be allocated over layers", "a fraction of the prompt, or a count of tokens", budget,
@@ -103,8 +103,8 @@ def grid(budget: str, prompt: int) -> dict[str, int]:
 
 def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: str, names: Sequence[str],
                    sizes: dict[str, int]) -> dict[str, int]:  # fmt: skip
-    """The sizes at which every trace keeps by rule what it keeps at B. A list divides B after the rules have had
-    theirs: what was measured with other rules is not what the list would keep."""
+    """The sizes at which every trace protects the same number of tokens as at B. A list divides the rest of B after the
+    protected tokens, so values that were measured with other protected tokens would not apply to it."""
     middle = objective.budget
     tokens, by_rule = {}, {}  # by trace and size
     for one in rows[["trace", "cell", "budget", "budget_tokens"]].drop_duplicates().itertuples():
@@ -125,7 +125,7 @@ def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: s
                     "-b", "protected tokens fill the budget", "a larger budget", f"{middle} of {name}", Refusal.USAGE
                 )
         if any(tokens[name, size] < by_rule[name, middle] for name in names):
-            continue  # no room for what stays by rule
+            continue  # no room for the protected tokens
         if any(by_rule[name, size] != by_rule[name, middle] for name in names):
             raise Error(policy, "the number of protected tokens depends on the budget", "a number of tokens, as in "
                                                                                         "recent=64",

@@ -1,4 +1,4 @@
-"""What a search may set: parameters of a policy and of its parts, each with the values that it may take."""
+"""The search space: parameters of a policy and of its parts, each with its possible values."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def candidates(start: str, space: dict[str, Domain], trials: int, seed: int) -> 
 
 
 def with_values(policy: str, values: dict[str, str]) -> str:
-    """The policy with these values in place of its own, in its normal form; another part in the place of one brings
-    values of its own. Raises Error where that cannot be."""
+    """The policy with these values, in its normal form. Another part has other parameters, so the values of a replaced
+    part are removed. Raises Error if the result is not a valid policy."""
     for place in python_policies.PLACES:
         if place in values and values_of(policy).get(place, values[place]) != values[place]:
             policy = without_part(policy, place)
@@ -193,7 +193,7 @@ def without_part(policy: str, place: str) -> str:
 
 
 def values_of(policy: str) -> dict[str, str]:
-    """What differs from the defaults."""
+    """The values that differ from the defaults."""
     return parameters(_engine.label(policy)[len(_engine.canonical(policy)[0]) + 1 :])
 
 
