@@ -191,7 +191,7 @@ def _rotation(rope: Rope | None) -> str:
 
 
 def quiet_libraries(show: bool) -> None:
-    """The libraries' bars and advice are not ours to print. To be called before anything imports tqdm."""
+    """Silences progress bars and advice of the libraries. To be called before tqdm is imported."""
     if not show:
         os.environ["TQDM_DISABLE"] = "1"
     import torch  # noqa: F401  transformers would say that it is missing, in words of its own

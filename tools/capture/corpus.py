@@ -158,7 +158,7 @@ def file_hash(path: Path) -> str:
 
 
 def unchanged(path: Path, row: dict[str, str]) -> bool:
-    """Whether the file is what its row says."""
+    """Whether the file matches its row."""
     try:
         return row["bytes"] == str(path.stat().st_size) and row["file_hash"] == file_hash(path)
     except OSError:
@@ -212,7 +212,7 @@ class Manifest:
         return name in self.rows and self.rows[name]["source"] == source
 
     def unlisted(self, name: str) -> bool:
-        """Whether there is a file that no row is of, as a killed call leaves one between the trace and its row."""
+        """Whether the file exists without a row, as after a call that was killed between the trace and its row."""
         return name not in self.listed and self.path(name).exists()
 
     def refuse_foreign(self, name: str) -> None:
@@ -233,7 +233,7 @@ class Manifest:
         say(f"{path.name} exists, is complete and matches its prompt: listed, not captured again")
 
     def drop(self, name: str) -> None:
-        """The trace, and its row first."""
+        """Deletes the row of a trace, then the trace."""
         self.rows.pop(name, None)
         self.write()
         self.path(name).unlink(missing_ok=True)
@@ -243,7 +243,7 @@ class Manifest:
         self.write()
 
     def write(self) -> None:
-        """The rows in the corpus's order, then RULER's."""
+        """Writes the rows in the order of the corpus, then those of RULER."""
         order = [prompt.name for small in (False, True) for prompt in chosen((), small)]
         names = [*filter(self.rows.__contains__, order), *sorted(self.rows.keys() - set(order), key=ruler.place)]
         partial = self.place.with_name(self.place.name + ".partial")
@@ -255,7 +255,7 @@ class Manifest:
         self.written = True
 
     def _read(self) -> dict[str, dict[str, str]]:
-        """Rows by name, a column that is not there empty; none without a list of names."""
+        """The rows by name. A missing column is empty; there are no rows without a column of names."""
         try:
             with open(self.place, newline="", encoding="utf-8") as file:
                 table = csv.DictReader(file)

@@ -108,7 +108,7 @@ def _device(wanted: str) -> str:
 
 
 def _device_map(wanted: str) -> str | dict[str, Any]:
-    """auto, or what the JSON file says."""
+    """auto, or the content of the JSON file."""
     if wanted == "auto":
         return wanted
     try:
@@ -140,7 +140,7 @@ def _quantisation(source: Source, choices: ModelChoices, config: Any) -> Any:
 
 
 def placement(choices: ModelChoices) -> tuple[str, str] | None:
-    """Kind of device and type that the loaded model will have; None where only loading says."""
+    """Kind of device and type that the loaded model will have; None if they are known only after loading."""
     if choices.device_map or choices.load:
         return None
     dtype = choices.dtype

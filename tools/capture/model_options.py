@@ -50,7 +50,7 @@ class ModelChoices:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> ModelChoices:
-        """As the options say that the command has."""
+        """The choices from the parsed options."""
         return cls(**members(cls, arguments))
 
 

@@ -51,7 +51,7 @@ def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerC
 
 
 def uniform(calls: Sequence[LayerCall], name: str) -> LayerCall:
-    """A layer that stands for all; what a trace says once must hold in every layer."""
+    """A layer that represents all. Properties that a trace stores once must be equal in every layer."""
     first = calls[0]
     for call in calls:
         heads = (first.q.shape[0], first.k.shape[0], first.q.shape[2])

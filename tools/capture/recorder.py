@@ -23,7 +23,7 @@ def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
 
 
 def _return_freed_memory() -> None:
-    """To the system: glibc would keep what every layer's tensors leave between each other, a layer's size a layer."""
+    """Returns freed memory to the system. Otherwise glibc keeps the gaps between tensors: a layer's size per layer."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim:
         trim(0)

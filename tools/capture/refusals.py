@@ -95,7 +95,7 @@ def refuse_by_config(model: str, config: Any) -> None:
 
 
 def refuse_by_structure(model: str, skeleton: Any) -> None:
-    """Raises for what only the modules show; `skeleton` may be without weights."""
+    """Raises for obstacles that only the modules show; `skeleton` may be without weights."""
     if not skeleton._can_set_attn_implementation():
         raise refused(model, NO_INTERFACE, "attention through transformers' AttentionInterface")
     for name, _ in skeleton.named_parameters():

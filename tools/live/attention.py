@@ -56,7 +56,7 @@ def kept_tokens(layer: Layer, kept: torch.Tensor) -> Held:
 
 
 def together(cells: Sequence[Held]) -> Held:
-    """The batch rows that cells are: padded to one length, and to query heads where one of them has sets of these."""
+    """Cells as batch rows, padded to one length, and repeated to query heads if one cell has sets of query heads."""
     heads, most = (max(cell.tokens.shape[i] for cell in cells) for i in (0, 1))
 
     def padded(name: str, value: int) -> torch.Tensor:
@@ -71,9 +71,9 @@ def together(cells: Sequence[Held]) -> Held:
 
 @dataclass(frozen=True)
 class PageReads:
-    """Each query of each query head reads the best `count` pages of the prompt, of equal ones the earlier page. A page
-    counts sum_c max(q_c min_c, q_c max_c), with the extremes of each channel over its keys (Tang et al. 2024, Quest,
-    arXiv:2406.10774)."""
+    """Each query of each query head reads the best `count` pages of the prompt; among equal pages the earlier one. The
+    score of a page is sum_c max(q_c min_c, q_c max_c), with the extremes of each channel over its keys (Tang et al.
+    2024, Quest, arXiv:2406.10774)."""
 
     page: int  # tokens
     count: int
@@ -122,11 +122,11 @@ class Growing:
 
 @dataclass
 class MaskedAttention:
-    """The registered function, for one pass over the tokens from `begin` on, whole or in steps.
+    """The registered attention function, for one pass over the tokens from `begin` on, whole or in steps.
 
-    `held` has each layer's given tokens by its number in the model, and none in a pass that begins at 0. `leaves`:
-    int64 [B,H,T], the query after which a token of the pass is evicted, NEVER for most; None: none is. `reads`: which
-    of the given tokens, all of them and in order, a query reads.
+    `held`: the resident tokens of each layer before the pass, by the layer's number in the model; empty in a pass that
+    begins at 0. `leaves`: by layer int64 [B,H,T], the query after which a token of the pass is evicted, or NEVER.
+    `reads`: by layer, the pages of these resident tokens that a query reads; all tokens must be resident, in order.
     """
 
     layers: dict[int, Layer]
@@ -160,11 +160,11 @@ class MaskedAttention:
         return output, None
 
     def _given(self, number: int) -> int:
-        """How many tokens of a layer are held."""
+        """The number of resident tokens of a layer before the pass."""
         return self.held[number].k.shape[2] if number in self.held else 0
 
     def _keys(self, number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """With those of this step, all of the layer: held ones, then the pass's own, for each head of either."""
+        """Adds keys and values of this step; returns all of the layer: those before the pass, then the pass's own."""
         held = self.held.get(number)
         heads = held.k.shape[1] if held else key.shape[1]
         own = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
@@ -200,5 +200,5 @@ class MaskedAttention:
 
 
 def masked(model: Any, attention: MaskedAttention) -> AbstractContextManager[None]:
-    """Inside, the attention of `model` is this one."""
+    """A context in which `model` uses this attention."""
     return replaced_attention(model, "kvreplay-live", attention, lambda **_: None)

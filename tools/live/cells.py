@@ -70,7 +70,7 @@ def given_back(layer: Layer, stored: StoredLayer) -> Held:
 
 
 def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[LiveCell], list[str], list[str]]:
-    """Those of `rows` of run.cells that can be held; why some are no sets that a model can hold; why some failed."""
+    """The live cells of `rows` of run.cells; reasons why some cannot be applied in a model; reasons why some failed."""
     found, left_out, failed = [], [], []
     for row in rows.itertuples():
         decision, store = decision_and_store(f"{row.policy}:{row.params}".rstrip(":"), len(trace.treated))
@@ -97,7 +97,7 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
 
 
 def evicted(whole: Text, rows: Sequence[LiveCell], trace: TraceFacts) -> Evicted:
-    """Of cells whose passes begin at the same token."""
+    """The evicted tokens of cells whose passes begin at the same token."""
     if rows[0].leaves is None:
         return Evicted.behind_prompt(whole, [cell.row(whole, trace) for cell in rows], rows[0].reads)
     nobody = torch.full((1, len(whole.ids)), NEVER)
@@ -113,7 +113,7 @@ def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:
 
 
 def _page_reads(row: Any, trace: TraceFacts) -> dict[int, PageReads]:
-    """Of a cell of quest."""
+    """By layer, the pages that queries read in a cell of quest."""
     parameters = dict(one.split("=") for one in row.params.split(","))
     page, least, dense = (int(parameters[name]) for name in ("page", "least_pages", "dense_layers"))
     reads = PageReads(page, max(least, int(row.budget_tokens) // page))
@@ -121,10 +121,10 @@ def _page_reads(row: Any, trace: TraceFacts) -> dict[int, PageReads]:
 
 
 def leaves_of(selection: Selection) -> dict[int, torch.Tensor]:
-    """Of a selection with `evicted_at`, by the model's own number of the layer: as `LiveCell.leaves`."""
+    """`LiveCell.leaves` of a selection with `evicted_at`, by the model's own number of the layer."""
     gone = selection.evicted_at[selection.layers].astype(np.int64)
     gone[gone < 0] = NEVER
-    # A layer that decides once, beside others that do not, says only what it keeps.
+    # A one-shot layer among online ones has no times of eviction: its other tokens are evicted after the prompt.
     prompt = gone[..., : selection.boundary]
     prompt[~selection.mask() & (prompt == NEVER)] = selection.boundary - 1
     return _by_layer(selection.numbers, gone)

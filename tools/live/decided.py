@@ -29,7 +29,7 @@ Tensors = dict[int, tuple[np.ndarray, ...]]  # by layer: queries [Hq,T,d], keys 
 
 
 def decided_live(cells: Sequence[LiveCell]) -> tuple[list[LiveCell], list[str]]:
-    """Those whose sets change during the prefill; why some of these cannot be decided live."""
+    """The cells whose sets change during the prefill; reasons why some of these cannot be decided live."""
     during = [cell for cell in cells if cell.decisions == DECISIONS["during-prefill"]]
     found, left_out = [], []
     for cell in during:
@@ -66,7 +66,7 @@ class _Recording(MaskedAttention):
 
 
 def decide(model: Any, whole: Text, cell: LiveCell, trace: TraceFacts, again: Callable[[Tensors], Leaves]) -> LiveCell:
-    """The cell with the sets that it would choose live. `again` replays the policy over these tensors of the text."""
+    """The cell with the sets that its policy chooses live. `again` replays the policy over tensors of the text."""
     tokens = len(whole.ids)
     decisions = {int(end) + 1 for one in cell.leaves.values() for end in one[one != NEVER].unique()}
     decided = replace(cell, leaves={number: torch.full_like(one, NEVER) for number, one in cell.leaves.items()})
@@ -128,7 +128,7 @@ class Replayed:
 
 
 def _rope(run: Run, trace: TraceFacts) -> kv.Rope | None:
-    """As the trace's file says."""
+    """The RoPE of the trace's file."""
     with h5py.File(run.captured(trace.name)) as file:
         if "model/rope" not in file:
             return None

@@ -1,4 +1,4 @@
-"""A model that holds the kept sets of cells, and the numbers that come of it."""
+"""Applies the kept sets of cells in a live model, and measures its predictions."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Work:
 
     @classmethod
     def of(cls, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, way: Way, decide: bool = False) -> Work:
-        """Of these rows of run.cells; `count`: the tokens of a text, 0 for none; `decide`: cells that the live model
-        decides, and no others."""
+        """The work for these rows of run.cells. `count`: tokens of a generated text, 0 for none; `decide`: only the
+        cells whose sets are decided live."""
         results = LiveResults(run_.folder, trace.name, way)
         cells, left_out, failed = cells_of(run_, trace, rows)
         if decide:
@@ -61,7 +61,7 @@ class Work:
 
     @property
     def cells(self) -> int:
-        """To be measured."""
+        """The number of measurements to do."""
         return len(self.predict) + len(self.write)
 
 
@@ -80,8 +80,8 @@ class LiveModel:
         say: Callable[[str], None] = say,
         decide: bool = False,
     ) -> None:
-        """`batch`: cells in one pass, at most; `memory`: bytes that the weights and a pass may take; `say`: takes what
-        a user should know; `decide`: the sets of policies that evict during the prefill are decided live."""
+        """`batch`: the largest number of cells in one pass; `memory`: bytes that the weights and a pass may take; `say`
+        receives messages for the user; `decide`: sets of policies that evict during the prefill are decided live."""
         self._model = model
         self._tokenizer = tokenizer
         self._name = name
@@ -99,7 +99,7 @@ class LiveModel:
     def measure(
         self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
     ) -> None:
-        """Adds the numbers of these cells to live/NAME.csv; with `count`, those of as many written tokens too."""
+        """Adds the numbers of these cells to live/NAME.csv; with `count`, also those of texts of `count` tokens."""
         work = Work.of(run_, trace, rows, count, self.way, self._decide)
         for reason in [*work.left_out, *work.failed]:
             self._say(reason)
@@ -165,7 +165,7 @@ class LiveModel:
         return min(self._most, (self._memory - of_trace) // of_row)
 
     def _decided(self, run_: Run, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts) -> list[LiveCell]:
-        """These cells with the sets that the live model leads to."""
+        """These cells with the sets that are decided live."""
 
         def decided(some: Sequence[LiveCell]) -> list[LiveCell]:
             return [decide(self._model, whole, cell, trace, Replayed(run_, trace, cell, whole)) for cell in some]
@@ -175,7 +175,7 @@ class LiveModel:
     def _predicted(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts
     ) -> Iterator[tuple[LiveCell, list[Value]]]:
-        """Of cells that share a reference."""
+        """Yields the metrics of cells that share a reference."""
         reference: Trajectory | None = None
         following = whole.ids[whole.prompt + 1 :]
 
@@ -216,7 +216,7 @@ class LiveModel:
     def _written(
         self, whole: Text, cells: Sequence[LiveCell], trace: TraceFacts, count: int, answers: list[str]
     ) -> Iterator[tuple[LiveCell, list[Value], str]]:
-        """With each cell its text."""
+        """Yields each cell with its metrics and its generated text."""
         if not cells:
             return
         end = self._model.generation_config.eos_token_id
@@ -238,7 +238,7 @@ class LiveModel:
         yield from self._each(cells, trace, written)
 
     def _check(self, run_: Run, trace: TraceFacts, ids: np.ndarray) -> bool:
-        """Refuses a model that is not the trace's; whether its keys are still to be compared, as no hash says."""
+        """Rejects another model than the trace's. Returns whether keys must be compared, since a hash is missing."""
         config = self._model.config.get_text_config()
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         if ids.max() >= vocabulary:
@@ -253,7 +253,7 @@ class LiveModel:
         return not (hash_of_trace and self._hash)
 
     def _compare_keys(self, run_: Run, trace: TraceFacts, whole: Text) -> None:
-        """The keys of the first tokens in the first layer, where the trace's file is still there."""
+        """Compares the keys of the first tokens in the first layer, if the trace's file exists."""
         self._say(
             f"{trace.name}: no hash of the weights; the model is checked by its shapes and the keys of the first tokens"
         )
@@ -274,8 +274,8 @@ class LiveModel:
 
 
 def alike(cells: Sequence[LiveCell], kv_heads: int) -> list[list[LiveCell]]:
-    """Cells whose passes begin at the same token and have sets of as many heads: their arithmetic is the same, so they
-    share a reference."""
+    """Groups of cells that share a reference, since their arithmetic is the same: the passes begin at the same token,
+    and the sets have the same number of heads."""
     kinds: dict[tuple[bool, bool, bool], list[LiveCell]] = {}
     for cell in cells:
         rows = cell.leaves or cell.kept
@@ -285,19 +285,19 @@ def alike(cells: Sequence[LiveCell], kv_heads: int) -> list[list[LiveCell]]:
 
 
 def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]]:
-    """Rows of a pass read alike, so cells whose queries choose what they read are alone in theirs."""
+    """Batches of cells. All rows of a pass read the same pages, so a cell with sparse reads is alone in its batch."""
     others = [cell for cell in cells if not cell.reads]
     yield from (others[first : first + size] for first in range(0, len(others), size))
     yield from ([cell] for cell in cells if cell.reads)
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    """Up to the first token that ends a text."""
+    """The tokens before the first one that ends a text."""
     return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def _source_hash(run_: Run, trace: TraceFacts) -> str:
-    """Of the weights, as the trace's file says; empty where it does not, or is not there."""
+    """The hash of the weights from the trace's file; empty if the hash or the file is missing."""
     try:
         with h5py.File(run_.captured(trace.name)) as file:
             return text(file["/model"].attrs.get("source_hash", ""))
@@ -306,7 +306,7 @@ def _source_hash(run_: Run, trace: TraceFacts) -> str:
 
 
 def _answer_spans(run_: Run, trace: TraceFacts) -> list[str]:
-    """The words of the spans that hold the answer."""
+    """The texts of the spans that contain the answer."""
     tokens = run_.cells_file(trace.name)[f"/traces/{trace.name}/tokens"]
     if "text" not in tokens:
         return []

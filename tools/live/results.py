@@ -67,7 +67,7 @@ class LiveResults:
             })  # fmt: skip
 
     def write(self) -> None:
-        """All rows: whole or not at all."""
+        """Writes all rows, atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(self.path, (row for rows in self._rows.values() for row in rows))
 
@@ -77,7 +77,7 @@ def _key(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Of one file."""
+    """The rows of one file."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Into a file of another name, which then takes the name."""
+    """Writes the rows to a temporary file and renames it."""
     lines = io.StringIO()
     writer = csv.DictWriter(lines, HEADER, lineterminator="\n")
     writer.writerows(rows)
@@ -102,5 +102,5 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 def write_view(folder: Path) -> None:
-    """live.csv of a run folder."""
+    """Writes live.csv of a run folder."""
     write_rows(folder / "live.csv", (row for path in (folder / "live").glob("*.csv") for row in read_rows(path)))

@@ -1,4 +1,4 @@
-"""Numbers of a written text: against the answers of its prompt, and against what the full cache writes.
+"""Metrics of a generated text, compared with the answers of its prompt and with the text of the full cache.
 
 Texts are compared after LongBench's normalisation (https://github.com/THUDM/LongBench, metrics.py): lower case, without
 punctuation, without the articles a, an and the, words separated by single spaces.
@@ -17,7 +17,7 @@ from kvreplay.live.metrics import Value
 
 
 def normalised(text: str) -> str:
-    """As LongBench compares it."""
+    """The text after LongBench's normalisation."""
     text = "".join(one for one in text.lower() if one not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -30,7 +30,7 @@ def f1(text: str, answer: str) -> float:
 
 
 def repetition(tokens: Sequence[int], length: int = 4) -> float:
-    """Share of the runs of `length` tokens that have come before; NaN of fewer tokens."""
+    """Share of the n-grams of `length` tokens that occurred before; NaN for fewer tokens."""
     runs = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else math.nan
 

@@ -122,7 +122,7 @@ def _broken(policy: str, law: str, place: str, expected: str, found: str) -> Err
 
 @functools.cache
 def _folder() -> Path:
-    """The traces, made once for a process, which takes them with it."""
+    """The traces. A process creates them once and deletes them at its end."""
     folder = tempfile.mkdtemp(prefix="kvreplay-laws-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     words = [["synth", *shape.split(), "-o", f"{folder}/{name}.h5"] for name, shape in TRACES.items()]

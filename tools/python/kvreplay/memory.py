@@ -235,7 +235,7 @@ def _inverse_frequencies(given: Any, layers: int) -> list[float]:
 
 
 def _positions(given: Any, layers: int) -> list[list[int]]:
-    """Those of each layer, or of all."""
+    """The query positions of each layer; one list for all layers is repeated."""
     if given is None:
         return [[]] * layers
     of_layers = list(given)

@@ -76,7 +76,7 @@ def regret(
 
 
 def bound_of(policy: str, free: str) -> str:
-    """The oracle with the policy's counts that may choose `free`, in its normal form."""
+    """The oracle with the policy's token counts and the freedom `free` (of FREE), in its normal form."""
     return _engine.label(f"oracle:counts=({policy}),free={free}")
 
 

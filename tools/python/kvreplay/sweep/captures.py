@@ -1,4 +1,4 @@
-"""A capture whose prompts are tasks of a cluster: each loads the model, and leaves its trace when that is whole."""
+"""A capture whose prompts are tasks of a cluster: each loads the model and writes one trace."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROGRAM = (sys.executable, "-m", "kvreplay.capture.command")
 
 
 def capture_prompts(arguments: argparse.Namespace, words: Sequence[str], names: Sequence[str]) -> int:
-    """The prompts `names` of a capture into the folder `arguments.output`; `words`: of one such capture, without the
-    prompts' names and the folder. The exit code."""
+    """Captures the prompts `names` into the folder `arguments.output`; returns the exit code. `words`: the command line
+    of one such capture, without the prompt's name and the folder."""
     output = Path(arguments.output).absolute()
     done = [name for name in names if (output / f"{name}.h5").exists()]
     if done and not (arguments.resume or arguments.force):

@@ -45,7 +45,7 @@ class Wanted:
 
 @contextlib.contextmanager
 def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
-    """A client of it. A cluster of ours ends with this context, however that ends. `logs`: of jobs, a folder."""
+    """A client of the cluster. The context ends a cluster that it has started. `logs`: folder for logs of jobs."""
     import bokeh  # noqa: F401  the dashboard's
     import dask
     import distributed
@@ -81,7 +81,7 @@ def running(wanted: Wanted, address: str, logs: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
-    """Processes on this machine, each watched by a nanny that starts another one where it dies."""
+    """Processes on this machine; a nanny replaces each process that ends."""
     from distributed import Nanny, Scheduler, SpecCluster
 
     options = {"nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL, "host": "127.0.0.1",
@@ -95,7 +95,7 @@ def local(wanted: Wanted, _: str, logs: Path) -> Iterator[object]:
     workers = {number: worker(number) for number in range(wanted.workers)}
 
     def started() -> SpecCluster:
-        """A worker that dies while it starts, killed or out of memory, ends its cluster."""
+        """Starts the cluster, with retries: a worker that fails at its start, killed or out of memory, ends it."""
         for _ in range(STARTS):
             try:
                 return SpecCluster(scheduler=scheduler, workers=workers, silence_logs=logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Options that say where tasks run: of sweeps of replays and of captures alike."""
+"""Options for the place of tasks, shared by sweeps of replays and of captures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole(text: str) -> int:
 
 
 def wanted(arguments: argparse.Namespace) -> Wanted:
-    """The cluster that the options describe; raises Error for what cannot be meant."""
+    """The cluster that the options describe; raises Error for invalid options."""
     executor = arguments.executor
     if executor not in ("local", "slurm") and not re.fullmatch(r"dask:\S+", executor):
         raise Error("--executor", "unknown value", "local, dask:ADDRESS or slurm", executor, Refusal.USAGE)

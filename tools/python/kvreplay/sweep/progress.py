@@ -1,4 +1,4 @@
-"""How far a sweep is, in one line that is written over."""
+"""The progress of a sweep in one line, which is overwritten."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of the cluster, as far as placing goes."""
+    """One worker of the cluster: the facts that placing of tasks needs."""
 
     address: str
     room: int  # tasks at a time
@@ -72,7 +72,7 @@ class Worker:
 
 @dataclass
 class Schedule:
-    """All tasks of a sweep and what became of them. `changed` hears of every change, and every second."""
+    """All tasks of a sweep and their states. `changed` is called after every change, and every second."""
 
     tasks: Sequence[Task]
     retries: int
@@ -135,7 +135,7 @@ class Schedule:
 
     @property
     def _usable(self) -> list[Worker]:
-        """Where some workers have a GPU, the others have nothing to do."""
+        """The workers that receive tasks: if some have a GPU, only these."""
         return [worker for worker in self.workers if worker.gpu] or self.workers
 
     def _near(self, task: Task) -> frozenset[str]:
@@ -187,7 +187,7 @@ class Schedule:
 
 
 def workers_of(client: Client) -> list[Worker]:
-    """Those that the scheduler knows now; none while it does not answer."""
+    """The current workers of the scheduler; empty while it does not answer."""
     about = client.scheduler_info(n_workers=-1).get("workers", {})
     if client.status in ("closing", "closed"):  # Dask has waited for it in vain
         raise Error("--executor", "lost the connection to the scheduler", "--resume once it runs again", "",
@@ -213,7 +213,7 @@ def outcome_of(future: Future) -> tuple[Outcome, str]:
 
 
 def write_table(path: Path, records: Iterable[Record]) -> None:
-    """tasks.csv; readers see the last one or this one."""
+    """Writes tasks.csv atomically: a reader gets the previous table or this one."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, [column.name for column in fields(Record)], lineterminator="\n")
@@ -224,7 +224,7 @@ def write_table(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_table(path: Path) -> dict[str, Record]:
-    """The rows of tasks.csv by name; none where there is no such file."""
+    """The rows of tasks.csv by name; empty without this file."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))

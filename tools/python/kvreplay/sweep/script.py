@@ -25,7 +25,7 @@ cd {directory}
 
 
 def array_script(words: Sequence[str], output: Path, wanted: Wanted) -> str:
-    """`words`: of the replay, traces and all. One job a worker."""
+    """The script. `words`: the whole command line of the replay, with its traces. There is one job for each worker."""
     folder = shlex.quote(str(output.absolute()))
     called = shlex.join(program())
     return SCRIPT.format(

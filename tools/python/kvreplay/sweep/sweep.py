@@ -32,8 +32,8 @@ NO_TABLES = ("--no-tables",)
 
 
 def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wanted, asked: argparse.Namespace) -> int:
-    """Computes a plan, of a replay's `words`, on a cluster; the exit code. `device`: what the programs of workers are
-    told beside these words; `asked`: retries, resume and progress."""
+    """Runs the plan of a replay's `words` on a cluster; returns the exit code. `device`: further options for the
+    programs of the workers; `asked`: retries, resume and progress."""
     output = Path(plan.output)
     shards = output / "shards"
     if shards.is_dir() and not asked.resume:
@@ -58,7 +58,7 @@ def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wa
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One sweep at a time looks after a folder; the system takes the lock back however this process ends."""
+    """Locks the folder, so that a single sweep uses it. The system releases the lock when this process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -75,7 +75,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def finished(shards: Path) -> list[str]:
-    """Attempts that came to their end: run.json is written last."""
+    """The folders of finished attempts: run.json is written last."""
     return sorted(str(path.parent) for path in shards.glob("*/run.json"))
 
 
@@ -110,8 +110,8 @@ def run_tasks(
     line: Line,
     then: Callable[[Schedule, Client], None] = lambda schedule, client: None,
 ) -> Schedule:
-    """All of them, with a table that is kept up to date. `done`: names of tasks that earlier calls have finished;
-    `then` is called while there still is a cluster."""
+    """Runs all tasks and updates tasks.csv. `done`: names of tasks that earlier calls have finished; `then` is called
+    before the cluster ends."""
     # Of divided traces only finished tasks are listed: the next call may divide differently.
     earlier = {name: row for name, row in read_table(table).items() if "/" not in name or row.state == "done"}
     for name in earlier.keys() & set(done):  # an earlier client may have died before it heard of it
@@ -149,7 +149,7 @@ def all_records(earlier: dict[str, Record], schedule: Schedule) -> list[Record]:
 
 
 def told(schedule: Schedule, unit: str, output: str) -> int:
-    """Prints the end; the exit code."""
+    """Prints the outcome; returns the exit code."""
     done, failed = schedule.of_state("done"), schedule.of_state("failed")
     took = schedule.seconds
     cells = sum(record.cells for record in done)

@@ -92,7 +92,7 @@ class Join:
 
 
 def new_folder(shards: str, name: str) -> Path:
-    """A folder for one attempt: an attempt that was given up because its worker cannot be reached may still write."""
+    """A new folder for one attempt, since an earlier attempt on an unreachable worker may still write to its own."""
     return Path(shards) / f"{name.replace('/', 'of')}-{uuid4().hex[:12]}"
 
 
@@ -108,7 +108,7 @@ def leave_results(folder: Path, words: Sequence[str], directory: str) -> Outcome
 
 @dataclass(frozen=True)
 class Capture:
-    """One prompt of a capture: the trace appears under its name when it is whole."""
+    """One prompt of a capture: the trace is renamed to its name when it is complete."""
 
     command: tuple[str, ...]  # the program, and the words of a capture without -o
     directory: str
@@ -187,7 +187,7 @@ def this_worker() -> Worker | None:
 
 
 def unwanted() -> Callable[[], bool]:
-    """Whether the task that runs now was taken back, or its worker is about to end; outside workers never."""
+    """Whether the running task was cancelled or its worker is about to end; outside workers False."""
     worker = this_worker()
     if worker is None:
         return lambda: False
@@ -207,6 +207,6 @@ def names_of_worker() -> tuple[str, str]:
 
 
 def memory_of_worker() -> int:
-    """Bytes that one task may use of what its worker was started with; 0: not said."""
+    """Bytes of the worker's memory that one task may use; 0: no limit."""
     worker = this_worker()
     return int((worker.memory_manager.memory_limit or 0) / worker.state.nthreads) if worker else 0

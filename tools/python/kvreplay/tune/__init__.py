@@ -1,1 +1,1 @@
-"""`kvreplay tune`: policies fitted on some traces, and what of that holds on others."""
+"""`kvreplay tune`: fits policies on some traces and tests them on others."""

@@ -88,7 +88,8 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
-    """A model is named if the metric needs one; what a live metric cannot say is refused."""
+    """Rejects a live metric without --model, --model without a live metric, and options for means over layers with a
+    live metric."""
     if is_live and arguments.model is None:
         raise Error("--metric", f"{arguments.metric} is measured in the live model", "--model NAME", "none",
                     Refusal.USAGE)  # fmt: skip
@@ -114,7 +115,7 @@ def live_model(arguments: argparse.Namespace, say: Callable[[str], None]) -> Liv
 
 
 def tune(arguments: argparse.Namespace, command: list[str]) -> None:
-    """Splits, fits, judges, writes, prints."""
+    """Splits the traces, fits the policy, tests it on held-out traces, and writes the outcome."""
     check_options(arguments)
 
     from kvreplay.engine import _engine

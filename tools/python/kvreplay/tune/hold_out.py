@@ -1,4 +1,4 @@
-"""The two sides of a fit: traces that it may look at, and traces that it is judged by. No prompt is on both."""
+"""The two sides of a fit: traces for fitting, and held-out traces for the test. No prompt is on both sides."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ADDS_UP = 1e-9  # a mean over layers, computed in another order
 
 @dataclass
 class Objective:
-    """Replays into `folder`, where finished traces are kept, and takes the metric from there. `live` measures a live
+    """Replays into `folder`, where finished traces are reused, and reads the metric from there. `live` measures a live
     metric into the same folder."""
 
     metric: str  # NAME[:VARIANT]
@@ -70,7 +70,7 @@ class Objective:
 
     def run(self, side: str, traces: Sequence[Captured], policies: Sequence[str], budgets: Sequence[str] = (),
             detail: str = "summary") -> Run:  # fmt: skip
-        """All in one call, since policies of one run share what they read of a trace."""
+        """Replays all policies in one call, since they share observables of a trace."""
         folder = self.folder / side
         if self.live:  # numbers of another model or type are others
             way = self.live.way
@@ -97,7 +97,7 @@ class Objective:
         return Run(run.folder)
 
     def note(self, *lines: str) -> None:
-        """Says each line once."""
+        """Adds notes; repeated lines are dropped."""
         self.notes += [line for line in dict.fromkeys(lines) if line not in self.notes]
 
     def measure(self, side: str, traces: Sequence[Captured], policies: Sequence[str]) -> pd.DataFrame:
@@ -123,7 +123,7 @@ class Objective:
         return found
 
     def by_layer(self, run: Run, traces: Sequence[Captured]) -> pd.DataFrame:
-        """Rows of single layers, over all heads. Raises Error for a metric that is no mean over layers."""
+        """Rows of single layers, over all heads. Raises Error for a metric that is not a mean over layers."""
         rows = self.of_metric(run.table, traces)
         layers = rows[(rows["layer"] != "all") & (rows["head"] == "all")].astype({"layer": int})
         whole = rows[(rows["layer"] == "all") & (rows["head"] == "all")].set_index(["trace", "cell"])["value"].dropna()
@@ -141,7 +141,7 @@ class Objective:
         return rows[(rows["metric"] == metric) & (rows["variant"] == variant) & ours]
 
     def failure(self) -> str:
-        """The first cell that failed, and why; empty: none did."""
+        """The first failed cell with its reason; empty: no cell failed."""
         return next((note for note in self.notes if note.startswith("failed: ")), "")
 
 

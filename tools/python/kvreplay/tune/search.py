@@ -135,7 +135,7 @@ def sizes_that_fit(objective: Objective, run: Run, rows: pd.DataFrame, policy: s
 
 
 def layer_ranges(objective: Objective, traces: Sequence[Captured], policies: Sequence[str], most: int) -> Found:
-    """Which policy each layer takes, in at most `most` ranges. The start is the best of the policies alone."""
+    """Assigns one of the policies to each layer, in at most `most` ranges. The start is the best single policy."""
     for policy in policies:
         _engine.check_layers_apart(policy)
     run = objective.run("fitting", traces, policies, detail="layer")
@@ -165,7 +165,7 @@ def layer_ranges(objective: Objective, traces: Sequence[Captured], policies: Seq
 
 
 def ranges_text(policies: Sequence[str]) -> str:
-    """The policy of each layer, as `layers:FIRST-LAST=(POLICY),…`; of one policy for all, that one."""
+    """The policies of the layers as `layers:FIRST-LAST=(POLICY),…`; if all layers have the same policy, that policy."""
     begins = [i for i, policy in enumerate(policies) if i == 0 or policies[i - 1] != policy]
     if len(begins) == 1:
         return policies[0]

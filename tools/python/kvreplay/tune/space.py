@@ -21,7 +21,7 @@ REDRAWN = 20  # draws for one candidate, before a small space counts as used up
 
 @dataclass(frozen=True)
 class Words:
-    """A|B|C, all alike likely."""
+    """A|B|C, with equal probability."""
 
     every: tuple[str, ...]
 
@@ -38,7 +38,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Whole:
-    """LOW..HIGH in whole numbers, evenly by ratio where LOW is above 0: sizes matter by their ratio."""
+    """LOW..HIGH in integers, on a logarithmic scale if LOW is above 0, since ratios of sizes matter."""
 
     low: int
     high: int
@@ -60,7 +60,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Real:
-    """LOW..HIGH in three digits, evenly by ratio where LOW is above 0."""
+    """LOW..HIGH with three digits, on a logarithmic scale if LOW is above 0."""
 
     low: float
     high: float
@@ -85,7 +85,7 @@ def drawn(low: float, high: float, generator: np.random.Generator) -> float:
 
 
 def domain(where: str, text: str) -> Domain:
-    """LOW..HIGH of numbers, or words A|B|C. Raises Error at `where`."""
+    """The domain of a text LOW..HIGH or A|B|C. Errors name `where`."""
     if ".." not in text:
         words = tuple(text.split("|"))
         if not all(words) or len(set(words)) < len(words):
@@ -108,7 +108,7 @@ def domain(where: str, text: str) -> Domain:
 
 
 def asked_space(texts: Sequence[str]) -> dict[str, Domain]:
-    """Of --search: NAME=DOMAIN,…"""
+    """The domains of --search: NAME=DOMAIN,…"""
     space: dict[str, Domain] = {}
     for piece in [piece for text in texts for piece in split_outside_parentheses(text)]:
         name, equals, values = piece.partition("=")
@@ -122,7 +122,7 @@ def asked_space(texts: Sequence[str]) -> dict[str, Domain]:
 
 
 def declared_space(policy: str) -> dict[str, Domain]:
-    """Every parameter of the policy and its parts whose declared range is short and has an end: words, and numbers."""
+    """Every parameter of the policy and its parts whose declared range is short and bounded: choices, and numbers."""
     declared = _engine.parameters(policy)
     space: dict[str, Domain] = {}
     for name, _, span, seed in declared:
@@ -150,7 +150,8 @@ class Candidates:
 
 
 def candidates(start: str, space: dict[str, Domain], trials: int, seed: int) -> Candidates:
-    """The start and up to `trials` others. Raises Error where no value of any draw can be meant."""
+    """The start and up to `trials` others: the whole space if it is small enough, else random draws. Raises Error if
+    every other candidate is invalid."""
     generator = np.random.default_rng(seed)
     found, refused = {_engine.canonical(start): start}, []
     few = math.prod(one.count for one in space.values()) <= trials
@@ -198,6 +199,6 @@ def values_of(policy: str) -> dict[str, str]:
 
 
 def assembled(name: str, values: dict[str, str]) -> str:
-    """In its normal form."""
+    """The policy `name` with these values, in its normal form."""
     text = python_policies.with_values(name, values)
     return name + _engine.label(text)[len(_engine.canonical(text)[0]) :]
