@@ -11,7 +11,7 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): 
 
 
 class Refusal(IntEnum):
-    """Why something is refused; the value is the program's exit code."""
+    """The reason of an error; the value is the program's exit code."""
 
     NO = 1  # done, and the answer is "no"
     USAGE = 2  # a flag, name or value that cannot be meant

@@ -1,4 +1,4 @@
-"""An unknown name is answered with the nearest known one."""
+"""Finds the nearest known name for an unknown one."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from kvreplay.errors import DISK_FULL, Error, Refusal
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line with our usage errors: an unknown option is answered with the nearest one. The help ends with
-    `examples`."""
+    """A command line with kvreplay's usage errors: for an unknown option the error names the nearest one. The help ends
+    with `examples`."""
 
     def __init__(self, *, allow_abbrev: bool = False, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=allow_abbrev, **options)
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace)
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
-        """Unknown options come before missing ones: a misspelt option is both."""
+        """Reports unknown options before missing ones, since a misspelt option is both."""
         takes_value = {option for action in self._actions if action.nargs != 0 for option in action.option_strings}
         known = [option for action in self._actions for option in action.option_strings]
         previous = ""
@@ -68,14 +68,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def program() -> tuple[str, ...]:
-    """kvreplay as other processes call it; the program inside Python where there is no other."""
+    """The command of the program kvreplay for other processes; without an installed program, that inside Python."""
     beside = Path(sys.executable).with_name("kvreplay")
     path = shutil.which("kvreplay") or (str(beside) if beside.is_file() else "")
     return (path,) if path else (sys.executable, "-m", "kvreplay.command_line.command")
 
 
 def size(text: str) -> int:
-    """Bytes, as every size of the program is written: 4G, 512MiB ..."""
+    """The bytes of a size such as 4G or 512MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]?)(?:iB|B)?", text)
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a number of bytes, as 4096, 512M or 1.5G, found {text!r}")
@@ -96,21 +96,21 @@ def pattern(flag: str, text: str) -> re.Pattern[str] | None:
 
 
 def add_same_prompt(add_argument: Callable[..., Any]) -> None:
-    """--same-prompt, a pattern or None."""
+    """Adds --same-prompt, a pattern or None."""
     add_argument("--same-prompt", metavar="REGEX", type=partial(pattern, "--same-prompt"),
         help="traces with an equal match of REGEX in their names (or of its first group) share a prompt "
              "(default: equal names, or equal token ids)")  # fmt: skip
 
 
 def add_replay_options(add_argument: Callable[..., Any], device: str = "device that computes (default: auto)") -> None:
-    """--device, --threads and --memory of the replays that a command calls; `device`: help of the first."""
+    """Adds --device, --threads and --memory for the replays of a command; `device`: help of the first."""
     add_argument("--device", metavar="auto|cpu|cuda[:N]", help=device)
     add_argument("--threads", metavar="N", help="CPU threads (default: all cores)")
     add_argument("--memory", metavar="SIZE", help="limit on memory, as 8G (default: the free memory)")
 
 
 def require_least(arguments: argparse.Namespace, **least: int) -> None:
-    """Refuses options, by their names, whose values are too small; those that were not given are left alone."""
+    """Rejects options, given by name, whose values are too small. Options without a value are skipped."""
     for name, bound in least.items():
         value = getattr(arguments, name, None)
         if value is not None and value < bound:
@@ -118,7 +118,7 @@ def require_least(arguments: argparse.Namespace, **least: int) -> None:
 
 
 def require_format(flag: str, path: Path | None, *suffixes: str) -> None:
-    """Refuses a file of another format, as its name says it."""
+    """Rejects a file whose suffix is not one of these."""
     if path and path.suffix.lower() not in suffixes:
         expected = "a name ending in " + " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise Error(flag, "unknown file format", expected, str(path), Refusal.USAGE)
@@ -126,7 +126,7 @@ def require_format(flag: str, path: Path | None, *suffixes: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Makes the folder of a file that the block writes; what the system refuses is an Error."""
+    """Makes the folder of a file that the block writes; an error of the system becomes an Error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

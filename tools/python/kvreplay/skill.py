@@ -1,9 +1,10 @@
-"""Skill: where the recall of a policy lies between that of its random twin (0) and of the best set with its counts (1).
+"""Skill: the recall of a policy on a scale from its random twin (0) to the best set with the same counts (1).
 
     skill = (recall - twin) / (oracle - twin)
 
 All three are means of attention recall over the same layers and heads. The twin of a policy is the policy
-`random-twin:of=(POLICY)` at as many tokens on the same trace; of several, with different seeds, the mean is taken.
+`random-twin:of=(POLICY)` at the same number of tokens on the same trace. For several twins with different seeds, their
+mean recall is used.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def policy_of_twin(params: str) -> str:
 
 
 def twins_of(cells: pd.DataFrame, labels: dict[Policy, str]) -> dict[Policy, str]:
-    """By policy, the `of` of its random twin among these cells; policies without one are left out.
+    """The parameter `of` of each policy's random twin among these cells; policies without a twin are omitted.
 
-    `of` is a label: it names the parameters that differ from their defaults, and seeds. So it fits its own policy, and
-    those that differ from that in more parameters. Where `labels` has the label of a policy, the two must agree. Where
-    it has not, the twin with the most parameters that fit is taken, unless it fits several policies.
+    `of` is a label: it names the parameters that differ from their defaults, and seeds. So it matches its own policy,
+    and policies that differ from this one in more parameters. If `labels` contains the label of a policy, `of` must
+    agree with it. Otherwise the matching twin with the most parameters is used, unless it matches several policies.
     """
     policies = list(dict.fromkeys(zip(cells["policy"], cells["params"], strict=True)))
     twins = {of: named(of) for of in {policy_of_twin(params) for name, params in policies if name == TWIN}}

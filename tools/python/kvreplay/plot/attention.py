@@ -106,6 +106,6 @@ def draw(choice: Choice) -> Drawing:
 
 
 def queries(choice: Choice, facts: TraceFacts) -> str:
-    """How many eval queries the trace has, as results.csv says."""
+    """The number of eval queries of the trace, from results.csv."""
     table = choice.run.overall
     return table[table["trace"] == facts.name]["n_queries"].iloc[0]

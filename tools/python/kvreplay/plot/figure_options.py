@@ -203,7 +203,7 @@ class Choice:
         return rows[(rows["variant"] == variant) & rows["label"].isin(self.labels(True)) & ~rows["budget"].isin(hidden)]
 
     def caption(self, *more: str) -> str:
-        """Where the numbers come from, and what every number of a replay is: open loop."""
+        """The caption: model, trace, and the note that numbers are open loop."""
         cells = self.run.cells[self.run.cells["trace"].isin(self.traces)]
         if len(self.traces) == 1:
             fact = self.run.trace(self.traces[0])
@@ -216,6 +216,6 @@ class Choice:
 
 
 def open_loop(line: str, synthetic: bool, *more: str) -> str:
-    """A caption: where the numbers come from, what else is to be said, and what every number of a replay is."""
+    """A caption: the origin of the numbers, further sentences, and the note that numbers are open loop."""
     pieces = [line, "Synthetic trace, not from a model" if synthetic else "", *more]
     return ". ".join(piece for piece in pieces if piece) + ". Open loop: queries as captured under the full cache."

@@ -1,4 +1,4 @@
-"""A metric drawn as one line a policy, named at its end: what `curve` and `layers` share."""
+"""Figures of a metric with one line a policy, named at its end: shared by `curve` and `layers`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
 
 
 def draw_mean(axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name: str) -> LineEnd:
-    """One line, rows of `mean_over_traces` along the column `x`, with its band where it has one; where it is named.
+    """Draws one line, rows of `mean_over_traces` along the column `x`, with its band if it has one. Returns its end.
 
-    Points too few for a line stand alone, each with its interval as a bar. `look` as of `looks_of`.
+    If the points are too few for a line, each is drawn separately, with its interval as a bar. `look`: from `looks_of`.
     """
     joined, bounded = len(line) >= FEWEST_JOINED, line[line["low"].notna()]
     if not joined:
@@ -85,8 +85,8 @@ def draw_lines(
 ) -> tuple[Drawing, Axes, list[LineEnd]]:
     """Means of `rows` over traces along the column `x`, with bands where there are several traces.
 
-    A control with a single value beside lines that have more holds everywhere: it is drawn across. Errors that differ
-    by orders of magnitude have a logarithmic axis. The caller sets the scale of x, then names the lines with
+    A control with a single value, next to lines with more, is drawn across the whole axis. Errors that differ by orders
+    of magnitude have a logarithmic axis. The caller sets the scale of x, then names the lines with
     `label_ends`.
     """
     found = mean_over_traces(rows, ["label", x], prompts_of_rows(choice, rows))

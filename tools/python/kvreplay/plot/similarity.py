@@ -57,9 +57,9 @@ def block_cosines(tensor: np.ndarray, prompt: int, per_block: int) -> np.ndarray
 
 
 def check_same(trace: Trace, facts: TraceFacts, prompt_hash: str | None) -> None:
-    """The file is the trace that was replayed, as far as its header and the token ids of its prompt tell.
+    """Checks by header and token ids of the prompt that the file is the trace that was replayed.
 
-    `prompt_hash`: XXH3-128 of these ids as little-endian int32; None: the run does not know it.
+    `prompt_hash`: XXH3-128 of these ids as little-endian int32; None: the run does not record it.
     """
     found = (trace.model, trace.prompt, trace.tokens, trace.layers)
     wanted = (facts.model, facts.prompt, facts.tokens, facts.layers)

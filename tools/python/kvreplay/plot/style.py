@@ -1,7 +1,7 @@
-"""How every figure looks: sizes in inches, fonts of 8 points and more, colours that everybody can tell apart.
+"""The style of all figures: sizes in inches, fonts of at least 8 points, colours that all readers can distinguish.
 
-A figure is laid out from its panels outwards, so a panel has the same size whatever surrounds it: title, captions and
-margins add to the page, they never take from the panel.
+The layout of a figure begins with its panels. So a panel always has the same size: title, captions and margins enlarge
+the page, not the panel.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
 
 @dataclass(frozen=True)
 class LineEnd:
-    """Where a line ends, and what stands beside it."""
+    """The end of a line, and its name."""
 
     label: str
     x: float

@@ -1,4 +1,4 @@
-"""A trace in place of a run: all that a figure of the trace alone asks of one."""
+"""A trace file with the interface of a run, as far as figures of a single trace use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvreplay.trace import Trace
 
 
 class TraceFile:
-    """Answers as a run of this one trace would; its figures go into the current folder."""
+    """Has the interface of a run of this one trace; the folder of figures is the current folder."""
 
     failed = ()
     figures = Path()

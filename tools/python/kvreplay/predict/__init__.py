@@ -1,1 +1,1 @@
-"""Which offline metric has policies in the order that the live model has them."""
+"""Finds the offline metrics that order policies as the live model does."""

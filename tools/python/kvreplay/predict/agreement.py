@@ -1,4 +1,4 @@
-"""How well one list of numbers orders policies as another one does, and how many prompts that takes.
+"""The agreement of two lists of numbers on the order of policies, and the number of prompts that it requires.
 
 Numbers are damages: larger is worse. Of n policies there are n (n - 1) / 2 pairs.
 """
@@ -13,36 +13,36 @@ DRAWS = 400  # sets of prompts for each number of prompts
 
 
 def spearman(offline: np.ndarray, live: np.ndarray) -> float:
-    """Pearson's correlation of the ranks, ties at their mean rank (Spearman 1904); NaN where one has no order."""
+    """Pearson's correlation of the ranks, ties at their mean rank (Spearman 1904); NaN if one list is constant."""
     a, b = ranks(offline), ranks(live)
     return cosine(a - a.mean(), b - b.mean())
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """NaN where one is 0."""
+    """The cosine of two vectors; NaN if one is 0."""
     norm = math.sqrt(float(a @ a) * float(b @ b))
     return float(a @ b) / norm if norm > 0 else math.nan
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """From 1; equal values share their mean rank."""
+    """Ranks from 1; equal values share their mean rank."""
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
 def pair_differences(values: np.ndarray) -> np.ndarray:
-    """Of each pair of policies [n (n-1) / 2] the first value less the second."""
+    """For each pair of policies [n (n-1) / 2], the first value minus the second."""
     first, second = np.triu_indices(values.shape[-1], 1)
     return values[..., first] - values[..., second]
 
 
 def order_signs(values: np.ndarray) -> np.ndarray:
-    """Of each pair of policies whether the first is worse (1), equal (0) or better (-1)."""
+    """For each pair of policies, whether the first is worse (1), equal (0) or better (-1)."""
     return np.sign(pair_differences(values))
 
 
 def kendall(offline: np.ndarray, live: np.ndarray) -> float:
-    """Kendall's tau-b (1945); NaN where one has no order."""
+    """Kendall's tau-b (1945); NaN if one list is constant."""
     return cosine(order_signs(offline), order_signs(live))
 
 
@@ -54,15 +54,16 @@ def in_order(offline: np.ndarray, live: np.ndarray) -> float:
 
 
 def resolved(live: np.ndarray) -> np.ndarray:
-    """Of each pair of policies [n (n-1) / 2] whether the 95 % interval of its mean difference excludes 0."""
+    """For each pair of policies [n (n-1) / 2], whether the 95 % interval of its mean difference excludes 0."""
     difference = pair_differences(live)
     error = difference.std(axis=0, ddof=1) / math.sqrt(len(live))
     return np.abs(difference.mean(axis=0)) > 1.96 * error
 
 
 def prompts_needed(offline: np.ndarray, live: np.ndarray, share: float, seed: int) -> tuple[int | None, float]:
-    """The least number of prompts whose offline means have a pair of policies in the order of the live means over all
-    prompts, with probability `share` over pairs and sets of prompts; None: all n are too few. And the probability at n.
+    """The least number of prompts with which the offline means order a pair of policies as the live means over all
+    prompts do, with probability `share` over pairs and sets of prompts; None: all n are too few. Also returns the
+    probability at this number, or at n.
 
     `offline` and `live` [prompts, policies]. Sets are drawn with replacement. Only resolved pairs count: those whose
     live difference is more than 1.96 of its standard errors over the prompts. NaN if there is none.

@@ -1,8 +1,9 @@
-"""Offline and live numbers of the same cells, and which offline metric orders policies as the live model does.
+"""Offline and live numbers of the same cells, and the agreement of their orders of policies.
 
 The headline is at equal budget and within a prompt: over the policies of one prompt at one budget the rank correlation
 of each offline metric with each live one, then the mean over budgets, then over prompts with the bootstrap interval of
-`kvreplay compare`. Over budgets, where every metric falls as the budget grows, correlations are larger and say less.
+`kvreplay compare`. Over budgets correlations are larger but less informative, since every metric falls as the budget
+grows.
 """
 
 from __future__ import annotations

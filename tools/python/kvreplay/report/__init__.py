@@ -1,1 +1,1 @@
-"""One offline page of a finished run: its numbers, its sets, and the prompt's text shaded by who kept it."""
+"""One offline page of a finished run: its numbers, its sets, and the prompt's text, shaded by the kept tokens."""

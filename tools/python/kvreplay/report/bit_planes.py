@@ -1,6 +1,6 @@
-"""Large arrays of a report as short text: quantised, compressed, each different one stored once.
+"""Large arrays of a report as short text: quantised and compressed; equal arrays are stored once.
 
-A plane is the base64 text of a zlib stream; the page undoes it with the browser's own DecompressionStream("deflate").
+A plane is the base64 text of a zlib stream; the page decompresses it with the browser's DecompressionStream("deflate").
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ STEPS = 254
 
 
 def bits(kept: np.ndarray) -> bytes:
-    """Of bool [rows,P] each row as ceil(P/8) bytes, the first token in the lowest bit."""
+    """Packs each row of a bool [rows,P] into ceil(P/8) bytes, the first token in the lowest bit."""
     return np.packbits(kept, axis=1, bitorder="little").tobytes()
 
 
 def triangle(matrix: np.ndarray) -> bytes:
-    """Of a symmetric matrix [n,n] of shares in [0,1] what lies above the diagonal, row by row, as uint16 of 65535."""
+    """The values above the diagonal of a symmetric [n,n] of shares in [0,1], row by row, as uint16: 65535 is 1."""
     above = matrix[np.triu_indices(len(matrix), 1)]
     return np.rint(np.clip(above, 0, 1) * 65535).astype("<u2").tobytes()
 
 
 def rank_levels(scores: np.ndarray) -> np.ndarray:
-    """Of scores [n,H,P] the rank of each token in its layer, mean over heads, as uint8 [n,P]: 0 is the best 1/256.
+    """The rank of each token in its layer from scores [n,H,P], mean over heads, as uint8 [n,P]: 0 is the best 1/256.
 
-    Larger scores come first, of equal ones the lower position: the order in which tokens are kept.
+    Larger scores come first; among equal scores the lower position. This is the order in which tokens are kept.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     ranks = np.empty(scores.shape, dtype=np.int32)
@@ -38,9 +38,9 @@ def rank_levels(scores: np.ndarray) -> np.ndarray:
 
 
 def attention_levels(attention: np.ndarray) -> tuple[np.ndarray, float]:
-    """Of attention [n,P] the nearest of 255 levels in geometric steps as uint8, and the largest attention m.
+    """The nearest of 255 levels in geometric steps for attention [n,P], as uint8, and the largest attention m.
 
-    Level k > 0 stands for m·10^(−6(255−k)/254), which is within 2.8 %; level 0 for less than the least of them.
+    Level k > 0 denotes m·10^(−6(255−k)/254), with an error below 2.8 %; level 0 denotes smaller attention.
     """
     most = float(attention.max(initial=0.0))
     levels = np.zeros(attention.shape, dtype=np.uint8)
@@ -52,7 +52,7 @@ def attention_levels(attention: np.ndarray) -> tuple[np.ndarray, float]:
 
 @dataclass
 class Planes:
-    """The planes of one page, in as many bytes as are left for them; `null` stands where their places will."""
+    """The planes of one page, in at most `room` bytes."""
 
     room: int
     places: dict[str, int] = field(default_factory=dict)  # by plane, in the order in which they were added

@@ -27,10 +27,10 @@ Cells = dict[tuple[str, str], dict[table.Metric, Any]]  # by (trace, cell)
 
 @dataclass(frozen=True)
 class Wanted:
-    """A plane that a page would hold: `raw` becomes `target[key]`, in the order of `place`; before, it is None."""
+    """A plane for the page: its place is stored as `target[key]`, which is None before. `place` gives the order."""
 
     place: tuple[int, ...]
-    what: str  # of which kind, for the word on what had no room
+    what: str  # its kind, for the note on omitted planes
     of: str
     target: dict[str, Any]
     key: str
@@ -41,8 +41,8 @@ class Wanted:
 
 
 def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
-    """The defined values of the table's columns on these traces: of each cell as a whole, and a dict by the layer's own
-    number."""
+    """The defined values of the table's columns on these traces: over all layers of each cell, and by the model's own
+    number of the layer."""
     metrics = {column.metric for column in table.COLUMNS}
     rows = run.rows(lambda rows: rows["trace"].isin(traces))
     whole: Cells = {}
@@ -65,7 +65,7 @@ def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
 
 
 class Page:
-    """The content of one page: `content`, a dict that JSON can hold, and `notes`, what its reader should know."""
+    """The content of one page: `content`, a dict for JSON, and `notes` for the reader."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Page:
         budgets: Sequence[str] = (),
         text: bool = True,
     ) -> None:
-        """Empty: the first trace, every policy, every budget; `text`: whether prompts may be read in it."""
+        """Defaults: the first trace, every policy, every budget. `text`: whether the page contains the prompts."""
         self.run, self.text = run, text
         self.choice = Choice(run, policies=policies, budgets_asked=budgets)
         self.notes: list[str] = []
@@ -292,7 +292,7 @@ class Page:
 
 
 def has_choice(selection: Selection) -> bool:
-    """Whether some token was kept, and some evicted, that no rule protects: else there is nothing to compare."""
+    """Whether some unprotected token was kept and some was evicted: else there is no choice to compare."""
     kept, free = selection.mask(), selection.unprotected()
     return bool((kept & free).any() and (~kept & free).any())
 

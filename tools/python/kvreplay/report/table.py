@@ -20,12 +20,12 @@ BYTES: Units = ((2**-30, "GiB"), (2**-20, "MiB"), (2**-10, "KiB"))
 
 
 def kibibytes(count: float) -> str:
-    """For the memory of kept tokens."""
+    """The memory of kept tokens in KiB."""
     return f"{count / 1024:.1f}"
 
 
 def duration(seconds: float) -> str:
-    """With the largest unit of which it has one."""
+    """A time in the largest unit of which it has at least 1."""
     count, unit = next((one for one in SECONDS if seconds >= 1 / one[0]), SECONDS[-1])
     digits = {"s": 2, "ms": 1, "us": 0}[unit]
     return f"{seconds * count:.{digits}f} {unit}"
@@ -40,7 +40,7 @@ class Column:
     units: Units = ()  # none: a share, a cosine or a distance
 
     def best(self, better: dict[str, str]) -> int:
-        """1 where the largest value is the best, -1 the smallest, 0 where none is; `better` as `Run.better`."""
+        """1: the largest value is the best; -1: the smallest; 0: there is no best value. `better` as `Run.better`."""
         return {"higher": 1, "lower": -1}.get(better.get(self.metric[0], ""), 0)
 
 
@@ -103,7 +103,7 @@ class Line:
 
     @property
     def compared(self) -> bool:
-        """Only equal memory is compared."""
+        """Whether it is compared with others: no control, and at equal memory."""
         return self.role != "control" and not (self.own_memory or self.untold_memory)
 
     @property
@@ -112,13 +112,13 @@ class Line:
         return self.compared and not self.fails_twin
 
     def heads_shown(self, trace: TraceFacts) -> str:
-        """Sets of query heads hold as many times the memory as there are query heads to a KV head."""
+        """The granularity; with sets of query heads also the factor of memory, the query heads for each KV head."""
         return f"query {trace.query_heads // trace.kv_heads}x" if self.heads == "query" else self.heads
 
 
 def columns_of(lines: Sequence[Line]) -> list[Column]:
-    """The columns that some line of a trace has a value for. Memory is none where it says no more than kept tokens do:
-    where a kept token takes as many bytes in every line. Of the two output errors, the pooled one."""
+    """The columns for which some line of a trace has a value. Memory is omitted if a kept token takes the same number
+    of bytes in every line. Of the two output errors, the pooled one is shown."""
     known = [line.values for line in lines if MEMORY in line.values and line.values.get(KEPT)]
     of_token = [values[MEMORY] / values[KEPT] for values in known]
     same = not of_token or max(of_token) <= min(of_token) * (1 + 1e-9)
@@ -130,7 +130,7 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
 
 
 def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> float | None:
-    """The best value of a line that may be marked best, where two or more are compared."""
+    """The best value among lines that may be marked best, if two or more lines are compared."""
     direction = column.best(better)
     compared = [line for line in lines if line.compared and column.metric in line.values]
     values = [line.values[column.metric] for line in compared if line.may_be_best]
@@ -140,7 +140,7 @@ def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> fl
 
 
 def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, str]) -> list[list[list]]:
-    """Of lines of one budget by column: value (None: undefined), text, whether it is the best."""
+    """For each line of one budget and each column: value (None: undefined), text, whether it is the best."""
     best = [best_of(column, lines, better) for column in columns]
 
     def texts_of(line: Line, column: Column, top: float | None) -> list:
@@ -167,7 +167,7 @@ def trace_line(trace: TraceFacts, treated: int) -> str:
 
 
 def budget_line(budget: str, tokens: Sequence[int], treated: int, boundary: int) -> str:
-    """A budget in tokens, also over all layers where its lines have the same number."""
+    """A budget in tokens, also over all layers if its lines have the same number."""
     share = any(letter in budget for letter in ".%eE")
     meaning = f"{budget} = " if budget.endswith("B") else f"{budget} of {boundary} = " if share else ""
     if min(tokens) < max(tokens):
@@ -180,7 +180,7 @@ def budget_line(budget: str, tokens: Sequence[int], treated: int, boundary: int)
 
 
 def own_memory_line(lines: Sequence[Line]) -> str:
-    """Names those whose memory is their own."""
+    """A line with the policies that ignore the budget; empty if there are none."""
     names = [line.label for line in lines if line.own_memory and line.role != "control"]
     return f"ignores the budget, so never marked *: {', '.join(names)}" if names else ""
 
