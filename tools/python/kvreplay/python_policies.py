@@ -1,4 +1,4 @@
-"""Policies written in Python: a function `view -> scores`, or a class that overrides any part of a plan.
+"""Policies written in Python: a function `view -> scores`, or a class that overrides parts of a policy.
 
 ```python
 import kvreplay as kv
@@ -331,14 +331,14 @@ class FunctionPolicy:
 
 
 def signature(defaults: Iterable[tuple[str, Standard]]) -> inspect.Signature:
-    """Of a function that takes these parameters of a policy, and parts, and gives its text."""
+    """The signature of a function that takes these parameters of a policy, and parts, and returns its text."""
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in defaults]
     more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
     return inspect.Signature([*keywords, more], return_annotation="str")
 
 
 def from_function(function: Callable, **options: Any) -> FunctionPolicy:
-    """The policy of a function `(view, parameters with defaults) -> scores`; options as the attributes of `Policy`."""
+    """The policy of a function `(view, parameters with defaults) -> scores`; options are attributes of `Policy`."""
     if isinstance(function, type | FunctionPolicy) or not callable(function):
         raise Error(
             "policy", "not a function", "def NAME(view, …), or a class of Policy", repr(function), Refusal.USAGE
@@ -410,8 +410,8 @@ def _definition(
 
 
 def _written(source: Any) -> tuple[str, bytes]:
-    """The file that it was written in, and all that makes it another policy when it changes: the bytes of that file,
-    its own lines there (or what they were compiled to), and the values that it reads from around it."""
+    """The policy's file, and the content that identifies its version: the bytes of this file, its own lines there (or
+    their compiled code), and the outer variables that it reads."""
     functions = [one for one in (vars(source).values() if isinstance(source, type) else [source]) if _has_code(one)]
     try:
         file = inspect.getsourcefile(source) or ""
@@ -444,7 +444,7 @@ def _values_around(function: Any) -> bytes:
 
 
 def with_values(name: str, values: Mapping[str, Any]) -> str:
-    """The policy as users write it."""
+    """The policy's text, as on the command line."""
     from kvreplay import _engine
 
     texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}

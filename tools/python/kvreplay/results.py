@@ -244,7 +244,7 @@ class Run:
         return {one["name"]: one["better"] for one in self._declared}
 
     def better_of(self, name: str) -> str | None:
-        """The same for NAME[:VARIANT]; a variant that is not listed, such as a span's, has its metric's direction."""
+        """The entry of `better` for NAME[:VARIANT]; a variant without an entry, such as a span's, has its metric's."""
         return self.better.get(name, self.better.get(name.partition(":")[0]))
 
     @property
@@ -253,7 +253,7 @@ class Run:
         return {one["name"]: one["unit"] for one in self._declared if "unit" in one}
 
     def unit_of(self, name: str) -> str | None:
-        """The same for NAME[:VARIANT]; a variant that is not listed has its metric's unit."""
+        """The entry of `units` for NAME[:VARIANT]; a variant without an entry has its metric's."""
         return self.units.get(name, self.units.get(name.partition(":")[0]))
 
     @property
@@ -339,7 +339,7 @@ class Run:
         return sorted(path.stem for path in (self.folder / "cells").glob("*.h5"))
 
     def cells_file(self, trace: str) -> h5py.File:
-        """This file, open for reading: /traces/TRACE and /cells/ID. The last MOST_OPEN files remain open."""
+        """The file of `cells_path`, open for reading: /traces/TRACE and /cells/ID. The last MOST_OPEN remain open."""
         if trace not in self._open:
             file = self._open_cells(trace)
             if len(self._open) == MOST_OPEN:
