@@ -29,8 +29,10 @@ std::size_t distance(std::string_view a, std::string_view b) {
 std::string nearest(std::string_view name, std::span<const std::string> known) {
   constexpr std::size_t few = 4;  // read at a glance
   std::string best, all;
-  std::size_t best_distance = name.size() / 3 + 1;
-  for (const std::string& candidate : known) {
+  std::size_t best_distance = (name.size() + 1) / 3 + 1;
+  for (auto at = known.begin(); at != known.end(); ++at) {
+    const std::string& candidate = *at;
+    if (std::find(known.begin(), at, candidate) != at) continue;  // a parameter of two parts
     all += (all.empty() ? "" : ", ") + candidate;
     const bool is_part = name.size() > 2 && candidate.find(name) != std::string::npos;
     const std::size_t d = is_part ? 1 : distance(name, candidate);

@@ -24,7 +24,7 @@ QUESTION = "question=last,question_tokens=6"
 COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
 
-NO_HDF5 = "expected an HDF5 file, found another file format; write or copy the file again"
+NO_HDF5 = "expected an HDF5 file, found another file format; give a trace (.h5); copy it again if it is damaged"
 LINES: list[tuple[int, str, str]] = [
     # the program
     (USAGE, "snyth", "snyth: unknown command: did you mean synth?"),
@@ -36,13 +36,14 @@ LINES: list[tuple[int, str, str]] = [
     (
         CAPABILITY,
         "capture",
-        "capture: kvreplay-capture is not installed: expected tools/setup build python in kvreplay's source folder, "
+        "capture: kvreplay-capture is not installed: expected tools/setup build python, run in kvreplay's source "
+        "folder, "
         "and .venv/bin on PATH",
     ),
     (
         CAPABILITY,
         "plot out",
-        "plot: kvreplay-plot is not installed: expected tools/setup build python in kvreplay's source folder, "
+        "plot: kvreplay-plot is not installed: expected tools/setup build python, run in kvreplay's source folder, "
         "and .venv/bin on PATH",
     ),
     # lists
@@ -297,7 +298,7 @@ LINES: list[tuple[int, str, str]] = [
         'skip_layers: not a number: expected a whole number, found "x"',
     ),
     # files of policies
-    (INPUT, f"{REPLAY} -p @missing.yaml -b 0.5", "missing.yaml: cannot be read: expected a file of policies"),
+    (INPUT, f"{REPLAY} -p @missing.yaml -b 0.5", "missing.yaml: cannot be read: expected a YAML file with policies"),
     (
         USAGE,
         f"{REPLAY} -p @broken.yaml -b 0.5",

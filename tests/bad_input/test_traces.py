@@ -571,7 +571,7 @@ def test_refused(case: Broken, fixture_trace: Path, tmp_path: Path) -> None:
         [line] = answer.stderr.splitlines()
         problem, remedy = line.removeprefix("kvreplay: ").split("; ", 1)
         assert problem == f"{path}{message}"
-        assert remedy.split()[0] in ("write", "run", "use")
+        assert remedy.split()[0] in ("write", "run", "use", "give")
         first, *others = verdict.stdout.removeprefix(f"{path}: invalid\n").splitlines()
         assert (first, verdict.returncode) == (f"  {problem}; {remedy}", 1)
         assert len(others) == MORE_VIOLATIONS.get(case.name, 0)

@@ -255,7 +255,7 @@ def test_a_wrong_manifest_is_refused_at_its_line(place: Path, text: str, expecte
         ("boundary: 0", "wrong.yaml:1: boundary 0: outside the prompt: expected 1 or more, found 0"),
         ("boundary: 1.5", 'wrong.yaml:1: boundary 1.5: not a number: expected a whole number, found "1.5"'),
         ("traces: nowhere/*.h5", "wrong.yaml:1: traces: no such trace: expected files *.h5, found nowhere/*.h5"),
-        ("exclude: {policy: h3o}", "wrong.yaml:1: exclude: unknown policy: did you mean h2o?"),
+        ("exclude: {policy: h3o}", "wrong.yaml:1: exclude: unknown policy: expected h2o, found h3o"),
         (
             "exclude: {policy: h2o, budget: 7}",
             "wrong.yaml:1: exclude: excludes no cell: expected values that some policy and budget have, found "

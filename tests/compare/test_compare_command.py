@@ -341,7 +341,7 @@ def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, cap
         (["--baseline", "base", "-b", "0.2"], "-b: unknown budget 0.2: did you mean 0.1?"),
         (["--baseline", "base", "--metric", "atention_recall"], "--metric: unknown metric"),
         (["--baseline", "base", "--same-prompt", "("], "--same-prompt: not a regular expression"),
-        (["--baseline", "base", "--data", "table.txt"], "--data: format: expected a name ending in .csv"),
+        (["--baseline", "base", "--data", "table.txt"], "--data: unknown file format: expected a name ending in .csv"),
         (["--baseline", "base", "--seed", "-1"], "--seed: out of range: expected 0 or more, found -1"),
         (["--baseline", "base", "--seed", "x"], "compare: argument --seed: invalid int value"),
         (["--base", "base"], "compare: unknown option --base: did you mean --baseline?"),

@@ -815,8 +815,14 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["heatmap", "-p", "snapvk"], "-p: unknown policy snapvk: did you mean snapkv?"),
         (["heatmap", "-b", "0.15"], "-b: unknown budget 0.15: did you mean 0.1?"),
         (["kept", "--trace", "demos"], "--trace: unknown trace demos: did you mean demo?"),
-        (["kept", "-o", "figure.jpg"], "-o: format: expected a name ending in .svg, .pdf or .png, found figure.jpg"),
-        (["kept", "--data", "numbers.txt"], "--data: format: expected a name ending in .csv, found numbers.txt"),
+        (
+            ["kept", "-o", "figure.jpg"],
+            "-o: unknown file format: expected a name ending in .svg, .pdf or .png, found figure.jpg",
+        ),
+        (
+            ["kept", "--data", "numbers.txt"],
+            "--data: unknown file format: expected a name ending in .csv, found numbers.txt",
+        ),
         (["needle", "--metric", "span_recall:men"], "unknown variant men: did you mean mean?"),
         (
             ["needle", "--metric", "kv_bytes"],

@@ -139,10 +139,10 @@ def test_a_plugins_project_is_written_anywhere(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("", "new-policy: missing argument: expected NAME"),
-        ("Mine", 'new-policy: not a policy\'s name: expected RULE, found "Mine"'),
-        ("2nd", 'new-policy: not a policy\'s name: expected RULE, found "2nd"'),
-        ("mine-", 'new-policy: not a policy\'s name: expected RULE, found "mine-"'),
-        ("../mine", 'new-policy: not a policy\'s name: expected RULE, found "../mine"'),
+        ("Mine", 'new-policy: invalid policy name: expected RULE, found "Mine"'),
+        ("2nd", 'new-policy: invalid policy name: expected RULE, found "2nd"'),
+        ("mine-", 'new-policy: invalid policy name: expected RULE, found "mine-"'),
+        ("../mine", 'new-policy: invalid policy name: expected RULE, found "../mine"'),
         ("snapkv", "new-policy: a policy with this name exists: expected another name, found snapkv"),
         ("layers", "new-policy: a policy with this name exists: expected another name, found layers"),
         ("there", "core/policies/papers/there.cpp: exists: expected another name"),
@@ -150,7 +150,7 @@ def test_a_plugins_project_is_written_anywhere(tmp_path: Path) -> None:
         ("project --plugin", "project/CMakeLists.txt: exists: expected another name"),
         (
             "mine --source tests",
-            "--source: not kvreplay's source folder: expected one with core/policies/papers, found tests",
+            "--source: not kvreplay's source folder: expected a folder with core/policies/papers, found tests",
         ),
         (
             "mine --source . --plugin",

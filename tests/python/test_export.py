@@ -114,7 +114,11 @@ def test_selections_are_those_of_format_1(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_is_refused(run: Run, tmp_path: Path) -> None:
     for words, code, said in (
-        ([run.folder, "-o", "out.xlsx"], 2, "-o: format: expected a name ending in .parquet, .arrow, .csv or .h5"),
+        (
+            [run.folder, "-o", "out.xlsx"],
+            2,
+            "-o: unknown file format: expected a name ending in .parquet, .arrow, .csv or .h5",
+        ),
         ([run.folder, "-o", "nowhere/out.h5"], 3, "nowhere/out.h5: cannot be written"),
         ([tmp_path, "-o", "out.h5"], 3, "not a finished run"),
     ):

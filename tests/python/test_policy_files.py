@@ -122,7 +122,7 @@ def test_without_python_it_says_what_to_install(words, small: Path, tmp_path: Pa
         ("x = 1\n\ny = x / 0\n", "mine.py:x", 3, "mine.py:3: raised ZeroDivisionError: division by zero"),
         ("import nothing_of_that_name\n", "mine.py:x", 3, "mine.py:1: raised ModuleNotFoundError: No module named "),
         (MINE, "mine.py:long_keys:p=9", 2, "long_keys:p: out of range: expected 1..4, found 9"),
-        (MINE, "mine.py:long_keys:q=9", 2, "long_keys: unknown parameter q: did you mean p?"),
+        (MINE, "mine.py:long_keys:q=9", 2, "long_keys: unknown parameter: expected one of p, heads, agg, "),
         (MINE.replace("def long_keys", "def snapkv"), "mine.py:snapkv", 2, "snapkv: another policy has that name"),
     ],
 )  # fmt: skip

@@ -87,10 +87,7 @@ def test_only_the_edited_policy_is_computed_again(folder, watched):
 )
 def test_what_cannot_be_watched_is_refused(folder, words, line):
     answer = kvreplay("replay", "trace.h5", "-b", "0.1", *words, folder=folder, env=WITH_PYTHON)
-    assert answer.code == 2 and answer.err.startswith(
-        "kvreplay: mine.py:2: syntax error: found invalid syntaxmine.py: unknown policy: expected a function under "
-        f"@kv.policy, found xmine.py: unknown policy: expected one of broken, long_keys, newest, found nobody{line}"
-    ), answer
+    assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}"), answer
 
 
 def test_without_the_python_package_it_says_what_is_missing(folder):

@@ -336,7 +336,7 @@ def test_values_of_parameters_arrive_with_their_types(small: Path) -> None:
         ("tuned:last=1.5", 'tuned:last: not a number: expected a whole number, found "1.5"'),
         ("tuned:turned=maybe", 'tuned:turned: not a Boolean: expected false or true, found "maybe"'),
         ("tuned:of=queries", "tuned:of: unknown word: expected keys | values, found queries"),
-        ("tuned:q=1", "tuned: unknown parameter q: did you mean p?"),
+        ("tuned:lst=1", "tuned: unknown parameter lst: did you mean last?"),
         ("tuned:select=chunkz", "chunkz: unknown selector: did you mean chunks?"),
     ],
 )

@@ -143,7 +143,10 @@ def test_policies_without_bounds_are_refused(policy: str, why: str, tiny: list[P
 
 def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> None:
     words = [tiny[0], "-p", "snapkv", "-b", "4"]
-    assert said(*words, "-o", "terms.txt", code=2) == "-o: format: expected a name ending in .csv, found terms.txt"
+    assert (
+        said(*words, "-o", "terms.txt", code=2)
+        == "-o: unknown file format: expected a name ending in .csv, found terms.txt"
+    )
     assert said(*words, "--evl", "all", code=2) == "regret: unknown option --evl: did you mean --eval?"
     assert "required" in said(tiny[0], "-p", "snapkv", code=2)
     with pytest.raises(Error, match="regret: unknown option: expected seed=N of a policy, found seed"):

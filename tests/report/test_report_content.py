@@ -489,7 +489,7 @@ def write_wrong_text(run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage, options, code, words", [
-    (None, ["-o", "page.pdf"], 2, "-o: format: expected a name ending in .html or .htm, found page.pdf"),
+    (None, ["-o", "page.pdf"], 2, "-o: unknown file format: expected a name ending in .html or .htm, found page.pdf"),
     (None, ["--trace", "dem"], 2, "--trace: unknown trace dem: did you mean demo?"),
     (None, ["-p", "snapvk"], 2, "-p: unknown policy snapvk: did you mean snapkv?"),
     (None, ["-b", "0.4"], 2, "-b: unknown budget 0.4: did you mean 0.1?"),

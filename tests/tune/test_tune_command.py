@@ -368,7 +368,7 @@ REFUSALS = [
     (["-p", "snapkv", "-b", "16", "--search", "window=16..8"], 2, "--search window: range: expected LOW..HIGH"),
     (["-p", "snapkv", "-b", "16", "--search", "window=a..b"], 2, "--search window: range: expected two numbers"),
     (["-p", "snapkv", "-b", "16", "--search", "window=8,window=9"], 2, "--search: given more than once"),
-    (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has a short range"),
+    (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has choices or a range up to 4096 wide"),
     (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: did you mean"),
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
     (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
@@ -384,7 +384,7 @@ REFUSALS = [
     (["-p", "snapkv", "-b", "16", "--model", "m"], 2, "--model: output_error:pooled needs no model: expected a metr"),
     (["-p", "snapkv", "-b", "16", "--metric", "kld", "--model", "m", "--layers"], 2, "--metric: kld is not additive o"),
     (["-p", "snapkv", "-b", "16", "--hold-out", "1"], 2, "--hold-out: out of range"),
-    (["-p", "snapkv", "-b", "16", "-o", "best.txt"], 2, "-o: format: expected a name ending in .yaml"),
+    (["-p", "snapkv", "-b", "16", "-o", "best.txt"], 2, "-o: unknown file format: expected a name ending in .yaml"),
     (["-p", "snapkv", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected two or more policies, found 1"),
     (["-p", "snapkv", "-p", "h2o", "-b", "16"], 2, "-p: policies to tune: expected one policy, or --ranges, found 2"),
     (["-p", "full", "-b", "16", "--search", "store=exact|quantised"], 2, "full: "),
@@ -404,9 +404,7 @@ def test_what_cannot_be_meant_is_one_line(words, code, said, traces, refused):
 
 def test_too_few_prompts(traces, refused, tmp_path):
     words = ["-p", "snapkv", "-b", "16"]
-    expected = (
-        "traces: too few prompts for a held-out set: expected traces of 3 prompts, or --held-out TRACE for others"
-    )
+    expected = "traces: too few prompts for a held-out set: expected traces of at least 3 prompts, or --held-out TRACE"
     assert refused(2, traces[0], *words) == f"{expected}, found 1"
     assert refused(2, *traces[:2], *words) == f"{expected}, found 2"
     said = refused(2, *traces[:2], *words, "--held-out", traces[3])

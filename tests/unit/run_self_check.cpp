@@ -106,6 +106,25 @@ TEST(SelfCheck, WhatIsNotANumberAgreesWithNothing) {
   EXPECT_TRUE(check_comparison(odd, kept, no_output));
 }
 
+TEST(SelfCheck, OutputsNearDenormalNumbersAreNotCompared) {
+  Moments small = full, kept_of_it = kept;
+  Comparison other = compared;
+  const auto scale_outputs = [&](double square) {
+    small.output_square = full.output_square * square;
+    kept_of_it.output_square = kept.output_square * square;
+    kept_of_it.output_dot = kept.output_dot * square;
+    kept_of_it.error_square = kept.error_square * square * 1.01;  // rounded
+    other.output_full_square = compared.output_full_square * square;
+    other.output_dot = compared.output_dot * square;
+    other.output_square = compared.output_square * square;
+    other.error_square = compared.error_square * square;
+  };
+  scale_outputs(1e-80);
+  EXPECT_FALSE(check_comparison(other, kept_of_it, small));
+  scale_outputs(1e-60);
+  EXPECT_TRUE(check_comparison(other, kept_of_it, small));
+}
+
 TEST(SelfCheck, LogitsOfRoundingAloneAreNotCompared) {
   Moments rounded = full, kept_of_it = kept;
   rounded.logit_square = kept_of_it.logit_square = 1e-16;  // 0 by the comparison

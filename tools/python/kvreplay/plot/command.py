@@ -100,7 +100,7 @@ def check_names(arguments: argparse.Namespace) -> None:
     for field in asked_of_kinds(arguments):
         readers = [name for name, kind in KINDS.items() if field in kind.reads]
         if arguments.kind not in readers:
-            wanted = "kind " + " or ".join(readers)
+            wanted = ("one of " if len(readers) > 1 else "") + ", ".join(readers)
             raise Error(parser().flag(field), "not an option of this figure", wanted, arguments.kind, Refusal.USAGE)
     for path in arguments.output:
         require_format("-o", path, *FORMATS)
