@@ -105,7 +105,11 @@ def test_code_of_a_repository_runs_only_on_request(tmp_path: Path) -> None:
         (["--device", "cpu", "--device-map", "auto"], 2, "not allowed with argument"),
         (["--device-map", "missing.json"], 3, "--device-map: missing.json: expected auto, or a JSON file"),
         (["--device-map", "list.json"], 3, '--device-map: list.json: expected an object as {"model.layers.0": "disk"}'),
-        (["--device-map", "nowhere.json"], 3, "model cannot be loaded: expected a model that transformers supports"),
+        (
+            ["--device-map", "nowhere.json"],
+            3,
+            "model cannot be loaded: expected a hub name or folder of a model that transformers supports",
+        ),
         (["--load", "4bit"], 4, "--load: missing package: expected pip install bitsandbytes"),
         (["--load", "8bit", "--with-wo"], 2, "--with-wo: cannot be combined with --load: expected unquantised"),
         (["--load", "3bit"], 2, "invalid choice: '3bit'"),

@@ -59,8 +59,10 @@ def test_reference_needs_a_continuation(
     capsys.readouterr()
     words = ["--model", str(folder), "--prompt", PROMPT, "-o", str(tmp_path / "t.h5"), "--progress", "never"]
     assert main([*words, "--save-reference"]) == 2
-    message = "kvreplay: --save-reference: continuation: expected a continuation (--generate N or --continuation FILE)"
-    assert capsys.readouterr().err == f"{message}, found none\n"
+    message = (
+        "kvreplay: --save-reference: no continuation: expected a continuation (--generate N or --continuation FILE)"
+    )
+    assert capsys.readouterr().err == f"{message}\n"
     assert "/reference/ids" not in captured(folder, tmp_path / "plain.h5", "--generate", "2")
 
 

@@ -55,5 +55,5 @@ def test_prompts_are_tasks(model_folder: Folder, prompts: Path, tmp_path: Path, 
 def test_a_prompt_of_another_name(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--model", str(tmp_path), "--prompts", str(prompts), "-o", str(tmp_path / "out"), "--executor", "local"]
     assert main([*words, "--only", "mine-000,mine-1"]) == 2
-    assert "--only: unknown prompt: expected mine-001, found mine-1" in capsys.readouterr().err
+    assert "--only: unknown prompt mine-1: did you mean mine-001?" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -31,7 +31,7 @@ from kvreplay.capture.prompts import Message, Prompt
 from kvreplay.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHER = "not whole, or of another prompt, model or setting: captured again"
+OTHER = "incomplete, or has another prompt, model or setting: captured again"
 NEEDLE = "The lamp is green."
 PROMPTS = [
     Prompt("needle-60-d50", f"The tide was late. {NEEDLE} It rained.", "What is green?", ("lamp",), NEEDLE),
@@ -192,7 +192,7 @@ def test_a_trace_without_its_row_gets_it(left_behind: Path, capsys: pytest.Captu
     folder, before = left_behind.parent, times(left_behind.parent)
     assert corpus.main(["-o", str(folder)]) == 0
     said = capsys.readouterr().err
-    assert "corpus: question-1.h5 is there, whole and of its prompt: listed, not captured again\n" in said
+    assert "corpus: question-1.h5 exists, is complete and matches its prompt: listed, not captured again\n" in said
     assert f"corpus: 2 of 3 traces are in {folder}\n" in said and "1 of 1  chat-1" in said
     assert times(folder)["question-1.h5"] == before["question-1.h5"]
     rows = manifest(folder)
@@ -231,7 +231,7 @@ def test_a_trace_that_somebody_captured_under_our_name_stays(
         file.attrs["producer"] = np.bytes_("kvreplay 0.1.0")  # of `kvreplay capture`
     before = times(left_behind.parent)
     assert corpus.main(["-o", str(left_behind.parent)]) == 2
-    assert capsys.readouterr().err.startswith(f"kvreplay: {left_behind}: output: expected no such file")
+    assert capsys.readouterr().err.startswith(f"kvreplay: {left_behind}: output: expected no file of this name")
     assert times(left_behind.parent) == before
 
 
@@ -281,7 +281,7 @@ def test_a_file_that_is_not_listed_stays(
     own = tmp_path / "chat-1.h5"
     own.write_text("mine")
     assert corpus.main(["-o", str(tmp_path)]) == 2
-    expected = f"no such file, or one that {tmp_path}/corpus.csv lists or this program wrote"
+    expected = f"no file of this name, or a file listed in {tmp_path}/corpus.csv or written by this program"
     assert capsys.readouterr().err == f"kvreplay: {own}: output: expected {expected}, found another file\n"
     assert own.read_text() == "mine" and list(tmp_path.iterdir()) == [own]
 
@@ -291,7 +291,11 @@ def test_a_disk_too_small_is_refused_before_anything_is_captured(
 ) -> None:
     monkeypatch.setattr(corpus.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 2000))
     assert corpus.main(["-o", str(tmp_path)]) == 5
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"kvreplay: {tmp_path}: disk: expected 0 MB free, found")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f"kvreplay: {tmp_path}: too little disk space: expected 0 MB, found")
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -311,7 +315,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_captured(
         ("--tokens 500", "corpus: --tokens: expected --ruler, whose prompts have these lengths, found no --ruler"),
         (
             "--ruler --tokens 1000,x",
-            "corpus: argument --tokens: expected numbers of tokens like 1000,2000, found '1000,x': "
+            "corpus: argument --tokens: expected numbers of tokens like 1000,2000, found '1000,x' "
             "(see tools/corpus --help)",
         ),
         ("-o note.txt", "-o: note.txt: expected a writable folder, found [Errno 17] File exists: 'note.txt'"),

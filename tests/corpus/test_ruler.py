@@ -234,7 +234,7 @@ def test_given_essays_and_name() -> None:
     ("tokens", "message"),
     [
         (40, r"x: length: expected at least \d+ tokens, found 40"),
-        (3000, r"x: length: expected at most \d+ tokens, all that the essays have, found 3000"),
+        (3000, r"x: length: expected at most \d+ tokens, the length of all essays, found 3000"),
     ],
 )
 def test_lengths_that_no_haystack_has(tokens: int, message: str) -> None:

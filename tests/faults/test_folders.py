@@ -67,7 +67,7 @@ def test_a_file_that_is_replaced_while_it_is_merged(trace: Path, interposed: Pat
     }
     answer = kvreplay("merge", "out", "shard", folder=tmp_path, env={**os.environ, **fault})
     check_refusal(answer, USAGE)
-    assert f"shard/{cells}: another run has replaced it meanwhile" in answer.err and not (tmp_path / "out").exists()
+    assert f"shard/{cells}: replaced by another run during the merge" in answer.err and not (tmp_path / "out").exists()
     done("merge", "out", "shard", folder=tmp_path)
     assert done("diff", "out", "later", folder=tmp_path) == "equal\n"
 
@@ -150,7 +150,7 @@ def test_two_at_once(name: str, request: pytest.FixtureRequest, tmp_path: Path) 
         for answer in answers:
             if answer.code != 0:
                 check_refusal(answer, USAGE, INPUT)
-                assert "writes" in answer.err, answer
+                assert "writing" in answer.err, answer
         subject.finished(where)
 
 

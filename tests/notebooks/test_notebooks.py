@@ -397,7 +397,7 @@ def test_names_and_corpora_that_are_not_there_are_refused(tmp_path: Path):
     answer = tools_figures("chunkvk", "--corpus", tmp_path)
     assert (answer.returncode, answer.stderr) == (
         2,
-        "kvreplay: figures: no such notebook: expected chunkkv, found chunkvk\n",
+        "kvreplay: figures: no such notebook chunkvk: did you mean chunkkv?\n",
     )
     answer = tools_figures("chunkkv", "--corpus", tmp_path, "-o", tmp_path)
     assert answer.returncode == 3 and answer.stderr.count("\n") == 1

@@ -198,7 +198,7 @@ def test_interrupted(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
     code, said = interrupted(sweeps, signal.SIGINT, "--workers", 1)
     assert code == 130
     assert said.split("\n")[1:] == [
-        "kvreplay: sweep: interrupted, finished tasks are kept; use --resume to continue",
+        "kvreplay: sweep: interrupted; finished tasks are kept; use --resume to continue",
         "",
     ]
     goes_on(sweeps, single, "--executor", f"dask:{cluster.address}")

@@ -48,10 +48,10 @@ constexpr Option options[] = {
      "memory: 64KiB, 1MiB, 1GiB; repeatable",
      true},
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
-     "evict whole pages, as paged inference engines do, with every policy (default: page=16,heads=layer)"},
+     "evict whole pages, as paged inference engines do, with every policy; omitted keys: page=16, heads=layer"},
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
      "protected tokens of every policy, in place of its default: attention sinks and recent window, in tokens or as a "
-     "fraction of the budget (default of each: 0)"},
+     "fraction of the budget; an omitted one is 0"},
     {"controls", 0, "none|random|twins", "random",
      "reference policies at the same budgets; random: full, random, oracle; twins: also the random twin of each policy "
      "with "
@@ -493,8 +493,7 @@ int run_replay(const Arguments& given) {
 }
 
 std::string details() {
-  return "TRACE is a trace (.h5), a folder of traces, a quoted pattern such as 'traces/*.h5', a list of traces in a "
-         "CSV file,\n"
+  return "TRACE is a trace (.h5), a folder of traces, a quoted pattern such as 'traces/*.h5', a manifest (.csv),\n"
          "or @EXPERIMENT.yaml, a file with traces and options.\n";
 }
 
