@@ -190,7 +190,7 @@ std::string own_memory_line(const std::vector<const CellRecord*>& cells) {
   std::string names;
   for (const CellRecord* cell : cells)
     if (cell->own_memory && cell->role != "control") names += (names.empty() ? "" : ", ") + cell->label;
-  return names.empty() ? "" : cut("ignores the budget, so never marked *: " + names, widest) + '\n';
+  return names.empty() ? "" : cut("not at equal memory, so never marked *: " + names, widest) + '\n';
 }
 
 /// Whether protected tokens were replaced, those of the policy or of a policy in its parameters.

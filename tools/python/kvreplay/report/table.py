@@ -182,7 +182,7 @@ def budget_line(budget: str, tokens: Sequence[int], treated: int, boundary: int)
 def own_memory_line(lines: Sequence[Line]) -> str:
     """A line with the policies that ignore the budget; empty if there are none."""
     names = [line.label for line in lines if line.own_memory and line.role != "control"]
-    return f"ignores the budget, so never marked *: {', '.join(names)}" if names else ""
+    return f"not at equal memory, so never marked *: {', '.join(names)}" if names else ""
 
 
 def skill_line(columns: Sequence[Column]) -> str:
