@@ -122,7 +122,7 @@ def printed_table(printed: str) -> tuple[str, list[dict], str]:
         elif line.startswith("policy "):
             ends = [found.end() for found in re.finditer(r"\S+", line)]
             budgets[-1] |= {"titles": line.split(), "ends": ends, "heads": line.index("heads")}
-        elif line.startswith("ignores the budget"):
+        elif line.startswith("not at equal memory"):
             budgets[-1]["own_memory"] = line
         elif line.startswith("skill = "):
             skill = line
