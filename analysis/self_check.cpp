@@ -120,7 +120,8 @@ std::optional<Violation> check_comparison(const Comparison& compared, const Mome
   for (const TwoPaths& metric : metrics_of_two_paths()) {
     if (!parts.cover(metric.measure.reads)) continue;
     if (metric.measure.reads.logits && full.logit_square < least_logit_square) continue;
-    if (metric.measure.reads.outputs && std::max(full.output_square, compared.output_full_square) < least_output_square)
+    if (const double square = std::max(full.output_square, compared.output_full_square);
+        metric.measure.reads.outputs && square > 0 && square < least_output_square)
       continue;
     const double expected = metric.measure.from_comparison(compared);
     const double found = metric.measure.from_moments(kept, full);

@@ -50,7 +50,8 @@ bool is_finite(const Moments& moments);
 
 /// Head and layer are the caller's to fill in.
 std::optional<Violation> check_moments(const Moments& kept, const Moments& full, bool keeps_everything);
-/// What the moments were not asked for is not compared. `largest_logit`: of the row.
+/// What the moments were not asked for is not compared, nor outputs whose squared norm is below 2^-240, as their
+/// components are near the denormal numbers. `largest_logit`: of the row.
 std::optional<Violation> check_comparison(const Comparison& compared, const Moments& kept, const Moments& full,
                                           MomentParts parts = all_moments, double largest_logit = 0);
 

@@ -35,7 +35,7 @@ inline constexpr Choice<Family> families[] = {
     {"controls", Family::control},
     {"positions", Family::rule},                    // token positions alone
     {"attention", Family::attention},               // attention of queries
-    {"keys and values", Family::geometry},          // no queries, or only statistics of them
+    {"keys and values", Family::geometry},          // mainly keys and values
     {"budget allocation", Family::budget},          // budgets of layers and heads
     {"chunks", Family::chunk},                      // chunks of consecutive tokens
     {"quantised or merged caches", Family::store},  // keys or values change

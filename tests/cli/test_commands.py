@@ -57,7 +57,9 @@ def test_an_empty_simd_level_is_none_at_all(tmp_path: Path) -> None:
     assert (expected.code, expected.err) == (0, "")
     assert kvreplay("doctor", folder=tmp_path, env=unset | {"KVREPLAY_SIMD": ""}) == expected
     wrong = kvreplay("doctor", folder=tmp_path, env=unset | {"KVREPLAY_SIMD": "AVX1"})
-    assert wrong.code == 2 and wrong.err.startswith("kvreplay: KVREPLAY_SIMD: unknown SIMD level")
+    assert wrong.code == 2 and wrong.err.startswith(
+        "kvreplay: KVREPLAY_SIMD: unknown SIMD level AVX1: did you mean AVX2?"
+    )
 
 
 def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_what_no_budget_binds_has_no_verdict(run, capsys):
     captured = capsys.readouterr()
     [line] = [one for one in captured.out.splitlines() if " b:chunk=10 " in one]
     assert "-0.200" in line and line.split()[-3:] == ["-", "-", "-"]
-    assert "ignores the budget, so no p and no verdict: b:chunk=10" in captured.err
+    assert "not at equal memory, so no p and no verdict: b:chunk=10" in captured.err
     found = document(capsys, run, "--baseline", "base", "-p", "a,b:chunk=10")
     assert found["comparisons"] == 1  # Holm corrects for what is tested
     assert [line["own_memory"] for line in found["lines"]] == [False, False, True]
@@ -317,7 +317,7 @@ def test_a_failed_cell_is_left_out(run, capsys):
     assert main([str(run), "--baseline", "base", "-p", "a", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["lines"][1]["pairs"] == 5
-    assert captured.err.startswith(f"kvreplay: compare: {run}: 1 failed cells are omitted")
+    assert captured.err.startswith(f"kvreplay: compare: {run}: 1 failed cells are omitted\n")
 
 
 def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, capsys):
@@ -339,7 +339,10 @@ def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, cap
         (["--baseline", "base", "-p", "base"], "--baseline: no policy to compare with the baseline"),
         (["--baseline", "base", "-p", "c"], "-p: unknown policy"),
         (["--baseline", "base", "-b", "0.2"], "-b: unknown budget 0.2: did you mean 0.1?"),
-        (["--baseline", "base", "--metric", "atention_recall"], "--metric: unknown metric"),
+        (
+            ["--baseline", "base", "--metric", "atention_recall"],
+            "--metric: unknown metric atention_recall: did you mean attention_recall?",
+        ),
         (["--baseline", "base", "--same-prompt", "("], "--same-prompt: not a regular expression"),
         (["--baseline", "base", "--data", "table.txt"], "--data: unknown file format: expected a name ending in .csv"),
         (["--baseline", "base", "--seed", "-1"], "--seed: out of range: expected 0 or more, found -1"),

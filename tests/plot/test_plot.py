@@ -483,7 +483,7 @@ def test_compare_puts_what_no_budget_binds_last_and_does_not_judge_it(tmp_path, 
     for column in (means["own_memory"], means["wins"].isna(), means["p"].isna()):
         assert column.tolist() == [False, False, True]
     assert dict(zip(means["heads"], means["memory"], strict=True)) == {"kv": 1, "query": 3}
-    assert "ignores the budget, so no p and no verdict: snapkv" in capsys.readouterr().err
+    assert "not at equal memory, so no p and no verdict: snapkv" in capsys.readouterr().err
     assert compare([str(run), "--baseline", "random"]) == 0
     assert "  query 3x  " in capsys.readouterr().out
 
@@ -810,7 +810,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
     ("options", "words"),
     [
         (["heatmaps"], "plot: unknown kind of figure heatmaps: did you mean heatmap?"),
-        (["curve", "--metric", "atention_recall"], "--metric: unknown metric"),
+        (["curve", "--metric", "atention_recall"], "unknown metric atention_recall: did you mean attention_recall?"),
         (["curve", "--metric", "span_recall"], "unknown metric span_recall: did you mean span_recall:code word.mean?"),
         (["heatmap", "-p", "snapvk"], "-p: unknown policy snapvk: did you mean snapkv?"),
         (["heatmap", "-b", "0.15"], "-b: unknown budget 0.15: did you mean 0.1?"),

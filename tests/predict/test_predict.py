@@ -126,7 +126,7 @@ def test_tables_and_sentence() -> None:
     document = json.loads(json.dumps(shown.document(), allow_nan=False))
     assert document["headline"][0]["offline"] == "exact" and document["prompts"] == PROMPTS
     text = shown.text()
-    for piece in ("prompts   24 of 3 kinds", "held-out kind", "prompts to resolve 95 % of pairs", "across budgets"):
+    for piece in ("prompts   24 of 3 kinds", "held-out kind", "prompts to order 95 % of pairs", "across budgets"):
         assert piece in text
     assert len(shown.figure().axes) == 2
 

@@ -363,13 +363,14 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
 
 
 REFUSALS = [
-    (["-p", "snapkv", "-b", "16", "--search", "windwo=8..16"], 2, "snapkv: unknown parameter windwo: did you"),
+    (["-p", "snapkv", "-b", "16", "--search", "windwo=8..16"], 2, "snapkv: unknown parameter windwo: did you "
+                                                                        "mean window?"),
     (["-p", "snapkv", "-b", "16", "--search", "window"], 2, "--search: not an assignment: expected NAME=LOW..HIGH"),
     (["-p", "snapkv", "-b", "16", "--search", "window=16..8"], 2, "--search window: range: expected LOW..HIGH"),
     (["-p", "snapkv", "-b", "16", "--search", "window=a..b"], 2, "--search window: range: expected two numbers"),
     (["-p", "snapkv", "-b", "16", "--search", "window=8,window=9"], 2, "--search: given more than once"),
     (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has choices or a range up to 4096 wide"),
-    (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: did you mean"),
+    (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: did you mean snapkv?"),
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
     (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
     (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),
@@ -393,7 +394,7 @@ REFUSALS = [
     (["-p", "h2o:protect=sinks=4,recent=4", "-b", "16"], 2, "h2o:protect: missing parentheses: expected (sinks=4,rec"),
     (["-p", "h2o:protect=(recent=10%)", "-b", "16", "--layers"], 2, "the number of protected tokens depends on the "
                                                                     "budget"),
-    (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: unknown option"),
+    (["-p", "snapkv", "-b", "16", "--trial", "3"], 2, "tune: unknown option --trial: did you mean --trials?"),
 ]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ int run(const Arguments& arguments) {
   const bool runs = is_run(a);
   if (runs != is_run(b))
     throw Error{Refusal::usage, b, "cannot be compared with " + a, runs ? "a run or its cells" : "a trace",
-                runs ? "neither" : "a run or its cells"};
+                runs ? "another file or folder" : "a run or its cells"};
   const std::vector<Difference> all =
       runs ? differences_of_runs(a, b, tolerance) : differences_of_traces(a, b, tolerance);
   if (arguments.given("json")) {

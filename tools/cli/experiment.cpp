@@ -52,7 +52,7 @@ void check_keys(const YamlNode& root, const std::map<std::string, const Option*>
     if (std::ranges::find(known, key) != known.end()) continue;
     const bool first = where.empty();
     if (first) where = value.where;
-    expected += (first ? "" : " ") + nearest(key, known);
+    expected += (first ? "" : expected.ends_with('?') ? " " : "; ") + nearest(key, known);
     found += first ? key : fmt::format("; {} at {}", key, value.where);
   }
   if (!where.empty()) throw Error{Refusal::usage, where, "unknown key", expected, found};

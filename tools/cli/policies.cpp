@@ -199,7 +199,7 @@ void print_markdown(const std::vector<ConfiguredPolicy>& all) {
 
 int list_policies(const Arguments& arguments) {
   const std::vector<ConfiguredPolicy> all = by_family();
-  if (arguments.given("markdown")) {
+  if (arguments.given("markdown") && !arguments.given(json_option.name)) {
     print_markdown(all);
     return 0;
   }

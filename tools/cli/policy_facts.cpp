@@ -82,6 +82,7 @@ std::string cost_of(const LayerPlan& range) {
   if (plan.schedule->is_online()) return "O(n B)";
   if (plan.score.accumulates || plan.store->needs.all_queries) return "O(n^2)";
   if (plan.select.one_set) return has_one_source(range) ? "O(n B), in one layer" : "O(n B)";
+  if (reads_window && !plan.score) return "O(w + n)";  // a store reads the queries and the keys apart
   if (reads_window) return plan.schedule->decided() == Decision::during_prefill ? "O(w B) per eviction" : "O(w n)";
   if (plan.score || plan.store->changes_tokens()) return "O(n)";
   return "none";
@@ -106,8 +107,8 @@ std::string decided_by(const Plan& plan) {
 std::string allocation_of(const Plan& plan) {
   const Allocator& allocator = *plan.allocate;
   if (allocator.keeps_everything || allocator.is_uniform) return "";
-  if (allocator.from == CountsFrom::all_layers) return "per-layer budgets from scores";
-  if (allocator.from == CountsFrom::layer) return "per-head budgets from scores";
+  if (allocator.from == CountsFrom::all_layers) return "budgets from the scores of all layers";
+  if (allocator.from == CountsFrom::layer) return "budgets from the scores of a layer";
   return allocator.is_by_layer ? "fixed per-layer budgets" : "fixed per-head budgets";
 }
 

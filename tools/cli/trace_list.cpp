@@ -108,8 +108,8 @@ std::vector<ListedTrace> traces_of(const GivenValue& name, const fs::path& folde
   std::vector<ListedTrace> found;
   for (std::string& one : in_folder ? traces_in(path) : matches(folder, name.text)) found.push_back({std::move(one)});
   if (found.empty())
-    throw Error{Refusal::input, name.where, in_folder ? "no trace in this folder" : "no such trace",
-                in_folder ? "files *.h5" : "files *.h5", name.where == name.text ? "" : name.text};
+    throw Error{Refusal::input, name.where, in_folder ? "no trace in this folder" : "no such trace", "files *.h5",
+                name.where == name.text ? "" : name.text};
   return found;
 }
 

@@ -60,8 +60,8 @@ def parser() -> Parser:
     add(
         "--live-decisions",
         action="store_true",
-        help="recompute the sets of policies that evict during prefill from the tensors of the live model, block by "
-        "block (default: the sets of the replay)",
+        help="measure only the policies that evict during prefill, with their sets recomputed from the tensors of the "
+        "live model, block by block (default: all cells, with the sets of the replay)",
     )
     add("--answers", metavar="FILE.jsonl", type=Path, help="reference answers for the text metrics, lines with name "
                                                            "(of a "

@@ -37,9 +37,9 @@ std::vector<std::int64_t> weights(const Pyramid& pyramid, const Division& divisi
 void Pyramid::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
   p.add("beta", beta, IntRange{.least = 1},
-        "the last layer gets 1/beta of the mean budget, the first layer 2 - 1/beta times the mean");
+        "the last layer gets 1/beta of the mean budget beside the window, the first layer 2 - 1/beta times this mean");
   p.add("short_uniform", short_uniform,
-        "uses equal budgets if P is less than twice the mean budget, as PyramidKV's code does");
+        "uses equal budgets if P is less than twice the mean budget beside the window, as PyramidKV's code does");
 }
 
 ByLayer Pyramid::allocator() const {

@@ -90,8 +90,8 @@ class LayerRanges final : public Policy {
       for (LayerPlan& plan : range->policy->plans(range->last - range->first + 1)) {
         if (plan.plan.allocate->other != nullptr)
           throw Error{Refusal::usage, fmt::format("layers:{}", range->text),
-                      "the policy copies counts or sets of another policy", "a policy that does not use another policy's counts or sets",
-                      range->policy.text};
+                      "the policy copies counts or sets of another policy",
+                      "a policy that does not use another policy's counts or sets", range->policy.text};
         plan.first += range->first;
         all.push_back(std::move(plan));
       }

@@ -148,7 +148,7 @@ class Comparison:
         """Adds notes for the reader of the numbers."""
         own = sorted({label for _, label in self.own_memory})
         if own:
-            self.notes.append(f"ignores the budget, so no p and no verdict: {', '.join(own)}")
+            self.notes.append(f"not at equal memory, so no p and no verdict: {', '.join(own)}")
         compared = self.lines[self.lines["policy"] != self.baseline]
         for line in compared[compared["pairs"] == 0].itertuples():
             place = f"{line.metric} of {line.policy} at budget {line.budget}"

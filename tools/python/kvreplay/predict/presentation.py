@@ -89,7 +89,7 @@ class Presentation:
             found.append(text_of(rows))
         needed = self._found.needed(self.best, self._live)
         if len(needed):
-            rows = [("budget", "prompts", f"prompts to resolve {100 * SHARE:.0f} % of pairs", "resolved")] + [
+            rows = [("budget", "prompts", f"prompts to order {100 * SHARE:.0f} % of pairs", "in order")] + [
                 (one["budget"], str(one["prompts"]), "no pair resolved" if pd.isna(one["reached"])
                  else f"more than {one['prompts']}" if pd.isna(one["needed"])
                  else f"{one['needed']:.0f}", f"{100 * one['reached']:.0f} %") for _, one in needed.iterrows()

@@ -116,7 +116,7 @@ function drawLines(box, series, axis) {
   box.append(make("p", { class: "axis" }, axis.y + (unit && ` (${unit})`)), drawing, legend);
   const free = series.filter((one) => one.free).map(({ label }) => named(policyOf.get(label)));
   if (free.length) {
-    box.append(make("p", { class: "quiet free" }, `Dash and dot: ignores the budget (unequal memory): ${free.join(", ")}.`));
+    box.append(make("p", { class: "quiet free" }, `Dash and dot: not at equal memory: ${free.join(", ")}.`));
   }
 }
 
@@ -149,7 +149,7 @@ function drawLayers(box, trace, budget, column) {
   });
   drawLines(box, series, {
     x: "layer",
-    y: column === 0 ? "tokens kept in each layer, mean over heads" : page.columns[column].meaning,
+    y: column === 0 ? "tokens kept in each layer, mean over heads; policies at equal memory only" : page.columns[column].meaning,
     units: page.columns[column].units, name: (layer) => `layer ${layer}`,
     nothing: "No cell has this metric by layer; use kvreplay replay --detail layer.",
   });
