@@ -554,7 +554,8 @@ def sawtooth() -> Drawing:
     about = flow.trace(trace)
     sheet = Sheet(
         1, (3.6, 1.9), left=0.62, right=label_room(["60 % of the prompt"]), above=0.1, below=0.42,
-        title="Tokens in the cache under a threshold", subtitle="SCA: when full, half of them go",
+        title="Tokens in the cache under a threshold",
+        subtitle="SCA: half of the tokens are evicted whenever the cache is full",
         caption=Choice(flow, traces_asked=[trace]).caption(),
     )  # fmt: skip
     axis, ends, data = sheet.axes[0], [], []
@@ -569,8 +570,8 @@ def sawtooth() -> Drawing:
         data.append(pd.DataFrame({"threshold": peak, "token": time, "held": held}))
     axis.set_xlim(0, about.boundary)
     axis.set_ylim(0, 1.05 * about.boundary)
-    axis.set_xlabel("tokens of the prompt that have come")
-    axis.set_ylabel("tokens held")
+    axis.set_xlabel("prompt tokens processed")
+    axis.set_ylabel("resident tokens")
     quiet_frame(axis)
     label_ends(axis, ends, 1.9)
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))
