@@ -29,7 +29,7 @@ struct Compactor {
       .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143",
       .score =
           "s[h,j] = mix z(leverage) + z(avgpool_3(n_j |v_j|_2)) over the unprotected tokens, n_j = group mean of the "
-          "column sums of the unscaled softmax_j(q_t k_j) within the chunk of j",
+          "column sums of the unscaled softmax_j(q_t k_j) within the chunk of j, z: z-scores over the layer",
       .family = Family::geometry,
   };
 

@@ -11,7 +11,9 @@ struct LeverageScores {
       .name = "leverage",
       .summary = "Leverage scores of the keys before RoPE",
       .paper = "Chari and Van Durme 2025, Compactor, arXiv:2507.08143 (the leverage scores alone)",
-      .score = "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the keys before RoPE minus their mean",
+      .score =
+          "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the keys before RoPE minus their mean, z: z-scores over the "
+          "layer",
       .family = Family::geometry,
   };
 
