@@ -39,6 +39,7 @@ def test_dry_run(capsys, operands: list[str], tmp_path: Path) -> None:
     "words, line",
     [
         (["--executor", "pbs"], "--executor: unknown value: expected local, dask:ADDRESS or slurm, found pbs"),
+        (["--workers", "0"], "--workers: out of range: expected 1 or more, found 0"),
         (["--gpus", "many"], "--gpus: not a number: expected a whole number, or auto, found many"),
         (
             ["--slurm", "no/name=1"],

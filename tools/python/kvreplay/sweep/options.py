@@ -48,6 +48,8 @@ def wanted(arguments: argparse.Namespace) -> Wanted:
             )
     if arguments.gpus != "auto" and not arguments.gpus.isdecimal():
         raise Error("--gpus", "not a number", "a whole number, or auto", arguments.gpus, Refusal.USAGE)
+    if arguments.workers == 0:
+        raise Error("--workers", "out of range", "1 or more", "0", Refusal.USAGE)
     gpus = gpus_here() if arguments.gpus == "auto" else int(arguments.gpus)
     there = room_at(executor.partition(":")[2]) if executor.startswith("dask:") else 0
     workers = there or arguments.workers or gpus or max(1, cores_here() // 4)
