@@ -63,6 +63,8 @@ def policies_page() -> list[str]:
             if policy["paper"]:
                 lines += [f"- Paper: {cell(policy['paper'])}"]
             lines += [f"- Score: {code(policy['score'])}"]
+            facts = ("granularity", "needs", "class", "cost")
+            lines += [f"- {fact.capitalize()}: {cell(policy[fact])}" for fact in facts]
             if policy["parameters"]:
                 columns = ("name", "default", "range", "help")
                 rows = [

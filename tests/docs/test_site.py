@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from language import commands
 from shown_commands import ROOT, run
 
 import kvreplay
@@ -38,13 +39,13 @@ def test_the_reference_has_every_policy(site):
     names = run("kvreplay policies --names").split()
     assert names
     assert not [name for name in names if f'id="{name}"' not in reference]
+    for fact in ("Granularity", "Needs", "Class", "Cost"):
+        assert reference.count(f"<li>{fact}: ") == len(names)
 
 
 def test_the_reference_has_every_command_and_every_public_name(site):
-    commands = (site / "reference" / "command-line.html").read_text()
-    assert not [
-        name for name in ("replay", "merge", "capture", "live", "tune") if f'id="kvreplay-{name}"' not in commands
-    ]
+    command_line = (site / "reference" / "command-line.html").read_text()
+    assert not [name for name in commands() if name != "help" and f'id="kvreplay-{name}"' not in command_line]
     api = (site / "reference" / "python.html").read_text()
     assert not [name for name in kvreplay.__all__ if f'id="kv{name.lower()}' not in api]
     assert "window_attention(" in api
