@@ -1,13 +1,11 @@
 #include "error.h"
 
-#include <string_view>
 #include <utility>
+
+#include "nearest.h"
 
 namespace kvreplay {
 namespace {
-
-/// `expected` of an unknown name for which a near one is known.
-constexpr std::string_view suggestion = "did you mean ";
 
 /// One line whatever the text: '\n' as \n, any other control character as \xNN.
 std::string without_controls(const std::string& text) {

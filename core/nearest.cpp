@@ -42,7 +42,7 @@ std::string nearest(std::string_view name, std::span<const std::string> known) {
     }
   }
   if (known.size() == 1) return all;
-  return best.empty() || known.size() <= few ? "one of " + all : "did you mean " + best + "?";
+  return best.empty() || known.size() <= few ? "one of " + all : std::string(suggestion) + best + "?";
 }
 
 }  // namespace kvreplay

@@ -7,6 +7,9 @@
 
 namespace kvreplay {
 
+/// Begins the `expected` of an unknown name that has a near one: Error then words its line otherwise.
+inline constexpr std::string_view suggestion = "did you mean ";
+
 /// For Error's `expected`: "one of A, B, C" where at most four names are `known` or none is near, else "did you mean
 /// A?" with the nearest name by edit distance.
 std::string nearest(std::string_view name, std::span<const std::string> known);

@@ -27,7 +27,7 @@ Segments segments_of(const AttentionTask& task, int columns) {
 }
 
 /// Adds the attention of a tile's queries to their keys, or with `counts` 1 where it is above 1. `sees(i, j)`: whether
-/// a product counts. Where it always does, no branch stands between the exponentials, which wait for each other else.
+/// a product counts. If it always does, no branch separates the exponentials, and their latencies overlap.
 template <class Tiles, class Sees>
 __device__ __forceinline__ void add_received(typename Tiles::Sums& sums, float scale, const RowState* states, Sees sees,
                                              FoldedSums<Tiles::row_count>& received, bool counts = false) {

@@ -30,7 +30,7 @@ __device__ __forceinline__ float power_of_two(float n) {
   return n < -126.0F ? 0.0F : __uint_as_float(static_cast<unsigned>(static_cast<int>(n) + 127) << 23);
 }
 
-/// What a thread knows of its rows.
+/// The running softmax statistics of a thread's rows.
 template <class Tiles>
 struct RowStatistics {
   float reference[Tiles::row_count];
@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(Tiles::threads, Tiles::blocks_a_processor)
   stream_keys<Tiles>(task, kv_head, first_row, first_tile, first_tile + split_tiles,
                      [&](int key, typename Tiles::Sums& sums) {
                        const float scale = apply_cap<Tiles>(task, sums);
-                       // Two ways apart, for sums to stay in their registers and exponentials without branches.
+                       // Two instantiations: products remain in their registers, and no branch separates the
+                       // exponentials.
                        if (key >= highest_first && key + Tiles::columns <= lowest_end)
                          statistics.add_tile(sums, scale, [](int, int) { return true; });
                        else

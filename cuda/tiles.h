@@ -25,7 +25,7 @@ __device__ __forceinline__ unsigned piece_offset(unsigned row, unsigned piece) {
   return (piece / 8 * rows + row) * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
-/// A thread copies one piece of every so many rows, so that only `row_at` is left to compute.
+/// Each thread copies the same piece of every `rows_at_once`-th row: most of the addresses are then constant offsets.
 template <int rows, int depth, int threads, class RowAt>
 __device__ __forceinline__ void copy_rows(unsigned char* to, const void* somewhere, RowAt row_at) {
   constexpr unsigned pieces = depth / 8, rows_at_once = threads / pieces;

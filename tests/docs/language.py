@@ -7,7 +7,6 @@ Run as a program, this file prints every hit: file, line, phrase and replacement
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import yaml
-from shown_commands import GENERATED, ROOT, run
+from shown_commands import GENERATED, ROOT, run, tracked
 from test_links import FENCE, INLINE_CODE, pages
 
 RULES = ROOT / "tests" / "docs" / "language.yaml"
@@ -69,12 +68,6 @@ def rules() -> tuple[Rule, ...]:
             kinds = frozenset(entry.get("kinds", KINDS))
             made.append(Rule(re.compile(entry["match"], flags), entry["write"], group == "marks", kinds))
     return tuple(made)
-
-
-def tracked(*patterns: str) -> list[str]:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", *patterns]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return sorted(name for name in set(listed.split("\0")) if name and (ROOT / name).exists())
 
 
 def blank(text: str) -> str:

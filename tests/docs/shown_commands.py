@@ -42,6 +42,13 @@ def run(command: str) -> str:
     return done.stdout
 
 
+def tracked(*patterns: str) -> list[str]:
+    """Names of the repository's files, new ones that git does not ignore included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted(name for name in set(listed.split("\0")) if name and (ROOT / name).exists())
+
+
 def commands(block: str) -> list[str]:
     return [line[2:] for line in block.splitlines() if line.startswith("$ ")]
 

@@ -1,12 +1,11 @@
 """Links and pictures of every page exist in this repository, headings included. Web addresses are not visited."""
 
 import re
-import subprocess
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from shown_commands import ROOT
+from shown_commands import ROOT, tracked
 
 FENCE = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`[^`\n]*`")
@@ -16,18 +15,8 @@ HTML_ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 
 
 def pages() -> list[Path]:
-    """Markdown files of the repository, new ones that git does not ignore included."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     quotes = "tests/docs/read_twice.md"  # sentences of other pages, with their links
-    return sorted(
-        {ROOT / name for name in listed.stdout.split("\0") if name not in ("", quotes) and (ROOT / name).exists()}
-    )
+    return [ROOT / name for name in tracked("*.md") if name != quotes]
 
 
 def slug(heading: str) -> str:

@@ -1,6 +1,7 @@
 #include "command.h"
 
 #include <algorithm>
+#include <cctype>
 
 namespace kvreplay {
 namespace {
@@ -18,6 +19,11 @@ std::string_view word(std::string_view alternative) {
 }
 
 }  // namespace
+
+std::string capitalised(std::string word) {
+  if (!word.empty()) word.front() = static_cast<char>(std::toupper(static_cast<unsigned char>(word.front())));
+  return word;
+}
 
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> pieces;

@@ -62,6 +62,9 @@ bool only_words(std::string_view value);
 /// Whether `value` is a comma-separated list.
 bool is_list(std::string_view value);
 
+/// The word with an upper-case first letter; an empty one as it is.
+std::string capitalised(std::string word);
+
 /// Pieces between separators, without empty ones.
 std::vector<std::string> split(std::string_view text, char separator);
 

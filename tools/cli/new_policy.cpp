@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <boost/algorithm/string/replace.hpp>
-#include <cctype>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -41,11 +40,7 @@ std::string file_name(std::string name) {
 
 std::string type_name(const std::string& name) {
   std::string type;
-  for (std::string& word : split(name, '-')) {
-    if (word.empty()) continue;  // of a hyphen after another, or at the end
-    word.front() = static_cast<char>(std::toupper(static_cast<unsigned char>(word.front())));
-    type += word;
-  }
+  for (const std::string& word : split(name, '-')) type += capitalised(word);
   return type + "Policy";
 }
 

@@ -29,12 +29,6 @@ constexpr Option options[] = {
     json_option,
 };
 
-std::string capitalised(std::string text) {
-  if (!text.empty() && text.front() >= 'a' && text.front() <= 'z')
-    text.front() = static_cast<char>(text.front() - 'a' + 'A');
-  return text;
-}
-
 std::string assignments(const Preset& preset) {
   std::string text;
   for (const auto& [key, value] : preset.values) text += (text.empty() ? "" : ",") + key + "=" + value;

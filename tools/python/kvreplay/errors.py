@@ -24,6 +24,9 @@ class Refusal(IntEnum):
     UNREAD = 141  # who reads the output left before its end
 
 
+SUGGESTION = "did you mean "  # begins the `expected` of an unknown name that has a near one
+
+
 class Error(Exception):
     """One line, `WHERE: WHAT: expected EXPECTED, found FOUND`, or `WHERE: WHAT FOUND: did you mean NAME?` with an
     `expected` of `nearest`. Empty pieces are left out."""
@@ -36,7 +39,7 @@ class Error(Exception):
         self.expected = expected
         self.found = found
         self.exit_code = int(exit_code)
-        if expected.startswith("did you mean "):
+        if expected.startswith(SUGGESTION):
             named = "" if where.endswith(found) else f" {found}".rstrip()
             super().__init__(f"{where}: {what}{named}: {expected}".translate(CONTROLS))
             return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvreplay import __version__
-from kvreplay.errors import DISK_FULL, Error, Refusal
+from kvreplay.errors import DISK_FULL, SUGGESTION, Error, Refusal
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if word.startswith("--") and name not in known and previous not in takes_value:
                 near = difflib.get_close_matches(name, known, 1)
-                expected = f"did you mean {near[0]}?" if near else "an option of --help"
+                expected = f"{SUGGESTION}{near[0]}?" if near else "an option of --help"
                 raise Error(self.command, "unknown option", expected, name, Refusal.USAGE)
             previous = word
 
