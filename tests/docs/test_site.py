@@ -28,6 +28,8 @@ def test_every_page_of_docs_is_in_the_navigation(site):
     pages = [page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md")]
     missing = [str(page) for page in pages if not (site / html_name(page)).is_file()]
     assert not missing
+    home = (site / "index.html").read_text()
+    assert not [str(page) for page in pages if f'href="{html_name(page)}" class="md-nav__link"' not in home]
 
 
 def html_name(page: Path) -> Path:
