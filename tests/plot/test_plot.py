@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -22,9 +23,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from kvreplay import _engine as engine
 from kvreplay.compare.command import main as compare
 from kvreplay.errors import Error
-from kvreplay.plot import heatmap, lines, needle, redundancy, similarity, style
+from kvreplay.plot import colours, heatmap, lines, needle, redundancy, similarity, style
+from kvreplay.plot.colours import looks_of
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.plot.figure_options import Choice
 from kvreplay.results import MOST_OPEN, Run, Selection, Span
@@ -365,7 +368,7 @@ def test_the_band_of_two_traces_a_prompt_is_that_of_the_prompts(kind, tmp_path):
 @pytest.mark.parametrize("points", [1, 2, 3, lines.MOST_MARKERS, lines.MOST_MARKERS + 1])
 def test_a_mean_has_a_band_of_several_traces_and_markers_where_they_are_few(traces, points):
     rows = pd.DataFrame([{"layer": x, "value": float(x + trace)} for x in range(points) for trace in range(traces)])
-    found, look = lines.mean_over_traces(rows, ["layer"]), style.looks_of(["a"])["a"]
+    found, look = lines.mean_over_traces(rows, ["layer"]), looks_of(["a"])["a"]
     axis = Figure().subplots()
     end = lines.draw_mean(axis, found, "layer", look, "name")
     assert (end.label, end.x, end.y, end.colour) == ("name", points - 1, found["mean"].iloc[-1], look["color"])
@@ -661,38 +664,68 @@ def test_what_two_cells_differ_in_besides_parameters_becomes_part_of_their_names
 
 
 def test_a_policy_keeps_its_colour_whatever_else_is_drawn(wide):
-    alone = {label: style.looks_of([label])[label]["color"] for label in ("snapkv", "h2o", "chunkkv")}
-    together = style.looks_of(["tova", "chunkkv", "h2o", "sca", "snapkv"])
-    assert len(set(alone.values())) == 3 and alone == {label: together[label]["color"] for label in alone}
+    alone = {label: looks_of([label])[label]["color"] for names in colours.POLICIES for label in names}
+    together = looks_of([f"other-{i}" for i in range(20)] + list(reversed(alone)))
+    assert alone == {label: together[label]["color"] for label in alone}
+    first = [names[0] for names in colours.POLICIES]
+    assert [alone[label] for label in first] == list(colours.COLOURS)
     for label in ("snapkv:window=32", "SnapKV", "SnapKV without pooling"):
-        assert style.looks_of([label])[label]["color"] == alone["snapkv"]
+        assert looks_of(["snapkv", label])[label]["color"] == alone["snapkv"]
     run = Run(wide)
     whole, few = Choice(run).looks, Choice(run, policies=["tova", "h2o"]).looks
-    assert {label: few[label]["color"] for label in few} == {label: whole[label]["color"] for label in few}
+    assert few == {label: whole[label] for label in few}
 
 
-def test_owners_of_a_colour_have_it_whatever_is_drawn_before_them():
-    others = [f"other-{i}" for i in range(20)]
-    looks = style.looks_of([*others, "tova:heads=kv", *(owner for owner in style.OWNERS if owner != "tova")])
-    for owner, colour in zip(style.OWNERS, style.COLOURS, strict=True):
-        label = "tova:heads=kv" if owner == "tova" else owner
-        assert (looks[label]["color"], looks[label]["linestyle"]) == (colour, "-")
-    assert {style.policy_name(name) for name in ("StreamingLLM", "streaming-llm")} < set(style.OWNERS)
+def test_figures_of_different_runs_have_equal_colours_in_their_files(run, wide, tmp_path):
+    """Strokes of the SVG: the label of a line has its colour."""
+
+    def strokes(kind: str, folder: Path) -> set[str]:
+        drawn(kind, folder, tmp_path, "-p", "h2o")
+        return set(re.findall(r"stroke: (#[0-9a-f]{6})", (tmp_path / "figure.svg").read_text()))
+
+    for kind in ("curve", "layers"):
+        for folder in (run, wide):
+            found = strokes(kind, folder) & {colour.lower() for colour in colours.COLOURS}
+            assert found - {"#000000"} == {"#d55e00"}, kind
 
 
-def test_all_policies_of_a_figure_differ_and_the_first_has_the_first_claim():
-    labels = ["snapkv:window=8", "snapkv:window=32", *(f"other-{i}" for i in range(28))]
-    looks = style.looks_of(labels)
-    assert list({label: looks[label] for label in labels}) == labels
-    assert len({(look["color"], str(look["linestyle"]), look["marker"]) for look in looks.values()}) == 30
-    assert len({style.looks_of(labels[:10])[label]["color"] for label in labels[:10]}) == 10
-    assert looks["snapkv:window=8"] == style.looks_of(["snapkv"])["snapkv"] != looks["snapkv:window=32"]
-    for variant, plain in (("SnapKV, last 32", "SnapKV"), ("h2o-online:grow=true", "h2o-online")):
-        assert style.looks_of([variant, plain])[plain] == style.looks_of([plain])[plain], "whatever is drawn before it"
-    controls = style.looks_of(["a", "full", "random", "oracle"], ["full", "random", "oracle"])
+def test_each_built_in_policy_has_a_look_of_its_own_and_no_small_family_has_a_colour_twice():
+    families = dict(engine.families())
+    known = [name for family, names in families.items() if family not in ("controls", "user-defined") for name in names]
+    placed = {name for names in colours.POLICIES for name in names}
+    assert placed <= set(known) and len(placed) == len(colours.PLACES) >= 40
+    looks = looks_of(known)
+    assert len({(look["color"], look["marker"]) for look in looks.values()}) == len(known)
+    for family, names in families.items():
+        if family != "controls":
+            shown = [looks[name]["color"] for name in names if name in placed]
+            assert len(set(shown)) == min(len(shown), len(colours.COLOURS)), family
+
+
+def test_labels_of_one_policy_differ_in_dash_and_marker():
+    labels = ["snapkv:window=8", "snapkv:window=32", "SnapKV", *(f"snapkv:window={i}" for i in range(64, 70))]
+    looks = looks_of(labels)
+    assert list(looks) == labels and looks["SnapKV"] == looks_of(["snapkv"])["snapkv"]
+    assert {look["color"] for look in looks.values()} == {colours.COLOURS[0]}
+    assert len({(str(look["linestyle"]), look["marker"]) for look in looks.values()}) == len(labels)
+    assert looks["snapkv:window=8"]["linestyle"] != looks["snapkv:window=32"]["linestyle"] != "-"
+
+
+def test_other_policies_and_series_have_colours_that_the_figure_does_not_use():
+    labels = ["snapkv", "mine:a=1", "mine:a=2", *(f"window {i}" for i in range(8))]
+    looks = looks_of(labels)
+    assert looks["mine:a=1"]["color"] == looks["mine:a=2"]["color"]
+    assert len({look["color"] for look in looks.values()}) == 10
+    assert looks == looks_of(list(reversed(labels))) | {label: looks[label] for label in labels if "mine" in label}
+    crowd = looks_of([f"other {i}" for i in range(40)]).values()
+    assert len({(look["color"], look["marker"]) for look in crowd}) == 40
+
+
+def test_controls_are_grey():
+    controls = looks_of(["a", "full", "random", "oracle"], ["full", "random", "oracle"])
     greys = [controls[name] for name in ("full", "random", "oracle")]
-    assert {look["color"] for look in greys} == {style.GREY} and len({str(look["linestyle"]) for look in greys}) == 3
-    references = style.looks_of([], ["PyramidKV", "even"])
+    assert {look["color"] for look in greys} == {colours.GREY} and len({str(look["linestyle"]) for look in greys}) == 3
+    references = looks_of([], ["PyramidKV", "even"])
     assert references["PyramidKV"] != references["even"]
 
 
@@ -716,15 +749,16 @@ def oklab(colour: str, vision: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("palette", [(*style.COLOURS, style.GREY), (*style.ON_DARK, style.GREY_ON_DARK)])
+@pytest.mark.parametrize("palette", [(*colours.COLOURS, colours.GREY), (*colours.ON_DARK, colours.GREY_ON_DARK)])
 def test_colours_differ_for_everybody(palette, vision):
     places = [oklab(colour, vision) for colour in palette]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2)) > 0.07
 
 
 def test_every_colour_has_one_for_a_dark_ground():
-    assert len(style.COLOURS) == len(style.ON_DARK) >= 8
-    assert style.on_dark(style.COLOURS[3]) == style.ON_DARK[3] and style.on_dark(style.GREY) == style.GREY_ON_DARK
+    assert len(colours.COLOURS) == len(colours.ON_DARK) >= 8
+    assert colours.on_dark(colours.COLOURS[3]) == colours.ON_DARK[3]
+    assert colours.on_dark(colours.GREY) == colours.GREY_ON_DARK
 
 
 def test_the_order_of_policies_on_the_command_line_is_that_of_panels_and_colours(wide, tmp_path):
@@ -737,7 +771,7 @@ def test_the_order_of_policies_on_the_command_line_is_that_of_panels_and_colours
     assert list(data["policy"].unique()) == order
     assert Choice(Run(wide), policies=asked).labels(controls=True) == order
     reversed_ = Choice(Run(wide), policies=["chunkkv:reuse=4", "chunkkv:reuse=1"]).looks
-    assert reversed_["chunkkv:reuse=4"] == style.looks_of(["chunkkv"])["chunkkv"]
+    assert reversed_["chunkkv:reuse=4"] == looks_of(["chunkkv"])["chunkkv"]
 
 
 @pytest.mark.parametrize("kind", ["curve", "layers"])

@@ -126,6 +126,17 @@ nb::list registered() {
   return all;
 }
 
+nb::list policies_by_family() {
+  nb::list all;
+  for (const Choice<Family>& family : families) {
+    nb::list members;
+    for (const std::string& name : policies().names())
+      if (ConfiguredPolicy::with_defaults(name).card().family == family.value) members.append(name);
+    all.append(nb::make_tuple(family.word, members));
+  }
+  return all;
+}
+
 nb::list parameters_of(const std::string& text) {
   const ConfiguredPolicy policy = ConfiguredPolicy::parse(text);
   const Parameters declared = policy.parameters();
@@ -172,6 +183,8 @@ NB_MODULE(_engine, module) {
   python::bind_stored_cell(module);
   python::bind_python_policies(module);
   module.def("policies", python::registered, "(name, summary, paper, score, [(name, default, range, help)]) of each");
+  module.def("families", python::policies_by_family,
+             "(family, [name]) of the registered policies, in the order of `kvreplay policies`.");
   module.def(
       "label", [](const std::string& text) { return kvreplay::ConfiguredPolicy::parse(text).label(); }, "policy"_a,
       "The policy in its normal form: its name, and what differs from the defaults.");

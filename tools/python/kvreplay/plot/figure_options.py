@@ -9,7 +9,7 @@ from functools import cached_property
 import pandas as pd
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.plot.style import looks_of
+from kvreplay.plot.colours import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
 from kvreplay.run_names import chosen_labels, metric_names, pick
 from kvreplay.skill import TWIN

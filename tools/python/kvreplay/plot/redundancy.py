@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.errors import Error
+from kvreplay.plot.colours import COLOURS
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import FEWEST_JOINED
 from kvreplay.plot.style import (
-    COLOURS,
     Drawing,
     LineEnd,
     Sheet,

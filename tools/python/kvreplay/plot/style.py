@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +22,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from kvreplay.plot.colours import COLOURS, CONTROLS, GREY, MARKERS, looks_of, on_dark  # noqa: F401, for importers
 from kvreplay.program import writing
 
 PAGE = 7.0  # inches: both columns of a two-column page
@@ -32,22 +32,6 @@ SMALL, MEDIUM, LARGE = 8.0, 9.0, 10.0  # points
 LINE = 1.3  # line height over font size
 QUIET = "#595959"
 
-# Okabe and Ito's palette without yellow, which is faint on white, and indigo, wine and brown: ten colours that remain
-# distinct with protanopia and deuteranopia, also from the grey of the controls. ON_DARK has the same hues for a dark
-# ground, in the same order.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#332288", "#882255", "#7A3E00")
-ON_DARK = ("#2C85BD", "#FF7731", "#05D891", "#D29FE4", "#FFD43D", "#A1E3F4", "#FFFFFF", "#C06AFD", "#A85D83", "#AC5A35")
-MARKERS = "osD^vPX<>p"
-DASHES = ("-", (0, (4, 1.2)), (0, (1.2, 1)), (0, (6, 1.2, 1.2, 1.2)))
-GREY, GREY_ON_DARK = "#6e6e6e", "#9a9a9a"
-CONTROLS = {
-    "full": {"linestyle": "-", "marker": "h"},
-    "oracle": {"linestyle": (0, (5, 2)), "marker": "*"},
-    "random": {"linestyle": (0, (1, 1.5)), "marker": "d"},
-    "random-twin": {"linestyle": (0, (3, 1.5, 1, 1.5)), "marker": "d"},
-}
-# The policies that figures draw most, in the order of COLOURS.
-OWNERS = ("snapkv", "h2o", "chunkkv", "finch", "sca", "knorm", "tova", "pyramidkv", "streamingllm", "dynamickv")
 LOGARITHMIC = 10  # the largest value of an error over the smallest from which its axis is logarithmic
 SAVED_AS = {"svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}, "png": {}}
 
@@ -83,55 +67,6 @@ class Drawing:
 
     figure: Figure
     data: pd.DataFrame
-
-
-def policy_name(label: str) -> str:
-    """A policy's name without parameters, case and hyphens: `snapkv:window=32` and `SnapKV, window 32` are `snapkv`."""
-    return re.split("[:, ]", label)[0].lower().replace("-", "")
-
-
-def places_of(labels: Sequence[str]) -> dict[str, int]:
-    """A different place for each label that one figure draws; a place is a colour, a marker and a dash.
-
-    An owner of a colour gets it. Any other policy prefers one by a hash of its name. The first label that prefers a
-    place gets it, the others get the free places, both in the order of `labels`; but owners precede other policies, and
-    a policy without parameters precedes its variants.
-    """
-
-    def precedence(label: str) -> tuple[bool, bool]:
-        name = policy_name(label)
-        return name not in OWNERS, label.lower().replace("-", "") != name
-
-    first: dict[int, str] = {}
-    for label in sorted(labels, key=precedence):
-        name = policy_name(label)
-        preferred = OWNERS.index(name) if name in OWNERS else zlib.crc32(name.encode()) % len(COLOURS)
-        first.setdefault(preferred, label)
-    places = {label: place for place, label in first.items()}
-    free = (place for place in range(len(COLOURS) + len(labels)) if place not in first)
-    return places | {label: next(free) for label in labels if label not in places}
-
-
-def looks_of(labels: Sequence[str], controls: Sequence[str] = ()) -> dict[str, dict[str, object]]:
-    """Colour, dash and marker of each label that one figure draws; those of `controls` are grey."""
-    looks: dict[str, dict[str, object]] = {
-        label: {
-            "color": COLOURS[place % len(COLOURS)],
-            "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
-            "marker": MARKERS[(place + place // len(COLOURS)) % len(MARKERS)],
-            "zorder": 2.5,
-        }
-        for label, place in places_of([label for label in labels if label not in controls]).items()
-    }
-    for place, label in enumerate(controls):
-        look = CONTROLS.get(label.partition(":")[0], list(CONTROLS.values())[place % len(CONTROLS)])
-        looks[label] = {"color": GREY, "linewidth": 1.1, "zorder": 1.5} | look
-    return looks
-
-
-def on_dark(colour: str) -> str:
-    """The same hue for a dark ground."""
-    return GREY_ON_DARK if colour == GREY else ON_DARK[COLOURS.index(colour)]
 
 
 def errors_need_logarithms(values: np.ndarray) -> bool:

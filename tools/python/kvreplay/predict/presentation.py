@@ -120,7 +120,8 @@ class Presentation:
 
     def figure(self) -> Figure:
         """Offline against live, one point a cell, coloured by budget: the headline's metric and the best one."""
-        from kvreplay.plot.style import COLOURS, MARKERS, Sheet, logarithmic_axis
+        from kvreplay.plot.colours import COLOURS, MARKERS
+        from kvreplay.plot.style import Sheet, logarithmic_axis
 
         wanted = list(dict.fromkeys([*([self._headline] if self._headline else []), self.best]))
         cells = self._found.cells
