@@ -142,8 +142,9 @@ class Study:
         from kvreplay.capture.command import quiet_libraries
 
         quiet_libraries(False)
-        from kvreplay.capture.model import Source, load
+        from kvreplay.capture.model import load
         from kvreplay.capture.model_options import ModelChoices
+        from kvreplay.capture.source import Source
         from kvreplay.capture.study_prompts import needle_prompts, study_prompts
         from kvreplay.live.measure import LiveModel
 

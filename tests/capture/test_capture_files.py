@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
+from tiny_models import SIZES, character_tokenizer
 
 from kvreplay.capture.command import main
-from kvreplay.capture.model import Source
 from kvreplay.capture.recorder import Recorder
+from kvreplay.capture.source import Source
 from kvreplay.errors import Error
 from kvreplay.trace import Trace, TraceWriter
 
@@ -185,18 +187,44 @@ def test_a_trace_names_no_folder_of_its_model(tmp_path: Path, monkeypatch: pytes
     assert Source.parse("maker/tiny").title == "maker/tiny"
 
 
-@pytest.mark.parametrize("model", ["nowhere.gguf", "folder", "file.bin"])
-def test_models_that_cannot_be_loaded(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("nowhere.gguf", "no such file"),
+        ("text.gguf", "a file of another format"),
+        ("folder", "no config.json"),
+        ("file.bin", "another file"),
+        ("nowhere", "no such file or folder"),
+    ],
+)
+def test_a_model_without_files_is_refused_before_torch_is_imported(model: str, found: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "file.bin").write_text("x")
-    assert main(words(tmp_path / model, tmp_path / "t.h5")) == 3
-    assert capsys.readouterr().err.count("\n") == 1
+    for name in ("text.gguf", "file.bin"):
+        (tmp_path / name).write_text("text")
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words(tmp_path / model, tmp_path / "t.h5")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("kvreplay: --model: ") and done.stderr.endswith(f", found {found}\n")
 
 
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    """torch cannot be found: one line, exit 4."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, *words(tmp_path, tmp_path / "t.h5")]
+def test_a_chat_template_is_required_before_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has no weights: reading them would be another error."""
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert main(words(tmp_path, tmp_path / "t.h5", "--chat")) == 3
+    expected = "kvreplay: --chat: chat template: expected a tokenizer with a chat template, found none\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> None:
+    """torch cannot be found: exit 4. The line before says that the model is being loaded."""
+    arguments = words(model_folder("llama"), tmp_path / "t.h5", "--progress", "always")
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 4
-    said = "kvreplay: capture: torch is not installed; run tools/setup build python\n"
-    assert done.stderr == said
+    loading = f"kvreplay: capture: loading {model_folder('llama').name}\n"
+    assert done.stderr == loading + "kvreplay: capture: torch is not installed; run tools/setup build python\n"

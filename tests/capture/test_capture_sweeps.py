@@ -52,8 +52,10 @@ def test_prompts_are_tasks(model_folder: Folder, prompts: Path, tmp_path: Path, 
         assert arrays(swept / f"{name}.h5") == arrays(tmp_path / "one" / f"{name}.h5"), name
 
 
-def test_a_prompt_of_another_name(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["--model", str(tmp_path), "--prompts", str(prompts), "-o", str(tmp_path / "out"), "--executor", "local"]
-    assert main([*words, "--only", "mine-000,mine-1"]) == 2
+def test_a_prompt_of_another_name(
+    model_folder: Folder, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--model", str(model_folder("llama")), "--prompts", str(prompts), "-o", str(tmp_path / "out")]
+    assert main([*words, "--executor", "local", "--only", "mine-000,mine-1"]) == 2
     assert "--only: unknown prompt mine-1: did you mean mine-001?" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

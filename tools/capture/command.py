@@ -25,7 +25,7 @@ from kvreplay.capture.model_options import (
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, size
+from kvreplay.program import Parser, exit_code, names, say_notes, size
 from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
@@ -223,8 +223,15 @@ def words_of_a_task(words: Sequence[str]) -> list[str]:
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Everything after the options are read; the exit code."""
+    if arguments.with_wo and arguments.load:
+        expected = "unquantised weights"
+        raise Error("--with-wo", "cannot be combined with --load", expected, arguments.load, Refusal.USAGE)
+    model_choices = ModelChoices.of(arguments)
+    model_choices.check()
+
     import kvreplay.engine  # noqa: F401 - refuses before anything is loaded where it is not built
-    from kvreplay.capture.prompts import Prompt, read_prompts
+    from kvreplay.capture.prompts import Prompt, read_prompts, require_template
+    from kvreplay.capture.spans import SpanRequest
 
     if arguments.prompts:
         prompts = read_prompts(arguments.prompts, arguments.n or (None if arguments.only else 1))
@@ -235,9 +242,6 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from kvreplay.sweep.captures import capture_prompts
 
         return capture_prompts(arguments, words_of_a_task(words), [prompt.name for prompt in prompts])
-    if arguments.with_wo and arguments.load:
-        expected = "unquantised weights"
-        raise Error("--with-wo", "cannot be combined with --load", expected, arguments.load, Refusal.USAGE)
     several = (arguments.n or 1) > 1 or len(prompts) > 1
     paths = _outputs(arguments.output, [prompt.name for prompt in prompts], several, arguments.force)
     try:
@@ -246,25 +250,29 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         raise Error(str(arguments.continuation), "continuation", "a readable text file", str(error)) from error
     if arguments.continuation and not continuation:
         raise Error(str(arguments.continuation), "continuation", "at least one token", "an empty file")
-    show = shows_progress(arguments)
-    quiet_libraries(show)
-
-    from kvreplay.capture.spans import SpanRequest
-
     spans = tuple(SpanRequest.parse(text) for text in arguments.span)
+    show = shows_progress(arguments)
+    if show:
+        say_notes("capture", [f"loading {model_choices.source.title}"])
+    quiet_libraries(show)
 
     import torch
     import transformers
     from tqdm import tqdm
 
     from kvreplay.capture.capture import Choices, capture
-    from kvreplay.capture.model import Source, load
+    from kvreplay.capture.model import load
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     transformers.set_seed(arguments.seed)
-    source = Source.parse(arguments.model, arguments.revision)
-    model, tokenizer = load(ModelChoices.of(arguments))
+    source = model_choices.source
+
+    def check_tokenizer(tokenizer: Any) -> None:
+        for prompt in prompts:
+            require_template(tokenizer, prompt, arguments.chat)
+
+    model, tokenizer = load(model_choices, check_tokenizer)
     choices = Choices(**members(Choices, arguments) | {
         "name": arguments.name or source.title, "continuation": continuation, "spans": spans,
         "source_hash": source.hash(),

@@ -122,7 +122,8 @@ def ruler_chosen(tasks: Sequence[str], tokens: Sequence[int]) -> list[Prompt]:
         if name not in ruler.TASKS:
             raise Error("corpus", "task", f"one of {', '.join(ruler.TASKS)}", name, Refusal.USAGE)
     quiet_libraries(sys.stderr.isatty())
-    from kvreplay.capture.model import Source, load_tokenizer
+    from kvreplay.capture.model import load_tokenizer
+    from kvreplay.capture.source import Source
 
     tokenizer = load_tokenizer(Source.parse(str(MODEL)))
     return ruler.ruler_prompts(tokens, tasks or list(ruler.TASKS), lambda text: len(tokenizer(text).input_ids))
@@ -349,7 +350,7 @@ def run(arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error("-o", str(folder), "a writable folder", str(error), Refusal.USAGE) from error
-    from kvreplay.capture.model import Source
+    from kvreplay.capture.source import Source
 
     model_source = Source.parse(str(MODEL))
     model_hash = model_source.hash()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from kvreplay.capture.source import Source
+from kvreplay.errors import Error, Refusal
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOADS = ("8bit", "4bit")
@@ -52,6 +58,34 @@ class ModelChoices:
     def of(cls, arguments: argparse.Namespace) -> ModelChoices:
         """The choices from the parsed options."""
         return cls(**members(cls, arguments))
+
+    @property
+    def source(self) -> Source:
+        """The place of the model."""
+        return Source.parse(self.model, self.revision)
+
+    def check(self) -> None:
+        """Rejects missing files, files that are no model, and missing packages, without reading any weights."""
+        self.source.require_model()
+        if self.load and "gguf_file" in self.source.options:
+            raise Error("--load", "not supported for GGUF files", "another model format", self.model, Refusal.USAGE)
+        if self.load and importlib.util.find_spec("bitsandbytes") is None:
+            raise Error("--load", "missing package", "pip install bitsandbytes", "", Refusal.CAPABILITY)
+        if self.device_map:
+            self.places()
+
+    def places(self) -> str | dict[str, Any]:
+        """The places of the modules: auto, or the content of the JSON file of --device-map."""
+        wanted = self.device_map
+        if wanted == "auto":
+            return wanted
+        try:
+            places = json.loads(Path(wanted).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise Error("--device-map", wanted, "auto, or a JSON file", str(error)) from error
+        if not isinstance(places, dict) or not all(isinstance(place, (int, str)) for place in places.values()):
+            raise Error("--device-map", wanted, 'an object as {"model.layers.0": "disk"}', "other JSON")
+        return places
 
 
 def add_model_options(build: argparse.ArgumentParser, required: bool = True) -> None:

@@ -179,13 +179,18 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
     return prompts
 
 
+def require_template(tokenizer: Any, prompt: Prompt, chat: bool) -> None:
+    """Rejects a tokenizer without the chat template that --chat or a conversation needs."""
+    if (chat or prompt.messages) and not getattr(tokenizer, "chat_template", None):
+        where = f"{prompt.name}: messages" if prompt.messages else "--chat"
+        raise Error(where, "chat template", "a tokenizer with a chat template", "none", Refusal.INPUT)
+
+
 def render(tokenizer: Any, prompt: Prompt, chat: bool) -> str:
     """A prompt as the tokenizer is to see it, inside the model's chat template if asked; a conversation is always."""
     if not (chat or prompt.messages):
         return prompt.text
-    if not getattr(tokenizer, "chat_template", None):
-        where = f"{prompt.name}: messages" if prompt.messages else "--chat"
-        raise Error(where, "chat template", "a tokenizer with a chat template", "none", Refusal.INPUT)
+    require_template(tokenizer, prompt, chat)
     messages = [asdict(message) for message in prompt.messages or (Message("user", prompt.text),)]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -19,7 +19,8 @@ from kvreplay.capture.model_options import (
     shows_progress,
 )
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, names, size
+from kvreplay.program import Parser, exit_code, names, say_notes, size
+from kvreplay.run_folder import require_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,13 +77,20 @@ def live(arguments: argparse.Namespace) -> None:
     """Checks, measures, writes."""
     if arguments.live_decisions and arguments.generate:
         raise Error("--live-decisions", "with --generate", "one of the two", "", Refusal.USAGE)
+    for folder in arguments.runs:
+        require_run(folder)
+    choices = ModelChoices.of(arguments)
+    choices.check()
+    answers = _answers(arguments.answers)
     show = shows_progress(arguments)
+    if show:
+        say_notes("live", [f"loading {choices.source.title}"])
     from kvreplay.capture.command import quiet_libraries
 
     quiet_libraries(show)
     import torch
 
-    from kvreplay.capture.model import Source, load, placement
+    from kvreplay.capture.model import load, placement
     from kvreplay.live.measure import LiveModel, say
     from kvreplay.live.results import Way, write_view
     from kvreplay.results import Run
@@ -94,9 +102,7 @@ def live(arguments: argparse.Namespace) -> None:
             raise Error(str(run.folder), f"trace {trace.name}", "a continuation after the prompt", "none")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    choices = ModelChoices.of(arguments)
-    source = Source.parse(choices.model, choices.revision)
-    answers = _answers(arguments.answers)
+    source = choices.source
     model_hash = source.hash()
     if (place := placement(choices)) and _is_done(wanted, Way(*place, model_hash), arguments):
         for run in runs:

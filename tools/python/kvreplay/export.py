@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import h5py
-import numpy as np
-
 from kvreplay.errors import DISK_FULL, Error, Refusal
 from kvreplay.program import Parser, exit_code, require_format
+from kvreplay.run_folder import require_run
 
 if TYPE_CHECKING:
     from kvreplay.results import Run
@@ -74,6 +72,9 @@ def write_table(results: Path, path: Path) -> None:
 
 def write_selections(run: Run, path: Path) -> None:
     """`path` becomes selections.h5 of format 1: the traces and cells of all files of the run in one."""
+    import h5py
+    import numpy as np
+
     with replacing(path) as partial, h5py.File(partial, "w", libver=("v108", "v110")) as joined:
         joined.attrs.update({"format": np.bytes_("kvselections"), "version": 1})
         for trace in run.stored_traces:
@@ -86,9 +87,11 @@ def write_selections(run: Run, path: Path) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     """Writes the file in the format that its name says."""
+    require_format("-o", arguments.output, ".parquet", ".arrow", ".csv", ".h5")
+    require_run(arguments.run)
+
     from kvreplay.results import Run
 
-    require_format("-o", arguments.output, ".parquet", ".arrow", ".csv", ".h5")
     run, path = Run(arguments.run), arguments.output
     match path.suffix.lower():
         case ".h5":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import io
 import os
 import re
@@ -122,6 +123,13 @@ def require_format(flag: str, path: Path | None, *suffixes: str) -> None:
     if path and path.suffix.lower() not in suffixes:
         expected = "a name ending in " + " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise Error(flag, "unknown file format", expected, str(path), Refusal.USAGE)
+
+
+def require_paths(*paths: Path) -> None:
+    """Rejects files and folders that do not exist, in the words of the engine, which is not imported for this."""
+    for path in paths:
+        if not path.exists():
+            raise Error(str(path), f"cannot be opened: {os.strerror(errno.ENOENT)}")
 
 
 @contextlib.contextmanager

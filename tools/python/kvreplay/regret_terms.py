@@ -8,14 +8,16 @@ choice contains the one before it. So no term is negative, except for the roundi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from kvreplay import _engine, engine
 from kvreplay.errors import Error, Refusal
 from kvreplay.tables import aligned, records
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FREE = ("chunks", "tokens", "heads", "layers")  # what R1 ... R4 may choose
 TERMS = ("score", "structure", "head", "layer")  # R1 - R0 ... R4 - R3
@@ -72,6 +74,8 @@ def regret(
     if not found:
         why = next((cell["error"] for cell in run.failed if "error" in cell), "none")
         raise Error("regret", "every policy failed", "a policy without error", why)
+    import pandas as pd
+
     return pd.DataFrame(found, columns=COLUMNS).astype({"budget_tokens": int})
 
 
@@ -96,6 +100,8 @@ def means(found: pd.DataFrame) -> pd.DataFrame:
     defined = found.dropna(subset=NUMBERS)
     groups = defined.groupby(key, sort=False)
     lines = groups[NUMBERS].mean().assign(traces=groups["trace"].nunique())
+    import pandas as pd
+
     every = pd.MultiIndex.from_frame(found[key].drop_duplicates())
     return lines.reindex(every).astype({"traces": "Int64"}).fillna({"traces": 0}).reset_index()
 
@@ -127,4 +133,4 @@ def table(found: pd.DataFrame) -> str:
 
 def number(value: float) -> str:
     """A rounded 0 has no sign."""
-    return "-" if pd.isna(value) else f"{value:z.4f}"
+    return "-" if np.isnan(value) else f"{value:z.4f}"

@@ -25,10 +25,10 @@ from kvreplay.export import write_table
 from kvreplay.hdf5_file import open_to_read
 from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.parameters import of_policy, parameters
+from kvreplay.run_folder import require_run
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
 from kvreplay.trace import Span, Trace
 
-RUN_FILES = "results.csv, cells, run.json"
 MOST_OPEN = 8  # files of cells/ at a time
 COLUMNS = (
     "trace trace_hash model role policy params heads agg budget budget_tokens kept_tokens boundary eval n_queries "
@@ -136,10 +136,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._open: dict[str, h5py.File] = {}  # by trace, the oldest first
-        check_format(self.folder)
-        for name in RUN_FILES.split(", "):
-            if not (self.folder / name).exists():
-                raise Error(str(self.folder), "not a finished run", RUN_FILES, f"no {name}")
+        require_run(self.folder)
 
     @property
     def figures(self) -> Path:
@@ -701,12 +698,6 @@ def untold_note(metrics: Iterable[str], better: dict[str, str]) -> list[str]:
         return []
     return [f"run.json does not say whether higher or lower is better for {', '.join(untold)}; run the same replay "
             "again to record it (finished cells are reused)"]  # fmt: skip
-
-
-def check_format(folder: Path) -> None:
-    """Rejects results of format 1, whose sets are in selections.h5."""
-    if not (folder / "cells").exists() and any((folder / name).exists() for name in ("parts", "selections.h5")):
-        raise Error(str(folder), "results of format 1; convert them with kvreplay merge NEW OLD", "")
 
 
 def place(group: h5py.Group) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.parameters import of_policy, split_outside_parentheses
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:

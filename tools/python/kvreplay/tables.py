@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from kvreplay.program import writing
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvreplay.headline import HEADLINE
 from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_format, require_least, say_notes
+from kvreplay.run_folder import require_run
 
 
 def parser() -> Parser:
@@ -45,6 +46,8 @@ def compare(arguments: argparse.Namespace) -> None:
     """Reads, compares, prints."""
     require_format("--data", arguments.data, ".csv")
     require_least(arguments, seed=0)
+    for folder in arguments.runs:
+        require_run(folder)
 
     from kvreplay.compare.comparison import Comparison
     from kvreplay.results import Run

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, require_format, require_least, say_notes
+from kvreplay.program import Parser, exit_code, names, require_format, require_least, require_paths, say_notes
+from kvreplay.run_folder import require_run
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_names(arguments: argparse.Namespace) -> None:
-    """Rejects invalid options before any file is read."""
+    """Rejects invalid options and missing files before any package that draws is imported."""
     if arguments.kind not in KINDS:
         raise Error("plot", "unknown kind of figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
     for field in asked_of_kinds(arguments):
@@ -110,6 +111,7 @@ def check_names(arguments: argparse.Namespace) -> None:
                     Refusal.USAGE)  # fmt: skip
     require_least(arguments, seed=0)
     require_format("--data", arguments.data, ".csv")
+    (require_paths if arguments.run.suffix == ".h5" else require_run)(arguments.run)
 
 
 def plot(arguments: argparse.Namespace) -> list[Path]:

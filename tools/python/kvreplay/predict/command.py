@@ -19,6 +19,7 @@ from kvreplay.program import (
     require_least,
     say_notes,
 )
+from kvreplay.run_folder import require_run
 
 
 def parser() -> Parser:
@@ -54,6 +55,8 @@ def predict(arguments: argparse.Namespace) -> None:
     require_format("--data", arguments.data, ".csv")
     require_format("-o", arguments.output, ".svg", ".pdf", ".png")
     require_least(arguments, seed=0)
+    for folder in arguments.runs:
+        require_run(folder)
 
     from kvreplay.predict.prediction import Prediction
     from kvreplay.predict.presentation import Presentation

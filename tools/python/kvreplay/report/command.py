@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from kvreplay.program import Parser, exit_code, names, require_format, say_notes, writing
+from kvreplay.run_folder import require_run
 
 
 def parser() -> Parser:
@@ -35,6 +36,7 @@ def report(arguments: argparse.Namespace) -> Path:
     """Writes the page; the file written."""
     output = arguments.output or arguments.run / "report.html"
     require_format("-o", output, ".html", ".htm")
+    require_run(arguments.run)
 
     from kvreplay.report.content import Page
     from kvreplay.report.page import written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.sweep.plan import call
 from kvreplay.sweep.work import Allowance
 
 if TYPE_CHECKING:
@@ -160,8 +162,5 @@ def gpus_here() -> int:
 
 
 def memory_here() -> int:
-    """Bytes that are free on this machine, or that this process may have."""
-    import psutil
-    from distributed.system import MEMORY_LIMIT
-
-    return min(psutil.virtual_memory().available, MEMORY_LIMIT)
+    """Bytes that are free on this machine, or in this container."""
+    return json.loads(call(["doctor", "--json"]))["memory"]["free_bytes"]

@@ -19,6 +19,7 @@ from kvreplay.program import (
     exit_code,
     require_format,
     require_least,
+    require_paths,
     say_notes,
     writing,
 )
@@ -80,11 +81,14 @@ def parser() -> Parser:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Rejects invalid options before any file is read."""
+    """Rejects invalid options and missing files before any file is read."""
     require_format("-o", arguments.output, ".yaml", ".yml")
     if not 0 < arguments.hold_out < 1:
         raise Error("--hold-out", "out of range", "a share between 0 and 1", str(arguments.hold_out), Refusal.USAGE)
     require_least(arguments, trials=1, seed=0, ranges=2)
+    require_paths(*arguments.traces, *arguments.held_out)
+    if arguments.model is not None:
+        ModelChoices.of(arguments).check()
 
 
 def check_model(arguments: argparse.Namespace, is_live: bool) -> None:
@@ -106,12 +110,12 @@ def live_model(arguments: argparse.Namespace, say: Callable[[str], None]) -> Liv
     from kvreplay.capture.command import quiet_libraries
 
     quiet_libraries(False)
-    from kvreplay.capture.model import Source, load
+    from kvreplay.capture.model import load
     from kvreplay.live.measure import LiveModel
 
-    source = Source.parse(arguments.model, arguments.revision)
-    model, tokenizer = load(ModelChoices.of(arguments))
-    return LiveModel(model, tokenizer, source.title, source.hash(), say=say)
+    choices = ModelChoices.of(arguments)
+    model, tokenizer = load(choices)
+    return LiveModel(model, tokenizer, choices.source.title, choices.source.hash(), say=say)
 
 
 def tune(arguments: argparse.Namespace, command: list[str]) -> None:
@@ -119,9 +123,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     check_options(arguments)
 
     from kvreplay.engine import _engine
-    from kvreplay.tune import outcome, search, space
-    from kvreplay.tune.hold_out import split_prompts
-    from kvreplay.tune.objective import Objective
+    from kvreplay.tune import space
 
     policies = [one for text in arguments.policy for one in _engine.split_policies(text)]
     several = arguments.ranges is not None
@@ -132,12 +134,17 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     if len(set(policies)) < len(policies):
         raise Error("-p", "policies to tune", "different policies", ", ".join(policies), Refusal.USAGE)
     _engine.budget(arguments.budget)  # so is the budget
+    asked = space.asked_space(arguments.search)
+
+    from kvreplay.tune import outcome, search
+    from kvreplay.tune.hold_out import split_prompts
+    from kvreplay.tune.objective import Objective
+
     objective = Objective(
         arguments.metric, arguments.budget, arguments.work,
         {"device": arguments.device, "threads": arguments.threads, "memory": arguments.memory},
     )  # fmt: skip
     check_model(arguments, objective.is_live)
-    asked = space.asked_space(arguments.search)
     divided = split_prompts(
         arguments.traces, arguments.held_out, arguments.hold_out, arguments.same_prompt, arguments.seed
     )
