@@ -180,35 +180,136 @@ void check_trace(const TraceRecord& trace, const fs::path& path, const std::stri
                 std::to_string(trace.numerics)};
 }
 
-/// The files of one trace, each file once, become the file `target`, unless the only one is `there` already.
-/// `results`: null where no tables are written.
-void take(const std::vector<fs::path>& paths, const fs::path& there, const fs::path& target, Sources& sources,
-          MergedRun& run, Results* results) {
-  // A run may replace a file between the reading of its numbers and that of its sets.
-  std::vector<std::optional<FileIdentity>> before;
-  for (const fs::path& path : paths) before.push_back(identity_at(path));
-  const std::string name = target.stem().string();
-  TraceCells whole;
-  const std::vector<const CellRecord*> listed = run.cells_of(name);
-  if (results == nullptr && paths.size() == 1 && are_listed(whole = read_cell_ids(paths.front()), listed)) {
-    for (const CellRecord* cell : listed) check_source(*cell, paths.front(), sources);
-    whole.cells.clear();
-  } else {
-    JoinedCells joined = join(paths);
-    for (const CellRecord& cell : joined.whole.cells) check_source(cell, joined.holders.at(cell.id), sources);
-    whole = std::move(joined.whole);
+/// All that becomes one folder, until it is there.
+class Merge {
+ public:
+  /// Tables::leave: a file that alone has its trace is staged as soon as its folder has been added.
+  Merge(const fs::path& output, Tables tables) : output_(output), tables_(tables), staged_(output) {
+    if (tables_ == Tables::leave && fs::exists(output / "results.csv"))
+      throw Error{Refusal::usage, "--no-tables", "the existing results.csv would not contain the merged cells",
+                  "a folder without tables", output.string()};
+    if (fs::exists(output / "run.json")) run_.add(output, tables_ == Tables::leave);
+    add_files(output);
   }
-  check_trace(whole.trace, paths.front(), name);
-  if (paths.size() > 1)
-    write_joined_cells(target, whole, paths);
-  else if (paths.front() != there)
-    link_or_copy(paths.front(), target);
-  for (std::size_t i = 0; i < paths.size(); ++i)
-    if (before[i] != identity_at(paths[i]))
-      throw Error{Refusal::usage, paths[i].string(), "replaced by another run during the merge; merge again"};
-  if (results != nullptr) results->add(whole);
-  run.add(whole);
-}
+
+  void add(const fs::path& folder) {
+    ++folders_;
+    std::vector<std::string> traces;
+    {
+      // Not held longer: thousands of folders are more than a process may have open.
+      const FolderLock reading = FolderLock::for_reading(folder);
+      run_.add(folder, tables_ == Tables::leave);
+      traces = add_files(folder);
+    }
+    if (tables_ == Tables::leave)
+      for (const std::string& trace : traces) stage_single_file(trace);
+  }
+
+  /// The rest of all traces, and all into the folder.
+  MergeSummary finish(const std::vector<std::string>& argv,
+                      const std::function<void(double, const std::string&)>& heard,
+                      const std::function<void()>& stop_if_interrupted) {
+    if (traces_.empty())
+      throw Error{Refusal::input, output_.string(), "no finished trace in any folder", "one trace or more"};
+    std::optional<Results> results;
+    if (tables_ == Tables::write) results.emplace(output_, run_.detail());
+    double done = 0;
+    for (auto& [name, trace] : traces_) {
+      stop_if_interrupted();
+      heard(done++ / static_cast<double>(traces_.size()), name);
+      if (!is_staged(name, trace)) stage(name, trace, results ? &*results : nullptr);
+    }
+    if (results) results->complete();
+    const std::vector<const CellRecord*> cells = run_.cells();
+    MergeSummary summary{
+        .folders = folders_, .traces = traces_.size(), .cells = cells.size(), .warnings = run_.warnings()};
+    for (const CellRecord* cell : cells)
+      if (cell->state == CellState::failed) summary.failed.push_back(*cell);
+    ReplacedFile about(output_ / "run.json");
+    run_.write(about, argv, cells, summary.warnings);
+    about.complete();
+    staged_.arrive();
+    if (results) results->finish();
+    about.finish();
+    live_.write(output_);
+    return summary;
+  }
+
+ private:
+  struct MergedTrace {
+    std::vector<fs::path> paths;  // what is in the output folder comes first
+    // Of paths, and of the cells that run.json lists, when the trace was staged.
+    std::size_t staged_paths = 0, staged_cells = 0;
+  };
+
+  /// Each file once. Returns the names of its traces.
+  std::vector<std::string> add_files(const fs::path& folder) {
+    std::vector<std::string> names;
+    for (const fs::path& path :
+         is_format_1(folder) ? convert_format_1(folder, staged_.converted()) : cell_files_of(folder))
+      if (known_.insert(identity_at(path)).second)
+        traces_[names.emplace_back(path.stem().string())].paths.push_back(path);
+    live_.add(folder);
+    return names;
+  }
+
+  bool is_staged(const std::string& name, const MergedTrace& trace) const {
+    return trace.staged_paths == trace.paths.size() && trace.staged_cells == run_.cells_of(name).size();
+  }
+
+  /// The cells of the only file of a trace are those that run.json lists: its numbers need not be read.
+  bool stage_single_file(const std::string& name) {
+    MergedTrace& trace = traces_.at(name);
+    if (trace.paths.size() != 1) return false;
+    const fs::path& path = trace.paths.front();
+    const std::optional<FileIdentity> before = identity_at(path);
+    const TraceCells ids = read_cell_ids(path);
+    const std::vector<const CellRecord*> listed = run_.cells_of(name);
+    if (!are_listed(ids, listed)) return false;
+    for (const CellRecord* cell : listed) check_source(*cell, path, sources_);
+    TraceCells without_cells{ids.trace, {}};
+    publish(name, trace, without_cells, {before});
+    return true;
+  }
+
+  void stage(const std::string& name, MergedTrace& trace, Results* results) {
+    if (results == nullptr && stage_single_file(name)) return;
+    // A run may replace a file between the reading of its numbers and that of its sets.
+    std::vector<std::optional<FileIdentity>> before;
+    for (const fs::path& path : trace.paths) before.push_back(identity_at(path));
+    const JoinedCells joined = join(trace.paths);
+    for (const CellRecord& cell : joined.whole.cells) check_source(cell, joined.holders.at(cell.id), sources_);
+    publish(name, trace, joined.whole, before);
+    if (results != nullptr) results->add(joined.whole);
+  }
+
+  /// The files of a trace become one of the staged files, unless the only one is in the output folder already.
+  void publish(const std::string& name, MergedTrace& trace, const TraceCells& whole,
+               const std::vector<std::optional<FileIdentity>>& before) {
+    check_trace(whole.trace, trace.paths.front(), name);
+    const fs::path target = staged_.path_of(name);
+    if (trace.paths.size() > 1)
+      write_joined_cells(target, whole, trace.paths);
+    else if (trace.paths.front() != output_ / "cells" / target.filename())
+      link_or_copy(trace.paths.front(), target);
+    for (std::size_t i = 0; i < before.size(); ++i)
+      if (before[i] != identity_at(trace.paths[i]))
+        throw Error{Refusal::usage, trace.paths[i].string(), "replaced by another run during the merge; merge again"};
+    run_.add(whole);
+    trace.staged_paths = trace.paths.size();
+    trace.staged_cells = run_.cells_of(name).size();
+  }
+
+  fs::path output_;
+  Tables tables_;
+  StagedFiles staged_;
+  MergedRun run_;
+  LiveRows live_;
+  Sources sources_;
+  std::map<std::string, MergedTrace> traces_;
+  std::set<std::optional<FileIdentity>> known_;
+  std::size_t folders_ = 0;
+};
 
 }  // namespace
 
@@ -238,64 +339,26 @@ std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const 
   return folders;
 }
 
-MergeSummary merge(const fs::path& output, const std::vector<fs::path>& folders, Tables tables,
+MergeSummary merge(const fs::path& output, const std::function<std::vector<fs::path>()>& next_folders, Tables tables,
                    const std::vector<std::string>& argv, const std::function<void(double, const std::string&)>& heard,
                    const std::function<bool()>& interrupted) {
+  const auto stop_if_interrupted = [&] {
+    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing was merged"};
+  };
   check_results_folder(output);
   std::optional<FolderLock> lock;
   MadeFolders made(output);
   make_results_folder(output);
   lock.emplace(output);
-
-  StagedFiles staged(output);
-  MergedRun run;
-  LiveRows live;
-  std::map<std::string, std::vector<fs::path>> files;  // by trace; what is in `output` comes first
-  std::set<std::optional<FileIdentity>> known;
-  const auto add = [&](const fs::path& folder) {
-    for (const fs::path& path :
-         is_format_1(folder) ? convert_format_1(folder, staged.converted()) : cell_files_of(folder))
-      if (known.insert(identity_at(path)).second) files[path.stem().string()].push_back(path);
-    live.add(folder);
-  };
-  if (fs::exists(output / "run.json")) run.add(output, tables == Tables::leave);
-  add(output);
-  for (const fs::path& folder : folders) {
-    // Not held longer: thousands of folders are more than a process may have open.
-    const FolderLock reading = FolderLock::for_reading(folder);
-    run.add(folder, tables == Tables::leave);
-    add(folder);
-  }
-  if (tables == Tables::leave && fs::exists(output / "results.csv"))
-    throw Error{Refusal::usage, "--no-tables", "the existing results.csv would not contain the merged cells",
-                "a folder without tables", output.string()};
-  if (files.empty())
-    throw Error{Refusal::input, output.string(), "no finished trace in any folder", "one trace or more"};
-
-  std::optional<Results> results;
-  if (tables == Tables::write) results.emplace(output, run.detail());
-  Sources sources;
-  double done = 0;
-  for (const auto& [trace, of_trace] : files) {
-    if (interrupted()) throw Error{Refusal::interrupted, output.string(), "interrupted; nothing was merged"};
-    heard(done++ / static_cast<double>(files.size()), trace);
-    take(of_trace, output / "cells" / (trace + ".h5"), staged.path_of(trace), sources, run,
-         results ? &*results : nullptr);
-  }
-  if (results) results->complete();
-  ReplacedFile about(output / "run.json");
-  run.write(about, argv);
-  about.complete();
-  staged.arrive();
-  if (results) results->finish();
-  about.finish();
-  live.write(output);
+  Merge merge(output, tables);
+  for (std::vector<fs::path> folders; !(folders = next_folders()).empty();)
+    for (const fs::path& folder : folders) {
+      stop_if_interrupted();
+      merge.add(folder);
+    }
+  stop_if_interrupted();
+  const MergeSummary summary = merge.finish(argv, heard, stop_if_interrupted);
   made.keep();
-  MergeSummary summary{.folders = folders.size(), .traces = files.size(), .warnings = run.warnings()};
-  for (const CellRecord* cell : run.cells()) {
-    ++summary.cells;
-    if (cell->state == CellState::failed) summary.failed.push_back(*cell);
-  }
   return summary;
 }
 

@@ -31,13 +31,15 @@ std::vector<std::filesystem::path> results_folders(const std::vector<std::filesy
 /// copied where it cannot be; results of format 1 are converted. Live numbers are joined row by row.
 /// Tables::leave: `output` must have no tables. For a file that is not joined, the cells are then read from run.json
 /// if it lists exactly these.
+/// `next_folders` returns some of the folders, and none after the last; it may wait for runs that have not ended. Each
+/// folder is read and checked as soon as it is returned. `output` changes after the last folder only.
 /// Throws Error{usage} for one trace under different conditions, a policy of one name from different files and a folder
 /// that another run writes into; Error{input} for a file of cells that is damaged and for a cell of which two folders
 /// have different numbers; Error{resources} for a full disk; Error{interrupted}. `output` is then as it was, unless it
 /// was a rename of complete files that failed.
-MergeSummary merge(const std::filesystem::path& output, const std::vector<std::filesystem::path>& folders,
-                   Tables tables, const std::vector<std::string>& argv,
-                   const std::function<void(double, const std::string&)>& heard,
+MergeSummary merge(const std::filesystem::path& output,
+                   const std::function<std::vector<std::filesystem::path>()>& next_folders, Tables tables,
+                   const std::vector<std::string>& argv, const std::function<void(double, const std::string&)>& heard,
                    const std::function<bool()>& interrupted);
 
 }  // namespace kvreplay

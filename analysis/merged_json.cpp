@@ -50,13 +50,14 @@ Json read_run(const fs::path& path) {
 }
 
 /// The value if all are equal; of objects the entries that are equal in all. Null: none.
-Json agreed(const std::vector<Json>& values) {
-  if (values.empty() || std::ranges::all_of(values, [&](const Json& one) { return one == values.front(); }))
-    return values.empty() ? Json() : values.front();
+Json agreed(const std::vector<const Json*>& values) {
+  if (values.empty()) return {};
+  const Json& first = *values.front();
+  if (std::ranges::all_of(values, [&](const Json* one) { return *one == first; })) return first;
   Json common;
-  for (const auto& [key, entry] : values.front().items())
+  for (const auto& [key, entry] : first.items())
     if (std::ranges::all_of(values,
-                            [&](const Json& one) { return one.is_object() && one.value(key, Json()) == entry; }))
+                            [&](const Json* one) { return one->is_object() && one->value(key, Json()) == entry; }))
       common[key] = entry;
   return common;
 }
@@ -227,24 +228,26 @@ Json MergedRun::self_check() const {
   return together;
 }
 
-void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv) const {
+void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv,
+                      const std::vector<const CellRecord*>& all_cells, const std::vector<std::string>& warned) const {
   Json head = {{"schema", "kvreplay-run/1"}, {"argv", argv}};
-  std::map<std::string, std::vector<Json>> said;
+  std::map<std::string, std::vector<const Json*>> said;
   Json shards = Json::array();
   for (const auto& [path, shard] : shards_) {
     for (const char* key : shard_keys)
-      if (shard.contains(key)) said[key].push_back(shard[key]);
+      if (const auto entry = shard.find(key); entry != shard.end()) said[key].push_back(&*entry);
     Json& entry = shards.emplace_back(Json{{"path", path}});
     entry.update(shard);
   }
-  if (!said["start"].empty()) head["start"] = std::ranges::min(said["start"]);
-  if (!said["end"].empty()) head["end"] = std::ranges::max(said["end"]);
+  const auto value = [](const Json* entry) -> const Json& { return *entry; };
+  if (!said["start"].empty()) head["start"] = *std::ranges::min(said["start"], {}, value);
+  if (!said["end"].empty()) head["end"] = *std::ranges::max(said["end"], {}, value);
   for (const char* key : shared_keys)
     if (const Json common = agreed(said[key]); !common.is_null()) head[key] = common;
   if (detail_) head["options"]["detail"] = word(*detail_);
   if (const Json check = self_check(); !check.is_null()) head["self_check"] = check;
-  std::vector<std::string> warned = run_warnings_;
-  append_new(warned, warnings());
+  std::vector<std::string> all_warnings = run_warnings_;
+  append_new(all_warnings, warned);
   Json inputs = Json::array();
   for (const auto& [trace, input] : inputs_) inputs.push_back(input);
   head.update({{"inputs", inputs},
@@ -252,14 +255,14 @@ void MergedRun::write(ReplacedFile& file, const std::vector<std::string>& argv) 
                {"metrics", metrics_},
                {"numerics", numerics_},
                {"open_loop", true},
-               {"warnings", warned},
+               {"warnings", all_warnings},
                {"shards", shards},
                {"cells", Json::array()}});
   std::string text = head.dump(2, ' ', false, Json::error_handler_t::replace);
   text.resize(text.rfind(']'));
   file.write(text);
   const char* separator = "";
-  for (const CellRecord* cell : cells()) {
+  for (const CellRecord* cell : all_cells) {
     file.write(separator + indented(cell_json(*cell)));
     separator = ",";
   }

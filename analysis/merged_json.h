@@ -16,7 +16,7 @@
 namespace kvreplay {
 
 /// The run.json of each folder, and the cells of the files. Entries in which all runs agree stand at the top; `shards`
-/// has those of each run. Folders are added first, then files.
+/// has those of each run. A folder is added before its files.
 class MergedRun {
  public:
   /// A folder without run.json is that of an interrupted run; a merged folder brings those that it was merged from.
@@ -35,8 +35,10 @@ class MergedRun {
   /// By trace, then in the order of replay. Those that failed in one folder and are whole in another are whole.
   std::vector<const CellRecord*> cells() const;
 
-  /// run.json, once all has been added; inputs and cells stand by the names of their traces.
-  void write(ReplacedFile& file, const std::vector<std::string>& argv) const;
+  /// run.json, once all has been added, with the values of cells() and warnings(); inputs and cells stand by the names
+  /// of their traces.
+  void write(ReplacedFile& file, const std::vector<std::string>& argv, const std::vector<const CellRecord*>& all_cells,
+             const std::vector<std::string>& warned) const;
 
  private:
   using Json = nlohmann::ordered_json;

@@ -8,13 +8,16 @@ import json
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from program import Answer, done, kvreplay
+from program import Answer, done, kvreplay, start
 
 BUDGETS = ["-b", "0.25,8"]
 POLICIES = ["h2o", "knorm", "snapkv"]  # in the order of their folders
@@ -356,6 +359,57 @@ def test_folders_that_cannot_be_meant(folder: Path) -> None:
     assert refused(kvreplay("merge", "list", "by-trace", folder=folder.parent), 3, "by-trace")
     assert refused(kvreplay("merge", ".", "by-trace", folder=folder), 2, "contains other files")
     assert refused(kvreplay("merge", "new", folder=folder), 3, "new", "no finished trace in any folder")
+
+
+@contextlib.contextmanager
+def waiting_merge(folder: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
+    """A merge that reads folders from standard input, which has `names` and is open."""
+    process = start("merge", "out", "-", "--no-tables", folder=folder, stdin=subprocess.PIPE)
+    try:
+        process.stdin.write("".join(f"{name}\n" for name in names))
+        process.stdin.flush()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("shards", ["by-trace", "by-policy"])
+def test_folders_from_standard_input(folder: Path, shards: str) -> None:
+    """They are read as they arrive, and published after the last. Two files of one trace are joined."""
+    names = [f"{shards}/{path.name}" for path in sorted((folder / shards).iterdir())]
+    assert kvreplay("merge", "at-once", *names, "--no-tables", folder=folder).code == 0
+    with waiting_merge(folder, *names[:-1]) as process:
+        wait_for((folder / "out/cells.partial/a.h5").exists)
+        assert not (folder / "out/run.json").exists() and not list((folder / "out/cells").iterdir())
+        out, err = process.communicate(names[-1])  # a last line without its end
+        assert (process.returncode, err) == (0, "") and out.startswith(f"{len(names)} folders: 2 traces"), out
+    told, expected = about(folder / "out"), about(folder / "at-once")
+    assert told | {"argv": []} == expected | {"argv": []}
+    assert merged(folder).code == 0 and same(folder / "out", folder / "whole")
+
+
+def test_a_damaged_folder_from_standard_input_ends_the_merge(folder: Path) -> None:
+    path = folder / "by-trace/b/cells/b.h5"
+    path.write_bytes(path.read_bytes()[:1000])
+    with waiting_merge(folder, "by-trace/a", "by-trace/b") as process:
+        assert process.wait(60) == 3 and "by-trace/b/cells/b.h5" in process.stderr.read()
+    assert not (folder / "out").exists()
+
+
+def test_an_interruption_while_waiting_for_folders_changes_nothing(folder: Path) -> None:
+    with waiting_merge(folder, "by-trace/a") as process:
+        wait_for((folder / "out/cells.partial/a.h5").exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130 and "interrupted; nothing was merged" in process.stderr.read()
+    assert not (folder / "out").exists()
 
 
 def test_folders_that_are_named_twice_count_once(folder: Path) -> None:

@@ -1,9 +1,15 @@
 #include "analysis/merge.h"
 
 #include <fmt/format.h>
+#include <poll.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
 
 #include "arguments.h"
 #include "commands.h"
@@ -15,11 +21,14 @@
 namespace kvreplay {
 namespace {
 
+constexpr const char* standard_input = "-";
+
 constexpr Option options[] = {
     {"no-tables", 0, "", "", "merge only cells and run.json, without tables"}, progress_option, json_option};
 
 std::string details() {
   return "FROM is a folder of results, a folder of such folders, or @FILE with one folder per line.\n"
+         "-: reads folders from standard input, one per line, and checks each as it arrives.\n"
          "Earlier results in DIR are kept. DIR then equals the results of a single replay.\n"
          "Without FROM, rewrites the tables and run.json of DIR.\n"
          "Converts results of format 1 (parts/ in place of cells/).\n";
@@ -29,6 +38,7 @@ std::string details() {
 std::vector<std::filesystem::path> given_folders(std::span<const std::string> operands) {
   std::vector<std::filesystem::path> folders;
   for (const std::string& operand : operands) {
+    if (operand == standard_input) continue;
     if (!operand.starts_with('@')) {
       folders.emplace_back(operand);
       continue;
@@ -41,15 +51,52 @@ std::vector<std::filesystem::path> given_folders(std::span<const std::string> op
   return folders;
 }
 
+/// Lines of standard input, as they arrive.
+class InputLines {
+ public:
+  /// The next line that is not empty; nothing after the last one, and after an interruption.
+  std::optional<std::string> next() {
+    for (;;) {
+      while (unread_.find('\n') == std::string::npos && receive()) {
+      }
+      if (unread_.empty() || interrupted()) return std::nullopt;
+      const std::string line = unread_.substr(0, unread_.find('\n'));
+      unread_.erase(0, line.size() + 1);
+      if (!line.empty()) return line;
+    }
+  }
+
+ private:
+  /// False at the end, and after an interruption: a signal may come right before the wait, which is therefore short.
+  bool receive() {
+    pollfd input{STDIN_FILENO, POLLIN, 0};
+    while (poll(&input, 1, 100) <= 0)
+      if (interrupted()) return false;
+    std::array<char, 4096> piece;
+    const ssize_t count = read(STDIN_FILENO, piece.data(), piece.size());
+    if (count > 0) unread_.append(piece.data(), static_cast<std::size_t>(count));
+    return count > 0;
+  }
+
+  std::string unread_;
+};
+
 int run(const Arguments& arguments) {
   heed_interruptions();
   const std::filesystem::path output = arguments.operands().front();
-  const std::vector<std::filesystem::path> folders =
-      results_folders(given_folders(std::span(arguments.operands()).subspan(1)), output);
+  const std::span operands = std::span(arguments.operands()).subspan(1);
+  std::vector<std::filesystem::path> given = results_folders(given_folders(operands), output);
+  std::optional<InputLines> input;
+  if (std::ranges::find(operands, standard_input) != operands.end()) input.emplace();
+  const auto next_folders = [&] {
+    std::optional<std::string> line;
+    if (given.empty() && input) line = input->next();
+    return line ? results_folders({*line}, output) : std::exchange(given, {});
+  };
   const MergeSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
     return merge(
-        output, folders, arguments.given("no-tables") ? Tables::leave : Tables::write, arguments.command_line(),
+        output, next_folders, arguments.given("no-tables") ? Tables::leave : Tables::write, arguments.command_line(),
         [&line](double done, const std::string& trace) { line.show(done, trace); }, interrupted);
   }();
   if (arguments.given("json")) {
@@ -81,6 +128,7 @@ const Command merge_command{"merge",
                             options,
                             run,
                             details,
-                            "kvreplay merge out shard-1 shard-2\nkvreplay merge out @folders.txt --no-tables\n"};
+                            "kvreplay merge out shard-1 shard-2\nkvreplay merge out @folders.txt --no-tables\n"
+                            "ls -d runs/* | kvreplay merge out -\n"};
 
 }  // namespace kvreplay
