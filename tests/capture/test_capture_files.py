@@ -227,4 +227,5 @@ def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 4
     loading = f"kvreplay: capture: loading {model_folder('llama').name}\n"
-    assert done.stderr == loading + "kvreplay: capture: torch is not installed; run tools/setup build python\n"
+    said = "kvreplay: capture: torch is not installed; run pip install 'kvreplay[capture]'\n"
+    assert done.stderr == loading + said

@@ -384,4 +384,4 @@ def test_without_pandas_it_says_what_to_install(run):
     command = [sys.executable, "-c", code, str(run), "--baseline", "base"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "kvreplay: compare: pandas is not installed; run tools/setup build python\n"
+    assert done.stderr == "kvreplay: compare: pandas is not installed; run pip install pandas\n"

@@ -1028,7 +1028,7 @@ def test_without_matplotlib_it_says_what_to_install(run):
     command = [sys.executable, "-c", code, "heatmap", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)})
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "kvreplay: plot: matplotlib is not installed; run tools/setup build python\n"
+    assert done.stderr == "kvreplay: plot: matplotlib is not installed; run pip install matplotlib\n"
 
 
 def test_a_place_that_cannot_be_written_is_named(run, capsys):

@@ -94,7 +94,7 @@ def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> Non
     words = [*operands, "-o", str(tmp_path / "out"), "--workers", "1"]
     answer = subprocess.run([sys.executable, "-c", run, *words], capture_output=True, text=True)
     assert answer.returncode == 4, answer
-    assert answer.stderr == ("kvreplay: sweep: distributed is not installed; run tools/setup build python\n")
+    assert answer.stderr == "kvreplay: sweep: distributed is not installed; run pip install 'kvreplay[sweep]'\n"
 
 
 def test_the_simulated_plan_by_hand() -> None:

@@ -20,7 +20,7 @@ def _loading(source: Source, load: Any, **options: Any) -> Any:
     try:
         return load(source.location, **source.options, **options)
     except ImportError as error:
-        expected = "the packages of tools/setup build python"
+        expected = "the packages of pip install 'kvreplay[capture]'"
         raise Error(source.name, "missing package", expected, str(error).splitlines()[0], Refusal.CAPABILITY) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -91,7 +91,7 @@ def _parquet(path: Path) -> Iterator[Prompt]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        expected = "pyarrow (run tools/setup build python)"
+        expected = "pyarrow (run pip install 'kvreplay[capture]')"
         raise Error(str(path), "missing package", expected, "", Refusal.CAPABILITY) from error
     try:
         table = pyarrow.parquet.ParquetFile(path)

@@ -172,6 +172,18 @@ def _orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def _pip_argument(module: str) -> str:
+    """The extra of kvreplay that requires a package, else the package."""
+    from importlib import metadata  # slow to import
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires("kvreplay") or ():
+            found = re.match(r"([\w-]+).*extra == ['\"](\w+)", requirement)
+            if found and found[1].replace("-", "_") == module:
+                return f"'kvreplay[{found[2]}]'"
+    return module
+
+
 def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> int:
     """Does the work and returns its exit code, or 0. An Error or a missing package is reported as one line on stderr.
     After an interruption, `kept` is printed: what the program has left, and how to continue."""
@@ -198,7 +210,7 @@ def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> i
         return int(Refusal.INTERRUPTED)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kvreplay"):
-            remedy = "run tools/setup build python"
+            remedy = f"run pip install {_pip_argument(error.name or '')}"
             _say(f"kvreplay: {Error(command, f'{error.name} is not installed; {remedy}')}")
             return int(Refusal.CAPABILITY)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
