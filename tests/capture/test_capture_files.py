@@ -106,11 +106,9 @@ def test_existing_output_is_kept_unless_forced(
 ) -> None:
     out = tmp_path / "t.h5"
     out.write_text("mine")
-    assert main(words(model_folder("llama"), out)) == 2
-    assert (
-        capsys.readouterr().err
-        == f"kvreplay: {out}: output: expected a new file (or --force), found an existing file\n"
-    )
+    assert main(words(model_folder("llama"), out)) == 3
+    said = f"kvreplay: {out}: exists: expected another name, or --force to overwrite, found a file\n"
+    assert capsys.readouterr().err == said
     assert out.read_text() == "mine"
     assert main(words(model_folder("llama"), out, "--force")) == 0
     assert Trace(out).layers == 4

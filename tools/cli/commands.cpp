@@ -22,6 +22,7 @@ constexpr const Command* command_table[] = {
 constexpr Companion companion_table[] = {
     {"capture", "captures queries, keys and values of a language model as a trace"},
     {"compare", "compares policies with a baseline over many traces: paired differences, intervals, tests"},
+    {"example", "writes an example trace: 10 MB of a small language model, with a needle and a question"},
     {"export", "writes the numbers of a run as Parquet, Arrow or CSV, or its kept sets as HDF5"},
     {"live", "applies the kept sets of a replay in the live model and measures its predictions and answers"},
     {"python", "runs any command with policies written in Python: -p FILE.py:NAME"},

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from kvreplay import __version__
-from kvreplay.errors import Error, Refusal
+from kvreplay.errors import Error
 
 if TYPE_CHECKING:
     from kvreplay import _engine
@@ -159,7 +159,7 @@ class Trace:
 def refuse_existing(path: Path, force: bool) -> None:
     """A finished trace is replaced only on request."""
     if path.exists() and not force:
-        raise Error(str(path), "output", "a new file (or --force)", "an existing file", Refusal.USAGE)
+        raise Error(str(path), "exists", "another name, or --force to overwrite", "a file")
 
 
 class TraceWriter:
