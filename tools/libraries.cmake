@@ -47,5 +47,6 @@ need_by_pkg_config(libhwy-dev HIGHWAY libhwy)
 
 if(missing_packages)
   list(JOIN missing_packages " " missing_packages)
-  message(FATAL_ERROR "kvreplay: missing Debian packages: run apt-get install ${missing_packages}")
+  # Indented text is not wrapped.
+  message(FATAL_ERROR "  kvreplay: missing Debian packages: run apt-get install ${missing_packages}")
 endif()
