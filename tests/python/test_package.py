@@ -14,9 +14,10 @@ import pytest
 
 import kvreplay as kv
 from kvreplay import _engine
+from kvreplay.plot.style import Drawing
 
 FOLDER = Path(kv.__file__).parent
-PUBLIC = ["check", "measure", "open", "parameter", "plan", "replay"]
+PUBLIC = ["check", "example", "figure", "measure", "open", "parameter", "plan", "replay"]
 
 
 def test_editors_read_its_types() -> None:
@@ -24,8 +25,8 @@ def test_editors_read_its_types() -> None:
     offered = {name.name for node in ast.walk(ast.parse((FOLDER / "__init__.py").read_text()))
                if isinstance(node, ast.ImportFrom) and node.module.startswith("kvreplay.")
                for name in node.names}  # fmt: skip
-    assert offered == set(kv.__all__) == set(kv._MODULES) and offered <= set(dir(kv))
-    for name in offered:
+    assert {*offered, "example"} == set(kv.__all__) == {*kv._MODULES, "example"} and offered <= set(dir(kv))
+    for name in kv.__all__:
         assert getattr(kv, name).__doc__, name
 
 
@@ -38,9 +39,9 @@ def test_editors_read_the_engines_types() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_functions_say_their_types(name: str) -> None:
     function = getattr(kv, name)
-    assert typing.get_type_hints(function, {**vars(inspect.getmodule(function)), "Run": kv.Run, "pd": pd}).keys() == {
-        *inspect.signature(function).parameters, "return"
-    }  # fmt: skip
+    types = {"Run": kv.Run, "pd": pd, "Path": Path, "Drawing": Drawing}
+    hints = typing.get_type_hints(function, vars(inspect.getmodule(function)) | types)
+    assert hints.keys() == {*inspect.signature(function).parameters, "return"}
 
 
 def test_a_trace_says_what_it_has(small: Path) -> None:

@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvreplay.engine import Trace, measure, open, plan, policy, replay
     from kvreplay.errors import Error
     from kvreplay.laws import check
     from kvreplay.memory import Rope, from_arrays
+    from kvreplay.plot.command import figure
     from kvreplay.python_policies import BlockEnd, Policy, Row, parameter
     from kvreplay.regret_terms import regret
     from kvreplay.results import Run
 
-__all__ = ["BlockEnd", "Error", "Policy", "Rope", "Row", "Run", "Trace", "check", "from_arrays", "measure", "open",
-           "parameter", "plan", "policy", "regret", "replay"]  # fmt: skip
+__all__ = ["BlockEnd", "Error", "Policy", "Rope", "Row", "Run", "Trace", "check", "example", "figure",
+           "from_arrays", "measure", "open", "parameter", "plan", "policy", "regret", "replay"]  # fmt: skip
 
 _PLACES = {
     "kvreplay.regret_terms": ("regret",),
@@ -36,10 +39,27 @@ _PLACES = {
     "kvreplay.errors": ("Error",),
     "kvreplay.laws": ("check",),
     "kvreplay.memory": ("Rope", "from_arrays"),
+    "kvreplay.plot.command": ("figure",),
     "kvreplay.python_policies": ("BlockEnd", "Policy", "Row", "parameter"),
     "kvreplay.results": ("Run",),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+
+EXAMPLE = "smollm2-135m-needle.h5"
+
+
+def example() -> Path:
+    """Returns the path of the trace that comes with kvreplay: SmolLM2-135M-Instruct reads 480 tokens that contain a
+    needle, and generates 32 tokens.
+
+    An installed package carries the file in its own folder, a source tree in `traces/`. The file is for reading only.
+    """
+    from pathlib import Path
+
+    package = Path(__file__).resolve().parent
+    carried = package / EXAMPLE
+    return carried if carried.is_file() else package.parents[2] / "traces" / EXAMPLE
 
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

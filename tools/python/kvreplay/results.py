@@ -20,6 +20,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
+from kvreplay import notebook_views
 from kvreplay.errors import Error, Refusal
 from kvreplay.export import write_table
 from kvreplay.hdf5_file import open_to_read
@@ -74,6 +75,9 @@ class Selection:
         rows = np.zeros((self.granted.size, self.boundary), dtype=bool)
         rows[np.repeat(np.arange(self.granted.size), np.diff(self.offsets)), self.positions] = True
         return rows.reshape(*self.granted.shape, self.boundary)[self.layers]
+
+    def _repr_html_(self) -> str:
+        return notebook_views.selection_html(self)
 
     def unprotected(self) -> np.ndarray:
         """Whether a token is neither a protected sink nor a protected recent token: bool [n,H,boundary]."""
@@ -137,6 +141,14 @@ class Run:
         self.folder = Path(folder)
         self._open: dict[str, h5py.File] = {}  # by trace, the oldest first
         require_run(self.folder)
+
+    def __repr__(self) -> str:
+        cells = self.cells
+        traces, policies, budgets = (cells[name].nunique() for name in ("trace", "label", "budget"))
+        return f"<kvreplay run: traces {traces}, policies and controls {policies}, budgets {budgets}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_views.run_html(self)
 
     @property
     def figures(self) -> Path:

@@ -101,6 +101,11 @@ class Trace:
             f"{self.query_heads} query / {self.kv_heads} KV heads of {self.head_dim}, {self.dtype}>"
         )
 
+    def _repr_html_(self) -> str:
+        from kvreplay.notebook_views import trace_html
+
+        return trace_html(self)
+
     @property
     def spans(self) -> list[Span]:
         return [Span(*one) for one in self._trace.spans]

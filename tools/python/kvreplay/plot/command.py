@@ -8,12 +8,18 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, require_format, require_least, require_paths, say_notes
 from kvreplay.run_folder import require_run
+
+if TYPE_CHECKING:
+    from kvreplay.plot.figure_options import Choice
+    from kvreplay.plot.style import Drawing
+    from kvreplay.plot.trace_file import TraceFile
+    from kvreplay.results import Run
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
     return {field: value for field, value in vars(arguments).items() if field in of_some}
 
 
-def check_names(arguments: argparse.Namespace) -> None:
-    """Rejects invalid options and missing files before any package that draws is imported."""
+def check_kind(arguments: argparse.Namespace) -> None:
+    """Rejects an unknown kind of figure, and options that its kind does not read."""
     if arguments.kind not in KINDS:
         raise Error("plot", "unknown kind of figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
     for field in asked_of_kinds(arguments):
@@ -103,45 +109,76 @@ def check_names(arguments: argparse.Namespace) -> None:
         if arguments.kind not in readers:
             wanted = ("one of " if len(readers) > 1 else "") + ", ".join(readers)
             raise Error(parser().flag(field), "not an option of this figure", wanted, arguments.kind, Refusal.USAGE)
+    require_least(arguments, seed=0)
+
+
+def check_names(arguments: argparse.Namespace) -> None:
+    """Rejects invalid options and missing files before any package that draws is imported."""
+    check_kind(arguments)
     for path in arguments.output:
         require_format("-o", path, *FORMATS)
     if arguments.run.suffix == ".h5" and arguments.kind not in OF_TRACES:
         raise Error("plot", f"{arguments.kind} needs a run", "a folder of results of kvreplay "
                                                              "replay", str(arguments.run),
                     Refusal.USAGE)  # fmt: skip
-    require_least(arguments, seed=0)
     require_format("--data", arguments.data, ".csv")
     (require_paths if arguments.run.suffix == ".h5" else require_run)(arguments.run)
+
+
+def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> tuple[Drawing, Choice]:
+    """The figure of the arguments, and the part of the run that it shows."""
+    from kvreplay.plot import style
+    from kvreplay.plot.figure_options import Choice
+    from kvreplay.run_names import split_policies
+
+    kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
+    asked = asked_of_kinds(arguments)
+    if "policies" in asked:
+        asked["policies"] = split_policies(asked["policies"])
+    choice = Choice(source, title=arguments.title, **asked)
+    with style.settings():
+        return kind.draw(choice), choice
 
 
 def plot(arguments: argparse.Namespace) -> list[Path]:
     """Draws and writes; the files written."""
     check_names(arguments)
 
-    from kvreplay.plot import style
-    from kvreplay.plot.figure_options import Choice
     from kvreplay.plot.trace_file import TraceFile
     from kvreplay.results import Run
-    from kvreplay.run_names import split_policies
     from kvreplay.tables import write_csv
 
-    kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
-    asked = asked_of_kinds(arguments)
-    if "policies" in asked:
-        asked["policies"] = split_policies(asked["policies"])
     source = TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run)
-    choice = Choice(source, title=arguments.title, **asked)
+    drawing, choice = drawn(arguments, source)
     written = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
-    with style.settings():
-        drawing = kind.draw(choice)
-        for path in written:
-            style.save(drawing.figure, path)
-        if arguments.data:
-            write_csv(drawing.data, arguments.data)
+    for path in written:
+        drawing.save(path)
+    if arguments.data:
+        write_csv(drawing.data, arguments.data)
     if choice.run.failed:
         choice.notes.append(f"{len(choice.run.failed)} failed cells are not drawn")
     say_notes(arguments.kind, choice.notes)
     return [*written, *([arguments.data] if arguments.data else [])]
+
+
+def figure(kind: str, run: Run, **options: Any) -> Drawing:
+    """Draws a figure of a run, as `kvreplay plot KIND RUN` does, without writing files.
+
+    `options`: long names of the command's selection options (policies, budgets, trace, metric, layer, head …), each
+    with one value or several, and `title`. The result is shown in notebooks. Its `figure` is matplotlib's, `data` has
+    the numbers in it, and `save(path)` writes .svg, .pdf or .png.
+
+    Raises Error for invalid arguments, as the command does.
+    """
+    words = [kind, "RUN"]
+    for name, value in options.items():
+        if name in ("output", "data", "help"):
+            raise Error("figure", "not an option in Python", "an option of kvreplay plot", name, Refusal.USAGE)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += ["--" + name.replace("_", "-"), str(one)]
+    arguments = parser().parse_args(words)
+    check_kind(arguments)
+    return drawn(arguments, run)[0]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,6 +68,14 @@ class Drawing:
     figure: Figure
     data: pd.DataFrame
 
+    def save(self, path: str | Path) -> None:
+        """Writes svg, pdf or png by the path's suffix, in the style of all figures."""
+        save(self.figure, Path(path))
+
+    def _repr_svg_(self) -> str:
+        """The figure in a notebook."""
+        return encoded(self.figure, "svg").decode()
+
 
 def errors_need_logarithms(values: np.ndarray) -> bool:
     """Whether on a linear axis of errors the largest would flatten the others. Zeros, such as the error of the full
@@ -283,13 +291,19 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None
         axis.text(*at, end.label, transform=axis.transAxes, color=end.colour, va="center_baseline")
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes svg, pdf or png by the path's suffix, without dates: the same figure gives the same bytes."""
-    kind = path.suffix[1:].lower()
+def encoded(figure: Figure, kind: str) -> bytes:
+    """The figure as svg, pdf or png, without dates: the same figure gives the same bytes."""
     page = io.BytesIO()
-    figure.savefig(page, format=kind, metadata=SAVED_AS[kind])
+    with settings():
+        figure.savefig(page, format=kind, metadata=SAVED_AS[kind])
+    return page.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes svg, pdf or png by the path's suffix."""
+    page = encoded(figure, path.suffix[1:].lower())
     with writing(path):
-        path.write_bytes(page.getvalue())
+        path.write_bytes(page)
 
 
 def settings() -> object:
