@@ -70,6 +70,7 @@ def choose(window, **values: object) -> None:
 
 def test_spans_are_outlined_and_named(page, real, look):
     window = look(page)
+    choose(window, second="")
     spans = opened(real[0])[f"traces/{TRACE}/spans"][()]
     legend = window.inner_text("#legend")
     for name, kind, begin, end in spans:
@@ -95,8 +96,8 @@ def token_said(window, token: int) -> str:
 def test_shades_are_the_sets_of_the_run(policy, label, heads, page, real, look):
     window = look(page)
     choose(window, first=label)
-    for number, budget in enumerate(["0.1", "160"]):
-        choose(window, budget=number)
+    for budget in ("0.1", "160"):
+        choose(window, budget=budget)
         kept = kept_by(real[0], policy, heads, budget)
         share = kept.mean(axis=(0, 1))
         views = [(-1, -1, share), (7, -1, kept[7].mean(axis=0))]
@@ -161,21 +162,25 @@ def test_a_token_tells_who_kept_it_its_rank_and_its_later_attention(page, real, 
 def test_the_table_sorts_and_marks_the_best(page, real, look):
     window = look(page)
 
-    def column(title: str) -> list[str]:
+    def column(title: str, group: str = "") -> list[str]:
         titles = window.eval_on_selector_all("#headline thead th", "all => all.map((one) => one.innerText)")
         at = [one.split()[0] for one in titles].index(title)
-        cells = f"#headline tbody tr > :nth-child({at + 1})"
-        return window.eval_on_selector_all(cells, "all => all.map((one) => one.innerText.trim())")
+        bodies = f"#headline tbody:has(.group:has-text('{group}'))" if group else "#headline tbody"
+        cells = window.locator(f"{bodies} tr[data-label] > :nth-child({at + 1})")
+        return [text.strip() for text in cells.all_inner_texts()]
 
     results = pd.read_csv(real[0] / "results.csv", keep_default_na=False, dtype=str)
     rows = results[(results["layer"] == "all") & (results["metric"] == "attention_recall") & (results["variant"] == "")
                    & (results["head"] == "all") & (results["budget"] == "0.1")
                    & (results["policy"] != "random-twin")]  # fmt: skip
-    wanted = sorted((f"{float(value):.3f}" for value in rows["value"]), reverse=True)
-    assert column("recall") != wanted
-    for expected, order in ((wanted, "descending"), (wanted[::-1], "ascending")):
+    # Three groups, of which none is compared with another: at equal memory, budget-free, controls.
+    budget_free = rows["policy"].isin(["kivi", "sca"])
+    groups = [rows[(rows["role"] == "asked") & ~budget_free], rows[budget_free], rows[rows["role"] == "control"]]
+    wanted = [sorted((f"{float(value):.3f}" for value in one["value"]), reverse=True) for one in groups]
+    assert column("recall") != sum(wanted, [])
+    for expected, order in ((wanted, "descending"), ([one[::-1] for one in wanted], "ascending")):
         window.click("#headline thead button:has-text('recall')")
-        assert [value.strip("*\xa0") for value in column("recall")] == expected
+        assert [value.strip("*\xa0") for value in column("recall")] == sum(expected, [])
         assert window.get_attribute("#headline th:has(button:has-text('recall'))", "aria-sort") == order
     best = [value for value in column("recall") if value.endswith("*")]
     compared = rows[(rows["role"] == "asked") & ~rows["policy"].isin(["kivi", "sca"])]
@@ -183,16 +188,19 @@ def test_the_table_sorts_and_marks_the_best(page, real, look):
     assert column("skill").count("-") == 6 and window.inner_text("#skill").startswith(
         "skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = random, 1 = best"
     )
-    assert {"(full)", "(random)", "(oracle)"} <= set(column("policy")) and "kivi" in column("policy")
+    assert set(column("policy", "controls")) == {"(full)", "(random)", "(oracle)"}
+    assert [one.partition(":")[0] for one in column("policy", "not at equal memory")] == ["sca", "kivi"]  # ascending
+    window.click("#headline thead button:has-text('recall')")
+    assert column("policy", "chunks") == ["chunkkv"] and column("policy", "controls")[0] == "(full)"
+    assert column("policy", "attention") == ["snapkv:heads=kv", "snapkv:heads=query", "h2o-online"]
     assert "OPEN LOOP" in window.inner_text("header")
 
 
 def test_curves_layers_and_similarity_follow_their_controls(page, real, look):
     window = look(page)
-    cosine = window.evaluate("page.columns.findIndex((column) => column.title === 'att.cos')")
     for kind in ("curve", "layer"):
         before = window.inner_html(f"#{kind}-chart svg[role]")
-        choose(window, **{f"{kind}_metric": cosine})
+        choose(window, **{f"{kind}_metric": "att.cos"})
         assert window.inner_html(f"#{kind}-chart svg[role]") != before
         assert window.locator(f"#{kind}-chart g.series").count() == 9
         lines = {"curve": 0, "layer": 9}[kind]  # the run has two budgets, and two points are no curve
@@ -216,7 +224,7 @@ def test_a_curve_has_units_and_says_whom_no_budget_binds(page, real, look):
     written = "page.traces[0].budgets.flatMap((b) => b.cells.map((one) => [one.label, one.values[AT][1]]))"
     seconds = pd.read_csv(real[0] / "seconds.csv", keep_default_na=False)
     for title, unit in (("kept", "tokens"), ("recall", ""), ("select", "(s|ms|us)")):
-        choose(window, curve_metric=titles.index(title))
+        choose(window, curve_metric=title)
         axis = window.inner_text("#curve-chart .axis")
         assert re.search(rf" \({unit}\)$", axis) if unit else not axis.endswith(")")
         at = window.evaluate(f"page.traces[0].columns.indexOf({titles.index(title)})")
@@ -231,21 +239,25 @@ def test_a_curve_has_units_and_says_whom_no_budget_binds(page, real, look):
     assert 1 <= most * factor < 1000 and 0.4 * most * factor <= max(map(float, ticks)) <= 1.06 * most * factor
     for chart in ("curve-chart", "layer-chart"):
         if chart == "layer-chart":
-            choose(window, layer_metric=titles.index("recall"))
+            choose(window, layer_metric="recall")
         said = window.inner_text(f"#{chart} .free")
         assert said == "Dash and dot: not at equal memory: kivi, sca, (full)."
         lines = f"#{chart} button:has([stroke-dasharray='9 3 2 3'])"
         dashed = window.eval_on_selector_all(lines, "all => all.map((one) => one.dataset.label)")
         assert sorted(dashed) == ["full", "kivi", "sca"]
-    choose(window, layer_metric=0)
+    choose(window, layer_metric="kept")
     assert window.locator("#layer-chart .free").count() == 0
 
 
 def test_every_control_is_reached_by_keyboard_and_arrows_walk_the_text(page, look):
     window = look(page)
-    wanted = window.eval_on_selector_all("select, [role=listbox], #theme, thead button", "all => all.length")
+    choose(window, second="")
+    window.focus("body")
+    wanted = window.eval_on_selector_all(
+        "select, [role=listbox], #theme, thead button", "all => all.filter((one) => one.checkVisibility()).length"
+    )
     seen = set()
-    for _ in range(120):
+    for _ in range(160):
         window.keyboard.press("Tab")
         focused = window.evaluate(
             "(() => { const at = document.activeElement; at.dataset.seen = 1; return [at.tagName, "
@@ -259,7 +271,8 @@ def test_every_control_is_reached_by_keyboard_and_arrows_walk_the_text(page, loo
     def at() -> int:
         return int(window.get_attribute("[role=listbox]", "aria-activedescendant").split("-")[2])
 
-    assert at() == 0
+    assert at() == 265  # the answer, with which the page opens
+    window.keyboard.press("Home")
     for key, place in (
         ("ArrowRight", 1),
         ("ArrowRight", 2),
@@ -438,9 +451,9 @@ def test_traces_can_be_switched(tmp_path, look):
         with h5py.File(run / f"cells/{name}.h5", "r+") as file:
             del file[f"traces/{name}/eval_attention"]
     window = look(write_report(run, "--trace", "short", "--trace", "long"))
-    assert window.locator("[role=option]").count() == 480 + 32
-    choose(window, trace=1, budget=1)
-    assert window.locator("[role=option]").count() == 200 + 32
+    assert window.locator("[role=option]").count() == 2 * (480 + 32)  # two policies
+    choose(window, trace="short", budget="0.5")
+    assert window.locator("[role=option]").count() == 2 * (200 + 32)
     assert "short" in window.text_content("#line") and "100 tokens" in window.text_content("#budget-line")
     assert window.text_content("#shade") == "share of sets"  # no scores, no later attention in this run
 
@@ -455,11 +468,11 @@ def test_nothing_of_another_trace_stays_where_a_trace_has_no_budget(tmp_path, lo
     page.write_text(before + mark + json.dumps(content).replace("<", "\\u003c") + end + after)
     window = look(page)
     assert "snapkv" in window.inner_text("#headline")
-    choose(window, trace=1, variant="union", layer=1)
+    choose(window, trace="b", variant="union", layer=1)
     assert "b" in window.inner_text("#line")
     for name in ("headline", "panes", "curve-chart", "layer-chart", "heatmaps", "budget-line", "legend"):
         assert window.text_content(f"#{name}") == ""
-    choose(window, trace=0)
+    choose(window, trace="a")
     assert "snapkv" in window.inner_text("#headline")
 
 

@@ -28,6 +28,8 @@ def parser() -> Parser:
         help="budgets to show, as given to replay (default: all)")  # fmt: skip
     add("--trace", metavar="NAME", action="append", default=[],
         help="trace to show; repeatable (default: the first)")  # fmt: skip
+    add("--baseline", metavar="POLICY", default="",
+        help="baseline of the comparison over traces (default: the best-known policy of the run)")  # fmt: skip
     add("--no-text", action="store_true", help="show positions in place of the text of the prompt")
     return found
 
@@ -44,7 +46,8 @@ def report(arguments: argparse.Namespace) -> Path:
     from kvreplay.run_names import split_policies
 
     policies = split_policies(arguments.policies)
-    page = Page(Run(arguments.run), arguments.trace, policies, arguments.budgets, text=not arguments.no_text)
+    text = not arguments.no_text
+    page = Page(Run(arguments.run), arguments.trace, policies, arguments.budgets, text, arguments.baseline)
     with writing(output):
         output.write_bytes(written(page))
     say_notes("report", [*page.notes, f"{output.stat().st_size:,} bytes"])

@@ -13,15 +13,28 @@ import numpy as np
 from matplotlib import colormaps
 
 from kvreplay import __version__
+from kvreplay.compare.comparison import Comparison
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.figure_options import VARIANTS, Choice
 from kvreplay.plot.heatmap import chance, scale_end
 from kvreplay.plot.style import on_dark
 from kvreplay.report import bit_planes, table
 from kvreplay.results import Run, Selection, TraceFacts, untold_note
-from kvreplay.run_names import pick
+from kvreplay.run_names import metric_names, pick
 
 COLOUR_STOPS = 33  # of the heatmaps' colour map; the page draws straight lines between them
+# The order in which a page looks for two policies to open with, and a comparison for its baseline: by use in the field.
+BEST_KNOWN = (
+    "snapkv",
+    "h2o",
+    "streaming-llm",
+    "pyramid-kv",
+    "ada-kv",
+    "tova",
+    "chunkkv",
+    "knorm",
+    "expected-attention",
+)
 Cells = dict[tuple[str, str], dict[table.Metric, Any]]  # by (trace, cell)
 
 
@@ -74,13 +87,17 @@ class Page:
         policies: Sequence[str] = (),
         budgets: Sequence[str] = (),
         text: bool = True,
+        baseline: str = "",
     ) -> None:
-        """Defaults: the first trace, every policy, every budget. `text`: whether the page contains the prompts."""
+        """Defaults: the first trace, every policy, every budget, and the best-known policy as the baseline of the
+        comparison over traces. `text`: whether the page contains the prompts."""
         self.run, self.text = run, text
         self.choice = Choice(run, policies=policies, budgets_asked=budgets)
         self.notes: list[str] = []
         known = sorted(set(run.cells["trace"]))
         self.labels = self.choice.labels(controls=True)
+        self.policy_of = dict(zip(run.cells["label"], run.cells["policy"], strict=True))
+        self.family_of = families()
         self.traces = self._traces(traces, known)
         self.whole, self.by_layer = headline_values(run, self.traces)
         if len(self.traces) < len(known):
@@ -101,6 +118,8 @@ class Page:
             "version": __version__,
             "synthetic": any(run.trace(name).synthetic for name in self.traces),
             "policies": [self._look(label) for label in self.labels],
+            "families": list(dict.fromkeys(self.family_of.values())),
+            "opening": self.opening,
             "variants": VARIANTS,
             "colours": [[round(255 * part) for part in colormaps["cividis"](i / (COLOUR_STOPS - 1))[:3]]
                         for i in range(COLOUR_STOPS)],
@@ -110,6 +129,7 @@ class Page:
                 for column in table.COLUMNS
             ],
             "traces": [self._trace(run.trace(name)) for name in self.traces],
+            "over_traces": self._over_traces(baseline),
             "provenance": list(provenance(run, self.traces)),
             "warnings": [str(warning) for warning in run.about.get("warnings", [])] if self._of_last_call() else [],
         }  # fmt: skip
@@ -153,8 +173,61 @@ class Page:
     def _look(self, label: str) -> dict[str, Any]:
         look = self.choice.looks[label]
         dashes = look["linestyle"][1] if isinstance(look["linestyle"], tuple) else ()
-        return {"label": label, "role": self.choice.role(label), "colour": look["color"],
+        family = self.family_of.get(self.policy_of[label], "user-defined")
+        return {"label": label, "family": family, "role": self.choice.role(label), "colour": look["color"],
                 "on_dark": on_dark(look["color"]), "dashes": list(dashes), "marker": look["marker"]}  # fmt: skip
+
+    @property
+    def opening(self) -> list[str]:
+        """The policies that are no controls, the best known first; further variants of a policy follow all others."""
+        rank = {name: place for place, name in enumerate(BEST_KNOWN)}
+        variants: dict[str, list[str]] = {}
+        for label in self.labels:
+            if self.choice.role(label) != "control":
+                variants.setdefault(self.policy_of[label], []).append(label)
+        names = sorted(variants, key=lambda name: rank.get(name, len(rank)))
+        most = max(map(len, variants.values()), default=0)
+        return [variants[name][i] for i in range(most) for name in names if i < len(variants[name])]
+
+    def _over_traces(self, baseline: str) -> dict[str, Any] | None:
+        """Means over all traces of the run, and the comparison that `kvreplay compare` makes; None for one trace or
+        one policy. The verdicts are those of its default metrics; the other columns of the table have means only."""
+        cells = self.run.cells
+        if cells["trace"].nunique() < 2 or len(self.opening) < 2:
+            if baseline:
+                raise Error("--baseline", "no comparison", "a run of two traces and two policies", baseline,
+                            Refusal.USAGE)  # fmt: skip
+            return None
+        options = {"policies": self.opening, "budgets": self.choice.budgets}
+        compared = Comparison([self.run], baseline or self.opening[0], **options)
+        known = metric_names(self.run.overall)
+        columns = {
+            name: column for name, metric in known.items() for column in table.COLUMNS if column.metric == metric
+        }
+        every = Comparison([self.run], compared.baseline, metrics=list(columns), **options)
+        judged = set(compared.lines["metric"])
+        lines = [(compared, line) for line in compared.lines.itertuples()]
+        lines += [(every, line) for line in every.lines.itertuples() if line.metric not in judged]
+        return {
+            "baseline": compared.baseline,
+            "traces": len(compared.cluster),
+            "prompts": int(compared.cluster.nunique()),
+            "seed": compared.seed,
+            "comparisons": int(compared.lines["p"].notna().sum()),
+            "metrics": [
+                {"name": name, "title": columns[name].title if name in columns else name, "judged": name in judged,
+                 "meaning": columns[name].meaning if name in columns else ""}
+                for name in dict.fromkeys(line.metric for _, line in lines)
+            ],
+            "lines": [
+                {"metric": line.metric, "budget": line.budget, "label": line.policy, "own_memory": line.own_memory,
+                 "mean": rounded(line.mean), "low": rounded(line.low), "high": rounded(line.high),
+                 # Without metric, unit, budget and policy; a metric without verdicts ends after its interval.
+                 "texts": [text.strip() for text in source.line_texts(line)[4 : None if line.metric in judged else 8]]}
+                for source, line in lines
+            ],
+            "notes": compared.notes,
+        }  # fmt: skip
 
     def _trace(self, facts: TraceFacts) -> dict[str, Any]:
         cells = self.run.cells
@@ -291,6 +364,15 @@ class Page:
         return found
 
 
+def families() -> dict[str, str]:
+    """The family of each policy, in the order of lists; none where the engine is not installed."""
+    try:
+        from kvreplay import _engine
+    except ImportError:
+        return {}
+    return {name: family for family, names in _engine.families() for name in names}
+
+
 def has_choice(selection: Selection) -> bool:
     """Whether some unprotected token was kept and some was evicted: else there is no choice to compare."""
     kept, free = selection.mask(), selection.unprotected()
@@ -298,8 +380,8 @@ def has_choice(selection: Selection) -> bool:
 
 
 def rounded(value: float | None) -> float | None:
-    """To six digits, for a drawing."""
-    return None if value is None else float(f"{value:.6g}")
+    """To six digits, for a drawing; None where undefined."""
+    return None if value is None or math.isnan(value) else float(f"{value:.6g}")
 
 
 def provenance(run: Run, traces: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,8 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.report.content import Page
 
 MOST_BYTES = 8_000_000
-SCRIPTS = ("data.js", "table.js", "charts.js", "heatmaps.js", "tokens.js", "writing.js", "main.js")
+SCRIPTS = ("data.js", "address.js", "table.js", "charts.js", "heatmaps.js", "tokens.js", "map.js", "traces.js",
+           "writing.js", "save.js", "main.js")  # fmt: skip
 LEAST_ROOM = 200_000  # below it no trace of any size has its sets
 
 
@@ -40,7 +41,7 @@ def written(page: Page) -> bytes:
     pieces = {
         "title": html.escape(f"{page.content['title']} · kvreplay"),
         "policy": f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; "
-        "base-uri 'none'; form-action 'none'",
+        "img-src data:; base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
     }

@@ -1,4 +1,4 @@
-// Lines over budgets or layers, one for each policy, with a legend whose buttons hide and show them.
+// Lines over budgets or layers, one for each policy, and points of two metrics. The legend hides and shows policies.
 
 const hidden = new Set();
 // Markers as the figures draw them, in a square of 2.
@@ -10,6 +10,11 @@ const SHAPES = {
   h: "M0-1.1L.95-.55V.55L0 1.1L-.95.55V-.55Z",
   "*": "M0-1.3L.33-.45L1.24-.4L.53.17L.76 1.05L0 .55L-.76 1.05L-.53.17L-1.24-.4L-.33-.45Z",
 };
+
+/** The colours of a policy for CSS: on white and on a dark ground. */
+function coloursOf(look) {
+  return { "--series": look.colour, "--on-dark": look.on_dark };
+}
 
 /** In pixels; a look has them in widths of its line. */
 function dashesOf(look) {
@@ -34,100 +39,132 @@ function unitFor(units, values) {
   return units.find(([count]) => most * count >= 1) ?? units.at(-1) ?? [1, ""];
 }
 
+/** The scales of a drawing: its size, and functions from values to pixels. */
+function scalesOf(box, series, drawn, logarithmic) {
+  const width = Math.max(260, Math.min(box.clientWidth, 1100)), height = Math.min(360, Math.max(230, width * 0.45));
+  const [left, right, top, bottom] = [54, 14, 10, 42];
+  const scale = logarithmic ? Math.log : (x) => x;
+  const xs = series.flatMap((one) => one.points.map(({ x }) => scale(x)));
+  const ys = (drawn.length ? drawn : series).flatMap((one) => one.points.map(({ y }) => y));
+  let [low, high, least, most] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  const edge = 0.03 * (high - low) || 0.5;
+  const ends = [low, high];
+  [low, high] = [low - edge, high + edge];
+  const lift = 0.05 * (most - least) || 0.05 * Math.abs(most) || 1;
+  [least, most] = [least >= 0 ? Math.max(0, least - lift) : least - lift, most + lift];
+  return { width, height, left, right, bottom, least, most, ends,
+    x: (value) => left + ((scale(value) - low) / (high - low)) * (width - left - right),
+    y: (value) => height - bottom - ((value - least) / (most - least)) * (height - top - bottom) };
+}
+
+function drawAxes(drawing, scales, marks, name) {
+  const { width, height, left, right, bottom, x, y } = scales;
+  for (const tick of ticks(scales.least, scales.most, 5)) {
+    drawing.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
+      make("text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, String(tick)));
+  }
+  for (const [at, words] of marks) {
+    drawing.append(make("line", { class: "tick", x1: x(at), x2: x(at), y1: height - bottom, y2: height - bottom + 4 }),
+      make("text", { x: x(at), y: height - bottom + 17, "text-anchor": "middle" }, words));
+  }
+  drawing.append(make("line", { class: "tick", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
+    make("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, name));
+}
+
+/** One policy's line and markers; a click on them selects the policy. */
+function seriesOf({ label, points, dashes }, scales, axis) {
+  const look = policyOf.get(label);
+  // Two points are no curve: as in the figures, no line joins them.
+  const corners = !axis.scatter && points.length > 2
+    ? points.map(({ x, y }) => `${scales.x(x)},${scales.y(y)}`).join(" ") : "";
+  const group = make("g", { class: "series", ...coloursOf(look), "data-label": label,
+    onclick: (event) => selectPolicy(label, event.shiftKey) },
+    corners && make("polyline", { points: corners, "stroke-dasharray": dashes }));
+  for (const { x, y, words } of points) {
+    const placed = `translate(${scales.x(x)} ${scales.y(y)}) scale(${points.length > 8 ? 2 : 4})`;
+    group.append(make("path", { d: SHAPES[look.marker], transform: placed }, make("title", {}, `${label}: ${words}`)));
+  }
+  return group;
+}
+
+/** The legend by family: a button hides or shows its policy, the name of a family all of its policies. */
+function legendOf(series, drawing, refocus) {
+  const families = new Map();
+  for (const one of series) {
+    const look = policyOf.get(one.label), family = look.role === "control" ? CONTROLS : look.family;
+    families.set(family, [...(families.get(family) ?? []), one]);
+  }
+  const toggle = (labels, name) => () => {
+    const all = labels.every((label) => !hidden.has(label));
+    for (const label of labels) all ? hidden.add(label) : hidden.delete(label);
+    drawCharts();
+    refocus(name);
+  };
+  const lift = (label, on) => () => drawing.querySelectorAll(".series").forEach((line) =>
+    line.classList.toggle("faint", on && line.dataset.label !== label));
+  const legend = make("ul", { class: "series-legend", "aria-label": "Policies; a button hides or shows its line" });
+  for (const family of [...familiesInOrder(), CONTROLS].filter((one) => families.has(one))) {
+    const members = families.get(family), labels = members.map(({ label }) => label);
+    legend.append(make("li", { class: "family" }, make("button", { type: "button", "data-name": family,
+      "aria-pressed": String(labels.some((label) => !hidden.has(label))), onclick: toggle(labels, family) }, family)));
+    for (const { label, dashes } of members) {
+      const look = policyOf.get(label);
+      legend.append(make("li", {}, make("button", { type: "button", "aria-pressed": String(!hidden.has(label)),
+        "data-label": label, "data-name": label, onclick: toggle([label], label), onpointerenter: lift(label, true),
+        onpointerleave: lift(label, false), onfocus: lift(label, true), onblur: lift(label, false) },
+        keyOf(look, dashes), named(look))));
+    }
+  }
+  return legend;
+}
+
 /**
- * series: {label, free: whether no budget binds it, points: [[x, y, y in words or nothing]]};
- * axis: {x: label, y: label, units: of y, ticks: [[x, name]] or null, logarithmic}.
+ * series: {label, free: whether it ignores the budget, points: [{x, y, text: of y, or nothing}]};
+ * axis: {x, y: labels, units: of y, ticks: [[x, name]] or null, name: of an x, logarithmic, scatter}.
  */
 function drawLines(box, series, axis) {
   box.replaceChildren();
-  series = series.map((one) => ({ ...one, points: one.points.filter(([, y]) => y !== null) }))
-    .filter((one) => one.points.length);
+  series = series.map((one) => ({ ...one, points: one.points.filter(({ y }) => y !== null && y !== undefined) }))
+    .filter((one) => one.points.length && passes(one.label));
   if (!series.length) {
     box.append(make("p", { class: "quiet" }, axis.nothing));
     return;
   }
-  const [count, unit] = unitFor(axis.units, series.flatMap((one) => one.points.map(([, y]) => y)));
-  series = series.map((one) => ({ ...one, points: one.points.map(([x, y, words]) =>
-    [x, y * count, words ?? `${brief(y * count)} ${unit}`.trim()]) }));
-  const shown = series.filter((one) => !hidden.has(one.label));
-  const width = Math.max(260, Math.min(box.clientWidth, 900)), height = Math.min(340, Math.max(230, width * 0.5));
-  const [left, right, top, bottom] = [54, 14, 10, 42];
-  const scale = axis.logarithmic ? Math.log : (x) => x;
-  const xs = series.flatMap((one) => one.points.map(([x]) => scale(x)));
-  const ys = (shown.length ? shown : series).flatMap((one) => one.points.map(([, y]) => y));
-  let [low, high, least, most] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-  const edge = 0.03 * (high - low) || 0.5;
-  [low, high] = [low - edge, high + edge];
-  const lift = 0.05 * (most - least) || 0.05 * Math.abs(most) || 1;
-  [least, most] = [least >= 0 ? Math.max(0, least - lift) : least - lift, most + lift];
-  const x = (value) => left + ((scale(value) - low) / (high - low)) * (width - left - right);
-  const y = (value) => height - bottom - ((value - least) / (most - least)) * (height - top - bottom);
-
-  const drawing = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
-    "aria-label": `${axis.y} over ${axis.x}, one line per policy` });
-  for (const tick of ticks(least, most, 5)) {
-    drawing.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      make("text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, String(tick)));
-  }
-  const whole = () => ticks(Math.min(...xs), Math.max(...xs), 7).filter(Number.isInteger);
-  const marks = axis.ticks ?? whole().map((one) => [one, String(one)]);
-  for (const [at, name] of marks) {
-    drawing.append(make("line", { class: "tick", x1: x(at), x2: x(at), y1: height - bottom, y2: height - bottom + 4 }),
-      make("text", { x: x(at), y: height - bottom + 17, "text-anchor": "middle" }, name));
-  }
-  drawing.append(make("line", { class: "tick", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
-    make("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, axis.x));
-  const dashes = ({ label, free }) => (free ? "9 3 2 3" : dashesOf(policyOf.get(label)));
-  for (const one of [...shown].reverse()) {
-    const { label, points } = one;
-    const look = policyOf.get(label);
-    const colours = { "--series": look.colour, "--on-dark": look.on_dark };
-    // Two points are no curve: as in the figures, no line joins them.
-    const corners = points.length > 2 ? points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") : "";
-    const group = make("g", { class: "series", ...colours, "data-label": label },
-      corners && make("polyline", { points: corners, "stroke-dasharray": dashes(one) }));
-    for (const [a, b, words] of points) {
-      const size = points.length > 8 ? 2 : 4;
-      const placed = `translate(${x(a)} ${y(b)}) scale(${size})`;
-      group.append(make("path", { d: SHAPES[look.marker], transform: placed },
-        make("title", {}, `${label}: ${axis.name(a)}, ${words}`)));
-    }
-    drawing.append(group);
-  }
-  const legend = make("ul", { class: "series-legend", "aria-label": "Policies; a button hides or shows its line" });
-  for (const one of series) {
-    const { label } = one, look = policyOf.get(label);
-    const toggle = () => {
-      hidden.has(label) ? hidden.delete(label) : hidden.add(label);
-      drawCharts();
-      [...box.querySelectorAll("button")].find((button) => button.dataset.label === label).focus();
-    };
-    const lift = (on) => () => drawing.querySelectorAll(".series").forEach((line) =>
-      line.classList.toggle("faint", on && line.dataset.label !== label));
-    const pressed = String(!hidden.has(label));
-    legend.append(make("li", {}, make("button", { type: "button", "aria-pressed": pressed, "data-label": label,
-      "--series": look.colour, "--on-dark": look.on_dark, onclick: toggle,
-      onpointerenter: lift(true), onpointerleave: lift(false), onfocus: lift(true), onblur: lift(false) },
-      make("svg", { viewBox: "0 0 28 12", "aria-hidden": "true", class: "series" },
-        make("line", { x1: 1, x2: 27, y1: 6, y2: 6, "stroke-dasharray": dashes(one) }),
-        make("path", { d: SHAPES[look.marker], transform: "translate(14 6) scale(4)" })),
-      named(look))));
-  }
+  const [count, unit] = unitFor(axis.units, series.flatMap((one) => one.points.map(({ y }) => y)));
+  series = series.map((one) => ({ ...one,
+    dashes: one.free ? "9 3 2 3" : dashesOf(policyOf.get(one.label)),
+    points: one.points.map(({ x, y, text }) => ({ x, y: y * count,
+      words: `${axis.name(x)}, ${text ?? `${brief(y * count)} ${unit}`.trim()}` })) }));
+  const drawn = series.filter((one) => !hidden.has(one.label));
+  const scales = scalesOf(box, series, drawn, axis.logarithmic);
+  const drawing = make("svg", { viewBox: `0 0 ${scales.width} ${scales.height}`, role: "img",
+    "aria-label": `${axis.y} over ${axis.x}, ${axis.scatter ? "points" : "one line"} per policy` });
+  const rounds = ticks(...scales.ends, 7).filter((one) => axis.scatter || Number.isInteger(one));
+  drawAxes(drawing, scales, axis.ticks ?? rounds.map((one) => [one, String(one)]), axis.x);
+  for (const one of [...drawn].reverse()) drawing.append(seriesOf(one, scales, axis));
+  const legend = legendOf(series, drawing, (name) =>
+    [...box.querySelectorAll("button")].find((button) => button.dataset.name === name).focus());
   box.append(make("p", { class: "axis" }, axis.y + (unit && ` (${unit})`)), drawing, legend);
   const free = series.filter((one) => one.free).map(({ label }) => named(policyOf.get(label)));
   if (free.length) {
     box.append(make("p", { class: "quiet free" }, `Dash and dot: not at equal memory: ${free.join(", ")}.`));
   }
+  markSelected();
+}
+
+/** The cells of a policy at all budgets of a trace, each with its budget. */
+function cellsOf(trace, label) {
+  return trace.budgets.flatMap((budget) =>
+    budget.cells.filter((cell) => cell.label === label).map((cell) => [budget, cell]));
 }
 
 /** A metric over the budgets of a trace. */
 function drawCurve(box, trace, column) {
   const at = trace.columns.indexOf(column);
   const series = page.policies.map(({ label }) => {
-    const cells = trace.budgets.flatMap((budget) =>
-      budget.cells.filter((cell) => cell.label === label).map((cell) => [budget.tokens, cell]));
+    const cells = cellsOf(trace, label);
     return { label, free: cells.some(([, cell]) => cell.own_memory),
-      points: cells.map(([tokens, cell]) => [tokens, ...cell.values[at].slice(0, 2)]) };
+      points: cells.map(([{ tokens }, { values }]) => ({ x: tokens, y: values[at][0], text: values[at][1] })) };
   });
   const sizes = trace.budgets.map((budget) => budget.tokens);
   const names = new Map(trace.budgets.map((budget) => [budget.tokens, budget.budget]));
@@ -141,16 +178,28 @@ function drawCurve(box, trace, column) {
 
 /** Kept tokens (column 0) or a metric by layer, at one budget. */
 function drawLayers(box, trace, budget, column) {
-  // What no budget binds would flatten the others.
+  // The lines of policies that ignore the budget would flatten the others.
   const cells = column === 0 ? budget.cells.filter((cell) => !cell.own_memory) : budget.cells;
-  const series = cells.map((cell) => {
-    const values = column === 0 ? cell.kept : cell.by_layer[column];
-    return { label: cell.label, free: cell.own_memory, points: values ? values.map((value, i) => [trace.layers[i], value]) : [] };
-  });
+  const series = cells.map((cell) => ({ label: cell.label, free: cell.own_memory,
+    points: ((column === 0 ? cell.kept : cell.by_layer[column]) ?? []).map((y, i) => ({ x: trace.layers[i], y })) }));
   drawLines(box, series, {
     x: "layer",
     y: column === 0 ? "tokens kept in each layer, mean over heads; policies at equal memory only" : page.columns[column].meaning,
     units: page.columns[column].units, name: (layer) => `layer ${layer}`,
     nothing: "No cell has this metric by layer; use kvreplay replay --detail layer.",
   });
+}
+
+/** An offline metric and one of the live model, a point for each policy and budget. */
+function drawLive(box, trace, offline, live) {
+  const [x, y] = [offline, live].map((column) => trace.columns.indexOf(column));
+  const { title, meaning } = page.columns[offline];
+  const series = page.policies.map(({ label }) => {
+    const cells = cellsOf(trace, label).filter(([, { values }]) => values[x][0] !== null);
+    return { label, free: cells.some(([, cell]) => cell.own_memory),
+      points: cells.map(([budget, { values }]) => ({ x: values[x][0], y: values[y][0],
+        text: `budget ${budget.budget}, ${page.columns[live].title} ${values[y][1]}` })) };
+  });
+  drawLines(box, series, { x: `${title}: ${meaning}`, y: page.columns[live].meaning, units: page.columns[live].units,
+    ticks: null, name: (value) => `${title} ${brief(value)}`, scatter: true, nothing: "No cell has both metrics." });
 }

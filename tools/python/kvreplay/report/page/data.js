@@ -78,7 +78,7 @@ function plain(text) {
 
 /** An element with attributes and children; texts are never read as HTML. */
 function make(tag, attributes = {}, ...children) {
-  const drawn = ["svg", "path", "line", "text", "g", "polyline", "title", "rect"].includes(tag);
+  const drawn = ["svg", "path", "line", "text", "g", "polyline", "title", "rect", "image"].includes(tag);
   const made = drawn ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
@@ -89,11 +89,12 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** The options of a choice, the chosen one kept where it is still there. */
+/** The options of a choice. Its value is that of the page's address, else the one before, where these still exist. */
 function fill(select, options) {
-  const before = select.value;
+  const value = wanted.get(select.id) ?? select.value;
+  wanted.delete(select.id);
   select.replaceChildren(...options.map(([value, name]) => make("option", { value }, name)));
-  if (options.some(([value]) => String(value) === before)) select.value = before;
+  if (options.some(([one]) => String(one) === value)) select.value = value;
 }
 
 /** A short number for people: three digits. */
@@ -105,5 +106,6 @@ function percent(share) {
   return `${share < 0.1 ? Number((100 * share).toPrecision(2)) : Math.round(100 * share)}\u00a0%`;
 }
 
+const $ = (id) => document.getElementById(id);
 const policyOf = new Map(page.policies.map((policy) => [policy.label, policy]));
 const named = (cell) => (cell.role === "control" ? `(${cell.label})` : cell.label);

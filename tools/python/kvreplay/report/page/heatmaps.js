@@ -30,7 +30,7 @@ let paintings = 0;
 
 async function drawHeatmaps(trace, budget, variant) {
   const n = trace.layers.length, end = budget.scale[variant];
-  const cells = budget.cells.filter((cell) => cell.jaccard && cell.choice);
+  const cells = budget.cells.filter((cell) => cell.jaccard && cell.choice && passes(cell.label));
   const drawing = ++paintings;
   const planes = await Promise.all(cells.map((cell) => bytesOf(cell.jaccard[variant])));
   if (drawing !== paintings) return; // something else was chosen meanwhile
@@ -50,7 +50,8 @@ async function drawHeatmaps(trace, budget, variant) {
       const layers = `layers ${trace.layers[i]} and ${trace.layers[j]}`;
       pair.textContent = `${plain(cell.label)}: ${layers} share ${matrix[i * n + j].toFixed(3)}`;
     });
-    return make("figure", {}, canvas, caption);
+    return make("figure", { "data-label": cell.label,
+      onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, canvas, caption);
   });
   const rest = [[(cell) => !cell.rows, "No static set"],
     [(cell) => cell.rows && !cell.choice, "Keeps everything, or only protected tokens"]];
@@ -62,4 +63,5 @@ async function drawHeatmaps(trace, budget, variant) {
   document.getElementById("scale").replaceChildren("0", bar, end < 1 ? `${end} and more` : "1",
     make("span", { class: "quiet" }, `layers ${trace.layers[0]} to ${trace.layers[n - 1]}, from the upper left`));
   box.replaceChildren(...figures);
+  markSelected();
 }

@@ -1,44 +1,91 @@
-// The headline table at one budget.
+// The headline table at one budget: families, or one column's order; policies that ignore the budget and controls apart.
 
-const sorting = { column: null, descending: true };
+const sorting = { title: null, descending: true };
+const CONTROLS = "controls", OWN_MEMORY = "not at equal memory";
+
+function groupOf(cell) {
+  if (cell.role === "control") return CONTROLS;
+  if (cell.own_memory) return OWN_MEMORY;
+  return sorting.title === null ? policyOf.get(cell.label).family : "";
+}
+
+/** Whether the filter of policies keeps a label: one of its words, split at commas, is in the name or the family. */
+function passes(label) {
+  const words = $("policies").value.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
+  const { family } = policyOf.get(label);
+  return !words.length || words.some((word) => label.toLowerCase().includes(word) || family.includes(word));
+}
+
+function familiesInOrder() {
+  return [...new Set([...page.families.filter((family) => family !== CONTROLS), "user-defined"])];
+}
+
+/** The line and marker of a policy in the figures. */
+function keyOf(look, dashes = dashesOf(look)) {
+  return make("svg", { viewBox: "0 0 28 12", "aria-hidden": "true", class: "key series", ...coloursOf(look) },
+    make("line", { x1: 1, x2: 27, y1: 6, y2: 6, "stroke-dasharray": dashes }),
+    make("path", { d: SHAPES[look.marker], transform: "translate(14 6) scale(4)" }));
+}
+
+function sorted(trace, cells) {
+  if (sorting.title === null) return cells;
+  const at = trace.columns.findIndex((i) => page.columns[i].title === sorting.title);
+  const key = (cell) => (sorting.title === "policy" ? cell.label : at < 0 ? null : cell.values[at][0]);
+  return [...cells].sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === null || y === null) return (x === null) - (y === null);
+    return (sorting.descending ? -1 : 1) * (x < y ? -1 : x > y ? 1 : 0);
+  });
+}
+
+function headingOf(title, meaning, best) {
+  const chosen = sorting.title === title;
+  const sort = () => {
+    const isLast = chosen && sorting.descending !== best > 0; // the third click gives the families again
+    sorting.descending = chosen ? !sorting.descending : best > 0;
+    sorting.title = isLast ? null : title;
+    drawTable(shown.trace, shown.budget);
+    writeAddress();
+    document.querySelector(`#headline button[data-title="${title}"]`).focus();
+  };
+  const arrow = chosen ? (sorting.descending ? " ↓" : " ↑") : "";
+  return make("th", { scope: "col", "aria-sort": chosen ? (sorting.descending ? "descending" : "ascending") : "none" },
+    make("button", { type: "button", title: meaning, "data-title": title, onclick: sort }, title + arrow));
+}
+
+function rowOf(cell) {
+  const name = make("button", { type: "button", class: "name", "data-label": cell.label,
+    title: "select; with Shift: compare with this policy",
+    onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, keyOf(policyOf.get(cell.label)), named(cell));
+  return make("tr", { class: cell.role, "data-label": cell.label }, make("th", { scope: "row" }, name),
+    make("td", {}, cell.heads),
+    ...cell.values.map(([value, text, best]) => make("td", { "data-value": value ?? "", ...(best && { class: "best" }) },
+      text, make("span", { class: "mark" }, best ? "*" : "\u00a0"))));
+}
 
 function drawTable(trace, budget) {
   const columns = trace.columns.map((i) => page.columns[i]);
-  const cells = [...budget.cells];
-  if (sorting.column !== null) {
-    const at = trace.columns.indexOf(sorting.column);
-    const key = (cell) => (sorting.column < 0 ? cell.label : at < 0 ? null : cell.values[at][0]);
-    cells.sort((a, b) => {
-      const [x, y] = [key(a), key(b)];
-      if (x === null || y === null) return (x === null) - (y === null);
-      return (sorting.descending ? -1 : 1) * (x < y ? -1 : x > y ? 1 : 0);
-    });
-  }
-  const heading = (title, meaning, column, best) => {
-    const chosen = sorting.column === column;
-    const order = chosen ? (sorting.descending ? "descending" : "ascending") : "none";
-    const sort = () => {
-      sorting.descending = chosen ? !sorting.descending : best > 0;
-      sorting.column = column;
-      drawTable(trace, budget);
-      document.querySelector(`#headline button[data-column="${column}"]`).focus();
-    };
-    const arrow = chosen ? (sorting.descending ? " ↓" : " ↑") : "";
-    return make("th", { scope: "col", "aria-sort": order },
-      make("button", { type: "button", title: meaning, "data-column": column, onclick: sort }, title + arrow));
-  };
-  const head = make("tr", {}, heading("policy", "name, and parameters where cells of that name differ", -1, -1),
+  const head = make("tr", {}, headingOf("policy", "name, and parameters where cells of that name differ", -1),
     make("th", { scope: "col" }, "heads"),
-    ...columns.map((column, i) => heading(column.title, column.meaning, trace.columns[i], column.best)));
-  const rows = cells.map((cell) => make("tr", { class: cell.role },
-    make("th", { scope: "row" }, named(cell)), make("td", {}, cell.heads),
-    ...cell.values.map(([, text, best]) =>
-      make("td", best ? { class: "best" } : {}, text, make("span", { class: "mark" }, best ? "*" : "\u00a0")))));
+    ...columns.map((column) => headingOf(column.title, column.meaning, column.best)));
+  const live = columns.filter((column) => column.title.startsWith("live ")).length;
+  const kinds = make("tr", { class: "kinds" }, make("td", { colspan: 2 }),
+    make("th", { scope: "colgroup", colspan: columns.length - live }, "offline, open loop"),
+    make("th", { scope: "colgroup", colspan: live }, "live model"));
+  const cells = sorted(trace, budget.cells.filter((cell) => passes(cell.label)));
+  const titles = new Set(["", ...familiesInOrder(), OWN_MEMORY, CONTROLS]);
+  const bodies = [...titles].map((title) => {
+    const rows = cells.filter((cell) => groupOf(cell) === title).map(rowOf);
+    const group = title && make("tr", { class: "group" }, make("th", { scope: "rowgroup", colspan: columns.length + 2 },
+      make("span", {}, title)));
+    return rows.length ? make("tbody", {}, group, ...rows) : "";
+  });
   const failed = budget.failed.map((cell) => make("tr", { class: "failed" }, make("th", { scope: "row" }, cell.label),
     make("td", { colspan: columns.length + 1 }, `failed: ${cell.error}`)));
-  document.getElementById("headline").replaceChildren(
-    make("caption", {}, `budget ${budget.budget}`), make("thead", {}, head), make("tbody", {}, ...rows, ...failed));
-  document.getElementById("budget-line").textContent = budget.line;
-  document.getElementById("own-memory").textContent = budget.own_memory;
-  document.getElementById("skill").textContent = trace.skill;
+  $("headline").replaceChildren(make("thead", {}, ...(live ? [kinds] : []), head),
+    ...bodies.filter(Boolean), make("tbody", {}, ...failed));
+  $("budget-line").textContent = budget.line;
+  $("own-memory").textContent = budget.own_memory;
+  $("skill").textContent = trace.skill;
+  markSelected();
 }

@@ -31,7 +31,7 @@ function fixedClasses(trace) {
   return classes;
 }
 
-/** New panes for a trace. */
+/** New panes, with the chosen token in sight. */
 function buildPanes(trace, count) {
   const classes = fixedClasses(trace);
   reading.panes = Array.from({ length: count }, (_, number) => {
@@ -59,6 +59,7 @@ function buildPanes(trace, count) {
       if (place === undefined) return;
       reading.held = !(reading.held && reading.at === place);
       choose(place);
+      writeAddress();
     });
     list.addEventListener("focus", () => reading.at < 0 && choose(0));
     list.addEventListener("keydown", (event) => walk(event, pane));
@@ -67,9 +68,11 @@ function buildPanes(trace, count) {
     });
     return pane;
   });
-  reading.at = -1;
-  reading.held = false;
   document.getElementById("panes").replaceChildren(...reading.panes.map((pane) => pane.box));
+  if (reading.at >= 0) {
+    choose(reading.at);
+    reveal(reading.panes[0].list.clientHeight / 3);
+  }
 }
 
 /** The nearest token on the line above (-1) or below (1). */
@@ -99,10 +102,82 @@ function walk(event, pane) {
   else if (!goals[event.key]) return;
   event.preventDefault();
   choose(Math.min(last, Math.max(0, goals[event.key]?.() ?? at)));
-  // Within the pane: the page itself stays where it is.
+  reveal(30);
+  writeAddress();
+}
+
+/** Scrolls the panes, and not the page, to the chosen token: `room` pixels between it and the edge. */
+function reveal(room) {
+  const pane = reading.panes[0];
   const box = pane.spans[reading.at].getBoundingClientRect(), frame = pane.list.getBoundingClientRect();
-  if (box.top < frame.top) pane.list.scrollTop -= frame.top - box.top + 30;
-  if (box.bottom > frame.bottom) pane.list.scrollTop += box.bottom - frame.bottom + 30;
+  if (box.top < frame.top) pane.list.scrollTop -= frame.top - box.top + room;
+  if (box.bottom > frame.bottom) pane.list.scrollTop += box.bottom - frame.bottom + room;
+}
+
+/** Scrolls to a token; selects it if `held`, else the pointer may choose another one. */
+function jumpTo(token, held = true) {
+  reading.held = held;
+  choose(token);
+  reveal(reading.panes[0].list.clientHeight / 3);
+  writeAddress();
+}
+
+/** The next of some ascending tokens after the chosen one, the first after the last. */
+function jumpToNext(tokens) {
+  const next = tokens.find((token) => token > reading.at) ?? tokens[0];
+  if (next !== undefined) jumpTo(next);
+}
+
+/** The first compressed token of an answer, else of a needle; -1 without these spans. */
+function firstToken(trace) {
+  const begin = (kind) => trace.spans.filter((span) => span.kind === kind && span.begin < trace.boundary)
+    .map((span) => span.begin).sort((a, b) => a - b);
+  const [found] = [...begin("answer"), ...begin("needle")];
+  return found ?? -1;
+}
+
+function drawJumps(trace) {
+  const kinds = OUTLINED.filter((kind) => trace.spans.some((span) => span.kind === kind));
+  $("jumps").replaceChildren(...kinds.map((kind) => make("button", { type: "button", class: `jump-${kind}`,
+    onclick: () => jumpToNext(trace.spans.filter((span) => span.kind === kind).map((span) => span.begin)
+      .sort((a, b) => a - b)) }, kind)));
+}
+
+/** Which tokens contain a part of the matches of a text, or have this position: bool [tokens]. */
+function matches(trace, text) {
+  const found = new Uint8Array(trace.tokens), sought = text.toLowerCase();
+  if (!trace.text) {
+    if (Number(text) in found) found[Number(text)] = 1;
+    return found;
+  }
+  const pieces = trace.text.map((piece, i) => [(trace.before?.[i] ?? "").toLowerCase(), piece.toLowerCase()]);
+  const whole = pieces.flat().join("");
+  const ends = [];
+  pieces.reduce((at, [before, own], i) => ends[i] = at + before.length + own.length, 0);
+  for (let at = whole.indexOf(sought), i = 0; at >= 0; at = whole.indexOf(sought, at + 1)) {
+    while (ends[i] <= at) i++;
+    for (let j = i; j < ends.length && ends[j] - pieces[j][1].length < at + sought.length; j++) found[j] = 1;
+  }
+  return found;
+}
+
+/** The tokens that the filter keeps: bool [tokens], or null without a filter. `shares`: of each policy. */
+function filtered(view, shares) {
+  const { trace } = view, kind = $("tokens").value, sought = $("find").value;
+  if (!kind && !sought) return null;
+  const found = sought ? matches(trace, sought) : new Uint8Array(trace.tokens).fill(1);
+  if (!kind) return found;
+  const [a, b] = [shares[0], shares[1] ?? new Float64Array(trace.boundary)];
+  const keeps = { first: (i) => a[i] >= 0.5, second: (i) => b[i] >= 0.5, evicted: (i) => a[i] < 0.5 && b[i] < 0.5,
+    "more-first": (i) => a[i] - b[i] >= UNLIKE, "more-second": (i) => b[i] - a[i] >= UNLIKE }[kind];
+  return found.map((one, i) => one && i < trace.boundary && a && keeps(i) ? 1 : 0);
+}
+
+function fillFilters(view) {
+  const [a, b] = view.labels;
+  fill($("tokens"), [["", "all"], ["first", `kept by ${a}`], ...(b ? [["second", `kept by ${b}`],
+    ["more-first", `kept more by ${a}`], ["more-second", `kept more by ${b}`]] : []),
+    ["evicted", b ? "evicted by both" : `evicted by ${a}`]]);
 }
 
 /** Makes a token the one that is spoken of. */
@@ -114,6 +189,7 @@ function choose(i) {
   }
   reading.at = i;
   drawToken();
+  drawCursor();
 }
 
 /** The shade of each token, 0 to SHADES. */
@@ -161,10 +237,15 @@ function whyPlain(view, cell) {
 /** Shades both panes in one pass; says how they differ. */
 function drawText(view) {
   const { trace, cells } = view;
-  if (reading.view?.trace !== trace || reading.panes.length !== cells.length) buildPanes(trace, cells.length);
+  const before = reading.view;
+  if (before?.trace !== trace) [reading.at, reading.held] = [-1, false];
   reading.view = view;
+  if (before?.trace !== trace || reading.panes.length !== cells.length) buildPanes(trace, cells.length);
+  fillFilters(view);
   const shares = cells.map((cell) => shareOf(view, cell));
   const compared = cells.length === 2 && shares[0] && shares[1];
+  const kept = filtered(view, shares);
+  reading.passing = kept && Array.from(kept.keys()).filter((i) => kept[i]);
   const more = [0, 0];
   cells.forEach((cell, number) => {
     const pane = reading.panes[number], shades = cell?.bits ? shadesOf(view, cell) : null;
@@ -182,6 +263,7 @@ function drawText(view) {
           more[number]++;
         }
       }
+      if (kept && !kept[i]) name += " dim";
       if (pane.spans[i].className !== name) pane.spans[i].className = name;
     }
   });
@@ -189,6 +271,8 @@ function drawText(view) {
   document.getElementById("difference").textContent = !compared ? ""
     : plain("Underlined: kept by this policy and not by the other, in a quarter of the sets or more: "
       + `${more[0]} tokens by ${a}, ${more[1]} by ${b}.`);
+  $("found").textContent = kept ? `${reading.passing.length} of ${trace.tokens} tokens` : "";
+  $("next").disabled = !reading.passing?.length;
   drawLegend(view);
   drawToken();
 }
@@ -235,7 +319,7 @@ function drawToken() {
       add("attention", `${size}${meanOver(layer < 0, true)}, summed over evaluation queries`);
     }
     for (const cell of view.budget.cells) {
-      if (!cell.bits) continue;
+      if (!cell.bits || !passes(cell.label)) continue;
       const sets = shownSets(trace, cell, layer, head, finest);
       const kept = sets.reduce((sum, set) => sum + keeps(cell.bits, set, i, trace.boundary), 0);
       bars.push(make("li", {}, make("span", { class: "name" }, named(cell)),

@@ -1,0 +1,150 @@
+// Tables as Markdown, LaTeX and CSV on the clipboard; figures as SVG and PNG files.
+
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family",
+  "font-weight", "text-anchor"];
+const PNG_SCALE = 2;
+
+/** The shown cells of a table, row by row: {text, value, best}; headings of groups and drawings are left out. */
+function rowsOf(table) {
+  return [...table.rows].filter((row) => !row.matches(".group, .kinds, .failed")).map((row) =>
+    [...row.cells].filter((cell) => !cell.matches(".drawn") && cell.textContent !== "mean and interval").map((cell) => {
+      const text = cell.textContent.replace(/ [↑↓]$/, "").replaceAll("\u00a0", "").trim();
+      return { text, value: cell.dataset.value ?? text, best: cell.matches(".best") };
+    }));
+}
+
+const WRITERS = {
+  Markdown: ([head, ...rows]) => {
+    const line = (texts) => `| ${texts.join(" | ")} |`;
+    const escaped = (text) => text.replaceAll("|", "\\|").replaceAll("*", "\\*");
+    const cell = ({ text, best }) => (best ? `**${text.replace(/\*$/, "")}**` : escaped(text));
+    return [line(head.map(cell)), line(head.map((_, i) => (i ? "---:" : "---"))), ...rows.map((row) => line(row.map(cell)))]
+      .join("\n");
+  },
+  LaTeX: ([head, ...rows]) => {
+    const escaped = (text) => text.replaceAll("\\", "\\textbackslash ").replace(/[&%$#_{}]/g, "\\$&")
+      .replaceAll("~", "\\textasciitilde ").replaceAll("^", "\\textasciicircum ");
+    const cell = ({ text, best }) => (best ? `\\textbf{${escaped(text.replace(/\*$/, ""))}}` : escaped(text));
+    const line = (row) => `${row.map(cell).join(" & ")} \\\\`;
+    return [`\\begin{tabular}{l${"r".repeat(head.length - 1)}}`, "\\hline", line(head), "\\hline", ...rows.map(line),
+      "\\hline", "\\end{tabular}"].join("\n");
+  },
+  CSV: (rows) => rows.map((row) => row.map(({ value }) =>
+    (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value)).join(",")).join("\r\n"),
+};
+
+function addCopyButtons(place) {
+  const said = make("span", { class: "quiet", role: "status" });
+  const buttons = Object.entries(WRITERS).map(([name, write]) => make("button", { type: "button",
+    onclick: async () => {
+      try {
+        await navigator.clipboard.writeText(`${write(rowsOf($(place.dataset.copy)))}\n`);
+        said.textContent = `copied as ${name}`;
+      } catch (problem) {
+        said.textContent = `not copied: ${problem.message}`;
+      }
+    } }, name));
+  place.replaceChildren("Copy table as ", ...buttons, said);
+}
+
+/** A colour as rgb() with numbers: other programs do not read the newer notations of browsers. */
+function plainColour(colour) {
+  if (!/^(ok|color|lab|lch)/.test(colour)) return colour;
+  const context = new OffscreenCanvas(1, 1).getContext("2d");
+  context.fillStyle = colour;
+  context.fillRect(0, 0, 1, 1);
+  const [r, g, b] = context.getImageData(0, 0, 1, 1).data;
+  return `rgb(${r}, ${g}, ${b})`;
+}
+
+/** A copy of a drawing whose elements have their styles as attributes. */
+function styled(drawing) {
+  const copy = drawing.cloneNode(true);
+  const [from, to] = [drawing, copy].map((one) => [one, ...one.querySelectorAll("*")]);
+  from.forEach((one, i) => {
+    const style = getComputedStyle(one);
+    if (!["title", "image"].includes(one.tagName)) {
+      for (const name of STYLES) to[i].setAttribute(name, plainColour(style.getPropertyValue(name)));
+    }
+    for (const name of ["class", "style", "id"]) to[i].removeAttribute(name);
+  });
+  return copy;
+}
+
+/** The shown policies of a chart's legend below a drawing, and its height. */
+function legendBelow(box, width, top) {
+  const group = make("g", {});
+  let [x, y] = [10, top];
+  for (const button of box.querySelectorAll(".series-legend [data-label][aria-pressed=true]")) {
+    const name = button.textContent, size = 50 + 7.5 * name.length;
+    if (x > 10 && x + size > width) [x, y] = [10, y + 20];
+    const key = styled(button.querySelector("svg"));
+    const parts = make("g", { transform: `translate(${x} ${y})` }, ...key.childNodes,
+      make("text", { x: 34, y: 10, ...textStyle() }, name));
+    group.append(parts);
+    x += size;
+  }
+  return [group, y + 24];
+}
+
+function textStyle() {
+  const style = getComputedStyle(document.body);
+  return { fill: plainColour(style.color), "font-size": "12px", "font-family": style.fontFamily };
+}
+
+/** The squares of the similarity of layers as one drawing. */
+function heatmapsDrawing() {
+  const figures = [...document.querySelectorAll("#heatmaps figure:has(canvas)")], side = 160, columns = 5;
+  const drawing = make("svg", {});
+  figures.forEach((figure, i) => {
+    const [x, y] = [10 + (i % columns) * (side + 14), 10 + Math.floor(i / columns) * (side + 50)];
+    drawing.append(make("image", { x, y, width: side, height: side, href: figure.querySelector("canvas").toDataURL(),
+      "image-rendering": "pixelated" }));
+    [...figure.querySelectorAll("figcaption > *")].forEach((line, j) =>
+      drawing.append(make("text", { x, y: y + side + 15 + 15 * j, ...textStyle() }, line.textContent)));
+  });
+  const wide = Math.min(columns, figures.length), high = Math.ceil(figures.length / columns);
+  drawing.setAttribute("viewBox", `0 0 ${wide * (side + 14) + 10} ${high * (side + 50) + 10}`);
+  return drawing;
+}
+
+/** A figure as the text of an SVG file, with its origin as the last line. */
+function svgOf(id) {
+  const box = $(id), shownDrawing = box.querySelector("svg[role]");
+  const drawing = shownDrawing ? styled(shownDrawing) : heatmapsDrawing();
+  let [, , width, height] = drawing.getAttribute("viewBox").split(" ").map(Number);
+  const heading = box.querySelector(".axis")?.textContent;
+  const [legend, below] = legendBelow(box, width, height + 4);
+  height = below;
+  const origin = [shown.trace.name, `budget ${shown.budget.budget}`, "open loop"].join(", ");
+  const ground = plainColour(getComputedStyle(document.documentElement).backgroundColor);
+  const body = make("g", { transform: `translate(0 ${heading ? 24 : 0})` }, ...drawing.childNodes, legend,
+    make("text", { x: 10, y: height, ...textStyle() }, origin));
+  height += (heading ? 24 : 0) + 14;
+  const whole = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height },
+    make("rect", { width, height, fill: ground }), ...(heading ? [make("text", { x: 10, y: 18, ...textStyle() }, heading)] : []),
+    body);
+  return [new XMLSerializer().serializeToString(whole), width, height];
+}
+
+function download(name, blob) {
+  const url = URL.createObjectURL(blob);
+  make("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+async function savePng(name, id) {
+  const [text, width, height] = svgOf(id), image = new Image();
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
+  await image.decode();
+  const canvas = make("canvas", { width: width * PNG_SCALE, height: height * PNG_SCALE });
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  canvas.toBlob((blob) => download(`${name}.png`, blob));
+}
+
+function addSaveButtons(place) {
+  const { save, name } = place.dataset;
+  const svg = () => download(`${name}.svg`, new Blob([svgOf(save)[0]], { type: "image/svg+xml" }));
+  place.replaceChildren("Save as ", make("button", { type: "button", onclick: svg }, "SVG"),
+    make("button", { type: "button", onclick: () => savePng(name, save) }, "PNG"));
+}
