@@ -43,15 +43,21 @@ class Noting:
     ends: dict[str, list[Outcome | Exception]] = field(default_factory=dict)
     submitted: list[Submitted] = field(default_factory=list)
     cancelled: list[Submitted] = field(default_factory=list)
+    batches: list[list[str]] = field(default_factory=list)  # names of the tasks of each call
 
     def scheduler_info(self, n_workers: int) -> dict:
         return {"workers": self.workers}
 
-    def submit(self, call, *folders: str, key, workers, allow_other_workers, resources, pure) -> Submitted:
-        answers = self.ends.get(key[1], [])
-        answer = answers.pop(0) if answers else Outcome(True, folder=f"{key[1]}-out", seconds=2.0)
-        self.submitted.append(Submitted(key[1], workers, allow_other_workers, resources, answer, folders))
-        return self.submitted[-1]
+    def map(
+        self, function, calls: list, folders: list, key, workers, allow_other_workers, resources, pure
+    ) -> list[Submitted]:
+        first = len(self.submitted)
+        for (_, name, _), joined in zip(key, folders, strict=True):
+            answers = self.ends.get(name, [])
+            answer = answers.pop(0) if answers else Outcome(True, folder=f"{name}-out", seconds=2.0)
+            self.submitted.append(Submitted(name, workers, allow_other_workers, resources, answer, joined))
+        self.batches.append([one.name for one in self.submitted[first:]])
+        return self.submitted[first:]
 
     def cancel(self, futures: list[Submitted], force: bool) -> None:
         self.cancelled += futures
@@ -74,6 +80,7 @@ def test_all_are_done() -> None:
     assert {record.state for record in schedule.records.values()} == {"done"}
     assert list(schedule.folders.values()) == ["a-out", "b-out", "c-out"] and not client.cancelled
     assert [one.workers for one in client.submitted] == [None] * 3
+    assert client.batches == [["a", "b"], ["c"]]
 
 
 def test_a_failure_is_tried_again_elsewhere() -> None:

@@ -157,7 +157,9 @@ def interrupted(sweeps: Sweeps, how: signal.Signals, *words: object):
     (os.killpg if how == signal.SIGINT else os.kill)(client.pid, how)  # Ctrl-C is for all that a terminal started
     _, said = client.communicate(timeout=60)
     sleeping = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x00120" in read(path)]
-    wait_for(lambda: not any(path.exists() for path in sleeping))  # programs die with their sweep
+    merging = f"merge\0{sweeps.output}\0".encode()
+    merges = [path for path in Path("/proc").glob("[0-9]*/cmdline") if merging in read(path)]
+    wait_for(lambda: not any(path.exists() for path in [*sleeping, *merges]))  # programs die with their sweep
     return client.returncode, said
 
 
@@ -201,7 +203,35 @@ def test_interrupted(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
         "kvreplay: sweep: interrupted; finished tasks are kept; use --resume to continue",
         "",
     ]
+    assert not list(sweeps.output.glob("cells*"))  # of finished tasks either
     goes_on(sweeps, single, "--executor", f"dask:{cluster.address}")
+
+
+def test_results_are_merged_while_other_tasks_run(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
+    """The file of a finished task is staged, that of a killed attempt is not."""
+    sweeps.fault(f"""case $name in
+      t1) mkdir {sweeps.folder}/met 2>/dev/null && kill -9 $$;;&
+      t1) until [ -e {sweeps.folder}/go ]; do sleep 0.1; done;;
+    esac""")
+    client = sweeps.start("--executor", f"dask:{cluster.address}")
+    staged = sweeps.output / "cells.partial"
+    wait_for(lambda: staged.is_dir() and {path.stem for path in staged.iterdir()} >= {"t0", "t2", "t3"})
+    assert not (staged / "t1.h5").exists() and not list((sweeps.output / "cells").iterdir())
+    (sweeps.folder / "go").touch()
+    _, err = client.communicate(timeout=60)
+    assert client.returncode == 0, err
+    assert_whole(sweeps, single)
+
+
+def test_the_error_of_the_merge_is_reported(sweeps: Sweeps, cluster: Cluster) -> None:
+    """The merge may end while tasks run. Finished tasks are kept."""
+    program = sweeps.folder / "bin" / "kvreplay"
+    program.write_text(
+        program.read_text().replace("exec ", '[ "$1" = merge ] && { echo "kvreplay: no disk" >&2; exit 5; }\nexec ')
+    )
+    answer = sweeps.run("--executor", f"dask:{cluster.address}")
+    assert (answer.code, answer.err.split("\n")[1:]) == (5, ["kvreplay: no disk", ""]), answer
+    assert len(list(sweeps.output.glob("shards/*/run.json"))) == len(NAMES)
 
 
 def test_two_sweeps_in_one_folder(sweeps: Sweeps, cluster: Cluster) -> None:

@@ -94,12 +94,16 @@ def mib(count: int) -> str:
 
 
 def call(words: Sequence[str]) -> str:
-    """Runs the program and returns its output. Its error is raised as Error; failed cells are listed in run.json."""
+    """Runs the program and returns its output. Its error is raised as Error."""
     answer = subprocess.run([*program(), *words], capture_output=True, text=True)
-    if answer.returncode not in (DONE, SOME_FAILED):
-        lines = answer.stderr.strip().split("\n")
-        raise Error(lines[-1].removeprefix("kvreplay: "), "", exit_code=answer.returncode)
+    require_success(answer.returncode, answer.stderr)
     return answer.stdout
+
+
+def require_success(code: int, stderr: str) -> None:
+    """Raises the error of a program that left no results. Failed cells are listed in run.json."""
+    if code not in (DONE, SOME_FAILED):
+        raise Error(stderr.strip().split("\n")[-1].removeprefix("kvreplay: "), "", exit_code=code)
 
 
 def planned(words: Sequence[str]) -> Plan:

@@ -1,4 +1,4 @@
-"""A sweep: plan, run on a cluster, merge. Afterwards OUT contains the same files as after a single replay.
+"""A sweep: plan, run on a cluster and merge meanwhile. Afterwards OUT contains the same files as after a single replay.
 
 During the run OUT/shards contains a folder of results for each attempt. Folders with run.json are complete; they are
 kept even if the sweep fails. OUT/tasks.csv lists the state of each task.
@@ -11,24 +11,25 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.program import program
 from kvreplay.sweep.executors import Wanted, cluster
-from kvreplay.sweep.plan import Plan, call, planned
+from kvreplay.sweep.plan import Plan, call, planned, require_success
 from kvreplay.sweep.progress import Line, duration
 from kvreplay.sweep.schedule import Record, Schedule, Task, read_table, write_table
 from kvreplay.sweep.tables import write_tables
-from kvreplay.sweep.work import SOME_FAILED
+from kvreplay.sweep.work import SOME_FAILED, dies_with
 
 if TYPE_CHECKING:
     from distributed import Client
-
-NO_TABLES = ("--no-tables",)
 
 
 def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wanted, asked: argparse.Namespace) -> int:
@@ -44,14 +45,20 @@ def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wa
         raise Error(str(output), "cannot be created", "", str(problem.strerror)) from problem
     with alone(shards):
         if earlier := finished(shards):
-            merge(output, earlier)
+            with Merge(output, writes_tables=True) as merge:
+                for folder in earlier:
+                    merge.add(folder)
+                merge.finish()
             plan = planned(words)
         for folder in shards.glob("*/"):
             shutil.rmtree(folder, ignore_errors=True)
         tasks = plan.tasks(output.absolute(), wanted.gpus or wanted.workers, wanted.allowance, device)
         done = [trace.name for trace in plan.traces if trace.done]
-        schedule = run_tasks(tasks, wanted, asked.retries, output / "tasks.csv", done, Line(asked.progress, "cells"),
-                             lambda schedule, client: merge_tasks(output, schedule.folders, client))  # fmt: skip
+        line = Line(asked.progress, "cells")
+        with Merge(output, writes_tables=(output / "run.json").exists()) as merge:
+            schedule = run_tasks(tasks, wanted, asked.retries, output / "tasks.csv", done, line,
+                                 lambda name, folder: None if is_group(name) else merge.add(folder),
+                                 lambda schedule, client: finish_tables(merge, schedule, client))  # fmt: skip
         shutil.rmtree(shards, ignore_errors=True)
     return told(schedule, "cells", str(output))
 
@@ -79,26 +86,67 @@ def finished(shards: Path) -> list[str]:
     return sorted(str(path.parent) for path in shards.glob("*/run.json"))
 
 
-def merge(output: Path, folders: Iterable[str], *options: str) -> None:
-    """Merges into `output`. The list is a file: too long for a command line."""
-    names = output / "shards" / "finished.txt"
-    names.write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
-    call(["merge", str(output), f"@{names}", "--progress", "never", *options])
+def is_group(name: str) -> bool:
+    """Whether a task is a part of a divided trace: `NAME 1/3`."""
+    return "/" in name
 
 
-def merge_tasks(output: Path, folders: Mapping[str, str], client: Client) -> None:
-    """Merges the results of finished tasks, by name. Their tables are copied if they contain all rows of `output`: it
-    has no earlier results, and no task of a divided trace failed."""
-    if not folders:
+class Merge:
+    """`kvreplay merge OUT -`: reads and checks folders while others are computed. On exit without `finish` nothing is
+    merged."""
+
+    def __init__(self, output: Path, writes_tables: bool) -> None:
+        self.output, self.writes_tables = output, writes_tables
+        self._folders = 0
+        self._said = tempfile.TemporaryFile()
+        options = [] if writes_tables else ["--no-tables"]
+        self._process = subprocess.Popen(
+            [*program(), "merge", str(output), "-", "--progress", "never", *options], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=self._said, process_group=0, preexec_fn=dies_with(os.getpid()),
+        )  # fmt: skip
+
+    def __enter__(self) -> Merge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._close()
+        self._said.close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def add(self, folder: str) -> None:
+        self._folders += 1
+        with contextlib.suppress(BrokenPipeError):  # finish() raises the error of the program
+            self._process.stdin.write(os.fsencode(f"{folder}\n"))
+            self._process.stdin.flush()
+
+    def finish(self) -> None:
+        """Publishes all folders; without any, nothing changes."""
+        if self._folders:
+            self._close()
+            self._said.seek(0)
+            require_success(self._process.returncode, self._said.read().decode("utf-8", "replace"))
+
+
+def finish_tables(merge: Merge, schedule: Schedule, client: Client) -> None:
+    """Publishes the merge. The tables of the tasks are copied if they contain all rows: OUT has no earlier results, and
+    no task of a divided trace failed."""
+    groups = [folder for name, folder in schedule.folders.items() if is_group(name)]
+    for folder in groups:
+        merge.add(folder)
+    merge.finish()
+    if merge.writes_tables or not schedule.folders:
         return
-    if (output / "run.json").exists() or any("/" in name for name in folders):
-        merge(output, folders.values())
-        return
-    merge(output, folders.values(), *NO_TABLES)
     try:
-        write_tables(output, folders, client)
-    except (EOFError, OSError, ValueError):  # merging says what is wrong, if it still is
-        merge(output, folders.values())
+        if groups:
+            raise ValueError("rows of a trace are in several tables")
+        write_tables(merge.output, schedule.folders, client)
+    except (EOFError, OSError, ValueError):  # merging reports the reason if it remains
+        call(["merge", str(merge.output), "--progress", "never"])
 
 
 def run_tasks(
@@ -108,12 +156,13 @@ def run_tasks(
     table: Path,
     done: Sequence[str],
     line: Line,
+    ended: Callable[[str, str], None] = lambda name, folder: None,
     then: Callable[[Schedule, Client], None] = lambda schedule, client: None,
 ) -> Schedule:
-    """Runs all tasks and updates tasks.csv. `done`: names of tasks that earlier calls have finished; `then` is called
-    before the cluster ends."""
+    """Runs all tasks and updates tasks.csv. `done`: names of tasks that earlier calls have finished; `ended` is called
+    for each task that is done, `then` before the cluster ends."""
     # Of divided traces only finished tasks are listed: the next call may divide differently.
-    earlier = {name: row for name, row in read_table(table).items() if "/" not in name or row.state == "done"}
+    earlier = {name: row for name, row in read_table(table).items() if not is_group(name) or row.state == "done"}
     for name in earlier.keys() & set(done):  # an earlier client may have died before it heard of it
         earlier[name].state, earlier[name].reason = "done", ""
     written = 0.0
@@ -125,7 +174,7 @@ def run_tasks(
             written = time.monotonic()
         line.show(schedule)
 
-    schedule = Schedule(tasks, retries, changed)
+    schedule = Schedule(tasks, retries, changed, ended)
     logs = table.parent / "slurm"
     try:
         if not tasks:

@@ -91,6 +91,10 @@ class Join:
         return leave_results(folder, [*self.program, "merge", str(folder), *folders], self.shards)
 
 
+def perform(call: Callable[..., Outcome], folders: Sequence[str]) -> Outcome:
+    return call(*folders)
+
+
 def new_folder(shards: str, name: str) -> Path:
     """A new folder for one attempt, since an earlier attempt on an unreachable worker may still write to its own."""
     return Path(shards) / f"{name.replace('/', 'of')}-{uuid4().hex[:12]}"
@@ -135,7 +139,7 @@ def run_program(words: Sequence[str], directory: str, stop: Callable[[], bool]) 
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             words, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
-            process_group=0, preexec_fn=_dies_with(os.getpid()),
+            process_group=0, preexec_fn=dies_with(os.getpid()),
         )  # fmt: skip
         try:
             _wait(process, stop)
@@ -146,7 +150,9 @@ def run_program(words: Sequence[str], directory: str, stop: Callable[[], bool]) 
         return process.returncode, _reason(process.returncode, said)
 
 
-def _dies_with(parent: int) -> Callable[[], None]:
+def dies_with(parent: int) -> Callable[[], None]:
+    """Prepares a program before it starts: it is killed when the process `parent` ends."""
+
     def prepare() -> None:
         _libc.prctl(PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it was watched
