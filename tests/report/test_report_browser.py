@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
 from make_run import CHUNKKV, H2O, SNAPKV, make_run
-from make_special import HOSTILE, write_hostile, write_largest
+from make_special import HOSTILE, write_hostile, write_largest, write_live
+from PIL import Image
 from run_pages import cell_of, kept_by, opened, write_report
+
+from kvreplay.compare.comparison import Comparison
+from kvreplay.results import Run
 
 SHADES = 16
 TRACE = "smollm2-135m-needle"
@@ -503,3 +509,339 @@ def test_what_a_policy_lacks_is_said(page, look):
     assert "tokens resident at the end of the prompt" in window.inner_text(".pane h3")
     choose(window, first="kivi")
     assert set(shades(window)) == {16}
+
+
+def first_and_second(window) -> tuple[str, str]:
+    return window.input_value("#first"), window.input_value("#second")
+
+
+def selected(window, views: str) -> list[str]:
+    """The labels that the parts of a view mark as first."""
+    return window.eval_on_selector_all(f"{views}.first", "all => [...new Set(all.map((one) => one.dataset.label))]")
+
+
+def test_the_page_opens_on_the_two_best_known_policies_at_the_answer(page, real, look):
+    window = look(page)
+    assert first_and_second(window) == ("snapkv:heads=kv", "chunkkv")
+    spans = opened(real[0])[f"traces/{TRACE}/spans"][()]
+    [answer] = spans["begin"][spans["kind"] == b"answer"]
+    assert f"Token {answer}" in window.inner_text("#token")
+    frame = window.locator(".prose").first.bounding_box()
+    token = window.locator(f"#token-0-{answer}").bounding_box()
+    assert frame["y"] <= token["y"] <= frame["y"] + frame["height"]
+    window.hover("#token-0-300")  # the opening token is not held
+    assert "Token 300" in window.inner_text("#token")
+
+
+def test_a_policy_selected_in_one_view_is_selected_in_all(page, look):
+    window = look(page)
+    window.click("#headline button:has-text('h2o-online')")
+    assert first_and_second(window) == ("h2o-online", "chunkkv")
+    views = ("#headline tr", "#curve-chart g.series", "#layer-chart g.series", "#heatmaps figure")
+    assert [selected(window, one) for one in views] == [["h2o-online"]] * 4
+    assert window.inner_text(".pane h3 >> nth=0").startswith("h2o-online")
+    headings = [one.text_content() for one in window.query_selector_all("#map-chart .heading")]
+    assert headings[:2] == ["h2o-online", "chunkkv"]
+    assert "h2o-online" in window.inner_text("#token dl")
+    window.click("#headline button:has-text('heads=query')", modifiers=["Shift"])
+    assert first_and_second(window) == ("h2o-online", "snapkv:heads=query")
+    window.locator("#heatmaps figure[data-label='snapkv:heads=query'] canvas").click()  # the second: they swap
+    assert first_and_second(window) == ("snapkv:heads=query", "h2o-online")
+    window.locator("#curve-chart g.series[data-label='chunkkv'] path").first.click()
+    assert first_and_second(window) == ("chunkkv", "h2o-online")
+    assert [selected(window, one) for one in views[:3]] == [["chunkkv"]] * 3
+    assert window.get_attribute("#headline button:has-text('h2o-online')", "aria-pressed") == "true"
+
+
+def test_the_map_shows_the_kept_sets_and_selects_token_and_layer(page, real, look):
+    window = look(page)
+    kept = kept_by(real[0], "snapkv", "kv", "0.1")
+    for head, share in ((-1, kept.mean(axis=1)), (4, kept[:, 1])):  # query head 4 of 9 has the set of KV head 1 of 3
+        choose(window, head=head)
+        opacity = window.evaluate("""async () => {
+          const image = new Image();
+          image.src = document.querySelector("#map-chart image").getAttribute("href");
+          await image.decode();
+          const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+          context.drawImage(image, 0, 0);
+          const { data } = context.getImageData(0, 0, image.width, image.height);
+          return [image.width, image.height, Array.from(data).filter((_, i) => i % 4 === 3)];
+        }""")
+        assert opacity[:2] == [480, 30]
+        np.testing.assert_allclose(np.reshape(opacity[2], (30, 480)), 255 * np.sqrt(share), atol=1)
+    choose(window, head=-1)
+    layer, token = map(int, np.argwhere(kept.sum(axis=1) == 1)[5])
+    window.locator("#map-chart image").first.scroll_into_view_if_needed()
+    box = window.locator("#map-chart image").first.bounding_box()
+    at = (box["x"] + (token + 0.5) / 480 * box["width"], box["y"] + (layer + 0.5) / 30 * box["height"])
+    window.mouse.move(*at)
+    said = window.text_content("#map-place")
+    assert said.startswith(f"snapkv:heads=kv, layer {layer}, token {token} ")
+    assert said.endswith("1 of 3 sets")
+    window.mouse.click(*at)
+    assert window.input_value("#layer") == str(layer)
+    assert window.inner_text("#token h3").startswith(f"Token {token}") and "selected" in window.inner_text("#token h3")
+    assert window.locator("#cursor .chosen-layer").count() == 2 and window.locator("#cursor .chosen-token").count() == 3
+
+
+def test_the_profile_tells_who_keeps_each_token(page, real, look):
+    window = look(page)
+    choose(window, first="snapkv:heads=kv", second="chunkkv", layer=12)
+    a = kept_by(real[0], "snapkv", "kv", "0.1")[12].mean(axis=0) >= 0.5
+    b = kept_by(real[0], "chunkkv", "layer", "0.1")[12].mean(axis=0) >= 0.5
+    attention = opened(real[0])[f"traces/{TRACE}/eval_attention"][12]
+    bars = attention > 1.5e-4 * attention.max()  # of four decades
+    wanted = {"both": a & b, "first": a & ~b, "second": b & ~a, "neither": ~a & ~b}
+    for name, tokens in wanted.items():
+        drawn = (window.get_attribute(f"#map-chart path.profile.{name}", "d") or "").count("M")
+        assert (tokens & bars).sum() <= drawn <= tokens.sum(), name
+    assert sum(tokens.any() for tokens in wanted.values()) == 4
+
+
+def test_policies_are_filtered_by_name_and_family_in_every_view(page, look):
+    window = look(page)
+
+    def labels(view: str) -> set[str]:
+        found = window.eval_on_selector_all(f"{view}[data-label]", "all => all.map((one) => one.dataset.label)")
+        return {one.partition(":")[0] for one in found}
+
+    views = ("#headline tr", "#curve-chart g.series", "#layer-chart button", "#heatmaps figure")
+    everything = labels("#headline tr")
+    window.fill("#policies", "chunkkv, attention")
+    assert [labels(view) for view in views] == [{"chunkkv", "snapkv", "h2o-online"}] * 4
+    assert window.locator("#token .bars li").count() == 4
+    window.fill("#policies", "")
+    assert labels("#headline tr") == everything
+    window.click("#curve-chart .family button:has-text('attention')")
+    assert labels("#curve-chart g.series") == everything - {"snapkv", "h2o-online"}
+    window.click("#curve-chart .family button:has-text('attention')")
+    assert labels("#curve-chart g.series") == everything
+
+
+def test_tokens_are_filtered_by_text_and_by_policy(page, real, look):
+    window = look(page)
+    choose(window, first="snapkv:heads=kv", second="chunkkv", layer=12)
+
+    def passing() -> list[int]:
+        tokens = "#panes .pane:first-child [role=option]:not(.dim)"
+        return window.eval_on_selector_all(tokens, "all => all.map((one) => one.place)")
+
+    a = kept_by(real[0], "snapkv", "kv", "0.1")[12].mean(axis=0)
+    b = kept_by(real[0], "chunkkv", "layer", "0.1")[12].mean(axis=0)
+    for kind, wanted in (("first", a >= 0.5), ("second", b >= 0.5), ("more-first", a - b >= 0.25),
+                         ("more-second", b - a >= 0.25), ("evicted", (a < 0.5) & (b < 0.5))):  # fmt: skip
+        choose(window, tokens=kind)
+        assert passing() == np.flatnonzero(wanted).tolist() != []
+        assert window.text_content("#found") == f"{wanted.sum()} of 512 tokens"
+    choose(window, tokens="")
+    file = opened(real[0])[f"traces/{TRACE}/tokens"]
+    text, offsets = file["text"][()].decode().lower(), file["offsets"][()]
+    window.fill("#find", "Blue TEAPOT")
+    places = [found.span() for found in re.finditer("blue teapot", text)]
+    wanted = [
+        i for i, (begin, end) in enumerate(offsets) if any(begin < last and end > first for first, last in places)
+    ]
+    assert passing() == wanted and len(wanted) >= 2
+    window.keyboard.press("Home")
+    seen = []
+    for _ in range(len(wanted) + 1):
+        window.click("#next")
+        seen.append(int(re.match(r"Token (\d+)", window.inner_text("#token h3"))[1]))
+    assert sorted(set(seen)) == wanted and seen[0] == seen[-1]
+    window.focus("#find")
+    window.keyboard.press("Enter")
+    assert f"Token {seen[1]} " in window.inner_text("#token h3")
+    choose(window, tokens="evicted")
+    assert passing() == [i for i in wanted if i < 480 and a[i] < 0.5 and b[i] < 0.5]
+    window.fill("#find", "in no prompt")
+    assert passing() == [] and window.is_disabled("#next")
+
+
+def test_buttons_jump_to_needle_question_and_answer(page, real, look):
+    window = look(page)
+    for _, kind, begin, _ in opened(real[0])[f"traces/{TRACE}/spans"][()]:
+        button = f"#jumps button:has-text('{kind.decode()}')"
+        assert window.locator(button).count() == (kind != b"context")
+        if kind != b"context":
+            window.click(button)
+            assert window.inner_text("#token h3").startswith(f"Token {begin}")
+            frame, token = (window.locator(one).first.bounding_box() for one in (".prose", f"#token-0-{begin}"))
+            assert frame["y"] <= token["y"] <= frame["y"] + frame["height"]
+
+
+def test_the_address_restores_the_page(page, look):
+    window = look(page)
+    choose(window, budget="160", first="chunkkv", second="", layer=12, head=1, shade="rank", curve_metric="att.cos",
+           layer_metric="kept", variant="union", tokens="first")  # fmt: skip
+    window.fill("#policies", "chunk,snap")
+    window.fill("#find", "the")
+    window.click("#headline thead button:has-text('recall')")
+    window.click("#token-0-120")
+    address = window.url
+    state = """() => [[...document.querySelectorAll("[data-remember]")].map((one) => one.value),
+      document.getElementById("headline").innerText, document.querySelector("#token h3").innerText,
+      document.querySelectorAll(".dim").length, document.querySelector("#map-chart").innerHTML.length]"""
+    wanted = window.evaluate(state)
+    other = look(page)
+    assert other.evaluate(state) != wanted
+    other.evaluate("(address) => { location.href = address; }", address)  # changes the fragment alone
+    other.wait_for_timeout(300)
+    assert other.evaluate(state) == wanted and other.url == address
+    other.evaluate("location.hash = '#budget=no&first=no&layer=99&token=9999&shade=no'")  # names that do not exist
+    other.wait_for_timeout(300)
+    assert other.input_value("#first") == "chunkkv" and other.input_value("#layer") == "12"
+
+
+def test_tables_are_copied_as_markdown_latex_and_csv(page, real, look):
+    window = look(page)
+    window.context.grant_permissions(["clipboard-read", "clipboard-write"])
+
+    def copied(name: str) -> str:
+        window.click(f"[data-copy=headline] button:has-text('{name}')")
+        window.wait_for_selector(f"[data-copy=headline] >> text=copied as {name}")
+        return window.evaluate("navigator.clipboard.readText()")
+
+    table = pd.read_csv(io.StringIO(copied("CSV"))).set_index("policy")
+    results = pd.read_csv(real[0] / "results.csv", keep_default_na=False, dtype=str)
+    whole = results[(results["layer"] == "all") & (results["head"] == "all") & (results["budget"] == "0.1")]
+    recall = (
+        whole[(whole["metric"] == "attention_recall") & (whole["variant"] == "")]
+        .set_index("policy")["value"]
+        .astype(float)
+    )
+    for label, value in table["recall"].items():
+        policy = label.strip("()").partition(":")[0]
+        assert value in recall.loc[[policy]].to_list()  # in full precision
+    assert len(table) == 9
+    lines = copied("Markdown").splitlines()
+    assert lines[0].startswith("| policy | heads | kept |") and re.fullmatch(r"\| ---( \| ---:)+ \|", lines[1])
+    assert len(lines) == 2 + 9 and len({line.count("|") - line.count("\\|") for line in lines}) == 1
+    best = window.inner_text("#headline td.best >> nth=0").strip("*\xa0")
+    assert f"**{best}**" in "\n".join(lines)
+    latex = copied("LaTeX")
+    assert f"\\textbf{{{best}}}" in latex and latex.count("\\\\") == 10
+    assert latex.startswith("\\begin{tabular}{l" + "r" * (len(table.columns)) + "}")
+    window.fill("#policies", "kivi")
+    assert len(copied("Markdown").splitlines()) == 3  # the rows that are shown
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
+    window = look(page, color_scheme=scheme)
+    window.click("#curve-chart button:has-text('kivi')")
+    for chart, name in (("map-chart", "kept-map"), ("curve-chart", "metric-by-budget"),
+                        ("layer-chart", "metric-by-layer"), ("heatmaps", "similarity")):  # fmt: skip
+        for kind in ("SVG", "PNG"):
+            with window.expect_download() as download:
+                window.click(f"[data-save={chart}] button:has-text('{kind}')")
+            assert download.value.suggested_filename == f"{name}.{kind.lower()}"
+            download.value.save_as(tmp_path / f"{name}.{kind}")
+        drawing = ElementTree.parse(tmp_path / f"{name}.SVG").getroot()
+        texts = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
+        assert f"{TRACE}, budget 0.1, open loop" in texts and "snapkv:heads=kv" in texts
+        assert "kivi" not in texts  # hidden in the legends of both charts; it has no square
+        styles = (tmp_path / f"{name}.SVG").read_text()
+        assert not re.search(r"var\(|oklch|class=|light-dark", styles)
+        with Image.open(tmp_path / f"{name}.PNG") as image:
+            size = [2 * float(drawing.get(side)) for side in ("width", "height")]
+            assert np.allclose(image.size, size, atol=1)
+            ground = image.convert("RGB").getpixel((1, 1))
+            assert (sum(ground) > 600) == (scheme == "light") and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """A run of twelve traces with numbers of the live model."""
+    traces = [(f"t{i}", 400 + 7 * i, 0.2 + 0.05 * i) for i in range(12)]
+    twins = {"snapkv": 0.3, "h2o": 0.3}
+    folder = tmp_path_factory.mktemp("many") / "run"
+    return write_live(make_run(folder, [SNAPKV, H2O, CHUNKKV], traces=traces, twins=twins))
+
+
+def test_means_over_traces_have_the_verdicts_of_compare(many, look):
+    window = look(write_report(many))
+    comparison = Comparison([Run(many)], "snapkv")
+    assert {line.metric for line in comparison.lines.itertuples()} == {"attention_recall", "skill"}
+    for metric in ("attention_recall", "skill"):
+        choose(window, mean_metric=metric, budget="0.2")
+        shown = {row[0]: row[1:] for row in rows_shown(window, "means")}
+        lines = [line for line in comparison.lines.itertuples() if (line.metric, line.budget) == (metric, "0.2")]
+        assert shown == {line.policy: [text.strip() for text in comparison.line_texts(line)[4:]] for line in lines}
+        assert shown["snapkv"][4] == "baseline"
+        assert metric == "skill" or any("*" in texts[7] for texts in shown.values())
+    choose(window, mean_metric="attention_l1")  # compare's default has no verdict on it
+    assert "95 % interval" in window.inner_text("#means thead") and "p Holm" not in window.inner_text("#means thead")
+    assert "Baseline: snapkv." in window.inner_text("#compared") and "12 traces" in window.inner_text("#compared")
+    window.click("#means button:has-text('chunkkv')")
+    assert window.input_value("#first") == "chunkkv"
+    other = look(write_report(many, "--baseline", "h2o"))
+    assert "Baseline: h2o." in other.inner_text("#compared")
+
+
+def rows_shown(window, table: str) -> list[list[str]]:
+    """The texts of a table's policies, without drawings."""
+    return window.evaluate(f"""[...document.querySelectorAll("#{table} tr[data-label]")].map((row) =>
+      [...row.cells].filter((cell) => !cell.matches(".drawn")).map((cell) => cell.innerText.trim()))""")
+
+
+def test_a_run_of_one_trace_has_no_means_over_traces(page, look):
+    window = look(page)
+    assert not window.is_visible("#traces") and not window.is_visible("#live")
+
+
+def test_offline_and_live_numbers_stand_beside_each_other(many, look):
+    window = look(write_report(many))
+    kinds = window.eval_on_selector_all("#headline .kinds th", "all => all.map((one) => [one.innerText, one.colSpan])")
+    titles = window.locator("#headline thead tr:last-child th").all_inner_texts()
+    assert kinds == [["offline, open loop", len(titles) - 3], ["live model", 1]] and titles[-1] == "live kld"
+    points = "#live-chart g.series[data-label=snapkv] path title"
+    said = window.eval_on_selector_all(points, "all => all.map((one) => one.textContent)")
+    assert len(said) == 3  # budgets
+    recall = float(re.search(r"recall ([\d.]+)", said[0])[1])
+    kld = float(re.search(r"live kld ([\d.]+)", said[0])[1])
+    assert kld == pytest.approx(1 - recall, abs=0.002)
+    assert window.locator("#live-chart polyline").count() == 0
+    before = window.inner_html("#live-chart svg[role]")
+    choose(window, offline_metric="att.l1")
+    assert window.inner_html("#live-chart svg[role]") != before
+
+
+OVERLAPS = """
+() => {
+  const found = [];
+  const shown = (all) => [...all].filter((one) => one.checkVisibility() && one.textContent);
+  const compare = (all, room) => {
+    const boxes = all.map((one) => one.getBoundingClientRect()), name = (i) => all[i].textContent.slice(0, 40);
+    boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, j) => {
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > room && high > room) found.push([name(i), name(i + 1 + j)]);
+    }));
+  };
+  compare(shown(document.querySelectorAll("main section")), 1);
+  const whole = ".chart, .reading, .scroll";
+  for (const part of shown(document.querySelectorAll("header, nav, section"))) {
+    const parts = part.querySelectorAll(`h1, h2, p, label, .actions, #jumps, #next, #found, .links, ${whole}`);
+    compare(shown(parts).filter((one) => !one.parentElement.closest(whole)), 1);
+  }
+  for (const drawing of document.querySelectorAll("svg[role]")) compare(shown(drawing.querySelectorAll("text")), 2);
+  for (const button of shown(document.querySelectorAll("button"))) {
+    if (button.scrollWidth > button.clientWidth + 1) found.push(["cut", button.textContent]);
+  }
+  return found;
+}
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200, 1920])
+def test_nothing_overlaps(width, scheme, page, many, look):
+    for file in (page, write_report(many)):
+        window = look(file, width=width, color_scheme=scheme)
+        assert window.evaluate("document.documentElement.scrollWidth") <= width
+        assert window.evaluate(OVERLAPS) == []
+        assert width - window.evaluate("document.querySelector('main').clientWidth") <= 80  # the whole window
+        table = window.locator("#headline").first
+        window.evaluate("document.querySelector('#headline').parentElement.scrollLeft = 300")
+        name = table.locator("tr[data-label] th").first.bounding_box()
+        assert abs(name["x"] - table.locator("xpath=..").bounding_box()["x"]) <= 2  # the first column is frozen

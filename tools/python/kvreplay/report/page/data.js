@@ -91,10 +91,11 @@ function make(tag, attributes = {}, ...children) {
 
 /** The options of a choice. Its value is that of the page's address, else the one before, where these still exist. */
 function fill(select, options) {
-  const value = wanted.get(select.id) ?? select.value;
+  const values = [wanted.get(select.id), select.value];
   wanted.delete(select.id);
   select.replaceChildren(...options.map(([value, name]) => make("option", { value }, name)));
-  if (options.some(([one]) => String(one) === value)) select.value = value;
+  const value = values.find((one) => options.some(([known]) => String(known) === one));
+  if (value !== undefined) select.value = value;
 }
 
 /** A short number for people: three digits. */

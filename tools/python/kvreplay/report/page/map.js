@@ -47,7 +47,8 @@ function drawPanel(drawing, view, number, top) {
   const box = { x: MAP.left, y: top, width: map.plot, height };
   drawing.append(make("image", { ...box, href: imageOf(view, cell, colourOf(label)), preserveAspectRatio: "none",
     "image-rendering": trace.boundary > map.plot ? "auto" : "pixelated" }), make("rect", { ...box, class: "frame" }));
-  for (const i of new Set([0, (layers - 1) >> 1, layers - 1])) {
+  const named = (height / layers) * ((layers - 1) >> 1) < 16 ? [0] : [0, (layers - 1) >> 1, layers - 1];
+  for (const i of new Set(named)) {
     drawing.append(make("text", { x: MAP.left - 6, y: top + ((i + 0.5) / layers) * height + 4, "text-anchor": "end" },
       String(trace.layers[i])));
   }
