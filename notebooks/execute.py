@@ -1,7 +1,7 @@
 """Executes notebooks on the corpus or on the numbers of the study. `tools/figures` installs and builds all of it first.
 
 A notebook is a file of this folder that begins with a percent cell (https://jupytext.readthedocs.io). Each notebook
-writes its figures, its tables and its executed page (HTML) into OUTPUT/NAME.
+writes its figures, its tables and itself with its outputs (NAME.ipynb and NAME.html) into OUTPUT/NAME.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ from kvreplay.program import Parser, exit_code
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PAGES = (ROOT / "docs" / "papers.md", ROOT / "docs" / "closed-loop.md")
-OF_STUDY = "closed_loop"  # the notebook that needs no corpus
+OF_STUDY = "closed_loop"  # the notebook of the study
+QUICKSTART = "quickstart"  # the notebook of the shipped trace: its outputs are committed, beside its percent file
 SHOWN = re.compile(r"(<!-- tools/figures (\w+)/([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((figures/(\w+?)-([\w-]+)\.png)\)")
 PICTURE_WIDTH = 900  # pixels
@@ -33,32 +35,39 @@ def notebooks() -> dict[str, Path]:
     return {path.stem: path for path in sorted(HERE.glob("*.py")) if path.read_text().startswith("# %%")}
 
 
-def execute(notebook: Path, folder: Path) -> None:
-    """Runs all cells in a new process. The error of a failed cell names the cell."""
+def execute(notebook: Path, folder: Path, working_folder: Path = HERE) -> None:
+    """Runs all cells in a new process; writes NAME.ipynb and NAME.html. The error of a failed cell names the cell."""
     import jupytext
     import nbconvert
+    import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     page = jupytext.read(notebook, fmt="py:percent")
     quiet = ["--IPKernelApp.log_level=ERROR"]  # else it warns that its messages, signed, are not encrypted
-    here = {"metadata": {"path": str(HERE)}}
+    here = {"metadata": {"path": str(working_folder)}}
+    client = NotebookClient(page, timeout=None, kernel_name="python3", extra_arguments=quiet, resources=here,
+                            record_timing=False)  # fmt: skip
     try:
-        NotebookClient(page, timeout=None, kernel_name="python3", extra_arguments=quiet, resources=here).execute()
+        client.execute()
     except CellExecutionError as error:
         cells = [cell for cell in page.cells if cell.cell_type == "code"]
         number = max(i for i, cell in enumerate(cells, 1) if cell.execution_count)
         first = cells[number - 1].source.strip().partition("\n")[0]
         what = f"{error.ename}: {error.evalue}"
         raise Error(f"{notebook.stem}, code cell {number} of {len(cells)} ({first})", what, exit_code=1) from error
+    for number, cell in enumerate(page.cells):
+        cell.id = f"cell-{number}"  # else random
+    page.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     html, _ = nbconvert.HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True).from_notebook_node(page)
     html = re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)  # they fetch from the network; none is needed
     folder.mkdir(parents=True, exist_ok=True)
+    nbformat.write(page, folder / f"{notebook.stem}.ipynb")
     (folder / f"{notebook.stem}.html").write_text(html, encoding="utf-8")
 
 
 def refresh(figures: Path, names: list[str]) -> None:
-    """Updates the tables and pictures of these notebooks in the documentation."""
+    """Updates the tables and pictures of these notebooks in the documentation, and the committed notebook."""
     from PIL import Image
 
     def table(found: re.Match[str]) -> str:
@@ -66,6 +75,8 @@ def refresh(figures: Path, names: list[str]) -> None:
             return found[0]
         return found[1] + (figures / found[2] / f"{found[3]}.md").read_text(encoding="utf-8") + found[5]
 
+    if QUICKSTART in names:
+        shutil.copyfile(figures / QUICKSTART / f"{QUICKSTART}.ipynb", HERE / f"{QUICKSTART}.ipynb")
     for page in PAGES:
         text = SHOWN.sub(table, page.read_text(encoding="utf-8"))
         page.write_text(text, encoding="utf-8")
@@ -85,7 +96,7 @@ def parser() -> Parser:
     add("--small", action="store_true", help="use the small corpus and write into out/figures-small (minutes)")
     add("--corpus", metavar="DIR", type=Path, help="read traces and corpus.csv, as tools/corpus writes them, from DIR")
     add("-o", "--output", metavar="DIR", type=Path, help="output folder (default: out/figures)")
-    add("--docs", action="store_true", help="also update tables and pictures of docs/")
+    add("--docs", action="store_true", help="also update tables and pictures of docs/, and notebooks/quickstart.ipynb")
     return found
 
 
@@ -98,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = [name for name in known if not arguments.names or name in arguments.names]
     suffix = "-small" if arguments.small else ""
     corpus = (arguments.corpus or ROOT / "build" / f"corpus{suffix}").resolve()
-    reads_corpus = names != [OF_STUDY]
+    reads_corpus = bool(set(names) - {OF_STUDY, QUICKSTART})
     if reads_corpus and not arguments.corpus:
         done = subprocess.run([ROOT / "tools" / "corpus", *(["--small"] if arguments.small else [])])
         if done.returncode:

@@ -33,7 +33,7 @@ PAGE = "\n".join(page.read_text(encoding="utf-8") for page in execute.PAGES)
 PAPER = (8.5, 11.0)  # inches: both letter and A4 hold a figure of this size less margins
 MARGIN = 0.7
 
-NAMES = list(execute.notebooks())
+NAMES = [name for name in execute.notebooks() if name != execute.QUICKSTART]
 Figures = Callable[[str], Path]
 
 

@@ -6,6 +6,7 @@ P prompt tokens, T tokens in all, L layers, Hq query heads, Hkv KV heads, d comp
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import numbers
 import os
@@ -236,9 +237,9 @@ def _in_notebook() -> bool:
 def _bar(wanted: bool | None) -> Iterator[Callable[[float, str], None]]:
     """tqdm's bar, in terminals and notebooks."""
     in_notebook = _in_notebook()
-    if in_notebook:
+    if in_notebook and importlib.util.find_spec("ipywidgets"):
         from tqdm.auto import tqdm
-    else:  # tqdm.auto would ask for widgets wherever IPython is imported
+    else:  # tqdm.auto would warn that widgets are missing
         from tqdm import tqdm
 
     shown = wanted if wanted is not None else in_notebook or sys.stderr.isatty()

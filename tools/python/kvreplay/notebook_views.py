@@ -134,8 +134,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> s
     """A table of escaped cells. The first `words` columns are aligned to the left, the others to the right."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        left = "text-align:left" + (";white-space:nowrap" if header else "")
-        aligned = (left if place < words else "text-align:right" for place in range(len(cells)))
+        nowrap = ";white-space:nowrap"
+        left = [f"text-align:left{nowrap if header or place == 0 else ''}" for place in range(words)]
+        aligned = [*left, *["text-align:right"] * (len(cells) - words)]
         return "".join(
             f'<{tag} style="{CELL};{style}">{cell}</{tag}>' for cell, style in zip(cells, aligned, strict=True)
         )

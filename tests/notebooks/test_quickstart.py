@@ -1,0 +1,62 @@
+"""Does the quickstart run from any folder, with public names only, and are its committed outputs those of today?"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import kvreplay as kv
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+import execute  # noqa: E402
+
+COMMITTED = ROOT / "notebooks" / f"{execute.QUICKSTART}.ipynb"
+MOST_BYTES = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
+    """The quickstart, executed in an empty folder."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    execute.execute(execute.notebooks()[execute.QUICKSTART], folder, elsewhere)
+    assert not list(elsewhere.iterdir())
+    return nbformat.read(folder / COMMITTED.name, as_version=4)
+
+
+def structure(notebook: nbformat.NotebookNode) -> list[tuple[str, str, list[tuple[str, ...]]]]:
+    """Kind and source of each cell, with the kinds of its outputs."""
+    return [
+        (cell.cell_type, cell.source, [tuple(sorted(output.get("data", ()))) for output in cell.get("outputs", ())])
+        for cell in notebook.cells
+    ]
+
+
+def test_committed_outputs_have_the_structure_of_todays(executed: nbformat.NotebookNode) -> None:
+    committed = nbformat.read(COMMITTED, as_version=4)
+    nbformat.validate(committed)
+    assert structure(committed) == structure(executed), "run tools/figures quickstart --docs"
+    outputs = [output for cell in committed.cells for output in cell.get("outputs", ())]
+    assert {output.output_type for output in outputs} == {"execute_result"}  # no errors, no warnings
+    assert sum("image/svg+xml" in output.data for output in outputs) >= 3
+    assert all("text/html" in output.data or "image/svg+xml" in output.data for output in outputs)
+    assert COMMITTED.stat().st_size < MOST_BYTES
+    assert str(ROOT) not in COMMITTED.read_text(encoding="utf-8")
+
+
+def test_the_quickstart_uses_public_names_only() -> None:
+    tree = ast.parse(execute.notebooks()[execute.QUICKSTART].read_text(encoding="utf-8"))
+    imported = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert set(imported) == {"kvreplay", "pandas"} and not any(
+        isinstance(node, ast.ImportFrom) for node in ast.walk(tree)
+    )
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    of_kvreplay = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "kv"}
+    assert of_kvreplay <= set(kv.__all__)
+    assert not [node.attr for node in attributes if node.attr.startswith("_")]
