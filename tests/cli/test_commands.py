@@ -756,3 +756,19 @@ def test_a_plan_shrinks_to_fit_the_memory_and_gives_the_same_results(traces: Pat
     done(*words, "-o", "whole", folder=tmp_path)
     done(*words, "-o", "small", "--memory", limit, folder=tmp_path)
     assert (tmp_path / "small/results.csv").read_bytes() == (tmp_path / "whole/results.csv").read_bytes()
+
+
+def test_tools_beside_the_script_of_a_wheel(tmp_path: Path) -> None:
+    """auditwheel moves the program; bin has a script that starts it under its own path, and the tools in Python."""
+    moved = tmp_path / "lib/kvreplay.scripts/kvreplay"
+    script, tool = tmp_path / "bin/kvreplay", tmp_path / "bin/kvreplay-example"
+    for path in (moved, script):
+        path.parent.mkdir(parents=True)
+    shutil.copy(PROGRAM, moved)
+    script.write_text(f'#!/bin/bash\nexec -a "$0" {moved} "$@"\n')
+    tool.write_text('#!/bin/sh\necho "example $1"\n')
+    for path in (script, tool):
+        path.chmod(0o755)
+    command = ["bin/kvreplay", "example", "-h"]
+    said = subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert (said.stdout, said.stderr) == ("example -h\n", "")

@@ -83,9 +83,10 @@ def test_the_script_for_slurm(capsys, operands: list[str], tmp_path: Path) -> No
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["distributed", "psutil"])  # capture requires psutil, too
+def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path, name: str) -> None:
     """Without Dask the options are still explained."""
-    (tmp_path / "distributed.py").write_text("raise ModuleNotFoundError('no', name='distributed')")
+    (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no', name={name!r})")
     run = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvreplay.sweep.command import main; sys.exit(main())"
     )
@@ -94,7 +95,7 @@ def test_it_is_named_what_is_missing(operands: list[str], tmp_path: Path) -> Non
     words = [*operands, "-o", str(tmp_path / "out"), "--workers", "1"]
     answer = subprocess.run([sys.executable, "-c", run, *words], capture_output=True, text=True)
     assert answer.returncode == 4, answer
-    assert answer.stderr == "kvreplay: sweep: distributed is not installed; run pip install 'kvreplay[sweep]'\n"
+    assert answer.stderr == f"kvreplay: sweep: {name} is not installed; run pip install 'kvreplay[sweep]'\n"
 
 
 def test_the_simulated_plan_by_hand() -> None:

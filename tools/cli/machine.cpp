@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <limits>
 
@@ -43,7 +44,11 @@ constexpr const char* container_use = "/sys/fs/cgroup/memory.current";
 
 std::filesystem::path program_folder() {
   std::error_code problem;
-  return std::filesystem::read_symlink("/proc/self/exe", problem).parent_path();
+  const std::filesystem::path folder = std::filesystem::read_symlink("/proc/self/exe", problem).parent_path();
+  // auditwheel moves the program of a wheel into this folder; a script in bin starts it under the script's path.
+  if (folder.filename() == "kvreplay.scripts")
+    return std::filesystem::absolute(program_invocation_name, problem).lexically_normal().parent_path();
+  return folder;
 }
 
 int machine_threads() {

@@ -9,7 +9,7 @@
 
 namespace kvreplay {
 
-/// Where this program lies; empty: the system does not say.
+/// The folder of this program, for a wheel that of its script; empty: the system does not say.
 std::filesystem::path program_folder();
 /// Cores that this process may use; 1 in a forked process that has lost its threads.
 int machine_threads();

@@ -172,15 +172,15 @@ def _orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _pip_argument(module: str) -> str:
-    """The extra of kvreplay that requires a package, else the package."""
+def _pip_argument(command: str, module: str) -> str:
+    """The extra of kvreplay that requires a package, that of the command if there are several; else the package."""
     from importlib import metadata  # slow to import
 
     with contextlib.suppress(metadata.PackageNotFoundError):
-        for requirement in metadata.requires("kvreplay") or ():
-            found = re.match(r"([\w-]+).*extra == ['\"](\w+)", requirement)
-            if found and found[1].replace("-", "_") == module:
-                return f"'kvreplay[{found[2]}]'"
+        found = (re.match(r"([\w-]+).*extra == ['\"](\w+)", line) for line in metadata.requires("kvreplay") or ())
+        extras = [match[2] for match in found if match and match[1].replace("-", "_") == module]
+        if extras:
+            return f"'kvreplay[{command if command in extras else extras[0]}]'"
     return module
 
 
@@ -210,7 +210,7 @@ def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> i
         return int(Refusal.INTERRUPTED)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kvreplay"):
-            remedy = f"run pip install {_pip_argument(error.name or '')}"
+            remedy = f"run pip install {_pip_argument(command, error.name or '')}"
             _say(f"kvreplay: {Error(command, f'{error.name} is not installed; {remedy}')}")
             return int(Refusal.CAPABILITY)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
