@@ -18,17 +18,29 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 from frame import (
+    COLOURS,
+    INTERVAL,
     KINDS,
+    LINE,
+    POINT,
+    QUIET,
+    SMALL,
+    Choice,
+    Drawing,
     Page,
+    Sheet,
     cell,
     chance_jaccard,
     corpus,
     curves,
+    label_room,
     less,
+    mean_over_traces,
     means,
     more,
     needle_kept,
     of_paper,
+    parameters,
     traces,
     values,
     window_settings,
@@ -37,11 +49,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Rectangle
 
-from kvreplay.parameters import parameters
-from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import INTERVAL, mean_over_traces
-from kvreplay.plot.style import COLOURS, LINE, POINT, QUIET, SMALL, Drawing, Sheet, label_room
-from kvreplay.results import Run
+from kvreplay import Run
 
 page = Page("chunkkv")
 prompts = corpus()

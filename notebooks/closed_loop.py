@@ -10,14 +10,27 @@ import re
 
 import numpy as np
 import pandas as pd
-from frame import Page, answers, cell, curves, interval, less, more
+from frame import (
+    COLOURS,
+    INTERVAL,
+    PARTS,
+    Drawing,
+    Measured,
+    Page,
+    Prediction,
+    Sheet,
+    answers,
+    cell,
+    curves,
+    interval,
+    less,
+    mean_over_traces,
+    more,
+    width_of,
+)
 from layer_weights import EQUAL, LAYER_WEIGHTS, left_out_weights, with_weights
 from study import BASES, STUDIES, file_of, read
 from study import EQUAL as EQUAL_PROTECTION
-
-from kvreplay.plot.lines import INTERVAL, mean_over_traces
-from kvreplay.plot.style import COLOURS, Drawing, Sheet, width_of
-from kvreplay.predict.prediction import PARTS, Measured, Prediction
 
 page = Page("closed_loop")
 LIVE = ["kld", "same_top_p", "nll_increase", "live_output_error"]

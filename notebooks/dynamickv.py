@@ -18,11 +18,14 @@ import pandas as pd
 from frame import (
     KINDS,
     SIGNIFICANT,
+    Choice,
     Page,
     answers,
     cell,
     corpus,
     curves,
+    holm,
+    mean_over_traces,
     means,
     more,
     needle_kept,
@@ -34,10 +37,6 @@ from frame import (
     window_settings,
 )
 from study import STUDIES
-
-from kvreplay.compare.statistics import holm
-from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import mean_over_traces
 
 page = Page("dynamickv")
 prompts = corpus()

@@ -15,15 +15,33 @@
 # %%
 import numpy as np
 import pandas as pd
-from frame import KINDS, Page, cell, corpus, curves, more, needle_kept, traces, twins, values
+from frame import (
+    COLOURS,
+    KINDS,
+    LINE,
+    POINT,
+    QUIET,
+    SMALL,
+    Choice,
+    Drawing,
+    Page,
+    Sheet,
+    TraceFacts,
+    cell,
+    corpus,
+    curves,
+    mean_over_traces,
+    more,
+    needle_kept,
+    quiet_frame,
+    traces,
+    twins,
+    values,
+)
 from retrieval import bm25
 from study import STUDIES
 
-from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import mean_over_traces
-from kvreplay.plot.style import COLOURS, LINE, POINT, QUIET, SMALL, Drawing, Sheet, quiet_frame
-from kvreplay.results import Run, TraceFacts
-from kvreplay.trace import Trace
+from kvreplay import Run, Trace
 
 page = Page("finch")
 prompts = corpus()

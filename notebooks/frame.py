@@ -28,12 +28,19 @@ from study import STUDIES, file_of, read
 
 from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
 from kvreplay.errors import Error, Refusal
+from kvreplay.parameters import parameters
 from kvreplay.plot import style
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import INTERVAL, draw_mean, mean_over_traces
 from kvreplay.plot.style import (
     COLOURS,
+    LINE,
+    MARKERS,
+    POINT,
+    QUIET,
+    SMALL,
     Drawing,
+    LineEnd,
     Sheet,
     errors_need_logarithms,
     label_ends,
@@ -44,7 +51,8 @@ from kvreplay.plot.style import (
     quiet_frame,
     width_of,
 )
-from kvreplay.results import Run
+from kvreplay.predict.prediction import PARTS, Measured, Prediction
+from kvreplay.results import Run, TraceFacts
 from kvreplay.skill import TWIN, policy_of_twin
 
 ROOT = Path(__file__).resolve().parents[1]

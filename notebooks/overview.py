@@ -13,11 +13,25 @@ from itertools import pairwise
 
 import numpy as np
 import pandas as pd
-from frame import KINDS, Page, cell, corpus, curves, less, more, values, window_settings
-
-from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import mean_over_traces
-from kvreplay.plot.style import COLOURS, MARKERS, QUIET, Drawing, Sheet, width_of
+from frame import (
+    COLOURS,
+    KINDS,
+    MARKERS,
+    QUIET,
+    Choice,
+    Drawing,
+    Page,
+    Sheet,
+    cell,
+    corpus,
+    curves,
+    less,
+    mean_over_traces,
+    more,
+    values,
+    width_of,
+    window_settings,
+)
 
 page = Page("overview")
 prompts = corpus()

@@ -18,28 +18,34 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 from frame import (
+    COLOURS,
     KINDS,
+    QUIET,
+    TWIN,
+    Choice,
+    Drawing,
+    LineEnd,
     Page,
+    Sheet,
     cell,
     corpus,
     curves,
     distances,
     energy_coefficient,
+    label_ends,
+    label_room,
     less,
+    mean_over_traces,
     more,
     needle_kept,
     of_paper,
+    quiet_frame,
     traces,
     twins,
     values,
 )
 
-from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import mean_over_traces
-from kvreplay.plot.style import COLOURS, QUIET, Drawing, LineEnd, Sheet, label_ends, label_room, quiet_frame
-from kvreplay.results import Run
-from kvreplay.skill import TWIN
-from kvreplay.trace import Trace
+from kvreplay import Run, Trace
 
 page = Page("sca")
 prompts = corpus()

@@ -11,12 +11,23 @@
 import inspect
 
 import pandas as pd
-from frame import CORPUS, Difference, Page, cell, corpus, curves, less, means, more, values
+from frame import (
+    CORPUS,
+    Choice,
+    Difference,
+    Page,
+    cell,
+    corpus,
+    curves,
+    less,
+    mean_over_traces,
+    means,
+    more,
+    values,
+)
 from two_horizons import two_horizons
 
 import kvreplay as kv
-from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import mean_over_traces
 
 page = Page("tutorial")
 print(inspect.getsource(two_horizons.__wrapped__))
