@@ -67,6 +67,7 @@ def test_names_and_texts_are_escaped(trace: kv.Trace, run: kv.Run) -> None:
 
 
 def test_a_run_shows_its_headline_numbers(run: kv.Run) -> None:
+    assert repr(run) == "<kvreplay run of shown>"
     header, *rows = Content(run._repr_html_()).rows
     shown = {(row[0], row[1].strip("()")): dict(zip(header, row, strict=True)) for row in rows}
     results = run.results[(run.results["layer"] == "all") & (run.results["role"] != "trace")]

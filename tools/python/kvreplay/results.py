@@ -143,9 +143,9 @@ class Run:
         require_run(self.folder)
 
     def __repr__(self) -> str:
-        cells = self.cells
-        traces, policies, budgets = (cells[name].nunique() for name in ("trace", "label", "budget"))
-        return f"<kvreplay run: traces {traces}, policies and controls {policies}, budgets {budgets}>"
+        names = self.stored_traces
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"<kvreplay run of {', '.join(names[:3])}{more}>"
 
     def _repr_html_(self) -> str:
         return notebook_views.run_html(self)
