@@ -10,21 +10,21 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 FIGURES = Path(__file__).parent / "figures"
-SIZE = {"width": 1180, "height": 760}
-# Name, window, colour scheme, the uppermost element, the second policy, the layer.
+SIZE = {"width": 1400, "height": 860}
+# Name, window, colour scheme, the uppermost element, the layer of the text and the map.
 PICTURES = [
-    ("report-light", SIZE, "light", "text", "h2o", "12"),
-    ("report-dark", SIZE, "dark", "similarity", "", "-1"),
-    ("report-narrow", {"width": 390, "height": 760}, "light", "panes", "", "-1"),
+    ("report-table", SIZE, "light", "table", "-1"),
+    ("report-light", SIZE, "light", "text", "12"),
+    ("report-map", SIZE, "light", "map", "-1"),
+    ("report-dark", SIZE, "dark", "curves", "-1"),
+    ("report-narrow", {"width": 400, "height": 860}, "light", "panes", "-1"),
 ]
 
 
-def show(window: Page, top: str, beside: str, layer: str) -> None:
-    """SnapKV's kept set with a token of the needle selected, scrolled to `top`."""
-    window.select_option("#first", "snapkv")
-    window.select_option("#second", beside)
+def show(window: Page, top: str, layer: str) -> None:
+    """SnapKV and H2O, with which the page opens, and a token of the needle, scrolled to `top`."""
     window.select_option("#layer", layer)
-    window.locator("#panes .outer-needle").nth(2).click()
+    window.click("#jumps button:has-text('needle')")
     window.locator(f"#{top}").evaluate("(one) => one.scrollIntoView({ behavior: 'instant' })")
     window.wait_for_timeout(300)
 
@@ -32,11 +32,11 @@ def show(window: Page, top: str, beside: str, layer: str) -> None:
 def main(report: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, size, scheme, top, beside, layer in PICTURES:
+        for name, size, scheme, top, layer in PICTURES:
             window = browser.new_page(viewport=size, color_scheme=scheme)
             window.goto(report.resolve().as_uri())
             window.wait_for_selector("html[data-ready]")
-            show(window, top, beside, layer)
+            show(window, top, layer)
             window.screenshot(path=FIGURES / f"{name}.png")
             window.close()
         browser.close()

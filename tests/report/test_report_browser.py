@@ -825,6 +825,9 @@ OVERLAPS = """
     compare(shown(parts).filter((one) => !one.parentElement.closest(whole)), 1);
   }
   for (const drawing of document.querySelectorAll("svg[role]")) compare(shown(drawing.querySelectorAll("text")), 2);
+  for (const name of shown(document.querySelectorAll("button.name"))) {
+    if (name.textContent.length < 15 && name.clientHeight > 40) found.push(["wrapped", name.textContent]);
+  }
   for (const button of shown(document.querySelectorAll("button"))) {
     if (button.scrollWidth > button.clientWidth + 1) found.push(["cut", button.textContent]);
   }

@@ -544,6 +544,41 @@ def test_more_than_a_page_holds_is_refused(tmp_path, capsys):
     )
 
 
+def test_policies_have_the_families_of_kvreplay_policies(real):
+    cards = {card["name"]: card["family"] for card in json.loads(done("policies", "--json", folder=real[0].parent))}
+    content = read(write_report(real[0]))
+    families = {policy["label"].partition(":")[0]: policy["family"] for policy in content["policies"]}
+    assert families == {name: cards[name] for name in families} and len(set(families.values())) >= 4
+    assert set(families.values()) <= set(content["families"]) and content["families"][0] == "controls"
+
+
+def test_the_best_known_policies_open_the_page_and_variants_follow(tmp_path):
+    other = Policy("snapkv", "window=32,kernel=7,pool=max,heads=kv")
+    run = make_run(tmp_path / "run", [Policy("knorm", "heads=kv"), other, CHUNKKV, SNAPKV], budgets=["0.1"])
+    opening = read(write_report(run))["opening"]
+    assert [label.partition(":")[0] for label in opening] == ["snapkv", "chunkkv", "knorm", "snapkv"]
+
+
+def test_means_over_traces_use_every_trace_of_the_run(tmp_path, capsys):
+    traces = [(f"t{i}", 200 + i, 0.4) for i in range(3)]
+    run = make_run(tmp_path / "run", [SNAPKV, CHUNKKV], budgets=["0.1"], traces=traces)
+    found = read(write_report(run, "--trace", "t1", "--baseline", "chunkkv"))["over_traces"]
+    recall = Run(run).overall.query("metric == 'attention_recall' and variant == ''").groupby("label")["value"].mean()
+    lines = {line["label"]: line for line in found["lines"] if line["metric"] == "attention_recall"}
+    assert (found["traces"], found["baseline"]) == (3, "chunkkv") and set(lines) == {"snapkv", "chunkkv"}
+    for label, line in lines.items():
+        assert line["mean"] == pytest.approx(recall[label], rel=1e-5)
+    judged = {metric["name"]: metric["judged"] for metric in found["metrics"]}
+    assert judged["attention_recall"] and not judged["attention_l1"]
+    capsys.readouterr()
+    one = make_run(tmp_path / "one", [SNAPKV, CHUNKKV], budgets=["0.1"])
+    assert read(write_report(one))["over_traces"] is None
+    capsys.readouterr()
+    assert main([str(one), "--baseline", "snapkv"]) == 2
+    line = "--baseline: no comparison: expected a run of two traces and two policies, found snapkv"
+    assert capsys.readouterr().err == f"kvreplay: {line}\n"
+
+
 def test_nothing_needs_torch():
     code = "import sys, kvreplay.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
