@@ -1,5 +1,10 @@
 # CUDA 12 or later is used where its compiler is found. Sanitizers, cross-builds and compilers other than g++ go without.
-option(KVREPLAY_CUDA "build the backend for GPUs where there is a CUDA compiler" ON)
+# Kernels take a third of the time of a build, so the default depends on the driver of the machine (the second: in WSL).
+set(has_gpu OFF)
+if(EXISTS /dev/nvidiactl OR EXISTS /dev/dxg)
+  set(has_gpu ON)
+endif()
+option(KVREPLAY_CUDA "build the backend for GPUs with a CUDA compiler (default: if this machine has a GPU)" ${has_gpu})
 set(KVREPLAY_HAS_CUDA FALSE)
 if(KVREPLAY_CUDA AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CROSSCOMPILING AND NOT KVREPLAY_SANITIZE)
   include(CheckLanguage)
@@ -19,6 +24,8 @@ if(KVREPLAY_CUDA AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CROSSCOM
     set(CMAKE_CUDA_EXTENSIONS OFF)
     set(KVREPLAY_HAS_CUDA TRUE)
   endif()
+elseif(NOT KVREPLAY_CUDA)
+  message(STATUS "Without the CUDA backend; to build it, use -DKVREPLAY_CUDA=ON")
 endif()
 
 # A program for the device: nothing where there is no CUDA compiler. KERNELS are its CUDA sources.
