@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <tuple>
 
 #include "analysis/run_json.h"
@@ -19,9 +18,6 @@ constexpr const char* shard_keys[] = {"argv",    "start",   "end",  "host",     
                                       "backend", "options", "seed", "self_check"};
 constexpr const char* shared_keys[] = {"host", "build", "backend", "options", "seed"};
 
-/// Deeper than any run.json; what is nested without end would overflow the stack.
-constexpr int most_levels = 64;
-
 template <class List, class More>
 void append_new(List& list, const More& more) {
   for (const auto& one : more)
@@ -33,20 +29,6 @@ const Json& list_of(const Json& run, const char* key) {
   static const Json none = Json::array();
   const auto found = run.find(key);
   return found == run.end() ? none : *found;
-}
-
-Json read_run(const fs::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
-  Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
-    if (depth > most_levels)
-      throw Error{Refusal::input, path.string(), "too deeply nested", fmt::format("at most {} levels", most_levels),
-                  "more"};
-    return true;
-  });
-  if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
-    throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
-  return run;
 }
 
 /// The value if all are equal; of objects the entries that are equal in all. Null: none.
@@ -94,9 +76,9 @@ void MergedRun::add(const fs::path& folder, bool with_cells) {
     return;
   }
   try {
-    join(read_run(path), folder, with_cells);
+    join(read_run_json(path), folder, with_cells);
   } catch (const Json::exception& problem) {
-    throw Error{Refusal::input, path.string(), "invalid run.json", "JSON written by kvreplay replay", problem.what()};
+    throw invalid_run_json(path, problem);
   }
 }
 

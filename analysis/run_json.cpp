@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "analysis/self_check.h"
@@ -51,6 +52,9 @@ Json metric_json(const std::string& name) {
                         {"better", word(better_of(card, variant))}});
   return {{"name", name}, {"unit", card.unit}, {"better", word(card.better)}, {"variants", variants}};
 }
+
+/// Deeper than any run.json; what is nested without end would overflow the stack.
+constexpr int most_levels = 64;
 
 template <class Items, class Convert>
 Json list(const Items& items, Convert convert) {
@@ -105,6 +109,24 @@ CellRecord cell_of(const Json& cell) {
   record.source = text("source");
   record.error = text("error");
   return record;
+}
+
+Json read_run_json(const std::filesystem::path& path) {
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
+  Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
+    if (depth > most_levels)
+      throw Error{Refusal::input, path.string(), "too deeply nested", fmt::format("at most {} levels", most_levels),
+                  "more"};
+    return true;
+  });
+  if (const std::string schema = run.value("schema", "none"); schema != "kvreplay-run/1")
+    throw Error{Refusal::input, path.string(), "schema", "kvreplay-run/1", schema};
+  return run;
+}
+
+Error invalid_run_json(const std::filesystem::path& path, const std::exception& problem) {
+  return {Refusal::input, path.string(), "invalid run.json", "JSON written by kvreplay replay", problem.what()};
 }
 
 const char* word(CellState state) {

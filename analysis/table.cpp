@@ -1,112 +1,33 @@
 #include "analysis/table.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <functional>
-#include <limits>
-#include <map>
-#include <optional>
+#include <iterator>
+#include <set>
+#include <tuple>
+#include <utility>
 
-#include "analysis/skill.h"
-#include "policies/twin.h"
+#include "analysis/table_formats.h"
+#include "analysis/table_rows.h"
 
 namespace kvreplay {
 namespace {
 
-constexpr std::size_t widest = 150;
-constexpr std::size_t many = 12;  // more rows than these are read family by family
-// "999.9 ms" and a mark: what a table looks like must not depend on how long it took.
-constexpr std::size_t longest_duration = 9;
+constexpr std::size_t narrow_width = 80, wide_width = 150;
+constexpr std::size_t longest_name = 42, least_name = 12;  // of a policy
+constexpr std::size_t most_in_one_family = 12;             // more rows than these are read family by family
+constexpr std::size_t indent = 11;                         // of the lines below a table
+/// From the column that says most: the order in which columns get a place in a narrow table.
+constexpr const char* by_importance[] = {"kept",    "out.err", "head.err", "recall",   "KiB",     "skill",
+                                         "select",  "needle",  "answer",   "question", "out.cos", "att.l1",
+                                         "att.cos", "jaccard", "kv.l1",    "held"};
 
-/// Of cells with a random twin, by their ids.
-using Skills = std::map<std::string, double>;
-
-struct Column {
-  std::string title;
-  std::function<double(const CellRecord&)> value;
-  std::function<std::string(double)> text;
-  Better better;
-  std::size_t least_width = 0;
-};
-
-std::string three_digits(double value) { return fmt::format("{:.3f}", value); }
-std::string one_digit(double value) { return fmt::format("{:.1f}", value); }
-
-std::string duration(double seconds) {
-  if (seconds < 1e-3) return fmt::format("{:.0f} us", seconds * 1e6);
-  if (seconds < 1) return fmt::format("{:.1f} ms", seconds * 1e3);
-  return fmt::format("{:.2f} s", seconds);
-}
-
-Column metric_column(const char* title, MetricName name) {
-  const Better better = better_of(name);
-  return {title, [name = std::move(name)](const CellRecord& cell) { return cell.value(name); }, three_digits, better};
-}
-
-/// Whether bytes say more than kept tokens do: not where a kept token takes as many in every cell.
-bool bytes_differ(const std::vector<CellRecord>& cells) {
-  double least = std::numeric_limits<double>::infinity(), most = 0;
-  for (const CellRecord& cell : cells) {
-    const double of_token = cell.value({"kv_bytes", ""}) / cell.kept_tokens;
-    if (!std::isfinite(of_token)) continue;
-    least = std::min(least, of_token);
-    most = std::max(most, of_token);
-  }
-  return most > least * (1 + 1e-9);
-}
-
-double skill_of(const CellRecord& cell, const Skills& skills) {
-  const auto found = skills.find(cell.id);
-  return found == skills.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
-}
-
-/// The pooled error, which orders policies more like a live model (docs/closed-loop.md); in runs without it, the mean
-/// over heads, under another title.
-Column output_error(const std::vector<CellRecord>& cells) {
-  const MetricName pooled{"output_error", "pooled"};
-  const bool has_pooled =
-      std::ranges::any_of(cells, [&](const CellRecord& cell) { return std::isfinite(cell.value(pooled)); });
-  return has_pooled ? metric_column("out.err", pooled) : metric_column("head.err", {"output_error", ""});
-}
-
-/// The columns that some cell has a value for; that of skill where some cell has a random twin.
-std::vector<Column> columns_of(const std::vector<CellRecord>& cells, const Skills& skills) {
-  const bool has_twins = std::ranges::any_of(cells, [&](const CellRecord& cell) { return skills.contains(cell.id); });
-  std::vector<Column> all{
-      {"kept", [](const CellRecord& cell) { return cell.kept_tokens; }, one_digit, Better::neither},
-      {"held", [](const CellRecord& cell) { return cell.value({"held_tokens", ""}); }, one_digit, Better::neither},
-      {"KiB", [](const CellRecord& cell) { return cell.value({"kv_bytes", ""}) / 1024; }, one_digit, Better::neither},
-      metric_column("recall", {"attention_recall", ""}),
-      {"skill", [&skills](const CellRecord& cell) { return skill_of(cell, skills); }, three_digits, Better::higher},
-      metric_column("att.cos", {"attention_cosine", ""}),
-      metric_column("att.l1", {"attention_l1", ""}),
-      metric_column("out.cos", {"output_cosine", ""}),
-      output_error(cells),
-      metric_column("kv.l1", {"kv_l1_loss", ""}),
-      metric_column("jaccard", {"jaccard_adjacent", "mean"}),
-      metric_column("needle", {"span_recall", "needle.mean"}),
-      metric_column("answer", {"span_recall", "answer.mean"}),
-      metric_column("question", {"span_recall", "question.mean"}),
-  };
-  std::erase_if(all, [&](const Column& column) {
-    if (column.title == "KiB" && !bytes_differ(cells)) return true;
-    if (column.title == "skill") return !has_twins;
-    return std::ranges::all_of(cells, [&](const CellRecord& cell) { return !std::isfinite(column.value(cell)); });
-  });
-  all.push_back({"select", [](const CellRecord& cell) { return cell.select_seconds(); }, duration,
-                 better_of(MetricName{"select_seconds", ""}), longest_duration});
-  return all;
-}
-
-std::string grouped(long number) {
-  std::string digits = std::to_string(number);
-  for (std::size_t i = digits.size(); i > 3; i -= 3) digits.insert(i - 3, " ");
-  return digits;
-}
-
-/// Characters, not bytes; names are ASCII, but a user's parameter may hold anything.
+/// Characters, not bytes.
 std::size_t length(std::string_view text) {
   return static_cast<std::size_t>(
       std::ranges::count_if(text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; }));
@@ -127,162 +48,449 @@ std::string cut(const std::string& text, std::size_t width) {
   return text.substr(0, end) + "...";
 }
 
-std::string shown_name(const CellRecord& cell) { return cell.role == "control" ? "(" + cell.label + ")" : cell.label; }
-
-/// Sets of query heads hold as many times the memory as there are query heads to a KV head.
-std::string shown_heads(const CellRecord& cell, const TraceRecord& trace) {
-  return cell.heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads)) : cell.heads;
+std::string trimmed(std::string line) {
+  line.erase(line.find_last_not_of(' ') + 1);
+  return line;
 }
 
-/// Only equal memory is compared.
-bool is_compared(const CellRecord& cell) {
-  return cell.role != "control" && cell.state != CellState::failed && !cell.own_memory;
-}
-
-/// A policy that does not beat its random twin is never marked.
-bool may_be_best(const CellRecord& cell, const Skills& skills) {
-  return is_compared(cell) && !(skill_of(cell, skills) <= 0);
-}
-
-std::optional<double> best_of(const Column& column, const std::vector<const CellRecord*>& cells, const Skills& skills) {
-  std::optional<double> best;
-  int compared = 0;
-  for (const CellRecord* cell : cells) {
-    const double value = column.value(*cell);
-    if (!is_compared(*cell) || !std::isfinite(value)) continue;
-    ++compared;
-    if (!may_be_best(*cell, skills)) continue;
-    if (!best || (column.better == Better::higher ? value > *best : value < *best)) best = value;
+/// The pieces in lines of at most `width` characters behind `label`.
+std::string wrapped(const std::string& label, const std::vector<std::string>& pieces, const std::string& separator,
+                    std::size_t width, std::size_t margin) {
+  std::string text, line = left(label, margin);
+  bool is_first = true;
+  for (const std::string& piece : pieces) {
+    if (!is_first && length(line) + separator.size() + length(piece) > width) {
+      text += trimmed(line + separator) + '\n';
+      line = std::string(margin, ' ');
+      is_first = true;
+    }
+    line += (is_first ? "" : separator) + piece;
+    is_first = false;
   }
-  return column.better == Better::neither || compared < 2 ? std::nullopt : best;
+  return text + trimmed(line) + '\n';
 }
 
-std::string trace_line(const TraceRecord& trace) {
+std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words{""};
+  for (const char c : text) c == ' ' ? words.emplace_back() : words.back() += c;
+  return words;
+}
+
+std::string grouped(long number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t i = digits.size(); i > 3; i -= 3) digits.insert(i - 3, " ");
+  return digits;
+}
+
+/// "480", or "402 to 2 011".
+template <class Number>
+std::string range_of(const std::vector<const TraceRecord*>& traces, Number number) {
+  const auto [least, most] = std::ranges::minmax(traces, {}, number);
+  const long from = std::invoke(number, least), to = std::invoke(number, most);
+  return from == to ? std::to_string(from) : fmt::format("{} to {}", grouped(from), grouped(to));
+}
+
+/// A bold or dim text on a terminal.
+struct Colours {
+  bool on;
+  std::string bold(const std::string& text) const { return on ? "\x1b[1m" + text + "\x1b[0m" : text; }
+  std::string dim(const std::string& text) const { return on ? "\x1b[2m" + text + "\x1b[0m" : text; }
+};
+
+/// A path as a word of a shell.
+std::string shell_word(const std::string& path) {
+  const auto is_plain = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) ||
+           std::string_view("_./-+=:@%").find(c) != std::string_view::npos;
+  };
+  if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+  std::string quoted = "'";
+  for (const char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+/// The columns of a table and their places.
+struct Layout {
+  std::size_t width = narrow_width;  // of all lines
+  std::size_t name = 0;
+  std::size_t heads = 0;  // 0: the granularity is the same in all rows, and is not shown
+  std::vector<TableColumn> columns = {};
+  std::vector<std::size_t> widths = {};
+  bool omits_columns = false;
+};
+
+/// All tables of a text.
+using Tables = std::vector<std::pair<const TracesRows*, std::vector<BudgetRows>>>;
+
+Tables tables_of(const TableRows& rows) {
+  Tables tables;
+  for (const TracesRows& part : rows.parts()) tables.emplace_back(&part, rows.shown(part));
+  return tables;
+}
+
+std::size_t width_of(const TableRows& rows, const TableColumn& column, const Tables& tables) {
+  std::size_t width = std::max(column.title.size() + 1, column.least_width);
+  for (const auto& [part, budgets] : tables)
+    for (const BudgetRows& budget : budgets)
+      for (const GridCell& cell : rows.cells(column, budget.rows)) width = std::max(width, length(cell.text) + 1);
+  return width;
+}
+
+/// Takes columns by their importance while they fit.
+void fit_columns(Layout& layout, std::size_t left_width) {
+  std::set<std::size_t> fitting;
+  for (const char* title : by_importance) {
+    const auto column = std::ranges::find(layout.columns, title, &TableColumn::title);
+    if (column == layout.columns.end()) continue;
+    const auto place = static_cast<std::size_t>(column - layout.columns.begin());
+    if (layout.widths[place] + 1 > left_width) continue;
+    left_width -= layout.widths[place] + 1;
+    fitting.insert(place);
+  }
+  Layout fitted = layout;
+  fitted.columns.clear();
+  fitted.widths.clear();
+  for (const std::size_t place : fitting) {
+    fitted.columns.push_back(layout.columns[place]);
+    fitted.widths.push_back(layout.widths[place]);
+  }
+  fitted.omits_columns = fitted.columns.size() < layout.columns.size();
+  layout = std::move(fitted);
+}
+
+Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions& options) {
+  const bool is_narrow = !options.wide && options.columns.empty();
+  Layout layout{.width = is_narrow ? narrow_width : wide_width, .columns = rows.columns()};
+  std::size_t longest = std::string("policy").size(), heads = std::string("heads").size();
+  std::set<std::string> granularities;
+  for (const auto& [part, budgets] : tables)
+    for (const BudgetRows& budget : budgets)
+      for (const PolicyRow& row : budget.rows) {
+        longest = std::max(longest, length(row.name()));
+        if (row.has_failed()) continue;
+        heads = std::max(heads, shown_heads(row, *part->traces.front()).size());
+        granularities.insert(row.facts->heads);
+      }
+  if (options.wide || granularities.size() > 1) layout.heads = heads;
+  for (const TableColumn& column : layout.columns) layout.widths.push_back(width_of(rows, column, tables));
+  const std::size_t heads_taken = layout.heads == 0 ? 0 : layout.heads + 2;
+  if (is_narrow) {
+    layout.name = std::min(longest, longest_name);
+    fit_columns(layout, layout.width - layout.name - heads_taken);
+    return layout;
+  }
+  std::size_t taken = heads_taken;
+  for (const std::size_t width : layout.widths) taken += width + 1;
+  layout.name = std::min(longest, layout.width - std::min(taken, layout.width - least_name));
+  return layout;
+}
+
+std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
   const auto treated = static_cast<int>(trace.treated.size());
   const std::string left_out =
       trace.layers == treated ? "" : fmt::format(" ({} not compressed)", trace.layers - treated);
   const std::string first = trace.boundary == trace.prompt ? "" : fmt::format(" (first {} compressed)", trace.boundary);
-  const std::string tokens =
-      fmt::format("prompt {}{} + continuation {}", trace.prompt, first, trace.tokens - trace.prompt);
-  return fmt::format("trace    {}  {} tokens   {} layers{}   {} query / {} KV heads   {}{}        OPEN LOOP\n",
-                     trace.name, tokens, treated, left_out, trace.query_heads, trace.kv_heads, trace.dtype,
-                     trace.synthetic ? "   synthetic" : "");
+  std::vector<std::string> pieces{
+      trace.name, fmt::format("prompt {}{} + continuation {} tokens", trace.prompt, first, trace.tokens - trace.prompt),
+      fmt::format("{} layers{}", treated, left_out),
+      fmt::format("{} query / {} KV heads", trace.query_heads, trace.kv_heads), trace.dtype};
+  if (trace.synthetic) pieces.emplace_back("synthetic");
+  pieces.emplace_back("OPEN LOOP");
+  return wrapped("trace", pieces, "   ", layout.width, 9);
 }
 
-/// What the budget of some cells means in tokens, and in slots where it is the same for all of them.
-std::string budget_line(const TraceRecord& trace, const std::vector<const CellRecord*>& cells) {
-  const Budget budget = Budget::parse(cells.front()->budget);
-  const auto [least, most] = std::ranges::minmax(cells, {}, &CellRecord::budget_tokens);
-  const int tokens = most->budget_tokens;
-  const std::string means = budget.bytes > 0      ? budget.literal + " = "
-                            : budget.fraction > 0 ? fmt::format("{} of {} = ", budget.literal, trace.boundary)
-                                                  : "";
-  if (least->budget_tokens < tokens)
-    return fmt::format("budget   {}{} to {} tokens per layer and head on average, protected tokens included\n", means,
-                       least->budget_tokens, tokens);
-  return fmt::format(
-      "budget   {}{} tokens per layer and head on average ({} over all layers), protected tokens included\n", means,
-      tokens, grouped(static_cast<long>(tokens) * std::ssize(trace.treated)));
+std::string traces_lines(const std::vector<const TraceRecord*>& traces, const Layout& layout) {
+  std::set<std::string> models;
+  for (const TraceRecord* trace : traces) models.insert(trace->model);
+  std::vector<std::string> pieces{
+      models.size() == 1 ? fmt::format("{} of {}", traces.size(), *models.begin())
+                         : fmt::format("{} of {} models", traces.size(), models.size()),
+      fmt::format("prompt {} + continuation {} tokens", range_of(traces, &TraceRecord::boundary),
+                  range_of(traces, [](const TraceRecord* trace) { return trace->continuation(); })),
+      "OPEN LOOP"};
+  return wrapped("traces", pieces, "   ", layout.width, 9) +
+         wrapped("mean",
+                 words_of(fmt::format("± half width of its 95 % interval over the traces (Student's t, n = {}); "
+                                      "policies are not paired, kvreplay compare pairs them",
+                                      traces.size())),
+                 " ", layout.width, 9);
 }
 
-/// Names those whose memory is their own.
-std::string own_memory_line(const std::vector<const CellRecord*>& cells) {
-  std::string names;
-  for (const CellRecord* cell : cells)
-    if (cell->own_memory && cell->role != "control") names += (names.empty() ? "" : ", ") + cell->label;
-  return names.empty() ? "" : cut("not at equal memory, so never marked *: " + names, widest) + '\n';
+/// What the budget of some rows means in tokens, and in slots where it is the same for all of them.
+std::string budget_lines(const std::vector<const TraceRecord*>& traces, const BudgetRows& rows, const Layout& layout) {
+  const Budget budget = Budget::parse(rows.budget);
+  int least = rows.rows.front().facts->budget_tokens, most = least;
+  for (const PolicyRow& row : rows.rows) {
+    least = std::min(least, row.facts->budget_tokens);
+    most = std::max(most, row.facts->budget_tokens);
+    for (const CellRecord* cell : row.cells) {
+      least = std::min(least, cell->budget_tokens);
+      most = std::max(most, cell->budget_tokens);
+    }
+  }
+  const TraceRecord& trace = *traces.front();
+  const std::string means = budget.bytes > 0       ? budget.literal + " = "
+                            : budget.fraction <= 0 ? ""
+                            : traces.size() > 1    ? budget.literal + " of the prompt = "
+                                                   : fmt::format("{} of {} = ", budget.literal, trace.boundary);
+  const std::string slots =
+      least < most || traces.size() > 1
+          ? ""
+          : fmt::format(" ({} over all layers)", grouped(static_cast<long>(most) * std::ssize(trace.treated)));
+  const std::string tokens = least < most ? fmt::format("{} to {}", least, most) : std::to_string(most);
+  return wrapped("budget",
+                 words_of(fmt::format("{}{} tokens per layer and head on average{}, protected tokens included", means,
+                                      tokens, slots)),
+                 " ", layout.width, 9);
+}
+
+/// "WHAT: A, B"; empty without names.
+std::string names_line(const char* what, const std::vector<std::string>& names, const Layout& layout) {
+  if (names.empty()) return "";
+  std::vector<std::string> pieces = names;
+  pieces.front() = fmt::format("{}: {}", what, pieces.front());
+  return wrapped("", pieces, ", ", layout.width, 0);
 }
 
 /// Whether protected tokens were replaced, those of the policy or of a policy in its parameters.
-bool has_replaced_protection(const CellRecord& cell) { return cell.params.find("protect=(") != std::string::npos; }
+bool has_replaced_protection(const PolicyRow& row) { return row.facts->params.find("protect=(") != std::string::npos; }
 
-/// Names the policies whose protected tokens were not replaced, where those of another policy were.
-std::string own_protection_line(const std::vector<const CellRecord*>& cells) {
-  std::string names;
-  for (const CellRecord* cell : cells)
-    if (!has_replaced_protection(*cell)) names += (names.empty() ? "" : ", ") + shown_name(*cell);
-  if (names.empty() || std::ranges::none_of(cells, [](const auto* cell) { return has_replaced_protection(*cell); }))
-    return "";
-  return cut("keeps its own protected tokens: " + names, widest) + '\n';
+/// Names the policies whose memory is their own, those whose protected tokens were not replaced where those of another
+/// policy were, and those that lack some traces.
+std::string notes(const TracesRows& part, const BudgetRows& rows, const Layout& layout) {
+  std::vector<std::string> own_memory, own_protection, fewer;
+  for (const PolicyRow& row : rows.rows) {
+    if (row.facts->own_memory && !row.is_control()) own_memory.push_back(row.facts->label);
+    if (!has_replaced_protection(row)) own_protection.push_back(row.name());
+    if (!row.has_failed() && row.cells.size() < part.traces.size())
+      fewer.push_back(fmt::format("{} {}", row.name(), row.cells.size()));
+  }
+  if (own_protection.size() == rows.rows.size()) own_protection.clear();
+  return names_line("not at equal memory, so never marked *", own_memory, layout) +
+         names_line("keeps its own protected tokens", own_protection, layout) +
+         names_line("fewer traces than n", fewer, layout);
 }
 
-std::string rows(const TraceRecord& trace, const std::vector<const CellRecord*>& cells,
-                 const std::vector<Column>& columns, const Skills& skills) {
-  std::vector<std::vector<std::string>> texts;
-  std::vector<std::size_t> widths;
-  for (const Column& column : columns) {
-    const std::optional<double> best = best_of(column, cells, skills);
-    std::vector<std::string> text;
-    for (const CellRecord* cell : cells) {
-      const double value = column.value(*cell);
-      const bool is_best = best && may_be_best(*cell, skills) && value == *best;
-      text.push_back((std::isfinite(value) ? column.text(value) : std::string("-")) + (is_best ? "*" : " "));
-    }
-    std::size_t width = std::max(column.title.size() + 1, column.least_width);
-    for (const std::string& one : text) width = std::max(width, one.size());
-    widths.push_back(width);
-    texts.push_back(std::move(text));
-  }
-  std::size_t taken = 2 + std::string("query 16x").size(), name_width = std::string("policy").size();
-  for (const std::size_t width : widths) taken += width + 1;
-  for (const CellRecord* cell : cells) name_width = std::max(name_width, length(shown_name(*cell)));
-  name_width = std::min(name_width, widest - std::min(taken, widest - 12));
+std::string title_line(const Layout& layout) {
+  std::string line = left("policy", layout.name) + (layout.heads == 0 ? "" : "  " + left("heads", layout.heads));
+  for (std::size_t c = 0; c < layout.columns.size(); ++c)
+    line += " " + right(layout.columns[c].title + " ", layout.widths[c]);
+  return trimmed(line) + '\n';
+}
 
-  std::string lines = left("policy", name_width) + "  " + left("heads", 9);
-  for (std::size_t c = 0; c < columns.size(); ++c) lines += " " + right(columns[c].title + " ", widths[c]);
-  lines.erase(lines.find_last_not_of(' ') + 1);
-  lines += '\n';
-  for (std::size_t i = 0; i < cells.size(); ++i) {
-    const bool begins = i == 0 || cells[i]->family != cells[i - 1]->family || cells[i]->role != cells[i - 1]->role;
-    if (cells.size() > many && begins) lines += "-- " + cells[i]->family + '\n';
-    std::string line = left(cut(shown_name(*cells[i]), name_width), name_width) + "  ";
-    if (cells[i]->state == CellState::failed) {
-      line = cut(line + "failed: " + cells[i]->error, widest);
-    } else {
-      line += left(shown_heads(*cells[i], trace), 9);
-      for (std::size_t c = 0; c < columns.size(); ++c) line += " " + right(texts[c][i], widths[c]);
+/// A number with its mark, at its place.
+std::string placed(const GridCell& cell, std::size_t width, const Colours& colours) {
+  const std::string text = right(cell.text + (cell.is_best ? "*" : " "), width);
+  return " " + (cell.is_best ? colours.bold(text) : text);
+}
+
+std::string grid(const TableRows& all, const TracesRows& part, const BudgetRows& rows, const Layout& layout,
+                 const TableOptions& options) {
+  const Colours colours{options.colour};
+  std::vector<std::vector<GridCell>> columns;
+  for (const TableColumn& column : layout.columns) columns.push_back(all.cells(column, rows.rows));
+  std::string lines = title_line(layout), family;
+  for (std::size_t r = 0; r < rows.rows.size(); ++r) {
+    const PolicyRow& row = rows.rows[r];
+    const std::string own = row.is_control() ? "controls" : row.facts->family;
+    if (options.all && rows.rows.size() > most_in_one_family && own != std::exchange(family, own))
+      lines += "-- " + own + '\n';
+    std::string line = left(cut(row.name(), layout.name), layout.name);
+    if (row.has_failed()) {
+      lines += trimmed(cut(line + "  failed: " + row.facts->error, layout.width)) + '\n';
+      continue;
     }
-    line.erase(line.find_last_not_of(' ') + 1);
-    lines += line + '\n';
+    if (layout.heads > 0) line += "  " + left(shown_heads(row, *part.traces.front()), layout.heads);
+    for (std::size_t c = 0; c < columns.size(); ++c) line += placed(columns[c][r], layout.widths[c], colours);
+    lines += (row.is_control() ? colours.dim(trimmed(line)) : trimmed(line)) + '\n';
   }
   return lines;
 }
 
-}  // namespace
+bool is_same_policy(const PolicyRow& a, const PolicyRow& b) {
+  return std::tie(a.facts->policy, a.facts->params, a.facts->label, a.facts->seed, a.facts->source) ==
+         std::tie(b.facts->policy, b.facts->params, b.facts->label, b.facts->seed, b.facts->source);
+}
 
-std::string table(const RunSummary& summary) {
-  const Skills skills = kvreplay::skills(summary.cells);
-  const auto is_shown = [](const CellRecord& cell) {
-    return cell.role != "control" || cell.policy != random_twin_name;
-  };
+/// The shown policies, those that only later budgets have among them, and the controls.
+std::vector<PolicyRow> rows_at_all_budgets(const TableRows& all, const TracesRows& part, const BudgetRows& shown) {
+  std::vector<PolicyRow> rows = shown.rows;
+  if (all.omitted(part.budgets.front()) > 0) return rows;
+  for (const BudgetRows& budget : part.budgets)
+    for (const PolicyRow& row : budget.rows)
+      if (std::ranges::none_of(rows, [&](const PolicyRow& known) { return is_same_policy(row, known); }))
+        rows.push_back(row);
+  std::ranges::stable_partition(rows, [](const PolicyRow& row) { return !row.is_control(); });
+  return rows;
+}
+
+/// The headline of a policy at one budget; "-" where it has no cell there.
+GridCell headline_cell(const TableRows& all, const BudgetRows& budget, const PolicyRow& policy) {
+  const auto row = std::ranges::find_if(budget.rows, [&](const PolicyRow& one) { return is_same_policy(one, policy); });
+  if (row == budget.rows.end()) return {.text = "-"};
+  GridCell cell = all.cells(all.headline(), budget.rows)[static_cast<std::size_t>(row - budget.rows.begin())];
+  if (std::isfinite(cell.value.mean)) cell.text = all.headline().text(cell.value.mean);
+  return cell;
+}
+
+/// The headline of the shown policies at every budget, as many budgets as fit; empty where each has its own table.
+std::string budgets_grid(const TableRows& all, const TracesRows& part, const std::vector<BudgetRows>& shown,
+                         const Layout& layout, const TableOptions& options) {
+  if (part.budgets.size() < 2 || shown.size() == part.budgets.size() || !options.budgets.empty()) return "";
+  const Colours colours{options.colour};
+  const std::vector<PolicyRow> rows = rows_at_all_budgets(all, part, shown.front());
+  std::size_t name = layout.name;
+  for (const PolicyRow& row : rows) name = std::max(name, std::min(length(row.name()), longest_name));
+  std::vector<std::string> lines{left("policy", name)};
+  for (const PolicyRow& row : rows) lines.push_back(left(cut(row.name(), name), name));
+  std::size_t taken = name, fitting = 0;
+  for (const BudgetRows& budget : part.budgets) {
+    const std::size_t width = std::max<std::size_t>(budget.budget.size() + 1, 7);
+    if (fitting > 0 && taken + width + 1 > layout.width) break;
+    taken += width + 1;
+    ++fitting;
+    lines.front() += " " + right(budget.budget + " ", width);
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      lines[r + 1] += placed(headline_cell(all, budget, rows[r]), width, colours);
+  }
+  std::string text = fmt::format("{} at {} budgets\n", all.headline().title,
+                                 fitting == part.budgets.size() ? "all" : fmt::format("the first {}", fitting));
+  for (std::size_t i = 0; i < lines.size(); ++i)
+    text += (i > 0 && rows[i - 1].is_control() ? colours.dim(trimmed(lines[i])) : trimmed(lines[i])) + '\n';
+  return text + '\n';
+}
+
+/// " (n = 5)" where fewer traces than the rows have give a column its values.
+std::string fewer_traces(const TableRows& rows, const Tables& tables, const TableColumn& column) {
+  int traces = 0, most = 0;
+  for (const auto& [part, budgets] : tables)
+    for (const BudgetRows& budget : budgets)
+      for (const PolicyRow& row : budget.rows) {
+        most = std::max(most, rows.value(row, column).count);
+        traces = std::max(traces, static_cast<int>(row.cells.size()));
+      }
+  return most < traces ? fmt::format(" (n = {})", most) : "";
+}
+
+/// The metrics of the columns as command lines name them, where the title does not say so. Spans share a metric.
+std::string legend(const TableRows& rows, const Tables& tables, const Layout& layout) {
+  std::vector<std::string> pieces, spans;
+  for (const TableColumn& column : layout.columns) {
+    const std::string fewer = fewer_traces(rows, tables, column);
+    if (column.metric == fmt::format("span_recall:{}.mean", column.title))
+      spans.push_back(column.title + fewer);
+    else if (!column.metric.starts_with(column.title) || column.metric.find(':') != std::string::npos)
+      pieces.push_back(fmt::format("{} = {}{}", column.title, column.metric, fewer));
+    else if (!fewer.empty())
+      pieces.push_back(column.title + fewer);
+  }
+  if (!spans.empty()) spans.back() += " = span_recall:SPAN.mean";
+  std::ranges::move(spans, std::back_inserter(pieces));
+  return pieces.empty() ? "" : wrapped("columns", pieces, ", ", layout.width, indent);
+}
+
+/// "h2o at 0.1, 0.2; snapkv at 0.3 by out.err"; at a single budget "h2o by out.err: 0.375 (random 0.972, oracle
+/// 0.194)".
+std::string best_line(const TableRows& rows, const Layout& layout) {
+  const TableColumn& headline = rows.headline();
+  if (rows.parts().size() != 1) return "";
+  const std::vector<BudgetRows>& budgets = rows.parts().front().budgets;
+  std::vector<std::pair<std::string, std::string>> best_at;  // by policy its budgets
+  for (const BudgetRows& budget : budgets) {
+    const PolicyRow* best = rows.best(headline, budget.rows);
+    if (best == nullptr) continue;
+    const std::string name = cut(best->facts->label, layout.width - indent);
+    const auto known = std::ranges::find(best_at, name, &std::pair<std::string, std::string>::first);
+    if (known == best_at.end())
+      best_at.emplace_back(name, budget.budget);
+    else
+      known->second += ", " + budget.budget;
+  }
+  if (best_at.empty()) return "";
+  const auto text = [&](const PolicyRow& row) { return headline.text(rows.value(row, headline).mean); };
+  if (budgets.size() == 1) {
+    const std::vector<PolicyRow>& all = budgets.front().rows;
+    std::string line =
+        fmt::format("{} by {}: {}", best_at.front().first, headline.title, text(*rows.best(headline, all)));
+    for (const PolicyRow& row : all)
+      if (row.is_control() && (row.facts->policy == "random" || row.facts->policy == "oracle"))
+        line += fmt::format(", {} {}", row.name(), text(row));
+    return wrapped("best", words_of(line), " ", layout.width, indent);
+  }
+  std::vector<std::string> pieces;
+  for (const auto& [policy, at] : best_at) pieces.push_back(fmt::format("{} at {}", policy, at));
+  pieces.back() += " by " + headline.title;
+  return wrapped("best", words_of(fmt::format("{}", fmt::join(pieces, "; "))), " ", layout.width, indent);
+}
+
+/// Commands that show more of the run.
+std::string next_lines(const RunSummary& summary, const TableRows& rows, const Layout& layout, bool omits_rows) {
+  if (rows.parts().empty()) return "";
+  const std::string folder = shell_word(summary.output.string());
+  const TracesRows& part = rows.parts().front();
+  std::vector<std::string> commands;
+  if (omits_rows)
+    commands.push_back(fmt::format("kvreplay show {} --all", folder));
+  else if (layout.omits_columns)
+    commands.push_back(fmt::format("kvreplay show {} --wide", folder));
+  if (part.traces.size() > 1 && TableRows::is_compared(part.budgets.front().rows.front()))
+    commands.push_back(fmt::format("kvreplay compare {} --baseline {}", folder,
+                                   shell_word(part.budgets.front().rows.front().facts->label)));
+  else
+    commands.push_back(fmt::format("kvreplay plot {} {}", part.budgets.size() > 1 ? "curve" : "kept", folder));
+  commands.push_back(fmt::format("kvreplay report {}", folder));
+  std::string text;
+  for (const std::string& command : commands) text += left(text.empty() ? "next" : "", indent) + command + '\n';
+  return text;
+}
+
+std::string text_table(const RunSummary& summary, const TableRows& rows, const Tables& tables, const Layout& layout,
+                       const TableOptions& options) {
   std::string text;
   double observables = 0;
   for (const TraceRecord& trace : summary.traces) {
-    if (!trace.error.empty()) {
-      text += fmt::format("trace    {}  failed: {}\n\n", trace.name, trace.error);
-      continue;
-    }
     observables += sum(trace.observable_seconds);
-    text += trace_line(trace);
-    std::vector<CellRecord> of_trace;
-    std::ranges::copy_if(summary.cells, std::back_inserter(of_trace),
-                         [&](const CellRecord& cell) { return cell.trace == trace.name && is_shown(cell); });
-    const std::vector<Column> columns = columns_of(of_trace, skills);
-    for (std::size_t first = 0; first < of_trace.size();) {
-      std::vector<const CellRecord*> group;
-      while (first + group.size() < of_trace.size() && of_trace[first + group.size()].budget == of_trace[first].budget)
-        group.push_back(&of_trace[first + group.size()]);
-      text += budget_line(trace, group) + rows(trace, group, columns, skills) + own_memory_line(group) +
-              own_protection_line(group) + '\n';
-      first += group.size();
-    }
+    if (!trace.error.empty()) text += fmt::format("trace    {}  failed: {}\n\n", trace.name, trace.error);
   }
-  if (!skills.empty())
-    text +=
-        "skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = random, 1 = best\n\n";
-  text += "self-check";
-  for (std::size_t i = 0; i < summary.self_check.size(); ++i) text += (i == 0 ? " " : " | ") + summary.self_check[i];
-  return text + fmt::format("     shared observables {}     {}\n", duration(observables), summary.output.string());
+  bool omits_rows = false;
+  for (const auto& [part, budgets] : tables) {
+    text += part->traces.size() > 1 ? traces_lines(part->traces, layout) : trace_lines(*part->traces.front(), layout);
+    for (const BudgetRows& budget : budgets) {
+      const auto all = std::ranges::find(part->budgets, budget.budget, &BudgetRows::budget);
+      text += budget_lines(part->traces, budget, layout) + grid(rows, *part, budget, layout, options);
+      if (const std::size_t omitted = rows.omitted(*all); omitted > 0) {
+        text +=
+            fmt::format("{} more policies are not shown; these are the best by {}\n", omitted, rows.headline().title);
+        omits_rows = true;
+      }
+      text += notes(*part, budget, layout) + '\n';
+    }
+    text += budgets_grid(rows, *part, budgets, layout, options);
+    omits_rows = omits_rows || (budgets.size() < part->budgets.size());
+  }
+  if (std::ranges::find(layout.columns, "skill", &TableColumn::title) != layout.columns.end())
+    text += wrapped("",
+                    words_of("skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = "
+                             "random, 1 = best"),
+                    " ", layout.width, 0) +
+            '\n';
+  text += legend(rows, tables, layout) + best_line(rows, layout);
+  if (!summary.self_check.empty()) text += fmt::format("self-check {}\n", fmt::join(summary.self_check, " | "));
+  std::string folder = summary.output.empty() ? "" : summary.output.string() + "   ";
+  text += fmt::format("{}{}shared observables {}\n", left("results", indent), folder, short_duration(observables));
+  return text + (summary.output.empty() ? "" : next_lines(summary, rows, layout, omits_rows));
+}
+
+}  // namespace
+
+std::string table(const RunSummary& summary, const TableOptions& options) {
+  const RunSummary part = selected(summary, options);
+  const TableRows rows(part, options);
+  const Tables tables = tables_of(rows);
+  const Layout layout = layout_of(rows, tables, options);
+  if (options.format != TableFormat::text)
+    return formatted_table(rows, layout.columns, layout.heads > 0, options.format);
+  return text_table(part, rows, tables, layout, options);
 }
 
 }  // namespace kvreplay

@@ -94,12 +94,12 @@ def values(run: Run, metric: str, layer: str = "all") -> pd.DataFrame:
 
     `layer` is all (over layers) or each (the rows of single layers). Random twins are excluded; use `twins`.
     """
-    return _with_kinds(run, run.table[run.table["policy"] != TWIN], metric, layer)
+    return _with_kinds(run, run.results[run.results["policy"] != TWIN], metric, layer)
 
 
 def twins(run: Run, metric: str, of: str) -> pd.DataFrame:
     """As `values`, of the random twin of a policy, as the twin's own label names that."""
-    rows = run.table[run.table["policy"] == TWIN]
+    rows = run.results[run.results["policy"] == TWIN]
     return _with_kinds(run, rows[rows["params"].map(policy_of_twin) == of], metric)
 
 

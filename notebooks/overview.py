@@ -69,7 +69,7 @@ whole = size[size["label"] == "full"].set_index("trace")["value"]
 size = size.assign(value=size["value"] / size["trace"].map(whole))
 spans = {}
 for kind in ("needle", "answer"):
-    some = one.table[(one.table["metric"] == "span_recall") & one.table["label"].isin(recall["label"])]
+    some = one.results[(one.results["metric"] == "span_recall") & one.results["label"].isin(recall["label"])]
     some = some[some["variant"].str.fullmatch(rf"{kind}.*\.mean") & (some["layer"] == "all")]
     spans[kind] = some[["trace", "label", "value"]]
 columns = {"attention recall": recall, "output error": error, "of the way": way, "skill": skill, "bytes": size,

@@ -154,8 +154,16 @@ struct MetricName {
   friend auto operator<=>(const MetricName&, const MetricName&) = default;
 };
 
-/// What `--metrics` asks for: NAME[:VARIANT],...; empty: every metric in its default variants. Throws Error{usage} with
-/// the nearest name. A span's variant is SPAN.any, or any for all spans.
+/// The short title that tables show for a metric, as "recall" for attention_recall; empty: it has none. Titles are
+/// accepted wherever a metric is named.
+std::string title_of(const MetricName& name);
+/// The metric with this title; null: there is none.
+const MetricName* find_title(std::string_view title);
+/// The titles in the order of the columns of a table.
+std::vector<std::string> metric_titles();
+
+/// What `--metrics` asks for: NAME[:VARIANT] or a title, with commas; empty: every metric in its default variants.
+/// Throws Error{usage} with the nearest name. A span's variant is SPAN.any, or any for all spans.
 std::vector<MetricName> parse_metrics(std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.

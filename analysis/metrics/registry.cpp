@@ -7,6 +7,33 @@
 namespace kvreplay {
 namespace {
 
+struct Title {
+  const char* title;
+  MetricName metric;
+};
+
+/// In the order of the columns of a table.
+const std::vector<Title>& titles() {
+  static const std::vector<Title> all{
+      {"kept", {"kept_tokens", ""}},
+      {"held", {"held_tokens", ""}},
+      {"KiB", {"kv_bytes", ""}},
+      {"recall", {"attention_recall", ""}},
+      {"att.cos", {"attention_cosine", ""}},
+      {"att.l1", {"attention_l1", ""}},
+      {"out.cos", {"output_cosine", ""}},
+      {"out.err", {"output_error", "pooled"}},
+      {"head.err", {"output_error", ""}},
+      {"kv.l1", {"kv_l1_loss", ""}},
+      {"jaccard", {"jaccard_adjacent", "mean"}},
+      {"needle", {"span_recall", "needle.mean"}},
+      {"answer", {"span_recall", "answer.mean"}},
+      {"question", {"span_recall", "question.mean"}},
+      {"select", {"select_seconds", ""}},
+  };
+  return all;
+}
+
 std::vector<std::string> variant_names(const MetricCard& card) {
   std::vector<std::string> names;
   for (const MetricVariant& variant : card.variants) names.push_back(variant.name);
@@ -79,6 +106,22 @@ const std::string& unit_of(const MetricName& name) {
   return variant != nullptr ? unit_of(card, *variant) : card.unit;
 }
 
+std::string title_of(const MetricName& name) {
+  const auto found = std::ranges::find(titles(), name, &Title::metric);
+  return found == titles().end() ? "" : found->title;
+}
+
+const MetricName* find_title(std::string_view title) {
+  const auto found = std::ranges::find(titles(), title, &Title::title);
+  return found == titles().end() ? nullptr : &found->metric;
+}
+
+std::vector<std::string> metric_titles() {
+  std::vector<std::string> all;
+  for (const Title& one : titles()) all.emplace_back(one.title);
+  return all;
+}
+
 std::vector<MetricName> parse_metrics(std::string_view text) {
   std::vector<MetricName> names;
   if (text.empty()) {
@@ -88,6 +131,10 @@ std::vector<MetricName> parse_metrics(std::string_view text) {
     return names;
   }
   for (const std::string_view piece : split_list("metric", text)) {
+    if (const MetricName* titled = find_title(piece)) {
+      names.push_back(*titled);
+      continue;
+    }
     const std::size_t colon = std::min(piece.find(':'), piece.size());
     const MetricCard& card = metrics().get(piece.substr(0, colon));
     add_variants(card, colon == piece.size() ? "" : piece.substr(colon + 1), names);

@@ -25,7 +25,9 @@ POLICIES = set(
     "scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "head-kv", "random-twin"}  # the model's output projections, a table, and a policy
-COMMANDS = set("doctor synth info validate convert replay diff policies new-policy metrics completion help".split())
+COMMANDS = set(
+    "doctor synth info validate convert replay show diff policies new-policy metrics completion help".split()
+)
 WINDOW = "window=2,kernel=3"
 REPLAY = ["-p", f"snapkv:{WINDOW},h2o:recent=3", "-b", "6"]
 
@@ -457,7 +459,7 @@ def test_a_budget_of_the_tokens_seen_is_another_cell(traces: Path, tmp_path: Pat
     # After query t half of t + 1 tokens are held; queries 12 to 15 find 6, 7, 7, 8 and themselves.
     assert (once["held_tokens"], of_seen["held_tokens"]) == (7, 8)
     assert of_seen["resident_tokens:mean"] < once["resident_tokens:mean"]
-    table = done("replay", traces / "fixture.h5", *words, folder=tmp_path)
+    table = done("replay", traces / "fixture.h5", *words, "--all", folder=tmp_path)
     assert table.count("budget   0.5 of 12 = 6 tokens") == table.count("budget   0.5@seen of 12 = 6 tokens") == 1
 
 
@@ -541,7 +543,7 @@ def test_skill_is_the_way_from_the_twin_to_the_best_set(traces: Path, tmp_path: 
     assert oracle == pytest.approx(cells["oracle"]["attention_recall"], abs=1e-6), "as many tokens in each head"
     assert cells["h2o-online"]["attention_recall:oracle"] is None
     assert cells["full"]["attention_recall:oracle"] == 1
-    table = done(*words, folder=tmp_path)
+    table = done(*words, "--wide", folder=tmp_path)
     rows = {line.split()[0]: line.split() for line in table.splitlines() if line.startswith(("h2o", "stream", "("))}
     place = [line.split() for line in table.splitlines() if line.startswith("policy")][0].index("skill")
     assert table.split("\n")[2].split()[place - 1] == "recall"

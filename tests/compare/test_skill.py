@@ -44,7 +44,7 @@ def test_numbers_by_hand(tmp_path):
     run = Run(folder)
     assert run.fails_twin == {(trace, f"small/{trace}/worse/0.1") for trace in ("x", "y")}
     assert (run.better_of("skill"), run.unit_of("skill")) == ("higher", "ratio")
-    pd.testing.assert_frame_equal(run.overall, Run(folder).table.query("layer == 'all'").reset_index(drop=True))
+    pd.testing.assert_frame_equal(run.overall, Run(folder).results.query("layer == 'all'").reset_index(drop=True))
     some = run.rows(lambda rows: (rows["metric"] == "skill") & (rows["trace"] == "x") & (rows["layer"] == "all"))
     assert some.set_index("label")["value"].to_dict() == {"half": 0.5, "best": 1, "worse": -0.5}
     assert not (run.rows(lambda rows: rows["metric"] == "attention_recall")["metric"] == "skill").any()
@@ -59,7 +59,7 @@ def test_layers_have_their_own_skill(tmp_path):
         table.loc[of_layer & (table["policy"] == policy) & (table["variant"] == variant), "value"] = value
     one_head = table[of_layer].assign(head="1")
     pd.concat([table, one_head]).to_csv(folder / "results.csv", index=False)
-    found = Run(folder).table
+    found = Run(folder).results
     found = found[found["metric"] == "skill"]
     assert dict(zip(found["layer"], found["value"], strict=True)) == {"0": pytest.approx(2 / 3), "all": 0.5}
 

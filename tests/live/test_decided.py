@@ -124,7 +124,7 @@ def test_rows_stand_beside_those_of_the_replay(case: Callable[..., Case], capsys
     rows = pd.read_csv(made.run / "live.csv", dtype=str)
     assert set(rows["policy"]) == {"knorm"} and set(rows["decisions"]) == {"during-prefill"}
     assert made.live() == 0
-    kld = Run(made.run).table.query("metric == 'kld' and policy == 'knorm' and layer == 'all'")
+    kld = Run(made.run).results.query("metric == 'kld' and policy == 'knorm' and layer == 'all'")
     values = kld.set_index("variant")["value"]
     assert {"", "during-prefill", "median", "median:during-prefill"} <= set(values.index)
     assert len(set(values[""]) | set(values["during-prefill"])) == 4  # two budgets, two ways

@@ -84,7 +84,7 @@ def test_texts_are_kept_and_stand_in_the_report(copy: Case, tmp_path: Path) -> N
     written = run.written("t")
     chosen = run.cells[run.cells["policy"].isin(["snapkv", "full"])]
     assert set(written) == set(chosen["cell"]) and all(written.values())
-    assert TEXT not in run.table and set(run.live["metric"]) >= {"same_tokens"}
+    assert TEXT not in run.results and set(run.live["metric"]) >= {"same_tokens"}
     full = written[chosen["cell"][chosen["policy"] == "full"].iloc[0]]
     [trace] = Page(run).content["traces"]
     assert trace["written"] == full
@@ -285,7 +285,7 @@ def test_what_reads_the_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> 
     """compare and predict take live metrics by name, with their direction."""
     assert copy.live() == 0
     run = Run(copy.run)
-    assert {"kld", "same_top_p"} <= set(run.table["metric"])
+    assert {"kld", "same_top_p"} <= set(run.results["metric"])
     assert run.better_of("kld:p99") == "lower" and run.better_of("same_top_p") == "higher"
     assert len(run.live) == len(rows(copy))
     capsys.readouterr()
@@ -299,7 +299,7 @@ def test_what_reads_the_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> 
 def test_two_ways_are_told_apart(copy: Case) -> None:
     assert copy.live("-p", "snapkv") == 0
     assert copy.live("-p", "snapkv", "--dtype", "bfloat16") == 0
-    table = Run(copy.run).table
+    table = Run(copy.run).results
     found = set(table["variant"][table["metric"] == "same_top_p"])
     assert {one.split()[2] for one in found} == {"float32", "bfloat16"}
 

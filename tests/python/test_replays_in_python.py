@@ -71,7 +71,7 @@ def test_the_boundary_may_be_the_end_of_a_span(tmp_path: Path) -> None:
     [end] = [end for name, _, _, end in trace.spans if name == "context"]
     run = kv.replay(trace, ["snapkv", "h2o"], 0.1, boundary="span:context")
     assert 0 < end < trace.prompt and run.trace("asked").boundary == end
-    assert set(map(int, run.table["boundary"])) == {end} and set(map(int, run.table["n_queries"])) == {8}
+    assert set(map(int, run.results["boundary"])) == {end} and set(map(int, run.results["n_queries"])) == {8}
     assert run.selection("h2o", 0.1).mask().shape[-1] == end
     assert trace.layer(1, boundary="span:context").prompt == end
     with pytest.raises(kv.Error, match=r"asked.h5: unknown span: expected .*context.*, found contxt"):
@@ -110,7 +110,7 @@ def test_a_run_says_who_was_kept(small: Path) -> None:
         kept = run.selection("snapkv", budget)
         assert kept.mask().shape == (3, 2, 150) and (kept.mask().sum(axis=-1) == 15).all()
     assert run.selection("h2o", 40).jaccard["mean"].shape == (3, 3)
-    assert "snapkv" in run.printed and "OPEN LOOP" in run.printed
+    assert "snapkv" in run.table() and "OPEN LOOP" in run.table()
     with pytest.raises(kv.Error, match=r"no such cell: expected small: snapkv at 0.1; .*, found snapkv at 0.3"):
         run.selection("snapkv", 0.3)
     with pytest.raises(kv.Error, match="no such cell"):

@@ -22,7 +22,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     such."""
     folder = tmp_path_factory.mktemp("report")
     words = ["replay", TRACE, "-p", POLICIES, "-b", "0.1,160", "--controls", "twins", "--save", "scores", "-o", "real"]
-    return folder / "real", done(*words, folder=folder)
+    return folder / "real", done(*words, "--all", "--wide", folder=folder)
 
 
 @pytest.fixture(scope="session")

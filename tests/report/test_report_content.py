@@ -107,7 +107,7 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     shape = ["--layers", "6", "--prompt", "64", "--sliding-window", "16,0"]
     done("synth", "sinks", "-o", "sliding.h5", *shape, folder=folder)
     return folder / "run", done("replay", "sliding.h5", "-p", "snapkv,streaming-llm,h2o", "-b", "25%,30", "-o", "run",
-                                folder=folder)  # fmt: skip
+                                "--all", "--wide", folder=folder)  # fmt: skip
 
 
 def printed_table(printed: str) -> tuple[str, list[dict], str]:
@@ -126,13 +126,13 @@ def printed_table(printed: str) -> tuple[str, list[dict], str]:
             budgets[-1]["own_memory"] = line
         elif line.startswith("skill = "):
             skill = line
-        elif line.startswith("self-check"):
+        elif line.startswith("columns "):
             break
         elif line:
             last = budgets[-1]
             heads, ends = last["heads"], last["ends"][1:]
             # Texts stand right, a mark one place further.
-            ends[0] = heads + len("query 16x")
+            ends[0] = heads + len(re.match(r"query \d+x|\w+", line[heads:])[0])
             texts = [line[begin + (i > 0) : end + 1].strip()
                      for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False))]  # fmt: skip
             last["rows"].append([line[:heads].strip(), line[heads : ends[0]].strip(), *texts])
@@ -527,7 +527,7 @@ def test_results_are_read_without_single_heads(broken, monkeypatch):
     run = Run(broken)
     Page(run)
     assert read.count(path) == 2  # for its cells, and for the numbers of the traces shown
-    assert len(run.table) == len(rows) and set(run.table["head"]) == {"all"}
+    assert len(run.results) == len(rows) and set(run.results["head"]) == {"all"}
     pd.testing.assert_frame_equal(run.overall, Run(broken).overall)  # of what was read, and from the file
     assert read.count(path) == 4
 

@@ -16,7 +16,7 @@ ALLOWED = {
     "YAML": (r"<yaml-cpp/", ("core/policies",)),
     "OpenMP": (r"<omp\.h>", ("core/cpu", "cuda", "tools/cli", "tools/bench", "tests/cuda/emulated")),
     "Highway": (r"[<\"]hwy/", ("core/cpu", "tools/cli")),
-    "Boost": (r"<boost/", ("tools/cli", "tests/cuda/emulated")),
+    "Boost": (r"<boost/", ("analysis", "tools/cli", "tests/cuda/emulated")),
     "fmt": (r"<fmt/", ("core", "analysis", "tools", "tests")),
     "JSON": (r"<nlohmann/", ("core/trace", "analysis", "tools/cli", "tests")),
     "zlib": (r"<zlib\.h>", ("core/hdf5",)),

@@ -288,7 +288,8 @@ def test_layer_budgets_do_what_the_grid_promised(traces, tune, tmp_path):
 
 
 def by_layer(run: kv.Run, metric: str = "attention_recall"):
-    rows = run.table[(run.table["metric"] == metric) & (run.table["variant"] == "") & (run.table["role"] == "asked")]
+    rows = run.results
+    rows = rows[(rows["metric"] == metric) & (rows["variant"] == "") & (rows["role"] == "asked")]
     return rows[(rows["layer"] != "all") & (rows["head"] == "all")].astype({"layer": int})
 
 

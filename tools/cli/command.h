@@ -47,6 +47,17 @@ inline constexpr Option boundary_option{"boundary", 0, "prompt|TOKENS|span:NAME"
                                         "tokens under compression: the prompt, the first TOKENS tokens, or all up to "
                                         "the end of a span; later tokens are kept, and policies do not see their "
                                         "queries"};
+inline constexpr Option markdown_option{"markdown", 0, "", "", "print Markdown"};
+/// Those of commands that print the table of a run.
+inline constexpr Option table_options[] = {
+    {"columns", 0, "METRIC,...", "",
+     "columns of the table: metrics, their titles such as recall, or skill (default: those that fit 80 columns); "
+     "repeatable",
+     true},
+    {"wide", 0, "", "", "print all columns of the wide table"},
+    {"all", 0, "", "", "print every policy at every budget (default: one budget and at most ten policies)"},
+    {"each", 0, "", "", "print a table for each trace (default: means over the traces)"},
+};
 /// Every command has it; the program itself answers it.
 inline constexpr Option help_option{"help", 'h', "", "", "show this help"};
 

@@ -15,9 +15,9 @@ namespace kvreplay {
 namespace {
 
 constexpr const Command* command_table[] = {
-    &doctor_command,  &synth_command,      &info_command, &validate_command, &convert_command,
-    &replay_command,  &merge_command,      &diff_command, &policies_command, &new_policy_command,
-    &metrics_command, &completion_command, &help_command};
+    &doctor_command,     &synth_command,   &info_command,       &validate_command, &convert_command,
+    &replay_command,     &show_command,    &merge_command,      &diff_command,     &policies_command,
+    &new_policy_command, &metrics_command, &completion_command, &help_command};
 
 constexpr Companion companion_table[] = {
     {"capture", "captures queries, keys and values of a language model as a trace"},

@@ -23,6 +23,7 @@ extern const Command metrics_command;
 extern const Command new_policy_command;
 extern const Command policies_command;
 extern const Command replay_command;
+extern const Command show_command;
 extern const Command synth_command;
 extern const Command validate_command;
 

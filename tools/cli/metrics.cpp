@@ -11,7 +11,7 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    {"markdown", 0, "", "", "print Markdown"},
+    markdown_option,
     json_option,
 };
 
@@ -76,7 +76,9 @@ int list(const Arguments& arguments) {
 
 int run(const Arguments& arguments) {
   if (arguments.operands().empty()) return list(arguments);
-  const MetricCard& card = metrics().get(arguments.operands().front());
+  const std::string& name = arguments.operands().front();
+  const MetricName* const titled = find_title(name);
+  const MetricCard& card = metrics().get(titled == nullptr ? name : titled->metric);
   if (arguments.given("json"))
     print_json(as_json(card));
   else if (arguments.given("markdown"))

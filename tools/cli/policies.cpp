@@ -24,7 +24,7 @@ namespace {
 constexpr Option options[] = {
     {"parts", 0, "", "", "list parts of policies, and the parts that cannot be combined"},
     {"names", 0, "", "", "print only the names, one per line"},
-    {"markdown", 0, "", "", "print Markdown"},
+    markdown_option,
     plugin_option,
     json_option,
 };

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,8 +14,6 @@
 #include <utility>
 
 #include "analysis/run.h"
-#include "analysis/run_json.h"
-#include "analysis/table.h"
 #include "arguments.h"
 #include "build.h"
 #include "commands.h"
@@ -32,6 +29,7 @@
 #include "replay/estimate.h"
 #include "replay/stored_observables.h"
 #include "replay_traces.h"
+#include "run_output.h"
 
 namespace kvreplay {
 namespace {
@@ -74,6 +72,10 @@ constexpr Option options[] = {
      "stored observables NAME.obs.h5 beside a trace: use them; keep: also write them, so that later runs skip the "
      "O(n²) "
      "work; or ignore them"},
+    in_group("table", table_options[0]),
+    table_options[1],
+    table_options[2],
+    table_options[3],
     json_option,
     in_group("execution", {"device", 0, "auto|cpu|cuda[:N]", "auto", "device that computes"}),
     {"device-memory", 0, "SIZE", "", "limit on GPU memory, as 40G (default: nine tenths of the free memory)"},
@@ -282,8 +284,9 @@ void plan(const Arguments& arguments, Prepared& all) {
 /// A command line that computes the same cells of any trace that is added to it, wherever it is started.
 std::vector<std::string> words_without_traces(const Arguments& arguments, const Prepared& all) {
   // Those that follow here, and those of one start.
-  static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin", "output",   "threads", "memory",
-                                                  "shard",  "dry-run", "json",   "progress", "force"};
+  static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin",  "output", "threads",
+                                                  "memory", "shard",   "dry-run", "json",   "progress",
+                                                  "force",  "columns", "wide",    "all",    "each"};
   const std::filesystem::path here = std::filesystem::current_path();
   std::vector<std::string> words{arguments.command().name};
   const auto add = [&](const char* option, std::string value) {
@@ -359,48 +362,6 @@ void print_plan(const Arguments& arguments, const Prepared& prepared) {
   print_columns(rows);
 }
 
-Json as_json(const RunSummary& summary) {
-  Json document{{"output", summary.output.string()}, {"open_loop", true},       {"self_check", summary.self_check},
-                {"warnings", summary.warnings},      {"traces", Json::array()}, {"cells", Json::array()}};
-  for (const TraceRecord& trace : summary.traces)
-    document["traces"].push_back({{"name", trace.name},
-                                  {"path", trace.path.string()},
-                                  {"hash", trace.hash},
-                                  {"model", trace.model},
-                                  {"synthetic", trace.synthetic},
-                                  {"prompt", trace.boundary},
-                                  {"continuation", trace.continuation()},
-                                  {"layers", trace.treated.size()},
-                                  {"query_heads", trace.query_heads},
-                                  {"kv_heads", trace.kv_heads},
-                                  {"n_queries", trace.n_queries},
-                                  {"observable_seconds", sum(trace.observable_seconds)},
-                                  {"read_observables", trace.read_observables},
-                                  {"error", trace.error}});
-  for (const CellRecord& cell : summary.cells) {
-    Json values = Json::object();
-    for (const auto& [name, value] : cell.values) {
-      const double overall = cell.value(name);
-      values[name.text()] = std::isnan(overall) ? Json() : Json(overall);
-    }
-    document["cells"].push_back({{"trace", cell.trace},
-                                 {"id", cell.id},
-                                 {"role", cell.role},
-                                 {"policy", cell.policy},
-                                 {"params", cell.params},
-                                 {"label", cell.label},
-                                 {"heads", cell.heads},
-                                 {"budget", cell.budget},
-                                 {"budget_tokens", cell.budget_tokens},
-                                 {"kept_tokens", cell.kept_tokens},
-                                 {"select_seconds", cell.select_seconds()},
-                                 {"state", word(cell.state)},
-                                 {"error", cell.error},
-                                 {"values", values}});
-  }
-  return document;
-}
-
 std::string doing(const Progress& progress) {
   const std::string which =
       progress.traces > 1 ? fmt::format("trace {} of {}, ", progress.trace + 1, progress.traces) : "";
@@ -471,22 +432,16 @@ int run_replay(const Arguments& given) {
   }
   if (!all.run) {
     say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
-    if (arguments.given("json")) print_json(as_json({.output = all.request.output}));
+    if (arguments.given("json")) print_run(arguments, {.output = all.request.output});
     return 0;
   }
-  // For people who watch; run.json has it too. Where there is no choice there is nothing to say.
-  if (!all.device.reason.empty() && backends().names().size() > 1 && isatty(STDERR_FILENO) != 0)
-    say("kvreplay: device {}: {}\n", all.device.backend, all.device.reason);
   all.traces.clear();  // the run has its own, and closes them one by one
 
   const RunSummary summary = [&] {
     ProgressLine line(arguments.text("progress"));
     return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
-  if (arguments.given("json"))
-    print_json(as_json(summary));
-  else
-    fmt::print("{}", table(summary));
+  print_run(arguments, summary);
   report_read(summary);
   report_troubles(summary);
   return summary.failed() > 0 ? 6 : 0;

@@ -16,9 +16,11 @@
 #include <vector>
 
 #include "analysis/metrics/metric.h"
+#include "analysis/read_run.h"
 #include "analysis/results.h"
 #include "analysis/table.h"
 #include "arrays.h"
+#include "commands.h"
 #include "errors.h"
 #include "interpreter_lock.h"
 #include "machine.h"
@@ -28,6 +30,7 @@
 #include "program.h"
 #include "python_policy.h"
 #include "replay_traces.h"
+#include "run_output.h"
 #include "stored_cell.h"
 #include "trace.h"
 #include "view.h"
@@ -99,7 +102,6 @@ nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory
       troubles.append(cell.trace + ", " + cell.label + " at " + cell.budget + ": " + cell.error);
   nb::dict found;
   found["output"] = summary.output.string();
-  found["table"] = table(summary);
   found["failed"] = troubles;
   found["warnings"] = nb::cast(summary.warnings);
   if (summary.output.empty()) found["in_memory"] = in_memory_results(summary);
@@ -161,6 +163,23 @@ std::pair<std::string, std::string> decision_and_store(const std::string& text, 
   return {words[decision], stores[store]};
 }
 
+/// The text that `kvreplay show` prints; in_memory: without the lines that name the folder.
+std::string shown(const std::vector<std::string>& words, bool in_memory) {
+  const Unlocked unlocked;
+  const Arguments arguments(show_command, "kvreplay", words);
+  RunSummary summary = read_run(arguments.operands().front());
+  if (in_memory) summary.output.clear();
+  TableOptions options = table_options_of(arguments);
+  options.colour = false;
+  return table(summary, options);
+}
+
+/// The metric that a title of a table stands for; another text is returned as it is.
+std::string metric_of_title(const std::string& text) {
+  const MetricName* const titled = find_title(text);
+  return titled == nullptr ? text : titled->text();
+}
+
 std::string better_of_metric(const std::string& text) {
   const std::vector<MetricName> names = parse_metrics(text);
   if (text.empty() || names.size() != 1)
@@ -219,6 +238,10 @@ NB_MODULE(_engine, module) {
       },
       "budget"_a, "(fraction of the prompt, tokens) of a budget's text: one of the two is 0.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
+  module.def("metric_of_title", python::metric_of_title, "text"_a,
+             "The metric NAME[:VARIANT] that a title of a table, such as recall, stands for; another text as it is.");
+  module.def("table", python::shown, "words"_a, "in_memory"_a,
+             "The text that `kvreplay show WORDS` prints; in_memory: without the lines that name the folder.");
   module.def("replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
              "Runs the command line `kvreplay replay WORDS` without printing. Without --output results are in memory.\n"
              "in_memory: those of its traces that are in memory; progress(share, trace): a callback.");

@@ -140,9 +140,7 @@ def replay(
         warnings.warn(f"failed: {line}", stacklevel=2)
     from kvreplay.results import MemoryRun, Run
 
-    run = Run(Path(told["output"])) if told["output"] else MemoryRun(*told["in_memory"])
-    run.printed = told["table"]
-    return run
+    return Run(Path(told["output"])) if told["output"] else MemoryRun(*told["in_memory"])
 
 
 def plan(

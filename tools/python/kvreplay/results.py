@@ -7,6 +7,7 @@ this module, so that a policy has the same label everywhere.
 from __future__ import annotations
 
 import json
+import numbers
 import os
 import shutil
 import tempfile
@@ -44,6 +45,15 @@ PIECE = 50_000  # rows of results.csv read at a time: only some of them are kept
 CELL = (
     "cell trace model role policy params heads budget budget_tokens kept_tokens boundary eval backend seed synthetic"
 ).split()
+
+
+class TableText(str):
+    """A table as text, which sessions and notebooks show as it is printed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -170,25 +180,29 @@ class Run:
         return about
 
     @cached_property
-    def table(self) -> pd.DataFrame:
-        """The rows of results.csv over all heads (`head` = all), with the column `label`. Numbers are floats, NaN where
-        undefined; other columns are texts as in the file. Rows of single heads, often most of the file, are omitted."""
+    def results(self) -> pd.DataFrame:
+        """All numbers: the rows of results.csv over all heads (`head` = all), with the column `label`.
+
+        Numbers are floats, NaN where undefined; other columns are texts as in the file. Rows of single heads, often
+        most of the file, are omitted."""
         table = self._read(lambda rows: rows["head"] == "all")
         return table.assign(label=labels(table))
 
     @cached_property
     def overall(self) -> pd.DataFrame:
-        """The rows of `table` over all layers (`layer` = all). Uses `table` if it was read before; else the other rows
-        are not kept in memory, which matters in a run of many traces."""
-        if "table" in vars(self):
-            return self.table[self.table["layer"] == "all"].reset_index(drop=True)
+        """The rows of `results` over all layers (`layer` = all).
+
+        Uses `results` if it was read before; else the other rows are not kept in memory, which matters in a run of
+        many traces."""
+        if "results" in vars(self):
+            return self.results[self.results["layer"] == "all"].reset_index(drop=True)
         rows = self._read(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
         return rows.assign(label=labels(rows))
 
     @cached_property
     def live(self) -> pd.DataFrame:
         """The rows of live.csv, as `kvreplay live` wrote it, with numbers as floats and columns for the way of
-        measuring; no rows without this file. `table` contains these rows as well."""
+        measuring; no rows without this file. `results` contains these rows as well."""
         path = self._file("live.csv")
         if path is None:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
@@ -205,7 +219,7 @@ class Run:
         return dict(zip(rows["cell"], map(json.loads, rows[TEXT]), strict=True))
 
     def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-        """The rows of cells in `table` for which `wanted` is true; `wanted` receives columns of texts. Other rows are
+        """The rows of cells in `results` for which `wanted` is true; `wanted` receives columns of texts. Other rows are
         not kept in memory."""
         found = self._read(
             lambda rows: (rows["head"] == "all") & (rows["role"] != "trace") & wanted(rows), self.cells
@@ -374,10 +388,32 @@ class Run:
         """The trace of each cell. Traces that share cells differ in their names only."""
         return dict(zip(self.cells["cell"], self.cells["trace"], strict=True))
 
-    @property
-    def results(self) -> pd.DataFrame:
-        """All numbers: `table`, one row for each, with trace, policy, role, budget, layer, head, metric and more."""
-        return self.table
+    def table(
+        self,
+        policies: str | Iterable[str] = (),
+        budgets: float | str | Iterable[float | str] = (),
+        traces: str | Iterable[str] = (),
+        columns: str | Iterable[str] = (),
+        *,
+        wide: bool = False,
+        all: bool = False,
+        each: bool = False,
+        format: str = "text",
+    ) -> TableText:
+        """Returns the table that `kvreplay show` prints. Arguments are its options; `format`: text, markdown, latex or
+        csv. One trace, or means over the traces with 95 % intervals."""
+        from kvreplay import _engine
+
+        formats = ("text", "markdown", "latex", "csv")
+        if format not in formats:
+            raise Error("format", "unknown format", ", ".join(formats), format, Refusal.USAGE)
+        words = [str(self.folder)]
+        for option, values in (("policies", policies), ("budgets", budgets), ("traces", traces), ("columns", columns)):
+            for value in [values] if isinstance(values, str | numbers.Real) else values:
+                words += [f"--{option}", str(value)]
+        flags = {"wide": wide, "all": all, "each": each, format: format != "text"}
+        words += [f"--{flag}" for flag, given in flags.items() if given]
+        return TableText(_engine.table(words, isinstance(self, MemoryRun)))
 
     def write_parquet(self, path: str | Path) -> None:
         """Writes every row of results.csv as Parquet, with typed columns; undefined numbers are null. Requires pyarrow,

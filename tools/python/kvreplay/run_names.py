@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,16 @@ def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> li
         if name not in known:
             raise Error(flag, f"unknown {what}", nearest(name, known), name, Refusal.USAGE)
     return [name for name in known if name in asked]
+
+
+def pick_metrics(asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """`pick` of metrics NAME[:VARIANT], which titles of the table, such as recall, stand for as well."""
+    if not set(asked) <= set(known):
+        with contextlib.suppress(Error):  # figures work without the engine
+            from kvreplay.engine import _engine
+
+            asked = [name if name in known else _engine.metric_of_title(name) for name in asked]
+    return pick("--metric", "metric", asked, known)
 
 
 def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import default_metric
 from kvreplay.results import CELL, Run, labels, untold_note
-from kvreplay.run_names import chosen_labels, metric_names, pick
+from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
 from kvreplay.skill import SKILL
 from kvreplay.tables import aligned, records
 
@@ -51,7 +51,7 @@ class Comparison:
             raise Error("--baseline", "ambiguous policy", "one of " + ", ".join(base), baseline, Refusal.USAGE)
         [self.baseline] = base
         known = list(metric_names(table))
-        names = pick("--metric", "metric", metrics or self._default_metrics(table, known), known)
+        names = pick_metrics(metrics or self._default_metrics(table, known), known)
         shown = chosen_labels("-p", table, policies, every) if policies else asked
         compared = [self.baseline, *(label for label in shown if label != self.baseline)]
         if len(compared) == 1:

@@ -11,7 +11,7 @@ import pandas as pd
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.colours import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
-from kvreplay.run_names import chosen_labels, metric_names, pick
+from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
 from kvreplay.skill import TWIN
 
 VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}
@@ -156,7 +156,7 @@ class Choice:
     def metric(self) -> tuple[str, str]:
         """Name and variant."""
         known = metric_names(self.run.overall)
-        return known[pick("--metric", "metric", [self.metric_asked or "attention_recall"], list(known))[0]]
+        return known[pick_metrics([self.metric_asked or "attention_recall"], list(known))[0]]
 
     @property
     def metric_name(self) -> str:

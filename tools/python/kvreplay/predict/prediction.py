@@ -44,7 +44,7 @@ class Measured:
     @classmethod
     def of(cls, runs: Sequence[Run], roles: Sequence[str] = ("asked",)) -> Measured:
         """The cells of these roles that `kvreplay live` measured. Metrics without a better direction are left out."""
-        table = pd.concat([run.table for run in runs], ignore_index=True)
+        table = pd.concat([run.results for run in runs], ignore_index=True)
         decided = pd.concat([run.live for run in runs])[["trace_hash", "cell", "decisions"]].drop_duplicates()
         decided = decided[decided["decisions"] != DECIDED_LIVE]  # metrics of their own, beside those of replayed sets
         table = (

@@ -124,7 +124,7 @@ class Objective:
 
     def by_layer(self, run: Run, traces: Sequence[Captured]) -> pd.DataFrame:
         """Rows of single layers, over all heads. Raises Error for a metric that is not a mean over layers."""
-        rows = self.of_metric(run.table, traces)
+        rows = self.of_metric(run.results, traces)
         layers = rows[(rows["layer"] != "all") & (rows["head"] == "all")].astype({"layer": int})
         whole = rows[(rows["layer"] == "all") & (rows["head"] == "all")].set_index(["trace", "cell"])["value"].dropna()
         means = layers.groupby(["trace", "cell"])["value"].agg(lambda values: values.mean(skipna=False))

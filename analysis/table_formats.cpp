@@ -1,0 +1,129 @@
+#include "analysis/table_formats.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <boost/algorithm/string/replace.hpp>
+#include <cmath>
+#include <string_view>
+
+#include "analysis/csv.h"
+
+namespace kvreplay {
+namespace {
+
+/// A line of a list: texts that name the row, and its numbers.
+struct Line {
+  std::vector<std::string> names;
+  std::vector<GridCell> cells;
+};
+
+struct Lines {
+  std::vector<std::string> titles = {};  // of the names
+  std::vector<TableColumn> columns = {};
+  std::vector<Line> lines = {};
+};
+
+/// CSV has plain labels: parentheses are for readers.
+Lines lines_of(const TableRows& rows, const std::vector<TableColumn>& columns, bool has_heads, bool plain) {
+  Lines found{.columns = columns};
+  const bool several_traces = rows.parts().size() > 1;
+  bool several_budgets = false;
+  for (const TracesRows& part : rows.parts()) several_budgets = several_budgets || rows.shown(part).size() > 1;
+  if (several_traces) found.titles.emplace_back("trace");
+  if (several_budgets) found.titles.emplace_back("budget");
+  found.titles.emplace_back("policy");
+  if (has_heads) found.titles.emplace_back("heads");
+  for (const TracesRows& part : rows.parts())
+    for (const BudgetRows& budget : rows.shown(part)) {
+      std::vector<std::vector<GridCell>> cells;
+      for (const TableColumn& column : columns) cells.push_back(rows.cells(column, budget.rows));
+      for (std::size_t r = 0; r < budget.rows.size(); ++r) {
+        Line& line = found.lines.emplace_back();
+        const PolicyRow& row = budget.rows[r];
+        if (several_traces) line.names.push_back(part.traces.front()->name);
+        if (several_budgets) line.names.push_back(budget.budget);
+        line.names.push_back(plain ? row.facts->label : row.name());
+        if (has_heads) line.names.push_back(shown_heads(row, *part.traces.front()));
+        for (const std::vector<GridCell>& column : cells) line.cells.push_back(column[r]);
+      }
+    }
+  return found;
+}
+
+std::string marked(const GridCell& cell, const char* begin, const char* end) {
+  return cell.is_best ? begin + cell.text + end : cell.text;
+}
+
+std::string markdown(const Lines& all) {
+  std::string text = fmt::format("| {} |", fmt::join(all.titles, " | ")), rule = "\n|";
+  for (const TableColumn& column : all.columns) text += fmt::format(" {} |", column.title);
+  for (std::size_t i = 0; i < all.titles.size(); ++i) rule += " --- |";
+  for (std::size_t i = 0; i < all.columns.size(); ++i) rule += " ---: |";
+  text += rule + "\n";
+  for (const Line& line : all.lines) {
+    text += "|";
+    for (const std::string& name : line.names) text += fmt::format(" {} |", boost::replace_all_copy(name, "|", "\\|"));
+    for (const GridCell& cell : line.cells) text += " " + marked(cell, "**", "**") + " |";
+    text += "\n";
+  }
+  return text;
+}
+
+std::string latex_text(const std::string& text) {
+  std::string escaped;
+  for (const char c : text) {
+    if (std::string_view("_%&#$").find(c) != std::string_view::npos) escaped += '\\';
+    escaped += c;
+  }
+  return boost::replace_all_copy(escaped, "±", "$\\pm$");
+}
+
+/// With the package booktabs.
+std::string latex(const Lines& all) {
+  std::string text = fmt::format("\\begin{{tabular}}{{{}{}}}\n\\toprule\n", std::string(all.titles.size(), 'l'),
+                                 std::string(all.columns.size(), 'r'));
+  std::vector<std::string> entries = all.titles;
+  for (const TableColumn& column : all.columns) entries.push_back(latex_text(column.title));
+  text += fmt::format("{} \\\\\n\\midrule\n", fmt::join(entries, " & "));
+  for (const Line& line : all.lines) {
+    entries.clear();
+    for (const std::string& name : line.names) entries.push_back(latex_text(name));
+    for (const GridCell& cell : line.cells) entries.push_back(latex_text(marked(cell, "\\textbf{", "}")));
+    text += fmt::format("{} \\\\\n", fmt::join(entries, " & "));
+  }
+  return text + "\\bottomrule\n\\end{tabular}\n";
+}
+
+std::string csv(const Lines& all) {
+  std::vector<bool> has_interval;
+  for (std::size_t c = 0; c < all.columns.size(); ++c)
+    has_interval.push_back(std::ranges::any_of(
+        all.lines, [&](const Line& line) { return std::isfinite(line.cells[c].value.half_width); }));
+  std::vector<std::string> fields = all.titles;
+  for (std::size_t c = 0; c < all.columns.size(); ++c) {
+    fields.push_back(all.columns[c].metric);
+    if (has_interval[c]) fields.push_back(all.columns[c].metric + " half width");
+  }
+  std::string text = csv_line(fields);
+  for (const Line& line : all.lines) {
+    fields = line.names;
+    for (std::size_t c = 0; c < all.columns.size(); ++c) {
+      fields.push_back(csv_number(line.cells[c].value.mean));
+      if (has_interval[c]) fields.push_back(csv_number(line.cells[c].value.half_width));
+    }
+    text += csv_line(fields);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string formatted_table(const TableRows& rows, const std::vector<TableColumn>& columns, bool has_heads,
+                            TableFormat format) {
+  const Lines all = lines_of(rows, columns, has_heads, format == TableFormat::csv);
+  return format == TableFormat::markdown ? markdown(all) : format == TableFormat::latex ? latex(all) : csv(all);
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,304 @@
+#include "analysis/table_rows.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "analysis/skill.h"
+#include "nearest.h"
+#include "parameters.h"
+#include "policies/twin.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr std::size_t most_policies = 10;
+constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
+const MetricName pooled_error{"output_error", "pooled"}, error_of_heads{"output_error", ""},
+    recall{"attention_recall", ""};
+constexpr const char* skill_title = "skill";
+
+std::string three_digits(double value) { return fmt::format("{:.3f}", value); }
+std::string one_digit(double value) { return fmt::format("{:.1f}", value); }
+std::string kibibytes(double bytes) { return one_digit(bytes / 1024); }
+
+TableColumn metric_column(const MetricName& name) {
+  const std::string title = title_of(name), unit = unit_of(name);
+  TableColumn column{.title = title.empty() ? name.text() : title, .metric = name.text(), .better = better_of(name)};
+  column.has_interval = column.better != Better::neither && unit != "s";
+  column.value = [name](const CellRecord& cell) { return cell.value(name); };
+  column.text = unit == "tokens"  ? one_digit
+                : unit == "bytes" ? kibibytes
+                : unit == "s"     ? short_duration
+                                  : three_digits;
+  if (name == MetricName{"kept_tokens", ""}) column.value = [](const CellRecord& cell) { return cell.kept_tokens; };
+  if (name == MetricName{"select_seconds", ""}) {
+    column.value = [](const CellRecord& cell) { return cell.select_seconds(); };
+    column.least_width = 9;  // "999.9 ms" and a mark: the layout of a table must not depend on how long it took
+  }
+  return column;
+}
+
+/// Whether a text of the command line names the policy of a cell: its label, its name, or NAME:KEY=VALUE with values
+/// that the policy has.
+bool names(const std::string& text, const CellRecord& cell) {
+  if (text == cell.label || text == cell.policy) return true;
+  const std::size_t colon = text.find(':');
+  if (colon == std::string::npos || text.substr(0, colon) != cell.policy) return false;
+  const std::vector<std::string_view> own = split_list(cell.policy, cell.params);
+  return std::ranges::all_of(split_list("--policies", std::string_view(text).substr(colon + 1)),
+                             [&](std::string_view value) { return std::ranges::find(own, value) != own.end(); });
+}
+
+bool is_budget(const std::string& text, const CellRecord& cell) {
+  return text == cell.budget || text == std::to_string(cell.budget_tokens);
+}
+
+/// Throws Error{usage} for a text that names no item.
+template <class Items, class Names>
+void require_all(const char* option, const char* what, const std::vector<std::string>& texts, const Items& items,
+                 const Names& is_named, std::vector<std::string> (*known_names)(const typename Items::value_type&)) {
+  for (const std::string& text : texts) {
+    if (std::ranges::any_of(items, [&](const auto& item) { return is_named(text, item); })) continue;
+    std::set<std::string> known;
+    for (const auto& item : items)
+      for (std::string& name : known_names(item)) known.insert(std::move(name));
+    throw Error{Refusal::usage, option, fmt::format("unknown {}", what),
+                nearest(text, std::vector(known.begin(), known.end())), text};
+  }
+}
+
+bool is_named(const std::vector<std::string>& texts, const CellRecord& cell,
+              bool (*names)(const std::string&, const CellRecord&)) {
+  return texts.empty() || std::ranges::any_of(texts, [&](const std::string& text) { return names(text, cell); });
+}
+
+bool is_trace(const std::string& text, const TraceRecord& trace) { return text == trace.name; }
+
+/// The cells of the traces at one budget, those of one policy in one row.
+BudgetRows rows_at(const std::string& budget, std::span<const CellRecord* const> cells, bool several_traces) {
+  BudgetRows found{.budget = budget};
+  std::map<std::tuple<std::string, std::string, std::uint64_t, std::string>, std::size_t> places;
+  for (const CellRecord* cell : cells) {
+    if (cell->budget != budget) continue;
+    const auto [place, is_new] =
+        places.emplace(std::tuple{cell->policy, cell->params, cell->seed, cell->source}, found.rows.size());
+    if (is_new || !several_traces) found.rows.push_back({.facts = cell});
+    PolicyRow& row = several_traces ? found.rows[place->second] : found.rows.back();
+    if (cell->state != CellState::failed) row.cells.push_back(cell);
+  }
+  std::ranges::stable_partition(found.rows, [](const PolicyRow& row) { return !row.is_control(); });
+  return found;
+}
+
+TracesRows rows_of(const RunSummary& summary, std::vector<const TraceRecord*> traces) {
+  std::vector<const CellRecord*> cells;
+  std::vector<std::string> budgets;
+  for (const TraceRecord* trace : traces)
+    for (const CellRecord& cell : summary.cells) {
+      if (cell.trace != trace->name || (cell.role == "control" && cell.policy == random_twin_name)) continue;
+      cells.push_back(&cell);
+      if (std::ranges::find(budgets, cell.budget) == budgets.end()) budgets.push_back(cell.budget);
+    }
+  TracesRows found{.traces = std::move(traces)};
+  for (const std::string& budget : budgets) found.budgets.push_back(rows_at(budget, cells, found.traces.size() > 1));
+  return found;
+}
+
+std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
+  std::vector<const TraceRecord*> traces;
+  for (const TraceRecord& trace : summary.traces)
+    if (trace.error.empty()) traces.push_back(&trace);
+  std::vector<TracesRows> parts;
+  if (!each && !traces.empty()) return {rows_of(summary, std::move(traces))};
+  for (const TraceRecord* trace : traces) parts.push_back(rows_of(summary, {trace}));
+  return parts;
+}
+
+}  // namespace
+
+std::string short_duration(double seconds) {
+  if (seconds < 1e-3) return fmt::format("{:.0f} us", seconds * 1e6);
+  if (seconds < 1) return fmt::format("{:.1f} ms", seconds * 1e3);
+  return fmt::format("{:.2f} s", seconds);
+}
+
+std::string shown_heads(const PolicyRow& row, const TraceRecord& trace) {
+  return row.facts->heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads))
+                                     : row.facts->heads;
+}
+
+RunSummary selected(RunSummary summary, const TableOptions& options) {
+  require_all("--policies", "policy", options.policies, summary.cells, names, [](const CellRecord& cell) {
+    return cell.policy == random_twin_name ? std::vector<std::string>{} : std::vector{cell.policy, cell.label};
+  });
+  require_all("--budgets", "budget", options.budgets, summary.cells, is_budget,
+              [](const CellRecord& cell) { return std::vector{cell.budget}; });
+  require_all("--traces", "trace", options.traces, summary.traces, is_trace,
+              [](const TraceRecord& trace) { return std::vector{trace.name}; });
+  const auto is_left_out = [&](const std::string& trace) {
+    return !options.traces.empty() && std::ranges::find(options.traces, trace) == options.traces.end();
+  };
+  std::erase_if(summary.traces, [&](const TraceRecord& trace) { return is_left_out(trace.name); });
+  std::erase_if(summary.cells, [&](const CellRecord& cell) {
+    return is_left_out(cell.trace) || !is_named(options.budgets, cell, is_budget) ||
+           (cell.role != "control" && !is_named(options.policies, cell, names));
+  });
+  return summary;
+}
+
+TableRows::TableRows(const RunSummary& summary, const TableOptions& options)
+    : options_(options), skills_(kvreplay::skills(summary.cells)), parts_(parts_of(summary, options.each)) {
+  headline_ = metric_column(pooled_error);
+  if (!is_measured(headline_)) headline_ = metric_column(recall);
+  if (options.columns.empty()) {
+    columns_ = measured_columns();
+    return;
+  }
+  for (const std::string& text : options.columns) {
+    columns_.push_back(column_of(text));
+    if (is_measured(columns_.back())) continue;
+    std::vector<std::string> known;
+    for (const TableColumn& column : measured_columns()) known.push_back(column.title);
+    throw Error{Refusal::usage, "--columns", "not measured in this run", nearest(text, known), text};
+  }
+}
+
+TableColumn TableRows::column_of(const std::string& text) const {
+  if (text == skill_title)
+    return {.title = text,
+            .metric = text,
+            .better = Better::higher,
+            .has_interval = true,
+            .value =
+                [this](const CellRecord& cell) {
+                  const auto found = skills_.find(cell.id);
+                  return found == skills_.end() ? undefined : found->second;
+                },
+            .text = three_digits};
+  const std::vector<MetricName> names = parse_metrics(text);
+  if (names.size() != 1) throw Error{Refusal::usage, "--columns", "not one metric", "NAME[:VARIANT]", text};
+  return metric_column(names.front());
+}
+
+bool TableRows::is_measured(const TableColumn& column) const {
+  for (const TracesRows& part : parts_)
+    for (const BudgetRows& budget : part.budgets)
+      for (const PolicyRow& row : budget.rows)
+        if (std::isfinite(value(row, column).mean)) return true;
+  return false;
+}
+
+/// Whether bytes say more than kept tokens do: not where a kept token takes as many in every cell.
+bool TableRows::bytes_differ() const {
+  double least = std::numeric_limits<double>::infinity(), most = 0;
+  for (const TracesRows& part : parts_)
+    for (const BudgetRows& budget : part.budgets)
+      for (const PolicyRow& row : budget.rows)
+        for (const CellRecord* cell : row.cells) {
+          const double of_token = cell->value({"kv_bytes", ""}) / cell->kept_tokens;
+          if (!std::isfinite(of_token)) continue;
+          least = std::min(least, of_token);
+          most = std::max(most, of_token);
+        }
+  return most > least * (1 + 1e-9);
+}
+
+/// The columns with a title that some cell has a value for. Of the output errors the pooled one, which orders policies
+/// more like a live model (docs/closed-loop.md); in runs without it the mean over heads, under another title.
+std::vector<TableColumn> TableRows::measured_columns() const {
+  std::vector<std::string> titles = metric_titles();
+  titles.insert(std::ranges::find(titles, title_of(recall)) + 1, skill_title);
+  std::vector<TableColumn> found;
+  for (const std::string& title : titles) {
+    if ((title == "KiB" && !bytes_differ()) || (title == skill_title && skills_.empty())) continue;
+    TableColumn column = column_of(title);
+    const bool has_pooled = title == title_of(error_of_heads) && is_measured(metric_column(pooled_error));
+    // Times are always shown: 0 where nothing was selected.
+    if (!has_pooled && (title == "select" || title == skill_title || is_measured(column))) found.push_back(column);
+  }
+  return found;
+}
+
+MeanInterval TableRows::value(const PolicyRow& row, const TableColumn& column) const {
+  std::vector<double> values;
+  for (const CellRecord* cell : row.cells) values.push_back(column.value(*cell));
+  return mean_interval(values);
+}
+
+bool TableRows::is_compared(const PolicyRow& row) {
+  return !row.is_control() && !row.has_failed() && !row.facts->own_memory;
+}
+
+/// A policy that does not beat its random twin is never marked.
+bool TableRows::may_be_best(const PolicyRow& row) const {
+  return is_compared(row) && !(value(row, column_of(skill_title)).mean <= 0);
+}
+
+const PolicyRow* TableRows::best(const TableColumn& column, std::span<const PolicyRow> rows) const {
+  const PolicyRow* found = nullptr;
+  double best = undefined;
+  int compared = 0;
+  for (const PolicyRow& row : rows) {
+    const double mean = value(row, column).mean;
+    if (!is_compared(row) || !std::isfinite(mean)) continue;
+    ++compared;
+    if (!may_be_best(row) || (found != nullptr && !(column.better == Better::higher ? mean > best : mean < best)))
+      continue;
+    found = &row;
+    best = mean;
+  }
+  return column.better == Better::neither || compared < 2 ? nullptr : found;
+}
+
+std::vector<GridCell> TableRows::cells(const TableColumn& column, std::span<const PolicyRow> rows) const {
+  const PolicyRow* const best_row = best(column, rows);
+  std::vector<GridCell> found;
+  for (const PolicyRow& row : rows) {
+    GridCell& cell = found.emplace_back(GridCell{.value = value(row, column), .text = "-"});
+    if (!std::isfinite(cell.value.mean)) continue;
+    cell.text = column.text(cell.value.mean);
+    if (!column.has_interval) cell.value.half_width = undefined;
+    if (std::isfinite(cell.value.half_width)) cell.text += " ± " + column.text(cell.value.half_width);
+    cell.is_best = best_row != nullptr && may_be_best(row) && cell.value.mean == value(*best_row, column).mean;
+  }
+  return found;
+}
+
+/// The best policies by the headline, best first, and the controls. Policies at their own memory are not ranked.
+BudgetRows TableRows::shortened(const BudgetRows& all) const {
+  BudgetRows found{.budget = all.budget};
+  std::ranges::copy_if(all.rows, std::back_inserter(found.rows), [&](const PolicyRow& row) {
+    return is_compared(row) && std::isfinite(value(row, headline_).mean);
+  });
+  const double sign = headline_.better == Better::higher ? -1 : 1;
+  std::ranges::stable_sort(found.rows, {}, [&](const PolicyRow& row) { return sign * value(row, headline_).mean; });
+  found.rows.resize(std::min(found.rows.size(), most_policies));
+  std::ranges::copy_if(all.rows, std::back_inserter(found.rows), &PolicyRow::is_control);
+  return found;
+}
+
+std::size_t TableRows::omitted(const BudgetRows& all) const {
+  const auto policies =
+      static_cast<std::size_t>(std::ranges::count_if(all.rows, [](const PolicyRow& row) { return !row.is_control(); }));
+  if (options_.all || !options_.policies.empty() || policies <= most_policies) return 0;
+  const BudgetRows some = shortened(all);
+  return all.rows.size() - some.rows.size();
+}
+
+std::vector<BudgetRows> TableRows::shown(const TracesRows& part) const {
+  std::vector<BudgetRows> found;
+  for (const BudgetRows& budget : part.budgets) {
+    found.push_back(omitted(budget) > 0 ? shortened(budget) : budget);
+    if (!options_.all && options_.budgets.empty()) break;
+  }
+  return found;
+}
+
+}  // namespace kvreplay

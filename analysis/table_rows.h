@@ -1,0 +1,104 @@
+// The rows and columns of a table, chosen from a run.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "analysis/mean_interval.h"
+#include "analysis/metrics/metric.h"
+#include "analysis/table.h"
+#include "analysis/trace_cells.h"
+
+namespace kvreplay {
+
+/// A policy at a budget: its cell of one trace, or its cells of several.
+struct PolicyRow {
+  const CellRecord* facts = nullptr;          // of the first trace
+  std::vector<const CellRecord*> cells = {};  // that have not failed
+
+  bool is_control() const { return facts->role == "control"; }
+  bool has_failed() const { return cells.empty(); }
+  /// The label, of controls in parentheses.
+  std::string name() const { return is_control() ? "(" + facts->label + ")" : facts->label; }
+};
+
+struct TableColumn {
+  std::string title = {};
+  std::string metric = {};  // its name on command lines
+  Better better = Better::neither;
+  bool has_interval = false;  // in a table of means
+  std::size_t least_width = 0;
+  std::function<double(const CellRecord&)> value = {};
+  std::function<std::string(double)> text = {};
+};
+
+struct BudgetRows {
+  std::string budget = {};
+  std::vector<PolicyRow> rows = {};
+};
+
+/// One trace, or all traces of a table of means.
+struct TracesRows {
+  std::vector<const TraceRecord*> traces = {};
+  std::vector<BudgetRows> budgets = {};
+};
+
+struct GridCell {
+  MeanInterval value = {};
+  std::string text = {};
+  bool is_best = false;
+};
+
+/// Rows, columns and marks of a summary. It refers to the summary.
+class TableRows {
+ public:
+  /// Throws Error{usage} for a column that was not measured.
+  TableRows(const RunSummary& summary, const TableOptions& options);
+
+  /// Everything that the options name.
+  std::span<const TracesRows> parts() const { return parts_; }
+  /// The budgets of a part that are tables of their own, with their shown rows.
+  std::vector<BudgetRows> shown(const TracesRows& part) const;
+  /// Policies of a budget that are not shown unless all are asked for.
+  std::size_t omitted(const BudgetRows& all) const;
+
+  /// Those that were asked for, or every measured column.
+  const std::vector<TableColumn>& columns() const { return columns_; }
+  /// By which policies are ranked: the pooled output error, or the attention recall where that was not measured.
+  const TableColumn& headline() const { return headline_; }
+  bool has_skill() const { return !skills_.empty(); }
+
+  MeanInterval value(const PolicyRow& row, const TableColumn& column) const;
+  /// Of one column, in the order of `rows`.
+  std::vector<GridCell> cells(const TableColumn& column, std::span<const PolicyRow> rows) const;
+  /// Of two or more compared policies the best; null: there is none.
+  const PolicyRow* best(const TableColumn& column, std::span<const PolicyRow> rows) const;
+  /// Only equal memory is compared.
+  static bool is_compared(const PolicyRow& row);
+
+ private:
+  bool may_be_best(const PolicyRow& row) const;
+  TableColumn column_of(const std::string& text) const;
+  std::vector<TableColumn> measured_columns() const;
+  bool is_measured(const TableColumn& column) const;
+  bool bytes_differ() const;
+  BudgetRows shortened(const BudgetRows& all) const;
+
+  const TableOptions& options_;
+  std::map<std::string, double> skills_;
+  std::vector<TracesRows> parts_;
+  TableColumn headline_;
+  std::vector<TableColumn> columns_;
+};
+
+/// "999.9 ms".
+std::string short_duration(double seconds);
+
+/// The granularity; sets of query heads hold as many times the memory as there are query heads to a KV head.
+std::string shown_heads(const PolicyRow& row, const TraceRecord& trace);
+
+}  // namespace kvreplay

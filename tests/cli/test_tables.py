@@ -1,0 +1,246 @@
+"""The table of a run: that replay prints, and that show prints again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from program import PROGRAM, done, kvreplay
+from scipy.stats import t
+
+MANY = "snapkv:window=2,h2o,tova,knorm,keydiff,value-norm,local,streaming-llm,strided,truncate,lagkv,leverage"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with the run `out` of twelve policies at two budgets with twins on one trace, and what it printed."""
+    folder = tmp_path_factory.mktemp("table")
+    done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "96", folder=folder)
+    return folder, done("replay", "t.h5", "-p", MANY, "-b", "0.2,40", "--controls", "twins", "-o", "out", folder=folder)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `out` on five traces of several lengths, of which three have a needle."""
+    folder = tmp_path_factory.mktemp("traces")
+    for i in range(5):
+        words = ["--seed", i, "--layers", "2", "--prompt", 64 + 8 * i]
+        done("synth", "needle" if i < 3 else "sinks", "-o", f"t{i}.h5", *map(str, words), folder=folder)
+    names = [f"t{i}.h5" for i in range(5)]
+    done("replay", *names, "-p", "h2o,snapkv:window=4,knorm", "-b", "0.2,0.4", "--controls", "twins", "-o", "out",
+         folder=folder)  # fmt: skip
+    return folder
+
+
+def titles_of(text: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.startswith("policy "))
+
+
+def as_csv(*words: str, folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(done("show", *words, "--csv", folder=folder))))
+
+
+def test_the_default_table_is_one_narrow_screen(run: tuple[Path, str]) -> None:
+    folder, text = run
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80, text
+    assert len(lines) <= 50
+    first = text[: text.index("out.err at all budgets")]
+    assert first.count("\nbudget ") == 1 and "budget   0.2 of 96 = 19 tokens" in first
+    rows = first[first.index("policy ") :].split("\n\n")[0].splitlines()[1:]
+    policies = [row for row in rows if not row.startswith("(") and "more policies" not in row]
+    assert len(policies) == 10 and [row.split()[0] for row in rows if row.startswith("(")] == [
+        "(full)", "(random)", "(oracle)"
+    ]  # fmt: skip
+    place = titles_of(text).index("out.err")
+    errors = [float(row.split()[place].rstrip("*")) for row in policies]
+    assert errors == sorted(errors), "of more than ten policies the best are shown, best first"
+    assert "2 more policies are not shown; these are the best by out.err" in text
+    best = policies[0].split()[0]
+    assert re.search(rf"^best +{re.escape(best)} at 0\.2", text, re.MULTILINE)
+    assert "\nself-check full error 0 | budget ok" in text and "\nresults    out   shared observables " in text
+    commands = text[text.index("\nnext ") :].replace("\nnext", "").split("\n")
+    commands = [line.strip() for line in commands if line.strip()]
+    assert commands == ["kvreplay show out --all", "kvreplay plot curve out", "kvreplay report out"]
+    done(*commands[0].split()[1:], folder=folder)
+
+
+def test_a_second_block_has_the_headline_at_every_budget(run: tuple[Path, str]) -> None:
+    folder, text = run
+    block = text[text.index("out.err at all budgets") :].split("\n\n")[0].splitlines()[1:]
+    assert block[0].split() == ["policy", "0.2", "40"]
+    values = {row["policy"]: row for row in as_csv("out", "-b", "40", "--columns", "out.err", "--all", folder=folder)}
+    for row in block[1:]:
+        name, _, value = row.split()
+        assert value.rstrip("*") == f"{float(values[name.strip('()')]['output_error:pooled']):.3f}", row
+
+
+@pytest.mark.parametrize("words", [[], ["--wide"], ["--all"], ["--all", "--wide"], ["--columns", "skill,kept_tokens"]])
+def test_show_prints_what_replay_printed(words: list[str], run: tuple[Path, str], traces: Path) -> None:
+    folder, _ = run
+    again = ["replay", "t.h5", "-p", MANY, "-b", "0.2,40", "--controls", "twins", "-o", "out"]
+    assert done("show", "out", *words, folder=folder) == done(*again, *words, folder=folder)
+    again = ["replay", *(f"t{i}.h5" for i in range(5)), "-p", "h2o,snapkv:window=4,knorm", "-b", "0.2,0.4",
+             "--controls", "twins", "-o", "out"]  # fmt: skip
+    for each in ([], ["--each"]):
+        assert done("show", "out", *words, *each, folder=traces) == done(*again, *words, *each, folder=traces)
+
+
+def test_show_prints_the_json_of_replay(traces: Path) -> None:
+    words = ["-p", "h2o,snapkv:window=4,knorm", "-b", "0.2,0.4", "--controls", "twins", "-o", "out"]
+    replayed = json.loads(done("replay", *(f"t{i}.h5" for i in range(5)), *words, "--json", folder=traces))
+    shown = json.loads(done("show", "out", "--json", folder=traces))
+    assert {cell.pop("state") for cell in replayed["cells"] + shown["cells"]} <= {"done", "skipped"}
+    assert shown == replayed
+    part = json.loads(done("show", "out", "--json", "-p", "knorm", "-b", "0.4", "--traces", "t1,t3", folder=traces))
+    asked = [(cell["trace"], cell["policy"]) for cell in part["cells"] if cell["role"] == "asked"]
+    assert asked == [("t1", "knorm"), ("t3", "knorm")] and [one["name"] for one in part["traces"]] == ["t1", "t3"]
+    assert {cell["budget"] for cell in part["cells"]} == {"0.4"}
+
+
+def test_show_has_the_failed_cells_and_those_of_earlier_calls(tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    first = done("replay", "t.h5", "-p", "h2o", "-b", "6", folder=tmp_path)
+    assert done("show", "kvreplay-out", folder=tmp_path) == first
+    (tmp_path / "broken.h5").write_text("no trace")
+    answer = kvreplay("replay", "broken.h5", "t.h5", "-p", "knorm", "-b", "6", folder=tmp_path)
+    assert answer.code == 6
+    text = done("show", "kvreplay-out", folder=tmp_path)
+    assert "trace    broken  failed: " in text
+    assert {"h2o", "knorm", "(oracle)"} <= {line.split(" ")[0] for line in text.splitlines()}
+
+
+def test_means_and_intervals_are_those_of_numpy(traces: Path) -> None:
+    results = pd.read_csv(traces / "out/results.csv").query("layer == 'all' and head == 'all'")
+    results["variant"] = results["variant"].fillna("")
+    columns = {"recall": ("attention_recall", ""), "out.err": ("output_error", "pooled"),
+               "needle": ("span_recall", "needle.mean")}  # fmt: skip
+    found = as_csv("out", "--all", "--columns", ",".join(columns), folder=traces)
+    assert len(found) == 2 * 6
+    for row in found:
+        for metric, variant in columns.values():
+            name = f"{metric}:{variant}" if variant else metric
+            mine = results.query("metric == @metric and variant == @variant and policy == @row['policy'].split(':')[0]")
+            values = mine[mine["budget"] == float(row["budget"])]["value"].to_numpy()
+            assert len(values) == (3 if metric == "span_recall" else 5)
+            assert float(row[name]) == pytest.approx(values.mean(), rel=1e-12, abs=1e-15)
+            half = t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+            assert float(row[f"{name} half width"]) == pytest.approx(half, rel=1e-9, abs=1e-15)
+
+
+def test_a_table_of_means_says_what_it_is(traces: Path) -> None:
+    text = done("show", "out", folder=traces)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("traces   5 of ") and "n = 5" in text and "not paired" in text and "OPEN LOOP" in text
+    assert re.search(r"^h2o .* 0\.\d{3} ± 0\.\d{3}", text, re.MULTILINE)
+    assert "budget   0.2 of the prompt = 13 to 19 tokens" in text
+    wide = done("show", "out", "--wide", folder=traces)
+    assert "needle (n = 3)" in wide and "kvreplay compare out --baseline h2o" in wide
+    each = done("show", "out", "--each", folder=traces)
+    assert each.count("\ntrace ") + each.startswith("trace ") == 5 and "±" not in each
+    one = done("show", "out", "--traces", "t2", folder=traces)
+    assert one.startswith("trace    t2 ") and "±" not in one
+
+
+def test_every_format_has_the_same_numbers(traces: Path) -> None:
+    words = ["show", "out", "--all", "--columns", "kept,recall,out.err"]
+    rows = as_csv(*words[1:], folder=traces)
+    markdown = done(*words, "--markdown", folder=traces).splitlines()
+    latex = done(*words, "--latex", folder=traces)
+    assert latex.startswith("\\begin{tabular}{lllrrr}\n\\toprule") or latex.startswith("\\begin{tabular}{llrrr}\n")
+    assert "$\\pm$" in latex and "\\textbf{" in latex
+    assert len(markdown) == len(rows) + 2 and {line.count("|") for line in markdown} == {markdown[0].count("|")}
+    for row, line in zip(rows, markdown[2:], strict=True):
+        text = f"{float(row['attention_recall']):.3f} ± {float(row['attention_recall half width']):.3f}"
+        assert text in line and text.replace("±", "$\\pm$") in latex
+        assert row["policy"] in line and f"| {float(row['kept_tokens']):.1f} |" in line
+    assert sum("**" in line for line in markdown) >= 2
+
+
+def test_titles_are_names_of_metrics(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = run
+    for titles, names in (("recall,out.err", "attention_recall,output_error:pooled"),
+                          ("needle,KiB", "span_recall:needle.mean,kv_bytes")):  # fmt: skip
+        words = ["replay", folder / "t.h5", "-p", "h2o", "-b", "0.2", "--metrics"]
+        done(*words, titles, "-o", "titles", "--force", folder=tmp_path)
+        done(*words, names, "-o", "names", "--force", folder=tmp_path)
+        assert (tmp_path / "titles/results.csv").read_bytes() == (tmp_path / "names/results.csv").read_bytes()
+        shown = [done("show", "out", "--columns", columns, folder=folder) for columns in (titles, names)]
+        assert shown[0] == shown[1]
+    assert done("metrics", "recall", folder=tmp_path) == done("metrics", "attention_recall", folder=tmp_path)
+
+
+def test_show_selects(run: tuple[Path, str]) -> None:
+    folder, _ = run
+    text = done("show", "out", "-p", "tova,snapkv:window=2,h2o", "-b", "40", folder=folder)
+    assert [line.split()[0] for line in text.splitlines() if re.match(r"(tova|snapkv|h2o|knorm)\b", line)] == [
+        "snapkv:window=2", "h2o", "tova"
+    ]  # fmt: skip
+    assert text.count("\nbudget ") == 1 and "40 tokens" in text and "at all budgets" not in text
+    for words, message in (
+        (["-p", "snapvk"], "--policies: unknown policy snapvk: did you mean snapkv?"),
+        (["-p", "snapkv:window=3"], "--policies: unknown policy snapkv:window=3: did you mean snapkv:window=2?"),
+        (["-b", "0.3"], "--budgets: unknown budget"),
+        (["--traces", "u"], "--traces: unknown trace"),
+        (["--columns", "attention_recall:prompt"], "--columns: not measured in this run"),
+        (["--columns", "atention_recall"], "did you mean attention_recall?"),
+        (["--csv", "--json"], "--json: two formats: expected one of them, found --csv"),
+        (["--wide", "--columns", "recall"], "--columns: cannot be combined with --wide"),
+    ):
+        answer = kvreplay("show", "out", *words, folder=folder)
+        assert answer.code == 2 and message in answer.err and answer.err.count("\n") == 1, (words, answer)
+    (folder / "empty").mkdir(exist_ok=True)
+    for name in ("empty", "missing"):
+        answer = kvreplay("show", name, folder=folder)
+        assert answer.code == 3 and f"{name}: not a finished run" in answer.err
+
+
+def on_a_terminal(*words: str, folder: Path, **environment: str) -> str:
+    """Stdout of the program where it is a terminal."""
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    process = subprocess.Popen(
+        [PROGRAM, *words], cwd=folder, stdout=theirs, stderr=subprocess.PIPE, env=clean | environment
+    )  # fmt: skip
+    os.close(theirs)
+    text = b""
+    try:
+        while piece := os.read(ours, 65536):
+            text += piece
+    except OSError:
+        pass  # its end, as Linux says it
+    finally:
+        os.close(ours)
+    assert process.wait(timeout=60) == 0, process.stderr
+    return text.decode().replace("\r\n", "\n")
+
+
+def test_colour_is_for_terminals(run: tuple[Path, str]) -> None:
+    folder, _ = run
+    plain = done("show", "out", folder=folder)
+    assert "\x1b" not in plain
+    coloured = on_a_terminal("show", "out", folder=folder)
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    assert re.search(r"\x1b\[1m +0\.\d{3}\*\x1b\[0m", coloured), "the best is bold"
+    assert "\n\x1b[2m(oracle)" in coloured, "controls are dim"
+    assert on_a_terminal("show", "out", folder=folder, NO_COLOR="1") == plain
+    assert "\x1b" not in on_a_terminal("show", "out", "--markdown", folder=folder)
+
+
+def test_nothing_is_said_of_a_missing_gpu_unless_it_was_asked_for(run: tuple[Path, str]) -> None:
+    folder, _ = run
+    words = [PROGRAM, "replay", "t.h5", "-p", "h2o", "-b", "0.2", "-o", "quiet", "--progress", "never"]
+    ours, theirs = pty.openpty()
+    subprocess.run(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=theirs, check=True)
+    os.write(theirs, b"end")
+    assert os.read(ours, 4096) == b"end"
+    os.close(ours), os.close(theirs)

@@ -1,0 +1,116 @@
+#include "run_output.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "analysis/run_json.h"
+#include "output.h"
+#include "parameters.h"
+
+namespace kvreplay {
+namespace {
+
+Json as_json(const RunSummary& summary) {
+  Json document{{"output", summary.output.string()}, {"open_loop", true},       {"self_check", summary.self_check},
+                {"warnings", summary.warnings},      {"traces", Json::array()}, {"cells", Json::array()}};
+  for (const TraceRecord& trace : summary.traces)
+    document["traces"].push_back({{"name", trace.name},
+                                  {"path", trace.path.string()},
+                                  {"hash", trace.hash},
+                                  {"model", trace.model},
+                                  {"synthetic", trace.synthetic},
+                                  {"prompt", trace.boundary},
+                                  {"continuation", trace.continuation()},
+                                  {"layers", trace.treated.size()},
+                                  {"query_heads", trace.query_heads},
+                                  {"kv_heads", trace.kv_heads},
+                                  {"n_queries", trace.n_queries},
+                                  {"observable_seconds", sum(trace.observable_seconds)},
+                                  {"read_observables", trace.read_observables},
+                                  {"error", trace.error}});
+  for (const CellRecord& cell : summary.cells) {
+    Json values = Json::object();
+    for (const auto& [name, value] : cell.values) {
+      const double overall = cell.value(name);
+      values[name.text()] = std::isnan(overall) ? Json() : Json(overall);
+    }
+    document["cells"].push_back({{"trace", cell.trace},
+                                 {"id", cell.id},
+                                 {"role", cell.role},
+                                 {"policy", cell.policy},
+                                 {"params", cell.params},
+                                 {"label", cell.label},
+                                 {"heads", cell.heads},
+                                 {"budget", cell.budget},
+                                 {"budget_tokens", cell.budget_tokens},
+                                 {"kept_tokens", cell.kept_tokens},
+                                 {"select_seconds", cell.select_seconds()},
+                                 {"state", word(cell.state)},
+                                 {"error", cell.error},
+                                 {"values", values}});
+  }
+  return document;
+}
+
+/// The pieces of all values of an option; commas within parentheses are part of a policy.
+std::vector<std::string> pieces(const Arguments& arguments, const char* option) {
+  std::vector<std::string> all;
+  for (const std::string& value : arguments.all(option))
+    for (const std::string_view piece : split_list(std::string("--") + option, value)) all.emplace_back(piece);
+  return all;
+}
+
+/// Policies of comma lists: a piece KEY=VALUE belongs to the policy before it.
+std::vector<std::string> policy_pieces(const Arguments& arguments) {
+  std::vector<std::string> policies;
+  for (const std::string& piece : pieces(arguments, "policies")) {
+    const bool is_value = piece.find('=') < piece.find_first_of(":(");
+    if (is_value && !policies.empty())
+      policies.back() += "," + piece;
+    else
+      policies.push_back(piece);
+  }
+  return policies;
+}
+
+}  // namespace
+
+TableOptions table_options_of(const Arguments& arguments) {
+  static constexpr std::pair<const char*, TableFormat> formats[] = {
+      {"markdown", TableFormat::markdown}, {"latex", TableFormat::latex}, {"csv", TableFormat::csv}};
+  TableOptions options{.policies = policy_pieces(arguments),
+                       .budgets = pieces(arguments, "budgets"),
+                       .traces = pieces(arguments, "traces"),
+                       .columns = pieces(arguments, "columns"),
+                       .all = arguments.given("all"),
+                       .each = arguments.given("each"),
+                       .wide = arguments.given("wide"),
+                       .colour = uses_colour()};
+  std::string first = arguments.given(json_option.name) ? json_option.name : "";
+  for (const auto& [name, format] : formats) {
+    if (!arguments.given(name)) continue;
+    if (!first.empty())
+      throw Error{Refusal::usage, "--" + first, "two formats", "one of them", std::string("--") + name};
+    first = name;
+    options.format = format;
+  }
+  if (!options.columns.empty() && options.wide)
+    throw Error{Refusal::usage, "--columns", "cannot be combined with --wide", "one of them"};
+  return options;
+}
+
+void print_run(const Arguments& arguments, const RunSummary& summary) {
+  const TableOptions options = table_options_of(arguments);
+  if (arguments.given(json_option.name))
+    print_json(as_json(selected(summary, options)));
+  else
+    fmt::print("{}", table(summary, options));
+}
+
+}  // namespace kvreplay

@@ -1,0 +1,46 @@
+#include <fmt/format.h>
+
+#include "analysis/read_run.h"
+#include "arguments.h"
+#include "commands.h"
+#include "run_output.h"
+
+namespace kvreplay {
+namespace {
+
+constexpr Option options[] = {
+    in_group("selection", {"policies", 'p', "POLICY,...", "",
+                           "policies to show: NAME, as the tables name them, or NAME:KEY=VALUE; repeatable", true}),
+    {"budgets", 'b', "BUDGET,...", "", "budgets to show, as given to replay or in tokens; repeatable", true},
+    {"traces", 0, "NAME,...", "", "traces to show (default: all); repeatable", true},
+    in_group("table", table_options[0]),
+    table_options[1],
+    table_options[2],
+    table_options[3],
+    in_group("format", markdown_option),
+    {"latex", 0, "", "", "print LaTeX (package booktabs)"},
+    {"csv", 0, "", "", "print CSV in full precision, with the names of the metrics"},
+    json_option,
+};
+
+int run(const Arguments& arguments) {
+  print_run(arguments, read_run(arguments.operands().front()));
+  return 0;
+}
+
+std::string details() {
+  return "Without options it prints what kvreplay replay printed. Several traces: means with 95 % intervals.\n";
+}
+
+}  // namespace
+
+const Command show_command{"show",
+                           "prints the table of a finished run: one trace, or means over several",
+                           "RUN",
+                           options,
+                           run,
+                           details,
+                           "kvreplay show out -p snapkv,h2o -b 0.1 --wide\n"
+                           "kvreplay show out --all --columns kept,recall,output_error --latex\n"};
+
+}  // namespace kvreplay
