@@ -1,12 +1,19 @@
 #include "nearest.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cstddef>
 #include <numeric>
 #include <vector>
 
 namespace kvreplay {
 namespace {
+
+std::string lower_case(std::string_view text) {
+  std::string lower(text);
+  std::ranges::transform(lower, lower.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return lower;
+}
 
 /// Levenshtein distance.
 std::size_t distance(std::string_view a, std::string_view b) {
@@ -35,7 +42,7 @@ std::string nearest(std::string_view name, std::span<const std::string> known) {
     if (std::find(known.begin(), at, candidate) != at) continue;  // a parameter of two parts
     all += (all.empty() ? "" : ", ") + candidate;
     const bool is_part = name.size() > 2 && candidate.find(name) != std::string::npos;
-    const std::size_t d = is_part ? 1 : distance(name, candidate);
+    const std::size_t d = is_part ? 1 : distance(lower_case(name), lower_case(candidate));
     if (d < best_distance) {
       best_distance = d;
       best = candidate;

@@ -52,6 +52,7 @@ struct Card {
   const char* paper;
   const char* score;
   Family family = Family::own;
+  const char* other_names = "";  // separated by spaces: names that other programs give to it
 };
 
 /// A registered policy with values of its own.

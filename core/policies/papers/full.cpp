@@ -10,6 +10,7 @@ struct Full {
       .paper = "",
       .score = "none",
       .family = Family::control,
+      .other_names = "FullKV",
   };
 
   void parameters(Parameters&) {}

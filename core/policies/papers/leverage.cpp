@@ -15,6 +15,7 @@ struct LeverageScores {
           "s[h,j] = z(x_j' (X'X + ridge I)^-1 x_j), X the keys before RoPE minus their mean, z: z-scores over the "
           "layer",
       .family = Family::geometry,
+      .other_names = "LeverageScorePress",
   };
 
   Leverage leverage = {};

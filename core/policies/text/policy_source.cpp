@@ -1,8 +1,12 @@
 #include "policies/text/policy_source.h"
 
 #include <algorithm>
+#include <cctype>
+#include <iterator>
+#include <sstream>
 
 #include "error.h"
+#include "policies/policy.h"
 
 namespace kvreplay {
 namespace {
@@ -21,6 +25,23 @@ bool is_file(std::string_view word, char next) {
   return word.ends_with(".npy") || (next == ':' && word.ends_with(python_ending) && python_policy_reader());
 }
 
+/// "SnapKVPress" and "snap-kv" -> "snapkv".
+std::string plain_name(std::string_view name) {
+  std::string plain;
+  for (const char c : name)
+    if (c != '-' && c != '_') plain += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  constexpr std::string_view suffix = "press";
+  if (plain.size() > suffix.size() && plain.ends_with(suffix)) plain.erase(plain.size() - suffix.size());
+  return plain;
+}
+
+bool has_plain_name(const PolicyEntry& entry, const std::string& plain) {
+  if (plain_name(entry.name) == plain) return true;
+  std::istringstream names(entry.make()->card().other_names);
+  return std::any_of(std::istream_iterator<std::string>(names), {},
+                     [&](const std::string& name) { return plain_name(name) == plain; });
+}
+
 }  // namespace
 
 std::function<std::string(const std::string&, const std::string&)>& python_policy_reader() {
@@ -36,7 +57,14 @@ std::size_t end_of_policy_name(std::string_view text) {
 
 std::string registered_policy(std::string_view name) {
   const std::size_t file = end_of_file(name);
-  if (file == std::string_view::npos) return std::string(name);
+  if (file == std::string_view::npos) {
+    if (policies().find(name) != nullptr) return std::string(name);
+    const std::string plain = plain_name(name);
+    for (std::string& known : policies().names())
+      if (const PolicyEntry& entry = policies().get(known); entry.source.is_built_in() && has_plain_name(entry, plain))
+        return std::move(known);
+    return std::string(name);
+  }
   return python_policy_reader()(std::string(name.substr(0, file)), std::string(name.substr(file + 1)));
 }
 

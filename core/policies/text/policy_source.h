@@ -17,7 +17,9 @@ std::function<std::string(const std::string& file, const std::string& policy)>& 
 /// Where the name of a policy ends that `text` begins with: at its ':', or with the text.
 std::size_t end_of_policy_name(std::string_view text);
 
-/// The name in policies() of a policy that a user names, which is read from its file first if it is in one.
+/// The name in policies() of a policy that a user names, which is read from its file first if it is in one. In the name
+/// of a built-in policy, case, '-', '_' and kvpress's suffix Press do not count: SnapKVPress is snapkv. A card may have
+/// further names. An unknown name is returned unchanged.
 std::string registered_policy(std::string_view name);
 
 /// Policies as users write them, with every file that they name by a relative path in `folder`: mine.py:my_policy, and
