@@ -356,6 +356,29 @@ void check_cells(TraceWork& work, const Trace& trace) {
   }
 }
 
+/// One line for each budget, in tokens or bytes, that holds whole prompts.
+std::vector<std::string> budgets_above_prompt(const RunRequest& request, std::span<const TraceWork> works) {
+  std::vector<std::string> warnings;
+  for (const Budget& budget : request.budgets) {
+    const auto is_above = [&](const TraceWork& work) {
+      if (budget.fraction > 0 || !work.facts.error.empty()) return false;
+      const int prompt = work.conditions.boundary;
+      return budget.count > prompt ||
+             (budget.bytes > 0 && std::ranges::any_of(work.cells, [&](const CellWork& cell) {
+                return cell.facts.budget == budget.literal && cell.facts.budget_tokens == prompt;
+              }));
+    };
+    const auto first = std::ranges::find_if(works, is_above);
+    if (first == works.end()) continue;
+    const auto count = std::ranges::count_if(works, is_above);
+    warnings.push_back(fmt::format("budget {} holds all prompt tokens of {}: every token is kept", budget.literal,
+                                   count == 1
+                                       ? fmt::format("{} ({} tokens)", first->facts.name, first->conditions.boundary)
+                                       : fmt::format("{} traces", count)));
+  }
+  return warnings;
+}
+
 /// Results of an earlier version of an edited policy remain at budgets that are not part of this run. The warning tells
 /// them from results of the present version.
 void warn_of_versions(TraceWork& work) {
@@ -838,6 +861,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
     check_files(request.output, works);
   }
   RunSummary summary{.output = request.output, .detail = request.detail};
+  summary.warnings = budgets_above_prompt(request, works);
   Tally tally;
   std::optional<Error> refused;  // the first trace whose numbers are refused
   for (std::size_t i = 0; i < works.size(); ++i) {
