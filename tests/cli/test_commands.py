@@ -127,6 +127,20 @@ def test_info_counts_what_is_under_compression(traces: Path) -> None:
     assert "boundary" not in done("info", "fixture.h5", "--no-estimate", folder=traces)
 
 
+def test_info_takes_folders_patterns_and_manifests(traces: Path, tmp_path: Path) -> None:
+    def listed(name: str) -> list[str]:
+        return [one["name"] for one in json.loads(done("info", name, "--json", "--no-estimate", folder=tmp_path))]
+
+    (tmp_path / "data").symlink_to(traces)
+    assert listed("data") == ["fixture", "long"] and listed("data/f*.h5") == ["fixture"]
+    [long] = json.loads(done("info", traces / "long.h5", "--json", "--no-estimate", folder=tmp_path))
+    (tmp_path / "list.csv").write_text(f"file,trace_hash\ndata/long.h5,{long['hash']}\n")
+    assert listed("list.csv") == ["long"]
+    (tmp_path / "list.csv").write_text(f"file,trace_hash\ndata/fixture.h5,{long['hash']}\n")
+    answer = kvreplay("info", "list.csv", folder=tmp_path)
+    assert answer.code == 3 and answer.err.startswith("kvreplay: list.csv:2: trace_hash of data/fixture.h5: expected ")
+
+
 def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     shape = "--prompt 20 --continuation 0 --queries last:10".split()
     done("synth", "gaussian", "-o", "a.h5", *shape, folder=tmp_path)
@@ -651,6 +665,16 @@ def test_a_dry_run_plans_and_writes_nothing(traces: Path, tmp_path: Path) -> Non
     [trace] = json.loads(done(*words, "--dry-run", "--json", folder=tmp_path))["traces"]
     assert (trace["cells"], trace["skipped"]) == ([], 5)
     assert "5 cells" in done(*words, "--dry-run", folder=tmp_path)
+
+
+def test_a_budget_above_the_prompt_is_said_once(traces: Path, tmp_path: Path) -> None:
+    words = ["-p", "h2o,local", "--metrics", "attention_recall"]
+    one = kvreplay("replay", traces / "fixture.h5", *words, "-b", "100,12,6", "-o", "one", folder=tmp_path)
+    line = "budget 100 holds all prompt tokens of fixture (12 tokens): every token is kept"
+    assert one.err.count("every token is kept") == 1 and f"kvreplay: warning: {line}\n" in one.err, one
+    assert line in json.loads((tmp_path / "one/run.json").read_text())["warnings"]
+    both = kvreplay("replay", traces, *words, "-b", "1GiB", "-o", "both", folder=tmp_path)
+    assert "kvreplay: warning: budget 1GiB holds all prompt tokens of 2 traces: every token is kept\n" in both.err
 
 
 def test_diff_answers_for_traces_and_runs(traces: Path, tmp_path: Path) -> None:

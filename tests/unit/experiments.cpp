@@ -124,8 +124,8 @@ TEST_F(Experiments, EveryWrongKeyIsNamedWithTheNearest) {
   EXPECT_EQ(refusal("trases: a.h5\n"), "sweep.yaml:1: unknown key trases: did you mean traces?");
   EXPECT_EQ(refusal("traces: a.h5\nbudgts: 3\npolices: h2o\n"),
             "sweep.yaml:2: unknown key budgts; polices at sweep.yaml:3: did you mean budgets? did you mean policies?");
-  EXPECT_EQ(refusal("budget: 3\n"), "sweep.yaml:1: unknown key budget: did you mean budgets?");
-  for (const char* key : {"force", "watch", "shard", "dry-run", "json", "progress", "figure", "help", "policy"})
+  EXPECT_EQ(refusal("budgt: 3\n"), "sweep.yaml:1: unknown key budgt: did you mean budgets?");
+  for (const char* key : {"force", "watch", "shard", "dry-run", "json", "progress", "figure", "quiet", "help"})
     EXPECT_TRUE(refusal(std::string(key) + ": 1\n").starts_with("sweep.yaml:1: unknown key: expected ")) << key;
 }
 

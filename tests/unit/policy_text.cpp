@@ -2,11 +2,16 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cctype>
 #include <fstream>
+#include <sstream>
+#include <utility>
 
 #include "policies/schedules/blocks.h"
 #include "policies/text/configured.h"
 #include "policies/text/policy_file.h"
+#include "policies/text/policy_source.h"
 #include "policies/text/structure.h"
 #include "trace_files.h"
 
@@ -84,6 +89,34 @@ TEST(ConfiguredPolicy, PresetComesFirstAndValuesOverrideIt) {
 TEST(ConfiguredPolicy, SeedIsTheDefaultOfSeedParameters) {
   EXPECT_EQ(ConfiguredPolicy::parse("random", 7).label(), "random:seed=7");
   EXPECT_EQ(ConfiguredPolicy::parse("random:seed=0", 7).label(), "random");
+}
+
+TEST(ConfiguredPolicy, HasOneNameInEverySpelling) {
+  for (const std::string& name : policies().names()) {
+    std::string other = name + "-Press";
+    std::ranges::transform(other, other.begin(),
+                           [](char c) { return c == '-' ? '_' : static_cast<char>(std::toupper(c)); });
+    EXPECT_EQ(registered_policy(other), name) << other;
+    std::istringstream others(policies().get(name).make()->card().other_names);
+    for (std::string one; others >> one;) EXPECT_EQ(registered_policy(one), name) << one;
+  }
+  EXPECT_EQ(registered_policy("Press"), "Press");
+  EXPECT_EQ(ConfiguredPolicy::parse("critical-kv:base=(SnapKVPress:window=4)").label(),
+            "critical-kv:base=(snapkv:window=4)");
+}
+
+TEST(Budget, OfACompressionRatio) {
+  for (const auto& [ratio, budget] : {std::pair("0.9", "0.1"),
+                                      {"0.95", "0.05"},
+                                      {"0.123456789", "0.876543211"},
+                                      {"0", "1.0"},
+                                      {"0.50", "0.5"},
+                                      {"0.99999999", "1e-08"}}) {
+    EXPECT_EQ(Budget::of_compression_ratio(ratio), budget);
+    EXPECT_GT(Budget::parse(Budget::of_compression_ratio(ratio)).fraction, 0) << ratio;
+  }
+  for (const char* ratio : {"1", "-0.1", "nan"})
+    EXPECT_NE(refusal_of([&] { Budget::of_compression_ratio(ratio); }), "accepted") << ratio;
 }
 
 TEST(ConfiguredPolicy, RefusesInOneLine) {

@@ -11,6 +11,7 @@
 #include "error.h"
 #include "nearest.h"
 #include "parameters.h"
+#include "user_defaults.h"
 
 namespace kvreplay {
 namespace {
@@ -21,7 +22,9 @@ std::string flag(std::string_view option) { return "--" + std::string(option); }
 
 const Option& declaration(const Command& command, std::string_view name) {
   static constexpr Option none{"", 0, "", "", ""};
-  const auto found = std::ranges::find(command.options, name, &Option::name);
+  const auto found = std::ranges::find_if(command.options, [&](const Option& option) {
+    return option.name == name || (!name.empty() && option.plural == name);
+  });
   return found == command.options.end() ? none : *found;
 }
 
@@ -29,10 +32,13 @@ po::options_description description(std::span<const Option> options) {
   po::options_description described;
   for (const Option& option : options) {
     const std::string names = option.letter == 0 ? option.name : fmt::format("{},{}", option.name, option.letter);
-    if (*option.value == '\0')
-      described.add_options()(names.c_str(), option.help);
-    else
-      described.add_options()(names.c_str(), po::value<std::string>(), option.help);
+    for (const std::string& name : {names, std::string(option.plural)}) {
+      if (name.empty()) continue;
+      if (*option.value == '\0')
+        described.add_options()(name.c_str(), option.help);
+      else
+        described.add_options()(name.c_str(), po::value<std::string>(), option.help);
+    }
   }
   return described;
 }
@@ -76,6 +82,26 @@ std::vector<po::option> parsed(const Command& command, std::span<const std::stri
   }
 }
 
+/// Throws Error{usage} for an empty piece of a list, and for a word that the option does not offer.
+void check(const Option& declared, const GivenValue& value) {
+  const auto pieces =
+      is_list(declared.value) ? split_list(value.where, value.text) : std::vector{std::string_view(value.text)};
+  if (!only_words(declared.value)) return;
+  const std::vector<std::string> offered = words_of(declared.value);
+  for (const std::string_view word : pieces)
+    if (std::ranges::find(offered, word) == offered.end())
+      throw Error{Refusal::usage, value.where, "unknown value", nearest(word, offered), std::string(word)};
+}
+
+/// The value in the form of the option's target.
+GivenValue converted(const Option& declared, GivenValue value) {
+  std::string all;
+  for (const std::string& piece : split(value.text, ','))
+    all += (all.empty() ? "" : ",") + at_place(value, [&] { return declared.converted(piece); });
+  value.text = std::move(all);
+  return value;
+}
+
 }  // namespace
 
 Arguments::Arguments(const Command& command, std::string program, std::span<const std::string> words)
@@ -95,27 +121,41 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
     throw Error{Refusal::usage, command.name, "unexpected argument", "",
                 operands_[static_cast<std::size_t>(count.most)]};
   if (n < count.least) throw Error{Refusal::usage, command.name, "missing argument", command.operands};
+  if (std::ranges::none_of(command.options, &Option::has_user_default)) return;
+  for (auto& [name, value] : read_user_defaults()) {
+    const Option& declared = declaration(command, name);
+    if (!declared.has_user_default || given(name)) continue;
+    check(declared, value);
+    user_defaults_.emplace(name, value);
+  }
 }
 
 void Arguments::add(std::string_view option, GivenValue value) {
   const Option& declared = declaration(command_, option);
-  std::vector<GivenValue>& values = values_[std::string(option)];
+  if (*declared.name == '\0') {  // quiet or help
+    values_[std::string(option)].push_back(std::move(value));
+    return;
+  }
+  check(declared, value);
+  value.option = declared.name;
+  const bool has_target = *declared.target != '\0';
+  std::vector<GivenValue>& values = values_[has_target ? declared.target : declared.name];
+  if (!values.empty() && values.front().option != value.option)
+    throw Error{Refusal::usage, value.where, "contradicts " + values.front().where, "one of the two"};
   if (!values.empty() && !declared.repeatable)
     throw Error{Refusal::usage, value.where, "given more than once", "one value"};
-  values.push_back(std::move(value));
-  const std::string &text = values.back().text, &where = values.back().where;
-  const auto pieces = is_list(declared.value) ? split_list(where, text) : std::vector{std::string_view(text)};
-  if (!only_words(declared.value)) return;
-  const std::vector<std::string> offered = words_of(declared.value);
-  for (const std::string_view word : pieces)
-    if (std::ranges::find(offered, word) == offered.end())
-      throw Error{Refusal::usage, where, "unknown value", nearest(word, offered), std::string(word)};
+  values.push_back(has_target ? converted(declared, std::move(value)) : std::move(value));
 }
 
 std::vector<std::string> Arguments::spelled_out(std::span<const std::string_view> left_out) const {
   std::vector<std::string> words;
+  const auto is_left_out = [&](const std::string& option) {
+    return std::ranges::find(left_out, option) != left_out.end();
+  };
+  for (const auto& [option, value] : user_defaults_)
+    if (!given(option) && !is_left_out(option)) words.insert(words.end(), {flag(option), value.text});
   for (const auto& [option, values] : values_) {
-    if (std::ranges::find(left_out, option) != left_out.end()) continue;
+    if (is_left_out(option)) continue;
     for (const GivenValue& value : values) {
       words.push_back(flag(option));
       if (*declaration(command_, option).value != '\0') words.push_back(value.text);
@@ -129,12 +169,11 @@ std::span<const GivenValue> Arguments::values(std::string_view option) const {
   return found == values_.end() ? std::span<const GivenValue>() : found->second;
 }
 
-std::string Arguments::where(std::string_view option) const {
-  return given(option) ? values(option).front().where : flag(option);
-}
-
-std::string Arguments::text(std::string_view option) const {
-  return given(option) ? values(option).front().text : declaration(command_, option).standard;
+GivenValue Arguments::value(std::string_view option) const {
+  if (given(option)) return values(option).front();
+  const auto found = user_defaults_.find(option);
+  if (found != user_defaults_.end()) return found->second;
+  return {declaration(command_, option).standard, flag(option)};
 }
 
 std::vector<std::string> Arguments::all(std::string_view option) const {
@@ -144,37 +183,41 @@ std::vector<std::string> Arguments::all(std::string_view option) const {
 }
 
 int Arguments::whole_number(std::string_view option, int least, int most) const {
-  return parse_int(where(option), text(option), least, most);
+  const GivenValue given = value(option);
+  return parse_int(given.where, given.text, least, most);
 }
 
 double Arguments::real_number(std::string_view option, double least, double most) const {
-  const std::string value = text(option);
-  const double number = parse_real(where(option), value);
+  const GivenValue given = value(option);
+  const std::string& text = given.text;
+  const double number = parse_real(given.where, text);
   if (number < least || number > most) {
     const bool open = most == std::numeric_limits<double>::max();
-    throw Error{Refusal::usage, where(option), "out of range",
-                open ? fmt::format("{} or more", least) : fmt::format("{}..{}", least, most), value};
+    throw Error{Refusal::usage, given.where, "out of range",
+                open ? fmt::format("{} or more", least) : fmt::format("{}..{}", least, most), text};
   }
   return number;
 }
 
 std::uint64_t Arguments::seed(std::string_view option) const {
-  const std::string value = text(option);
+  const GivenValue given = value(option);
+  const std::string& text = given.text;
   std::uint64_t number = 0;
-  const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);
-  if (problem != std::errc{} || end != value.data() + value.size())
-    throw Error{Refusal::usage, where(option), "not a random seed", "0..2^64-1", "\"" + value + "\""};
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (problem != std::errc{} || end != text.data() + text.size())
+    throw Error{Refusal::usage, given.where, "not a random seed", "0..2^64-1", "\"" + text + "\""};
   return number;
 }
 
 std::size_t Arguments::bytes(std::string_view option) const {
-  const std::string value = text(option);
-  const Error refused{Refusal::usage, where(option), "not a size", "a number of bytes, as 4096, 512M or 1.5G",
-                      "\"" + value + "\""};
+  const GivenValue given = value(option);
+  const std::string& text = given.text;
+  const Error refused{Refusal::usage, given.where, "not a size", "a number of bytes, as 4096, 512M or 1.5G",
+                      "\"" + text + "\""};
   double number = 0;
-  const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (problem != std::errc{} || !std::isfinite(number) || number <= 0) throw refused;
-  std::string unit(end, value.data() + value.size());
+  std::string unit(end, text.data() + text.size());
   for (const std::string_view suffix : {"iB", "B"})
     if (unit.ends_with(suffix)) {
       unit.erase(unit.size() - suffix.size());

@@ -19,7 +19,8 @@ namespace kvreplay {
 struct GivenValue {
   std::string text;
   std::string where;
-  std::string place = {};  // "sweep.yaml:7"; empty: the command line
+  std::string place = {};   // "sweep.yaml:7"; empty: the command line
+  std::string option = {};  // by whose name it was given: budget, or compression-ratio
 };
 
 /// Reads a value, or a part of it. An error names `place` before its own.
@@ -50,7 +51,8 @@ class Arguments {
   /// The whole command line, for the record.
   const std::vector<std::string>& command_line() const { return command_line_; }
 
-  /// The options in long names, each followed by its value as a word of its own, without those that are `left_out`.
+  /// The options in long names, those of kvreplay.yaml too, each followed by its value as a word of its own, without
+  /// those that are `left_out`.
   std::vector<std::string> spelled_out(std::span<const std::string_view> left_out) const;
 
   /// What a file says for an option, checked as a word of the command line is.
@@ -58,8 +60,12 @@ class Arguments {
   void replace_operands(std::vector<std::string> operands) { operands_ = std::move(operands); }
 
   bool given(std::string_view option) const { return values_.contains(option); }
-  /// The value as given, or the declared standard.
-  std::string text(std::string_view option) const;
+  bool is_quiet() const { return given(quiet_option.name); }
+  /// What kvreplay.yaml says of options that are not given.
+  const std::map<std::string, GivenValue, std::less<>>& user_defaults() const { return user_defaults_; }
+  /// The value as given, that of kvreplay.yaml, or the declared standard.
+  GivenValue value(std::string_view option) const;
+  std::string text(std::string_view option) const { return value(option).text; }
   std::vector<std::string> all(std::string_view option) const;
   std::span<const GivenValue> values(std::string_view option) const;
 
@@ -70,12 +76,11 @@ class Arguments {
   std::size_t bytes(std::string_view option) const;
 
  private:
-  std::string where(std::string_view option) const;
-
   const Command& command_;
   std::vector<std::string> command_line_;
   std::vector<std::string> operands_;
   std::map<std::string, std::vector<GivenValue>, std::less<>> values_;
+  std::map<std::string, GivenValue, std::less<>> user_defaults_;
 };
 
 }  // namespace kvreplay

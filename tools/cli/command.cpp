@@ -1,5 +1,7 @@
 #include "command.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cctype>
 
@@ -37,8 +39,25 @@ std::vector<std::string> split(std::string_view text, char separator) {
 
 std::vector<Option> all_options(const Command& command) {
   std::vector<Option> options(command.options.begin(), command.options.end());
-  options.push_back(help_option);
+  options.insert(options.end(), {quiet_option, help_option});
   return options;
+}
+
+std::string synopsis(const Command& command) {
+  return fmt::format("kvreplay {}{}{}{}", command.name, *command.operands == '\0' ? "" : " ", command.operands,
+                     command.options.empty() ? "" : " [options]");
+}
+
+std::string spelling(const Option& option) {
+  return fmt::format("{}--{}{}{}", option.letter == 0 ? "" : fmt::format("-{}, ", option.letter), option.name,
+                     *option.value == '\0' ? "" : " ", option.value);
+}
+
+std::string help_text(const Option& option) {
+  std::string text = option.help;
+  if (*option.plural != '\0') text += fmt::format("; also --{}", option.plural);
+  if (*option.standard != '\0') text += fmt::format(" (default: {})", option.standard);
+  return text;
 }
 
 std::vector<std::string> words_of(std::string_view value) {

@@ -20,11 +20,31 @@ struct Option {
   const char* help;
   bool repeatable = false;
   const char* group = nullptr;  // heading of the group that begins with this option
+  const char* plural = "";      // the same in other commands and in files; empty: none
+  const char* target = "";      // another option, of whose values this one gives another form; empty: none
+  std::string (*converted)(std::string_view) = nullptr;  // a value in the form of the target
+  bool has_user_default = false;                         // kvreplay.yaml may give its default (user_defaults.h)
 };
 
 /// The first option of a group.
 constexpr Option in_group(const char* group, Option option) {
   option.group = group;
+  return option;
+}
+
+constexpr Option with_plural(const char* plural, Option option) {
+  option.plural = plural;
+  return option;
+}
+
+constexpr Option another_form_of(const char* target, std::string (*converted)(std::string_view), Option option) {
+  option.target = target;
+  option.converted = converted;
+  return option;
+}
+
+constexpr Option with_user_default(Option option) {
+  option.has_user_default = true;
   return option;
 }
 
@@ -58,11 +78,19 @@ inline constexpr Option table_options[] = {
     {"all", 0, "", "", "print every policy at every budget (default: one budget and at most ten policies)"},
     {"each", 0, "", "", "print a table for each trace (default: means over the traces)"},
 };
-/// Every command has it; the program itself answers it.
+/// Every command has these two; the program itself answers them.
+inline constexpr Option quiet_option{"quiet", 'q', "", "", "print only warnings and errors"};
 inline constexpr Option help_option{"help", 'h', "", "", "show this help"};
 
-/// Those of the command, and help.
+/// Those of the command, quiet and help.
 std::vector<Option> all_options(const Command& command);
+
+/// "kvreplay info TRACE... [options]".
+std::string synopsis(const Command& command);
+/// "-b, --budget BUDGET,...".
+std::string spelling(const Option& option);
+/// Help with plural and default.
+std::string help_text(const Option& option);
 
 /// The words that `value` offers as they stand: "auto|cpu|cuda[:N]" has auto, cpu and cuda, "last:N" has last:.
 std::vector<std::string> words_of(std::string_view value);

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "command.h"
@@ -37,6 +38,12 @@ void print_overview();
 
 /// One command with its options.
 void print_help(const Command& command);
+
+/// All commands with their options, as a page for man(1).
+void print_manual();
+
+/// Exit codes and their meanings.
+std::span<const std::pair<const char*, const char*>> exit_codes();
 
 /// A program kvreplay-NAME that runs as if it were a command, such as the Python tools, whether or not it is installed.
 struct Companion {

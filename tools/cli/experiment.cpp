@@ -30,26 +30,23 @@ bool is_experiment(std::string_view operand) {
   return operand.starts_with('@') && (operand.ends_with(".yaml") || operand.ends_with(".yml"));
 }
 
-/// Keys that hold more than one value are plurals.
-std::string key_of(const Option& option) {
-  const std::string_view name = option.name;
-  return name == "policy" ? "policies" : name == "budget" ? "budgets" : option.name;
-}
-
 /// Options by the keys that they have in a file.
 std::map<std::string, const Option*> options_of(const Command& command) {
   std::map<std::string, const Option*> options;
   for (const Option& option : command.options)
-    if (std::ranges::find(of_one_start, option.name) == std::end(of_one_start)) options[key_of(option)] = &option;
+    if (std::ranges::find(of_one_start, option.name) == std::end(of_one_start))
+      for (const std::string_view name : {option.name, option.plural})
+        if (!name.empty()) options[std::string(name)] = &option;
   return options;
 }
 
 void check_keys(const YamlNode& root, const std::map<std::string, const Option*>& options) {
   std::vector<std::string> known{std::string(traces_key)};
-  for (const auto& [key, option] : options) known.push_back(key);
+  for (const auto& [key, option] : options)
+    if (*option->plural == '\0' || key == option->plural) known.push_back(key);
   std::string where, expected, found;
   for (const auto& [key, value] : root.entries) {
-    if (std::ranges::find(known, key) != known.end()) continue;
+    if (key == traces_key || options.contains(key)) continue;
     const bool first = where.empty();
     if (first) where = value.where;
     expected += (first ? "" : expected.ends_with('?') ? " " : "; ") + nearest(key, known);
@@ -95,8 +92,11 @@ class File {
 
   void add_to(Arguments& arguments) const {
     const Arguments given = arguments;
-    for (const auto& [key, node] : root_.entries)
-      if (key != traces_key && !given.given(options_.at(key)->name)) add(arguments, *options_.at(key), key, node);
+    for (const auto& [key, node] : root_.entries) {
+      if (key == traces_key) continue;
+      const Option& option = *options_.at(key);
+      if (!given.given(*option.target == '\0' ? option.name : option.target)) add(arguments, option, key, node);
+    }
   }
 
  private:

@@ -43,9 +43,15 @@ void print_options(const std::vector<std::pair<std::string, std::string>>& optio
   print_columns(rows, 2);
 }
 
-std::string with_space(std::string_view text) { return fmt::format("{}{}", text.empty() ? "" : " ", text); }
+constexpr Option options[] = {
+    {"man", 0, "", "", "print the manual page of all commands, in the format of man(7)"},
+};
 
 int help(const Arguments& arguments) {
+  if (arguments.given("man")) {
+    print_manual();
+    return 0;
+  }
   if (arguments.operands().empty()) {
     print_overview();
     return 0;
@@ -59,6 +65,20 @@ int help(const Arguments& arguments) {
 
 }  // namespace
 
+std::span<const std::pair<const char*, const char*>> exit_codes() {
+  static constexpr std::pair<const char*, const char*> codes[] = {
+      {"0", "success; the files are valid or equal"},
+      {"1", "finished, with a negative answer: an invalid trace, different runs"},
+      {"2", "usage error: an unknown name, an invalid value, contradictory options"},
+      {"3", "input rejected: an unreadable file, a trace without the required data"},
+      {"4", "not supported by this build or machine, or a program is not installed"},
+      {"5", "too little memory or disk space"},
+      {"6", "finished, but some cells failed (they are listed)"},
+      {"70", "internal error: a bug of kvreplay"},
+      {"130", "interrupted; finished cells are kept"}};
+  return codes;
+}
+
 void print_overview() {
   fmt::print(
       "kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values\n\n"
@@ -71,38 +91,29 @@ void print_overview() {
                     fmt::format("{}{}", companion.summary, find_companion(companion.name) ? "" : "  (not installed)")});
   print_columns(rows, 2);
   fmt::print(
-      "\nkvreplay help COMMAND prints the options of a command; kvreplay --version prints the version.\n\n"
+      "\nkvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version.\n"
+      "Every command accepts -q (--quiet): print only warnings and errors.\n\n"
       "exit codes\n");
-  print_columns({{"0", "success; the files are valid or equal"},
-                 {"1", "finished, with a negative answer: an invalid trace, different runs"},
-                 {"2", "usage error: an unknown name, an invalid value, contradictory options"},
-                 {"3", "input rejected: an unreadable file, a trace without the required data"},
-                 {"4", "not supported by this build or machine, or a program is not installed"},
-                 {"5", "too little memory or disk space"},
-                 {"6", "finished, but some cells failed (they are listed)"},
-                 {"70", "internal error: a bug of kvreplay"},
-                 {"130", "interrupted; finished cells are kept"}},
-                2);
+  rows.clear();
+  for (const auto& [code, meaning] : exit_codes()) rows.push_back({code, meaning});
+  print_columns(rows, 2);
 }
 
 void print_help(const Command& command) {
-  fmt::print("kvreplay {}{}{}\n  {}\n", command.name, with_space(command.operands),
-             command.options.empty() ? "" : " [options]", command.summary);
-  if (!command.options.empty()) {
-    std::vector<std::pair<std::string, std::string>> rows;
-    const auto print_group = [&rows](const char* group) {
-      fmt::print("\n{}\n", group);
-      print_options(std::exchange(rows, {}));
-    };
-    const char* group = command.options.front().group == nullptr ? "options" : command.options.front().group;
-    for (const Option& option : command.options) {
-      if (option.group != nullptr && !rows.empty()) print_group(std::exchange(group, option.group));
-      const std::string letter = option.letter == 0 ? "    " : fmt::format("-{}, ", option.letter);
-      const std::string standard = *option.standard == '\0' ? "" : fmt::format(" (default: {})", option.standard);
-      rows.emplace_back(fmt::format("{}--{}{}", letter, option.name, with_space(option.value)), option.help + standard);
-    }
-    print_group(group);
+  fmt::print("{}\n  {}\n", synopsis(command), command.summary);
+  std::vector<std::pair<std::string, std::string>> rows;
+  const char* group = "options";
+  const auto print_group = [&](const char* next) {
+    if (!rows.empty()) fmt::print("\n{}\n", group);
+    print_options(std::exchange(rows, {}));
+    group = next;
+  };
+  for (const Option& option : all_options(command)) {
+    if (option.group != nullptr) print_group(option.group);
+    if (option.name == std::string_view(quiet_option.name)) print_group("every command");
+    rows.emplace_back((option.letter == 0 ? "    " : "") + spelling(option), help_text(option));
   }
+  print_group(nullptr);
   if (command.details != nullptr) fmt::print("\n{}", command.details());
   if (*command.examples != '\0') {
     fmt::print("\nexamples\n");
@@ -110,6 +121,6 @@ void print_help(const Command& command) {
   }
 }
 
-const Command help_command{"help", "prints this overview, or the options of one command", "[COMMAND]", {}, help};
+const Command help_command{"help", "prints this overview, or the options of one command", "[COMMAND]", options, help};
 
 }  // namespace kvreplay

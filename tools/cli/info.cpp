@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "arguments.h"
 #include "commands.h"
@@ -14,6 +15,7 @@
 #include "replay/replay.h"
 #include "replay/stored_observables.h"
 #include "trace/trace.h"
+#include "trace_list.h"
 
 namespace kvreplay {
 namespace {
@@ -227,21 +229,23 @@ int run(const Arguments& arguments) {
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
   Json document = Json::array();
   const bool json = arguments.given("json");
-  for (const std::string& path : arguments.operands()) {
-    const char* gap = &path == &arguments.operands().front() ? "" : "\n";
+  const char* gap = "";
+  for (const ListedTrace& listed : list_traces(arguments.operands())) {
+    const std::string& path = listed.path;
     if (is_observables_file(path)) {
       document.push_back({{"path", path}, {"kind", "stored observables"}});
-      if (!json) fmt::print("{}{}: stored observables of a trace\n", gap, path);
+      if (!json) fmt::print("{}{}: stored observables of a trace\n", std::exchange(gap, "\n"), path);
       continue;
     }
     const Trace trace = Trace::open(path);
+    check_hash(listed, trace.hash());
     const Use use = use_of(trace, arguments.text("boundary"));
     std::optional<Estimate> cost;
     if (!arguments.given("no-estimate")) cost = cost_of(trace, use);
     if (json) {
       document.push_back(as_json(trace, use, cost));
     } else {
-      fmt::print("{}", gap);
+      fmt::print("{}", std::exchange(gap, "\n"));
       print_text(trace, use, cost);
     }
   }
@@ -252,7 +256,7 @@ int run(const Arguments& arguments) {
 }  // namespace
 
 const Command info_command{
-    "info",  "describes a trace: contents, replayable policies, estimated cost", "TRACE...", options, run,
-    nullptr, "kvreplay info trace.h5\nkvreplay info *.h5 --no-estimate --json\n"};
+    "info",          "describes a trace: contents, replayable policies, estimated cost",   "TRACE...", options, run,
+    trace_list_help, "kvreplay info trace.h5\nkvreplay info traces --no-estimate --json\n"};
 
 }  // namespace kvreplay

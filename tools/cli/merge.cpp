@@ -94,7 +94,7 @@ int run(const Arguments& arguments) {
     return line ? results_folders({*line}, output) : std::exchange(given, {});
   };
   const MergeSummary summary = [&] {
-    ProgressLine line(arguments.text("progress"));
+    ProgressLine line(arguments);
     return merge(
         output, next_folders, arguments.given("no-tables") ? Tables::leave : Tables::write, arguments.command_line(),
         [&line](double done, const std::string& trace) { line.show(done, trace); }, interrupted);

@@ -1,11 +1,14 @@
 #include "program.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,13 +28,30 @@ namespace {
 /// "1.2.3 (commit)".
 std::string build_line() { return fmt::format("{} ({})", build_version, build_commit); }
 
+/// Discards stdout while it lives.
+class DiscardedOutput {
+ public:
+  DiscardedOutput() : stdout_(dup(STDOUT_FILENO)) { redirect(open("/dev/null", O_WRONLY | O_CLOEXEC)); }
+  ~DiscardedOutput() { redirect(stdout_); }
+  DiscardedOutput(const DiscardedOutput&) = delete;
+  DiscardedOutput& operator=(const DiscardedOutput&) = delete;
+
+ private:
+  static void redirect(int file) {
+    std::fflush(stdout);
+    dup2(file, STDOUT_FILENO);
+    close(file);
+  }
+  int stdout_;
+};
+
 int run_command(const std::string& program, const std::vector<std::string>& words) {
   if (words.empty() || words.front() == "--help" || words.front() == "-h") {
     print_overview();
     return 0;
   }
   const std::string& name = words.front();
-  if (name == "--version") {
+  if (name == "--version" || name == "-V") {
     fmt::print("kvreplay {}\n", build_line());
     return 0;
   }
@@ -51,6 +71,8 @@ int run_command(const std::string& program, const std::vector<std::string>& word
     print_help(*command);
     return 0;
   }
+  const std::optional<DiscardedOutput> discarded =
+      arguments.is_quiet() ? std::make_optional<DiscardedOutput>() : std::nullopt;
   return command->run(arguments);
 }
 

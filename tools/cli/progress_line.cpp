@@ -5,12 +5,15 @@
 
 #include <cstdio>
 
+#include "arguments.h"
 #include "output.h"
 
 namespace kvreplay {
 
-ProgressLine::ProgressLine(std::string_view when)
-    : terminal_(isatty(STDERR_FILENO) != 0), shown_(when == "always" || (when == "auto" && terminal_)) {}
+ProgressLine::ProgressLine(const Arguments& arguments)
+    : terminal_(isatty(STDERR_FILENO) != 0),
+      shown_(!arguments.is_quiet() && (arguments.text(progress_option.name) == "always" ||
+                                       (arguments.text(progress_option.name) == "auto" && terminal_))) {}
 
 ProgressLine::~ProgressLine() {
   if (drawn_ && terminal_) say("\r\x1b[K");

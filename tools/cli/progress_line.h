@@ -6,11 +6,13 @@
 
 namespace kvreplay {
 
+class Arguments;
+
 class ProgressLine {
  public:
-  /// `when` is auto (stderr is a terminal), always or never. Where stderr is no terminal the line is not redrawn but
-  /// written anew every few seconds.
-  explicit ProgressLine(std::string_view when);
+  /// Of a command with progress_option: auto (stderr is a terminal), always or never; --quiet is never. Where stderr is
+  /// no terminal the line is not redrawn but written anew every few seconds.
+  explicit ProgressLine(const Arguments& arguments);
   /// Wipes the line, so that what follows starts on a clean one.
   ~ProgressLine();
   ProgressLine(const ProgressLine&) = delete;

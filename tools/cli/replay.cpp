@@ -35,16 +35,24 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    in_group("policies and budgets",
-             {"policy", 'p', "POLICY,...", "",
-              "policies to replay: NAME[:KEY=VALUE,...]; KEY: a parameter or a part (score, select, allocate, share, "
-              "schedule, store, "
-              "protect); layers:0-14=(A),15-29=B: a policy per layer range; @FILE: policies of a YAML file; repeatable",
-              true}),
-    {"budget", 'b', "BUDGET,...", "",
-     "tokens to keep per layer and head: 0.1 or 10% of the prompt, 512 tokens, 0.1@seen of the tokens seen so far; or "
-     "memory: 64KiB, 1MiB, 1GiB; repeatable",
-     true},
+    in_group(
+        "policies and budgets",
+        with_plural(
+            "policies",
+            {"policy", 'p', "POLICY,...", "",
+             "policies to replay: NAME[:KEY=VALUE,...]; KEY: a parameter or a part (score, select, allocate, share, "
+             "schedule, store, "
+             "protect); layers:0-14=(A),15-29=B: a policy per layer range; @FILE: policies of a YAML file; repeatable",
+             true})),
+    with_plural("budgets", {"budget", 'b', "BUDGET,...", "",
+                            "tokens to keep per layer and head: 0.1 or 10% of the prompt, 512 tokens, 0.1@seen of the "
+                            "tokens seen so far; or "
+                            "memory: 64KiB, 1MiB, 1GiB; repeatable",
+                            true}),
+    another_form_of(
+        "budget", Budget::of_compression_ratio,
+        {"compression-ratio", 0, "RATIO,...", "",
+         "shares of the prompt to evict, in place of budgets: 0.9 is -b 0.1, as in kvpress; repeatable", true}),
     {"structure", 0, "page=N,heads=layer|kv|query|own", "",
      "evict whole pages, as paged inference engines do, with every policy; omitted keys: page=16, heads=layer"},
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
@@ -63,7 +71,8 @@ constexpr Option options[] = {
     {"metrics", 0, "METRIC,...", "", "metrics: NAME or NAME:VARIANT (default: all, base variants)", true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: skip them, or evict from them too"},
     {"seed", 0, "N", "0", "random seed of every policy that takes one"},
-    in_group("results", {"output", 'o', "DIR", "kvreplay-out", "folder of results; finished cells in it are reused"}),
+    in_group("results", with_user_default({"output", 'o', "DIR", "kvreplay-out",
+                                           "folder of results; finished cells in it are reused"})),
     {"force", 0, "", "", "recompute cells that the folder already holds"},
     {"detail", 0, "summary|layer|head", "layer", "granularity of the rows of results.csv"},
     {"save", 0, "scores|attention,...", "", "extra data to store in cells/TRACE.h5"},
@@ -77,9 +86,9 @@ constexpr Option options[] = {
     table_options[2],
     table_options[3],
     json_option,
-    in_group("execution", {"device", 0, "auto|cpu|cuda[:N]", "auto", "device that computes"}),
+    in_group("execution", with_user_default({"device", 0, "auto|cpu|cuda[:N]", "auto", "device that computes"})),
     {"device-memory", 0, "SIZE", "", "limit on GPU memory, as 40G (default: nine tenths of the free memory)"},
-    {"threads", 0, "N", "0", "CPU threads; 0: all cores"},
+    with_user_default({"threads", 0, "N", "0", "CPU threads; 0: all cores"}),
     {"memory", 0, "SIZE", "",
      "limit on memory, as 8G, mapped pages of the trace included; a plan that needs more is rejected (default: the "
      "free memory)"},
@@ -164,8 +173,10 @@ struct Prepared {
 
 Prepared requested(const Arguments& arguments) {
   if (!arguments.given("policy")) throw Error{Refusal::usage, "replay", "no policy to replay", "-p POLICY,..."};
-  if (!arguments.given("budget")) throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,..."};
-  Prepared all{.device = find_device(arguments.text("device"))};
+  if (!arguments.given("budget"))
+    throw Error{Refusal::usage, "replay", "no budget", "-b BUDGET,... or --compression-ratio RATIO,..."};
+  const GivenValue device = arguments.value("device");
+  Prepared all{.device = at_place(device, [&] { return find_device(device.text); })};
   RunRequest& request = all.request;
   request.traces.assign(arguments.operands().begin(), arguments.operands().end());
   request.seed = arguments.seed("seed");
@@ -284,9 +295,9 @@ void plan(const Arguments& arguments, Prepared& all) {
 /// A command line that computes the same cells of any trace that is added to it, wherever it is started.
 std::vector<std::string> words_without_traces(const Arguments& arguments, const Prepared& all) {
   // Those that follow here, and those of one start.
-  static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin",  "output", "threads",
-                                                  "memory", "shard",   "dry-run", "json",   "progress",
-                                                  "force",  "columns", "wide",    "all",    "each"};
+  static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin", "output",   "threads", "memory",
+                                                  "shard",  "dry-run", "json",   "progress", "force",   "columns",
+                                                  "wide",   "all",     "each",   "quiet"};
   const std::filesystem::path here = std::filesystem::current_path();
   std::vector<std::string> words{arguments.command().name};
   const auto add = [&](const char* option, std::string value) {
@@ -341,7 +352,7 @@ Json plan_as_json(const Arguments& arguments, const Prepared& prepared) {
   for (const ConfiguredPolicy& policy : request.policies) document["policies"].push_back(policy.label());
   for (const Budget& budget : request.budgets) document["budgets"].push_back(budget.literal);
   document["words"] = words_without_traces(arguments, prepared);
-  if (arguments.given("output")) document["output"] = arguments.text("output");
+  document["output"] = arguments.text("output");
   document["traces"] = Json::array();
   for (std::size_t i = 0; i < traces.size(); ++i) document["traces"].push_back(as_json(traces[i], costs[i]));
   return document;
@@ -376,6 +387,17 @@ void report_read(const RunSummary& summary) {
       what += fmt::format("{}{} of {} layers", what.empty() ? "" : ", ", observable, layers);
     if (!what.empty()) say("kvreplay: stored observables read from {}: {}\n", trace.observables.string(), what);
   }
+}
+
+/// Names kvreplay.yaml and the options that it has set: the command line does not show them.
+void report_user_defaults(const Arguments& arguments) {
+  std::string file, set;
+  for (const auto& [name, value] : arguments.user_defaults()) {
+    if (arguments.given(name)) continue;  // by an experiment
+    file = value.place.substr(0, value.place.rfind(':'));
+    set += fmt::format(" --{} {}", name, value.text);
+  }
+  if (!set.empty()) say("kvreplay: defaults from {}:{}\n", file, set);
 }
 
 void report_troubles(const RunSummary& summary) {
@@ -416,41 +438,43 @@ Prepared prepared_in_memory(const Asked& asked, const std::vector<std::shared_pt
   std::vector<std::string> words{"watch", (program_folder() / "kvreplay").string(), arguments.command().name};
   std::ranges::copy(arguments.operands(), std::back_inserter(words));
   std::ranges::move(arguments.spelled_out(left_out), std::back_inserter(words));
+  if (std::ranges::find(words, "--output") == words.end())
+    words.insert(words.end(), {"--output", arguments.text("output")});
   run_companion("python", words);
 }
 
 int run_replay(const Arguments& given) {
-  if (given.given("watch")) watch(asked(given).arguments);
-  if (given.given("figure")) throw Error{Refusal::usage, "--figure", "needs --watch", "--watch, or kvreplay plot"};
-  heed_interruptions();
+  if (given.given("figure") && !given.given("watch"))
+    throw Error{Refusal::usage, "--figure", "needs --watch", "--watch, or kvreplay plot"};
   const Asked experiment = asked(given);
   const Arguments& arguments = experiment.arguments;
+  const bool is_quiet = arguments.is_quiet();
+  if (!is_quiet) report_user_defaults(arguments);
+  if (given.given("watch")) watch(arguments);
+  heed_interruptions();
   Prepared all = prepared(experiment, arguments.text("output"));
   if (arguments.given("dry-run")) {
     print_plan(arguments, all);
     return 0;
   }
   if (!all.run) {
-    say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
+    if (!is_quiet) say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
     if (arguments.given("json")) print_run(arguments, {.output = all.request.output});
     return 0;
   }
   all.traces.clear();  // the run has its own, and closes them one by one
 
   const RunSummary summary = [&] {
-    ProgressLine line(arguments.text("progress"));
+    ProgressLine line(arguments);
     return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
   print_run(arguments, summary);
-  report_read(summary);
+  if (!is_quiet) report_read(summary);
   report_troubles(summary);
   return summary.failed() > 0 ? 6 : 0;
 }
 
-std::string details() {
-  return "TRACE is a trace (.h5), a folder of traces, a quoted pattern such as 'traces/*.h5', a manifest (.csv),\n"
-         "or @EXPERIMENT.yaml, a file with traces and options.\n";
-}
+std::string details() { return trace_list_help() + "@EXPERIMENT.yaml is a file with traces and options.\n"; }
 
 }  // namespace
 

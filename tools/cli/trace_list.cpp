@@ -127,6 +127,16 @@ std::vector<ListedTrace> list_traces(std::span<const GivenValue> names, const fs
   return all;
 }
 
+std::vector<ListedTrace> list_traces(std::span<const std::string> operands) {
+  std::vector<GivenValue> names;
+  for (const std::string& operand : operands) names.push_back({operand, operand});
+  return list_traces(names);
+}
+
+std::string trace_list_help() {
+  return "TRACE is a trace (.h5), a folder of traces, a quoted pattern such as 'traces/*.h5', or a manifest (.csv).\n";
+}
+
 void check_hash(const ListedTrace& listed, const std::string& hash) {
   if (!listed.hash.empty() && !hash.empty() && listed.hash != hash)
     throw Error{Refusal::input, listed.where, "trace_hash of " + listed.path, listed.hash, hash};

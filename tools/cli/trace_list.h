@@ -24,6 +24,12 @@ struct ListedTrace {
 /// for a name that stands for nothing and for a manifest that is none.
 std::vector<ListedTrace> list_traces(std::span<const GivenValue> names, const std::filesystem::path& folder = {});
 
+/// The same of operands of a command line.
+std::vector<ListedTrace> list_traces(std::span<const std::string> operands);
+
+/// Details of commands with such operands.
+std::string trace_list_help();
+
 /// Throws Error{input}, at the line of the manifest, where the trace that was opened has another hash.
 void check_hash(const ListedTrace& listed, const std::string& hash);
 

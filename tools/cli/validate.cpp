@@ -86,7 +86,7 @@ int run(const Arguments& arguments) {
   bool all_valid = true;
   for (const std::string& path : paths) {
     {
-      ProgressLine line(arguments.text("progress"));
+      ProgressLine line(arguments);
       document.push_back(examine(path, arguments.given("deep"), line));
     }
     const Json& verdict = document.back();

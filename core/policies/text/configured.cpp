@@ -479,6 +479,15 @@ Budget Budget::parse(std::string_view text) {
   return budget;
 }
 
+std::string Budget::of_compression_ratio(std::string_view text) {
+  const std::string where = "compression ratio " + std::string(text);
+  const double ratio = parse_real(where, text);
+  if (!(ratio >= 0.0 && ratio < 1.0))
+    throw Error{Refusal::usage, where, "out of range", "the share to evict, in [0, 1)", std::string(text)};
+  // The difference has rounding errors below 1e-12. A literal without a point would be a number of tokens.
+  return ratio == 0.0 ? "1.0" : fmt::format("{}", std::round((1.0 - ratio) * 1e12) / 1e12);
+}
+
 int Budget::tokens(int prompt, double slice_bytes) const {
   if (bytes > 0) return static_cast<int>(std::min(std::floor(bytes / slice_bytes), static_cast<double>(prompt)));
   return (count > 0 ? Amount::tokens(count) : Amount::fraction(fraction)).of_prompt(prompt);

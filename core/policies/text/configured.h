@@ -121,6 +121,9 @@ struct Budget {
   double of_seen() const { return at_seen ? fraction : 0.0; }
 
   static Budget parse(std::string_view text);
+  /// kvpress's compression ratio, the evicted share of the prompt, as the literal of a budget: "0.9" -> "0.1". Throws
+  /// Error{usage} unless it is in [0, 1).
+  static std::string of_compression_ratio(std::string_view text);
   /// max(1, floor(f * P + 1/2)), the count, or of bytes as many slices as fit, P at most. A slice is a token in every
   /// row of every layer; none may fit.
   int tokens(int prompt, double slice_bytes = 0) const;

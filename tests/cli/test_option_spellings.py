@@ -1,0 +1,106 @@
+"""Options, policies and traces in the spellings that users of other tools expect."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from program import done, kvreplay
+
+EQUAL_WORDS = [
+    (["--compression-ratio", "0.5,0.75"], ["-b", "0.5,0.25"]),
+    (["--compression-ratio", "0.9", "--compression-ratio", "0"], ["-b", "0.1", "-b", "1.0"]),
+    (["--budgets", "6"], ["--budget", "6"]),
+]
+
+
+def planned(*words: str | Path, folder: Path) -> dict:
+    return json.loads(done("replay", *words, "--dry-run", "--json", folder=folder))
+
+
+@pytest.mark.parametrize("words, plain", EQUAL_WORDS)
+def test_other_forms_of_a_budget_plan_the_same_cells(words, plain, traces: Path, tmp_path: Path) -> None:
+    one = planned(traces / "fixture.h5", "--policies", "h2o", *words, folder=tmp_path)
+    other = planned(traces / "fixture.h5", "-p", "h2o", *plain, folder=tmp_path)
+    assert (one["words"], one["budgets"]) == (other["words"], other["budgets"])
+    assert one["traces"][0]["cells"] == other["traces"][0]["cells"]
+
+
+def test_a_compression_ratio_gives_the_results_of_its_budget(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", "-p", "snapkv", "--metrics", "attention_recall"]
+    done(*words, "--compression-ratio", "0.9", "-o", "ratio", folder=tmp_path)
+    done(*words, "-b", "0.1", "-o", "budget", folder=tmp_path)
+    assert (tmp_path / "ratio/results.csv").read_bytes() == (tmp_path / "budget/results.csv").read_bytes()
+    [ratio, budget] = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("ratio", "budget")]
+    assert ratio["options"] == budget["options"]
+    assert [cell["cell"] for cell in ratio["cells"]] == [cell["cell"] for cell in budget["cells"]]
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["-b", "0.1", "--compression-ratio", "0.9"],
+         "--compression-ratio: contradicts --budget: expected one of the two"),
+        (["--compression-ratio", "0.9", "--budgets", "0.1"],
+         "--budgets: contradicts --compression-ratio: expected one of the two"),
+        (["--compression-ratio", "1"],
+         "compression ratio 1: out of range: expected the share to evict, in [0, 1), found 1"),
+        (["--compression-ratio", "0.9,"], "--compression-ratio: empty list element"),
+        ([], "replay: no budget: expected -b BUDGET,... or --compression-ratio RATIO,..."),
+    ],
+)  # fmt: skip
+def test_a_wrong_compression_ratio_is_rejected(words, line, traces: Path, tmp_path: Path) -> None:
+    answer = kvreplay("replay", traces / "fixture.h5", "-p", "h2o", *words, folder=tmp_path)
+    assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}"), answer
+
+
+def test_an_experiment_has_one_form_of_budgets(traces: Path, tmp_path: Path) -> None:
+    text = f"traces: {traces}/fixture.h5\npolicy: h2o\ncompression-ratio: [0.5]\n"
+    (tmp_path / "one.yaml").write_text(text)
+    assert planned("@one.yaml", folder=tmp_path)["budgets"] == ["0.5"]
+    assert planned("@one.yaml", "-b", "4", folder=tmp_path)["budgets"] == ["4"]
+    (tmp_path / "both.yaml").write_text(text + "budgets: 4\n")
+    answer = kvreplay("replay", "@both.yaml", folder=tmp_path)
+    line = "both.yaml:4: budgets: contradicts both.yaml:3: compression-ratio: expected one of the two"
+    assert (answer.code, answer.err) == (2, f"kvreplay: {line}\n")
+
+
+def test_quiet_leaves_only_warnings_and_errors(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "--observables", "keep"]
+    for _ in range(2):  # the second reads stored observables, and says so without -q
+        assert done(*words, "-o", "out", "-q", "--force", "--progress", "always", folder=tmp_path) == ""
+    assert (tmp_path / "out/results.csv").is_file()
+    wrong = kvreplay("replay", "missing.h5", "-p", "h2o", "-b", "6", "--quiet", folder=tmp_path)
+    assert wrong.code == 3 and wrong.out == "" and wrong.err.startswith("kvreplay: missing.h5: ")
+    assert kvreplay("validate", traces / "fixture.h5", "-q", folder=tmp_path).out == ""
+    (traces / "fixture.obs.h5").unlink()
+
+
+def test_a_letter_prints_the_version(tmp_path: Path) -> None:
+    assert done("-V", folder=tmp_path) == done("--version", folder=tmp_path)
+
+
+def test_the_manual_page_has_every_command_option_and_exit_code(tmp_path: Path) -> None:
+    page = done("help", "--man", folder=tmp_path)
+    assert page.startswith('.TH KVREPLAY 1 "" "kvreplay ')
+    known = {line.split()[0] for line in done(folder=tmp_path).splitlines() if line.startswith("  ")} - {"kvreplay"}
+    plain = page.replace("\\-", "-")
+    for name in known:
+        assert f"\n.SS kvreplay {name}" in plain or f"\n.B {name}\n" in plain, name
+    for line in done("help", "replay", folder=tmp_path).splitlines():
+        if line.strip().startswith("-"):
+            assert f"\n.B {line.strip().split('  ')[0]}\n" in plain, line
+    requests = {line.split()[0] for line in page.splitlines() if line.startswith((".", "'"))}
+    assert requests == {".TH", ".SH", ".SS", ".TP", ".B", ".I", ".PP", ".nf", ".fi"}
+    if groff := shutil.which("groff"):
+        shown = subprocess.run(
+            [groff, "-man", "-Kutf8", "-Tutf8", "-P-cbou", "-wall"],
+            input=page,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert shown.stderr == "" and "--compression-ratio RATIO" in shown.stdout
