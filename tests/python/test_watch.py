@@ -65,8 +65,30 @@ def test_options_may_be_written_in_any_way(folder):
         assert (folder / "curve.svg").is_file() and not list(folder.glob("*.obs.h5"))
 
 
+def test_the_change_since_the_last_save_is_printed(folder, watched):
+    """New minus old numbers of the edited policy alone, also when a save in between was broken."""
+
+    def recall(printed: str) -> float:
+        title = next(line for line in printed.splitlines() if line.startswith("policy"))
+        line = next(line for line in printed.splitlines() if line.startswith("by_size"))
+        return float(line.replace("*", " ").split()[title.split().index("recall")])
+
+    def changed(printed: str) -> list[str]:
+        return [line for line in printed.splitlines() if line.startswith("change")]
+
+    first = watched.replays(1)[0]
+    assert changed(first) == []
+    (folder / "mine.py").write_text(POLICY.replace("view.value_norms()", "nothing"))
+    assert changed(watched.replays(2)[1]) == []
+    (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
+    third = watched.replays(3)[2]
+    [line] = changed(third)
+    assert line.startswith("change   by_size at 0.1: attention_recall ") and "output_error:pooled" in line
+    assert float(line.split()[5].rstrip(",")) == pytest.approx(recall(third) - recall(first), abs=1e-3)
+
+
 def test_only_the_edited_policy_is_computed_again(folder, watched):
-    assert "keeps TRACE.obs.h5 beside each trace" in watched.replays(1)[0] and (folder / "trace.obs.h5").is_file()
+    assert "writes TRACE.obs.h5 beside each trace" in watched.replays(1)[0] and (folder / "trace.obs.h5").is_file()
     (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
     watched.replays(2)
     from kvreplay.results import Run

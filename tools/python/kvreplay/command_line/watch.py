@@ -17,14 +17,20 @@ from pathlib import Path
 
 from kvreplay import engine
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import HEADLINE
+from kvreplay.results import Run
 
 POLL = 0.05  # seconds between looks at the files
+# Of the table, those with a better direction that every trace gives.
+METRICS = ("attention_recall", "attention_cosine", "attention_l1", "output_cosine", HEADLINE, "kv_l1_loss")
+LEAST_CHANGE = 0.0005  # shown with three digits
+Numbers = dict[tuple[str, str], dict[str, float]]
 DRAWN_AFTER = (0, 6)  # exit codes that leave a run: all done, or some cells failed
 
 
 def watch(program: str, words: Sequence[str]) -> int:
     """Replays until Ctrl-C; returns the exit code. `program` is the path of the program, `words` its command line with
-    long names of options, each value as a separate word, without --watch."""
+    --output and long names of options, each value as a separate word, without --watch."""
     rest, figures = _without_figures(words)
     files = policy_files(rest)
     if not files:
@@ -32,15 +38,21 @@ def watch(program: str, words: Sequence[str]) -> int:
         raise Error("--watch", "no policy in a file", expected, "", Refusal.USAGE)
     if "--observables" not in rest:
         rest += ["--observables", "keep"]
-        say = "keeps TRACE.obs.h5 beside each trace, so that each replay is quicker; --observables use: does not"
+        say = "writes TRACE.obs.h5 beside each trace, so that each replay is quicker; --observables use: does not"
         print(f"kvreplay: --watch {say}", file=sys.stderr, flush=True)
+    output = rest[rest.index("--output") + 1]
+    before: Numbers = {}
     try:
         while True:
             seen = _stamps(files)
             start = time.monotonic()
             code = _forked(rest, program if "--plugin" in rest else "")
             if code in DRAWN_AFTER:
-                _draw(rest, figures)
+                now = _numbers(output)
+                if "--quiet" not in rest:
+                    print(changes(before, now), end="", flush=True)
+                before |= now
+                _draw(output, figures)
             took = f"{time.monotonic() - start:.2f} s"
             print(f"kvreplay: {took}; watching {', '.join(files)}", file=sys.stderr, flush=True)
             if code == Refusal.INTERRUPTED:
@@ -110,11 +122,37 @@ def _forked(words: Sequence[str], program: str) -> int:
             continue
 
 
-def _draw(words: Sequence[str], figures: Sequence[tuple[str, str]]) -> None:
+def _numbers(output: str) -> Numbers:
+    """By policy and budget of the last replay, the means over traces of METRICS."""
+    try:
+        run = Run(Path(output))
+        asked = {cell["cell"] for cell in run.about["cells"] if cell["role"] == "asked" and cell["state"] != "failed"}
+        names = run.overall["metric"] + run.overall["variant"].map(lambda one: f":{one}" if one else "")
+        rows = run.overall.assign(name=names)[run.overall["cell"].isin(asked) & names.isin(METRICS)]
+    except Error:  # the replay has said it
+        return {}
+    return {
+        (str(policy), str(budget)): {name: float(of_name["value"].mean()) for name, of_name in of_cell.groupby("name")}
+        for (policy, budget), of_cell in rows.groupby(["label", "budget"], sort=False)
+    }
+
+
+def changes(before: Numbers, now: Numbers) -> str:
+    """New minus old numbers of policies that have changed, one line for each policy and budget."""
+    lines = []
+    for (policy, budget), numbers in now.items():
+        old = before.get((policy, budget), {})
+        moved = {name: numbers[name] - old[name] for name in METRICS if name in numbers and name in old}
+        shown = [f"{name} {change:+.3f}" for name, change in moved.items() if abs(change) >= LEAST_CHANGE]
+        if shown:
+            lines.append(f"change   {policy} at {budget}: {', '.join(shown)}\n")
+    return "".join(lines)
+
+
+def _draw(output: str, figures: Sequence[tuple[str, str]]) -> None:
     if not figures:
         return
     from kvreplay.plot.command import main as plot
 
-    output = words[words.index("--output") + 1] if "--output" in words else "kvreplay-out"
     for kind, file in figures:
         plot([kind, output, "-o", file])
