@@ -74,7 +74,7 @@ def disturbed(command: list[str], output: Path, kills: int, lasts: float, chance
             client.kill()
             client.wait()
             done["client"] += 1
-            client = begun([*command, "--resume"])
+            client = begun(command)
         elif done["workers"] < kills and (alive := workers(client.pid)):
             try:
                 os.kill(chance.choice(alive), signal.SIGKILL)

@@ -168,7 +168,7 @@ def test_stopped_early() -> None:
 
 
 def test_a_scheduler_that_is_gone() -> None:
-    with pytest.raises(Error, match="--executor: lost the connection to the scheduler: expected --resume"):
+    with pytest.raises(Error, match="--executor: lost the connection to the scheduler: expected the same command"):
         Schedule(tasks("a"), 3).run(Noting(workers(1), status="closed"))
 
 

@@ -120,7 +120,7 @@ def test_finished_groups_are_not_computed_again(sweeps: Sweeps, cluster: Cluster
     client.wait()
     sweeps.fault("")
     cells = CELLS - CELLS // 2 - 3  # without those of one policy and the controls
-    answer = sweeps.run(*words, "--resume")
+    answer = sweeps.run(*words)
     assert answer.code == 0 and f" {cells} cells in " in answer.out, answer
     assert_equal(sweeps.output, sweeps.folder / "single")
 
@@ -173,7 +173,7 @@ def read(path: Path) -> bytes:
 def goes_on(sweeps: Sweeps, single: Path, *words: object) -> None:
     sweeps.fault("")
     finished, before = sweeps.calls()[:2], len(sweeps.calls())
-    answer = sweeps.run(*words, "--resume")
+    answer = sweeps.run(*words)
     assert answer.code == 0, answer
     assert sorted(sweeps.calls()[before:]) == sorted(set(NAMES) - set(finished))  # what was finished stays
     assert_whole(sweeps, single)
@@ -184,8 +184,6 @@ def test_the_client_is_killed_and_comes_back(sweeps: Sweeps, single: Path, clust
     code, _ = interrupted(sweeps, signal.SIGKILL, "--workers", 1)
     assert code == -signal.SIGKILL
     words = ["--executor", f"dask:{cluster.address}"]
-    refused = sweeps.run(*words)
-    assert refused.code == 2 and "contains an unfinished sweep: expected --resume" in refused.err, refused
     goes_on(sweeps, single, *words)
 
 
@@ -200,7 +198,7 @@ def test_interrupted(sweeps: Sweeps, single: Path, cluster: Cluster) -> None:
     code, said = interrupted(sweeps, signal.SIGINT, "--workers", 1)
     assert code == 130
     assert said.split("\n")[1:] == [
-        "kvreplay: sweep: interrupted; finished tasks are kept; use --resume to continue",
+        "kvreplay: sweep: interrupted; finished tasks are kept; run the same command to continue",
         "",
     ]
     assert not list(sweeps.output.glob("cells*"))  # of finished tasks either
@@ -239,7 +237,7 @@ def test_two_sweeps_in_one_folder(sweeps: Sweeps, cluster: Cluster) -> None:
     words = ["--executor", f"dask:{cluster.address}"]
     first = sweeps.start(*words)
     wait_for(sweeps.calls)
-    second = sweeps.run(*words, "--resume")
+    second = sweeps.run(*words)
     assert (
         second.code == 2 and "another sweep is writing to this folder; wait for it, or use another folder" in second.err
     )

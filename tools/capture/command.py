@@ -154,6 +154,7 @@ def parser() -> Parser:
     add("--seed", type=natural, default=0, metavar="N", help="random seed (default: 0)")
     add = build.add_argument_group("cluster").add_argument
     add_executor(add, None)
+    add("--resume", action="store_true", help="keep existing traces and capture the other prompts")
     add("--memory", type=size, metavar="SIZE", help="memory of a job with --executor slurm, as 8GiB")
     return build
 
@@ -216,6 +217,7 @@ def words_of_a_task(words: Sequence[str]) -> list[str]:
     """The options of a command line that hold for every prompt. A sweep appends the prompt's name and a folder."""
     of_the_sweep = Parser(add_help=False, allow_abbrev=False)
     add_executor(of_the_sweep.add_argument, None)
+    of_the_sweep.add_argument("--resume", action="store_true")
     for option in ("-n", "-o", "--only", "--memory", "--progress", "--threads"):
         of_the_sweep.add_argument(option)
     return of_the_sweep.parse_known_args(words)[1]

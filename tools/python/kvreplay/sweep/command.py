@@ -74,7 +74,7 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs it; the value is the exit code."""
-    kept = "finished tasks are kept; use --resume to continue"
+    kept = "finished tasks are kept; run the same command to continue"
     return exit_code("sweep", lambda: sweep(*parser().parse_known_args(argv)), kept)
 
 

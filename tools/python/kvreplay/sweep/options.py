@@ -27,7 +27,6 @@ def add_executor(add_argument, executor: str | None) -> None:
         help="retries of a failed task on other workers (default: 3)")  # fmt: skip
     add_argument("--slurm", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
         help="sbatch directives by their long names: partition=gpu account=mine time=8:00:00")  # fmt: skip
-    add_argument("--resume", action="store_true", help="continue an interrupted run in the same folder")
 
 
 def whole(text: str) -> int:

@@ -114,4 +114,4 @@ def planned(words: Sequence[str]) -> Plan:
                      trace["memory_bytes"], trace["disk_bytes"])
         for trace in document["traces"]
     ]  # fmt: skip
-    return Plan(tuple(document["words"]), tuple(traces), document.get("output", "kvreplay-out"))
+    return Plan(tuple(document["words"]), tuple(traces), document["output"])

@@ -202,7 +202,7 @@ def workers_of(client: Client) -> list[Worker]:
     """The current workers of the scheduler; empty while it does not answer."""
     about = client.scheduler_info(n_workers=-1).get("workers", {})
     if client.status in ("closing", "closed"):  # Dask has waited for it in vain
-        raise Error("--executor", "lost the connection to the scheduler", "--resume once it runs again", "",
+        raise Error("--executor", "lost the connection to the scheduler", "the same command once it runs again", "",
                     Refusal.RESOURCES)  # fmt: skip
     return [Worker.of(address, one) for address, one in about.items()]
 

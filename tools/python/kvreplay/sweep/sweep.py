@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
 def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wanted, asked: argparse.Namespace) -> int:
     """Runs the plan of a replay's `words` on a cluster; returns the exit code. `device`: further options for the
-    programs of the workers; `asked`: retries, resume and progress."""
+    programs of the workers; `asked`: retries and progress. Continues a sweep that was interrupted."""
     output = Path(plan.output)
     shards = output / "shards"
-    if shards.is_dir() and not asked.resume:
-        raise Error(str(output), "contains an unfinished sweep", "--resume, or another folder", "", Refusal.USAGE)
     try:
         shards.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
