@@ -299,6 +299,16 @@ def test_a_function_gives_the_policy_as_users_write_it() -> None:
         kv.policy.snapvk  # noqa: B018
 
 
+def test_policies_and_budgets_may_be_written_as_in_kvpress(small: Path) -> None:
+    assert kv.policy.SnapKVPress(window=4) == kv.policy.snap_kv(window=4) == "snapkv:window=4"
+    ratio = kv.replay(small, "KnormPress", compression_ratio=0.75, metrics="attention_recall")
+    budget = kv.replay(small, "knorm", 0.25, metrics="attention_recall")
+    assert ratio.results.equals(budget.results)
+    assert (ratio.selection("KnormPress", 0.25).kept == budget.selection("knorm", 0.25).kept).all()
+    with pytest.raises(kv.Error, match="--compression-ratio: contradicts --budget"):
+        kv.replay(small, "knorm", 0.25, compression_ratio=0.75)
+
+
 def test_failed_cells_are_warned_of_and_left_out(traces: Path) -> None:
     broken = kv.policy(lambda view: view.key_norms() * np.nan, name="broken")
     with pytest.warns(UserWarning, match=r"^failed: fixture, broken at 0\.4: layer 0: score of broken is NaN"):

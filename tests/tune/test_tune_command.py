@@ -360,6 +360,26 @@ def test_one_prompt_is_on_one_side(traces, tmp_path):
     assert {one.path for one in given.held_out} == set(traces[3:])
 
 
+def test_traces_are_files_folders_patterns_and_manifests(traces, refused, tmp_path):
+    names = sorted(path.name for path in traces)
+    folder = traces[0].parent
+    [sinks, gaussian] = [str(folder / f"{kind}-*.h5") for kind in ("sinks", "gaussian")]
+    divided = split_prompts([folder], [], 0.3, None, 0)
+    assert sorted(one.path.name for one in [*divided.fitting, *divided.held_out]) == names
+    divided = split_prompts([sinks], [gaussian], 0.3, None, 0)
+    assert {one.path.name for one in divided.held_out} == {name for name in names if name.startswith("gaussian")}
+    hashes = [one.hash for one in divided.fitting]
+    manifest = tmp_path / "list.csv"
+    rows = [f"{one.path},{hash}\n" for one, hash in zip(divided.fitting, hashes, strict=True)]
+    manifest.write_text("".join(["file,trace_hash\n", *rows]))
+    assert len(split_prompts([manifest], [gaussian], 0.3, None, 0).fitting) == len(rows)
+    manifest.write_text(manifest.read_text().replace(hashes[0], hashes[1]))
+    said = refused(3, manifest, "-p", "snapkv", "--compression-ratio", "0.9", "-o", "best.yaml")
+    assert said.startswith(f"{manifest}:2: trace_hash of ") and said.endswith(
+        f"expected {hashes[1]}, found {hashes[0]}"
+    )
+
+
 # ---- refusals
 
 
@@ -373,6 +393,8 @@ REFUSALS = [
     (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has choices or a range up to 4096 wide"),
     (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: did you mean snapkv?"),
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
+    (["-p", "snapkv", "--compression-ratio", "1.5"], 2, "compression ratio 1.5: out of range: expected the share"),
+    (["-p", "snapkv", "-b", "16", "--compression-ratio", "0.9"], 2, "tune: argument --compression-ratio: not allowed"),
     (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
     (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),
     (["-p", "snapkv", "-b", "1", "--layers"], 2, "-b: protected tokens fill the budget: expected a larger"),

@@ -33,6 +33,7 @@
 #include "run_output.h"
 #include "stored_cell.h"
 #include "trace.h"
+#include "trace_list.h"
 #include "view.h"
 
 namespace kvreplay::python {
@@ -237,6 +238,20 @@ NB_MODULE(_engine, module) {
         return std::make_pair(budget.fraction, budget.count);
       },
       "budget"_a, "(fraction of the prompt, tokens) of a budget's text: one of the two is 0.");
+  module.def("budget_of_compression_ratio", kvreplay::Budget::of_compression_ratio, "ratio"_a,
+             "The budget that evicts this share of the prompt, as replay writes it: 0.9 is 0.1.");
+  module.def(
+      "policy_name", kvreplay::registered_policy, "name"_a,
+      "The registered name of a policy in another spelling: SnapKVPress is snapkv. An unknown name is unchanged.");
+  nanobind::class_<kvreplay::ListedTrace>(module, "ListedTrace", "A trace of a list of files, folders and manifests.")
+      .def_prop_ro("path", [](const kvreplay::ListedTrace& listed) { return std::filesystem::path(listed.path); })
+      .def("check_hash", kvreplay::check_hash, "hash"_a, "Refuses the hash of the trace if its manifest has another.");
+  module.def(
+      "list_traces",
+      [](const std::vector<std::filesystem::path>& names) {
+        return kvreplay::list_traces(std::vector<std::string>(names.begin(), names.end()));
+      },
+      "names"_a, "The traces that files, folders, quoted patterns and manifests (.csv) name, in this order.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def("metric_of_title", python::metric_of_title, "text"_a,
              "The metric NAME[:VARIANT] that a title of a table, such as recall, stands for; another text as it is.");

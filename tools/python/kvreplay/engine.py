@@ -66,7 +66,7 @@ class _Policies:
 
     def __getattr__(self, name: str) -> Callable[..., str]:
         every = {known: rest for known, *rest in _engine.policies()}
-        for known in (name, *(one for one in every if one.replace("-", "_") == name)):
+        for known in (name, *(one for one in every if one.replace("-", "_") == name), _engine.policy_name(name)):
             if known in every:
                 return _constructor(known, *every[known])
         raise AttributeError(f"unknown policy {name}: {nearest(name, dir(self))}")
@@ -109,7 +109,7 @@ PRINTED = ("dry_run", "help", "json", "policy", "budget", "progress")
 def replay(
     traces: Traces | Iterable[Traces],
     policies: Any,
-    budgets: float | str | Iterable[float | str],
+    budgets: float | str | Iterable[float | str] = (),
     *,
     metrics: str | Iterable[str] = (),
     output: AnyPath | None = None,
@@ -120,7 +120,8 @@ def replay(
 
     `traces`: one or several paths or `Trace` objects. `policies`: texts as on the command line, results of
     `kv.policy.NAME(…)`, or policies in Python. `budgets`: a fraction of the prompt (0.1), a number of tokens (512), or
-    a text as on the command line ("0.1@seen", "1MiB"). `metrics`: names (default: as `kvreplay replay`).
+    a text as on the command line ("0.1@seen", "1MiB"); in place of budgets, `compression_ratio=0.9` is 0.1, as in
+    kvpress. `metrics`: names (default: as `kvreplay replay`).
 
     `output`: the folder of results, in which finished cells are reused; None: results are kept in memory. `progress`:
     True or False shows or hides a bar; None shows it on terminals and in notebooks; a function is called with the
@@ -146,7 +147,7 @@ def replay(
 def plan(
     traces: Traces | Iterable[Traces],
     policies: Any,
-    budgets: float | str | Iterable[float | str],
+    budgets: float | str | Iterable[float | str] = (),
     *,
     metrics: str | Iterable[str] = (),
     **options: Any,

@@ -29,5 +29,9 @@ def of_policy(cells: pd.DataFrame, policy: str) -> pd.Series:
     """Which rows are of a policy as replay writes it: a name means all of that name, name:key=value,… those with these
     values."""
     name, _, values = policy.partition(":")
+    if not (cells["policy"] == name).any():  # in another spelling, which the engine reads
+        from kvreplay.engine import _engine
+
+        name = _engine.policy_name(name)
     wanted = parameters(values).items()
     return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items()).astype(bool)

@@ -23,6 +23,18 @@ from kvreplay import __version__
 from kvreplay.errors import DISK_FULL, SUGGESTION, Error, Refusal
 
 
+class _Quiet(argparse.Action):
+    """Discards stdout until exit_code() ends, and the progress line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace, *_: Any) -> None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        arguments.progress = "never"
+
+
+SPELLINGS = {"--policy": "--policies", "--budget": "--budgets"}
+SPELLINGS |= {plural: singular for singular, plural in SPELLINGS.items()}
+
+
 class Parser(argparse.ArgumentParser):
     """A command line with kvreplay's usage errors: for an unknown option the error names the nearest one. The help ends
     with `examples`."""
@@ -31,6 +43,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=allow_abbrev, **options)
         self._examples = examples
         self._optionals.title = "other options"
+        self.add_argument("-q", "--quiet", action=_Quiet, nargs=0, help="print only warnings and errors")
 
     def format_help(self) -> str:
         examples = "".join(f"  {example}\n" for example in self._examples)
@@ -48,9 +61,15 @@ class Parser(argparse.ArgumentParser):
         raise Error(self.command, f"{message} (see {self.prog} --help)", exit_code=Refusal.USAGE)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        words = sys.argv[1:] if args is None else args
+        words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         self._refuse_unknown(words)
         return super().parse_args(words, namespace)
+
+    def _known_spelling(self, word: str) -> str:
+        """--policy and --policies mean the same option, as do --budget and --budgets."""
+        name, *value = word.split("=", 1)
+        known = self._option_string_actions
+        return "=".join([SPELLINGS[name], *value]) if name not in known and SPELLINGS.get(name) in known else word
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """Reports unknown options before missing ones, since a misspelt option is both."""
@@ -86,6 +105,16 @@ def size(text: str) -> int:
 def names(value: str) -> list[str]:
     """The type of an option NAME,… that may be repeated: action="extend"."""
     return value.split(",")
+
+
+OF_RATIO = "share of the prompt to evict, in place of a budget: 0.9 is -b 0.1, as in kvpress"
+
+
+def budget_of_ratio(text: str) -> str:
+    """The type of --compression-ratio: the equivalent budget."""
+    from kvreplay.engine import _engine
+
+    return _engine.budget_of_compression_ratio(text)
 
 
 def pattern(flag: str, text: str) -> re.Pattern[str] | None:
@@ -191,7 +220,7 @@ def exit_code(command: str, work: Callable[[], int | None], kept: str = "") -> i
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is printed in its own bytes, UTF-8 or not
     try:
         try:
-            with _orderly_end():
+            with _orderly_end(), contextlib.redirect_stdout(sys.stdout):  # --quiet replaces it
                 return work() or 0
         finally:
             sys.stdout.flush()

@@ -8,7 +8,16 @@ import sys
 import warnings
 from pathlib import Path
 
-from kvreplay.program import Parser, add_replay_options, exit_code, names, require_format, say_notes
+from kvreplay.program import (
+    OF_RATIO,
+    Parser,
+    add_replay_options,
+    budget_of_ratio,
+    exit_code,
+    names,
+    require_format,
+    say_notes,
+)
 
 
 def parser() -> Parser:
@@ -25,11 +34,15 @@ def parser() -> Parser:
     )
     add = found.add_argument
     add("traces", metavar="TRACE", type=Path, nargs="+", help="traces to replay")
-    add = found.add_argument_group("policies and budgets").add_argument
+    compared = found.add_argument_group("policies and budgets")
+    add = compared.add_argument
     add("-p", "--policy", metavar="POLICY,…", action="append", required=True,
         help="policies, as in kvreplay replay; repeatable")  # fmt: skip
-    add("-b", "--budget", metavar="BUDGET,…", action="extend", type=names, required=True,
+    size = compared.add_mutually_exclusive_group(required=True)
+    size.add_argument("-b", "--budget", metavar="BUDGET,…", action="extend", type=names,
         help="fractions of the prompt, or numbers of tokens; repeatable")  # fmt: skip
+    size.add_argument("--compression-ratio", metavar="RATIO,…", dest="budget", action="extend",
+        type=lambda text: [budget_of_ratio(one) for one in names(text)], help=f"{OF_RATIO}; repeatable")  # fmt: skip
     add(
         "--eval",
         metavar="QUERIES",

@@ -13,9 +13,11 @@ from kvreplay.capture.model_options import ModelChoices, add_model_options
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import HEADLINE
 from kvreplay.program import (
+    OF_RATIO,
     Parser,
     add_replay_options,
     add_same_prompt,
+    budget_of_ratio,
     exit_code,
     require_format,
     require_least,
@@ -42,12 +44,16 @@ def parser() -> Parser:
         ),
     )
     add = found.add_argument
-    add("traces", metavar="TRACE", type=Path, nargs="+", help="traces; some of their prompts are held out")
+    add("traces", metavar="TRACE", type=Path, nargs="+",
+        help="traces, folders of traces, quoted patterns or manifests (.csv); some of the prompts are "
+             "held out")  # fmt: skip
     tuned = found.add_argument_group("policy and search")
     add = tuned.add_argument
     add("-p", "--policy", metavar="POLICY", action="append", required=True,
         help="policy to start from, as in kvreplay replay; two or more with --ranges")  # fmt: skip
-    add("-b", "--budget", metavar="BUDGET", required=True, help="a fraction of the prompt, or a number of tokens")
+    size = tuned.add_mutually_exclusive_group(required=True)
+    size.add_argument("-b", "--budget", metavar="BUDGET", help="a fraction of the prompt, or a number of tokens")
+    size.add_argument("--compression-ratio", metavar="RATIO", dest="budget", type=budget_of_ratio, help=OF_RATIO)
     way = tuned.add_mutually_exclusive_group()
     way.add_argument("--search", metavar="NAME=VALUES,…", action="append", default=[],
         help="parameters to search, as LOW..HIGH or A|B|C; repeatable (default: all with choices or a range up to "
@@ -65,7 +71,7 @@ def parser() -> Parser:
     apart.add_argument("--hold-out", metavar="SHARE", type=float, default=0.3,
         help="share of the prompts to hold out, at least two prompts (default: 0.3)")  # fmt: skip
     apart.add_argument("--held-out", metavar="TRACE", type=Path, nargs="+", default=[],
-        help="held-out traces, in place of a share")  # fmt: skip
+        help="held-out traces, folders, patterns or manifests, in place of a share")  # fmt: skip
     add_same_prompt(judged.add_argument)
     add = found.add_argument_group("results").add_argument
     add("-o", "--output", metavar="BEST.yaml", type=Path, default=Path("best.yaml"),

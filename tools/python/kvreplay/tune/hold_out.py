@@ -12,7 +12,7 @@ import numpy as np
 
 from kvreplay.compare.comparison import part_of_name
 from kvreplay.compare.statistics import joined
-from kvreplay.engine import Trace
+from kvreplay.engine import Trace, _engine
 from kvreplay.errors import Error, Refusal
 
 LEAST_HELD_OUT = 2  # prompts: one has no interval
@@ -38,12 +38,14 @@ class Sides:
 def split_prompts(
     paths: Sequence[Path], held_out: Sequence[Path], share: float, pattern: re.Pattern[str] | None, seed: int
 ) -> Sides:
-    """`held_out` as given, or else a random `share` of the prompts of `paths`, at least LEAST_HELD_OUT; in a random
-    order of prompts. Raises Error where a side has too few prompts, or both have the same."""
-    every = captured([*paths, *held_out], pattern)
+    """Both sides, of traces, folders, patterns and manifests. `held_out` as given, or else a random `share` of the
+    prompts of `paths`, at least LEAST_HELD_OUT; in a random order of prompts. Raises Error where a
+    side has too few prompts, or both have the same."""
+    traces, traces_apart = _engine.list_traces(paths), _engine.list_traces(held_out)
+    every = captured([*traces, *traces_apart], pattern)
     generator = np.random.default_rng(seed)
     if held_out:
-        fitting, apart = every[: len(paths)], every[len(paths) :]
+        fitting, apart = every[: len(traces)], every[len(traces) :]
         known = {one.prompt: one.name for one in fitting}
         for one in apart:
             if one.prompt in known:
@@ -75,9 +77,9 @@ def in_order(traces: Sequence[Captured], prompts: Sequence[int]) -> list[Capture
     return sorted((one for one in traces if one.prompt in place), key=lambda one: place[one.prompt])
 
 
-def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Captured]:
-    """The traces, in the order of `paths`."""
-    facts = [facts_of(Path(path)) for path in paths]
+def captured(traces: Sequence[_engine.ListedTrace], pattern: re.Pattern[str] | None) -> list[Captured]:
+    """The traces, in the same order."""
+    facts = [facts_of(trace) for trace in traces]
     # Equal tokens are one prompt whatever the names say: no policy is judged by what it was fitted on.
     prompts = joined([part_of_name(name, pattern) for _, name, _, _, _ in facts], [ids for *_, ids in facts])
     found = [Captured(*fact[:4], int(prompt)) for fact, prompt in zip(facts, prompts, strict=True)]
@@ -90,14 +92,16 @@ def captured(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[Cap
     return found
 
 
-def facts_of(path: Path) -> tuple[Path, str, str, int, bytes]:
+def facts_of(listed: _engine.ListedTrace) -> tuple[Path, str, str, int, bytes]:
     """The fields of `Captured` without the number of the prompt, and the prompt's token ids."""
+    path = listed.path
     try:
         path.name.encode()
     except UnicodeEncodeError as problem:
         raise Error(os.fsdecode(path.name.encode("ascii", "backslashreplace")), "name", "UTF-8", "other bytes",
                     Refusal.INPUT) from problem  # fmt: skip
     trace = Trace(path)
+    listed.check_hash(trace.hash)
     if trace.prompt == trace.tokens:
         raise Error(str(path), "no continuation, so no evaluation queries", "tokens after the prompt", "none")
     return path, trace.name, trace.hash, trace.prompt, bytes(trace.ids[: trace.prompt])

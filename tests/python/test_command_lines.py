@@ -1,0 +1,51 @@
+"""Options that every command in Python has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvreplay as kv
+from kvreplay.command_line.command import run as python
+from kvreplay.export import main as export
+from kvreplay.program import Parser
+
+
+def test_quiet_leaves_only_errors(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    kv.replay(small, "h2o", 0.5, metrics="kv_bytes", output=tmp_path / "run", progress=False)
+    words = [str(tmp_path / "run"), "-o", str(tmp_path / "results.csv")]
+    before = sys.stdout
+    assert (export([*words, "-q"]), capsys.readouterr()) == (0, ("", ""))
+    assert sys.stdout is before and (tmp_path / "results.csv").is_file()
+    assert (export(words), capsys.readouterr()) == (0, (f"{tmp_path}/results.csv\n", ""))
+    assert export(["nowhere", "-o", "a.csv", "--quiet"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("kvreplay: nowhere: ")
+
+
+def test_quiet_hides_the_progress_line() -> None:
+    parser = Parser(prog="kvreplay some")
+    parser.add_argument("--progress", default="auto")
+    before = sys.stdout
+    try:
+        assert parser.parse_args(["-q"]).progress == "never"
+    finally:
+        sys.stdout = before
+    assert parser.parse_args([]).progress == "auto"
+
+
+def test_singular_and_plural_are_one_option() -> None:
+    several, one = Parser(prog="kvreplay some"), Parser(prog="kvreplay other")
+    several.add_argument("-p", "--policies")
+    one.add_argument("--budget")
+    assert several.parse_args(["--policy", "h2o"]).policies == several.parse_args(["--policies=h2o"]).policies == "h2o"
+    assert one.parse_args(["--budgets=0.1"]).budget == "0.1"
+    with pytest.raises(kv.Error, match="unknown option --policys: did you mean --policies"):
+        several.parse_args(["--policys", "h2o"])
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_the_help_of_python_is_its_own(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert python(words) == 0 and capsys.readouterr().out.startswith("kvreplay python COMMAND ...\n")
