@@ -4,10 +4,10 @@
     docs/sweep_plan.py TASKS.csv OVERHEAD.json [--write]
 
 TASKS.csv is that of a measured sweep: lengths of traces are drawn from its `seconds`. OVERHEAD.json is what
-`tools/bench/sweep_overhead.py --json TRACE...` prints. The client hands out one task after the other, and each costs
-its worker some time beside its work. A trace that takes the time of several workers is divided among them. When the
-last task is done, the client merges all traces, and the workers copy the tables. Efficiency: seconds of work / (workers
-x seconds until the end).
+`tools/bench/sweep_overhead.py --json TRACE...` prints. The client hands out the first tasks together, later ones as
+workers become free, and each costs its worker some time beside its work. A trace that takes the time of several workers
+is divided among them. The merge reads each trace when it is done, one after the other. After the last one it publishes
+all traces, and the workers copy the tables. Efficiency: seconds of work / (workers x seconds until the end).
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class Costs:
     """Seconds beside the work."""
 
     start: float = 0.0  # until workers take tasks
-    hand_out: float = 0.0  # a task, at the client
+    batch: float = 0.0  # a task of the first ones, at the client
+    hand_out: float = 0.0  # a later task, at the client
     overhead: float = 0.0  # a task, on its worker
-    merge: float = 0.0  # a trace, at the client when the last task is done
+    arrival: float = 0.0  # a trace that is done, at the merge
+    merge: float = 0.0  # a trace, when all are done
     copy: float = 0.0  # the tables of a trace, by one worker
     group: float = 0.0  # each further group of a trace, as a part of its work
     join: float = 0.0  # of the groups of a trace
@@ -56,12 +58,12 @@ def makespan(lengths: np.ndarray, workers: int, costs: Costs) -> float:
             left[trace] = groups
     running: list[tuple[float, int]] = []  # end of a task, and its trace
     client = costs.start  # when it can hand out the next task
-    now = 0.0
+    merged = now = 0.0
     while waiting or running:
         while waiting and len(running) < workers:
             length, trace = waiting.popleft()
             heapq.heappush(running, (client + costs.overhead + length, trace))
-            client += costs.hand_out
+            client += costs.hand_out if now else costs.batch
         now, trace = heapq.heappop(running)
         client = max(client, now)
         if trace in left:
@@ -69,7 +71,9 @@ def makespan(lengths: np.ndarray, workers: int, costs: Costs) -> float:
             if left[trace] == 0:
                 del left[trace]
                 waiting.appendleft((costs.join, trace))
-    return now + len(lengths) * (costs.merge + costs.copy / workers)
+        else:
+            merged = max(merged, now) + costs.arrival
+    return merged + len(lengths) * (costs.merge + costs.copy / workers)
 
 
 def drawn(seconds: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -89,16 +93,17 @@ def rows(lengths: np.ndarray, costs: Costs) -> list[tuple[int, float, float, flo
 def table(measured: np.ndarray, found: dict[str, float]) -> str:
     """`found`: of tools/bench/sweep_overhead.py."""
     lengths = drawn(measured)
-    costs = Costs(found["start"], found["scheduling"], found["program"], found["merge"],
-                  found["copy"] * found["tables"], found["group"], found["join"])  # fmt: skip
+    costs = Costs(found["start"], found["batch"], found["scheduling"], found["program"], found["arrival"],
+                  found["merge"], found["copy"] * found["tables"], found["group"], found["join"])  # fmt: skip
     lines = [
         f"{TASKS} traces with {CELLS} cells, lengths drawn from {len(measured)} measured tasks of {measured.min():.1f} "
         f"to {measured.max():.1f} s: {duration(lengths.sum())} of work.",
         "",
         f"- Start until the first task: {costs.start:.1f} s.",
         f"- Overhead for each task: {1000 * costs.overhead:.0f} ms on its worker and {1000 * costs.hand_out:.1f} ms at "
-        "the client.",
-        f"- Merge: {1000 * costs.merge:.1f} ms for each trace.",
+        f"the client, {1000 * costs.batch:.1f} ms for the first task of each worker.",
+        f"- Merge, for each trace: {1000 * costs.arrival:.1f} ms when it is done and {1000 * costs.merge:.1f} ms at "
+        "the end.",
         f"- Copy of the {found['tables']:.0f} MB of tables of a trace: {1000 * costs.copy:.0f} ms, divided among the "
         "workers.",
         "",

@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "cli")]
 from program import PROGRAM  # noqa: E402
 from trial_sweeps import assert_equal, table  # noqa: E402
 
-WORKER = b"multiprocessing.spawn"  # what Dask's nannies start
+WORKER = b"multiprocessing.forkserver"  # Dask's nannies start one such process, and it starts the workers
 
 
 def timed(command: list[str]) -> float:
@@ -37,12 +37,7 @@ def timed(command: list[str]) -> float:
 
 
 def children(of: int) -> list[int]:
-    """Processes below a process, itself apart."""
-    found = []
-    for task in Path(f"/proc/{of}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
-    return found
+    return [int(child) for task in Path(f"/proc/{of}/task").glob("*/children") for child in task.read_text().split()]
 
 
 def workers(client: int) -> list[int]:
@@ -52,7 +47,8 @@ def workers(client: int) -> list[int]:
         except OSError:
             return b""
 
-    return [process for process in children(client) if WORKER in words(process)]
+    servers = [process for process in children(client) if WORKER in words(process)]
+    return [worker for server in servers for worker in children(server)]
 
 
 def begun(command: list[str]) -> subprocess.Popen[str]:

@@ -104,7 +104,12 @@ def test_the_simulated_plan_by_hand() -> None:
     assert makespan(np.array([3.0, 2.0, 2.0]), 2, costs) == 6.0
     assert makespan(np.array([3.0, 2.0, 2.0]), 1, costs) == 1.0 + 7.0 + 1.5
     # With a client that needs a second for each, the third worker begins two seconds after the first.
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(hand_out=1.0)) == 3.0
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(hand_out=1.0, merge=0.5, copy=0.25)) == 4.75
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(batch=1.0)) == 3.0
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(batch=1.0, merge=0.5, copy=0.25)) == 4.75
+    # Only the first tasks are handed out together.
+    assert makespan(np.array([1.0, 1.0]), 1, Costs(batch=1.0, hand_out=2.0)) == 1.0 + 1.0
+    assert makespan(np.array([1.0, 1.0, 1.0]), 1, Costs(hand_out=2.0)) == 1.0 + 2.0 + 1.0
+    # The merge reads three traces that are done at once, two of them after the end.
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(arrival=0.5, merge=0.25)) == 1.0 + 3 * 0.5 + 3 * 0.25
     # Two groups of a trace, then what joins them.
     assert makespan(np.array([4.0]), 2, Costs(group=0.5, join=0.25)) == 3.25

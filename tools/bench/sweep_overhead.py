@@ -3,10 +3,12 @@
 
     tools/bench/sweep_overhead.py [TRACE...] [--tasks N] [--workers N] [--json]
 
-`start`: until a worker of this machine takes tasks. `scheduling`: of this process, client and scheduler, for each task.
-`program`: for each task on its worker, replays of tiny traces as tasks, less the same replays called one after the
-other, which take `replay`; `merge`: for each of their folders. With traces: `copy` for each MB of the tables, by one
-process; `group`: the work that a second group adds, as a share of a trace's work; `join`: for each trace in two groups.
+`start`: until a worker of this machine takes tasks. `scheduling`: CPU time of this process, client and scheduler, for
+each task that takes the place of another; `batch`: for each of many tasks that are submitted together. `program`: for
+each task on its worker, replays of tiny traces as tasks, less the same replays called one after the other, which take
+`replay`. `merge`: CPU time after the last folder, for each folder; `arrival`: before that.
+With traces: `copy` for each MB of the tables, by one process; `group`: the work that a second group adds, as a share of
+a trace's work; `join`: for each trace in two groups.
 All replays have twenty policies at four budgets and one thread.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,9 +29,9 @@ from kvreplay.program import program
 from kvreplay.sweep.executors import Wanted, cluster
 from kvreplay.sweep.plan import planned
 from kvreplay.sweep.schedule import Schedule, Task
-from kvreplay.sweep.sweep import NO_TABLES, finished, merge
+from kvreplay.sweep.sweep import Merge, finished
 from kvreplay.sweep.tables import TABLES, parts
-from kvreplay.sweep.work import Allowance, Outcome, Replay
+from kvreplay.sweep.work import Allowance, Outcome, Replay, perform
 
 SHAPE = ["--layers", "2", "--prompt", "640", "--continuation", "8", "--head-dim", "8"]
 POLICIES = (
@@ -76,13 +79,31 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
         begin = time.process_time()
         scheduled(client, [nothing] * tasks)
         found["scheduling"] = (time.process_time() - begin) / tasks
+        begin = time.process_time()
+        client.gather(client.map(perform, [nothing] * tasks, [()] * tasks, pure=False))
+        found["batch"] = (time.process_time() - begin) / tasks
         replays = [replay(name, output / "shards") for name in names]
         found["program"] = workers * scheduled(client, replays) / tasks - direct
     found["replay"] = direct
-    begin = time.monotonic()
-    merge(output, finished(output / "shards"), *NO_TABLES)
-    found["merge"] = (time.monotonic() - begin) / tasks
-    return found
+    return found | measure_merge(output)
+
+
+def measure_merge(output: Path) -> dict[str, float]:
+    """CPU seconds of the merge for each folder, before and after the end of its input."""
+    folders = finished(output / "shards")
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with Merge(output, writes_tables=False) as merge:
+        for folder in folders:
+            merge.add(folder)
+        staged = output / "cells.partial"
+        while merge.process.poll() is None and len(list(staged.glob("*.h5"))) < len(folders):
+            time.sleep(0.1)
+        times = Path(f"/proc/{merge.process.pid}/schedstat")
+        arrival = int(times.read_text().split()[0]) / 1e9
+        merge.finish()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = ended.ru_utime + ended.ru_stime - children.ru_utime - children.ru_stime
+    return {"arrival": arrival / len(folders), "merge": (seconds - arrival) / len(folders)}
 
 
 def measure_results(traces: list[str], output: Path) -> dict[str, float]:

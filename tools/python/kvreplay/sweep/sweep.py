@@ -98,7 +98,7 @@ class Merge:
         self._folders = 0
         self._said = tempfile.TemporaryFile()
         options = [] if writes_tables else ["--no-tables"]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [*program(), "merge", str(output), "-", "--progress", "never", *options], stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=self._said, process_group=0, preexec_fn=dies_with(os.getpid()),
         )  # fmt: skip
@@ -107,27 +107,27 @@ class Merge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        self.process.terminate()
         self._close()
         self._said.close()
 
     def _close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+            self.process.stdin.close()
+        self.process.wait()
 
     def add(self, folder: str) -> None:
         self._folders += 1
         with contextlib.suppress(BrokenPipeError):  # finish() raises the error of the program
-            self._process.stdin.write(os.fsencode(f"{folder}\n"))
-            self._process.stdin.flush()
+            self.process.stdin.write(os.fsencode(f"{folder}\n"))
+            self.process.stdin.flush()
 
     def finish(self) -> None:
         """Publishes all folders; without any, nothing changes."""
         if self._folders:
             self._close()
             self._said.seek(0)
-            require_success(self._process.returncode, self._said.read().decode("utf-8", "replace"))
+            require_success(self.process.returncode, self._said.read().decode("utf-8", "replace"))
 
 
 def finish_tables(merge: Merge, schedule: Schedule, client: Client) -> None:
