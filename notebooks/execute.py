@@ -61,7 +61,6 @@ def execute(notebook: Path, folder: Path, working_folder: Path = HERE) -> None:
     page.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     html, _ = nbconvert.HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True).from_notebook_node(page)
     html = re.sub(r"<script\b.*?</script>", "", html, flags=re.DOTALL)  # they fetch from the network; none is needed
-    folder.mkdir(parents=True, exist_ok=True)
     nbformat.write(page, folder / f"{notebook.stem}.ipynb")
     (folder / f"{notebook.stem}.html").write_text(html, encoding="utf-8")
 
@@ -120,7 +119,9 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ |= {"KVREPLAY_CORPUS": str(corpus), "KVREPLAY_FIGURES": str(figures)}
     for name in names:
         start = time.monotonic()
-        execute(known[name], figures / name)
+        folder = figures / name
+        folder.mkdir(parents=True, exist_ok=True)
+        execute(known[name], folder, folder if name == QUICKSTART else HERE)  # the quickstart writes its trace there
         print(f"{figures / name}: {time.monotonic() - start:.0f} s", flush=True)
     if arguments.docs:
         refresh(figures, names)

@@ -11,7 +11,7 @@ import pandas as pd
 
 import kvreplay as kv
 
-trace = kv.open(kv.example())
+trace = kv.open(kv.example("example.h5", force=True))
 trace
 
 # %% [markdown]

@@ -16,6 +16,7 @@ REPLAY = "none.h5 -p snapkv -b 0.1"
 MISSING_FILES = {
     "kvreplay-capture": ["--model none.gguf --prompt x -o t.h5", "--model ./none --prompt x -o t.h5"],
     "kvreplay-compare": ["none --baseline h2o"],
+    "kvreplay-example": ["-o none.txt/t.h5"],
     "kvreplay-export": ["none -o table.parquet"],
     "kvreplay-live": ["none --model x", "run --model none.gguf"],
     "kvreplay-plot": ["curve none", "similarity none.h5"],
@@ -47,9 +48,9 @@ def rejected(script: str, words: str, folder: Path) -> tuple[int, str, set[str]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with `run`, which looks like a finished run, and `trace.h5`, an empty file."""
+    """A folder with `run`, which looks like a finished run, and `trace.h5` and `none.txt`, empty files."""
     (tmp_path / "run" / "cells").mkdir(parents=True)
-    for name in ("run/results.csv", "run/run.json", "trace.h5"):
+    for name in ("run/results.csv", "run/run.json", "trace.h5", "none.txt"):
         (tmp_path / name).touch()
     return tmp_path
 

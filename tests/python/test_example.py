@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from program import WITH_PYTHON, done, kvreplay
 
-from kvreplay import example
+import kvreplay as kv
+from kvreplay import example_trace
 
 MEGABYTE = 1_000_000
 
@@ -31,7 +32,7 @@ def test_it_is_a_valid_trace_of_at_most_ten_megabytes(trace: Path) -> None:
 
 
 def test_its_layers_are_every_third_of_the_shipped_trace(trace: Path) -> None:
-    with h5py.File(trace) as part, h5py.File(example.SHIPPED) as whole:
+    with h5py.File(trace) as part, h5py.File(example_trace.SHIPPED) as whole:
         kept = list(part["model/layer_index"])
         assert kept == list(range(0, 30, 3))
         for place, layer in enumerate(kept):
@@ -43,9 +44,9 @@ def test_its_layers_are_every_third_of_the_shipped_trace(trace: Path) -> None:
 
 
 def test_a_wheel_carries_it(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "SHIPPED", tmp_path / "no source folder")
-    monkeypatch.setattr(example, "PACKED", trace)
-    assert example.main(["-o", str(tmp_path / "t.h5")]) == 0
+    monkeypatch.setattr(example_trace, "SHIPPED", tmp_path / "no source folder")
+    monkeypatch.setattr(example_trace, "PACKED", trace)
+    assert example_trace.main(["-o", str(tmp_path / "t.h5")]) == 0
     assert (tmp_path / "t.h5").read_bytes() == trace.read_bytes()
 
 
@@ -57,3 +58,12 @@ def test_an_existing_file_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert (tmp_path / "t.h5").read_text() == "mine"
     assert kvreplay("example", "-o", "t.h5", "--force", folder=tmp_path, env=WITH_PYTHON).code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["t.h5"]
+
+
+def test_python_writes_the_same_file(trace: Path, tmp_path: Path) -> None:
+    path = kv.example(tmp_path / "new/t.h5")
+    assert path == tmp_path / "new/t.h5" and path.read_bytes() == trace.read_bytes()
+    with pytest.raises(kv.Error) as refused:
+        kv.example(path)
+    assert refused.value.exit_code == 3
+    assert kv.example(path, force=True) == path

@@ -45,7 +45,3 @@ def test_invalid_arguments_are_refused_as_by_the_command(kind: str, options: dic
     with pytest.raises(kv.Error) as refusal:
         kv.figure(kind, run, **options)
     assert str(refusal.value).startswith(message) and refusal.value.exit_code == 2
-
-
-def test_the_example_is_a_trace() -> None:
-    assert kv.open(kv.example()).name == "smollm2-135m-needle"

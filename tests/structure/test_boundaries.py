@@ -68,7 +68,7 @@ PACKAGES = {
     "kvreplay.tune": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.compare", "kvreplay.tune"),
     "kvreplay.plot": ("kvreplay", "kvreplay.compare", "kvreplay.plot"),
     "kvreplay.command_line": ("kvreplay", "kvreplay.plot", "kvreplay.command_line"),
-    "kvreplay.report": ("kvreplay", "kvreplay.plot", "kvreplay.report"),
+    "kvreplay.report": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.report"),
     "kvreplay.live": ("kvreplay", "kvreplay.capture", "kvreplay.live"),
     "kvreplay.predict": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.predict"),
 }

@@ -24,7 +24,7 @@ def test_the_cuda_backend_is_built_for_a_gpu_or_on_request(option: list[str], is
 
 
 def test_the_demo_shows_the_steps_of_the_build() -> None:
-    function = output_of("sed", "-n", "/^show_progress()/,/^}/p", "tools/demo")
+    function = output_of("sed", "-n", "/^ *show_progress()/,/^ *}/p", "tools/demo")
     text = "-- Configuring done\n[1/20] Building CXX object a.o\n[20/20] Linking CXX executable kvreplay\n"
     steps = output_of("bash", "-euc", function + "show_progress", text=text)
     assert steps == "\rdemo: building [1/20]\rdemo: building [20/20]\n"

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvreplay.engine import Trace, measure, open, plan, policy, replay
     from kvreplay.errors import Error
+    from kvreplay.example_trace import example
     from kvreplay.laws import check
     from kvreplay.memory import Rope, from_arrays
     from kvreplay.plot.command import figure
@@ -37,6 +36,7 @@ _PLACES = {
     "kvreplay.regret_terms": ("regret",),
     "kvreplay.engine": ("Trace", "measure", "open", "plan", "policy", "replay"),
     "kvreplay.errors": ("Error",),
+    "kvreplay.example_trace": ("example",),
     "kvreplay.laws": ("check",),
     "kvreplay.memory": ("Rope", "from_arrays"),
     "kvreplay.plot.command": ("figure",),
@@ -44,22 +44,6 @@ _PLACES = {
     "kvreplay.results": ("Run",),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
-
-
-EXAMPLE = "smollm2-135m-needle.h5"
-
-
-def example() -> Path:
-    """Returns the path of the trace that comes with kvreplay: SmolLM2-135M-Instruct reads 480 tokens that contain a
-    needle, and generates 32 tokens.
-
-    An installed package carries the file in its own folder, a source tree in `traces/`. The file is for reading only.
-    """
-    from pathlib import Path
-
-    package = Path(__file__).resolve().parent
-    carried = package / EXAMPLE
-    return carried if carried.is_file() else package.parents[2] / "traces" / EXAMPLE
 
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -17,13 +17,16 @@ examples
 
 def run(words: list[str]) -> int:
     """Does what the command line says; the exit code. The program itself hands over `watch PROGRAM replay …`."""
-    from kvreplay import engine
-    from kvreplay.command_line.watch import watch
-
     if words in ([], ["--help"], ["-h"]):
         print(USAGE, end="")
         return 0
-    return watch(words[1], words[2:]) if words[:1] == ["watch"] else engine.program(words)
+    if words[:1] == ["watch"]:
+        from kvreplay.command_line.watch import watch
+
+        return watch(words[1], words[2:])
+    from kvreplay import engine
+
+    return engine.program(words)
 
 
 def main() -> int:

@@ -38,15 +38,19 @@ def cut(whole: Path | str, path: Path | str) -> None:
             source.copy(f"layers/{layer:03d}", target, f"layers/{place:03d}")
 
 
-def example(arguments: argparse.Namespace) -> None:
-    """Writes the trace; an existing file is overwritten only on request."""
+def example(path: Path | str, force: bool = False) -> Path:
+    """Writes a trace of 10 MB for a first replay, as `kvreplay example` does, and returns its path.
+
+    The trace has every third layer of SmolLM2-135M-Instruct on a prompt of 480 tokens with a needle and a question, and
+    32 generated tokens. An existing file is an Error, unless `force` is true.
+    """
     from kvreplay.trace import refuse_existing
 
-    path = arguments.output
-    refuse_existing(path, arguments.force)
+    path = Path(path)
+    refuse_existing(path, force)
     with writing(path), replacing(path) as partial:
         shutil.copyfile(PACKED, partial) if PACKED.exists() else cut(SHIPPED, partial)
-    print(path)
+    return path
 
 
 def parser() -> Parser:
@@ -62,9 +66,14 @@ def parser() -> Parser:
     return found
 
 
+def write(arguments: argparse.Namespace) -> None:
+    """Does what the command line says."""
+    print(example(arguments.output, arguments.force))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Writes the trace; returns the exit code."""
-    return exit_code("example", lambda: example(parser().parse_args(argv)))
+    return exit_code("example", lambda: write(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":
