@@ -43,6 +43,7 @@ def execute(notebook: Path, folder: Path, working_folder: Path = HERE) -> None:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
+    folder.mkdir(parents=True, exist_ok=True)
     page = jupytext.read(notebook, fmt="py:percent")
     quiet = ["--IPKernelApp.log_level=ERROR"]  # else it warns that its messages, signed, are not encrypted
     here = {"metadata": {"path": str(working_folder)}}
@@ -120,7 +121,6 @@ def run(arguments: argparse.Namespace) -> None:
     for name in names:
         start = time.monotonic()
         folder = figures / name
-        folder.mkdir(parents=True, exist_ok=True)
         execute(known[name], folder, folder if name == QUICKSTART else HERE)  # the quickstart writes its trace there
         print(f"{figures / name}: {time.monotonic() - start:.0f} s", flush=True)
     if arguments.docs:
