@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from program import done, kvreplay
+from program import PROGRAM, done, kvreplay
 
 EQUAL_WORDS = [
     (["--compression-ratio", "0.5,0.75"], ["-b", "0.5,0.25"]),
@@ -86,6 +86,8 @@ def test_a_letter_prints_the_version(tmp_path: Path) -> None:
 def test_the_manual_page_has_every_command_option_and_exit_code(tmp_path: Path) -> None:
     page = done("help", "--man", folder=tmp_path)
     assert page.startswith('.TH KVREPLAY 1 "" "kvreplay ')
+    built = PROGRAM.with_name("kvreplay.1")  # that the build installs
+    assert not (PROGRAM.parent / "CMakeCache.txt").exists() or built.read_text(encoding="utf-8") == page
     known = {line.split()[0] for line in done(folder=tmp_path).splitlines() if line.startswith("  ")} - {"kvreplay"}
     plain = page.replace("\\-", "-")
     for name in known:
