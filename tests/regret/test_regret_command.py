@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +159,10 @@ def test_a_negative_term_is_an_error_and_rounding_is_none() -> None:
     assert found == pytest.approx([-ROUNDING / 2, 0.1 + ROUNDING / 2, 0, 0.1]), "as it is, not clamped"
     with pytest.raises(Error, match="here: structure is negative"):
         regret_terms.terms("here", np.array([0.5, 0.6, 0.6 - 2 * ROUNDING, 0.6, 0.7]))
+
+
+def test_budgets_may_be_compression_ratios(tiny: list[Path], said: Callable[..., str]) -> None:
+    words = [tiny[0], "-p", "SnapKVPress:window=2", "--json"]
+    assert said(*words, "--compression-ratio", "0.75,0.5") == said(*words, "-b", "0.25,0.5")
+    wrong = said(*words, "-b", "0.25", "--compression-ratio", "0.5", code=2)
+    assert "argument --compression-ratio: not allowed with argument -b/--budget" in wrong
