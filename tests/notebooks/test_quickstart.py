@@ -26,7 +26,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     folder = tmp_path_factory.mktemp("quickstart")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     execute.execute(execute.notebooks()[execute.QUICKSTART], folder, elsewhere)
-    assert not list(elsewhere.iterdir())
+    assert [path.name for path in elsewhere.iterdir()] == ["example.h5"]
     return nbformat.read(folder / COMMITTED.name, as_version=4)
 
 

@@ -34,7 +34,8 @@ from kvreplay.results import MOST_OPEN, Run, Selection, Span
 from kvreplay.run_names import split_policies
 
 NEEDED = {"compare": ["--baseline", "random"]}  # options that a kind cannot do without
-BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
+BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG", "pgf": b"% needs"}
+PAGES = {"screen": {}, "text": {"page_width": 6.75}, "paper": {"paper": True, "page_width": 3.25}}
 NEEDLES = [(f"needle-{i}", 200 * (1 + i % 2), 0.1 + 0.3 * (i // 2)) for i in range(6)]
 
 
@@ -76,13 +77,15 @@ def cell_of(run: Path, policy: str, budget: str, trace: str = "demo") -> h5py.Gr
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_written_in_every_format_and_is_the_same_twice(kind, run, tmp_path, capsys):
     def files(folder: Path) -> list[Path]:
-        return [folder / f"figure.{suffix}" for suffix in FORMATS]
+        return [folder / f"figure{suffix}" for suffix in FORMATS]
 
     for folder in (tmp_path / "first", tmp_path / "second"):
         options = [text for path in files(folder) for text in ("-o", str(path))]
         assert main([kind, str(run), *options, *NEEDED.get(kind, [])]) == 0
-        assert capsys.readouterr().out.split() == [str(path) for path in files(folder)]
-    for first, second in zip(files(tmp_path / "first"), files(tmp_path / "second"), strict=True):
+        written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+        assert written == [*files(folder), *(folder / f"figure-image{i}.png" for i in range(len(written) - 4))]
+        assert sorted(written) == sorted(folder.iterdir())
+    for first, second in zip(*(sorted((tmp_path / name).iterdir()) for name in ("first", "second")), strict=True):
         assert first.read_bytes().startswith(BEGINNINGS[first.suffix[1:]])
         assert first.read_bytes() == second.read_bytes()
 
@@ -374,7 +377,8 @@ def test_a_mean_has_a_band_of_several_traces_and_markers_where_they_are_few(trac
     assert (end.label, end.x, end.y, end.colour) == ("name", points - 1, found["mean"].iloc[-1], look["color"])
     [drawn] = axis.lines
     np.testing.assert_array_equal(drawn.get_ydata(), found["mean"])
-    assert (drawn.get_marker() == look["marker"]) == (points <= lines.MOST_MARKERS)
+    assert drawn.get_marker() == look["marker"]
+    assert len(range(0, points, drawn.get_markevery() or 1)) == min(points, 5 if points > lines.MOST_MARKERS else 8)
     assert (drawn.get_linestyle() == "None") == (points < 3)  # two points are no curve
     shown = [path.get_extents().intervaly for one in axis.collections for path in one.get_paths()]
     if traces == 1:
@@ -683,7 +687,7 @@ def test_figures_of_different_runs_have_equal_colours_in_their_files(run, wide, 
         drawn(kind, folder, tmp_path, "-p", "h2o")
         return set(re.findall(r"stroke: (#[0-9a-f]{6})", (tmp_path / "figure.svg").read_text()))
 
-    for kind in ("curve", "layers"):
+    for kind in ("curve", "layers", "pareto"):
         for folder in (run, wide):
             found = strokes(kind, folder) & {colour.lower() for colour in colours.COLOURS}
             assert found - {"#000000"} == {"#d55e00"}, kind
@@ -761,6 +765,135 @@ def test_every_colour_has_one_for_a_dark_ground():
     assert colours.on_dark(colours.GREY) == colours.GREY_ON_DARK
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_of_a_paper_has_its_width_and_no_title_but_says_the_caption(kind, many, tmp_path, capsys):
+    words = [text.get_text() for text in page_of(kind, many, "screen")[0].texts]
+    figure, choice = page_of(kind, many, "paper")
+    assert figure.texts == [] and figure.get_figwidth() == 3.25
+    assert {text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()} == {8}
+    [caption] = [note for note in choice.notes if note.startswith("caption: ")]
+    for word in " ".join(words).split():
+        assert word.strip(".").lower() in caption.lower()
+    assert any(words in caption.lower() for words in ("trace needle-0", "6 traces", "traces 6"))
+    options = ["--style", "paper", "--title", "Mine", "--width", "text", *NEEDED.get(kind, [])]
+    assert main([kind, str(many), "-o", str(tmp_path / "figure.svg"), *options]) == 0
+    assert f"kvreplay: {kind}: caption: " in capsys.readouterr().err
+    assert 'width="486pt"' in (tmp_path / "figure.svg").read_text()  # 6.75 inches
+    assert [text.get_text() for text in page_of(kind, many, "paper", title="Mine")[0].texts] == ["Mine"]
+
+
+@pytest.mark.parametrize("kind", ["curve", "layers", "pareto"])
+def test_means_state_the_number_of_traces_and_prompts(kind, many):
+    assert "Means over n = 6 traces of 6 prompts" in page_of(kind, many, "paper")[1].notes[-1]
+
+
+def test_text_remains_text_in_files_for_papers(run, tmp_path):
+    """Type 42 fonts in PDF; text of LaTeX in PGF, without a LaTeX to write it."""
+    files = [tmp_path / "figure.pdf", tmp_path / "figure.pgf"]
+    options = [text for path in files for text in ("-o", str(path))]
+    assert main(["heatmap", str(run), *options, "--title", "a_b & c → d", "--style", "paper"]) == 0
+    pdf, pgf = (path.read_bytes() for path in files)
+    assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf
+    assert rb"a\_b \& c $\to$ d" in pgf and re.search(rb"bfseries.*snapkv}}", pgf)
+    for image in re.findall(r"\\includegraphics\[.*?\]{(.*?)}", pgf.decode()):
+        assert (tmp_path / image).read_bytes().startswith(BEGINNINGS["png"])
+
+
+def panels_of(kind: str, folder: Path, **options: object) -> dict[str, set[str]]:
+    """Names of lines by the headings of panels."""
+    figure, choice = page_of(kind, folder, "screen", **options)
+    known = set(choice.labels(controls=True))
+    panels = {}
+    for axes in figure.axes:
+        texts = [text.get_text().removesuffix(" †").replace("\n", "") for text in axes.texts]
+        [heading] = [text for text in texts if text not in known] or [""]
+        assert len(texts) - (heading in texts) == len(set(texts) - {heading})
+        panels[heading] = set(texts) - {heading}
+    return panels
+
+
+@pytest.mark.parametrize("kind", ["curve", "layers", "pareto"])
+def test_more_than_eight_policies_are_drawn_in_panels_of_their_families(kind, run, wide):
+    controls = {"full", "oracle", "random"}
+    assert panels_of(kind, run) == {"": {"snapkv", "h2o", "chunkkv"} | controls}
+    panels = panels_of(kind, wide)
+    assert list(panels) == ["positions", "attention", "keys and values", "budget allocation", "chunks"]
+    assert panels["chunks"] == {"chunkkv:reuse=1", "chunkkv:reuse=4"} | controls
+    assert panels["keys and values"] == {"knorm"} | controls
+
+
+def test_more_than_eight_policies_of_one_panel_have_a_legend(tmp_path):
+    names = [f"mine-{i}" for i in range(9)]
+    folder = make_run(tmp_path / "run", [Policy(name) for name in names])
+    figure, choice = page_of("curve", folder, "screen")
+    [axes] = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == [*names, "full", "oracle", "random"]
+    samples = [line for line in axes.lines if line.get_transform() == axes.transAxes and len(line.get_xdata()) == 1]
+    shown = [(line.get_color(), line.get_marker()) for line in samples]
+    assert shown == [(look["color"], look["marker"]) for look in map(choice.looks.get, texts)]
+    assert not any(line.get_linestyle() == ":" and line.get_linewidth() < 1 for line in axes.lines)
+
+
+def test_pareto_shows_memory_and_the_points_that_no_other_beats(run, tmp_path):
+    data = drawn("pareto", run, tmp_path, "--metric", "attention_l1")
+    table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    table = table[(table["layer"] == "all") & table["metric"].isin(["kv_bytes", "attention_l1"])]
+    value = table.astype({"value": float}).set_index(["policy", "budget", "metric", "variant"])["value"]
+    asked = data[data["role"] == "asked"]
+    assert len(asked) == 9 and len(data) == 9 + 3 * 2 + 1  # full keeps the same at every budget
+    for row in asked.itertuples():
+        memory, error = (value[row.policy, str(row.budget), name, ""] for name in ("kv_bytes", "attention_l1"))
+        assert (row.kv_bytes, row.mean) == (memory, error)
+        beaten = (asked["kv_bytes"] <= memory) & (asked["mean"] <= error)
+        assert row.on_front == (beaten.sum() == 1)
+    assert not data[data["role"] == "control"]["on_front"].any()
+    recall = drawn("pareto", run, tmp_path)
+    assert set(recall["metric"]) == {"attention_recall"}  # the run lacks the headline
+    recall = recall[recall["role"] == "asked"]
+    for row in recall.itertuples():
+        beaten = (recall["kv_bytes"] <= row.kv_bytes) & (recall["mean"] >= row.mean)
+        assert row.on_front == (beaten.sum() == 1)
+
+
+def test_pareto_draws_a_budget_free_policy_as_points(tmp_path):
+    folder = make_run(tmp_path / "run", [SNAPKV, Policy("kivi")])
+    about = json.loads((folder / "run.json").read_text())
+    cells = Run(folder).cells
+    about["cells"] = [{"trace": row.trace, "cell": row.cell, "own_memory": row.policy == "kivi"}
+                      for row in cells.itertuples()]  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(about))
+    figure, choice = page_of("pareto", folder, "screen")
+
+    def drawn_lines(label: str) -> list[tuple[int, str]]:
+        look = choice.looks[label]
+        lines = figure.axes[0].lines
+        lines = [one for one in lines if (one.get_color(), one.get_marker()) == (look["color"], look["marker"])]
+        return [(len(one.get_xdata()), one.get_linestyle()) for one in lines]
+
+    assert drawn_lines("kivi") == [(1, "None")] * 3 and drawn_lines("snapkv") == [(3, "-")]
+    assert figure.axes[0].get_xscale() == "log"
+
+
+def test_a_run_without_memory_has_no_pareto_front(broken, capsys):
+    table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
+    table[table["metric"] != "kv_bytes"].to_csv(broken / "results.csv", index=False)
+    assert "expected values of kv_bytes (replay --metrics kv_bytes), found none" in refused(capsys, 3, "pareto", broken)
+
+
+def test_a_metric_with_one_variant_needs_no_variant(run):
+    assert Choice(Run(run), metric_asked="span_recall").metric == ("span_recall", "code word.mean")
+    choice = Choice(Run(run), metric_asked="span_recall")
+    table = choice.run.overall
+    more = table[table["metric"] == "span_recall"].assign(variant="answer.mean")
+    choice.run.overall = pd.concat([table, more])
+    expected = (
+        "several variants: expected one of span_recall:answer.mean, span_recall:code word.mean, found span_recall"
+    )
+    with pytest.raises(Error, match=expected):
+        _ = choice.metric
+
+
 def test_the_order_of_policies_on_the_command_line_is_that_of_panels_and_colours(wide, tmp_path):
     asked = ["tova", "chunkkv", "h2o"]
     order = ["tova", "chunkkv:reuse=1", "chunkkv:reuse=4", "h2o"]
@@ -798,8 +931,9 @@ def test_only_errors_that_differ_tenfold_need_logarithms(values, expected):
 
 
 def test_labels_are_moved_apart_as_little_as_needed():
-    np.testing.assert_allclose(style.spread(np.array([0.5, 0.5, 0.1]), 0.1, 0, 1), [0.45, 0.55, 0.1])
-    np.testing.assert_allclose(style.spread(np.array([1.0, 1.0]), 0.1, 0, 1), [0.9, 1.0])
+    np.testing.assert_allclose(style.spread(np.array([0.5, 0.5, 0.1]), np.full(3, 0.1), 0, 1), [0.45, 0.55, 0.1])
+    np.testing.assert_allclose(style.spread(np.array([1.0, 1.0]), np.full(2, 0.1), 0, 1), [0.85, 0.95])
+    np.testing.assert_allclose(style.spread(np.array([0.5, 0.5]), np.array([0.1, 0.3]), 0, 1), [0.4, 0.6])
 
 
 @pytest.fixture(scope="module")
@@ -807,32 +941,40 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("plot") / "wide", NINE, 32, ["0.05", "0.1", "0.4"])
 
 
+def page_of(kind: str, folder: Path, page: str, **options: object) -> tuple[Figure, Choice]:
+    choice = Choice(Run(folder), baseline="random", **PAGES[page], **options)
+    with style.settings():
+        return import_module(f"kvreplay.plot.{kind}").draw(choice).figure, choice
+
+
+@pytest.mark.parametrize(
+    ("page", "fixture"), [("screen", "single"), ("screen", "wide"), ("text", "run"), ("paper", "wide")]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, single, wide):
-    for folder in (single, wide):
-        with style.settings():
-            figure = import_module(f"kvreplay.plot.{kind}").draw(Choice(Run(folder), baseline="random")).figure
-            figure.set_dpi(200)
-            canvas = FigureCanvasAgg(figure)
-            canvas.draw()
-            hidden = {
-                tick.label1
-                for page in figure.axes
-                for axis in (page.xaxis, page.yaxis)
-                for tick in axis.get_major_ticks()
-                if not page.axison or tick not in axis._update_ticks()
-            }
-            texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-            texts = [text for text in texts if text not in hidden]
-            boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
-        page = figure.bbox
-        for i, (line, box) in enumerate(boxes):
-            assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, line
-            for other, beside in boxes[:i]:
-                across = min(box.x1, beside.x1) - max(box.x0, beside.x0)
-                along = min(box.y1, beside.y1) - max(box.y0, beside.y0)
-                assert across <= 1 or along <= 2, (line, other)
-        assert min(text.get_fontsize() for text in texts) >= 8
+def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, page, fixture, request):
+    with style.settings():
+        figure, _ = page_of(kind, request.getfixturevalue(fixture), page)
+        figure.set_dpi(200)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        hidden = {
+            tick.label1
+            for page in figure.axes
+            for axis in (page.xaxis, page.yaxis)
+            for tick in axis.get_major_ticks()
+            if not page.axison or tick not in axis._update_ticks()
+        }
+        texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+        texts = [text for text in texts if text not in hidden]
+        boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
+    paper = figure.bbox
+    for i, (line, box) in enumerate(boxes):
+        assert paper.x0 <= box.x0 and box.x1 <= paper.x1 and paper.y0 <= box.y0 and box.y1 <= paper.y1, line
+        for other, beside in boxes[:i]:
+            across = min(box.x1, beside.x1) - max(box.x0, beside.x0)
+            along = min(box.y1, beside.y1) - max(box.y0, beside.y0)
+            assert across <= 1 or along <= 2, (line, other)
+    assert min(text.get_fontsize() for text in texts) >= 8
 
 
 def test_policy_lists_split_as_the_replay_command_splits_them():
@@ -845,13 +987,20 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
     [
         (["heatmaps"], "plot: unknown kind of figure heatmaps: did you mean heatmap?"),
         (["curve", "--metric", "atention_recall"], "unknown metric atention_recall: did you mean attention_recall?"),
-        (["curve", "--metric", "span_recall"], "unknown metric span_recall: did you mean span_recall:code word.mean?"),
+        (["curve", "--metric", "span_recal"], "unknown metric span_recal: did you mean span_recall:code word.mean?"),
+        (
+            ["pareto", "--metric", "kv_bytes"],
+            "--metric: no direction: expected a metric of which higher or lower",
+        ),
+        (["curve", "--style", "papers"], "plot: argument --style: invalid choice"),
+        (["curve", "--width", "page"], "--width: expected column, text or 2.5 to 20.0 inches, found page"),
+        (["curve", "--width", "1"], "--width: expected column, text or 2.5 to 20.0 inches, found 1"),
         (["heatmap", "-p", "snapvk"], "-p: unknown policy snapvk: did you mean snapkv?"),
         (["heatmap", "-b", "0.15"], "-b: unknown budget 0.15: did you mean 0.1?"),
         (["kept", "--trace", "demos"], "--trace: unknown trace demos: did you mean demo?"),
         (
             ["kept", "-o", "figure.jpg"],
-            "-o: unknown file format: expected a name ending in .svg, .pdf or .png, found figure.jpg",
+            "-o: unknown file format: expected a name ending in .svg, .pdf, .png or .pgf, found figure.jpg",
         ),
         (
             ["kept", "--data", "numbers.txt"],

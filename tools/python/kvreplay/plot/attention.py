@@ -9,7 +9,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.plot.columns import Columns
 from kvreplay.plot.figure_options import Choice, DrawnCell
 from kvreplay.plot.spans import SpanBrackets
-from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, Sheet, position_ticks, quiet_frame
+from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, position_ticks, quiet_frame, width_of, wrap
 from kvreplay.results import TraceFacts
 
 PANEL = 1.5  # inches
@@ -55,15 +55,16 @@ def draw(choice: Choice) -> Drawing:
     columns = Columns(facts.boundary)
     edges, per_column = columns.edges, columns.per_column
     left, right = 0.62, 0.15
-    width = PAGE - left - right
+    width = (choice.page_width or PAGE) - left - right
     spans = SpanBrackets(facts, width)
-    name = SMALL * LINE * POINT + 0.05
+    names = [wrap(cell.label, width, SMALL, "bold") for cell, _ in strips]
+    name = max(map(len, names)) * SMALL * LINE * POINT + 0.05
     pitch = STRIP + name + 0.05
     whose = f"query head {head}" if head is not None else f"mean over {facts.query_heads} query heads"
     grey = "black: kept" if head is not None else "black: kept by all sets of the layer, white: by none"
-    sheet = Sheet(
+    sheet = choice.sheet(
         1, (width, PANEL), 1, left, right, above=spans.height + 0.1, below=len(strips) * pitch + 0.48,
-        title=choice.title or f"Attention of evaluation queries and kept tokens: layer {number}, {whose}",
+        title=f"Attention of evaluation queries and kept tokens: layer {number}, {whose}",
         subtitle=f"{choice.budget_line()}; {grey}{columns.words}",
         caption=choice.caption(f"Mean over {queries(choice, facts)} evaluation queries"),
     )  # fmt: skip
@@ -83,10 +84,13 @@ def draw(choice: Choice) -> Drawing:
     for i, (cell, share) in enumerate(strips):
         strip = sheet.place(x, y - 0.04 - (i + 1) * pitch, width, STRIP)
         strip.set_yticks([])
-        held = f"heads={cell.heads}"
+        held = "" if f"heads={cell.heads}" in cell.label else f"heads={cell.heads}"
         if head is not None and total > 0:
-            held += f": holds {100 * (attention @ share) / total:.1f} % of this head's attention to the prompt"
-        columns.draw(strip, columns.means(share)[None], (0, 1), cell.label, held)
+            part = f"{100 * (attention @ share) / total:.1f} %"
+            held = ": ".join(filter(None, (held, f"holds {part} of this head's attention to the prompt")))
+            if width_of(names[i][-1], weight="bold") + width_of(held) + 0.1 > width:
+                held = part
+        columns.draw(strip, columns.means(share)[None], (0, 1), names[i], held)
         pages.append(strip)
         data.append(pd.DataFrame({
             "policy": cell.label, "heads": cell.heads, "budget": choice.budgets[0], "layer": number,

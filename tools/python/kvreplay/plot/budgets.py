@@ -6,21 +6,21 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet
+from kvreplay.plot.style import QUIET, Drawing, PanelNames
 
 
 def draw(choice: Choice) -> Drawing:
     """Bars: mean over heads; a thin line spans the heads of a layer where they differ; dashed: the budget."""
     trace = choice.one_trace()
     cells = choice.cells(trace)
-    columns = min(len(cells), 3)
-    panel = (1.85, 1.05)
+    width, columns = choice.fit(1.85, min(len(cells), 3), 0.65, 0.12, 0.18, least=1.0)
+    panel = (width, 1.05)
     names = PanelNames([(cell.label, cell.heads) for cell in cells], panel[0])
     asked = choice.run.cells
     asked = asked[(asked["trace"] == trace.name) & (asked["budget"] == choice.budgets[0])]["budget_tokens"].iloc[0]
-    sheet = Sheet(
+    sheet = choice.sheet(
         len(cells), panel, columns, left=0.65, right=0.12, above=0.1, gap=(0.18, 0.35), below=0.42,
-        headings=names.headings(columns), title=choice.title or "Kept tokens per layer",
+        headings=names.headings(columns), title="Kept tokens per layer",
         subtitle=f"{choice.budget_line()} (dashed); bars: mean over heads; thin lines: range over heads",
         caption=choice.caption(),
     )  # fmt: skip

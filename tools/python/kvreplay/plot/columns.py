@@ -23,11 +23,11 @@ class Columns:
         """Float [..., columns] of values [..., tokens]."""
         return np.add.reduceat(values, self.edges[:-1], axis=-1) / np.diff(self.edges)
 
-    def draw(self, axis: Axes, shares: np.ndarray, rows: tuple[float, float], name: str, beside: str) -> None:
-        """Shares [n, columns] in grey between the heights `rows`, with a name and other words above."""
+    def draw(self, axis: Axes, shares: np.ndarray, rows: tuple[float, float], name: list[str], beside: str) -> None:
+        """Shares [n, columns] in grey between the heights `rows`, with lines of a name and other words above."""
         axis.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
                     extent=(0, len(self), *rows))  # fmt: skip
-        axis.annotate(name, (0, 1), (0, 3), "axes fraction", "offset points", weight="bold")
+        axis.annotate("\n".join(name), (0, 1), (0, 1.5), "axes fraction", "offset points", weight="bold", va="bottom")
         axis.annotate(beside, (1, 1), (0, 3), "axes fraction", "offset points", ha="right")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,8 @@ KINDS = {
                        ("traces_asked",)),
     "budgets": Kind("kept tokens per layer", OF_SETS),
     "curve": Kind("a metric over the budget, one line per policy", (*OF_SETS, "metric_asked")),
+    "pareto": Kind("a metric over the memory of the cache, one line per policy, with the Pareto front",
+                   (*OF_SETS, "metric_asked")),
     "layers": Kind("a metric by layer, one line per policy", (*OF_SETS, "metric_asked")),
     "needle": Kind("span recall of needles by prompt length and depth, over many traces", (*OF_SETS, "metric_asked")),
     "compare": Kind("paired differences between policies and a --baseline, over many traces",
@@ -49,7 +52,8 @@ KINDS = {
                        ("traces_asked", "layer", "of")),
 }  # fmt: skip
 OF_TRACES = ("similarity",)  # kinds that need no run
-FORMATS = (".svg", ".pdf", ".png")
+NARROWEST, WIDEST = 2.5, 20.0  # inches of a figure
+FORMATS = (".svg", ".pdf", ".png", ".pgf")
 
 
 def parser() -> Parser:
@@ -67,10 +71,14 @@ def parser() -> Parser:
     add("kind", metavar="KIND", help="kind of figure, see below")
     add("run", metavar="RUN", type=Path, help="folder of results of kvreplay replay; for similarity also a TRACE.h5")
     add = found.add_argument_group("results").add_argument
-    add("-o", "--output", metavar="FIG.svg|pdf|png", type=Path, action="append", default=[],
+    add("-o", "--output", metavar="FIG.svg|pdf|png|pgf", type=Path, action="append", default=[],
         help="file to write, in the format of its suffix; repeatable (default: RUN/figures/KIND.svg)")  # fmt: skip
     add("--data", metavar="FILE.csv", type=Path, help="CSV file of the numbers in the figure")
-    add("--title", metavar="TEXT", default="", help="title (default: that of the kind)")
+    add("--title", metavar="TEXT", default="", help="title (default: that of the kind; none with --style paper)")
+    add("--style", choices=("screen", "paper"), default="screen",
+        help="paper: text of 8 pt, no title, and no caption, which is printed instead (default: screen)")  # fmt: skip
+    add("--width", metavar="column|text|INCHES", type=page_width, help="width of the figure in inches; column: 3.25, "
+        "text: 6.75 (default: as the panels need; column with --style paper)")  # fmt: skip
 
     of_kinds = partial(found.add_argument_group("selection").add_argument, default=argparse.SUPPRESS)
     of_kinds("-p", "--policies", metavar="POLICY,…", action="append",
@@ -79,8 +87,9 @@ def parser() -> Parser:
              help="budgets, as given to replay (default: all; in a figure of one budget, the smallest)")  # fmt: skip
     of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",
              help="trace to draw; repeatable (default: all; in a figure of one trace, the first)")  # fmt: skip
-    of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]", help="metric to draw (default: "
-             "attention_recall; needle: span_recall:mean, also :any and :full)")  # fmt: skip
+    of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]",
+             help="metric to draw, as kvreplay replay --metrics names it (default: attention_recall; pareto: "
+             "output_error:pooled; needle: span_recall:mean, also :any and :full)")  # fmt: skip
     of_kinds("--variant", choices=("first", "mean", "union"),
              help="sets of the first head, mean over heads, or union of heads (default: mean)")  # fmt: skip
     of_kinds("--baseline", metavar="POLICY", help="policy to compare with")
@@ -92,6 +101,20 @@ def parser() -> Parser:
         f"  {name:<11}{kind.summary}\n{'':13}{' '.join(map(found.flag, kind.reads))}" for name, kind in KINDS.items()
     )
     return found
+
+
+def page_width(text: str) -> float:
+    """The inches of --width."""
+    known = {"column": 3.25, "text": 6.75}  # of a paper in two columns, as ICML sets them
+    try:
+        width = known[text] if text in known else float(text)
+    except ValueError:
+        width = math.nan
+    if not NARROWEST <= width <= WIDEST:
+        raise argparse.ArgumentTypeError(
+            f"expected column, text or {NARROWEST} to {WIDEST} inches, found {text}"
+        )  # fmt: skip
+    return width
 
 
 def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +158,9 @@ def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> tuple[Drawi
     asked = asked_of_kinds(arguments)
     if "policies" in asked:
         asked["policies"] = split_policies(asked["policies"])
-    choice = Choice(source, title=arguments.title, **asked)
+    paper = arguments.style == "paper"
+    width = arguments.width or (page_width("column") if paper else None)
+    choice = Choice(source, title=arguments.title, paper=paper, page_width=width, **asked)
     with style.settings():
         return kind.draw(choice), choice
 
@@ -150,9 +175,8 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
 
     source = TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run)
     drawing, choice = drawn(arguments, source)
-    written = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
-    for path in written:
-        drawing.save(path)
+    outputs = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
+    written = [file for path in outputs for file in drawing.save(path)]
     if arguments.data:
         write_csv(drawing.data, arguments.data)
     if choice.run.failed:
@@ -165,8 +189,8 @@ def figure(kind: str, run: Run, **options: Any) -> Drawing:
     """Draws a figure of a run, as `kvreplay plot KIND RUN` does, without writing files.
 
     `options`: long names of the command's selection options (policies, budgets, trace, metric, layer, head …), each
-    with one value or several, and `title`. The result is shown in notebooks. Its `figure` is matplotlib's, `data` has
-    the numbers in it, and `save(path)` writes .svg, .pdf or .png.
+    with one value or several, `title`, `style` and `width`. The result is shown in notebooks. Its `figure` is matplotlib's, `data` has
+    the numbers in it, and `save(path)` writes .svg, .pdf, .png or .pgf.
 
     Raises Error for invalid arguments, as the command does.
     """

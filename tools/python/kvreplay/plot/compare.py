@@ -9,7 +9,8 @@ from kvreplay.compare.comparison import Comparison, heads_shown
 from kvreplay.compare.statistics import differences
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.figure_options import Choice, open_loop
-from kvreplay.plot.style import LINE, PAGE, POINT, QUIET, SMALL, Drawing, Sheet, width_of, wrap
+from kvreplay.plot.lines import WIDEST_NAME
+from kvreplay.plot.style import LINE, PAGE, POINT, QUIET, SMALL, Drawing, width_of, wrap
 
 LABEL = 1.45  # inches at most; a longer name is broken
 NARROWEST, WIDEST = 1.15, 2.6  # inches a panel
@@ -47,25 +48,27 @@ def draw(choice: Choice) -> Drawing:
         order = [label for label in choice.labels(controls=True) if label in order]
     heads = {line.policy: heads_shown(line) for line in lines.itertuples()}
     names = {label: label if f"heads={heads[label]}" in label else f"{label} ({heads[label]})" for label in order}
-    names = {label: wrap(name, LABEL) for label, name in names.items()}
+    page = choice.page_width or PAGE
+    names = {label: wrap(name, min(LABEL, WIDEST_NAME * page)) for label, name in names.items()}
     compared = int(lines["p"].notna().sum())
     unequal = comparison.unequal_memory
     verdicts = {(line.policy, line.budget): verdict(line, (line.budget, line.policy) in unequal)
                 for line in lines.itertuples()}  # fmt: skip
 
-    columns = min(len(budgets), 3)
     beside = max((width_of(one) for one in verdicts.values()), default=0) + 0.1
     counted = sorted({int(n) for n in lines["pairs"]})
     traces = f"{counted[0]}" if len(counted) == 1 else f"{counted[0]} to {counted[-1]}"
     prompts = comparison.cluster.nunique()
     left, right, gap = max(width_of(one) for name in names.values() for one in name) + 0.2, beside + 0.08, beside + 0.12
-    room = (PAGE - left - right - (columns - 1) * gap) / columns
+    columns = min(len(budgets), 3)
+    room = float(np.clip((PAGE - left - right - (columns - 1) * gap) / columns, NARROWEST, WIDEST))
+    room, columns = choice.fit(room, columns, left, right, gap, least=NARROWEST)
     row_height = 0.14 + max(map(len, names.values())) * SMALL * LINE * POINT
-    sheet = Sheet(
-        len(budgets), (float(np.clip(room, NARROWEST, WIDEST)), row_height * len(order) + 0.1), columns, left, right,
+    sheet = choice.sheet(
+        len(budgets), (room, row_height * len(order) + 0.1), columns, left, right,
         above=0.1, gap=(gap, 0.72), below=0.58,
         headings=[SMALL * LINE * POINT] * -(-len(budgets) // columns),
-        title=choice.title or f"{choice.metric_words} compared with {comparison.baseline}, trace by trace",
+        title=f"{choice.metric_words} compared with {comparison.baseline}, trace by trace",
         subtitle=f"traces {traces}, prompts {prompts}; dot: mean paired difference, bar: 95\u00a0% bootstrap "
         "interval over prompts, small marks: traces" + ("; right: traces better/same/worse" if TOWARDS[better] else ""),
         caption=open_loop(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import draw_lines, rows_to_draw
-from kvreplay.plot.style import Drawing, label_ends
+from kvreplay.plot.style import Drawing
 
 PANEL = (2.5, 2.3)  # inches
 LOGARITHMIC = 4  # the largest budget over the smallest from which the axis is logarithmic
@@ -16,27 +17,29 @@ LOGARITHMIC = 4  # the largest budget over the smallest from which the axis is l
 def draw(choice: Choice) -> Drawing:
     """Budgets on the axis by their mean tokens, with the names of the command line."""
     rows = rows_to_draw(choice, by_layer=False)
-    drawing, axis, ends = draw_lines(
-        choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
-        title=f"{choice.metric_words} by budget", subtitle="over all layers; controls in grey",
-    )  # fmt: skip
     sizes = [choice.budget_sizes[budget] for budget in choice.budgets]
     if len(set(sizes)) < len(sizes):
         raise Error("-b", "several budgets have the same number of tokens", "one of them",
                     ", ".join(choice.budgets), Refusal.USAGE)  # fmt: skip
-    low, high = min(sizes), max(sizes)
-    if high >= LOGARITHMIC * low:
-        axis.set_xscale("log")
-        edge = (high / low) ** 0.04
-        axis.set_xlim(low / edge, high * edge)
-    else:
-        edge = 0.04 * (high - low) or 0.5 * low
-        axis.set_xlim(low - edge, high + edge)
-    axis.xaxis.set_major_locator(FixedLocator(sizes))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xticklabels(choice.budgets)
-    axis.set_xlabel(budget_axis(choice.budgets))
-    label_ends(axis, ends, PANEL[1])
+
+    def dress(axis: Axes) -> None:
+        low, high = min(sizes), max(sizes)
+        if high >= LOGARITHMIC * low:
+            axis.set_xscale("log")
+            edge = (high / low) ** 0.04
+            axis.set_xlim(low / edge, high * edge)
+        else:
+            edge = 0.04 * (high - low) or 0.5 * low
+            axis.set_xlim(low - edge, high + edge)
+        axis.xaxis.set_major_locator(FixedLocator(sizes))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xticklabels(choice.budgets)
+
+    drawing = draw_lines(
+        choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
+        title=f"{choice.metric_words} by budget", subtitle="over all layers; controls in grey",
+        x_label=budget_axis(choice.budgets), dress=dress,
+    )  # fmt: skip
     names = {size: budget for budget, size in choice.budget_sizes.items()}
     data = drawing.data.rename(columns={"tokens": "budget_tokens"})
     data.insert(4, "budget", data["budget_tokens"].map(names))

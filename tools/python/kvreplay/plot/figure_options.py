@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.colours import looks_of
+from kvreplay.plot.style import Sheet
 from kvreplay.results import Run, Selection, TraceFacts
 from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
 from kvreplay.skill import TWIN
@@ -42,11 +43,37 @@ class Choice:
     head: int | None = None
     of: str = ""
     title: str = ""
+    paper: bool = False
+    page_width: float | None = None  # inches; None: that of the panels
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.run.cells.empty:
             raise Error(str(self.run.folder / "results.csv"), "empty", "at least one cell", "none")
+
+    def fit(
+        self, panel: float, columns: int, left: float, right: float, gap: float, least: float
+    ) -> tuple[float, int]:  # fmt: skip
+        """The width of a panel in inches, and the number of columns: `panel` and `columns` where the page has the width
+        of its panels, else at most `columns` of panels that are at least `least` wide."""
+        if self.page_width is None:
+            return panel, columns
+
+        def share(columns: int) -> float:
+            return (self.page_width - left - right - (columns - 1) * gap) / columns
+
+        columns = next((count for count in range(columns, 1, -1) if share(count) >= least), 1)
+        return share(columns), columns
+
+    def sheet(self, *grid: object, title: str, subtitle: str = "", caption: str = "", **room: object) -> Sheet:
+        """The page of the figure. A page of a paper has no title but that of --title; its texts are a note, for the
+        caption in the paper."""
+        if not self.paper:
+            texts = {"title": self.title or title, "subtitle": subtitle, "caption": caption}
+            return Sheet(*grid, width=self.page_width, **room, **texts)
+        texts = [text[0].upper() + text[1:] for text in (title, subtitle, caption) if text]
+        self.notes.append("caption: " + ". ".join(texts))
+        return Sheet(*grid, width=self.page_width, margin=0.02, title=self.title, **room)
 
     @cached_property
     def asked_labels(self) -> list[str]:
@@ -70,6 +97,19 @@ class Choice:
             return list(self.asked_labels)
         twins = set(cells["label"][cells["policy"] == TWIN]) - set(self.asked_labels)
         return [label for label in known if label not in twins]
+
+    @cached_property
+    def families(self) -> dict[str, list[str]]:
+        """The policies of each family, in the order of `kvreplay policies`."""
+        from kvreplay import _engine
+
+        return dict(_engine.families())
+
+    def family(self, label: str) -> str:
+        """The family of a label's policy; that of policies of one's own if the policy is not built in."""
+        cells = self.run.cells
+        policy = cells["policy"][cells["label"] == label].iloc[0]
+        return next((family for family, names in self.families.items() if policy in names), list(self.families)[-1])
 
     @cached_property
     def looks(self) -> dict[str, dict[str, object]]:
@@ -154,9 +194,16 @@ class Choice:
 
     @cached_property
     def metric(self) -> tuple[str, str]:
-        """Name and variant."""
+        """Name and variant. A metric whose values all have one variant needs no variant."""
         known = metric_names(self.run.overall)
-        return known[pick_metrics([self.metric_asked or "attention_recall"], list(known))[0]]
+        asked = self.metric_asked or "attention_recall"
+        variants = [name for name in known if name.partition(":")[0] == asked]
+        if asked not in known and len(variants) > 1:
+            raise Error("--metric", "metric with several variants", "one of " + ", ".join(variants), asked,
+                        Refusal.USAGE)  # fmt: skip
+        if asked not in known and variants:
+            asked = variants[0]
+        return known[pick_metrics([asked], list(known))[0]]
 
     @property
     def metric_name(self) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.plot.figure_options import VARIANTS, Choice
-from kvreplay.plot.style import Drawing, PanelNames, Sheet, columns_for, layer_ticks
+from kvreplay.plot.style import LINE, POINT, SMALL, Drawing, PanelNames, columns_for, layer_ticks
 from kvreplay.results import Selection
 
 
@@ -44,11 +44,13 @@ def draw(choice: Choice) -> Drawing:
     stops = "" if end == 1 else f"Colours end at {end:.1f}; the diagonal is 1"
 
     columns = columns_for(len(cells))
-    side = 1.72 if columns < 4 else 1.4
+    side, columns = choice.fit(1.72 if columns < 4 else 1.4, columns, 0.52, 0.8, 0.28, least=0.8)
+    apart = ", " if side > 1.6 else "\n"
     names = PanelNames([(cell.label, cell.heads) for cell in cells], side + 0.1)
-    sheet = Sheet(
-        len(cells), (side, side), columns, left=0.52, right=0.8, above=0.12, gap=(0.28, 0.75), below=0.62,
-        headings=names.headings(columns), title=choice.title or "Jaccard similarity of the kept tokens of two layers",
+    lowest = 0.62 + (apart == "\n") * SMALL * LINE * POINT
+    sheet = choice.sheet(
+        len(cells), (side, side), columns, left=0.52, right=0.8, above=0.12, gap=(0.28, lowest + 0.13), below=lowest,
+        headings=names.headings(columns), title="Jaccard similarity of the kept tokens of two layers",
         subtitle=f"{choice.budget_line()}; {VARIANTS[choice.variant]}; protected tokens (sinks and recent window) "
                  "excluded",
         caption=choice.caption("Chance: expected value of independent random sets of the same size", stops),
@@ -57,8 +59,9 @@ def draw(choice: Choice) -> Drawing:
     for i, (cell, matrix) in enumerate(zip(cells, matrices, strict=True)):
         axis, layers = sheet.axes[i], cell.selection.numbers
         image = axis.imshow(matrix, cmap="cividis", vmin=0, vmax=end, interpolation="nearest")
-        layer_ticks(axis.xaxis, layers)
-        layer_ticks(axis.yaxis, layers)
+        most = min(7, int(side / 0.22))
+        layer_ticks(axis.xaxis, layers, most)
+        layer_ticks(axis.yaxis, layers, most)
         axis.set_xlabel("layer", labelpad=1)
         if i % columns == 0:
             axis.set_ylabel("layer", labelpad=2)
@@ -68,10 +71,10 @@ def draw(choice: Choice) -> Drawing:
         if np.isnan(adjacent):
             below = "one layer"
         elif not (cell.selection.mask() & cell.selection.unprotected()).any():
-            below = "only protected tokens"
+            below = f"only{apart.strip(',')}protected tokens"
         else:
-            below = f"adjacent {adjacent:.3f}, chance {expected:.3f}"
-        axis.annotate(below, (0.5, 0), (0, -34), "axes fraction", "offset points", ha="center")
+            below = f"adjacent {adjacent:.3f}{apart}chance {expected:.3f}"
+        axis.annotate(below, (0.5, 0), (0, -25), "axes fraction", "offset points", ha="center", va="top")
         about = {"policy": cell.label, "heads": cell.heads, "budget": choice.budgets[0], "variant": choice.variant}
         first, second = np.meshgrid(layers, layers, indexing="ij")
         pairs = {"quantity": "jaccard", "layer": first.ravel(), "other_layer": second.ravel(), "value": matrix.ravel()}

@@ -8,7 +8,7 @@ import pandas as pd
 from kvreplay.plot.columns import Columns
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.spans import SpanBrackets
-from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, Sheet, layer_ticks, position_ticks
+from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, layer_ticks, position_ticks, wrap
 
 
 def draw(choice: Choice) -> Drawing:
@@ -19,14 +19,15 @@ def draw(choice: Choice) -> Drawing:
     edges, per_column = columns.edges, columns.per_column
 
     left, right = 0.52, 0.15
-    width = PAGE - left - right
+    width = (choice.page_width or PAGE) - left - right
     spans = SpanBrackets(trace, width)
     tall = float(np.clip(0.03 * len(cells[0].selection.layers), 0.5, 1.2))
-    name = SMALL * LINE * POINT + 0.07
+    names = [wrap(cell.label, width, SMALL, "bold") for cell in cells]
+    name = max(map(len, names)) * SMALL * LINE * POINT + 0.07
     grey = "black: all heads keep the token, white: none"
-    sheet = Sheet(
+    sheet = choice.sheet(
         len(cells), (width, tall), 1, left, right, above=spans.height + name + 0.08, gap=(0, name + 0.09), below=0.42,
-        title=choice.title or "Kept tokens, by layer and position",
+        title="Kept tokens, by layer and position",
         subtitle=f"{choice.budget_line()}; {grey}{columns.words}",
         caption=choice.caption(),
     )  # fmt: skip
@@ -37,7 +38,9 @@ def draw(choice: Choice) -> Drawing:
         axis, layers = sheet.axes[i], cell.selection.numbers
         share = cell.selection.mask().mean(axis=1)  # [n,P]
         drawn = columns.means(share)
-        columns.draw(axis, drawn, (len(layers) - 0.5, -0.5), cell.label, f"heads={cell.heads}")
+        heads = f"heads={cell.heads}"
+        beside = "" if heads in cell.label else heads
+        columns.draw(axis, drawn, (len(layers) - 0.5, -0.5), names[i], beside)
         axis.set_xlim(0, trace.boundary / per_column)
         position_ticks(axis.xaxis, trace.boundary, per_column)
         layer_ticks(axis.yaxis, layers, most=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import draw_lines, rows_to_draw
-from kvreplay.plot.style import Drawing, label_ends, layer_axis
+from kvreplay.plot.style import Drawing, layer_axis
 
 PANEL = (3.3, 2.3)  # inches
 
@@ -13,12 +13,11 @@ def draw(choice: Choice) -> Drawing:
     """Stored layers on the axis; layers that were not treated have no value."""
     rows = rows_to_draw(choice, by_layer=True)
     rows = rows[rows["budget"] == choice.budgets[0]]
-    drawing, axis, ends = draw_lines(
-        choice, rows.assign(layer=rows["layer"].astype(int)), "layer", PANEL,
-        title=f"{choice.metric_words} by layer", subtitle=f"{choice.budget_line()}; controls in grey",
+    rows = rows.assign(layer=rows["layer"].astype(int))
+    drawing = draw_lines(
+        choice, rows, "layer", PANEL, title=f"{choice.metric_words} by layer",
+        subtitle=f"{choice.budget_line()}; controls in grey", x_label="layer",
+        dress=lambda axis: layer_axis(axis, rows["layer"]),
     )  # fmt: skip
-    layer_axis(axis, drawing.data["layer"])
-    label_ends(axis, ends, PANEL[1])
-    data = drawing.data
-    data.insert(4, "budget", choice.budgets[0])
-    return Drawing(drawing.figure, data)
+    drawing.data.insert(4, "budget", choice.budgets[0])
+    return drawing

@@ -1,7 +1,8 @@
-"""Figures of a metric with one line a policy, named at its end: shared by `curve` and `layers`."""
+"""Figures of a metric with one line a policy: shared by `curve`, `layers` and `pareto`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,30 @@ from kvreplay.compare.statistics import bootstrap_intervals
 from kvreplay.errors import Error
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.style import (
+    LINE,
+    PAGE,
+    POINT,
+    SMALL,
     Drawing,
     LineEnd,
-    Sheet,
     errors_need_logarithms,
+    label_ends,
     label_room,
+    legend,
+    legend_room,
     logarithmic_axis,
     quiet_frame,
+    text_height,
+    wrap,
 )
 
 INTERVAL = "Bands and bars: 95 % bootstrap interval of the mean over prompts"
 PER_QUERY_HEAD = "\u2020"
 FEWEST_JOINED = 3  # points; fewer are no curve and are not joined by a line
-MOST_MARKERS = 8  # a line of more points has no markers
+MOST_MARKERS = 8  # of a line
+MOST_NAMED = 8  # lines of a panel that are named at their ends
+WIDEST_NAME = 0.4  # of the page; a longer name is broken
+LEFT = 0.62  # inches
 
 
 def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | None = None) -> pd.DataFrame:
@@ -75,55 +87,153 @@ def draw_mean(axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name
     elif len(bounded):
         axis.fill_between(line[x], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
     if len(line) > MOST_MARKERS:
-        look = look | {"marker": ""}
+        look = {"markevery": len(line) // MOST_MARKERS + 1} | look
     axis.plot(line[x], line["mean"], **look)
     return LineEnd(name, line[x].iloc[-1], line["mean"].iloc[-1], look["color"])
 
 
-def draw_lines(
-    choice: Choice, rows: pd.DataFrame, x: str, panel: tuple[float, float], title: str, subtitle: str
-) -> tuple[Drawing, Axes, list[LineEnd]]:
-    """Means of `rows` over traces along the column `x`, with bands where there are several traces.
+class LinePanels:
+    """Panels of lines with their names: one for at most MOST_NAMED policies, else one for each family of policies.
+    Controls are in each panel.
 
-    A control with a single value, next to lines with more, is drawn across the whole axis. Errors that differ by orders
-    of magnitude have a logarithmic axis. The caller sets the scale of x, then names the lines with
-    `label_ends`.
+    Lines are named at their ends; those of a panel with more policies in a legend. All panels have the same y axis.
     """
-    found = mean_over_traces(rows, ["label", x], prompts_of_rows(choice, rows))
+
+    def __init__(
+        self, choice: Choice, names: dict[str, str], panel: tuple[float, float], title: str, subtitle: str,
+        caption: str,
+    ) -> None:  # fmt: skip
+        """`names` that are shown, by label; `panel`: inches of one panel."""
+        self.choice = choice
+        self.groups = groups_of(choice, list(names))
+        longest = WIDEST_NAME * (choice.page_width or PAGE)
+        self.names = {label: "\n".join(wrap(name, longest)) for label, name in names.items()}
+        right = max(
+            (legend_room if self.needs_legend(group) else label_room)([self.names[label] for label in group])
+            for group in self.groups.values()
+        )
+        gap = right + 0.4
+        self.y_label = wrap(choice.metric_axis, 1.6 if choice.page_width else panel[1])
+        left = LEFT + (len(self.y_label) - 1) * SMALL * LINE * POINT
+        width, columns = choice.fit(panel[0], min(2, len(self.groups)), left, right, gap, least=1.1)
+        tallest = max(sum(text_height(self.names[label]) for label in group) for group in self.groups.values())
+        height = max(min(panel[1], max(1.5, width)), tallest)
+        rows = -(-len(self.groups) // columns)
+        headings = [SMALL * LINE * POINT] * rows if len(self.groups) > 1 else ()
+        self.sheet = choice.sheet(
+            len(self.groups), (width, height), columns, left=left, right=right, above=0.12, below=0.45, gap=(gap, 0.42),
+            headings=headings, title=title, subtitle=subtitle, caption=caption,
+        )  # fmt: skip
+        self.columns, self.height = columns, height
+        self.ends: list[list[LineEnd]] = [[] for _ in self.groups]
+
+    def __iter__(self) -> Iterator[tuple[Axes, list[str], list[LineEnd]]]:
+        """Axes and labels of each panel, and the list that its lines' ends are to be appended to."""
+        return zip(self.sheet.axes, self.groups.values(), self.ends, strict=True)
+
+    def needs_legend(self, group: list[str]) -> bool:
+        """Whether the lines of a panel are too many for names at their ends."""
+        return sum(self.choice.role(label) != "control" for label in group) > MOST_NAMED
+
+    def finish(self, x_label: str, dress: Callable[[Axes], None], logarithmic: bool = False) -> None:
+        """Sets the axes, those of x by `dress`, and names the lines."""
+        for axis in self.sheet.axes if logarithmic else ():
+            axis.set_yscale("log")
+        low = min(axis.get_ylim()[0] for axis in self.sheet.axes)
+        high = max(axis.get_ylim()[1] for axis in self.sheet.axes)
+        for i, (family, axis) in enumerate(zip(self.groups, self.sheet.axes, strict=True)):
+            quiet_frame(axis)
+            axis.set_ylim(low, high)
+            if logarithmic:
+                logarithmic_axis(axis)
+            axis.set_ylim(axis.get_ylim())
+            dress(axis)
+            if i % self.columns == 0:
+                axis.set_ylabel("\n".join(self.y_label))
+            axis.set_xlabel(x_label if i + self.columns >= len(self.groups) else "")
+            if len(self.groups) > 1:
+                axis.annotate(family, (0, 1), (0, 4), "axes fraction", "offset points", weight="bold")
+        for axis, labels, ends in self:
+            if self.needs_legend(labels):
+                looks = [self.choice.looks[label] for label in labels]
+                legend(axis, [self.names[label] for label in labels], looks, self.height)
+            else:
+                label_ends(axis, ends, self.height)
+
+
+def groups_of(choice: Choice, labels: list[str]) -> dict[str, list[str]]:
+    """The labels of each panel of lines, controls last where there are several panels, by the name of the panel."""
+    controls = [label for label in labels if choice.role(label) == "control"]
+    if len(labels) - len(controls) <= MOST_NAMED:
+        return {"": labels}
+    groups: dict[str, list[str]] = {family: [] for family in choice.families}
+    for label in labels:
+        if label not in controls:
+            groups[choice.family(label)].append(label)
+    groups = {family: members + controls for family, members in groups.items() if members}
+    return groups if len(groups) > 1 else {"": labels}
+
+
+def shown_names(choice: Choice, rows: pd.DataFrame, labels: list[str]) -> tuple[dict[str, str], str]:
+    """The name of each label, with a mark where each query head has a separate set; and the sentence on the mark."""
     heads = rows.groupby("label")["heads"].first()
     facts = [choice.run.trace(name) for name in sorted(set(rows["trace"][rows["heads"] == "query"]))]
     group = max((fact.query_heads // fact.kv_heads for fact in facts), default=1)
-    labels = [label for label in choice.labels(controls=True) if label in heads.index]
-    is_error = choice.run.better_of(choice.metric_name) == "lower"
-    logarithmic = is_error and errors_need_logarithms(found["mean"].to_numpy())
-    zero = [label for label in labels if logarithmic and (found["mean"][found["label"] == label] == 0).all()]
-    labels = [label for label in labels if label not in zero]
     marked = [label for label in labels if heads[label] == "query" and group > 1]
     names = {label: label + (f" {PER_QUERY_HEAD}" if label in marked else "") for label in labels}
     note = f"{PER_QUERY_HEAD} one set for each query head: its cache holds {group} times as much" if marked else ""
-    interval = INTERVAL if found["traces"].max() > 1 else ""
-    below = f"Always 0 and not on the logarithmic axis: {', '.join(zero)}" if zero else ""
-    sheet = Sheet(
-        1, panel, left=0.62, right=label_room(list(names.values())), above=0.12, below=0.45,
-        title=choice.title or title, subtitle=subtitle, caption=choice.caption(note, below, interval),
-    )  # fmt: skip
-    axis, ends = sheet.axes[0], []
-    for label in labels:
-        line = found[found["label"] == label]
-        look = choice.looks[label]
-        if len(line) == 1 and choice.role(label) == "control":
-            value = line["mean"].iloc[0]
-            axis.axhline(value, **look | {"marker": ""})
-            ends.append(LineEnd(names[label], found[x].max(), value, look["color"]))
-        else:
-            ends.append(draw_mean(axis, line, x, look, names[label]))
-    quiet_frame(axis)
-    axis.set_ylabel(choice.metric_axis)
-    if logarithmic:
-        logarithmic_axis(axis)
-    axis.set_ylim(axis.get_ylim())
-    data = found.rename(columns={"label": "policy"})
+    return names, note
+
+
+def never_zero(choice: Choice, found: pd.DataFrame, labels: list[str]) -> tuple[list[str], bool, str]:
+    """The labels to draw, whether the axis of the metric is logarithmic, and a sentence on the labels left out: those
+    whose means are 0, which have no place on a logarithmic axis. `found` has the columns policy and mean."""
+    is_error = choice.run.better_of(choice.metric_name) == "lower"
+    logarithmic = is_error and errors_need_logarithms(found["mean"].to_numpy())
+    zero = [label for label in labels if logarithmic and (found["mean"][found["policy"] == label] == 0).all()]
+    sentence = f"Always 0 and not on the logarithmic axis: {', '.join(zero)}" if zero else ""
+    return [label for label in labels if label not in zero], logarithmic, sentence
+
+
+def interval_words(traces: pd.Series, prompts: pd.Series) -> str:
+    """The number of traces of each mean, that of prompts, and the interval that is drawn; empty for a single trace."""
+    fewest, most = int(traces.min()), int(traces.max())
+    if most == 1:
+        return ""
+    traces = f"{most}" if fewest == most else f"{fewest} to {most}"
+    return f"Means over n = {traces} traces of {prompts.nunique()} prompts. {INTERVAL}"
+
+
+def draw_lines(
+    choice: Choice, rows: pd.DataFrame, x: str, panel: tuple[float, float], title: str, subtitle: str, x_label: str,
+    dress: Callable[[Axes], None],
+) -> Drawing:  # fmt: skip
+    """Means of `rows` over traces along the column `x`, with bands where there are several traces.
+
+    A control with a single value, next to lines with more, is drawn across the whole axis. Errors that differ by orders
+    of magnitude have a logarithmic axis. `dress` sets scale, limits and ticks of an x axis.
+    """
+    prompts = prompts_of_rows(choice, rows)
+    found = mean_over_traces(rows, ["label", x], prompts).rename(columns={"label": "policy"})
+    heads = rows.groupby("label")["heads"].first()
+    labels = [label for label in choice.labels(controls=True) if label in heads.index]
+    labels, logarithmic, below = never_zero(choice, found, labels)
+    names, note = shown_names(choice, rows, labels)
+    panels = LinePanels(choice, names, panel, title, subtitle,
+                        choice.caption(note, below, interval_words(found["traces"], prompts)))  # fmt: skip
+    for axis, members, ends in panels:
+        for label in members:
+            line = found[found["policy"] == label]
+            look = choice.looks[label]
+            if len(line) == 1 and choice.role(label) == "control":
+                value = line["mean"].iloc[0]
+                axis.axhline(value, **look | {"marker": ""})
+                ends.append(LineEnd(panels.names[label], found[x].max(), value, look["color"]))
+            else:
+                ends.append(draw_mean(axis, line, x, look, panels.names[label]))
+    panels.finish(x_label, dress, logarithmic)
+    data = found
     data.insert(1, "role", data["policy"].map(choice.role))
     data.insert(2, "heads", data["policy"].map(heads))
     data.insert(3, "metric", choice.metric_name)
-    return Drawing(sheet.figure, data), axis, ends
+    return Drawing(panels.sheet.figure, data)

@@ -9,7 +9,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import mean_over_traces, prompts_of_rows
-from kvreplay.plot.style import QUIET, Drawing, PanelNames, Sheet, columns_for
+from kvreplay.plot.style import QUIET, Drawing, PanelNames, columns_for
 from kvreplay.results import TraceFacts
 from kvreplay.trace import Span
 
@@ -89,13 +89,15 @@ def draw(choice: Choice) -> Drawing:
     place = places_of([facts[name] for name in sorted(set(rows["trace"]))])
     labels = [label for label in choice.labels(controls=False) if label in set(rows["label"])]
     columns = columns_for(len(labels))
-    panel = (float(np.clip(0.34 * len(lengths), 1.1, 1.75)), max(LOWEST, ROW * len(tenths)))
+    wanted = float(np.clip(0.34 * len(lengths), 1.1, 1.75))
+    width, columns = choice.fit(wanted, columns, 0.62, 0.8, 0.2, least=0.8)
+    panel = (width, max(LOWEST, ROW * len(tenths)))
     heads = rows.groupby("label")["heads"].first()
     names = PanelNames([(label, heads[label]) for label in labels], panel[0])
-    sheet = Sheet(
+    sheet = choice.sheet(
         len(labels), panel, columns, left=0.62, right=0.8, above=0.1, gap=(0.2, 0.55), below=0.47,
         headings=names.headings(columns),
-        title=choice.title or "Share of the needle kept, by depth and prompt length",
+        title="Share of the needle kept, by depth and prompt length",
         subtitle=f"{choice.budget_line()}; span recall, {VARIANTS[measure]}, mean over layers; depth in the {place}",
         caption=choice.caption("Colour: mean over the needles of a cell; number: count of needles; ×: none"),
     )  # fmt: skip

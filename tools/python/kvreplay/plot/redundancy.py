@@ -12,7 +12,6 @@ from kvreplay.plot.lines import FEWEST_JOINED
 from kvreplay.plot.style import (
     Drawing,
     LineEnd,
-    Sheet,
     label_ends,
     label_room,
     layer_axis,
@@ -36,10 +35,12 @@ def draw(choice: Choice) -> Drawing:
         raise Error(where, "redundancy was not measured", "metrics redundancy_key and redundancy_value", "neither")
     per_bin = -(-trace.boundary // BINS)
     edges = np.append(np.arange(0, trace.boundary, per_bin), trace.boundary)
-    panel = (2.45, 1.9)
-    sheet = Sheet(
-        2, panel, 2, left=0.58, right=label_room(list(KINDS)), above=0.12, gap=(0.25, 0), below=0.42,
-        title=choice.title or "Redundancy: cosine similarity to the most similar other token of the prompt",
+    room = label_room(list(KINDS))
+    width, columns = choice.fit(2.45, 2, 0.58, room, 0.25, least=1.4)
+    panel = (width, 1.9 if columns == 2 else 1.4)
+    sheet = choice.sheet(
+        2, panel, columns, left=0.58, right=room, above=0.12, gap=(0.25, 0.5), below=0.42,
+        title="Redundancy: cosine similarity to the most similar other token of the prompt",
         subtitle="line: median; band: quartiles; left: over tokens, right: over layers"
         + (f" and {per_bin} neighbouring tokens" if per_bin > 1 else ""),
         caption=choice.caption("Token vectors: all KV heads of a layer concatenated"),
@@ -79,6 +80,8 @@ def draw(choice: Choice) -> Drawing:
     by_position.set_xlabel("position of the token in the prompt")
     by_position.set_xlim(0, trace.boundary)
     by_position.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-    by_position.tick_params(labelleft=False)
+    by_position.tick_params(labelleft=columns == 1)
+    if columns == 1:
+        by_position.set_ylabel("redundancy (cosine)")
     label_ends(by_position, ends, panel[1])
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))

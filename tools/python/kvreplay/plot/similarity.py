@@ -11,7 +11,7 @@ import xxhash
 from kvreplay.errors import Error
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.spans import SpanBrackets
-from kvreplay.plot.style import Drawing, Sheet, position_ticks
+from kvreplay.plot.style import Drawing, position_ticks
 from kvreplay.results import TraceFacts
 from kvreplay.trace import Trace
 
@@ -86,13 +86,13 @@ def draw(choice: Choice) -> Drawing:
     beside = np.concatenate([grid[~np.eye(len(grid), dtype=bool)] for grid in grids.values()])
     low = float(np.floor(beside.min(initial=0.9) * 10) / 10)
 
-    side = 2.45 if len(grids) > 1 else 3.4
+    side, columns = choice.fit(2.45 if len(grids) > 1 else 3.4, len(grids), 0.68, 0.95, GAP, least=1.2)
     spans = SpanBrackets(facts, side)
     per = f"; a cell is the mean over pairs of different tokens of two blocks of {per_block}" if per_block > 1 else ""
-    sheet = Sheet(
-        len(grids), (side, side), len(grids), left=0.68, right=0.95, above=spans.height + 0.26, gap=(GAP, 0),
-        below=0.42,
-        title=choice.title or f"Cosine similarity of tokens in layer {facts.layer_numbers[layer]}",
+    sheet = choice.sheet(
+        len(grids), (side, side), columns, left=0.68, right=0.95, above=spans.height + 0.26,
+        gap=(GAP, spans.height + 0.72), below=0.42,
+        title=f"Cosine similarity of tokens in layer {facts.layer_numbers[layer]}",
         subtitle=f"token vectors: all {facts.kv_heads} KV heads concatenated{per}", caption=choice.caption(),
     )  # fmt: skip
     x, y, _, height = sheet.grid
@@ -107,10 +107,12 @@ def draw(choice: Choice) -> Drawing:
         for ticks in (axis.xaxis, axis.yaxis):
             position_ticks(ticks, facts.boundary, per_block, most=5)
         spans.draw_beside(axis, 1 / per_block, side)
-        axis.tick_params(labelleft=i == 0)
+        axis.tick_params(labelleft=i % columns == 0)
+        if i % columns == 0:
+            axis.set_ylabel("position of the token in the prompt")
         axis.set_xlabel("position of the token in the prompt")
-        left = x + i * (side + GAP)
-        spans.draw(sheet, left, y + height + 0.02)
+        row, column = divmod(i, columns)
+        spans.draw(sheet, x + column * (side + GAP), y + height - row * (side + spans.height + 0.72) + 0.02)
         axis.annotate(name, (0, 1), (0, (spans.height + 0.06) * 72), "axes fraction", "offset points", weight="bold")
         begin = np.arange(size) * per_block
         end = np.minimum(begin + per_block, facts.boundary)
@@ -121,6 +123,5 @@ def draw(choice: Choice) -> Drawing:
             "tensor": name, "layer": facts.layer_numbers[layer], "begin": begin[a], "end": end[a],
             "other_begin": begin[b], "other_end": end[b], "cosine": grid[a, b],
         }))  # fmt: skip
-    sheet.axes[0].set_ylabel("position of the token in the prompt")
     sheet.colour_bar(image, "cosine similarity", beside=0.3)
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))

@@ -26,7 +26,7 @@ from kvreplay.plot.colours import COLOURS, CONTROLS, GREY, MARKERS, looks_of, on
 from kvreplay.program import writing
 
 PAGE = 7.0  # inches: both columns of a two-column page
-COLUMN = 3.35  # inches: one of them, the narrowest figure
+COLUMN = 3.35  # inches: one of them, the narrowest figure without a given width
 POINT = 1 / 72  # inches
 SMALL, MEDIUM, LARGE = 8.0, 9.0, 10.0  # points
 LINE = 1.3  # line height over font size
@@ -68,9 +68,9 @@ class Drawing:
     figure: Figure
     data: pd.DataFrame
 
-    def save(self, path: str | Path) -> None:
-        """Writes svg, pdf or png by the path's suffix, in the style of all figures."""
-        save(self.figure, Path(path))
+    def save(self, path: str | Path) -> list[Path]:
+        """Writes svg, pdf, png or pgf by the path's suffix, in the style of all figures; the files written."""
+        return save(self.figure, Path(path))
 
     def _repr_svg_(self) -> str:
         """The figure in a notebook."""
@@ -89,7 +89,10 @@ def logarithmic_axis(axes: Axes, which: str = "y") -> None:
     axes.set(**{f"{which}scale": "log"})
     axis = axes.yaxis if which == "y" else axes.xaxis
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    width, height = axes.get_position().size * axes.figure.get_size_inches()
+    most = height / 0.25 if which == "y" else width / 0.4
+    digits = next((one for one in ((1, 2, 5), (1, 3)) if len(one) * np.log10(high / low) <= most), (1,))
+    axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
     axis.set_minor_locator(NullLocator())
     axes.set(**{f"{which}lim": (low, high)})
@@ -131,18 +134,19 @@ class Sheet:
         title: str = "",
         subtitle: str = "",
         caption: str = "",
+        width: float | None = None,
+        margin: float = 0.08,
     ) -> None:
         """Room in inches: `above` the first row of panels, `gap` between panels, `below` the last for ticks and labels;
-        `headings` over each row, for the names of its panels."""
+        `headings` over each row, for the names of its panels. `width` of the page; None: that of its panels."""
         rows = -(-count // columns)
         names = np.cumsum(headings or [0.0] * rows)
         grid_width = columns * panel[0] + (columns - 1) * gap[0]
-        width = max(left + grid_width + right, COLUMN)
-        margin = 0.08
+        width = width or max(left + grid_width + right, COLUMN)
         room = 0.98 * (width - 2 * margin)  # programs that show the page may set text a little wider
-        heading = [(one, LARGE, "bold", "black") for one in wrap(title, room, LARGE, "bold")]
-        heading += [(one, SMALL, "normal", "black") for one in wrap(subtitle, room)]
-        footing = [(one, SMALL, "normal", QUIET) for one in wrap(caption, room)]
+        heading = [(one, LARGE, "bold", "black") for one in wrap(title, room, LARGE, "bold") if title]
+        heading += [(one, SMALL, "normal", "black") for one in wrap(subtitle, room) if subtitle]
+        footing = [(one, SMALL, "normal", QUIET) for one in wrap(caption, room) if caption]
         top = margin + sum(size * LINE * POINT for _, size, _, _ in heading) + above
         bottom = margin + sum(size * LINE * POINT for _, size, _, _ in footing) + below
         height = top + names[-1] + rows * panel[1] + (rows - 1) * gap[1] + bottom
@@ -224,7 +228,8 @@ def layer_axis(axis: Axes, layers: Sequence[int]) -> None:
     """An x axis from the first to the last layer, ticks at whole numbers."""
     margin = 0.02 * (max(layers) - min(layers)) or 0.5
     axis.set_xlim(min(layers) - margin, max(layers) + margin)
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+    inches = axis.get_position().width * axis.figure.get_figwidth()
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=min(7, int(inches / 0.3)), integer=True, min_n_ticks=1))
     axis.set_xlabel("layer")
 
 
@@ -234,21 +239,24 @@ def quiet_frame(axis: Axes) -> None:
     axis.grid(axis="y", color="#e3e3e3", linewidth=0.6)
 
 
-def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
-    """Places nearest to `wanted` (least squares) that lie at least `gap` apart, within [low, high] where they fit.
+def spread(wanted: np.ndarray, sizes: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Centres nearest to `wanted` (least squares) of intervals of these sizes that do not overlap, within [low, high]
+    where they fit.
 
-    With z = wanted - i*gap in ascending order this is isotonic regression: neighbours that violate it share their mean.
+    With z = wanted - (centres of the intervals one upon the other) in ascending order this is isotonic regression:
+    neighbours that violate it share their mean.
     """
     order = np.argsort(wanted, kind="stable")
+    stacked = np.cumsum(sizes[order]) - sizes[order] / 2
     blocks: list[list[float]] = []
-    for i, value in enumerate(wanted[order]):
-        blocks.append([value - i * gap, 1])
+    for value, centre in zip(wanted[order], stacked, strict=True):
+        blocks.append([value - centre, 1])
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
             mean, count = blocks.pop()
             other, more = blocks.pop()
             blocks.append([(mean * count + other * more) / (count + more), count + more])
     z = np.concatenate([np.full(int(count), mean) for mean, count in blocks])
-    places = np.clip(z, low, max(low, high - (len(z) - 1) * gap)) + gap * np.arange(len(z))
+    places = np.clip(z, low, max(low, high - sizes.sum())) + stacked
     found = np.empty_like(places)
     found[order] = places
     return found
@@ -256,7 +264,7 @@ def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
 
 @dataclass(frozen=True)
 class LineEnd:
-    """The end of a line, and its name."""
+    """The end of a line, and its name, in one or more lines of text."""
 
     label: str
     x: float
@@ -264,9 +272,22 @@ class LineEnd:
     colour: str
 
 
+SAMPLE = 0.36  # inches: of a line beside its name in a legend
+
+
+def text_height(label: str) -> float:
+    """Inches that the lines of a text take."""
+    return (1 + label.count("\n")) * SMALL * LINE * POINT
+
+
 def label_room(labels: Sequence[str]) -> float:
     """Inches right of the axes that `label_ends` needs."""
-    return max((width_of(one) for one in labels), default=0) + 0.36
+    return max((width_of(line) for label in labels for line in label.split("\n")), default=0) + 0.36
+
+
+def legend_room(names: Sequence[str]) -> float:
+    """Inches right of the axes that `legend` needs."""
+    return label_room(names) + SAMPLE - 0.14
 
 
 def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None:
@@ -276,9 +297,9 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None
     to_panel = axis.transData + axis.transAxes.inverted()
     heights = np.clip([to_panel.transform((end.x, end.y))[1] for end in ends], 0, 1)
     inches = heights * panel_height
-    line = SMALL * LINE * POINT
-    room = max(panel_height, len(ends) * line)
-    places = spread(inches, line, (panel_height - room) / 2, (panel_height + room) / 2)
+    sizes = np.array([text_height(end.label) for end in ends])
+    room = max(panel_height + SMALL * LINE * POINT, sizes.sum())
+    places = spread(inches, sizes, (panel_height - room) / 2, (panel_height + room) / 2)
     right = axis.get_xlim()[1]
     width = axis.get_position().width * axis.figure.get_figwidth()
     for end, height, place in zip(ends, heights, places, strict=True):
@@ -288,7 +309,23 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None
             axis.plot(*zip(a, b, strict=True), transform=axis.transAxes, color=end.colour, linestyle=look,
                       linewidth=0.6, clip_on=False, zorder=1)  # fmt: skip
         at = (1 + 0.24 / width, bend[1])
-        axis.text(*at, end.label, transform=axis.transAxes, color=end.colour, va="center_baseline")
+        several = "\n" in end.label
+        axis.text(*at, end.label, transform=axis.transAxes, color=end.colour, linespacing=LINE * 0.9,
+                  va="center" if several else "center_baseline")  # fmt: skip
+
+
+def legend(axis: Axes, names: Sequence[str], looks: Sequence[dict[str, object]], panel_height: float) -> None:
+    """Names lines from the top right corner of the axes down, each with a sample of its line."""
+    width = axis.get_position().width * axis.figure.get_figwidth()
+    left, top = 1 + 0.1 / width, 1.0
+    for name, look in zip(names, looks, strict=True):
+        middle = top - text_height(name) / 2 / panel_height
+        ends = [left, left + (SAMPLE - 0.06) / width]
+        axis.plot(ends, [middle] * 2, transform=axis.transAxes, clip_on=False, **look | {"marker": ""})
+        axis.plot([sum(ends) / 2], [middle], transform=axis.transAxes, clip_on=False, **look)
+        axis.text(left + SAMPLE / width, middle, name, transform=axis.transAxes, linespacing=LINE * 0.9,
+                  va="center" if "\n" in name else "center_baseline")  # fmt: skip
+        top -= text_height(name) / panel_height
 
 
 def encoded(figure: Figure, kind: str) -> bytes:
@@ -299,11 +336,18 @@ def encoded(figure: Figure, kind: str) -> bytes:
     return page.getvalue()
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes svg, pdf or png by the path's suffix."""
-    page = encoded(figure, path.suffix[1:].lower())
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Writes svg, pdf, png or pgf by the path's suffix; the files written."""
+    kind = path.suffix[1:].lower()
+    if kind == "pgf":
+        from kvreplay.plot.pgf import save_pgf
+
+        with settings():
+            return save_pgf(figure, path)
+    page = encoded(figure, kind)
     with writing(path):
         path.write_bytes(page)
+    return [path]
 
 
 def settings() -> object:

@@ -1,0 +1,105 @@
+"""Which policy has the least error for its memory? A metric over the bytes of the cache, a point a cell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from kvreplay.errors import Error, Refusal
+from kvreplay.headline import default_metric
+from kvreplay.plot.figure_options import Choice
+from kvreplay.plot.lines import (
+    LinePanels,
+    draw_mean,
+    interval_words,
+    mean_over_traces,
+    never_zero,
+    prompts_of_rows,
+    rows_to_draw,
+)
+from kvreplay.plot.style import Drawing, logarithmic_axis
+from kvreplay.run_names import metric_names
+
+PANEL = (2.9, 2.4)  # inches
+MEMORY = "kv_bytes"
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+FRONT = "#c4c4c4"
+
+
+def draw(choice: Choice) -> Drawing:
+    """Means over traces; the points of a policy are joined over its budgets, those of budget-free policies are not."""
+    choice.metric_asked = choice.metric_asked or default_metric(metric_names(choice.run.overall))
+    better = choice.run.better_of(choice.metric_name)
+    if better not in ("higher", "lower"):
+        raise Error("--metric", "no direction", "a metric of which higher or lower values are better",
+                    choice.metric_name, Refusal.USAGE)  # fmt: skip
+    rows = rows_with_memory(choice)
+    prompts = prompts_of_rows(choice, rows)
+    points = points_of(choice, rows, prompts, better == "lower")
+    unit = next(name for name, size in UNITS.items() if points[MEMORY].max() >= size or size == 1)
+    points["memory"] = points[MEMORY] / UNITS[unit]
+    labels = [label for label in choice.labels(controls=True) if label in set(points["policy"])]
+    names, logarithmic, below = never_zero(choice, points, labels)
+    panels = LinePanels(
+        choice, {label: label for label in names}, PANEL, title=f"{choice.metric_words} by memory",
+        subtitle="a point for each budget; circles and grey steps: Pareto front, controls excluded; controls in grey",
+        caption=choice.caption(below, interval_words(points["traces"], prompts)),
+    )  # fmt: skip
+    drawn = points[points["policy"].isin(names)]
+    front = drawn[drawn["on_front"]]
+    for axis, members, ends in panels:
+        axis.step(front["memory"], front["mean"], where="post", color=FRONT, linewidth=3, zorder=1)
+        for label in members:
+            line, look = points[points["policy"] == label], choice.looks[label] | {"markevery": 1}
+            pieces = [line.iloc[[i]] for i in range(len(line))] if line["budget_free"].any() else [line]
+            ends.append([draw_mean(axis, piece, "memory", look, panels.names[label]) for piece in pieces][-1])
+            ringed = line[line["on_front"]]
+            axis.plot(ringed["memory"], ringed["mean"], "o", markersize=7, markerfacecolor="none",
+                      markeredgecolor="black", markeredgewidth=0.7, linestyle="none", zorder=3)  # fmt: skip
+
+    def dress(axis: Axes) -> None:
+        low, high = drawn["memory"].min(), drawn["memory"].max()
+        axis.set_xlim(low / 1.15, high * 1.15)
+        logarithmic_axis(axis, "x")
+
+    panels.finish(f"memory of kept keys and values ({unit})", dress, logarithmic)
+    return Drawing(panels.sheet.figure, points.drop(columns="memory"))
+
+
+def rows_with_memory(choice: Choice) -> pd.DataFrame:
+    """Rows of the metric, with the column kv_bytes and whether the policy ignores the budget."""
+    rows = rows_to_draw(choice, by_layer=False)
+    memory = choice.rows(MEMORY)
+    memory = memory[memory["variant"] == ""].dropna(subset="value")[["trace", "cell", "value"]]
+    rows = rows.merge(memory.rename(columns={"value": MEMORY}), on=["trace", "cell"])
+    if rows.empty:
+        raise Error(str(choice.run.folder / "results.csv"), "nothing to draw",
+                    f"values of {MEMORY} (replay --metrics {MEMORY})", "none")  # fmt: skip
+    free = [key in choice.run.own_memory for key in zip(rows["trace"], rows["cell"], strict=True)]
+    controls = rows["label"].map(choice.role) == "control"
+    return rows.assign(budget_free=np.array(free) & ~controls)
+
+
+def points_of(choice: Choice, rows: pd.DataFrame, prompts: pd.Series, less_is_better: bool) -> pd.DataFrame:
+    """A row for each point, by policy and ascending memory; equal points of several budgets are one."""
+    found = mean_over_traces(rows, ["label", "budget"], prompts)
+    groups = rows.groupby(["label", "budget"])
+    found = found.merge(groups[[MEMORY, "budget_tokens"]].mean().reset_index(), on=["label", "budget"])
+    found = found.merge(groups[["heads", "budget_free"]].first().reset_index(), on=["label", "budget"])
+    found = found.sort_values(["label", MEMORY, "budget_tokens"], kind="stable")
+    found = found.drop_duplicates(["label", MEMORY, "mean"]).reset_index(drop=True)
+    found.insert(1, "role", found["label"].map(choice.role))
+    found.insert(2, "metric", choice.metric_name)
+    found["on_front"] = on_front(found[MEMORY], found["mean"] * (1 if less_is_better else -1), found["role"] == "asked")
+    return found.rename(columns={"label": "policy"}).sort_values([MEMORY, "policy"], kind="stable")
+
+
+def on_front(memory: pd.Series, cost: pd.Series, counts: pd.Series) -> pd.Series:
+    """Whether no other point that counts has at most as much memory and at most as much cost, and less of one."""
+    front = pd.Series(False, index=memory.index)
+    least = np.inf
+    for i in pd.DataFrame({"memory": memory, "cost": cost})[counts].sort_values(["memory", "cost"]).index:
+        front[i] = cost[i] < least
+        least = min(least, cost[i])
+    return front
