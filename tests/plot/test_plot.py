@@ -681,16 +681,16 @@ def test_a_policy_keeps_its_colour_whatever_else_is_drawn(wide):
 
 
 def test_figures_of_different_runs_have_equal_colours_in_their_files(run, wide, tmp_path):
-    """Strokes of the SVG: the label of a line has its colour."""
+    """Strokes of the SVG, also where other policies are drawn before."""
 
-    def strokes(kind: str, folder: Path) -> set[str]:
-        drawn(kind, folder, tmp_path, "-p", "h2o")
-        return set(re.findall(r"stroke: (#[0-9a-f]{6})", (tmp_path / "figure.svg").read_text()))
+    def strokes(kind: str, folder: Path, policies: str) -> set[str]:
+        drawn(kind, folder, tmp_path, "-p", policies)
+        found = set(re.findall(r"stroke: (#[0-9a-f]{6})", (tmp_path / "figure.svg").read_text()))
+        return found & {colour.lower() for colour in colours.COLOURS} - {"#000000"}
 
     for kind in ("curve", "layers", "pareto"):
-        for folder in (run, wide):
-            found = strokes(kind, folder) & {colour.lower() for colour in colours.COLOURS}
-            assert found - {"#000000"} == {"#d55e00"}, kind
+        assert strokes(kind, run, "h2o") == {"#d55e00"}, kind
+        assert strokes(kind, wide, "knorm,tova,h2o") == {"#d55e00", "#56b4e9"}, kind
 
 
 def test_each_built_in_policy_has_a_look_of_its_own_and_no_small_family_has_a_colour_twice():
