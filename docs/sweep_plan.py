@@ -4,10 +4,10 @@
     docs/sweep_plan.py TASKS.csv OVERHEAD.json [--write]
 
 TASKS.csv is that of a measured sweep: lengths of traces are drawn from its `seconds`. OVERHEAD.json is what
-`tools/bench/sweep_overhead.py --json TRACE...` prints. The client hands out the first tasks together, later ones as
-workers become free, and each costs its worker some time beside its work. A trace that takes the time of several workers
-is divided among them. The merge reads each trace when it is done, one after the other. After the last one it publishes
-all traces, and the workers copy the tables. Efficiency: seconds of work / (workers x seconds until the end).
+`tools/bench/sweep_overhead.py --json TRACE...` prints. The client hands out tasks to all workers that are free, in one
+call, and each task costs its worker some time beside its work. A trace that takes the time of several workers is divided
+among them. The merge reads each trace when it is done, one after the other. After the last one it publishes all traces,
+and the workers copy the tables. Efficiency: seconds of work / (workers x seconds until the end).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Costs:
     """Seconds beside the work."""
 
     start: float = 0.0  # until workers take tasks
-    batch: float = 0.0  # a task of the first ones, at the client
-    hand_out: float = 0.0  # a later task, at the client
+    hand_out: float = 0.0  # a task, at the client
+    batch: float = 0.0  # each further task that is handed out in the same call
     overhead: float = 0.0  # a task, on its worker
     arrival: float = 0.0  # a trace that is done, at the merge
     merge: float = 0.0  # a trace, when all are done
@@ -58,21 +58,24 @@ def makespan(lengths: np.ndarray, workers: int, costs: Costs) -> float:
             left[trace] = groups
     running: list[tuple[float, int]] = []  # end of a task, and its trace
     client = costs.start  # when it can hand out the next task
-    merged = now = 0.0
+    merged = 0.0
     while waiting or running:
+        cost = costs.hand_out
         while waiting and len(running) < workers:
             length, trace = waiting.popleft()
             heapq.heappush(running, (client + costs.overhead + length, trace))
-            client += costs.hand_out if now else costs.batch
-        now, trace = heapq.heappop(running)
-        client = max(client, now)
-        if trace in left:
-            left[trace] -= 1
-            if left[trace] == 0:
-                del left[trace]
-                waiting.appendleft((costs.join, trace))
-        else:
-            merged = max(merged, now) + costs.arrival
+            client += cost
+            cost = costs.batch
+        client = max(client, running[0][0])
+        while running and running[0][0] <= client:
+            now, trace = heapq.heappop(running)
+            if trace in left:
+                left[trace] -= 1
+                if left[trace] == 0:
+                    del left[trace]
+                    waiting.appendleft((costs.join, trace))
+            else:
+                merged = max(merged, now) + costs.arrival
     return merged + len(lengths) * (costs.merge + costs.copy / workers)
 
 
@@ -93,7 +96,7 @@ def rows(lengths: np.ndarray, costs: Costs) -> list[tuple[int, float, float, flo
 def table(measured: np.ndarray, found: dict[str, float]) -> str:
     """`found`: of tools/bench/sweep_overhead.py."""
     lengths = drawn(measured)
-    costs = Costs(found["start"], found["batch"], found["scheduling"], found["program"], found["arrival"],
+    costs = Costs(found["start"], found["scheduling"], found["batch"], found["program"], found["arrival"],
                   found["merge"], found["copy"] * found["tables"], found["group"], found["join"])  # fmt: skip
     lines = [
         f"{TASKS} traces with {CELLS} cells, lengths drawn from {len(measured)} measured tasks of {measured.min():.1f} "
@@ -101,7 +104,7 @@ def table(measured: np.ndarray, found: dict[str, float]) -> str:
         "",
         f"- Start until the first task: {costs.start:.1f} s.",
         f"- Overhead for each task: {1000 * costs.overhead:.0f} ms on its worker and {1000 * costs.hand_out:.1f} ms at "
-        f"the client, {1000 * costs.batch:.1f} ms for the first task of each worker.",
+        f"the client, {1000 * costs.batch:.1f} ms for each further task that is handed out in the same call.",
         f"- Merge, for each trace: {1000 * costs.arrival:.1f} ms when it is done and {1000 * costs.merge:.1f} ms at "
         "the end.",
         f"- Copy of the {found['tables']:.0f} MB of tables of a trace: {1000 * costs.copy:.0f} ms, divided among the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,11 +105,11 @@ def test_the_simulated_plan_by_hand() -> None:
     assert makespan(np.array([3.0, 2.0, 2.0]), 2, costs) == 6.0
     assert makespan(np.array([3.0, 2.0, 2.0]), 1, costs) == 1.0 + 7.0 + 1.5
     # With a client that needs a second for each, the third worker begins two seconds after the first.
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(batch=1.0)) == 3.0
-    assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(batch=1.0, merge=0.5, copy=0.25)) == 4.75
-    # Only the first tasks are handed out together.
-    assert makespan(np.array([1.0, 1.0]), 1, Costs(batch=1.0, hand_out=2.0)) == 1.0 + 1.0
-    assert makespan(np.array([1.0, 1.0, 1.0]), 1, Costs(hand_out=2.0)) == 1.0 + 2.0 + 1.0
+    each = Costs(hand_out=1.0, batch=1.0)
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, each) == 3.0
+    assert makespan(np.array([1.0, 1.0, 1.0]), 3, replace(each, merge=0.5, copy=0.25)) == 4.75
+    # Three tasks in one call end at 1, 3 and 3.5. The client is busy until 3, and hands out the last two in one call.
+    assert makespan(np.array([1.0, 1.0, 1.0, 1.0, 1.0]), 3, Costs(hand_out=2.0, batch=0.5)) == 3.0 + 2.0 + 1.0
     # The merge reads three traces that are done at once, two of them after the end.
     assert makespan(np.array([1.0, 1.0, 1.0]), 3, Costs(arrival=0.5, merge=0.25)) == 1.0 + 3 * 0.5 + 3 * 0.25
     # Two groups of a trace, then what joins them.

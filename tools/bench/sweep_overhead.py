@@ -91,19 +91,23 @@ def measure(tasks: int, workers: int, folder: Path) -> dict[str, float]:
 def measure_merge(output: Path) -> dict[str, float]:
     """CPU seconds of the merge for each folder, before and after the end of its input."""
     folders = finished(output / "shards")
+    staged = output / "cells.partial"
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     with Merge(output, writes_tables=False) as merge:
+        times = Path(f"/proc/{merge.process.pid}/schedstat")
+        while not staged.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        start = int(times.read_text().split()[0]) / 1e9
         for folder in folders:
             merge.add(folder)
-        staged = output / "cells.partial"
         while merge.process.poll() is None and len(list(staged.glob("*.h5"))) < len(folders):
             time.sleep(0.1)
-        times = Path(f"/proc/{merge.process.pid}/schedstat")
         arrival = int(times.read_text().split()[0]) / 1e9
         merge.finish()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime + ended.ru_stime - children.ru_utime - children.ru_stime
-    return {"arrival": arrival / len(folders), "merge": (seconds - arrival) / len(folders)}
+    return {"arrival": (arrival - start) / len(folders), "merge": (seconds - arrival) / len(folders)}
 
 
 def measure_results(traces: list[str], output: Path) -> dict[str, float]:
