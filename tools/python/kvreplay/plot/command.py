@@ -189,8 +189,8 @@ def figure(kind: str, run: Run, **options: Any) -> Drawing:
     """Draws a figure of a run, as `kvreplay plot KIND RUN` does, without writing files.
 
     `options`: long names of the command's selection options (policies, budgets, trace, metric, layer, head …), each
-    with one value or several, `title`, `style` and `width`. The result is shown in notebooks. Its `figure` is matplotlib's, `data` has
-    the numbers in it, and `save(path)` writes .svg, .pdf, .png or .pgf.
+    with one value or several, `title`, `style` and `width`. The result is shown in notebooks. Its `figure` is
+    matplotlib's, `data` has the numbers in it, and `save(path)` writes .svg, .pdf, .png or .pgf.
 
     Raises Error for invalid arguments, as the command does.
     """
