@@ -16,13 +16,13 @@ namespace {
 constexpr const char* where = "skip_layers";
 
 /// Ascending, each once.
-std::vector<int> numbers_of(std::string_view text) {
-  std::vector<int> numbers;
-  if (text == "none") return numbers;
-  for (const std::string_view piece : split_list(where, text)) numbers.push_back(parse_int(where, piece, 0));
-  std::ranges::sort(numbers);
-  numbers.erase(std::ranges::unique(numbers).begin(), numbers.end());
-  return numbers;
+std::vector<int> skipped_layers_of(std::string_view text) {
+  std::vector<int> layers;
+  if (text == "none") return layers;
+  for (const std::string_view piece : split_list(where, text)) layers.push_back(parse_int(where, piece, 0));
+  std::ranges::sort(layers);
+  layers.erase(std::ranges::unique(layers).begin(), layers.end());
+  return layers;
 }
 
 std::vector<int> counts(const std::vector<int>& skipped, const Division& division) {
@@ -59,14 +59,15 @@ const RegisteredPart<SkipPart> registered;
 void SkippedLayers::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
   const auto normal = [](std::string_view text) {
-    return text == "none" ? std::string(text) : fmt::format("{}", fmt::join(numbers_of(text), ","));
+    return text == "none" ? std::string(text) : fmt::format("{}", fmt::join(skipped_layers_of(text), ","));
   };
   p.add(where, layers, "none, or (LAYER,...)", normal, "treated layers, numbered from 0, that keep the whole prompt");
 }
 
 AllocatorPtr SkippedLayers::allocator() const {
   if (layers == "none") return uniform();
-  return by_layer([skipped = numbers_of(layers)](const Division& division) { return counts(skipped, division); });
+  return by_layer(
+      [skipped = skipped_layers_of(layers)](const Division& division) { return counts(skipped, division); });
 }
 
 }  // namespace kvreplay

@@ -11,12 +11,6 @@ enum class Base { h2o, scissorhands };
 
 constexpr Choice<Base> base_words[] = {{"h2o", Base::h2o}, {"scissorhands", Base::scissorhands}};
 
-const std::string automatic = "auto";
-
-std::string normal_recent(std::string_view text) {
-  return text == automatic ? automatic : Amount::parse("vatp:recent", text).text();
-}
-
 /// Scores per KV head: s[h,j] ||v_j||_1.
 Scorer times_value_norm(Scorer base) {
   Scorer product = base;
@@ -40,6 +34,12 @@ struct Vatp {
       .score = "s[h,j] = ||v_j||_1 times the score of h2o, or the attention of the last `history` queries",
       .family = Family::attention,
   };
+
+  inline static const std::string automatic = "auto";
+
+  static std::string normal_recent(std::string_view text) {
+    return text == automatic ? automatic : Amount::parse("vatp:recent", text).text();
+  }
 
   Base base = Base::h2o;
   int sinks = 20;
