@@ -5,9 +5,9 @@
 
 TASKS.csv is that of a measured sweep: lengths of traces are drawn from its `seconds`. OVERHEAD.json is what
 `tools/bench/sweep_overhead.py --json TRACE...` prints. The client hands out tasks to all workers that are free, in one
-call, and each task costs its worker some time beside its work. A trace that takes the time of several workers is divided
-among them. The merge reads each trace when it is done, one after the other. After the last one it publishes all traces,
-and the workers copy the tables. Efficiency: seconds of work / (workers x seconds until the end).
+call, and each task costs its worker some time beside its work. A trace that takes the time of several workers is
+divided among them. The merge reads each trace when it is done, one after the other. After the last one it publishes all
+traces, and the workers copy the tables. Efficiency: seconds of work / (workers x seconds until the end).
 """
 
 from __future__ import annotations
