@@ -41,7 +41,6 @@ def parser() -> Parser:
     add("--memory", metavar="SIZE", type=size,
         help="limit on memory per task, as 8GiB (default: local: free memory divided by workers; else: the worker's "
              "limit)")  # fmt: skip
-    add("--parquet", action="store_true", help="also write results.parquet")
     add("--emit", choices=("slurm",), help="print an sbatch script that runs the same replay without Dask, then exit")
     add("--dry-run", action="store_true", help="print the tasks and their estimated cost, then exit")
     add("--progress", choices=("auto", "always", "never"), default="auto",
@@ -64,12 +63,7 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
         print(plan.table(place.workers))
         return 0
     device = ("--device", "cuda") if place.gpus and "--device" not in plan.words else ()
-    code = run_plan(plan, words, device, place, arguments)
-    if arguments.parquet and (output / "results.csv").exists():
-        from kvreplay.export import write_table
-
-        write_table(output / "results.csv", output / "results.parquet")
-    return code
+    return run_plan(plan, words, device, place, arguments)
 
 
 def main(argv: list[str] | None = None) -> int:
