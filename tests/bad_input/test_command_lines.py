@@ -104,7 +104,7 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, "replay", "replay: missing argument: expected TRACE..."),
     (USAGE, "replay -p h2o -b 0.5", "replay: missing argument: expected TRACE..."),
     (USAGE, f"{REPLAY} -b 0.5", "replay: no policy to replay: expected -p POLICY,..."),
-    (USAGE, f"{REPLAY} -p h2o", "replay: no budget: expected -b BUDGET,..."),
+    (USAGE, f"{REPLAY} -p h2o", "replay: no budget: expected -b BUDGET,... or --compression-ratio RATIO,..."),
     (INPUT, "replay none.h5 -p h2o -b 0.5", "none.h5: cannot be opened: No such file or directory"),
     (INPUT, "replay foreign -p h2o -b 0.5", "foreign: no trace in this folder: expected files *.h5"),
     (
@@ -551,7 +551,7 @@ def test_a_trace_larger_than_the_disk_is_refused_before_it_is_written(folder: Pa
 def test_control_characters_do_not_break_the_line(folder: Path) -> None:
     answer = subprocess.run([PROGRAM, "info", "no\nsuch\x1b[1m\ttrace.h5"], cwd=folder, capture_output=True, text=True)
     assert answer.returncode == INPUT
-    assert answer.stderr == "kvreplay: no\\nsuch\\x1b[1m\\x09trace.h5: cannot be opened: No such file or directory\n"
+    assert answer.stderr == "kvreplay: no\\nsuch\\x1b[1m\\x09trace.h5: no such trace: expected files *.h5\n"
 
 
 def test_a_trace_under_two_names_is_refused(folder: Path) -> None:

@@ -113,7 +113,7 @@ def test_code_that_lies_about_is_not_loaded(trace: Path) -> None:
     folder = trace.parent
     for name in ("h2o.py", "kvreplay.py", "sitecustomize.py", "plugin.py"):
         (folder / name).write_text("open('hacked', 'w')\n")
-    for name in ("h2o.so", "plugin.so", "h2o.yaml", "kvreplay.yaml"):
+    for name in ("h2o.so", "plugin.so", "h2o.yaml"):
         (folder / name).write_bytes(b"\x7fELF")
     for words in (["info", "a.h5"], ["policies"], ["replay", "a.h5", "-p", "h2o", "-b", "6", "-o", "out"]):
         answer = kvreplay(*words, folder=folder)

@@ -508,7 +508,6 @@ def superblock_0(path: Path) -> None:
 
 BROKEN.append(Broken("oldest superblock", ": superblock version: expected 2 or 3, found 0", superblock_0))
 BROKEN.append(Broken("no file", ": cannot be opened: No such file or directory", Path.unlink))
-BROKEN.append(Broken("a directory", ": kind: expected a file, found a directory", instead(Path.mkdir)))
 BROKEN.append(Broken("a pipe", ": kind: expected a file, found a device or pipe", instead(os.mkfifo)))
 
 
@@ -578,6 +577,16 @@ def test_refused(case: Broken, fixture_trace: Path, tmp_path: Path) -> None:
     else:
         assert answer.stderr == f"kvreplay: {path}{message}\n"
         assert (verdict.stderr, verdict.returncode) == (answer.stderr, 3)
+
+
+def test_a_folder_without_traces(tmp_path: Path) -> None:
+    """`info` looks for traces in folders, `validate` reads files alone."""
+    for command, message in (
+        ("info", "no trace in this folder: expected files *.h5"),
+        ("validate", "kind: expected a file, found a directory"),
+    ):
+        answer = run(command, tmp_path)
+        assert (answer.stdout, answer.stderr, answer.returncode) == ("", f"kvreplay: {tmp_path}: {message}\n", 3)
 
 
 def test_a_file_without_permission(fixture_trace: Path) -> None:
