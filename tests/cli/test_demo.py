@@ -58,6 +58,15 @@ def test_without_a_wheel_it_builds(tree: Path) -> None:
     assert calls(tree)[:2] == ["setup build python ", "cmake"]
 
 
+def test_a_wheel_older_than_a_source_is_not_used(tree: Path) -> None:
+    for name in (WHEEL, "core/policy.cpp"):
+        (tree / name).parent.mkdir()
+        (tree / name).touch()
+    os.utime(tree / WHEEL, (0, 0))
+    demo(tree)
+    assert calls(tree)[:2] == ["setup build python ", "cmake"]
+
+
 def test_a_missing_wheel_is_named(tree: Path) -> None:
     done = demo(tree, KVREPLAY_WHEEL="none.whl")
     assert (done.returncode, done.stderr) == (
