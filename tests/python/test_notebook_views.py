@@ -84,6 +84,12 @@ def test_a_run_shows_its_headline_numbers(run: kv.Run) -> None:
     assert f"<b>{errors['value'].min():.3f}</b>" in run._repr_html_()
 
 
+def test_a_policy_with_memory_of_its_own_is_never_best(trace: kv.Trace) -> None:
+    page = kv.replay(trace, ["snapkv", "kivi"], 0.25, progress=False)._repr_html_()
+    best = {name: re.search(rf">{name}<.*?</tr>", page, re.DOTALL)[0].count("<b>") for name in ("snapkv", "kivi")}
+    assert best["snapkv"] > 0 and best["kivi"] == 0
+
+
 def test_the_map_shows_the_share_of_heads_that_keep_a_token(run: kv.Run) -> None:
     image = pytest.importorskip("PIL.Image")
     kept = run.selection("h2o", 0.5)

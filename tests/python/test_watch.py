@@ -83,7 +83,9 @@ def test_the_change_since_the_last_save_is_printed(folder, watched):
     (folder / "mine.py").write_text(POLICY.replace("return view", "return -view"))
     third = watched.replays(3)[2]
     [line] = changed(third)
-    assert line.startswith("change   by_size at 0.1: attention_recall ") and "output_error:pooled" in line
+    assert (
+        line.startswith("change   by_size at 0.1: ") and "attention_recall +" in line and "output_error:pooled" in line
+    )
     assert float(line.split()[5].rstrip(",")) == pytest.approx(recall(third) - recall(first), abs=1e-3)
 
 

@@ -286,7 +286,7 @@ def test_twins_of_pages() -> None:
 def test_skill_as_printed(tmp_path: Path) -> None:
     """Of each policy, by the recalls in results.csv; without skill there is no star."""
     situation = SITUATIONS[0]
-    finished = situation.call(situation.policies, "--controls", "twins", "-o", tmp_path / "out")
+    finished = situation.call(situation.policies, "--controls", "twins", "--wide", "--all", "-o", tmp_path / "out")
     assert finished.returncode == 0, finished.stderr
     frame = read_frame(tmp_path / "out")
     twins = {
@@ -295,7 +295,9 @@ def test_skill_as_printed(tmp_path: Path) -> None:
         if policy == "random-twin"
     }
     assert set(twins) == {Policy.parse(text).name for text in with_twin(situation)}
-    head, *lines = finished.stdout.splitlines()[2:]
+    text = finished.stdout.splitlines()
+    head, *lines = text[next(place for place, line in enumerate(text) if line.startswith("policy ")) :]
+    lines = lines[: lines.index("")]
     printed = {line.split()[0].partition(":")[0]: line.split() for line in filter(None, lines)}
     place = head.split().index("skill")
     for name, rows in frame[frame["role"] == "asked"].groupby("policy"):

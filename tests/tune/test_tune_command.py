@@ -368,6 +368,8 @@ def test_traces_are_files_folders_patterns_and_manifests(traces, refused, tmp_pa
     assert sorted(one.path.name for one in [*divided.fitting, *divided.held_out]) == names
     divided = split_prompts([sinks], [gaussian], 0.3, None, 0)
     assert {one.path.name for one in divided.held_out} == {name for name in names if name.startswith("gaussian")}
+    out = ["-o", str(tmp_path / "new.yaml"), "--work", str(tmp_path / "runs"), "--trials", "2"]
+    assert main([sinks, "--held-out", gaussian, "-p", "snapkv", "-b", "0.5", *out]) == 0
     hashes = [one.hash for one in divided.fitting]
     manifest = tmp_path / "list.csv"
     rows = [f"{one.path},{hash}\n" for one, hash in zip(divided.fitting, hashes, strict=True)]

@@ -353,6 +353,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kvreplay.capture.source import Source
 
     model_source = Source.parse(str(MODEL))
+    model_source.require_model()
     model_hash = model_source.hash()
     sources = {prompt.name: source_digest(prompt, model_hash, settings) for prompt in prompts}
     manifest = Manifest(folder)

@@ -83,8 +83,6 @@ def live(arguments: argparse.Namespace) -> None:
     choices.check()
     answers = _answers(arguments.answers)
     show = shows_progress(arguments)
-    if show:
-        say_notes("live", [f"loading {choices.source.title}"])
     from kvreplay.capture.command import quiet_libraries
 
     quiet_libraries(show)
@@ -109,6 +107,8 @@ def live(arguments: argparse.Namespace) -> None:
             write_view(run.folder)
         say("all cells are measured already")
         return
+    if show:
+        say_notes("live", [f"loading {source.title}"])
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
                         arguments.memory, decide=arguments.live_decisions)  # fmt: skip

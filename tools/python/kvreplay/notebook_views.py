@@ -45,7 +45,8 @@ def trace_html(trace: Trace) -> str:
 
 
 def run_html(run: Run) -> str:
-    """The headline metrics of each policy at each budget, mean over traces; bold: the best policy at this budget."""
+    """The headline metrics of each policy at each budget, mean over traces; bold: the best policy at this
+    budget, of those with equal memory."""
     rows = run.overall[run.overall["role"] != "trace"]
     names = rows["metric"] + rows["variant"].map(lambda variant: f":{variant}" if variant else "")
     spans = sorted({name for name in names if re.fullmatch(r"span_recall:(?!context\b).*\.mean", name)})
@@ -55,12 +56,17 @@ def run_html(run: Run) -> str:
     numbers = numbers.reindex(columns=shown)
     kept = rows.groupby(["budget", "role", "label"], sort=False)["kept_tokens"].mean()
     cells = sorted(kept.index, key=lambda cell: (sizes[cell[0]], cell[1] == "control"))
+    # As in the printed table: policies of equal memory that are better than their random twins.
+    excluded = run.own_memory | run.fails_twin
+    cells_of_rows = zip(rows["trace"], rows["cell"], strict=True)
+    is_excluded = [cell in excluded for cell in cells_of_rows]
+    uncompared = set(rows[is_excluded].set_index(["budget", "role", "label"]).index)
+    compared = [key for key in numbers.index if key[1] != "control" and key not in uncompared]
     best = {}
     for name in shown:
         sign = {"higher": 1, "lower": -1}.get(run.better_of(name))
-        asked = numbers[name][numbers.index.get_level_values("role") != "control"]
         if sign:
-            best[name] = (sign * asked).groupby("budget").max() * sign
+            best[name] = (sign * numbers.loc[compared, name]).groupby("budget").max() * sign
     lines = []
     for budget, role, label in cells[:MOST_ROWS]:
         words = [
@@ -71,12 +77,12 @@ def run_html(run: Run) -> str:
         for name in shown:
             value = numbers[name].get((budget, role, label), np.nan)
             word = "" if np.isnan(value) else f"{value:.3f}"
-            is_best = role != "control" and name in best and value == best[name].get(budget)
+            is_best = (budget, role, label) in compared and name in best and value == best[name].get(budget)
             words.append(f"<b>{word}</b>" if is_best else word)
         lines.append(words)
     traces = sorted(set(rows["trace"]))
     title = f"run of {len(traces)} traces" if len(traces) > 1 else f"run on {traces[0]}" if traces else "run"
-    note = "open loop; bold: best policy at this budget; in parentheses: controls"
+    note = "open loop; bold: best policy at this budget and equal memory; in parentheses: controls"
     if len(cells) > MOST_ROWS:
         note += f"; {len(cells) - MOST_ROWS} more rows in run.results"
     return titled(title, table(["budget", "policy", "kept_tokens", *map(breakable, shown)], lines, 2), note)

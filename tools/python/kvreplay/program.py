@@ -202,12 +202,13 @@ def _orderly_end() -> Iterator[None]:
 
 
 def _pip_argument(command: str, module: str) -> str:
-    """The extra of kvreplay that requires a package, that of the command if there are several; else the package."""
+    """The extra of the command's name, or one that requires the package; else the package."""
     from importlib import metadata  # slow to import
 
     with contextlib.suppress(metadata.PackageNotFoundError):
-        found = (re.match(r"([\w-]+).*extra == ['\"](\w+)", line) for line in metadata.requires("kvreplay") or ())
-        extras = [match[2] for match in found if match and match[1].replace("-", "_") == module]
+        lines = (re.match(r"([\w-]+).*extra == ['\"](\w+)", line) for line in metadata.requires("kvreplay") or ())
+        requirements = [(match[1].replace("-", "_"), match[2]) for match in lines if match]
+        extras = [extra for name, extra in requirements if extra == command or name == module]
         if extras:
             return f"'kvreplay[{command if command in extras else extras[0]}]'"
     return module

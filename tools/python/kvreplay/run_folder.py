@@ -11,6 +11,8 @@ RUN_FILES = ("results.csv", "cells", "run.json")
 
 def require_run(folder: Path) -> None:
     """Rejects a folder that is no finished run, or a run of format 1, whose sets are in selections.h5."""
+    if not folder.exists():
+        raise Error(str(folder), "not a finished run", ", ".join(RUN_FILES), "no such folder")
     if not (folder / "cells").exists() and any((folder / name).exists() for name in ("parts", "selections.h5")):
         raise Error(str(folder), "results of format 1; convert them with kvreplay merge NEW OLD", "")
     for name in RUN_FILES:

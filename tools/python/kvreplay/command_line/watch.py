@@ -17,12 +17,9 @@ from pathlib import Path
 
 from kvreplay import engine
 from kvreplay.errors import Error, Refusal
-from kvreplay.headline import HEADLINE
 from kvreplay.results import Run
 
 POLL = 0.05  # seconds between looks at the files
-# Of the table, those with a better direction that every trace gives.
-METRICS = ("attention_recall", "attention_cosine", "attention_l1", "output_cosine", HEADLINE, "kv_l1_loss")
 LEAST_CHANGE = 0.0005  # shown with three digits
 Numbers = dict[tuple[str, str], dict[str, float]]
 DRAWN_AFTER = (0, 6)  # exit codes that leave a run: all done, or some cells failed
@@ -123,12 +120,14 @@ def _forked(words: Sequence[str], program: str) -> int:
 
 
 def _numbers(output: str) -> Numbers:
-    """By policy and budget of the last replay, the means over traces of METRICS."""
+    """By policy and budget of the last replay, the means over traces of the metrics that have a better direction, pooled or as means."""
     try:
         run = Run(Path(output))
         asked = {cell["cell"] for cell in run.about["cells"] if cell["role"] == "asked" and cell["state"] != "failed"}
         names = run.overall["metric"] + run.overall["variant"].map(lambda one: f":{one}" if one else "")
-        rows = run.overall.assign(name=names)[run.overall["cell"].isin(asked) & names.isin(METRICS)]
+        means = [name for name in names.unique() if name.partition(":")[2] in ("", "pooled") or name.endswith("mean")]
+        directed = [name for name in means if run.better_of(name) in ("higher", "lower")]
+        rows = run.overall.assign(name=names)[run.overall["cell"].isin(asked) & names.isin(directed)]
     except Error:  # the replay has said it
         return {}
     return {
@@ -142,7 +141,7 @@ def changes(before: Numbers, now: Numbers) -> str:
     lines = []
     for (policy, budget), numbers in now.items():
         old = before.get((policy, budget), {})
-        moved = {name: numbers[name] - old[name] for name in METRICS if name in numbers and name in old}
+        moved = {name: numbers[name] - old[name] for name in numbers if name in old}
         shown = [f"{name} {change:+.3f}" for name, change in moved.items() if abs(change) >= LEAST_CHANGE]
         if shown:
             lines.append(f"change   {policy} at {budget}: {', '.join(shown)}\n")

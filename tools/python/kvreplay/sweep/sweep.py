@@ -139,12 +139,11 @@ def finish_tables(merge: Merge, schedule: Schedule, client: Client) -> None:
     merge.finish()
     if merge.writes_tables or not schedule.folders:
         return
-    try:
-        if groups:
-            raise ValueError("rows of a trace are in several tables")
-        write_tables(merge.output, schedule.folders, client)
-    except (EOFError, OSError, ValueError):  # merging reports the reason if it remains
-        call(["merge", str(merge.output), "--progress", "never"])
+    if not groups:  # else the rows of a trace are in several tables
+        with contextlib.suppress(EOFError, OSError, ValueError):  # merging reports the reason if it remains
+            write_tables(merge.output, schedule.folders, client)
+            return
+    call(["merge", str(merge.output), "--progress", "never"])
 
 
 def run_tasks(

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,8 @@ def check_options(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.hold_out < 1:
         raise Error("--hold-out", "out of range", "a share between 0 and 1", str(arguments.hold_out), Refusal.USAGE)
     require_least(arguments, trials=1, seed=0, ranges=2)
-    require_paths(*arguments.traces, *arguments.held_out)
+    # The engine expands patterns later.
+    require_paths(*(one for one in (*arguments.traces, *arguments.held_out) if not has_magic(str(one))))
     if arguments.model is not None:
         ModelChoices.of(arguments).check()
 
