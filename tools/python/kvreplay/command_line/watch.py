@@ -120,7 +120,8 @@ def _forked(words: Sequence[str], program: str) -> int:
 
 
 def _numbers(output: str) -> Numbers:
-    """By policy and budget of the last replay, the means over traces of the metrics that have a better direction, pooled or as means."""
+    """By policy and budget of the last replay, means over traces: metrics with a better direction, pooled or as
+    means."""
     try:
         run = Run(Path(output))
         asked = {cell["cell"] for cell in run.about["cells"] if cell["role"] == "asked" and cell["state"] != "failed"}
