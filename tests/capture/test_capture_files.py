@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import signal
+import os
 import subprocess
 import sys
 import time
@@ -203,6 +204,21 @@ def test_a_model_without_files_is_refused_before_torch_is_imported(model: str, f
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert done.stderr.startswith("kvreplay: --model: ") and done.stderr.endswith(f", found {found}\n")
+
+
+def test_a_hub_that_does_not_answer_and_an_empty_prompt_are_refused_before_torch_is_imported(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    for model, prompt, expected in (
+        ("maker/none", "text", "--model: maker/none: expected a model in the cache or on the hub, found "),
+        (model_folder("llama"), "", "prompt: prompt: expected at least one token, found an empty text"),
+    ):
+        arguments = ["--model", str(model), "--prompt", prompt, "-o", str(tmp_path / "t.h5")]
+        hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **hub})
+        assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr
+        assert done.stderr.startswith(f"kvreplay: {expected}")
 
 
 def test_a_chat_template_is_required_before_weights_are_read(

@@ -252,7 +252,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         raise Error(str(arguments.continuation), "continuation", "a readable text file", str(error)) from error
     if arguments.continuation and not continuation:
         raise Error(str(arguments.continuation), "continuation", "at least one token", "an empty file")
+    if empty := next((prompt.name for prompt in prompts if not (prompt.text or prompt.messages)), None):
+        raise Error(empty, "prompt", "at least one token", "an empty text")
     spans = tuple(SpanRequest.parse(text) for text in arguments.span)
+    model_choices.source.require_reachable()
     show = shows_progress(arguments)
     if show:
         say_notes("capture", [f"loading {model_choices.source.title}"])

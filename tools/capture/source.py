@@ -14,6 +14,7 @@ from kvreplay.errors import Error
 # Where transformers looks for weights, in its order; an index lists shards.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 READ_AT_ONCE = 1 << 20  # bytes
+HUB_SECONDS = 5  # until an answer of the hub
 GGUF_MAGIC = b"GGUF"  # the first bytes of such a file
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # NAME or OWNER/NAME
 
@@ -54,6 +55,19 @@ class Source:
             raise Error("--model", self.name, wanted, "another file")
         elif not HUB_NAME.fullmatch(self.name):
             raise Error("--model", self.name, wanted, "no such file or folder")
+
+    def require_reachable(self) -> None:
+        """Rejects a hub name that is neither in the cache nor on the hub, within seconds: transformers tries for most of
+        a minute."""
+        if "gguf_file" in self.options or Path(self.name).is_dir() or self._file("config.json"):
+            return
+        from huggingface_hub import HfApi
+
+        try:
+            HfApi().model_info(self.location, revision=self.options.get("revision"), timeout=HUB_SECONDS)
+        except Exception as error:  # of the hub or of any layer of the network
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise Error("--model", self.name, "a model in the cache or on the hub", reason) from error
 
     def _file(self, name: str) -> Path | None:
         """A file of the model, if it is on this machine."""

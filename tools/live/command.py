@@ -83,6 +83,14 @@ def live(arguments: argparse.Namespace) -> None:
     choices.check()
     answers = _answers(arguments.answers)
     show = shows_progress(arguments)
+    from kvreplay.results import Run
+
+    runs = [Run(folder) for folder in arguments.runs]
+    wanted = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
+    for run, trace in wanted:
+        _chosen(run, trace, arguments)  # rejects unknown policies and budgets
+    choices.source.require_reachable()
+
     from kvreplay.capture.command import quiet_libraries
 
     quiet_libraries(show)
@@ -91,10 +99,7 @@ def live(arguments: argparse.Namespace) -> None:
     from kvreplay.capture.model import load, placement
     from kvreplay.live.measure import LiveModel, say
     from kvreplay.live.results import Way, write_view
-    from kvreplay.results import Run
 
-    runs = [Run(folder) for folder in arguments.runs]
-    wanted = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
     for run, trace in wanted:
         if trace.tokens <= trace.boundary:
             raise Error(str(run.folder), f"trace {trace.name}", "a continuation after the prompt", "none")

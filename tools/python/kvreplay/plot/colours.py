@@ -74,8 +74,8 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
 def looks_of(labels: Sequence[str], controls: Sequence[str] = ()) -> dict[str, dict[str, object]]:
     """Colour, dash and marker of each label that one figure draws; those of `controls` are grey.
 
-    The colour follows from the policy's name. Several labels of a policy, the one without parameters first, differ in
-    dash and marker.
+    Colour, dash and marker follow from the policy's name: policies of one colour differ in dash and marker. So do several
+    labels of a policy, the one without parameters first.
     """
     shown = [label for label in labels if label not in controls]
     of_label = {label: policy_name(label) for label in shown}
@@ -88,7 +88,7 @@ def looks_of(labels: Sequence[str], controls: Sequence[str] = ()) -> dict[str, d
         variants[name] += 1
         found[label] = {
             "color": COLOURS[colour],
-            "linestyle": DASHES[variant % len(DASHES)],
+            "linestyle": DASHES[(row + variant) % len(DASHES)],
             "marker": MARKERS[(colour + row + variant) % len(MARKERS)],
             "zorder": 2.5,
         }
