@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import signal
-import os
 import subprocess
 import sys
 import time

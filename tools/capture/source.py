@@ -57,8 +57,8 @@ class Source:
             raise Error("--model", self.name, wanted, "no such file or folder")
 
     def require_reachable(self) -> None:
-        """Rejects a hub name that is neither in the cache nor on the hub, within seconds: transformers tries for most of
-        a minute."""
+        """Rejects a hub name that is neither in the cache nor on the hub, within seconds: transformers tries for most
+        of a minute."""
         if "gguf_file" in self.options or Path(self.name).is_dir() or self._file("config.json"):
             return
         from huggingface_hub import HfApi

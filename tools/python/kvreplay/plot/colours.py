@@ -74,8 +74,8 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
 def looks_of(labels: Sequence[str], controls: Sequence[str] = ()) -> dict[str, dict[str, object]]:
     """Colour, dash and marker of each label that one figure draws; those of `controls` are grey.
 
-    Colour, dash and marker follow from the policy's name: policies of one colour differ in dash and marker. So do several
-    labels of a policy, the one without parameters first.
+    Colour, dash and marker follow from the policy's name: policies of one colour differ in dash and marker. So do
+    several labels of a policy, the one without parameters first.
     """
     shown = [label for label in labels if label not in controls]
     of_label = {label: policy_name(label) for label in shown}
