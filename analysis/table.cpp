@@ -444,6 +444,17 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
   return text;
 }
 
+std::string omitted_line(const TableRows& all, const BudgetRows& rows, std::size_t omitted) {
+  const auto policies = std::ranges::count_if(rows.rows, [](const PolicyRow& row) { return !row.is_control(); });
+  const auto ranked = std::ranges::count_if(rows.rows, [&](const PolicyRow& row) { return all.is_ranked(row); });
+  const std::string order = ranked == 0 ? "the first of the run"
+                            : ranked < policies
+                                ? fmt::format("the best by {}, then the first others", all.headline().title)
+                                : fmt::format("the best by {}", all.headline().title);
+  return fmt::format("{} more {} not shown; these are {}\n", omitted, omitted == 1 ? "policy is" : "policies are",
+                     order);
+}
+
 std::string text_table(const RunSummary& summary, const TableRows& rows, const Tables& tables, const Layout& layout,
                        const TableOptions& options) {
   std::string text;
@@ -459,8 +470,7 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
       const auto all = std::ranges::find(part->budgets, budget.budget, &BudgetRows::budget);
       text += budget_lines(part->traces, budget, layout) + grid(rows, *part, budget, layout, options);
       if (const std::size_t omitted = rows.omitted(*all); omitted > 0) {
-        text +=
-            fmt::format("{} more policies are not shown; these are the best by {}\n", omitted, rows.headline().title);
+        text += omitted_line(rows, budget, omitted);
         omits_rows = true;
       }
       text += notes(*part, budget, layout) + '\n';

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "analysis/skill.h"
 #include "nearest.h"
 #include "parameters.h"
+#include "policies/text/policy_source.h"
 #include "policies/twin.h"
 
 namespace kvreplay {
@@ -45,70 +47,107 @@ TableColumn metric_column(const MetricName& name) {
   return column;
 }
 
-/// Whether a text of the command line names the policy of a cell: its label, its name, or NAME:KEY=VALUE with values
-/// that the policy has.
+/// The policy that a text of the command line names, as replay records it: mine.py:my_policy is my_policy.
+std::string recorded_policy(std::string_view name) {
+  constexpr std::string_view python_file = ".py:";
+  const std::size_t file = name.find(python_file);
+  return file == std::string_view::npos ? registered_policy(name) : std::string(name.substr(file + python_file.size()));
+}
+
+/// Whether a text of the command line names the policy of a cell: its label, its name in any spelling that replay
+/// takes, or NAME:KEY=VALUE with values that the policy has.
 bool names(const std::string& text, const CellRecord& cell) {
   if (text == cell.label || text == cell.policy) return true;
-  const std::size_t colon = text.find(':');
-  if (colon == std::string::npos || text.substr(0, colon) != cell.policy) return false;
+  const std::size_t end = end_of_policy_name(text);
+  if (recorded_policy(std::string_view(text).substr(0, end)) != cell.policy) return false;
+  if (end == text.size()) return true;
   const std::vector<std::string_view> own = split_list(cell.policy, cell.params);
-  return std::ranges::all_of(split_list("--policies", std::string_view(text).substr(colon + 1)),
+  return std::ranges::all_of(split_list("--policy", std::string_view(text).substr(end + 1)),
                              [&](std::string_view value) { return std::ranges::find(own, value) != own.end(); });
 }
 
-bool is_budget(const std::string& text, const CellRecord& cell) {
-  return text == cell.budget || text == std::to_string(cell.budget_tokens);
+/// The tokens of a budget of one trace, which spellings share: none for memory, and for budgets that grow.
+std::optional<int> fixed_tokens(const CellRecord& cell) {
+  const Budget budget = Budget::parse(cell.budget);
+  return budget.bytes > 0 || budget.at_seen ? std::nullopt : std::optional(cell.budget_tokens);
+}
+
+/// Whether 10% and 0.1 are the two, or equal counts.
+bool is_same_budget(const Budget& a, const Budget& b) {
+  return std::abs(a.fraction - b.fraction) <= 1e-12 * a.fraction && a.count == b.count && a.bytes == b.bytes &&
+         a.at_seen == b.at_seen;
+}
+
+/// Whether a text of the command line names the budget of a cell, in any spelling. `trace`: the only one of the run.
+bool is_budget(const std::string& text, const CellRecord& cell, const TraceRecord* trace) {
+  const Budget wanted = Budget::parse(text);
+  if (is_same_budget(wanted, Budget::parse(cell.budget)) || wanted.count == cell.budget_tokens) return true;
+  return trace != nullptr && wanted.bytes == 0 && !wanted.at_seen &&
+         fixed_tokens(cell) == wanted.tokens(trace->boundary);
 }
 
 /// Throws Error{usage} for a text that names no item.
 template <class Items, class Names>
-void require_all(const char* option, const char* what, const std::vector<std::string>& texts, const Items& items,
-                 const Names& is_named, std::vector<std::string> (*known_names)(const typename Items::value_type&)) {
+void require_all(const char* option, const char* noun, const std::vector<std::string>& texts, const Items& items,
+                 const Names& names_item, std::vector<std::string> (*known_names)(const typename Items::value_type&)) {
   for (const std::string& text : texts) {
-    if (std::ranges::any_of(items, [&](const auto& item) { return is_named(text, item); })) continue;
+    if (std::ranges::any_of(items, [&](const auto& item) { return names_item(text, item); })) continue;
     std::set<std::string> known;
     for (const auto& item : items)
       for (std::string& name : known_names(item)) known.insert(std::move(name));
-    throw Error{Refusal::usage, option, fmt::format("unknown {}", what),
+    throw Error{Refusal::usage, option, fmt::format("unknown {}", noun),
                 nearest(text, std::vector(known.begin(), known.end())), text};
   }
 }
 
-bool is_named(const std::vector<std::string>& texts, const CellRecord& cell,
-              bool (*names)(const std::string&, const CellRecord&)) {
-  return texts.empty() || std::ranges::any_of(texts, [&](const std::string& text) { return names(text, cell); });
+/// Whether one of the texts names the cell; without texts every cell is named.
+template <class Names>
+bool any_names(const std::vector<std::string>& texts, const CellRecord& cell, const Names& names_cell) {
+  return texts.empty() || std::ranges::any_of(texts, [&](const std::string& text) { return names_cell(text, cell); });
 }
 
 bool is_trace(const std::string& text, const TraceRecord& trace) { return text == trace.name; }
 
-/// The cells of the traces at one budget, those of one policy in one row.
-BudgetRows rows_at(const std::string& budget, std::span<const CellRecord* const> cells, bool several_traces) {
-  BudgetRows found{.budget = budget};
+/// A row a policy, the controls last. Of several traces, the cells of one policy are one row.
+BudgetRows rows_at(const std::vector<const CellRecord*>& cells, bool several_traces) {
+  BudgetRows budget{.budget = cells.front()->budget};
   std::map<std::tuple<std::string, std::string, std::uint64_t, std::string>, std::size_t> places;
   for (const CellRecord* cell : cells) {
-    if (cell->budget != budget) continue;
     const auto [place, is_new] =
-        places.emplace(std::tuple{cell->policy, cell->params, cell->seed, cell->source}, found.rows.size());
-    if (is_new || !several_traces) found.rows.push_back({.facts = cell});
-    PolicyRow& row = several_traces ? found.rows[place->second] : found.rows.back();
+        places.emplace(std::tuple{cell->policy, cell->params, cell->seed, cell->source}, budget.rows.size());
+    if (is_new || !several_traces) budget.rows.push_back({.facts = cell});
+    PolicyRow& row = several_traces ? budget.rows[place->second] : budget.rows.back();
     if (cell->state != CellState::failed) row.cells.push_back(cell);
   }
-  std::ranges::stable_partition(found.rows, [](const PolicyRow& row) { return !row.is_control(); });
-  return found;
+  std::ranges::stable_partition(budget.rows, [](const PolicyRow& row) { return !row.is_control(); });
+  return budget;
 }
 
-TracesRows rows_of(const RunSummary& summary, std::vector<const TraceRecord*> traces) {
-  std::vector<const CellRecord*> cells;
-  std::vector<std::string> budgets;
-  for (const TraceRecord* trace : traces)
+/// Whether two cells belong to one table: spellings of one budget, of one trace also those with equal tokens.
+bool share_budget(const CellRecord& a, const CellRecord& b, bool several_traces) {
+  if (is_same_budget(Budget::parse(a.budget), Budget::parse(b.budget))) return true;
+  return !several_traces && fixed_tokens(a) && fixed_tokens(a) == fixed_tokens(b);
+}
+
+/// Traces without a cell are left out.
+TracesRows rows_of(const RunSummary& summary, const std::vector<const TraceRecord*>& traces) {
+  TracesRows part;
+  std::vector<std::vector<const CellRecord*>> budgets;
+  const bool several_traces = traces.size() > 1;
+  for (const TraceRecord* trace : traces) {
+    bool has_cell = false;
     for (const CellRecord& cell : summary.cells) {
       if (cell.trace != trace->name || (cell.role == "control" && cell.policy == random_twin_name)) continue;
-      cells.push_back(&cell);
-      if (std::ranges::find(budgets, cell.budget) == budgets.end()) budgets.push_back(cell.budget);
+      has_cell = true;
+      const auto budget = std::ranges::find_if(budgets, [&](const std::vector<const CellRecord*>& cells) {
+        return share_budget(*cells.front(), cell, several_traces);
+      });
+      (budget == budgets.end() ? budgets.emplace_back() : *budget).push_back(&cell);
     }
-  TracesRows found{.traces = std::move(traces)};
-  for (const std::string& budget : budgets) found.budgets.push_back(rows_at(budget, cells, found.traces.size() > 1));
-  return found;
+    if (has_cell) part.traces.push_back(trace);
+  }
+  for (const std::vector<const CellRecord*>& cells : budgets) part.budgets.push_back(rows_at(cells, several_traces));
+  return part;
 }
 
 std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
@@ -116,8 +155,11 @@ std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
   for (const TraceRecord& trace : summary.traces)
     if (trace.error.empty()) traces.push_back(&trace);
   std::vector<TracesRows> parts;
-  if (!each && !traces.empty()) return {rows_of(summary, std::move(traces))};
-  for (const TraceRecord* trace : traces) parts.push_back(rows_of(summary, {trace}));
+  if (each)
+    for (const TraceRecord* trace : traces) parts.push_back(rows_of(summary, {trace}));
+  else
+    parts.push_back(rows_of(summary, traces));
+  std::erase_if(parts, [](const TracesRows& part) { return part.traces.empty(); });
   return parts;
 }
 
@@ -135,21 +177,32 @@ std::string shown_heads(const PolicyRow& row, const TraceRecord& trace) {
 }
 
 RunSummary selected(RunSummary summary, const TableOptions& options) {
-  require_all("--policies", "policy", options.policies, summary.cells, names, [](const CellRecord& cell) {
-    return cell.policy == random_twin_name ? std::vector<std::string>{} : std::vector{cell.policy, cell.label};
-  });
-  require_all("--budgets", "budget", options.budgets, summary.cells, is_budget,
-              [](const CellRecord& cell) { return std::vector{cell.budget}; });
   require_all("--traces", "trace", options.traces, summary.traces, is_trace,
               [](const TraceRecord& trace) { return std::vector{trace.name}; });
+  require_all("--policy", "policy", options.policies, summary.cells, names, [](const CellRecord& cell) {
+    return cell.policy == random_twin_name ? std::vector<std::string>{} : std::vector{cell.policy, cell.label};
+  });
   const auto is_left_out = [&](const std::string& trace) {
     return !options.traces.empty() && std::ranges::find(options.traces, trace) == options.traces.end();
   };
   std::erase_if(summary.traces, [&](const TraceRecord& trace) { return is_left_out(trace.name); });
+  std::erase_if(summary.cells, [&](const CellRecord& cell) { return is_left_out(cell.trace); });
+  const auto names_budget = [only = summary.traces.size() == 1 ? &summary.traces.front() : nullptr](
+                                const std::string& text, const CellRecord& cell) {
+    return is_budget(text, cell, only);
+  };
+  require_all("--budget", "budget", options.budgets, summary.cells, names_budget,
+              [](const CellRecord& cell) { return std::vector{cell.budget}; });
   std::erase_if(summary.cells, [&](const CellRecord& cell) {
-    return is_left_out(cell.trace) || !is_named(options.budgets, cell, is_budget) ||
-           (cell.role != "control" && !is_named(options.policies, cell, names));
+    return !any_names(options.budgets, cell, names_budget) ||
+           (cell.role != "control" && !any_names(options.policies, cell, names));
   });
+  const bool has_policy = std::ranges::any_of(summary.cells, [](const auto& cell) { return cell.role != "control"; });
+  const bool has_selection = !options.policies.empty() || !options.budgets.empty();
+  if (has_selection && !has_policy)
+    throw Error{Refusal::usage, options.policies.empty() ? "--budget" : "--policy",
+                "no cell at the selected budgets and traces",
+                "policies and budgets that kvreplay show RUN --all lists"};
   return summary;
 }
 
@@ -271,17 +324,21 @@ std::vector<GridCell> TableRows::cells(const TableColumn& column, std::span<cons
   return found;
 }
 
-/// The best policies by the headline, best first, and the controls. Policies at their own memory are not ranked.
+bool TableRows::is_ranked(const PolicyRow& row) const {
+  return is_compared(row) && std::isfinite(value(row, headline_).mean);
+}
+
+/// The best policies by the headline, best first, then others in their order, and the controls.
 BudgetRows TableRows::shortened(const BudgetRows& all) const {
-  BudgetRows found{.budget = all.budget};
-  std::ranges::copy_if(all.rows, std::back_inserter(found.rows), [&](const PolicyRow& row) {
-    return is_compared(row) && std::isfinite(value(row, headline_).mean);
-  });
+  BudgetRows some{.budget = all.budget};
+  std::ranges::copy_if(all.rows, std::back_inserter(some.rows), [&](const PolicyRow& row) { return is_ranked(row); });
   const double sign = headline_.better == Better::higher ? -1 : 1;
-  std::ranges::stable_sort(found.rows, {}, [&](const PolicyRow& row) { return sign * value(row, headline_).mean; });
-  found.rows.resize(std::min(found.rows.size(), most_policies));
-  std::ranges::copy_if(all.rows, std::back_inserter(found.rows), &PolicyRow::is_control);
-  return found;
+  std::ranges::stable_sort(some.rows, {}, [&](const PolicyRow& row) { return sign * value(row, headline_).mean; });
+  std::ranges::copy_if(all.rows, std::back_inserter(some.rows),
+                       [&](const PolicyRow& row) { return !row.is_control() && !is_ranked(row); });
+  some.rows.resize(std::min(some.rows.size(), most_policies));
+  std::ranges::copy_if(all.rows, std::back_inserter(some.rows), &PolicyRow::is_control);
+  return some;
 }
 
 std::size_t TableRows::omitted(const BudgetRows& all) const {

@@ -70,7 +70,8 @@ class TableRows {
   const std::vector<TableColumn>& columns() const { return columns_; }
   /// By which policies are ranked: the pooled output error, or the attention recall where that was not measured.
   const TableColumn& headline() const { return headline_; }
-  bool has_skill() const { return !skills_.empty(); }
+  /// Policies at their own memory are not, and those without the headline.
+  bool is_ranked(const PolicyRow& row) const;
 
   MeanInterval value(const PolicyRow& row, const TableColumn& column) const;
   /// Of one column, in the order of `rows`.

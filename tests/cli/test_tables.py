@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from program import PROGRAM, done, kvreplay
+from program import PROGRAM, WITH_PYTHON, done, kvreplay
 from scipy.stats import t
 
 MANY = "snapkv:window=2,h2o,tova,knorm,keydiff,value-norm,local,streaming-llm,strided,truncate,lagkv,leverage"
@@ -187,9 +187,9 @@ def test_show_selects(run: tuple[Path, str]) -> None:
     ]  # fmt: skip
     assert text.count("\nbudget ") == 1 and "40 tokens" in text and "at all budgets" not in text
     for words, message in (
-        (["-p", "snapvk"], "--policies: unknown policy snapvk: did you mean snapkv?"),
-        (["-p", "snapkv:window=3"], "--policies: unknown policy snapkv:window=3: did you mean snapkv:window=2?"),
-        (["-b", "0.3"], "--budgets: unknown budget"),
+        (["-p", "snapvk"], "--policy: unknown policy snapvk: did you mean snapkv?"),
+        (["-p", "snapkv:window=3"], "--policy: unknown policy snapkv:window=3: did you mean snapkv:window=2?"),
+        (["-b", "0.3"], "--budget: unknown budget"),
         (["--traces", "u"], "--traces: unknown trace"),
         (["--columns", "attention_recall:prompt"], "--columns: not measured in this run"),
         (["--columns", "atention_recall"], "did you mean attention_recall?"),
@@ -202,6 +202,78 @@ def test_show_selects(run: tuple[Path, str]) -> None:
     for name in ("empty", "missing"):
         answer = kvreplay("show", name, folder=folder)
         assert answer.code == 3 and f"{name}: not a finished run" in answer.err
+
+
+def rows_of(text: str) -> list[str]:
+    """First words of the rows of the first table."""
+    rows = text[text.index("\npolicy ") :].split("\n\n")[0].splitlines()[2:]
+    return [row.split()[0] for row in rows if " more polic" not in row]
+
+
+def test_policies_without_the_headline_are_shown_in_their_order(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = run
+    trace = folder / "t.h5"
+    eleven = MANY.replace(",leverage", "")
+    words = ["replay", trace, "-p", eleven, "-b", "0.2", "--metrics", "kept_tokens,output_cosine"]
+    for controls in ("none", "random"):
+        text = done(*words, "--controls", controls, "-o", controls, folder=tmp_path)
+        policies = [row for row in rows_of(text) if not row.startswith("(")]
+        assert policies == MANY.split(",")[:10] and ("(random)" in text) == (controls == "random")
+        assert "\n1 more policy is not shown; these are the first of the run\n" in text
+        assert done("show", controls, folder=tmp_path) == text
+    done("replay", trace, "-p", "leverage", "-b", "0.2", "--controls", "none", "-o", "none", folder=tmp_path)
+    text = done("show", "none", folder=tmp_path)
+    assert rows_of(text)[0] == "leverage" and len(rows_of(text)) == 10
+    assert "\n2 more policies are not shown; these are the best by out.err, then the first others\n" in text
+
+
+def test_a_selection_without_a_cell_is_refused(tmp_path: Path) -> None:
+    for name, prompt in (("t", "96"), ("u", "64")):
+        done("synth", "needle", "-o", f"{name}.h5", "--layers", "2", "--prompt", prompt, folder=tmp_path)
+    done("replay", "t.h5", "u.h5", "-p", "h2o", "-b", "0.2", "-o", "out", folder=tmp_path)
+    done("replay", "t.h5", "-p", "knorm", "-b", "0.4", "-o", "out", folder=tmp_path)
+    for words, line in (
+        (["--traces", "u", "-b", "0.4"], "--budget: unknown budget: expected 0.2, found 0.4"),
+        (["-p", "h2o", "-b", "0.4"], "--policy: no cell at the selected budgets and traces"),
+        (["--traces", "u", "-p", "knorm"], "--policy: no cell at the selected budgets and traces"),
+    ):
+        for form in ([], ["--json"], ["--csv"]):
+            answer = kvreplay("show", "out", *words, *form, folder=tmp_path)
+            assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}"), answer
+    for words in (["-b", "0.4"], ["-b", "0.4", "--each"], ["-p", "knorm"]):
+        text = done("show", "out", *words, folder=tmp_path)
+        assert text.startswith("trace    t ") and "knorm" in text, "traces without a cell are left out"
+
+
+def test_spellings_of_a_budget_are_one_budget(run: tuple[Path, str], tmp_path: Path) -> None:
+    trace = run[0] / "t.h5"
+    done("synth", "needle", "-o", "u.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
+    for traces, policy, budget in (([trace, "u.h5"], "h2o", "0.5"), ([trace, "u.h5"], "knorm", "50%"),
+                                   ([trace], "tova", "48")):  # fmt: skip
+        done("replay", *traces, "-p", policy, "-b", budget, "--controls", "none", "-o", "out", folder=tmp_path)
+    for budget in ("0.5", "50%", "5e-1", "48"):
+        text = done("show", "out", "--traces", "t", "-b", budget, folder=tmp_path)
+        assert set(rows_of(text)) == {"h2o", "knorm", "tova"} and text.count("\nbudget ") == 1
+    text = done("show", "out", "-b", "0.5", folder=tmp_path)
+    assert set(rows_of(text)) == {"h2o", "knorm"} and "n = 2" in text and "fewer traces" not in text
+
+
+def test_show_accepts_the_names_of_replay(tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import kvreplay as kv\n\n@kv.policy\ndef least_norm(view):\n    'norms'\n"
+        "    return -view.key_norms().repeat(view.group, axis=0)\n"
+    )
+    spellings = ["H2O", "SnapKVPress:window=4", "mine.py:least_norm"]
+    names = ["h2o", "snapkv:window=4", "least_norm"]
+    for policy in spellings:
+        answer = kvreplay("replay", "t.h5", "-p", policy, "-b", "6", folder=tmp_path, env=WITH_PYTHON)
+        assert answer.code == 0, answer
+    (tmp_path / "mine.py").unlink()
+    for option in ("-p", "--policy", "--policies"):
+        for spelling, name in zip(spellings, names, strict=True):
+            text = done("show", "kvreplay-out", option, spelling, "--budget", "6", folder=tmp_path)
+            assert [row for row in rows_of(text) if not row.startswith("(")] == [name]
 
 
 def on_a_terminal(*words: str, folder: Path, **environment: str) -> str:

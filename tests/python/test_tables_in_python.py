@@ -55,7 +55,7 @@ def test_the_table_of_a_policy_in_python_beats_its_twin_or_is_not_marked(small: 
 
 def test_what_cannot_be_meant_is_refused(small: Path) -> None:
     run = kv.replay(small, "h2o", 0.1)
-    with pytest.raises(kv.Error, match="--policies: unknown policy"):
+    with pytest.raises(kv.Error, match="--policy: unknown policy"):
         run.table("snapvk")
     with pytest.raises(kv.Error, match="format: unknown format: expected text, markdown, latex, csv, found pdf"):
         run.table(format="pdf")

@@ -459,7 +459,7 @@ int run_replay(const Arguments& given) {
   }
   if (!all.run) {
     if (!is_quiet) say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
-    if (arguments.given("json")) print_run(arguments, {.output = all.request.output});
+    if (arguments.given("json")) print_run(arguments, table_options_of(arguments), {.output = all.request.output});
     return 0;
   }
   all.traces.clear();  // the run has its own, and closes them one by one
@@ -468,7 +468,7 @@ int run_replay(const Arguments& given) {
     ProgressLine line(arguments);
     return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
-  print_run(arguments, summary);
+  print_run(arguments, table_options_of(arguments), summary);
   if (!is_quiet) report_read(summary);
   report_troubles(summary);
   return summary.failed() > 0 ? 6 : 0;

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -12,6 +14,7 @@
 #include "analysis/run_json.h"
 #include "output.h"
 #include "parameters.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay {
 namespace {
@@ -66,16 +69,10 @@ std::vector<std::string> pieces(const Arguments& arguments, const char* option) 
   return all;
 }
 
-/// Policies of comma lists: a piece KEY=VALUE belongs to the policy before it.
-std::vector<std::string> policy_pieces(const Arguments& arguments) {
+std::vector<std::string> policies_of(const Arguments& arguments) {
   std::vector<std::string> policies;
-  for (const std::string& piece : pieces(arguments, "policies")) {
-    const bool is_value = piece.find('=') < piece.find_first_of(":(");
-    if (is_value && !policies.empty())
-      policies.back() += "," + piece;
-    else
-      policies.push_back(piece);
-  }
+  for (const std::string& text : arguments.all("policy"))
+    std::ranges::move(split_policies(text), std::back_inserter(policies));
   return policies;
 }
 
@@ -84,10 +81,7 @@ std::vector<std::string> policy_pieces(const Arguments& arguments) {
 TableOptions table_options_of(const Arguments& arguments) {
   static constexpr std::pair<const char*, TableFormat> formats[] = {
       {"markdown", TableFormat::markdown}, {"latex", TableFormat::latex}, {"csv", TableFormat::csv}};
-  TableOptions options{.policies = policy_pieces(arguments),
-                       .budgets = pieces(arguments, "budgets"),
-                       .traces = pieces(arguments, "traces"),
-                       .columns = pieces(arguments, "columns"),
+  TableOptions options{.columns = pieces(arguments, "columns"),
                        .all = arguments.given("all"),
                        .each = arguments.given("each"),
                        .wide = arguments.given("wide"),
@@ -105,8 +99,15 @@ TableOptions table_options_of(const Arguments& arguments) {
   return options;
 }
 
-void print_run(const Arguments& arguments, const RunSummary& summary) {
-  const TableOptions options = table_options_of(arguments);
+TableOptions show_options_of(const Arguments& arguments) {
+  TableOptions options = table_options_of(arguments);
+  options.policies = policies_of(arguments);
+  options.budgets = pieces(arguments, "budget");
+  options.traces = pieces(arguments, "traces");
+  return options;
+}
+
+void print_run(const Arguments& arguments, const TableOptions& options, const RunSummary& summary) {
   if (arguments.given(json_option.name))
     print_json(as_json(selected(summary, options)));
   else

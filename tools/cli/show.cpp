@@ -9,9 +9,13 @@ namespace kvreplay {
 namespace {
 
 constexpr Option options[] = {
-    in_group("selection", {"policies", 'p', "POLICY,...", "",
-                           "policies to show: NAME, as the tables name them, or NAME:KEY=VALUE; repeatable", true}),
-    {"budgets", 'b', "BUDGET,...", "", "budgets to show, as given to replay or in tokens; repeatable", true},
+    in_group("selection",
+             with_plural("policies", {"policy", 'p', "POLICY,...", "",
+                                      "policies to show: NAME, as tables and replay name them, or NAME:KEY=VALUE; "
+                                      "repeatable",
+                                      true})),
+    with_plural("budgets", {"budget", 'b', "BUDGET,...", "",
+                            "budgets to show, in any spelling that replay takes, or in tokens; repeatable", true}),
     {"traces", 0, "NAME,...", "", "traces to show (default: all); repeatable", true},
     in_group("table", table_options[0]),
     table_options[1],
@@ -24,7 +28,7 @@ constexpr Option options[] = {
 };
 
 int run(const Arguments& arguments) {
-  print_run(arguments, read_run(arguments.operands().front()));
+  print_run(arguments, show_options_of(arguments), read_run(arguments.operands().front()));
   return 0;
 }
 

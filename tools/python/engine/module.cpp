@@ -170,7 +170,7 @@ std::string shown(const std::vector<std::string>& words, bool in_memory) {
   const Arguments arguments(show_command, "kvreplay", words);
   RunSummary summary = read_run(arguments.operands().front());
   if (in_memory) summary.output.clear();
-  TableOptions options = table_options_of(arguments);
+  TableOptions options = show_options_of(arguments);
   options.colour = false;
   return table(summary, options);
 }
