@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -192,7 +193,9 @@ class Merge {
     add_files(output);
   }
 
+  /// A folder that was added before is not read again.
   void add(const fs::path& folder) {
+    if (!known_folders_.insert(identity_at(folder)).second) return;
     ++folders_;
     std::vector<std::string> traces;
     {
@@ -307,7 +310,7 @@ class Merge {
   LiveRows live_;
   Sources sources_;
   std::map<std::string, MergedTrace> traces_;
-  std::set<std::optional<FileIdentity>> known_;
+  std::set<std::optional<FileIdentity>> known_, known_folders_;
   std::size_t folders_ = 0;
 };
 
@@ -315,16 +318,12 @@ class Merge {
 
 std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const fs::path& output) {
   std::vector<fs::path> folders;
-  std::set<std::optional<FileIdentity>> known;
-  const auto add = [&](const fs::path& folder) {
-    if (known.insert(identity_at(folder)).second) folders.push_back(folder);
-  };
   for (const fs::path& path : given) {
     if (!fs::is_directory(path)) throw Error{Refusal::input, path.string(), "no such folder", "a folder of results"};
     if (is_same(path, output))
       throw Error{Refusal::usage, path.string(), "is the output folder", "other folders to merge"};
     if (is_results_folder(path)) {
-      add(path);
+      folders.push_back(path);
       continue;
     }
     std::vector<fs::path> inner;
@@ -334,7 +333,7 @@ std::vector<fs::path> results_folders(const std::vector<fs::path>& given, const 
     if (inner.empty())
       throw Error{Refusal::input, path.string(), "no results", "a folder of results, or of such folders", "neither"};
     std::ranges::sort(inner);
-    std::ranges::for_each(inner, add);
+    std::ranges::move(inner, std::back_inserter(folders));
   }
   return folders;
 }

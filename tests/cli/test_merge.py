@@ -396,6 +396,23 @@ def test_folders_from_standard_input(folder: Path, shards: str) -> None:
     assert merged(folder).code == 0 and same(folder / "out", folder / "whole")
 
 
+def test_a_folder_that_is_named_twice_counts_once(folder: Path) -> None:
+    names = ["by-trace/a", "by-trace/b", "by-trace/a", "by-trace", "./by-trace/b"]
+    assert kvreplay("merge", "at-once", *names, folder=folder).out.startswith("2 folders: 2 traces")
+    with waiting_merge(folder, *names) as process:
+        assert process.communicate()[0].startswith("2 folders: 2 traces")
+
+
+def test_standard_input_that_cannot_be_read_publishes_nothing(folder: Path) -> None:
+    unreadable = os.open(folder, os.O_RDONLY)
+    try:
+        answer = kvreplay("merge", "out", "by-trace/a", "-", folder=folder, stdin=unreadable)
+    finally:
+        os.close(unreadable)
+    assert refused(answer, 3, "standard input: cannot be read")
+    assert not (folder / "out/run.json").exists()
+
+
 def test_a_damaged_folder_from_standard_input_ends_the_merge(folder: Path) -> None:
     path = folder / "by-trace/b/cells/b.h5"
     path.write_bytes(path.read_bytes()[:1000])

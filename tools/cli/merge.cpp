@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -74,6 +76,8 @@ class InputLines {
       if (interrupted()) return false;
     std::array<char, 4096> piece;
     const ssize_t count = read(STDIN_FILENO, piece.data(), piece.size());
+    if (count < 0 && errno == EINTR) return !interrupted();
+    if (count < 0) throw Error{Refusal::input, "standard input", "cannot be read", "", std::strerror(errno)};
     if (count > 0) unread_.append(piece.data(), static_cast<std::size_t>(count));
     return count > 0;
   }
