@@ -13,6 +13,7 @@ from program import PROGRAM, done, kvreplay
 EQUAL_WORDS = [
     (["--compression-ratio", "0.5,0.75"], ["-b", "0.5,0.25"]),
     (["--compression-ratio", "0.9", "--compression-ratio", "0"], ["-b", "0.1", "-b", "1.0"]),
+    (["--compression-ratio", "1e-13"], ["-b", "1.0"]),
     (["--budgets", "6"], ["--budget", "6"]),
 ]
 
@@ -47,7 +48,9 @@ def test_a_compression_ratio_gives_the_results_of_its_budget(traces: Path, tmp_p
         (["--compression-ratio", "0.9", "--budgets", "0.1"],
          "--budgets: contradicts --compression-ratio: expected one of the two"),
         (["--compression-ratio", "1"],
-         "compression ratio 1: out of range: expected the share to evict, in [0, 1), found 1"),
+         "--compression-ratio: out of range: expected the share to evict, in [0, 1), found 1"),
+        (["--compression-ratio", "0.9999999999999"],
+         "--compression-ratio: out of range: expected the share to evict, in [0, 1), found 0.9999999999999"),
         (["--compression-ratio", "0.9,"], "--compression-ratio: empty list element"),
         ([], "replay: no budget: expected -b BUDGET,... or --compression-ratio RATIO,..."),
     ],
@@ -68,6 +71,21 @@ def test_an_experiment_has_one_form_of_budgets(traces: Path, tmp_path: Path) -> 
     assert (answer.code, answer.err) == (2, f"kvreplay: {line}\n")
 
 
+def test_quiet_keeps_the_answer(traces: Path, tmp_path: Path) -> None:
+    trace = traces / "fixture.h5"
+    replay = ["replay", trace, "-p", "h2o", "-b", "6", "-o", "out"]
+    done(*replay, folder=tmp_path)
+    for words in (["policies"], ["metrics"], ["help", "replay"], ["completion", "bash"], ["info", trace],
+                  ["show", "out"], ["show", "out", "--csv"], ["validate", trace], ["diff", "out", "out"],
+                  [*replay, "--json"], [*replay, "--dry-run"]):  # fmt: skip
+        assert done(*words, "-q", folder=tmp_path) == done(*words, folder=tmp_path) != "", words
+    (tmp_path / "broken.h5").write_text("no trace")
+    broken = [kvreplay("validate", "broken.h5", *quiet, folder=tmp_path) for quiet in ([], ["-q"])]
+    assert broken[0].out == broken[1].out and broken[1].code == 1 and "broken.h5: invalid" in broken[1].out
+    for words in (["synth", "needle", "-o", "s.h5"], ["merge", "merged", "out"], ["new-policy", "mine", "--plugin"]):
+        assert done(*words, "-q", folder=tmp_path) == ""
+
+
 def test_quiet_leaves_only_warnings_and_errors(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "--observables", "keep"]
     for _ in range(2):  # the second reads stored observables, and says so without -q
@@ -75,7 +93,6 @@ def test_quiet_leaves_only_warnings_and_errors(traces: Path, tmp_path: Path) -> 
     assert (tmp_path / "out/results.csv").is_file()
     wrong = kvreplay("replay", "missing.h5", "-p", "h2o", "-b", "6", "--quiet", folder=tmp_path)
     assert wrong.code == 3 and wrong.out == "" and wrong.err.startswith("kvreplay: missing.h5: ")
-    assert kvreplay("validate", traces / "fixture.h5", "-q", folder=tmp_path).out == ""
     (traces / "fixture.obs.h5").unlink()
 
 

@@ -395,7 +395,7 @@ REFUSALS = [
     (["-p", "strided", "-b", "16"], 2, "--search: no parameter of strided has choices or a range up to 4096 wide"),
     (["-p", "snapvk", "-b", "16"], 2, "snapvk: unknown policy: did you mean snapkv?"),
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
-    (["-p", "snapkv", "--compression-ratio", "1.5"], 2, "compression ratio 1.5: out of range: expected the share"),
+    (["-p", "snapkv", "--compression-ratio", "1.5"], 2, "--compression-ratio: out of range: expected the share"),
     (["-p", "snapkv", "-b", "16", "--compression-ratio", "0.9"], 2, "tune: argument --compression-ratio: not allowed"),
     (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
     (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),

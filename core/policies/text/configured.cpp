@@ -480,12 +480,12 @@ Budget Budget::parse(std::string_view text) {
 }
 
 std::string Budget::of_compression_ratio(std::string_view text) {
-  const std::string where = "compression ratio " + std::string(text);
+  const std::string where = "--compression-ratio";
   const double ratio = parse_real(where, text);
-  if (!(ratio >= 0.0 && ratio < 1.0))
+  const double kept = std::round((1.0 - ratio) * 1e12) / 1e12;  // the difference has rounding errors below 1e-12
+  if (!(ratio >= 0.0 && kept > 0.0))
     throw Error{Refusal::usage, where, "out of range", "the share to evict, in [0, 1)", std::string(text)};
-  // The difference has rounding errors below 1e-12. A literal without a point would be a number of tokens.
-  return ratio == 0.0 ? "1.0" : fmt::format("{}", std::round((1.0 - ratio) * 1e12) / 1e12);
+  return kept == 1.0 ? "1.0" : fmt::format("{}", kept);  // "1" would be a number of tokens
 }
 
 int Budget::tokens(int prompt, double slice_bytes) const {
