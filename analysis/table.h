@@ -1,6 +1,7 @@
 // The table that a run prints: one row a policy, of one trace or with means over several.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,9 @@ struct TableOptions {
 /// The traces and cells that `options` names, of all columns. Throws Error{usage} for a name that the run does not
 /// have, with the nearest.
 RunSummary selected(RunSummary summary, const TableOptions& options);
+
+/// Throws Error{usage} for a column that does not exist, or that a run of these metrics does not measure.
+void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics);
 
 /// Controls are in parentheses, random twins that joined as controls are left out. `*` marks the best of what was asked
 /// for in each column and budget, among policies that beat their twins. Text ends with the best policies, the

@@ -23,8 +23,14 @@ namespace {
 constexpr std::size_t most_policies = 10;
 constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
 const MetricName pooled_error{"output_error", "pooled"}, error_of_heads{"output_error", ""},
-    recall{"attention_recall", ""};
+    recall{"attention_recall", ""}, kept_tokens{"kept_tokens", ""};
 constexpr const char* skill_title = "skill";
+
+MetricName metric_of_column(const std::string& text) {
+  const std::vector<MetricName> names = parse_metrics(text);
+  if (names.size() != 1) throw Error{Refusal::usage, "--columns", "not one metric", "NAME[:VARIANT]", text};
+  return names.front();
+}
 
 std::string three_digits(double value) { return fmt::format("{:.3f}", value); }
 std::string one_digit(double value) { return fmt::format("{:.1f}", value); }
@@ -39,7 +45,7 @@ TableColumn metric_column(const MetricName& name) {
                 : unit == "bytes" ? kibibytes
                 : unit == "s"     ? short_duration
                                   : three_digits;
-  if (name == MetricName{"kept_tokens", ""}) column.value = [](const CellRecord& cell) { return cell.kept_tokens; };
+  if (name == kept_tokens) column.value = [](const CellRecord& cell) { return cell.kept_tokens; };
   if (name == MetricName{"select_seconds", ""}) {
     column.value = [](const CellRecord& cell) { return cell.select_seconds(); };
     column.least_width = 9;  // "999.9 ms" and a mark: the layout of a table must not depend on how long it took
@@ -70,6 +76,12 @@ bool names(const std::string& text, const CellRecord& cell) {
 std::optional<int> fixed_tokens(const CellRecord& cell) {
   const Budget budget = Budget::parse(cell.budget);
   return budget.bytes > 0 || budget.at_seen ? std::nullopt : std::optional(cell.budget_tokens);
+}
+
+/// The trace and budget of a cell, with one text for all spellings of the budget.
+std::pair<std::string, std::string> place_of(const CellRecord& cell) {
+  const std::optional<int> tokens = fixed_tokens(cell);
+  return {cell.trace, tokens ? std::to_string(*tokens) : cell.budget};
 }
 
 /// Whether 10% and 0.1 are the two, or equal counts.
@@ -176,6 +188,20 @@ std::string shown_heads(const PolicyRow& row, const TraceRecord& trace) {
                                      : row.facts->heads;
 }
 
+void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics) {
+  const std::vector<MetricName> measured = metrics_of_trace(metrics, {}, 0);
+  for (const std::string& text : columns) {
+    if (text == skill_title) continue;
+    const MetricName name = metric_of_column(text);
+    const bool is_of_cell = name == kept_tokens || unit_of(name) == "s";
+    if (is_of_cell || std::ranges::find(measured, name) != measured.end()) continue;
+    if (is_of_span(name) && std::ranges::find(metrics, name.metric, &MetricName::metric) != metrics.end()) continue;
+    std::vector<std::string> known;
+    for (const MetricName& one : metrics) known.push_back(one.text());
+    throw Error{Refusal::usage, "--columns", "not among --metrics", nearest(name.text(), known), text};
+  }
+}
+
 RunSummary selected(RunSummary summary, const TableOptions& options) {
   require_all("--traces", "trace", options.traces, summary.traces, is_trace,
               [](const TraceRecord& trace) { return std::vector{trace.name}; });
@@ -197,9 +223,12 @@ RunSummary selected(RunSummary summary, const TableOptions& options) {
     return !any_names(options.budgets, cell, names_budget) ||
            (cell.role != "control" && !any_names(options.policies, cell, names));
   });
-  const bool has_policy = std::ranges::any_of(summary.cells, [](const auto& cell) { return cell.role != "control"; });
-  const bool has_selection = !options.policies.empty() || !options.budgets.empty();
-  if (has_selection && !has_policy)
+  if (options.policies.empty() && options.budgets.empty()) return summary;
+  std::set<std::pair<std::string, std::string>> places;  // of policies: controls elsewhere have nothing beside them
+  for (const CellRecord& cell : summary.cells)
+    if (cell.role != "control") places.insert(place_of(cell));
+  std::erase_if(summary.cells, [&](const CellRecord& cell) { return !places.contains(place_of(cell)); });
+  if (places.empty())
     throw Error{Refusal::usage, options.policies.empty() ? "--budget" : "--policy",
                 "no cell at the selected budgets and traces",
                 "policies and budgets that kvreplay show RUN --all lists"};
@@ -235,9 +264,7 @@ TableColumn TableRows::column_of(const std::string& text) const {
                   return found == skills_.end() ? undefined : found->second;
                 },
             .text = three_digits};
-  const std::vector<MetricName> names = parse_metrics(text);
-  if (names.size() != 1) throw Error{Refusal::usage, "--columns", "not one metric", "NAME[:VARIANT]", text};
-  return metric_column(names.front());
+  return metric_column(metric_of_column(text));
 }
 
 bool TableRows::is_measured(const TableColumn& column) const {

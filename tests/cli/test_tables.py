@@ -296,7 +296,7 @@ def on_a_terminal(*words: str, folder: Path, **environment: str) -> str:
     return text.decode().replace("\r\n", "\n")
 
 
-def test_colour_is_for_terminals(run: tuple[Path, str]) -> None:
+def test_colour_is_for_terminals(run: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = run
     plain = done("show", "out", folder=folder)
     assert "\x1b" not in plain
@@ -306,6 +306,11 @@ def test_colour_is_for_terminals(run: tuple[Path, str]) -> None:
     assert "\n\x1b[2m(oracle)" in coloured, "controls are dim"
     assert on_a_terminal("show", "out", folder=folder, NO_COLOR="1") == plain
     assert "\x1b" not in on_a_terminal("show", "out", "--markdown", folder=folder)
+    assert on_a_terminal("show", "out", "--color", "never", folder=folder) == plain
+    assert done("show", "out", "--color", "always", folder=folder) == coloured
+    (tmp_path / "kvreplay.yaml").write_text("color: never\n")
+    assert on_a_terminal("show", folder / "out", folder=tmp_path).splitlines()[:9] == plain.splitlines()[:9]
+    assert "\x1b" in done("show", folder / "out", "--color", "always", folder=tmp_path)
 
 
 def test_nothing_is_said_of_a_missing_gpu_unless_it_was_asked_for(run: tuple[Path, str]) -> None:
@@ -316,3 +321,26 @@ def test_nothing_is_said_of_a_missing_gpu_unless_it_was_asked_for(run: tuple[Pat
     os.write(theirs, b"end")
     assert os.read(ours, 4096) == b"end"
     os.close(ours), os.close(theirs)
+
+
+def test_columns_are_checked_before_the_run(run: tuple[Path, str], tmp_path: Path) -> None:
+    words = ["replay", run[0] / "t.h5", "-p", "h2o", "-b", "0.2", "--metrics", "recall,needle", "-o", "out"]
+    for columns, line in (
+        ("kept,out.err", "--columns: not among --metrics: expected one of attention_recall, span_recall:needle.mean, "
+         "found out.err"),
+        ("recal", "recal: unknown metric: did you mean attention_recall?"),
+    ):  # fmt: skip
+        for form in ([], ["--json"], ["--dry-run"], ["--dry-run", "--json"]):
+            answer = kvreplay(*words, "--columns", columns, *form, folder=tmp_path)
+            assert (answer.code, answer.out) == (2, "") and line in answer.err, answer
+    answer = kvreplay(*words, "--columns", "recall", "--wide", folder=tmp_path)
+    assert answer.code == 2 and not (tmp_path / "out").exists()
+    text = done(*words, "--columns", "kept,recall,needle,select,skill", "--controls", "twins", folder=tmp_path)
+    assert titles_of(text)[1:] == ["kept", "recall", "needle", "select", "skill"]
+
+
+def test_warnings_are_printed_whatever_the_table_does(run: tuple[Path, str], tmp_path: Path) -> None:
+    words = ["replay", run[0] / "t.h5", "-p", "h2o", "-b", "0.2,19", "--controls", "none", "-o", "out"]
+    answer = kvreplay(*words, "--columns", "skill", folder=tmp_path)
+    assert answer.code == 2 and "h2o is replayed once\n" in answer.err, answer
+    assert "\nkvreplay: --columns: not measured in this run" in answer.err

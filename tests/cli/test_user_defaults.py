@@ -57,7 +57,7 @@ def test_the_command_line_and_experiments_come_first(traces: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "text, line",
     [
-        ("device: cpu\nbudget: 0.1\n", ":2: unknown key: expected one of device, output, threads, found budget"),
+        ("device: cpu\nbudget: 0.1\n", ":2: unknown key: expected one of color, device, output, threads, found budget"),
         ("threads: [1]\n", ":1: threads: expected one value, found a list"),
         ("threads: many\n", ':1: threads: not a number: expected a whole number, found "many"'),
         ("device: gpu\n", ":1: --device: unknown device: expected auto, cpu or cuda[:N], found gpu"),

@@ -10,7 +10,7 @@ import pytest
 import kvreplay as kv
 from kvreplay.command_line.command import run as python
 from kvreplay.export import main as export
-from kvreplay.program import Parser
+from kvreplay.program import Parser, exit_code
 
 
 def test_quiet_leaves_only_errors(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -23,6 +23,18 @@ def test_quiet_leaves_only_errors(small: Path, tmp_path: Path, capsys: pytest.Ca
     assert export(["nowhere", "-o", "a.csv", "--quiet"]) == 3
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("kvreplay: nowhere: ")
+
+
+def test_quiet_keeps_the_answer(capsys: pytest.CaptureFixture) -> None:
+    def prints(words: list[str], **options: bool) -> bool:
+        parser = Parser(prog="kvreplay some", **options)
+        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--dry-run", action="store_true")
+        exit_code("some", lambda: print("answer") if parser.parse_args(words) else None)
+        return capsys.readouterr().out == "answer\n"
+
+    assert prints(["-q"]) and prints([], writes_files=True) and not prints(["-q"], writes_files=True)
+    assert prints(["-q", "--json"], writes_files=True) and prints(["-q", "--dry-run"], writes_files=True)
 
 
 def test_quiet_hides_the_progress_line() -> None:

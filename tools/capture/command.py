@@ -64,7 +64,7 @@ def _layers(text: str) -> frozenset[int]:
 
 def parser() -> Parser:
     """The options; every one has its help."""
-    build = Parser(prog="kvreplay capture", description=DESCRIPTION, allow_abbrev=False, examples=EXAMPLES)
+    build = Parser(prog="kvreplay capture", description=DESCRIPTION, examples=EXAMPLES, writes_files=True)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
     add_model_options(build)

@@ -56,6 +56,7 @@ struct Command {
   int (*run)(const Arguments&);  // returns the program's exit code
   std::string (*details)() = nullptr;
   const char* examples = "";  // one command a line
+  bool writes_files = false;  // stdout repeats what is in files, and -q discards it
 };
 
 /// Options that several commands have.
@@ -77,9 +78,13 @@ inline constexpr Option table_options[] = {
     {"wide", 0, "", "", "print all columns of the wide table"},
     {"all", 0, "", "", "print every policy at every budget (default: one budget and at most ten policies)"},
     {"each", 0, "", "", "print a table for each trace (default: means over the traces)"},
+    with_user_default({"color", 0, "auto|always|never", "auto",
+                       "bold for the best, dim for controls; auto: on a terminal, unless NO_COLOR is set"}),
 };
 /// Every command has these two; the program itself answers them.
-inline constexpr Option quiet_option{"quiet", 'q', "", "", "print only warnings and errors"};
+inline constexpr Option quiet_option{"quiet", 'q', "", "",
+                                     "no progress and no notes; no table or names of files from commands that write "
+                                     "files (JSON and dry runs are still printed)"};
 inline constexpr Option help_option{"help", 'h', "", "", "show this help"};
 
 /// Those of the command, quiet and help.

@@ -46,6 +46,7 @@ const Command convert_command{"convert",
                               options,
                               run,
                               details,
-                              "kvreplay convert h5py.h5 -o trace.h5\nkvreplay convert h5py.h5 -o trace.h5 --force\n"};
+                              "kvreplay convert h5py.h5 -o trace.h5\nkvreplay convert h5py.h5 -o trace.h5 --force\n",
+                              true};
 
 }  // namespace kvreplay

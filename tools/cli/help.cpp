@@ -92,8 +92,9 @@ void print_overview() {
   print_columns(rows, 2);
   fmt::print(
       "\nkvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version.\n"
-      "Every command accepts -q (--quiet): print only warnings and errors.\n\n"
-      "exit codes\n");
+      "Every command accepts -q (--quiet): {}.\n\n"
+      "exit codes\n",
+      quiet_option.help);
   rows.clear();
   for (const auto& [code, meaning] : exit_codes()) rows.push_back({code, meaning});
   print_columns(rows, 2);

@@ -133,6 +133,7 @@ const Command merge_command{"merge",
                             run,
                             details,
                             "kvreplay merge out shard-1 shard-2\nkvreplay merge out @folders.txt --no-tables\n"
-                            "ls -d runs/* | kvreplay merge out -\n"};
+                            "ls -d runs/* | kvreplay merge out -\n",
+                            true};
 
 }  // namespace kvreplay

@@ -143,7 +143,7 @@ int run(const Arguments& arguments) {
 }  // namespace
 
 const Command new_policy_command{
-    "new-policy", "writes the source of a working policy, with its test, to start from",    "NAME", options, run,
-    nullptr,      "kvreplay new-policy my-policy\nkvreplay new-policy my-policy --plugin\n"};
+    "new-policy", "writes the source of a working policy, with its test, to start from",     "NAME", options, run,
+    nullptr,      "kvreplay new-policy my-policy\nkvreplay new-policy my-policy --plugin\n", true};
 
 }  // namespace kvreplay

@@ -27,7 +27,8 @@ std::size_t width(const std::string& text) {
 
 void say(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stderr); }
 
-bool uses_colour() {
+bool uses_colour(std::string_view choice) {
+  if (choice != "auto") return choice == "always";
   const char* refused = std::getenv("NO_COLOR");
   return isatty(STDOUT_FILENO) != 0 && (refused == nullptr || *refused == '\0');
 }

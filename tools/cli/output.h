@@ -24,8 +24,8 @@ void say(fmt::format_string<Values...> text, Values&&... values) {
   say(std::string_view(fmt::format(text, std::forward<Values>(values)...)));
 }
 
-/// Whether stdout is a terminal, and the environment has no NO_COLOR (no-color.org).
-bool uses_colour();
+/// By a value of --color. auto: whether stdout is a terminal, and the environment has no NO_COLOR (no-color.org).
+bool uses_colour(std::string_view choice);
 
 /// Indented, one document a call. Bytes that are no UTF-8 are replaced.
 void print_json(const Json& value);

@@ -28,6 +28,12 @@ namespace {
 /// "1.2.3 (commit)".
 std::string build_line() { return fmt::format("{} ({})", build_version, build_commit); }
 
+/// Whether stdout is to be discarded: not where it is the answer.
+bool discards_output(const Arguments& arguments) {
+  return arguments.is_quiet() && arguments.command().writes_files && !arguments.given(json_option.name) &&
+         !arguments.given("dry-run");
+}
+
 /// Discards stdout while it lives.
 class DiscardedOutput {
  public:
@@ -72,7 +78,7 @@ int run_command(const std::string& program, const std::vector<std::string>& word
     return 0;
   }
   const std::optional<DiscardedOutput> discarded =
-      arguments.is_quiet() ? std::make_optional<DiscardedOutput>() : std::nullopt;
+      discards_output(arguments) ? std::make_optional<DiscardedOutput>() : std::nullopt;
   return command->run(arguments);
 }
 

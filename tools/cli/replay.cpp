@@ -85,6 +85,7 @@ constexpr Option options[] = {
     table_options[1],
     table_options[2],
     table_options[3],
+    table_options[4],
     json_option,
     in_group("execution", with_user_default({"device", 0, "auto|cpu|cuda[:N]", "auto", "device that computes"})),
     {"device-memory", 0, "SIZE", "", "limit on GPU memory, as 40G (default: nine tenths of the free memory)"},
@@ -112,6 +113,12 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
                                            {"cuda", backends().find("cuda") == nullptr ? "no" : "yes"}};
   for (const auto& [name, version] : build_libraries) facts[name] = version;
   return facts;
+}
+
+std::vector<MetricName> asked_metrics(const Arguments& arguments) {
+  for (const GivenValue& value : arguments.values("metrics"))
+    at_place(value, [&] { return parse_metrics(value.text); });
+  return parse_metrics(fmt::format("{}", fmt::join(arguments.all("metrics"), ",")));
 }
 
 /// Every policy that is asked for, as users write it, with its place.
@@ -198,9 +205,7 @@ Prepared requested(const Arguments& arguments) {
     for (const std::string& literal : split(value.text, ','))
       request.budgets.push_back(at_place(value, [&] { return Budget::parse(literal); }));
   all.exclusions = leave_out(arguments, policies, request);
-  for (const GivenValue& value : arguments.values("metrics"))
-    at_place(value, [&] { return parse_metrics(value.text); });
-  request.metrics = parse_metrics(fmt::format("{}", fmt::join(arguments.all("metrics"), ",")));
+  request.metrics = asked_metrics(arguments);
   const std::string controls = arguments.text("controls");
   request.controls = controls == "none" ? Controls::none : controls == "twins" ? Controls::twins : Controls::random;
   request.detail = parse_detail(arguments.text("detail"));
@@ -297,7 +302,7 @@ std::vector<std::string> words_without_traces(const Arguments& arguments, const 
   // Those that follow here, and those of one start.
   static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin", "output",   "threads", "memory",
                                                   "shard",  "dry-run", "json",   "progress", "force",   "columns",
-                                                  "wide",   "all",     "each",   "quiet"};
+                                                  "wide",   "all",     "each",   "quiet",    "color"};
   const std::filesystem::path here = std::filesystem::current_path();
   std::vector<std::string> words{arguments.command().name};
   const auto add = [&](const char* option, std::string value) {
@@ -449,6 +454,8 @@ int run_replay(const Arguments& given) {
   const Asked experiment = asked(given);
   const Arguments& arguments = experiment.arguments;
   const bool is_quiet = arguments.is_quiet();
+  const TableOptions table = table_options_of(arguments);
+  check_columns(table.columns, asked_metrics(arguments));
   if (!is_quiet) report_user_defaults(arguments);
   if (given.given("watch")) watch(arguments);
   heed_interruptions();
@@ -459,7 +466,7 @@ int run_replay(const Arguments& given) {
   }
   if (!all.run) {
     if (!is_quiet) say("kvreplay: shard {} of the traces is empty\n", arguments.text("shard"));
-    if (arguments.given("json")) print_run(arguments, table_options_of(arguments), {.output = all.request.output});
+    if (arguments.given("json")) print_run(arguments, table, {.output = all.request.output});
     return 0;
   }
   all.traces.clear();  // the run has its own, and closes them one by one
@@ -468,9 +475,9 @@ int run_replay(const Arguments& given) {
     ProgressLine line(arguments);
     return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
-  print_run(arguments, table_options_of(arguments), summary);
   if (!is_quiet) report_read(summary);
   report_troubles(summary);
+  print_run(arguments, table, summary);
   return summary.failed() > 0 ? 6 : 0;
 }
 
@@ -496,6 +503,6 @@ const Command replay_command{
     "replay",   "replays policies at budgets on traces; prints a table and writes a folder of results",
     "TRACE...", options,
     run_replay, details,
-    examples};
+    examples,   true};
 
 }  // namespace kvreplay

@@ -85,7 +85,7 @@ TableOptions table_options_of(const Arguments& arguments) {
                        .all = arguments.given("all"),
                        .each = arguments.given("each"),
                        .wide = arguments.given("wide"),
-                       .colour = uses_colour()};
+                       .colour = uses_colour(arguments.text("color"))};
   std::string first = arguments.given(json_option.name) ? json_option.name : "";
   for (const auto& [name, format] : formats) {
     if (!arguments.given(name)) continue;

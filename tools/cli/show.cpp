@@ -21,6 +21,7 @@ constexpr Option options[] = {
     table_options[1],
     table_options[2],
     table_options[3],
+    table_options[4],
     in_group("format", markdown_option),
     {"latex", 0, "", "", "print LaTeX (package booktabs)"},
     {"csv", 0, "", "", "print CSV in full precision, with the names of the metrics"},

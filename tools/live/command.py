@@ -39,7 +39,7 @@ EXAMPLES = (
 
 def parser() -> Parser:
     """The options; every one has its help."""
-    build = Parser(prog="kvreplay live", description=DESCRIPTION, allow_abbrev=False, examples=EXAMPLES)
+    build = Parser(prog="kvreplay live", description=DESCRIPTION, examples=EXAMPLES, writes_files=True)
     add = build.add_argument
     add("--version", action="version", version=f"kvreplay {__version__}")
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders of results of kvreplay replay")

@@ -57,6 +57,7 @@ def parser() -> Parser:
     """The parser of the command line."""
     found = Parser(
         prog="kvreplay example",
+        writes_files=True,
         description="Writes an example trace of 10 MB: every third layer of SmolLM2-135M-Instruct on a prompt of 480 "
         "tokens with a needle and a question.",
         examples=("kvreplay example -o t.h5", "kvreplay replay t.h5 -p snapkv,h2o -b 0.1 -o out"),

@@ -108,6 +108,7 @@ def parser() -> Parser:
     """The parser of the command line."""
     found = Parser(
         prog="kvreplay export",
+        writes_files=True,
         description="Writes the numbers of a run as one table, or its kept sets as one HDF5 file (selections.h5 of "
         "format 1).",
         examples=("kvreplay export out -o results.parquet", "kvreplay export out -o selections.h5"),

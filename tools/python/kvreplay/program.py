@@ -22,28 +22,23 @@ from typing import Any, NoReturn
 from kvreplay import __version__
 from kvreplay.errors import DISK_FULL, SUGGESTION, Error, Refusal
 
-
-class _Quiet(argparse.Action):
-    """Discards stdout until exit_code() ends, and the progress line."""
-
-    def __call__(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace, *_: Any) -> None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        arguments.progress = "never"
-
-
+QUIET = "no progress; no table or names of files from commands that write files (JSON and dry runs are still printed)"
 SPELLINGS = {"--policy": "--policies", "--budget": "--budgets"}
 SPELLINGS |= {plural: singular for singular, plural in SPELLINGS.items()}
 
 
 class Parser(argparse.ArgumentParser):
     """A command line with kvreplay's usage errors: for an unknown option the error names the nearest one. The help ends
-    with `examples`."""
+    with `examples`. `writes_files`: stdout repeats what is in files, and -q discards it until exit_code() ends."""
 
-    def __init__(self, *, allow_abbrev: bool = False, examples: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self, *, allow_abbrev: bool = False, examples: Sequence[str] = (), writes_files: bool = False, **options: Any
+    ) -> None:
         super().__init__(allow_abbrev=allow_abbrev, **options)
         self._examples = examples
+        self._writes_files = writes_files
         self._optionals.title = "other options"
-        self.add_argument("-q", "--quiet", action=_Quiet, nargs=0, help="print only warnings and errors")
+        self.add_argument("-q", "--quiet", action="store_true", help=QUIET)
 
     def format_help(self) -> str:
         examples = "".join(f"  {example}\n" for example in self._examples)
@@ -64,6 +59,14 @@ class Parser(argparse.ArgumentParser):
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         self._refuse_unknown(words)
         return super().parse_args(words, namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        arguments, rest = super().parse_known_args(args, namespace)
+        if arguments.quiet:
+            arguments.progress = "never"
+            if self._writes_files and not any(getattr(arguments, name, None) for name in ("json", "dry_run", "emit")):
+                sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        return arguments, rest
 
     def _known_spelling(self, word: str) -> str:
         """--policy and --policies mean the same option, as do --budget and --budgets."""

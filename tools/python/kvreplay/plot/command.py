@@ -60,6 +60,7 @@ def parser() -> Parser:
     """The parser of the command line. An option that only some kinds read sets a field of `Choice` if it is given."""
     found = Parser(
         prog="kvreplay plot",
+        writes_files=True,
         description="Draws figures of a finished run. Numbers are open loop: queries as captured under the full cache.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         examples=(

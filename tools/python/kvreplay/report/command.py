@@ -14,6 +14,7 @@ def parser() -> Parser:
     """The parser of the command line."""
     found = Parser(
         prog="kvreplay report",
+        writes_files=True,
         description="Writes one offline HTML file of a finished run: table, curves, similarity of layers, budgets, and "
         "the text of the prompt shaded by the share of sets that keep a token. Token ranks need "
         "kvreplay replay --save scores.",

@@ -35,6 +35,7 @@ def parser() -> Parser:
     """The parser of the command line."""
     found = Parser(
         prog="kvreplay tune",
+        writes_files=True,
         description="Fits a policy on some traces and reports it on held-out traces, with the interval of the paired "
         "difference. Searches parameters by random search with successive halving; or allocates the budget over layers "
         "(--layers), or assigns policies to ranges of layers (--ranges), both exactly. Numbers are open loop: queries "
