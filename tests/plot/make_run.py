@@ -48,8 +48,8 @@ CONTROLS = (
     Policy("oracle", "scope=head,heads=kv", alike=0.6, recent=0, quality=0.95, role="control"),
 )
 THREE = (SNAPKV, H2O, CHUNKKV)
-METRICS = {"attention_recall": "higher", "attention_l1": "lower", "span_recall": "higher", "kv_bytes": "neither",
-           "held_tokens": "neither"}  # fmt: skip
+METRICS = {"attention_recall": "higher", "attention_l1": "lower", "output_error": "lower", "span_recall": "higher",
+           "kv_bytes": "neither", "held_tokens": "neither"}  # fmt: skip
 NINE = (
     *THREE,
     Policy("snapkv", "window=32,kernel=5,pool=avg,heads=query", "query", alike=0.5, chunk=3, quality=0.8),

@@ -856,6 +856,20 @@ def test_pareto_shows_memory_and_the_points_that_no_other_beats(run, tmp_path):
         assert row.on_front == (beaten.sum() == 1)
 
 
+@pytest.mark.parametrize("default", ["output_error:pooled", "attention_recall", "attention_l1"])
+def test_the_default_metric_is_one_of_the_run(default, tmp_path):
+    folder = make_run(tmp_path / "run", layers=2)
+    table = pd.read_csv(folder / "results.csv", dtype=str, keep_default_na=False)
+    if default == "output_error:pooled":
+        errors = table[table["metric"] == "attention_l1"].assign(metric="output_error", variant="pooled")
+        table = pd.concat([table, errors])
+    elif default == "attention_l1":
+        table = table[table["metric"] != "attention_recall"]
+    table.to_csv(folder / "results.csv", index=False)
+    for kind, *options in (["curve"], ["layers"], ["pareto"], ["compare", "--baseline", "h2o"]):
+        assert set(drawn(kind, folder, tmp_path, *options)["metric"]) == {default}
+
+
 def test_pareto_draws_a_budget_free_policy_as_points(tmp_path):
     folder = make_run(tmp_path / "run", [SNAPKV, Policy("kivi")])
     about = json.loads((folder / "run.json").read_text())

@@ -579,6 +579,24 @@ def test_means_over_traces_use_every_trace_of_the_run(tmp_path, capsys):
     assert capsys.readouterr().err == f"kvreplay: {line}\n"
 
 
+def keep_metrics(run: Path, *names: str) -> Path:
+    table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    table[table["metric"].isin(names)].to_csv(run / "results.csv", index=False)
+    return run
+
+
+def test_means_over_traces_need_a_metric_with_a_direction(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [SNAPKV, CHUNKKV], budgets=["0.1"], traces=[("a", 200, 0.4), ("b", 240, 0.4)])
+    found = read(write_report(keep_metrics(run, "kv_bytes", "attention_l1")))["over_traces"]
+    assert [metric["name"] for metric in found["metrics"] if metric["judged"]] == ["attention_l1"]
+    content = read(write_report(keep_metrics(run, "kv_bytes")))
+    what = "no default, because no metric of the run has a direction"
+    assert content["over_traces"] is None and f"without means over traces: {what}" in content["notes"]
+    capsys.readouterr()
+    assert main([str(run), "--baseline", "snapkv"]) == 2
+    assert capsys.readouterr().err == f"kvreplay: --metric: {what}: expected one of kv_bytes\n"
+
+
 def test_nothing_needs_torch():
     code = "import sys, kvreplay.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvreplay.headline import HEADLINE
+from kvreplay.headline import DEFAULT
 from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_format, require_least, say_notes
 from kvreplay.run_folder import require_run
 
@@ -29,7 +29,7 @@ def parser() -> Parser:
     add = found.add_argument_group("comparison").add_argument
     add("--baseline", metavar="POLICY", required=True, help="policy to compare with, as the tables name it")
     add("--metric", metavar="NAME[:VARIANT],…", action="extend", type=names, default=[],
-        help=f"metrics to compare (default: {HEADLINE}, and skill after replay --controls twins)")  # fmt: skip
+        help=f"metrics to compare (default: {DEFAULT}; and skill after replay --controls twins)")  # fmt: skip
     add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
         help="policies to compare (default: all but the controls)")  # fmt: skip
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],

@@ -51,7 +51,7 @@ class Comparison:
             raise Error("--baseline", "ambiguous policy", "one of " + ", ".join(base), baseline, Refusal.USAGE)
         [self.baseline] = base
         known = list(metric_names(table))
-        names = pick_metrics(metrics or self._default_metrics(table, known), known)
+        names = pick_metrics(metrics or self._default_metrics(table, known, runs), known)
         shown = chosen_labels("-p", table, policies, every) if policies else asked
         compared = [self.baseline, *(label for label in shown if label != self.baseline)]
         if len(compared) == 1:
@@ -107,15 +107,16 @@ class Comparison:
             self.notes.append(f"{cells} cells occur in several runs and are counted once")
         return table[~again]
 
-    def _default_metrics(self, table: pd.DataFrame, known: Sequence[str]) -> list[str]:
+    def _default_metrics(self, table: pd.DataFrame, known: Sequence[str], runs: Sequence[Run]) -> list[str]:
+        metric = default_metric(known, runs)
         with_skill = set(table["label"][(table["name"] == SKILL["name"]) & table["value"].notna()])
         if self.baseline in with_skill:
-            return [default_metric(known), SKILL["name"]]
+            return [metric, SKILL["name"]]
         if with_skill:
             self.notes.append(f"{self.baseline} has no random twin: skill is not compared")
         else:
             self.notes.append("no policy has a random twin: skill is not compared (use replay --controls twins)")
-        return [default_metric(known)]
+        return [metric]
 
     @cached_property
     def lines(self) -> pd.DataFrame:

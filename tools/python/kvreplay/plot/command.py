@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import DEFAULT
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, require_format, require_least, require_paths, say_notes
 from kvreplay.run_folder import require_run
@@ -89,8 +90,8 @@ def parser() -> Parser:
     of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",
              help="trace to draw; repeatable (default: all; in a figure of one trace, the first)")  # fmt: skip
     of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]",
-             help="metric to draw, as kvreplay replay --metrics names it (default: attention_recall; pareto: "
-             "output_error:pooled; needle: span_recall:mean, also :any and :full)")  # fmt: skip
+             help=f"metric to draw, as kvreplay replay --metrics names it (default: {DEFAULT}; "
+             "needle: span_recall:mean, also :any and :full)")  # fmt: skip
     of_kinds("--variant", choices=("first", "mean", "union"),
              help="sets of the first head, mean over heads, or union of heads (default: mean)")  # fmt: skip
     of_kinds("--baseline", metavar="POLICY", help="policy to compare with")

@@ -9,6 +9,7 @@ from functools import cached_property
 import pandas as pd
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.headline import default_metric
 from kvreplay.plot.colours import looks_of
 from kvreplay.plot.style import Sheet
 from kvreplay.results import Run, Selection, TraceFacts
@@ -196,7 +197,7 @@ class Choice:
     def metric(self) -> tuple[str, str]:
         """Name and variant. A metric whose values all have one variant needs no variant."""
         known = metric_names(self.run.overall)
-        asked = self.metric_asked or "attention_recall"
+        asked = self.metric_asked or default_metric(list(known), [self.run])
         variants = [name for name in known if name.partition(":")[0] == asked]
         if asked not in known and len(variants) > 1:
             raise Error("--metric", "metric with several variants", "one of " + ", ".join(variants), asked,

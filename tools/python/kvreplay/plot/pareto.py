@@ -7,7 +7,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.headline import default_metric
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import (
     LinePanels,
@@ -19,7 +18,6 @@ from kvreplay.plot.lines import (
     rows_to_draw,
 )
 from kvreplay.plot.style import Drawing, logarithmic_axis
-from kvreplay.run_names import metric_names
 
 PANEL = (2.9, 2.4)  # inches
 MEMORY = "kv_bytes"
@@ -29,7 +27,6 @@ FRONT = "#c4c4c4"
 
 def draw(choice: Choice) -> Drawing:
     """Means over traces; the points of a policy are joined over its budgets, those of budget-free policies are not."""
-    choice.metric_asked = choice.metric_asked or default_metric(metric_names(choice.run.overall))
     better = choice.run.better_of(choice.metric_name)
     if better not in ("higher", "lower"):
         raise Error("--metric", "no direction", "a metric of which higher or lower values are better",

@@ -199,7 +199,13 @@ class Page:
                             Refusal.USAGE)  # fmt: skip
             return None
         options = {"policies": self.opening, "budgets": self.choice.budgets}
-        compared = Comparison([self.run], baseline or self.opening[0], **options)
+        try:
+            compared = Comparison([self.run], baseline or self.opening[0], **options)
+        except Error as problem:
+            if baseline:
+                raise
+            self.notes.append(f"without means over traces: {problem.what}")
+            return None
         known = metric_names(self.run.overall)
         columns = {
             name: column for name, metric in known.items() for column in table.COLUMNS if column.metric == metric
