@@ -23,6 +23,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+import kvreplay
 from kvreplay import _engine as engine
 from kvreplay.compare.command import main as compare
 from kvreplay.errors import Error
@@ -30,6 +31,7 @@ from kvreplay.plot import colours, heatmap, lines, needle, redundancy, similarit
 from kvreplay.plot.colours import looks_of
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.plot.figure_options import Choice
+from kvreplay.report.content import Page
 from kvreplay.results import MOST_OPEN, Run, Selection, Span
 from kvreplay.run_names import split_policies
 
@@ -691,6 +693,14 @@ def test_figures_of_different_runs_have_equal_colours_in_their_files(run, wide, 
     for kind in ("curve", "layers", "pareto"):
         assert strokes(kind, run, "h2o") == {"#d55e00"}, kind
         assert strokes(kind, wide, "knorm,tova,h2o") == {"#d55e00", "#56b4e9"}, kind
+
+
+def test_lines_of_many_policies_are_drawn_without_the_engine(wide, tmp_path, monkeypatch):
+    assert page_of("curve", wide, "screen")[0].axes[1:]  # a panel for each family
+    monkeypatch.setitem(sys.modules, "kvreplay._engine", None)
+    monkeypatch.delattr(kvreplay, "_engine", raising=False)
+    assert not page_of("curve", wide, "screen")[0].axes[1:]
+    assert {policy["family"] for policy in Page(Run(wide)).content["policies"]} == {"user-defined"}
 
 
 def test_each_built_in_policy_has_a_look_of_its_own_and_no_small_family_has_a_colour_twice():

@@ -520,7 +520,7 @@ def selected(window, views: str) -> list[str]:
     return window.eval_on_selector_all(f"{views}.first", "all => [...new Set(all.map((one) => one.dataset.label))]")
 
 
-def test_the_page_opens_on_the_two_best_known_policies_at_the_answer(page, real, look):
+def test_the_page_opens_on_two_policies_at_the_answer(page, real, look):
     window = look(page)
     assert first_and_second(window) == ("snapkv:heads=kv", "chunkkv")
     spans = opened(real[0])[f"traces/{TRACE}/spans"][()]
@@ -776,6 +776,13 @@ def test_means_over_traces_have_the_verdicts_of_compare(many, look):
     assert window.input_value("#first") == "chunkkv"
     other = look(write_report(many, "--baseline", "h2o"))
     assert "Baseline: h2o." in other.inner_text("#compared")
+
+
+def test_a_baseline_that_is_not_asked_for_is_on_the_page(many, look):
+    window = look(write_report(many, "-p", "snapkv,h2o", "--baseline", "chunkkv"))
+    assert {row[0] for row in rows_shown(window, "means")} == {"snapkv", "h2o", "chunkkv"}
+    assert "chunkkv" in window.inner_text("#headline") and "Baseline: chunkkv." in window.inner_text("#compared")
+    assert f"numbers of kvreplay compare {many} --baseline chunkkv." in window.inner_text("#compared")
 
 
 def rows_shown(window, table: str) -> list[list[str]]:

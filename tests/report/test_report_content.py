@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tracemalloc
@@ -16,7 +17,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from make_run import CHUNKKV, SNAPKV, Policy, make_run
+from make_run import CHUNKKV, H2O, SNAPKV, Policy, make_run
 from make_special import HOSTILE, write_hostile, write_largest
 from program import done
 from run_pages import POLICIES, TRACE, cell_of, kept_by, opened, write_report
@@ -552,7 +553,7 @@ def test_policies_have_the_families_of_kvreplay_policies(real):
     assert set(families.values()) <= set(content["families"]) and content["families"][0] == "controls"
 
 
-def test_the_best_known_policies_open_the_page_and_variants_follow(tmp_path):
+def test_some_policies_open_the_page_and_variants_follow(tmp_path):
     other = Policy("snapkv", "window=32,kernel=7,pool=max,heads=kv")
     run = make_run(tmp_path / "run", [Policy("knorm", "heads=kv"), other, CHUNKKV, SNAPKV], budgets=["0.1"])
     opening = read(write_report(run))["opening"]
@@ -595,6 +596,21 @@ def test_means_over_traces_need_a_metric_with_a_direction(tmp_path, capsys):
     capsys.readouterr()
     assert main([str(run), "--baseline", "snapkv"]) == 2
     assert capsys.readouterr().err == f"kvreplay: --metric: {what}: expected one of kv_bytes\n"
+
+
+def test_the_page_names_the_command_of_its_comparison(tmp_path, capsys):
+    traces = [(f"t{i}", 200 + i, 0.4) for i in range(3)]
+    run = make_run(tmp_path / "a run", [SNAPKV, CHUNKKV, H2O], budgets=["0.1", "0.2"], traces=traces)
+    for options in ([], ["-p", "h2o,chunkkv"], ["-b", "0.2", "-p", "snapkv", "--baseline", "h2o"]):
+        found = read(write_report(run, *options))["over_traces"]
+        capsys.readouterr()
+        _, name, *words = shlex.split(found["command"])
+        assert name == "compare" and compare([*words, "--json"]) == 0
+        lines = json.loads(capsys.readouterr().out)["lines"]
+        shown = {(line["metric"], line["budget"], line["label"]): line["mean"] for line in found["lines"]}
+        assert {key[1:] for key in shown} == {(line["budget"], line["policy"]) for line in lines}
+        for line in lines:
+            assert shown[line["metric"], line["budget"], line["policy"]] == pytest.approx(line["mean"], rel=1e-5)
 
 
 def test_nothing_needs_torch():

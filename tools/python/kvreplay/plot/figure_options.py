@@ -9,6 +9,7 @@ from functools import cached_property
 import pandas as pd
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.families import family_of
 from kvreplay.headline import default_metric
 from kvreplay.plot.colours import looks_of
 from kvreplay.plot.style import Sheet
@@ -99,18 +100,10 @@ class Choice:
         twins = set(cells["label"][cells["policy"] == TWIN]) - set(self.asked_labels)
         return [label for label in known if label not in twins]
 
-    @cached_property
-    def families(self) -> dict[str, list[str]]:
-        """The policies of each family, in the order of `kvreplay policies`."""
-        from kvreplay import _engine
-
-        return dict(_engine.families())
-
     def family(self, label: str) -> str:
-        """The family of a label's policy; that of policies of one's own if the policy is not built in."""
+        """The family of a label's policy."""
         cells = self.run.cells
-        policy = cells["policy"][cells["label"] == label].iloc[0]
-        return next((family for family, names in self.families.items() if policy in names), list(self.families)[-1])
+        return family_of(cells["policy"][cells["label"] == label].iloc[0])
 
     @cached_property
     def looks(self) -> dict[str, dict[str, object]]:

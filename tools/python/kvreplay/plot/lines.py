@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from kvreplay.compare.comparison import prompts_of
 from kvreplay.compare.statistics import bootstrap_intervals
 from kvreplay.errors import Error
+from kvreplay.families import families
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.style import (
     LINE,
@@ -166,7 +167,7 @@ def groups_of(choice: Choice, labels: list[str]) -> dict[str, list[str]]:
     controls = [label for label in labels if choice.role(label) == "control"]
     if len(labels) - len(controls) <= MOST_NAMED:
         return {"": labels}
-    groups: dict[str, list[str]] = {family: [] for family in choice.families}
+    groups: dict[str, list[str]] = {family: [] for family in families()}
     for label in labels:
         if label not in controls:
             groups[choice.family(label)].append(label)

@@ -30,7 +30,7 @@ def parser() -> Parser:
     add("--trace", metavar="NAME", action="append", default=[],
         help="trace to show; repeatable (default: the first)")  # fmt: skip
     add("--baseline", metavar="POLICY", default="",
-        help="baseline of the comparison over traces (default: the best-known policy of the run)")  # fmt: skip
+        help="baseline of the comparison over traces (default: the first policy of the page)")  # fmt: skip
     add("--no-text", action="store_true", help="show positions in place of the text of the prompt")
     return found
 

@@ -15,16 +15,17 @@ from matplotlib import colormaps
 from kvreplay import __version__
 from kvreplay.compare.comparison import Comparison
 from kvreplay.errors import Error, Refusal
+from kvreplay.families import families
 from kvreplay.plot.figure_options import VARIANTS, Choice
 from kvreplay.plot.heatmap import chance, scale_end
 from kvreplay.plot.style import on_dark
 from kvreplay.report import bit_planes, table
 from kvreplay.results import Run, Selection, TraceFacts, untold_note
-from kvreplay.run_names import metric_names, pick
+from kvreplay.run_names import chosen_labels, metric_names, pick
 
 COLOUR_STOPS = 33  # of the heatmaps' colour map; the page draws straight lines between them
-# The order in which a page looks for two policies to open with, and a comparison for its baseline: by use in the field.
-BEST_KNOWN = (
+# The order in which a page looks for two policies to open with, and a comparison for its baseline. It is our choice.
+FIRST_POLICIES = (
     "snapkv",
     "h2o",
     "streaming-llm",
@@ -89,15 +90,19 @@ class Page:
         text: bool = True,
         baseline: str = "",
     ) -> None:
-        """Defaults: the first trace, every policy, every budget, and the best-known policy as the baseline of the
-        comparison over traces. `text`: whether the page contains the prompts."""
+        """Defaults: the first trace, every policy, every budget, and the first of `opening` as the baseline of the
+        comparison over traces. The page shows the baseline also if `policies` lacks it. `text`: whether the page
+        contains the prompts."""
         self.run, self.text = run, text
         self.choice = Choice(run, policies=policies, budgets_asked=budgets)
+        if baseline:
+            shown, every = self.choice.labels(controls=True), sorted(set(run.cells["label"]))
+            bases = chosen_labels("--baseline", run.cells, [baseline], every)
+            self.choice.policies = list(dict.fromkeys([*shown, *bases]))
         self.notes: list[str] = []
         known = sorted(set(run.cells["trace"]))
         self.labels = self.choice.labels(controls=True)
         self.policy_of = dict(zip(run.cells["label"], run.cells["policy"], strict=True))
-        self.family_of = families()
         self.traces = self._traces(traces, known)
         self.whole, self.by_layer = headline_values(run, self.traces)
         if len(self.traces) < len(known):
@@ -118,7 +123,7 @@ class Page:
             "version": __version__,
             "synthetic": any(run.trace(name).synthetic for name in self.traces),
             "policies": [self._look(label) for label in self.labels],
-            "families": list(dict.fromkeys(self.family_of.values())),
+            "families": list(families()),
             "opening": self.opening,
             "variants": VARIANTS,
             "colours": [[round(255 * part) for part in colormaps["cividis"](i / (COLOUR_STOPS - 1))[:3]]
@@ -173,14 +178,15 @@ class Page:
     def _look(self, label: str) -> dict[str, Any]:
         look = self.choice.looks[label]
         dashes = look["linestyle"][1] if isinstance(look["linestyle"], tuple) else ()
-        family = self.family_of.get(self.policy_of[label], "user-defined")
-        return {"label": label, "family": family, "role": self.choice.role(label), "colour": look["color"],
-                "on_dark": on_dark(look["color"]), "dashes": list(dashes), "marker": look["marker"]}  # fmt: skip
+        return {"label": label, "family": self.choice.family(label), "role": self.choice.role(label),
+                "colour": look["color"], "on_dark": on_dark(look["color"]), "dashes": list(dashes),
+                "marker": look["marker"]}  # fmt: skip
 
     @property
     def opening(self) -> list[str]:
-        """The policies that are no controls, the best known first; further variants of a policy follow all others."""
-        rank = {name: place for place, name in enumerate(BEST_KNOWN)}
+        """The policies that are no controls, in the order of FIRST_POLICIES; further variants of a policy follow all
+        others."""
+        rank = {name: place for place, name in enumerate(FIRST_POLICIES)}
         variants: dict[str, list[str]] = {}
         for label in self.labels:
             if self.choice.role(label) != "control":
@@ -218,6 +224,7 @@ class Page:
             "baseline": compared.baseline,
             "traces": len(compared.cluster),
             "prompts": int(compared.cluster.nunique()),
+            "command": self._compare_command(compared.baseline),
             "seed": compared.seed,
             "comparisons": int(compared.lines["p"].notna().sum()),
             "metrics": [
@@ -234,6 +241,15 @@ class Page:
             ],
             "notes": compared.notes,
         }  # fmt: skip
+
+    def _compare_command(self, baseline: str) -> str:
+        """The command that prints the comparison of the page."""
+        words = ["kvreplay", "compare", self.run.folder, "--baseline", baseline]
+        if set(self.opening) != set(self.choice.asked_labels):
+            words += ["-p", ",".join(self.opening)]
+        if len(self.choice.budgets) < self.run.cells["budget"].nunique():
+            words += ["-b", ",".join(self.choice.budgets)]
+        return os.fsencode(shlex.join(map(str, words))).decode("utf-8", "replace")
 
     def _trace(self, facts: TraceFacts) -> dict[str, Any]:
         cells = self.run.cells
@@ -368,15 +384,6 @@ class Page:
         found: dict[str, Any] = {"most": most}
         self.wanted.append(Wanted((0,), "attention of evaluation queries", facts.name, found, "levels", levels.tobytes))
         return found
-
-
-def families() -> dict[str, str]:
-    """The family of each policy, in the order of lists; none where the engine is not installed."""
-    try:
-        from kvreplay import _engine
-    except ImportError:
-        return {}
-    return {name: family for family, names in _engine.families() for name in names}
 
 
 def has_choice(selection: Selection) -> bool:

@@ -63,7 +63,7 @@ async function chooseBudget() {
   document.documentElement.dataset.ready = String(drawing);
 }
 
-/** The policies to choose from; the page opens with the two best known of those that choose tokens at this budget. */
+/** The policies to choose from; the page opens with the first two of page.opening that choose tokens at this budget. */
 function fillPolicies() {
   const labels = shown.budget.cells.map((cell) => cell.label), options = labels.map((label) => [label, label]);
   const opens = $("first").value === "" && !wanted.has("first");

@@ -17,7 +17,7 @@ function passes(label) {
 }
 
 function familiesInOrder() {
-  return [...new Set([...page.families.filter((family) => family !== CONTROLS), "user-defined"])];
+  return page.families.filter((family) => family !== CONTROLS);
 }
 
 /** The line and marker of a policy in the figures. */

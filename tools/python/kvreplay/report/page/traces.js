@@ -35,7 +35,7 @@ function drawTraces(budget) {
   $("compared").textContent = plain(`${compared.traces} traces of ${compared.prompts} prompts. Baseline: `
     + `${compared.baseline}. Intervals: bootstrap over prompts, seed ${compared.seed}. p: sign flips of prompts. `
     + `*: Holm-corrected p below 0.05, over ${compared.comparisons} comparisons. `
-    + `These are the numbers of kvreplay compare --baseline ${compared.baseline}.`);
+    + `These are the numbers of ${compared.command}.`);
   $("compare-notes").replaceChildren(...compared.notes.map((note) => make("li", {}, note)));
   markSelected();
 }
