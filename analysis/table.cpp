@@ -21,8 +21,9 @@ namespace {
 constexpr std::size_t narrow_width = 80, wide_width = 150;
 constexpr std::size_t longest_name = 42, least_name = 12;  // of a policy
 constexpr std::size_t most_in_one_family = 12;             // more rows than these are read family by family
+constexpr std::size_t most_in_budgets_grid = 4;            // policies: more would not fit one screen
 constexpr std::size_t indent = 11;                         // of the lines below a table
-/// From the column that says most: the order in which columns get a place in a narrow table.
+/// The order in which columns get a place in a narrow table.
 constexpr const char* by_importance[] = {"kept",    "out.err", "head.err", "recall",   "KiB",     "skill",
                                          "select",  "needle",  "answer",   "question", "out.cos", "att.l1",
                                          "att.cos", "jaccard", "kv.l1",    "held"};
@@ -124,7 +125,7 @@ using Tables = std::vector<std::pair<const TracesRows*, std::vector<BudgetRows>>
 
 Tables tables_of(const TableRows& rows) {
   Tables tables;
-  for (const TracesRows& part : rows.parts()) tables.emplace_back(&part, rows.shown(part));
+  for (const TracesRows& part : rows.parts()) tables.emplace_back(&part, rows.tables(part));
   return tables;
 }
 
@@ -168,7 +169,7 @@ Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions
       for (const PolicyRow& row : budget.rows) {
         longest = std::max(longest, length(row.name()));
         if (row.has_failed()) continue;
-        heads = std::max(heads, shown_heads(row, *part->traces.front()).size());
+        heads = std::max(heads, heads_text(row, *part->traces.front()).size());
         granularities.insert(row.facts->heads);
       }
   if (options.wide || granularities.size() > 1) layout.heads = heads;
@@ -216,7 +217,7 @@ std::string traces_lines(const std::vector<const TraceRecord*>& traces, const La
                  " ", layout.width, 9);
 }
 
-/// What the budget of some rows means in tokens, and in slots where it is the same for all of them.
+/// The budget of some rows in tokens, and in slots where it is the same for all of them.
 std::string budget_lines(const std::vector<const TraceRecord*>& traces, const BudgetRows& rows, const Layout& layout) {
   const Budget budget = Budget::parse(rows.budget);
   int least = rows.rows.front().facts->budget_tokens, most = least;
@@ -279,7 +280,7 @@ std::string title_line(const Layout& layout) {
 }
 
 /// A number with its mark, at its place.
-std::string placed(const GridCell& cell, std::size_t width, const Colours& colours) {
+std::string marked(const GridCell& cell, std::size_t width, const Colours& colours) {
   const std::string text = right(cell.text + (cell.is_best ? "*" : " "), width);
   return " " + (cell.is_best ? colours.bold(text) : text);
 }
@@ -297,11 +298,11 @@ std::string grid(const TableRows& all, const TracesRows& part, const BudgetRows&
       lines += "-- " + own + '\n';
     std::string line = left(cut(row.name(), layout.name), layout.name);
     if (row.has_failed()) {
-      lines += trimmed(cut(line + "  failed: " + row.facts->error, layout.width)) + '\n';
+      lines += trimmed(cut(line + "  failed: " + row.failed->error, layout.width)) + '\n';
       continue;
     }
-    if (layout.heads > 0) line += "  " + left(shown_heads(row, *part.traces.front()), layout.heads);
-    for (std::size_t c = 0; c < columns.size(); ++c) line += placed(columns[c][r], layout.widths[c], colours);
+    if (layout.heads > 0) line += "  " + left(heads_text(row, *part.traces.front()), layout.heads);
+    for (std::size_t c = 0; c < columns.size(); ++c) line += marked(columns[c][r], layout.widths[c], colours);
     lines += (row.is_control() ? colours.dim(trimmed(line)) : trimmed(line)) + '\n';
   }
   return lines;
@@ -312,16 +313,15 @@ bool is_same_policy(const PolicyRow& a, const PolicyRow& b) {
          std::tie(b.facts->policy, b.facts->params, b.facts->label, b.facts->seed, b.facts->source);
 }
 
-/// The shown policies, those that only later budgets have among them, and the controls.
-std::vector<PolicyRow> rows_at_all_budgets(const TableRows& all, const TracesRows& part, const BudgetRows& shown) {
-  std::vector<PolicyRow> rows = shown.rows;
-  if (all.omitted(part.budgets.front()) > 0) return rows;
+/// Those of every budget, without the controls.
+std::vector<PolicyRow> policies_of(const TracesRows& part) {
+  std::vector<PolicyRow> policies;
   for (const BudgetRows& budget : part.budgets)
     for (const PolicyRow& row : budget.rows)
-      if (std::ranges::none_of(rows, [&](const PolicyRow& known) { return is_same_policy(row, known); }))
-        rows.push_back(row);
-  std::ranges::stable_partition(rows, [](const PolicyRow& row) { return !row.is_control(); });
-  return rows;
+      if (!row.is_control() &&
+          std::ranges::none_of(policies, [&](const PolicyRow& known) { return is_same_policy(row, known); }))
+        policies.push_back(row);
+  return policies;
 }
 
 /// The headline of a policy at one budget; "-" where it has no cell there.
@@ -333,30 +333,27 @@ GridCell headline_cell(const TableRows& all, const BudgetRows& budget, const Pol
   return cell;
 }
 
-/// The headline of the shown policies at every budget, as many budgets as fit; empty where each has its own table.
-std::string budgets_grid(const TableRows& all, const TracesRows& part, const std::vector<BudgetRows>& shown,
-                         const Layout& layout, const TableOptions& options) {
-  if (part.budgets.size() < 2 || shown.size() == part.budgets.size() || !options.budgets.empty()) return "";
-  const Colours colours{options.colour};
-  const std::vector<PolicyRow> rows = rows_at_all_budgets(all, part, shown.front());
-  std::size_t name = layout.name;
-  for (const PolicyRow& row : rows) name = std::max(name, std::min(length(row.name()), longest_name));
-  std::vector<std::string> lines{left("policy", name)};
-  for (const PolicyRow& row : rows) lines.push_back(left(cut(row.name(), name), name));
-  std::size_t taken = name, fitting = 0;
+/// The headline of a few policies at every budget, as many budgets as fit; empty where each has its own table.
+std::string budgets_grid(const TableRows& all, const TracesRows& part, std::size_t tables, const Layout& layout,
+                         const TableOptions& options) {
+  const std::vector<PolicyRow> policies = policies_of(part);
+  if (part.budgets.size() == tables || !options.budgets.empty() || policies.size() > most_in_budgets_grid) return "";
+  const std::string title = all.headline().title + " at";
+  std::size_t name = std::max(layout.name, title.size());
+  for (const PolicyRow& row : policies) name = std::max(name, std::min(length(row.name()), longest_name));
+  std::vector<std::string> lines{left(title, name)};
+  for (const PolicyRow& row : policies) lines.push_back(left(cut(row.name(), name), name));
+  std::size_t taken = name;
   for (const BudgetRows& budget : part.budgets) {
     const std::size_t width = std::max<std::size_t>(budget.budget.size() + 1, 7);
-    if (fitting > 0 && taken + width + 1 > layout.width) break;
+    if (taken > name && taken + width + 1 > layout.width) break;
     taken += width + 1;
-    ++fitting;
     lines.front() += " " + right(budget.budget + " ", width);
-    for (std::size_t r = 0; r < rows.size(); ++r)
-      lines[r + 1] += placed(headline_cell(all, budget, rows[r]), width, colours);
+    for (std::size_t r = 0; r < policies.size(); ++r)
+      lines[r + 1] += marked(headline_cell(all, budget, policies[r]), width, Colours{options.colour});
   }
-  std::string text = fmt::format("{} at {} budgets\n", all.headline().title,
-                                 fitting == part.budgets.size() ? "all" : fmt::format("the first {}", fitting));
-  for (std::size_t i = 0; i < lines.size(); ++i)
-    text += (i > 0 && rows[i - 1].is_control() ? colours.dim(trimmed(lines[i])) : trimmed(lines[i])) + '\n';
+  std::string text;
+  for (const std::string& line : lines) text += trimmed(line) + '\n';
   return text + '\n';
 }
 
@@ -444,15 +441,14 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
   return text;
 }
 
-std::string omitted_line(const TableRows& all, const BudgetRows& rows, std::size_t omitted) {
+std::string rest_line(const TableRows& all, const BudgetRows& rows, std::size_t rest) {
   const auto policies = std::ranges::count_if(rows.rows, [](const PolicyRow& row) { return !row.is_control(); });
   const auto ranked = std::ranges::count_if(rows.rows, [&](const PolicyRow& row) { return all.is_ranked(row); });
   const std::string order = ranked == 0 ? "the first of the run"
                             : ranked < policies
                                 ? fmt::format("the best by {}, then the first others", all.headline().title)
                                 : fmt::format("the best by {}", all.headline().title);
-  return fmt::format("{} more {} not shown; these are {}\n", omitted, omitted == 1 ? "policy is" : "policies are",
-                     order);
+  return fmt::format("{} more {} not shown; these are {}\n", rest, rest == 1 ? "policy is" : "policies are", order);
 }
 
 std::string text_table(const RunSummary& summary, const TableRows& rows, const Tables& tables, const Layout& layout,
@@ -469,21 +465,20 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
     for (const BudgetRows& budget : budgets) {
       const auto all = std::ranges::find(part->budgets, budget.budget, &BudgetRows::budget);
       text += budget_lines(part->traces, budget, layout) + grid(rows, *part, budget, layout, options);
-      if (const std::size_t omitted = rows.omitted(*all); omitted > 0) {
-        text += omitted_line(rows, budget, omitted);
+      if (const std::size_t rest = rows.rest(*all); rest > 0) {
+        text += rest_line(rows, budget, rest);
         omits_rows = true;
       }
       text += notes(*part, budget, layout) + '\n';
     }
-    text += budgets_grid(rows, *part, budgets, layout, options);
+    text += budgets_grid(rows, *part, budgets.size(), layout, options);
     omits_rows = omits_rows || (budgets.size() < part->budgets.size());
   }
   if (std::ranges::find(layout.columns, "skill", &TableColumn::title) != layout.columns.end())
     text += wrapped("",
                     words_of("skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = "
                              "random, 1 = best"),
-                    " ", layout.width, 0) +
-            '\n';
+                    " ", layout.width, 0);
   text += legend(rows, tables, layout) + best_line(rows, layout);
   if (!summary.self_check.empty()) text += fmt::format("self-check {}\n", fmt::join(summary.self_check, " | "));
   std::string folder = summary.output.empty() ? "" : summary.output.string() + "   ";
@@ -494,8 +489,9 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
 }  // namespace
 
 std::string table(const RunSummary& summary, const TableOptions& options) {
-  const RunSummary part = selected(summary, options);
+  const RunSummary part = selection(summary, options);
   const TableRows rows(part, options);
+  if (options.format == TableFormat::csv) return formatted_table(rows, rows.columns(), true, options.format);
   const Tables tables = tables_of(rows);
   const Layout layout = layout_of(rows, tables, options);
   if (options.format != TableFormat::text)

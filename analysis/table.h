@@ -14,7 +14,7 @@ enum class TableFormat { text, markdown, latex, csv };
 /// The part of a run that a table shows. Empty lists: the default part.
 struct TableOptions {
   std::vector<std::string> policies = {};  // names, labels or NAME:KEY=VALUE; default: at most ten, and the controls
-  std::vector<std::string> budgets = {};   // as given to replay, or in tokens; default: the first
+  std::vector<std::string> budgets = {};   // in any spelling, or in tokens; default: the first
   std::vector<std::string> traces = {};    // default: all
   std::vector<std::string> columns = {};   // metrics, their titles, or skill; default: those that fit 80 columns
   bool all = false;                        // every policy at every budget
@@ -26,14 +26,14 @@ struct TableOptions {
 
 /// The traces and cells that `options` names, of all columns. Throws Error{usage} for a name that the run does not
 /// have, with the nearest.
-RunSummary selected(RunSummary summary, const TableOptions& options);
+RunSummary selection(RunSummary summary, const TableOptions& options);
 
 /// Throws Error{usage} for a column that does not exist, or that a run of these metrics does not measure.
 void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics);
 
-/// Controls are in parentheses, random twins that joined as controls are left out. `*` marks the best of what was asked
-/// for in each column and budget, among policies that beat their twins. Text ends with the best policies, the
-/// self-check and further commands; without `output`, with the former two. Ends with a newline. Throws as selected(),
+/// Controls are in parentheses; random twins that are controls are left out. `*` marks the best policy of the
+/// selection in each column and budget, among policies that beat their twins. Text ends with the best policies, the
+/// self-check and further commands; without `output`, with the former two. Ends with a newline. Throws as selection(),
 /// and Error{usage} for a column that was not measured.
 std::string table(const RunSummary& summary, const TableOptions& options = {});
 

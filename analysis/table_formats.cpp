@@ -17,6 +17,7 @@ namespace {
 struct Line {
   std::vector<std::string> names;
   std::vector<GridCell> cells;
+  std::string error;
 };
 
 struct Lines {
@@ -25,35 +26,32 @@ struct Lines {
   std::vector<Line> lines = {};
 };
 
-/// CSV has plain labels: parentheses are for readers.
-Lines lines_of(const TableRows& rows, const std::vector<TableColumn>& columns, bool has_heads, bool plain) {
-  Lines found{.columns = columns};
+/// CSV has the same names in every table, and plain labels: parentheses are for readers.
+Lines lines_of(const TableRows& rows, const std::vector<TableColumn>& columns, bool has_heads, bool is_csv) {
+  Lines all{.columns = columns};
   const bool several_traces = rows.parts().size() > 1;
-  bool several_budgets = false;
-  for (const TracesRows& part : rows.parts()) several_budgets = several_budgets || rows.shown(part).size() > 1;
-  if (several_traces) found.titles.emplace_back("trace");
-  if (several_budgets) found.titles.emplace_back("budget");
-  found.titles.emplace_back("policy");
-  if (has_heads) found.titles.emplace_back("heads");
+  bool several_budgets = is_csv;
+  for (const TracesRows& part : rows.parts()) several_budgets = several_budgets || rows.tables(part).size() > 1;
+  if (several_traces) all.titles.emplace_back("trace");
+  if (several_budgets) all.titles.emplace_back("budget");
+  all.titles.emplace_back("policy");
+  if (has_heads) all.titles.emplace_back("heads");
   for (const TracesRows& part : rows.parts())
-    for (const BudgetRows& budget : rows.shown(part)) {
+    for (const BudgetRows& budget : rows.tables(part)) {
       std::vector<std::vector<GridCell>> cells;
       for (const TableColumn& column : columns) cells.push_back(rows.cells(column, budget.rows));
       for (std::size_t r = 0; r < budget.rows.size(); ++r) {
-        Line& line = found.lines.emplace_back();
+        Line& line = all.lines.emplace_back();
         const PolicyRow& row = budget.rows[r];
         if (several_traces) line.names.push_back(part.traces.front()->name);
         if (several_budgets) line.names.push_back(budget.budget);
-        line.names.push_back(plain ? row.facts->label : row.name());
-        if (has_heads) line.names.push_back(shown_heads(row, *part.traces.front()));
+        line.names.push_back(is_csv ? row.facts->label : row.name());
+        if (has_heads) line.names.push_back(heads_text(row, *part.traces.front()));
         for (const std::vector<GridCell>& column : cells) line.cells.push_back(column[r]);
+        if (row.failed != nullptr) line.error = row.failed->error;
       }
     }
-  return found;
-}
-
-std::string marked(const GridCell& cell, const char* begin, const char* end) {
-  return cell.is_best ? begin + cell.text + end : cell.text;
+  return all;
 }
 
 std::string markdown(const Lines& all) {
@@ -65,7 +63,7 @@ std::string markdown(const Lines& all) {
   for (const Line& line : all.lines) {
     text += "|";
     for (const std::string& name : line.names) text += fmt::format(" {} |", boost::replace_all_copy(name, "|", "\\|"));
-    for (const GridCell& cell : line.cells) text += " " + marked(cell, "**", "**") + " |";
+    for (const GridCell& cell : line.cells) text += (cell.is_best ? " **" + cell.text + "**" : " " + cell.text) + " |";
     text += "\n";
   }
   return text;
@@ -74,7 +72,11 @@ std::string markdown(const Lines& all) {
 std::string latex_text(const std::string& text) {
   std::string escaped;
   for (const char c : text) {
-    if (std::string_view("_%&#$").find(c) != std::string_view::npos) escaped += '\\';
+    if (c == '\\' || c == '~' || c == '^') {
+      escaped += c == '\\' ? "\\textbackslash{}" : c == '~' ? "\\textasciitilde{}" : "\\textasciicircum{}";
+      continue;
+    }
+    if (std::string_view("_%&#${}").find(c) != std::string_view::npos) escaped += '\\';
     escaped += c;
   }
   return boost::replace_all_copy(escaped, "±", "$\\pm$");
@@ -90,7 +92,10 @@ std::string latex(const Lines& all) {
   for (const Line& line : all.lines) {
     entries.clear();
     for (const std::string& name : line.names) entries.push_back(latex_text(name));
-    for (const GridCell& cell : line.cells) entries.push_back(latex_text(marked(cell, "\\textbf{", "}")));
+    for (const GridCell& cell : line.cells) {
+      const std::string value = latex_text(cell.text);
+      entries.push_back(cell.is_best ? "\\textbf{" + value + "}" : value);
+    }
     text += fmt::format("{} \\\\\n", fmt::join(entries, " & "));
   }
   return text + "\\bottomrule\n\\end{tabular}\n";
@@ -106,6 +111,7 @@ std::string csv(const Lines& all) {
     fields.push_back(all.columns[c].metric);
     if (has_interval[c]) fields.push_back(all.columns[c].metric + " half width");
   }
+  fields.emplace_back("error");
   std::string text = csv_line(fields);
   for (const Line& line : all.lines) {
     fields = line.names;
@@ -113,6 +119,7 @@ std::string csv(const Lines& all) {
       fields.push_back(csv_number(line.cells[c].value.mean));
       if (has_interval[c]) fields.push_back(csv_number(line.cells[c].value.half_width));
     }
+    fields.push_back(line.error);
     text += csv_line(fields);
   }
   return text;

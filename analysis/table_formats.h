@@ -7,8 +7,9 @@
 
 namespace kvreplay {
 
-/// Markdown, LaTeX (booktabs) or CSV with a column for the trace and the budget where there are several. CSV has full
-/// precision, times in seconds and sizes in bytes, and the half widths of intervals in columns of their own.
+/// Markdown, LaTeX (booktabs) or CSV, with columns for the trace and the budget where there are several. CSV always has
+/// the budget, full precision, times in seconds and sizes in bytes, columns for the half widths of intervals, and the
+/// reason of a failure.
 std::string formatted_table(const TableRows& rows, const std::vector<TableColumn>& columns, bool has_heads,
                             TableFormat format);
 

@@ -129,7 +129,10 @@ BudgetRows rows_at(const std::vector<const CellRecord*>& cells, bool several_tra
         places.emplace(std::tuple{cell->policy, cell->params, cell->seed, cell->source}, budget.rows.size());
     if (is_new || !several_traces) budget.rows.push_back({.facts = cell});
     PolicyRow& row = several_traces ? budget.rows[place->second] : budget.rows.back();
-    if (cell->state != CellState::failed) row.cells.push_back(cell);
+    if (cell->state != CellState::failed)
+      row.cells.push_back(cell);
+    else if (row.failed == nullptr)
+      row.failed = cell;
   }
   std::ranges::stable_partition(budget.rows, [](const PolicyRow& row) { return !row.is_control(); });
   return budget;
@@ -183,7 +186,7 @@ std::string short_duration(double seconds) {
   return fmt::format("{:.2f} s", seconds);
 }
 
-std::string shown_heads(const PolicyRow& row, const TraceRecord& trace) {
+std::string heads_text(const PolicyRow& row, const TraceRecord& trace) {
   return row.facts->heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads))
                                      : row.facts->heads;
 }
@@ -202,7 +205,7 @@ void check_columns(const std::vector<std::string>& columns, std::span<const Metr
   }
 }
 
-RunSummary selected(RunSummary summary, const TableOptions& options) {
+RunSummary selection(RunSummary summary, const TableOptions& options) {
   require_all("--traces", "trace", options.traces, summary.traces, is_trace,
               [](const TraceRecord& trace) { return std::vector{trace.name}; });
   require_all("--policy", "policy", options.policies, summary.cells, names, [](const CellRecord& cell) {
@@ -260,8 +263,8 @@ TableColumn TableRows::column_of(const std::string& text) const {
             .has_interval = true,
             .value =
                 [this](const CellRecord& cell) {
-                  const auto found = skills_.find(cell.id);
-                  return found == skills_.end() ? undefined : found->second;
+                  const auto skill = skills_.find(cell.id);
+                  return skill == skills_.end() ? undefined : skill->second;
                 },
             .text = three_digits};
   return metric_column(metric_of_column(text));
@@ -295,15 +298,15 @@ bool TableRows::bytes_differ() const {
 std::vector<TableColumn> TableRows::measured_columns() const {
   std::vector<std::string> titles = metric_titles();
   titles.insert(std::ranges::find(titles, title_of(recall)) + 1, skill_title);
-  std::vector<TableColumn> found;
+  std::vector<TableColumn> columns;
   for (const std::string& title : titles) {
     if ((title == "KiB" && !bytes_differ()) || (title == skill_title && skills_.empty())) continue;
     TableColumn column = column_of(title);
     const bool has_pooled = title == title_of(error_of_heads) && is_measured(metric_column(pooled_error));
     // Times are always shown: 0 where nothing was selected.
-    if (!has_pooled && (title == "select" || title == skill_title || is_measured(column))) found.push_back(column);
+    if (!has_pooled && (title == "select" || title == skill_title || is_measured(column))) columns.push_back(column);
   }
-  return found;
+  return columns;
 }
 
 MeanInterval TableRows::value(const PolicyRow& row, const TableColumn& column) const {
@@ -322,33 +325,33 @@ bool TableRows::may_be_best(const PolicyRow& row) const {
 }
 
 const PolicyRow* TableRows::best(const TableColumn& column, std::span<const PolicyRow> rows) const {
-  const PolicyRow* found = nullptr;
+  const PolicyRow* best_row = nullptr;
   double best = undefined;
   int compared = 0;
   for (const PolicyRow& row : rows) {
     const double mean = value(row, column).mean;
     if (!is_compared(row) || !std::isfinite(mean)) continue;
     ++compared;
-    if (!may_be_best(row) || (found != nullptr && !(column.better == Better::higher ? mean > best : mean < best)))
+    if (!may_be_best(row) || (best_row != nullptr && !(column.better == Better::higher ? mean > best : mean < best)))
       continue;
-    found = &row;
+    best_row = &row;
     best = mean;
   }
-  return column.better == Better::neither || compared < 2 ? nullptr : found;
+  return column.better == Better::neither || compared < 2 ? nullptr : best_row;
 }
 
 std::vector<GridCell> TableRows::cells(const TableColumn& column, std::span<const PolicyRow> rows) const {
   const PolicyRow* const best_row = best(column, rows);
-  std::vector<GridCell> found;
+  std::vector<GridCell> cells;
   for (const PolicyRow& row : rows) {
-    GridCell& cell = found.emplace_back(GridCell{.value = value(row, column), .text = "-"});
+    GridCell& cell = cells.emplace_back(GridCell{.value = value(row, column), .text = "-"});
     if (!std::isfinite(cell.value.mean)) continue;
     cell.text = column.text(cell.value.mean);
     if (!column.has_interval) cell.value.half_width = undefined;
     if (std::isfinite(cell.value.half_width)) cell.text += " ± " + column.text(cell.value.half_width);
     cell.is_best = best_row != nullptr && may_be_best(row) && cell.value.mean == value(*best_row, column).mean;
   }
-  return found;
+  return cells;
 }
 
 bool TableRows::is_ranked(const PolicyRow& row) const {
@@ -368,21 +371,23 @@ BudgetRows TableRows::shortened(const BudgetRows& all) const {
   return some;
 }
 
-std::size_t TableRows::omitted(const BudgetRows& all) const {
+bool TableRows::shows_all() const { return options_.all || options_.format == TableFormat::csv; }
+
+std::size_t TableRows::rest(const BudgetRows& all) const {
   const auto policies =
       static_cast<std::size_t>(std::ranges::count_if(all.rows, [](const PolicyRow& row) { return !row.is_control(); }));
-  if (options_.all || !options_.policies.empty() || policies <= most_policies) return 0;
+  if (shows_all() || !options_.policies.empty() || policies <= most_policies) return 0;
   const BudgetRows some = shortened(all);
   return all.rows.size() - some.rows.size();
 }
 
-std::vector<BudgetRows> TableRows::shown(const TracesRows& part) const {
-  std::vector<BudgetRows> found;
+std::vector<BudgetRows> TableRows::tables(const TracesRows& part) const {
+  std::vector<BudgetRows> tables;
   for (const BudgetRows& budget : part.budgets) {
-    found.push_back(omitted(budget) > 0 ? shortened(budget) : budget);
-    if (!options_.all && options_.budgets.empty()) break;
+    tables.push_back(rest(budget) > 0 ? shortened(budget) : budget);
+    if (!shows_all() && options_.budgets.empty()) break;
   }
-  return found;
+  return tables;
 }
 
 }  // namespace kvreplay

@@ -19,6 +19,7 @@ namespace kvreplay {
 struct PolicyRow {
   const CellRecord* facts = nullptr;          // of the first trace
   std::vector<const CellRecord*> cells = {};  // that have not failed
+  const CellRecord* failed = nullptr;         // the first that has
 
   bool is_control() const { return facts->role == "control"; }
   bool has_failed() const { return cells.empty(); }
@@ -61,12 +62,12 @@ class TableRows {
 
   /// Everything that the options name.
   std::span<const TracesRows> parts() const { return parts_; }
-  /// The budgets of a part that are tables of their own, with their shown rows.
-  std::vector<BudgetRows> shown(const TracesRows& part) const;
-  /// Policies of a budget that are not shown unless all are asked for.
-  std::size_t omitted(const BudgetRows& all) const;
+  /// The budgets of a part that are tables of their own, with the rows of these tables.
+  std::vector<BudgetRows> tables(const TracesRows& part) const;
+  /// The number of policies of a budget that its table leaves out.
+  std::size_t rest(const BudgetRows& all) const;
 
-  /// Those that were asked for, or every measured column.
+  /// Those of the options, or every measured column.
   const std::vector<TableColumn>& columns() const { return columns_; }
   /// By which policies are ranked: the pooled output error, or the attention recall where that was not measured.
   const TableColumn& headline() const { return headline_; }
@@ -82,6 +83,7 @@ class TableRows {
   static bool is_compared(const PolicyRow& row);
 
  private:
+  bool shows_all() const;
   bool may_be_best(const PolicyRow& row) const;
   TableColumn column_of(const std::string& text) const;
   std::vector<TableColumn> measured_columns() const;
@@ -100,6 +102,6 @@ class TableRows {
 std::string short_duration(double seconds);
 
 /// The granularity; sets of query heads hold as many times the memory as there are query heads to a KV head.
-std::string shown_heads(const PolicyRow& row, const TraceRecord& trace);
+std::string heads_text(const PolicyRow& row, const TraceRecord& trace);
 
 }  // namespace kvreplay

@@ -19,13 +19,17 @@ from scipy.stats import t
 
 MANY = "snapkv:window=2,h2o,tova,knorm,keydiff,value-norm,local,streaming-llm,strided,truncate,lagkv,leverage"
 
+SCREEN = 30  # lines
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with the run `out` of twelve policies at two budgets with twins on one trace, and what it printed."""
+    """A folder with the run `out` of twelve policies at three budgets with twins on one trace, and what it printed."""
     folder = tmp_path_factory.mktemp("table")
     done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "96", folder=folder)
-    return folder, done("replay", "t.h5", "-p", MANY, "-b", "0.2,40", "--controls", "twins", "-o", "out", folder=folder)
+    return folder, done(
+        "replay", "t.h5", "-p", MANY, "-b", "0.2,0.3,40", "--controls", "twins", "-o", "out", folder=folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +57,9 @@ def test_the_default_table_is_one_narrow_screen(run: tuple[Path, str]) -> None:
     folder, text = run
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80, text
-    assert len(lines) <= 50
-    first = text[: text.index("out.err at all budgets")]
-    assert first.count("\nbudget ") == 1 and "budget   0.2 of 96 = 19 tokens" in first
+    assert len(lines) <= SCREEN, text
+    first = text[: text.index("\nskill = ")]
+    assert first.count("\nbudget ") == 1 and "budget   0.2 of 96 = 19 tokens" in first and "out.err at" not in text
     rows = first[first.index("policy ") :].split("\n\n")[0].splitlines()[1:]
     policies = [row for row in rows if not row.startswith("(") and "more policies" not in row]
     assert len(policies) == 10 and [row.split()[0] for row in rows if row.startswith("(")] == [
@@ -74,20 +78,26 @@ def test_the_default_table_is_one_narrow_screen(run: tuple[Path, str]) -> None:
     done(*commands[0].split()[1:], folder=folder)
 
 
-def test_a_second_block_has_the_headline_at_every_budget(run: tuple[Path, str]) -> None:
-    folder, text = run
-    block = text[text.index("out.err at all budgets") :].split("\n\n")[0].splitlines()[1:]
-    assert block[0].split() == ["policy", "0.2", "40"]
-    values = {row["policy"]: row for row in as_csv("out", "-b", "40", "--columns", "out.err", "--all", folder=folder)}
-    for row in block[1:]:
-        name, _, value = row.split()
-        assert value.rstrip("*") == f"{float(values[name.strip('()')]['output_error:pooled']):.3f}", row
+def test_a_second_block_has_the_headline_of_few_policies_at_every_budget(run: tuple[Path, str], tmp_path: Path) -> None:
+    few = "h2o,tova,knorm,lagkv"
+    words = ["replay", run[0] / "t.h5", "-b", "0.2,0.3,40", "--controls", "twins", "-o", "out"]
+    text = done(*words, "-p", few, folder=tmp_path)
+    assert len(text.splitlines()) <= SCREEN, text
+    block = text[text.index("out.err at ") :].split("\n\n")[0].splitlines()
+    assert block[0].split() == ["out.err", "at", "0.2", "0.3", "40"]
+    assert [line.split()[0] for line in block[1:]] == few.split(","), "the controls are in the table"
+    values = {row["policy"]: row for row in as_csv("out", "-b", "40", "--columns", "out.err", folder=tmp_path)}
+    for line in block[1:]:
+        name, *_, value = line.split()
+        assert value.rstrip("*") == f"{float(values[name]['output_error:pooled']):.3f}", line
+    done(*words, "-p", "strided", folder=tmp_path)
+    assert "out.err at " not in done("show", "out", folder=tmp_path), "five policies"
 
 
 @pytest.mark.parametrize("words", [[], ["--wide"], ["--all"], ["--all", "--wide"], ["--columns", "skill,kept_tokens"]])
 def test_show_prints_what_replay_printed(words: list[str], run: tuple[Path, str], traces: Path) -> None:
     folder, _ = run
-    again = ["replay", "t.h5", "-p", MANY, "-b", "0.2,40", "--controls", "twins", "-o", "out"]
+    again = ["replay", "t.h5", "-p", MANY, "-b", "0.2,0.3,40", "--controls", "twins", "-o", "out"]
     assert done("show", "out", *words, folder=folder) == done(*again, *words, folder=folder)
     again = ["replay", *(f"t{i}.h5" for i in range(5)), "-p", "h2o,snapkv:window=4,knorm", "-b", "0.2,0.4",
              "--controls", "twins", "-o", "out"]  # fmt: skip
@@ -156,7 +166,8 @@ def test_every_format_has_the_same_numbers(traces: Path) -> None:
     rows = as_csv(*words[1:], folder=traces)
     markdown = done(*words, "--markdown", folder=traces).splitlines()
     latex = done(*words, "--latex", folder=traces)
-    assert latex.startswith("\\begin{tabular}{lllrrr}\n\\toprule") or latex.startswith("\\begin{tabular}{llrrr}\n")
+    titles = "budget & policy & kept & recall & out.err"
+    assert latex.startswith(f"\\begin{{tabular}}{{llrrr}}\n\\toprule\n{titles} \\\\\n\\midrule\n")
     assert "$\\pm$" in latex and "\\textbf{" in latex
     assert len(markdown) == len(rows) + 2 and {line.count("|") for line in markdown} == {markdown[0].count("|")}
     for row, line in zip(rows, markdown[2:], strict=True):
@@ -164,6 +175,47 @@ def test_every_format_has_the_same_numbers(traces: Path) -> None:
         assert text in line and text.replace("±", "$\\pm$") in latex
         assert row["policy"] in line and f"| {float(row['kept_tokens']):.1f} |" in line
     assert sum("**" in line for line in markdown) >= 2
+
+
+def test_csv_and_json_have_everything_that_is_selected(run: tuple[Path, str], traces: Path, tmp_path: Path) -> None:
+    folder, _ = run
+    rows = as_csv("out", folder=folder)
+    assert len(rows) == 3 * (12 + 3) and {row["budget"] for row in rows} == {"0.2", "0.3", "40"}
+    wide = titles_of(done("show", "out", "--wide", folder=folder))
+    assert len(rows[0]) == len(["budget", *wide, "error"]), "no column depends on the width of the text"
+    assert as_csv("out", "--all", "--wide", folder=folder) == rows
+    cells = json.loads(done("show", "out", "--json", folder=folder))["cells"]
+    assert len([cell for cell in cells if cell["policy"] != "random-twin"]) == len(rows)
+    one = as_csv("out", "-b", "40", "-p", "h2o", folder=folder)
+    assert [(row["budget"], row["policy"]) for row in one][:1] == [("40", "h2o")] and len(one) == 4
+    assert len(as_csv("out", "--each", folder=traces)) == 5 * len(as_csv("out", folder=traces))
+    for form, lines in (("--markdown", 2), ("--latex", 6)):
+        short, whole = (done("show", "out", *all_, form, folder=folder).splitlines() for all_ in ([], ["--all"]))
+        assert len(short) == lines + 10 + 3 and len(whole) == lines + len(rows)
+
+
+def test_csv_has_the_reason_of_a_failure(tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    done("replay", "t.h5", "-p", "h2o", "-b", "6", "-o", "out", folder=tmp_path)
+    path = tmp_path / "out/run.json"
+    told = json.loads(path.read_text())
+    lost = told["cells"][0] | {"state": "failed", "error": "no luck", "cell": "0" * 16, "params": "beta=2"}
+    path.write_text(json.dumps(told | {"cells": [*told["cells"], lost]}))
+    rows = as_csv("out", folder=tmp_path)
+    assert sorted(row["error"] for row in rows) == ["", "", "", "", "no luck"]
+    [failed] = [row for row in rows if row["error"]]
+    assert (failed["budget"], failed["kept_tokens"]) == ("6", "")
+    assert "failed: no luck" in done("show", "out", folder=tmp_path)
+
+
+def test_latex_escapes_its_characters(tmp_path: Path) -> None:
+    name = r"a_b%c&d#e$f{g}h~i^j\k"
+    for trace in (name, "u"):
+        done("synth", "needle", "-o", f"{trace}.h5", "--prompt", "32" if trace == "u" else "48", folder=tmp_path)
+    done("replay", f"{name}.h5", "u.h5", "-p", "h2o", "-b", "0.5", "-o", "out", folder=tmp_path)
+    latex = done("show", "out", "--each", "--latex", folder=tmp_path)
+    escaped = r"a\_b\%c\&d\#e\$f\{g\}h\textasciitilde{}i\textasciicircum{}j\textbackslash{}k"
+    assert f"\n{escaped} & h2o & " in latex
 
 
 def test_titles_are_names_of_metrics(run: tuple[Path, str], tmp_path: Path) -> None:
@@ -185,11 +237,11 @@ def test_show_selects(run: tuple[Path, str]) -> None:
     assert [line.split()[0] for line in text.splitlines() if re.match(r"(tova|snapkv|h2o|knorm)\b", line)] == [
         "snapkv:window=2", "h2o", "tova"
     ]  # fmt: skip
-    assert text.count("\nbudget ") == 1 and "40 tokens" in text and "at all budgets" not in text
+    assert text.count("\nbudget ") == 1 and "40 tokens" in text and "out.err at" not in text
     for words, message in (
         (["-p", "snapvk"], "--policy: unknown policy snapvk: did you mean snapkv?"),
         (["-p", "snapkv:window=3"], "--policy: unknown policy snapkv:window=3: did you mean snapkv:window=2?"),
-        (["-b", "0.3"], "--budget: unknown budget"),
+        (["-b", "0.4"], "--budget: unknown budget"),
         (["--traces", "u"], "--traces: unknown trace"),
         (["--columns", "attention_recall:prompt"], "--columns: not measured in this run"),
         (["--columns", "atention_recall"], "did you mean attention_recall?"),
@@ -313,14 +365,18 @@ def test_colour_is_for_terminals(run: tuple[Path, str], tmp_path: Path) -> None:
     assert "\x1b" in done("show", folder / "out", "--color", "always", folder=tmp_path)
 
 
-def test_nothing_is_said_of_a_missing_gpu_unless_it_was_asked_for(run: tuple[Path, str]) -> None:
+def test_the_reason_for_the_cpu_is_recorded_and_not_printed(run: tuple[Path, str]) -> None:
     folder, _ = run
-    words = [PROGRAM, "replay", "t.h5", "-p", "h2o", "-b", "0.2", "-o", "quiet", "--progress", "never"]
+    words = [PROGRAM, "replay", "t.h5", "-p", "h2o", "-b", "0.2", "-o", "cpu", "--progress", "never"]
+    without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     ours, theirs = pty.openpty()
-    subprocess.run(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=theirs, check=True)
+    subprocess.run(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=theirs, check=True, env=without_gpu)
     os.write(theirs, b"end")
     assert os.read(ours, 4096) == b"end"
     os.close(ours), os.close(theirs)
+    reason = json.loads((folder / "cpu/run.json").read_text())["build"]["device"]
+    answer = kvreplay(*words[1:], "--device", "cuda", folder=folder, env=without_gpu)
+    assert reason.startswith("auto: ") and answer.code == 4 and reason.split(": ")[-1] in answer.err
 
 
 def test_columns_are_checked_before_the_run(run: tuple[Path, str], tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ class Arguments {
   /// those that are `left_out`.
   std::vector<std::string> spelled_out(std::span<const std::string_view> left_out) const;
 
-  /// What a file says for an option, checked as a word of the command line is.
+  /// The value of an option in a file, checked as a word of the command line is.
   void add(std::string_view option, GivenValue value);
   void replace_operands(std::vector<std::string> operands) { operands_ = std::move(operands); }
 
   bool given(std::string_view option) const { return values_.contains(option); }
   bool is_quiet() const { return given(quiet_option.name); }
-  /// What kvreplay.yaml says of options that are not given.
+  /// Values of kvreplay.yaml, for options that are not on the command line.
   const std::map<std::string, GivenValue, std::less<>>& user_defaults() const { return user_defaults_; }
   /// The value as given, that of kvreplay.yaml, or the declared standard.
   GivenValue value(std::string_view option) const;

@@ -56,7 +56,7 @@ struct Command {
   int (*run)(const Arguments&);  // returns the program's exit code
   std::string (*details)() = nullptr;
   const char* examples = "";  // one command a line
-  bool writes_files = false;  // stdout repeats what is in files, and -q discards it
+  bool writes_files = false;  // stdout repeats the files, and -q discards it
 };
 
 /// Options that several commands have.

@@ -109,7 +109,7 @@ TableOptions show_options_of(const Arguments& arguments) {
 
 void print_run(const Arguments& arguments, const TableOptions& options, const RunSummary& summary) {
   if (arguments.given(json_option.name))
-    print_json(as_json(selected(summary, options)));
+    print_json(as_json(selection(summary, options)));
   else
     fmt::print("{}", table(summary, options));
 }

@@ -24,7 +24,7 @@ constexpr Option options[] = {
     table_options[4],
     in_group("format", markdown_option),
     {"latex", 0, "", "", "print LaTeX (package booktabs)"},
-    {"csv", 0, "", "", "print CSV in full precision, with the names of the metrics"},
+    {"csv", 0, "", "", "print all rows and columns as CSV in full precision, with the names of the metrics"},
     json_option,
 };
 
@@ -34,7 +34,9 @@ int run(const Arguments& arguments) {
 }
 
 std::string details() {
-  return "Without options it prints what kvreplay replay printed. Several traces: means with 95 % intervals.\n";
+  return "Prints the cells of all calls of kvreplay replay that wrote into RUN. Several traces: means with 95 % "
+         "intervals.\n"
+         "CSV and JSON have every row and column that is selected; Markdown and LaTeX have those of the text.\n";
 }
 
 }  // namespace

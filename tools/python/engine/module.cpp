@@ -165,7 +165,7 @@ std::pair<std::string, std::string> decision_and_store(const std::string& text, 
 }
 
 /// The text that `kvreplay show` prints; in_memory: without the lines that name the folder.
-std::string shown(const std::vector<std::string>& words, bool in_memory) {
+std::string run_table(const std::vector<std::string>& words, bool in_memory) {
   const Unlocked unlocked;
   const Arguments arguments(show_command, "kvreplay", words);
   RunSummary summary = read_run(arguments.operands().front());
@@ -255,7 +255,7 @@ NB_MODULE(_engine, module) {
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def("metric_of_title", python::metric_of_title, "text"_a,
              "The metric NAME[:VARIANT] that a title of a table, such as recall, stands for; another text as it is.");
-  module.def("table", python::shown, "words"_a, "in_memory"_a,
+  module.def("table", python::run_table, "words"_a, "in_memory"_a,
              "The text that `kvreplay show WORDS` prints; in_memory: without the lines that name the folder.");
   module.def("replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,
              "Runs the command line `kvreplay replay WORDS` without printing. Without --output results are in memory.\n"

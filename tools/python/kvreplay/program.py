@@ -29,7 +29,7 @@ SPELLINGS |= {plural: singular for singular, plural in SPELLINGS.items()}
 
 class Parser(argparse.ArgumentParser):
     """A command line with kvreplay's usage errors: for an unknown option the error names the nearest one. The help ends
-    with `examples`. `writes_files`: stdout repeats what is in files, and -q discards it until exit_code() ends."""
+    with `examples`. `writes_files`: stdout repeats the files, and -q discards it until exit_code() ends."""
 
     def __init__(
         self, *, allow_abbrev: bool = False, examples: Sequence[str] = (), writes_files: bool = False, **options: Any
