@@ -19,7 +19,9 @@ from PIL import Image
 
 from kvreplay.program import writing
 
-ESCAPED = {ord(letter): "\\" + letter for letter in "_&#$"} | {
+# Of LaTeX's special characters % is absent: matplotlib's writer escapes it.
+ESCAPED = {ord(letter): "\\" + letter for letter in "_&#${}"} | {
+    ord("\\"): r"\textbackslash{}", ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}",
     ord("→"): r"$\to$", ord("←"): r"$\gets$", ord("×"): r"$\times$", ord("†"): r"$\dagger$", 0xA0: "~",
 }  # fmt: skip
 
