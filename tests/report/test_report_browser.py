@@ -692,14 +692,18 @@ def test_the_address_restores_the_page(page, look):
     assert other.input_value("#first") == "chunkkv" and other.input_value("#layer") == "12"
 
 
+def copied_table(window, table: str, kind: str) -> str:
+    window.click(f"[data-copy={table}] button:has-text('{kind}')")
+    window.wait_for_selector(f"[data-copy={table}] >> text=copied as {kind}")
+    return window.evaluate("navigator.clipboard.readText()")
+
+
 def test_tables_are_copied_as_markdown_latex_and_csv(page, real, look):
     window = look(page)
     window.context.grant_permissions(["clipboard-read", "clipboard-write"])
 
     def copied(name: str) -> str:
-        window.click(f"[data-copy=headline] button:has-text('{name}')")
-        window.wait_for_selector(f"[data-copy=headline] >> text=copied as {name}")
-        return window.evaluate("navigator.clipboard.readText()")
+        return copied_table(window, "headline", name)
 
     table = pd.read_csv(io.StringIO(copied("CSV"))).set_index("policy")
     results = pd.read_csv(real[0] / "results.csv", keep_default_na=False, dtype=str)
@@ -742,6 +746,7 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
         assert "kivi" not in texts  # hidden in the legends of both charts; it has no square
         styles = (tmp_path / f"{name}.SVG").read_text()
         assert not re.search(r"var\(|oklch|class=|light-dark", styles)
+        assert "opacity" not in styles  # of policies that are not selected
         with Image.open(tmp_path / f"{name}.PNG") as image:
             size = [2 * float(drawing.get(side)) for side in ("width", "height")]
             assert np.allclose(image.size, size, atol=1)
@@ -776,6 +781,26 @@ def test_means_over_traces_have_the_verdicts_of_compare(many, look):
     assert window.input_value("#first") == "chunkkv"
     other = look(write_report(many, "--baseline", "h2o"))
     assert "Baseline: h2o." in other.inner_text("#compared")
+
+
+def test_means_over_traces_are_copied_in_full_precision(many, look):
+    window = look(write_report(many))
+    window.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    choose(window, mean_metric="attention_recall", budget="0.2")
+    copied = pd.read_csv(io.StringIO(copied_table(window, "means", "CSV")), float_precision="round_trip")
+    lines = Comparison([Run(many)], "snapkv").lines
+    lines = lines[(lines["metric"] == "attention_recall") & (lines["budget"] == "0.2")].set_index("policy")
+    assert len(set(copied.columns)) == len(copied.columns) == 14
+    lines = lines.loc[copied["policy"]].reset_index()
+    pd.testing.assert_frame_equal(copied, lines[copied.columns], check_dtype=False, check_exact=True)
+    assert copied_table(window, "means", "Markdown").splitlines()[0].count("|") == 11
+
+
+def test_a_filter_without_a_match_is_said(page, look):
+    window = look(page)
+    window.fill("#policies", "no such policy")
+    for chart in ("curve-chart", "layer-chart"):
+        assert window.inner_text(f"#{chart}") == "No policy with this metric matches the filter."
 
 
 def test_a_baseline_that_is_not_asked_for_is_on_the_page(many, look):

@@ -25,7 +25,7 @@ from scipy.stats import rankdata
 
 from kvreplay import report
 from kvreplay.compare.command import main as compare
-from kvreplay.plot import style
+from kvreplay.plot import colours
 from kvreplay.plot.figure_options import Choice
 from kvreplay.report import table
 from kvreplay.report.bit_planes import Planes
@@ -568,9 +568,9 @@ def test_means_over_traces_use_every_trace_of_the_run(tmp_path, capsys):
     lines = {line["label"]: line for line in found["lines"] if line["metric"] == "attention_recall"}
     assert (found["traces"], found["baseline"]) == (3, "chunkkv") and set(lines) == {"snapkv", "chunkkv"}
     for label, line in lines.items():
-        assert line["mean"] == pytest.approx(recall[label], rel=1e-5)
-    judged = {metric["name"]: metric["judged"] for metric in found["metrics"]}
-    assert judged["attention_recall"] and not judged["attention_l1"]
+        assert line["numbers"]["mean"] == pytest.approx(recall[label], rel=1e-12)
+    has_verdicts = {metric["name"]: metric["has_verdicts"] for metric in found["metrics"]}
+    assert has_verdicts["attention_recall"] and not has_verdicts["attention_l1"]
     capsys.readouterr()
     one = make_run(tmp_path / "one", [SNAPKV, CHUNKKV], budgets=["0.1"])
     assert read(write_report(one))["over_traces"] is None
@@ -589,7 +589,7 @@ def keep_metrics(run: Path, *names: str) -> Path:
 def test_means_over_traces_need_a_metric_with_a_direction(tmp_path, capsys):
     run = make_run(tmp_path / "run", [SNAPKV, CHUNKKV], budgets=["0.1"], traces=[("a", 200, 0.4), ("b", 240, 0.4)])
     found = read(write_report(keep_metrics(run, "kv_bytes", "attention_l1")))["over_traces"]
-    assert [metric["name"] for metric in found["metrics"] if metric["judged"]] == ["attention_l1"]
+    assert [metric["name"] for metric in found["metrics"] if metric["has_verdicts"]] == ["attention_l1"]
     content = read(write_report(keep_metrics(run, "kv_bytes")))
     what = "no default, because no metric of the run has a direction"
     assert content["over_traces"] is None and f"without means over traces: {what}" in content["notes"]
@@ -607,10 +607,11 @@ def test_the_page_names_the_command_of_its_comparison(tmp_path, capsys):
         _, name, *words = shlex.split(found["command"])
         assert name == "compare" and compare([*words, "--json"]) == 0
         lines = json.loads(capsys.readouterr().out)["lines"]
-        shown = {(line["metric"], line["budget"], line["label"]): line["mean"] for line in found["lines"]}
+        shown = {(line["metric"], line["budget"], line["label"]): line["numbers"] for line in found["lines"]}
         assert {key[1:] for key in shown} == {(line["budget"], line["policy"]) for line in lines}
         for line in lines:
-            assert shown[line["metric"], line["budget"], line["policy"]] == pytest.approx(line["mean"], rel=1e-5)
+            numbers = shown[line["metric"], line["budget"], line["policy"]]
+            assert numbers == {name: line[name] for name in numbers} and "p_holm" in numbers
 
 
 def test_nothing_needs_torch():
@@ -632,7 +633,7 @@ def test_policies_look_as_in_the_figures_and_have_a_colour_for_a_dark_page(tmp_p
     for look in Page(run).content["policies"]:
         drawn = figure[look["label"]]
         assert (look["colour"], look["marker"]) == (drawn["color"], drawn["marker"])
-        assert look["on_dark"] == style.on_dark(drawn["color"]) != drawn["color"]
+        assert look["on_dark"] == colours.on_dark(drawn["color"]) != drawn["color"]
     asked = Page(run, policies=["snapkv", "chunkkv"]).content["policies"]
     assert [look["label"] for look in asked] == ["snapkv", "chunkkv"]
 
@@ -640,4 +641,4 @@ def test_policies_look_as_in_the_figures_and_have_a_colour_for_a_dark_page(tmp_p
 def test_the_page_has_a_shape_for_every_marker():
     script = (Path(report.__file__).parent / "page" / "charts.js").read_text()
     known = set(re.findall(r'(?:^|[ ,])"?(\S)"?: "M', script.partition("SHAPES = {")[2].partition("};")[0]))
-    assert known == {*style.MARKERS, *(look["marker"] for look in style.CONTROLS.values())}
+    assert known == {*colours.MARKERS, *(look["marker"] for look in colours.CONTROLS.values())}

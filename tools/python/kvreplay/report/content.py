@@ -16,12 +16,13 @@ from kvreplay import __version__
 from kvreplay.compare.comparison import Comparison
 from kvreplay.errors import Error, Refusal
 from kvreplay.families import families
+from kvreplay.plot.colours import on_dark
 from kvreplay.plot.figure_options import VARIANTS, Choice
 from kvreplay.plot.heatmap import chance, scale_end
-from kvreplay.plot.style import on_dark
 from kvreplay.report import bit_planes, table
 from kvreplay.results import Run, Selection, TraceFacts, untold_note
 from kvreplay.run_names import chosen_labels, metric_names, pick
+from kvreplay.tables import records
 
 COLOUR_STOPS = 33  # of the heatmaps' colour map; the page draws straight lines between them
 # The order in which a page looks for two policies to open with, and a comparison for its baseline. It is our choice.
@@ -36,6 +37,9 @@ FIRST_POLICIES = (
     "knorm",
     "expected-attention",
 )
+# Columns of `Comparison.lines`, by their names in `kvreplay compare --data`.
+MEANS = ("heads", "traces", "mean", "low", "high")
+VERDICTS = ("difference", "difference_low", "difference_high", "p", "p_holm", "wins", "ties", "losses")
 Cells = dict[tuple[str, str], dict[table.Metric, Any]]  # by (trace, cell)
 
 
@@ -217,9 +221,9 @@ class Page:
             name: column for name, metric in known.items() for column in table.COLUMNS if column.metric == metric
         }
         every = Comparison([self.run], compared.baseline, metrics=list(columns), **options)
-        judged = set(compared.lines["metric"])
-        lines = [(compared, line) for line in compared.lines.itertuples()]
-        lines += [(every, line) for line in every.lines.itertuples() if line.metric not in judged]
+        with_verdicts = set(compared.lines["metric"])
+        lines = [*shown_lines(compared, with_verdicts, True)]
+        lines += shown_lines(every, set(columns) - with_verdicts, False)
         return {
             "baseline": compared.baseline,
             "traces": len(compared.cluster),
@@ -228,17 +232,11 @@ class Page:
             "seed": compared.seed,
             "comparisons": int(compared.lines["p"].notna().sum()),
             "metrics": [
-                {"name": name, "title": columns[name].title if name in columns else name, "judged": name in judged,
-                 "meaning": columns[name].meaning if name in columns else ""}
-                for name in dict.fromkeys(line.metric for _, line in lines)
+                {"name": name, "title": columns[name].title if name in columns else name,
+                 "meaning": columns[name].meaning if name in columns else "", "has_verdicts": name in with_verdicts}
+                for name in dict.fromkeys(line["metric"] for line in lines)
             ],
-            "lines": [
-                {"metric": line.metric, "budget": line.budget, "label": line.policy, "own_memory": line.own_memory,
-                 "mean": rounded(line.mean), "low": rounded(line.low), "high": rounded(line.high),
-                 # Without metric, unit, budget and policy; a metric without verdicts ends after its interval.
-                 "texts": [text.strip() for text in source.line_texts(line)[4 : None if line.metric in judged else 8]]}
-                for source, line in lines
-            ],
+            "lines": lines,
             "notes": compared.notes,
         }  # fmt: skip
 
@@ -390,6 +388,17 @@ def has_choice(selection: Selection) -> bool:
     """Whether some unprotected token was kept and some was evicted: else there is no choice to compare."""
     kept, free = selection.mask(), selection.unprotected()
     return bool((kept & free).any() and (~kept & free).any())
+
+
+def shown_lines(compared: Comparison, metrics: set[str], verdicts: bool) -> Iterator[dict[str, Any]]:
+    """The lines of these metrics, as texts from the column of heads on and as numbers; without verdicts they end after
+    the interval of the mean."""
+    names, end = ((*MEANS, *VERDICTS), None) if verdicts else (MEANS, 8)
+    for line, numbers in zip(compared.lines.itertuples(), records(compared.lines), strict=True):
+        if line.metric in metrics:
+            yield {"metric": line.metric, "budget": line.budget, "label": line.policy, "own_memory": line.own_memory,
+                   "texts": [text.strip() for text in compared.line_texts(line)[4:end]],
+                   "numbers": {name: numbers[name] for name in names}}  # fmt: skip
 
 
 def rounded(value: float | None) -> float | None:

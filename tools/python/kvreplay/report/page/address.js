@@ -1,15 +1,15 @@
 // The state of the page as the fragment of its address: NAME=VALUE of each control with data-remember, and the token.
 
-const wanted = new Map(); // values of the address, until the control has such an option
+const requested = new Map(); // values of the address, until the control has such an option
 
 function readAddress() {
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) wanted.set(name, value);
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) requested.set(name, value);
   for (const input of document.querySelectorAll("input[data-remember]")) {
-    input.value = wanted.get(input.id) ?? "";
-    wanted.delete(input.id);
+    input.value = requested.get(input.id) ?? "";
+    requested.delete(input.id);
   }
-  sorting.title = wanted.get("sort") || null;
-  sorting.descending = wanted.get("order") !== "ascending";
+  sorting.title = requested.get("sort") || null;
+  sorting.descending = requested.get("order") !== "ascending";
 }
 
 function writeAddress() {

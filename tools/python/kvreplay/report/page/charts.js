@@ -125,11 +125,14 @@ function legendOf(series, drawing, refocus) {
 function drawLines(box, series, axis) {
   box.replaceChildren();
   series = series.map((one) => ({ ...one, points: one.points.filter(({ y }) => y !== null && y !== undefined) }))
-    .filter((one) => one.points.length && passes(one.label));
-  if (!series.length) {
-    box.append(make("p", { class: "quiet" }, axis.nothing));
+    .filter((one) => one.points.length);
+  const passing = series.filter((one) => passes(one.label));
+  if (!passing.length) {
+    const reason = series.length ? "No policy with this metric matches the filter." : axis.nothing;
+    box.append(make("p", { class: "quiet" }, reason));
     return;
   }
+  series = passing;
   const [count, unit] = unitFor(axis.units, series.flatMap((one) => one.points.map(({ y }) => y)));
   series = series.map((one) => ({ ...one,
     dashes: one.free ? "9 3 2 3" : dashesOf(policyOf.get(one.label)),
@@ -184,7 +187,8 @@ function drawLayers(box, trace, budget, column) {
     points: ((column === 0 ? cell.kept : cell.by_layer[column]) ?? []).map((y, i) => ({ x: trace.layers[i], y })) }));
   drawLines(box, series, {
     x: "layer",
-    y: column === 0 ? "tokens kept in each layer, mean over heads; policies at equal memory only" : page.columns[column].meaning,
+    y: column === 0 ? "tokens kept in each layer, mean over heads; policies at equal memory only"
+      : page.columns[column].meaning,
     units: page.columns[column].units, name: (layer) => `layer ${layer}`,
     nothing: "No cell has this metric by layer; use kvreplay replay --detail layer.",
   });

@@ -91,8 +91,8 @@ function make(tag, attributes = {}, ...children) {
 
 /** The options of a choice. Its value is that of the page's address, else the one before, where these still exist. */
 function fill(select, options) {
-  const values = [wanted.get(select.id), select.value];
-  wanted.delete(select.id);
+  const values = [requested.get(select.id), select.value];
+  requested.delete(select.id);
   select.replaceChildren(...options.map(([value, name]) => make("option", { value }, name)));
   const value = values.find((one) => options.some(([known]) => String(known) === one));
   if (value !== undefined) select.value = value;

@@ -35,7 +35,7 @@ async function chooseTrace() {
 
 /** The options of a choice of metrics; the first choice is recall, if there is recall. */
 function fillMetric(id, options) {
-  const first = $(id).value === "" && !wanted.has(id);
+  const first = $(id).value === "" && !requested.has(id);
   fill($(id), options);
   if (first && options.some(([title]) => title === "recall")) $(id).value = "recall";
 }
@@ -43,8 +43,8 @@ function fillMetric(id, options) {
 /** Leaves nothing of another trace on the page. */
 function clear() {
   for (const id of ["headline", "budget-line", "own-memory", "skill", "first", "second", "head", "shade", "legend",
-    "difference", "panes", "token", "written", "curve-chart", "layer-chart", "live-chart", "map-chart", "scale", "heatmaps",
-    "unlike", "jumps", "means", "tokens", "found"]) $(id).replaceChildren();
+    "difference", "panes", "token", "written", "curve-chart", "layer-chart", "live-chart", "map-chart", "scale",
+    "heatmaps", "unlike", "jumps", "means", "tokens", "found"]) $(id).replaceChildren();
 }
 
 async function chooseBudget() {
@@ -66,7 +66,7 @@ async function chooseBudget() {
 /** The policies to choose from; the page opens with the first two of page.opening that choose tokens at this budget. */
 function fillPolicies() {
   const labels = shown.budget.cells.map((cell) => cell.label), options = labels.map((label) => [label, label]);
-  const opens = $("first").value === "" && !wanted.has("first");
+  const opens = $("first").value === "" && !requested.has("first");
   fill($("first"), options);
   fill($("second"), [["", "none"], ...options]);
   if (!opens) return;
@@ -109,8 +109,8 @@ function drawSelection() {
   const view = { trace, budget, labels, cells, layer, head, finest, shade: $("shade").value };
   drawText(view);
   drawMap(view);
-  const asked = wanted.get("token"), token = Number(asked ?? (isNew ? firstToken(trace) : -1));
-  wanted.delete("token");
+  const asked = requested.get("token"), token = Number(asked ?? (isNew ? firstToken(trace) : -1));
+  requested.delete("token");
   if (token >= 0 && token < trace.tokens) jumpTo(token, asked !== undefined);
   markSelected();
   writeAddress();

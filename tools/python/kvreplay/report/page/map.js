@@ -15,7 +15,7 @@ function colourOf(label) {
   return isDark() ? look.on_dark : look.colour;
 }
 
-/** An image [layers, tokens] in the colour of a policy, as opaque as the root of the share of sets that keep a token. */
+/** An image [layers, tokens] in a policy's colour. Its opacity is the root of the share of sets that keep a token. */
 function imageOf(view, cell, colour) {
   const { trace, head, finest } = view, layers = trace.layers.length, tokens = trace.boundary;
   const key = `${head} ${finest} ${colour}`;
@@ -61,7 +61,8 @@ function profileKinds(view) {
   const kept = view.cells.map((cell) => shareOf(view, cell));
   const [a, b] = view.labels;
   const has = (number, i) => kept[number] !== undefined && kept[number] !== null && kept[number][i] >= KEPT_SHARE;
-  const kinds = [["neither", b ? "evicted by both" : `evicted by ${a}`, "var(--neither)"], ["first", `kept by ${a}`, colourOf(a)]];
+  const kinds = [["neither", b ? "evicted by both" : `evicted by ${a}`, "var(--neither)"],
+    ["first", `kept by ${a}`, colourOf(a)]];
   if (b) kinds.push(["second", `kept by ${b}`, colourOf(b)], ["both", "kept by both", "var(--ink)"]);
   return { kinds, of: (i) => (has(0, i) ? (has(1, i) ? "both" : "first") : has(1, i) ? "second" : "neither") };
 }
@@ -73,7 +74,9 @@ function drawWords(drawing, words, top) {
     if (lines.at(-1) && lines.at(-1).length + word.trim().length > most) lines.push("");
     lines.push(lines.pop() + word);
   }
-  lines.forEach((line, i) => drawing.append(make("text", { x: MAP.left, y: top + 14 + 16 * i, class: "heading" }, line)));
+  lines.forEach((line, i) => {
+    drawing.append(make("text", { x: MAP.left, y: top + 14 + 16 * i, class: "heading" }, line));
+  });
   return top + MAP.heading + 16 * (lines.length - 1);
 }
 
@@ -99,7 +102,8 @@ function drawProfile(drawing, view, top) {
   const width = map.plot / trace.boundary;
   received.forEach((one, i) => {
     const height = one > 0 ? MAP.profile * Math.max(0, 1 + Math.log10(one / most) / DECADES) : 0;
-    if (height) paths[of(i)].push(`M${(MAP.left + (i + 0.5) * width).toFixed(1)} ${top + MAP.profile}v${(-height).toFixed(1)}`);
+    const centre = MAP.left + (i + 0.5) * width;
+    if (height) paths[of(i)].push(`M${centre.toFixed(1)} ${top + MAP.profile}v${(-height).toFixed(1)}`);
   });
   for (const [kind, , colour] of kinds) {
     drawing.append(make("path", { class: `profile ${kind}`, d: paths[kind].join(""), stroke: colour, fill: "none",
@@ -124,7 +128,8 @@ function drawSpans(drawing, trace) {
     const row = start > ends[0] ? 0 : 1;
     if (start <= ends[row]) continue;
     ends[row] = start + length;
-    drawing.append(make("text", { class: `span-name span-${span.kind}`, x: start, y: 12 + MAP.label * row }, span.kind));
+    const look = { class: `span-name span-${span.kind}`, x: start, y: 12 + MAP.label * row };
+    drawing.append(make("text", look, span.kind));
   }
 }
 
@@ -162,7 +167,8 @@ function drawCursor() {
   for (const { top, height, label } of map.panels) {
     const size = height / trace.layers.length;
     if (layer >= 0 && label) {
-      parts.push(make("rect", { class: "chosen-layer", x: MAP.left, y: top + layer * size, width: map.plot, height: size }));
+      const place = { x: MAP.left, y: top + layer * size, width: map.plot, height: size };
+      parts.push(make("rect", { class: "chosen-layer", ...place }));
     }
     if (reading.at >= 0 && reading.at < map.tokens) {
       parts.push(make("line", { class: "chosen-token", x1: x, x2: x, y1: top, y2: top + height }));

@@ -1,15 +1,19 @@
 // Tables as Markdown, LaTeX and CSV on the clipboard; figures as SVG and PNG files.
 
-const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family",
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font-size", "font-family",
   "font-weight", "text-anchor"];
 const PNG_SCALE = 2;
 
-/** The shown cells of a table, row by row: {text, value, best}; headings of groups and drawings are left out. */
+/**
+ * The shown cells of a table, row by row: {text, values, best}; headings of groups and drawings are left out. A cell
+ * has a value for each of its columns in CSV.
+ */
 function rowsOf(table) {
   return [...table.rows].filter((row) => !row.matches(".group, .kinds, .failed")).map((row) =>
-    [...row.cells].filter((cell) => !cell.matches(".drawn") && cell.textContent !== "mean and interval").map((cell) => {
+    [...row.cells].filter((cell) => !cell.matches(".drawn")).map((cell) => {
       const text = cell.textContent.replace(/ [↑↓]$/, "").replaceAll("\u00a0", "").trim();
-      return { text, value: cell.dataset.value ?? text, best: cell.matches(".best") };
+      const { value, values } = cell.dataset;
+      return { text, values: values ? JSON.parse(values) : [value ?? text], best: cell.matches(".best") };
     }));
 }
 
@@ -18,8 +22,8 @@ const WRITERS = {
     const line = (texts) => `| ${texts.join(" | ")} |`;
     const escaped = (text) => text.replaceAll("|", "\\|").replaceAll("*", "\\*");
     const cell = ({ text, best }) => (best ? `**${text.replace(/\*$/, "")}**` : escaped(text));
-    return [line(head.map(cell)), line(head.map((_, i) => (i ? "---:" : "---"))), ...rows.map((row) => line(row.map(cell)))]
-      .join("\n");
+    return [line(head.map(cell)), line(head.map((_, i) => (i ? "---:" : "---"))), 
+      ...rows.map((row) => line(row.map(cell)))].join("\n");
   },
   LaTeX: ([head, ...rows]) => {
     const escaped = (text) => text.replaceAll("\\", "\\textbackslash ").replace(/[&%$#_{}]/g, "\\$&")
@@ -29,7 +33,7 @@ const WRITERS = {
     return [`\\begin{tabular}{l${"r".repeat(head.length - 1)}}`, "\\hline", line(head), "\\hline", ...rows.map(line),
       "\\hline", "\\end{tabular}"].join("\n");
   },
-  CSV: (rows) => rows.map((row) => row.map(({ value }) =>
+  CSV: (rows) => rows.map((row) => row.flatMap(({ values }) => values).map(String).map((value) =>
     (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value)).join(",")).join("\r\n"),
 };
 
@@ -122,8 +126,8 @@ function svgOf(id) {
     make("text", { x: 10, y: height, ...textStyle() }, origin));
   height += (heading ? 24 : 0) + 14;
   const whole = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height },
-    make("rect", { width, height, fill: ground }), ...(heading ? [make("text", { x: 10, y: 18, ...textStyle() }, heading)] : []),
-    body);
+    make("rect", { width, height, fill: ground }),
+    ...(heading ? [make("text", { x: 10, y: 18, ...textStyle() }, heading)] : []), body);
   return [new XMLSerializer().serializeToString(whole), width, height];
 }
 

@@ -1,4 +1,5 @@
-// The headline table at one budget: families, or one column's order; policies that ignore the budget and controls apart.
+// The headline table at one budget, by family or in one column's order. Controls have a group of their own, and so have
+// policies that ignore the budget.
 
 const sorting = { title: null, descending: true };
 const CONTROLS = "controls", OWN_MEMORY = "not at equal memory";
@@ -57,10 +58,11 @@ function rowOf(cell) {
   const name = make("button", { type: "button", class: "name", "data-label": cell.label,
     title: "select; with Shift: compare with this policy",
     onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, keyOf(policyOf.get(cell.label)), named(cell));
+  const values = cell.values.map(([value, text, best]) => make("td",
+    { "data-value": value ?? "", ...(best && { class: "best" }) }, text,
+    make("span", { class: "mark" }, best ? "*" : "\u00a0")));
   return make("tr", { class: cell.role, "data-label": cell.label }, make("th", { scope: "row" }, name),
-    make("td", {}, cell.heads),
-    ...cell.values.map(([value, text, best]) => make("td", { "data-value": value ?? "", ...(best && { class: "best" }) },
-      text, make("span", { class: "mark" }, best ? "*" : "\u00a0"))));
+    make("td", {}, cell.heads), ...values);
 }
 
 function drawTable(trace, budget) {

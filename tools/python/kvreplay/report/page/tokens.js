@@ -290,7 +290,9 @@ function drawLegend(view) {
   const parts = [make("span", {}, `${words}: ${least} `, make("span", { class: "swatches" }, ...steps), ` ${most}`),
     ...kinds.map((kind) => make("span", {}, make("span", { class: `swatch outer-${kind} begin end` }), ` ${kind}`))];
   const say = (...words) => parts.push(make("span", { class: "quiet" }, ...words));
-  if (view.trace.tokens > view.trace.boundary) say(make("i", {}, "italic"), ": after the compressed tokens, never evicted");
+  if (view.trace.tokens > view.trace.boundary) {
+    say(make("i", {}, "italic"), ": after the compressed tokens, never evicted");
+  }
   if (others.length) say(`not outlined: ${others.join(", ")}`);
   if (!ranksAreSaved(view)) say("no ranks in this run; use kvreplay replay --save scores");
   document.getElementById("legend").replaceChildren(...parts);
