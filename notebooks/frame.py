@@ -30,12 +30,11 @@ from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
 from kvreplay.errors import Error, Refusal
 from kvreplay.parameters import parameters
 from kvreplay.plot import style
+from kvreplay.plot.colours import COLOURS, MARKERS, looks_of
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import INTERVAL, draw_mean, mean_over_traces
 from kvreplay.plot.style import (
-    COLOURS,
     LINE,
-    MARKERS,
     POINT,
     QUIET,
     SMALL,
@@ -47,7 +46,6 @@ from kvreplay.plot.style import (
     label_room,
     layer_axis,
     logarithmic_axis,
-    looks_of,
     quiet_frame,
     width_of,
 )

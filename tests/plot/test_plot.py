@@ -801,10 +801,11 @@ def test_text_remains_text_in_files_for_papers(run, tmp_path):
     """Type 42 fonts in PDF; text of LaTeX in PGF, without a LaTeX to write it."""
     files = [tmp_path / "figure.pdf", tmp_path / "figure.pgf"]
     options = [text for path in files for text in ("-o", str(path))]
-    assert main(["heatmap", str(run), *options, "--title", "a_b & c → d", "--style", "paper"]) == 0
+    assert main(["heatmap", str(run), *options, "--title", r"a_b & c → d \e{f}~g^h 5%", "--style", "paper"]) == 0
     pdf, pgf = (path.read_bytes() for path in files)
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf
-    assert rb"a\_b \& c $\to$ d" in pgf and re.search(rb"bfseries.*snapkv}}", pgf)
+    title = rb"a\_b \& c $\to$ d \textbackslash{}e\{f\}\textasciitilde{}g\textasciicircum{}h 5%"
+    assert title in pgf and re.search(rb"bfseries.*snapkv}}", pgf)
     for image in re.findall(r"\\includegraphics\[.*?\]{(.*?)}", pgf.decode()):
         assert (tmp_path / image).read_bytes().startswith(BEGINNINGS["png"])
 

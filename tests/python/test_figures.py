@@ -31,13 +31,30 @@ def test_the_same_numbers_and_bytes_as_the_command(run: kv.Run, tmp_path: Path) 
     assert drawing._repr_svg_() == (tmp_path / "b.svg").read_text(encoding="utf-8")
 
 
+def test_the_caption_of_a_paper_is_a_note(run: kv.Run) -> None:
+    notes = kv.figure("curve", run, budget=[0.25, 0.5], style="paper").notes
+    assert [note for note in notes if note.startswith("caption: ") and "Open loop" in note] == list(notes)
+
+
+def test_another_file_format_is_refused(run: kv.Run, tmp_path: Path) -> None:
+    with pytest.raises(kv.Error, match=r"save: unknown file format: expected a name ending in \.svg, \.pdf, \.png or"):
+        kv.figure("curve", run).save(tmp_path / "figure.foo")
+
+
+def test_the_similarity_of_tokens_is_drawn_of_a_trace(run: kv.Run, small: Path) -> None:
+    assert set(kv.figure("similarity", kv.open(small), of="keys").data["tensor"]) == {"keys"}
+    with pytest.raises(kv.Error, match="plot: curve needs a run: expected a folder of results of kvreplay replay"):
+        kv.figure("curve", kv.open(small))
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         ("curv", {}, "plot: unknown kind of figure curv: did you mean curve"),
-        ("curve", {"metrics": "recall"}, "plot: unknown option --metrics: did you mean --metric?"),
+        ("curve", {"metrics": "recall"}, "figure: unknown option metrics: did you mean metric?"),
         ("curve", {"layer": 1}, "--layer: not an option of this figure"),
-        ("curve", {"output": "a.svg"}, "figure: not an option in Python"),
+        ("curve", {"output": "a.svg"}, "figure: unknown option: expected one of baseline, "),
+        ("curve", {"colour": 1}, "figure: unknown option: expected one of baseline, "),
         ("curve", {"policies": "none"}, "-p: unknown policy: expected one of"),
     ],
 )

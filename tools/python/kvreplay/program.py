@@ -52,6 +52,13 @@ class Parser(argparse.ArgumentParser):
         """The first name of the option whose value is `field` of the namespace."""
         return next(action.option_strings[0] for action in self._actions if action.dest == field)
 
+    @property
+    def long_names(self) -> set[str]:
+        """The names of the options as keywords of Python, in both spellings."""
+        options = {option for option in self._option_string_actions if option.startswith("--")}
+        options |= {SPELLINGS[option] for option in options & set(SPELLINGS)}
+        return {option.removeprefix("--").replace("-", "_") for option in options}
+
     def error(self, message: str) -> NoReturn:
         raise Error(self.command, f"{message} (see {self.prog} --help)", exit_code=Refusal.USAGE)
 

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ from kvreplay.program import Parser, exit_code, names, require_format, require_l
 from kvreplay.run_folder import require_run
 
 if TYPE_CHECKING:
-    from kvreplay.plot.figure_options import Choice
     from kvreplay.plot.style import Drawing
     from kvreplay.plot.trace_file import TraceFile
     from kvreplay.results import Run
+    from kvreplay.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -137,21 +137,26 @@ def check_kind(arguments: argparse.Namespace) -> None:
     require_least(arguments, seed=0)
 
 
+def require_kind_of_traces(kind: str, path: Path) -> None:
+    """Rejects a trace where the figure needs a run."""
+    if kind not in OF_TRACES:
+        expected = "a folder of results of kvreplay replay"
+        raise Error("plot", f"{kind} needs a run", expected, str(path), Refusal.USAGE)
+
+
 def check_names(arguments: argparse.Namespace) -> None:
     """Rejects invalid options and missing files before any package that draws is imported."""
     check_kind(arguments)
     for path in arguments.output:
         require_format("-o", path, *FORMATS)
-    if arguments.run.suffix == ".h5" and arguments.kind not in OF_TRACES:
-        raise Error("plot", f"{arguments.kind} needs a run", "a folder of results of kvreplay "
-                                                             "replay", str(arguments.run),
-                    Refusal.USAGE)  # fmt: skip
+    if arguments.run.suffix == ".h5":
+        require_kind_of_traces(arguments.kind, arguments.run)
     require_format("--data", arguments.data, ".csv")
     (require_paths if arguments.run.suffix == ".h5" else require_run)(arguments.run)
 
 
-def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> tuple[Drawing, Choice]:
-    """The figure of the arguments, and the part of the run that it shows."""
+def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> Drawing:
+    """The figure of the arguments."""
     from kvreplay.plot import style
     from kvreplay.plot.figure_options import Choice
     from kvreplay.run_names import split_policies
@@ -164,7 +169,9 @@ def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> tuple[Drawi
     width = arguments.width or (page_width("column") if paper else None)
     choice = Choice(source, title=arguments.title, paper=paper, page_width=width, **asked)
     with style.settings():
-        return kind.draw(choice), choice
+        drawing = kind.draw(choice)
+    failed = [f"{len(source.failed)} failed cells are not drawn"] if source.failed else []
+    return replace(drawing, notes=[*choice.notes, *failed])
 
 
 def plot(arguments: argparse.Namespace) -> list[Path]:
@@ -176,35 +183,43 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     from kvreplay.tables import write_csv
 
     source = TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run)
-    drawing, choice = drawn(arguments, source)
-    outputs = arguments.output or [choice.run.figures / f"{arguments.kind}.svg"]
+    drawing = drawn(arguments, source)
+    outputs = arguments.output or [source.figures / f"{arguments.kind}.svg"]
     written = [file for path in outputs for file in drawing.save(path)]
     if arguments.data:
         write_csv(drawing.data, arguments.data)
-    if choice.run.failed:
-        choice.notes.append(f"{len(choice.run.failed)} failed cells are not drawn")
-    say_notes(arguments.kind, choice.notes)
+    say_notes(arguments.kind, drawing.notes)
     return [*written, *([arguments.data] if arguments.data else [])]
 
 
-def figure(kind: str, run: Run, **options: Any) -> Drawing:
-    """Draws a figure of a run, as `kvreplay plot KIND RUN` does, without writing files.
+def figure(kind: str, source: Run | Trace, **options: Any) -> Drawing:
+    """Draws a figure of a run, as `kvreplay plot KIND RUN` does, without writing files; `similarity` also of a trace.
 
     `options`: long names of the command's selection options (policies, budgets, trace, metric, layer, head …), each
     with one value or several, `title`, `style` and `width`. The result is shown in notebooks. Its `figure` is
-    matplotlib's, `data` has the numbers in it, and `save(path)` writes .svg, .pdf, .png or .pgf.
+    matplotlib's, `data` has the numbers in it, `notes` what the command prints beside the figure, such as the caption
+    of style="paper", and `save(path)` writes .svg, .pdf, .png or .pgf.
 
     Raises Error for invalid arguments, as the command does.
     """
-    words = [kind, "RUN"]
+    from kvreplay.plot.trace_file import TraceFile
+    from kvreplay.trace import Trace
+
+    words = [kind, "SOURCE"]
+    known = parser().long_names - {"output", "data", "help", "quiet"}
     for name, value in options.items():
-        if name in ("output", "data", "help"):
-            raise Error("figure", "not an option in Python", "an option of kvreplay plot", name, Refusal.USAGE)
+        if name not in known:
+            raise Error("figure", "unknown option", nearest(name, known), name, Refusal.USAGE)
         for one in value if isinstance(value, list | tuple) else [value]:
             words += ["--" + name.replace("_", "-"), str(one)]
     arguments = parser().parse_args(words)
     check_kind(arguments)
-    return drawn(arguments, run)[0]
+    if isinstance(source, Trace):
+        require_kind_of_traces(kind, source.path)
+        if source.in_memory:
+            raise Error("figure", "trace in memory", "a trace that was opened from a file", "", Refusal.USAGE)
+        source = TraceFile(source.path)
+    return drawn(arguments, source)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ def draw(choice: Choice) -> Drawing:
         raise Error("-b", "several budgets have the same number of tokens", "one of them",
                     ", ".join(choice.budgets), Refusal.USAGE)  # fmt: skip
 
-    def dress(axis: Axes) -> None:
+    def set_x_axis(axis: Axes) -> None:
         low, high = min(sizes), max(sizes)
         if high >= LOGARITHMIC * low:
             axis.set_xscale("log")
@@ -38,7 +38,7 @@ def draw(choice: Choice) -> Drawing:
     drawing = draw_lines(
         choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
         title=f"{choice.metric_words} by budget", subtitle="over all layers; controls in grey",
-        x_label=budget_axis(choice.budgets), dress=dress,
+        x_label=budget_axis(choice.budgets), set_x_axis=set_x_axis,
     )  # fmt: skip
     names = {size: budget for budget, size in choice.budget_sizes.items()}
     data = drawing.data.rename(columns={"tokens": "budget_tokens"})

@@ -17,7 +17,7 @@ def draw(choice: Choice) -> Drawing:
     drawing = draw_lines(
         choice, rows, "layer", PANEL, title=f"{choice.metric_words} by layer",
         subtitle=f"{choice.budget_line()}; controls in grey", x_label="layer",
-        dress=lambda axis: layer_axis(axis, rows["layer"]),
+        set_x_axis=lambda axis: layer_axis(axis, rows["layer"]),
     )  # fmt: skip
     drawing.data.insert(4, "budget", choice.budgets[0])
     return drawing

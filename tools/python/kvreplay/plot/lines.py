@@ -136,8 +136,8 @@ class LinePanels:
         """Whether the lines of a panel are too many for names at their ends."""
         return sum(self.choice.role(label) != "control" for label in group) > MOST_NAMED
 
-    def finish(self, x_label: str, dress: Callable[[Axes], None], logarithmic: bool = False) -> None:
-        """Sets the axes, those of x by `dress`, and names the lines."""
+    def finish(self, x_label: str, set_x_axis: Callable[[Axes], None], logarithmic: bool = False) -> None:
+        """Sets the axes, those of x by `set_x_axis`, and names the lines."""
         for axis in self.sheet.axes if logarithmic else ():
             axis.set_yscale("log")
         low = min(axis.get_ylim()[0] for axis in self.sheet.axes)
@@ -148,7 +148,7 @@ class LinePanels:
             if logarithmic:
                 logarithmic_axis(axis)
             axis.set_ylim(axis.get_ylim())
-            dress(axis)
+            set_x_axis(axis)
             if i % self.columns == 0:
                 axis.set_ylabel("\n".join(self.y_label))
             axis.set_xlabel(x_label if i + self.columns >= len(self.groups) else "")
@@ -207,12 +207,12 @@ def interval_words(traces: pd.Series, prompts: pd.Series) -> str:
 
 def draw_lines(
     choice: Choice, rows: pd.DataFrame, x: str, panel: tuple[float, float], title: str, subtitle: str, x_label: str,
-    dress: Callable[[Axes], None],
+    set_x_axis: Callable[[Axes], None],
 ) -> Drawing:  # fmt: skip
     """Means of `rows` over traces along the column `x`, with bands where there are several traces.
 
     A control with a single value, next to lines with more, is drawn across the whole axis. Errors that differ by orders
-    of magnitude have a logarithmic axis. `dress` sets scale, limits and ticks of an x axis.
+    of magnitude have a logarithmic axis. `set_x_axis` sets scale, limits and ticks of an x axis.
     """
     prompts = prompts_of_rows(choice, rows)
     found = mean_over_traces(rows, ["label", x], prompts).rename(columns={"label": "policy"})
@@ -232,7 +232,7 @@ def draw_lines(
                 ends.append(LineEnd(panels.names[label], found[x].max(), value, look["color"]))
             else:
                 ends.append(draw_mean(axis, line, x, look, panels.names[label]))
-    panels.finish(x_label, dress, logarithmic)
+    panels.finish(x_label, set_x_axis, logarithmic)
     data = found
     data.insert(1, "role", data["policy"].map(choice.role))
     data.insert(2, "heads", data["policy"].map(heads))

@@ -55,12 +55,12 @@ def draw(choice: Choice) -> Drawing:
             axis.plot(ringed["memory"], ringed["mean"], "o", markersize=7, markerfacecolor="none",
                       markeredgecolor="black", markeredgewidth=0.7, linestyle="none", zorder=3)  # fmt: skip
 
-    def dress(axis: Axes) -> None:
+    def set_x_axis(axis: Axes) -> None:
         low, high = drawn["memory"].min(), drawn["memory"].max()
         axis.set_xlim(low / 1.15, high * 1.15)
         logarithmic_axis(axis, "x")
 
-    panels.finish(f"memory of kept keys and values ({unit})", dress, logarithmic)
+    panels.finish(f"memory of kept keys and values ({unit})", set_x_axis, logarithmic)
     return Drawing(panels.sheet.figure, points.drop(columns="memory"))
 
 

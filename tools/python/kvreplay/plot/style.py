@@ -22,8 +22,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from kvreplay.plot.colours import COLOURS, CONTROLS, GREY, MARKERS, looks_of, on_dark  # noqa: F401, for importers
-from kvreplay.program import writing
+from kvreplay.program import require_format, writing
 
 PAGE = 7.0  # inches: both columns of a two-column page
 COLUMN = 3.35  # inches: one of them, the narrowest figure without a given width
@@ -63,13 +62,15 @@ SETTINGS = rcParamsDefault | {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and the numbers drawn in it."""
+    """A figure, the numbers drawn in it, and notes for its reader; with style="paper" one of these is the caption."""
 
     figure: Figure
     data: pd.DataFrame
+    notes: Sequence[str] = ()
 
     def save(self, path: str | Path) -> list[Path]:
         """Writes svg, pdf, png or pgf by the path's suffix, in the style of all figures; the files written."""
+        require_format("save", Path(path), *(f".{kind}" for kind in (*SAVED_AS, "pgf")))
         return save(self.figure, Path(path))
 
     def _repr_svg_(self) -> str:
