@@ -31,6 +31,7 @@ from kvreplay.plot import colours, heatmap, lines, needle, redundancy, similarit
 from kvreplay.plot.colours import looks_of
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.plot.figure_options import Choice
+from kvreplay.plot.pareto import on_front
 from kvreplay.report.content import Page
 from kvreplay.results import MOST_OPEN, Run, Selection, Span
 from kvreplay.run_names import split_policies
@@ -879,6 +880,12 @@ def test_the_default_metric_is_one_of_the_run(default, tmp_path):
     table.to_csv(folder / "results.csv", index=False)
     for kind, *options in (["curve"], ["layers"], ["pareto"], ["compare", "--baseline", "h2o"]):
         assert set(drawn(kind, folder, tmp_path, *options)["metric"]) == {default}
+
+
+def test_equal_points_are_both_on_the_front():
+    memory, cost = pd.Series([2.0, 1, 2, 2, 3, 1]), pd.Series([1.0, 3, 1, 2, 1, 0])
+    counts = pd.Series([True] * 5 + [False])
+    assert on_front(memory, cost, counts).tolist() == [True, True, True, False, False, False]
 
 
 def test_pareto_draws_a_budget_free_policy_as_points(tmp_path):

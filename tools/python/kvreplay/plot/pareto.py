@@ -96,7 +96,9 @@ def on_front(memory: pd.Series, cost: pd.Series, counts: pd.Series) -> pd.Series
     """Whether no other point that counts has at most as much memory and at most as much cost, and less of one."""
     front = pd.Series(False, index=memory.index)
     least = np.inf
-    for i in pd.DataFrame({"memory": memory, "cost": cost})[counts].sort_values(["memory", "cost"]).index:
-        front[i] = cost[i] < least
-        least = min(least, cost[i])
+    points = pd.DataFrame({"memory": memory, "cost": cost})[counts]
+    for _, equal in points.groupby(["memory", "cost"]):  # in ascending order
+        value = equal["cost"].iloc[0]
+        front[equal.index] = value < least
+        least = min(least, value)
     return front
