@@ -161,7 +161,7 @@ void fit_columns(Layout& layout, std::size_t left_width) {
 
 Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions& options) {
   const bool is_narrow = !options.wide && options.columns.empty();
-  Layout layout{.width = is_narrow ? narrow_width : wide_width, .columns = rows.columns()};
+  Layout layout{.width = options.wide ? wide_width : narrow_width, .columns = rows.columns()};
   std::size_t longest = std::string("policy").size(), heads = std::string("heads").size();
   std::set<std::string> granularities;
   for (const auto& [part, budgets] : tables)
@@ -182,6 +182,7 @@ Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions
   }
   std::size_t taken = heads_taken;
   for (const std::size_t width : layout.widths) taken += width + 1;
+  if (!options.wide) layout.width = std::clamp(taken + longest, narrow_width, wide_width);
   layout.name = std::min(longest, layout.width - std::min(taken, layout.width - least_name));
   return layout;
 }
@@ -444,10 +445,10 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
 std::string rest_line(const TableRows& all, const BudgetRows& rows, std::size_t rest) {
   const auto policies = std::ranges::count_if(rows.rows, [](const PolicyRow& row) { return !row.is_control(); });
   const auto ranked = std::ranges::count_if(rows.rows, [&](const PolicyRow& row) { return all.is_ranked(row); });
-  const std::string order = ranked == 0 ? "the first of the run"
-                            : ranked < policies
-                                ? fmt::format("the best by {}, then the first others", all.headline().title)
-                                : fmt::format("the best by {}", all.headline().title);
+  const std::string order =
+      ranked == 0         ? "the first of the run"
+      : ranked < policies ? fmt::format("the best of equal memory by {}, then the first others", all.headline().title)
+                          : fmt::format("the best of equal memory by {}", all.headline().title);
   return fmt::format("{} more {} not shown; these are {}\n", rest, rest == 1 ? "policy is" : "policies are", order);
 }
 

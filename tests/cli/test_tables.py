@@ -68,7 +68,7 @@ def test_the_default_table_is_one_narrow_screen(run: tuple[Path, str]) -> None:
     place = titles_of(text).index("out.err")
     errors = [float(row.split()[place].rstrip("*")) for row in policies]
     assert errors == sorted(errors), "of more than ten policies the best are shown, best first"
-    assert "2 more policies are not shown; these are the best by out.err" in text
+    assert "2 more policies are not shown; these are the best of equal memory by out.err" in text
     best = policies[0].split()[0]
     assert re.search(rf"^best +{re.escape(best)} at 0\.2", text, re.MULTILINE)
     assert "\nself-check full error 0 | budget ok" in text and "\nresults    out   shared observables " in text
@@ -231,6 +231,11 @@ def test_titles_are_names_of_metrics(run: tuple[Path, str], tmp_path: Path) -> N
     assert done("metrics", "recall", folder=tmp_path) == done("metrics", "attention_recall", folder=tmp_path)
 
 
+def test_lines_are_as_narrow_as_the_columns_allow(folder: Path) -> None:
+    text = kvreplay("show", "out", "--columns", "recall", folder=folder).out
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_show_selects(run: tuple[Path, str]) -> None:
     folder, _ = run
     text = done("show", "out", "-p", "tova,snapkv:window=2,h2o", "-b", "40", folder=folder)
@@ -276,7 +281,7 @@ def test_policies_without_the_headline_are_shown_in_their_order(run: tuple[Path,
     done("replay", trace, "-p", "leverage", "-b", "0.2", "--controls", "none", "-o", "none", folder=tmp_path)
     text = done("show", "none", folder=tmp_path)
     assert rows_of(text)[0] == "leverage" and len(rows_of(text)) == 10
-    assert "\n2 more policies are not shown; these are the best by out.err, then the first others\n" in text
+    assert "\n2 more policies are not shown; these are the best of equal memory by out.err, then the first others\n" in text
 
 
 def test_a_selection_without_a_cell_is_refused(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Page:
             "colours": [[round(255 * part) for part in colormaps["cividis"](i / (COLOUR_STOPS - 1))[:3]]
                         for i in range(COLOUR_STOPS)],
             "columns": [
-                {"title": column.title, "meaning": column.meaning, "best": column.best(run.better),
+                {"title": column.title, "name": ":".join(filter(None, column.metric)), "meaning": column.meaning, "best": column.best(run.better),
                  "units": column.units}
                 for column in table.COLUMNS
             ],

@@ -39,7 +39,7 @@ function sorted(trace, cells) {
   });
 }
 
-function headingOf(title, meaning, best) {
+function headingOf(title, meaning, best, name = title) {
   const chosen = sorting.title === title;
   const sort = () => {
     const isLast = chosen && sorting.descending !== best > 0; // the third click gives the families again
@@ -50,18 +50,18 @@ function headingOf(title, meaning, best) {
     document.querySelector(`#headline button[data-title="${title}"]`).focus();
   };
   const arrow = chosen ? (sorting.descending ? " ↓" : " ↑") : "";
-  return make("th", { scope: "col", "aria-sort": chosen ? (sorting.descending ? "descending" : "ascending") : "none" },
+  return make("th", { scope: "col", "data-value": name, "aria-sort": chosen ? (sorting.descending ? "descending" : "ascending") : "none" },
     make("button", { type: "button", title: meaning, "data-title": title, onclick: sort }, title + arrow));
 }
 
 function rowOf(cell) {
   const name = make("button", { type: "button", class: "name", "data-label": cell.label,
-    title: "select; with Shift: compare with this policy",
-    onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, keyOf(policyOf.get(cell.label)), named(cell));
+    title: "select; with Shift: compare with this policy" }, keyOf(policyOf.get(cell.label)), named(cell));
   const values = cell.values.map(([value, text, best]) => make("td",
     { "data-value": value ?? "", ...(best && { class: "best" }) }, text,
     make("span", { class: "mark" }, best ? "*" : "\u00a0")));
-  return make("tr", { class: cell.role, "data-label": cell.label }, make("th", { scope: "row" }, name),
+  return make("tr", { class: cell.role, "data-label": cell.label,
+    onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, make("th", { scope: "row" }, name),
     make("td", {}, cell.heads), ...values);
 }
 
@@ -69,7 +69,7 @@ function drawTable(trace, budget) {
   const columns = trace.columns.map((i) => page.columns[i]);
   const head = make("tr", {}, headingOf("policy", "name, and parameters where cells of that name differ", -1),
     make("th", { scope: "col" }, "heads"),
-    ...columns.map((column) => headingOf(column.title, column.meaning, column.best)));
+    ...columns.map((column) => headingOf(column.title, column.meaning, column.best, column.name)));
   const live = columns.filter((column) => column.title.startsWith("live ")).length;
   const kinds = make("tr", { class: "kinds" }, make("td", { colspan: 2 }),
     make("th", { scope: "colgroup", colspan: columns.length - live }, "offline, open loop"),
