@@ -231,8 +231,8 @@ def test_titles_are_names_of_metrics(run: tuple[Path, str], tmp_path: Path) -> N
     assert done("metrics", "recall", folder=tmp_path) == done("metrics", "attention_recall", folder=tmp_path)
 
 
-def test_lines_are_as_narrow_as_the_columns_allow(folder: Path) -> None:
-    text = kvreplay("show", "out", "--columns", "recall", folder=folder).out
+def test_lines_are_as_narrow_as_the_columns_allow(run: tuple[Path, str]) -> None:
+    text = done("show", "out", "--columns", "recall", folder=run[0])
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -281,7 +281,10 @@ def test_policies_without_the_headline_are_shown_in_their_order(run: tuple[Path,
     done("replay", trace, "-p", "leverage", "-b", "0.2", "--controls", "none", "-o", "none", folder=tmp_path)
     text = done("show", "none", folder=tmp_path)
     assert rows_of(text)[0] == "leverage" and len(rows_of(text)) == 10
-    assert "\n2 more policies are not shown; these are the best of equal memory by out.err, then the first others\n" in text
+    assert (
+        "\n2 more policies are not shown; these are the best of equal memory by out.err, then the first others\n"
+        in text
+    )
 
 
 def test_a_selection_without_a_cell_is_refused(tmp_path: Path) -> None:
