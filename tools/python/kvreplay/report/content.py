@@ -133,8 +133,8 @@ class Page:
             "colours": [[round(255 * part) for part in colormaps["cividis"](i / (COLOUR_STOPS - 1))[:3]]
                         for i in range(COLOUR_STOPS)],
             "columns": [
-                {"title": column.title, "name": ":".join(filter(None, column.metric)), "meaning": column.meaning, "best": column.best(run.better),
-                 "units": column.units}
+                {"title": column.title, "name": ":".join(filter(None, column.metric)), "meaning": column.meaning,
+                 "best": column.best(run.better), "units": column.units}
                 for column in table.COLUMNS
             ],
             "traces": [self._trace(run.trace(name)) for name in self.traces],
