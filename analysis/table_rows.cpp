@@ -134,7 +134,10 @@ BudgetRows rows_at(const std::vector<const CellRecord*>& cells, bool several_tra
     else if (row.failed == nullptr)
       row.failed = cell;
   }
-  std::ranges::stable_partition(budget.rows, [](const PolicyRow& row) { return !row.is_control(); });
+  std::vector<PolicyRow> controls;
+  std::ranges::copy_if(budget.rows, std::back_inserter(controls), &PolicyRow::is_control);
+  std::erase_if(budget.rows, [](const PolicyRow& row) { return row.is_control(); });
+  budget.rows.insert(budget.rows.end(), controls.begin(), controls.end());
   return budget;
 }
 
@@ -361,9 +364,11 @@ bool TableRows::is_ranked(const PolicyRow& row) const {
 /// The best policies by the headline, best first, then others in their order, and the controls.
 BudgetRows TableRows::shortened(const BudgetRows& all) const {
   BudgetRows some{.budget = all.budget};
-  std::ranges::copy_if(all.rows, std::back_inserter(some.rows), [&](const PolicyRow& row) { return is_ranked(row); });
   const double sign = headline_.better == Better::higher ? -1 : 1;
-  std::ranges::stable_sort(some.rows, {}, [&](const PolicyRow& row) { return sign * value(row, headline_).mean; });
+  std::multimap<double, PolicyRow> ranked;  // equal values stay in their order
+  for (const PolicyRow& row : all.rows)
+    if (is_ranked(row)) ranked.emplace(sign * value(row, headline_).mean, row);
+  for (const auto& [key, row] : ranked) some.rows.push_back(row);
   std::ranges::copy_if(all.rows, std::back_inserter(some.rows),
                        [&](const PolicyRow& row) { return !row.is_control() && !is_ranked(row); });
   some.rows.resize(std::min(some.rows.size(), most_policies));
