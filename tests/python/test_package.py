@@ -39,7 +39,7 @@ def test_editors_read_the_engines_types() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_functions_say_their_types(name: str) -> None:
     function = getattr(kv, name)
-    types = {"Run": kv.Run, "pd": pd, "Path": Path, "Drawing": Drawing}
+    types = {"Run": kv.Run, "Trace": kv.Trace, "pd": pd, "Path": Path, "Drawing": Drawing}
     hints = typing.get_type_hints(function, vars(inspect.getmodule(function)) | types)
     assert hints.keys() == {*inspect.signature(function).parameters, "return"}
 
