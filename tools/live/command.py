@@ -86,9 +86,8 @@ def live(arguments: argparse.Namespace) -> None:
     from kvreplay.results import Run
 
     runs = [Run(folder) for folder in arguments.runs]
-    wanted = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
-    for run, trace in wanted:
-        _chosen(run, trace, arguments)  # rejects unknown policies and budgets
+    traces = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
+    wanted = [(run, trace, _chosen(run, trace, arguments)) for run, trace in traces]
     choices.source.require_reachable()
 
     from kvreplay.capture.command import quiet_libraries
@@ -100,7 +99,7 @@ def live(arguments: argparse.Namespace) -> None:
     from kvreplay.live.measure import LiveModel, say
     from kvreplay.live.results import Way, write_view
 
-    for run, trace in wanted:
+    for run, trace, _ in wanted:
         if trace.tokens <= trace.boundary:
             raise Error(str(run.folder), f"trace {trace.name}", "a continuation after the prompt", "none")
     if arguments.threads:
@@ -117,13 +116,13 @@ def live(arguments: argparse.Namespace) -> None:
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
                         arguments.memory, decide=arguments.live_decisions)  # fmt: skip
-    for run, trace in wanted:
-        machine.batch_of(trace, _chosen(run, trace, arguments))  # before the first pass
-    for run, trace in wanted:
+    for _, trace, rows in wanted:
+        machine.batch_of(trace, rows)  # before the first pass
+    for run, trace, rows in wanted:
         machine.measure(
             run,
             trace,
-            _chosen(run, trace, arguments),
+            rows,
             count=arguments.generate,
             answers=answers.get(trace.name),
             show=show,
@@ -137,13 +136,12 @@ def live(arguments: argparse.Namespace) -> None:
                     "same command again to measure the failed cells", exit_code=Refusal.SOME_FAILED)  # fmt: skip
 
 
-def _is_done(wanted: Sequence[tuple[Run, TraceFacts]], way: Way, arguments: argparse.Namespace) -> bool:
+def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, arguments: argparse.Namespace) -> bool:
     """Whether all cells were measured this way before. If so, it prints the cells that cannot be measured."""
     from kvreplay.live.measure import Work, say
 
     left_out = []
-    for run, trace in wanted:
-        rows = _chosen(run, trace, arguments)
+    for run, trace, rows in wanted:
         work = Work.of(run, trace, rows, arguments.generate, way, arguments.live_decisions)
         if work.cells or work.failed:
             return False
