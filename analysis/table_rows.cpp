@@ -365,7 +365,7 @@ bool TableRows::is_ranked(const PolicyRow& row) const {
 BudgetRows TableRows::shortened(const BudgetRows& all) const {
   BudgetRows some{.budget = all.budget};
   const double sign = headline_.better == Better::higher ? -1 : 1;
-  std::multimap<double, PolicyRow> ranked;  // equal values stay in their order
+  std::multimap<double, PolicyRow> ranked;  // keeps the order of rows with equal values
   for (const PolicyRow& row : all.rows)
     if (is_ranked(row)) ranked.emplace(sign * value(row, headline_).mean, row);
   for (const auto& [key, row] : ranked) some.rows.push_back(row);
@@ -382,8 +382,7 @@ std::size_t TableRows::rest(const BudgetRows& all) const {
   const auto policies =
       static_cast<std::size_t>(std::ranges::count_if(all.rows, [](const PolicyRow& row) { return !row.is_control(); }));
   if (shows_all() || !options_.policies.empty() || policies <= most_policies) return 0;
-  const BudgetRows some = shortened(all);
-  return all.rows.size() - some.rows.size();
+  return policies - most_policies;
 }
 
 std::vector<BudgetRows> TableRows::tables(const TracesRows& part) const {

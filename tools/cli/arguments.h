@@ -51,7 +51,7 @@ class Arguments {
   /// The whole command line, for the record.
   const std::vector<std::string>& command_line() const { return command_line_; }
 
-  /// The options in long names, those of kvreplay.yaml too, each followed by its value as a word of its own, without
+  /// The options in long names, those of kvreplay.yaml too, each followed by its value as a separate word, without
   /// those that are `left_out`.
   std::vector<std::string> spelled_out(std::span<const std::string_view> left_out) const;
 
