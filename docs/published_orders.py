@@ -55,7 +55,7 @@ def lines(run: Run, better: str, worse: str) -> pd.DataFrame:
 def label_of(run: Run, policy: str) -> str:
     """The label in the run of a policy that is written with its distinguishing parameters."""
     asked = run.cells[run.cells["role"] == "asked"]
-    (label,) = set(asked["label"][of_policy(asked, policy)])
+    (label,) = set(asked["label"][of_policy(zip(asked["policy"], asked["params"], strict=True), policy)])
     return label
 
 

@@ -8,6 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from program import done
+
+from kvreplay.run_names import check_names
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
@@ -26,6 +29,24 @@ MISSING_FILES = {
     "kvreplay-report": ["none"],
     "kvreplay-sweep": [REPLAY],
     "kvreplay-tune": [REPLAY, f"trace.h5 {REPLAY.partition(' ')[2]} --metric kld --model none.gguf"],
+}
+UNKNOWN_NAMES = {
+    "kvreplay-compare run --baseline snapvk": "--baseline: unknown policy snapvk: did you mean snapkv?",
+    "kvreplay-compare run --baseline h2o -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
+    "kvreplay-compare run --baseline h2o -b 0.4": "-b: unknown budget 0.4: did you mean 0.5?",
+    "kvreplay-compare run --baseline h2o --metric recal": "unknown metric recal: did you mean attention_recall?",
+    "kvreplay-live run --model x -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
+    "kvreplay-live run --model x --trace fixtur": "--trace: unknown trace fixtur: did you mean fixture?",
+    "kvreplay-plot curve run --metric recal": "--metric: unknown metric recal: did you mean attention_recall?",
+    "kvreplay-plot curve run --metric skill": "--metric: unknown metric: expected one of attention_",
+    "kvreplay-plot curve run -p snapkv:window=99": "-p: unknown policy: expected one of full, h2o, ",
+    "kvreplay-plot kept run --trace fixtur": "--trace: unknown trace fixtur: did you mean fixture?",
+    "kvreplay-report run -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
+    "kvreplay-report run --baseline snapvk": "--baseline: unknown policy snapvk: did you mean snapkv?",
+    "kvreplay-report run -b 7": "-b: unknown budget: expected one of 0.5, 6, found 7",
+    "kvreplay-tune trace.h5 -p snapvk -b 0.1": "snapvk: unknown policy: did you mean snapkv?",
+    "kvreplay-tune trace.h5 -p snapkv -b 0.1 --metric recal": "recal: unknown metric: did you mean attention_recall?",
+    "kvreplay-tune trace.h5 -p snapkv -b 0.1 --metric kld": "--metric: kld is measured in the live model",
 }
 REJECTED = """
 import sys
@@ -71,3 +92,28 @@ def test_an_unknown_option_is_reported_before_large_packages_are_imported(script
     assert (code, said.count("\n")) == (2, 1), said
     assert "unknown option" in said
     assert not LARGE & modules
+
+
+@pytest.fixture(scope="module")
+def replayed(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run`, a run of two calls: run.json describes the second, with snapkv at 0.5; and `trace.h5`."""
+    folder = tmp_path_factory.mktemp("replayed")
+    for policy, budget in (("h2o", "6"), ("snapkv:window=4", "0.5")):
+        done("replay", traces / "fixture.h5", "-p", policy, "-b", budget, "-o", "run", folder=folder)
+    (folder / "trace.h5").touch()
+    return folder
+
+
+@pytest.mark.parametrize("line", UNKNOWN_NAMES)
+def test_an_unknown_name_is_reported_before_large_packages_are_imported(line: str, replayed: Path) -> None:
+    script, _, words = line.partition(" ")
+    code, said, modules = rejected(script, words, replayed)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert UNKNOWN_NAMES[line] in said
+    assert not LARGE & modules
+
+
+def test_names_of_every_call_into_a_folder_are_known(replayed: Path) -> None:
+    asked = ["h2o", "snapkv:window=4", "SnapKVPress", "oracle"]
+    check_names([replayed / "run"], policies=asked, baseline="random", budgets=["6", "0.5"], traces=["fixture"],
+                metrics=["recall", "output_error", "kept_tokens"])  # fmt: skip

@@ -21,6 +21,7 @@ from kvreplay.capture.model_options import (
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, names, say_notes, size
 from kvreplay.run_folder import require_run
+from kvreplay.run_names import check_names, chosen_labels, pick, split_policies
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,6 +80,9 @@ def live(arguments: argparse.Namespace) -> None:
         raise Error("--live-decisions", "with --generate", "one of the two", "", Refusal.USAGE)
     for folder in arguments.runs:
         require_run(folder)
+    check_names(
+        arguments.runs, policies=split_policies(arguments.policies), budgets=arguments.budgets, traces=arguments.trace
+    )
     choices = ModelChoices.of(arguments)
     choices.check()
     answers = _answers(arguments.answers)
@@ -152,16 +156,12 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, a
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:
-    from kvreplay.run_names import pick
-
     known = list(dict.fromkeys(run.cells["trace"]))
     return pick("--trace", "trace", asked, known) if asked else known
 
 
 def _chosen(run: Run, trace: TraceFacts, arguments: argparse.Namespace) -> pd.DataFrame:
     """Rows of run.cells."""
-    from kvreplay.run_names import chosen_labels, pick, split_policies
-
     rows = run.cells
     if asked := split_policies(arguments.policies):
         rows = rows[rows["label"].isin(chosen_labels("-p", rows, asked, list(dict.fromkeys(rows["label"]))))]

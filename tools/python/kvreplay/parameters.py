@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pandas as pd
+import contextlib
+from collections.abc import Iterable
 
 
 def split_outside_parentheses(line: str) -> list[str]:
@@ -25,13 +23,15 @@ def parameters(line: str) -> dict[str, str]:
     return dict(piece.partition("=")[::2] for piece in split_outside_parentheses(line))
 
 
-def of_policy(cells: pd.DataFrame, policy: str) -> pd.Series:
-    """Which rows are of a policy as replay writes it: a name means all of that name, name:key=value,… those with these
-    values."""
+def of_policy(cells: Iterable[tuple[str, str]], policy: str) -> list[bool]:
+    """Which of `cells`, policy and parameters of each, a text of replay names: NAME all of that name, NAME:KEY=VALUE,…
+    those with these values."""
+    cells = list(cells)
     name, _, values = policy.partition(":")
-    if not (cells["policy"] == name).any():  # in another spelling, which the engine reads
-        from kvreplay.engine import _engine
+    if all(one != name for one, _ in cells):  # in another spelling, which the engine reads
+        with contextlib.suppress(ImportError):  # figures work without the engine
+            from kvreplay import _engine
 
-        name = _engine.policy_name(name)
+            name = _engine.policy_name(name)
     wanted = parameters(values).items()
-    return (cells["policy"] == name) & cells["params"].map(lambda line: wanted <= parameters(line).items()).astype(bool)
+    return [one == name and wanted <= parameters(line).items() for one, line in cells]

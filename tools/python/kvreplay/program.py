@@ -22,7 +22,10 @@ from typing import Any, NoReturn
 from kvreplay import __version__
 from kvreplay.errors import DISK_FULL, SUGGESTION, Error, Refusal
 
-QUIET = "no progress; no table or names of files from commands that write files (JSON and dry runs are still printed)"
+QUIET = (
+    "no progress and no notes; no table or names of files from commands that write files (JSON and dry runs are still "
+    "printed)"
+)
 SPELLINGS = {"--policy": "--policies", "--budget": "--budgets"}
 SPELLINGS |= {plural: singular for singular, plural in SPELLINGS.items()}
 
@@ -181,9 +184,9 @@ def writing(path: Path) -> Iterator[None]:
         raise Error(str(problem.filename or path), "cannot be written", "", str(problem.strerror)) from problem
 
 
-def say_notes(command: str, notes: Iterable[str]) -> None:
-    """Prints notes for the reader of the results on stderr."""
-    for note in notes:
+def say_notes(command: str, notes: Iterable[str], quiet: bool = False) -> None:
+    """Prints notes for the reader of the results on stderr, unless `quiet`."""
+    for note in () if quiet else notes:
         print(f"kvreplay: {command}: {note}", file=sys.stderr)
 
 

@@ -26,8 +26,9 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.export import write_table
 from kvreplay.hdf5_file import open_to_read
 from kvreplay.live_metrics import METRICS as LIVE_METRICS
-from kvreplay.parameters import of_policy, parameters
+from kvreplay.parameters import of_policy
 from kvreplay.run_folder import require_run
+from kvreplay.run_names import LABELLED, labels_of
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
 from kvreplay.trace import Span, Trace
 
@@ -432,7 +433,7 @@ class Run:
     def _cell(self, policy: str, budget: str, trace: str) -> pd.Series:
         """The cell that matches the arguments; raises Error with similar cells if there is none, or several."""
         rows = self.cells[self.cells["trace"] == trace] if trace else self.cells
-        meant = of_policy(rows, policy)
+        meant = np.array(of_policy(zip(rows["policy"], rows["params"], strict=True), policy), dtype=bool)
         of_budget = (rows["budget"] == budget) | (rows["budget_tokens"].map("{:.0f}".format) == budget)
         of_label = rows["label"] == policy  # what tables and figures call it: of cells that all fit, the one meant
         found = rows[of_label & of_budget] if (of_label & of_budget).any() else rows[meant & of_budget]
@@ -788,23 +789,7 @@ def told_apart(live: pd.DataFrame) -> pd.DataFrame:
 
 
 def labels(table: pd.DataFrame) -> pd.Series:
-    """The label of each row's policy: its name, followed by the parameters in which cells of this name differ.
-
-    Boundary, eval queries, backend and seed count as parameters where two cells differ in nothing else. Rows of a
-    trace without a policy have no label.
-    """
-    distinct = table[CELL].drop_duplicates()
-    same = distinct.groupby(["trace", "policy", "params", "budget"])
-    beside = [name for name in ("boundary", "eval", "backend", "seed") if (same[name].nunique() > 1).any()]
-    names: dict[tuple[str, ...], str] = {}
-    key = ["policy", "params", *beside]
-    for policy, rows in distinct[key].drop_duplicates().groupby("policy"):
-        cells = rows.to_dict("records")
-        known = [{name: cell[name] for name in beside} | parameters(cell["params"]) for cell in cells]
-        every = dict.fromkeys(name for one in known for name in one)
-        differ = [name for name in every if len({one.get(name) for one in known}) > 1]
-        for cell, one in zip(cells, known, strict=True):
-            suffix = ",".join(f"{name}={one[name]}" for name in differ if name in one)
-            names[tuple(cell.values())] = f"{policy}:{suffix}" if suffix else str(policy)
-    rows = table[key].itertuples(index=False, name=None)
-    return pd.Series([names[row] for row in rows], index=table.index, dtype=str)
+    """The label of each row's policy, as `run_names.labels_of`."""
+    cells = list(table[list(LABELLED)].itertuples(index=False, name=None))
+    names = labels_of(cells)
+    return pd.Series([names[cell] for cell in cells], index=table.index, dtype=str)

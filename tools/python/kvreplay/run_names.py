@@ -1,17 +1,31 @@
-"""Names of a run's policies, budgets, traces and metrics, as on command lines."""
+"""Names of a run's policies, budgets, traces and metrics, as on command lines.
+
+`check_names` rejects unknown names before the packages that read tables are imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.nearest import nearest
-from kvreplay.parameters import of_policy, split_outside_parentheses
+from kvreplay.parameters import of_policy, parameters, split_outside_parentheses
+from kvreplay.skill import SKILL, TWIN
 
 if TYPE_CHECKING:
     import pandas as pd
+
+BESIDE = ("boundary", "eval", "backend", "seed")  # parameters of a label where two cells differ in nothing else
+LABELLED = ("trace", "policy", "params", "budget", *BESIDE)  # the columns of a cell that labels depend on
+Cell = tuple[str, ...]  # values of LABELLED
 
 
 def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -22,14 +36,45 @@ def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> li
     return [name for name in known if name in asked]
 
 
-def pick_metrics(asked: Sequence[str], known: Sequence[str]) -> list[str]:
+def pick_metrics(asked: Sequence[str], known: Sequence[str], flag: str = "--metric") -> list[str]:
     """`pick` of metrics NAME[:VARIANT], which titles of the table, such as recall, stand for as well."""
-    if not set(asked) <= set(known):
-        with contextlib.suppress(Error):  # figures work without the engine
-            from kvreplay.engine import _engine
+    return pick(flag, "metric", [name if name in known else metric_of_title(name) for name in asked], known)
 
-            asked = [name if name in known else _engine.metric_of_title(name) for name in asked]
-    return pick("--metric", "metric", asked, known)
+
+def metric_of_title(name: str) -> str:
+    """The metric that a title of the table stands for; another text, and any text without the engine, as it is."""
+    with contextlib.suppress(ImportError):  # figures work without the engine
+        from kvreplay import _engine
+
+        return _engine.metric_of_title(name)
+    return name
+
+
+def labels_of(cells: Iterable[Cell]) -> dict[Cell, str]:
+    """The label of each cell's policy: its name, followed by the parameters in which cells of this name differ. Those
+    of BESIDE count as parameters where two cells differ in nothing else. A cell without a policy, which is a trace, has
+    no label."""
+    cells = dict.fromkeys(cells)
+    beside_of = defaultdict(set)
+    for cell in cells:
+        beside_of[cell[:4]].add(cell[4:])
+    beside = [i for i in range(len(BESIDE)) if any(len({one[i] for one in same}) > 1 for same in beside_of.values())]
+
+    def key_of(cell: Cell) -> Cell:
+        return (cell[1], cell[2], *(cell[4 + i] for i in beside))
+
+    values: dict[str, dict[Cell, dict[str, str]]] = defaultdict(dict)
+    for policy, params, *others in map(key_of, cells):
+        own = {BESIDE[i]: value for i, value in zip(beside, others, strict=True)} | parameters(params)
+        values[policy][policy, params, *others] = own
+    names = {}
+    for policy, known in values.items():
+        every = dict.fromkeys(name for one in known.values() for name in one)
+        differ = [name for name in every if len({one.get(name) for one in known.values()}) > 1]
+        for key, one in known.items():
+            suffix = ",".join(f"{name}={one[name]}" for name in differ if name in one)
+            names[key] = f"{policy}:{suffix}" if suffix else policy
+    return {cell: names[key_of(cell)] for cell in cells}
 
 
 def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -38,9 +83,18 @@ def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: S
     A name takes all labels of that policy, in the order of `known`; name:key=value,… takes those with these values.
     """
     policies = cells[["label", "policy", "params"]].drop_duplicates()
+    return _chosen(flag, list(policies.itertuples(index=False, name=None)), asked, known)
+
+
+def _chosen(
+    flag: str, policies: Sequence[tuple[str, str, str]], asked: Sequence[str], known: Sequence[str]
+) -> list[str]:
+    """`chosen_labels` of (label, policy, params)."""
     chosen: list[str] = []
     for one in asked:
-        labels = set(policies["label"][of_policy(policies, one)]) or set(pick(flag, "policy", [one], known))
+        fits = of_policy([(policy, params) for _, policy, params in policies], one)
+        labels = {label for (label, *_), fit in zip(policies, fits, strict=True) if fit}
+        labels = labels or set(pick(flag, "policy", [one], known))
         chosen += [label for label in known if label in labels]
     return list(dict.fromkeys(chosen))
 
@@ -62,3 +116,72 @@ def split_policies(values: Sequence[str]) -> list[str]:
             else:
                 names.append(piece)
     return names
+
+
+def _listed(folder: Path) -> tuple[set[str], set[str], set[str], set[str]]:
+    """Policies, budgets, traces and metrics of the last replay into the folder, from run.json."""
+    about = json.loads((folder / "run.json").read_bytes())
+    policies = {one[key] for one in about["policies"] for key in ("label", "name")}
+    policies |= {one["policy"] for one in about["cells"]}
+    options = about["options"]
+    return policies, set(options["budgets"]), {one["trace"] for one in about["inputs"]}, set(options["metrics"])
+
+
+def _read(folder: Path) -> tuple[dict[Cell, None], set[str]]:
+    """The cells of results.csv, each once, and the metrics NAME[:VARIANT] over all layers and heads."""
+    cells, metrics = {}, set()
+    with (folder / "results.csv").open(newline="", encoding="utf-8") as file:
+        rows = csv.reader(file)
+        header = next(rows)
+        cell_of = itemgetter(*map(header.index, LABELLED))
+        name_of = itemgetter(*map(header.index, ("layer", "head", "metric", "variant")))
+        role = header.index("role")
+        for row in rows:
+            layer, head, metric, variant = name_of(row)
+            if layer == head == "all" and row[role] != "trace":
+                cells[cell_of(row)] = None
+                metrics.add(f"{metric}:{variant}" if variant else metric)
+    if any(policy == TWIN for _, policy, *_ in cells):
+        metrics.add(SKILL["name"])
+    return cells, metrics
+
+
+def check_names(
+    runs: Sequence[Path],
+    *,
+    policies: Sequence[str] = (),
+    baseline: str = "",
+    budgets: Sequence[str] = (),
+    traces: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+) -> None:
+    """Rejects names of -p, --baseline, -b, --trace and --metric that no cell of the runs has, in the words of
+    `chosen_labels`, `pick` and `pick_metrics`. Reads results.csv only for a name that run.json, which describes the
+    last replay into the folder, does not list. Files that cannot be read are left to the commands."""
+    every = [*policies, *filter(None, [baseline])], budgets, traces, [metric_of_title(name) for name in metrics]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        listed = [_listed(folder) for folder in runs]
+        if all(
+            set(asked) <= set().union(*known) for asked, known in zip(every, zip(*listed, strict=True), strict=True)
+        ):
+            return
+    try:
+        found = [_read(folder) for folder in runs]
+    except (OSError, ValueError, StopIteration, IndexError, csv.Error):
+        return
+    cells = dict.fromkeys(cell for cells, _ in found for cell in cells)
+    if not cells:
+        return
+    of_cells = sorted({(label, cell[1], cell[2]) for cell, label in labels_of(cells).items()})
+    known = sorted({name for label, policy, _ in of_cells for name in (label, policy)})
+    _chosen("-p", of_cells, policies, known)
+    _chosen("--baseline", of_cells, [baseline] if baseline else [], known)
+    pick("-b", "budget", budgets, sorted({cell[3] for cell in cells}))
+    pick("--trace", "trace", traces, sorted({cell[0] for cell in cells}))
+    known = set().union(*(metrics for _, metrics in found))
+    # The command chooses a variant of NAME, and reads live.csv.
+    later = {name.partition(":")[0] for name in known}
+    asked = [name for name in every[3] if name not in later]
+    if any((folder / "live.csv").exists() for folder in runs):
+        asked = [name for name in asked if name.partition(":")[0] not in LIVE]
+    pick_metrics(asked, sorted(known))

@@ -10,10 +10,12 @@ mean recall is used.
 from __future__ import annotations
 
 from collections import Counter
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from kvreplay.parameters import parameters
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 TWIN = "random-twin"
 SKILL = {"name": "skill", "unit": "ratio", "better": "higher"}  # as run.json declares metrics
@@ -64,6 +66,8 @@ def skill_rows(recalls: pd.DataFrame, twins: dict[Policy, str]) -> pd.DataFrame:
 
     `recalls`: rows of `is_recall` with numbers; `twins` as of `twins_of`.
     """
+    import pandas as pd
+
     own, oracle = (recalls[recalls["variant"] == variant] for variant in ("", "oracle"))
     of_twin = own[own["policy"] == TWIN]
     of_twin = of_twin.assign(of=of_twin["params"].map(policy_of_twin))

@@ -70,7 +70,7 @@ def regret(arguments: argparse.Namespace) -> None:
         write_csv(found, arguments.output)
     document = json.dumps(regret_terms.document(found), indent=2, allow_nan=False)
     print(document if arguments.json else regret_terms.table(found))
-    say_notes("regret", dict.fromkeys(str(one.message) for one in heard))
+    say_notes("regret", dict.fromkeys(str(one.message) for one in heard), arguments.quiet)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvreplay.headline import DEFAULT
 from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_format, require_least, say_notes
 from kvreplay.run_folder import require_run
+from kvreplay.run_names import check_names, split_policies
 
 
 def parser() -> Parser:
@@ -48,17 +49,19 @@ def compare(arguments: argparse.Namespace) -> None:
     require_least(arguments, seed=0)
     for folder in arguments.runs:
         require_run(folder)
+    policies = split_policies(arguments.policies)
+    check_names(arguments.runs, policies=policies, baseline=arguments.baseline, budgets=arguments.budgets,
+                metrics=arguments.metric)  # fmt: skip
 
     from kvreplay.compare.comparison import Comparison
     from kvreplay.results import Run
-    from kvreplay.run_names import split_policies
     from kvreplay.tables import write_csv
 
     runs = [Run(folder) for folder in arguments.runs]
     comparison = Comparison(
         runs,
         baseline=arguments.baseline,
-        policies=split_policies(arguments.policies),
+        policies=policies,
         budgets=arguments.budgets,
         metrics=arguments.metric,
         same_prompt=arguments.same_prompt,
@@ -68,7 +71,7 @@ def compare(arguments: argparse.Namespace) -> None:
         write_csv(comparison.lines, arguments.data)
     print(json.dumps(comparison.document(), indent=2, allow_nan=False) if arguments.json else comparison.table())
     failed = [f"{run.folder}: {len(run.failed)} failed cells are omitted" for run in runs if run.failed]
-    say_notes("compare", [*failed, *comparison.notes])
+    say_notes("compare", [*failed, *comparison.notes], arguments.quiet)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from kvreplay.headline import DEFAULT
 from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, require_format, require_least, require_paths, say_notes
 from kvreplay.run_folder import require_run
+from kvreplay.run_names import check_names, split_policies
 
 if TYPE_CHECKING:
     from kvreplay.plot.style import Drawing
@@ -144,7 +145,7 @@ def require_kind_of_traces(kind: str, path: Path) -> None:
         raise Error("plot", f"{kind} needs a run", expected, str(path), Refusal.USAGE)
 
 
-def check_names(arguments: argparse.Namespace) -> None:
+def check_arguments(arguments: argparse.Namespace) -> None:
     """Rejects invalid options and missing files before any package that draws is imported."""
     check_kind(arguments)
     for path in arguments.output:
@@ -152,14 +153,26 @@ def check_names(arguments: argparse.Namespace) -> None:
     if arguments.run.suffix == ".h5":
         require_kind_of_traces(arguments.kind, arguments.run)
     require_format("--data", arguments.data, ".csv")
-    (require_paths if arguments.run.suffix == ".h5" else require_run)(arguments.run)
+    if arguments.run.suffix == ".h5":
+        require_paths(arguments.run)
+        return
+    require_run(arguments.run)
+    asked = asked_of_kinds(arguments)
+    metric, baseline = asked.get("metric_asked", ""), asked.get("baseline", "")
+    check_names(
+        [arguments.run],
+        policies=split_policies(asked.get("policies", ())),
+        baseline=baseline,
+        budgets=asked.get("budgets_asked", ()),
+        traces=asked.get("traces_asked", ()),
+        metrics=[metric] if metric else (),
+    )
 
 
 def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> Drawing:
     """The figure of the arguments."""
     from kvreplay.plot import style
     from kvreplay.plot.figure_options import Choice
-    from kvreplay.run_names import split_policies
 
     kind = importlib.import_module(f"kvreplay.plot.{arguments.kind}")
     asked = asked_of_kinds(arguments)
@@ -176,7 +189,7 @@ def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> Drawing:
 
 def plot(arguments: argparse.Namespace) -> list[Path]:
     """Draws and writes; the files written."""
-    check_names(arguments)
+    check_arguments(arguments)
 
     from kvreplay.plot.trace_file import TraceFile
     from kvreplay.results import Run
@@ -188,7 +201,7 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     written = [file for path in outputs for file in drawing.save(path)]
     if arguments.data:
         write_csv(drawing.data, arguments.data)
-    say_notes(arguments.kind, drawing.notes)
+    say_notes(arguments.kind, drawing.notes, arguments.quiet)
     return [*written, *([arguments.data] if arguments.data else [])]
 
 

@@ -74,7 +74,7 @@ def predict(arguments: argparse.Namespace) -> None:
         with settings():
             save(shown.figure(), arguments.output)
     print(json.dumps(shown.document(), indent=2, allow_nan=False) if arguments.json else shown.text())
-    say_notes("predict", found.notes)
+    say_notes("predict", found.notes, arguments.quiet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

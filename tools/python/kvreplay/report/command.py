@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvreplay.program import Parser, exit_code, names, require_format, say_notes, writing
 from kvreplay.run_folder import require_run
+from kvreplay.run_names import check_names, split_policies
 
 
 def parser() -> Parser:
@@ -40,18 +41,19 @@ def report(arguments: argparse.Namespace) -> Path:
     output = arguments.output or arguments.run / "report.html"
     require_format("-o", output, ".html", ".htm")
     require_run(arguments.run)
+    policies = split_policies(arguments.policies)
+    check_names([arguments.run], policies=policies, baseline=arguments.baseline, budgets=arguments.budgets,
+                traces=arguments.trace)  # fmt: skip
 
     from kvreplay.report.content import Page
     from kvreplay.report.page import written
     from kvreplay.results import Run
-    from kvreplay.run_names import split_policies
 
-    policies = split_policies(arguments.policies)
     text = not arguments.no_text
     page = Page(Run(arguments.run), arguments.trace, policies, arguments.budgets, text, arguments.baseline)
     with writing(output):
         output.write_bytes(written(page))
-    say_notes("report", [*page.notes, f"{output.stat().st_size:,} bytes"])
+    say_notes("report", [*page.notes, f"{output.stat().st_size:,} bytes"], arguments.quiet)
     return output
 
 

@@ -133,6 +133,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
 
     from kvreplay.engine import _engine
     from kvreplay.tune import space
+    from kvreplay.tune.metric import better_of, is_live
 
     policies = [one for text in arguments.policy for one in _engine.split_policies(text)]
     several = arguments.ranges is not None
@@ -144,6 +145,8 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
         raise Error("-p", "policies to tune", "different policies", ", ".join(policies), Refusal.USAGE)
     _engine.budget(arguments.budget)  # so is the budget
     asked = space.asked_space(arguments.search)
+    better_of(arguments.metric)  # so is the metric
+    check_model(arguments, is_live(arguments.metric))
 
     from kvreplay.tune import outcome, search
     from kvreplay.tune.hold_out import split_prompts
@@ -153,7 +156,6 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
         arguments.metric, arguments.budget, arguments.work,
         {"device": arguments.device, "threads": arguments.threads, "memory": arguments.memory},
     )  # fmt: skip
-    check_model(arguments, objective.is_live)
     divided = split_prompts(
         arguments.traces, arguments.held_out, arguments.hold_out, arguments.same_prompt, arguments.seed
     )
@@ -176,7 +178,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     else:
         print(result.table())
         print(f"replay     -p @{arguments.output}")
-    say_notes("tune", objective.notes)
+    say_notes("tune", objective.notes, arguments.quiet)
 
 
 def main(argv: list[str] | None = None) -> int:

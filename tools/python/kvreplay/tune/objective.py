@@ -16,10 +16,9 @@ from kvreplay.compare.comparison import values_of
 from kvreplay.engine import replay
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import HEADLINE
-from kvreplay.live_metrics import BY_NAME as LIVE
-from kvreplay.live_metrics import TEXT_METRICS
 from kvreplay.results import Run
 from kvreplay.tune.hold_out import Captured
+from kvreplay.tune.metric import better_of, is_live
 
 if TYPE_CHECKING:
     from kvreplay.live.measure import LiveModel
@@ -42,22 +41,12 @@ class Objective:
     live: LiveModel | None = None
 
     def __post_init__(self) -> None:
-        metric, _, variant = self.metric.partition(":")
-        if metric in {one.name for one in TEXT_METRICS}:
-            raise Error("--metric", f"{metric} needs generated text",
-                        "a number of the continuation, such as kld", "", Refusal.USAGE)  # fmt: skip
-        if self.is_live and variant not in LIVE[metric].variants:
-            expected = " or ".join(f"{metric}:{one}".rstrip(":") for one in LIVE[metric].variants)
-            raise Error("--metric", "unknown variant", expected, self.metric, Refusal.USAGE)
-        self.better = LIVE[metric].better if self.is_live else _engine.better(self.metric)
-        if self.better == "neither":
-            raise Error("--metric", f"{self.metric} has no direction",
-                        "a metric with a direction, as kvreplay metrics lists them", "", Refusal.USAGE)  # fmt: skip
+        self.better = better_of(self.metric)
 
     @property
     def is_live(self) -> bool:
         """Whether a model must run for it."""
-        return self.metric.partition(":")[0] in LIVE
+        return is_live(self.metric)
 
     @property
     def loop(self) -> str:
