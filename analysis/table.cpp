@@ -8,6 +8,7 @@
 #include <cmath>
 #include <functional>
 #include <iterator>
+#include <numeric>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -286,17 +287,35 @@ std::string marked(const GridCell& cell, std::size_t width, const Colours& colou
   return " " + (cell.is_best ? colours.bold(text) : text);
 }
 
+std::string heading_of(const PolicyRow& row) { return row.is_control() ? "controls" : row.facts->family; }
+
+/// The places of rows.
+std::vector<std::size_t> in_order(const std::vector<PolicyRow>& rows) {
+  std::vector<std::size_t> places(rows.size());
+  std::iota(places.begin(), places.end(), std::size_t{0});
+  return places;
+}
+
+/// The same family by family, in the order of the families' first rows.
+std::vector<std::size_t> by_family(const std::vector<PolicyRow>& rows) {
+  const auto first = [&](std::size_t place) {
+    return std::ranges::find(rows, heading_of(rows[place]), heading_of) - rows.begin();
+  };
+  std::vector<std::size_t> places = in_order(rows);
+  std::ranges::stable_sort(places, {}, first);
+  return places;
+}
+
 std::string grid(const TableRows& all, const TracesRows& part, const BudgetRows& rows, const Layout& layout,
                  const TableOptions& options) {
   const Colours colours{options.colour};
   std::vector<std::vector<GridCell>> columns;
   for (const TableColumn& column : layout.columns) columns.push_back(all.cells(column, rows.rows));
+  const bool has_headings = options.all && rows.rows.size() > most_in_one_family;
   std::string lines = title_line(layout), family;
-  for (std::size_t r = 0; r < rows.rows.size(); ++r) {
+  for (const std::size_t r : has_headings ? by_family(rows.rows) : in_order(rows.rows)) {
     const PolicyRow& row = rows.rows[r];
-    const std::string own = row.is_control() ? "controls" : row.facts->family;
-    if (options.all && rows.rows.size() > most_in_one_family && own != std::exchange(family, own))
-      lines += "-- " + own + '\n';
+    if (has_headings && heading_of(row) != std::exchange(family, heading_of(row))) lines += "-- " + family + '\n';
     std::string line = left(cut(row.name(), layout.name), layout.name);
     if (row.has_failed()) {
       lines += trimmed(cut(line + "  failed: " + row.failed->error, layout.width)) + '\n';

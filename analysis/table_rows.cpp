@@ -168,6 +168,13 @@ TracesRows rows_of(const RunSummary& summary, const std::vector<const TraceRecor
   return part;
 }
 
+/// Whether some policy keeps fewer than all tokens of the first trace. At larger budgets all policies are equal.
+bool evicts_tokens(const BudgetRows& budget, int boundary) {
+  return std::ranges::any_of(budget.rows, [&](const PolicyRow& row) {
+    return TableRows::is_compared(row) && row.facts->kept_tokens < boundary;
+  });
+}
+
 std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
   std::vector<const TraceRecord*> traces;
   for (const TraceRecord& trace : summary.traces)
@@ -209,7 +216,7 @@ void check_columns(const std::vector<std::string>& columns, std::span<const Metr
 }
 
 RunSummary selection(RunSummary summary, const TableOptions& options) {
-  require_all("--traces", "trace", options.traces, summary.traces, is_trace,
+  require_all("--trace", "trace", options.traces, summary.traces, is_trace,
               [](const TraceRecord& trace) { return std::vector{trace.name}; });
   require_all("--policy", "policy", options.policies, summary.cells, names, [](const CellRecord& cell) {
     return cell.policy == random_twin_name ? std::vector<std::string>{} : std::vector{cell.policy, cell.label};
@@ -386,11 +393,16 @@ std::size_t TableRows::rest(const BudgetRows& all) const {
 }
 
 std::vector<BudgetRows> TableRows::tables(const TracesRows& part) const {
+  const auto table_of = [this](const BudgetRows& budget) { return rest(budget) > 0 ? shortened(budget) : budget; };
   std::vector<BudgetRows> tables;
-  for (const BudgetRows& budget : part.budgets) {
-    tables.push_back(rest(budget) > 0 ? shortened(budget) : budget);
-    if (!shows_all() && options_.budgets.empty()) break;
+  if (!shows_all() && options_.budgets.empty()) {
+    const int boundary = part.traces.front()->boundary;
+    const auto first =
+        std::ranges::find_if(part.budgets, [&](const BudgetRows& budget) { return evicts_tokens(budget, boundary); });
+    tables.push_back(table_of(first == part.budgets.end() ? part.budgets.front() : *first));
+    return tables;
   }
+  std::ranges::transform(part.budgets, std::back_inserter(tables), table_of);
   return tables;
 }
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import shutil
+import struct
 import subprocess
+import termios
 from pathlib import Path
 
 import pytest
-from program import PROGRAM, done, kvreplay
+from program import PROGRAM, WITH_PYTHON, done, kvreplay
 
 EQUAL_WORDS = [
     (["--compression-ratio", "0.5,0.75"], ["-b", "0.5,0.25"]),
@@ -97,7 +103,47 @@ def test_quiet_leaves_only_warnings_and_errors(traces: Path, tmp_path: Path) -> 
 
 
 def test_a_letter_prints_the_version(tmp_path: Path) -> None:
-    assert done("-V", folder=tmp_path) == done("--version", folder=tmp_path)
+    version = done("--version", folder=tmp_path)
+    assert done("-V", folder=tmp_path) == done("replay", "-V", folder=tmp_path) == version
+    in_python = kvreplay("plot", "-V", folder=tmp_path, env=WITH_PYTHON)
+    assert (in_python.code, in_python.out.split()) == (0, version.split()[:2])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["help"], ["replay", "--help"], ["policies"], ["policies", "snapkv"], ["metrics"], ["info", "fixture.h5"]],
+)
+def test_lines_fit_the_terminal(words: list[str], traces: Path) -> None:
+    """Of 80 columns. Examples, which are copied, are not wrapped."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    process = subprocess.Popen([PROGRAM, *words], stdout=terminal, cwd=traces)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(reader, 65536):
+            shown += piece
+    os.close(reader)
+    assert process.wait() == 0
+    lines = [line for line in shown.decode().splitlines() if not line.startswith("  kvreplay ")]
+    assert lines and max(map(len, lines)) <= 80
+
+
+def test_a_press_of_kvpress_has_a_note_on_its_defaults(traces: Path, tmp_path: Path) -> None:
+    def noted(policy: str) -> str:
+        answer = kvreplay("replay", traces / "fixture.h5", "-p", policy, "-b", "6", "-o", "out", folder=tmp_path)
+        assert answer.code == 0
+        return answer.err
+
+    assert "use snapkv:preset=kvpress for those of kvpress\n" in noted("SnapKVPress")
+    assert "KnormPress is knorm with its own defaults; docs/kvpress.md" in noted("KnormPress")
+    assert "defaults" not in noted("SnapKV")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mine.py", "expected mine.py:NAME"), ("mine.so", "expected --plugin")])
+def test_a_file_in_place_of_a_policy_is_rejected(name: str, expected: str, traces: Path, tmp_path: Path) -> None:
+    answer = kvreplay("replay", traces / "fixture.h5", "-p", name, "-b", "6", folder=tmp_path)
+    assert answer.code == 2 and answer.err.startswith(f"kvreplay: {name}: ") and expected in answer.err
 
 
 def test_the_manual_page_has_every_command_option_and_exit_code(tmp_path: Path) -> None:

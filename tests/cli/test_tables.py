@@ -247,7 +247,7 @@ def test_show_selects(run: tuple[Path, str]) -> None:
         (["-p", "snapvk"], "--policy: unknown policy snapvk: did you mean snapkv?"),
         (["-p", "snapkv:window=3"], "--policy: unknown policy snapkv:window=3: did you mean snapkv:window=2?"),
         (["-b", "0.4"], "--budget: unknown budget"),
-        (["--traces", "u"], "--traces: unknown trace"),
+        (["--traces", "u"], "--trace: unknown trace"),
         (["--columns", "attention_recall:prompt"], "--columns: not measured in this run"),
         (["--columns", "atention_recall"], "did you mean attention_recall?"),
         (["--csv", "--json"], "--json: two formats: expected one of them, found --csv"),
@@ -291,9 +291,10 @@ def test_a_selection_without_a_cell_is_refused(tmp_path: Path) -> None:
     for name, prompt in (("t", "96"), ("u", "64")):
         done("synth", "needle", "-o", f"{name}.h5", "--layers", "2", "--prompt", prompt, folder=tmp_path)
     done("replay", "t.h5", "u.h5", "-p", "h2o", "-b", "0.2", "-o", "out", folder=tmp_path)
-    done("replay", "t.h5", "-p", "knorm", "-b", "0.4", "-o", "out", folder=tmp_path)
+    earlier = kvreplay("replay", "t.h5", "-p", "knorm", "-b", "0.4", "-o", "out", folder=tmp_path)
+    assert earlier.code == 0 and earlier.err.startswith("kvreplay: out also has results of trace u from earlier calls")
     for words, line in (
-        (["--traces", "u", "-b", "0.4"], "--budget: unknown budget: expected 0.2, found 0.4"),
+        (["--trace", "u", "-b", "0.4"], "--budget: unknown budget: expected 0.2, found 0.4"),
         (["-p", "h2o", "-b", "0.4"], "--policy: no cell at the selected budgets and traces"),
         (["--traces", "u", "-p", "knorm"], "--policy: no cell at the selected budgets and traces"),
     ):
@@ -310,7 +311,7 @@ def test_spellings_of_a_budget_are_one_budget(run: tuple[Path, str], tmp_path: P
     done("synth", "needle", "-o", "u.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
     for traces, policy, budget in (([trace, "u.h5"], "h2o", "0.5"), ([trace, "u.h5"], "knorm", "50%"),
                                    ([trace], "tova", "48")):  # fmt: skip
-        done("replay", *traces, "-p", policy, "-b", budget, "--controls", "none", "-o", "out", folder=tmp_path)
+        done("replay", *traces, "-p", policy, "-b", budget, "--controls", "none", "-o", "out", "-q", folder=tmp_path)
     for budget in ("0.5", "50%", "5e-1", "48"):
         text = done("show", "out", "--traces", "t", "-b", budget, folder=tmp_path)
         assert set(rows_of(text)) == {"h2o", "knorm", "tova"} and text.count("\nbudget ") == 1
@@ -408,3 +409,17 @@ def test_warnings_are_printed_whatever_the_table_does(run: tuple[Path, str], tmp
     answer = kvreplay(*words, "--columns", "skill", folder=tmp_path)
     assert answer.code == 2 and "h2o is replayed once\n" in answer.err, answer
     assert "\nkvreplay: --columns: not measured in this run" in answer.err
+
+
+def test_the_table_has_the_first_budget_that_evicts_tokens(tmp_path: Path) -> None:
+    done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
+    answer = kvreplay("replay", "t.h5", "-p", "h2o,knorm", "-b", "100,0.25,0.5", "-o", "out", folder=tmp_path)
+    assert answer.code == 0 and "\nbudget   0.25 of 64 = 16 tokens" in answer.out
+
+
+def test_families_of_all_policies_have_one_heading_each(tmp_path: Path) -> None:
+    done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
+    mixed = "h2o,knorm,tova,keydiff,snapkv,leverage,observed-attention,value-norm,vatp,local,lagkv"
+    answer = kvreplay("replay", "t.h5", "-p", mixed, "-b", "0.25", "-o", "out", "--all", folder=tmp_path)
+    headings = [line for line in answer.out.splitlines() if line.startswith("-- ")]
+    assert headings == ["-- attention", "-- keys and values", "-- positions", "-- controls"]

@@ -114,7 +114,7 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
     }
     add(option.string_key, {option.value.empty() ? "" : option.value.front(), flag(option.string_key)});
   }
-  if (given(help_option.name)) return;
+  if (given(help_option.name) || given(version_option.name)) return;
   const OperandCount count = operand_count(command.operands);
   const int n = static_cast<int>(operands_.size());
   if (count.most >= 0 && n > count.most)
@@ -132,7 +132,7 @@ Arguments::Arguments(const Command& command, std::string program, std::span<cons
 
 void Arguments::add(std::string_view option, GivenValue value) {
   const Option& declared = declaration(command_, option);
-  if (*declared.name == '\0') {  // quiet or help
+  if (*declared.name == '\0') {  // of every command
     values_[std::string(option)].push_back(std::move(value));
     return;
   }

@@ -39,7 +39,7 @@ std::vector<std::string> split(std::string_view text, char separator) {
 
 std::vector<Option> all_options(const Command& command) {
   std::vector<Option> options(command.options.begin(), command.options.end());
-  options.insert(options.end(), {quiet_option, help_option});
+  options.insert(options.end(), {quiet_option, version_option, help_option});
   return options;
 }
 

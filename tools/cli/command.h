@@ -76,18 +76,20 @@ inline constexpr Option table_options[] = {
      "repeatable",
      true},
     {"wide", 0, "", "", "print all columns of the wide table"},
-    {"all", 0, "", "", "print every policy at every budget (default: one budget and at most ten policies)"},
+    {"all", 0, "", "",
+     "print every policy at every budget (default: the first budget that evicts tokens, at most ten policies)"},
     {"each", 0, "", "", "print a table for each trace (default: means over the traces)"},
     with_user_default({"color", 0, "auto|always|never", "auto",
                        "bold for the best, dim for controls; auto: on a terminal, unless NO_COLOR is set"}),
 };
-/// Every command has these two; the program itself answers them.
+/// Every command has these three; the program itself answers them.
 inline constexpr Option quiet_option{"quiet", 'q', "", "",
                                      "no progress and no notes; no table or names of files from commands that write "
                                      "files (JSON and dry runs are still printed)"};
+inline constexpr Option version_option{"version", 'V', "", "", "print the version"};
 inline constexpr Option help_option{"help", 'h', "", "", "show this help"};
 
-/// Those of the command, quiet and help.
+/// Those of the command, and those of every command.
 std::vector<Option> all_options(const Command& command);
 
 /// "kvreplay info TRACE... [options]".

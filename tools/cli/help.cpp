@@ -15,32 +15,22 @@ namespace kvreplay {
 namespace {
 
 constexpr std::size_t widest = 118;
-constexpr std::size_t least_width = 40;  // of the texts beside long options
+constexpr std::size_t least_width = 40;         // of the texts beside long options
+constexpr std::size_t widest_narrow_name = 24;  // beside its text
 
-/// Words in lines of at most `width` characters.
-std::vector<std::string> wrapped(std::string_view text, std::size_t width) {
-  std::vector<std::string> lines;
-  for (const std::string& word : split(text, ' ')) {
-    if (lines.empty() || lines.back().size() + 1 + word.size() > width)
-      lines.push_back(word);
-    else
-      lines.back() += ' ' + word;
-  }
-  return lines;
-}
-
-/// Names of options and their texts in two columns.
+/// Names of options and their texts in two columns. On a narrow terminal a long name has its own line.
 void print_options(const std::vector<std::pair<std::string, std::string>>& options) {
+  const std::size_t line = std::min(widest, terminal_width());
   std::size_t names = 0;
   for (const auto& [name, help] : options) names = std::max(names, name.size());
-  const std::size_t width = std::max(least_width, widest - std::min(widest, names + 4));
-  std::vector<TableRow> rows;
+  if (line < widest) names = std::min(names, widest_narrow_name);
+  const std::size_t width = std::max(least_width, line - std::min(line, names + 4));
   for (const auto& [name, help] : options) {
-    const std::size_t first = rows.size();
-    for (std::string& line : wrapped(help, width)) rows.push_back({"", std::move(line)});
-    rows[first].front() = name;
+    std::string beside = name;
+    if (name.size() > names) fmt::print("  {}\n", std::exchange(beside, ""));
+    for (const std::string& text : wrapped(help, width))
+      fmt::print("  {:{}}  {}\n", std::exchange(beside, ""), names, text);
   }
-  print_columns(rows, 2);
 }
 
 constexpr Option options[] = {
@@ -80,28 +70,27 @@ std::span<const std::pair<const char*, const char*>> exit_codes() {
 }
 
 void print_overview() {
-  fmt::print(
-      "kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values\n\n"
-      "  kvreplay COMMAND ...\n\n",
-      build_version);
+  print_columns({{fmt::format("kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values",
+                              build_version)}});
+  fmt::print("\n  kvreplay COMMAND ...\n\n");
   std::vector<TableRow> rows;
   for (const Command* command : commands()) rows.push_back({command->name, command->summary});
   for (const Companion& companion : companions())
     rows.push_back({companion.name,
                     fmt::format("{}{}", companion.summary, find_companion(companion.name) ? "" : "  (not installed)")});
   print_columns(rows, 2);
-  fmt::print(
-      "\nkvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version.\n"
-      "Every command accepts -q (--quiet): {}.\n\n"
-      "exit codes\n",
-      quiet_option.help);
+  fmt::print("\n");
+  print_columns({{"kvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version."},
+                 {fmt::format("Every command accepts -q (--quiet): {}.", quiet_option.help)}});
+  fmt::print("\nexit codes\n");
   rows.clear();
   for (const auto& [code, meaning] : exit_codes()) rows.push_back({code, meaning});
   print_columns(rows, 2);
 }
 
 void print_help(const Command& command) {
-  fmt::print("{}\n  {}\n", synopsis(command), command.summary);
+  fmt::print("{}\n", synopsis(command));
+  print_columns({{command.summary}}, 2);
   std::vector<std::pair<std::string, std::string>> rows;
   const char* group = "options";
   const auto print_group = [&](const char* next) {
@@ -115,7 +104,10 @@ void print_help(const Command& command) {
     rows.emplace_back((option.letter == 0 ? "    " : "") + spelling(option), help_text(option));
   }
   print_group(nullptr);
-  if (command.details != nullptr) fmt::print("\n{}", command.details());
+  if (command.details != nullptr) {
+    fmt::print("\n");
+    for (const std::string& line : split(command.details(), '\n')) print_columns({{line}});
+  }
   if (*command.examples != '\0') {
     fmt::print("\nexamples\n");
     for (const std::string& example : split(command.examples, '\n')) fmt::print("  {}\n", example);

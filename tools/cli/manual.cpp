@@ -42,7 +42,8 @@ void print_manual() {
   print_section("NAME", "kvreplay \\- replays KV\\-cache eviction policies on captured queries, keys and values\n");
   print_section("SYNOPSIS", ".B kvreplay\n.I COMMAND\n[options]\n");
   print_section("OPTIONS OF EVERY COMMAND");
-  for (const Option& option : {quiet_option, help_option}) print_entry(spelling(option), help_text(option));
+  for (const Option& option : {quiet_option, version_option, help_option})
+    print_entry(spelling(option), help_text(option));
   print_section("COMMANDS");
   for (const Command* command : commands()) print_command(*command);
   print_section("COMMANDS IN PYTHON");

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,17 +36,46 @@ bool uses_colour(std::string_view choice) {
 
 void print_json(const Json& value) { fmt::print("{}\n", value.dump(2, ' ', false, Json::error_handler_t::replace)); }
 
+std::size_t terminal_width() {
+  winsize size{};
+  if (isatty(STDOUT_FILENO) == 0 || ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0)
+    return std::string::npos;
+  return size.ws_col;
+}
+
+std::vector<std::string> wrapped(std::string_view text, std::size_t width_of_line) {
+  std::vector<std::string> lines;
+  for (const std::string& word : split(text, ' ')) {
+    if (lines.empty() || width(lines.back()) + 1 + width(word) > width_of_line)
+      lines.push_back(word);
+    else
+      lines.back() += ' ' + word;
+  }
+  return lines;
+}
+
 void print_columns(const std::vector<TableRow>& rows, std::size_t indent) {
+  constexpr std::size_t least_width = 20;  // of a wrapped column
   std::vector<std::size_t> widths;
   for (const TableRow& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], width(row[i]));
   }
+  const std::size_t room = terminal_width();
   for (const TableRow& row : rows) {
     std::string line(indent, ' ');
     for (std::size_t i = 0; i < row.size(); ++i) {
-      line += row[i];
-      if (i + 1 < row.size()) line.append(widths[i] - width(row[i]) + 2, ' ');
+      if (i + 1 < row.size()) {
+        line += row[i];
+        line.append(widths[i] - width(row[i]) + 2, ' ');
+        continue;
+      }
+      const std::size_t margin = width(line);
+      if (margin + width(row[i]) <= room || margin + least_width > room) {
+        line += row[i];
+        continue;
+      }
+      line += fmt::format("{}", fmt::join(wrapped(row[i], room - margin), '\n' + std::string(margin, ' ')));
     }
     line.erase(line.find_last_not_of(' ') + 1);
     fmt::print("{}\n", line);

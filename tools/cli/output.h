@@ -33,7 +33,14 @@ void print_json(const Json& value);
 /// Of a table.
 using TableRow = std::vector<std::string>;
 
-/// Columns padded to their widest entry, two spaces between, the last one as it is. Widths count characters.
+/// Characters of a line of the terminal; npos where stdout is none.
+std::size_t terminal_width();
+
+/// Lines of words of at most `width` characters, if no word is longer.
+std::vector<std::string> wrapped(std::string_view text, std::size_t width);
+
+/// Columns padded to their widest entry, two spaces between. Widths count characters. The last column is wrapped where
+/// stdout is a terminal.
 void print_columns(const std::vector<TableRow>& rows, std::size_t indent = 0);
 
 /// A Markdown table; the columns `code` hold names.

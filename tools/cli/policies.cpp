@@ -59,9 +59,10 @@ Json as_json(const ConfiguredPolicy& policy) {
 
 void print_text(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
-  print_columns({{card.name, card.summary, card.paper}});
   const auto& [granularity, needs, type, cost] = facts_of(policy);
   std::vector<TableRow> rows{{"granularity", granularity}, {"needs", needs}, {"class", type}, {"cost", cost}};
+  print_columns({{card.name, card.summary}});
+  if (*card.paper != '\0') rows.insert(rows.begin(), {"paper", card.paper});
   if (*card.score != '\0') rows.insert(rows.begin(), {"score", card.score});
   print_columns(rows, 2);
   const Parameters parameters = policy.parameters();
@@ -191,8 +192,25 @@ void print_markdown(const std::vector<ConfiguredPolicy>& all) {
   }
 }
 
+/// The policies of each family under its name, without papers: lines that fit a narrow terminal.
+void print_narrow(const std::vector<ConfiguredPolicy>& all) {
+  for (auto next = all.begin(); next != all.end();) {
+    const Family family = next->card().family;
+    std::vector<TableRow> rows;
+    for (; next != all.end() && next->card().family == family; ++next)
+      rows.push_back({next->card().name, next->card().summary});
+    fmt::print("{}\n", word_of(family));
+    print_columns(rows, 2);
+  }
+}
+
 int list_policies(const Arguments& arguments) {
+  constexpr std::size_t widest = 240;  // of a line with family, name, description and paper
   const std::vector<ConfiguredPolicy> all = by_family();
+  if (terminal_width() < widest && !arguments.given("markdown") && !arguments.given(json_option.name)) {
+    print_narrow(all);
+    return 0;
+  }
   if (arguments.given("markdown") && !arguments.given(json_option.name)) {
     print_markdown(all);
     return 0;

@@ -51,16 +51,18 @@ class DiscardedOutput {
   int stdout_;
 };
 
+int print_version() {
+  fmt::print("kvreplay {}\n", build_line());
+  return 0;
+}
+
 int run_command(const std::string& program, const std::vector<std::string>& words) {
   if (words.empty() || words.front() == "--help" || words.front() == "-h") {
     print_overview();
     return 0;
   }
   const std::string& name = words.front();
-  if (name == "--version" || name == "-V") {
-    fmt::print("kvreplay {}\n", build_line());
-    return 0;
-  }
+  if (name == "--version" || name == "-V") return print_version();
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   if (name == "--complete") {
     print_candidates(rest);
@@ -77,6 +79,7 @@ int run_command(const std::string& program, const std::vector<std::string>& word
     print_help(*command);
     return 0;
   }
+  if (arguments.given(version_option.name)) return print_version();
   const std::optional<DiscardedOutput> discarded =
       discards_output(arguments) ? std::make_optional<DiscardedOutput>() : std::nullopt;
   return command->run(arguments);

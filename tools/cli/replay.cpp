@@ -13,6 +13,7 @@
 #include <set>
 #include <utility>
 
+#include "analysis/results_folder.h"
 #include "analysis/run.h"
 #include "arguments.h"
 #include "build.h"
@@ -100,6 +101,8 @@ constexpr Option options[] = {
      true},
     progress_option,
 };
+
+constexpr const char* kvpress = "kvpress";  // the preset of its defaults
 
 constexpr const char* examples =
     "kvreplay replay TRACE.h5 -p snapkv,h2o,streaming-llm -b 0.1,0.25 -o out\n"
@@ -405,6 +408,34 @@ void report_user_defaults(const Arguments& arguments) {
   if (!set.empty()) say("kvreplay: defaults from {}:{}\n", file, set);
 }
 
+/// Names the traces of earlier calls, which tables and figures of the folder include. Shards share a folder.
+void report_earlier_traces(const Arguments& arguments, const RunSummary& summary) {
+  if (arguments.given("shard")) return;
+  std::set<std::string> names;
+  for (const std::filesystem::path& file : cell_files_of(summary.output)) names.insert(file.stem().string());
+  for (const TraceRecord& trace : summary.traces) names.erase(trace.name);
+  if (names.empty()) return;
+  say("kvreplay: {} also has results of {} from earlier calls, which show, plot, compare and report include; use "
+      "another --output to separate them\n",
+      summary.output.string(), names.size() == 1 ? "trace " + *names.begin() : fmt::format("{} traces", names.size()));
+}
+
+/// Names built-in policies that were named as presses of kvpress, without parameters: defaults may differ.
+void report_presses(const Arguments& arguments) {
+  for (const GivenValue& text : policy_texts(arguments)) {
+    const std::string& name = text.text;
+    if (!name.ends_with("Press") || end_of_policy_name(name) < name.size()) continue;
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(name);
+    if (!policies().get(policy.name()).source.is_built_in()) continue;
+    const Parameters parameters = policy.parameters();
+    const bool has_preset =
+        std::ranges::find(parameters.presets(), kvpress, &Preset::name) != parameters.presets().end();
+    say("kvreplay: {} is {} with its own defaults; {}\n", name, policy.name(),
+        has_preset ? fmt::format("use {}:preset={} for those of kvpress", policy.name(), kvpress)
+                   : "docs/kvpress.md has the parameters of the press");
+  }
+}
+
 void report_troubles(const RunSummary& summary) {
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellRecord& cell : summary.cells)
@@ -475,7 +506,11 @@ int run_replay(const Arguments& given) {
     ProgressLine line(arguments);
     return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
   }();
-  if (!is_quiet) report_read(summary);
+  if (!is_quiet) {
+    report_read(summary);
+    report_presses(arguments);
+    report_earlier_traces(arguments, summary);
+  }
   report_troubles(summary);
   print_run(arguments, table, summary);
   return summary.failed() > 0 ? 6 : 0;

@@ -103,7 +103,7 @@ TableOptions show_options_of(const Arguments& arguments) {
   TableOptions options = table_options_of(arguments);
   options.policies = policies_of(arguments);
   options.budgets = pieces(arguments, "budget");
-  options.traces = pieces(arguments, "traces");
+  options.traces = pieces(arguments, "trace");
   return options;
 }
 

@@ -16,7 +16,7 @@ constexpr Option options[] = {
                                       true})),
     with_plural("budgets", {"budget", 'b', "BUDGET,...", "",
                             "budgets to show, in any spelling that replay takes, or in tokens; repeatable", true}),
-    {"traces", 0, "NAME,...", "", "traces to show (default: all); repeatable", true},
+    with_plural("traces", {"trace", 0, "NAME,...", "", "traces to show (default: all); repeatable", true}),
     in_group("table", table_options[0]),
     table_options[1],
     table_options[2],

@@ -42,6 +42,18 @@ bool has_plain_name(const PolicyEntry& entry, const std::string& plain) {
                      [&](const std::string& name) { return plain_name(name) == plain; });
 }
 
+/// Throws Error{usage} for a file in place of a policy in it.
+void refuse_file(std::string_view name) {
+  const std::string file(name);
+  if (name.ends_with(python_ending))
+    throw Error{Refusal::usage, file, "a Python file without the name of a policy",
+                file + ":NAME, with NAME a function or class of the file"};
+  for (const std::string_view ending : {".so", ".cpp"})
+    if (name.ends_with(ending))
+      throw Error{Refusal::usage, file, "a file is not a policy",
+                  "--plugin FILE.so -p NAME, with the shared library that is built from the policy"};
+}
+
 }  // namespace
 
 std::function<std::string(const std::string&, const std::string&)>& python_policy_reader() {
@@ -59,6 +71,7 @@ std::string registered_policy(std::string_view name) {
   const std::size_t file = end_of_file(name);
   if (file == std::string_view::npos) {
     if (policies().find(name) != nullptr) return std::string(name);
+    refuse_file(name);
     const std::string plain = plain_name(name);
     for (std::string& known : policies().names())
       if (const PolicyEntry& entry = policies().get(known); entry.source.is_built_in() && has_plain_name(entry, plain))
