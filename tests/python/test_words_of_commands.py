@@ -10,7 +10,8 @@ import pytest
 import kvreplay as kv
 from kvreplay.command_line.command import run as python
 from kvreplay.export import main as export
-from kvreplay.program import Parser, exit_code
+from kvreplay.program import Parser, exit_code, say_notes
+from kvreplay.tables import aligned, narrowed, wrapped
 
 
 def test_quiet_leaves_only_errors(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -61,3 +62,18 @@ def test_singular_and_plural_are_one_option() -> None:
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
 def test_the_help_of_python_is_its_own(words: list[str], capsys: pytest.CaptureFixture) -> None:
     assert python(words) == 0 and capsys.readouterr().out.startswith("kvreplay python COMMAND ...\n")
+
+
+def test_quiet_hides_notes(capsys: pytest.CaptureFixture) -> None:
+    say_notes("report", ["a note"], quiet=True)
+    assert capsys.readouterr().err == ""
+    say_notes("report", ["a note"])
+    assert capsys.readouterr().err == "kvreplay: report: a note\n"
+
+
+def test_a_narrow_table_leaves_out_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("name", "unit", "value"), ("recall", "share of attention", "0.5")]
+    assert narrowed(rows, 2, (1,)) == (aligned(rows, 2), [])
+    monkeypatch.setattr("kvreplay.tables.terminal_width", lambda: 20)
+    assert narrowed(rows, 2, (1,)) == (["name    value", "recall    0.5"], ["unit"])
+    assert wrapped("difference: policy minus baseline", "  ") == ["difference: policy", "  minus baseline"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreplay import __version__
 from kvreplay.capture.model_options import (
     DTYPES,
     ModelChoices,
@@ -66,7 +65,6 @@ def parser() -> Parser:
     """The options; every one has its help."""
     build = Parser(prog="kvreplay capture", description=DESCRIPTION, examples=EXAMPLES, writes_files=True)
     add = build.add_argument
-    add("--version", action="version", version=f"kvreplay {__version__}")
     add_model_options(build)
     add_device_options(build)
     texts = build.add_argument_group("prompts and continuation")

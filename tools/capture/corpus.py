@@ -21,7 +21,6 @@ from typing import Any
 
 import xxhash
 
-from kvreplay import __version__
 from kvreplay.capture import ruler
 from kvreplay.capture.command import finished, quiet_libraries
 from kvreplay.capture.corpus_prompts import KINDS, full_prompts, small_prompts
@@ -69,7 +68,6 @@ def lengths(text: str) -> tuple[int, ...]:
 def parser() -> Parser:
     build = Parser(prog="tools/corpus", description=DESCRIPTION, allow_abbrev=False)
     add = build.add_argument
-    add("--version", action="version", version=f"kvreplay {__version__}")
     add(
         "kinds",
         nargs="*",

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvreplay import __version__
 from kvreplay.capture.model_options import (
     ModelChoices,
     add_device_options,
@@ -42,7 +41,6 @@ def parser() -> Parser:
     """The options; every one has its help."""
     build = Parser(prog="kvreplay live", description=DESCRIPTION, examples=EXAMPLES, writes_files=True)
     add = build.add_argument
-    add("--version", action="version", version=f"kvreplay {__version__}")
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders of results of kvreplay replay")
     add_model_options(build)
     add_device_options(build)

@@ -26,7 +26,7 @@ QUIET = (
     "no progress and no notes; no table or names of files from commands that write files (JSON and dry runs are still "
     "printed)"
 )
-SPELLINGS = {"--policy": "--policies", "--budget": "--budgets"}
+SPELLINGS = {"--policy": "--policies", "--budget": "--budgets", "--trace": "--traces"}
 SPELLINGS |= {plural: singular for singular, plural in SPELLINGS.items()}
 
 
@@ -42,6 +42,8 @@ class Parser(argparse.ArgumentParser):
         self._writes_files = writes_files
         self._optionals.title = "other options"
         self.add_argument("-q", "--quiet", action="store_true", help=QUIET)
+        self.add_argument("-V", "--version", action="version", version=f"kvreplay {__version__}",
+                          help="print the version")  # fmt: skip
 
     def format_help(self) -> str:
         examples = "".join(f"  {example}\n" for example in self._examples)
@@ -79,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         return arguments, rest
 
     def _known_spelling(self, word: str) -> str:
-        """--policy and --policies mean the same option, as do --budget and --budgets."""
+        """The singular and the plural of an option in SPELLINGS mean the same."""
         name, *value = word.split("=", 1)
         known = self._option_string_actions
         return "=".join([SPELLINGS[name], *value]) if name not in known and SPELLINGS.get(name) in known else word

@@ -128,12 +128,13 @@ def _listed(folder: Path) -> tuple[set[str], set[str], set[str], set[str]]:
 
 
 def _read(folder: Path) -> tuple[dict[Cell, None], set[str]]:
-    """The cells of results.csv, each once, and the metrics NAME[:VARIANT] over all layers and heads."""
+    """The cells of results.csv with the hash of their trace, each once, and the metrics NAME[:VARIANT] over all layers
+    and heads."""
     cells, metrics = {}, set()
     with (folder / "results.csv").open(newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
         header = next(rows)
-        cell_of = itemgetter(*map(header.index, LABELLED))
+        cell_of = itemgetter(*map(header.index, (*LABELLED, "trace_hash")))
         name_of = itemgetter(*map(header.index, ("layer", "head", "metric", "variant")))
         role = header.index("role")
         for row in rows:
@@ -172,7 +173,9 @@ def check_names(
     cells = dict.fromkeys(cell for cells, _ in found for cell in cells)
     if not cells:
         return
-    of_cells = sorted({(label, cell[1], cell[2]) for cell, label in labels_of(cells).items()})
+    # `compare` labels cells by the hash of their trace, which has two names in two runs.
+    labels = labels_of(cell[:-1] for cell in cells) | labels_of((cell[-1], *cell[1:-1]) for cell in cells)
+    of_cells = sorted({(label, cell[1], cell[2]) for cell, label in labels.items()})
     known = sorted({name for label, policy, _ in of_cells for name in (label, policy)})
     _chosen("-p", of_cells, policies, known)
     _chosen("--baseline", of_cells, [baseline] if baseline else [], known)

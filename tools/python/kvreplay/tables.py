@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +25,31 @@ def aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def terminal_width() -> int:
+    """Characters of a line of the terminal; without one, of any line."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def narrowed(rows: Sequence[Sequence[str]], words: int, omissible: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The lines of `aligned`, and the titles, in the first row, of the columns that are left out: as many of
+    `omissible`, in this order, as the terminal is too narrow for."""
+    every = range(len(rows[0]))
+    for count in range(len(omissible) + 1):
+        places = [place for place in every if place not in omissible[:count]]
+        lines = aligned([[row[place] for place in places] for row in rows], sum(place < words for place in places))
+        if max(map(len, lines)) <= terminal_width():
+            break
+    return lines, [rows[0][place] for place in every if place not in places]
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """The text in lines that fit the terminal; `indent`: of all but the first."""
+    width = terminal_width()
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def records(table: pd.DataFrame) -> list[dict]:

@@ -14,9 +14,12 @@ from kvreplay.headline import default_metric
 from kvreplay.results import CELL, Run, labels, untold_note
 from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
 from kvreplay.skill import SKILL
-from kvreplay.tables import aligned, records
+from kvreplay.tables import narrowed, records, wrapped
 
 NAMED = 5  # traces in a note
+# Columns of the table that a narrow terminal leaves out, in this order: unit, heads, interval of the mean, p, traces,
+# mean; of a single metric also its name; verdicts.
+NARROW = (1, 4, 7, 10, 5, 6, 0, 12)
 VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
 
 
@@ -190,8 +193,16 @@ class Comparison:
                 "prompts, "
                 f"seed {self.seed}; p: sign flips of prompts;",
                 f"* Holm-corrected p below 0.05, over all comparisons of this table: {count}"]  # fmt: skip
-        body = aligned(texts, words=5)
-        return "\n".join([f"{head}        OPEN LOOP", f"baseline  {self.baseline}", *body, "", *foot])
+        shown = list(dict.fromkeys(self.lines["metric"]))
+        body, omitted = narrowed(texts, 5, NARROW if len(shown) == 1 else NARROW[:-2])
+        if "metric" in omitted:
+            head += f"   {shown[0]}"
+            omitted.remove("metric")
+        if omitted:
+            foot.append(f"not shown on this terminal: {', '.join(omitted)}; use --data FILE.csv, or --json")
+        lines = [f"{head}        OPEN LOOP", f"baseline  {self.baseline}"]
+        return "\n".join([*(part for line in lines for part in wrapped(line)), *body, "",
+                          *(part for line in foot for part in wrapped(line))])  # fmt: skip
 
     def line_texts(self, line) -> tuple[str, ...]:
         """The texts of one line; undefined values are dashes."""

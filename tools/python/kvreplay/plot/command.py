@@ -88,8 +88,8 @@ def parser() -> Parser:
              help="policies to draw, in this order, as the tables name them (default: all, sorted)")  # fmt: skip
     of_kinds("-b", "--budgets", dest="budgets_asked", metavar="BUDGET,…", action="extend", type=names,
              help="budgets, as given to replay (default: all; in a figure of one budget, the smallest)")  # fmt: skip
-    of_kinds("--trace", dest="traces_asked", metavar="NAME", action="append",
-             help="trace to draw; repeatable (default: all; in a figure of one trace, the first)")  # fmt: skip
+    of_kinds("--trace", dest="traces_asked", metavar="NAME,…", action="extend", type=names,
+             help="traces to draw; repeatable (default: all; in a figure of one trace, the first)")  # fmt: skip
     of_kinds("--metric", dest="metric_asked", metavar="NAME[:VARIANT]",
              help=f"metric to draw, as kvreplay replay --metrics names it (default: {DEFAULT}; "
              "needle: span_recall:mean, also :any and :full)")  # fmt: skip
@@ -159,6 +159,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     require_run(arguments.run)
     asked = asked_of_kinds(arguments)
     metric, baseline = asked.get("metric_asked", ""), asked.get("baseline", "")
+    if arguments.kind == "needle":  # has variants of its own
+        metric = ""
     check_names(
         [arguments.run],
         policies=split_policies(asked.get("policies", ())),
@@ -219,7 +221,7 @@ def figure(kind: str, source: Run | Trace, **options: Any) -> Drawing:
     from kvreplay.trace import Trace
 
     words = [kind, "SOURCE"]
-    known = parser().long_names - {"output", "data", "help", "quiet"}
+    known = parser().long_names - {"output", "data", "help", "quiet", "version"}
     for name, value in options.items():
         if name not in known:
             raise Error("figure", "unknown option", nearest(name, known), name, Refusal.USAGE)

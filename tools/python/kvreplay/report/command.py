@@ -28,8 +28,8 @@ def parser() -> Parser:
         help="policies to show, as the tables name them (default: all)")  # fmt: skip
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
         help="budgets to show, as given to replay (default: all)")  # fmt: skip
-    add("--trace", metavar="NAME", action="append", default=[],
-        help="trace to show; repeatable (default: the first)")  # fmt: skip
+    add("--trace", metavar="NAME,…", action="extend", type=names, default=[],
+        help="traces to show; repeatable (default: the first)")  # fmt: skip
     add("--baseline", metavar="POLICY", default="",
         help="baseline of the comparison over traces (default: the first policy of the page)")  # fmt: skip
     add("--no-text", action="store_true", help="show positions in place of the text of the prompt")

@@ -34,4 +34,4 @@ def capture_prompts(arguments: argparse.Namespace, words: Sequence[str], names: 
     with alone(output):
         line = Line(arguments.progress, "prompts")
         schedule = run_tasks(tasks, place, arguments.retries, output / "tasks.csv", done, line)
-    return told(schedule, "prompts", str(arguments.output))
+    return told(schedule, "prompts", str(arguments.output), len(names) - len(left))

@@ -54,7 +54,7 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise Error("--force", "a sweep cannot overwrite results", "another folder", "", Refusal.USAGE)
     place = wanted(arguments)
     words = [*rest, *(["-o", str(arguments.output)] if arguments.output else []), *place.allowance.words(0)]
-    plan = planned(words)
+    plan = planned(words, repeats_notes=not arguments.quiet)
     output = Path(plan.output)
     if arguments.emit:
         print(array_script(rest, output, place), end="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +94,12 @@ def mib(count: int) -> str:
     return f"{count / 2**20:.0f} MiB"
 
 
-def call(words: Sequence[str]) -> str:
-    """Runs the program and returns its output. Its error is raised as Error."""
+def call(words: Sequence[str], repeats_notes: bool = False) -> str:
+    """Runs the program and returns its output. Its error is raised as Error. `repeats_notes`: prints its stderr."""
     answer = subprocess.run([*program(), *words], capture_output=True, text=True)
     require_success(answer.returncode, answer.stderr)
+    if repeats_notes:
+        print(answer.stderr, end="", file=sys.stderr)
     return answer.stdout
 
 
@@ -106,9 +109,9 @@ def require_success(code: int, stderr: str) -> None:
         raise Error(stderr.strip().split("\n")[-1].removeprefix("kvreplay: "), "", exit_code=code)
 
 
-def planned(words: Sequence[str]) -> Plan:
-    """The plan of `kvreplay replay WORDS`."""
-    document = json.loads(call(["replay", *words, "--dry-run", "--json"]))
+def planned(words: Sequence[str], repeats_notes: bool = False) -> Plan:
+    """The plan of `kvreplay replay WORDS`. `repeats_notes`: prints its notes, such as the file that gives defaults."""
+    document = json.loads(call(["replay", *words, "--dry-run", "--json"], repeats_notes))
     traces = [
         PlannedTrace(trace["name"], trace["path"], len(trace["cells"]), trace["skipped"], trace["seconds"],
                      trace["memory_bytes"], trace["disk_bytes"])

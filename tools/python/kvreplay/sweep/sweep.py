@@ -58,7 +58,7 @@ def run_plan(plan: Plan, words: Sequence[str], device: Sequence[str], wanted: Wa
                                  lambda name, folder: None if is_group(name) else merge.add(folder),
                                  lambda schedule, client: finish_tables(merge, schedule, client))  # fmt: skip
         shutil.rmtree(shards, ignore_errors=True)
-    return told(schedule, "cells", str(output))
+    return told(schedule, "cells", str(output), len(done))
 
 
 @contextlib.contextmanager
@@ -194,8 +194,11 @@ def all_records(earlier: dict[str, Record], schedule: Schedule) -> list[Record]:
     return [rows[name] for name in sorted(rows)]
 
 
-def told(schedule: Schedule, unit: str, output: str) -> int:
-    """Prints the outcome; returns the exit code."""
+def told(schedule: Schedule, unit: str, output: str, earlier: int) -> int:
+    """Prints the outcome; returns the exit code. `earlier`: number of tasks that earlier calls have finished."""
+    if not schedule.records:
+        print(f"sweep    every task is done, by earlier calls: {earlier}   {output}")
+        return 0
     done, failed = schedule.of_state("done"), schedule.of_state("failed")
     took = schedule.seconds
     cells = sum(record.cells for record in done)

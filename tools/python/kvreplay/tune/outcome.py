@@ -13,6 +13,7 @@ from kvreplay import __version__
 from kvreplay.compare import statistics
 from kvreplay.compare.comparison import interval, number, probability
 from kvreplay.errors import Error
+from kvreplay.tables import wrapped
 from kvreplay.tune.hold_out import Captured, Sides
 from kvreplay.tune.objective import Objective
 from kvreplay.tune.search import Found
@@ -105,7 +106,7 @@ class Outcome:
             f"p {probability(held_out.p)}",
             self.verdict,
         ]
-        return "\n".join(lines)
+        return "\n".join(part for line in lines for part in wrapped(line, " " * 11))
 
     def document(self, output: str) -> dict:
         """The same for JSON."""
