@@ -244,8 +244,8 @@ def test_redundancy_shows_quartiles_of_what_is_stored(run, tmp_path):
     assert first["upper_quartile"] == pytest.approx(np.quantile(stored[:, :8], 0.75), abs=1e-15)
 
 
-def test_redundancy_of_two_layers_is_drawn_as_points(tmp_path):
-    run = make_run(tmp_path / "run", [H2O], 2, ["0.1"])
+def test_redundancy_of_one_layer_is_drawn_as_points(tmp_path):
+    run = make_run(tmp_path / "run", [H2O], 1, ["0.1"])
     with style.settings():
         by_layer, by_position = redundancy.draw(Choice(Run(run))).figure.axes
     assert {line.get_linestyle() for line in by_layer.lines} == {"None"} and len(by_layer.lines) == 2
@@ -382,11 +382,11 @@ def test_a_mean_has_a_band_of_several_traces_and_markers_where_they_are_few(trac
     np.testing.assert_array_equal(drawn.get_ydata(), found["mean"])
     assert drawn.get_marker() == look["marker"]
     assert len(range(0, points, drawn.get_markevery() or 1)) == min(points, 5 if points > lines.MOST_MARKERS else 8)
-    assert (drawn.get_linestyle() == "None") == (points < 3)  # two points are no curve
+    assert (drawn.get_linestyle() == "None") == (points == 1)
     shown = [path.get_extents().intervaly for one in axis.collections for path in one.get_paths()]
     if traces == 1:
         assert not shown
-    elif points < 3:
+    elif points == 1:
         np.testing.assert_allclose(shown, found[["low", "high"]])
     else:
         [ends] = shown

@@ -34,7 +34,6 @@ from kvreplay.plot.style import (
 
 INTERVAL = "Bands and bars: 95 % bootstrap interval of the mean over prompts"
 PER_QUERY_HEAD = "\u2020"
-FEWEST_JOINED = 3  # points; fewer are no curve and are not joined by a line
 MOST_MARKERS = 8  # of a line
 MOST_NAMED = 8  # lines of a panel that are named at their ends
 WIDEST_NAME = 0.4  # of the page; a longer name is broken
@@ -79,9 +78,9 @@ def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
 def draw_mean(axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name: str) -> LineEnd:
     """Draws one line, rows of `mean_over_traces` along the column `x`, with its band if it has one. Returns its end.
 
-    If the points are too few for a line, each is drawn separately, with its interval as a bar. `look`: from `looks_of`.
+    A single point has its interval as a bar. `look`: from `looks_of`.
     """
-    joined, bounded = len(line) >= FEWEST_JOINED, line[line["low"].notna()]
+    joined, bounded = len(line) > 1, line[line["low"].notna()]
     if not joined:
         look = look | {"linestyle": "none"}
         axis.vlines(bounded[x], bounded["low"], bounded["high"], color=look["color"], linewidth=1)

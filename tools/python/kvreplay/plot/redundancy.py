@@ -8,7 +8,6 @@ import pandas as pd
 from kvreplay.errors import Error
 from kvreplay.plot.colours import COLOURS
 from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import FEWEST_JOINED
 from kvreplay.plot.style import (
     Drawing,
     LineEnd,
@@ -59,7 +58,7 @@ def draw(choice: Choice) -> Drawing:
             (by_layer, "layer", layer, layer, layer + 1, layers),
             (by_position, "position", middle, edges[:-1], edges[1:], positions),
         ):
-            if len(x) >= FEWEST_JOINED:
+            if len(x) > 1:
                 axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
                 axis.plot(x, median, color=colour)
             else:
