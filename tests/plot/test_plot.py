@@ -973,6 +973,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("plot") / "wide", NINE, 32, ["0.05", "0.1", "0.4"])
 
 
+@pytest.fixture(scope="module")
+def thirteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = [*colours.POLICIES[0], *colours.POLICIES[2], *colours.POLICIES[5], "streaming-llm"]
+    return make_run(tmp_path_factory.mktemp("plot") / "thirteen", [Policy(name, "heads=kv") for name in names], 20)
+
+
 def page_of(kind: str, folder: Path, page: str, **options: object) -> tuple[Figure, Choice]:
     choice = Choice(Run(folder), baseline="random", **PAGES[page], **options)
     with style.settings():
@@ -980,7 +986,8 @@ def page_of(kind: str, folder: Path, page: str, **options: object) -> tuple[Figu
 
 
 @pytest.mark.parametrize(
-    ("page", "fixture"), [("screen", "single"), ("screen", "wide"), ("text", "run"), ("paper", "wide")]
+    ("page", "fixture"),
+    [("screen", "single"), ("screen", "wide"), ("text", "run"), ("paper", "wide"), ("text", "thirteen")],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, page, fixture, request):
@@ -1007,6 +1014,36 @@ def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, page, fixture, r
             along = min(box.y1, beside.y1) - max(box.y0, beside.y0)
             assert across <= 1 or along <= 2, (line, other)
     assert min(text.get_fontsize() for text in texts) >= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_figure_of_thirteen_policies_fits_a_page_of_a_paper(kind, thirteen):
+    drawing = kvreplay.figure(
+        kind, Run(thirteen), style="paper", **({"baseline": "random"} if kind == "compare" else {})
+    )
+    assert drawing.figure.get_figheight() <= style.TALLEST
+    assert drawing.figure.get_figwidth() == (3.25 if kind in ("redundancy", "similarity", "attention") else 6.75)
+    assert len(drawing.notes) == len(set(drawing.notes)) and not any("tall" in note for note in drawing.notes)
+
+
+def test_a_figure_that_is_taller_than_a_page_says_so(thirteen):
+    notes = kvreplay.figure("curve", Run(thirteen), style="paper", width="column").notes
+    assert any(
+        re.fullmatch(r"1\d\.\d inches tall, a page has 8; use -p to draw fewer policies", note) for note in notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("expected-attention", ["expected-", "attention"]),
+        ("a b,c", ["a b,c"]),
+        ("", [""]),
+        ("x=-1, yyyyyyyyyyy", ["x=-1,", "yyyyyyyyyyy"]),
+    ],
+)
+def test_lines_break_behind_hyphens_of_words_and_none_is_empty(line, lines):
+    assert style.wrap(line, 0.8) == lines
 
 
 def test_policy_lists_split_as_the_replay_command_splits_them():

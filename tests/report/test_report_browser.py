@@ -209,8 +209,7 @@ def test_curves_layers_and_similarity_follow_their_controls(page, real, look):
         choose(window, **{f"{kind}_metric": "att.cos"})
         assert window.inner_html(f"#{kind}-chart svg[role]") != before
         assert window.locator(f"#{kind}-chart g.series").count() == 9
-        lines = {"curve": 0, "layer": 9}[kind]  # the run has two budgets, and two points are no curve
-        assert window.locator(f"#{kind}-chart g.series polyline").count() == lines
+        assert window.locator(f"#{kind}-chart g.series polyline").count() == 9
     window.click("#curve-chart button:has-text('kivi')")
     assert window.locator("#curve-chart g.series").count() == 8
     assert window.get_attribute("#curve-chart button:has-text('kivi')", "aria-pressed") == "false"

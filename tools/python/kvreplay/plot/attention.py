@@ -9,10 +9,21 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.plot.columns import Columns
 from kvreplay.plot.figure_options import Choice, DrawnCell
 from kvreplay.plot.spans import SpanBrackets
-from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, position_ticks, quiet_frame, width_of, wrap
+from kvreplay.plot.style import (
+    LINE,
+    PAGE,
+    POINT,
+    SMALL,
+    TALLEST,
+    Drawing,
+    position_ticks,
+    quiet_frame,
+    width_of,
+    wrap,
+)
 from kvreplay.results import TraceFacts
 
-PANEL = 1.5  # inches
+PANEL, LOWEST = 1.5, 0.9  # inches
 STRIP = 0.17  # inches
 FAINTEST = 1e-6  # of an eval query's attention: less is drawn as this
 GREY = "#8c8c8c"  # of attention: spans have the colours
@@ -60,10 +71,12 @@ def draw(choice: Choice) -> Drawing:
     names = [wrap(cell.label, width, SMALL, "bold") for cell, _ in strips]
     name = max(map(len, names)) * SMALL * LINE * POINT + 0.05
     pitch = STRIP + name + 0.05
+    rest = len(strips) * pitch + spans.height + 0.7
+    tall = PANEL if choice.page_width is None else float(np.clip(TALLEST - rest, LOWEST, PANEL))
     whose = f"query head {head}" if head is not None else f"mean over {facts.query_heads} query heads"
     grey = "black: kept" if head is not None else "black: kept by all sets of the layer, white: by none"
     sheet = choice.sheet(
-        1, (width, PANEL), 1, left, right, above=spans.height + 0.1, below=len(strips) * pitch + 0.48,
+        1, (width, tall), 1, left, right, above=spans.height + 0.1, below=len(strips) * pitch + 0.48,
         title=f"Attention of evaluation queries and kept tokens: layer {number}, {whose}",
         subtitle=f"{choice.budget_line()}; {grey}{columns.words}",
         caption=choice.caption(f"Mean over {queries(choice, facts)} evaluation queries"),

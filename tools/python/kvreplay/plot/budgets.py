@@ -6,14 +6,14 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.style import QUIET, Drawing, PanelNames
+from kvreplay.plot.style import QUIET, Drawing, PanelNames, columns_for
 
 
 def draw(choice: Choice) -> Drawing:
     """Bars: mean over heads; a thin line spans the heads of a layer where they differ; dashed: the budget."""
     trace = choice.one_trace()
     cells = choice.cells(trace)
-    width, columns = choice.fit(1.85, min(len(cells), 3), 0.65, 0.12, 0.18, least=1.0)
+    width, columns = choice.fit(1.85, columns_for(len(cells)), 0.65, 0.12, 0.18, least=1.0)
     panel = (width, 1.05)
     names = PanelNames([(cell.label, cell.heads) for cell in cells], panel[0])
     asked = choice.run.cells

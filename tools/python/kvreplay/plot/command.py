@@ -55,6 +55,7 @@ KINDS = {
 }  # fmt: skip
 OF_TRACES = ("similarity",)  # kinds that need no run
 NARROWEST, WIDEST = 2.5, 20.0  # inches of a figure
+PAPER_WIDTHS = {"column": 3.25, "text": 6.75}  # inches, of a paper in two columns, as ICML sets them
 FORMATS = (".svg", ".pdf", ".png", ".pgf")
 
 
@@ -81,7 +82,8 @@ def parser() -> Parser:
     add("--style", choices=("screen", "paper"), default="screen",
         help="paper: text of 8 pt, no title, and no caption, which is printed instead (default: screen)")  # fmt: skip
     add("--width", metavar="column|text|INCHES", type=page_width, help="width of the figure in inches; column: 3.25, "
-        "text: 6.75 (default: as the panels need; column with --style paper)")  # fmt: skip
+        "text: 6.75 (default: as the panels need; with --style paper column, or text if the figure would be taller "
+        "than 8)")  # fmt: skip
 
     of_kinds = partial(found.add_argument_group("selection").add_argument, default=argparse.SUPPRESS)
     of_kinds("-p", "--policies", metavar="POLICY,…", action="append",
@@ -108,9 +110,8 @@ def parser() -> Parser:
 
 def page_width(text: str) -> float:
     """The inches of --width."""
-    known = {"column": 3.25, "text": 6.75}  # of a paper in two columns, as ICML sets them
     try:
-        width = known[text] if text in known else float(text)
+        width = PAPER_WIDTHS[text] if text in PAPER_WIDTHS else float(text)
     except ValueError:
         width = math.nan
     if not NARROWEST <= width <= WIDEST:
@@ -181,12 +182,20 @@ def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> Drawing:
     if "policies" in asked:
         asked["policies"] = split_policies(asked["policies"])
     paper = arguments.style == "paper"
-    width = arguments.width or (page_width("column") if paper else None)
-    choice = Choice(source, title=arguments.title, paper=paper, page_width=width, **asked)
-    with style.settings():
-        drawing = kind.draw(choice)
-    failed = [f"{len(source.failed)} failed cells are not drawn"] if source.failed else []
-    return replace(drawing, notes=[*choice.notes, *failed])
+    widths = PAPER_WIDTHS.values() if paper and not arguments.width else [arguments.width]
+    for width in widths:
+        choice = Choice(source, title=arguments.title, paper=paper, page_width=width, **asked)
+        with style.settings():
+            drawing = kind.draw(choice)
+        height = drawing.figure.get_figheight()
+        if height <= style.TALLEST:
+            break
+    notes = [*choice.notes]
+    if paper and height > style.TALLEST:
+        notes.append(f"{height:.1f} inches tall, a page has {style.TALLEST:g}; use -p to draw fewer policies")
+    if source.failed:
+        notes.append(f"{len(source.failed)} failed cells are not drawn")
+    return replace(drawing, notes=notes)
 
 
 def plot(arguments: argparse.Namespace) -> list[Path]:

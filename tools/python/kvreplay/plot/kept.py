@@ -8,7 +8,9 @@ import pandas as pd
 from kvreplay.plot.columns import Columns
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.spans import SpanBrackets
-from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, Drawing, layer_ticks, position_ticks, wrap
+from kvreplay.plot.style import LINE, PAGE, POINT, SMALL, TALLEST, Drawing, layer_ticks, position_ticks, wrap
+
+LOWEST = 0.5  # inches of a map
 
 
 def draw(choice: Choice) -> Drawing:
@@ -18,21 +20,27 @@ def draw(choice: Choice) -> Drawing:
     columns = Columns(trace.boundary)
     edges, per_column = columns.edges, columns.per_column
 
-    left, right = 0.52, 0.15
-    width = (choice.page_width or PAGE) - left - right
+    left, right, gap = 0.52, 0.15, 0.45
+    tall = float(np.clip(0.03 * len(cells[0].selection.layers), LOWEST, 1.2))
+    is_crowded = choice.page_width is not None and len(cells) * (LOWEST + 0.3) + 1 > TALLEST
+    width, across = choice.fit(PAGE - left - right, 2 if is_crowded else 1, left, right, gap, least=2.5)
+    rows = -(-len(cells) // across)
     spans = SpanBrackets(trace, width)
-    tall = float(np.clip(0.03 * len(cells[0].selection.layers), 0.5, 1.2))
     names = [wrap(cell.label, width, SMALL, "bold") for cell in cells]
     name = max(map(len, names)) * SMALL * LINE * POINT + 0.07
+    if choice.page_width is not None:
+        tall = float(np.clip((TALLEST - spans.height - 0.6) / rows - name - 0.09, LOWEST, tall))
     grey = "black: all heads keep the token, white: none"
     sheet = choice.sheet(
-        len(cells), (width, tall), 1, left, right, above=spans.height + name + 0.08, gap=(0, name + 0.09), below=0.42,
+        len(cells), (width, tall), across, left, right, above=spans.height + name + 0.08, gap=(gap, name + 0.09),
+        below=0.42,
         title="Kept tokens, by layer and position",
         subtitle=f"{choice.budget_line()}; {grey}{columns.words}",
         caption=choice.caption(),
     )  # fmt: skip
     x, y, _, height = sheet.grid
-    spans.draw(sheet, x, y + height + name + 0.03)
+    for column in range(across):
+        spans.draw(sheet, x + column * (width + gap), y + height + name + 0.03)
     data = []
     for i, cell in enumerate(cells):
         axis, layers = sheet.axes[i], cell.selection.numbers
@@ -44,8 +52,11 @@ def draw(choice: Choice) -> Drawing:
         axis.set_xlim(0, trace.boundary / per_column)
         position_ticks(axis.xaxis, trace.boundary, per_column)
         layer_ticks(axis.yaxis, layers, most=4)
-        axis.set_ylabel("layer", labelpad=2)
-        axis.tick_params(labelbottom=i == len(cells) - 1)
+        if i % across == 0:
+            axis.set_ylabel("layer", labelpad=2)
+        is_lowest = i + across >= len(cells)
+        axis.tick_params(labelbottom=is_lowest)
+        axis.set_xlabel("position of the token in the prompt" if is_lowest else "")
         for edge, colour in spans.edges():
             axis.axvline(edge / per_column, color=colour, linewidth=0.5)
         data.append(pd.DataFrame({
@@ -53,5 +64,4 @@ def draw(choice: Choice) -> Drawing:
             "layer": np.repeat(layers, len(columns)), "begin": np.tile(edges[:-1], len(layers)),
             "end": np.tile(edges[1:], len(layers)), "kept_share": drawn.ravel(),
         }))  # fmt: skip
-    sheet.axes[-1].set_xlabel("position of the token in the prompt")
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))

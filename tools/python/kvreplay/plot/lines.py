@@ -118,8 +118,9 @@ class LinePanels:
         width, columns = choice.fit(panel[0], min(2, len(self.groups)), left, right, gap, least=1.1)
         tallest = max(sum(text_height(self.names[label]) for label in group) for group in self.groups.values())
         height = max(min(panel[1], max(1.5, width)), tallest)
-        rows = -(-len(self.groups) // columns)
-        headings = [SMALL * LINE * POINT] * rows if len(self.groups) > 1 else ()
+        self.headings = [wrap(family, width, SMALL, "bold") for family in self.groups if family]
+        rows = [self.headings[i : i + columns] for i in range(0, len(self.headings), columns)]
+        headings = [max(map(len, row)) * SMALL * LINE * POINT for row in rows]
         self.sheet = choice.sheet(
             len(self.groups), (width, height), columns, left=left, right=right, above=0.12, below=0.45, gap=(gap, 0.42),
             headings=headings, title=title, subtitle=subtitle, caption=caption,
@@ -141,7 +142,7 @@ class LinePanels:
             axis.set_yscale("log")
         low = min(axis.get_ylim()[0] for axis in self.sheet.axes)
         high = max(axis.get_ylim()[1] for axis in self.sheet.axes)
-        for i, (family, axis) in enumerate(zip(self.groups, self.sheet.axes, strict=True)):
+        for i, axis in enumerate(self.sheet.axes):
             quiet_frame(axis)
             axis.set_ylim(low, high)
             if logarithmic:
@@ -151,8 +152,10 @@ class LinePanels:
             if i % self.columns == 0:
                 axis.set_ylabel("\n".join(self.y_label))
             axis.set_xlabel(x_label if i + self.columns >= len(self.groups) else "")
-            if len(self.groups) > 1:
-                axis.annotate(family, (0, 1), (0, 4), "axes fraction", "offset points", weight="bold")
+            if self.headings:
+                axis.annotate(
+                    "\n".join(self.headings[i]), (0, 1), (0, 4), "axes fraction", "offset points", weight="bold"
+                )
         for axis, labels, ends in self:
             if self.needs_legend(labels):
                 looks = [self.choice.looks[label] for label in labels]

@@ -26,6 +26,7 @@ from kvreplay.program import require_format, writing
 
 PAGE = 7.0  # inches: both columns of a two-column page
 COLUMN = 3.35  # inches: one of them, the narrowest figure without a given width
+TALLEST = 8.0  # inches: a page of a paper, with room for a caption
 POINT = 1 / 72  # inches
 SMALL, MEDIUM, LARGE = 8.0, 9.0, 10.0  # points
 LINE = 1.3  # line height over font size
@@ -109,9 +110,10 @@ def width_of(line: str, size: float = SMALL, weight: str = "normal") -> float:
 
 
 def wrap(line: str, width: float, size: float = SMALL, weight: str = "normal") -> list[str]:
-    """The text in lines of at most `width` inches, broken behind spaces, commas and colons."""
+    """The text in lines of at most `width` inches, broken behind spaces, commas, colons and
+    hyphens of words."""
     lines = [""]
-    for piece in re.findall(r"[^ ,:]*[,:]? *", line):
+    for piece in re.split(r"(?<=[ ,:])(?=[^ ])|(?<=[a-z]-)(?=[a-z])", line):
         if lines[-1] and width_of((lines[-1] + piece).rstrip(), size, weight) > width:
             lines.append("")
         lines[-1] += piece
@@ -208,7 +210,7 @@ class PanelNames:
 
 def columns_for(count: int) -> int:
     """Columns of a grid of small squares that is readable on a page."""
-    return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
+    return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4 if count <= 12 else 5
 
 
 def layer_ticks(axis: object, layers: Sequence[int], most: int = 7) -> None:

@@ -74,8 +74,7 @@ function drawAxes(drawing, scales, marks, name) {
 /** One policy's line and markers; a click on them selects the policy. */
 function seriesOf({ label, points, dashes }, scales, axis) {
   const look = policyOf.get(label);
-  // Two points are no curve: as in the figures, no line joins them.
-  const corners = !axis.scatter && points.length > 2
+  const corners = !axis.scatter && points.length > 1
     ? points.map(({ x, y }) => `${scales.x(x)},${scales.y(y)}`).join(" ") : "";
   const group = make("g", { class: "series", ...coloursOf(look), "data-label": label,
     onclick: (event) => selectPolicy(label, event.shiftKey) },
