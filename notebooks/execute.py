@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PAGES = (ROOT / "docs" / "papers.md", ROOT / "docs" / "closed-loop.md")
 OF_STUDY = "closed_loop"  # the notebook of the study
-QUICKSTART = "quickstart"  # the notebook of the shipped trace: its outputs are committed, beside its percent file
+QUICKSTART = "quickstart"  # the notebook of the shipped trace
+WITHOUT_CORPUS = (OF_STUDY, QUICKSTART)  # committed with their outputs, beside their percent files
 SHOWN = re.compile(r"(<!-- tools/figures (\w+)/([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PICTURE = re.compile(r"\]\((figures/(\w+?)-([\w-]+)\.png)\)")
 PICTURE_WIDTH = 900  # pixels
@@ -67,7 +68,7 @@ def execute(notebook: Path, folder: Path, working_folder: Path = HERE) -> None:
 
 
 def refresh(figures: Path, names: list[str]) -> None:
-    """Updates the tables and pictures of these notebooks in the documentation, and the committed notebook."""
+    """Updates the tables and pictures of these notebooks in the documentation, and the committed notebooks."""
     from PIL import Image
 
     def table(found: re.Match[str]) -> str:
@@ -75,8 +76,8 @@ def refresh(figures: Path, names: list[str]) -> None:
             return found[0]
         return found[1] + (figures / found[2] / f"{found[3]}.md").read_text(encoding="utf-8") + found[5]
 
-    if QUICKSTART in names:
-        shutil.copyfile(figures / QUICKSTART / f"{QUICKSTART}.ipynb", HERE / f"{QUICKSTART}.ipynb")
+    for name in set(names) & set(WITHOUT_CORPUS):
+        shutil.copyfile(figures / name / f"{name}.ipynb", HERE / f"{name}.ipynb")
     for page in PAGES:
         text = SHOWN.sub(table, page.read_text(encoding="utf-8"))
         page.write_text(text, encoding="utf-8")
@@ -96,7 +97,7 @@ def parser() -> Parser:
     add("--small", action="store_true", help="use the small corpus and write into out/figures-small (minutes)")
     add("--corpus", metavar="DIR", type=Path, help="read traces and corpus.csv, as tools/corpus writes them, from DIR")
     add("-o", "--output", metavar="DIR", type=Path, help="output folder (default: out/figures)")
-    add("--docs", action="store_true", help="also update tables and pictures of docs/, and notebooks/quickstart.ipynb")
+    add("--docs", action="store_true", help="also update tables and pictures of docs/, and committed notebooks")
     return found
 
 
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = [name for name in known if not arguments.names or name in arguments.names]
     suffix = "-small" if arguments.small else ""
     corpus = (arguments.corpus or ROOT / "build" / f"corpus{suffix}").resolve()
-    reads_corpus = bool(set(names) - {OF_STUDY, QUICKSTART})
+    reads_corpus = bool(set(names) - set(WITHOUT_CORPUS))
     if reads_corpus and not arguments.corpus:
         done = subprocess.run([ROOT / "tools" / "corpus", *(["--small"] if arguments.small else [])])
         if done.returncode:

@@ -6,6 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
+import jupytext
 import nbformat
 import pytest
 
@@ -48,6 +49,23 @@ def test_committed_outputs_have_the_structure_of_todays(executed: nbformat.Noteb
     assert all("text/html" in output.data or "image/svg+xml" in output.data for output in outputs)
     assert COMMITTED.stat().st_size < MOST_BYTES
     assert str(ROOT) not in COMMITTED.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", execute.WITHOUT_CORPUS)
+def test_a_committed_notebook_has_the_cells_of_its_percent_file_and_outputs(name: str) -> None:
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    committed, percent = nbformat.read(path, as_version=4), jupytext.read(execute.notebooks()[name], fmt="py:percent")
+    nbformat.validate(committed)
+    cells = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (committed, percent)]
+    assert cells[0] == cells[1], f"run tools/figures {name} --docs"
+    assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code")
+    outputs = [output for cell in committed.cells for output in cell.get("outputs", ())]
+    assert outputs and {output.output_type for output in outputs} <= {"execute_result", "display_data"}
+    assert path.stat().st_size < MOST_BYTES and str(ROOT) not in path.read_text(encoding="utf-8")
+
+
+def test_every_committed_notebook_is_checked() -> None:
+    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == set(execute.WITHOUT_CORPUS)
 
 
 @pytest.mark.parametrize("name", execute.notebooks())
