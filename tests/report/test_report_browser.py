@@ -318,20 +318,17 @@ def test_every_control_is_reached_by_keyboard_and_arrows_walk_the_text(page, loo
 CONTRAST = """
 () => {
   const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const light = (colour) => {
+  const light = (...colours) => {  // of translucent colours from the ground up
     context.clearRect(0, 0, 1, 1);
-    context.fillStyle = colour;
-    context.fillRect(0, 0, 1, 1);
+    for (const colour of colours) {
+      context.fillStyle = colour;
+      context.fillRect(0, 0, 1, 1);
+    }
     const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
       .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const ground = (one) => {
-    for (; one; one = one.parentElement) {
-      const colour = getComputedStyle(one).backgroundColor;
-      if (colour !== "rgba(0, 0, 0, 0)") return colour;
-    }
-  };
+  const grounds = (one) => one ? [...grounds(one.parentElement), getComputedStyle(one).backgroundColor] : [];
   document.querySelectorAll(".prose > span").forEach((one, i) => i < 17 && (one.className = `k${i}`));
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const found = [];
@@ -339,7 +336,7 @@ CONTRAST = """
     const one = node.parentElement;
     if (!node.data.trim() || !one.checkVisibility() || one.closest("script")) continue;
     const style = getComputedStyle(one), drawn = one.namespaceURI.endsWith("svg");
-    const [a, b] = [light(drawn ? style.fill : style.color), light(ground(one))].sort((x, y) => y - x);
+    const [a, b] = [light(drawn ? style.fill : style.color), light(...grounds(one))].sort((x, y) => y - x);
     found.push([(a + 0.05) / (b + 0.05), one.className.baseVal ?? one.className, node.data]);
   }
   return found.sort((a, b) => a[0] - b[0]);
@@ -672,6 +669,7 @@ def test_the_address_restores_the_page(page, look):
     window = look(page)
     choose(window, budget="160", first="chunkkv", second="", layer=12, head=1, shade="rank", curve_metric="att.cos",
            layer_metric="kept", variant="union", tokens="first")  # fmt: skip
+    window.click("#curve-chart .series-legend [data-label=chunkkv]")  # hides its line
     window.fill("#policies", "chunk,snap")
     window.fill("#find", "the")
     window.click("#headline thead button:has-text('recall')")
@@ -679,7 +677,8 @@ def test_the_address_restores_the_page(page, look):
     address = window.url
     state = """() => [[...document.querySelectorAll("[data-remember]")].map((one) => one.value),
       document.getElementById("headline").innerText, document.querySelector("#token h3").innerText,
-      document.querySelectorAll(".dim").length, document.querySelector("#map-chart").innerHTML.length]"""
+      document.querySelectorAll(".dim").length, document.querySelectorAll("#curve-chart g.series").length,
+      document.querySelector("#map-chart").innerHTML.length]"""
     wanted = window.evaluate(state)
     other = look(page)
     assert other.evaluate(state) != wanted
@@ -751,6 +750,34 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
             assert np.allclose(image.size, size, atol=1)
             ground = image.convert("RGB").getpixel((1, 1))
             assert (sum(ground) > 600) == (scheme == "light") and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_link_shows_the_heading_of_its_section_below_the_controls(width, page, many, look):
+    for file, names in ((page, ["text", "map"]), (write_report(many), ["traces", "curves"])):
+        window = look(file, width=width, reduced_motion="reduce")
+        assert window.locator("[href='#traces']").is_visible() == (file != page)
+        for name in names:
+            window.click(f".links [href='#{name}']")
+            controls = window.locator("nav").bounding_box()
+            heading = window.locator(f"#{name} h2").bounding_box()
+            assert 0 <= heading["y"] - controls["y"] - controls["height"] <= 60
+
+
+def test_a_table_wider_than_the_window_has_a_shadow_until_its_end_is_reached(page, look):
+    window = look(page, width=400, color_scheme="light")
+
+    def darkest_ground() -> int:
+        """At the right edge of the rows that are not selected."""
+        box = window.locator("#table .scroll").bounding_box()
+        shot = io.BytesIO(window.screenshot(clip=box | {"x": box["x"] + box["width"] - 6, "width": 4}))
+        return int(np.median(np.asarray(Image.open(shot).convert("L")).min(axis=1)))
+
+    window.locator("#table").scroll_into_view_if_needed()
+    assert darkest_ground() < 225
+    window.evaluate("document.querySelector('#table .scroll').scrollLeft = 1e6")
+    window.wait_for_timeout(50)
+    assert darkest_ground() > 240
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,13 @@
-// The state of the page as the fragment of its address: NAME=VALUE of each control with data-remember, and the token.
+// The state of the page as the fragment of its address: NAME=VALUE of each control with data-remember, the token, the
+// order of the table, and each policy that the legend hides.
 
 const requested = new Map(); // values of the address, until the control has such an option
 
 function readAddress() {
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) requested.set(name, value);
+  const state = new URLSearchParams(location.hash.slice(1));
+  for (const [name, value] of state) requested.set(name, value);
+  hidden.clear();
+  for (const label of state.getAll("hide")) hidden.add(label);
   for (const input of document.querySelectorAll("input[data-remember]")) {
     input.value = requested.get(input.id) ?? "";
     requested.delete(input.id);
@@ -18,6 +22,7 @@ function writeAddress() {
     if (control.tagName === "SELECT" || control.value) state.set(control.id, control.value);
   }
   if (reading.at >= 0 && reading.held) state.set("token", reading.at);
+  for (const label of hidden) state.append("hide", label);
   if (sorting.title) {
     state.set("sort", sorting.title);
     state.set("order", sorting.descending ? "descending" : "ascending");

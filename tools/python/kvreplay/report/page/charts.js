@@ -97,6 +97,7 @@ function legendOf(series, drawing, refocus) {
     const all = labels.every((label) => !hidden.has(label));
     for (const label of labels) all ? hidden.add(label) : hidden.delete(label);
     drawCharts();
+    writeAddress();
     refocus(name);
   };
   const lift = (label, on) => () => drawing.querySelectorAll(".series").forEach((line) =>
@@ -104,15 +105,16 @@ function legendOf(series, drawing, refocus) {
   const legend = make("ul", { class: "series-legend", "aria-label": "Policies; a button hides or shows its line" });
   for (const family of [...familiesInOrder(), CONTROLS].filter((one) => families.has(one))) {
     const members = families.get(family), labels = members.map(({ label }) => label);
-    legend.append(make("li", { class: "family" }, make("button", { type: "button", "data-name": family,
-      "aria-pressed": String(labels.some((label) => !hidden.has(label))), onclick: toggle(labels, family) }, family)));
+    const buttons = [make("button", { type: "button", "data-name": family,
+      "aria-pressed": String(labels.some((label) => !hidden.has(label))), onclick: toggle(labels, family) }, family)];
     for (const { label, dashes } of members) {
       const look = policyOf.get(label);
-      legend.append(make("li", {}, make("button", { type: "button", "aria-pressed": String(!hidden.has(label)),
+      buttons.push(make("button", { type: "button", "aria-pressed": String(!hidden.has(label)),
         "data-label": label, "data-name": label, onclick: toggle([label], label), onpointerenter: lift(label, true),
         onpointerleave: lift(label, false), onfocus: lift(label, true), onblur: lift(label, false) },
-        keyOf(look, dashes), named(look))));
+        keyOf(look, dashes), named(look)));
     }
+    legend.append(make("li", { class: "family" }, make("ul", {}, ...buttons.map((button) => make("li", {}, button)))));
   }
   return legend;
 }

@@ -174,6 +174,9 @@ function listen() {
     });
   }
   addEventListener("hashchange", open);
+  const nav = document.querySelector("nav");
+  new ResizeObserver(() => document.documentElement.style.setProperty("--nav-height", `${nav.offsetHeight}px`))
+    .observe(nav);
   let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth !== width) {

@@ -8,7 +8,7 @@ const VERDICTS = [["difference", "difference"], ["95 % interval", "difference_lo
 
 function drawTraces(budget) {
   const compared = page.over_traces;
-  $("traces").hidden = !compared;
+  for (const part of [$("traces"), document.querySelector("[href='#traces']")]) part.hidden = !compared;
   if (!compared) return;
   fill($("mean-metric"), compared.metrics.map((metric) => [metric.name,
     `${metric.title}${metric.meaning && `: ${metric.meaning}`}${metric.has_verdicts ? "" : " (means only)"}`]));
