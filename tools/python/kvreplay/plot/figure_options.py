@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -12,10 +13,12 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.families import family_of
 from kvreplay.headline import default_metric
 from kvreplay.plot.colours import looks_of
-from kvreplay.plot.style import Sheet
 from kvreplay.results import Run, Selection, TraceFacts
 from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
 from kvreplay.skill import TWIN
+
+if TYPE_CHECKING:
+    from kvreplay.plot.style import Sheet
 
 VARIANTS = {"first": "first head", "mean": "mean over heads", "union": "union over heads"}
 
@@ -70,6 +73,8 @@ class Choice:
     def sheet(self, *grid: object, title: str, subtitle: str = "", caption: str = "", **room: object) -> Sheet:
         """The page of the figure. A page of a paper has no title but that of --title; its texts are a note, for the
         caption in the paper."""
+        from kvreplay.plot.style import Sheet  # with most of matplotlib, which the report does not need
+
         if not self.paper:
             texts = {"title": self.title or title, "subtitle": subtitle, "caption": caption}
             return Sheet(*grid, width=self.page_width, **room, **texts)

@@ -18,7 +18,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.families import families
 from kvreplay.plot.colours import on_dark
 from kvreplay.plot.figure_options import VARIANTS, Choice
-from kvreplay.plot.heatmap import chance, scale_end
+from kvreplay.plot.jaccard_scale import chance, scale_end
 from kvreplay.report import bit_planes, table
 from kvreplay.results import Run, Selection, TraceFacts, untold_note
 from kvreplay.run_names import chosen_labels, metric_names, pick
