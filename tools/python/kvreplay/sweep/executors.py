@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,10 @@ class Wanted:
 @contextlib.contextmanager
 def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
     """A client of the cluster. The context ends a cluster that it has started. `logs`: folder for logs of jobs."""
+    kind, _, address = wanted.executor.partition(":")
+    if kind == "local":  # this process imports the same modules meanwhile
+        forkserver.set_forkserver_preload(["distributed", "kvreplay.sweep.sweep"])
+        forkserver.ensure_running()
     import bokeh  # noqa: F401  the dashboard's
     import dask
     import distributed
@@ -58,7 +63,6 @@ def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
     for name in [*logging.root.manager.loggerDict]:  # what they say of lost workers is said by tasks.csv
         if name.partition(".")[0] in ("asyncio", "bokeh", "distributed", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    kind, _, address = wanted.executor.partition(":")
     open_cluster = {"local": local, "dask": running, "slurm": slurm}[kind]
     with dask.config.set(OWN), open_cluster(wanted, address, logs) as place:
         with distributed.Client(place, set_as_default=False) as client:
