@@ -157,8 +157,8 @@ def test_numbers_that_a_type_cannot_hold(
     ("change", "message"),
     [
         (["--laiers", "0"], "capture: unknown option --laiers: did you mean --layers?"),
-        (["--layers", "0,9"], "--layers: no such layer: expected layers of this model, 0 to 3, found 9"),
-        (["--layers", "3-1"], "expected numbers and ranges like 0,3-5, found '3-1'"),
+        (["--layers", "0,9"], "--layers: no such layer: expected layers of this model with attention, found 9"),
+        (["--layers", "3-1"], "expected full, or numbers and ranges like 0,3-5, found '3-1'"),
         (["--queries", "first:3"], "expected all or last:N, found 'first:3'"),
         (["--generate", "-1"], "expected a whole number of at least 0, found '-1'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS, SIZES, build, character_tokenizer
 
 from kvreplay.capture.command import main
 from kvreplay.capture.masks import Visibility
-from kvreplay.capture.probe import probe, uniform
+from kvreplay.capture.probe import probe
 from kvreplay.errors import Error
 
 TINY = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
@@ -26,19 +26,9 @@ CASES = {
     "bloom": (lambda: transformers.BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=4), "ALiBi"),
     "mpt": (lambda: transformers.MptConfig(vocab_size=128, d_model=48, n_layers=2, n_heads=4), "ALiBi"),
     "falcon": (lambda: transformers.FalconConfig(**TINY, alibi=True), "ALiBi"),
-    "llama4": (
-        lambda: transformers.Llama4TextConfig(**SIZES, attention_chunk_size=32, num_local_experts=2),
-        "chunked attention",
-    ),
     "gemma3n": (
         lambda: transformers.Gemma3nTextConfig(**{**SIZES, "num_hidden_layers": 6}, num_kv_shared_layers=2),
         "keys and values shared between layers",
-    ),
-    "qwen2_vl": (
-        lambda: transformers.Qwen2VLConfig(
-            text_config={**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}}
-        ),
-        "multimodal RoPE",
     ),
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=128, hidden_size=48, num_hidden_layers=2),
@@ -77,10 +67,11 @@ def test_head_counts_that_differ_by_layer() -> None:
     wider = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, head_dim=16)
     model.model.layers[2].self_attn = type(model.model.layers[2].self_attn)(wider, 2)
     model.model.layers[2].self_attn.config = model.config
-    calls, _ = probe(model, "mixed", 5, 20)
     with pytest.raises(Error, match=r"head counts that differ by layer: 4/4/16 in layer 2") as refusal:
-        uniform(calls, "mixed")
+        probe(model, "mixed", 5, 20)
     assert refusal.value.exit_code == 3
+    for layers in ({0, 1, 3}, {2}):
+        assert [call.layer for call in probe(model, "mixed", 5, 20, frozenset(layers))[0]] == sorted(layers)
 
 
 @pytest.mark.parametrize("change", ["frequencies", "scaling"])

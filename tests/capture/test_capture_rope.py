@@ -16,7 +16,7 @@ from tiny_models import LOCAL_AND_GLOBAL, SIZES, build, character_tokenizer
 
 from kvreplay.capture.command import main
 from kvreplay.capture.probe import probe
-from kvreplay.capture.rope import Frequencies, Rope, identify, rotate
+from kvreplay.capture.rope import Frequencies, Rope, identify, produced_deviation, rotate
 from kvreplay.errors import Error
 from kvreplay.trace import Trace
 
@@ -148,3 +148,13 @@ def test_keys_that_hardly_move_are_not_called_unmoved() -> None:
         identified(keys, strange, [Frequencies(np.ones(8), 1.0)])
     with pytest.raises(Error, match="keys rotated by unknown frequencies"):
         identified(keys, strange, [])
+
+
+def test_each_axis_of_multimodal_rope_is_compared() -> None:
+    """Rotary modules may give a row for each of time, height and width, [3,1,1,d]."""
+    one = Frequencies(1e4 ** -(np.arange(4) / 4), 1.0)
+    angles = np.tile(7 * one.inv_freq, 2)
+    rows = np.tile(angles, (3, 1, 1, 1))
+    assert produced_deviation([one], [(np.cos(rows), np.sin(rows))], 7) == 0
+    rows[1] *= 2
+    assert produced_deviation([one], [(np.cos(rows), np.sin(rows))], 7) > 0.1

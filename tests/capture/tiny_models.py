@@ -95,9 +95,14 @@ def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def build(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
-    """A model of this configuration in evaluation mode, with weights large enough for attention to have a shape."""
+    """A model of this configuration in evaluation mode, with weights large enough for attention to have a shape.
+
+    A multimodal model is whole, as on the hub.
+    """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    multimodal = type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    loader = transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForCausalLM
+    model = loader.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:

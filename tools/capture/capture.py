@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvreplay.capture.model import generate
-from kvreplay.capture.observe import observed
-from kvreplay.capture.probe import probe, uniform
+from kvreplay.capture.observe import Layers, observed
+from kvreplay.capture.probe import probe
 from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
@@ -35,7 +35,7 @@ class Choices:
     generate: int = 0
     continuation: str = ""
     queries: int | None = None  # the last of the prompt, with all of the continuation; None: all
-    layers: frozenset[int] | None = None
+    layers: Layers = None
     spans: tuple[SpanRequest, ...] = ()
     with_wo: bool = False
     store_dtype: str | None = None
@@ -58,7 +58,7 @@ class Captured:
     query_heads: int
     kv_heads: int
     dtype: str
-    rope: Rope | None  # of all layers of the model
+    rope: Rope | None  # of the stored layers
     checked_queries: int
     worst: Deviation
 
@@ -84,6 +84,13 @@ def _refuse_long_text(model: Any, tokens: int) -> None:
         raise Error("prompt", "too long for the model", f"at most {most} tokens (--max-tokens)", f"{tokens} tokens")
 
 
+def _refuse_media(model: Any, ids: list[int]) -> None:
+    """A pass over the text alone would compute nothing from the placeholders of images, videos and sound."""
+    media = getattr(model, "kvreplay_media_tokens", {})
+    if found := next((media[token] for token in ids if token in media), None):
+        raise Error("prompt", "images, videos or sound", "text only", f"a token {found}")
+
+
 def _continuation(model: Any, tokenizer: Any, ids: list[int], prompt: Prompt, choices: Choices) -> list[int]:
     """Token ids after the prompt's `ids`: the given text, or `choices.generate` tokens (G).
 
@@ -95,7 +102,7 @@ def _continuation(model: Any, tokenizer: Any, ids: list[int], prompt: Prompt, ch
     if choices.continuation or (forced and not choices.generate):
         return forced
     forced = forced[: choices.generate]
-    with observed(model, choices.name, lambda call: None):  # without whole masks
+    with observed(model, choices.name, lambda call: None, choices.layers):  # without whole masks
         return forced + generate(model, ids + forced, choices.generate - len(forced), choices.chunk)
 
 
@@ -106,6 +113,7 @@ def capture(
     prompt, ids = fit(tokenizer, prompt, choices.chat, choices.max_tokens)
     prompt_tokens = len(ids)
     _refuse_long_text(model, prompt_tokens + choices.generate)
+    _refuse_media(model, ids)
     ids += _continuation(model, tokenizer, ids, prompt, choices)
     tokens = len(ids)
     chunk = min(choices.chunk or tokens, tokens)
@@ -120,13 +128,8 @@ def capture(
     text, offsets = decode_with_offsets(decode, ids)
     marked = render(tokenizer, prompt.marked(), choices.chat)
     spans = find_spans(prompt, marked, choices.spans, text, offsets, prompt_tokens)
-    calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1))
-    shape = uniform(calls, choices.name)
-    wanted = [place for place, call in enumerate(calls) if choices.layers is None or call.layer in choices.layers]
-    missing = sorted((choices.layers or frozenset()) - {call.layer for call in calls})
-    if missing:
-        have = f"layers of this model, {calls[0].layer} to {calls[-1].layer}"
-        raise Error("--layers", "no such layer", have, ", ".join(map(str, missing)), Refusal.USAGE)
+    calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1), choices.layers)
+    shape = calls[0]
     compute = str(shape.k.dtype).removeprefix("torch.")
     store = choices.store_dtype or compute
     first_query = 0 if choices.queries is None else max(0, prompt_tokens - choices.queries)
@@ -136,7 +139,7 @@ def capture(
     layer.append(((tokens,), "float32"))  # norms of the layer's input
     if choices.with_wo:
         layer.append((tuple(shape.output_projection().shape), store))
-    _refuse_full_disk(path, expected_bytes(layer * len(wanted)))
+    _refuse_full_disk(path, expected_bytes(layer * len(calls)))
 
     with TraceWriter(path, choices.force, choices.producer) as trace:
         trace.attributes("/", synthetic=0)
@@ -144,7 +147,7 @@ def capture(
             "/model",
             name=choices.name,
             architecture=type(model).__name__,
-            n_layers=len(wanted),
+            n_layers=len(calls),
             n_query_heads=query_heads,
             n_kv_heads=kv_heads,
             head_dim=width,
@@ -154,21 +157,21 @@ def capture(
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
             **({"quantisation": choices.load} if choices.load else {}),
         )
-        trace.dataset("/model/layer_index", np.array([calls[place].layer for place in wanted], np.int32))
+        trace.dataset("/model/layer_index", np.array([call.layer for call in calls], np.int32))
         if rope:
             trace.attributes("/model/rope", style=rope.style)
-            trace.dataset("/model/rope/inv_freq", rope.inv_freq[wanted])
-            trace.dataset("/model/rope/attention_scaling", rope.attention_scaling[wanted])
+            trace.dataset("/model/rope/inv_freq", rope.inv_freq)
+            trace.dataset("/model/rope/attention_scaling", rope.attention_scaling)
         trace.attributes("/tokens", prefill=prompt_tokens)
         trace.dataset("/tokens/ids", np.array(ids, np.int32))
         trace.dataset("/tokens/offsets", np.array(offsets, np.int32))
         trace.dataset("/tokens/text", text)
         if spans:
             trace.dataset("/spans", spans)
-        bar = progress(len(wanted) * -(-tokens // chunk))
+        bar = progress(len(calls) * -(-tokens // chunk))
         recorder = Recorder(
             trace=trace,
-            numbers={calls[place].layer: number for number, place in enumerate(wanted)},
+            numbers={call.layer: number for number, call in enumerate(calls)},
             tokens=tokens,
             query_positions=positions,
             checked=_checked(len(positions), choices.verify),
@@ -178,18 +181,18 @@ def capture(
         )
         reference = Reference(prompt_tokens, tokens) if choices.save_reference else None
         try:
-            run_pass(model, choices.name, ids, recorder, chunk, reference)
+            run_pass(model, choices.name, ids, recorder, chunk, reference, choices.layers)
         finally:
             bar.close()
         if reference:
             reference.write(trace)
-        windows = [recorder.windows[number] for number in range(len(wanted))]
+        windows = [recorder.windows[number] for number in range(len(calls))]
         trace.dataset("/model/sliding_window", np.array(windows, np.int32))
     assert recorder.worst is not None
     return Captured(
         prompt_tokens,
         tokens,
-        len(wanted),
+        len(calls),
         query_heads,
         kv_heads,
         store,

@@ -28,6 +28,7 @@ from kvreplay.program import Parser, exit_code, names, say_notes, size
 from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
+    from kvreplay.capture.observe import Layers
     from kvreplay.capture.prompts import Prompt
     from kvreplay.capture.rope import Rope
 
@@ -49,14 +50,16 @@ def _queries(text: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _layers(text: str) -> frozenset[int]:
-    """0,3-5 -> {0, 3, 4, 5}."""
+def _layers(text: str) -> Layers:
+    """0,3-5 -> {0, 3, 4, 5}; full -> full."""
+    if text == "full":
+        return "full"
     chosen: set[int] = set()
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         begin, end = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if begin > end or end > MOST_LAYERS:
-            raise argparse.ArgumentTypeError(f"expected numbers and ranges like 0,3-5, found {text!r}")
+            raise argparse.ArgumentTypeError(f"expected full, or numbers and ranges like 0,3-5, found {text!r}")
         chosen.update(range(begin, end + 1))
     return frozenset(chosen)
 
@@ -118,7 +121,12 @@ def parser() -> Parser:
         metavar="all|last:N",
         help="queries to store: all, or the last N of the prompt and those of the continuation (default: all)",
     )
-    add("--layers", type=_layers, metavar="0,3-5", help="layers to store (default: all)")
+    add(
+        "--layers",
+        type=_layers,
+        metavar="full|0,3-5",
+        help="layers to store: those with full attention, or by number (default: all)",
+    )
     add(
         "--span",
         action="append",

@@ -266,10 +266,10 @@ class Manifest:
 
 def expected_size(config: Any, tokens: int) -> int:
     """Bytes of q, k and v of `tokens` tokens in 16 bits."""
-    from kvreplay.capture.model import head_dim
+    from kvreplay.capture.model import head_dim, layer_configs
 
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    return 2 * tokens * config.num_hidden_layers * heads * head_dim(config)
+    heads = sum(layer.num_attention_heads + 2 * layer.num_key_value_heads for layer in layer_configs(config))
+    return 2 * tokens * heads * head_dim(config)
 
 
 def write_answers(folder: Path, prompts: Sequence[Prompt]) -> None:

@@ -77,6 +77,23 @@ def placement(choices: ModelChoices) -> tuple[str, str] | None:
     return (_device(choices.device or "cpu").partition(":")[0], dtype) if dtype else None
 
 
+def _skeleton(name: str, config: Any, trusted: dict[str, Any]) -> tuple[Any, Any]:
+    """The model without weights, and the class that loads it. Multimodal models are taken for their text."""
+    for loader in (transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM):
+        try:
+            with torch.device("meta"):
+                return loader.from_config(config, **trusted), loader
+        except ValueError as error:
+            reason = error
+    raise Error(name, "model", "a decoder language model", type(config).__name__) from reason
+
+
+def _media_tokens(config: Any) -> dict[int, str]:
+    """The token ids that stand for images, videos and sound, each with its name in the configuration."""
+    names = [f"{medium}_token_{kind}" for medium in ("image", "video", "audio") for kind in ("id", "index")]
+    return {number: name for name in names if isinstance(number := getattr(config, name, None), int)}
+
+
 def load_tokenizer(source: Source, **options: Any) -> Any:
     return _loading(source, transformers.AutoTokenizer.from_pretrained, **options)
 
@@ -93,11 +110,7 @@ def load(choices: ModelChoices, check_tokenizer: Callable[[Any], None] = lambda 
     device = _device(choices.device or "cpu")
     config = _loading(source, transformers.AutoConfig.from_pretrained, **trusted)
     refuse_by_config(source.name, config)
-    try:
-        with torch.device("meta"):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config, **trusted)
-    except ValueError as error:
-        raise Error(source.name, "model", "a decoder language model", type(config).__name__) from error
+    skeleton, model_class = _skeleton(source.name, config, trusted)
     refuse_by_structure(source.name, skeleton)
     # sdpa has no softcap: transformers 5.0 would generate without it, and say nothing.
     softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
@@ -115,8 +128,9 @@ def load(choices: ModelChoices, check_tokenizer: Callable[[Any], None] = lambda 
         options["device_map"] = {"": device}
     tokenizer = load_tokenizer(source, **trusted)
     check_tokenizer(tokenizer)
-    model = _loading(source, transformers.AutoModelForCausalLM.from_pretrained, config=config, **options, **trusted)
+    model = _loading(source, model_class.from_pretrained, config=config, **options, **trusted)
     model.kvreplay_offloaded = offloaded  # removed with the model
+    model.kvreplay_media_tokens = _media_tokens(config)
     return model.eval(), tokenizer
 
 
@@ -131,9 +145,21 @@ def decoder(model: Any) -> Any:
     return model.base_model if found is model else found
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer. A decoder whose layers differ has no common values: reading them raises."""
+    return (
+        list(config.per_layer_config)
+        if getattr(config, "is_heterogeneous", False)
+        else [config] * config.num_hidden_layers
+    )
+
+
 def head_dim(config: Any) -> int:
-    """Of a decoder's configuration."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """The largest head dimension of a decoder's layers."""
+    return max(
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layer_configs(config)
+    )
 
 
 def generate(model: Any, ids: list[int], count: int, chunk: int | None = None) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import align_module_device
@@ -23,6 +23,10 @@ from kvreplay.capture.refusals import ATTENTION_SINKS, refused
 from kvreplay.errors import Error
 
 TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
+
+# A choice of layers: by the model's own numbers, those with full attention, or all (None).
+Layers = frozenset[int] | Literal["full"] | None
+LOCAL_KINDS = ("sliding_attention", "chunked_attention")  # in transformers' layer_types
 
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
@@ -78,9 +82,11 @@ def _token_norms(hidden: Any) -> torch.Tensor | None:
 class _Attention:
     """The registered function, for one observer and one pass."""
 
-    def __init__(self, name: str, observer: Callable[[LayerCall], None]) -> None:
+    def __init__(self, model: Any, name: str, observer: Callable[[LayerCall], None], layers: Layers) -> None:
+        self._config = model.config.get_text_config()
         self._name = name
         self._observer = observer
+        self._layers = layers
         self._mask: Any = None  # layers share masks: each is looked at once
         self._mask_window: int | None = 0
         self._calls = 0
@@ -105,17 +111,25 @@ class _Attention:
         layer = getattr(module, "layer_idx", None)
         layer = self._calls if layer is None else int(layer)
         self._calls += 1
-        self._refuse(module, layer, query, key, value, rest)
+        declared = rest.get("sliding_window") or getattr(module, "sliding_window", None) or 0
+        wanted = self._wants(layer, declared)
+        self._refuse_unknown_terms(layer, module, rest)
+        if wanted:
+            self._refuse_shapes(layer, query, key, value)
         is_causal = rest.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         queries = query.shape[2]
         visibility = Visibility.of(attention_mask, queries, key.shape[2])
-        window = self._window(layer, visibility, is_causal, rest.get("sliding_window"), module, query.device)
+        window = self._window(visibility, is_causal, declared, query.device)
+        if window is None and wanted:
+            raise self._unknown_mask(layer, visibility.tokens)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         if softcap or attention_mask is not None:
-            output = attention_in_blocks(query, key, value, visibility, window, scale, float(softcap or 0))
+            output = attention_in_blocks(query, key, value, visibility, window or 0, scale, float(softcap or 0))
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **rest)
+        if not wanted:
+            return output, None
         norm = self._input_norm if self._block is not module else None  # a block that is its own attention has none
         self._observer(
             LayerCall(
@@ -128,43 +142,49 @@ class _Attention:
                 output[0],
                 scale,
                 float(softcap or 0),
-                window,
+                window or 0,
                 norm,
             )
         )
         return output, None
 
-    def _window(
-        self,
-        layer: int,
-        visibility: Visibility,
-        is_causal: bool,
-        declared: int | None,
-        module: Any,
-        device: torch.device,
-    ) -> int:
-        """The layer's sliding window: from the mask where the mask cuts, else as the layer declares it."""
+    def _wants(self, layer: int, declared_window: int) -> bool:
+        if self._layers != "full":
+            return self._layers is None or layer in self._layers
+        kinds = getattr(self._config, "layer_types", None) or ()
+        return not declared_window and (layer >= len(kinds) or kinds[layer] not in LOCAL_KINDS)
+
+    def _window(self, visibility: Visibility, is_causal: bool, declared: int, device: torch.device) -> int | None:
+        """The layer's sliding window: from the mask where the mask cuts, else as the layer declares it. None: the mask
+        is neither causal nor a window."""
         mask, tokens = visibility.mask, visibility.tokens
         if mask is not None and mask is not self._mask:
             self._mask, self._mask_window = mask, visibility.window(device)
         window = (0 if is_causal or tokens == 1 else None) if mask is None else self._mask_window
         if window is None:
-            raise refused(
-                self._name, f"layer {layer}: a mask of another kind", "causal attention, full or in a sliding window"
-            )
-        declared = declared or getattr(module, "sliding_window", None) or 0
+            return None
         # A window no shorter than the text cuts nothing; a shorter one that the mask does not show is not in force.
         return window or (int(declared) if declared >= tokens > 1 else 0)
 
-    def _refuse(
-        self, module: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: dict[str, Any]
-    ) -> None:
+    def _unknown_mask(self, layer: int, tokens: int) -> Error:
+        chunk = getattr(self._config, "attention_chunk_size", None)
+        if chunk and tokens > chunk:
+            text = f"layer {layer}: chunked attention (attention_chunk_size) over {tokens} tokens"
+            return refused(self._name, text, f"at most {chunk} tokens; shorten the prompt, or use --layers full")
+        return refused(
+            self._name, f"layer {layer}: a mask of another kind", "causal attention, full or in a sliding window"
+        )
+
+    def _refuse_unknown_terms(self, layer: int, module: Any, rest: dict[str, Any]) -> None:
+        """Terms of the softmax that the observed attention would leave out."""
         if rest.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
             raise refused(self._name, f"{ATTENTION_SINKS} (layer {layer})", "a softmax over tokens alone")
         if rest.get("position_bias") is not None:
             raise refused(
                 self._name, f"ALiBi or other additive bias (layer {layer})", "logits of queries and keys alone"
             )
+
+    def _refuse_shapes(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
             found = f"layer {layer}: query and key {query.shape[-1]}, value {value.shape[-1]} wide"
             raise refused(self._name, found, "one head dimension for queries, keys and values")
@@ -189,11 +209,11 @@ def replaced_attention(
 
 
 @contextmanager
-def observed(model: Any, name: str, observer: Callable[[LayerCall], None]) -> Iterator[None]:
-    """Inside, every attention of `model` is shown to `observer`. Outputs have the same bits as outside, but with a mask
-    and more than ROW_BLOCK queries: these are computed in blocks, and are within rounding.
+def observed(model: Any, name: str, observer: Callable[[LayerCall], None], layers: Layers = None) -> Iterator[None]:
+    """Inside, the attention of the chosen layers of `model` is shown to `observer`. Outputs have the same bits as
+    outside, but with a mask and more than ROW_BLOCK queries: these are computed in blocks, and are within rounding.
     """
-    attention = _Attention(name, observer)
+    attention = _Attention(model, name, observer, layers)
     with ExitStack() as hooks:
         for block in blocks(decoder(model)):
             hooks.enter_context(block.register_forward_pre_hook(attention.enter, with_kwargs=True))

@@ -10,15 +10,21 @@ import numpy as np
 import torch
 
 from kvreplay.capture.model import decoder, input_device
-from kvreplay.capture.observe import LayerCall, observed
+from kvreplay.capture.observe import LayerCall, Layers, observed
 from kvreplay.capture.refusals import NO_INTERFACE, refused
 from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
 from kvreplay.capture.verify import unit_roundoff
+from kvreplay.errors import Error, Refusal
 from kvreplay.trace import REAL_TYPES
 
 
-def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerCall], Rope | None]:
-    """One call of every layer with a single token, and the RoPE that its keys show when it moves to `position`."""
+def probe(
+    model: Any, name: str, token: int, position: int, layers: Layers = None
+) -> tuple[list[LayerCall], Rope | None]:
+    """One call of each chosen layer with a single token, and the RoPE that its keys show when it moves to `position`.
+
+    Properties that a trace stores once are equal in these layers.
+    """
     base = decoder(model)
     calls: list[LayerCall] = []
     produced: list[tuple[np.ndarray, np.ndarray]] = []
@@ -30,10 +36,10 @@ def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerC
     def keys_at(place: int) -> list[np.ndarray]:
         calls.clear()
         produced.clear()
-        with torch.inference_mode(), observed(model, name, calls.append):
+        with torch.inference_mode(), observed(model, name, calls.append, layers):
             ids, positions = (torch.tensor([[number]], device=input_device(model)) for number in (token, place))
             base(input_ids=ids, position_ids=positions, use_cache=False)
-        if not calls:
+        if not calls and layers is None:
             raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
         return [call.k[:, 0].cpu().double().numpy() for call in calls]
 
@@ -41,6 +47,8 @@ def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerC
         for module in rotary_modules(base):
             hooks.enter_context(module.register_forward_hook(watch))
         keys_at(position)  # length-dependent frequencies are set now
+        _refuse_missing_layers(layers, calls)
+        _refuse_differences(calls, name)
         candidates = frequencies(base)
         rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
         rope = identify(name, candidates, keys_at, position, rounding)
@@ -50,18 +58,26 @@ def probe(model: Any, name: str, token: int, position: int) -> tuple[list[LayerC
     return list(calls), rope
 
 
-def uniform(calls: Sequence[LayerCall], name: str) -> LayerCall:
-    """A layer that represents all. Properties that a trace stores once must be equal in every layer."""
+def _refuse_missing_layers(layers: Layers, calls: Sequence[LayerCall]) -> None:
+    found = {call.layer for call in calls}
+    if layers == "full" and not found:
+        raise Error("--layers full", "no such layer", "a model with full attention", "", Refusal.USAGE)
+    if isinstance(layers, frozenset) and (missing := sorted(layers - found)):
+        raise Error("--layers", "no such layer", "layers of this model with attention", ", ".join(map(str, missing)),
+                    Refusal.USAGE)  # fmt: skip
+
+
+def _refuse_differences(calls: Sequence[LayerCall], name: str) -> None:
     first = calls[0]
     for call in calls:
         heads = (first.q.shape[0], first.k.shape[0], first.q.shape[2])
         found = (call.q.shape[0], call.k.shape[0], call.q.shape[2])
         if found != heads:
             text = "head counts that differ by layer: " + "/".join(map(str, found)) + f" in layer {call.layer}"
-            raise refused(name, text, "/".join(map(str, heads)) + " (query heads/kv heads/dimension) everywhere")
+            expected = "/".join(map(str, heads)) + " (query heads/KV heads/dimension); choose equal layers (--layers)"
+            raise refused(name, text, expected)
         if (call.scale, call.softcap) != (first.scale, first.softcap):
             found_text = f"softmax scale or softcap that differs in layer {call.layer}"
             raise refused(name, found_text, f"scale {first.scale}, softcap {first.softcap} everywhere")
     if len({call.layer for call in calls}) != len(calls):
         raise refused(name, "layers that are called twice", "each layer once a pass")
-    return first

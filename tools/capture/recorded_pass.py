@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvreplay.capture.model import decoder, input_device
-from kvreplay.capture.observe import LayerCall, observed
+from kvreplay.capture.observe import LayerCall, Layers, observed
 from kvreplay.capture.refusals import refused
 from kvreplay.capture.rope import frequencies, same
 from kvreplay.trace import TraceWriter
@@ -63,8 +63,9 @@ def run_pass(
     observer: Callable[[LayerCall], None],
     chunk: int,
     reference: Reference | None,
+    layers: Layers = None,
 ) -> None:
-    """All tokens through all layers, `chunk` at once with the model's own cache: each layer is shown to `observer`.
+    """All tokens through all layers, `chunk` at once with the model's own cache: `observer` is shown chosen layers.
 
     The output head runs only where `reference` wants logits.
     """
@@ -80,7 +81,7 @@ def run_pass(
         if cache is not None:
             inputs[cache_name] = cache
         wanted = reference.wanted(begin, end) if reference else range(0)
-        with torch.inference_mode(), observed(model, name, observer):
+        with torch.inference_mode(), observed(model, name, observer, layers):
             if reference and wanted:
                 logits, output = _logits(model, inputs, end - wanted.start)
                 reference.add(logits[: len(wanted)])

@@ -39,7 +39,7 @@ def _is_finite(tensor: np.ndarray) -> bool:
 class Recorder:
     """The observer of a pass over T tokens, in one call of each layer or in chunks.
 
-    `numbers` gives each wanted layer of the model its place in the trace.
+    `numbers` gives each observed layer of the model its place in the trace.
     """
 
     trace: TraceWriter
@@ -54,8 +54,6 @@ class Recorder:
     worst: Deviation | None = None
 
     def __call__(self, call: LayerCall) -> None:
-        if call.layer not in self.numbers:
-            return
         number = self.numbers[call.layer]
         base = f"/layers/{number:03d}"
         end = call.begin + call.k.shape[1]

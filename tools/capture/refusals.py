@@ -37,27 +37,8 @@ def _additive_bias(config: Any) -> bool:
     return named or getattr(config, "model_type", "") in always
 
 
-def _chunked(config: Any) -> bool:
-    types = [value for key, value in _settings(config) if key == "layer_types" and value]
-    named = any("chunked_attention" in kinds for kinds in types)
-    return named or (_has(config, "attention_chunk_size") and not types)
-
-
 def _shared_keys(config: Any) -> bool:
     return _has(config, "num_kv_shared_layers", "use_cla", "cla_share_factor")
-
-
-def _multimodal_rope(config: Any) -> bool:
-    return _has(config, "mrope_section") or any(
-        key in ("type", "rope_type") and value == "mrope" for key, value in _settings(config)
-    )
-
-
-def _varying_heads(config: Any) -> bool:
-    heads = [
-        v for k, v in _settings(config) if k in ("num_attention_heads", "num_key_value_heads") and isinstance(v, list)
-    ]
-    return any(len(set(counts)) > 1 for counts in heads)
 
 
 @dataclass(frozen=True)
@@ -73,10 +54,7 @@ OBSTACLES = (
     Obstacle("encoder-decoder", "a decoder-only model", _encoder_decoder),
     Obstacle("multi-head latent attention (MLA)", "separate keys and values for every KV head", _latent_attention),
     Obstacle("ALiBi or other additive bias", "attention logits without additive bias", _additive_bias),
-    Obstacle("chunked attention", "full attention or a sliding window", _chunked),
     Obstacle("keys and values shared between layers", "a separate KV cache for every layer", _shared_keys),
-    Obstacle("multimodal RoPE", "one position per token", _multimodal_rope),
-    Obstacle("head counts that differ by layer", "the same heads in every layer", _varying_heads),
 )
 
 ATTENTION_SINKS = "attention sinks"

@@ -119,8 +119,7 @@ def identify(
     at_start, moved = keys_at(0), keys_at(position)
     width = min(keys.shape[-1] for keys in moved)
     usable = [candidate for candidate in candidates if 2 * len(candidate.inv_freq) <= width]
-    pairs = max((len(candidate.inv_freq) for candidate in usable), default=0)
-    still = Frequencies(np.zeros(pairs), 1.0)
+    still = Frequencies(np.zeros(0), 1.0)
 
     def fits(style: str) -> list[Fit]:
         layers = enumerate(zip(at_start, moved, strict=True))
@@ -147,11 +146,12 @@ def identify(
         raise refused(name, text, "one rotation that fits clearly best (try --dtype float32 or a longer prompt)")
     if all(fit.frequencies is still for fit in chosen):
         return None
-    if any(len(fit.frequencies.inv_freq) != pairs for fit in chosen):
-        raise refused(name, "RoPE that pairs components differently by layer", "one pairing for all layers")
+    pairs = {len(fit.frequencies.inv_freq) for fit in chosen if fit.frequencies is not still}
+    if len(pairs) > 1:
+        raise refused(name, "RoPE that pairs components differently by layer", "one pairing for all stored layers")
     return Rope(
         style,
-        np.stack([fit.frequencies.inv_freq for fit in chosen]),
+        np.stack([fit.frequencies.inv_freq if fit.frequencies is not still else np.zeros(*pairs) for fit in chosen]),
         np.array([fit.frequencies.attention_scaling for fit in chosen]),
         closest,
     )
@@ -165,11 +165,13 @@ def produced_deviation(
 
 
 def _table_deviation(candidate: Frequencies, table: tuple[np.ndarray, np.ndarray], position: int) -> float:
-    """A module gives cosines and sines of the angles once, or twice: one after the other, or in pairs."""
+    """A module gives cosines and sines of the angles once, or twice: one after the other, or in pairs. Multimodal
+    modules give a row for each axis (time, height, width); the rows of a text are equal."""
     angles = position * candidate.inv_freq
     layouts = (angles, np.tile(angles, 2), np.repeat(angles, 2))
     deviations = [np.inf]
-    for layout in (layout for layout in layouts if layout.size == table[0].size):
-        expected = candidate.attention_scaling * np.stack([np.cos(layout), np.sin(layout)])
-        deviations.append(float(np.max(np.abs(np.stack([x.reshape(-1) for x in table]) - expected))))
+    for layout in (layout for layout in layouts if layout.size == table[0].shape[-1]):
+        expected = candidate.attention_scaling * np.stack([np.cos(layout), np.sin(layout)])[:, None]
+        found = np.stack([x.reshape(-1, layout.size) for x in table])
+        deviations.append(float(np.max(np.abs(found - expected))))
     return min(deviations)

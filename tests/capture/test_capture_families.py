@@ -1,0 +1,162 @@
+"""Are the layers of models whose layers differ, multimodal models and hybrids captured as the models compute them?
+
+Each capture recomputes the attention outputs of all queries from the trace (--verify); the tests check the header.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from tiny_models import LOCAL_AND_GLOBAL, SIZES, build, character_tokenizer
+
+from kvreplay.capture.command import main
+from kvreplay.trace import Trace
+
+PROMPT = "The heron stood in the shallow water all the morning, and did not say what it was waiting for."
+WITH_HEADS = {**SIZES, "head_dim": 16}
+THETA = 1e4
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+IMAGE = character_tokenizer()("#").input_ids[0]  # a character that stands for an image
+PERIODIC = ["linear_attention", "full_attention"] * 2
+
+
+def rope(pairs: int) -> np.ndarray:
+    return THETA ** -(np.arange(pairs) / pairs)
+
+
+def multimodal_rope(**more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": THETA, **more}
+
+
+# The values of mrope_section and partial_rotary_factor are those of the hub, for a head dimension of 256; 16 here.
+QWEN3_5 = {
+    **WITH_HEADS,
+    "layer_types": PERIODIC,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": multimodal_rope(mrope_interleaved=True, mrope_section=[1, 1, 0], partial_rotary_factor=0.25),
+}
+MULTIMODAL: dict[str, tuple[transformers.PretrainedConfig, list[int], int]] = {  # layers with attention, rotated pairs
+    "qwen3_5": (transformers.Qwen3_5Config(text_config=QWEN3_5, vision_config=VISION, image_token_id=IMAGE), [1, 3], 2),
+    "qwen2_vl": (
+        transformers.Qwen2VLConfig(
+            text_config={**SIZES, "rope_parameters": multimodal_rope(mrope_section=[2, 2, 2])},
+            vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": SIZES["hidden_size"]},
+            image_token_id=IMAGE,
+        ),
+        [0, 1, 2, 3],
+        6,
+    ),
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig(
+            text_config={**WITH_HEADS, "rope_parameters": multimodal_rope(mrope_section=[4, 2, 2])},
+            vision_config={**VISION, "out_hidden_size": SIZES["hidden_size"], "deepstack_visual_indexes": [0]},
+            image_token_id=IMAGE,
+        ),
+        [0, 1, 2, 3],
+        8,
+    ),
+    "glm4v": (
+        transformers.Glm4vConfig(
+            text_config={
+                **WITH_HEADS,
+                "rope_parameters": multimodal_rope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5),
+            },
+            vision_config={**VISION, "out_hidden_size": SIZES["hidden_size"]},
+            image_token_id=IMAGE,
+        ),
+        [0, 1, 2, 3],
+        4,
+    ),
+}
+
+
+def saved(config: transformers.PretrainedConfig, folder: Path) -> Path:
+    build(config).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def captured(folder: Path, out: Path, *options: str, prompt: str = PROMPT) -> Trace:
+    words = ["--model", str(folder), "-o", str(out), "--progress", "never", "--verify", "--prompt", prompt, *options]
+    assert main(words) == 0
+    return Trace(out)
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_multimodal_rope_of_a_text_is_rope(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, layers, pairs = MULTIMODAL[name]
+    folder = saved(config, tmp_path / "model")
+    trace = captured(folder, tmp_path / "t.h5", "--generate", "5")
+    assert trace["/model/layer_index"].tolist() == layers
+    np.testing.assert_allclose(trace["/model/rope/inv_freq"], np.tile(rope(pairs), (len(layers), 1)), rtol=1e-6)
+    capsys.readouterr()
+    words = ["--model", str(folder), "-o", str(tmp_path / "image.h5"), "--progress", "never"]
+    assert main([*words, "--prompt", "An image: #"]) == 3
+    message = "prompt: images, videos or sound: expected text only, found a token image_token_id"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "image.h5").exists()
+
+
+GEMMA4 = transformers.Gemma4TextConfig(
+    **{**SIZES, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+    head_dim=16,
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=24,
+    layer_types=LOCAL_AND_GLOBAL,
+)
+
+
+def test_layers_of_gemma_4_are_captured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Full layers have other head dimensions, KV heads and frequencies than layers with a window."""
+    folder = saved(GEMMA4, tmp_path / "model")
+    full = captured(folder, tmp_path / "full.h5", "--layers", "full", "--generate", "3")
+    assert full["/model/layer_index"].tolist() == [1, 3]
+    assert (full.kv_heads, full.head_dim, full["/model/sliding_window"].tolist()) == (1, 32, [0, 0])
+    local = captured(folder, tmp_path / "local.h5", "--layers", "0,2", "--generate", "3")
+    assert (local.kv_heads, local.head_dim, local["/model/sliding_window"].tolist()) == (2, 16, [24, 24])
+    assert full["/model/rope/inv_freq"].shape == (2, 16) and local["/model/rope/inv_freq"].shape == (2, 8)
+    capsys.readouterr()
+    assert (
+        main(["--model", str(folder), "--prompt", PROMPT, "-o", str(tmp_path / "all.h5"), "--progress", "never"]) == 3
+    )
+    assert "head counts that differ by layer: 4/1/32 in layer 1" in capsys.readouterr().err
+
+
+LLAMA4 = transformers.Llama4TextConfig(
+    **WITH_HEADS,
+    attention_chunk_size=64,
+    intermediate_size_mlp=64,
+    num_local_experts=2,
+    layer_types=["chunked_attention", "full_attention"] * 2,
+    no_rope_layers=[1, 0] * 2,
+)
+
+
+def test_chunked_attention_is_causal_within_a_chunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(LLAMA4, tmp_path / "model")
+    trace = captured(folder, tmp_path / "t.h5", prompt=PROMPT[:64])
+    assert (trace.tokens, trace["/model/sliding_window"].tolist()) == (64, [0] * 4)
+    assert trace["/model/rope/inv_freq"].any(axis=1).tolist() == [True, False] * 2
+    full = captured(folder, tmp_path / "full.h5", "--layers", "full", prompt=PROMPT[:65])
+    assert full["/model/layer_index"].tolist() == [1, 3]
+    capsys.readouterr()
+    words = ["--model", str(folder), "--prompt", PROMPT[:65], "-o", str(tmp_path / "long.h5"), "--progress", "never"]
+    assert main(words) == 3
+    message = "expected at most 64 tokens; shorten the prompt, or use --layers full, found layer 0: chunked attention"
+    assert message in capsys.readouterr().err
+
+
+def test_layers_that_a_model_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(transformers.MistralConfig(**WITH_HEADS, sliding_window=24), tmp_path / "model")
+    words = ["--model", str(folder), "--prompt", PROMPT, "-o", str(tmp_path / "t.h5"), "--progress", "never"]
+    assert main([*words, "--layers", "full"]) == 2
+    assert "--layers full: no such layer: expected a model with full attention" in capsys.readouterr().err
