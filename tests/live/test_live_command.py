@@ -40,9 +40,11 @@ def rows(case: Case) -> pd.DataFrame:
 
 
 def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every cell has every metric; what keeps all is exactly the reference; the noise floor is said."""
+    """Every cell has every metric; what keeps all is exactly the reference; noise floor and next commands are said."""
     assert copy.live("--generate", "3") == 0
-    assert capsys.readouterr().err.count("noise floor") == 1
+    said = capsys.readouterr()
+    assert said.err.count("noise floor") == 1
+    assert said.out == f"next  kvreplay report {copy.run}\nnext  kvreplay predict {copy.run}\n"
     table = rows(copy)
     assert list(table.columns) == [*COLUMNS, *MEASURED, TEXT]
     assert (copy.run / "live/t.csv").read_bytes() == (copy.run / "live.csv").read_bytes()

@@ -198,9 +198,8 @@ def _rotation(rope: Rope | None) -> str:
 
 
 def quiet_libraries(show: bool) -> None:
-    """Silences progress bars and advice of the libraries. To be called before tqdm is imported."""
-    if not show:
-        os.environ["TQDM_DISABLE"] = "1"
+    """Silences progress bars, unless `show`, and advice of the libraries."""
+    allow_bars(show)
     import torch  # noqa: F401  transformers would say that it is missing, in words of its own
     import transformers
 
@@ -208,6 +207,13 @@ def quiet_libraries(show: bool) -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not show:
         transformers.logging.disable_progress_bar()
+
+
+def allow_bars(show: bool) -> None:
+    """Disables progress bars of the libraries unless `show`. Call it before any of them is imported: tqdm reads the
+    variable once."""
+    if not show:
+        os.environ["TQDM_DISABLE"] = "1"
 
 
 def _asked(prompts: list[Prompt], only: Sequence[str] | None) -> list[Prompt]:
@@ -261,8 +267,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if empty := next((prompt.name for prompt in prompts if not (prompt.text or prompt.messages)), None):
         raise Error(empty, "prompt", "at least one token", "an empty text")
     spans = tuple(SpanRequest.parse(text) for text in arguments.span)
-    model_choices.source.require_reachable()
     show = shows_progress(arguments)
+    allow_bars(show)
+    model_choices.source.require_reachable()
     if show:
         say_notes("capture", [f"loading {model_choices.source.title}"])
     quiet_libraries(show)

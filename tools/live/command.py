@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,10 +91,11 @@ def live(arguments: argparse.Namespace) -> None:
     runs = [Run(folder) for folder in arguments.runs]
     traces = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
     wanted = [(run, trace, _chosen(run, trace, arguments)) for run, trace in traces]
+
+    from kvreplay.capture.command import allow_bars, quiet_libraries
+
+    allow_bars(show)
     choices.source.require_reachable()
-
-    from kvreplay.capture.command import quiet_libraries
-
     quiet_libraries(show)
     import torch
 
@@ -136,6 +138,9 @@ def live(arguments: argparse.Namespace) -> None:
     if machine.failed:
         raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv. Run the "
                     "same command again to measure the failed cells", exit_code=Refusal.SOME_FAILED)  # fmt: skip
+    folders = [shlex.quote(str(run.folder)) for run in runs]
+    for line in [f"report {folder}" for folder in folders] + [f"predict {' '.join(folders)}"]:
+        print(f"next  kvreplay {line}")
 
 
 def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, arguments: argparse.Namespace) -> bool:
