@@ -32,18 +32,23 @@ def multimodal_rope(**more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": THETA, **more}
 
 
-# The values of mrope_section and partial_rotary_factor are those of the hub, for a head dimension of 256; 16 here.
+# Head dimension and rope_parameters of the checkpoints, apart from the base.
 QWEN3_5 = {
-    **WITH_HEADS,
+    **SIZES,
+    "head_dim": 256,
     "layer_types": PERIODIC,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "rope_parameters": multimodal_rope(mrope_interleaved=True, mrope_section=[1, 1, 0], partial_rotary_factor=0.25),
+    "rope_parameters": multimodal_rope(mrope_interleaved=True, mrope_section=[11, 11, 10], partial_rotary_factor=0.25),
 }
 MULTIMODAL: dict[str, tuple[transformers.PretrainedConfig, list[int], int]] = {  # layers with attention, rotated pairs
-    "qwen3_5": (transformers.Qwen3_5Config(text_config=QWEN3_5, vision_config=VISION, image_token_id=IMAGE), [1, 3], 2),
+    "qwen3_5": (
+        transformers.Qwen3_5Config(text_config=QWEN3_5, vision_config=VISION, image_token_id=IMAGE),
+        [1, 3],
+        32,
+    ),
     "qwen2_vl": (
         transformers.Qwen2VLConfig(
             text_config={**SIZES, "rope_parameters": multimodal_rope(mrope_section=[2, 2, 2])},
